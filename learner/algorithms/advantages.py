@@ -1,8 +1,7 @@
 """Advantages: group rewards -> one number per trajectory.
 
-Group sizes may differ. A group of one has advantage 0, except with `remax` and `moving_baseline`, whose baselines come
-from outside the group. `lite_ppo`, `gpg`, `gdpo`, `reinforce_plus_plus_baseline`, and `moving_baseline` use statistics
-of the whole batch. epsilon > 0.
+Group sizes may differ. A group of one has advantage 0, except with `remax` and `moving_baseline`. `lite_ppo`, `gpg`,
+`gdpo`, `reinforce_plus_plus_baseline`, and `moving_baseline` use statistics of the whole batch. epsilon > 0.
 """
 
 import torch
@@ -50,7 +49,7 @@ def lite_ppo(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
 
     A_i = (r_i - mean_group(r)) / (std_batch(r) + epsilon)
 
-    Dividing by the group's deviation would amplify groups whose rewards are almost all equal.
+    Dividing by the group's deviation would amplify groups of almost equal rewards.
 
     Source: Tricks or Traps (Lite PPO), arXiv:2508.08221.
     """
@@ -136,8 +135,7 @@ def gdpo(inputs: AdvantageInputs, *, weights: dict[str, float], epsilon: float) 
     Without `weights`: all parts with weight 1. Raises BatchError if an answer lacks a part.
 
     Source: GDPO, arXiv:2601.05242.
-    Differs: does not subtract the mean of S, which is 0 up to a rounding error that would give groups of equal rewards
-    an advantage.
+    Differs: does not subtract the mean of S, which is 0 up to rounding.
     """
     names = tuple(weights) or tuple(inputs.parts)
     if not names or any(name not in inputs.parts or not inputs.parts[name].isfinite().all() for name in names):
@@ -175,7 +173,7 @@ def moving_baseline(inputs: AdvantageInputs, *, decay: float) -> Float[Tensor, "
 
 
 def grpo_passk(inputs: AdvantageInputs, *, epsilon: float | None = None) -> Float[Tensor, "B"]:
-    """Contribution of the group's best trajectory to the maximum; 0 for other trajectories and for ties.
+    """Lead of the group's best trajectory; 0 for others and for ties.
 
     A_i = max_j(r_j) - max_{j != i}(r_j) [/ (std(r) + epsilon), if epsilon is given]
 
@@ -250,8 +248,8 @@ def kl_in_reward(
     total_i = r_i - coefficient * sum_t kl_it
     token_it = u_it + [t is last] * (r_i - sum_t u_it) - coefficient * kl_it
 
-    u (`turn_rewards`) has the reward of each turn at its last token. The trajectory's last token gets the rest of r, so
-    token rewards add up to the total, unless the trajectory has no tokens. No gradient flows through kl.
+    u (`turn_rewards`) has the reward of each turn at its last token. Token rewards add up to the total, unless the
+    trajectory has no tokens. No gradient flows through kl.
 
     Source: Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593, eq. 2; kl is k1 there. Turns: ours.
     """

@@ -3,7 +3,7 @@
 Each function returns one weight per sequence of an optimizer update. The loss is the sum over tokens of weight * token
 loss. T_i is `AggregationInputs.num_tokens`, and B counts the sequences with T_i > 0, over all microbatches and ranks.
 
-If T_i includes rejected tokens, rejection shrinks the step. If not, the weights are those of an update without them.
+If T_i includes rejected tokens, rejection shrinks the step.
 """
 
 from collections.abc import Callable

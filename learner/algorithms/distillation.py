@@ -34,8 +34,7 @@ def sampled_k3(
 
     loss = min(exp(-x) - 1 + x, max_loss), x = log pi_learner - log pi_teacher
 
-    On tokens that the learner sampled, the gradient is that of KL(teacher || learner):
-    E[(1 - pi_teacher / pi_learner) * grad log pi_learner] = -sum_v pi_teacher * grad log pi_v.
+    On tokens that the learner sampled, the gradient is that of KL(teacher || learner).
 
     Source: Schulman, "Approximating KL Divergence".
     """
@@ -49,7 +48,7 @@ def forward_kl_topk(
 
     loss = sum_k q_k * (log q_k - log p_k), k = 1..K+1, or 1..K with renormalize; q = teacher, p = learner
 
-    0 with zero gradient for equal policies. With the rest, it is at most the KL over the vocabulary.
+    With the rest, it is at most the KL over the vocabulary.
 
     Source: GKD, arXiv:2306.13649, section 2.
     Differs: includes the rest or renormalizes, because a plain sum over K candidates has a nonzero gradient for equal

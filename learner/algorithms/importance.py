@@ -75,7 +75,7 @@ def token_ratio(numerator: Float[Tensor, "N"], denominator: Float[Tensor, "N"]) 
 
 
 def nonfinite(numerator: Float[Tensor, "N"], denominator: Float[Tensor, "N"]) -> Bool[Tensor, "N"]:
-    """Tokens whose `token_ratio` is 1 because a log-probability is not finite."""
+    """Tokens with a `token_ratio` of 1 because a log-probability is not finite."""
     return ~(numerator - denominator).isfinite()
 
 
@@ -158,8 +158,7 @@ def normalize(weights: Float[Tensor, "N"], *, mean: Float[Tensor, ""]) -> Float[
 
     w = w / mean(w)
 
-    `mean` is that of the bounded weights over all microbatches and ranks: over tokens at the token level, otherwise
-    over `one_per_sequence`.
+    `mean` is over all microbatches and ranks: over tokens at the token level, otherwise over `one_per_sequence`.
 
     Source: self-normalized importance sampling, Kong 1992; after truncation, Liu, Li et al. 2025.
     """
@@ -170,8 +169,6 @@ def effective_sample_size(weights: Float[Tensor, "N"]) -> Float[Tensor, ""]:
     """Effective fraction of the samples: 1 if all weights are equal, 1/N if one dominates.
 
     ESS = (sum w)^2 / (N * sum w^2); 0 if all weights are 0
-
-    Over tokens, or over sequences with the weights of `one_per_sequence`; the former is larger.
 
     Source: Kong 1992; used per batch in VCPO, arXiv:2602.17616.
     """
@@ -185,8 +182,7 @@ def ess_learning_rate_scale(ess: float, *, power: float = 0.5, floor: float) -> 
     scale = max(ess^power, floor), with power 1/2 for Adam-like optimizers and 1 for SGD
 
     Source: VCPO, arXiv:2602.17616, learning rate by effective sample size.
-    Differs: adds the floor, and treats NaN as 0. Omits the paper's optimal baseline, which needs a backward pass per
-    trajectory for gradient norms; `optimal_token_baseline` uses a proxy for the norms.
+    Differs: adds the floor, and treats NaN as 0. Omits the paper's optimal baseline (see `optimal_token_baseline`).
     """
     return max(floor, min(ess, 1.0) ** power) if ess > 0 else floor
 
@@ -199,11 +195,9 @@ _OVER: dict[str, Callable[..., Tensor]] = {"sum": segments.sums, "mean": segment
 
 
 def keep_k1(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: float = math.inf) -> Bool[Tensor, "N"]:
-    """Keep tokens whose ratio is within the bounds.
+    """Keep tokens with a ratio within the bounds.
 
     keep iff low <= exp(x) <= high        with x: x_t | sum_t x_t | mean_t x_t
-
-    The sum favors short sequences; the mean does not.
 
     Source: Liu, Li et al. 2025, "When Throughput Kills Stability": masked importance sampling (sum), Geo-RS (mean).
     Differs: verl compares -x with the logarithms of the bounds, so its asymmetric bounds apply to generator / learner.
@@ -213,7 +207,7 @@ def keep_k1(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: flo
 
 
 def keep_k2(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: float = math.inf) -> Bool[Tensor, "N"]:
-    """Keep tokens whose squared log-ratio is small.
+    """Keep tokens with a small squared log-ratio.
 
     keep iff low <= k2 <= high,  k2_t = x_t^2 / 2
 
@@ -224,7 +218,7 @@ def keep_k2(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: flo
 
 
 def keep_k3(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: float = math.inf) -> Bool[Tensor, "N"]:
-    """Keep tokens whose estimated divergence KL(generator || learner) is small.
+    """Keep tokens with a small estimate of KL(generator || learner).
 
     keep iff low <= k3 <= high,  k3_t = exp(x_t) - 1 - x_t
 
@@ -240,7 +234,7 @@ STATISTICS: dict[str, Callable[..., Tensor]] = {"k1": keep_k1, "k2": keep_k2, "k
 
 
 def veto(inputs: RatioInputs, *, low: float, high: float) -> Bool[Tensor, "N"]:
-    """Keep sequences in which every token's ratio is within the bounds.
+    """Keep sequences if every token's ratio is within the bounds.
 
     keep iff for all t: low <= exp(x_t) <= high
 

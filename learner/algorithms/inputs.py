@@ -51,8 +51,8 @@ class AdvantageInputs:
     positions_in_turn: Int[Tensor, "N"]
     """Among those of the turn."""
     token_rewards: Float[Tensor, "N"]
-    """float64: each turn's reward at its last token, the rest of the reward at the last token of the trajectory, minus
-    the KL penalty of each token if the KL is charged in the reward."""
+    """float64: each turn's reward at its last token, the rest at the last token of the trajectory, minus the KL penalty
+    if the KL is charged in the reward."""
     generator_logprobs: Float[Tensor, "N"]
     """float32, under the sampled distribution."""
     learner_logprobs: Float[Tensor, "N"] | None = None

@@ -118,7 +118,9 @@ def _measure(
     logprobs = _log_softmax(logits, temperatures)
     measured = {"logprobs": logprobs.gather(-1, targets[:, None])[:, 0]}
     if requested.entropy:
-        measured["entropies"] = _entropy(logprobs if requested.differentiate_entropy else logprobs.detach())
+        kept = logprobs if requested.differentiate_entropy else logprobs.detach()
+        # The clamp turns 0 * -inf = NaN into 0.
+        measured["entropies"] = -(kept.exp() * kept.clamp(min=torch.finfo(kept.dtype).min)).sum(dim=-1)
     if requested.collision:
         measured["collisions"] = (2 * logprobs.detach()).exp().sum(dim=-1)
     if requested.top_k:
@@ -134,12 +136,6 @@ def _measure(
 def _log_softmax(logits: Float[Tensor, "N V"], temperatures: Float[Tensor, "N"]) -> Float[Tensor, "N V"]:
     wide = logits if logits.dtype == torch.float64 else logits.float()
     return (wide / temperatures[:, None]).log_softmax(dim=-1)
-
-
-def _entropy(logprobs: Float[Tensor, "N V"]) -> Float[Tensor, "N"]:
-    """-sum p log p. The clamp turns 0 * -inf = NaN into 0."""
-    probabilities = logprobs.exp()
-    return -(probabilities * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(dim=-1)
 
 
 # --- deferred logits -------------------------------------------------------------------------------------------------
@@ -194,8 +190,11 @@ class _MeasureDeferred(torch.autograd.Function):
                     [outer[name][tokens] for name in ctx.differentiable],
                 )
             of_states[tokens] = (of_logits @ cast_weight).to(of_states.dtype)
-            if of_weight is not None:
-                _add_product(of_weight, of_logits.T, cast_states[tokens])
+            if of_weight is not None and of_weight.dtype == of_logits.dtype:
+                # Without a temporary.
+                of_weight.addmm_(of_logits.T, cast_states[tokens])
+            elif of_weight is not None:
+                of_weight += of_logits.T @ cast_states[tokens]
             if of_bias is not None:
                 of_bias += of_logits.sum(0, dtype=of_bias.dtype)
         return of_states, of_weight, of_bias, None, None, None, None, None
@@ -203,11 +202,3 @@ class _MeasureDeferred(torch.autograd.Function):
 
 def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
     return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Without a temporary if the dtypes match."""
-    if total.dtype == left.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right

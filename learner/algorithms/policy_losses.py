@@ -3,8 +3,8 @@
 ratio = pi_learner / pi_proximal; sg = stop gradient. The proximal policy is called anchor where it may also be the
 generator. Terms sg(weight) * log pi_learner are computed with the log-ratio, which has the same gradient.
 
-Sequence-level losses and weights are repeated for each token. Since aggregations weight the tokens of a sequence
-equally, the sum matches the paper. Except in the token forms, advantages must be equal within a sequence.
+Sequence-level losses are repeated for each token, which aggregations weight equally, so the sum matches the paper.
+Except in the token forms, advantages must be equal within a sequence.
 """
 
 import torch
@@ -18,7 +18,7 @@ from slipstream.learner.algorithms.inputs import LossInputs, known
 def idle_tokens(
     losses: Float[Tensor, "N"], log_ratio: Float[Tensor, "N"], advantages: Float[Tensor, "N"]
 ) -> Bool[Tensor, "N"]:
-    """Tokens with a nonzero advantage but no gradient with respect to `log_ratio`, for example because of a clip."""
+    """Tokens with a nonzero advantage but no gradient with respect to `log_ratio`, such as clipped ones."""
     with torch.enable_grad():
         (gradient,) = torch.autograd.grad(losses.sum(), log_ratio)
     return (gradient == 0) & (advantages != 0)
@@ -89,7 +89,7 @@ def kl_cov(inputs: LossInputs, *, coefficient: float) -> Float[Tensor, "N"]:
 
 
 def cispo(inputs: LossInputs, *, clip_low: float | None, clip_high: float) -> Float[Tensor, "N"]:
-    """Score function with a clipped importance weight: clipping shrinks a gradient but never removes it.
+    """Score function with a clipped importance weight, which shrinks a gradient but never removes it.
 
     loss = -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log pi_learner
 
@@ -106,7 +106,6 @@ def sapo(inputs: LossInputs, *, tau_positive: float, tau_negative: float) -> Flo
 
     loss = -A * (4 / tau) * sigmoid(tau * (ratio - 1)), tau = tau_positive if A > 0 else tau_negative
 
-    The gate's slope is 1 at ratio 1 and decreases on both sides, faster with larger tau.
     Source: SAPO, arXiv:2511.20347, eq. 5 and 6.
     """
     advantages = inputs.advantages
@@ -125,12 +124,11 @@ def dro(inputs: LossInputs, *, beta: float) -> Float[Tensor, "N"]:
 
 
 def aspo(inputs: LossInputs, *, clip_low: float, clip_high: float, cap: float) -> Float[Tensor, "N"]:
-    """PPO-clip with the inverse ratio for A > 0, so that tokens with small ratios are raised most.
+    """PPO-clip with the inverse ratio for A > 0, so that small ratios are raised most.
 
     A > 0:  loss = -sg(w) * A * log pi_learner, w = min(1 / ratio, cap) if ratio <= 1 + clip_high else 0
     else:   loss = ppo_clip with dual_clip = cap
 
-    For A > 0, the cap bounds the weight but keeps the gradient.
     Source: ASPO, arXiv:2510.06062, section 6, eq. 3.
     """
     ratio = inputs.log_ratio.detach().exp()
@@ -189,9 +187,8 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float, form: str = "
 
     sequence:       loss = -min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean_t log ratio_t)
     token:          the same with A_t and s_t = sg(s) * pi_learner,t / sg(pi_learner,t), for advantages that differ per
-                    token: each loss has a gradient only through its own token
-    length_scaled:  loss * length, to cancel the 1/length of a mean over the sequence's tokens; other aggregations would
-                    overweight long sequences
+                    token
+    length_scaled:  loss * length, to cancel the 1/length of a mean over the sequence's tokens
 
     Source: GSPO, arXiv:2507.18071, eq. 5 to 7; GSPO-token, eq. 13 and 14; LUSPO, arXiv:2602.05261.
     """
@@ -225,8 +222,7 @@ def topr(inputs: LossInputs, *, level: str = "sequence") -> Float[Tensor, "N"]:
     loss = -sg(w) * A * log pi_learner, w = 1 if A > 0 else min(prod_t ratio_t, 1); min(ratio_t, 1) at the token level
 
     Source: TOPR, arXiv:2503.14286, eq. 7 and 8.
-    Differs: tapers by the sign of the advantage, not the reward, because a negative advantage pushes a token down
-    without bound. The token level is our addition.
+    Differs: tapers by the sign of the advantage, not the reward. The token level is our addition.
     """
     log_ratio = inputs.log_ratio.detach() if level == "token" else _sequence_log_ratio(inputs)
     weights = torch.where(inputs.advantages > 0, 1.0, log_ratio.clamp(max=0).exp())

@@ -1,8 +1,7 @@
 """Sums, means, extrema, and deviations over segments: the rewards of groups or the tokens of sequences.
 
 `segments` holds the segment of each value, 0 <= segment < num_segments. An empty segment gives 0. Values may be in any
-order, except for `to_rows`. Standard deviations divide by n. The smallest value is subtracted before the mean is
-computed, so that equal values give exactly 0.
+order, except for `to_rows`. Standard deviations divide by n.
 """
 
 import torch
@@ -54,8 +53,8 @@ def above_lowest(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Floa
 def centered(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Values minus the mean of their segment; exactly 0 if the difference is within rounding error.
 
-    Bound: (n / 2 + 1) * machine epsilon * (max(x) - min(x)), because n - 1 sums, the division, and two differences of
-    numbers up to max(x) - min(x) each round by at most half an epsilon.
+    Bound: (n / 2 + 1) * machine epsilon * (max(x) - min(x)), because n - 1 sums, the division, and two differences each
+    round by at most half an epsilon.
     """
     above, num_segments = above_lowest(values, segments), count(segments)
     found = above - means(above, segments, num_segments=num_segments)[segments]

@@ -43,13 +43,12 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: 
     W_{i,t} = sum_{s<=t} norm_{i,s} * w_{i,s}^2, w = importance weights if known, else 1
     B_t = sum_i (W_{i,t} + epsilon) * G_{i,t} / sum_i (W_{i,t} + epsilon),  A_{i,t} = G_{i,t} - B_t
 
-    Position t is the t-th model-written token, or that of the turn with `per_turn`, so that tool output or a long first
-    turn does not misalign later tokens. A token at a position that no other member reaches has advantage 0.
+    Position t is the t-th model-written token, or that of the turn with `per_turn`. A token at a position that no other
+    member reaches has advantage 0.
 
     Source: Optimal Token Baseline, arXiv:2602.07078, with the logit-gradient proxy and the squared weights of its
     off-policy form.
-    Differs: adds epsilon to each W, not to their sum, so that B is the mean if all W are 0. In the authors' code, the
-    tail of the longest member has the whole return as its advantage. `per_turn` is our addition.
+    Differs: adds epsilon to each W, not to their sum, so that B is the mean if all W are 0. `per_turn` is our addition.
     """
     returns = returns_to_go(inputs, gamma=1.0)
     norms = score_norms(known(inputs.learner_logprobs), known(inputs.collisions))
@@ -57,7 +56,11 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: 
         norms = norms * inputs.correction_weights.square()
     rows = segments.to_rows(norms, inputs.sequences, num_sequences=inputs.num_sequences)
     energy = segments.from_rows(rows.cumsum(1), inputs.sequences) + epsilon
-    cells = _cells(inputs, per_turn=per_turn)
+    # The tokens of a group at one position share a cell.
+    turns = inputs.turns if per_turn else torch.zeros_like(inputs.turns)
+    positions = inputs.positions_in_turn if per_turn else inputs.positions
+    rows_of_group = inputs.groups[inputs.sequences] * segments.count(turns) + turns
+    cells = torch.unique(rows_of_group * segments.count(positions) + positions, return_inverse=True)[1]
     num_cells = segments.count(cells)
     # Subtract the lowest return first, so that equal returns give exactly 0.
     lowest = segments.minima(returns, cells, num_segments=num_cells)
@@ -70,15 +73,6 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: 
 def score_norms(logprobs: Float[Tensor, "N"], collisions: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Squared norm of each token's gradient with respect to its logits."""
     return (1 - 2 * logprobs.exp() + collisions).clamp(min=0)
-
-
-def _cells(inputs: AdvantageInputs, *, per_turn: bool) -> Int[Tensor, "N"]:
-    """Cell of each token: the tokens of a group at one position."""
-    turns = inputs.turns if per_turn else torch.zeros_like(inputs.turns)
-    positions = inputs.positions_in_turn if per_turn else inputs.positions
-    groups = inputs.groups[inputs.sequences]
-    cells = (groups * segments.count(turns) + turns) * segments.count(positions) + positions
-    return torch.unique(cells, return_inverse=True)[1]
 
 
 def gae(
@@ -174,7 +168,7 @@ def clipped_value_loss(
     *,
     clip: float | None,
 ) -> tuple[Float[Tensor, "N"], Bool[Tensor, "N"]]:
-    """Clipped value loss, and the tokens whose gradient the clip removes.
+    """Clipped value loss, and the tokens that the clip leaves without gradient.
 
     loss = 1/2 * max((V - R)^2, (clip(V, V_before - clip, V_before + clip) - R)^2); without clip 1/2 * (V - R)^2
 

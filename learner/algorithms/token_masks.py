@@ -19,9 +19,8 @@ def m2po(inputs: MaskInputs, *, threshold: float) -> Bool[Tensor, "N"]:
     dropped: the fewest candidates, largest (log ratio)^2 first, such that the mean of the rest is <= threshold
 
     Source: M2PO, arXiv:2510.01161, algorithm 1.
-    Differs: no floor. If every candidate exceeds the threshold, all are dropped, leaving only tokens that move back
-    toward the generator. AReaL's form, arXiv:2505.24298, always keeps the smallest, treats all tokens as candidates,
-    and measures log(generator/proximal).
+    Differs: no floor: if every candidate exceeds the threshold, all are dropped. AReaL's form, arXiv:2505.24298, always
+    keeps the smallest, treats all tokens as candidates, and measures log(generator/proximal).
     """
     log_ratio, advantages = inputs.log_ratio, inputs.advantages
     moves_away = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
@@ -69,8 +68,7 @@ def clip_cov_mask(
     if fewer; none if share is 0
 
     Source: Clip-Cov, arXiv:2505.22617, eq. 11 and 12.
-    Differs: drops at least one token, like the authors' code; the paper's floor(share * N) is 0 below 5,000 tokens.
-    Their code also excludes clipped tokens, which have no gradient anyway.
+    Differs: drops at least one token, like the authors' code, which also excludes clipped tokens.
     """
     covariances = covariance(inputs)
     is_high = (covariances >= covariance_low) & (covariances <= covariance_high)

@@ -1,8 +1,8 @@
 """Batch: the groups claimed for one step as two tables of columns, one per trajectory and one per trained token.
 
-Everything without a gradient is computed on whole columns and is identical on every rank, so the split into
-microbatches and ranks cannot change it. Columns are filled in field order: trajectory data (`build_batch`), model
-outputs (`microbatch.recompute`), and loss inputs (`Objective.prepare`). Columns that the settings do not need are None.
+Everything without a gradient is computed on whole columns, identically on every rank. Columns are filled in field
+order: trajectory data (`build_batch`), model outputs (`microbatch.recompute`), and loss inputs (`Objective.prepare`).
+Columns that the settings do not need are None.
 """
 
 import dataclasses
@@ -108,7 +108,7 @@ class Tokens(_Columns):
     is_kept: Bool[Tensor, "N"] | None = None
     """Whether the correction keeps the token in the loss. Set together with `correction_weights`."""
     is_bounded: Bool[Tensor, "N"] | None = None
-    """Whether the importance weight was truncated or masked. Set together with `correction_weights`."""
+    """Whether the importance weight was truncated or masked."""
     is_trusted: Bool[Tensor, "N"] | None = None
     """Whether the masks keep the token in the policy loss. None if all are kept."""
     is_selected: Bool[Tensor, "N"] | None = None
@@ -157,7 +157,7 @@ class Batch:
         )
 
     def parts(self, names: Sequence[str], *, setting: str) -> Float[Tensor, "B K"]:
-        """Columns of named reward components. Raises BatchError if a trajectory lacks one."""
+        """Raises BatchError if a trajectory lacks a component."""
         missing = [name for name in names if name not in self.part_names]
         columns = self.trajectories.parts[:, [self.part_names.index(name) for name in names if name not in missing]]
         if missing or not columns[self.trajectories.is_member].isfinite().all():

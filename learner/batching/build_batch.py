@@ -1,7 +1,7 @@
 """Batch building: fetched groups -> the batch as columns, plus the samples of each optimizer update.
 
 A trajectory with a failed reward is excluded from the loss and from its group's baseline, a token that is too old only
-from the loss. A greedy answer is never in the loss or in a mean: its reward serves as a baseline.
+from the loss. A greedy answer only serves as a baseline.
 """
 
 from collections import Counter
@@ -68,20 +68,24 @@ def build_batch(
 
     `max_lags` (None: no bound) and `weights` have one entry per group. `has_baseline`: groups may contain a greedy
     answer. `masks_truncated`: responses cut off at the maximum length count only in the baseline. `num_mixed`: groups
-    from another run, at the end. `images`: for multimodal models. `routers`: routers that replay the recorded experts.
+    from another run, at the end. `routers`: routers that replay the recorded experts.
     """
     num_own = len(groups) - num_mixed
     members = []
     for index, group in enumerate(groups):
         for trajectory in group:
             _check_sampling(trajectory, has_baseline=has_baseline)
-            stale = _stale(trajectory, learner_version=learner_version, max_lag=max_lags[index])
-            trained = _trained_tokens(trajectory, stale, masks_truncated=masks_truncated)
-            lags = _lags(trajectory, trained, learner_version=learner_version)
-            lags = lags if index < num_own else np.full_like(lags, _UNKNOWN_LAG)
             if routers:
                 _check_experts(trajectory, routers)
-            members.append(_Member(trajectory, index, trained, lags, 0 if stale is None else int(stale.sum())))
+            member = _make_member(
+                trajectory,
+                index,
+                learner_version=learner_version,
+                max_lag=max_lags[index],
+                masks_truncated=masks_truncated,
+            )
+            is_own = index < num_own
+            members.append(member if is_own else member._replace(lags=np.full_like(member.lags, _UNKNOWN_LAG)))
     _check_vocabulary(members, vocab_size=vocab_size)
     # Round-robin, because reused and mixed groups come last and must not all land in one update.
     update_of = np.arange(len(groups)) % num_updates
@@ -94,33 +98,29 @@ def build_batch(
     return BuiltBatch(batch, updates, [member.trained for member in members], _metrics(members, batch.trajectories))
 
 
-def _trained_tokens(trajectory: Trajectory, stale: np.ndarray | None, *, masks_truncated: bool) -> np.ndarray:
-    """int64[W]. Excludes the first token of each context, which nothing predicts."""
+def _make_member(
+    trajectory: Trajectory, group: int, *, learner_version: int, max_lag: int | None, masks_truncated: bool
+) -> _Member:
+    stale, spans = None, trajectory.version_spans
+    # In most trajectories, all tokens are fresh, and one version sampled them.
+    if max_lag is not None and any(learner_version - span.version > max_lag for span in spans):
+        stale = stale_mask(trajectory, learner_version=learner_version, max_lag=max_lag)
+    mask = trajectory.model_mask if stale is None else trajectory.model_mask & ~stale
+    # Nothing predicts the first token of a context.
+    trained = mask[1:].nonzero()[0] + 1
+    trained = trained if not trajectory.context_starts else np.setdiff1d(trained, trajectory.context_starts)
     is_masked = masks_truncated and trajectory.stop_reason == "length"
     if trajectory.reward.status != "ok" or trajectory.is_greedy or is_masked:
-        return _NO_TOKENS
-    mask = trajectory.model_mask if stale is None else trajectory.model_mask & ~stale
-    trained = mask[1:].nonzero()[0] + 1
-    return trained if not trajectory.context_starts else np.setdiff1d(trained, trajectory.context_starts)
-
-
-def _stale(trajectory: Trajectory, *, learner_version: int, max_lag: int | None) -> np.ndarray | None:
-    """bool[T]. None if all are fresh, the usual case."""
-    if max_lag is None or all(learner_version - span.version <= max_lag for span in trajectory.version_spans):
-        return None
-    return stale_mask(trajectory, learner_version=learner_version, max_lag=max_lag)
-
-
-def _lags(trajectory: Trajectory, trained: np.ndarray, *, learner_version: int) -> np.ndarray:
-    """int64[W]. In most trajectories, one version sampled all tokens."""
-    spans = trajectory.version_spans
+        trained = _NO_TOKENS
     if len(spans) == 1:
-        return np.full(len(trained), max(0, learner_version - spans[0].version), dtype=np.int64)
-    return np.maximum(0, learner_version - trajectory.token_versions()[trained])
+        lags = np.full(len(trained), max(0, learner_version - spans[0].version), dtype=np.int64)
+    else:
+        lags = np.maximum(0, learner_version - trajectory.token_versions()[trained])
+    return _Member(trajectory, group, trained, lags, 0 if stale is None else int(stale.sum()))
 
 
 def _check_vocabulary(members: Sequence[_Member], *, vocab_size: int) -> None:
-    # One maximum over all tokens, because one per trajectory costs as much as all its other checks.
+    # One maximum per trajectory would cost as much as all its other checks.
     if not members or np.concatenate([member.trajectory.token_ids for member in members]).max() < vocab_size:
         return
     largest, trajectory = next(
@@ -195,7 +195,15 @@ def _lay_out(members: Sequence[_Member], *, update_of: np.ndarray, weights: Sequ
         draw_weights=_wide([weights[index] for index in groups]),
         sources=torch.tensor([numbers[t.data_source] for t in trajectories], dtype=torch.int64),
     )
-    return Batch(columns, _tokens(members), names, sources)
+    logprobs = [member.trajectory.generator_logprobs[member.trained] for member in members]
+    positions = _positions(members)
+    tokens = Tokens(
+        **positions,
+        turn_rewards=_turn_rewards(members, positions["sequences"].numpy(), positions["turns"].numpy()),
+        lags=_joined([member.lags for member in members], np.int64),
+        generator_logprobs=_joined(logprobs, np.float32),
+    )
+    return Batch(columns, tokens, names, sources)
 
 
 def _greedy_rewards(members: Sequence[_Member]) -> Tensor:
@@ -211,22 +219,8 @@ def _greedy_rewards(members: Sequence[_Member]) -> Tensor:
     return _wide([rewards.get(member.group, float("nan")) for member in members])
 
 
-def _tokens(members: Sequence[_Member]) -> Tokens:
-    logprobs = [member.trajectory.generator_logprobs[member.trained] for member in members]
-    positions = _positions(members)
-    return Tokens(
-        **positions,
-        turn_rewards=_turn_rewards(members, positions["sequences"].numpy(), positions["turns"].numpy()),
-        lags=_joined([member.lags for member in members], np.int64),
-        generator_logprobs=_joined(logprobs, np.float32),
-    )
-
-
 def _positions(members: Sequence[_Member]) -> dict[str, Tensor]:
-    """Position columns of `Tokens`, int64[N], for all trajectories at once.
-
-    Cumulative sums over the concatenated batch, minus the value at the start of each trajectory.
-    """
+    """Position columns of `Tokens`, int64[N]: cumulative sums over the batch minus those at each trajectory's start."""
     sequences = np.repeat(np.arange(len(members)), [len(member.trained) for member in members])
     if not len(sequences):
         return dict.fromkeys(
@@ -292,36 +286,31 @@ def _metrics(members: Sequence[_Member], trajectories: Trajectories) -> dict[str
 
 
 def describe_answers(trajectories: Iterable[Trajectory]) -> dict[str, float]:
-    """Metrics of sampled answers by data source. Beyond 32 sources, the smallest are merged into `others`."""
+    """Metrics by data source. Beyond 32 sources, the smallest are merged into `others`."""
     by_source: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         by_source.setdefault(trajectory.data_source or "unnamed", []).append(trajectory)
     ranked = sorted(by_source, key=lambda source: -len(by_source[source]))
     if rare := ranked[_MOST_SOURCES:]:
         by_source["others"] = [trajectory for source in rare for trajectory in by_source.pop(source)]
-    return {
-        f"learner/by_source/{source}/{name}": value
-        for source, answers in by_source.items()
-        for name, value in _describe(answers).items()
-    }
-
-
-def _describe(answers: Sequence[Trajectory]) -> dict[str, float]:
-    rewards = [answer.reward for answer in answers if answer.reward.status == "ok"]
-    found = {
-        "trajectories": float(len(answers)),
-        "failed_fraction": 1 - len(rewards) / len(answers),
-        "length_mean": fmean(int(np.count_nonzero(answer.model_mask)) for answer in answers),
-        "turns_mean": fmean(answer.num_turns for answer in answers),
-    }
-    if rewards:
-        found["reward_mean"] = fmean(reward.total for reward in rewards)
-        found["correct_fraction"] = fmean(reward.is_correct for reward in rewards)
-    stops = Counter(answer.stop_reason for answer in answers)
-    found |= {f"stop_{reason}": count / len(answers) for reason, count in stops.items()}
-    found |= {f"part_{name}": value for name, value in _means([reward.parts for reward in rewards]).items()}
-    found |= {f"agent_{name}": value for name, value in _means([answer.metrics for answer in answers]).items()}
-    return found
+    described: dict[str, float] = {}
+    for source, answers in by_source.items():
+        rewards = [answer.reward for answer in answers if answer.reward.status == "ok"]
+        found = {
+            "trajectories": float(len(answers)),
+            "failed_fraction": 1 - len(rewards) / len(answers),
+            "length_mean": fmean(int(np.count_nonzero(answer.model_mask)) for answer in answers),
+            "turns_mean": fmean(answer.num_turns for answer in answers),
+        }
+        if rewards:
+            found["reward_mean"] = fmean(reward.total for reward in rewards)
+            found["correct_fraction"] = fmean(reward.is_correct for reward in rewards)
+        stops = Counter(answer.stop_reason for answer in answers)
+        found |= {f"stop_{reason}": count / len(answers) for reason, count in stops.items()}
+        found |= {f"part_{name}": value for name, value in _means([reward.parts for reward in rewards]).items()}
+        found |= {f"agent_{name}": value for name, value in _means([answer.metrics for answer in answers]).items()}
+        described |= {f"learner/by_source/{source}/{name}": value for name, value in found.items()}
+    return described
 
 
 def _means(records: Sequence[dict[str, float]]) -> dict[str, float]:

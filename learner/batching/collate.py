@@ -1,6 +1,6 @@
 """Collation: samples of an optimizer update -> packed microbatches of tensors, distributed over ranks.
 
-Packing is deterministic and depends only on lengths, so every rank can compute every other rank's share.
+Packing depends only on lengths, so every rank can compute every other rank's share.
 """
 
 import dataclasses
@@ -30,10 +30,7 @@ class Bundle:
 
 
 def bundle_by_prompt(samples: Sequence[Sample], *, max_tokens: int) -> list[Bundle]:
-    """Bundle the samples of each group, so their prompt is computed once.
-
-    Bundles have at most `max_tokens`, unless a single sample is longer.
-    """
+    """Bundles of at most `max_tokens`, unless a single sample is longer, each of samples of one group."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
@@ -59,8 +56,8 @@ def distribute(bundles: Sequence[Bundle], *, num_ranks: int) -> list[list[Bundle
 def pack(bundles: Sequence[Bundle], *, row_tokens: int, microbatch_tokens: int) -> list[list[Row]]:
     """Pack bundles into rows and rows into microbatches, first fit decreasing.
 
-    A row holds at most `row_tokens` and a microbatch at most `microbatch_tokens`, padding included. A longer bundle
-    gets a separate row, and a longer row a separate microbatch.
+    A row holds at most `row_tokens` and a microbatch at most `microbatch_tokens`, padding included, unless a single
+    bundle or row is longer.
     """
     # Rows of similar length share a microbatch, because all are padded to the longest, which comes first.
     microbatches: list[list[Row]] = []
@@ -77,7 +74,14 @@ def row_length(row: Row) -> int:
 
 
 def _split(group: list[Sample], *, max_tokens: int) -> list[Bundle]:
-    num_shared = _num_common(group)
+    """Bundles of a group, which share the prefix before the first trained token if it is equal in all samples."""
+    # A trained token has a loss in each sample, so it cannot be shared.
+    num_untrained = min(int(sample.trained[0]) for sample in group)
+    first = group[0].token_ids[:num_untrained]
+    is_shared = all(np.array_equal(first, sample.token_ids[:num_untrained]) for sample in group[1:])
+    # Different images of equal size have identical tokens.
+    is_shared = is_shared and len({tuple(sample.images.ids) if sample.images else () for sample in group}) == 1
+    num_shared = num_untrained if is_shared else 0
     bundles: list[Bundle] = []
     members: list[Sample] = []
     length = num_shared
@@ -89,18 +93,6 @@ def _split(group: list[Sample], *, max_tokens: int) -> list[Bundle]:
         members.append(sample)
         length += own
     return [*bundles, Bundle(tuple(members), num_shared, length)]
-
-
-def _num_common(group: list[Sample]) -> int:
-    """Length of the prefix before the first trained token of any sample; 0 unless all samples share it entirely."""
-    # A trained token has a loss in each sample, so it cannot be shared.
-    num_untrained = min(int(sample.trained[0]) for sample in group)
-    first = group[0].token_ids[:num_untrained]
-    others = (sample.token_ids[:num_untrained] for sample in group[1:])
-    is_shared = all(np.array_equal(first, other) for other in others)
-    # Different images of equal size have identical tokens.
-    is_shared = is_shared and len({tuple(sample.images.ids) if sample.images else () for sample in group}) == 1
-    return num_untrained if is_shared else 0
 
 
 def _fill_rows(bundles: Sequence[Bundle], *, row_tokens: int) -> list[Row]:
@@ -248,15 +240,13 @@ class Layout:
 def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ranks: int = 1) -> list[Microbatch]:
     """Build this rank's microbatches of an optimizer update.
 
-    All ranks pass the same samples. Each gets the same number of microbatches, some possibly empty, because every
-    microbatch runs collectives. Samples without a trained token are left out. Ranks that share rows pass the same
-    `rank`; `num_ranks` counts them once.
+    All ranks pass the same samples. Each gets equally many microbatches, some possibly empty, because every microbatch
+    runs collectives. Ranks that share rows pass the same `rank`; `num_ranks` counts them once.
     """
     trained = [sample for sample in samples if len(sample.trained)]
     row_tokens = max([layout.row_tokens, *(sample.num_inputs for sample in trained)])
     is_shared = layout.kind == "shared_rows"
     bundles = bundle_by_prompt(trained, max_tokens=row_tokens) if is_shared else bundle_singly(trained)
-    # With a limit of one token, no second sequence fits.
     row_tokens = 1 if layout.kind in _SINGLE else row_tokens
     microbatch_tokens = 1 if layout.kind == "one_at_a_time" else layout.microbatch_tokens
     # Pack all shares to know how many microbatches the other ranks have.
@@ -307,13 +297,5 @@ def _empty_microbatch(layout: Layout) -> Microbatch:
     """For ranks with fewer microbatches than others."""
     none = torch.zeros(0, dtype=torch.int64)
     token_ids = torch.zeros(1, layout.num_slices, dtype=torch.int64)
-    return Microbatch(
-        token_ids,
-        None,
-        None,
-        sources=none,
-        targets=none,
-        temperatures=torch.ones(0),
-        indices=none,
-        copies=torch.zeros_like(token_ids),
-    )
+    columns = {"sources": none, "targets": none, "indices": none, "temperatures": torch.ones(0)}
+    return Microbatch(token_ids, None, None, copies=torch.zeros_like(token_ids), **columns)

@@ -82,7 +82,7 @@ class Spans:
     parents: list[int]
     """Run in the same row that each run continues; itself without a parent."""
     has_shared: bool = True
-    """Whether runs may have parents. Only a mask can express that; restarting positions cannot."""
+    """Whether runs may have parents, which only a mask can express."""
 
     @cached_property
     def num_keys(self) -> list[int]:
@@ -116,7 +116,7 @@ class Spans:
         return wide
 
     def mask(self, shape: torch.Size, device: torch.device) -> Bool[Tensor, "R 1 L L"]:
-        """Whether a token attends to another (last axis), for rows of `shape`."""
+        """Whether a token attends to another (last axis)."""
         lengths = torch.tensor(self.lengths, device=device)
         runs, parents = (
             torch.repeat_interleave(numbers, lengths, output_size=shape.numel()).view(shape)
@@ -148,7 +148,7 @@ class Microbatch:
     indices: Int[Tensor, "N"]
     """Index in the columns of `Tokens`."""
     copies: Int[Tensor, "R L"]
-    """Samples that use each input token: 0 for padding, more than 1 in a shared prompt."""
+    """Samples that use each input token: 0 for padding."""
     pixel_values: Float[Tensor, "P D"] | None = None
     """Patches of all images, in the order of their tokens."""
     image_grids: Int[Tensor, "K 3"] | None = None
@@ -178,10 +178,9 @@ def recompute(
     names: Sequence[str],
     ranks: Ranks,
 ) -> dict[str, Tensor]:
-    """Run forward passes over a whole step and return the outputs `names` as columns, float32[N]. Collective.
+    """Outputs `names` of forward passes over a whole step as columns, float32[N]. Collective.
 
-    All ranks must hold the same number of microbatches and together each token at most once. Tokens that no rank holds
-    are 0.
+    Ranks hold the same number of microbatches and together each token at most once. Tokens that none holds are 0.
     """
     columns = {name: torch.zeros_like(batch.tokens.generator_logprobs) for name in names}
     for microbatch in microbatches:
@@ -192,7 +191,7 @@ def recompute(
 
 
 _KEPT_BYTES = 2**30
-"""Limit on encoded images. The least recently used are evicted, except those of the current step."""
+"""Limit on encoded images, except those of the current step."""
 
 
 class PromptImages:
@@ -204,7 +203,6 @@ class PromptImages:
         self._images: OrderedDict[str, bytes] = OrderedDict()
 
     def missing(self, names: Collection[str]) -> list[str]:
-        """Images to fetch."""
         return sorted({name for name in names if name not in self._images})
 
     def keep(self, names: Collection[str], fetched: Mapping[str, bytes]) -> None:

@@ -33,7 +33,7 @@ from slipstream.learner.ranks import Ranks
 _GATHER_BYTES = 256 * 1024 * 1024
 """Size of the parameters that ZeRO-3 gathers at once for export and import."""
 BUCKET_ELEMENTS = 50_000_000
-"""Elements that ZeRO reduces or gathers at once, and the size of its gradient buffer, even for small models."""
+"""Elements that ZeRO reduces or gathers at once, and the size of its gradient buffer."""
 
 
 # --- DeepSpeed's configuration ---------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class ShardedModel(Generic[M]):
                 model=model, optimizer=adamw, config=settings, dist_init_required=False
             )[0]
         self._comm_dtypes = dict.fromkeys(self._lossless_in_compute_dtype(), model.compute_dtype)
-        """Sharded parameter -> dtype in which ZeRO-3 gathers it for computation."""
+        """Sharded parameter -> dtype that ZeRO-3 gathers for computation."""
         _set_comm_dtypes(self._comm_dtypes)
 
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
@@ -156,7 +156,7 @@ class ShardedModel(Generic[M]):
 
     @contextlib.contextmanager
     def _gathered(self, parameters: list[Tensor], *, modifier_rank: int | None = None) -> Iterator[None]:
-        """Unshard the parameters within the context, and distribute the changes of `modifier_rank`."""
+        """Unshard the parameters, and distribute the changes of `modifier_rank`."""
         if self._stage < 3:
             yield
             return
@@ -172,8 +172,8 @@ class ShardedModel(Generic[M]):
     def _lossless_in_compute_dtype(self) -> list[nn.Parameter]:
         """Weights of linear layers, which autocast rounds anyway: gathering them rounded halves traffic.
 
-        Excludes biases, which ZeRO-3 adds in float32, and small weights, which DeepSpeed keeps gathered, so that
-        `_gathered` would export rounded values.
+        Excludes biases, which ZeRO-3 adds in float32, and small weights, which DeepSpeed keeps gathered and `_gathered`
+        would export rounded.
         """
         if self._stage < 3 or self.model.compute_dtype == torch.float32:
             return []
@@ -260,7 +260,7 @@ class DeepSpeedEngine(ShardedModel[M]):
 
 
 def _set_comm_dtypes(dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> None:
-    """Set the dtype in which ZeRO-3 gathers each parameter, None for its own."""
+    """Set the dtype that ZeRO-3 gathers for each parameter, None for its own."""
     for parameter, dtype in dtypes.items():
         if dtype is None:
             vars(parameter).pop("comm_dtype", None)

@@ -33,7 +33,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], *, what: str, step: int,
     `what`: name of the tensors. `step`: last finished step, 0 before the first.
     """
     named = list(tensors)
-    # A sum takes one pass without a copy. A non-finite sum may be an overflow of finite terms, so check again.
+    # A sum takes no copy. A non-finite one may be an overflow of finite terms, so check again.
     sums = [tensor.detach().sum().float().to(named[0][1].device) for _, tensor in named]
     are_finite = torch.stack(sums).isfinite().tolist() if sums else []
     broken = [

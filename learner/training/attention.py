@@ -143,9 +143,9 @@ def _mask(num_queries: int, num_keys: int, window: int, *, like: Tensor) -> Tens
 
 # --- compiled layers -------------------------------------------------------------------------------------------------
 def compile_layers(backbone: nn.Module, *, has_routers: bool) -> None:
-    """Compile the layers of a transformers model in place, which saves kernel launches on GPUs. Raises ModelError.
+    """Compile the layers of a transformers model in place. Raises ModelError.
 
-    Packed attention is excluded: it is a single kernel, and its runs of tokens would require a graph per microbatch.
+    Packed attention is excluded, because its runs of tokens would require a graph per microbatch.
     """
     layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
     if has_routers or not layers:

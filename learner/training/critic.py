@@ -77,7 +77,6 @@ class ValueModel(nn.Module):
         return self.trunk
 
     def probe(self, microbatch: Microbatch) -> Tensor:
-        """See `Policy.probe`."""
         hidden = scaled(self._hidden(self.group.take(microbatch)))
         return self.group.gather({"hidden": hidden}, microbatch)["hidden"]
 
@@ -86,7 +85,6 @@ class ValueModel(nn.Module):
         return output.last_hidden_state.flatten(0, 1)[microbatch.sources].float()
 
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and buffers, named `trunk.*` and `head.*`."""
         return named_weights(self)
 
 
@@ -119,7 +117,7 @@ def load_value_model(
     if (head := Path(config.path) / _HEAD_FILE).exists():
         model.head.load_state_dict(read_tensors(head))
     elif trunk.config.architectures == [type(trunk).__name__]:
-        # A trunk that `save_value_model` wrote: a policy would name its causal language model here.
+        # A policy would name its causal language model here.
         raise ModelError(
             f"{PATH_SETTING} must hold a policy, or a value model with its {_HEAD_FILE}, got a trunk without a head in "
             f"{config.path!r}: copy the whole folder critic/model of a checkpoint."
@@ -128,7 +126,7 @@ def load_value_model(
 
 
 def save_value_model(model: ValueModel, folder: Path, *, weights: dict[str, Tensor]) -> None:
-    """Write the trunk in transformers format and the head to its own file."""
+    """Write the trunk in transformers format, and the head to a file."""
     parts: dict[str, dict[str, Tensor]] = {"trunk": {}, "head": {}}
     for name, tensor in weights.items():
         part, _, rest = name.partition(".")

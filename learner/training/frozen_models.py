@@ -66,7 +66,7 @@ class FrozenModels:
 
     @torch.no_grad()
     def aux_inputs(self, microbatch: Microbatch) -> tuple[dict[str, Tensor | DeferredLogits], dict[str, Tensor]]:
-        """Arguments for the learner's forward pass, and additional outputs, which are too large for the whole batch."""
+        """Arguments for the learner's forward pass, and more outputs, too large for the whole batch."""
         arguments, outputs = dict[str, Tensor | DeferredLogits](), dict[str, Tensor]()
         microbatch = replace(microbatch, experts=None)
         if self._reference and self._config.kl.estimator == "full":

@@ -1,7 +1,7 @@
 """LayoutChooser: the densest layout in which every model computes packed samples as if each were alone.
 
-Some models silently ignore masks or windows, or leak recurrent states into the next sample. A layout is exact if
-rounding explains, on the run's prompts,
+Some models ignore masks or windows, or leak recurrent states into the next sample. A layout is exact if rounding
+explains, on the run's prompts,
 
     |packed - alone| and |packed - packed with other neighbors|, relative to the standard deviation of `alone`,
 
@@ -12,6 +12,7 @@ during training.
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import product
 
 import numpy as np
 import structlog
@@ -67,8 +68,7 @@ class LayoutChooser:
     def check(self, model: ProbedModel, *, setting: str, path: str) -> None:
         """Replace packed attention by SDPA if inexact, then drop layouts until all models are exact in the first one.
 
-        `model` must be unsharded. `setting`: config key of `path`. Raises ModelError if no layout is left or the model
-        isn't causal.
+        `model` must be unsharded. Raises ModelError if no layout is left or it isn't causal.
         """
         model_check = _ModelCheck(self._run, model, path=path, text=self._text, ranks=self._ranks, device=self._device)
         model_check.check_causality(setting=setting, path=path)
@@ -167,7 +167,9 @@ class _ModelCheck:
                 f"({first_line(error)}): train another model, or lower model.max_length."
             ) from error
         parts = [_before_last(sample, self._model) for sample in samples]
-        excess = self._excess(difference(after, before, parts=parts), samples, torch.float32)
+        found = difference(after, before, parts=parts)
+        with self._natively(torch.float32):
+            excess = _excess_over_rounding(found, self._model, samples, ranks=self._ranks, device=self._device)
         if excess > 1:
             raise ModelError(
                 f"{setting} must name a causal language model, {got}, in which the last token changes what the tokens "
@@ -181,20 +183,18 @@ class _ModelCheck:
             found = 0.0, ""
             # float32 reveals small leaks, but half precision uses other kernels. Full-length rows, which are expensive,
             # show whether the model counts positions along the row.
-            for dtype in dict.fromkeys((torch.float32, self._model.compute_dtype)):
-                for fills_row in (False, True):
-                    if found[0] <= 1:
-                        found = max(found, self._best(layout, dtype, fills_row=fills_row))
+            dtypes = dict.fromkeys((torch.float32, self._model.compute_dtype))
+            for dtype, fills_row in product(dtypes, (False, True)):
+                if found[0] > 1:
+                    break
+                best = self._compare(layout, dtype, 0, fills_row=fills_row)
+                # Rounding may change routing in one draw, but leaks occur in all.
+                for draw in range(1, _DRAWS):
+                    if 1 < best[0] < torch.inf:
+                        best = min(best, self._compare(layout, dtype, draw, fills_row=fills_row))
+                found = max(found, best)
             self.found[layout] = found
         return self.found[layout][0] <= 1
-
-    def _best(self, layout: Layout, dtype: torch.dtype, *, fills_row: bool) -> tuple[float, str]:
-        """Smallest difference over draws: rounding may change routing in one draw, but leaks occur in all."""
-        best = self._compare(layout, dtype, 0, fills_row=fills_row)
-        for draw in range(1, _DRAWS):
-            if 1 < best[0] < torch.inf:
-                best = min(best, self._compare(layout, dtype, draw, fills_row=fills_row))
-        return best
 
     def _compare(self, layout: Layout, dtype: torch.dtype, draw: int, *, fills_row: bool) -> tuple[float, str]:
         """Difference over all ranks relative to rounding, and the error, if any. `fills_row`: rows as in training."""
@@ -225,11 +225,9 @@ class _ModelCheck:
             raise
         except FAILURES as caught:
             error = first_line(caught)
-        return self._excess(found, samples, dtype), error
-
-    def _excess(self, found: float, samples: Sequence[Sample], dtype: torch.dtype) -> float:
         with self._natively(dtype):
-            return _excess_over_rounding(found, self._model, samples, ranks=self._ranks, device=self._device)
+            excess = _excess_over_rounding(found, self._model, samples, ranks=self._ranks, device=self._device)
+        return excess, error
 
     @contextmanager
     def _natively(self, dtype: torch.dtype) -> Iterator[None]:
@@ -332,8 +330,8 @@ def check_rows(
 ) -> None:
     """Verify that a sample depends neither on its row neighbors nor on its last token, in training precision.
 
-    Costs three forward passes over at most three short samples, and four more at most if rounding must be measured.
-    Collective: all ranks must pass the same samples. Raises DivergenceError.
+    Costs three to seven forward passes over at most three short samples. All ranks must pass the same samples.
+    Collective. Raises DivergenceError.
     """
     samples = [sample for sample in samples if len(sample.trained)]
     if not samples:
@@ -359,7 +357,7 @@ def check_rows(
 
 
 def _short_row(samples: Sequence[Sample]) -> list[Sample]:
-    """The shortest sample, preceded by one of another group and a sibling, if any."""
+    """The shortest sample, after one of another group and a sibling, if any."""
     ordered = sorted(samples, key=lambda sample: sample.num_inputs)
     subject = ordered[0]
     sibling = [each for each in ordered[1:] if each.group_id == subject.group_id][:1]

@@ -1,7 +1,7 @@
 """Loss inputs: correction weights, rewards, advantages, token weights, and selected tokens.
 
-Computed without gradient on the batch of a step or update, identically on every rank, so that results do not depend on
-the split into microbatches and ranks. Only `correct` and `mask_inputs` may get a microbatch.
+Computed without gradient on the batch of a step or update, identically on every rank. Only `correct` and `mask_inputs`
+may get a microbatch.
 """
 
 import math
@@ -49,7 +49,12 @@ class Correction(NamedTuple):
 @torch.no_grad()
 def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConfig) -> Correction:
     """Weights from `inputs` = log(proximal/generator), and rejections from `learner` = log(learner/generator)."""
-    is_kept = _is_kept(learner, config=config)
+    is_kept = torch.ones_like(learner.log_ratio, dtype=torch.bool)
+    for entry in config.reject:
+        low, high = _bounds(entry)
+        is_kept &= importance.STATISTICS[entry.statistic](learner, over=entry.over, low=low, high=high)
+    if config.veto:
+        is_kept &= importance.veto(learner, low=config.veto[0], high=config.veto[1])
     if config.level == "none":
         return Correction(torch.ones_like(inputs.log_ratio), is_kept, torch.zeros_like(is_kept))
     ratios = importance.LEVELS[config.level](inputs)
@@ -61,16 +66,6 @@ def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConf
         counted = weights if config.level == "token" else importance.one_per_sequence(weights, inputs)
         weights = importance.normalize(weights, mean=counted.mean())
     return Correction(weights, is_kept, is_bounded=(ratios > high) | (ratios < low))
-
-
-def _is_kept(inputs: RatioInputs, *, config: CorrectionConfig) -> Tensor:
-    is_kept = torch.ones_like(inputs.log_ratio, dtype=torch.bool)
-    for entry in config.reject:
-        low, high = _bounds(entry)
-        is_kept &= importance.STATISTICS[entry.statistic](inputs, over=entry.over, low=low, high=high)
-    if config.veto:
-        is_kept &= importance.veto(inputs, low=config.veto[0], high=config.veto[1])
-    return is_kept
 
 
 def _bounds(config: CorrectionConfig | RejectionConfig) -> tuple[float, float]:
@@ -102,7 +97,14 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
 # --- rewards ---------------------------------------------------------------------------------------------------------
 def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: float, max_tokens: int) -> Batch:
     """Shape the rewards of trajectories and fill those of tokens. `max_tokens`: maximum response length."""
-    rewards = _normalized(_mixed(batch, config.reward, max_tokens=max_tokens), batch, config.reward)
+    rewards, shaping = batch.trajectories.rewards, config.reward
+    if shaping.parts:
+        parts = batch.parts(tuple(shaping.parts), setting="algorithm.reward.parts").nan_to_num()
+        rewards = advantages.mix(parts, weights=parts.new_tensor(list(shaping.parts.values())))
+    if shaping.overlong_buffer is not None:
+        lengths, buffer = batch.trajectories.lengths, shaping.overlong_buffer
+        rewards = rewards + advantages.overlong_penalty(lengths, max_length=max_tokens, buffer=buffer)
+    rewards = _normalized(rewards, batch, shaping)
     price = kl_coefficient if config.kl.charged_in == "reward" else 0.0
     divergence = torch.zeros_like(batch.tokens.generator_logprobs)
     if price:
@@ -112,18 +114,6 @@ def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: floa
         rewards, divergence, batch.tokens.sequences, coefficient=price, turn_rewards=batch.tokens.turn_rewards
     )
     return batch.replace(trajectories=batch.trajectories.replace(rewards=totals)).with_tokens(rewards=tokens)
-
-
-def _mixed(batch: Batch, shaping: RewardShapingConfig, *, max_tokens: int) -> Tensor:
-    """Configured parts or total reward, plus the penalty for long answers."""
-    rewards = batch.trajectories.rewards
-    if shaping.parts:
-        parts = batch.parts(tuple(shaping.parts), setting="algorithm.reward.parts").nan_to_num()
-        rewards = advantages.mix(parts, weights=parts.new_tensor(list(shaping.parts.values())))
-    if shaping.overlong_buffer is None:
-        return rewards
-    lengths = batch.trajectories.lengths
-    return rewards + advantages.overlong_penalty(lengths, max_length=max_tokens, buffer=shaping.overlong_buffer)
 
 
 def _normalized(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> Tensor:
@@ -149,8 +139,15 @@ def fill_advantages(
     if inputs.num_sequences:
         found = function(inputs)
         advantages, returns = found if config.needs_critic else (found, returns)
-        if isinstance(config, CustomAdvantageConfig):
-            _check_returned(advantages, inputs, config=config)
+        if isinstance(config, CustomAdvantageConfig) and not (
+            isinstance(advantages, Tensor)
+            and advantages.shape == inputs.rewards.shape
+            and bool(advantages.isfinite().all())
+        ):
+            raise BatchError(
+                f"algorithm.advantage.function={config.function} must return one finite number per trajectory "
+                f"({inputs.num_sequences}), got {advantages!r:.200}."
+            )
         if not config.is_per_token:
             advantages = advantages[inputs.sequences]
     is_filled = batch.per_token(batch.trajectories.is_member)
@@ -183,14 +180,6 @@ def _advantage_inputs(members: Batch, *, state: dict[str, float]) -> AdvantageIn
         correction_weights=tokens.correction_weights,
         state=state,
     )
-
-
-def _check_returned(found: object, inputs: AdvantageInputs, *, config: CustomAdvantageConfig) -> None:
-    if not isinstance(found, Tensor) or found.shape != inputs.rewards.shape or not found.isfinite().all():
-        raise BatchError(
-            f"algorithm.advantage.function={config.function} must return one finite number per trajectory "
-            f"({inputs.num_sequences}), got {found!r:.200}."
-        )
 
 
 def _spread(values: Tensor, is_filled: Tensor) -> Tensor:

@@ -79,14 +79,12 @@ class OutputHead(nn.Module):
         self, states: Tensor, *inputs: Tensor, dtype: torch.dtype, requested: Requested | None, **options: Any
     ) -> dict[str, Any]:
         """`measure_tokens` from hidden states, float[N, D], or deferred `logits` if `requested` is None."""
-        if requested:
-            return measure_tokens(self._defer(states, self.weight, dtype), *inputs, requested=requested, **options)
-        # A sharded parameter is gathered only within this call.
-        weight = self.weight.clone() if is_sharded(self) else self.weight
-        return {"logits": self._defer(states, weight, dtype)}
-
-    def _defer(self, states: Tensor, weight: Tensor, dtype: torch.dtype) -> DeferredLogits:
-        return DeferredLogits(states, weight, self.bias, self._soft_cap if self._cap else None, dtype)
+        weight = self.weight
+        if not requested and is_sharded(self):
+            # A sharded parameter is gathered only within this call.
+            weight = weight.clone()
+        logits = DeferredLogits(states, weight, self.bias, self._soft_cap if self._cap else None, dtype)
+        return measure_tokens(logits, *inputs, requested=requested, **options) if requested else {"logits": logits}
 
     def _soft_cap(self, logits: Tensor) -> Tensor:
         return torch.tanh(logits / self._cap) * self._cap
@@ -129,7 +127,7 @@ class Policy(nn.Module):
     def probe(self, microbatch: Microbatch) -> Tensor:
         """Hidden states scaled to about 1, [N, D], for comparing layouts. Without a trunk: log-probabilities, [N, 1].
 
-        Hidden states reveal leaks even if the policy is certain of its tokens or the head is zero.
+        Hidden states reveal leaks even if the policy is certain of its tokens.
         """
         if not self.has_trunk:
             return self(microbatch)["logprobs"][:, None]
@@ -171,7 +169,6 @@ class Policy(nn.Module):
             self.routers.keeps_logits = prices is not None
 
     def _routed(self, part: Microbatch, prices: Tensor | None) -> dict[str, Tensor]:
-        """Router outputs of the preceding forward pass."""
         if not self.routers:
             return {}
         copies = part.copies.flatten()
@@ -228,7 +225,7 @@ class Policy(nn.Module):
         return AdapterNames(self.causal_lm) if self.has_adapter else CheckpointNames(self.causal_lm)
 
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """See `Trainable.weights`. Adapter parameters have their names in peft files unless `is_whole`."""
+        """Adapter parameters have their names in peft files unless `is_whole`."""
         is_adapter = self.has_adapter and not is_whole
         return adapter_parameters(self.causal_lm) if is_adapter else named_weights(self.causal_lm)
 
@@ -271,28 +268,30 @@ def forward_pass(
 
 
 def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, Tensor] | None:
-    """Mask for rows with a shared prompt, else None. One per layer type if only some layers have a window.
+    """Mask with the window, which transformers adds only to masks that it builds; None without a shared prompt.
 
-    transformers adds windows only to masks that it builds.
+    One per layer type if only some layers have a window.
     """
     if microbatch.spans is None or not microbatch.spans.has_shared:
         return None
     mask = microbatch.spans.mask(microbatch.token_ids.shape, microbatch.token_ids.device)
-    text = config.get_text_config()
-    finish = _additive if config._attn_implementation == "eager" else lambda visible: visible
+    masks, text = {_FULL: mask}, config.get_text_config()
     window = getattr(text, "sliding_window", None)
     kinds = set(getattr(text, "layer_types", None) or [_WINDOWED])
-    if not window or mask.shape[-1] <= window or kinds not in ({_WINDOWED}, {_WINDOWED, _FULL}):
-        return finish(mask)
-    # Distances along the sequence, not the row: siblings may be between a response and its prompt.
-    positions = known(microbatch.position_ids)
-    positions = positions if positions.dim() == 2 else positions[0]
-    near = mask & (positions[:, None, :, None] - positions[:, None, None, :] < window)
-    return {_WINDOWED: finish(near), _FULL: finish(mask)} if _FULL in kinds else finish(near)
-
-
-def _additive(visible: Tensor) -> Tensor:
-    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, torch.finfo(torch.float32).min)
+    if window and mask.shape[-1] > window and kinds in ({_WINDOWED}, {_WINDOWED, _FULL}):
+        # Distances along the sequence, not the row: siblings may be between a response and its prompt.
+        positions = known(microbatch.position_ids)
+        positions = positions if positions.dim() == 2 else positions[0]
+        near = mask & (positions[:, None, :, None] - positions[:, None, None, :] < window)
+        masks = {_WINDOWED: near, _FULL: mask} if _FULL in kinds else {_WINDOWED: near}
+    if config._attn_implementation == "eager":
+        # Added to the scores.
+        hidden = torch.finfo(torch.float32).min
+        masks = {
+            kind: torch.zeros(each.shape, device=each.device).masked_fill_(~each, hidden)
+            for kind, each in masks.items()
+        }
+    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def load_policy(
@@ -307,8 +306,8 @@ def load_policy(
 ) -> Policy:
     """Load a checkpoint with float32 weights and without dropout, and attach an adapter if `config.lora` is set.
 
-    A reward model may start from a language model. `loading`: context for reading the checkpoint, such as
-    `sharded_loading`. `setting`: config key of the path. Raises ModelError, ConfigError.
+    `loading`: context for reading the checkpoint, such as `sharded_loading`. `setting`: config key of the path. Raises
+    ModelError, ConfigError.
     """
     check_layers(config)
     kind = AutoModelForSequenceClassification if is_reward_model else language_model_class(config.path)

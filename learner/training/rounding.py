@@ -34,9 +34,7 @@ def difference(
 
 @contextmanager
 def rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Perturb the output of every leaf module by a random relative error of at most epsilon of `dtype`.
-
-    The change of the model's outputs estimates their rounding error.
+    """Perturb the output of every leaf module by at most epsilon of `dtype`: the change estimates the rounding error.
 
     Source: Monte Carlo arithmetic, Parker 1997. Differs: one perturbation per module instead of per operation.
     """

@@ -1,7 +1,7 @@
 """SequenceGroup: ranks that each compute a slice of every sequence and exchange heads for tokens in attention.
 
-All ranks of a group get the same microbatches and gather the outputs of all trained tokens, so each computes the loss
-of a single rank. Each rank has the gradient of its slice, and gradients add up over ranks.
+All ranks of a group get the same microbatches and gather the outputs of all trained tokens. Each has the gradient of
+its slice, and gradients add up over ranks.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509. Differs: rows may hold several sequences, and key/value heads are repeated
 if the ranks do not divide them.
@@ -87,7 +87,7 @@ class SequenceGroup:
         return (microbatch.sources % length * self.size // length == self.rank).nonzero()[:, 0]
 
     def exchange(self, states: Tensor) -> Tensor:
-        """Gather axis 2 and split axis 1 over ranks: exchange heads for tokens, or tokens for heads."""
+        """Gather axis 2 and split axis 1 over ranks."""
         if self.size == 1:
             return states
         dealt = states.unflatten(1, (self.size, -1)).movedim(1, 0)

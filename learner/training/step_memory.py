@@ -83,7 +83,7 @@ def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) 
 
 @contextmanager
 def _autocast_cache(*, enabled: bool) -> Iterator[None]:
-    """Set whether autocast keeps cast weights during the forward pass. With ZeRO-3 it does not."""
+    """Whether autocast keeps cast weights during the forward pass. With ZeRO-3 it does not."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(enabled)
     try:

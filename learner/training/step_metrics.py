@@ -1,11 +1,10 @@
 """Metrics of a training step, overall and by lag, described in docs/metrics.md.
 
-Ratios are computed once, from sums over microbatches, updates, and ranks, because a mean of means would make a token's
-weight depend on its microbatch. A token counts at its lag. A trajectory counts once per context, at the lag of the
-oldest token.
+Ratios are computed once, from sums over microbatches, updates, and ranks. A token counts at its lag. A trajectory
+counts once per context, at the lag of the oldest token.
 
-GradientSimilarity measures consecutive gradients. They are nearly orthogonal in stable training, but with too much
-staleness they stay aligned for many steps before a run collapses.
+GradientSimilarity measures consecutive gradients, which are nearly orthogonal in stable training, but stay aligned for
+many steps before too much staleness makes a run collapse.
 
     cos(g_t, g_{t-1}) = <g_t, g_{t-1}> / (|g_t| |g_{t-1}|)
 
@@ -105,17 +104,20 @@ def no_counts() -> Counts:
 
 def count_tokens(stats: TokenStats) -> Counts:
     """Counts of one microbatch, possibly without tokens."""
-    # In float32, exp(x) - 1 - x of a small difference would be only rounding error.
+    # In float32, exp(x) - 1 - x of small x would be only rounding error.
     mismatch = importance.token_log_ratio(stats.learner_logprobs.double(), stats.generator_logprobs.double())
-    gap = _probability_gap(stats)
+    unknown = importance.nonfinite(stats.learner_logprobs, stats.generator_logprobs)
+    learner, generator = (x.double().clamp(max=0.0).exp() for x in (stats.learner_logprobs, stats.generator_logprobs))
+    gap = torch.where(unknown, torch.zeros_like(learner), (learner - generator).abs())
     buckets = lag_buckets(stats.lags)
     oldest = segments.maxima(stats.lags, stats.sequences, num_segments=stats.num_sequences)
+    weights = stats.weights.double()
+    values = torch.stack([stats.log_ratio.double().exp(), weights, -weights, mismatch.abs(), gap])
+    nothing = values.new_full((len(MAXIMA), len(LAG_BUCKETS)), -math.inf)
     return Counts(
         tokens=_sum_by(buckets, _token_columns(stats, mismatch=mismatch, gap=gap)),
         trajectories=_sum_by(lag_buckets(oldest), _trajectory_columns(stats, mismatch=mismatch)),
-        maxima=_maxima_by(
-            buckets, [stats.log_ratio.double().exp(), stats.weights, -stats.weights, mismatch.abs(), gap]
-        ),
+        maxima=nothing.scatter_reduce(1, buckets.expand_as(values), values, "amax"),
     )
 
 
@@ -162,23 +164,10 @@ def _trajectory_columns(stats: TokenStats, *, mismatch: Tensor) -> list[Tensor]:
     ]
 
 
-def _probability_gap(stats: TokenStats) -> Tensor:
-    """|pi_learner - pi_generator|; 0 if a log-probability is not finite."""
-    learner, generator = (x.double().clamp(max=0.0).exp() for x in (stats.learner_logprobs, stats.generator_logprobs))
-    unknown = importance.nonfinite(stats.learner_logprobs, stats.generator_logprobs)
-    return torch.where(unknown, torch.zeros_like(learner), (learner - generator).abs())
-
-
 def _sum_by(buckets: Tensor, columns: list[Tensor]) -> Tensor:
-    # A one-hot product takes one pass, is deterministic, and does not synchronize with the GPU.
+    # A one-hot product is deterministic and does not synchronize with the GPU.
     one_hot = torch.nn.functional.one_hot(buckets, len(LAG_BUCKETS)).double()
     return torch.stack([column.double() for column in columns]) @ one_hot
-
-
-def _maxima_by(buckets: Tensor, columns: list[Tensor]) -> Tensor:
-    values = torch.stack([column.double() for column in columns])
-    nothing = torch.full((len(columns), len(LAG_BUCKETS)), -math.inf, dtype=torch.float64, device=values.device)
-    return nothing.scatter_reduce(1, buckets.expand_as(values), values, "amax")
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -188,11 +177,29 @@ def describe(counts: Counts) -> dict[str, float]:
     if counts.tokens[0].any():
         tokens = dict(zip(TOKEN_SUMS, counts.tokens.sum(1).tolist(), strict=True))
         largest = dict(zip(MAXIMA, counts.maxima.amax(1).tolist(), strict=True))
-        described |= _describe_tokens(tokens, largest)
+        mean = {name: value / tokens["tokens"] for name, value in tokens.items()}
+        weight_square, ratio_square = mean.pop("weight_squared"), mean.pop("mismatch_ratio_squared")
+        described = mean | {
+            "tokens": tokens["tokens"],
+            "ratio_max": largest["ratio"],
+            "weight_std": math.sqrt(max(0.0, weight_square - mean["weight_mean"] ** 2)),
+            "weight_min": -largest["negative_weight"],
+            "weight_max": largest["weight"],
+            "mismatch_max": largest["distance"],
+            "probability_gap_max": largest["probability_gap"],
+            "ess": mean["mismatch_ratio_mean"] ** 2 / ratio_square,
+            "chi2": ratio_square - 1,
+        }
     if counts.trajectories[0].any():
-        described |= _describe_trajectories(
-            dict(zip(TRAJECTORY_SUMS, counts.trajectories.sum(1).tolist(), strict=True))
-        )
+        sums = counts.trajectories.sum(1)
+        mean = dict(zip(TRAJECTORY_SUMS, (sums / sums[0]).tolist(), strict=True))
+        described |= {
+            "ess_trajectories": mean["drift"] ** 2 / mean["drift_squared"],
+            "chi2_trajectories": mean["drift_squared"] - 1,
+            "perplexity_ratio": mean["perplexity_ratio"],
+            "kept_trajectories_fraction": mean["kept"],
+            "idle_trajectories_fraction": mean["idle"],
+        }
     return described
 
 
@@ -203,33 +210,6 @@ def describe_by_lag(counts: Counts) -> dict[str, float]:
         for index, bucket in enumerate(LAG_BUCKETS)
     }
     return {f"{bucket}/{name}": value for bucket, cell in cells.items() for name, value in cell.items()}
-
-
-def _describe_tokens(sums: dict[str, float], largest: dict[str, float]) -> dict[str, float]:
-    described = {name: value / sums["tokens"] for name, value in sums.items()}
-    weight_square, ratio_square = described.pop("weight_squared"), described.pop("mismatch_ratio_squared")
-    return described | {
-        "tokens": sums["tokens"],
-        "ratio_max": largest["ratio"],
-        "weight_std": math.sqrt(max(0.0, weight_square - described["weight_mean"] ** 2)),
-        "weight_min": -largest["negative_weight"],
-        "weight_max": largest["weight"],
-        "mismatch_max": largest["distance"],
-        "probability_gap_max": largest["probability_gap"],
-        "ess": described["mismatch_ratio_mean"] ** 2 / ratio_square,
-        "chi2": ratio_square - 1,
-    }
-
-
-def _describe_trajectories(sums: dict[str, float]) -> dict[str, float]:
-    mean = {name: value / sums["count"] for name, value in sums.items()}
-    return {
-        "ess_trajectories": mean["drift"] ** 2 / mean["drift_squared"],
-        "chi2_trajectories": mean["drift_squared"] - 1,
-        "perplexity_ratio": mean["perplexity_ratio"],
-        "kept_trajectories_fraction": mean["kept"],
-        "idle_trajectories_fraction": mean["idle"],
-    }
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------
@@ -307,8 +287,8 @@ _MAX_UNREPORTED = 1024
 class GradientSimilarity:
     """Records an optimizer's gradients. Life: ((optimizer step)+ -> end_update)* -> report, repeatedly.
 
-    Samples the same random entries of every gradient (all of a short one), so it needs at most 17 MB per optimizer step
-    of an update. Each rank may hold a piece or a copy of the gradients.
+    Samples the same random entries of every gradient: at most 17 MB per optimizer step of an update. Each rank may hold
+    a piece or a copy of the gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, seed: int, max_entries: int = _MAX_ENTRIES) -> None:
@@ -325,7 +305,6 @@ class GradientSimilarity:
         optimizer.register_step_pre_hook(self._record)
 
     def end_update(self) -> None:
-        """End the gradient made of all optimizer steps since the last call."""
         square = _product(self._current, self._current)
         if self._previous and self._current:
             products = [_product(self._current, self._previous), square, self._previous_square]
@@ -351,28 +330,22 @@ class GradientSimilarity:
             self._keep([_gradient(parameter).flatten().float() for parameter in parameters])
             return
         if len(self._indices) == len(self._current):
-            self._indices.append(self._draw_indices(parameters, total=total))
+            generator = torch.Generator().manual_seed(self._seed + len(self._indices))
+            drawn = torch.randint(total, (self._max_entries,), generator=generator).unique()
+            ends = torch.tensor([parameter.numel() for parameter in parameters]).cumsum(0)
+            parts = zip(drawn.tensor_split(torch.searchsorted(drawn, ends)[:-1]), [0, *ends[:-1].tolist()], strict=True)
+            own = zip(parts, parameters, strict=True)
+            self._indices.append([(part - start).to(parameter.device) for (part, start), parameter in own])
         indices = self._indices[len(self._current)]
         sampled = [_gradient(p).flatten()[index].float() for p, index in zip(parameters, indices, strict=True)]
         # Inner products of scaled samples estimate those of full gradients.
         self._keep(sampled).mul_(math.sqrt(total / sum(len(index) for index in indices)))
 
     def _keep(self, pieces: list[Tensor]) -> Tensor:
-        """Copy into the buffer of the gradient before the previous one: allocation would dominate the cost."""
+        """Reuse the buffer of the gradient before the previous one: allocation would dominate the cost."""
         index = len(self._current)
         self._current.append(torch.cat(pieces, out=self._spare[index] if self._spare else None))
         return self._current[index]
-
-    def _draw_indices(self, parameters: list[Tensor], *, total: int) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(self._seed + len(self._indices))
-        drawn = torch.randint(total, (self._max_entries,), generator=generator).unique()
-        ends = torch.tensor([parameter.numel() for parameter in parameters]).cumsum(0)
-        parts = drawn.tensor_split(torch.searchsorted(drawn, ends)[:-1])
-        starts = [0, *ends[:-1].tolist()]
-        return [
-            (part - start).to(parameter.device)
-            for part, start, parameter in zip(parts, starts, parameters, strict=True)
-        ]
 
 
 def _product(first: list[Tensor], second: list[Tensor]) -> Tensor:

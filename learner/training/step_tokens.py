@@ -36,7 +36,7 @@ class TokenRecorder:
 
     @torch.no_grad()
     def add(self, microbatch: Microbatch, outputs: Mapping[str, Tensor]) -> None:
-        """Record the outputs of a forward pass, without synchronizing with the device."""
+        """Does not synchronize with the device."""
         self._values[:, microbatch.indices] = torch.stack([outputs[name].float() for name in ("logprobs", "entropies")])
 
     def collect(self, members: Iterable[tuple[Trajectory, np.ndarray]], *, ranks: Ranks) -> StepTokens | None:
@@ -77,11 +77,9 @@ class StepTokensWriter:
         self._thread: Thread | None = None
 
     def roll_back(self, *, to_step: int) -> None:
-        """Delete the files of later steps."""
         drop_steps(self._folder, after=to_step)
 
     def add(self, step: int, tokens: StepTokens) -> None:
-        """Write a committed step, or queue it for the thread."""
         if not self._in_background:
             self._write(step, tokens)
             return
@@ -95,7 +93,6 @@ class StepTokensWriter:
             log.warning("token_stats_not_written", step=step, reason=f"{_MAX_WAITING} steps wait for the disk")
 
     def close(self) -> None:
-        """Wait at most two minutes for queued steps."""
         if self._thread:
             with suppress(Full):
                 self._waiting.put(None, timeout=_CLOSE_S)

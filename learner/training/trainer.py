@@ -74,6 +74,7 @@ class Trainer:
         self.gradients = GradientSimilarity(engine.optimizer, seed=run.seed)
         self.images = PromptImages(run.model.path) if takes_images(run.model.path) else None
         self._aux_loss_coefficient = aux_loss_coefficient(run.model, engine.model.causal_lm)
+        self._router_layers = engine.model.routers.layers if engine.model.routers else ()
         self.num_updates = 0
         """Optimizer updates so far, restored from a checkpoint."""
         self.step_tokens: StepTokens | None = None
@@ -101,31 +102,25 @@ class Trainer:
             built = self._build(groups, learner_version, max_lags=max_lags, weights=weights, num_mixed=num_mixed)
             updates = [self.collate(samples) for samples in built.updates]
         self.check_rows([sample for samples in built.updates for sample in samples], step=step)
-        batch = self._recompute(built.batch.to(self.engine.device), [m for update in updates for m in update])
-        batch = self.objective.prepare(batch)
+        batch = self.objective.prepare(self._recompute(built.batch.to(self.engine.device), [*chain(*updates)]))
         scale = learning_rate_scale(batch, config=self._run.algorithm.ess_learning_rate)
-        kl_coefficient = self.objective.kl_coefficient
         step_metrics = StepMetrics(TokenRecorder(batch.tokens) if self._run.learner.token_stats_gib else None)
         norms = []  # of updates with a trained token
         for index, microbatches in enumerate(updates):
             if self._tokens_of(batch, index).any():
                 norms.append(self._update(batch, index, microbatches, metrics=step_metrics, step=step, scale=scale))
-        metrics = built.metrics | describe_advantages(batch)
-        routers = self.engine.model.routers
-        layers = routers.layers if routers else ()
-        metrics |= step_metrics.report(self._ranks, num_updates=len(norms), layers=layers)
+        metrics = built.metrics | describe_advantages(batch) | {"learner/kl_coefficient": self.objective.kl_coefficient}
+        metrics |= step_metrics.report(self._ranks, num_updates=len(norms), layers=self._router_layers)
         if step_metrics.recorder:
             # The ids of another run's trajectories may collide with this run's.
-            own = chain.from_iterable(groups[: len(groups) - num_mixed])
-            members = zip(own, built.trained, strict=False)
-            self.step_tokens = step_metrics.recorder.collect(members, ranks=self._ranks)
+            own = zip(chain.from_iterable(groups[: len(groups) - num_mixed]), built.trained, strict=False)
+            self.step_tokens = step_metrics.recorder.collect(own, ranks=self._ranks)
         moved = [norm for norm in norms if norm is not None]
         self._frozen_models.refresh_reference(self.engine, step=step)
         if moved:
             # Without a policy update, the KL coefficient must not adapt.
-            self.objective.end_step(
-                reference_kl=metrics["learner/reference_kl"], num_trajectories=batch.num_trajectories
-            )
+            reference_kl = metrics["learner/reference_kl"]
+            self.objective.end_step(reference_kl=reference_kl, num_trajectories=batch.num_trajectories)
         return {
             **metrics,
             **self.gradients.report(self._ranks),
@@ -134,7 +129,6 @@ class Trainer:
             "learner/grad_norm": sum(moved) / max(1, len(moved)),
             "learner/learning_rate": scale * self._learning_rate(max(0, self.num_updates - 1)),
             "learner/learning_rate_scale": scale,
-            "learner/kl_coefficient": kl_coefficient,
         }
 
     def _build(
@@ -176,9 +170,9 @@ class Trainer:
     def _update(
         self, batch: Batch, index: int, microbatches: list[Microbatch], *, metrics: StepMetrics, step: int, scale: float
     ) -> float | None:
-        """Make one optimizer update of the policy. Returns the gradient norm.
+        """Make one optimizer update of the policy and return the gradient norm.
 
-        During the critic's warm-up, or if the correction rejects every token, computes only metrics and returns None.
+        Only metrics, and None, during the critic's warm-up or if the correction rejects every token.
         """
         is_moving = (not self.critic or step > self._run.algorithm.critic.warmup_steps) and self._has_loss(batch, index)
         if self._run.algorithm.needs_current_logprobs:
@@ -209,9 +203,8 @@ class Trainer:
 
         loss = coefficient * mean over routers of E * sum over experts of f * P = sum(prices * token probabilities)
 
-        f = fraction of tokens routed to the expert, without gradient, and P = its mean probability, both over all
-        tokens of this update on all ranks, so f must be known before the first loss. A shared prompt counts once per
-        sample.
+        f = fraction of tokens routed to the expert, without gradient, and P = its mean probability, both over this
+        update on all ranks, so f must be known before the first loss. A shared prompt counts once per sample.
 
         Source: Switch Transformers, arXiv:2101.03961, eq. 4-6; over the whole batch: arXiv:2501.11873.
         Differs: f counts each of a token's K experts, so that the loss is K * coefficient for an even load.
@@ -231,7 +224,7 @@ class Trainer:
         return {"prices": prices.float()}
 
     def finish_update(self, losses: Sequence[Tensor], *, learning_rate: float, step: int) -> float:
-        """Update the parameters. Returns the gradient norm. Raises DivergenceError."""
+        """Returns the gradient norm. Raises DivergenceError."""
         total = torch.stack(list(losses)).sum()
         check_loss(total, what="the loss", step=step, setting="learner.optimizer", ranks=self._ranks)
         # Timed after the check, which waits for the backward passes.
@@ -267,10 +260,7 @@ class Trainer:
         return [microbatch.to(self.engine.device) for microbatch in microbatches]
 
     def check_rows(self, samples: Sequence[Sample], *, step: int) -> None:
-        """Every `CHECK_EVERY_STEPS`, check that samples are independent, because leaks may grow with the weights.
-
-        Raises DivergenceError.
-        """
+        """Check that samples are independent, because leaks may grow with the weights. Raises DivergenceError."""
         if step % CHECK_EVERY_STEPS != 1:
             return
         device, models = self.engine.device, [self.engine.model, *([self.critic.engine.model] if self.critic else [])]

@@ -29,7 +29,7 @@ from tests.unit.learner.builders import (
     make_groups,
     make_model,
     make_run,
-    make_sample,
+    make_samples,
     make_trainer,
     weights,
     zero,
@@ -53,7 +53,7 @@ def make_engine(folder, engine, *, is_tied=False, **optimizer):
 
 
 def make_microbatches(seed=0):
-    samples = [make_sample(m) for group in make_groups(num_groups=3, seed=seed) for m in group]
+    samples = make_samples([m for group in make_groups(num_groups=3, seed=seed) for m in group])
     return collate(samples, layout=Layout("shared_rows", microbatch_tokens=64))
 
 
@@ -104,27 +104,27 @@ def test_logits_of_a_few_tokens_at_a_time_change_no_step(tmp_path, engine, is_ti
 
 
 def test_zero_3_shards_models_while_they_are_loaded(tmp_path, monkeypatch):
-    loaded, critics = [], []
-    monkeypatch.setattr(
-        build, "load_policy", lambda *args, **kwargs: loaded.append(load_policy(*args, **kwargs)) or loaded[-1]
-    )
-    monkeypatch.setattr(
-        build, "load_value_model", lambda *a, **options: critics.append(load_value_model(*a, **options)) or critics[-1]
-    )
-    algorithm = AlgorithmConfig(kl=KlConfig(coefficient=0.1), advantage=GaeConfig())
-    shapes = []
+    loaded, shapes = [], []
 
-    def seen(model, **kwargs):
-        trunk = getattr(model, "trunk", model)
-        shapes.append({tuple(parameter.shape) for parameter in trunk.parameters()})
-        return original(model, **kwargs)
+    def load(real, *args, **options):
+        loaded.append(real(*args, **options))
+        return loaded[-1]
+
+    def start(model, **options):
+        shapes.append({tuple(parameter.shape) for parameter in getattr(model, "trunk", model).parameters()})
+        return original(model, **options)
 
     original = build.DeepSpeedEngine
-    monkeypatch.setattr(build, "DeepSpeedEngine", seen)
+    monkeypatch.setattr(build, "load_policy", partial(load, load_policy))
+    monkeypatch.setattr(build, "load_value_model", partial(load, load_value_model))
+    monkeypatch.setattr(build, "DeepSpeedEngine", start)
+    algorithm = AlgorithmConfig(kl=KlConfig(coefficient=0.1), advantage=GaeConfig())
     make_trainer(make_run(make_model(tmp_path), algorithm=algorithm, learner={"engine": zero(3)}))
     assert shapes == [{(0,)}, {(0,)}]
+    critics = [model for model in loaded if hasattr(model, "trunk")]
     assert all(tuple(parameter.shape) == (0,) for parameter in critics[0].parameters())
-    assert [is_sharded(policy) and policy.head is not None for policy in loaded] == [True, True]
+    policies = [model for model in loaded if not hasattr(model, "trunk")]
+    assert [is_sharded(policy) and policy.head is not None for policy in policies] == [True, True]
 
 
 def test_parameters_and_optimizer_in_host_memory_change_nothing(tmp_path):
@@ -150,12 +150,9 @@ def test_inputs_of_layers_in_host_memory_change_nothing(tmp_path, stage, monkeyp
         return torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
 
     monkeypatch.setattr(deepspeed_engine, "save_on_cpu", save_on_cpu)
+    checkpointing = {"gradient_checkpointing": True}
     losses, moved = [], []
-    for settings in (
-        {},
-        {"gradient_checkpointing": True},
-        {"gradient_checkpointing": True, "offload_activations": True},
-    ):
+    for settings in ({}, checkpointing, checkpointing | {"offload_activations": True}):
         assert not kept
         engine = make_engine(tmp_path, DeepSpeedEngineConfig(zero_stage=stage, **settings), learning_rate=1e-2)
         microbatches = make_microbatches()
@@ -185,22 +182,12 @@ def test_gradients_accumulate_until_the_step(tmp_path, engine):
 
 
 @every_engine
-def test_a_step_clears_the_gradients(tmp_path, engine):
-    engine = make_engine(tmp_path, engine)
-    norms = []
-    for _ in range(2):
-        accumulate(engine, make_microbatches())
-        norms.append(engine.step(learning_rate=1e-12))
-    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
-
-
-@every_engine
 def test_the_returned_norm_is_before_clipping(tmp_path, engine):
-    loose, tight = make_engine(tmp_path, engine, max_grad_norm=1e9), make_engine(tmp_path, engine, max_grad_norm=1e-3)
     norms = []
-    for each in (loose, tight):
-        accumulate(each, make_microbatches())
-        norms.append(each.step(learning_rate=1e-3))
+    for bound in (1e9, 1e-3):
+        used = make_engine(tmp_path, engine, max_grad_norm=bound)
+        accumulate(used, make_microbatches())
+        norms.append(used.step(learning_rate=1e-3))
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
@@ -226,12 +213,14 @@ def test_the_cosine_of_consecutive_gradients_is_that_of_full_gradients(tmp_path,
 
 
 @every_engine
-def test_the_step_uses_the_given_learning_rate(tmp_path, engine):
+def test_a_step_uses_the_given_learning_rate_and_clears_the_gradients(tmp_path, engine):
     engine = make_engine(tmp_path, engine, learning_rate=123.0)
-    before = copied(engine)
-    accumulate(engine, make_microbatches())
-    engine.step(learning_rate=1e-3)
-    # The first step of Adam moves every weight by at most the learning rate.
+    before, norms = copied(engine), []
+    for rate in (1e-12, 1e-3):
+        accumulate(engine, make_microbatches())
+        norms.append(engine.step(learning_rate=rate))
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    # With equal gradients, Adam moves every weight by at most the learning rate.
     assert 0.9e-3 < largest_difference(before, copied(engine)) < 1.01e-3
 
 

@@ -56,8 +56,11 @@ def queue_seconds(seconds: float, device: torch.device) -> torch.cuda.Event:
     return ended
 
 
-def test_a_group_of_one_sends_and_closes(group: ProcessGroup):
+def test_a_group_of_one_sends_with_a_timeout_and_closes(group: ProcessGroup, device: torch.device):
     group.send([torch.ones(BUCKET_BYTES, dtype=torch.uint8).pin_memory() for _ in range(4)], timeout_s=20)
+    tensor = torch.ones(8, dtype=torch.uint8, device=device)
+    assert group._backend is not None
+    group._backend.broadcast(tensor, 0, timeout=timedelta(seconds=5)).wait(timedelta(seconds=5))
 
 
 def test_sending_does_not_wait_for_queued_steps(group: ProcessGroup, device: torch.device):
@@ -125,12 +128,6 @@ def test_mapped_memory_is_pinned_in_both_processes_views(device: torch.device):
     assert mapped[0].to(device, non_blocking=True).eq(7).all()
     del mapped
     held.close()
-
-
-def test_an_operation_takes_a_timeout(group: ProcessGroup, device: torch.device):
-    tensor = torch.ones(8, dtype=torch.uint8, device=device)
-    assert group._backend is not None
-    group._backend.broadcast(tensor, 0, timeout=timedelta(seconds=5)).wait(timedelta(seconds=5))
 
 
 def test_staging_within_the_gpu_waits_for_no_copy_to_the_host(device: torch.device):

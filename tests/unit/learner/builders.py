@@ -14,6 +14,8 @@ from slipstream.configs.base import Formula
 from slipstream.configs.data import DataConfig, ModelConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, LearnerConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.configs.run import RunConfig
+from slipstream.learner.batching.build_batch import BuiltBatch, build_batch
+from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.build import build_trainer
 from slipstream.learner.checkpoint import Checkpoints
@@ -88,6 +90,13 @@ def make_groups(
     return groups
 
 
+def make_batch(groups: list[list[Trajectory]], **overrides: Any) -> BuiltBatch:
+    """One update at version 0 without a bound of lags, unless overridden."""
+    settings: dict[str, Any] = {"learner_version": 0, "num_updates": 1, "vocab_size": VOCABULARY}
+    settings |= {"max_lags": [None] * len(groups), "weights": [1.0] * len(groups)}
+    return build_batch(groups, **(settings | overrides))
+
+
 def with_greedy_answers(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
     """Add a greedy answer to each group."""
     return [[*group, make_response(index, len(group), sampling=GREEDY)] for index, group in enumerate(groups)]
@@ -131,19 +140,34 @@ def make_policy(**settings: Any) -> Policy:
 
 def make_sample(trajectory: Trajectory, *, first_index: int = 0) -> Sample:
     """A sample that trains every model-written token."""
-    trained = np.flatnonzero(trajectory.model_mask)
-    return Sample(
-        trajectory.token_ids,
-        trained[trained > 0],
-        first_index,
-        group_id=trajectory.group_id,
-        temperature=trajectory.sampling.temperature,
-    )
+    trained, temperature = np.flatnonzero(trajectory.model_mask), trajectory.sampling.temperature
+    identity = {"group_id": trajectory.group_id, "temperature": temperature}
+    return Sample(trajectory.token_ids, trained[trained > 0], first_index, **identity)
 
 
 def make_samples(trajectories: list[Trajectory]) -> list[Sample]:
     """Samples with consecutive indices."""
     return indexed([make_sample(trajectory) for trajectory in trajectories])
+
+
+def measure(model: torch.nn.Module, samples: list[Sample], layout: Layout, *, name: str = "logprobs") -> torch.Tensor:
+    """A measurement of all trained tokens, packed in the layout, in the order of the samples."""
+    column = torch.zeros(sum(len(sample.trained) for sample in samples))
+    for microbatch in collate(samples, layout=layout):
+        column = column.index_put((microbatch.indices,), model(microbatch)[name])
+    return column
+
+
+@torch.no_grad()
+def measure_alone(policy: Policy, samples: list[Sample]) -> torch.Tensor:
+    """Log-probabilities from transformers, one sample at a time."""
+    found = []
+    for sample in samples:
+        token_ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
+        logits = policy.causal_lm(input_ids=token_ids, use_cache=False).logits[0].log_softmax(-1)
+        trained = torch.from_numpy(sample.trained)
+        found.append(logits[trained - 1].gather(-1, token_ids[0, trained][:, None])[:, 0])
+    return torch.cat(found)
 
 
 def make_alone(device: torch.device = CPU) -> Ranks:

@@ -6,6 +6,7 @@ advantages are exactly sqrt(n / (n - 1)) times TRL's. Losses are compared with a
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,11 +27,10 @@ from slipstream.configs.policy_losses import (
 )
 from slipstream.learner.algorithms import advantages, distillation, kl
 from slipstream.learner.algorithms.segments import standardized, whiten
-from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.training.objective import Objective
 from slipstream.learner.training.step_metrics import StepMetrics
 from tests.builders import make_trajectory
-from tests.unit.learner.builders import VOCABULARY
+from tests.unit.learner import builders
 from tests.unit.learner.inputs import advantage_inputs
 
 TRL = json.loads((Path(__file__).parents[2] / "golden" / "trl_1_16.json").read_text(encoding="utf-8"))
@@ -79,15 +79,8 @@ def make_batch(config, *, rewards=BATCH["rewards"], **columns):
     known = {name: column(values) for name, values in (BATCH | columns).items() if name.endswith("logprobs")}
     logprobs = known["generator_logprobs"].split(LENGTHS)
     members = [make_member(index, rewards[index], logprobs[index].tolist()) for index in range(NUM_SEQUENCES)]
-    batch = build_batch(
-        [members[start : start + SIZE] for start in range(0, NUM_SEQUENCES, SIZE)],
-        learner_version=0,
-        max_lags=[None] * (NUM_SEQUENCES // SIZE),
-        weights=[1.0] * (NUM_SEQUENCES // SIZE),
-        num_updates=1,
-        vocab_size=VOCABULARY,
-        masks_truncated=config.reward.truncated == "mask",
-    ).batch
+    groups = [members[start : start + SIZE] for start in range(0, NUM_SEQUENCES, SIZE)]
+    batch = builders.make_batch(groups, masks_truncated=config.reward.truncated == "mask").batch
     is_in = (batch.trajectories.num_trained > 0)[SEQUENCES]
     return is_in, batch.with_tokens(
         start_logprobs=known["start_logprobs"][is_in] if config.needs_start_logprobs else None,
@@ -138,10 +131,10 @@ SAME = {
     "gspo": make_config(policy_loss=GspoConfig(**SEQUENCE_CLIP)),
     "luspo": make_config(policy_loss=GspoConfig(form="length_scaled", **SEQUENCE_CLIP)),
     "gmpo": make_config(policy_loss=GmpoConfig(clip_low=0.3, clip_high=0.25)),
-    "token_truncate": make_config(correction=make_correction("token_truncate")),
-    "token_mask": make_config(correction=make_correction("token_mask")),
-    "sequence_truncate": make_config(correction=make_correction("sequence_truncate")),
-    "sequence_mask": make_config(correction=make_correction("sequence_mask")),
+    **{
+        mode: make_config(correction=make_correction(mode))
+        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    },
     "off_policy_mask": make_config(correction=UNBOUNDED, masks=[OpsmConfig(delta=0.29)]),
     "kl": make_config(kl=KlConfig(0.1)),
     # TRL's bonus is always a mean over tokens; ours is aggregated like the losses.
@@ -154,9 +147,10 @@ SAME = {
         entropy_coefficient=0.05,
     ),
     "dapo_truncated": make_config(aggregation="token_mean", reward=RewardShapingConfig(truncated="mask")),
-    "async_grpo": make_config(
-        advantage=GrpoConfig(epsilon=1e-8), proximal="generator", aggregation="token_mean"
-    ),  # TRL's only trainer with population deviations
+    # TRL's only trainer with population deviations
+    "async_grpo": make_config(advantage=GrpoConfig(epsilon=1e-8), proximal="generator", aggregation="token_mean"),
+    # What the mask drops keeps its KL.
+    "kl_masked": make_config(correction=UNBOUNDED, masks=[OpsmConfig(delta=0.29)], kl=KlConfig(0.1)),
 }
 
 
@@ -165,62 +159,47 @@ def test_the_whole_objective_is_that_of_trl(name):
     assert_same(ours(SAME[name]), TRL["losses"][name])
 
 
-def test_scaled_by_the_deviation_of_a_group_it_is_larger_by_bessels_factor():
-    config = make_config(advantage=GrpoConfig(epsilon=trl_epsilon(SIZE)))
-    assert_same(ours(config), TRL["losses"]["grpo_scaled"], factor=bessel(SIZE))
-
-
-# TRL uses sg(weight) * log pi, we use sg(weight) * log ratio: different values, equal gradients.
-SCORE_FUNCTIONS = {
-    "cispo": make_config(policy_loss=CispoConfig(clip_high=0.3), aggregation="token_mean"),
-    "vespo": make_config(policy_loss=VESPO, aggregation="token_mean"),
+UNKNOWN = [None if index % 5 == 0 else value for index, value in enumerate(BATCH["generator_logprobs"])]
+UNSCORED = [None if index == 4 else reward for index, reward in enumerate(BATCH["rewards"])]
+START = BATCH["start_logprobs"]
+MEAN = {"aggregation": "token_mean"}
+RLOO = {"advantage": RlooConfig(), "aggregation": "seq_mean_token_sum"}
+KL_IN_REWARD = KlConfig(0.1, estimator="k1", charged_in="reward")
+GRADIENT_ALONE = {"has_value": False}
+DIFFERENT = {
+    # Scaled by the deviation of a group, it is larger by Bessel's factor.
+    "grpo_scaled": ({"advantage": GrpoConfig(epsilon=trl_epsilon(SIZE))}, {}, {"factor": bessel(SIZE)}),
+    # TRL uses sg(weight) * log pi, we use sg(weight) * log ratio: different values, equal gradients.
+    "cispo": ({"policy_loss": CispoConfig(clip_high=0.3), **MEAN}, {}, GRADIENT_ALONE),
+    "vespo": ({"policy_loss": VESPO, **MEAN}, {}, GRADIENT_ALONE),
     # TRL multiplies the drift before the step into the weight; we use one ratio for both.
-    "vespo_around_generator": make_config(policy_loss=VESPO, aggregation="token_mean", proximal="generator"),
-}
-
-
-@pytest.mark.parametrize("name", SCORE_FUNCTIONS)
-def test_a_weighted_score_function_has_the_gradient_of_trl(name):
-    assert_same(ours(SCORE_FUNCTIONS[name]), TRL["losses"][name], has_value=False)
-
-
-def test_a_log_probability_that_the_generator_did_not_report_counts_as_no_drift():
-    unknown = [None if index % 5 == 0 else value for index, value in enumerate(BATCH["generator_logprobs"])]
-    config = make_config(correction=make_correction("sequence_truncate"))
-    assert_same(ours(config, generator_logprobs=unknown), TRL["losses"]["unknown_logprobs"])
-
-
-def test_a_kl_corrected_for_its_bias_is_that_of_trl_where_the_generator_is_the_policy_of_the_start():
+    "vespo_around_generator": ({"policy_loss": VESPO, "proximal": "generator", **MEAN}, {}, GRADIENT_ALONE),
+    # A log-probability that the generator did not report counts as no drift.
+    "unknown_logprobs": ({"correction": make_correction("sequence_truncate")}, {"generator_logprobs": UNKNOWN}, {}),
     # TRL's ratio is learner/proximal even if another engine sampled; ours is learner/generator, as in the paper.
-    config = make_config(kl=KlConfig(0.1, estimator="k3_off_policy"))
-    found = ours(config, generator_logprobs=BATCH["start_logprobs"])
-    assert_same(found, TRL["losses"]["kl_bias_corrected"])
-
-
-def test_what_the_off_policy_mask_drops_keeps_its_kl():
-    config = make_config(correction=UNBOUNDED, masks=[OpsmConfig(delta=0.29)], kl=KlConfig(0.1))
-    assert_same(ours(config), TRL["losses"]["kl_masked"])
-
-
-def test_a_sequence_that_is_out_of_the_loss_is_no_sequence_here_and_one_in_trl():
-    truncated = make_config(reward=RewardShapingConfig(truncated="mask"))
-    assert_same(ours(truncated), TRL["losses"]["grpo_truncated"], factor=NUM_SEQUENCES / (NUM_SEQUENCES - 2))
-    rewards = [None if index == 4 else reward for index, reward in enumerate(BATCH["rewards"])]
-    found = ours(make_config(), rewards=rewards)
-    assert_same(found, TRL["losses"]["grpo_unscored"], factor=NUM_SEQUENCES / (NUM_SEQUENCES - 1))
-
-
-@pytest.mark.parametrize("name", ["rloo", "rloo_kl"])
-def test_before_the_learner_moves_rloo_has_the_gradient_of_trl(name):
+    "kl_bias_corrected": ({"kl": KlConfig(0.1, estimator="k3_off_policy")}, {"generator_logprobs": START}, {}),
+    # A sequence that is out of the loss is no sequence here and one in TRL.
+    "grpo_truncated": (
+        {"reward": RewardShapingConfig(truncated="mask")},
+        {},
+        {"factor": NUM_SEQUENCES / (NUM_SEQUENCES - 2)},
+    ),
+    "grpo_unscored": ({}, {"rewards": UNSCORED}, {"factor": NUM_SEQUENCES / (NUM_SEQUENCES - 1)}),
     # TRL clips the product of a sequence's ratios, which none of our losses does. At ratio 1, it is REINFORCE.
-    price = KlConfig(0.1 if name == "rloo_kl" else 0.0, estimator="k1", charged_in="reward")
-    config = make_config(advantage=RlooConfig(), aggregation="seq_mean_token_sum", kl=price)
-    found = ours(config, learner_logprobs=BATCH["start_logprobs"])
-    assert_same(found, TRL["losses"][name], has_value=False)
+    "rloo": (RLOO, {"learner_logprobs": START}, GRADIENT_ALONE),
+    "rloo_kl": (RLOO | {"kl": KL_IN_REWARD}, {"learner_logprobs": START}, GRADIENT_ALONE),
+}
+"""Name -> our settings, other inputs, and how the result differs."""
 
 
-# --- advantages: in "mixed" every group has answers with a reward, in "alone" the second group has one ---------------
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_where_definitions_differ_the_objective_is_that_of_trl_up_to_a_known_factor_or_constant(name):
+    settings, columns, difference = DIFFERENT[name]
+    assert_same(ours(make_config(**settings), **columns), TRL["losses"][name], **difference)
+
+
 GROUPS = torch.arange(NUM_SEQUENCES) // SIZE
+each_batch = pytest.mark.parametrize("name", ["mixed", "alone"])
 
 
 def trl_advantages(name, kind):
@@ -231,31 +210,23 @@ def trl_advantages(name, kind):
     return rewards[has_reward], GROUPS[has_reward], expected[has_reward]
 
 
-@pytest.mark.parametrize("name", ["mixed", "alone"])
+@each_batch
 @pytest.mark.parametrize(("kind", "estimate"), [("none", advantages.dr_grpo), ("rloo", advantages.rloo)])
 def test_advantages_without_a_deviation_are_those_of_trl(name, kind, estimate):
     rewards, groups, expected = trl_advantages(name, kind)
     torch.testing.assert_close(estimate(advantage_inputs(rewards, groups)), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("name", ["mixed", "alone"])
-def test_advantages_scaled_within_a_group_are_those_of_trl_but_for_bessels_factor(name):
+@each_batch
+def test_advantages_scaled_or_whitened_are_those_of_trl_but_for_bessels_factor(name):
     rewards, groups, expected = trl_advantages(name, "group")
     for group in groups.unique():
         own = groups == group
         found = advantages.grpo(advantage_inputs(rewards[own]), epsilon=trl_epsilon(int(own.sum())))
         torch.testing.assert_close(found, bessel(int(own.sum())) * expected[own], **CLOSE)
-
-
-@pytest.mark.parametrize("name", ["mixed", "alone"])
-def test_advantages_scaled_over_the_batch_are_those_of_trl_but_for_bessels_factor(name):
     rewards, groups, expected = trl_advantages(name, "batch")
     found = advantages.lite_ppo(advantage_inputs(rewards, groups), epsilon=trl_epsilon(len(rewards)))
     torch.testing.assert_close(found, bessel(len(rewards)) * expected, **CLOSE)
-
-
-@pytest.mark.parametrize("name", ["mixed", "alone"])
-def test_whitened_advantages_are_those_of_trl_but_for_bessels_factor(name):
     rewards, groups, expected = trl_advantages(name, "rloo_whitened")
     has_siblings = (groups.bincount() > 1)[groups]  # TRL whitens without only children, which get 0
     assert not expected[~has_siblings].any()
@@ -275,40 +246,26 @@ def test_gdpo_whitened_over_sequences_is_that_of_trl_but_for_bessels_factor():
     torch.testing.assert_close(ours, summed / (summed.std(correction=0) + trl_epsilon(SIZE)), **CLOSE)
 
 
-# --- divergences from a teacher --------------------------------------------------------------------------------------
-def of_few(student, teacher, *, renormalize):
-    """Divergences over the student's three most likely tokens."""
-    ids = student.topk(3).indices
-    return {
-        0.0: lambda: distillation.forward_kl_topk(
-            student.gather(1, ids), teacher.gather(1, ids), renormalize=renormalize
-        ),
-        0.3: lambda: distillation.generalized_jsd(
-            student.gather(1, ids), teacher.gather(1, ids), beta=0.3, renormalize=renormalize
-        ),
-    }
-
-
+FORWARD, JSD = distillation.forward_kl_topk, partial(distillation.generalized_jsd, beta=0.3)
 DIVERGENCES = {
-    "beta_0.0": lambda student, teacher: distillation.forward_kl_topk(student, teacher, renormalize=True),
-    "beta_0.3": lambda student, teacher: distillation.generalized_jsd(student, teacher, beta=0.3, renormalize=True),
-    "beta_1.0": kl.exact,
-    **{
-        f"top_3_{beta}_{has_rest}": lambda student, teacher, beta=beta, has_rest=has_rest: of_few(
-            student, teacher, renormalize=not has_rest
-        )[beta]()
-        for beta in (0.0, 0.3)
-        for has_rest in (False, True)
-    },
+    "beta_0.0": (FORWARD, 6, True),
+    "beta_0.3": (JSD, 6, True),
+    "beta_1.0": (lambda student, teacher, renormalize: kl.exact(student, teacher), 6, True),
+    **{f"top_3_0.0_{has_rest}": (FORWARD, 3, not has_rest) for has_rest in (False, True)},
+    **{f"top_3_0.3_{has_rest}": (JSD, 3, not has_rest) for has_rest in (False, True)},
 }
+"""Name -> divergence, number of the student's most likely tokens (of 6), and whether their shares are renormalized."""
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_the_distance_from_a_teacher_is_that_of_trl(name):
     expected = TRL["divergences"]
-    student = torch.tensor(expected["student"], dtype=torch.float64, requires_grad=True)
+    divergence, count, renormalize = DIVERGENCES[name]
+    logits = torch.tensor(expected["student"], dtype=torch.float64, requires_grad=True)
+    student = logits.log_softmax(-1)
     teacher = torch.tensor(expected["teacher"], dtype=torch.float64).log_softmax(-1)
-    loss = DIVERGENCES[name](student.log_softmax(-1), teacher).mean()
-    (gradient,) = torch.autograd.grad(loss, student)
+    ids = student.topk(count).indices if count < 6 else torch.arange(6).expand_as(student)
+    loss = divergence(student.gather(1, ids), teacher.gather(1, ids), renormalize=renormalize).mean()
+    (gradient,) = torch.autograd.grad(loss, logits)
     torch.testing.assert_close(loss.item(), expected[name]["loss"], **CLOSE)
     torch.testing.assert_close(gradient, torch.tensor(expected[name]["gradient"], dtype=torch.float64), **CLOSE)

@@ -22,6 +22,8 @@ def jsd(learner, teacher, *, renormalize):
 
 
 DIVERGENCES = [forward_kl_topk, jsd]
+each_divergence = pytest.mark.parametrize("divergence", DIVERGENCES)
+each_form = pytest.mark.parametrize("renormalize", [False, True])
 
 
 def learner():
@@ -38,12 +40,9 @@ def kl(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (p * (p.log() - q.log())).sum()
 
 
-def test_the_advantage_of_a_token_is_how_much_more_the_teacher_likes_it():
+def test_the_advantage_is_how_much_more_the_teacher_likes_a_token_with_the_gradient_of_the_reverse_kl():
     values = teacher_advantages(torch.tensor([-1.0, -2.0, -9.0]), torch.tensor([-1.5, -0.5, -1.0]), bound=5.0)
     assert values.tolist() == [-0.5, 1.5, 5.0]
-
-
-def test_the_policy_gradient_of_the_advantages_is_that_of_the_reverse_kl():
     logits, logprobs = learner()
     advantages = teacher_advantages(logprobs, TEACHER.log(), bound=20.0)
     assert not advantages.requires_grad
@@ -58,22 +57,19 @@ def test_k3_has_the_reverse_kl_as_its_expectation_and_the_gradient_of_the_forwar
     assert torch.allclose(gradient(loss, logits), gradient(kl(TEACHER, logprobs.exp()), logits), atol=1e-6)
 
 
-def test_a_capped_token_is_finite_and_has_no_gradient():
+def test_a_capped_token_has_no_gradient_and_a_teacher_that_is_not_finite_counts_as_neutral():
     ours = torch.tensor([-30.0, -1.0], requires_grad=True)
     loss = sampled_k3(ours, torch.tensor([-0.1, -1.2]), max_loss=10.0)
     assert loss[0] == 10.0
     (slope,) = torch.autograd.grad(loss.sum(), ours)
     assert slope[0] == 0
     assert slope[1] == pytest.approx(1 - math.exp(-0.2), abs=1e-6)
-
-
-def test_a_teacher_that_is_not_finite_counts_as_neutral():
     ours, theirs = torch.tensor([-1.0, -1.0]), torch.tensor([-math.inf, math.nan])
     assert teacher_advantages(ours, theirs, bound=5.0).tolist() == [0, 0]
     assert sampled_k3(ours, theirs, max_loss=10.0).tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
+@each_form
 def test_over_the_whole_vocabulary_the_forward_kl_is_exact(renormalize):
     logits, logprobs = learner()
     loss = forward_kl_topk(logprobs[None], TEACHER.log()[None], renormalize=renormalize)
@@ -90,8 +86,8 @@ def test_the_top_two_by_hand():
     assert renormalized.item() == pytest.approx(5 / 8 * math.log(1.25) + 3 / 8 * math.log(0.75))
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@each_form
+@each_divergence
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_equal_policies_have_no_loss_and_no_gradient(divergence, size, renormalize):
     logits, logprobs = learner()
@@ -100,24 +96,18 @@ def test_equal_policies_have_no_loss_and_no_gradient(divergence, size, renormali
     assert gradient(loss, logits).abs().max() < 1e-12
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_divergences_are_never_negative(divergence, renormalize):
+@each_divergence
+def test_divergences_are_never_negative_and_more_ids_never_hide_more(divergence):
     torch.manual_seed(0)
     ours, theirs = (3 * torch.randn(2, 200, 10, dtype=torch.float64)).log_softmax(-1)
-    assert (divergence(ours[:, :4], theirs[:, :4], renormalize=renormalize) >= -1e-12).all()
-
-
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-def test_more_ids_never_hide_more_of_the_divergence(divergence):
-    torch.manual_seed(0)
-    ours, theirs = (3 * torch.randn(2, 200, 10, dtype=torch.float64)).log_softmax(-1)
+    assert (divergence(ours[:, :4], theirs[:, :4], renormalize=True) >= -1e-12).all()
     losses = [divergence(ours[:, :size], theirs[:, :size], renormalize=False) for size in range(1, 11)]
+    assert (losses[3] >= -1e-12).all()
     assert all((more >= fewer - 1e-9).all() for fewer, more in itertools.pairwise(losses))
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@each_form
+@each_divergence
 def test_the_gradients_are_those_of_the_formulas(divergence, renormalize):
     torch.manual_seed(0)
     logits, theirs = torch.randn(2, 5, 6, dtype=torch.float64)
@@ -129,16 +119,13 @@ def test_the_gradients_are_those_of_the_formulas(divergence, renormalize):
     assert torch.autograd.gradcheck(loss, logits)
 
 
-def test_the_jensen_shannon_divergence_by_hand():
+def test_the_jensen_shannon_divergence_by_hand_becomes_forward_and_reverse_kl():
     ours, theirs = LOGITS.softmax(0), TEACHER
     middle = 0.3 * theirs + 0.7 * ours
     expected = 0.3 * kl(theirs, middle) + 0.7 * kl(ours, middle)
     for renormalize in (False, True):
         loss = jsd(ours.log()[None], theirs.log()[None], renormalize=renormalize)
         assert loss.item() == pytest.approx(expected.item(), abs=1e-12)
-
-
-def test_the_jensen_shannon_divergence_becomes_forward_and_reverse_kl():
     ours, theirs = LOGITS.softmax(0), TEACHER
     logs, tiny = (ours.log()[None], theirs.log()[None]), 1e-6
     forward = generalized_jsd(*logs, beta=tiny, renormalize=True).item() / tiny
@@ -147,8 +134,8 @@ def test_the_jensen_shannon_divergence_becomes_forward_and_reverse_kl():
     assert reverse == pytest.approx(kl(ours, theirs).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@each_form
+@each_divergence
 def test_an_id_the_teacher_finds_impossible_is_no_trouble(divergence, renormalize):
     logits, logprobs = learner()
     theirs = torch.tensor([[0.6, 0.4, 0.0]], dtype=torch.float64).log()
@@ -157,7 +144,7 @@ def test_an_id_the_teacher_finds_impossible_is_no_trouble(divergence, renormaliz
     assert gradient(loss, logits).isfinite().all()
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@each_divergence
 def test_half_precision_is_widened_before_the_rest_is_taken(divergence):
     ours, theirs = LOGITS.log_softmax(0)[None, :3].bfloat16(), TEACHER.log()[None, :3].bfloat16()
     loss = divergence(ours, theirs, renormalize=False)
@@ -165,8 +152,8 @@ def test_half_precision_is_widened_before_the_rest_is_taken(divergence):
     assert loss.item() == pytest.approx(divergence(ours.double(), theirs.double(), renormalize=False).item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@each_form
+@each_divergence
 def test_only_the_learner_learns(divergence, renormalize):
     ours, theirs = (torch.full((1, 2), -1.0).requires_grad_() for _ in range(2))
     divergence(ours * 2, theirs * 3, renormalize=renormalize).sum().backward()

@@ -17,25 +17,15 @@ def make_inputs(num_tokens: int = 7, vocabulary: int = 5):
     return logits, torch.randint(0, vocabulary, (num_tokens,)), torch.rand(num_tokens) + 0.5
 
 
-def test_logits_are_divided_by_each_tokens_temperature():
+def test_logits_are_divided_by_each_tokens_temperature_in_float32():
     logits, targets, temperatures = make_inputs()
     measured = measure_tokens(logits, targets, temperatures, requested=module.LOGPROBS)
     expected = (logits / temperatures[:, None]).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     assert torch.allclose(measured["logprobs"], expected)
-
-
-def test_half_precision_logits_give_float32():
-    logits, targets, temperatures = make_inputs()
     half = logits.detach().bfloat16()
     rough, exact = (measure_tokens(x, targets, temperatures, requested=ALL) for x in (half, half.float()))
     assert rough["logprobs"].dtype == rough["entropies"].dtype == torch.float32
     assert rough["logprobs"].equal(exact["logprobs"])
-
-
-def test_an_impossible_token_adds_nothing_to_the_entropy():
-    logits = torch.tensor([[0.0, 0.0, float("-inf")]])
-    measured = measure_tokens(logits, torch.tensor([0]), torch.ones(1), requested=ALL)
-    assert measured["entropies"].item() == pytest.approx(math.log(2))
 
 
 def make_everything(num_tokens: int = 7, vocabulary: int = 5):
@@ -48,35 +38,34 @@ def make_everything(num_tokens: int = 7, vocabulary: int = 5):
     return logits.detach().double().requires_grad_(), targets, temperatures.double(), optional
 
 
-def test_only_requested_numbers_are_measured():
+def test_only_requested_numbers_are_measured_and_none_without_tokens():
     inputs = *make_inputs(), module.Requested()
     assert set(measure_tokens(*inputs[:3], requested=inputs[3])) == {"logprobs"}
     logits, targets, temperatures, optional = make_everything()
     measured = measure_tokens(logits, targets, temperatures, requested=ALL, **optional)
     assert set(measured) == {"logprobs", "entropies", "collisions", "candidate_logprobs", "exact_kl"}
+    logits, targets, temperatures, optional = make_everything(num_tokens=0)
+    measured = measure_tokens(logits, targets, temperatures, requested=ALL, **optional)
+    assert all(len(value) == 0 for value in measured.values())
 
 
 def test_every_measure_by_hand():
     logits = torch.tensor([[0.0, math.log(3.0)]])
-    measured = measure_tokens(
-        logits,
-        torch.tensor([1]),
-        torch.ones(1),
-        requested=ALL,
-        candidates=torch.tensor([[1, 0, 1]]),
-        reference_logits=torch.tensor([[0.0, 0.0]]),
-    )
+    optional = {"candidates": torch.tensor([[1, 0, 1]]), "reference_logits": torch.zeros(1, 2)}
+    measured = measure_tokens(logits, torch.tensor([1]), torch.ones(1), requested=ALL, **optional)
     assert measured["logprobs"].item() == pytest.approx(math.log(0.75))
     assert measured["entropies"].item() == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
     assert measured["collisions"].item() == pytest.approx(0.75**2 + 0.25**2)
     assert measured["candidate_logprobs"].exp().flatten().tolist() == pytest.approx([0.75, 0.25, 0.75])
     assert measured["exact_kl"].item() == pytest.approx(0.75 * math.log(1.5) + 0.25 * math.log(0.5))
-
-
-def test_the_collision_of_equal_odds_is_one_over_their_number_and_that_of_a_certainty_is_one():
     logits = torch.tensor([[1.0, 1.0, 1.0, 1.0], [0.0, 90.0, 0.0, float("-inf")]])
-    measured = measure_tokens(logits, torch.tensor([0, 1]), torch.ones(2), requested=module.Requested(collision=True))
+    measured = measure_tokens(logits, torch.tensor([0, 1]), torch.ones(2), requested=ALL)
     assert measured["collisions"].tolist() == pytest.approx([0.25, 1.0])
+    assert measured["entropies"].tolist() == pytest.approx([math.log(4), 0])
+    logits = torch.tensor([[0.0, math.log(2.0), math.log(5.0)]])
+    measured = measure_tokens(logits, torch.tensor([0]), torch.ones(1), requested=module.Requested(top_k=2))
+    assert measured["top_tokens"].tolist() == [[2, 1]]
+    assert measured["top_logprobs"].exp().flatten().tolist() == pytest.approx([5 / 8, 2 / 8])
 
 
 def test_policy_and_reference_are_both_at_the_tokens_temperature():
@@ -93,9 +82,8 @@ def test_chunks_change_no_measure_and_no_gradient():
     logits, targets, temperatures, optional = make_everything()
     results = []
     for chunk_elements in (1, 10, 1000):
-        measured = measure_tokens(
-            logits, targets, temperatures, requested=ALL, chunk_elements=chunk_elements, **optional
-        )
+        settings = {"requested": ALL, "chunk_elements": chunk_elements}
+        measured = measure_tokens(logits, targets, temperatures, **settings, **optional)
         total = sum((i + 1) * value.sum() for i, value in enumerate(measured.values()))
         results.append((*measured.values(), torch.autograd.grad(total, logits)[0]))
     for other in results[1:]:
@@ -103,20 +91,15 @@ def test_chunks_change_no_measure_and_no_gradient():
 
 
 @pytest.mark.parametrize("chunk_elements", [10, 1000])
-def test_every_measure_has_the_gradient_of_its_formula(chunk_elements):
+def test_every_measure_has_the_gradient_of_its_formula_but_collisions_and_the_reference_none(chunk_elements):
     logits, targets, temperatures, optional = make_everything()
 
     def measures(values):
-        measured = measure_tokens(
-            values, targets, temperatures, requested=ALL, chunk_elements=chunk_elements, **optional
-        )
+        settings = {"requested": ALL, "chunk_elements": chunk_elements}
+        measured = measure_tokens(values, targets, temperatures, **settings, **optional)
         return tuple(value for name, value in measured.items() if name != "collisions")
 
     assert torch.autograd.gradcheck(measures, logits)
-
-
-@pytest.mark.parametrize("chunk_elements", [10, 1000])
-def test_collisions_and_the_reference_get_no_gradient(chunk_elements):
     logits, targets, temperatures, optional = make_everything()
     optional["reference_logits"].requires_grad_()
     measured = measure_tokens(logits, targets, temperatures, requested=ALL, chunk_elements=chunk_elements, **optional)
@@ -125,13 +108,6 @@ def test_collisions_and_the_reference_get_no_gradient(chunk_elements):
     assert unused is None
 
 
-def test_no_tokens_have_no_measures():
-    logits, targets, temperatures, optional = make_everything(num_tokens=0)
-    measured = measure_tokens(logits, targets, temperatures, requested=ALL, **optional)
-    assert all(len(value) == 0 for value in measured.values())
-
-
-# --- deferred logits -------------------------------------------------------------------------------------------------
 def soft_cap(logits):
     return torch.tanh(logits / 2) * 2
 
@@ -153,29 +129,14 @@ def test_deferred_logits_change_no_measure_and_no_gradient(finish, chunk_element
     plain = torch.nn.functional.linear(*leaves)
     results = []
     for logits, elements in ((finish(plain) if finish else plain, 1000), (defer(*leaves), chunk_elements)):
-        measured = measure_tokens(
-            logits, targets, temperatures, requested=requested, chunk_elements=elements, **optional
-        )
-        assert {name for name, column in measured.items() if column.requires_grad} == {
-            "logprobs",
-            "entropies",
-            "candidate_logprobs",
-            "exact_kl",
-        }
+        settings = {"requested": requested, "chunk_elements": elements}
+        measured = measure_tokens(logits, targets, temperatures, **settings, **optional)
+        trained = {name for name, column in measured.items() if column.requires_grad}
+        assert trained == {"logprobs", "entropies", "candidate_logprobs", "exact_kl"}
         total = sum((i + 1) * column.sum() for i, column in enumerate(measured.values()))
         results.append((*measured.values(), *torch.autograd.grad(total, leaves)))
     for one, other in zip(*results, strict=True):
         assert torch.allclose(one, other, atol=1e-12)
-
-
-def test_deferred_logits_have_the_gradient_of_the_formula():
-    leaves, defer, targets, temperatures, optional = make_deferred(finish=soft_cap)
-
-    def measures(*leaves):
-        measured = measure_tokens(defer(*leaves), targets, temperatures, requested=ALL, chunk_elements=10, **optional)
-        return tuple(column for name, column in measured.items() if name != "collisions")
-
-    assert torch.autograd.gradcheck(measures, leaves)
 
 
 def test_a_projection_that_is_not_trained_gets_no_gradient():
@@ -183,9 +144,7 @@ def test_a_projection_that_is_not_trained_gets_no_gradient():
     logits = defer(states, weight.detach(), bias.detach())
     measured = measure_tokens(logits, targets, temperatures, requested=module.LOGPROBS, chunk_elements=10)
     measured["logprobs"].sum().backward()
-    assert states.grad is not None
-    assert weight.grad is None
-    assert bias.grad is None
+    assert [leaf.grad is not None for leaf in (states, weight, bias)] == [True, False, False]
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])
@@ -221,15 +180,7 @@ def test_only_the_logits_of_one_chunk_are_alive(monkeypatch):
     lengths = []
     real = module._measure
     monkeypatch.setattr(module, "_measure", lambda logits, *rest: lengths.append(len(logits)) or real(logits, *rest))
-    measured = module.measure_tokens(
-        defer(*leaves), targets, temperatures, requested=module.LOGPROBS, chunk_elements=10
-    )
+    settings = {"requested": module.LOGPROBS, "chunk_elements": 10}
+    measured = module.measure_tokens(defer(*leaves), targets, temperatures, **settings)
     measured["logprobs"].sum().backward()
     assert lengths == [2, 2, 2, 1] * 2
-
-
-def test_the_most_likely_tokens_come_best_first():
-    logits = torch.tensor([[0.0, math.log(2.0), math.log(5.0)]])
-    measured = measure_tokens(logits, torch.tensor([0]), torch.ones(1), requested=module.Requested(top_k=2))
-    assert measured["top_tokens"].tolist() == [[2, 1]]
-    assert measured["top_logprobs"].exp().flatten().tolist() == pytest.approx([5 / 8, 2 / 8])

@@ -17,21 +17,14 @@ def gae(rewards, values, sequences, *, num_sequences, lam, **settings):
 
 
 def vtrace(rewards, values, log_ratio, sequences, *, num_sequences, **settings):
-    inputs = token_inputs(
-        rewards,
-        sequences,
-        num_sequences=num_sequences,
-        values=values,
-        learner_logprobs=log_ratio,
-        generator_logprobs=torch.zeros_like(log_ratio),
-    )
+    columns = {"learner_logprobs": log_ratio, "generator_logprobs": torch.zeros_like(log_ratio), "values": values}
+    inputs = token_inputs(rewards, sequences, num_sequences=num_sequences, **columns)
     return checked(token_advantages.vtrace)(inputs, **settings)
 
 
 def returns_to_go(rewards, sequences, *, gamma, num_sequences):
-    return checked(token_advantages.returns_to_go)(
-        token_inputs(rewards, sequences, num_sequences=num_sequences), gamma=gamma
-    )
+    inputs = token_inputs(rewards, sequences, num_sequences=num_sequences)
+    return checked(token_advantages.returns_to_go)(inputs, gamma=gamma)
 
 
 LENGTHS = [3, 1, 0, 5]
@@ -78,20 +71,17 @@ def masked_vtrace(rewards, values, ratio, *, gamma, lam, rho_bar, c_bar):
     return ratio.clamp(max=rho_bar) * (rewards + gamma * nexts - values), targets
 
 
-def test_hand_computed_returns():
-    returns = returns_to_go(wide(1, 2, 4, 8, 16, 32), torch.tensor([0, 0, 0, 1, 3, 3]), gamma=0.5, num_sequences=4)
-    assert returns.tolist() == [3, 4, 4, 8, 32, 32]
-
-
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 0.99, 1.0])
-def test_returns_are_what_a_loop_over_each_sequence_gives(gamma):
+def test_returns_are_what_a_loop_over_each_sequence_gives_and_leave_their_input_alone(gamma):
     torch.manual_seed(0)
     lengths = [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 100]
     sequences = torch.arange(11).repeat_interleave(torch.tensor(lengths))
     rewards = torch.randn(len(sequences), dtype=torch.float64)
     expected = [value for part in rewards.split(lengths) for value in sums_to_go(part, gamma).tolist()]
-    returns = returns_to_go(rewards, sequences, gamma=gamma, num_sequences=11)
+    given = rewards.clone()
+    returns = returns_to_go(given, sequences, gamma=gamma, num_sequences=11)
     assert torch.allclose(returns, wide(*expected), atol=1e-12)
+    assert given.equal(rewards)
 
 
 @pytest.mark.parametrize("length", [3, 4, 200])
@@ -102,12 +92,6 @@ def test_another_sequence_changes_not_one_bit_however_long(length):
     other = torch.full((length,), 1e30, dtype=torch.float64)
     sequences = torch.arange(2).repeat_interleave(torch.tensor([3, length]))
     assert returns_to_go(torch.cat([mine, other]), sequences, gamma=0.97, num_sequences=2)[:3].equal(alone)
-
-
-def test_returns_leave_their_input_alone():
-    rewards = wide(1, 2, 3)
-    returns_to_go(rewards, ALONE, gamma=1.0, num_sequences=1)
-    assert rewards.tolist() == [1, 2, 3]
 
 
 def test_gae_of_three_tokens_by_hand():
@@ -141,15 +125,12 @@ def test_lambda_may_adapt_to_the_length_and_differ_from_the_critics():
     assert returns.equal(gae(drawn(0), drawn(1), SEQUENCES, num_sequences=4, gamma=0.9, lam=0.7)[1])
 
 
-def test_with_epsilon_advantages_are_whitened_and_returns_are_not():
+def test_with_epsilon_advantages_are_whitened_and_returns_are_not_as_in_reinforce_plus_plus():
     settings = {"num_sequences": 4, "gamma": 0.9, "lam": 0.8}
     plain, returns = gae(drawn(0), drawn(1), SEQUENCES, **settings)
     whitened, same = gae(drawn(0), drawn(1), SEQUENCES, epsilon=1e-12, **settings)
     assert torch.allclose(whitened, (plain - plain.mean()) / plain.std(correction=0))
     assert same.equal(returns)
-
-
-def test_reinforce_plus_plus_is_the_whitened_sum_of_rewards_to_come():
     inputs = token_inputs(drawn(0), SEQUENCES, num_sequences=4)
     returns = returns_to_go(drawn(0), SEQUENCES, gamma=0.9, num_sequences=4)
     found = checked(token_advantages.reinforce_plus_plus)(inputs, gamma=0.9, epsilon=1e-12)
@@ -159,37 +140,22 @@ def test_reinforce_plus_plus_is_the_whitened_sum_of_rewards_to_come():
 def test_a_trajectory_does_not_see_the_others():
     rewards, values, ratio = drawn(0), drawn(1), drawn(2) / 2
     settings = {"gamma": 0.9, "lam": 0.8}
+    bounded = settings | {"rho_bar": 1.0, "c_bar": 1.0}
+    together = gae(rewards, values, SEQUENCES, num_sequences=4, **settings)
+    corrected = vtrace(rewards, values, ratio, SEQUENCES, num_sequences=4, **bounded)
     for chosen in range(4):
-        mine = chosen == SEQUENCES
-        alone = torch.zeros(LENGTHS[chosen], dtype=torch.int64)
-        few = (rewards[mine], values[mine], alone)
-        together = gae(rewards, values, SEQUENCES, num_sequences=4, **settings)
-        corrected = vtrace(rewards, values, ratio, SEQUENCES, num_sequences=4, rho_bar=1.0, c_bar=1.0, **settings)
-        apart = vtrace(few[0], few[1], ratio[mine], alone, num_sequences=1, rho_bar=1.0, c_bar=1.0, **settings)
-        for all_of_them, one in zip(together, gae(*few, num_sequences=1, **settings), strict=True):
-            assert all_of_them[mine].equal(one)
-        for all_of_them, one in zip(corrected, apart, strict=True):
-            assert all_of_them[mine].equal(one)
+        mine, alone = chosen == SEQUENCES, torch.zeros(LENGTHS[chosen], dtype=torch.int64)
+        few = gae(rewards[mine], values[mine], alone, num_sequences=1, **settings)
+        few_corrected = vtrace(rewards[mine], values[mine], ratio[mine], alone, num_sequences=1, **bounded)
+        for all_of_them, one in zip((*together, *corrected), (*few, *few_corrected), strict=True):
+            assert all_of_them[mine].equal(one), chosen
 
 
-def test_length_adaptive_lambda_by_hand():
-    assert length_adaptive_lambda(torch.tensor([0, 10, 20, 40, 2000]), alpha=0.05).tolist() == pytest.approx(
-        [0.0, 0.0, 0.0, 0.5, 0.99]
-    )
-
-
-def test_length_adaptive_lambda_weighs_errors_by_alpha_times_the_length():
+def test_length_adaptive_lambda_by_hand_weighs_errors_by_alpha_times_the_length():
+    found = length_adaptive_lambda(torch.tensor([0, 10, 20, 40, 2000]), alpha=0.05)
+    assert found.tolist() == pytest.approx([0.0, 0.0, 0.0, 0.5, 0.99])
     lam = float(length_adaptive_lambda(torch.tensor([400]), alpha=0.05))
     assert sum(lam**k for k in range(100_000)) == pytest.approx(0.05 * 400, rel=1e-4)
-
-
-def test_vtrace_of_three_tokens_by_hand():
-    rewards, values, ratio = wide(0, 0, 8), wide(1, 2, 4), wide(2, 0.5, 0.25)
-    settings = {"num_sequences": 1, "gamma": 1.0, "lam": 1.0, "rho_bar": 1.5, "c_bar": 1.0}
-    advantages, targets = vtrace(rewards, values, ratio.log(), ALONE, **settings)
-    # The errors are 1.5 * 1, 0.5 * 2 and 0.25 * 4; carried back with 1 and 0.5 they are 3, 1.5 and 1.
-    assert targets.tolist() == pytest.approx([4.0, 3.5, 5.0])
-    assert advantages.tolist() == pytest.approx([1.5 * (3.5 - 1), 0.5 * (5 - 2), 0.25 * (8 - 4)])
 
 
 @pytest.mark.parametrize(("rho_bar", "c_bar"), [(1.0, 1.0), (2.0, 1.0), (5.0, 0.5), (1e9, 1e9)])
@@ -200,14 +166,6 @@ def test_vtrace_is_its_definition(rho_bar, c_bar):
     parts = [masked_vtrace(*part, **settings) for part in per_trajectory(rewards, values, ratio) if len(part[0])]
     assert torch.allclose(advantages, torch.cat([part[0] for part in parts]))
     assert torch.allclose(targets, torch.cat([part[1] for part in parts]))
-
-
-@pytest.mark.parametrize("lam", [0.0, 0.7, 1.0])
-def test_on_policy_the_targets_of_vtrace_are_the_returns_of_gae(lam):
-    rewards, values = drawn(0), drawn(1)
-    settings = {"num_sequences": 4, "gamma": 0.9, "lam": lam}
-    _, targets = vtrace(rewards, values, torch.zeros_like(values), SEQUENCES, rho_bar=1.0, c_bar=1.0, **settings)
-    assert torch.allclose(targets, gae(rewards, values, SEQUENCES, **settings)[1])
 
 
 class World:
@@ -256,20 +214,16 @@ def test_rho_bar_decides_which_policys_values_vtrace_keeps_and_c_bar_does_not(rh
     assert targets == pytest.approx(values, abs=1e-12)
 
 
-# --- the critic's own loss --------------------------------------------------------------------------------------------
 clipped_value_loss = checked(token_advantages.clipped_value_loss)
 explained_variance = checked(token_advantages.explained_variance)
 
 
-def test_clipped_value_loss_by_hand():
+def test_clipped_value_loss_by_hand_and_half_the_squared_error_without_a_clip():
     values, returns, before = wide(1, 2, 2, 0, 5), wide(1.5, 3, 1, 3, 2), wide(1, 1, 1, 1, 1)
     loss, clipped = clipped_value_loss(values, returns, before, clip=0.5)
     # within the bound; beyond it toward R; beyond it with R on the other side (twice); below it away from R
     assert loss.tolist() == [0.125, 1.125, 0.5, 4.5, 4.5]
     assert clipped.tolist() == [False, True, False, False, False]
-
-
-def test_without_a_clip_it_is_half_the_squared_error():
     loss, clipped = clipped_value_loss(wide(1, 9), wide(3, 9), wide(100, 100), clip=None)
     assert loss.tolist() == [2, 0]
     assert not clipped.any()
@@ -286,21 +240,15 @@ def test_exactly_the_clipped_tokens_have_no_gradient():
     assert torch.allclose(gradient[~clipped], (values - returns)[~clipped])
 
 
-@pytest.mark.parametrize("clip", [None, 0.3])
-def test_the_gradient_is_that_of_the_formula(clip):
+def test_only_the_critic_learns_and_its_gradient_is_that_of_the_formula():
     torch.manual_seed(0)
-    values, returns, before = torch.randn(3, 20, dtype=torch.float64)
-    values.requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: clipped_value_loss(v, returns, before, clip=clip)[0], values)
-
-
-def test_only_the_critic_learns():
-    values, returns, before = (torch.ones(3, requires_grad=True) for _ in range(3))
-    loss, _ = clipped_value_loss(values * 2, returns * 3, before * 1, clip=5.0)
-    loss.sum().backward()
-    assert values.grad is not None
-    assert returns.grad is None
-    assert before.grad is None
+    values, returns, before = (each.requires_grad_() for each in torch.randn(3, 20, dtype=torch.float64).unbind())
+    for clip in (None, 0.3):
+        assert torch.autograd.gradcheck(
+            lambda v, clip=clip: clipped_value_loss(v, returns.detach(), before.detach(), clip=clip)[0], values
+        )
+    clipped_value_loss(values * 2, returns * 3, before * 1, clip=5.0)[0].sum().backward()
+    assert [each.grad is not None for each in (values, returns, before)] == [True, False, False]
 
 
 def test_explained_variance_by_hand():
@@ -310,9 +258,7 @@ def test_explained_variance_by_hand():
     assert explained_variance(wide(7, 7, 7), returns) == pytest.approx(0)
     assert explained_variance(-returns, returns) == pytest.approx(-3)
     assert explained_variance(returns / 2, returns) == pytest.approx(0.75)
-
-
-def test_returns_that_do_not_vary_have_no_variance_to_explain():
+    # Returns that do not vary have no variance to explain.
     assert explained_variance(wide(1, 2, 3), torch.full((3,), 0.1, dtype=torch.float64)) == 0
     assert explained_variance(wide(1), wide(4)) == 0
     assert explained_variance(wide(), wide()) == 0

@@ -20,25 +20,22 @@ def drawn(seed: int, size: int = 15) -> torch.Tensor:
 
 def advantages_of(returns, norms, sequences=SEQUENCES, groups=GROUPS, *, epsilon=1e-8, weights=None, turns=None):
     """Advantages of tokens with these returns, aligned within turns if `turns` is given."""
-    num_turns, zeros = 3, torch.zeros_like(sequences)
+    num_turns, size = 3, len(groups)
     following = torch.cat([returns[1:], wide(0)])
     is_last = torch.cat([sequences[1:] != sequences[:-1], torch.tensor([True])])
-    turns = zeros if turns is None else turns
-    inputs = token_inputs(
-        torch.where(is_last, returns, returns - following),
-        sequences,
-        num_sequences=len(groups),
-        groups=groups,
-        turns=turns,
-        positions=segments.indices_in_rows(sequences, num_sequences=len(groups)),
-        positions_in_turn=segments.indices_in_rows(
-            sequences * num_turns + turns, num_sequences=len(groups) * num_turns
-        ),
+    turns = torch.zeros_like(sequences) if turns is None else turns
+    rows = sequences * num_turns + turns
+    columns = {
+        "turns": turns,
+        "positions": segments.indices_in_rows(sequences, num_sequences=size),
+        "positions_in_turn": segments.indices_in_rows(rows, num_sequences=size * num_turns),
         # At probability 1/2 the norm of a token's gradient is its collision probability.
-        learner_logprobs=torch.full_like(norms, HALF),
-        collisions=norms,
-        correction_weights=weights,
-    )
+        "learner_logprobs": torch.full_like(norms, HALF),
+        "collisions": norms,
+        "correction_weights": weights,
+    }
+    rewards = torch.where(is_last, returns, returns - following)
+    inputs = token_inputs(rewards, sequences, num_sequences=size, groups=groups, **columns)
     per_turn = bool(turns.any())
     return checked(token_advantages.optimal_token_baseline)(inputs, per_turn=per_turn, epsilon=epsilon)
 
@@ -66,82 +63,45 @@ def looped(returns, norms, weights, turns, *, epsilon):
     return wide(*result)
 
 
-def test_the_score_norm_is_the_squared_gradient_of_the_logits():
+def test_the_score_norm_is_the_squared_gradient_of_the_logits_and_never_negative():
     logits = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
     logprobs = logits.log_softmax(0)
     squared = logprobs.exp().square().sum()
     for token in range(4):
         (gradient,) = torch.autograd.grad(logprobs[token], logits, retain_graph=True)
         assert score_norms(logprobs[token : token + 1], squared[None]).item() == pytest.approx(gradient.square().sum())
-
-
-def test_the_score_norm_of_a_certain_token_is_zero_and_never_less():
     assert score_norms(torch.tensor([0.0]), torch.tensor([0.9999])).tolist() == [0.0]
 
 
-def test_two_trajectories_of_three_and_two_tokens_by_hand():
+def test_by_hand_the_baseline_has_the_smallest_weighted_square_and_a_token_without_company_no_advantage():
     sequences, groups = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0])
     values = baseline(wide(1, 1, 1, 3, 3), wide(1, 2, 1, 3, 0), sequences, groups)
     # The energies are 1, 3, 4 of the first and 3, 3 of the second.
     assert values.tolist() == pytest.approx([10 / 4, 12 / 6, 1, 10 / 4, 12 / 6])
+    # The mean, where no member could have done otherwise.
+    flat = baseline(wide(1, 2, 6), wide(0, 0, 0), torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0]))
+    assert flat.tolist() == pytest.approx([3, 3, 3])
+    assert advantages_of(wide(2, 3), wide(1, 1), torch.tensor([0, 0]), torch.tensor([0])).tolist() == [0, 0]
+    ragged = torch.tensor([0, 0, 1]), torch.tensor([0, 0])
+    assert advantages_of(wide(1, 1, 5), wide(1, 1, 1), *ragged).tolist() == pytest.approx([-2, 0, 2])
+    for rewards in itertools.product((0.0, 1.0), repeat=3):
+        returns, norms = wide(*rewards), wide(0.1, 2.0, 0.7)
+        values = baseline(returns, norms, torch.arange(3), torch.zeros(3, dtype=torch.int64))
+        power = [(norms * (returns - b).square()).sum() for b in (values[0], values[0] + 0.01, values[0] - 0.01)]
+        assert power[0] <= min(power[1:])
 
 
 @pytest.mark.parametrize("turns", [None, TURNS])
 @pytest.mark.parametrize("weights", [None, drawn(3) * 2])
 def test_ragged_groups_equal_the_loop(turns, weights):
     returns, norms = drawn(0), drawn(1)
-    expected = looped(
-        returns,
-        norms,
-        torch.ones(15) if weights is None else weights,
-        torch.zeros(15) if turns is None else turns,
-        epsilon=1e-3,
-    )
+    of_one, without_turns = torch.ones(15) if weights is None else weights, torch.zeros(15) if turns is None else turns
+    expected = looped(returns, norms, of_one, without_turns, epsilon=1e-3)
     assert torch.allclose(baseline(returns, norms, epsilon=1e-3, weights=weights, turns=turns), expected)
 
 
 def test_equal_rewards_give_exactly_no_advantage():
-    last = torch.tensor([2, 3, 8, 10, 14])
-    returns = torch.zeros(15, dtype=torch.float64)
-    inputs_rewards = returns.index_fill(0, last, 0.1)
-    inputs = token_inputs(
-        inputs_rewards, SEQUENCES, num_sequences=6, groups=GROUPS, learner_logprobs=drawn(0), collisions=drawn(1)
-    )
+    rewards = torch.zeros(15, dtype=torch.float64).index_fill(0, torch.tensor([2, 3, 8, 10, 14]), 0.1)
+    columns = {"groups": GROUPS, "learner_logprobs": drawn(0), "collisions": drawn(1)}
+    inputs = token_inputs(rewards, SEQUENCES, num_sequences=6, **columns)
     assert not token_advantages.optimal_token_baseline(inputs, per_turn=False, epsilon=1e-8).any()
-
-
-def test_a_token_without_company_has_no_advantage():
-    assert advantages_of(wide(2, 3), wide(1, 1), torch.tensor([0, 0]), torch.tensor([0])).tolist() == [0, 0]
-    ragged = torch.tensor([0, 0, 1]), torch.tensor([0, 0])
-    assert advantages_of(wide(1, 1, 5), wide(1, 1, 1), *ragged).tolist() == pytest.approx([-2, 0, 2])
-
-
-def test_where_no_member_could_have_done_otherwise_the_baseline_is_the_mean():
-    sequences, groups = torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0])
-    assert baseline(wide(1, 2, 6), wide(0, 0, 0), sequences, groups).tolist() == pytest.approx([3, 3, 3])
-
-
-def test_another_groups_returns_change_nothing():
-    returns, norms = drawn(0), drawn(1)
-    mine = GROUPS[SEQUENCES] == 0
-    before = baseline(returns, norms, turns=TURNS)
-    after = baseline(torch.where(mine, returns, -1e9), torch.where(mine, norms, 77.0), turns=TURNS)
-    assert torch.allclose(before[mine], after[mine])
-
-
-def test_trajectories_may_stand_in_any_order():
-    returns, norms = drawn(0), drawn(1)
-    order = [4, 0, 5, 2, 3, 1]
-    moved = torch.cat([torch.arange(15)[sequence == SEQUENCES] for sequence in order])
-    sequences = torch.repeat_interleave(torch.arange(6), torch.tensor([LENGTHS[sequence] for sequence in order]))
-    before = baseline(returns, norms, turns=TURNS)[moved]
-    after = baseline(returns[moved], norms[moved], sequences, GROUPS[order], turns=TURNS[moved])
-    assert torch.allclose(before, after)
-
-
-def test_no_other_baseline_leaves_a_smaller_weighted_square():
-    for rewards in itertools.product((0.0, 1.0), repeat=3):
-        returns, norms = wide(*rewards), wide(0.1, 2.0, 0.7)
-        values = baseline(returns, norms, torch.arange(3), torch.zeros(3, dtype=torch.int64))
-        power = [(norms * (returns - b).square()).sum() for b in (values[0], values[0] + 0.01, values[0] - 0.01)]
-        assert power[0] <= min(power[1:])

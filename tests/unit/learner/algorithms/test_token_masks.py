@@ -56,27 +56,24 @@ def m2po_by_the_algorithm(log_ratio, advantages, threshold):
     return kept
 
 
-def test_an_infinite_threshold_masks_none_and_zero_masks_every_candidate():
-    log_ratio, advantages = torch.tensor([3.0, -2.0, 1.0, 0.0]), torch.tensor([1.0, -1.0, -1.0, 1.0])
-    assert dropped(m2po(log_ratio, advantages, threshold=math.inf)) == []
-    assert dropped(m2po(log_ratio, advantages, threshold=0.0)) == [0, 1]
-
-
-def test_only_tokens_that_move_away_with_their_advantage_are_candidates():
-    log_ratio = torch.tensor([3.0, -3.0, 3.0, -3.0, 3.0])
-    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 0.0])
-    assert dropped(m2po(log_ratio, advantages, threshold=0.04)) == [0, 3]
-
-
-def test_the_mean_is_over_the_candidates_that_are_left():
-    # Squares .01, .01, .16, .25: means of the prefixes .01, .01, .06, .1075.
-    log_ratio = wide(0.5, 0.1, 0.4, 0.1)
-    for threshold, expected in ((0.11, []), (0.1, [0]), (0.07, [0]), (0.05, [0, 2]), (0.005, [0, 1, 2, 3])):
-        assert dropped(m2po(log_ratio, torch.ones_like(log_ratio), threshold=threshold)) == expected
-
-
-def test_a_mean_equal_to_the_threshold_is_kept():
-    assert dropped(m2po(wide(0.5, 0.5), wide(1, 1), threshold=0.25)) == []
+@pytest.mark.parametrize(
+    ("log_ratio", "advantages", "threshold", "expected"),
+    [
+        ((3, -2, 1, 0), (1, -1, -1, 1), math.inf, []),
+        ((3, -2, 1, 0), (1, -1, -1, 1), 0.0, [0, 1]),
+        # Only tokens that move away with their advantage are candidates.
+        ((3, -3, 3, -3, 3), (1, 1, -1, -1, 0), 0.04, [0, 3]),
+        # The mean is over the candidates left. Squares .25, .01, .16, .01: means of the smallest .01, .01, .06, .1075.
+        *(
+            ((0.5, 0.1, 0.4, 0.1), (1, 1, 1, 1), threshold, expected)
+            for threshold, expected in ((0.11, []), (0.1, [0]), (0.07, [0]), (0.05, [0, 2]), (0.005, [0, 1, 2, 3]))
+        ),
+        # A mean equal to the threshold is kept.
+        ((0.5, 0.5), (1, 1), 0.25, []),
+    ],
+)
+def test_m2po_by_hand(log_ratio, advantages, threshold, expected):
+    assert dropped(m2po(wide(*log_ratio), wide(*advantages), threshold=threshold)) == expected
 
 
 def test_m2po_is_its_algorithm_line_by_line():
@@ -87,16 +84,13 @@ def test_m2po_is_its_algorithm_line_by_line():
         assert mask.equal(m2po_by_the_algorithm(log_ratio, advantages, threshold))
 
 
-def test_opsm_drops_drifted_sequences_of_negative_advantage():
+def test_opsm_drops_drifted_sequences_of_negative_advantage_whatever_their_length():
     sequences = torch.tensor([0, 0, 1, 1, 2, 2, 3])
     log_ratio = wide(-1.0, -0.2, -1.0, -0.2, -1.0, 0.1, 9.0)
     advantages = wide(-1, -1, 1, 1, -1, -1, -1)
     mask = opsm(log_ratio, advantages, sequences, delta=0.5)
     assert dropped(mask) == [0, 1]
     assert dropped(opsm(log_ratio, advantages, sequences, delta=0.4)) == [0, 1, 4, 5]
-
-
-def test_opsm_means_do_not_depend_on_length_and_other_sequences():
     log_ratio, delta = wide(-0.6, -0.2), 0.5
     for copies in (1, 50):
         values = torch.cat([log_ratio.repeat(copies), wide(-20, -20)])
@@ -105,14 +99,10 @@ def test_opsm_means_do_not_depend_on_length_and_other_sequences():
         assert mask.tolist() == [True] * 2 * copies + [False] * 2
 
 
-def test_the_covariances_have_the_covariance_as_mean():
+def test_the_covariances_have_the_covariance_as_mean_and_are_zero_where_not_finite():
     advantages, logprobs = torch.randn(2, 100, generator=seeded(), dtype=torch.float64).unbind()
     expected = torch.cov(torch.stack([advantages, logprobs]), correction=0)[0, 1]
     assert float(covariance(advantages, logprobs).mean()) == pytest.approx(float(expected))
-    assert covariance(wide(1, -1, 0), wide(-1, -3, -2)).tolist() == [1.0, 1.0, 0.0]
-
-
-def test_a_log_probability_that_is_not_finite_has_no_covariance():
     values = covariance(wide(1, -1, 5, -5), wide(-1, -3, -math.inf, math.nan))
     assert values.tolist() == [1.0, 1.0, 0.0, 0.0]
 
@@ -121,27 +111,20 @@ def clip_cov_mask(inputs, *, share, low, high):
     return checked(token_masks.clip_cov_mask)(inputs, share=share, covariance_low=low, covariance_high=high)
 
 
-def test_clip_cov_draws_its_share_from_within_the_bounds():
+def test_clip_cov_draws_its_share_from_within_the_bounds_or_takes_all_candidates():
     # The covariances are 0, 1, 4, 9, ... of the first hundred tokens, and one very large.
     mask = clip_cov_mask(rising(100), share=0.05, low=100.0, high=2500.0)
     assert len(dropped(mask)) == 5
     assert all(10 <= i <= 50 for i in dropped(mask))
+    assert dropped(clip_cov_mask(rising(4), share=0.9, low=1.0, high=4.0)) == [1, 2]
 
 
-def test_clip_cov_is_repeatable_and_differs_between_seeds():
+def test_clip_cov_is_repeatable_differs_between_seeds_and_leaves_the_global_random_state_alone():
+    before = torch.get_rng_state()
     masks = [clip_cov_mask(rising(100, seed=seed), share=0.1, low=0.0, high=1e4) for seed in (0, 0, 1)]
     assert masks[0].equal(masks[1])
     assert not masks[0].equal(masks[2])
-
-
-def test_clip_cov_leaves_the_global_random_state_alone():
-    before = torch.get_rng_state()
-    clip_cov_mask(rising(10), share=0.5, low=0.0, high=100.0)
     assert torch.get_rng_state().equal(before)
-
-
-def test_clip_cov_takes_all_candidates_if_they_are_fewer_than_the_share():
-    assert dropped(clip_cov_mask(rising(4), share=0.9, low=1.0, high=4.0)) == [1, 2]
 
 
 @pytest.mark.parametrize("share", [2e-4, 0.19])
@@ -150,19 +133,15 @@ def test_clip_cov_and_kl_cov_take_one_token_where_their_share_is_less_than_one(s
     assert checked(token_masks.kl_cov_mask)(rising(4), share=share).nonzero().flatten().tolist() == [4]
 
 
-def test_clip_cov_and_kl_cov_take_none_of_no_candidates_and_with_a_share_of_0():
+def test_kl_cov_takes_the_top_share_and_the_earlier_of_equals_and_none_of_no_candidates():
     assert dropped(clip_cov_mask(rising(4), share=2e-4, low=500.0, high=600.0)) == []
     assert dropped(clip_cov_mask(rising(4), share=0.0, low=1.0, high=4.0)) == []
     assert not checked(token_masks.kl_cov_mask)(rising(4), share=0.0).any()
     none_counted = inputs_of(wide(1, 2), wide(1, 2), is_counted=torch.tensor([False, False]))
     assert not checked(token_masks.kl_cov_mask)(none_counted, share=0.5).any()
-
-
-def test_kl_cov_takes_the_top_share_and_the_earlier_of_equals():
     kl_cov_mask = checked(token_masks.kl_cov_mask)
     assert kl_cov_mask(rising(4), share=0.4).nonzero().flatten().tolist() == [3, 4]
-    values = wide(3, 3, -6)
-    equal = inputs_of(values, values, learner_logprobs=wide(3, 3, -6))
+    equal = inputs_of(wide(3, 3, -6), wide(3, 3, -6), learner_logprobs=wide(3, 3, -6))
     assert kl_cov_mask(equal, share=0.7).tolist() == [True, False, True]
     assert kl_cov_mask(equal, share=0.3).tolist() == [False, False, True]
 

@@ -1,5 +1,3 @@
-"""Images in the learner: packed samples give the same results as each sample alone in transformers."""
-
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,6 @@ import torch
 
 from slipstream.buffer.trajectory import Media
 from slipstream.configs.data import ModelConfig
-from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.batching.collate import Layout, MicrobatchBuilder, collate
 from slipstream.learner.batching.microbatch import Microbatch, PromptImages
 from slipstream.learner.errors import BatchError
@@ -17,15 +14,12 @@ from slipstream.learner.training.layout import LayoutChooser
 from slipstream.learner.training.model import Policy, load_policy
 from slipstream.runtime.images import VisionModel, image_id
 from tests.pictures import IMAGE, PLACE, make_picture, make_vision_model
-from tests.unit.learner.builders import CPU, make_alone, make_response, make_run
+from tests.unit.learner.builders import CPU, make_alone, make_batch, make_response, make_run, measure
 
 ROWS = Layout("shared_rows", microbatch_tokens=4096)
-LAYOUTS = [
-    ROWS,
-    Layout("shared_rows", microbatch_tokens=80, row_tokens=40),
-    Layout("one_row", 4096, 4096),
-    Layout("one_per_row", microbatch_tokens=64),
-]
+NARROW_ROWS = Layout("shared_rows", microbatch_tokens=80, row_tokens=40)
+LAYOUTS = [ROWS, NARROW_ROWS, Layout("one_row", 4096, 4096), Layout("one_per_row", microbatch_tokens=64)]
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 PICTURES = [make_picture(24, 8), make_picture(16, 16, seed=1), make_picture(32, 8, seed=2)]
 NUMBERS = range(2, 12)
 
@@ -37,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(folder: Path) -> Policy:
-    return load_policy(ModelConfig(path=str(folder)), device=torch.device("cpu"))
+    return load_policy(ModelConfig(path=str(folder)), device=CPU)
 
 
 def make_answer(folder: Path, group: int, index: int, pictures: list[bytes], **overrides: Any) -> Any:
@@ -56,17 +50,13 @@ def hold(folder: Path, *pictures: bytes) -> PromptImages:
     return held
 
 
-def samples_of(folder: Path, groups: list[list[Any]]) -> list[Any]:
-    (samples,) = build_batch(
-        groups,
-        learner_version=0,
-        max_lags=[None] * len(groups),
-        weights=[1.0] * len(groups),
-        num_updates=1,
-        vocab_size=32,
-        images=hold(folder, *PICTURES),
-    ).updates
-    return samples
+def samples_of(groups: list[list[Any]], held: PromptImages) -> list[Any]:
+    return make_batch(groups, vocab_size=32, images=held).updates[0]
+
+
+@pytest.fixture(scope="module")
+def samples(folder: Path) -> list[Any]:
+    return samples_of(make_groups(folder), hold(folder, *PICTURES))
 
 
 def make_groups(folder: Path) -> list[list[Any]]:
@@ -95,19 +85,11 @@ def alone(policy: Policy, folder: Path, trajectory: Any) -> torch.Tensor:
     return logits[:-1].gather(-1, ids[0, 1:, None])[:, 0][torch.from_numpy(trajectory.model_mask[1:])]
 
 
-def packed(policy: Policy, samples: list[Any], layout: Layout) -> torch.Tensor:
-    column = torch.zeros(sum(len(sample.trained) for sample in samples))
-    for microbatch in collate(samples, layout=layout):
-        column = column.index_put((microbatch.indices,), policy(microbatch)["logprobs"])
-    return column
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_packing_changes_no_log_probability(policy: Policy, folder: Path, layout: Layout) -> None:
-    groups = make_groups(folder)
-    expected = torch.cat([alone(policy, folder, member) for group in groups for member in group])
-    assert torch.allclose(packed(policy, samples_of(folder, groups), layout), expected, atol=1e-5)
+@every_layout
+def test_packing_changes_no_log_probability(policy: Policy, folder: Path, samples: list[Any], layout: Layout) -> None:
+    expected = torch.cat([alone(policy, folder, member) for group in make_groups(folder) for member in group])
+    assert torch.allclose(measure(policy, samples, layout), expected, atol=1e-5)
 
 
 def test_the_layout_is_chosen_with_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,13 +107,12 @@ def test_the_layout_is_chosen_with_images(folder: Path, monkeypatch: pytest.Monk
     assert choose() == "one_at_a_time"
 
 
-def test_microbatches_change_no_gradient(policy: Policy, folder: Path) -> None:
-    groups = make_groups(folder)
-    weights = torch.linspace(-1, 1, sum(len(sample.trained) for sample in samples_of(folder, groups)))
+def test_microbatches_change_no_gradient(policy: Policy, samples: list[Any]) -> None:
+    weights = torch.linspace(-1, 1, sum(len(sample.trained) for sample in samples))
     found = []
     for layout in LAYOUTS:
         policy.zero_grad()
-        for microbatch in collate(samples_of(folder, groups), layout=layout):
+        for microbatch in collate(samples, layout=layout):
             (policy(microbatch)["logprobs"] * weights[microbatch.indices]).sum().backward()
         found.append({name: parameter.grad.clone() for name, parameter in policy.named_parameters()})
     policy.zero_grad()
@@ -141,47 +122,35 @@ def test_microbatches_change_no_gradient(policy: Policy, folder: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@every_layout
 def test_every_rank_computes_the_visual_encoder_as_often_as_the_others(
     policy: Policy, folder: Path, layout: Layout
 ) -> None:
     # Enough samples without images that several of their rows share a microbatch.
     texts = [[make_answer(folder, group, index, []) for index in range(3)] for group in range(4, 9)]
-    samples = samples_of(folder, [*make_groups(folder), *texts])
-    expected, found = packed(policy, samples, layout), torch.zeros(sum(len(sample.trained) for sample in samples))
+    samples = samples_of([*make_groups(folder), *texts], hold(folder, *PICTURES))
+    expected, found = measure(policy, samples, layout), torch.zeros(sum(len(sample.trained) for sample in samples))
     for rank in range(3):
-        microbatches = collate(samples, layout=layout, rank=rank, num_ranks=3)
-        for microbatch in microbatches:
+        for microbatch in collate(samples, layout=layout, rank=rank, num_ranks=3):
             assert microbatch.pixel_values is not None
             found[microbatch.indices] += policy(microbatch)["logprobs"]
     assert torch.allclose(found, expected, atol=1e-5)
 
 
-def test_an_image_that_a_group_shares_is_read_once(folder: Path) -> None:
+def test_an_image_that_a_group_shares_is_read_once_and_different_images_share_no_prompt(folder: Path) -> None:
     group = [make_answer(folder, 0, index, [PICTURES[0]]) for index in range(4)]
-    (microbatch,) = collate(samples_of(folder, [group]), layout=ROWS)
-    assert microbatch.pixel_values is not None
+    (microbatch,) = collate(samples_of([group], hold(folder, PICTURES[0])), layout=ROWS)
     assert len(microbatch.pixel_values) == 12
-    assert microbatch.position_ids is not None
     assert microbatch.position_ids.shape == (4, *microbatch.token_ids.shape)
-
-
-def test_answers_about_different_images_share_no_prompt(policy: Policy, folder: Path) -> None:
     pair = [make_picture(16, 8), make_picture(16, 8, seed=1)]
     group = [make_answer(folder, 0, index, [data]) for index, data in enumerate(pair)]
-    held = hold(folder, *pair)
-    built = build_batch(
-        [group], learner_version=0, max_lags=[None], weights=[1.0], num_updates=1, vocab_size=32, images=held
-    )
-    (microbatch,) = collate(built.updates[0], layout=ROWS)
-    assert microbatch.image_grids is not None
+    (microbatch,) = collate(samples_of([group], hold(folder, *pair)), layout=ROWS)
     assert len(microbatch.image_grids) == 2
 
 
 def test_the_visual_encoder_is_trained_unless_it_is_frozen(folder: Path) -> None:
     for freezes in (False, True):
-        config = ModelConfig(path=str(folder), freeze_vision=freezes)
-        loaded = load_policy(config, device=torch.device("cpu"))
+        loaded = load_policy(ModelConfig(path=str(folder), freeze_vision=freezes), device=CPU)
         moves = {name.split(".")[2] for name, parameter in loaded.named_parameters() if parameter.requires_grad}
         assert ("visual" in moves) == (not freezes)
         assert "language_model" in moves
@@ -203,7 +172,6 @@ def test_missing_and_wrong_images_are_refused_by_name(folder: Path) -> None:
         held.keep([name], {})
     with pytest.raises(BatchError, match="different bytes"):
         held.keep([name], {name: PICTURES[1]})
-    short = [Media("image", "test/0", name, 2, 2)]
-    answer = make_answer(folder, 0, 0, [PICTURES[0]], media=short)
+    answer = make_answer(folder, 0, 0, [PICTURES[0]], media=[Media("image", "test/0", name, 2, 2)])
     with pytest.raises(BatchError, match="must have 3 tokens 15 for this learner, got 2"):
-        samples_of(folder, [[answer]])
+        samples_of([[answer]], hold(folder, *PICTURES))

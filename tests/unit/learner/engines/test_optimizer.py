@@ -12,11 +12,9 @@ def rates(*, updates_per_step: int = 1, **settings) -> list[float]:
     return [learning_rate(update, config=config, **steps) for update in range(10)]
 
 
-def test_a_constant_rate_warms_up_and_stays():
+def test_a_constant_rate_warms_up_over_steps_of_several_updates_and_stays():
+    assert rates()[0] == 1.0
     assert rates(warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, *[1.0] * 6]
-
-
-def test_warm_up_counts_steps_of_several_updates():
     for schedule in ("constant", "linear"):
         assert rates(warmup_steps=2, updates_per_step=2, schedule=schedule) == rates(warmup_steps=4, schedule=schedule)
 
@@ -33,15 +31,8 @@ def test_norms_and_biases_do_not_decay():
         assert each.detach().allclose(factor * before[name], rtol=2 * torch.finfo(each.dtype).eps, atol=0), name
 
 
-def test_without_warm_up_the_first_update_has_the_full_rate():
-    assert rates()[0] == 1.0
-
-
-def test_linear_falls_to_zero_at_the_end_and_stays_there():
+def test_linear_and_cosine_fall_to_zero_at_the_end_and_stay_there():
     assert rates(schedule="linear", warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0, 0])
-
-
-def test_cosine_is_half_way_in_the_middle():
     values = rates(schedule="cosine")
     assert values[0] == 1.0
     assert values[4] == pytest.approx(0.5)

@@ -34,12 +34,9 @@ POLICY_LOSSES = [PpoClipConfig(), ReinforceConfig()]
 
 def make_tokens(num_tokens: int = 9, **overrides) -> Tokens:
     torch.manual_seed(0)
-    columns = {
+    zeros = ("turns", "positions", "positions_in_turn", "lags")
+    columns = {name: torch.zeros(num_tokens, dtype=torch.int64) for name in zeros} | {
         "sequences": torch.arange(num_tokens),
-        "turns": torch.zeros(num_tokens, dtype=torch.int64),
-        "positions": torch.zeros(num_tokens, dtype=torch.int64),
-        "positions_in_turn": torch.zeros(num_tokens, dtype=torch.int64),
-        "lags": torch.zeros(num_tokens, dtype=torch.int64),
         "generator_logprobs": -torch.rand(num_tokens),
         "advantages": torch.randn(num_tokens),
         "token_weights": torch.full((num_tokens,), 1 / num_tokens),
@@ -63,13 +60,16 @@ def gradient(config, tokens, logprobs, **settings):
     return found
 
 
+def report_of(config, tokens, logprobs, *, compute=loss_of, **settings):
+    """Metrics of the loss, or of its gradient."""
+    metrics = StepMetrics()
+    compute(config, tokens, logprobs, metrics=metrics, **settings)
+    return metrics.report(make_alone(), num_updates=1)
+
+
 def test_decoupled_ppo_by_hand():
-    tokens = make_tokens(
-        3,
-        generator_logprobs=torch.tensor([0.5, 0.1, 0.4]).log(),
-        advantages=torch.tensor([1.0, 1.0, -2.0]),
-        token_weights=torch.ones(3),
-    )
+    generator, advantages = torch.tensor([0.5, 0.1, 0.4]).log(), torch.tensor([1.0, 1.0, -2.0])
+    tokens = make_tokens(3, generator_logprobs=generator, advantages=advantages, token_weights=torch.ones(3))
     proximal, learner = torch.tensor([0.25, 0.5, 0.4]).log(), torch.tensor([0.25, 0.9, 0.2]).log()
     config = AlgorithmConfig(policy_loss=PpoClipConfig(clip_low=0.2, clip_high=0.2), correction=TRUNCATED)
     # weights 0.5, min(5, 2), 1; ratios 1, 1.8 (clipped to 1.2), 0.5 (clipped to 0.8)
@@ -83,13 +83,6 @@ def test_on_policy_every_objective_has_the_gradient_of_reinforce(policy_loss, co
     config = AlgorithmConfig(policy_loss=policy_loss, correction=correction)
     expected = -tokens.advantages * tokens.token_weights
     assert torch.allclose(gradient(config, tokens, tokens.generator_logprobs), expected, atol=1e-7)
-
-
-def test_reusing_the_own_values_is_the_recomputed_proximal_of_the_first_update():
-    tokens, learner = make_tokens(), -torch.rand(9)
-    config = AlgorithmConfig(correction=TRUNCATED)
-    reused, recomputed = (gradient(config, tokens, learner, proximal=p) for p in (None, learner.clone()))
-    assert reused.equal(recomputed)
 
 
 def test_the_weight_is_taken_at_the_proximal_policy_and_has_no_gradient():
@@ -113,35 +106,35 @@ def test_an_interpolated_proximal_policy_does_not_soften_what_is_rejected(lag):
 @pytest.mark.parametrize("policy_loss", [GspoConfig(), GspoConfig(form="token"), GmpoConfig(), ToprConfig()])
 @pytest.mark.parametrize("way", ["rejected", "masked", "untrusted"])
 def test_a_token_that_does_not_count_has_no_share_in_its_sequence(policy_loss, way):
-    generator = torch.tensor([-4.0, -1.0, -1.2, -0.8])
-    tokens = make_tokens(
-        4, sequences=torch.zeros(4, dtype=torch.int64), generator_logprobs=generator, advantages=torch.full((4,), 0.5)
-    )
-    logprobs = torch.tensor([-1.0, -1.1, -1.0, -0.9])
+    generator, logprobs = torch.tensor([-4.0, -1.0, -1.2, -0.8]), torch.tensor([-1.0, -1.1, -1.0, -0.9])
+    columns = {
+        "sequences": torch.zeros(4, dtype=torch.int64),
+        "generator_logprobs": generator,
+        "advantages": torch.full((4,), 0.5),
+        "token_weights": torch.full((4,), 1 / 4),
+    }
     settings = {
         "rejected": {"reject": [RejectionConfig(statistic="k1", over="token", low=0.5, high=2.0)]},
         "masked": {"level": "token", "bound": "mask", "low": 0.5, "high": 2.0},
         "untrusted": {},
     }[way]
+    tokens, others = make_tokens(4, **columns), make_tokens(3, **{name: each[1:] for name, each in columns.items()})
     if way == "untrusted":
         tokens = tokens.replace(is_trusted=torch.tensor([False, True, True, True]))
-    config = AlgorithmConfig(
-        policy_loss=policy_loss, correction=CorrectionConfig(**({"level": "none", "high": None} | settings))
-    )
+    correction = CorrectionConfig(**({"level": "none", "high": None} | settings))
+    config = AlgorithmConfig(policy_loss=policy_loss, correction=correction)
     found = gradient(config, tokens, logprobs, proximal=logprobs)
-    others = make_tokens(
-        3,
-        sequences=torch.zeros(3, dtype=torch.int64),
-        generator_logprobs=generator[1:],
-        advantages=torch.full((3,), 0.5),
-        token_weights=torch.full((3,), 1 / 4),
-    )
     assert found[0] == 0
     assert found[1:].abs().min() > 0
     assert torch.allclose(found[1:], gradient(config, others, logprobs[1:], proximal=logprobs[1:]), atol=1e-7)
 
 
-def test_a_rejected_token_has_no_loss_at_all_not_even_its_kl():
+def test_the_kl_and_entropy_terms_are_added_except_for_a_rejected_token():
+    tokens = make_tokens(1, advantages=torch.zeros(1), token_weights=torch.ones(1))
+    config = AlgorithmConfig(correction=NONE, kl=KlConfig(0.5), entropy_coefficient=0.25)
+    learner, reference = torch.tensor([-1.0]), torch.tensor([-1.0 + np.log(2.0)]).float()
+    loss = loss_of(config, tokens, learner, reference=reference, entropies=torch.tensor([2.0]))
+    assert loss.item() == pytest.approx(0.5 * (2 - 1 - np.log(2.0)) - 0.25 * 2.0, abs=1e-6)
     tokens = make_tokens()
     rejects = CorrectionConfig(reject=[RejectionConfig(over="token", high=1.5)])
     config = AlgorithmConfig(correction=rejects, kl=KlConfig(0.1))
@@ -150,28 +143,16 @@ def test_a_rejected_token_has_no_loss_at_all_not_even_its_kl():
     assert (found != 0).tolist() == [False, True, True] * 3
 
 
-def test_the_kl_and_entropy_terms_are_added():
-    tokens = make_tokens(1, advantages=torch.zeros(1), token_weights=torch.ones(1))
-    config = AlgorithmConfig(correction=NONE, kl=KlConfig(0.5), entropy_coefficient=0.25)
-    learner, reference = torch.tensor([-1.0]), torch.tensor([-1.0 + np.log(2.0)]).float()
-    loss = loss_of(config, tokens, learner, reference=reference, entropies=torch.tensor([2.0]))
-    assert loss.item() == pytest.approx(0.5 * (2 - 1 - np.log(2.0)) - 0.25 * 2.0, abs=1e-6)
-
-
 def test_a_mask_that_looks_at_one_sequence_works_on_a_microbatch_alone():
     """Sequences 1 and 2 have drifted. Only sequence 2 has a negative advantage."""
-    generator = torch.full((6,), 0.9).log()
     learner = torch.tensor([0.9, 0.9, 0.2, 0.2, 0.2, 0.2]).log()
-    tokens = make_tokens(
-        6,
-        generator_logprobs=generator,
-        advantages=torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0]),
-        token_weights=torch.ones(6),
-        sequences=torch.tensor([0, 0, 1, 1, 2, 2]),
-    )
+    columns = {"generator_logprobs": torch.full((6,), 0.9).log(), "sequences": torch.tensor([0, 0, 1, 1, 2, 2])}
+    advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
+    tokens = make_tokens(6, advantages=advantages, token_weights=torch.ones(6), **columns)
     config = AlgorithmConfig(policy_loss=ReinforceConfig(), masks=[OpsmConfig(delta=0.5)], correction=NONE)
     assert not config.needs_current_logprobs
     assert gradient(config, tokens, learner).tolist() == [1, 1, -1, -1, 0, 0]
+    assert report_of(config, tokens, learner)["learner/idle_fraction"] == pytest.approx(1 / 3)
 
 
 def test_a_ratio_of_a_whole_sequence_is_that_of_one_context():
@@ -187,25 +168,21 @@ def test_a_ratio_of_a_whole_sequence_is_that_of_one_context():
 def test_the_log_ratio_penalty_pulls_to_the_generator_where_the_policy_loss_has_no_gradient():
     """The first token is clipped, the second has no advantage, the third has policy loss and penalty."""
     generator, learner = (torch.tensor(p).log() for p in ([0.2, 0.4, 0.5], [0.6, 0.3, 0.6]))
-    tokens = make_tokens(
-        3, generator_logprobs=generator, advantages=torch.tensor([1.0, 0.0, -1.0]), token_weights=torch.ones(3)
-    )
+    advantages = torch.tensor([1.0, 0.0, -1.0])
+    tokens = make_tokens(3, generator_logprobs=generator, advantages=advantages, token_weights=torch.ones(3))
     penalty = CorrectionConfig(level="none", high=None, log_ratio_penalty=0.25)
-    metrics = StepMetrics()
     config = AlgorithmConfig(policy_loss=DppoConfig(), correction=penalty, proximal="generator")
-    found = gradient(config, tokens, learner, metrics=metrics)
     expected = 2 * 0.25 * (learner - generator) + torch.tensor([0.0, 0.0, 0.6 / 0.5])
-    assert torch.allclose(found, expected, atol=1e-6)
-    assert metrics.report(make_alone(), num_updates=1)["learner/idle_fraction"] == pytest.approx(1 / 3)
+    assert torch.allclose(gradient(config, tokens, learner), expected, atol=1e-6)
+    report = report_of(config, tokens, learner, compute=gradient)
+    assert report["learner/idle_fraction"] == pytest.approx(1 / 3)
 
 
 def test_a_log_probability_that_is_not_finite_is_neutral_and_counted():
     broken = make_tokens()
     broken.generator_logprobs[3] = float("inf")
-    metrics = StepMetrics()
-    found = gradient(AlgorithmConfig(), broken, -torch.rand(9), metrics=metrics)
-    assert found.isfinite().all()
-    assert metrics.report(make_alone(), num_updates=1)["learner/nonfinite_fraction"] == pytest.approx(1 / 9)
+    assert gradient(AlgorithmConfig(), broken, -torch.rand(9)).isfinite().all()
+    assert report_of(AlgorithmConfig(), broken, -torch.rand(9))["learner/nonfinite_fraction"] == pytest.approx(1 / 9)
 
 
 def test_only_some_algorithms_need_a_pass_at_the_start_of_the_step():
@@ -221,49 +198,39 @@ def test_only_some_algorithms_need_a_pass_at_the_start_of_the_step():
 
 
 def test_diagnostics_by_hand_and_documented():
-    tokens = make_tokens(
-        2, generator_logprobs=torch.tensor([0.5, 0.1]).log(), advantages=torch.ones(2), token_weights=torch.ones(2)
-    )
+    generator = torch.tensor([0.5, 0.1]).log()
+    tokens = make_tokens(2, generator_logprobs=generator, advantages=torch.ones(2), token_weights=torch.ones(2))
     learner, proximal = torch.tensor([0.25, 0.6]).log(), torch.tensor([0.25, 0.4]).log()
-    metrics = StepMetrics()
     config = AlgorithmConfig(policy_loss=PpoClipConfig(), correction=TRUNCATED)
-    loss_of(config, tokens, learner, proximal=proximal, entropies=torch.tensor([1.0, 2.0]), metrics=metrics)
-    report = metrics.report(make_alone(), num_updates=1)
+    report = report_of(config, tokens, learner, proximal=proximal, entropies=torch.tensor([1.0, 2.0]))
     assert documented(report) <= keys_under(STEP, TOKENS)
-    assert report["learner/tokens"] == 2
-    assert report["learner/ratio_mean"] == pytest.approx(1.25)
-    assert report["learner/ratio_max"] == pytest.approx(1.5)
-    assert report["learner/idle_fraction"] == 0.5
-    assert report["learner/weight_mean"] == pytest.approx((0.5 + 2.0) / 2)
-    assert report["learner/weight_changed_fraction"] == 0.5
-    assert report["learner/mismatch_max"] == pytest.approx(np.log(4.0))
-    assert report["learner/mismatch_k1"] == pytest.approx((np.log(2.0) - np.log(4.0)) / 2)
-    assert report["learner/ess"] == pytest.approx(4.5**2 / (2 * (0.25 + 16)))
-    assert report["learner/entropy"] == pytest.approx(1.5)
-
-
-def report_of(config, tokens, logprobs, **settings):
-    metrics = StepMetrics()
-    loss_of(config, tokens, logprobs, metrics=metrics, **settings)
-    return metrics.report(make_alone(), num_updates=1)
+    expected = {
+        "tokens": 2,
+        "ratio_mean": 1.25,
+        "ratio_max": 1.5,
+        "idle_fraction": 0.5,
+        "weight_mean": (0.5 + 2.0) / 2,
+        "weight_changed_fraction": 0.5,
+        "mismatch_max": np.log(4.0),
+        "mismatch_k1": (np.log(2.0) - np.log(4.0)) / 2,
+        "ess": 4.5**2 / (2 * (0.25 + 16)),
+        "entropy": 1.5,
+    }
+    assert {name: report[f"learner/{name}"] for name in expected} == pytest.approx(expected)
 
 
 def test_weights_of_trajectories_are_changed_only_where_a_bound_changes_them():
-    tokens = make_tokens(
-        4, sequences=torch.tensor([0, 0, 1, 1]), generator_logprobs=torch.tensor([0.25, 0.25, 0.5, 0.5]).log()
-    )
-    learner = torch.full((4,), 0.5).log()  # products 4 and 1
-    fractions = [
-        report_of(AlgorithmConfig(correction=correction), tokens, learner)["learner/weight_changed_fraction"]
-        for correction in (
-            CorrectionConfig(level="sequence", high=3.0),
-            CorrectionConfig(level="sequence", high=5.0),
-            CorrectionConfig(level="sequence", high=5.0, low=2.0, bound="mask"),
-            CorrectionConfig(level="token", high=1.5, normalize=False),
-            NONE,
-        )
-    ]
-    assert fractions == [0.5, 0, 0.5, 0.5, 0]
+    generator, learner = torch.tensor([0.25, 0.25, 0.5, 0.5]).log(), torch.full((4,), 0.5).log()  # products 4 and 1
+    tokens = make_tokens(4, sequences=torch.tensor([0, 0, 1, 1]), generator_logprobs=generator)
+    for correction, fraction in (
+        (CorrectionConfig(level="sequence", high=3.0), 0.5),
+        (CorrectionConfig(level="sequence", high=5.0), 0),
+        (CorrectionConfig(level="sequence", high=5.0, low=2.0, bound="mask"), 0.5),
+        (CorrectionConfig(level="token", high=1.5, normalize=False), 0.5),
+        (NONE, 0),
+    ):
+        report = report_of(AlgorithmConfig(correction=correction), tokens, learner)
+        assert report["learner/weight_changed_fraction"] == fraction, correction
 
 
 @pytest.mark.parametrize("proximal", ["recompute", "reuse", "generator", "interpolate"])
@@ -309,7 +276,6 @@ def test_a_token_that_the_learner_finds_impossible_has_no_loss_and_is_counted(po
     assert metrics.report(make_alone(), num_updates=1)["learner/nonfinite_fraction"] == 0.25
 
 
-# --- formulas and state -----------------------------------------------------------------------------------------------
 RECORDS = [record for union in (AdvantageConfig, PolicyLossConfig, MaskConfig) for record in get_args(union)]
 
 

@@ -1,22 +1,38 @@
-"""Packed attention over runs of tokens equals masked attention and transformers' own."""
-
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
+from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
+from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig
+from slipstream.configs.load import load
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Spans
 from slipstream.learner.errors import ModelError
 from slipstream.learner.training import attention
 from slipstream.learner.training import model as model_module
 from slipstream.learner.training.attention import PACKED, PackedRows, packed_attention
-from slipstream.learner.training.model import load_policy
+from slipstream.learner.training.model import LONG, load_policy
 from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup
 from tests.families import make_family
-from tests.unit.learner.builders import CPU, make_groups, make_policy, make_response, make_samples
-from tests.unit.learner.training.test_layout import choose, logprobs, logprobs_alone
+from tests.tolerance import largest_difference
+from tests.unit.learner.builders import (
+    CPU,
+    make_groups,
+    make_model,
+    make_policy,
+    make_response,
+    make_run,
+    make_samples,
+    make_trainer,
+    measure,
+    measure_alone,
+    weights,
+    zero,
+)
+from tests.unit.learner.training.test_layout import choose
 
 ROWS = torch.Size([2, 12])
 SPANS = Spans([4, 3, 5, 7, 4, 1], [0, 0, 0, 3, 3, 5])
@@ -88,9 +104,8 @@ def test_runs_are_the_masks_attention_and_gradient(kernel, window):
     mask = SPANS.mask(ROWS, CPU)
     if window:
         mask = mask & (positions[:, None, :, None] - positions[:, None, None, :] < window)
-    found, _ = packed_attention(
-        torch.nn.Module(), *states, None, sliding_window=window, packed_rows=PackedRows(SPANS, SINGLE_RANK)
-    )
+    rows = PackedRows(SPANS, SINGLE_RANK)
+    found, _ = packed_attention(torch.nn.Module(), *states, None, sliding_window=window, packed_rows=rows)
     assert_same(states, found, by_mask(*states, mask))
 
 
@@ -112,7 +127,6 @@ def test_no_mask_is_larger_than_a_run():
     assert [mask.shape for mask in packed_rows.masks.values()] == [(4, 34)]
 
 
-# --- in models -------------------------------------------------------------------------------------------------------
 LAYOUTS = [
     Layout("shared_rows", 4096, 4096),
     Layout("shared_rows", 64, 32),
@@ -129,9 +143,7 @@ def test_packing_without_masks_changes_neither_log_probabilities_nor_gradients(l
     for name, chosen in (("sdpa", Layout("one_per_row", 1)), (PACKED, layout)):
         policy = make_policy()
         policy.causal_lm.set_attn_implementation(name)
-        column = torch.zeros(sum(len(sample.trained) for sample in samples))
-        for microbatch in collate(samples, layout=chosen):
-            column = column.index_put((microbatch.indices,), policy(microbatch)["logprobs"])
+        column = measure(policy, samples, chosen)
         (column * torch.linspace(-1, 1, len(column))).sum().backward()
         results.append((column.detach(), {name: p.grad for name, p in policy.named_parameters()}))
     (expected, gradients), (found, others) = results
@@ -152,9 +164,9 @@ def test_long_sequences_of_a_family_need_no_mask(tmp_path, name, always_packed):
     # Without masks, rows may be as long as a microbatch.
     assert layout == Layout("shared_rows", 8192, 8192)
     samples = make_samples([m for group in make_groups(group_size=3, longest=20) for m in group])
-    packed = logprobs(policy, layout, samples)
+    packed = measure(policy, samples, layout).detach()
     policy.causal_lm.set_attn_implementation("sdpa")
-    assert float((packed - logprobs_alone(policy, samples)).abs().max()) < 1e-4
+    assert float((packed - measure_alone(policy, samples)).abs().max()) < 1e-4
 
 
 def test_a_model_that_packed_attention_does_not_fit_keeps_its_own(tmp_path, always_packed, monkeypatch):
@@ -170,8 +182,7 @@ def test_only_long_sequences_are_packed_on_a_cpu(tmp_path):
     assert [config._attn_implementation for config in names] == ["sdpa", PACKED]
 
 
-# --- slices ----------------------------------------------------------------------------------------------------------
-def test_slices_hold_each_token_once_where_it_is_predicted():
+def test_slices_hold_each_token_once_where_it_is_predicted_and_keep_their_positions():
     samples = make_samples([m for group in make_groups(num_groups=3, longest=12) for m in group])
     (microbatch,) = collate(samples, layout=Layout("shared_rows", 4096, 24, num_slices=4))
     parts = [SequenceGroup(4, rank).take(microbatch) for rank in range(4)]
@@ -182,15 +193,10 @@ def test_slices_hold_each_token_once_where_it_is_predicted():
     for part in parts:
         assert part.token_ids.flatten()[part.sources].equal(before[part.indices])
         assert part.spans is microbatch.spans
-
-
-def test_rows_without_positions_keep_theirs_in_a_slice():
-    samples = make_samples([m for group in make_groups(num_groups=1) for m in group])
-    (microbatch,) = collate(samples, layout=Layout("one_per_row", 4096, num_slices=2))
-    width = microbatch.token_ids.shape[1] // 2
-    part = SequenceGroup(2, 1).take(microbatch)
+    (without,) = collate(samples, layout=Layout("one_per_row", 4096, num_slices=2))
+    width, part = without.token_ids.shape[1] // 2, SequenceGroup(2, 1).take(without)
     assert part.position_ids[0].tolist() == list(range(width, 2 * width))
-    assert part.num_tokens == microbatch.num_tokens // 2
+    assert part.num_tokens == without.num_tokens // 2
 
 
 @pytest.mark.parametrize(
@@ -211,3 +217,72 @@ def test_a_model_that_cannot_be_sliced_is_refused_before_it_is_loaded(tmp_path, 
     with pytest.raises(ModelError, match=f"model.path must .*sequence_parallel={size} .*{complaint}") as caught:
         load_policy(ModelConfig(path=str(path)), device=CPU, group=SequenceGroup(size))
     assert "\n" not in str(caught.value)
+
+
+RECOMPUTED = DeepSpeedEngineConfig(gradient_checkpointing=True)
+
+
+def train(folder: Path, engine, *, is_compiled: bool, max_length: int = LONG):
+    learner = {
+        "engine": engine,
+        "compile": is_compiled,
+        "optimizer": OptimizerConfig(learning_rate=0.1, epsilon=1.0),
+        "tokens_per_microbatch": LONG,
+    }
+    model = ModelConfig(path=str(make_model(folder)), max_length=max_length)
+    trainer = make_trainer(make_run(model.path, model=model, learner=learner))
+    before = weights(trainer)
+    for i in range(3):
+        # Microbatches have different shapes in each step.
+        trainer.step(make_groups(num_groups=2 + i, seed=i), learner_version=0, step=i + 1)
+    return trainer, before, weights(trainer)
+
+
+def assert_trains_alike(folder: Path, engine, **settings) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    _, before, plain = train(folder, engine, is_compiled=False, **settings)
+    assert not torch._dynamo.utils.counters["stats"]
+    trainer, _, found = train(folder, engine, is_compiled=True, **settings)
+    is_packed = trainer.engine.model.backbone.config._attn_implementation == PACKED
+    assert is_packed == ("max_length" not in settings)
+    assert largest_difference(plain, found) < 1e-4 * largest_difference(before, plain)
+    # With and without gradients, before and after attention, which is not compiled.
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (4 if is_packed else 2)
+
+
+@pytest.mark.slow
+def test_three_steps_of_compiled_layers_give_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    # Traced as for any backend, and computed by the same kernels.
+    monkeypatch.setattr(attention, "BACKEND", "aot_eager")
+    assert_trains_alike(tmp_path, RECOMPUTED)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", [TorchEngineConfig(), zero(0), zero(2), RECOMPUTED])
+@pytest.mark.parametrize("settings", [{}, {"max_length": 64}])
+def test_generated_kernels_give_the_same_weights(tmp_path: Path, engine, settings) -> None:
+    assert_trains_alike(tmp_path, engine, **settings)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "setting"),
+    [
+        (["learner/engine=deepspeed_zero3"], "learner.engine.zero_stage=3"),
+        (["learner.num_ranks=2", "learner.sequence_parallel=2"], "learner.sequence_parallel > 1"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_by_name(overrides: list[str], setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"learner.compile must be false with {setting}, got True"):
+        load(["learner.compile=true", *overrides])
+
+
+def test_a_model_that_cannot_be_compiled_is_refused_by_name(tmp_path: Path) -> None:
+    path = str(make_family(tmp_path, "mixtral"))
+    run = make_run(path, learner={"compile": True})
+    refusal = r"learner.compile must be false for Mixtral.* \(model.path\), got true: it is a"
+    with pytest.raises(ModelError, match=refusal):
+        make_trainer(run)
+    with pytest.raises(ModelError, match="it is not made of known layers"):
+        attention.compile_layers(torch.nn.Linear(1, 1), has_routers=False)

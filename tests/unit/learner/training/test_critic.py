@@ -2,6 +2,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs.advantages import GaeConfig, VtraceConfig
@@ -13,20 +14,25 @@ from slipstream.configs.algorithm import (
     CriticOptimizerConfig,
     KlConfig,
 )
+from slipstream.configs.data import ModelConfig
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
-from slipstream.learner.checkpoint import Checkpoints
+from slipstream.learner.batching.collate import Layout
 from slipstream.learner.errors import CheckpointError, DivergenceError, ModelError
+from slipstream.learner.training.critic import ValueModel, load_value_model, save_value_model
 from tests.metric_docs import CRITIC, keys_under
 from tests.tiny_model import make_tiny_module, make_tokenizer
-from tests.tolerance import largest_difference
+from tests.tolerance import gradient_terms, is_rounding, largest_difference
 from tests.unit.learner.builders import (
+    CPU,
     critic_weights,
-    make_alone,
+    make_checkpoints,
     make_groups,
     make_model,
     make_response,
     make_run,
+    make_samples,
     make_trainer,
+    measure,
     save,
     weights,
     zero,
@@ -37,15 +43,9 @@ QUICK = CriticOptimizerConfig(learning_rate=1e-3)
 
 
 def make_critic_run(tmp_path, *, learner=None, advantage=None, critic=None, **algorithm):
-    return make_run(
-        make_model(tmp_path),
-        learner=learner,
-        algorithm=AlgorithmConfig(
-            advantage=advantage or GaeConfig(lam=0.95),
-            critic=CriticConfig(**({"optimizer": QUICK} | (critic or {}))),
-            **algorithm,
-        ),
-    )
+    critic = CriticConfig(**({"optimizer": QUICK} | (critic or {})))
+    config = AlgorithmConfig(advantage=advantage or GaeConfig(lam=0.95), critic=critic, **algorithm)
+    return make_run(make_model(tmp_path), learner=learner, algorithm=config)
 
 
 def train(run, *, steps=2, num_groups=2):
@@ -56,10 +56,10 @@ def train(run, *, steps=2, num_groups=2):
 
 
 def policy_weights(trainer):
-    return {name: tensor for name, tensor in weights(trainer).items() if not name.startswith("critic.")}
+    return dict(trainer.engine.gather_parameters())
 
 
-def test_a_step_reports_and_moves_the_critic(tmp_path):
+def test_a_step_reports_and_moves_the_critic_and_without_one_nothing_of_it_is_there(tmp_path):
     trainer, metrics = train(make_critic_run(tmp_path))
     before = dict(make_trainer(make_critic_run(tmp_path)).critic.engine.gather_parameters())
     assert set(metrics[0]) >= CRITIC_METRICS
@@ -68,11 +68,8 @@ def test_a_step_reports_and_moves_the_critic(tmp_path):
     assert metrics[1]["learner/critic_value_mean"] != 0
     assert largest_difference(critic_weights(trainer), before) > 0
     assert trainer.critic.num_updates == trainer.num_updates == 2
-
-
-def test_without_a_critic_nothing_of_it_is_there(tmp_path):
-    trainer, metrics = train(make_run(make_model(tmp_path)))
-    assert trainer.critic is None
+    plain, metrics = train(make_run(make_model(tmp_path)), steps=1)
+    assert plain.critic is None
     assert not CRITIC_METRICS & set(metrics[0])
 
 
@@ -85,18 +82,16 @@ def test_the_first_loss_is_half_the_mean_square_of_the_returns(tmp_path):
     assert metrics["learner/critic_explained_variance"] == 0
 
 
-def reward_of(response):
-    """Rewards that depend on two of the tokens, so that they are predictable from then on."""
-    return 1.0 * (response[0] == 30) + 0.5 * (response[1] == 30)
-
-
 def make_predictable(seed):
+    """Rewards depend on two of the tokens, so they are predictable from then on."""
     random = np.random.default_rng(seed)
-    answers = [tuple(random.choice([5, 30], size=4).tolist()) for _ in range(16)]
-    return [
-        [make_response(group, index, response=answer, reward=reward_of(answer)) for index, answer in enumerate(part)]
-        for group, part in enumerate((answers[:8], answers[8:]))
-    ]
+    groups = []
+    for group in range(2):
+        answers = [tuple(random.choice([5, 30], size=4).tolist()) for _ in range(8)]
+        rewards = [1.0 * (answer[0] == 30) + 0.5 * (answer[1] == 30) for answer in answers]
+        pairs = enumerate(zip(answers, rewards, strict=True))
+        groups.append([make_response(group, i, response=answer, reward=reward) for i, (answer, reward) in pairs])
+    return groups
 
 
 def test_values_come_to_predict_returns_that_can_be_predicted(tmp_path):
@@ -140,14 +135,11 @@ def test_the_warm_up_teaches_the_critic_alone(tmp_path):
     assert (trainer.num_updates, trainer.critic.num_updates) == (1, 3)
 
 
-def test_the_critic_may_begin_from_another_checkpoint(tmp_path):
+def test_the_critic_may_begin_from_another_checkpoint_of_the_same_vocabulary(tmp_path):
     run = make_critic_run(tmp_path, critic={"path": str(make_model(tmp_path, seed=3))})
     trunk = {f"trunk.{name}": p for name, p in make_tiny_module(seed=3).model.named_parameters()}
     found = critic_weights(make_trainer(run))
     assert all(parameter.equal(found[name]) for name, parameter in trunk.items())
-
-
-def test_a_critic_of_another_vocabulary_is_refused(tmp_path):
     other = make_tiny_module()
     other.resize_token_embeddings(len(make_tokenizer()) + 1)
     other.save_pretrained(tmp_path / "other")
@@ -156,55 +148,42 @@ def test_a_critic_of_another_vocabulary_is_refused(tmp_path):
 
 
 def test_tokens_that_are_not_trained_on_may_hold_anything(tmp_path):
-    def claimed(logprob, reward):
+    results = []
+    for logprob, reward in ((-1.0, 0.0), (-1e30, 1e30)):
         old = make_response(0, 0, reward=1.0, version_spans=[VersionSpan(4, 0), VersionSpan(6, 9)])
         old.generator_logprobs[4:6] = logprob
         failed = msgspec.structs.replace(make_response(0, 2), reward=Reward(total=reward, status="error"))
-        return [[old, make_response(0, 1, response=(9, 9), version=9), failed]]
-
-    run = make_critic_run(tmp_path)
-    trainers = [make_trainer(run) for _ in range(2)]
-    batches = [claimed(-1.0, 0.0), claimed(-1e30, 1e30)]
-    metrics = [t.step(b, learner_version=9, step=1) for t, b in zip(trainers, batches, strict=True)]
-    assert metrics[0] == metrics[1]
-    assert largest_difference(*map(critic_weights, trainers)) == 0
+        trainer = make_trainer(make_critic_run(tmp_path))
+        groups = [[old, make_response(0, 1, response=(9, 9), version=9), failed]]
+        results.append((trainer.step(groups, learner_version=9, step=1), critic_weights(trainer)))
+    (metrics, found), (others, poisoned) = results
+    assert metrics == others
+    assert largest_difference(found, poisoned) == 0
 
 
 def test_tokens_that_the_correction_rejects_teach_the_critic_nothing(tmp_path):
-    groups = make_groups()
-    drifted = [msgspec.structs.replace(groups[0][0], generator_logprobs=groups[0][0].generator_logprobs - 30)]
-    batch = [drifted + groups[0][1:], groups[1]]
-    results = []
+    correction = CorrectionConfig(veto=(1e-6, 1e6), rebaseline=True, denominator="kept")
+    run = make_critic_run(tmp_path, advantage=GaeConfig(epsilon=None), correction=correction)
+    groups, results = make_groups(), []
+    logprobs = groups[0][0].generator_logprobs - 30
     for reward in (0.0, 5.0):
-        batch[0][0] = msgspec.structs.replace(batch[0][0], reward=Reward(total=reward))
-        run = make_critic_run(
-            tmp_path,
-            advantage=GaeConfig(epsilon=None),
-            correction=CorrectionConfig(veto=(1e-6, 1e6), rebaseline=True, denominator="kept"),
-        )
+        groups[0][0] = msgspec.structs.replace(groups[0][0], generator_logprobs=logprobs, reward=Reward(total=reward))
         trainer = make_trainer(run)
-        metrics = trainer.step(batch, learner_version=0, step=1)
+        metrics = trainer.step(groups, learner_version=0, step=1)
+        assert metrics["learner/kept_fraction"] < 1
         results.append((metrics["learner/critic_loss"], critic_weights(trainer)))
-    assert metrics["learner/kept_fraction"] < 1
     assert results[0][0] == results[1][0]
     assert largest_difference(results[0][1], results[1][1]) == 0
 
 
 @pytest.mark.parametrize("num_updates", [1, 2])
 def test_the_size_of_microbatches_changes_nothing(tmp_path, num_updates):
-    results = [
-        train(
-            make_critic_run(
-                tmp_path,
-                advantage=VtraceConfig(),
-                correction=CorrectionConfig(level="none", high=None),
-                updates_per_step=num_updates,
-                learner={"tokens_per_microbatch": budget, "groups_per_step": 4},
-            ),
-            num_groups=4,
-        )
-        for budget in (8192, 64)
-    ]
+    algorithm = {"advantage": VtraceConfig(), "correction": CorrectionConfig(level="none", high=None)}
+    results = []
+    for budget in (8192, 64):
+        learner = {"tokens_per_microbatch": budget, "groups_per_step": 4}
+        run = make_critic_run(tmp_path, updates_per_step=num_updates, learner=learner, **algorithm)
+        results.append(train(run, num_groups=4))
     (whole, expected), (split, metrics) = results
     assert largest_difference(weights(whole), weights(split)) < 1e-5
     for key in CRITIC_METRICS:
@@ -218,9 +197,8 @@ def test_a_value_that_is_not_finite_stops_the_step_and_names_the_critic(tmp_path
     )
     with torch.no_grad():
         dict(trainer.critic.engine.gather_parameters())["head.bias"].fill_(float("nan"))
-    with pytest.raises(
-        DivergenceError, match=r"the critic's loss of step 7 .*algorithm\.critic\.optimizer\.learning_rate"
-    ):
+    named = r"the critic's loss of step 7 .*algorithm\.critic\.optimizer\.learning_rate"
+    with pytest.raises(DivergenceError, match=named):
         trainer.step(make_groups(), learner_version=0, step=7)
 
 
@@ -232,12 +210,14 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, engine):
     def steps(trainer, numbers):
         return [trainer.step(make_groups(seed=i), learner_version=i, step=i + 1) for i in numbers]
 
-    straight, first, resumed = (make_trainer(run) for _ in range(3))
+    straight, (first, saving), (resumed, restoring) = (
+        make_trainer(run),
+        make_checkpoints(run, tmp_path),
+        make_checkpoints(run, tmp_path),
+    )
     expected = steps(straight, range(4))[2:]
     steps(first, range(2))
-    folder = tmp_path / "checkpoints"
-    name = save(Checkpoints(folder, run=run, trainer=first, ranks=make_alone()), step=2)
-    Checkpoints(folder, run=run, trainer=resumed, ranks=make_alone()).restore(name)
+    restoring.restore(save(saving, step=2))
     found = steps(resumed, range(2, 4))
     for one, other in zip(expected, found, strict=True):
         shared = one.keys() & other.keys()
@@ -246,21 +226,103 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, engine):
     assert largest_difference(weights(straight), weights(resumed)) == 0
 
 
-def test_a_checkpoint_without_a_critic_cannot_be_resumed_with_one(tmp_path):
-    plain = make_run(make_model(tmp_path))
-    checkpoints = Checkpoints(tmp_path / "checkpoints", run=plain, trainer=make_trainer(plain), ranks=make_alone())
+def test_a_checkpoint_without_a_critic_cannot_be_resumed_with_one_and_its_critic_can_begin_another_run(tmp_path):
+    _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
     name = save(checkpoints, step=1)
     assert not (tmp_path / "checkpoints" / name / "critic").exists()
-    run = make_critic_run(tmp_path)
-    other = Checkpoints(tmp_path / "checkpoints", run=run, trainer=make_trainer(run), ranks=make_alone())
+    _, other = make_checkpoints(make_critic_run(tmp_path), tmp_path)
     with pytest.raises(CheckpointError, match=r"must hold the critic that algorithm\.advantage needs"):
         other.restore(name)
-
-
-def test_a_checkpoints_critic_can_begin_another_run(tmp_path):
-    run = make_critic_run(tmp_path)
-    trainer, _ = train(run)
-    name = save(Checkpoints(tmp_path / "checkpoints", run=run, trainer=trainer, ranks=make_alone()), step=2)
-    path = tmp_path / "checkpoints" / name / "critic" / "model"
+    trainer, checkpoints = make_checkpoints(make_critic_run(tmp_path), tmp_path / "other")
+    trainer.step(make_groups(), learner_version=0, step=1)
+    path = tmp_path / "other" / "checkpoints" / save(checkpoints, step=1) / "critic" / "model"
     other = make_trainer(make_critic_run(tmp_path, critic={"path": str(path)}))
     assert largest_difference(critic_weights(trainer), critic_weights(other)) == 0
+
+
+WHOLE = Layout("shared_rows", 8192)
+
+
+def load(path, **settings):
+    return load_value_model(ModelConfig(path=str(path), **settings), device=CPU)
+
+
+def make_value_model(**settings):
+    model = ValueModel(make_tiny_module(**settings).model.train())
+    torch.nn.init.normal_(model.head.weight)
+    torch.nn.init.normal_(model.head.bias)
+    return model
+
+
+def save_weights(model, folder):
+    save_value_model(model, folder, weights={name: parameter.detach() for name, parameter in model.weights()})
+
+
+def values_packed(model, trajectories, layout=WHOLE):
+    return measure(model, make_samples(trajectories), layout, name="values")
+
+
+def values_alone(model, trajectory):
+    """Values of a trajectory alone, each from the tokens before its model-written token."""
+    token_ids = torch.from_numpy(trajectory.token_ids.astype(np.int64))
+    indices = np.flatnonzero(trajectory.model_mask)
+    hidden = [model.trunk(input_ids=token_ids[None, :index]).last_hidden_state[0, -1] for index in indices]
+    return model.head(torch.stack(hidden))[:, 0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("layout", [WHOLE, Layout("shared_rows", 64), Layout("shared_rows", 48, row_tokens=32)])
+def test_values_of_packed_sequences_are_those_of_each_alone(layout):
+    model, trajectories = make_value_model(), [m for group in make_groups(num_groups=3) for m in group]
+    expected = torch.cat([values_alone(model, trajectory) for trajectory in trajectories])
+    found = values_packed(model, trajectories, layout)
+    assert is_rounding([found], [expected], terms=gradient_terms(model, num_tokens=0))
+    assert float(expected.std()) > 0.1
+
+
+@torch.no_grad()
+def test_a_value_does_not_see_the_token_that_follows_and_a_tools_tokens_are_read_and_have_none():
+    model = make_value_model()
+    first, second = (values_packed(model, [make_response(response=r)]) for r in ((5, 6, 7, 1), (5, 6, 9, 8)))
+    assert first[:3].equal(second[:3])
+    assert first[3] != second[3]
+    mask = np.array([False] * 4 + [True, True, False, False, True, True])
+    tool, other = (make_response(response=(5, 6, read, 21, 7, 1), model_mask=mask) for read in (20, 22))
+    values = values_packed(model, [tool])
+    assert torch.allclose(values, values_alone(model, tool), atol=1e-5)
+    assert len(values) == 4
+    assert values[2] != values_packed(model, [other])[2]
+
+
+def test_it_begins_with_the_policys_trunk_and_zeros_and_returns_float32_even_in_bfloat16(tmp_path):
+    model, trunk = load(make_model(tmp_path)), make_tiny_module().model
+    assert all(a.equal(b) for a, b in zip(model.trunk.parameters(), trunk.parameters(), strict=True))
+    values = values_packed(model, make_groups()[0])
+    assert values.dtype == torch.float32
+    assert not values.any()
+    assert all(p.requires_grad and p.dtype == torch.float32 for p in model.parameters())
+    rough, exact = load(make_model(tmp_path), dtype="bfloat16"), load(make_model(tmp_path))
+    for model in (rough, exact):
+        torch.nn.init.constant_(model.head.weight, 0.1)
+    found, expected = (values_packed(model, make_groups()[0]) for model in (rough, exact))
+    assert found.dtype == torch.float32
+    assert 0 < float((found - expected).abs().max()) < 0.2
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_what_is_saved_is_what_is_loaded_and_without_its_head_it_does_not_begin_at_zero(tmp_path, is_tied):
+    model = make_value_model(is_tied=is_tied)
+    save_weights(model, tmp_path / "saved")
+    assert largest_difference(dict(load(tmp_path / "saved").weights()), dict(model.weights())) == 0
+    (tmp_path / "saved" / "value_head.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"algorithm\.critic\.path .* got a trunk without a head in .*saved.*: copy"):
+        load(tmp_path / "saved")
+
+
+def test_a_checkpoint_without_a_trunk_is_one_sentence(tmp_path):
+    path = make_model(tmp_path)
+    head = {"lm_head.weight": load_file(path / "model.safetensors")["lm_head.weight"]}
+    save_file(head, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"algorithm\.critic\.path .*a trunk and an lm_head.*lacks 26") as caught:
+        load(path)
+    assert "\n" not in str(caught.value)

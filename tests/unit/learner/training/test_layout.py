@@ -1,5 +1,3 @@
-"""Every model family is packed exactly or rejected by name."""
-
 import json
 
 import numpy as np
@@ -11,7 +9,7 @@ from slipstream.configs.advantages import GaeConfig
 from slipstream.configs.algorithm import AlgorithmConfig, DistillationConfig
 from slipstream.configs.data import DataConfig, ModelConfig
 from slipstream.configs.generators import GeneratorsConfig, SamplingConfig
-from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.batching.collate import Layout
 from slipstream.learner.batching.microbatch import Sample
 from slipstream.learner.errors import DivergenceError, ModelError
 from slipstream.learner.training import layout as layout_module
@@ -19,6 +17,7 @@ from slipstream.learner.training import model as model_module
 from slipstream.learner.training.layout import LayoutChooser, check_rows
 from slipstream.learner.training.model import load_policy
 from tests.families import FAMILIES, make_family
+from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (
     CPU,
     make_alone,
@@ -27,6 +26,8 @@ from tests.unit.learner.builders import (
     make_run,
     make_samples,
     make_trainer,
+    measure,
+    measure_alone,
     weights,
 )
 
@@ -35,26 +36,6 @@ def choose(path, *, ranks=None, **overrides):
     run = make_run(path, **overrides)
     policy = load_policy(run.model, device=CPU)
     return policy, LayoutChooser(run, policy, ranks=ranks or make_alone(), device=CPU).choose()
-
-
-@torch.no_grad()
-def logprobs(policy, layout, samples):
-    column = torch.zeros(sum(len(sample.trained) for sample in samples))
-    for microbatch in collate(samples, layout=layout):
-        column[microbatch.indices] = policy(microbatch)["logprobs"]
-    return column
-
-
-@torch.no_grad()
-def logprobs_alone(policy, samples):
-    """Log-probabilities from transformers, one sample at a time."""
-    found = []
-    for sample in samples:
-        token_ids = torch.from_numpy(sample.token_ids.astype(np.int64))[None]
-        logits = policy.causal_lm(input_ids=token_ids, use_cache=False).logits[0].log_softmax(-1)
-        trained = torch.from_numpy(sample.trained)
-        found.append(logits[trained - 1].gather(-1, token_ids[0, trained][:, None])[:, 0])
-    return torch.cat(found)
 
 
 SLOW = (
@@ -78,7 +59,7 @@ def test_a_family_is_packed_as_densely_as_is_exact(tmp_path, name):
     policy, layout = choose(path, model=ModelConfig(path=str(path), max_length=200))
     assert layout.kind == FAMILIES[name][0]
     samples = make_samples([m for group in make_groups(group_size=3, longest=20) for m in group])
-    packed, alone = logprobs(policy, layout, samples), logprobs_alone(policy, samples)
+    packed, alone = measure(policy, samples, layout).detach(), measure_alone(policy, samples)
     # Rounding of log-probabilities near -4 and of their inputs.
     assert float((packed - alone).abs().max()) < 1e-4 * float(alone.std())
 
@@ -90,29 +71,25 @@ def test_a_model_that_sees_what_follows_is_refused_by_name(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
-# --- what the probe sees ---------------------------------------------------------------------------------------------
-def plain_mask(config, microbatch):
-    spans = microbatch.spans
-    has_mask = spans is not None and spans.has_shared
-    return spans.mask(microbatch.token_ids.shape, CPU) if has_mask else None
+def change_config(path, **settings):
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
 
 def ignore_windows(monkeypatch):
+    def plain_mask(config, microbatch):
+        spans = microbatch.spans
+        return spans.mask(microbatch.token_ids.shape, CPU) if spans is not None and spans.has_shared else None
+
     monkeypatch.setattr(model_module, "_attention_mask", plain_mask)
 
 
-def test_a_window_that_the_mask_ignores_is_seen(tmp_path, monkeypatch):
-    ignore_windows(monkeypatch)
-    _, layout = choose(make_family(tmp_path, "mistral"))
-    # Without a mask, transformers builds its own with the window.
-    assert layout.kind == "one_row"
-
-
-def test_the_probe_is_longer_than_any_window(tmp_path, monkeypatch):
+def test_a_window_that_the_mask_ignores_is_seen_if_a_sequence_is_longer(tmp_path, monkeypatch):
     ignore_windows(monkeypatch)
     path = make_family(tmp_path, "mistral")
-    settings = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(settings | {"sliding_window": 90}))
+    # Without a mask, transformers builds its own with the window.
+    assert choose(path)[1].kind == "one_row"
+    change_config(path, sliding_window=90)
     assert choose(path, model=ModelConfig(path=str(path), max_length=128))[1].kind == "one_row"
     # The window has no effect if all sequences fit into it.
     assert choose(path, model=ModelConfig(path=str(path), max_length=64))[1].kind == "shared_rows"
@@ -170,27 +147,20 @@ class OtherRank:
     is_first = True
 
     def __init__(self, *, failing):
-        self._failing = failing
-        self._num_calls = 0
+        self._failing, self._num_calls = failing, 0
 
     def max(self, values):
         self._num_calls += 1
         return torch.full_like(values, torch.inf) if self._num_calls - 1 in self._failing else values
 
 
-def test_all_ranks_choose_the_same(tmp_path):
-    assert choose(make_model(tmp_path), ranks=OtherRank(failing=[1]))[1].kind == "one_row"
-
-
 def test_a_model_that_fits_no_layout_is_refused_by_name(tmp_path):
+    assert choose(make_model(tmp_path), ranks=OtherRank(failing=[1]))[1].kind == "one_row"
+    assert choose(make_model(tmp_path), learner={"packing": False})[1].kind == "one_per_row"
     with pytest.raises(ModelError, match=r"model\.path .*\(Qwen2ForCausalLM\), which no layout") as caught:
         choose(make_model(tmp_path), ranks=OtherRank(failing=range(1, 100)))
     assert "one_at_a_time differs by" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_packing_can_be_turned_off(tmp_path):
-    assert choose(make_model(tmp_path), learner={"packing": False})[1].kind == "one_per_row"
 
 
 def test_rows_are_no_longer_than_the_models_positions(tmp_path):
@@ -201,7 +171,6 @@ def test_rows_are_no_longer_than_the_models_positions(tmp_path):
     assert np.isfinite(trainer.step(groups, learner_version=0, step=1)["learner/loss"])
 
 
-# --- all models of a run ---------------------------------------------------------------------------------------------
 def layout_of(trainer):
     return trainer._layout.kind
 
@@ -230,7 +199,6 @@ def test_the_canary_shows_a_layout_that_is_wrong(tmp_path):
     assert canary_error(trainer) > 0.1
 
 
-# --- during training -------------------------------------------------------------------------------------------------
 def leak(layer, *, places):
     """Leak a little of each token into the token `places` positions later."""
     layer.register_forward_hook(lambda *parts: parts[2] + 1e-3 * parts[2].roll(places, dims=1))
@@ -271,13 +239,12 @@ def test_the_split_into_microbatches_changes_neither_canary_nor_step(tmp_path, n
         assert canary_error(trainer) < 1e-5
         trainer.step(make_groups(num_groups=4, longest=20), learner_version=0, step=1)
         steps.append(weights(trainer))
-    assert max(float((steps[0][name] - steps[1][name]).abs().max()) for name in steps[0]) < 1e-5
+    assert largest_difference(*steps) < 1e-5
 
 
 def test_the_soft_cap_of_attention_scores_is_kept(tmp_path):
     path = make_family(tmp_path, "gemma2")
-    settings = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(settings | {"attn_logit_softcapping": 0.1}))
+    change_config(path, attn_logit_softcapping=0.1)
     token_ids = torch.arange(2, 40)[None]
     # Eager attention is the reference, because SDPA ignores the cap.
     expected = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")(token_ids).logits

@@ -13,7 +13,7 @@ from slipstream.learner.training.critic import load_value_model
 from slipstream.learner.training.model import load_policy, save_pretrained
 from tests.families import make_family
 from tests.tolerance import gradient_terms, is_rounding
-from tests.unit.learner.builders import CPU, VOCABULARY, make_groups, make_model, make_policy, make_sample
+from tests.unit.learner.builders import CPU, VOCABULARY, make_groups, make_model, make_sample
 
 
 def load(path):
@@ -70,39 +70,27 @@ def test_the_policy_computes_what_the_untouched_checkpoint_does(tmp_path, name, 
 def test_a_change_of_the_models_function_is_refused_by_name(tmp_path, monkeypatch):
     path = make_family(tmp_path, "phimoe", spread=0.02)
     # The threshold of this router is no noise.
-    monkeypatch.setattr(
-        model_module, "_disable_dropout", lambda settings: setattr(settings, "router_jitter_noise", 0.0)
-    )
-    with pytest.raises(
-        ModelError, match=r"model\.path must .* as transformers does .*\(PhimoeForCausalLM\), which diff"
-    ):
+    monkeypatch.setattr(model_module, "_disable_dropout", lambda each: setattr(each, "router_jitter_noise", 0.0))
+    refusal = r"model\.path must .* as transformers does .*\(PhimoeForCausalLM\), which diff"
+    with pytest.raises(ModelError, match=refusal):
         load(path)
 
 
-def test_what_is_saved_is_what_transformers_loads(tmp_path):
-    path = make_model(tmp_path)
-    policy = load(path)
-    with torch.no_grad():
-        policy.causal_lm.lm_head.weight.add_(1)
-    saved = {name: p.detach() for name, p in policy.causal_lm.named_parameters()}
-    save_pretrained(policy, tmp_path / "saved", weights=saved, config=ModelConfig(path=str(path)))
-    again = Qwen2ForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
-    assert all(p.equal(saved[name]) for name, p in again.named_parameters())
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved").eos_token == "<eos>"
-
-
-def test_a_template_of_ones_own_goes_into_what_is_saved(tmp_path):
+def test_what_is_saved_is_what_transformers_loads_with_a_template_of_ones_own(tmp_path):
     path = make_model(tmp_path)
     (tmp_path / "mine.jinja").write_text("mine")
     policy = load(path)
-    config = ModelConfig(path=str(path), chat_template=str(tmp_path / "mine.jinja"))
-    save_pretrained(policy, tmp_path / "saved", weights=dict(policy.causal_lm.state_dict()), config=config)
-    assert AutoTokenizer.from_pretrained(tmp_path / "saved").chat_template == "mine"
-
-
-def test_the_policy_knows_its_sizes():
-    policy = make_policy()
     assert (policy.vocab_size, policy.hidden_size) == (VOCABULARY, 64)
+    with torch.no_grad():
+        policy.causal_lm.lm_head.weight.add_(1)
+    saved = {name: p.detach() for name, p in policy.causal_lm.named_parameters()}
+    for folder, template in (("saved", None), ("templated", str(tmp_path / "mine.jinja"))):
+        config = ModelConfig(path=str(path), chat_template=template)
+        save_pretrained(policy, tmp_path / folder, weights=saved, config=config)
+    again = Qwen2ForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    assert all(p.equal(saved[name]) for name, p in again.named_parameters())
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").eos_token == "<eos>"
+    assert AutoTokenizer.from_pretrained(tmp_path / "templated").chat_template == "mine"
 
 
 def score(policy):
@@ -114,18 +102,12 @@ def score(policy):
     return found.detach(), [p.grad.clone() for p in policy.parameters()]
 
 
-def test_recomputing_activations_changes_nothing(tmp_path):
-    config = ModelConfig(path=str(make_model(tmp_path)))
-    (plain, gradients), (recomputed, others) = (
-        score(load_policy(config, device=CPU, gradient_checkpointing=flag)) for flag in (False, True)
-    )
-    assert plain.equal(recomputed)
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(gradients, others, strict=True))
-
-
-def test_bfloat16_computes_near_float32_with_float32_weights_and_gradients(tmp_path):
+def test_recomputed_activations_change_nothing_and_bfloat16_is_near_with_float32_weights_and_gradients(tmp_path):
     path = str(make_model(tmp_path))
-    exact, _ = score(load_policy(ModelConfig(path=path), device=CPU))
+    exact, expected = score(load_policy(ModelConfig(path=path), device=CPU))
+    recomputed, gradients = score(load_policy(ModelConfig(path=path), device=CPU, gradient_checkpointing=True))
+    assert exact.equal(recomputed)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, gradients, strict=True))
     policy = load_policy(ModelConfig(path=path, dtype="bfloat16"), device=CPU)
     rough, gradients = score(policy)
     assert rough.dtype == torch.float32
@@ -136,7 +118,6 @@ def test_bfloat16_computes_near_float32_with_float32_weights_and_gradients(tmp_p
     assert is_rounding([rough], [exact], terms=products, dtype=torch.bfloat16)
 
 
-# --- the head --------------------------------------------------------------------------------------------------------
 RECURRENT = {"initializer_range": 0.02, "lru_width": 32, "attention_window_size": 16, "head_dim": 16}
 
 

@@ -1,5 +1,3 @@
-"""Mixtures of experts in the learner: load-balancing loss, expert load, and router replay."""
-
 import asyncio
 import dataclasses
 from pathlib import Path
@@ -11,7 +9,6 @@ import pytest
 import torch
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.algorithm import AlgorithmConfig, KlConfig
 from slipstream.configs.base import ConfigError
@@ -29,13 +26,12 @@ from tests.families import make_family, make_family_module
 from tests.metric_docs import EXPERTS as EXPERTS_TABLE
 from tests.metric_docs import keys_under
 from tests.tiny_model import make_tiny_model
-from tests.unit.learner.builders import CPU, make_groups, make_run, make_samples, make_trainer, weights, zero
+from tests.tolerance import largest_difference
+from tests.unit.learner.builders import CPU, make_groups, make_run, make_samples, make_trainer, measure, weights, zero
 
 LAYOUTS = [
-    Layout("shared_rows", 8192, 64),
-    Layout("shared_rows", 40, 32),
-    Layout("one_row", 30, 30),
-    Layout("one_per_row", 1),
+    *(Layout("shared_rows", 8192, 64), Layout("shared_rows", 40, 32)),
+    *(Layout("one_row", 30, 30), Layout("one_per_row", 1)),
 ]
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "deepseek_v2", "glm4_moe", "deepseek_v3")
 
@@ -70,12 +66,17 @@ def moe_run(folder: Path, *, algorithm: AlgorithmConfig | None = None, learner: 
     return make_run(path, model=config, learner=learner, algorithm=algorithm or AlgorithmConfig())
 
 
-def aux_loss(trainer: Trainer, microbatches: list[Microbatch]) -> torch.Tensor:
-    prices = trainer.expert_prices(microbatches)
+def aux_loss(trainer: Trainer, microbatches: list[Microbatch], prices: Any = None) -> torch.Tensor:
+    prices = prices or trainer.expert_prices(microbatches)
     return sum(trainer.engine.forward(microbatch, **prices)["aux_loss"] for microbatch in microbatches)
 
 
-# --- the balancing loss ----------------------------------------------------------------------------------------------
+def gradients_of(policy: Policy, values: torch.Tensor) -> list[torch.Tensor]:
+    policy.zero_grad()
+    values.sum().backward()
+    return [parameter.grad.clone() for parameter in policy.parameters() if parameter.grad is not None]
+
+
 def test_the_loss_of_hand_made_routing(tmp_path: Path):
     """Two experts of four for each of two tokens: f and P by hand, one router at a time."""
     trainer = make_trainer(moe_run(tmp_path, router_aux_loss=2.0))
@@ -94,9 +95,7 @@ def test_the_loss_of_hand_made_routing(tmp_path: Path):
 
 def test_the_loss_is_that_of_transformers_for_each_router(tmp_path: Path):
     trainer = make_trainer(moe_run(tmp_path, router_aux_loss=1.0))
-    groups = make_groups()
-    policy = trainer.engine.model
-    microbatches = collated(groups, LAYOUTS[-1])
+    policy, microbatches = trainer.engine.model, collated(make_groups(), LAYOUTS[-1])
     found = aux_loss(trainer, microbatches)
     rows = [[], []]
     for microbatch in microbatches:
@@ -111,16 +110,15 @@ def test_the_loss_is_that_of_transformers_for_each_router(tmp_path: Path):
 def test_its_gradient_is_that_of_finite_differences(tmp_path: Path):
     trainer = make_trainer(moe_run(tmp_path, router_aux_loss=1.0))
     microbatches = collated(make_groups(), LAYOUTS[0])
-    weight = trainer.engine.model.routers and trainer.engine.model.causal_lm.model.layers[1].mlp.gate.weight
+    weight = trainer.engine.model.causal_lm.model.layers[1].mlp.gate.weight
     prices = trainer.expert_prices(microbatches)
-    loss = lambda: sum(trainer.engine.forward(m, **prices)["aux_loss"] for m in microbatches)  # noqa: E731
-    loss().backward()
+    aux_loss(trainer, microbatches, prices).backward()
     direction = weight.grad / weight.grad.norm()
     values = []
     for step in (-1e-3, 1e-3):
         with torch.no_grad():
             weight += step * direction
-            values.append(float(loss()))
+            values.append(float(aux_loss(trainer, microbatches, prices)))
             weight -= step * direction
     assert (values[1] - values[0]) / 2e-3 == pytest.approx(float(weight.grad.norm()), rel=1e-2)
 
@@ -146,15 +144,16 @@ def test_microbatches_and_engines_do_not_change_the_step(tmp_path: Path, learner
         metrics = trainer.step(make_groups(longest=20), learner_version=0, step=1)
         found.append((weights(trainer), metrics))
     (one, measured), (other, again) = found
-    assert max(float((one[name] - other[name]).abs().max()) for name in one) < 2e-5
+    assert largest_difference(one, other) < 2e-5
     keys = [key for key in measured if "expert" in key or "aux" in key]
-    assert {key.replace("layer/0", "layer/<layer>") for key in keys if "layer/1" not in key} == keys_under(
-        EXPERTS_TABLE
-    )
+    of_first_layer = {key.replace("layer/0", "layer/<layer>") for key in keys if "layer/1" not in key}
+    assert of_first_layer == keys_under(EXPERTS_TABLE)
     assert {key: again[key] for key in keys} == pytest.approx({key: measured[key] for key in keys}, rel=1e-4)
 
 
-def test_the_loss_evens_the_experts_out(tmp_path: Path):
+def test_the_loss_evens_the_experts_out_with_the_checkpoints_own_coefficient_if_asked(tmp_path: Path):
+    trainer = make_trainer(moe_run(tmp_path, router_aux_loss="checkpoint"))
+    assert trainer._aux_loss_coefficient == trainer.engine.model.causal_lm.config.router_aux_loss_coef == 0.001
     learner = {"optimizer": msgspec.convert({"learning_rate": 3e-3}, type(make_run("x").learner.optimizer))}
     trainer = make_trainer(moe_run(tmp_path, learner=learner, router_aux_loss=10.0))
     entropies = [
@@ -163,38 +162,22 @@ def test_the_loss_evens_the_experts_out(tmp_path: Path):
     assert entropies[-1] > entropies[0] + 0.02
 
 
-def test_the_checkpoints_own_coefficient_is_used(tmp_path: Path):
-    trainer = make_trainer(moe_run(tmp_path, router_aux_loss="checkpoint"))
-    assert trainer._aux_loss_coefficient == trainer.engine.model.causal_lm.config.router_aux_loss_coef == 0.001
-
-
 def test_load_of_experts_by_hand():
     found = describe_experts(torch.tensor([[4.0, 4, 4, 4], [12, 4, 0, 0]]), [1, 3])
     entropy = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25)) / np.log(4)
-    assert found == pytest.approx(
-        {
-            "learner/expert_violation_max": 2.0,
-            "learner/expert_violation_mean": 1.0,
-            "learner/expert_violation_min": 0.0,
-            "learner/expert_idle_fraction": 0.25,
-            "learner/expert_entropy": (1 + entropy) / 2,
-            "learner/by_layer/1/expert_violation": 0.0,
-            "learner/by_layer/3/expert_violation": 2.0,
-        }
-    )
+    expected = {"violation_max": 2.0, "violation_mean": 1.0, "violation_min": 0.0, "idle_fraction": 0.25}
+    expected = {f"learner/expert_{name}": value for name, value in expected.items()}
+    expected |= {"learner/by_layer/1/expert_violation": 0.0, "learner/by_layer/3/expert_violation": 2.0}
+    assert found == pytest.approx(expected | {"learner/expert_entropy": (1 + entropy) / 2})
 
 
-# --- replay ----------------------------------------------------------------------------------------------------------
 def logprobs(policy: Policy, groups: list[list[Trajectory]], layout: Layout, *, is_replayed: bool) -> torch.Tensor:
-    samples = make_samples([member for group in groups for member in group])
+    members = [member for group in groups for member in group]
+    samples = make_samples(members)
     if is_replayed:
-        members = [member for group in groups for member in group]
-        samples = [
-            dataclasses.replace(sample, experts=member.arrays[EXPERTS])
-            for sample, member in zip(samples, members, strict=True)
-        ]
-    parts = [(policy(m)["logprobs"], m.indices) for m in collate(samples, layout=layout)]
-    return torch.cat([values for values, _ in parts])[torch.cat([indices for _, indices in parts]).argsort()]
+        pairs = zip(samples, members, strict=True)
+        samples = [dataclasses.replace(sample, experts=member.arrays[EXPERTS]) for sample, member in pairs]
+    return measure(policy, samples, layout)
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -204,21 +187,19 @@ def test_replay_of_the_own_choice_changes_no_bit(name: str):
     for layout in LAYOUTS if name == "qwen3_moe" else LAYOUTS[:1]:
         own, replayed = (logprobs(policy, groups, layout, is_replayed=each) for each in (False, True))
         assert torch.equal(own, replayed), layout
-        gradients = []
-        for values in (own, replayed):
-            policy.zero_grad()
-            values.sum().backward()
-            gradients.append(
-                [parameter.grad.clone() for parameter in policy.parameters() if parameter.grad is not None]
-            )
-        assert all(map(torch.equal, *gradients))
+        assert all(map(torch.equal, gradients_of(policy, own), gradients_of(policy, replayed))), layout
 
 
-def test_experts_of_another_token_are_noticed():
+def test_experts_of_another_token_are_noticed_and_replay_holds_where_activations_are_recomputed():
     policy = make_policy()
     own = logprobs(policy, make_groups(), LAYOUTS[0], is_replayed=False)
     shifted = logprobs(policy, route(policy, make_groups(), shift=1), LAYOUTS[0], is_replayed=True)
     assert float((own - shifted).abs().mean()) > 0.1
+    policy, groups = make_policy(), route(make_policy(seed=1), make_groups())
+    plain = gradients_of(policy, logprobs(policy, groups, LAYOUTS[0], is_replayed=True))
+    policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    recomputed = gradients_of(policy, logprobs(policy, groups, LAYOUTS[0], is_replayed=True))
+    assert all(map(torch.equal, plain, recomputed))
 
 
 def test_the_weights_of_replayed_experts_are_the_routers_own():
@@ -231,18 +212,6 @@ def test_the_weights_of_replayed_experts_are_the_routers_own():
     assert torch.equal(experts, policy.routers.given[:, 0].long())
     chosen = torch.softmax(ours @ gate.weight.T, -1).gather(-1, experts)
     assert torch.allclose(scores, chosen, atol=1e-6)
-
-
-def test_replay_holds_where_activations_are_recomputed():
-    policy, groups = make_policy(), route(make_policy(seed=1), make_groups())
-    gradients = []
-    for is_checkpointed in (False, True):
-        if is_checkpointed:
-            policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
-        policy.zero_grad()
-        logprobs(policy, groups, LAYOUTS[0], is_replayed=True).sum().backward()
-        gradients.append([parameter.grad.clone() for parameter in policy.parameters() if parameter.grad is not None])
-    assert all(map(torch.equal, *gradients))
 
 
 def test_a_step_replays_in_every_pass_of_the_policy_and_in_none_of_the_reference(tmp_path: Path):
@@ -267,13 +236,6 @@ def test_recorded_experts_are_counted_without_a_pass_of_their_own(tmp_path: Path
     plain = [dataclasses.replace(microbatch, experts=None) for microbatch in microbatches]
     trainer._run = msgspec.structs.replace(trainer._run, model=moe_run(tmp_path, router_aux_loss=1.0).model)
     assert torch.equal(passes, trainer.expert_prices(plain)["prices"])
-
-
-def test_experts_travel_with_a_trajectory():
-    member = route(make_policy(), make_groups())[0][0]
-    found = unpack(pack(member, lease_id="0-0", purpose="train", group_size=4)[1]).arrays[EXPERTS]
-    assert found.dtype == np.uint8
-    assert np.array_equal(found, member.arrays[EXPERTS])
 
 
 def test_an_engine_records_what_the_learner_would_choose(tmp_path: Path):
@@ -304,7 +266,6 @@ class Receiver:
     def close(self) -> None: ...
 
 
-# --- what is refused -------------------------------------------------------------------------------------------------
 def test_trajectories_without_fitting_experts_are_refused(tmp_path: Path):
     trainer = make_trainer(moe_run(tmp_path, router_replay=True))
     groups = make_groups()
@@ -340,7 +301,6 @@ def test_engines_that_cannot_record_are_refused():
         make_run("x", model=ModelConfig(path="x", router_replay=True), generators=GeneratorsConfig(engine=engine))
 
 
-# --- adapters --------------------------------------------------------------------------------------------------------
 def test_an_adapter_leaves_experts_and_routers_alone(tmp_path: Path):
     trainer = make_trainer(moe_run(tmp_path, lora=LoraConfig(rank=4)))
     adapted = {name.split(".")[-3] for name, _ in trainer.engine.model.weights()}
