@@ -100,12 +100,7 @@ _PLAIN = {"markup": False, "highlight": False, "soft_wrap": True}
 
 
 def show(
-    console: Console,
-    roles: Iterable[Role],
-    outcome: Outcome | None,
-    problems: list[str],
-    *,
-    stage: Stage,
+    console: Console, roles: Iterable[Role], outcome: Outcome | None, problems: list[str], *, stage: Stage
 ) -> None:
     """Print strikes and recoveries per role, the sums of the store, and every problem."""
     table = Table(*_COLUMNS)

@@ -16,11 +16,7 @@ Action = Literal["kill", "terminate", "stop"]
 Progress = tuple[int, ...] | None
 """Counters that grow while a role works; None = unknown."""
 
-_SIGNALS: dict[Action, signal.Signals] = {
-    "kill": signal.SIGKILL,
-    "terminate": signal.SIGTERM,
-    "stop": signal.SIGSTOP,
-}
+_SIGNALS: dict[Action, signal.Signals] = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}
 _ROLE_WEIGHTS = {"broker": 2, "learner": 2, "store": 2, "generator": 4}
 _ACTION_WEIGHTS: dict[Action, int] = {"kill": 16, "terminate": 2, "stop": 3}
 _MAX_STOP_S = 5.0

@@ -28,8 +28,8 @@ from slipstream.buffer.role_reports import LEARNER
 from slipstream.cli import main
 from slipstream.configs.run import RunConfig
 from slipstream.launch.diagnose.cluster import BrokerLink, find_all
-from slipstream.launch.diagnose.diagnosis import check_last_run
 from slipstream.launch.diagnose.inputs import check_store
+from slipstream.launch.diagnose.last_run import check_last_run
 from slipstream.launch.diagnose.machine import Finding
 from slipstream.runtime.credentials import TOKEN_VARIABLE, derive_keys
 from slipstream.runtime.model_files import fingerprint

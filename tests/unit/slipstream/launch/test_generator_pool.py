@@ -9,14 +9,7 @@ import pytest
 from slipstream.cluster.role_process import RoleDiedError, RoleProcess
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
-from slipstream.launch.generator_pool import (
-    GeneratorPool,
-    check_placement,
-    check_target,
-    gpu_gib,
-    place,
-    visible_gpus,
-)
+from slipstream.launch.generator_pool import GeneratorPool, check_placement, check_target, gpu_gib, place, visible_gpus
 from tests.builders import make_run
 
 STAYS = """

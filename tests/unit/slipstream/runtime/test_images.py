@@ -38,9 +38,7 @@ def test_positions_are_those_of_the_model(folder: Path) -> None:
     token_ids, placed = vision.expand([3, *PLACE, 4, 5, *PLACE, *PLACE, 6, 7], pictures)
     ids = torch.tensor([token_ids])
     expected, _ = model.model.get_rope_index(
-        ids,
-        mm_token_type_ids=(ids == IMAGE).int(),
-        image_grid_thw=torch.tensor([image.grid for image in placed]),
+        ids, mm_token_type_ids=(ids == IMAGE).int(), image_grid_thw=torch.tensor([image.grid for image in placed])
     )
     found = vision.positions(len(token_ids), [(image.first_token, image.grid) for image in placed])
     assert found.tolist() == expected[:, 0].tolist()
