@@ -64,10 +64,6 @@ class Evidence:
         later = [each.began_at for each in self.generators if each.role == life.role and each.began_at > life.began_at]
         return min(later, default=float("inf"))
 
-    def _served_at(self, up_at: float) -> float:
-        """Start of the journal of the broker started at `up_at`; it serves no peer earlier."""
-        return min((life.began_at for life in self.brokers if life.began_at >= up_at), default=float("inf"))
-
     def is_quiet(self, roles: Iterable[str], *, since: float, until: float) -> bool:
         """Whether no role was struck or recovering in that time."""
         away: dict[str, float | None] = {}
@@ -80,7 +76,11 @@ class Evidence:
                 if since - SLACK_S <= entry["t"] <= until:
                     return False
             elif (began := away.pop(role, None)) is not None and began <= until:
-                served_at = self._served_at(entry["t"]) if (role, entry["k"]) == ("broker", "up") else entry["t"]
+                served_at = entry["t"]
+                if (role, entry["k"]) == ("broker", "up"):
+                    # A broker serves no peer before the start of its journal.
+                    later = (life.began_at for life in self.brokers if life.began_at >= entry["t"])
+                    served_at = min(later, default=float("inf"))
                 if served_at + SLACK_S >= since:
                     return False
         return not any(began is not None and began <= until for began in away.values())

@@ -81,7 +81,6 @@ class Result(Record):
         return not (self.loss.lost or self.loss.duplicated or self.loss.problems or self.left)
 
 
-# --- failures --------------------------------------------------------------------------------------------------------
 @contextmanager
 def _full(run: LaunchedRun, folder: str) -> Iterator[None]:
     ballast = run.folder / folder / "ballast"
@@ -152,7 +151,7 @@ def _await_verdict(run: LaunchedRun) -> None:
 @contextmanager
 def _corrupted_shard(run: LaunchedRun) -> Iterator[list[str]]:
     run.stop()
-    shard = _newest(run.path, "archive/shard-*")
+    shard = max(run.path.glob("archive/shard-*"), key=_changed_at)
     _flip_a_bit(shard)
     verify = runs.command("data", "verify", str(shard.parent))
     done = subprocess.run(verify, cwd=run.folder, capture_output=True, text=True, timeout=60, check=False)
@@ -164,7 +163,7 @@ def _corrupted_shard(run: LaunchedRun) -> Iterator[list[str]]:
 @contextmanager
 def _corrupted_checkpoint(run: LaunchedRun) -> Iterator[None]:
     run.stop()
-    weights = _newest(run.path, "checkpoints/step-*/**/*.safetensors")
+    weights = max(run.path.glob("checkpoints/step-*/**/*.safetensors"), key=_changed_at)
     _flip_a_bit(weights)
     run.launcher = run.launch()
     _await_verdict(run)
@@ -172,8 +171,8 @@ def _corrupted_checkpoint(run: LaunchedRun) -> Iterator[None]:
     yield
 
 
-def _newest(folder: Path, pattern: str) -> Path:
-    return max(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
+def _changed_at(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _flip_a_bit(path: Path) -> None:
@@ -233,18 +232,9 @@ def _killed_at(run: LightRun, role: str, point: str) -> Iterator[list[str]]:
 _AHEAD, _BEHIND = partial(_shifted_clock, seconds=3600), partial(_shifted_clock, seconds=-3600)
 _STOPPED = ("store", "broker", "broker-1", "learner", "generator-0", "guest")
 _POINTS = {
-    "before_claim": "learner",
-    "after_claim": "learner",
-    "in_step": "learner",
-    "before_commit": "learner",
-    "after_commit": "learner",
-    "in_broadcast": "learner",
-    "before_seal": "learner",
-    "before_merge": "learner",
-    "before_pointer": "learner",
-    "before_retire": "learner",
-    "before_shard": "broker",
-    "before_forget": "broker",
+    "learner": "before_claim after_claim in_step before_commit after_commit in_broadcast before_seal before_merge "
+    "before_pointer before_retire",
+    "broker": "before_shard before_forget",
 }
 ROWS = [
     Row("Ctrl-C every 0.5 s, from six times in the first 30 s on", "launched", _interrupted, ends="interrupted"),
@@ -260,12 +250,15 @@ ROWS = [
     Row("flipped bit in a shard", "launched", _corrupted_shard, finds="`data verify` names it"),
     Row("flipped bit in a checkpoint", "launched", _corrupted_checkpoint, ends="must have the checksum"),
     Row("torn row of metrics", "launched", _torn_metrics),
-    *(Row(f"kill -9 of {r} at {p}", "light", partial(_killed_at, role=r, point=p)) for p, r in _POINTS.items()),
+    *(
+        Row(f"kill -9 of {role} at {point}", "light", partial(_killed_at, role=role, point=point))
+        for role, points in _POINTS.items()
+        for point in points.split()
+    ),
 ]
-_SCENES: dict[str, Callable[[Path, int], Scene]] = {"launched": LaunchedRun, "light": LightRun}
+_SCENES = {"launched": LaunchedRun, "light": LightRun}
 
 
-# --- the matrix ------------------------------------------------------------------------------------------------------
 def play_matrix(*, only: str, write: bool) -> int:
     """Play all rows, or those whose name matches `only`; returns 0 when nothing was lost, duplicated, or left."""
     rows = [row for row in ROWS if re.search(only, row.name)]
@@ -275,9 +268,8 @@ def play_matrix(*, only: str, write: bool) -> int:
         results += _play_scene(_SCENES[scene], list(group), console)
     _show(results, console)
     num_problems = sum(len(result.loss.problems) for result in results)
-    console.print(
-        f"{len(results)} rows in {time.monotonic() - began_at:.0f} s, {num_problems} problems", highlight=False
-    )
+    seconds = time.monotonic() - began_at
+    console.print(f"{len(results)} rows in {seconds:.0f} s, {num_problems} problems", highlight=False)
     if write and not only:
         block = Block(str(_PAGE), "matrix", lambda: _as_markdown(results))
         (ROOT / _PAGE).write_text(filled((ROOT / _PAGE).read_text(), block))

@@ -86,9 +86,6 @@ class Stored(NamedTuple):
     """End of its group: retired, rejected, ..."""
 
 
-# --- lineage ---
-
-
 def samples_of(groups: Sequence[Sequence[Trajectory]]) -> list[Sample]:
     """Samples that a step on these groups trains on."""
     return [(member.group_id, member.prompt_uid, member.index) for group in groups for member in group]
@@ -116,20 +113,15 @@ def uninterrupted(*, num_groups: int, group_size: int, num_rows: int, seed: int)
     return Counter((str(group), uid, index) for group, uid in uids.items() for index in range(group_size))
 
 
-# --- comparison ---
-
-
 def read_archive(folder: Path) -> tuple[list[Stored], ArchiveCheck]:
     """Read the trajectories of an archive, except evaluation answers, and run its check. Raises ArchiveError."""
     archive = Archive(folder)
-    kept = [each for each in archive.read() if each.state != "evaluated"]
-    return [_stored(each.trajectory, each.state) for each in kept], archive.check()
-
-
-def _stored(trajectory: Trajectory, outcome: str) -> Stored:
-    (sample,) = samples_of([[trajectory]])
-    tokens = xxhash.xxh3_64_hexdigest(trajectory.token_ids.tobytes())
-    return Stored(trajectory.id, sample, content_of(trajectory), tokens, outcome)
+    stored = []
+    for trajectory, outcome in ((each.trajectory, each.state) for each in archive.read() if each.state != "evaluated"):
+        (sample,) = samples_of([[trajectory]])
+        tokens = xxhash.xxh3_64_hexdigest(trajectory.token_ids.tobytes())
+        stored.append(Stored(trajectory.id, sample, content_of(trajectory), tokens, outcome))
+    return stored, archive.check()
 
 
 def find_problems(outcome: Outcome, *, steps: int, expected: Counter[Sample]) -> list[str]:
@@ -142,9 +134,7 @@ def find_problems(outcome: Outcome, *, steps: int, expected: Counter[Sample]) ->
         *_sample_problems("archived", Counter(outcome.archived + outcome.rejected), expected),
         *outcome.archive.problems,
         *_order_problems(outcome),
-        *_count_problems(outcome.counts, allowed=outcome.allowed_refusals),
-        *_consumption_problems(outcome),
-        *_skip_problems(outcome),
+        *_count_problems(outcome),
     ]
 
 
@@ -178,22 +168,17 @@ def _order_problems(outcome: Outcome) -> list[str]:
     ]
 
 
-def _consumption_problems(outcome: Outcome) -> list[str]:
-    used = len({group for entry in outcome.ledger for group in entry.group_ids})
-    return [] if outcome.consumed == used else [f"{used} groups were trained on, the store counts {outcome.consumed}"]
-
-
-def _skip_problems(outcome: Outcome) -> list[str]:
-    counted = sum(outcome.counts.curriculum.get(name, 0) for name in ("skipped_too_easy", "skipped_too_hard"))
-    found = outcome.skipped
-    problem = f"{len(found)} prompts have no group, the store counts {counted} as skipped: {found[:_MAX_SAMPLES_NAMED]}"
-    return [problem] if len(found) != counted else []
-
-
-def _count_problems(counts: StoreCounts, *, allowed: Sequence[str]) -> list[str]:
+def _count_problems(outcome: Outcome) -> list[str]:
+    counts, skipped = outcome.counts, outcome.skipped
     left = counts.leased + counts.returned + counts.open + counts.ready + counts.claimed + counts.used
-    return [f"no group may be left over, got {counts}"] * bool(left) + [
-        f"nothing may be refused, got {number} x {reason}"
-        for reason, number in counts.refused.items()
-        if reason not in allowed
-    ]
+    problems = [f"no group may be left over, got {counts}"] * bool(left)
+    for reason, number in counts.refused.items():
+        problems += [f"nothing may be refused, got {number} x {reason}"] * (reason not in outcome.allowed_refusals)
+    used = len({group for entry in outcome.ledger for group in entry.group_ids})
+    if outcome.consumed != used:
+        problems.append(f"{used} groups were trained on, the store counts {outcome.consumed}")
+    counted = sum(counts.curriculum.get(name, 0) for name in ("skipped_too_easy", "skipped_too_hard"))
+    if len(skipped) != counted:
+        named = skipped[:_MAX_SAMPLES_NAMED]
+        problems.append(f"{len(skipped)} prompts have no group, the store counts {counted} as skipped: {named}")
+    return problems

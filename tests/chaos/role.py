@@ -5,7 +5,6 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from statistics import median
 from typing import Literal
 
 from slipstream.configs.base import Record
@@ -85,16 +84,6 @@ class Recovery:
     def is_pending(self) -> bool:
         """Whether the role has been struck and has not recovered yet."""
         return self._struck_at is not None
-
-    @property
-    def median_s(self) -> float | None:
-        """Median duration; None without a recovery."""
-        return median(self.seconds) if self.seconds else None
-
-    @property
-    def max_s(self) -> float | None:
-        """Longest duration; None without a recovery."""
-        return max(self.seconds, default=None)
 
     def strike(self, now: float, *, before: Progress = None) -> None:
         """Start the watch at `now`, seconds. Progress must exceed `before`; None: the next progress observed."""

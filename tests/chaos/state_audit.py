@@ -90,7 +90,6 @@ def find_state_problems(state: Snapshot) -> list[str]:
     return [problem for rule in rules for problem in list(rule(state))[:_MAX_NAMED]]
 
 
-# --- rules of any store ----------------------------------------------------------------------------------------------
 def _differ(what: str, found: Any, implied: Any) -> Iterator[str]:
     if found != implied:
         yield f"{what}: the store has {found}, the rest of it implies {implied}"
@@ -167,7 +166,6 @@ def _counter_problems(state: Snapshot) -> Iterator[str]:
     yield from _differ("groups admitted", state.number("run", "admitted"), admitted)
 
 
-# --- rules for runs that publish every step and train on whole claims -------------------------------------------------
 def find_progress_problems(state: Snapshot) -> list[str]:
     """Return one sentence per progress counter that contradicts the ledger."""
     step, version, announced = (state.number("run", name) for name in ("step", "version", "announced_version"))
@@ -205,7 +203,6 @@ def find_end_problems(state: Snapshot, lives: Iterable[Life]) -> list[str]:
     ]
 
 
-# --- rules of the journals -------------------------------------------------------------------------------------------
 def answered_are_never_handed_out(evidence: Evidence) -> Iterator[str]:
     """Yield one sentence per lease of acknowledged trajectories, or of none."""
     answered_at: dict[tuple[str, int], float] = {}

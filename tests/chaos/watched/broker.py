@@ -29,7 +29,7 @@ def main(arguments: Sequence[str]) -> None:
     overrides = [argument for argument in arguments if argument != "--light"]
     journal = WatchedStore.journal = Journal(Path(JOURNALS), "broker")
     points = WatchedStore.points = Points(Path(POINTS), "broker", on_obey=lambda at: journal.write("obeyed", point=at))
-    run_store.RedisStore = WatchedStore  # type: ignore[misc]
+    run_store.RedisStore = WatchedStore
     write_durably = shards.write_durably
 
     def watched(*given: Any, **named: Any) -> Any:

@@ -80,9 +80,8 @@ class WatchedChannel(ZmqClientChannel):
         self._me: Member | None = None
         self.credit = Credit(self.journal)
 
-    # --- out ---------------------------------------------------------------------------------------------------------
     def send(self, frames: Frames) -> None:
-        message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
+        message: Message = decode(frames[0], AnyMessage)
         self._record_sent(message, frames)
         if isinstance(message, Hello):
             self._me = Member(message.peer_id, message.incarnation)
@@ -130,7 +129,6 @@ class WatchedChannel(ZmqClientChannel):
             case Bye(reason=reason):
                 self.journal.write("bye", reason=reason)
 
-    # --- in ----------------------------------------------------------------------------------------------------------
     def receive(self, *, timeout_s: float) -> Frames | None:
         self._send_delayed()
         if timeout_s > 0:
@@ -140,7 +138,7 @@ class WatchedChannel(ZmqClientChannel):
             self._lie(self._me)
         frames = super().receive(timeout_s=timeout_s)
         if frames is not None:
-            self._hear(decode(frames[0], AnyMessage))  # type: ignore[arg-type]
+            self._hear(decode(frames[0], AnyMessage))
         return frames
 
     def reconnect(self, address: str = "") -> None:
@@ -179,12 +177,10 @@ class WatchedChannel(ZmqClientChannel):
                 self.credit.reject(message)
             case Prompts(prompts=prompts):
                 leases = [prompt.lease for prompt in prompts]
-                self.journal.write(
-                    "prompts", leases=[[each.id, len(each.indices)] for each in leases if each.purpose == "train"]
-                )
+                trained = [lease for lease in leases if lease.purpose == "train"]
+                self.journal.write("prompts", leases=[[each.id, len(each.indices)] for each in trained])
                 self._own_leases |= {lease.id for lease in leases}
-                ordinals = [lease.ordinal for lease in leases if lease.purpose == "train"]
-                self._newest_group = max([self._newest_group, *ordinals])
+                self._newest_group = max([self._newest_group, *(lease.ordinal for lease in trained)])
             case OpenEpoch() | Update():
                 self.journal.write("order", order=_order(message), member=_name(self._me) if self._me else "")
                 # The broker leaves the members out of an update.
@@ -193,7 +189,6 @@ class WatchedChannel(ZmqClientChannel):
             case EpochOpened() | UpdateApplied():
                 self.journal.write("heard", answer=_answer(message))
 
-    # --- copies that a broker must tell apart ------------------------------------------------------------------------
     def _offer(self, trajectory_id: str) -> None:
         header, payload = self._packed.pop(trajectory_id, (None, b""))
         # Only for trajectories sent once, so that answers to the offer and to the original can be distinguished.
@@ -205,10 +200,13 @@ class WatchedChannel(ZmqClientChannel):
         can_come_again = header.attempt and earlier not in self._offered
         kind = self._random.choice(["same", "conflict", "again" if can_come_again else "same", "unknown"])
         self._offered.add(earlier if kind == "again" else trajectory_id)
-        if kind == "same":
-            self._send_offer(kind, header, payload)
-            return
         trajectory = unpack(payload)
+        if kind == "same":
+            content = content_of(trajectory)
+            self.journal.write("offered", what=kind, id=header.id, group=header.group_id, content=content)
+            # Delay some until the group has ended and its record may be gone.
+            self._later([encode(Put([header])), payload], after_s=self._random.choice([0.0, 2.0]))
+            return
         tokens = trajectory.token_ids.copy()
         at = int(trajectory.model_mask.argmax())
         tokens[at] = _FIRST_TOKEN if tokens[at] == _LARGEST_OTHER_TOKEN else tokens[at] + 1
@@ -221,14 +219,6 @@ class WatchedChannel(ZmqClientChannel):
         self.journal.write("offered", what=kind, id=offered.id, group=offered.group_id, content=content_of(other))
         super().send([encode(Put([offered])), packed])
 
-    def _send_offer(self, kind: str, header: TrajectoryHeader, payload: bytes) -> None:
-        content = content_of(unpack(payload))
-        self.journal.write("offered", what=kind, id=header.id, group=header.group_id, content=content)
-        frames = [encode(Put([header])), payload]
-        # Delay some until the group has ended and its record may be gone.
-        self._later(frames, after_s=self._random.choice([0.0, 2.0]))
-
-    # --- lies --------------------------------------------------------------------------------------------------------
     def _made_up_leases(self, behind: int) -> set[str]:
         groups = range(max(0, self._newest_group - behind), self._newest_group + _LIED_AHEAD)
         made_up = {f"{group}-{attempt}" for group in groups for attempt in range(_LIED_ATTEMPTS)}
@@ -252,11 +242,9 @@ def _name(member: Member) -> str:
     return f"{member.peer_id}/{member.incarnation}"
 
 
-def _order(message: OpenEpoch | Update) -> str:
-    version = message.version if isinstance(message, Update) else -1
-    return f"{type(message).__name__} {message.epoch} {version}"
+def _order(message: OpenEpoch | Update | EpochOpened | UpdateApplied) -> str:
+    return f"{type(message).__name__} {message.epoch} {getattr(message, 'version', -1)}"
 
 
 def _answer(message: EpochOpened | UpdateApplied) -> str:
-    version = message.version if isinstance(message, UpdateApplied) else -1
-    return f"{type(message).__name__} {message.epoch} {version} {message.member.peer_id}/{message.member.incarnation}"
+    return f"{_order(message)} {_name(message.member)}"

@@ -14,9 +14,6 @@ import xxhash
 
 from slipstream.buffer.trajectory import Trajectory
 
-FOLDER = "journal"
-"""Folder in the run folder."""
-
 Entry = dict[str, Any]
 """`t`: seconds since 1970; `k`: kind of the entry; the rest depends on the kind."""
 
@@ -58,15 +55,14 @@ class Life(NamedTuple):
 
 def read_journals(folder: Path, *, role: str = "", since: float = 0.0) -> list[Life]:
     """Read the nonempty journals (of one role, started after `since`), in start order."""
-    paths = sorted(folder.glob(f"{role or '*'}.*"), key=lambda path: int(path.name.split(".")[-2]))
-    paths = [path for path in paths if int(path.name.split(".")[-2]) >= since * 1e9]
-    lives = [Life(path.name.split(".")[0], int(path.name.split(".")[-1]), _read(path)) for path in paths]
-    return [life for life in lives if life.entries]
-
-
-def _read(path: Path) -> list[Entry]:
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    return [msgspec.json.decode(line) for line in whole.splitlines()]
+    lives = []
+    for path in sorted(folder.glob(f"{role or '*'}.*"), key=lambda path: int(path.name.split(".")[-2])):
+        name, began_ns, pid = path.name.split(".")
+        whole, _, _ = path.read_bytes().rpartition(b"\n")
+        entries = [msgspec.json.decode(line) for line in whole.splitlines()]
+        if int(began_ns) >= since * 1e9 and entries:
+            lives.append(Life(name, int(pid), entries))
+    return lives
 
 
 def content_of(trajectory: Trajectory) -> str:

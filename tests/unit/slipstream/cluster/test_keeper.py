@@ -109,20 +109,16 @@ def seated(scene: Scene, request: pytest.FixtureRequest) -> LocalSeat:
 
 
 def test_the_end_of_a_role_is_reported_once_nothing_of_it_is_left(scene: Scene, seated: LocalSeat):
-    assert seated.pid is not None
     assert seated.poll() is None
+    # It inherits nothing of its keeper: the fourth is that of the listing itself.
+    assert "descriptors 0 1 2 3\n" in scene.printed()
+    assert seated.pid == os.getsid(seated.pid)
     os.kill(seated.pid, signal.SIGKILL)
     scene.until(lambda: seated.poll() is not None)
     assert seated.poll() == -signal.SIGKILL
     assert not set(scene.processes()) & {"role", "grandchild"}
     assert "heard SIGTERM" not in scene.printed()
     assert "keeper: killed what the role left: python" in scene.printed()
-
-
-def test_a_role_inherits_nothing_of_its_keeper(scene: Scene, seated: LocalSeat):
-    # The fourth is that of the listing itself.
-    assert "descriptors 0 1 2 3\n" in scene.printed()
-    assert seated.pid == os.getsid(seated.pid or 0)
 
 
 @pytest.mark.parametrize("seated", ["obedient", "deaf"], indirect=True)

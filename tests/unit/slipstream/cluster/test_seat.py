@@ -66,16 +66,9 @@ def test_each_part_has_its_number_and_all_meet_on_the_first(scene: Scene):
     assert {part.variables["MASTER_PORT"] for part in scene.parts} == {"20998"}
 
 
-def test_it_has_succeeded_once_all_parts_have(scene: Scene):
-    scene.end(None, 0, 0)
-    assert scene.seat.poll() is None
-    scene.end(0, 0, 0)
-    assert scene.seat.poll() == 0
-    assert all(part.asked == ["learner", "stop"] for part in scene.parts)
-
-
 @pytest.mark.parametrize(
-    ("codes", "code"), [((None, -9, None), -9), ((75, 2, None), 2), ((75, 0, 75), 75), ((0, 0, None), 0)]
+    ("codes", "code"),
+    [((0, 0, 0), 0), ((None, -9, None), -9), ((75, 2, None), 2), ((75, 0, 75), 75), ((0, 0, None), 0)],
 )
 def test_when_a_part_has_ended_the_others_do_and_a_verdict_outweighs_their_loss(
     scene: Scene, codes: tuple[int | None, ...], code: int

@@ -67,9 +67,8 @@ def test_a_changed_setting_is_refused_in_one_sentence(run: RunConfig, tmp_path: 
     generate(run, out, samples=1, num_prompts=1, is_scored=True)
     with pytest.raises(RunConflictError, match=r"^samples must stay 1 .* got 2: "):
         generate(run, out, samples=2, num_prompts=1, is_scored=True)
-    other = msgspec.structs.replace(run, seed=7)
     with pytest.raises(RunConflictError, match=r"^seed must stay 0 "):
-        generate(other, out, samples=1, num_prompts=1, is_scored=True)
+        generate(msgspec.structs.replace(run, seed=7), out, samples=1, num_prompts=1, is_scored=True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ConfigError, match="--out must be a new folder"):
@@ -77,9 +76,8 @@ def test_a_changed_setting_is_refused_in_one_sentence(run: RunConfig, tmp_path: 
 
 
 def test_a_wrong_setting_of_a_call_without_answers_can_be_corrected(run: RunConfig, tmp_path: Path) -> None:
-    wrong = msgspec.structs.replace(
-        run, generators=make_run(generators={"reward": {"function": "nosuch:f"}}).generators
-    )
+    broken = make_run(generators={"reward": {"function": "nosuch:f"}}).generators
+    wrong = msgspec.structs.replace(run, generators=broken)
     with pytest.raises(ConfigError, match="no module 'nosuch'"):
         generate(wrong, tmp_path / "out", samples=1, num_prompts=1, is_scored=True)
     assert generate(run, tmp_path / "out", samples=1, num_prompts=1, is_scored=True)[1] == 1
@@ -151,12 +149,8 @@ def test_models_are_measured_on_the_same_prompts_and_compared(run: RunConfig, tm
     with console.capture() as printed:
         console.print(*tables(found))
     assert "accuracy of task-1" in printed.get()
-    assert [column.header for column in tables(found)[0].columns] == [
-        "",
-        run.model.path,
-        other,
-        f"{other} minus the first",
-    ]
+    headers = [column.header for column in tables(found)[0].columns]
+    assert headers == ["", run.model.path, other, f"{other} minus the first"]
 
 
 def test_the_rows_of_a_run_are_those_it_reports(run: RunConfig) -> None:

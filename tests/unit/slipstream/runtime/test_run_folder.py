@@ -22,6 +22,8 @@ def test_the_name_of_a_run_that_ended_before_it_published_weights_is_free_again(
 ):
     refused = RunFolder(make_run(runs_dir=str(tmp_path)))
     refused.claim()
+    assert "name: test" in (refused.path / "config.yaml").read_text()
+    assert "python" in json.loads((refused.path / "versions.json").read_text())
     (refused.store / "appendonly.aof").touch()
     (refused.logs / "broker.log").touch()
     with pytest.raises(ConfigError, match="must have one launcher"):
@@ -77,23 +79,6 @@ def test_a_run_that_is_discarded_frees_its_name_and_keeps_what_was_there_before(
     assert (folder.path / "mine").exists()
 
 
-def test_it_records_configuration_and_versions(tmp_path: Path):
-    folder = RunFolder(make_run(runs_dir=str(tmp_path)))
-    folder.claim()
-    assert "name: test" in (folder.path / "config.yaml").read_text()
-    assert "python" in json.loads((folder.path / "versions.json").read_text())
-
-
-def test_rows_of_rolled_back_steps_are_dropped(tmp_path: Path):
-    folder = RunFolder(make_run(runs_dir=str(tmp_path)))
-    folder.claim()
-    assert folder.keep_metrics(up_to_step=3) == []
-    for step in range(1, 6):
-        folder.append_metrics({"step": step, "time_s": float(step)})
-    assert [row["step"] for row in folder.keep_metrics(up_to_step=3)] == [1, 2, 3]
-    assert len(folder.metrics.read_text().splitlines()) == 3
-
-
 WHOLE = [{"step": step, "time_s": float(step)} for step in (1, 2, 3)]
 
 
@@ -112,8 +97,10 @@ def test_damaged_rows_are_dropped_with_a_word_and_the_whole_ones_are_kept(
 ):
     folder = RunFolder(make_run(runs_dir=str(tmp_path)))
     folder.claim()
-    for row in WHOLE:
+    assert folder.keep_metrics(up_to_step=3) == []
+    for row in [*WHOLE, {"step": 4, "time_s": 4.0}]:
         folder.append_metrics(row)
+    assert folder.keep_metrics(up_to_step=3) == WHOLE, "rows of rolled back steps are dropped"
     with folder.metrics.open("ab") as file:
         file.write(damage)
     with capture_logs() as logged:
@@ -168,7 +155,9 @@ def test_folder_and_sockets_are_for_their_owner_alone_also_when_they_were_open(t
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder.path, folder.sockets)] == [0o700, 0o700]
 
 
-def test_sockets_of_a_long_path_lie_in_a_short_private_folder(tmp_path: Path):
+def test_sockets_of_a_long_path_lie_in_a_short_private_folder_whatever_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folders = [RunFolder(make_run(runs_dir=str(tmp_path / (letter * 100)))) for letter in "aab"]
     first, again, other = (folder.sockets for folder in folders)
     assert first == again != other
@@ -177,14 +166,9 @@ def test_sockets_of_a_long_path_lie_in_a_short_private_folder(tmp_path: Path):
     assert stat.S_IMODE(first.stat().st_mode) == 0o700
     folders[0].unlock()
     assert not first.exists()
-
-
-def test_the_folder_of_sockets_does_not_follow_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = RunFolder(make_run(runs_dir=str(tmp_path / ("a" * 100))))
-    before = folder.sockets
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    assert folder.sockets == before
+    assert folders[0].sockets == first
 
 
 @pytest.mark.parametrize("letters", [*range(0, 120, 7), 73, 74, 75])
@@ -198,14 +182,9 @@ def test_the_own_socket_of_the_broker_fits_however_long_the_path(tmp_path: Path,
     assert RunFolder(given).broker_address == "tcp://127.0.0.1:5757"
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("os.getuid", lambda: tmp_path.stat().st_uid + 1)
-    folder = RunFolder(make_run(runs_dir=str(tmp_path)))
-    with pytest.raises(ConfigError, match="must belong to this user, got one of user"):
-        folder.make()
-
-
-def test_a_link_in_place_of_the_short_folder_is_refused(tmp_path: Path):
+def test_a_folder_of_somebody_else_and_a_link_in_place_of_the_short_one_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     folder = RunFolder(make_run(runs_dir=str(tmp_path / ("a" * 100))))
     folder.sockets.symlink_to(tmp_path)
     try:
@@ -213,6 +192,9 @@ def test_a_link_in_place_of_the_short_folder_is_refused(tmp_path: Path):
             folder.lock()
     finally:
         folder.sockets.unlink()
+    monkeypatch.setattr("os.getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="must belong to this user, got one of user"):
+        RunFolder(make_run(runs_dir=str(tmp_path))).make()
 
 
 HOLD = """
