@@ -53,14 +53,8 @@ class ServedRun:
         data, config_json = Dataset(write_rows(folder / "rows.parquet")), msgspec.json.encode(run).decode()
         self.store.open_run(run.name, config_json=config_json, num_rows=len(data), seed=0)
         self.channel = listen(f"ipc://{folder}/broker.sock", keys=derive_keys(TOKEN), cluster=run.cluster)
-        self._router = Router(
-            self.channel,
-            self.store,
-            run=run,
-            train=data,
-            heldout={each.name: data for each in run.data.heldout_sets},
-            model=fingerprint(run.model.path),
-        )
+        heldout, model = {each.name: data for each in run.data.heldout_sets}, fingerprint(run.model.path)
+        self._router = Router(self.channel, self.store, run=run, train=data, heldout=heldout, model=model)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -115,25 +109,18 @@ def test_the_learners_port_for_weights_is_tried(served: ServedRun, tmp_path: Pat
     assert (missing.verdict, missing.found) == ("warn", "not tried: no learner with a port has joined the broker")
     keys, board = derive_keys(TOKEN), StatusBoard()
     server = StreamServer(SnapshotStore(tmp_path / "weights"), keys=keys)
-    board.set_source(lambda: PeerStatus("ready", lends_at=server.address))
-    session = join(
-        "learner",
-        address=served.channel.address,
-        keys=keys,
-        max_message_bytes=2**20,
-        peer_id=LEARNER,
-        status=board,
-        timeout_s=20,
-    )
-    with session.leave_at_exit():
-        until(lambda: found(address)["weights"].verdict == "ok", timeout_s=20, what="the learner's status")
-        assert found(address)["weights"].found == f"{server.address} is reached"
+    peer = {"peer_id": LEARNER, "status": board, "max_message_bytes": 2**20}
+
+    def until_found(lends_at: str, words: str) -> None:
+        board.set_source(lambda: PeerStatus("ready", lends_at=lends_at))
+        until(lambda: words in found(address)["weights"].found, timeout_s=20, what=words)
+
+    with join("learner", address=served.channel.address, keys=keys, timeout_s=20, **peer).leave_at_exit():
+        until_found(server.address, f"{server.address} is reached")
         with closing(ZmqServerChannel("tcp://127.0.0.1:*", keys=derive_keys(f"{TOKEN} of another run"))) as other:
-            board.set_source(lambda: PeerStatus("ready", lends_at=other.address))
-            until(lambda: "another token" in found(address)["weights"].found, timeout_s=20, what="the other's refusal")
+            until_found(other.address, "another token")
         server.close()
-        board.set_source(lambda: PeerStatus("ready", lends_at=server.address))
-        until(lambda: "is not reached" in found(address)["weights"].found, timeout_s=20, what="the end of the server")
+        until_found(server.address, "is not reached")
     assert found(address)["weights"].verdict in ("fail", "warn")
 
 
@@ -227,7 +214,6 @@ def test_a_machine_is_checked_without_a_broker(tmp_path: Path, monkeypatch: pyte
     assert caught.value.code == 2
 
 
-# --- a run and its machine -------------------------------------------------------------------------------------------
 def test_the_store_and_the_events_of_a_run_are_read_while_it_goes_on_and_after_it(tmp_path: Path) -> None:
     run = make_run(runs_dir=str(tmp_path))
     folder = RunFolder(run)
@@ -238,12 +224,8 @@ def test_the_store_and_the_events_of_a_run_are_read_while_it_goes_on_and_after_i
         with open_run_store(server.url, run.name, timeout_s=10) as store:
             store.open_run(run.name, config_json=msgspec.json.encode(run).decode(), num_rows=10, seed=0)
             store.record_event("learner", "learner died (signal SIGKILL); restarting in 1 s")
-        asked = check_store(run, folder.path, is_live=True)
-        assert [(each.name, each.verdict) for each in asked] == [
-            ("store", "ok"),
-            ("store memory", "ok"),
-            ("store persistence", "ok"),
-        ]
+        asked = {each.name: each.verdict for each in check_store(run, folder.path, is_live=True)}
+        assert asked == {"store": "ok", "store memory": "ok", "store persistence": "ok"}
         assert check_last_run(folder.path, is_live=True)[1].verdict == "warn"
     finally:
         server.stop()
