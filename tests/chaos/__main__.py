@@ -25,7 +25,6 @@ _START_TIMEOUT_S = 120.0
 _SETTLE_TIMEOUT_S = 120.0
 _MIN_STEPS = 20
 _PROGRESS_EVERY = 25
-"""Strikes between two lines of progress."""
 _COLUMNS = ("role", "SIGKILL", "SIGTERM", "SIGSTOP", "own exits", "recoveries", "cut short", "median s", "max s")
 
 
@@ -65,7 +64,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the command line."""
     parser = argparse.ArgumentParser(allow_abbrev=False, prog="python -m tests.chaos", description=__doc__)
     add = parser.add_argument
     add("--seed", type=int, default=0, help="seed of the run and of the strikes")
@@ -83,7 +81,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def strike(harness: Harness, console: Console, options: argparse.Namespace) -> list[str]:
-    """Play the strikes of the seed; returns problems."""
     pace = harness.stage.pace
     try:
         harness.start(timeout_s=min(_START_TIMEOUT_S, 2 * pace.max_stall_s))

@@ -23,11 +23,8 @@ _OBEY_TIMEOUT_S = 20.0
 """Longest wait for a role to reach a point, possibly after a restart."""
 _SUCCESSOR_TIMEOUT_S = 12.0
 _ZOMBIE_S = 1.5
-"""Time for a continued zombie to act."""
 _FULL_S = 3.8
-"""Longer than a lease and its reaping."""
 _NEWS_S = 0.5
-"""Age at which a report of leases is outdated."""
 _CALM_S = 1.0
 """Time for prompts to be leased again after a strike."""
 _QUIET_S = 5.0
@@ -35,18 +32,13 @@ _LATER_S = 3600.0
 
 
 class Act(NamedTuple):
-    """One act: its name, its kills, and what it does."""
-
     name: str
     num_kills: int
     play: Callable[[], None]
 
 
 class Acts:
-    """The acts on one harness."""
-
     def __init__(self, harness: Any, *, seed: int) -> None:
-        """`harness`: a `Harness`, which has these acts."""
         self._harness = harness
         self._random = random.Random(seed)
         self.missed: list[str] = []
@@ -128,7 +120,6 @@ class Acts:
             os.kill(pid, signal.SIGCONT)
 
     def die(self, role: str, point: str) -> None:
-        """Make a role kill itself at a point."""
         path = ask(self._harness.stage.points, role, point, "kill")
         # The role removes the request before it dies.
         if self._harness.poll_until(lambda: not path.exists(), timeout_s=_OBEY_TIMEOUT_S):
@@ -180,7 +171,6 @@ class Acts:
         self._wait(0.5)
 
     def _set_clock_back(self) -> None:
-        """Make an older checkpoint look like the newest."""
         folders = sorted((self._harness.stage.run_folder / "checkpoints").glob("step-*"))
         if folders:
             later = time.time() + _LATER_S

@@ -13,7 +13,6 @@ from tests.chaos.state_audit import answered_are_never_handed_out, roll_backs_ta
 from tests.chaos.watched.journal import Entry, Life
 
 _MAX_NAMED = 5
-"""Problems named per rule."""
 _SETTLED_S = 0.8
 """Time for the broker to write its backlog after the store returns. It reaps nothing for longer than that."""
 _END_S = 0.5
@@ -23,7 +22,6 @@ _UNREAD_S = 0.25
 
 
 def find_delivery_problems(evidence: Evidence) -> list[str]:
-    """Return one sentence per violation, the first few of each rule."""
     rules = (
         _acknowledged_is_accounted_for,
         _acknowledged_to_its_sender,

@@ -19,8 +19,6 @@ class Times(NamedTuple):
 
 
 class Evidence:
-    """All journals of a run, and its final records."""
-
     def __init__(
         self,
         lives: list[Life],
@@ -31,7 +29,6 @@ class Evidence:
         max_lag: int,
         skipped: Iterable[int] = (),
     ) -> None:
-        """`skipped`: prompts without a group in the archive."""
         self.generators = [life for life in lives if life.role.startswith("generator") and life.of("hello")]
         self.learners = [life for life in lives if life.role == "learner"]
         self.brokers = [life for life in lives if life.role == "broker"]
@@ -48,7 +45,6 @@ class Evidence:
                 self._commits[group] = min(entry["t"], self._commits.get(group, entry["t"]))
 
     def of_learners(self, *kinds: str) -> list[Entry]:
-        """Entries of all learners, in order of time."""
         return sorted((entry for life in self.learners for entry in life.of(*kinds)), key=lambda entry: entry["t"])
 
     def first_commit_at(self, group: str) -> float:
@@ -56,7 +52,6 @@ class Evidence:
         return self._commits.get(group, float("inf"))
 
     def owner(self, life: Life) -> str:
-        """Name of a generator's process in the store."""
         return f"{life.role}/{life.of('hello')[0]['incarnation']}"
 
     def successor_began_at(self, life: Life) -> float:
@@ -92,7 +87,6 @@ def genuine(life: Life) -> dict[str, Entry]:
 
 
 def first_acks(life: Life) -> dict[str, float]:
-    """Time of the first acknowledgment of each id."""
     acks: dict[str, float] = {}
     for entry in life.of("acked"):
         for trajectory_id in entry["ids"]:

@@ -38,19 +38,14 @@ class Harness:
     """Owner of all processes of a run. Life: start -> strike -> settle -> outcome -> end."""
 
     def __init__(self, stage: Stage, *, num_generators: int, is_cold: bool) -> None:
-        """`is_cold`: start every role with a fresh interpreter."""
         self.stage = stage
         self._is_cold = is_cold
         self.journal = Journal(stage.journals, "harness")
         self.archive_problems: list[str] = []
-        """Defects of the archive at the deaths of its writer."""
         self.state_problems: dict[str, None] = {}
-        """Contradictions found in the store."""
         self._next_audit_at = 0.0
         self.stored: list[Stored] = []
-        """The archive at the end."""
         self.missed_acts: list[str] = []
-        """Points that no role reached in time."""
         self._most_consumed = 0
         self._admitted: int | None = None
         self.roles = {role.name: role for role in self._make_roles(num_generators)}
@@ -60,11 +55,9 @@ class Harness:
         self._num_reads = 0
         self._next_read_at = 0.0
         self.newest_step = 0
-        """Newest step seen in the store."""
 
     @property
     def store(self) -> RedisStore:
-        """The run's store, opened like an observer."""
         assert self._store is not None, "start() comes first"
         return self._store
 
@@ -119,7 +112,6 @@ class Harness:
             yield act.name
 
     def check_archive(self) -> None:
-        """Record archive defects after the death of its writer."""
         with suppress(ArchiveError):
             archive = Archive(self.stage.run_folder / "archive")
             self.archive_problems += [f"a dead broker left this: {problem}" for problem in archive.check().problems]
@@ -186,7 +178,6 @@ class Harness:
         return outcome, problems + self._delivery_problems(outcome)
 
     def _delivery_problems(self, outcome: Outcome) -> list[str]:
-        """Compare the journals with the outcome."""
         lives, max_lag = read_journals(self.stage.journals), self.stage.pace.max_lag
         times = Times(lease_s=self.stage.pace.lapse_after_s, peer_timeout_s=PEER_TIMEOUT_S)
         records = {"stored": self.stored, "lineage": outcome.lineage, "skipped": outcome.skipped}
@@ -195,7 +186,6 @@ class Harness:
         return [*seen, *state_audit.find_end_problems(self._read_state(), lives), *find_delivery_problems(evidence)]
 
     def end(self) -> None:
-        """Kill the roles that are left, the store last."""
         for role in reversed(self.roles.values()):
             role.end()
         if self._guard and self._guard.stdin:
@@ -210,7 +200,6 @@ class Harness:
 
     @property
     def last_lines(self) -> str:
-        """Last line of the log of every role."""
         return "last lines: " + "; ".join(f"{role.name}: {role.process.last_line}" for role in self.roles.values())
 
     def poll_until(self, is_met: Callable[[], bool], *, timeout_s: float, watches: bool = True) -> bool:
@@ -296,7 +285,6 @@ class Harness:
         self._next_audit_at = 0.0
 
     def _audit_state(self) -> None:
-        """Record contradictions in the store, after each strike and periodically."""
         self._next_audit_at = time.monotonic() + _AUDIT_EVERY_S
         state = self._read_state()
         self.state_problems |= dict.fromkeys(

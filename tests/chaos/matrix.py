@@ -54,7 +54,6 @@ class Row(NamedTuple):
     failure: Callable[[Any], AbstractContextManager[list[str] | None]]
     """Causes the failure when entered and undoes it when left; may yield problems."""
     hold_s: float = 0.0
-    """Time between cause and undoing, seconds."""
     ends: str = ""
     """Expected part of the error that ends the run; empty if the run must continue."""
     finds: str = ""
@@ -70,11 +69,9 @@ class Result(Record):
     """Behavior of the run, or the reason for which the row was skipped."""
     loss: Loss = Loss()
     left: list[str] = []
-    """Processes, sockets and files left behind."""
     next_step_s: float | None = None
     """Time from undoing the failure to the next step."""
     is_stuck: bool = False
-    """Whether the run did not recover."""
 
     @property
     def is_sound(self) -> bool:
@@ -143,7 +140,6 @@ def _stopped(run: LaunchedRun, role: str) -> Iterator[None]:
 
 
 def _await_verdict(run: LaunchedRun) -> None:
-    """Wait until a new launcher ends or the learner makes a step."""
     step = run.step
     run.wait(lambda: not run.is_running or run.step > step, timeout_s=START_TIMEOUT_S)
 

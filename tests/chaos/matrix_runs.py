@@ -74,7 +74,6 @@ class Loss(Record):
     """Damage found by an audit. Example: Loss(lost=0, duplicated=0, problems=[])."""
 
     lost: int = 0
-    """Trajectories and prompts that have disappeared."""
     duplicated: int = 0
     """Trajectories in two places, and groups trained on twice."""
     problems: list[str] = []
@@ -105,7 +104,6 @@ class LaunchedRun:
             raise TimeoutError(f"a first step must be made within {START_TIMEOUT_S:g} s, last line: {self.last_line}")
 
     def launch(self, *overrides: str, prefix: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
-        """Start a launcher that begins or resumes the run."""
         environment = {"TMPDIR": f"{self.folder}/tmp", "CHAOS_CLOCK": f"{self.folder}/clock", "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = f"{self.folder}/site:{ROOT}"
         command = [*prefix, *runs.command(*_SETTINGS, "resume=auto", *overrides)]
@@ -164,7 +162,6 @@ class LaunchedRun:
         return ended
 
     def process(self, role: str) -> psutil.Process:
-        """Process of a role by its name in `status`."""
         if role == "store":
             return psutil.Process(int((self.path / "store" / "redis.pid").read_text()))
         with closing(self.open_store()) as store:
@@ -223,8 +220,6 @@ class LaunchedRun:
 
 
 class LightRun:
-    """The light run of the harness, with its acts."""
-
     def __init__(self, folder: Path, num_rows: int) -> None:
         stage = Stage(folder, seed=0, steps=max(12, 4 * num_rows), pace=PACES["light"])
         self.harness = Harness(stage, num_generators=3, is_cold=False)
@@ -278,7 +273,6 @@ def read_books(store: RedisStore) -> Loss:
 
 @cache
 def can_mount() -> bool:
-    """Whether this process may mount disks."""
     # In a separate namespace, which ends with the program.
     attempt = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", tempfile.gettempdir()]
     return subprocess.run(attempt, capture_output=True, check=False).returncode == 0

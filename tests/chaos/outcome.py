@@ -25,9 +25,7 @@ from slipstream.learner.engines.optimizer import STATE_FILE
 from tests.chaos.watched.journal import content_of
 
 _LINEAGE = "lineage"
-"""Tensor in a checkpoint's optimizer state."""
 _MAX_SAMPLES_NAMED = 5
-"""Samples named per kind of problem."""
 
 Sample = tuple[str, str, int]
 """Group id, prompt uid, index in the group: independent of generator and attempt."""
@@ -37,11 +35,8 @@ class Trained(Record):
     """Samples of one step. Example: Trained(step=12, samples=[("380", "train/04711", 0), ...])."""
 
     step: int
-    """Counted from 1."""
     samples: list[Sample]
-    """In the order drawn."""
     ids: list[str] = []
-    """Trajectory of each sample."""
     contents: list[str] = []
     """Hash of each trajectory, see `journal.content_of`."""
 
@@ -52,16 +47,12 @@ class Outcome(Record):
     audit: Audit
     counts: StoreCounts
     ledger: list[StepEntry]
-    """Committed steps."""
     lineage: list[Trained]
-    """Lineage of the weights in the newest checkpoint."""
     archived: list[Sample]
-    """Trajectories of the retired groups in the archive."""
     archive: ArchiveCheck
     rejected: list[Sample] = []
     """Archived trajectories of groups that were not trained on, for a reason counted in the store."""
     consumed: int = 0
-    """Groups that count as trained on."""
     skipped: list[int] = []
     """Prompts without a group in the archive: must equal the number that the curriculum skipped."""
     allowed_refusals: list[str] = []
@@ -69,7 +60,6 @@ class Outcome(Record):
 
     @property
     def num_rejected(self) -> int:
-        """Groups that were not trained on."""
         return len({group for group, _, _ in self.rejected})
 
 
@@ -79,31 +69,24 @@ class Stored(NamedTuple):
     id: str
     sample: Sample
     content: str
-    """See `journal.content_of`."""
     tokens: str
-    """Hash of the tokens alone."""
     outcome: str
-    """End of its group: retired, rejected, ..."""
 
 
 def samples_of(groups: Sequence[Sequence[Trajectory]]) -> list[Sample]:
-    """Samples that a step on these groups trains on."""
     return [(member.group_id, member.prompt_uid, member.index) for group in groups for member in group]
 
 
 def pack_lineage(lineage: list[Trained]) -> dict[str, torch.Tensor]:
-    """The lineage as the optimizer state of a checkpoint."""
     return {_LINEAGE: torch.frombuffer(bytearray(msgspec.json.encode(lineage)), dtype=torch.uint8)}
 
 
 def read_lineage(folder: Path) -> list[Trained]:
-    """Read from a checkpoint."""
     tensor = load_file(folder / STATE_FILE.format(0))[_LINEAGE]
     return msgspec.json.decode(tensor.numpy().tobytes(), type=list[Trained])
 
 
 def count_samples(lineage: Iterable[Trained]) -> Counter[Sample]:
-    """Number of times that each sample was trained on."""
     return Counter(sample for trained in lineage for sample in trained.samples)
 
 

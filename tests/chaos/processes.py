@@ -50,12 +50,10 @@ class Process:
 
     @property
     def last_line(self) -> str:
-        """Last line of its log."""
         lines = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
         return lines[-1] if lines else "(nothing)"
 
     def start(self) -> None:
-        """Start a process with an empty memory."""
         raise NotImplementedError
 
     def send(self, number: signal.Signals) -> None:

@@ -40,7 +40,6 @@ class Relay:
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Forward forever."""
         while True:
             for key, _ in self._selector.select(_TICK_S):
                 if key.fileobj is self._listener:
@@ -91,7 +90,6 @@ class Relay:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Relay until killed."""
     listen, connect, seed = arguments
     Relay(listen, connect, seed=int(seed)).run()
 

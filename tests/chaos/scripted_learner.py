@@ -60,8 +60,6 @@ _AFTER_STOP_S = 0.5
 
 
 class LineageEngine(TorchEngine):
-    """An engine whose optimizer state is the lineage of its weights."""
-
     lineage: list[Trained]
 
     def copy_state(self) -> dict[str, Tensor]:
@@ -73,8 +71,6 @@ class LineageEngine(TorchEngine):
 
 
 class ScriptedTrainer(Trainer):
-    """A trainer whose step sleeps and changes one weight."""
-
     def __init__(self, run: RunConfig, *, engine: LineageEngine, ranks: Ranks) -> None:
         super().__init__(
             run,
@@ -91,7 +87,6 @@ class ScriptedTrainer(Trainer):
     def step(
         self, groups: Sequence[Sequence[Trajectory]], *, learner_version: int, step: int, **_: object
     ) -> dict[str, Any]:
-        """Record the samples; return the metrics that a run needs."""
         if step == self._settings.learner.max_steps:
             self._await_end_of_strikes()
         # Seeded, so that a repeated step takes the same time.
@@ -151,7 +146,6 @@ def watch() -> None:
 
 @fail_cleanly(BrokerError, ReplayBufferError, LearnerError)
 def main(arguments: list[str]) -> None:
-    """Join the broker and train."""
     overrides = [argument for argument in arguments if argument != "--light"]
     watch()
     run = load(overrides)

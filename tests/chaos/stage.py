@@ -13,13 +13,11 @@ from tests.chaos.processes import WarmProcess
 EngineKind = Literal["light", "scripted", "vllm"]
 
 NAME = "chaos"
-"""Name of the run."""
 HOLD_FILE = "hold-the-last-step"
 """File in the run's folder during the strikes."""
 JOURNALS = "journal"
 """Folder of the journals, from the folder in which the roles work."""
 POINTS = "points"
-"""Folder of the requests for a signal at a point."""
 ANSWER_TIMEOUT_S = 2.0
 """Time after which the outbox of a light generator resends unanswered messages."""
 PEER_TIMEOUT_S = 1.5
@@ -27,7 +25,6 @@ PEER_TIMEOUT_S = 1.5
 ALLOWED_REFUSALS = ["checksum", "content_conflict", "unknown_group"]
 """Reasons for which the broker must refuse deliberately bad offers."""
 MEAN_STEP_S = 0.1
-"""Mean duration of a scripted step."""
 NUM_ROWS = 97
 """Prompts in the task; few, for many epochs per run."""
 GROUP_SIZE = 4
@@ -38,7 +35,6 @@ class Pace(Record):
     """Settings and durations that match the start time of generators. Example: PACES["scripted"]."""
 
     engine: list[str]
-    """Overrides that choose the generators' engine and their load."""
     has_cold_generators: bool
     """Whether they need a fresh interpreter: vLLM reads its environment when it is imported."""
     lapse_after_s: float
@@ -54,11 +50,9 @@ class Pace(Record):
     transfer_timeout_s: float = 0.0
     """Seconds after which members of a broadcast are evicted; 0: `lapse_after_s`."""
     read_every_s: float = 0.04
-    """Interval of store reads."""
     max_stall_s: float = 120.0
     """Time without a step after which a run without strikes has stalled."""
     flags: list[str] = []
-    """Arguments of the roles before their settings."""
 
     @property
     def is_light(self) -> bool:
@@ -114,8 +108,6 @@ PACES: dict[EngineKind, Pace] = {
 
 
 class Stage:
-    """Paths and settings of one run."""
-
     def __init__(self, folder: Path, *, seed: int, steps: int, pace: Pace) -> None:
         self.folder = folder
         self.run_folder = folder / "runs" / NAME
@@ -143,7 +135,6 @@ class Stage:
 
     @property
     def settings(self) -> list[str]:
-        """Overrides for broker and learner."""
         # Short times, so that peers, leases, and claims also lapse. max_attempts is unreachable, because a prompt with
         # many attempts is not poisonous here.
         lapse_after_s, max_lag = self.pace.lapse_after_s, self.pace.max_lag

@@ -37,10 +37,8 @@ class Snapshot(NamedTuple):
 
     hashes: dict[str, dict[str, bytes]]
     lists: dict[str, list[str]]
-    """Lists, sets, and sorted sets in their order."""
 
     def number(self, name: str, field: str) -> int:
-        """Number in a hash; 0 if missing."""
         return int(self.hashes.get(name, {}).get(field) or 0)
 
     def below(self, prefix: str) -> dict[str, list[str]]:
@@ -54,7 +52,6 @@ class Snapshot(NamedTuple):
 
     @property
     def groups(self) -> dict[str, dict[str, bytes]]:
-        """Records of the training groups."""
         return {group: record for group, record in self.records.items() if ":" not in group}
 
     @property
@@ -167,7 +164,6 @@ def _counter_problems(state: Snapshot) -> Iterator[str]:
 
 
 def find_progress_problems(state: Snapshot) -> list[str]:
-    """Return one sentence per progress counter that contradicts the ledger."""
     step, version, announced = (state.number("run", name) for name in ("step", "version", "announced_version"))
     problems = []
     if version > min(step, announced):

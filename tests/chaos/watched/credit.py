@@ -9,7 +9,6 @@ from tests.chaos.watched.journal import Journal
 _CHECKS = 4
 """Client steps within which a due trajectory covered by credit must be sent."""
 _GRACE_S = 0.2
-"""Added to every due time."""
 
 
 class Credit:
@@ -34,7 +33,6 @@ class Credit:
         self._was_reported = False
 
     def add(self, trajectory_id: str, size_bytes: int) -> None:
-        """A trajectory enters the outbox."""
         with self._lock:
             self._sizes[trajectory_id] = size_bytes
             self._due_at[trajectory_id] = time.monotonic()
@@ -56,7 +54,6 @@ class Credit:
             self._is_joined = False
 
     def send(self, trajectory_id: str, size_bytes: int) -> None:
-        """A trajectory leaves the outbox."""
         with self._lock:
             self._due_at.pop(trajectory_id, None)
             self._checks.pop(trajectory_id, None)

@@ -37,7 +37,6 @@ _UPDATE_S = 0.03
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Generate until drained or killed."""
     flags = {argument for argument in arguments if argument in ("--light", "--misbehaves", "--lies")}
     rest = [argument for argument in arguments if argument not in flags]
     WatchedChannel.journal = Journal(Path(JOURNALS), role.split_id(rest)[0])
@@ -51,7 +50,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def watch_client(*, is_light: bool) -> None:
-    """Record trajectories before they enter the outbox; if light, damage some."""
     put = BrokerClient.put
 
     def watched(client: BrokerClient, header: TrajectoryHeader, payload: bytes) -> None:
@@ -87,8 +85,6 @@ def watch_end() -> None:
 
 
 class CharacterTokenizer:
-    """One token per character of the task."""
-
     chat_template = None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -141,7 +137,6 @@ class LightEngine(ScriptedEngine):
 
 
 def lighten() -> None:
-    """Replace the slow and large parts of a generator."""
     client.BROKER_SILENCE_S = _SILENCE_S
     outbox._ANSWER_TIMEOUT_S = Credit.answer_timeout_s = ANSWER_TIMEOUT_S
     collective.CollectiveReceiver = lambda device: None

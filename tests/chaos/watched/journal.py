@@ -19,15 +19,12 @@ Entry = dict[str, Any]
 
 
 class Journal:
-    """The journal of this process."""
-
     def __init__(self, folder: Path, role: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.role = role
         self._file = os.open(folder / f"{role}.{time.time_ns()}.{os.getpid()}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 
     def write(self, kind: str, **facts: Any) -> None:
-        """Append one entry; any thread."""
         os.write(self._file, msgspec.json.encode({"t": time.time(), "k": kind} | facts) + b"\n")
 
 
@@ -39,17 +36,14 @@ class Life(NamedTuple):
     entries: list[Entry]
 
     def of(self, *kinds: str) -> list[Entry]:
-        """Return the entries of some kinds, in order."""
         return [entry for entry in self.entries if entry["k"] in kinds]
 
     @property
     def began_at(self) -> float:
-        """Time of the first entry."""
         return self.entries[0]["t"]
 
     @property
     def ended_at(self) -> float:
-        """Time of the last entry."""
         return self.entries[-1]["t"]
 
 

@@ -18,7 +18,6 @@ from tests.chaos.watched.journal import Journal
 from tests.chaos.watched.points import Points
 
 _REPEATED = 0.15
-"""Fraction of claims and commits to repeat."""
 
 
 class WatchedStore(RedisStore):
