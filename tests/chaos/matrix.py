@@ -28,18 +28,8 @@ from docs.tools.write_docs import Block, filled
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.configs.base import Record
 from tests import runs
-from tests.chaos.matrix_runs import (
-    END_TIMEOUT_S,
-    START_TIMEOUT_S,
-    STEP_TIMEOUT_S,
-    LaunchedRun,
-    LightRun,
-    Loss,
-    Scene,
-    can_mount,
-    mount,
-    read_books,
-)
+from tests.chaos import matrix_runs
+from tests.chaos.matrix_runs import LaunchedRun, LightRun, Loss, Scene, can_mount, mount, read_books
 from tests.runs import ROOT, processes_of
 
 _PAGE = Path("docs/reliability.md")
@@ -141,7 +131,7 @@ def _stopped(run: LaunchedRun, role: str) -> Iterator[None]:
 
 def _await_verdict(run: LaunchedRun) -> None:
     step = run.step
-    run.wait(lambda: not run.is_running or run.step > step, timeout_s=START_TIMEOUT_S)
+    run.wait(lambda: not run.is_running or run.step > step, timeout_s=matrix_runs.START_TIMEOUT_S)
 
 
 @contextmanager
@@ -191,10 +181,10 @@ def _two_launchers(run: LaunchedRun) -> Iterator[list[str]]:
     problems: list[str] = []
     run.stop()
     pair = [run.launch(), run.launch()]
-    run.wait(lambda: any(each.poll() is not None for each in pair), timeout_s=START_TIMEOUT_S)
+    run.wait(lambda: any(each.poll() is not None for each in pair), timeout_s=matrix_runs.START_TIMEOUT_S)
     run.launcher = next((each for each in pair if each.poll() is None), None)
     third = run.launch()
-    run.wait(lambda: third.poll() is not None, timeout_s=START_TIMEOUT_S)
+    run.wait(lambda: third.poll() is not None, timeout_s=matrix_runs.START_TIMEOUT_S)
     if run.printed.count("must have one launcher") != 2 or not run.is_running:
         problems.append(f"two of three launchers must be refused, last line: {run.last_line}")
     yield problems
@@ -207,7 +197,7 @@ def _interrupted(run: LaunchedRun) -> Iterator[None]:
         run.stop()
         run.launcher = launcher = run.launch()
         run.wait(lambda: False, timeout_s=delay_s)
-        ends_at = time.monotonic() + END_TIMEOUT_S
+        ends_at = time.monotonic() + matrix_runs.END_TIMEOUT_S
         while launcher.poll() is None and time.monotonic() < ends_at:
             os.killpg(launcher.pid, signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
@@ -307,8 +297,8 @@ def _play(row: Row, run: Scene) -> Result:
         if row.ends not in ended or (ended and not row.ends):
             expected = f"end with {row.ends!r}" if row.ends else "continue"
             problems.append(f"the run must {expected}, got {ended or 'a run that continues'}")
-        if not run.wait(lambda: run.step > step, timeout_s=STEP_TIMEOUT_S):
-            problems.append(f"no step within {STEP_TIMEOUT_S:g} s, {run.last_line}")
+        if not run.wait(lambda: run.step > step, timeout_s=matrix_runs.STEP_TIMEOUT_S):
+            problems.append(f"no step within {matrix_runs.STEP_TIMEOUT_S:g} s, {run.last_line}")
             return Result(row.name, "stands still", Loss(problems=problems), run.take_leftovers(), is_stuck=True)
         next_step_s = time.monotonic() - undone_at
         with closing(run.open_store()) as store:

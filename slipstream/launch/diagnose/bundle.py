@@ -16,7 +16,7 @@ from slipstream.configs.load import to_plain
 from slipstream.configs.run import RunConfig
 from slipstream.launch.diagnose.install import installed_packages
 from slipstream.launch.diagnose.last_run import log_tail, read_events, read_or_nothing
-from slipstream.launch.diagnose.machine import Finding
+from slipstream.launch.diagnose.machine import Result
 from slipstream.runtime.credentials import find_token, known_secrets, mask, without_secrets
 from slipstream.runtime.process import versions
 
@@ -54,7 +54,7 @@ def secrets_of(run: RunConfig, folder: Path | None) -> set[str]:
     return known_secrets(os.environ, *tokens)
 
 
-def write_bundle(path: Path, subject: Subject, findings: Sequence[Finding], *, known: Iterable[str]) -> None:
+def write_bundle(path: Path, subject: Subject, findings: Sequence[Result], *, known: Iterable[str]) -> None:
     """Write the bundle, readable only by its owner. Raises ConfigError."""
     draft = path.with_name(f"{path.name}.new")
     try:
@@ -73,7 +73,7 @@ def write_bundle(path: Path, subject: Subject, findings: Sequence[Finding], *, k
         raise ConfigError(f"--bundle must name a file that can be written, got {path}: {error}.") from None
 
 
-def _contents(subject: Subject, findings: Sequence[Finding], *, known: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _contents(subject: Subject, findings: Sequence[Result], *, known: Iterable[str]) -> Iterator[tuple[str, str]]:
     yield "diagnosis.json", _json(findings)
     yield "config.json", _json(without_secrets(to_plain(subject.run), known=known))
     yield "versions.json", _json({"of the run": versions(), "installed": installed_packages()})

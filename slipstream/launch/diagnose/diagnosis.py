@@ -22,7 +22,7 @@ from slipstream.launch.diagnose import cluster, inputs, install, machine
 from slipstream.launch.diagnose.bundle import Subject, check_bundle, secrets_of, write_bundle
 from slipstream.launch.diagnose.cluster import report
 from slipstream.launch.diagnose.last_run import check_last_run
-from slipstream.launch.diagnose.machine import Finding
+from slipstream.launch.diagnose.machine import Result
 from slipstream.launch.diagnose.probe import run_probe
 from slipstream.launch.preflight import surroundings
 from slipstream.runtime.credentials import mask
@@ -42,7 +42,7 @@ class Check(NamedTuple):
     """A check and its deadline. Example: Check("memory", check_memory, fix="end other processes")"""
 
     name: str
-    find: Callable[[], Finding | list[Finding]]
+    find: Callable[[], Result | list[Result]]
     fix: str = _DEAD_MOUNT
     """Remedy if `find` raises."""
     timeout_s: float = 15.0
@@ -105,7 +105,7 @@ def choose(words: Sequence[str]) -> Subject:
     return Subject(run, folder, folder is not None and is_held(folder), f"settings of the command line ({run.name})")
 
 
-def find_all(subject: Subject) -> list[Finding]:
+def find_all(subject: Subject) -> list[Result]:
     """Run all checks concurrently, each with its deadline."""
     started_at = time.monotonic()
     running = [(check, _start(check.find)) for check in list_checks(subject)]
@@ -118,7 +118,7 @@ def list_checks(subject: Subject) -> list[Check]:
     # A live run matters only if it is the one that the settings describe.
     is_live = subject.is_live and subject.folder is not None and folder.path.resolve() == subject.folder.resolve()
     return [
-        Check("settings", lambda: Finding("settings", "ok", subject.origin)),
+        Check("settings", lambda: Result("settings", "ok", subject.origin)),
         *_of_machine(run, folder.path, is_live=is_live, is_over=subject.is_over),
         *_of_surroundings(run, folder, is_live=is_live),
         Check("store", lambda: inputs.check_store(run, folder.path, is_live=is_live), fix=_STORE_FIX),
@@ -131,7 +131,7 @@ def list_checks(subject: Subject) -> list[Check]:
 def _of_machine(run: RunConfig, folder: Path, *, is_live: bool, is_over: bool) -> list[Check]:
     installed, cuda = install.installed_packages(), install.torch_cuda()
 
-    def wheels() -> Finding:
+    def wheels() -> Result:
         return install.check_wheels(run, installed, cuda=cuda, num_gpus=machine.count_gpus())
 
     return [
@@ -165,7 +165,7 @@ def _of_surroundings(run: RunConfig, folder: RunFolder, *, is_live: bool) -> lis
     return found
 
 
-def _surrounding(name: str, run: RunConfig, *, is_live: bool, check: Callable[[], object]) -> Finding:
+def _surrounding(name: str, run: RunConfig, *, is_live: bool, check: Callable[[], object]) -> Result:
     reason = ""
     if name == "object store" and not run.storage_uri:
         reason = "the run has no storage_uri"
@@ -175,14 +175,14 @@ def _surrounding(name: str, run: RunConfig, *, is_live: bool, check: Callable[[]
         reason = "the run is in progress, and holds its ports"
     else:
         check()
-    return Finding(name, "skipped", reason) if reason else Finding(name, "ok", "as a run needs it")
+    return Result(name, "skipped", reason) if reason else Result(name, "ok", "as a run needs it")
 
 
-def _last_run(subject: Subject) -> Finding | list[Finding]:
+def _last_run(subject: Subject) -> Result | list[Result]:
     if subject.folder:
         return check_last_run(subject.folder, is_live=subject.is_live)
     name, others = subject.run.name, describe_others(Path(subject.run.runs_dir), subject.run.name)
-    return Finding("last run", "skipped", f"there is no run {name!r}: {others}")
+    return Result("last run", "skipped", f"there is no run {name!r}: {others}")
 
 
 # --- deadlines -------------------------------------------------------------------------------------------------------
@@ -209,12 +209,12 @@ def _within(timeout_s: float, function: Callable[[], T]) -> T:
         ) from None
 
 
-def _await(check: Check, future: "Future[Finding | list[Finding]]", *, started_at: float) -> list[Finding]:
+def _await(check: Check, future: "Future[Result | list[Result]]", *, started_at: float) -> list[Result]:
     try:
         found = future.result(timeout=max(0.0, started_at + check.timeout_s - time.monotonic()))
         return found if isinstance(found, list) else [found]
     except TimeoutError:
-        return [Finding(check.name, "fail", f"no answer within {check.timeout_s:g} s", fix=_DEAD_MOUNT)]
+        return [Result(check.name, "fail", f"no answer within {check.timeout_s:g} s", fix=_DEAD_MOUNT)]
     except Exception as error:  # ours, or a fault that the check did not expect
         kind = "" if isinstance(error, ConfigError | BrokerError | ReplayBufferError) else f"{type(error).__name__}: "
-        return [Finding(check.name, "fail", f"{kind}{error}", fix=check.fix)]
+        return [Result(check.name, "fail", f"{kind}{error}", fix=check.fix)]

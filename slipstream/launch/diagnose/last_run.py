@@ -9,7 +9,7 @@ from slipstream.buffer.records import EVENTS_KEPT, Event
 from slipstream.buffer.role_reports import LAUNCHER
 from slipstream.cluster.role_process import find_error
 from slipstream.configs.base import ConfigError
-from slipstream.launch.diagnose.machine import Finding, Verdict
+from slipstream.launch.diagnose.machine import Result, Verdict
 from slipstream.observe.metrics_rows import read_tail
 from slipstream.observe.reader import RunReader
 
@@ -35,7 +35,7 @@ _REMEDIES = {
 """Pattern in an error -> remedy."""
 
 
-def check_last_run(folder: Path, *, is_live: bool) -> list[Finding]:
+def check_last_run(folder: Path, *, is_live: bool) -> list[Result]:
     """Check a run's state, events, and logs."""
     has_ended = (folder / "summary.json").is_file()
     events, problem = read_events(folder, is_live=is_live)
@@ -46,10 +46,10 @@ def check_last_run(folder: Path, *, is_live: bool) -> list[Finding]:
     reached = f" at step {rows[-1]['step']}" if rows else ", with no step in metrics.jsonl"
     found = f"{folder.name} {whole}{reached}"
     if is_live or has_ended:
-        first = Finding("last run", "ok", found)
+        first = Result("last run", "ok", found)
     else:
         fix = _remedy(fatal, f"look at {folder}/logs; continue it with `slipstream run name={folder.name} resume=true`")
-        first = Finding("last run", "fail" if fatal else "warn", f"{found}: {fatal}" if fatal else found, fix=fix)
+        first = Result("last run", "fail" if fatal else "warn", f"{found}: {fatal}" if fatal else found, fix=fix)
     return [first, _judge_events(deaths, problem), *_judge_logs(folder, is_over=not (is_live or has_ended))]
 
 
@@ -81,17 +81,17 @@ def read_or_nothing(path: Path) -> str:
         return ""
 
 
-def _judge_events(deaths: Sequence[Event], problem: str) -> Finding:
+def _judge_events(deaths: Sequence[Event], problem: str) -> Result:
     if problem:
-        return Finding("events", "skipped", problem)
+        return Result("events", "skipped", problem)
     if not deaths:
-        return Finding("events", "ok", "no role died")
+        return Result("events", "ok", "no role died")
     shown = "; ".join(f"{each.role}: {each.text.splitlines()[0]}" for each in deaths[-_EVENTS_SHOWN:])
     fix = _remedy(shown, "see the logs of these roles, and `slipstream status`")
-    return Finding("events", "warn", f"{len(deaths)} deaths, most recently {shown}", fix=fix)
+    return Result("events", "warn", f"{len(deaths)} deaths, most recently {shown}", fix=fix)
 
 
-def _judge_logs(folder: Path, *, is_over: bool) -> list[Finding]:
+def _judge_logs(folder: Path, *, is_over: bool) -> list[Result]:
     found = []
     for path in sorted((folder / "logs").glob("*.log")):
         lines = log_tail(path)
@@ -99,8 +99,8 @@ def _judge_logs(folder: Path, *, is_over: bool) -> list[Finding]:
             # The error is not fatal if the run continued or finished.
             verdict: Verdict = "fail" if is_over else "warn"
             fix = _remedy(error, f"see the end of {path}")
-            found.append(Finding(f"log of {path.stem}", verdict, error, fix=fix))
-    return found or [Finding("logs", "ok", "no error and no traceback at their ends")]
+            found.append(Result(f"log of {path.stem}", verdict, error, fix=fix))
+    return found or [Result("logs", "ok", "no error and no traceback at their ends")]
 
 
 def _remedy(error: str, otherwise: str) -> str:

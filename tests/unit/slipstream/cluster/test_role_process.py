@@ -4,13 +4,14 @@ import itertools
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from slipstream.cluster.role_process import Restart, RoleDiedError, RoleProcess
+from tests.runs import until
 
 ENDS_WITH = """
 import os, sys
@@ -29,7 +30,6 @@ print("up", flush=True)
 while True:
     signal.pause()
 """
-PATIENCE_S = 30.0
 
 
 @pytest.fixture
@@ -39,17 +39,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not reached():
-        assert time.monotonic() < deadline
-
-
 def fate(folder: Path, end: str, restart: Restart) -> str:
     """The launcher's report of a role that ends in this way."""
     role = RoleProcess("role", ["ends_with", end], logs=folder, restart=restart)
     role.start()
-    until(lambda: not role.is_running)
+    until(lambda: not role.is_running, what="the role")
     messages = role.poll()
     return messages[0] if messages else "finished" * role.has_finished
 
@@ -101,7 +95,7 @@ def test_an_error_of_the_start_that_comes_back_the_same_ends_the_run(
     role = fails(folder, end, ["of the machine", "of model 6", "of model 7"])
     role.start()
     with pytest.raises(RoleDiedError, match=reported):
-        until(lambda: bool(role.poll()) and False)
+        until(lambda: bool(role.poll()) and False, what="the role")
     assert role.num_restarts == 2
 
 
@@ -127,7 +121,7 @@ def test_a_role_that_cannot_be_started_is_started_later_and_a_failed_attempt_kee
     monkeypatch.setattr("slipstream.cluster.role_process._RESTART_AFTER_S", 0.0)
     role = fails(folder, "75", ["of the network"] * 2)
     role.start()
-    until(lambda: bool(role.poll()))
+    until(lambda: bool(role.poll()), what="the role")
     opened = open_descriptors()
     with descriptors_left(5):
         messages = [role.poll() for _ in range(3)]
@@ -138,9 +132,9 @@ def test_a_role_that_cannot_be_started_is_started_later_and_a_failed_attempt_kee
     # A machine that never recovers ends the run.
     role = fails(folder, "75", ["of the network"])
     role.start()
-    until(lambda: bool(role.poll()))
+    until(lambda: bool(role.poll()), what="the role")
     with descriptors_left(5), pytest.raises(RoleDiedError, match="cannot be started"):
-        until(lambda: bool(role.poll()) and False)
+        until(lambda: bool(role.poll()) and False, what="the role")
 
 
 @pytest.mark.parametrize(("end", "has_worked"), [("raise", True), ("75", False)])
@@ -157,7 +151,7 @@ def test_an_error_that_a_restart_may_cure_may_come_back(
         role.poll()
         return role.num_restarts == 3
 
-    until(is_restarted_thrice)
+    until(is_restarted_thrice, what="three restarts")
     role.stop(ends_at=0.0)
 
 
@@ -165,9 +159,9 @@ def test_terminate_signals_a_role_once(folder: Path):
     (folder / "never_done.py").write_text(NEVER_DONE)
     role = RoleProcess("role", ["never_done"], logs=folder)
     role.start()
-    until(lambda: "up" in role.log_tail())
+    until(lambda: "up" in role.log_tail(), what="the role")
     role.terminate()
-    until(lambda: "stopping" in role.log_tail())
+    until(lambda: "stopping" in role.log_tail(), what="the role")
     grace_ends_at = time.monotonic() + 1.5
     while time.monotonic() < grace_ends_at:
         role.terminate()
@@ -189,7 +183,7 @@ def test_a_log_is_cut_to_its_newest_lines_while_the_role_goes_on_writing(folder:
     (folder / "chatty.py").write_text(CHATTY)
     role = RoleProcess("role", ["chatty", "5000"], logs=folder, max_log_bytes=8000)
     role.start()
-    until(lambda: "the last line" in role.log_tail(num_lines=1))
+    until(lambda: "the last line" in role.log_tail(num_lines=1), what="the role")
     assert role.poll() == []
     log = (folder / "role.log").read_text()
     assert 1000 < len(log) <= 2000
@@ -199,7 +193,7 @@ def test_a_log_is_cut_to_its_newest_lines_while_the_role_goes_on_writing(folder:
     (folder / "role.log").write_text("error: of a start before\n" * 400)
     role = RoleProcess("role", ["chatty", "5000", "ends"], logs=folder, max_log_bytes=8000)
     role.start()
-    until(lambda: not role.is_running)
+    until(lambda: not role.is_running, what="the role")
     with pytest.raises(RoleDiedError, match="role: the last line"):
         role.poll()
 
@@ -208,7 +202,7 @@ def test_a_role_whose_log_was_removed_is_restarted_all_the_same(folder: Path, mo
     monkeypatch.setattr("slipstream.cluster.role_process._RESTART_AFTER_S", 0.0)
     role = RoleProcess("role", ["ends_with", "1"], logs=folder / "logs")
     role.start()
-    until(lambda: not role.is_running)
+    until(lambda: not role.is_running, what="the role")
     shutil.rmtree(folder / "logs")
     assert role.poll() == ["role died (exit code 1); last line of its log: ; restarting in 0 s"]
     assert role.poll()[0].startswith("role restarted (pid ")

@@ -14,10 +14,10 @@ from slipstream.configs.load import load
 from slipstream.launch.diagnose import diagnosis
 from slipstream.launch.diagnose.bundle import secrets_of
 from slipstream.launch.diagnose.diagnosis import Check, choose, find_all, list_checks
-from slipstream.launch.diagnose.machine import Finding
+from slipstream.launch.diagnose.machine import Result
 from slipstream.runtime.run_folder import RunFolder
 
-GOOD = Finding("memory", "ok", "19.8 GiB free")
+GOOD = Result("memory", "ok", "19.8 GiB free")
 RUN_TOKEN = "the-token-of-the-run-which-is-long-enough"
 GUEST_TOKEN = "guest.lab.0123456789abcdef0123456789abcdef"
 VARIABLES = {
@@ -94,7 +94,7 @@ def test_every_part_is_checked(folder: Path) -> None:
 
 
 def raising(error: Exception) -> Check:
-    def check() -> Finding:
+    def check() -> Result:
         raise error
 
     return Check(type(error).__name__, check, fix="mend it")
@@ -102,7 +102,7 @@ def raising(error: Exception) -> Check:
 
 def test_a_check_that_hangs_or_raises_fails_and_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
-    hanging = Check("mount", lambda: Finding("mount", "ok", str(released.wait(60))), timeout_s=0.05)
+    hanging = Check("mount", lambda: Result("mount", "ok", str(released.wait(60))), timeout_s=0.05)
     errors = [ConfigError("x must be y."), StoreUnavailableError("no store answered."), PermissionError(13, "denied")]
     plant(monkeypatch, hanging, *map(raising, errors), Check("memory", lambda: [GOOD, GOOD]))
     found = find_all(choose([]))
@@ -150,9 +150,9 @@ def test_beside_a_run_in_progress_other_settings_are_those_of_a_run_to_be_starte
 def test_only_a_failure_changes_the_exit_code(
     verdict: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def check() -> Finding:
+    def check() -> Result:
         print("noise of a library")
-        return Finding("memory", verdict, "[b]none[/b]", fix="buy some")  # type: ignore[arg-type]
+        return Result("memory", verdict, "[b]none[/b]", fix="buy some")  # type: ignore[arg-type]
 
     plant(monkeypatch, Check("memory", check))
     ended = 0
@@ -170,7 +170,7 @@ def test_a_bundle_has_what_a_report_needs_and_no_secret(
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     found = f"the store at {ELSEWHERE['address']} refused {VARIABLES['SLIPSTREAM_REDIS_PASSWORD']} and {RUN_TOKEN}"
-    plant(monkeypatch, Check("store", lambda: Finding("store", "warn", found)))
+    plant(monkeypatch, Check("store", lambda: Result("store", "warn", found)))
     main(["diagnose", "--bundle", "report.tar.gz"])
     path = tmp_path / "report.tar.gz"
     with tarfile.open(path) as archive:

@@ -12,7 +12,7 @@ from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 from slipstream.launch.diagnose.inputs import check_data, check_model_folder, check_store, judge_server
-from slipstream.launch.diagnose.machine import Finding
+from slipstream.launch.diagnose.machine import Result
 from tests.builders import make_run
 from tests.fakes import write_rows
 from tests.unit.slipstream.launch.diagnose.findings import assert_found, by_name
@@ -58,7 +58,7 @@ def test_a_whole_model_passes_and_a_damaged_config_or_none_does_not(model: Path,
 
 
 def test_weights_must_be_whole(model: Path) -> None:
-    def weights() -> Finding:
+    def weights() -> Result:
         return by_name(check_model_folder(run_of(model)))["weights"]
 
     parts = {"a": "model.safetensors", "c": "model.safetensors", "d": "model-2.safetensors"}
@@ -77,7 +77,7 @@ def test_weights_must_be_whole(model: Path) -> None:
 
 
 def test_a_tokenizer_must_fit_the_model(model: Path) -> None:
-    def tokenizer() -> Finding:
+    def tokenizer() -> Result:
         return by_name(check_model_folder(run_of(model)))["tokenizer"]
 
     (model / "config.json").write_text(json.dumps(CONFIG | {"vocab_size": 2}))

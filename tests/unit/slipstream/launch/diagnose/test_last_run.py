@@ -7,7 +7,7 @@ import pytest
 
 from slipstream.buffer.records import Event
 from slipstream.launch.diagnose import last_run
-from slipstream.launch.diagnose.machine import Finding
+from slipstream.launch.diagnose.machine import Result
 from tests.unit.slipstream.launch.diagnose.findings import by_name
 
 OUT_OF_MEMORY = """12:00:00 [info] step step=3
@@ -31,7 +31,7 @@ def plant_events(monkeypatch: pytest.MonkeyPatch, *events: tuple[str, str]) -> N
     monkeypatch.setattr(last_run, "read_events", lambda *_, **__: (found, ""))
 
 
-def findings_of(folder: Path, *, is_live: bool = False) -> dict[str, Finding]:
+def findings_of(folder: Path, *, is_live: bool = False) -> dict[str, Result]:
     return by_name(last_run.check_last_run(folder, is_live=is_live))
 
 
