@@ -44,7 +44,7 @@ class Evaluation(Record):
 
 
 def show_evaluations(words: Sequence[str], *, out: Path | None, is_json: bool, is_whole: bool) -> None:
-    """Evaluate the models of the command line and print the scores. Raises the errors of `evaluate`."""
+    """Evaluate models and print the scores. Raises the errors of `evaluate`."""
     models, settings = load_with_models(list(words))
     found = evaluate(settings, models, out=out, is_whole=is_whole)
     if is_json:
@@ -70,17 +70,13 @@ def evaluate(
         folder = out / f"model-{number}" if out and len(models) > 1 else out
         answers = _answers(own, folder, is_whole=is_whole)
         base = base or answers
-        found += [_evaluation(own, each, answers[each.name], base[each.name]) for each in run.data.heldout_sets]
+        for each in run.data.heldout_sets:
+            own_answers = answers[each.name]
+            difference = {} if answers is base else differences(metric_sums(own_answers), metric_sums(base[each.name]))
+            sources = {source: score(part) for source, part in by_source(own_answers).items()}
+            where = (model, each.name, each.path, each.temperature)
+            found.append(Evaluation(*where, score=score(own_answers), by_source=sources, difference=difference))
     return found
-
-
-def _evaluation(
-    run: RunConfig, heldout: HeldoutSet, answers: list[EvaluationAnswer], base: list[EvaluationAnswer]
-) -> Evaluation:
-    difference = {} if answers is base else differences(metric_sums(answers), metric_sums(base))
-    sources = {source: score(part) for source, part in by_source(answers).items()}
-    where = (run.model.path, heldout.name, heldout.path, heldout.temperature)
-    return Evaluation(*where, score=score(answers), by_source=sources, difference=difference)
 
 
 def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
@@ -114,7 +110,7 @@ def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
 
 
 def _jobs(heldout: HeldoutSet, dataset: Dataset, is_whole: bool, *, run: RunConfig) -> list[Job]:
-    """Return the jobs of a set, one group per answer, as a run leases them."""
+    """Return one group per answer, as a run leases them."""
     rows = range(len(dataset)) if is_whole else run.evaluation.rows(len(dataset))[1]
     leases = [
         make_lease(
@@ -132,7 +128,7 @@ def _jobs(heldout: HeldoutSet, dataset: Dataset, is_whole: bool, *, run: RunConf
 
 # --- the tables ------------------------------------------------------------------------------------------------------
 def tables(evaluations: Sequence[Evaluation]) -> list[Table]:
-    """Return one table per set, with a column per model and per difference to the first model."""
+    """Return one table per set, with columns for models and their differences to the first."""
     sets: dict[str, list[Evaluation]] = {}
     for each in evaluations:
         sets.setdefault(each.set, []).append(each)

@@ -26,28 +26,19 @@ def check_model_path(path: str) -> None:
     if Path(path).is_dir():
         if not (Path(path) / _CONFIG).is_file():
             raise _invalid_path(path, f"the folder has no {_CONFIG}")
-    elif _is_folder_name(path):
+        return
+    # A hub name has one slash, after its owner.
+    if path.startswith((".", "/", "~")) or path.count("/") > 1 or ("/" in path and Path(path).parent.is_dir()):
         raise _invalid_path(path, "there is no such folder")
-    else:
-        _check_hub(path)
-
-
-def _is_folder_name(path: str) -> bool:
-    """Return whether `path` can only be a folder. A hub name has one slash, after its owner."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or ("/" in path and Path(path).parent.is_dir())
-
-
-def _check_hub(name: str) -> None:
     try:
-        if isinstance(huggingface_hub.try_to_load_from_cache(name, _CONFIG), str):
-            return
-        huggingface_hub.HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
+        if not isinstance(huggingface_hub.try_to_load_from_cache(path, _CONFIG), str):
+            huggingface_hub.HfApi().model_info(path, timeout=_HUB_TIMEOUT_S)
     except huggingface_hub.errors.HFValidationError:
-        raise _invalid_path(name, "there is no such folder") from None
+        raise _invalid_path(path, "there is no such folder") from None
     # The HTTP library raises various errors.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise _invalid_path(name, f"there is no such folder, and the hub answers: {reason}") from None
+        raise _invalid_path(path, f"there is no such folder, and the hub answers: {reason}") from None
 
 
 def _invalid_path(path: str, reason: str) -> ConfigError:
@@ -99,10 +90,7 @@ _SETTINGS = ModelFingerprint.__struct_fields__[:8]
 
 
 def fingerprint(path: str) -> ModelFingerprint | None:
-    """Fingerprint a checkpoint in a folder or the hub cache; None if it is not there.
-
-    Reads no weights. Skips unreadable files, because loading the model reports them.
-    """
+    """Fingerprint a checkpoint in a folder or the hub cache; None if it is not there. Skips unreadable files."""
     settings = read_json(path, _CONFIG)
     if not settings:
         return None

@@ -12,31 +12,24 @@ import psutil
 import pytest
 
 from tests import runs
-from tests.runs import SMALL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PATIENCE_S = 120.0
 
 
-class Run:
+class Run(runs.Run):
     """A run under the launcher, controlled by commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.output = folder / "scaled.out"
         # Slow, to leave the processor to the commands.
-        pace = ("learner.max_steps=100000", "generators.engine.seconds_per_token=0.2")
-        with self.output.open("w") as output:
-            command = runs.command(*SMALL, "name=scaled", *pace, "weights.transport=delta")
-            self.launcher = subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
+        pace = ("learner.max_steps=100000", "generators.engine.seconds_per_token=0.2", "weights.transport=delta")
+        super().__init__(folder, "scaled", *pace)
 
     def call(self, *words: str) -> "subprocess.CompletedProcess[str]":
         command = runs.command(*words, "name=scaled")
         return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=90, check=False)
-
-    def log(self, role: str) -> str:
-        return (self.folder / "runs" / "scaled" / "logs" / f"{role}.log").read_text()
 
     def scale(self, number: int) -> str:
         done = self.call("scale", f"generators={number}")
@@ -49,7 +42,7 @@ class Run:
     def until(self, reached: Callable[[dict[str, Any]], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not reached(status := self.status()):
-            assert self.launcher.poll() is None, self.output.read_text()[-2000:]
+            assert self.launcher.poll() is None, self.printed[-2000:]
             assert time.monotonic() < deadline, status
             time.sleep(0.2)
 
@@ -133,7 +126,7 @@ def test_scaling_from_one_to_three_to_one_loses_no_step(run: Run):
     run.scale(1)
     run.until(lambda status: here(status) == {"generator-1"})
     run.launcher.send_signal(signal.SIGINT)
-    assert run.launcher.wait(timeout=PATIENCE_S) == 130, run.output.read_text()[-2000:]
+    assert run.launcher.wait(timeout=PATIENCE_S) == 130, run.printed[-2000:]
     steps = [row["step"] for row in runs.metrics(run.folder, "scaled")]
     assert steps == list(range(1, len(steps) + 1))
     for command in (("scale", "generators=2"), ("profile",), ("pause",)):

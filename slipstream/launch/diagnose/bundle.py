@@ -43,7 +43,7 @@ def check_bundle(path: Path) -> None:
 
 
 def secrets_of(run: RunConfig, folder: Path | None) -> set[str]:
-    """Return the known secrets, including the tokens of the run and its guests."""
+    """Return the known secrets, with the tokens of the run and its guests."""
     tokens = []
     with suppress(ConfigError, OSError):
         tokens.append(find_token(run))

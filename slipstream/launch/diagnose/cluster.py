@@ -19,19 +19,8 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.cluster import ClusterConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
-from slipstream.launch.diagnose.machine import (
-    Result,
-    check_clock,
-    check_interface,
-    check_locked_memory,
-    check_model,
-    check_open_files,
-    check_ports,
-    check_shared_memory,
-    check_token,
-    check_versions,
-    judge,
-)
+from slipstream.launch.diagnose import machine
+from slipstream.launch.diagnose.machine import Result, judge
 from slipstream.runtime.command_line import add_row, make_console, make_table
 from slipstream.runtime.credentials import TOKEN_REMEDY, Keys, derive_keys, find_token
 from slipstream.runtime.process import versions
@@ -60,7 +49,7 @@ def find_all(overrides: list[str]) -> list[Result]:
     """Check this machine, and the broker at `broker.address` if set. Raises ConfigError."""
     given = load(overrides)
     address = given.broker.address
-    token = check_token(given, is_joining=address is not None)
+    token = machine.check_token(given, is_joining=address is not None)
     if address is None or token.verdict == "fail":
         return [token, *_of_the_machine(given, cluster=given.cluster)]
     try:
@@ -71,12 +60,12 @@ def find_all(overrides: list[str]) -> list[Result]:
 
 def _of_the_machine(run: RunConfig, *, cluster: ClusterConfig, answer: Inspected | None = None) -> list[Result]:
     return [
-        check_versions(run, versions(), answer.versions if answer else None),
-        check_interface(cluster),
-        check_ports(cluster),
-        check_shared_memory(),
-        check_open_files(),
-        check_locked_memory(),
+        machine.check_versions(run, versions(), answer.versions if answer else None),
+        machine.check_interface(cluster),
+        machine.check_ports(cluster),
+        machine.check_shared_memory(),
+        machine.check_open_files(),
+        machine.check_locked_memory(),
     ]
 
 
@@ -104,12 +93,14 @@ def _with_link(link: "BrokerLink", given: RunConfig, overrides: list[str], *, ad
         fix = "wait until it serves (it may wait for its store: see its log), and run the same version on both sides"
         silent = Result("broker", "fail", f"{address} does not answer within {_ANSWER_TIMEOUT_S:g} s", fix=fix)
         return [silent, *_of_the_machine(given, cluster=given.cluster)]
+    found, is_same = f"run {answer.run_id!r} at {address}", answer.schema_version == SCHEMA_VERSION
+    found += "" if is_same else f", schema version {answer.schema_version} instead of {SCHEMA_VERSION}"
     run = msgspec.json.decode(answer.config_json, type=RunConfig)
     is_named = any(text.lstrip("+").startswith("model.path=") for text in overrides)
     return [
-        _check_schema(answer, address),
-        check_model(given.model.path if is_named else run.model.path, answer.model),
-        check_clock(answer.time - (asked_at + took_s / 2), took_s=took_s),
+        judge("broker", is_same, found, fix="update the older side", verdict="fail"),
+        machine.check_model(given.model.path if is_named else run.model.path, answer.model),
+        machine.check_clock(answer.time - (asked_at + took_s / 2), took_s=took_s),
         _check_reached(link, run.cluster),
         _check_brokers(answer.living),
         _check_weights(answer.weights_at, keys),
@@ -120,13 +111,12 @@ def _with_link(link: "BrokerLink", given: RunConfig, overrides: list[str], *, ad
 
 # --- the broker ------------------------------------------------------------------------------------------------------
 class BrokerLink:
-    """Sends inspection requests to a broker."""
+    """Inspection requests to a broker."""
 
     def __init__(self, channel: ZmqClientChannel) -> None:
         self._channel = channel
 
     def ask(self, question: Inspect) -> Inspected | None:
-        """Return the answer; None after the timeout."""
         self._channel.send([encode(question)])
         return self._receive(timeout_s=_ANSWER_TIMEOUT_S)
 
@@ -155,15 +145,7 @@ class BrokerLink:
             return None
 
 
-def _check_schema(answer: Inspected, address: str) -> Result:
-    found = f"run {answer.run_id!r} at {address}"
-    is_same = answer.schema_version == SCHEMA_VERSION
-    found += "" if is_same else f", schema version {answer.schema_version} instead of {SCHEMA_VERSION}"
-    return judge("broker", is_same, found, fix="update the older side", verdict="fail")
-
-
 def _check_reached(link: BrokerLink, cluster: ClusterConfig) -> Result:
-    """Ask the broker to connect to a port of this machine."""
     if cluster.network is None:
         return Result("way back", "ok", "not needed: the run has no cluster.interface")
     try:
@@ -182,7 +164,7 @@ def _check_reached(link: BrokerLink, cluster: ClusterConfig) -> Result:
 
 
 def _check_brokers(living: LivingBrokers | None) -> Result:
-    """Connect to the other brokers of the run, because a generator's hash selects its broker."""
+    """Try the other brokers, because a generator's hash selects its broker."""
     if living is None:
         return Result("brokers", "ok", "the run has one")
     others = {name: address for name, address in living.brokers.items() if name != living.broker}

@@ -59,7 +59,7 @@ _SURROUNDINGS = {
 
 
 def diagnose(words: Sequence[str], *, is_json: bool, bundle: Path | None = None) -> None:
-    """Run all checks and print the findings; exit with 1 if any check failed. Raises ConfigError.
+    """Print the findings of all checks; exit with 1 if any failed. Raises ConfigError.
 
     `words`: settings as for `slipstream run`; or a run as for `find_run`, by default the newest, to check with its own
     settings; or `cluster` and settings. `bundle`: file to write for a bug report.
@@ -185,7 +185,6 @@ def _last_run(subject: Subject) -> Result | list[Result]:
     return Result("last run", "skipped", f"there is no run {name!r}: {others}")
 
 
-# --- deadlines -------------------------------------------------------------------------------------------------------
 def _start(function: Callable[[], T]) -> "Future[T]":
     """Call in a daemon thread, because a call that hangs on a dead mount cannot be stopped."""
     future: Future[T] = Future()

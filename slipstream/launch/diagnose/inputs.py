@@ -32,7 +32,6 @@ _MUCH, _FULL = 0.8, 0.95
 _COPY_AGAIN = "copy or download the folder again, and compare its checksums with the source's"
 
 
-# --- the store -------------------------------------------------------------------------------------------------------
 def check_store(run: RunConfig, folder: Path, *, is_live: bool) -> list[Result]:
     """Query the run's server; an embedded one only while the run is live. Raises StoreUnavailableError."""
     config = run.buffer.store
@@ -73,7 +72,6 @@ def judge_server(info: Mapping[str, Any], *, address: str, is_durable: bool) -> 
     return [server, memory, disk]
 
 
-# --- the model -------------------------------------------------------------------------------------------------------
 def check_model_folder(run: RunConfig) -> list[Result]:
     """Check config, tokenizer, and weights without loading them. Raises ConfigError."""
     path = run.model.path
@@ -130,7 +128,6 @@ def _check_tokenizer(path: str, *, size: int | None) -> Result:
     return Result("tokenizer", "ok", f"{len(tokens):,} tokens")
 
 
-# --- the data --------------------------------------------------------------------------------------------------------
 def check_data(run: RunConfig) -> list[Result]:
     """Read all prompts and try the chat template. Raises ConfigError."""
     if run.mode == "sft":

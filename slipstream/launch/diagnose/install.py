@@ -40,10 +40,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def requirements() -> list[Requirement]:
-    """Return the tested requirements, with a marker on those of extras.
-
-    Prefers a checkout's pyproject.toml, which may be newer than the installed metadata.
-    """
+    """Return the tested requirements: a checkout's pyproject.toml may be newer than the installed metadata."""
     file = _folder_of("slipstream").parent / "pyproject.toml"
     stated = tomllib.loads(file.read_text()).get("project", {}) if file.is_file() else {}
     if stated.get("name") != "slipstream":

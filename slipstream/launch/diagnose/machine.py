@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -54,7 +55,6 @@ def judge(name: str, is_ok: bool, found: str, *, fix: str, verdict: Verdict = "w
     return Result(name, "ok", found) if is_ok else Result(name, verdict, found, fix=fix)
 
 
-# --- software --------------------------------------------------------------------------------------------------------
 def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, str] | None = None) -> Result:
     """Compare versions with the broker's, and check for the run's engine."""
     ours, expected = _merged(own), _merged(theirs or {})
@@ -113,7 +113,6 @@ def check_token(run: RunConfig, *, is_joining: bool) -> Result:
     return Result("token", "ok", "none yet: a run makes its own")
 
 
-# --- network ---------------------------------------------------------------------------------------------------------
 def check_interface(cluster: ClusterConfig) -> Result:
     """Find this machine's address in `cluster.interface`."""
     if cluster.network is None:
@@ -127,7 +126,7 @@ def check_interface(cluster: ClusterConfig) -> Result:
 
 
 def check_ports(cluster: ClusterConfig, *, ephemeral: Path = _EPHEMERAL) -> Result:
-    """Count the free ports of `cluster.ports`, and check for overlap with ephemeral ports."""
+    """Count the free ports of `cluster.ports`, and check for ephemeral ones."""
     ports = cluster.port_range
     try:
         host = find_interface(cluster).address if cluster.network else "127.0.0.1"
@@ -138,19 +137,14 @@ def check_ports(cluster: ClusterConfig, *, ephemeral: Path = _EPHEMERAL) -> Resu
     if num_free < _PORTS_OF_A_MACHINE:
         fix = f"name a range of cluster.ports with {_PORTS_OF_A_MACHINE} free ports"
         return Result("ports", "fail", f"{found} in {cluster.ports}", fix=fix)
-    first, last = _ephemeral_ports(ephemeral)
+    try:
+        first, last = map(int, ephemeral.read_text().split())
+    except (OSError, ValueError):
+        first, last = 32768, 60999
     if ports[-1] >= first and ports[0] <= last:
         fix = f"name a range of cluster.ports below {first}, or raise net.ipv4.ip_local_port_range"
         return Result("ports", "warn", f"{found}; {cluster.ports} overlaps the ephemeral range {first}-{last}", fix=fix)
     return Result("ports", "ok", f"{found}, outside the ephemeral range {first}-{last}")
-
-
-def _ephemeral_ports(path: Path) -> tuple[int, int]:
-    try:
-        first, last = map(int, path.read_text().split())
-    except (OSError, ValueError):
-        return 32768, 60999
-    return first, last
 
 
 def check_clock(offset_s: float, *, took_s: float) -> Result:
@@ -160,9 +154,8 @@ def check_clock(offset_s: float, *, took_s: float) -> Result:
     return judge("clock", is_close, found, fix="synchronize both, with chrony or systemd-timesyncd")
 
 
-# --- limits ----------------------------------------------------------------------------------------------------------
 def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Result:
-    """Measure shared memory, which vLLM and NCCL use. Docker's default is 64 MiB."""
+    """Measure shared memory. Docker's default is 64 MiB."""
     fix = "docker run --shm-size=8g, or a Kubernetes volume of medium Memory at /dev/shm"
     try:
         total = shutil.disk_usage(folder).total
@@ -172,7 +165,7 @@ def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Result:
 
 
 def check_open_files() -> Result:
-    """Check the limit of open files, which engines and brokers with many peers need."""
+    """Check the limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_enough = soft == resource.RLIM_INFINITY or soft >= _MIN_OPEN_FILES
     fix = f"ulimit -n {65536 if hard == resource.RLIM_INFINITY else min(65536, hard)}, or LimitNOFILE of its service"
@@ -180,7 +173,7 @@ def check_open_files() -> Result:
 
 
 def check_locked_memory(infiniband: Path = Path("/dev/infiniband")) -> Result:
-    """Check the limit of locked memory, where InfiniBand registers its buffers."""
+    """Check the limit of locked memory, which InfiniBand needs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or not infiniband.exists():
         reason = "" if infiniband.exists() else ", but no InfiniBand needs it"
@@ -204,9 +197,8 @@ _SMI_TIMEOUT_S = 20.0
 _PLAN = "`slipstream plan` shows what each process takes"
 
 
-# --- processor and memory --------------------------------------------------------------------------------------------
 def check_hardware() -> Result:
-    """Describe the machine. A run works on one core, but slowly."""
+    """Describe the machine."""
     model = re.search(r"^model name\s*:\s*(.*)$", read_text(_CPU_INFO), re.MULTILINE)
     cores, total = len(os.sched_getaffinity(0)), psutil.virtual_memory().total
     name = model[1] if model else platform.processor()
@@ -215,7 +207,7 @@ def check_hardware() -> Result:
 
 
 def check_memory(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Result:
-    """Compare free memory, within the container's limit, with a small run's needs."""
+    """Compare free memory with a small run's needs."""
     machine, limits = psutil.virtual_memory(), group_limits("memory", root=root, own=own)
     free = min([machine.available, *(each.left for each in limits)])
     total = min([machine.total, *(each.limit for each in limits)])
@@ -241,9 +233,8 @@ def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Result:
     return Result("processes", "warn", f"only {max(0, min(limits)):,} may be started", fix=fix)
 
 
-# --- disks -----------------------------------------------------------------------------------------------------------
 def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: bool = False) -> Result:
-    """Check that a folder, which may not exist yet, is writable and has room, also for the run's checkpoints."""
+    """Check that a folder, which may not exist yet, is writable and has room for the run's checkpoints."""
     folder = nearest_folder(path)
     stats = os.statvfs(folder)
     free, found = stats.f_bavail * stats.f_frsize, describe_disk(path)
@@ -265,31 +256,26 @@ def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: 
     return judge(name, free >= needed, found, fix="make room, or lower learner.checkpoint.keep")
 
 
-# --- GPUs ------------------------------------------------------------------------------------------------------------
 @cache
 def count_gpus() -> int:
     """Count the GPUs that the driver lists, or else the device files."""
     return len(ask_gpus("index")) or len([each for each in _DEVICES.glob("nvidia*") if each.name[6:].isdecimal()])
 
 
-def _driver_cuda() -> str:
-    try:
-        command = ["nvidia-smi", "--version"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    found = re.search(r"^CUDA Version\s*:\s*([\d.]+)", done.stdout, re.MULTILINE)
-    return found[1] if found else ""
-
-
 def check_gpus(*, cuda: str, is_live: bool) -> Result:
     """Compare the driver with torch's `cuda`. `is_live`: this run already uses the GPUs."""
     lines = ask_gpus("name,memory.total,memory.used,driver_version")
-    return judge_gpus(count_gpus(), lines, cuda=cuda, driver=_driver_cuda() if lines else "", is_live=is_live)
+    num_gpus, command, printed = count_gpus(), ["nvidia-smi", "--version"], ""
+    if lines:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
+            printed = done.stdout
+    found = re.search(r"^CUDA Version\s*:\s*([\d.]+)", printed, re.MULTILINE)
+    return judge_gpus(num_gpus, lines, cuda=cuda, driver=found[1] if found else "", is_live=is_live)
 
 
 def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, is_live: bool) -> Result:
-    """Judge nvidia-smi's lines, one per GPU: name, memory (MiB), memory in use (MiB), driver version."""
+    """Judge nvidia-smi's lines: name, memory (MiB), memory in use (MiB), driver version."""
     if not num_gpus:
         return Result("GPUs", "skipped", "no NVIDIA GPU here")
     if not lines:

@@ -23,7 +23,6 @@ _NO_GPU = "torch finds no GPU"
 _NCCL_TIMEOUT_S = 30.0
 
 
-# --- in the process --------------------------------------------------------------------------------------------------
 def _load_torch() -> Result:
     # Imported here because it may crash the process.
     import torch
@@ -114,9 +113,8 @@ def main() -> None:
         sys.stdout.buffer.flush()
 
 
-# --- outside ---------------------------------------------------------------------------------------------------------
 def run_probe(*, timeout_s: float, program: Path = Path(__file__)) -> list[Result]:
-    """Try all parts in another process. A part that crashes it or exceeds `timeout_s` fails; later ones are skipped."""
+    """Try all parts in another process. A part that crashes it or takes too long fails; later ones are skipped."""
     module = ["-m", __name__] if program == Path(__file__) else [str(program)]
     try:
         done = subprocess.run([sys.executable, *module], capture_output=True, timeout=timeout_s, check=False)

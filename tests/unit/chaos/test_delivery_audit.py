@@ -133,17 +133,16 @@ def test_what_is_not_stored_was_superseded_only_by_something_sent_before(sent_at
     assert [problem[:5] for problem in found] == ["1-0-0"] * is_lost
 
 
-def test_what_is_stored_with_another_content_is_found():
-    stored = [STORED[0], STORED[1]._replace(content="something else")]
-    found = problems(stored=stored)
+def test_another_content_a_skipped_prompt_that_was_handed_out_and_a_needless_lapse_are_found():
+    found = problems(stored=[STORED[0], STORED[1]._replace(content="something else")])
     assert "0-0-1 was acknowledged to generator-0, and stored with another content" in found
     assert any(problem.startswith("step 1 trained on 0-0-1") for problem in found)
-
-
-def test_a_prompt_that_was_skipped_and_handed_out_is_found():
     assert problems(skipped=(1,)) == []
     (problem,) = problems(broker=[leased(1.36, "1-0")], skipped=(1,))
     assert problem == f"1-0 was handed out to {OWNER}, though no group of it is stored: it was skipped"
+    struck = [entry(17.0, "down", role="store"), entry(18.0, "up", role="store")]
+    lapse = [entry(20.0, "lapsed", leases=[["0-0", OWNER]])]
+    assert (problems(broker=lapse, harness=struck), len(problems(broker=lapse))) == ([], 1)
 
 
 ROLLING_BACK = entry(5.0, "rolling_back", step=0, version=0)
@@ -205,11 +204,6 @@ SECOND_LEARNER = Life("learner", 7, [
 def test_each_kind_of_violation_is_found(wrong: dict[str, Any], words: str):
     found = problems(**wrong)
     assert any(words in problem for problem in found), found
-
-
-def test_a_strike_explains_a_lapse():
-    struck = [entry(17.0, "down", role="store"), entry(18.0, "up", role="store")]
-    assert problems(broker=[entry(20.0, "lapsed", leases=[["0-0", OWNER]])], harness=struck) == []
 
 
 @pytest.mark.parametrize(("returned_at", "is_found"), [(1.8, False), (2.1, True)])

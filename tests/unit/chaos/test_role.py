@@ -54,48 +54,38 @@ def test_a_killed_role_is_started_again_and_its_recovery_is_timed(role: Role, pr
     assert not role.unexpected_exits
 
 
-def test_a_stopped_role_continues_after_its_time(role: Role, process: FakeProcess) -> None:
+def test_a_stopped_role_continues_after_its_time_or_when_it_is_terminated(role: Role, process: FakeProcess) -> None:
     role.strike(make_strike("stop", stopped_s=2.0), 1.0)
     role.poll(2.9)
     assert process.events == ["start", "SIGSTOP"]
     role.poll(3.0)
     assert process.events == ["start", "SIGSTOP", "SIGCONT"]
     assert role.recovery.is_pending
+    role.strike(make_strike("stop", stopped_s=60.0), 4.0)
+    role.strike(make_strike("terminate"), 5.0)
+    assert process.events[3:] == ["SIGSTOP", "SIGTERM", "SIGCONT"]
 
 
-def test_a_stopped_role_that_is_terminated_continues_so_that_it_can_obey(role: Role, process: FakeProcess) -> None:
-    role.strike(make_strike("stop", stopped_s=60.0), 1.0)
-    role.strike(make_strike("terminate"), 2.0)
-    assert process.events == ["start", "SIGSTOP", "SIGTERM", "SIGCONT"]
-
-
-def test_a_role_that_ignores_sigterm_is_killed_and_that_is_a_crash(role: Role, process: FakeProcess) -> None:
-    role.strike(make_strike("terminate"), 1.0)
-    role.poll(60.0)
-    role.poll(60.1)
-    assert process.events == ["start", "SIGTERM", "SIGKILL"]
-    assert list(role.crashes.values()) == [1]
-
-
-def test_a_role_that_is_stopped_while_it_ends_gets_the_time_on_top(role: Role, process: FakeProcess) -> None:
+def test_a_role_that_ignores_sigterm_is_killed_which_is_a_crash_but_a_stop_extends_its_time(
+    role: Role, process: FakeProcess
+) -> None:
     role.strike(make_strike("terminate"), 1.0)
     role.strike(make_strike("stop", stopped_s=5.0), 2.0)
     role.poll(17.0)
-    assert process.events == ["start", "SIGTERM", "SIGSTOP", "SIGCONT"]
-    assert not role.crashes
+    assert (process.events, len(role.crashes)) == (["start", "SIGTERM", "SIGSTOP", "SIGCONT"], 0)
+    role.poll(60.0)
+    role.poll(60.1)
+    assert (process.events[4:], list(role.crashes.values())) == (["SIGKILL"], [1])
 
 
-def test_an_unexpected_exit_is_counted_once_with_its_last_line(role: Role, process: FakeProcess) -> None:
+def test_an_unexpected_exit_is_counted_once_and_an_uncaught_exception_is_a_crash_even_after_a_sigterm(
+    role: Role, process: FakeProcess
+) -> None:
     process.exit_code = 2
-    role.poll(0.1)
-    role.poll(0.2)
-    role.poll(1.0)
-    assert role.unexpected_exits == {"last line": 1}
-    assert not role.crashes
+    for now in (0.1, 0.2, 1.0):
+        role.poll(now)
+    assert (role.unexpected_exits, len(role.crashes)) == ({"last line": 1}, 0)
     assert process.events == ["start", "start"]
-
-
-def test_an_uncaught_exception_is_a_crash_even_after_a_sigterm(role: Role, process: FakeProcess) -> None:
     role.strike(make_strike("terminate"), 1.0)
     process.exit_code = 1
     role.poll(1.1)

@@ -185,34 +185,24 @@ def test_nothing_is_decided_while_the_learner_is_silent():
 EXPECTED = {"generator-0", "generator-1"}
 
 
-class Absences:
-    def __init__(self) -> None:
-        self.clock = FakeClock()
-        self.tracker = AbsenceTracker(absent_after_s=10.0, clock=self.clock)
+def test_a_long_absence_is_reported_once_and_a_generator_is_waited_for_again_after_its_return():
+    clock = FakeClock()
+    tracker = AbsenceTracker(absent_after_s=10.0, clock=clock)
 
-    def update(self, *working: str, after_s: float = 0.0) -> tuple[list[str], bool]:
-        self.clock.now += after_s
-        return self.tracker.update(EXPECTED, working=set(working)), self.tracker.is_complete
+    def update(*working: str, after_s: float = 0.0, expected: set[str] = EXPECTED) -> tuple[list[str], bool]:
+        clock.now += after_s
+        return tracker.update(expected, working=set(working)), tracker.is_complete
 
-
-def test_a_long_absence_is_reported_once_and_a_generator_that_returned_is_waited_for_again():
-    absences = Absences()
-    assert absences.update("generator-0", "by-hand") == ([], False)
-    assert absences.update("generator-0", after_s=10.0) == ([], False)
-    assert absences.update("generator-0", after_s=0.5) == (["generator-1"], True)
-    assert absences.update("generator-0", after_s=99.0) == ([], True)
-    assert absences.update(*EXPECTED, after_s=1.0) == ([], True)
-    assert absences.update("generator-0", after_s=1.0) == ([], False)
-    assert absences.update("generator-0", after_s=11.0) == (["generator-1"], True)
-
-
-def test_a_generator_that_is_no_longer_expected_is_forgotten():
-    absences = Absences()
-    absences.update("generator-0")
-    assert absences.tracker.update({"generator-0"}, working={"generator-0"}) == []
-    assert absences.tracker.is_complete
-    absences.clock.now += 11.0
-    assert absences.update("generator-0") == ([], False)
+    assert update("generator-0", "by-hand") == ([], False)
+    assert update("generator-0", after_s=10.0) == ([], False)
+    assert update("generator-0", after_s=0.5) == (["generator-1"], True)
+    assert update("generator-0", after_s=99.0) == ([], True)
+    assert update(*EXPECTED, after_s=1.0) == ([], True)
+    assert update("generator-0", after_s=1.0) == ([], False)
+    assert update("generator-0", after_s=11.0) == (["generator-1"], True)
+    # One that is no longer expected is forgotten.
+    assert update("generator-0", expected={"generator-0"}) == ([], True)
+    assert update("generator-0", after_s=11.0) == ([], False)
 
 
 class ShakyStore(MemoryStore):
@@ -247,25 +237,24 @@ def test_the_report_holds_the_process_the_restarts_and_each_event_once_without_t
     assert events_of(report._store) == [("generator-0", "died (signal SIGKILL)"), ("store", "the store died")]
 
 
-def test_events_wait_for_a_store_that_is_away(report):
+def test_events_wait_for_a_store_that_is_away_or_until_the_run_is_opened(report):
+    def send(report: LauncherReport) -> None:
+        report.send(restarts={}, generators_target=2)
+
     report._store.is_away = True
     report.record(Event("store", "the store died"))
     with pytest.raises(StoreUnavailableError):
-        report.send(restarts={}, generators_target=2)
+        send(report)
     report._store.is_away = False
-    report.send(restarts={}, generators_target=2)
+    send(report)
     assert events_of(report._store) == [("store", "the store died")]
-
-
-def test_events_wait_until_the_run_is_opened():
-    store = ShakyStore()
-    report = LauncherReport(store)
-    report.record(Event("broker", "broker died (exit code 1)"))
+    unopened = LauncherReport(ShakyStore())
+    unopened.record(Event("broker", "broker died (exit code 1)"))
     with pytest.raises(RunConflictError):
-        report.send(restarts={}, generators_target=2)
-    store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    report.send(restarts={}, generators_target=2)
-    assert events_of(store) == [("broker", "died (exit code 1)")]
+        send(unopened)
+    unopened._store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    send(unopened)
+    assert events_of(unopened._store) == [("broker", "died (exit code 1)")]
 
 
 def test_the_end_is_reported_with_its_reason_and_needs_no_store(report):
