@@ -28,9 +28,7 @@ def run_chaos(*options: str, timeout_s: float) -> str:
         ),
     ],
 )
-def test_a_run_whose_roles_are_killed_has_the_outcome_of_an_uninterrupted_one(
-    options: list[str], timeout_s: float
-) -> None:
+def test_a_run_whose_roles_are_killed_has_the_outcome_of_an_uninterrupted_one(options, timeout_s):
     printed = run_chaos(*options, timeout_s=timeout_s)
     for words in ("lost=0 duplicated=0 skipped_prompts=0", f"{options[1].strip('-')} stops=", "verdict: sound"):
         assert words in printed

@@ -166,9 +166,7 @@ def test_the_broker_connects_inside_the_network_of_the_run_alone(served: ServedR
         link.close()
 
 
-def test_a_wrong_token_no_token_and_no_broker_are_named(
-    served: ServedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_token_no_token_and_no_broker_are_named(served, tmp_path, monkeypatch):
     address = f"broker.address={served.channel.address}"
     monkeypatch.setenv(TOKEN_VARIABLE, "another token, which is long enough")
     other = found(address)["broker"]
@@ -182,9 +180,7 @@ def test_a_wrong_token_no_token_and_no_broker_are_named(
     assert (nobody.verdict, nobody.found) == ("fail", "nothing accepts a connection at tcp://127.0.0.1:23119")
 
 
-def test_the_command_prints_a_table_or_json_and_its_exit_code_shows_failed_checks(
-    served: ServedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_table_or_json_and_its_exit_code_shows_failed_checks(served, capsys):
     main(["diagnose", "cluster", f"broker.address={served.channel.address}"])
     printed = capsys.readouterr().out
     assert all(name in printed for name in CHECKS)

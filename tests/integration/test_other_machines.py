@@ -49,9 +49,7 @@ def assert_fit(machine: Machine, address: str, *, token: str) -> None:
     assert f"the broker reaches {machine.address}:2100" in checks["way back"]["found"]
 
 
-def test_a_generator_on_another_machine_needs_an_address_and_the_token_alone(
-    folder: Path, machines: list[Machine]
-) -> None:
+def test_a_generator_on_another_machine_needs_an_address_and_the_token_alone(folder, machines):
     here, there = machines
     steps = ("learner.max_steps=60", "generators.engine.seconds_per_token=0.05", "weights.transport=delta")
     settings = ("name=mine", "cluster.interface=10.77.0.0/24", "cluster.ports=21000-21009", *steps)

@@ -66,9 +66,7 @@ def test_a_stopped_role_continues_after_its_time_or_when_it_is_terminated(role: 
     assert process.events[3:] == ["SIGSTOP", "SIGTERM", "SIGCONT"]
 
 
-def test_a_role_that_ignores_sigterm_is_killed_which_is_a_crash_but_a_stop_extends_its_time(
-    role: Role, process: FakeProcess
-) -> None:
+def test_a_role_that_ignores_sigterm_is_killed_which_is_a_crash_but_a_stop_extends_its_time(role, process):
     role.strike(make_strike("terminate"), 1.0)
     role.strike(make_strike("stop", stopped_s=5.0), 2.0)
     role.poll(17.0)
@@ -78,9 +76,7 @@ def test_a_role_that_ignores_sigterm_is_killed_which_is_a_crash_but_a_stop_exten
     assert (process.events[4:], list(role.crashes.values())) == (["SIGKILL"], [1])
 
 
-def test_an_unexpected_exit_is_counted_once_and_an_uncaught_exception_is_a_crash_even_after_a_sigterm(
-    role: Role, process: FakeProcess
-) -> None:
+def test_an_unexpected_exit_is_counted_once_and_an_uncaught_exception_is_a_crash_even_after_a_sigterm(role, process):
     process.exit_code = 2
     for now in (0.1, 0.2, 1.0):
         role.poll(now)
@@ -112,9 +108,7 @@ def test_only_a_role_that_may_finish_is_not_started_again_when_it_ends_well(proc
         (0, [None, 0, 3], [3.0]),
     ],
 )
-def test_recovery_lasts_from_the_strike_to_the_first_progress(
-    before: int | None, seen: list[int | None], seconds: list[float]
-) -> None:
+def test_recovery_lasts_from_the_strike_to_the_first_progress(before, seen, seconds):
     recovery = Recovery()
     recovery.strike(0.0, before=before if before is None else (before,))
     for now, step in enumerate(seen, start=1):

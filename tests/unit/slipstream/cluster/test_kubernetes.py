@@ -3,7 +3,6 @@
 import re
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -205,9 +204,7 @@ touch made
 """
 
 
-def test_kubectl_gets_the_secret_once_and_no_token_is_in_a_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_kubectl_gets_the_secret_once_and_no_token_is_in_a_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     call = ["launch", "kubernetes", "--image=slipstream:cpu", "--kind=jobset", "name=mine"]

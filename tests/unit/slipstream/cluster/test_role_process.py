@@ -87,9 +87,7 @@ def fails(folder: Path, end: str, errors: list[str]) -> RoleProcess:
 
 
 @pytest.mark.parametrize(("end", "reported"), [("76", "role: of model 7"), ("raise", "role: RuntimeError: of model 7")])
-def test_an_error_of_the_start_that_comes_back_the_same_ends_the_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, end: str, reported: str
-):
+def test_an_error_of_the_start_that_comes_back_the_same_ends_the_run(folder, monkeypatch, end, reported):
     monkeypatch.setattr("slipstream.cluster.role_process._RESTART_AFTER_S", 0.0)
     # It changes once, then it comes back with another number in it.
     role = fails(folder, end, ["of the machine", "of model 6", "of model 7"])
@@ -115,9 +113,7 @@ def descriptors_left(number: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_role_that_cannot_be_started_is_started_later_and_a_failed_attempt_keeps_nothing_open(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_role_that_cannot_be_started_is_started_later_and_a_failed_attempt_keeps_nothing_open(folder, monkeypatch):
     monkeypatch.setattr("slipstream.cluster.role_process._RESTART_AFTER_S", 0.0)
     role = fails(folder, "75", ["of the network"] * 2)
     role.start()
@@ -138,9 +134,7 @@ def test_a_role_that_cannot_be_started_is_started_later_and_a_failed_attempt_kee
 
 
 @pytest.mark.parametrize(("end", "has_worked"), [("raise", True), ("75", False)])
-def test_an_error_that_a_restart_may_cure_may_come_back(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, end: str, has_worked: bool
-):
+def test_an_error_that_a_restart_may_cure_may_come_back(folder, monkeypatch, end, has_worked):
     monkeypatch.setattr("slipstream.cluster.role_process._RESTART_AFTER_S", 0.0)
     role = fails(folder, end, ["of the network"] * 4)
     role.start()

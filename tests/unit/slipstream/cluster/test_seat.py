@@ -70,9 +70,7 @@ def test_each_part_has_its_number_and_all_meet_on_the_first(scene: Scene):
     ("codes", "code"),
     [((0, 0, 0), 0), ((None, -9, None), -9), ((75, 2, None), 2), ((75, 0, 75), 75), ((0, 0, None), 0)],
 )
-def test_when_a_part_has_ended_the_others_do_and_a_verdict_outweighs_their_loss(
-    scene: Scene, codes: tuple[int | None, ...], code: int
-):
+def test_when_a_part_has_ended_the_others_do_and_a_verdict_outweighs_their_loss(scene, codes, code):
     scene.end(*codes)
     if None in codes:
         assert scene.seat.poll() is None

@@ -3,7 +3,6 @@
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -76,9 +75,7 @@ def test_a_job_whose_roles_could_not_meet_is_refused(overrides: list[str], sente
         script(*overrides)
 
 
-def test_without_print_the_script_is_submitted_from_its_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_without_print_the_script_is_submitted_from_its_input(tmp_path, monkeypatch, capsys):
     call = ["launch", "slurm", *SPREAD]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))

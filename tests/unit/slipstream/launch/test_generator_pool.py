@@ -127,9 +127,7 @@ EIGHT = list("01234567")
         (["generators/engine=scripted"], ["5"], {"learner": ["5"], "generator-0": []}),
     ],
 )
-def test_each_role_gets_its_gpus_in_order_and_one_is_shared(
-    overrides: list[str], gpus: list[str], placed: dict[str, list[str]]
-):
+def test_each_role_gets_its_gpus_in_order_and_one_is_shared(overrides, gpus, placed):
     assert place(load(overrides), gpus=gpus) == placed
 
 

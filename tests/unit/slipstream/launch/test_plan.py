@@ -263,9 +263,7 @@ LONG = pytest.mark.long
         ("gsm8k_moe_8gpu", 8, 30.5),
     ],
 )
-def test_a_preset_fits_the_gpus_it_is_for(
-    preset: str, gpus: int, num_billions: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preset_fits_the_gpus_it_is_for(preset, gpus, num_billions, tmp_path, monkeypatch):
     chosen = [f"experiment={preset}"]
     if preset == "environment_1gpu":
         chosen += ["generators.agent.environment=mine-v1", "generators.agent.python=envs/bin/python"]

@@ -31,9 +31,7 @@ def run_of(*steps: tuple[str, Path]) -> RunConfig:
     return load([f"prepare=[{shown}]"])
 
 
-def test_missing_products_are_made_in_order_and_existing_ones_are_kept(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_products_are_made_in_order_and_existing_ones_are_kept(tmp_path, capfd):
     first, second = tmp_path / "first", tmp_path / "second"
     run = run_of(("writer", first), ("writer", second))
     assert prepare(run) == 2
@@ -52,9 +50,7 @@ def test_missing_products_are_made_in_order_and_existing_ones_are_kept(
         ("idler", r"must create .*/a, but did not"),
     ],
 )
-def test_a_failing_step_is_named_and_ends_it(
-    module: str, words: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_step_is_named_and_ends_it(module, words, tmp_path, capfd):
     with pytest.raises(ConfigError, match=words):
         prepare(run_of((module, tmp_path / "a"), ("writer", tmp_path / "b")))
     assert not (tmp_path / "b").exists()

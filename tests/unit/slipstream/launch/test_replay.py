@@ -77,9 +77,7 @@ def rewards_of(groups: list[FinishedGroup], prompts: Dataset, function: str, **f
     return [member.reward for member in members]
 
 
-def test_the_same_function_gives_the_stored_rewards_and_another_gives_others(
-    prompts: Dataset, groups: list[FinishedGroup]
-) -> None:
+def test_the_same_function_gives_the_stored_rewards_and_another_gives_others(prompts, groups):
     stored = [unpack(payload).reward for payload in groups[0].payloads]
     assert [reward.total for reward in stored] == [1.0, 4 / 6, 2 / 6]
     functions = "slipstream.generators.rewards.functions"
@@ -91,9 +89,7 @@ def test_the_same_function_gives_the_stored_rewards_and_another_gives_others(
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_failing_function_gives_a_failed_reward_and_not_zero(
-    prompts: Dataset, groups: list[FinishedGroup], num_workers: int
-) -> None:
+def test_a_failing_function_gives_a_failed_reward_and_not_zero(prompts, groups, num_workers):
     rewards = rewards_of(groups, prompts, f"{HERE}:unwilling", num_workers=num_workers, timeout_s=30.0)
     assert [(reward.status, reward.total) for reward in rewards] == [("error", 0.0), ("ok", 0.25), ("ok", 0.0)]
     assert "ValueError: no good" in rewards[0].detail

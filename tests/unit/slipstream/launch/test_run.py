@@ -40,9 +40,7 @@ def test_a_default_name_in_use_gets_the_next_number(tmp_path: Path) -> None:
         ({}, 0.1, 0.1, "done"),
     ],
 )
-def test_the_verdict_compares_the_accuracies_with_the_goals(
-    goals: dict[str, float], sampled: float, greedy: float, word: str
-) -> None:
+def test_the_verdict_compares_the_accuracies_with_the_goals(goals, sampled, greedy, word):
     bounds = [f"{{metric: eval/accuracy_{name}, at_least: {goal}}}" for name, goal in goals.items()]
     run = load([f"evaluation.goals=[{', '.join(bounds)}]"])
     summary: dict[str, Any] = {"accuracy_sampled": sampled, "accuracy_greedy": greedy}
@@ -79,9 +77,7 @@ def test_the_commands_suggested_keep_the_settings_of_the_run(tmp_path: Path) -> 
     assert not [line for line in commands if "generators.count" in line]
 
 
-def test_a_run_that_has_ended_is_reported_although_its_curve_cannot_be_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_has_ended_is_reported_although_its_curve_cannot_be_drawn(tmp_path, capsys):
     run = load(["experiment=digits_serial", "name=mine", f"runs_dir={tmp_path}"])
     folder = RunFolder(run)
     folder.make()

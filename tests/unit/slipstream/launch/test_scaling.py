@@ -129,9 +129,7 @@ def test_the_autoscaler_scales_up_to_the_room_and_reports_why():
 @pytest.mark.parametrize(
     ("states", "waits_for"), [(("ready", "starting"), "groups"), (("ready",), ""), (("ready",), "evaluation")]
 )
-def test_nothing_is_measured_while_a_generator_starts_or_before_the_learner_waits_for_groups(
-    states: tuple[str, ...], waits_for: str
-):
+def test_nothing_is_measured_while_a_generator_starts_or_before_the_learner_waits_for_groups(states, waits_for):
     scene = Scene(AutoscaleConfig(settle_s=5.0), target=len(states))
     assert scene.watch(*states, polls=4, every_s=5, waits_for=waits_for) == []
     assert scene.pool.target == len(states)

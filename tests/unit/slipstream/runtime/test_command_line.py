@@ -23,9 +23,7 @@ def code_of(error: BaseException) -> int:
 
 
 @pytest.mark.parametrize("error", [ConfigError("x must be 1, got 2"), FaultError("x must be 1, got 2")])
-def test_an_expected_error_is_one_line_on_stderr_and_exit_code_2(
-    error: Exception, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_expected_error_is_one_line_on_stderr_and_exit_code_2(error, capsys):
     assert code_of(error) == 2
     assert capsys.readouterr() == ("", "error: x must be 1, got 2\n")
 
@@ -60,9 +58,7 @@ def test_an_interrupted_command_says_so(capsys: pytest.CaptureFixture[str]) -> N
         (OSError(errno.EMFILE, "Too many open files"), 75, "got Too many open files: raise `ulimit -n`"),
     ],
 )
-def test_a_path_that_is_refused_and_a_full_disk_are_one_line_too(
-    error: OSError, code: int, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_path_that_is_refused_and_a_full_disk_are_one_line_too(error, code, words, capsys):
     assert code_of(error) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
@@ -101,8 +97,6 @@ def test_it_decorates_a_function_that_can_be_called_twice() -> None:
 @pytest.mark.parametrize(
     "error", [PackageNotFoundError("torch"), ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")]
 )
-def test_a_library_of_a_build_that_is_not_installed_is_named_with_its_extra(
-    error: Exception, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_library_of_a_build_that_is_not_installed_is_named_with_its_extra(error, capsys):
     assert code_of(error) == 2
     assert capsys.readouterr().err.startswith("error: torch must be installed, but is not: `pip install 'slipstream[")

@@ -68,9 +68,7 @@ def test_a_write_is_repeated_until_there_is_room_and_the_wait_is_shown(tmp_path:
     assert os.strerror(28) in logged[0]["error"]
 
 
-def test_a_write_is_repeated_once_there_is_more_room_else_ever_less_often(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_write_is_repeated_once_there_is_more_room_else_ever_less_often(tmp_path, monkeypatch):
     time, tried_at = SimpleNamespace(now=0.0), list[float]()
     time.monotonic = lambda: time.now
     time.sleep = lambda seconds: vars(time).update(now=time.now + seconds)

@@ -22,9 +22,7 @@ def folder_in(runs_dir: Path, **settings: object) -> RunFolder:
     return RunFolder(make_run(runs_dir=str(runs_dir), **settings))
 
 
-def test_the_name_of_a_run_that_ended_before_it_published_weights_is_free_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_name_of_a_run_that_ended_before_it_published_weights_is_free_again(tmp_path, capsys):
     refused = folder_in(tmp_path)
     refused.claim()
     assert "name: test" in (refused.path / "config.yaml").read_text()
@@ -91,9 +89,7 @@ WHOLE = [{"step": step, "time_s": float(step)} for step in (1, 2, 3)]
         (b'\xff\n[1]\n{}\n{"step": "4"}\n{"step": 4}\n', [4, 5, 6, 7], [1, 2, 3, 4]),
     ],
 )
-def test_damaged_rows_are_dropped_with_a_word_and_the_whole_ones_are_kept(
-    tmp_path: Path, damage: bytes, lines: list[int], steps: list[int]
-):
+def test_damaged_rows_are_dropped_with_a_word_and_the_whole_ones_are_kept(tmp_path, damage, lines, steps):
     folder = folder_in(tmp_path)
     folder.claim()
     assert folder.keep_metrics(up_to_step=3) == []
@@ -154,9 +150,7 @@ def test_folder_and_sockets_are_for_their_owner_alone_also_when_they_were_open(t
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder.path, folder.sockets)] == [0o700, 0o700]
 
 
-def test_sockets_of_a_long_path_lie_in_a_short_private_folder_whatever_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_sockets_of_a_long_path_lie_in_a_short_private_folder_whatever_the_environment(tmp_path, monkeypatch):
     folders = [folder_in(tmp_path / (letter * 100)) for letter in "aab"]
     first, again, other = (folder.sockets for folder in folders)
     assert first == again != other
@@ -181,9 +175,7 @@ def test_the_own_socket_of_the_broker_fits_however_long_the_path(tmp_path: Path,
     assert RunFolder(given).broker_address == "tcp://127.0.0.1:5757"
 
 
-def test_a_folder_of_somebody_else_and_a_link_in_place_of_the_short_one_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_folder_of_somebody_else_and_a_link_in_place_of_the_short_one_are_refused(tmp_path, monkeypatch):
     folder = folder_in(tmp_path / ("a" * 100))
     folder.sockets.symlink_to(tmp_path)
     try:

@@ -115,9 +115,7 @@ def test_a_check_that_hangs_or_raises_fails_and_holds_up_no_other(monkeypatch: p
     assert {each.fix for each in found[1:4]} == {"mend it"}
 
 
-def test_a_run_folder_that_hangs_ends_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_folder_that_hangs_ends_the_command(monkeypatch, capsys):
     released = threading.Event()
     monkeypatch.setattr(diagnosis, "choose", lambda _: released.wait(60))
     monkeypatch.setattr(diagnosis, "_READ_TIMEOUT_S", 0.05)
@@ -128,9 +126,7 @@ def test_a_run_folder_that_hangs_ends_the_command(
     assert "must be readable within 0.05 s" in capsys.readouterr().err
 
 
-def test_beside_a_run_in_progress_other_settings_are_those_of_a_run_to_be_started(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_a_run_in_progress_other_settings_are_those_of_a_run_to_be_started(folder, monkeypatch):
     monkeypatch.setattr(diagnosis.inputs, "_STORE_TIMEOUT_S", 0.2)
     lock = RunFolder(choose(["mine"]).run)
     lock.lock()
@@ -147,9 +143,7 @@ def test_beside_a_run_in_progress_other_settings_are_those_of_a_run_to_be_starte
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("skipped", 0), ("fail", 1)])
-def test_only_a_failure_changes_the_exit_code(
-    verdict: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_a_failure_changes_the_exit_code(verdict, code, monkeypatch, capsys):
     def check() -> Result:
         print("noise of a library")
         return Result("memory", verdict, "[b]none[/b]", fix="buy some")  # type: ignore[arg-type]
@@ -164,9 +158,7 @@ def test_only_a_failure_changes_the_exit_code(
     assert (ended, [each["verdict"] for each in printed["checks"]]) == (code, [verdict])
 
 
-def test_a_bundle_has_what_a_report_needs_and_no_secret(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bundle_has_what_a_report_needs_and_no_secret(folder, tmp_path, monkeypatch, capsys):
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     found = f"the store at {ELSEWHERE['address']} refused {VARIABLES['SLIPSTREAM_REDIS_PASSWORD']} and {RUN_TOKEN}"
@@ -217,9 +209,7 @@ def test_a_bundle_replaces_nothing(name: str, tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "there.tar.gz").read_text() == "mine"
 
 
-def test_a_full_disk_leaves_no_half_bundle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_leaves_no_half_bundle(tmp_path, monkeypatch, capsys):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -100,9 +100,7 @@ def test_what_a_run_makes_by_itself_may_be_missing_and_demonstrations_are_left_t
     assert finding.verdict == "skipped"
 
 
-def test_rows_are_counted_few_are_a_warning_and_one_without_the_needed_column_is_an_error(
-    model: Path, tmp_path: Path
-) -> None:
+def test_rows_are_counted_few_are_a_warning_and_one_without_the_needed_column_is_an_error(model, tmp_path):
     rows = str(write_rows(tmp_path / "rows.parquet"))
     data = {"train": rows, "heldout": rows}
     found, template = check_data(run_of(model, data=data))
@@ -128,9 +126,7 @@ def test_messages_need_a_template_that_takes_them(model: Path, tmp_path: Path) -
         assert by_name(check_data(run))["chat template"].found == found
 
 
-def test_a_store_must_answer_and_the_embedded_one_only_while_its_run_is_in_progress(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_must_answer_and_the_embedded_one_only_while_its_run_is_in_progress(tmp_path, monkeypatch):
     monkeypatch.setattr("slipstream.launch.diagnose.inputs._STORE_TIMEOUT_S", 0.2)
     away = make_run(buffer={"store": {"kind": "redis", "url": f"unix://{tmp_path}/none.sock"}})
     with pytest.raises(StoreUnavailableError, match="no store answered at unix:"):

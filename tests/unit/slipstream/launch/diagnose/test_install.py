@@ -73,9 +73,7 @@ def test_what_a_run_does_not_use_may_be_missing() -> None:
         (CPU | {"torchvision": "0.28"}, "", 0, "fail", "torchvision break the import of vLLM for CPUs"),
     ],
 )
-def test_a_wrong_wheel_is_named_with_the_right_one(
-    installed: dict[str, str], cuda: str, num_gpus: int, verdict: str, found: str
-) -> None:
+def test_a_wrong_wheel_is_named_with_the_right_one(installed, cuda, num_gpus, verdict, found):
     result = install.check_wheels(VLLM_RUN, installed, cuda=cuda, num_gpus=num_gpus)
     assert_found(result, verdict, found)
     build = "gpu" if num_gpus else "cpu"
@@ -99,9 +97,7 @@ def test_the_cuda_version_of_torch_is_read_without_loading_it(tmp_path: Path, mo
         ("sse4_2", "fail", []),
     ],
 )
-def test_the_kernels_are_those_of_the_processor(
-    flags: str, verdict: str, kernels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_are_those_of_the_processor(flags, verdict, kernels, tmp_path, monkeypatch):
     monkeypatch.setattr(install, "_folder_of", lambda _: tmp_path)
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")

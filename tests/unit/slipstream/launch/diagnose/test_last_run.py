@@ -71,9 +71,7 @@ def test_a_roles_own_sentence_is_found(folder: Path, monkeypatch: pytest.MonkeyP
         ("ends the run: closed for maintenance", "resume=true"),
     ],
 )
-def test_the_end_of_a_run_is_a_failure_with_its_cause(
-    text: str, remedy: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_run_is_a_failure_with_its_cause(text, remedy, folder, monkeypatch):
     plant_events(monkeypatch, ("generator-0", "generator-0 joined"), ("launcher", text))
     last = findings_of(folder)["last run"]
     assert (last.verdict, last.found) == ("fail", f"mine ended without results at step 7: {text}")

@@ -119,9 +119,7 @@ def test_little_shared_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.M
         ((UNLIMITED, UNLIMITED), "ok", ""),
     ],
 )
-def test_few_open_files_are_a_warning(
-    limit: tuple[int, int], verdict: str, fix: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_open_files_are_a_warning(limit, verdict, fix, monkeypatch):
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: limit)
     result = machine.check_open_files()
     assert (result.verdict, result.fix[: len(fix)]) == (verdict, fix)
@@ -219,9 +217,7 @@ def test_few_processes_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (1, ["NVIDIA GB10, [N/A], [N/A], 580.95"], "13.0", False, "ok", "1 x NVIDIA GB10"),
     ],
 )
-def test_gpus_are_judged_by_their_driver_and_by_who_uses_them(
-    num_gpus: int, lines: list[str], driver: str, is_live: bool, verdict: str, found: str
-) -> None:
+def test_gpus_are_judged_by_their_driver_and_by_who_uses_them(num_gpus, lines, driver, is_live, verdict, found):
     assert_found(machine.judge_gpus(num_gpus, lines, cuda="13.0", driver=driver, is_live=is_live), verdict, found)
 
 

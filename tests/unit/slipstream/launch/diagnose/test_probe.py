@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -19,9 +18,7 @@ FIRST = 'print(\'noise of a library\\n{"name": "torch", "verdict": "ok", "found"
         ("import sys; sys.exit('undefined symbol: x')", 30.0, "with exit code 1; its last line: undefined symbol: x"),
     ],
 )
-def test_a_part_that_hangs_or_ends_the_process_fails_and_those_after_it_are_skipped(
-    rest: str, timeout_s: float, found: str, tmp_path: Path
-) -> None:
+def test_a_part_that_hangs_or_ends_the_process_fails_and_those_after_it_are_skipped(rest, timeout_s, found, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(FIRST + rest)
     findings = run_probe(timeout_s=timeout_s, program=program)
