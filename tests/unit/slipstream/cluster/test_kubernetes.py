@@ -2,7 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -73,18 +72,29 @@ def role_of(container: Any, module: str) -> list[str]:
 
 
 @pytest.mark.parametrize("make", [jobset, rayjob])
-def test_every_reference_of_a_manifest_leads_somewhere(make: Callable[..., Any]):
+def test_every_reference_leads_somewhere_and_no_container_has_more_rights_or_fewer_resources_than_it_needs(make):
     document = make(*SPREAD)
     own = secret(recipe_of("jobset", *SPREAD), "t" * 43)
     assert NAME.fullmatch(document.metadata.name)
     tokens = set()
-    for pod in pods_of(document).values():
+    for name, pod in pods_of(document).items():
+        security = pod.spec.security_context
+        assert (security.run_as_non_root, security.seccomp_profile.type) == (True, "RuntimeDefault")
+        assert security.run_as_user == 1000 == security.fs_group, "the user of the Dockerfile"
+        memory = next(volume.empty_dir for volume in pod.spec.volumes if volume.name == "shared-memory")
+        assert memory.medium == "Memory"
+        gpus = {"core": "2", "head": "2", "ranks": "2", "generators": "1"}.get(name)
+        assert pod.spec.containers[0].resources.limits.get("nvidia.com/gpu") == gpus
         volumes = [volume.name for volume in pod.spec.volumes]
         assert all((each.empty_dir is None) != (each.persistent_volume_claim is None) for each in pod.spec.volumes)
         # By this label all that belongs to a run is found.
         assert pod.metadata.labels["app.kubernetes.io/instance"] == document.metadata.name
         for container in containers_of(pod):
-            assert {mount.name for mount in container.volume_mounts} == set(volumes)
+            assert container.security_context == fields.ContainerSecurity(False, fields.Capabilities(["ALL"]))
+            assert container.resources.requests == container.resources.limits
+            assert all(re.fullmatch("[1-9][0-9]*", amount) for amount in container.resources.limits.values())
+            mounted = {mount.name: mount.mount_path for mount in container.volume_mounts}
+            assert (set(mounted), mounted["shared-memory"]) == (set(volumes), "/dev/shm")
             assert container.working_dir in {mount.mount_path for mount in container.volume_mounts}
             ports = [port.name for port in container.ports]
             assert len(ports) == len(set(ports)) == len({port.container_port for port in container.ports})
@@ -96,24 +106,6 @@ def test_every_reference_of_a_manifest_leads_somewhere(make: Callable[..., Any])
             tokens |= set(refs)
             assert all((ref.name, ref.key) == (own["metadata"]["name"], *own["stringData"]) for ref in refs.values())
     assert tokens == {TOKEN_VARIABLE}
-
-
-@pytest.mark.parametrize("make", [jobset, rayjob])
-def test_no_container_has_more_rights_or_fewer_resources_than_it_needs(make: Callable[..., Any]):
-    for name, pod in pods_of(make(*SPREAD)).items():
-        security = pod.spec.security_context
-        assert (security.run_as_non_root, security.seccomp_profile.type) == (True, "RuntimeDefault")
-        assert security.run_as_user == 1000 == security.fs_group, "the user of the Dockerfile"
-        memory = next(volume.empty_dir for volume in pod.spec.volumes if volume.name == "shared-memory")
-        assert memory.medium == "Memory"
-        gpus = {"core": "2", "head": "2", "ranks": "2", "generators": "1"}.get(name)
-        for container in containers_of(pod):
-            assert container.security_context == fields.ContainerSecurity(False, fields.Capabilities(["ALL"]))
-            assert container.resources.requests == container.resources.limits
-            assert all(re.fullmatch("[1-9][0-9]*", amount) for amount in container.resources.limits.values())
-            mounted = {mount.name: mount.mount_path for mount in container.volume_mounts}
-            assert mounted["shared-memory"] == "/dev/shm"
-        assert pod.spec.containers[0].resources.limits.get("nvidia.com/gpu") == gpus
 
 
 def test_a_jobset_starts_each_role_with_its_settings_where_the_others_find_it():

@@ -91,11 +91,9 @@ def test_a_run_that_has_ended_is_reported_although_its_curve_cannot_be_drawn(tmp
     assert "curve        not drawn: [Errno 27] File too large" in printed
     assert "final model" in printed
     assert "plan 'loggers=[trackio]' 'data.train=[/a.parquet]'" in printed, "brackets are no markup"
-
-
-def test_what_a_role_says_last_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    LiveView(load([]), console=run_module.console).print_line("generator-0 died: [rank0] no file [/usr/lib/x]")
-    assert capsys.readouterr().out == "generator-0 died: [rank0] no file [/usr/lib/x]\n"
+    said = "generator-0 died: [rank0] no file [/usr/lib/x]"
+    LiveView(run, console=run_module.console).print_line(said)
+    assert capsys.readouterr().out == f"{said}\n"
 
 
 def test_a_serial_run_leaves_no_folder_of_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

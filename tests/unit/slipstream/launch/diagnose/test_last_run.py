@@ -86,16 +86,13 @@ def test_the_last_step_is_that_of_the_last_whole_row(folder: Path, rows: str, wo
     assert findings_of(folder)["last run"].found.endswith(words)
 
 
-def test_a_tail_begins_with_a_whole_line(folder: Path) -> None:
+def test_a_large_log_is_read_from_its_end_beginning_with_a_whole_line(folder, monkeypatch):
     found = findings_of(folder)
     assert (found["events"].verdict, found["logs"].verdict) == ("skipped", "ok"), "logs are read without a store"
     path = folder / "logs/broker.log"
     path.write_text("a secret that is cut is not recognized\nthe next line\n")
-    assert last_run.log_tail(path, num_bytes=30) == ["the next line"]
-    assert last_run.log_tail(path, num_bytes=len("the next line\n")) == ["the next line"]
-
-
-def test_a_large_log_is_read_from_its_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_bytes in (30, len("the next line\n")):
+        assert last_run.log_tail(path, num_bytes=num_bytes) == ["the next line"]
     plant_events(monkeypatch)
     (folder / "logs/learner.log").write_text("x" * 300_000 + "\n" + OUT_OF_MEMORY)
     assert findings_of(folder)["log of learner"].verdict == "fail"
