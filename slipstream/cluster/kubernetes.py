@@ -1,7 +1,4 @@
-"""Kubernetes manifests: a JobSet with roles as containers, or a KubeRay RayJob where Ray places roles.
-
-They refer to the Secret with the run's token.
-"""
+"""Kubernetes manifests: a JobSet with roles as containers, or a KubeRay RayJob where Ray places roles."""
 
 import re
 import shlex

@@ -1,8 +1,8 @@
 """Ray seats: roles on machines that Ray chooses and watches. The only module that imports Ray.
 
-Ray only places roles; all data travels as without Ray. Each generator has its own placement group, so that losing one
-does not affect others. The learner's machines form one group, reserved as a whole. On each machine an actor holds the
-pipe of the role's keeper, so that the role ends when the actor does.
+Ray only places roles. Each generator has its own placement group, so that losing one does not affect others. The
+learner's machines form one group. On each machine an actor holds the pipe of the role's keeper, so that the role ends
+when the actor does.
 """
 
 import logging

@@ -115,7 +115,12 @@ class RoleProcess:
             return [f"{self.name}: {self.place}"] * (self._announced != before)
         if time.monotonic() - self._started_at > _HEALTHY_AFTER_S:
             self._num_deaths_in_a_row = 0
-        if not self._may_restart(code):
+        # Only these two are start errors: other exit codes define their own restarts, and signals come from outside.
+        # Mask numbers, such as a pid or memory size, to compare errors.
+        is_of_the_start = code == TRY_ONCE or (code == _UNCAUGHT and not self._has_worked)
+        error = re.sub(r"\d+", "0", self._find_error()) if is_of_the_start else ""
+        recurs, self._start_error = error != "" and error == self._start_error, error
+        if recurs or code == BAD_INPUT or self._num_deaths_in_a_row >= _MAX_RESTARTS:
             if code > 0 and (error := self._find_error()):
                 raise RoleDiedError(f"{self.name}: {error} (the log is {self._log})")
             end = f"The end of {self._log}:\n{self.log_tail()}"
@@ -161,16 +166,6 @@ class RoleProcess:
             self._log_starts_at = max(0, self._log_starts_at - (size - self._max_log_bytes // 4))
             with self._log.open("ab") as log:
                 log.write(newest)
-
-    def _may_restart(self, code: int) -> bool:
-        # Only these two are start errors: other exit codes define their own restarts, and signals come from outside.
-        # Mask numbers, such as a pid or memory size, to compare errors.
-        is_of_the_start = code == TRY_ONCE or (code == _UNCAUGHT and not self._has_worked)
-        error = re.sub(r"\d+", "0", self._find_error()) if is_of_the_start else ""
-        before, self._start_error = self._start_error, error
-        if error and error == before:
-            return False
-        return code != BAD_INPUT and self._num_deaths_in_a_row < _MAX_RESTARTS
 
     def _restart_if_due(self) -> list[str]:
         if self._restart_at is None or time.monotonic() < self._restart_at:

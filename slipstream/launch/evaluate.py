@@ -132,28 +132,27 @@ def tables(evaluations: Sequence[Evaluation]) -> list[Table]:
     sets: dict[str, list[Evaluation]] = {}
     for each in evaluations:
         sets.setdefault(each.set, []).append(each)
-    return [_table(each) for each in sets.values()]
-
-
-def _table(evaluations: Sequence[Evaluation]) -> Table:
-    first, others = evaluations[0], evaluations[1:]
-    title = f"{first.set}: {first.score.num_prompts} prompts of {first.path}, temperature {first.temperature:g}"
-    names = [each.model for each in evaluations]
-    table = make_table("", *names, *(f"{each.model} minus the first" for each in others))
-    table.title, table.title_justify = title, "left"
-    for name in first.score.metrics:
-        cells = [_cell(each.score.metrics, name) for each in evaluations]
-        add_row(table, name, *cells, *(_cell(each.difference, name, sign="+") for each in others))
-    for source in first.by_source:
-        for name in ("accuracy", "reward"):
-            cells = [_cell(each.by_source[source].metrics, name) for each in evaluations]
-            add_row(table, f"{name} of {source}", *cells)
-    scores = [each.score for each in evaluations]
-    add_row(table, "answers", *(each.num_answers for each in scores))
-    add_row(table, "without a reward", *(each.num_failed for each in scores))
-    add_row(table, "tokens", *(f"{each.mean_tokens:.1f}, at most {each.max_tokens}" for each in scores))
-    add_row(table, "ended by", *(", ".join(f"{why} {n}" for why, n in each.stop_reasons.items()) for each in scores))
-    return table
+    made = []
+    for group in sets.values():
+        first, others = group[0], group[1:]
+        table = make_table("", *(each.model for each in group), *(f"{each.model} minus the first" for each in others))
+        asked = f"{first.score.num_prompts} prompts of {first.path}, temperature {first.temperature:g}"
+        table.title, table.title_justify = f"{first.set}: {asked}", "left"
+        for name in first.score.metrics:
+            cells = [_cell(each.score.metrics, name) for each in group]
+            add_row(table, name, *cells, *(_cell(each.difference, name, sign="+") for each in others))
+        for source in first.by_source:
+            for name in ("accuracy", "reward"):
+                cells = [_cell(each.by_source[source].metrics, name) for each in group]
+                add_row(table, f"{name} of {source}", *cells)
+        scores = [each.score for each in group]
+        add_row(table, "answers", *(each.num_answers for each in scores))
+        add_row(table, "without a reward", *(each.num_failed for each in scores))
+        add_row(table, "tokens", *(f"{each.mean_tokens:.1f}, at most {each.max_tokens}" for each in scores))
+        reasons = [", ".join(f"{why} {n}" for why, n in each.stop_reasons.items()) for each in scores]
+        add_row(table, "ended by", *reasons)
+        made.append(table)
+    return made
 
 
 def _cell(metrics: Mapping[str, Estimate], name: str, *, sign: str = "") -> str:

@@ -57,7 +57,7 @@ _STOP_TIMEOUT_S = 6.0
 
 
 class Launcher:
-    """Runs the roles on this machine; with `places`, generators and learner ranks also run on others.
+    """Runs the roles on this machine, or in `places`.
 
     Invariant: when `launch` returns or raises, every process it started has ended.
     """

@@ -1,8 +1,7 @@
 """Replay: train on the trajectories of a stored run, in the same batches as that run.
 
-A replay is a serial run over a store filled from an archive, on one or more ranks. Its generator answers only held-out
-prompts. With the settings, seed, and initial weights of the stored run, batches repeat bit for bit, and so do the
-losses of a serial run.
+A serial run over a store filled from an archive, on one or more ranks; its generator answers held-out prompts. With the
+settings, seed, and initial weights of the stored run, batches repeat bit for bit, as do losses of a serial run.
 """
 
 import asyncio

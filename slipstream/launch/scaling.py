@@ -40,8 +40,7 @@ class Change(Record):
 class Autoscaler:
     """Decides once per window of `settle_s`, or longer if steps are slow. Used by one thread.
 
-    Scaling up has priority: if the learner waits while generators idle, the cause lies elsewhere, such as a small
-    `max_lag`, and fewer generators would not help.
+    Scaling up has priority: if the learner waits while generators idle, the cause lies elsewhere.
     """
 
     def __init__(self, config: AutoscaleConfig, *, clock: Clock = time.monotonic) -> None:
@@ -107,10 +106,7 @@ class Autoscaler:
         )
 
     def _learner_wait_fraction(self) -> float | None:
-        """Return the learner's wait fraction; None if the window has too few steps.
-
-        Before the first step ends: the fraction of observations in which it waited.
-        """
+        """None if the window has too few steps; before the first, the fraction of starving observations."""
         if not self._rows:
             return sum(self._starving) / len(self._starving)
         return wait_fraction(self._rows) if len(self._rows) >= _MIN_STEPS else None

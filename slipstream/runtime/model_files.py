@@ -109,26 +109,18 @@ def fingerprint(path: str) -> ModelFingerprint | None:
 def check_same_model(path: str, expected: ModelFingerprint | None) -> None:
     """Raise ConfigError if the checkpoint differs from the broker's in a field that both know."""
     ours = fingerprint(path)
-    found = _difference(ours, expected) if ours and expected else None
-    if found:
-        field, here, there = found
-        raise ConfigError(
-            f"model.path must hold the same model here as at the broker, got {path!r} with {field} {here} here and "
-            f"{there} at the broker: copy the broker's folder here, or start on a machine that has it."
-        )
-
-
-def _difference(ours: ModelFingerprint, theirs: ModelFingerprint) -> tuple[str, object, object] | None:
-    """Return (field, ours, theirs) for the first difference."""
-    # Compare tokenizer files one by one below, because either side may lack some.
-    for field in ModelFingerprint.__struct_fields__[:-1]:
-        here, there = getattr(ours, field), getattr(theirs, field)
-        if None not in (here, there) and here != there:
-            return field, here, there
-    for name, here in ours.tokenizer_files.items():
-        if theirs.tokenizer_files.get(name, here) != here:
-            return f"{name} of hash", here, theirs.tokenizer_files[name]
-    return None
+    if ours is None or expected is None:
+        return
+    # Either side may lack some tokenizer files.
+    pairs = [(field, getattr(ours, field), getattr(expected, field)) for field in ours.__struct_fields__[:-1]]
+    theirs = expected.tokenizer_files
+    pairs += [(f"{name} of hash", digest, theirs.get(name)) for name, digest in ours.tokenizer_files.items()]
+    for field, here, there in pairs:
+        if here is not None and there is not None and here != there:
+            raise ConfigError(
+                f"model.path must hold the same model here as at the broker, got {path!r} with {field} {here} here and "
+                f"{there} at the broker: copy the broker's folder here, or start on a machine that has it."
+            )
 
 
 def _tensors(path: str) -> dict[str, Any]:

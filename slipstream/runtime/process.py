@@ -159,7 +159,7 @@ def group_limits(
 ) -> list[GroupLimit]:
     """Return the limits set by a container or service, innermost first.
 
-    `own` lists this process's groups. In a container, it may name groups of the host; the root is then the container's.
+    In a container, `own` may name groups of the host; the root is then the container's.
     """
     found = []
     for line in read_text(own).splitlines():

@@ -215,9 +215,7 @@ _LIST_EVERY_S = 10.0
 
 
 class TimeAccount:
-    """Seconds by phase. Exactly one phase is active at a time, so phases sum to wall time.
-
-    One thread switches phases; any thread may read `totals`. A switch takes about a microsecond.
+    """Seconds by phase, which sum to wall time. One thread switches phases; any thread may read `totals`.
 
     Example: account = TimeAccount("rest")
         with account.phase("forward"): ...       # interrupts `rest`, which resumes afterwards
