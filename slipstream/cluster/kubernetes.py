@@ -24,7 +24,7 @@ _WORKSPACE = "/workspace"
 _VOLUMES = {"workspace": _WORKSPACE, "shared-memory": "/dev/shm"}
 _SHARED_MEMORY = "8Gi"
 _RESTARTS = 6
-"""Of a container before its pod fails, and of all pods before the run fails."""
+"""Restarts of a container before its pod fails, and of all pods before the run."""
 _START_S = 600
 """Limit for the broker to load the store and the data."""
 _KEPT_S = 3600

@@ -1,3 +1,5 @@
+"""Assertions about the results of checks."""
+
 from slipstream.launch.diagnose.machine import Result
 
 
