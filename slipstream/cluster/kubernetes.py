@@ -1,7 +1,4 @@
-"""Kubernetes manifests: a JobSet with roles as containers, or a KubeRay RayJob where Ray places roles.
-
-They refer to the Secret with the run's token.
-"""
+"""Kubernetes manifests: a JobSet with roles as containers, or a KubeRay RayJob where Ray places roles."""
 
 import re
 import shlex
@@ -27,7 +24,7 @@ _WORKSPACE = "/workspace"
 _VOLUMES = {"workspace": _WORKSPACE, "shared-memory": "/dev/shm"}
 _SHARED_MEMORY = "8Gi"
 _RESTARTS = 6
-"""Restarts of a container before its pod fails, and of all pods before the run fails."""
+"""Restarts of a container before its pod fails, and of all pods before the run."""
 _START_S = 600
 """Limit for the broker to load the store and the data."""
 _KEPT_S = 3600
@@ -43,7 +40,7 @@ def secret_name(recipe: Recipe) -> str:
 
 
 def object_name(recipe: Recipe) -> str:
-    """Return the run's name as a valid Kubernetes name. Raises ConfigError."""
+    """Return a valid Kubernetes name. Raises ConfigError."""
     name = re.sub(r"[^a-z0-9-]", "-", recipe.run.name.lower()).strip("-")
     if not re.match("[a-z]", name) or len(name) > _MAX_NAME:
         raise ConfigError(
@@ -82,8 +79,6 @@ def _metadata(recipe: Recipe, name: str) -> Manifest:
 
 
 class _Pods:
-    """Builds pods and containers."""
-
     def __init__(self, recipe: Recipe, *, image: str, claim: str | None) -> None:
         self._image = image
         self._claim = claim
@@ -104,7 +99,7 @@ class _Pods:
         variables: Mapping[str, str] | None = None,
         has_token: bool = False,
     ) -> Manifest:
-        """Return a container. KubeRay supplies a missing command."""
+        """KubeRay supplies a missing command."""
         amounts = {"cpu": str(cpus)} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
         given = {"HOME": _WORKSPACE} | dict(variables or {})
         variables_of_it: list[Manifest] = [{"name": key, "value": value} for key, value in given.items()]
@@ -120,7 +115,7 @@ class _Pods:
         }
 
     def pod(self, container: Manifest, **more: Any) -> Manifest:
-        """Return a pod template; `more`: further spec fields."""
+        """`more`: further spec fields."""
         workspace = {"persistentVolumeClaim": {"claimName": self._claim}} if self._claim else {"emptyDir": {}}
         memory = {"emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}}
         spec = {
@@ -140,10 +135,15 @@ class _Pods:
 
 # --- JobSet ----------------------------------------------------------------------------------------------------------
 def _jobset(recipe: Recipe, pods: _Pods) -> Manifest:
-    """One pod for broker, store, and first ranks, one per further machine of ranks, and one per generator."""
+    """One pod for broker, store, and first ranks, one per further machine of ranks, one per generator."""
     name, machines = object_name(recipe), recipe.run.cluster.core.machines
     jobs = [_job("core", 1, _core_pod(recipe, pods))]
-    jobs += [_job("ranks", machines - 1, _ranks_pod(recipe, pods))] if machines > 1 else []
+    if machines > 1:
+        start = 'export NODE_RANK=$((JOB_COMPLETION_INDEX + 1)); exec "$@"'
+        command = ["bash", "-c", start, "ranks", *_role("learner", recipe)]
+        gpus, variables = recipe.run.cluster.core.gpus, _ranks_variables(recipe)
+        learner = pods.container("learner", command, cpus=recipe.core_cpus, gpus=gpus, variables=variables)
+        jobs.append(_job("ranks", machines - 1, _role_pod(pods, learner)))
     jobs.append(_job("generators", recipe.run.generators.count, _generator_pod(recipe, pods)))
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -194,13 +194,6 @@ def _core_pod(recipe: Recipe, pods: _Pods) -> Manifest:
     return _role_pod(pods, learner, initContainers=[prepare, broker])
 
 
-def _ranks_pod(recipe: Recipe, pods: _Pods) -> Manifest:
-    start = 'export NODE_RANK=$((JOB_COMPLETION_INDEX + 1)); exec "$@"'
-    command = ["bash", "-c", start, "ranks", *_role("learner", recipe)]
-    gpus, variables = recipe.run.cluster.core.gpus, _ranks_variables(recipe)
-    return _role_pod(pods, pods.container("learner", command, cpus=recipe.core_cpus, gpus=gpus, variables=variables))
-
-
 def _generator_pod(recipe: Recipe, pods: _Pods) -> Manifest:
     generator, port = recipe.run.cluster.generator, recipe.run.cluster.port_range[0]
     start = 'exec "$@" --id "generator-$JOB_COMPLETION_INDEX"'
@@ -236,6 +229,9 @@ def _role_pod(pods: _Pods, container: Manifest, **more: Any) -> Manifest:
 
 # --- RayJob ----------------------------------------------------------------------------------------------------------
 def _rayjob(recipe: Recipe, pods: _Pods, *, ray_version: str) -> Manifest:
+    cluster, ports = recipe.run.cluster, recipe.run.cluster.port_range
+    own = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "broker": ports[0], "weights": ports[1]}
+    head = pods.container("ray-head", cpus=recipe.core_cpus, gpus=cluster.core.gpus, ports=own, has_token=True)
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -252,19 +248,12 @@ def _rayjob(recipe: Recipe, pods: _Pods, *, ray_version: str) -> Manifest:
                 "authOptions": {"mode": "token"},
                 "enableInTreeAutoscaling": recipe.run.generators.autoscale is not None,
                 "autoscalerOptions": {"securityContext": _SECURITY},
-                "headGroupSpec": _head(recipe, pods),
+                # Jobs are submitted to the dashboard, which Ray's token protects.
+                "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": pods.pod(head)},
                 "workerGroupSpecs": _workers(recipe, pods),
             },
         },
     }
-
-
-def _head(recipe: Recipe, pods: _Pods) -> Manifest:
-    cluster, ports = recipe.run.cluster, recipe.run.cluster.port_range
-    own = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "broker": ports[0], "weights": ports[1]}
-    head = pods.container("ray-head", cpus=recipe.core_cpus, gpus=cluster.core.gpus, ports=own, has_token=True)
-    # Jobs are submitted to the dashboard, which Ray's token protects.
-    return {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": pods.pod(head)}
 
 
 def _workers(recipe: Recipe, pods: _Pods) -> list[Manifest]:

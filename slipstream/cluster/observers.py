@@ -1,7 +1,4 @@
-"""Observers: processes that send a run's metrics to loggers and Prometheus.
-
-Each reads the run's store or `metrics.jsonl`. No role waits for them, and their failures never end the run.
-"""
+"""Observers: processes that send a run's metrics to loggers and Prometheus. Their failures never end the run."""
 
 import inspect
 import re
@@ -93,7 +90,6 @@ class Observers:
             process.start()
 
     def poll(self) -> list[str]:
-        """Restart dead processes, and give up on those that keep dying."""
         sentences = []
         for process in list(self._processes):
             try:

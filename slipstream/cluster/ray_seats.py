@@ -1,8 +1,8 @@
 """Ray seats: roles on machines that Ray chooses and watches. The only module that imports Ray.
 
-Ray only places roles; all data travels as without Ray. Each generator has its own placement group, so that Ray's
-autoscaler sees every missing one and losing one does not affect others. The learner's machines form one group, reserved
-as a whole. On each machine an actor holds the pipe of the role's keeper, so that the role ends when the actor does.
+Ray only places roles. Each generator has its own placement group, so that losing one does not affect others. The
+learner's machines form one group. On each machine an actor holds the pipe of the role's keeper, so that the role ends
+when the actor does.
 """
 
 import logging
@@ -168,7 +168,7 @@ class RayCluster:
 
 
 class RayBundle(RayCluster):
-    """One bundle of a group that the run keeps until its end. Implements Cluster."""
+    """One bundle of a group that the run keeps. Implements Cluster."""
 
     def __init__(self, run: str, group: Any, bundle: int) -> None:
         super().__init__(run)
@@ -193,7 +193,7 @@ def _describe_machine(node: dict[str, Any], free: dict[str, float]) -> str:
 
 
 class RayPlaces:
-    """Places in a Ray cluster: the core, which includes this machine, and generators. Implements Places."""
+    """The core, which includes this machine, and generators. Implements Places."""
 
     def __init__(self, config: ClusterConfig, *, run: str) -> None:
         """Block until Ray has reserved the core. Raises ConfigError after `place_timeout_s`."""
@@ -216,18 +216,12 @@ class RayPlaces:
                     f"{self._cluster.offers()}: ask for less, or start the run on another machine."
                 )
             time.sleep(_POLL_EVERY_S)
-        self._gpus = self._ask_gpus() if core.gpus else []
-
-    @property
-    def gpus(self) -> list[str]:
-        return self._gpus
-
-    def _ask_gpus(self) -> list[str]:
-        # Ray reveals GPU ids only to an actor in the group.
-        host = self._cluster.host("core", self._group, gpus=self._config.core.gpus)
-        gpus: list[str] = ray.get(host.gpus.remote(), timeout=UNWATCHED_S)
-        self._cluster.end(host)
-        return gpus
+        self.gpus: list[str] = []
+        if core.gpus:
+            # Ray reveals GPU ids only to an actor in the group.
+            host = self._cluster.host("core", self._group, gpus=core.gpus)
+            self.gpus = ray.get(host.gpus.remote(), timeout=UNWATCHED_S)
+            self._cluster.end(host)
 
     def seat(self, name: str, log: Path) -> RemoteSeat:
         config = self._config

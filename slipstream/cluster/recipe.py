@@ -1,4 +1,4 @@
-"""Recipe: the settings of a run and the overrides of its roles, for launch manifests."""
+"""Recipe: the settings of a run and the overrides of its roles."""
 
 from math import ceil
 from typing import NamedTuple

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from slipstream.cluster.kubernetes import ANY_INTERFACE, SECRET_KEY, Kind, Manifest, dump, manifest, secret, secret_name
-from slipstream.cluster.recipe import Recipe, read_recipe
+from slipstream.cluster.kubernetes import ANY_INTERFACE, SECRET_KEY, Kind, dump, manifest, secret, secret_name
+from slipstream.cluster.recipe import read_recipe
 from slipstream.cluster.slurm import sbatch_script
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.command_line import NO_ANSWER, WITH_OVERRIDES, Overrides, exit_with_error, make_app
@@ -66,9 +66,19 @@ def kubernetes(
     recipe = read_recipe(overrides or [], kind="ray" if kind == "rayjob" else "local", interface=ANY_INTERFACE)
     if claim is None and recipe.run.storage_uri is None:
         print("note: without --claim and storage_uri, what the run writes is lost with its pods.", file=sys.stderr)
-    document = manifest(recipe, kind, image=image, claim=claim, ray_version=_ray_version() if kind == "rayjob" else "")
+    try:
+        ray_version = metadata.version("ray") if kind == "rayjob" else ""
+    except metadata.PackageNotFoundError:
+        raise ConfigError(
+            "launch kubernetes --kind rayjob needs Ray, in the version of the image, but it is not installed: "
+            "`pip install 'slipstream[ray]'`, or choose --kind jobset."
+        ) from None
+    document = manifest(recipe, kind, image=image, claim=claim, ray_version=ray_version)
     if print_only:
-        _print_manifest(recipe, document)
+        make = "python -c 'import secrets; print(secrets.token_urlsafe())'"
+        print(f"# The Secret with the run's token, once: {make} |")
+        print(f"#   kubectl create secret generic {secret_name(recipe)} --from-file={SECRET_KEY}=/dev/stdin")
+        print(dump(document), end="")
         return
     there = ["kubectl", "get", "secret", secret_name(recipe), "--ignore-not-found", "--output=name"]
     where = "where kubectl reaches the cluster"
@@ -77,25 +87,8 @@ def kubernetes(
     _call(["kubectl", "apply", "-f", "-"], dump(document), where=where)
 
 
-def _print_manifest(recipe: Recipe, document: Manifest) -> None:
-    make = "python -c 'import secrets; print(secrets.token_urlsafe())'"
-    print(f"# The Secret with the run's token, once: {make} |")
-    print(f"#   kubectl create secret generic {secret_name(recipe)} --from-file={SECRET_KEY}=/dev/stdin")
-    print(dump(document), end="")
-
-
-def _ray_version() -> str:
-    try:
-        return metadata.version("ray")
-    except metadata.PackageNotFoundError:
-        raise ConfigError(
-            "launch kubernetes --kind rayjob needs Ray, in the version of the image, but it is not installed: "
-            "`pip install 'slipstream[ray]'`, or choose --kind jobset."
-        ) from None
-
-
 def _call(command: list[str], document: str, *, where: str, is_shown: bool = True) -> str:
-    """Run a program with a document, which may be secret, on stdin; return stdout.
+    """Pass a document, which may be secret, to a program; return stdout.
 
     Raises ConfigError without the program; exits with 1 if it fails.
     """

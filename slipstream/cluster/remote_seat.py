@@ -11,8 +11,8 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.command_line import BAD_INPUT
 
 UNWATCHED_S = 60.0
-"""Silence of the launcher after which a seat ends its role, or of a seat after which the launcher gives it up. Longer
-than a network outage that the role survives."""
+"""Silence after which a seat ends its role, or the launcher gives up a seat. Longer than an outage that the role
+survives."""
 _EXPLAIN_AFTER_S = 20.0
 """Wait for a place after which the message lists free resources."""
 _KILL_TIMEOUT_S = 8.0
@@ -43,11 +43,11 @@ class Cluster(Protocol):
         ...
 
     def host(self, name: str, group: Any, *, gpus: int) -> Any:
-        """Start a host in the first bundle of a group, or that of a `RayBundle`."""
+        """Start a host in the first bundle of a group."""
         ...
 
     def call(self, host: Any, method: str, *arguments: Any) -> Any:
-        """Call a method of a host; return a handle to its answer."""
+        """Return a handle to the answer."""
         ...
 
     def answer(self, call: Any) -> Any:
@@ -62,7 +62,7 @@ class Cluster(Protocol):
 
 
 class RemoteSeat:
-    """A seat on a machine of a cluster: a group with one bundle runs a host, which keeps the role.
+    """A group with one bundle runs a host, which keeps the role.
 
     Life: (start -> wait for a place -> wait for the start -> run -> end | loss)* -> stop. Keeps the place until `stop`
     or a loss, because its machine has the role's model.

@@ -32,7 +32,7 @@ role was asked to end."""
 
 
 class RoleDiedError(RuntimeError):
-    """A role died for good. The message quotes its error or the end of its log."""
+    """The message quotes the role's error or the end of its log."""
 
 
 class RoleProcess:
@@ -97,7 +97,7 @@ class RoleProcess:
         self._announced = self._seat.place
 
     def record_work(self) -> None:
-        """Record that the process works, so that later errors are not start errors."""
+        """Later errors are not start errors."""
         self._has_worked = True
 
     def poll(self) -> list[str]:
@@ -115,8 +115,16 @@ class RoleProcess:
             return [f"{self.name}: {self.place}"] * (self._announced != before)
         if time.monotonic() - self._started_at > _HEALTHY_AFTER_S:
             self._num_deaths_in_a_row = 0
-        if not self._may_restart(code):
-            raise RoleDiedError(self._describe_death(code))
+        # Only these two are start errors: other exit codes define their own restarts, and signals come from outside.
+        # Mask numbers, such as a pid or memory size, to compare errors.
+        is_of_the_start = code == TRY_ONCE or (code == _UNCAUGHT and not self._has_worked)
+        error = re.sub(r"\d+", "0", self._find_error()) if is_of_the_start else ""
+        recurs, self._start_error = error != "" and error == self._start_error, error
+        if recurs or code == BAD_INPUT or self._num_deaths_in_a_row >= _MAX_RESTARTS:
+            if code > 0 and (error := self._find_error()):
+                raise RoleDiedError(f"{self.name}: {error} (the log is {self._log})")
+            end = f"The end of {self._log}:\n{self.log_tail()}"
+            raise RoleDiedError(f"{self.name} ended with {_describe_exit(code)}. {end}")
         lines = [line for line in self.log_tail().splitlines() if not line.startswith(LOG_PREFIX)]
         # The last line may be a library's that aborts during interpreter exit, so search for the error.
         words = self._find_error() or f"last line of its log: {lines[-1].strip() if lines else ''}"
@@ -134,11 +142,6 @@ class RoleProcess:
 
     def log_tail(self, *, num_lines: int = _LOG_TAIL_LINES) -> str:
         return "\n".join(self._read_log()[-num_lines:])
-
-    def _describe_death(self, code: int) -> str:
-        if code > 0 and (error := self._find_error()):
-            return f"{self.name}: {error} (the log is {self._log})"
-        return f"{self.name} ended with {_describe_exit(code)}. The end of {self._log}:\n{self.log_tail()}"
 
     def _find_error(self) -> str:
         return find_error(self._read_log(since=self._log_starts_at))
@@ -163,16 +166,6 @@ class RoleProcess:
             self._log_starts_at = max(0, self._log_starts_at - (size - self._max_log_bytes // 4))
             with self._log.open("ab") as log:
                 log.write(newest)
-
-    def _may_restart(self, code: int) -> bool:
-        # Only these two are start errors: other exit codes define their own restarts, and signals come from outside.
-        # Mask numbers, such as a pid or memory size, to compare errors.
-        is_of_the_start = code == TRY_ONCE or (code == _UNCAUGHT and not self._has_worked)
-        error = re.sub(r"\d+", "0", self._find_error()) if is_of_the_start else ""
-        before, self._start_error = self._start_error, error
-        if error and error == before:
-            return False
-        return code != BAD_INPUT and self._num_deaths_in_a_row < _MAX_RESTARTS
 
     def _restart_if_due(self) -> list[str]:
         if self._restart_at is None or time.monotonic() < self._restart_at:
@@ -199,7 +192,7 @@ class RoleProcess:
 
 
 def find_error(lines: Sequence[str]) -> str:
-    """Return the last error that a process printed: its own sentence, or the last traceback's error, or nothing."""
+    """Return the last printed error: a sentence of the process, or of the last traceback, or nothing."""
     if errors := [line.removeprefix(_ERROR_PREFIX) for line in lines if line.startswith(_ERROR_PREFIX)]:
         return errors[-1]
     last = next((at for at in reversed(range(len(lines))) if _TRACEBACK in lines[at]), None)

@@ -27,7 +27,7 @@ _REPORT_BYTES = 4096
 
 
 class Seat(Protocol):
-    """Place where a role runs, one process at a time, with its output appended to a log.
+    """Place where a role runs, one process at a time; its output is appended to a log.
 
     Life: (start -> (poll | terminate)* -> stop)*.
     """
@@ -39,7 +39,7 @@ class Seat(Protocol):
 
     @property
     def place(self) -> str:
-        """Describes the role's process and machine, or the place that it waits for."""
+        """The role's process and machine, or the place that it waits for."""
         ...
 
     def start(self, arguments: Sequence[str], *, variables: Mapping[str, str]) -> None:
@@ -77,7 +77,7 @@ class Places(Protocol):
 
 
 class LocalSeat:
-    """A seat on this machine. The role's keeper ends it whenever this process ends."""
+    """The role's keeper ends it whenever this process ends."""
 
     def __init__(
         self, log: Path | None, *, is_detached: bool = False, environment: Mapping[str, str] = os.environ

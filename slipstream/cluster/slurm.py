@@ -1,7 +1,4 @@
-"""Slurm batch script: broker, store, and rank 0 on the first node, further ranks and generators as tasks.
-
-A heterogeneous job requests the learner's nodes and the generators' tasks, each with its own resources.
-"""
+"""Slurm batch script: broker, store, and rank 0 on the first node, further ranks and generators as tasks."""
 
 import shlex
 from collections.abc import Sequence

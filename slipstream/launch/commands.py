@@ -19,7 +19,6 @@ from slipstream.runtime.run_folder import find_run
 _SETTING = f"{GENERATORS}="
 
 
-# --- scale -----------------------------------------------------------------------------------------------------------
 def scale(words: Sequence[str]) -> None:
     """Ask a run's launcher to keep N generators. `words`: generators=N, then the run."""
     settings = [word for word in words if word.startswith(_SETTING)]
@@ -31,7 +30,6 @@ def scale(words: Sequence[str]) -> None:
     print(f"{folder.name}: the number of generators changes from {previous} to {number}; see `slipstream status`")
 
 
-# --- drain -----------------------------------------------------------------------------------------------------------
 def drain(generator_id: str, words: Sequence[str]) -> None:
     """Ask a generator, on any machine, to leave, and wait until it has left."""
     with _opened(words, command="drain") as (folder, store):
@@ -41,7 +39,6 @@ def drain(generator_id: str, words: Sequence[str]) -> None:
     print(f"{generator_id} left")
 
 
-# --- pause -----------------------------------------------------------------------------------------------------------
 def pause(words: Sequence[str], *, is_off: bool) -> None:
     """Pause the learner of a run before its next step, or resume it."""
     with _opened(words, command="pause") as (folder, store):
@@ -52,7 +49,6 @@ def pause(words: Sequence[str], *, is_off: bool) -> None:
     print(f"{folder.name} {then}")
 
 
-# --- profile ---------------------------------------------------------------------------------------------------------
 def profile(words: Sequence[str], *, num_steps: int) -> None:
     """Ask the learner of a run to record its next steps. Raises ConfigError if it cannot."""
     run = read_config(find_run(words, command="profile"))

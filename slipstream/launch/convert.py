@@ -1,7 +1,4 @@
-"""Convert checkpoints of this and other trainers to folders in transformers format.
-
-No code from a checkpoint is executed: torch loads tensors and the few plain classes listed here.
-"""
+"""Convert checkpoints of this and other trainers to transformers format, without executing code from them."""
 
 import contextlib
 import os
@@ -80,7 +77,7 @@ def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None,
 
 
 def _read(source: Path, base: Path | None) -> tuple[str, dict[str, Tensor], Path, torch.dtype]:
-    """Return (kind of checkpoint, weights, folder with config and tokenizer, commonest dtype)."""
+    """Return (kind, weights, folder with config and tokenizer, commonest dtype)."""
     if folder := _with_file(source, "adapter_config.json", ""):
         root = _base(base, Path(str(read_json(str(folder), "adapter_config.json").get("base_model_name_or_path"))))
         weights = _load_folder(root)
@@ -104,7 +101,6 @@ def _with_file(source: Path, pattern: str, *parts: str) -> Path | None:
 
 
 def _base(base: Path | None, *others: Path) -> Path:
-    """Return `base` or the first of `others` that has a config."""
     candidates = [base] if base else others
     if found := next((folder for folder in candidates if (folder / "config.json").is_file()), None):
         return found
@@ -114,7 +110,7 @@ def _base(base: Path | None, *others: Path) -> Path:
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turn library errors into one sentence, and send library output to stderr."""
+    """Turn library errors into one sentence, and library output to stderr."""
     try:
         with contextlib.redirect_stdout(sys.stderr), torch.no_grad():
             yield
@@ -136,7 +132,6 @@ def _load_folder(folder: Path) -> dict[str, Tensor]:
 
 
 def _merged(folder: Path, base: Path, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the base weights with the adapter merged, in float32."""
     import peft
 
     module = _build(base, weights, dtype=torch.float32, source=base)
@@ -213,7 +208,7 @@ def _common_dtype(weights: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, source: Path) -> PreTrainedModel:
-    """Build the model of the config in `folder`, which must have exactly these weights."""
+    """Build the model of the config in `folder`."""
     logging.disable_progress_bar()
     with _reading(f"{folder} must hold the config of a model that transformers knows"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -239,7 +234,7 @@ def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, sour
 
 
 def _without_prefix(weights: dict[str, Tensor], kind: Any, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Strip the prefix of a wrapper module, such as `module.`. Wrappers may alias weights, so compare identities."""
+    """Strip a wrapper's prefix, such as `module.`. Wrappers may alias weights, so compare identities."""
     with torch.device("meta"):
         held = kind(config).state_dict()
     first = next(iter(held))

@@ -44,7 +44,7 @@ class Evaluation(Record):
 
 
 def show_evaluations(words: Sequence[str], *, out: Path | None, is_json: bool, is_whole: bool) -> None:
-    """Evaluate the models of the command line and print the scores. Raises the errors of `evaluate`."""
+    """Evaluate models and print the scores. Raises the errors of `evaluate`."""
     models, settings = load_with_models(list(words))
     found = evaluate(settings, models, out=out, is_whole=is_whole)
     if is_json:
@@ -70,17 +70,13 @@ def evaluate(
         folder = out / f"model-{number}" if out and len(models) > 1 else out
         answers = _answers(own, folder, is_whole=is_whole)
         base = base or answers
-        found += [_evaluation(own, each, answers[each.name], base[each.name]) for each in run.data.heldout_sets]
+        for each in run.data.heldout_sets:
+            own_answers = answers[each.name]
+            difference = {} if answers is base else differences(metric_sums(own_answers), metric_sums(base[each.name]))
+            sources = {source: score(part) for source, part in by_source(own_answers).items()}
+            where = (model, each.name, each.path, each.temperature)
+            found.append(Evaluation(*where, score=score(own_answers), by_source=sources, difference=difference))
     return found
-
-
-def _evaluation(
-    run: RunConfig, heldout: HeldoutSet, answers: list[EvaluationAnswer], base: list[EvaluationAnswer]
-) -> Evaluation:
-    difference = {} if answers is base else differences(metric_sums(answers), metric_sums(base))
-    sources = {source: score(part) for source, part in by_source(answers).items()}
-    where = (run.model.path, heldout.name, heldout.path, heldout.temperature)
-    return Evaluation(*where, score=score(answers), by_source=sources, difference=difference)
 
 
 def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
@@ -114,7 +110,7 @@ def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
 
 
 def _jobs(heldout: HeldoutSet, dataset: Dataset, is_whole: bool, *, run: RunConfig) -> list[Job]:
-    """Return the jobs of a set, one group per answer, as a run leases them."""
+    """Return one group per answer, as a run leases them."""
     rows = range(len(dataset)) if is_whole else run.evaluation.rows(len(dataset))[1]
     leases = [
         make_lease(
@@ -132,32 +128,31 @@ def _jobs(heldout: HeldoutSet, dataset: Dataset, is_whole: bool, *, run: RunConf
 
 # --- the tables ------------------------------------------------------------------------------------------------------
 def tables(evaluations: Sequence[Evaluation]) -> list[Table]:
-    """Return one table per set, with a column per model and per difference to the first model."""
+    """Return one table per set, with columns for models and their differences to the first."""
     sets: dict[str, list[Evaluation]] = {}
     for each in evaluations:
         sets.setdefault(each.set, []).append(each)
-    return [_table(each) for each in sets.values()]
-
-
-def _table(evaluations: Sequence[Evaluation]) -> Table:
-    first, others = evaluations[0], evaluations[1:]
-    title = f"{first.set}: {first.score.num_prompts} prompts of {first.path}, temperature {first.temperature:g}"
-    names = [each.model for each in evaluations]
-    table = make_table("", *names, *(f"{each.model} minus the first" for each in others))
-    table.title, table.title_justify = title, "left"
-    for name in first.score.metrics:
-        cells = [_cell(each.score.metrics, name) for each in evaluations]
-        add_row(table, name, *cells, *(_cell(each.difference, name, sign="+") for each in others))
-    for source in first.by_source:
-        for name in ("accuracy", "reward"):
-            cells = [_cell(each.by_source[source].metrics, name) for each in evaluations]
-            add_row(table, f"{name} of {source}", *cells)
-    scores = [each.score for each in evaluations]
-    add_row(table, "answers", *(each.num_answers for each in scores))
-    add_row(table, "without a reward", *(each.num_failed for each in scores))
-    add_row(table, "tokens", *(f"{each.mean_tokens:.1f}, at most {each.max_tokens}" for each in scores))
-    add_row(table, "ended by", *(", ".join(f"{why} {n}" for why, n in each.stop_reasons.items()) for each in scores))
-    return table
+    made = []
+    for group in sets.values():
+        first, others = group[0], group[1:]
+        table = make_table("", *(each.model for each in group), *(f"{each.model} minus the first" for each in others))
+        asked = f"{first.score.num_prompts} prompts of {first.path}, temperature {first.temperature:g}"
+        table.title, table.title_justify = f"{first.set}: {asked}", "left"
+        for name in first.score.metrics:
+            cells = [_cell(each.score.metrics, name) for each in group]
+            add_row(table, name, *cells, *(_cell(each.difference, name, sign="+") for each in others))
+        for source in first.by_source:
+            for name in ("accuracy", "reward"):
+                cells = [_cell(each.by_source[source].metrics, name) for each in group]
+                add_row(table, f"{name} of {source}", *cells)
+        scores = [each.score for each in group]
+        add_row(table, "answers", *(each.num_answers for each in scores))
+        add_row(table, "without a reward", *(each.num_failed for each in scores))
+        add_row(table, "tokens", *(f"{each.mean_tokens:.1f}, at most {each.max_tokens}" for each in scores))
+        reasons = [", ".join(f"{why} {n}" for why, n in each.stop_reasons.items()) for each in scores]
+        add_row(table, "ended by", *reasons)
+        made.append(table)
+    return made
 
 
 def _cell(metrics: Mapping[str, Estimate], name: str, *, sign: str = "") -> str:

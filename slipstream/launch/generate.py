@@ -49,11 +49,10 @@ class Job(NamedTuple):
     num_members: int
 
 
-# --- the folder ------------------------------------------------------------------------------------------------------
 class AnswerFolder:
-    """Archive of answers, written as they arrive. Reopening it resumes.
+    """Archive of answers; reopening it resumes. Life: (lacks | add)* -> close.
 
-    Life: (lacks | add)* -> close. Invariant: an answer is stored once, together with its whole group.
+    Invariant: an answer is stored once, together with its whole group.
     """
 
     def __init__(self, folder: Path, *, run: RunConfig, outcome: Outcome, **settings: Any) -> None:
@@ -94,7 +93,7 @@ class AnswerFolder:
             self._flush()
 
     def close(self) -> None:
-        """Write the complete groups; drop the others."""
+        """Drops incomplete groups."""
         self._flush()
         self._writer.close()
 
@@ -105,9 +104,8 @@ class AnswerFolder:
         self._written_at = time.monotonic()
 
 
-# --- answers ---------------------------------------------------------------------------------------------------------
 class Unscored:
-    """Scorer that marks answers as failed, so that training never treats them as a reward of 0."""
+    """Scorer that marks answers as failed: training must not take them for a reward of 0."""
 
     async def score(self, sample: RewardInput) -> Reward:
         return failed_reward("error", "no reward was asked for")
@@ -181,7 +179,6 @@ async def _answer(
         await engine.stop()
 
 
-# --- generate --------------------------------------------------------------------------------------------------------
 def generate(
     run: RunConfig, out: Path, *, samples: int, num_prompts: int | None, is_scored: bool
 ) -> tuple[list[Trajectory], int]:

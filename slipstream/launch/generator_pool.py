@@ -20,7 +20,6 @@ _LEAVE_TIMEOUT_S = 30.0
 """Time for a generator to return its leases before it is killed."""
 
 
-# --- placement -------------------------------------------------------------------------------------------------------
 def visible_gpus(variables: Mapping[str, str] = os.environ, *, torch_version: str | None = None) -> list[str]:
     """Return the GPUs that this process may use, by number or UUID, without loading torch.
 
@@ -47,7 +46,7 @@ def gpu_gib(name: str) -> float:
 
 
 def ask_gpus(field: str, *options: str) -> list[str]:
-    """Query nvidia-smi for comma-separated fields; return one line per GPU, none without a driver."""
+    """Query nvidia-smi; return one line per GPU, none without a driver."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -118,7 +117,6 @@ def check_target(run: RunConfig, target: int, *, num_cores: int) -> None:
         )
 
 
-# --- the pool --------------------------------------------------------------------------------------------------------
 class Event(NamedTuple):
     """An event of a role. Example: Event("generator-1", "generator-1 left")."""
 
@@ -146,7 +144,6 @@ class GeneratorPool:
 
     @property
     def names(self) -> set[str]:
-        """All generators, including leaving ones."""
         return {*self._active, *self._leaving}
 
     @property
@@ -154,7 +151,7 @@ class GeneratorPool:
         return [*self._active.values(), *(role for role, _ in self._leaving.values())]
 
     def set_target(self, target: int) -> list[Event]:
-        """Change the number of generators. Asks surplus ones to leave, highest numbers first."""
+        """Ask surplus generators to leave, highest numbers first, and start missing ones."""
         self.target = target
         surplus = sorted(self._active, key=lambda name: int(name.rpartition("-")[2]))[target:]
         for name in surplus:

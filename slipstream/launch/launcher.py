@@ -49,15 +49,15 @@ from slipstream.runtime.run_folder import RunFolder
 
 _POLL_EVERY_S = 0.5
 _ANSWER_TIMEOUT_S = 3.0
-"""Limit for one answer of the store; the launcher polls no role meanwhile."""
+"""The launcher polls no role meanwhile."""
 _REMIND_EVERY_S = 20.0
-"""Interval of reminders while the broker, which may read large files, has not opened the run."""
+"""Interval of reminders while the broker, which may read large files, opens the run."""
 _STOP_TIMEOUT_S = 6.0
 """Time for all roles to end before they are killed."""
 
 
 class Launcher:
-    """Runs the roles on this machine; with `places`, generators and learner ranks also run on others.
+    """Runs the roles on this machine, or in `places`.
 
     Invariant: when `launch` returns or raises, every process it started has ended.
     """
@@ -103,7 +103,6 @@ class Launcher:
         )
 
     def _meet_ranks(self) -> dict[str, str]:
-        """Return the rendezvous variables of the learner's ranks. Raises ConfigError."""
         address, port = find_last_port(self._run.cluster)
         return {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
 
@@ -132,27 +131,19 @@ class Launcher:
 
     def _generator(self, name: str) -> RoleProcess:
         if self._places:
-            return self._generator_elsewhere(name, self._places)
+            # Its machine lacks the run folder, so pass it the address and token.
+            where = (f"name={self._run.name}", f"broker.address={self._address}")
+            limit = f"broker.join_timeout_s={self._run.broker.join_timeout_s}"
+            arguments = ["slipstream.generators", "--id", name, *own_settings(self._overrides), *where, limit]
+            num_threads = str(max(1, floor(self._run.cluster.generator.cpus)))
+            variables = {TOKEN_VARIABLE: make_token(self._run), "OMP_NUM_THREADS": num_threads}
+            seat = partial(self._places.seat, name)
+            return RoleProcess(name, arguments, logs=self._folder.logs, seat=seat, variables=variables)
         # Address and token are in the run folder; the broker sends the other settings.
         where = (f"name={self._run.name}", f"runs_dir={json.dumps(self._run.runs_dir)}")
         # The broker starts to listen once the inputs are prepared.
         limit_s = self._run.broker.join_timeout_s + preparation_limit_s(self._run)
         return self._role(name, ["slipstream.generators", "--id", name, *where, f"broker.join_timeout_s={limit_s}"])
-
-    def _generator_elsewhere(self, name: str, places: Places) -> RoleProcess:
-        """Build a generator for a machine without the run folder, so pass it the address and token."""
-        own = [
-            *own_settings(self._overrides),
-            f"name={self._run.name}",
-            f"broker.address={self._address}",
-            f"broker.join_timeout_s={self._run.broker.join_timeout_s}",
-        ]
-        num_threads = str(max(1, floor(self._run.cluster.generator.cpus)))
-        variables = {TOKEN_VARIABLE: make_token(self._run), "OMP_NUM_THREADS": num_threads}
-        arguments = ["slipstream.generators", "--id", name, *own]
-        return RoleProcess(
-            name, arguments, logs=self._folder.logs, seat=partial(places.seat, name), variables=variables
-        )
 
     def _check_room(self, count: int) -> None:
         """Assign GPUs to `count` generators. Raises ConfigError if they do not fit."""
@@ -302,7 +293,10 @@ class Launcher:
         while not self._learner.has_finished:
             self._update(store, monitor, scaling, report)
             # After the update, so that a store outage is reported before the role deaths that it causes.
-            self._publish(self._poll_roles(), report)
+            events = [Event("store", message) for message in (self._supervisor.poll() if self._supervisor else [])]
+            events += [Event(role.name, words) for role in (*self._brokers, self._learner) for words in role.poll()]
+            events += [Event("observers", message) for message in self._observers.poll()]
+            self._publish(events + self._pool.poll(), report)
             time.sleep(_POLL_EVERY_S)
         self._update(store, monitor, scaling, report)
 
@@ -310,12 +304,6 @@ class Launcher:
         for event in events:
             self._view.print_line(event.message)
             report.record(event)
-
-    def _poll_roles(self) -> list[Event]:
-        events = [Event("store", message) for message in (self._supervisor.poll() if self._supervisor else [])]
-        events += [Event(role.name, message) for role in (*self._brokers, self._learner) for message in role.poll()]
-        events += [Event("observers", message) for message in self._observers.poll()]
-        return events + self._pool.poll()
 
     def _restarts(self) -> dict[str, int]:
         return {role.name: role.num_restarts for role in self._roles}

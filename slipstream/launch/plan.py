@@ -1,7 +1,6 @@
 """Plan: estimate the memory of a run by process and cause, from its settings and the model's config.json.
 
-Reads no weights: activations are traced on meta tensors, state sizes follow from the ZeRO stage. Estimates exclude
-fragmentation and the processes of tools and rewards.
+Activations are traced on meta tensors. Estimates exclude fragmentation and the processes of tools and rewards.
 """
 
 from collections import Counter
@@ -47,7 +46,7 @@ _GRAPHS_GIB = 1.0
 _BATCHED_TOKENS = 2048
 """Default of max_num_batched_tokens."""
 _SHARED_FRACTION = 0.92
-"""Assigned fraction of a shared GPU; the rest covers allocator fragmentation."""
+"""The rest of a shared GPU covers fragmentation."""
 _SPARE_CACHE_GIB = 0.25
 """Extra KV cache for partly used blocks."""
 _KV_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -113,7 +112,6 @@ class Plan(msgspec.Struct, frozen=True):
     machine: Machine
     needs: list[Need]
     problems: list[str]
-    """Sentences on places that are too small and engines that cannot hold one sequence."""
 
     def total(self, place: str) -> float:
         return sum(need.gib for need in self.needs if need.place == place)
@@ -188,7 +186,7 @@ def show_plan(
 
 
 def tables(plan: Plan) -> list[Table]:
-    """Return tables of needs by process and cause, and of sums by place."""
+    """Return tables of needs, and of sums by place."""
     by_cause = make_table("process", "place", "cause", "GiB", numbers=("GiB",))
     alike: dict[tuple[tuple[str, str, float], ...], list[str]] = {}
     for name in dict.fromkeys(need.process for need in plan.needs):
@@ -204,9 +202,8 @@ def tables(plan: Plan) -> list[Table]:
     return [by_cause, sums]
 
 
-# --- the learner -----------------------------------------------------------------------------------------------------
 def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[str]) -> Iterator[Need]:
-    size, engine = run.learner.num_ranks, run.learner.engine
+    size, engine, algorithm = run.learner.num_ranks, run.learner.engine, run.algorithm
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     activations = step_bytes(run, policy, on_gpu=bool(gpus)) / run.learner.sequence_parallel / GIB
     on_host = 0.0
@@ -215,7 +212,6 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
     # Linear layers, which hold nearly all parameters, are gathered in the compute dtype.
     gathered_bytes = COMPUTE_DTYPES[run.model.dtype].itemsize
     models = {"weights": (_num_elements(policy), trained)}
-    algorithm = run.algorithm
     if run.mode != "sft":
         if algorithm.kl.coefficient and not run.model.lora:
             models["reference"] = (_num_elements(policy), 0)
@@ -228,8 +224,7 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
             elements = _num_elements(critic.base_model)
             models["critic"] = (elements, elements)
     for rank in range(size):
-        name = f"learner rank {rank}"
-        device = f"gpu {gpus[rank % len(gpus)]}" if gpus else HOST
+        name, device = f"learner rank {rank}", f"gpu {gpus[rank % len(gpus)]}" if gpus else HOST
         if gpus:
             yield Need(name, device, "context and libraries", _CONTEXT_GIB)
         yield Need(name, HOST, "libraries", _LIBRARIES_GIB["learner"])
@@ -252,7 +247,7 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
 def _states(
     model: str, elements: int, moved: int, *, engine: object, size: int, gathered_bytes: int
 ) -> Iterator[tuple[str, bool, float]]:
-    """Yield (cause, is in host memory, float32 elements) of one model on one of `size` ranks."""
+    """Yield (cause, is in host memory, float32 elements) of a model on one rank."""
     stage, offloads, keeps_parameters_away = 0, False, False
     if isinstance(engine, DeepSpeedEngineConfig):
         stage, offloads, keeps_parameters_away = engine.zero_stage, engine.offload_optimizer, engine.offload_parameters
@@ -271,7 +266,6 @@ def _states(
     yield f"{prefix}optimizer: two moments", offloads, 2 * moved / (size if stage else 1)
 
 
-# --- generators ------------------------------------------------------------------------------------------------------
 def _engine_needs(run: RunConfig, model: PreTrainedModel, name: str, *, gpus: Sequence[str]) -> list[Need]:
     engine, text = run.generators.engine, model.config.get_text_config()
     needs = [Need(name, HOST, "libraries", _LIBRARIES_GIB["generator"])]
@@ -304,7 +298,7 @@ def _places(engine: VllmEngineConfig, gpus: Sequence[str]) -> list[str]:
 def _cache_gib(
     run: RunConfig, model: PreTrainedModel, machine: Machine, needs: Sequence[Need], *, where: str, num_engines: int
 ) -> float:
-    """Return the KV cache per device of an engine, given all other needs."""
+    """Return an engine's KV cache per device, given all other needs."""
     engine = run.generators.engine
     assert isinstance(engine, VllmEngineConfig)
     if where == HOST:
@@ -343,7 +337,7 @@ def _is_shared(needs: Sequence[Need], where: str) -> bool:
 
 
 def _sequence_gib(run: RunConfig, model: PreTrainedModel) -> float:
-    """Return the KV cache of the longest sequence, per device of an engine, GiB."""
+    """Return the KV cache of the longest sequence, GiB per device."""
     engine = run.generators.engine
     assert isinstance(engine, VllmEngineConfig)
     width = 1 if "fp8" in engine.kv_cache_dtype else getattr(torch, run.model.dtype).itemsize
@@ -375,7 +369,7 @@ def _num_elements(model: nn.Module) -> int:
 
 
 def _published_gib(run: RunConfig, model: PreTrainedModel) -> float:
-    """Return the size of a published version: only the adapter, if one is trained."""
+    """Only the adapter, if one is trained."""
     elements = _num_elements(model)
     if run.model.lora:
         elements = sum(parameter.numel() for _, parameter in adapter_parameters(model))

@@ -39,10 +39,7 @@ def check_surroundings(run: RunConfig) -> None:
 
 
 def surroundings(run: RunConfig) -> dict[str, Callable[[], object]]:
-    """Return environment checks: name -> function that raises an error stating the requirement.
-
-    Each is fast, or takes ten seconds if a server does not answer.
-    """
+    """Return environment checks: name -> function that raises an error, within ten seconds."""
     checks: dict[str, Callable[[], object]] = {
         "observers": lambda: check_observers(run),
         "object store": lambda: check_storage(run, has_folder=RunFolder(run).has_run),
@@ -143,7 +140,7 @@ def prepare(run: RunConfig) -> int:
 
 
 def _run_steps(steps: list[PrepareStep]) -> None:
-    """Run each step as `python -m MODULE ARGS`; stop at the first that does not create its file."""
+    """Stop at the first step that does not create its file."""
     for step in steps:
         print(f"prepare: {step.creates} is missing, making it with {step.module}", flush=True)
         sys.argv = [step.module, *step.args]

@@ -1,15 +1,14 @@
 """Replay: train on the trajectories of a stored run, in the same batches as that run.
 
-A replay is a serial run over a store filled from an archive, on one or more ranks. Its generator answers only held-out
-prompts. With the settings, seed, and initial weights of the stored run, batches repeat bit for bit, and so do the
-losses of a serial run. With another algorithm, it shows the effect on the same data.
+A serial run over a store filled from an archive, on one or more ranks; its generator answers held-out prompts. With the
+settings, seed, and initial weights of the stored run, batches repeat bit for bit, as do losses of a serial run.
 """
 
 import asyncio
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -99,9 +98,8 @@ def _device(run: RunConfig) -> torch.device:
     return device
 
 
-# --- rescoring -------------------------------------------------------------------------------------------------------
 _MAX_DECODED = 1024
-"""Trajectories decoded at a time; text takes several times the memory of token ids."""
+"""At a time: text takes several times the memory of token ids."""
 
 
 def rescore(
@@ -122,7 +120,9 @@ async def _rescore(
     statuses: Counter[str] = Counter()
     rescored = []
     try:
-        for chunk in _chunks(groups):
+        size = max(1, _MAX_DECODED // max(1, len(groups[0].payloads))) if groups else 1
+        for start in range(0, len(groups), size):
+            chunk = groups[start : start + size]
             members = [[unpack(payload) for payload in group.payloads] for group in chunk]
             inputs = [[_reward_input(member, rows, prompting) for member in group] for group in members]
             found = await asyncio.gather(*(_score_group(pool, group) for group in inputs))
@@ -142,11 +142,6 @@ async def _score_group(pool: RewardPool, group: list[RewardInput]) -> list[Rewar
     if group and pool.compares(group[0].data_source):
         return await pool.score_group(group)
     return [*await asyncio.gather(*map(pool.score, group))]
-
-
-def _chunks(groups: list[FinishedGroup]) -> Iterator[list[FinishedGroup]]:
-    size = max(1, _MAX_DECODED // max(1, len(groups[0].payloads))) if groups else 1
-    return (groups[start : start + size] for start in range(0, len(groups), size))
 
 
 def _reward_input(trajectory: Trajectory, rows: Mapping[str, Row], prompting: PromptEncoder) -> RewardInput:

@@ -72,7 +72,7 @@ def _run_here(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> Non
 
 @contextmanager
 def _open_places(run: RunConfig) -> Iterator[Places | None]:
-    """Connect to the run's cluster, if any, and reserve its core. Raises ConfigError."""
+    """Join the run's cluster, if any. Raises ConfigError."""
     if run.cluster.kind == "local":
         yield None
         return
@@ -120,7 +120,6 @@ def _is_free(folder: RunFolder) -> bool:
     return not folder.path.exists() or (folder.is_untrained and not is_held(folder.path))
 
 
-# --- the report ------------------------------------------------------------------------------------------------------
 REPORTED = {
     "seconds to the goal": "seconds_to_goal",
     "seconds of training": "train_seconds",
@@ -187,7 +186,7 @@ def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], prog
 
 
 def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
-    """Describe whether the run reached its goals, with its final accuracies."""
+    """Describe goals and final accuracies."""
     goals = run.evaluation.goals
     reached = all(goal.holds(summary["evaluation"]) for goal in goals)
     word = "done" if not goals else "learned" if reached else "NOT learned"

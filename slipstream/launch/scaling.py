@@ -40,8 +40,7 @@ class Change(Record):
 class Autoscaler:
     """Decides once per window of `settle_s`, or longer if steps are slow. Used by one thread.
 
-    Scaling up has priority: if the learner waits while generators idle, the cause lies elsewhere, such as a small
-    `max_lag`, and fewer generators would not help.
+    Scaling up has priority: if the learner waits while generators idle, the cause lies elsewhere.
     """
 
     def __init__(self, config: AutoscaleConfig, *, clock: Clock = time.monotonic) -> None:
@@ -107,10 +106,7 @@ class Autoscaler:
         )
 
     def _learner_wait_fraction(self) -> float | None:
-        """Return the learner's wait fraction; None if the window has too few steps.
-
-        Before the first step ends: the fraction of observations in which it waited.
-        """
+        """None if the window has too few steps; before the first, the fraction of starving observations."""
         if not self._rows:
             return sum(self._starving) / len(self._starving)
         return wait_fraction(self._rows) if len(self._rows) >= _MIN_STEPS else None
@@ -126,7 +122,7 @@ class AbsenceTracker:
         self._abandoned: set[str] = set()
 
     def update(self, expected: AbstractSet[str], *, working: AbstractSet[str]) -> list[str]:
-        """Record the working generators; return newly abandoned ones, once per absence."""
+        """Return newly abandoned generators, once per absence."""
         now = self._clock()
         self._away_since = {name: self._away_since.get(name, now) for name in expected - working}
         abandoned = {name for name, since in self._away_since.items() if now - since > self._absent_after_s}
@@ -152,7 +148,7 @@ class LauncherReport:
         self._unsent.append(Event(event.role, event.message.removeprefix(f"{event.role} ")))
 
     def answer(self, request_id: str, refusal: str) -> None:
-        """Queue the answer to a scaling request; an empty refusal means success."""
+        """An empty refusal means success."""
         self._answer = {"answered": request_id, "refusal": refusal}
 
     def send(self, *, restarts: Mapping[str, int], generators_target: int) -> None:
@@ -164,7 +160,7 @@ class LauncherReport:
         self._report("ready", {"restarts": dict(restarts), "generators_target": generators_target, **self._answer})
 
     def end(self, *, reason: str, restarts: Mapping[str, int], generators_target: int) -> None:
-        """Report the launcher's end, if the store answers."""
+        """No-op if the store does not answer."""
         with suppress(ReplayBufferError):
             self.send(restarts=restarts, generators_target=generators_target)
             self._report("gone", {"restarts": dict(restarts), "reason": reason})
@@ -209,22 +205,19 @@ class Scaling:
 
     def _handle_request(self, value: str) -> list[Event]:
         number, _, request_id = value.partition(" ")
+        scale = self._run.generators.autoscale
         try:
-            self._check_bounds(int(number))
+            if scale and not scale.min <= int(number) <= scale.max:
+                raise ConfigError(
+                    f"generators must lie between generators.autoscale.min and max ({scale.min} to {scale.max}), got "
+                    f"{int(number)}: the autoscaler decides within them; start the run with other bounds."
+                )
             events = self._set_target(int(number), reason="requested")
         except (ValueError, ConfigError) as error:
             self._report.answer(request_id, str(error))
             return []
         self._report.answer(request_id, "")
         return events
-
-    def _check_bounds(self, target: int) -> None:
-        scale = self._run.generators.autoscale
-        if scale and not scale.min <= target <= scale.max:
-            raise ConfigError(
-                f"generators must lie between generators.autoscale.min and max ({scale.min} to {scale.max}), got "
-                f"{target}: the autoscaler decides within them; start the run with other bounds."
-            )
 
     def _autoscale(self, store: Store, snapshot: RunSnapshot) -> list[Event]:
         state = snapshot.state

@@ -1,9 +1,8 @@
 """Serial run: all roles in one process, stepped in a fixed order, deterministic.
 
-It uses the store, router, generator, publisher, and learner of an asynchronous run, with in-memory channels and weight
-transport. Whenever the learner waits, the pump takes one turn: the learner's client, the router, the generator's
-client, then the generator's asyncio tasks. Its clock counts turns. One seed therefore gives one run, bit for bit; with
-`max_lag=0` it is the synchronous oracle.
+It uses the roles of an asynchronous run, with in-memory channels and weight transport. Whenever the learner waits, the
+pump takes one turn: the learner's client, the router, the generator's client, then the generator's asyncio tasks. Its
+clock counts turns. One seed therefore gives one run, bit for bit; with `max_lag=0` it is the synchronous oracle.
 """
 
 import asyncio
@@ -40,7 +39,7 @@ _TASK_ROUNDS_PER_TURN = 16
 
 
 class TurnClock:
-    """Logical clock that advances only when the pump takes a turn."""
+    """Clock that advances with the turns of the pump."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -53,7 +52,7 @@ class TurnClock:
 
 
 class SerialPeer:
-    """Broker client and received messages of a role, stepped by the pump instead of a thread."""
+    """Broker client of a role, stepped by the pump instead of a thread."""
 
     def __init__(self, hub: MemoryBroker, role: str, clock: TurnClock) -> None:
         # A run has one learner, and the broker knows it by that name.
@@ -97,7 +96,10 @@ class Pump:
         self._router.step(timeout_s=0)
         self._peer.client.step(timeout_s=0)
         self._loop.run_until_complete(self._run_tasks())
-        self._report()
+        # Pings, which carry the gauges, would be too rare on this clock.
+        status = self._peer.board()
+        gauges = {"role": "generator", "state": status.state, "version": status.version}
+        self._store.report_role(self._peer.member.peer_id, status.gauges | gauges)
         if self._running and self._running.done():
             # Raises the generator's error, so that the learner does not continue alone.
             self._running.result()
@@ -121,12 +123,6 @@ class Pump:
             self._running.cancel()
             self._loop.run_until_complete(asyncio.wait([self._running]))
             self._loop.close()
-
-    def _report(self) -> None:
-        """Store the generator's gauges: pings, which carry them, would be too rare on this clock."""
-        status = self._peer.board()
-        gauges = {"role": "generator", "state": status.state, "version": status.version}
-        self._store.report_role(self._peer.member.peer_id, status.gauges | gauges)
 
     async def _run_tasks(self) -> None:
         assert self._generator is not None
@@ -152,24 +148,21 @@ def run_serial(
     torch.use_deterministic_algorithms(True, warn_only=True)
     clock, hub, weights = TurnClock(), MemoryBroker(), MemoryWeights()
     train, heldout = open_datasets(run)
+    config = run.buffer.store
+    assert isinstance(config, EmbeddedRedisConfig), "the settings are checked"
+    limits = {"max_memory_mib": config.max_memory_mib, "max_attempts": run.buffer.max_attempts}
     with ExitStack() as stack:
-        store = stack.enter_context(_open_store(run, folder, clock))
+        # Persists nothing, because a serial run cannot be resumed.
+        store = stack.enter_context(open_own_store(folder.store, run.name, **limits, clock=clock))
         begin_run(store, run, num_rows=train.row_count)
         router = Router(hub.server(), store, run=run, train=train, heldout=heldout, clock=clock)
         prepare_store(store)
         learner_peer, generator_peer = SerialPeer(hub, "learner", clock), SerialPeer(hub, "generator", clock)
         pump = Pump(clock=clock, router=router, store=store, learner=learner_peer, generator=generator_peer)
         stack.enter_context(closing(pump))
-        pump.start(
-            assemble(
-                run,
-                member=generator_peer.member,
-                client=generator_peer.client,
-                tokenizer=load_tokenizer(run.model),
-                receiver=MemoryReceiver(weights),
-                clock=clock,
-            )
-        )
+        member, client, tokenizer = generator_peer.member, generator_peer.client, load_tokenizer(run.model)
+        receiver = MemoryReceiver(weights)
+        pump.start(assemble(run, member=member, client=client, tokenizer=tokenizer, receiver=receiver, clock=clock))
         rank_group = build_rank_group(run, folder=folder, device=device)
         learner = build_learner(
             run,
@@ -190,11 +183,3 @@ def run_serial(
         if run.buffer.archive.enabled:
             with closing(Archiver(store, folder.archive, run.buffer.archive, fence=router.chief.fence)) as archiver:
                 archiver.flush()
-
-
-def _open_store(run: RunConfig, folder: RunFolder, clock: TurnClock) -> RedisStore:
-    config = run.buffer.store
-    assert isinstance(config, EmbeddedRedisConfig), "the settings are checked"
-    limits = {"max_memory_mib": config.max_memory_mib, "max_attempts": run.buffer.max_attempts}
-    # Persists nothing, because a serial run cannot be resumed.
-    return open_own_store(folder.store, run.name, **limits, clock=clock)

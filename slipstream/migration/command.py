@@ -31,7 +31,8 @@ def read_settings(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         found = _from_script(text) if path.suffix in (".sh", ".bash") else _from_document(path, text)
     except (UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"FILE must be YAML, JSON or a shell script, got {path}: {_first_line(error)}") from None
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ConfigError(f"FILE must be YAML, JSON or a shell script, got {path}: {reason}.") from None
     if not found:
         raise ConfigError(f"FILE must hold settings, got none in {path}.")
     return {
@@ -92,10 +93,6 @@ def _leaves(document: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
         name = f"{prefix}{key}"
         found += _leaves(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
     return found
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0].rstrip(".") + "."
 
 
 _IMPORTERS = {"verl": import_verl, "trl": import_trl}

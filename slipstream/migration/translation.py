@@ -34,7 +34,7 @@ class Translation:
         self.notes: list[str] = []
 
     def take(self, key: str) -> Any:
-        """Return a source setting, given or default, and mark it as translated."""
+        """Return a setting, given or default, and mark it as translated."""
         self._taken.add(key)
         value = self.given.get(key)
         return self._defaults.get(key) if value is None else value
@@ -45,12 +45,11 @@ class Translation:
             self._ours[key] = format_value(value)
 
     def same(self, theirs: str, ours: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
-        """Copy a source setting to a Slipstream setting."""
         value = self.take(theirs)
         self.put(ours, None if value is None else convert(value))
 
     def leave_default_task(self, *, max_length: int, tokens_per_microbatch: int) -> None:
-        """Clear the default experiment's task, and fit microbatches to the longest trajectory."""
+        """Also fits microbatches to the longest trajectory."""
         self.put("prepare", [])
         self.put("evaluation.goals", [])
         self._ours["learner.stop"] = "null"
@@ -58,13 +57,12 @@ class Translation:
         self.put("learner.tokens_per_microbatch", max(max_length, tokens_per_microbatch))
 
     def note(self, key: str, sentence: str) -> None:
-        """Explain a source setting in a note, if it was given."""
         if self.given.get(key) is not None:
             self._taken.add(key)
             self.notes.append(f"{key}={format_value(self.given[key])}: {sentence}")
 
     def result(self, *, decided_here: tuple[str, ...]) -> Imported:
-        """Build the result. Keys with a prefix in `decided_here` need no equivalent."""
+        """Keys with a prefix in `decided_here` need no equivalent."""
         left = {key: value for key, value in self.given.items() if key not in self._taken and value not in _OFF}
         unequal = [f"{key} = {format_value(value)}" for key, value in left.items() if not key.startswith(decided_here)]
         return Imported([f"{key}={value}" for key, value in self._ours.items()], self.notes, unequal)

@@ -52,7 +52,7 @@ _DECIDED_HERE = (
     "overwrite_output_dir", "save_strategy", "do_", "distributed_type", "machine_rank", "mixed_precision",
     "num_machines",
 )  # fmt: skip
-"""Prefixes of keys that need no equivalent: Slipstream decides these itself, or they are about reporting."""
+"""Prefixes of keys that Slipstream decides itself, or that are about reporting."""
 _AGGREGATIONS = {
     "grpo": "seq_mean_token_mean",
     "dr_grpo": "seq_mean_token_sum_norm",
@@ -70,7 +70,7 @@ def import_trl(given: dict[str, Any]) -> Imported:
     if not _NAMES & given.keys():
         raise ConfigError("FILE must hold settings of TRL's GRPO, such as num_generations, got none of them.")
     config = Translation(given, _DEFAULTS)
-    for translate in (_model, _batch, _objective, _correction, _optimizer, _generation, _staleness, _schedule):
+    for translate in (_model, _batch, _objective, _correction, _optimizer, _generation, _schedule):
         translate(config)
     return config.result(decided_here=_DECIDED_HERE)
 
@@ -190,7 +190,7 @@ def _optimizer(config: Translation) -> None:
 
 
 def _updates_per_step(config: Translation) -> int:
-    """Return TRL's optimizer updates per generated batch, which is Slipstream's step."""
+    """TRL's updates per generated batch, which is a step here."""
     size = config.take("steps_per_generation") or config.take("gradient_accumulation_steps")
     return max(1, size // config.take("gradient_accumulation_steps"))
 
@@ -209,9 +209,6 @@ def _generation(config: Translation) -> None:
         "rewards are functions in the training script: generators.reward.function=FILE.py:NAME accepts TRL's signature "
         "unchanged (docs/rewards.md)."
     )
-
-
-def _staleness(config: Translation) -> None:
     lag = config.take("max_staleness")
     config.put("buffer.staleness.max_lag", lag or 0)
     config.same("weight_sync_steps", "weights.publish_every_steps")

@@ -1,4 +1,4 @@
-"""Translate settings of verl 0.9, with the defaults of its YAML files for settings that are not given."""
+"""Translate settings of verl 0.9, with the defaults of its YAML files."""
 
 import math
 from pathlib import Path
@@ -140,9 +140,10 @@ def translate_correction(config: Translation) -> None:
             config.put("algorithm.correction.low", float(low))
             config.put("algorithm.correction.bound", "mask")
     if rejections:
-        config.put("algorithm.correction.reject", [
-            _rejection(name, bound) for name, bound in _paired(str(rejections), str(bounds))
-        ])  # fmt: skip
+        names, limits = str(rejections).split(","), str(bounds).split(",")
+        limits = limits * len(names) if len(limits) == 1 else limits
+        rejects = [_rejection(name, bound) for name, bound in zip(names, limits, strict=False)]
+        config.put("algorithm.correction.reject", rejects)
     if config.take(f"{key}.rollout_is_batch_normalize"):
         config.put("algorithm.correction.normalize", True)
     if is_bypass:
@@ -151,11 +152,6 @@ def translate_correction(config: Translation) -> None:
             config.note(
                 f"{key}.loss_type", "with a weight of its own: algorithm/policy_loss=reinforce, proximal=recompute."
             )
-
-
-def _paired(names: str, bounds: str) -> list[tuple[str, str]]:
-    options, values = names.split(","), bounds.split(",")
-    return list(zip(options, values * len(options) if len(values) == 1 else values, strict=False))
 
 
 def _rejection(name: str, bound: str) -> dict[str, Any]:
@@ -222,7 +218,7 @@ _DECIDED_HERE = (
     f"{_ROLLOUT}.mode", f"{_ROLLOUT}.free_cache_engine", f"{_ROLLOUT}.load_format", f"{_ROLLOUT}.calculate_log_probs",
     "actor_rollout_ref.ref.", "actor_rollout_ref.hybrid_engine",
 )  # fmt: skip
-"""Prefixes of keys that need no equivalent: Slipstream decides packing, placement, and log-prob recording itself."""
+"""Prefixes of keys that Slipstream decides itself."""
 
 
 def import_verl(given: dict[str, Any]) -> Imported:

@@ -137,8 +137,6 @@ def _exit_for_path(error: OSError) -> None:
 
 
 class _PanelGroup(TyperGroup):
-    """Lists commands under their `rich_help_panel`."""
-
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         commands = {name: self.commands[name] for name in self.list_commands(ctx)}
         width = max(map(len, commands))

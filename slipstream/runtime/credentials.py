@@ -1,11 +1,8 @@
 """Credentials: the run's token, the CURVE key pairs that sockets derive from it, and masking.
 
 Only a holder of the token can compute both pairs, so a socket ignores peers without it, and a peer knows that it talks
-to its own run. A run stores its token in the run folder, for roles of the same user. Roles elsewhere get it in the
-environment or in a file.
-
-A guest has a separate token, which does not reveal the run's. It lets the guest connect to servers that admit it, but
-not serve.
+to its own run. The token is in the run folder; roles elsewhere get it in the environment or in a file. A guest's token
+does not reveal the run's: it lets the guest connect to servers that admit it, but not serve.
 """
 
 import base64
@@ -136,7 +133,6 @@ def _check_format(token: str, *, origin: str) -> str:
     return token
 
 
-# --- the keys --------------------------------------------------------------------------------------------------------
 @lru_cache(maxsize=8)
 def _derive_keys(token: str) -> Keys:
     if token.startswith(_GUEST):
@@ -159,7 +155,7 @@ def guest_token(keys: Keys, name: str) -> str:
 
 
 def write_guest_tokens(folder: RunFolder, keys: Keys) -> None:
-    """Write each guest's token into the run folder, readable only by the owner."""
+    """Write each guest's token, readable only by the owner."""
     folder.guests.mkdir(mode=0o700, exist_ok=True)
     for name in keys.guests.values():
         path = folder.guests / name
@@ -240,7 +236,7 @@ def mask(text: str, *, known: Iterable[str] = ()) -> str:
 
 
 def without_secrets(data: Any, *, known: Iterable[str] = ()) -> Any:
-    """Mask values of keys such as `api_key`, and secrets within strings, in plain data."""
+    """Mask values of keys such as `api_key`, and secrets within strings."""
     if isinstance(data, dict):
         return {key: _value(str(key), value, known=known) for key, value in data.items()}
     if isinstance(data, list):

@@ -1,7 +1,4 @@
-"""Full disks: detect them in library errors, describe them, and wait for free space.
-
-The wait has no deadline, because a person must free space.
-"""
+"""Full disks: detect, describe, and wait for space; without a deadline, because a person must free it."""
 
 import errno
 import os

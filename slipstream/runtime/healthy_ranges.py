@@ -255,20 +255,17 @@ class Watched:
 
     def update(self, value: float) -> bool:
         """Add the value of a step; return whether the metric left or reentered its range."""
+        median = 1.0
+        if self.healthy.of_median:
+            median = statistics.median(self._recent) if len(self._recent) >= _MIN_MEDIAN_STEPS else 0.0
+            self._recent.append(value)
         # Hysteresis, for a metric that oscillates around a bound.
-        contradicts = self._is_inside(value) == self.is_unhealthy
+        contradicts = (not median or self.healthy.holds(value / median)) == self.is_unhealthy
         self._streak = self._streak + 1 if contradicts else 0
         if self._streak < (_STEPS_TO_RECOVER if self.is_unhealthy else self.healthy.patience):
             return False
         self.is_unhealthy, self._streak = not self.is_unhealthy, 0
         return True
-
-    def _is_inside(self, value: float) -> bool:
-        if not self.healthy.of_median:
-            return self.healthy.holds(value)
-        median = statistics.median(self._recent) if len(self._recent) >= _MIN_MEDIAN_STEPS else 0.0
-        self._recent.append(value)
-        return not median or self.healthy.holds(value / median)
 
 
 def changed(watched: Mapping[str, Watched], row: Mapping[str, Any]) -> list[tuple[str, Watched]]:

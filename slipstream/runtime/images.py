@@ -1,7 +1,6 @@
 """Images in prompts: input checks, and tokens, positions, and patches for Qwen-VL models.
 
-Broker, generators, and learner share this code, so that token counts and pixel values agree. Only
-`VisionModel.patches` needs torch.
+Roles share this code, so that token counts and pixel values agree. Only `VisionModel.patches` needs torch.
 """
 
 import hashlib

@@ -28,7 +28,16 @@ def find_function(path: str, *, setting: str) -> Callable[..., Any]:
     module_name, separator, name = path.rpartition(":")
     if not (module_name and separator and name):
         raise ConfigError(f"{setting}.function must look like `module:function`, got {path!r}.")
-    return _find(_import(module_name, path, setting), name, path, setting)
+    module = _import(module_name, path, setting)
+    function = getattr(module, name, None)
+    if function is None:
+        nearest = difflib.get_close_matches(name, [n for n in dir(module) if not n.startswith("_")], n=1)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        raise ConfigError(f"{setting}.function={path!r}: module {module.__name__!r} has no {name!r}.{hint}")
+    if not callable(function):
+        raise ConfigError(f"{setting}.function must name a function, got {path!r}: it is a {type(function).__name__}.")
+    found: Callable[..., Any] = function
+    return found
 
 
 def _import(module_name: str, path: str, setting: str) -> ModuleType:
@@ -60,15 +69,3 @@ def _import_file(file: Path) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
-
-
-def _find(module: ModuleType, name: str, path: str, setting: str) -> Callable[..., Any]:
-    function = getattr(module, name, None)
-    if function is None:
-        nearest = difflib.get_close_matches(name, [n for n in dir(module) if not n.startswith("_")], n=1)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        raise ConfigError(f"{setting}.function={path!r}: module {module.__name__!r} has no {name!r}.{hint}")
-    if not callable(function):
-        raise ConfigError(f"{setting}.function must name a function, got {path!r}: it is a {type(function).__name__}.")
-    found: Callable[..., Any] = function
-    return found

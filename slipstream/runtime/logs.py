@@ -12,6 +12,7 @@ import structlog
 from structlog.typing import EventDict
 
 from slipstream.runtime.clock import Clock
+from slipstream.runtime.command_line import printable
 
 _BURST = 8
 _LINE_EVERY_S = 5.0
@@ -19,7 +20,7 @@ _LINE_EVERY_S = 5.0
 
 @dataclass
 class _Allowance:
-    """Token bucket for one kind of line: a burst of `_BURST`, then one every `_LINE_EVERY_S`."""
+    """Token bucket for one kind of line."""
 
     lines: float
     at: float
@@ -94,11 +95,9 @@ def make_output_lossy() -> None:
 
 def escape_control_characters(_logger: object, _method: str, event: EventDict) -> EventDict:
     """Keep each event on one line and escape control sequences from peers; a structlog processor."""
-    return {key: _escape(value) if isinstance(value, str) else value for key, value in event.items()}
-
-
-def _escape(text: str) -> str:
-    return text if text.isprintable() else "".join(x if x.isprintable() else repr(x)[1:-1] for x in text)
+    return {
+        key: printable(value).replace("\n", r"\n") if isinstance(value, str) else value for key, value in event.items()
+    }
 
 
 def configure_logs(role: str) -> None:

@@ -1,7 +1,4 @@
-"""LoRA: attach an adapter to a transformers model, name its tensors as in peft files, and merge it into the base.
-
-Learner and engines attach the same adapter to `model.path`. The learner publishes only the adapter's tensors.
-"""
+"""LoRA: attach an adapter to a transformers model, name its tensors as in peft files, and merge it into the base."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -77,7 +74,7 @@ def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> N
 
 
 def adapted_layers(module: nn.Module) -> list[str]:
-    """Return the kinds of layers with an adapter, such as `q_proj`."""
+    """Return the kinds of adapted layers, such as `q_proj`."""
     return sorted({_last(name) for name in _adapter_layers(module)})
 
 

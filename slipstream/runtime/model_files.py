@@ -26,28 +26,19 @@ def check_model_path(path: str) -> None:
     if Path(path).is_dir():
         if not (Path(path) / _CONFIG).is_file():
             raise _invalid_path(path, f"the folder has no {_CONFIG}")
-    elif _is_folder_name(path):
+        return
+    # A hub name has one slash, after its owner.
+    if path.startswith((".", "/", "~")) or path.count("/") > 1 or ("/" in path and Path(path).parent.is_dir()):
         raise _invalid_path(path, "there is no such folder")
-    else:
-        _check_hub(path)
-
-
-def _is_folder_name(path: str) -> bool:
-    """Return whether `path` can only be a folder. A hub name has one slash, after its owner."""
-    return path.startswith((".", "/", "~")) or path.count("/") > 1 or ("/" in path and Path(path).parent.is_dir())
-
-
-def _check_hub(name: str) -> None:
     try:
-        if isinstance(huggingface_hub.try_to_load_from_cache(name, _CONFIG), str):
-            return
-        huggingface_hub.HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
+        if not isinstance(huggingface_hub.try_to_load_from_cache(path, _CONFIG), str):
+            huggingface_hub.HfApi().model_info(path, timeout=_HUB_TIMEOUT_S)
     except huggingface_hub.errors.HFValidationError:
-        raise _invalid_path(name, "there is no such folder") from None
+        raise _invalid_path(path, "there is no such folder") from None
     # The HTTP library raises various errors.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise _invalid_path(name, f"there is no such folder, and the hub answers: {reason}") from None
+        raise _invalid_path(path, f"there is no such folder, and the hub answers: {reason}") from None
 
 
 def _invalid_path(path: str, reason: str) -> ConfigError:
@@ -99,10 +90,7 @@ _SETTINGS = ModelFingerprint.__struct_fields__[:8]
 
 
 def fingerprint(path: str) -> ModelFingerprint | None:
-    """Fingerprint a checkpoint in a folder or the hub cache; None if it is not there.
-
-    Reads no weights. Skips unreadable files, because loading the model reports them.
-    """
+    """Fingerprint a checkpoint in a folder or the hub cache; None if it is not there. Skips unreadable files."""
     settings = read_json(path, _CONFIG)
     if not settings:
         return None
@@ -121,26 +109,18 @@ def fingerprint(path: str) -> ModelFingerprint | None:
 def check_same_model(path: str, expected: ModelFingerprint | None) -> None:
     """Raise ConfigError if the checkpoint differs from the broker's in a field that both know."""
     ours = fingerprint(path)
-    found = _difference(ours, expected) if ours and expected else None
-    if found:
-        field, here, there = found
-        raise ConfigError(
-            f"model.path must hold the same model here as at the broker, got {path!r} with {field} {here} here and "
-            f"{there} at the broker: copy the broker's folder here, or start on a machine that has it."
-        )
-
-
-def _difference(ours: ModelFingerprint, theirs: ModelFingerprint) -> tuple[str, object, object] | None:
-    """Return (field, ours, theirs) for the first difference."""
-    # Compare tokenizer files one by one below, because either side may lack some.
-    for field in ModelFingerprint.__struct_fields__[:-1]:
-        here, there = getattr(ours, field), getattr(theirs, field)
-        if None not in (here, there) and here != there:
-            return field, here, there
-    for name, here in ours.tokenizer_files.items():
-        if theirs.tokenizer_files.get(name, here) != here:
-            return f"{name} of hash", here, theirs.tokenizer_files[name]
-    return None
+    if ours is None or expected is None:
+        return
+    # Either side may lack some tokenizer files.
+    pairs = [(field, getattr(ours, field), getattr(expected, field)) for field in ours.__struct_fields__[:-1]]
+    theirs = expected.tokenizer_files
+    pairs += [(f"{name} of hash", digest, theirs.get(name)) for name, digest in ours.tokenizer_files.items()]
+    for field, here, there in pairs:
+        if here is not None and there is not None and here != there:
+            raise ConfigError(
+                f"model.path must hold the same model here as at the broker, got {path!r} with {field} {here} here and "
+                f"{there} at the broker: copy the broker's folder here, or start on a machine that has it."
+            )
 
 
 def _tensors(path: str) -> dict[str, Any]:

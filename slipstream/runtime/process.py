@@ -42,7 +42,7 @@ def launcher_pid() -> int:
 
 
 def die_with_parent(number: signal.Signals, *, parent: int) -> None:
-    """Have the kernel signal this process when its parent dies; no-op except on Linux."""
+    """Signal this process when its parent dies; no-op except on Linux."""
     if sys.platform != "linux":
         return
     # The standard library has no prctl. The setting survives exec, but not fork.
@@ -59,7 +59,7 @@ def adopt_orphans() -> None:
 
 
 def exempt_from_collection() -> None:
-    """Exempt a built role's objects from garbage collection, which takes 0.1 s for torch and transformers."""
+    """Exempt a built role's objects from garbage collection, which takes 0.1 s."""
     gc.collect()
     gc.freeze()
     # Otherwise, libraries report leaks after the cause of death in the log.
@@ -159,7 +159,7 @@ def group_limits(
 ) -> list[GroupLimit]:
     """Return the limits set by a container or service, innermost first.
 
-    `own` lists this process's groups. In a container, it may name groups of the host; the root is then the container's.
+    In a container, `own` may name groups of the host; the root is then the container's.
     """
     found = []
     for line in read_text(own).splitlines():

@@ -50,7 +50,7 @@ def find_routers(module: nn.Module) -> list[Router]:
 
 
 def check_layers(config: ModelConfig) -> None:
-    """Raise ConfigError for missing LoRA targets and unsupported router settings, before the model loads."""
+    """Check LoRA targets and router settings before the model loads. Raises ConfigError."""
     has_router_settings = bool(config.router_replay or config.router_aux_loss)
     if not (config.lora or has_router_settings):
         return

@@ -105,7 +105,6 @@ class RunFolder:
 
     @property
     def broker_address(self) -> str:
-        """Endpoint of the first broker: `broker.address` or a unix socket."""
         return self.broker_addresses[FIRST_BROKER]
 
     @property
@@ -296,7 +295,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def short_folder(path: Path) -> Path:
-    """Return a replacement for a path too long for the kernel, the same in every process."""
+    """Return a replacement for a long path, the same in every process."""
     digest = hashlib.sha256(bytes(path)).hexdigest()[:16]
     return _SHORT_FOLDERS / f"slipstream-{os.getuid()}-{digest}"
 
@@ -364,7 +363,7 @@ def list_runs(runs_dir: Path) -> list[Path]:
 
 
 def describe_others(runs_dir: Path, name: str) -> str:
-    """Describe the runs in `runs_dir`, for an error about the unknown `name`."""
+    """Describe the runs in `runs_dir`, for an error about `name`."""
     names = [folder.name for folder in list_runs(runs_dir)]
     if close := get_close_matches(name, names, n=1):
         return f"did you mean {close[0]!r}?"

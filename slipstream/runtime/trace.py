@@ -63,15 +63,21 @@ class Trace:
         self.is_on = False
 
     def obey(self, stage: str) -> None:
-        """Handle a profiling stage: `events` starts recording, `end` stops and writes the file."""
+        """`events` starts recording, `end` writes the file."""
         if stage == "events" and not self.is_on:
             self._events, self._dropped, self.is_on = TracePart(self._role, os.getpid(), [], []), 0, True
         elif stage == "end" and self.is_on:
             self.is_on = False
-            self._write()
+            part = msgspec.structs.replace(self._events, dropped=self._dropped)
+            try:
+                draft = self._part(".new")
+                draft.write_bytes(msgspec.json.encode(part))
+                # Atomic, because the merging role polls for the file.
+                draft.replace(self._part(".json"))
+            except OSError as error:
+                log.warning("profile_not_written", role=self._role, reason=str(error))
 
     def mark(self, name: str, *ids: str, at_ns: int = 0, **arguments: Any) -> None:
-        """Record a moment of these trajectories, by default now."""
         if self.is_on:
             at_ns = at_ns or time.time_ns()
             for each in ids:
@@ -104,16 +110,6 @@ class Trace:
         parts_of(self._folder).mkdir(parents=True, exist_ok=True)
         return parts_of(self._folder) / f"{self._role}{suffix}"
 
-    def _write(self) -> None:
-        part = msgspec.structs.replace(self._events, dropped=self._dropped)
-        try:
-            draft = self._part(".new")
-            draft.write_bytes(msgspec.json.encode(part))
-            # Atomic, because the merging role polls for the file.
-            draft.replace(self._part(".json"))
-        except OSError as error:
-            log.warning("profile_not_written", role=self._role, reason=str(error))
-
     def _has_room(self) -> bool:
         has_room = len(self._events.marks) + len(self._events.spans) < self._limit
         self._dropped += not has_room
@@ -125,7 +121,6 @@ def parts_of(folder: Path) -> Path:
     return folder / "parts"
 
 
-# --- one file --------------------------------------------------------------------------------------------------------
 def merge(folder: Path) -> None:
     """Write `trace.json.gz` from the parts in a `profile` folder, and delete them. Raises OSError."""
     parts = [msgspec.json.decode(path.read_bytes(), type=TracePart) for path in sorted(_files(folder, ".json"))]
@@ -220,9 +215,7 @@ _LIST_EVERY_S = 10.0
 
 
 class TimeAccount:
-    """Seconds by phase. Exactly one phase is active at a time, so phases sum to wall time.
-
-    One thread switches phases; any thread may read `totals`. A switch takes about a microsecond.
+    """Seconds by phase, which sum to wall time. One thread switches phases; any thread may read `totals`.
 
     Example: account = TimeAccount("rest")
         with account.phase("forward"): ...       # interrupts `rest`, which resumes afterwards
@@ -238,7 +231,7 @@ class TimeAccount:
         self._since = clock()
 
     def switch(self, phase: str) -> str:
-        """Switch to another phase; return the previous one."""
+        """Return the previous phase."""
         with self._lock:
             before = self._phase
             if phase != before:
@@ -267,7 +260,7 @@ class TimeAccount:
             return self._totals | {self._phase: running}
 
     def gauges(self) -> dict[str, float]:
-        """Return the totals as Pong gauges, `time/PHASE`."""
+        """`time/PHASE` -> seconds."""
         return {f"time/{phase}": round(seconds, 3) for phase, seconds in self.totals().items()}
 
 

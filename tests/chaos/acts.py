@@ -9,59 +9,36 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from contextlib import closing
+from typing import Any, NamedTuple
 
 import psutil
 
 from slipstream.buffer.redis.connection import connect
-from tests.chaos.role import Role, Strike
-from tests.chaos.stage import Stage
-from tests.chaos.watched.journal import Journal, read_journals
+from tests.chaos.role import Action, Strike
+from tests.chaos.watched.journal import read_journals
 from tests.chaos.watched.points import ask
 
 _OBEY_TIMEOUT_S = 20.0
 """Longest wait for a role to reach a point, possibly after a restart."""
 _SUCCESSOR_TIMEOUT_S = 12.0
 _ZOMBIE_S = 1.5
-"""Time for a continued zombie to act."""
 _FULL_S = 3.8
-"""Longer than a lease and its reaping."""
 _NEWS_S = 0.5
-"""Age at which a report of leases is outdated."""
 _CALM_S = 1.0
 """Time for prompts to be leased again after a strike."""
 _QUIET_S = 5.0
 _LATER_S = 3600.0
 
 
-class Scene(Protocol):
-    """The part of the harness that acts use."""
-
-    stage: Stage
-    roles: dict[str, Role]
-    journal: Journal
-
-    def poll_until(self, is_met: Callable[[], bool], *, timeout_s: float) -> bool:
-        """Poll all roles until the condition is met; return whether it was met in time."""
-        ...
-
-    def check_archive(self) -> None:
-        """Record archive defects after the death of its writer."""
-        ...
-
-
 class Act(NamedTuple):
-    """One act: its name, its kills, and what it does."""
-
     name: str
     num_kills: int
     play: Callable[[], None]
 
 
 class Acts:
-    """The acts on one harness."""
-
-    def __init__(self, harness: Scene, *, seed: int) -> None:
+    def __init__(self, harness: Any, *, seed: int) -> None:
         self._harness = harness
         self._random = random.Random(seed)
         self.missed: list[str] = []
@@ -75,7 +52,7 @@ class Acts:
         acts = [
             Act("zombie at a commit", 1, lambda: self._zombie("after_commit")),
             Act("zombie at a checkpoint", 1, lambda: self._zombie("before_pointer", is_overtaken=True)),
-            Act("claim lapses in a step", 0, lambda: self._lapse("in_step")),
+            Act("claim lapses in a step", 0, self._lapse),
             Act("death before a checkpoint is sealed", 1, lambda: self.die("learner", "before_seal")),
             Act("death before a checkpoint has its name", 1, lambda: self.die("learner", "before_merge")),
             Act("death before groups retire", 1, lambda: self.die("learner", "before_retire")),
@@ -102,7 +79,6 @@ class Acts:
         yield Act("store away at the end", 1, lambda: self._kill("store", down_s=1.0))
         yield Act("quiet", 0, lambda: self._wait(_QUIET_S))
 
-    # --- acts --------------------------------------------------------------------------------------------------------
     def _strike_at_random(self) -> None:
         (name,) = self._random.choices(["store", "broker", "learner", "generator"], [2, 3, 2, 4])
         name = f"generator-{self._random.randrange(3)}" if name == "generator" else name
@@ -121,30 +97,29 @@ class Acts:
         pid = learner.process.pid
         learner.strikes["stop"] += 1
         step = self._harness.store.run_state().step
-        zombie = learner.replace(time.monotonic())
-        self._harness.poll_until(self._has_successor(), timeout_s=_SUCCESSOR_TIMEOUT_S)
+        zombie, replaced_at = learner.replace(time.monotonic()), time.time()
+        self._harness.poll_until(lambda: self._has_successor(replaced_at), timeout_s=_SUCCESSOR_TIMEOUT_S)
         if is_overtaken:
-            self._harness.poll_until(
-                lambda: self._harness.store.run_state().step >= step, timeout_s=_SUCCESSOR_TIMEOUT_S
-            )
+            is_past = lambda: self._harness.store.run_state().step >= step  # noqa: E731
+            self._harness.poll_until(is_past, timeout_s=_SUCCESSOR_TIMEOUT_S)
         os.kill(pid, signal.SIGCONT)
         self._harness.poll_until(lambda: zombie.exit_code is not None, timeout_s=_ZOMBIE_S)
         if zombie.exit_code is None:
             os.kill(pid, signal.SIGKILL)
         learner.strikes["kill"] += 1
 
-    def _lapse(self, point: str) -> None:
-        """Stop the learner until its claim lapses, then continue it."""
-        if self._stops_at(point):
-            pid = self._harness.roles["learner"].process.pid
-            self._harness.roles["learner"].strikes["stop"] += 1
+    def _lapse(self) -> None:
+        """Stop the learner in a step until its claim lapses, then continue it."""
+        learner = self._harness.roles["learner"]
+        if self._stops_at("in_step"):
+            pid = learner.process.pid
+            learner.strikes["stop"] += 1
             self._harness.journal.write("stop", role="learner")
             self._wait(self._harness.stage.pace.lapse_after_s + 1.5)
             self._harness.journal.write("continue", role="learner")
             os.kill(pid, signal.SIGCONT)
 
     def die(self, role: str, point: str) -> None:
-        """Make a role kill itself at a point."""
         path = ask(self._harness.stage.points, role, point, "kill")
         # The role removes the request before it dies.
         if self._harness.poll_until(lambda: not path.exists(), timeout_s=_OBEY_TIMEOUT_S):
@@ -192,17 +167,15 @@ class Acts:
 
     def _drain(self) -> None:
         self._await_work("generator-1")
-        self._send("generator-1", Strike("generator-1", "terminate", False, 0.0, 0.0))
+        self._send("generator-1", "terminate")
         self._wait(0.5)
 
     def _set_clock_back(self) -> None:
-        """Make an older checkpoint look like the newest."""
         folders = sorted((self._harness.stage.run_folder / "checkpoints").glob("step-*"))
         if folders:
             later = time.time() + _LATER_S
             os.utime(folders[0], (later, later))
 
-    # --- parts -------------------------------------------------------------------------------------------------------
     def _wait(self, seconds: float) -> None:
         self._harness.poll_until(lambda: False, timeout_s=seconds)
 
@@ -218,15 +191,16 @@ class Acts:
         return bool(pongs) and bool(pongs[-1]["leases"])
 
     def _kill(self, role: str, *, down_s: float = 0.0) -> None:
-        self._send(role, Strike(role, "kill", False, 0.0, 0.0, down_s))
+        self._send(role, "kill", down_s=down_s)
         if role == "broker":
             self._harness.roles[role].process.wait(timeout_s=1.0)
             self._harness.check_archive()
 
     def _stop(self, role: str, seconds: float) -> None:
-        self._send(role, Strike(role, "stop", False, 0.0, seconds))
+        self._send(role, "stop", stopped_s=seconds)
 
-    def _send(self, role: str, strike: Strike) -> None:
+    def _send(self, role: str, action: Action, *, stopped_s: float = 0.0, down_s: float = 0.0) -> None:
+        strike = Strike(role, action, False, 0.0, stopped_s, down_s)
         self._harness.poll_until(lambda: self._harness.roles[role].is_alive, timeout_s=_SUCCESSOR_TIMEOUT_S)
         self._harness.roles[role].strike(strike, time.monotonic())
 
@@ -239,20 +213,13 @@ class Acts:
         return stands
 
     def _is_stopped(self) -> bool:
-        # Read each time, because the process may have been replaced.
         pid = self._harness.roles["learner"].process.pid
         return psutil.pid_exists(pid) and psutil.Process(pid).status() == psutil.STATUS_STOPPED
 
-    def _has_successor(self) -> Callable[[], bool]:
-        began_at = time.time()
-
-        def look() -> bool:
-            lives = read_journals(self._harness.stage.journals, role="learner", since=began_at)
-            return any(life.of("rolled_back") for life in lives)
-
-        return look
+    def _has_successor(self, began_at: float) -> bool:
+        lives = read_journals(self._harness.stage.journals, role="learner", since=began_at)
+        return any(life.of("rolled_back") for life in lives)
 
     def _set_max_memory(self, size: str) -> None:
-        client = connect(self._harness.stage.store.url)
-        client.config_set("maxmemory", size)
-        client.close()
+        with closing(connect(self._harness.stage.store.url)) as client:
+            client.config_set("maxmemory", size)

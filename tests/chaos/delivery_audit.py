@@ -13,7 +13,6 @@ from tests.chaos.state_audit import answered_are_never_handed_out, roll_backs_ta
 from tests.chaos.watched.journal import Entry, Life
 
 _MAX_NAMED = 5
-"""Problems named per rule."""
 _SETTLED_S = 0.8
 """Time for the broker to write its backlog after the store returns. It reaps nothing for longer than that."""
 _END_S = 0.5
@@ -23,13 +22,10 @@ _UNREAD_S = 0.25
 
 
 def find_delivery_problems(evidence: Evidence) -> list[str]:
-    """Return one sentence per violation, the first few of each rule."""
     rules = (
         _acknowledged_is_accounted_for,
-        _acknowledged_to_its_sender,
+        _answers_fit_what_was_sent,
         _trained_is_what_was_sent,
-        _survivors_are_answered,
-        _genuine_is_not_refused,
         _offers_are_told_apart,
         _reported_at_once,
         _skipped_are_never_handed_out,
@@ -42,16 +38,14 @@ def find_delivery_problems(evidence: Evidence) -> list[str]:
         _stale_generators_get_no_prompts,
         _sent_under_verified_weights,
         _members_differ,
-        _fences_differ,
         roll_backs_take_all_back,
         _commits_are_fenced,
         _checkpoints_are_fenced,
-        _claims_lapse_for_a_reason,
+        _claims_are_fenced_and_lapse_for_a_reason,
     )
     return [problem for rule in rules for problem in list(rule(evidence))[:_MAX_NAMED]]
 
 
-# --- trajectories ----------------------------------------------------------------------------------------------------
 def _sent(life: Life) -> dict[str, list[Entry]]:
     """Return all trajectories that a process recorded before sending, by id, including offered copies."""
     sent: dict[str, list[Entry]] = defaultdict(list)
@@ -89,12 +83,24 @@ def _acknowledged_is_accounted_for(evidence: Evidence) -> Iterator[str]:
                 yield f"{entry['id']} arrived damaged and was acknowledged to {life.role}"
 
 
-def _acknowledged_to_its_sender(evidence: Evidence) -> Iterator[str]:
+def _answers_fit_what_was_sent(evidence: Evidence) -> Iterator[str]:
+    ends_at = evidence.harness.ended_at - _END_S
     for life in evidence.generators:
-        sent = _sent(life)
-        for trajectory_id in first_acks(life):
+        sent, genuinely_sent, acks = _sent(life), genuine(life), first_acks(life)
+        offered = {entry["id"] for entry in life.of("offered")}
+        refused = [entry for entry in life.of("nacked") if entry["fatal"]]
+        for trajectory_id in acks:
             if trajectory_id not in sent:
                 yield f"{trajectory_id} was acknowledged to {life.role}, which never sent it"
+        for entry in refused:
+            if entry["id"] in genuinely_sent and entry["id"] not in offered:
+                yield f"{entry['id']} of {life.role} was refused for good: {entry['reason']}"
+        if evidence.successor_began_at(life) < float("inf") or life.of("bye"):
+            continue
+        answered = set(acks) | {entry["id"] for entry in refused}
+        for entry in life.of("put"):
+            if entry["id"] not in answered and entry["t"] < ends_at:
+                yield f"{entry['id']} of {life.role} was never answered"
 
 
 def _trained_is_what_was_sent(evidence: Evidence) -> Iterator[str]:
@@ -111,25 +117,6 @@ def _trained_is_what_was_sent(evidence: Evidence) -> Iterator[str]:
                 yield f"step {trained.step} trained on {trajectory_id}, which nobody sent with that content"
             elif stored is None or stored.content != content:
                 yield f"step {trained.step} trained on {trajectory_id}, and the archive has another or none"
-
-
-def _survivors_are_answered(evidence: Evidence) -> Iterator[str]:
-    ends_at = evidence.harness.ended_at - _END_S
-    for life in evidence.generators:
-        if evidence.successor_began_at(life) < float("inf") or life.of("bye"):
-            continue
-        answered = set(first_acks(life)) | {entry["id"] for entry in life.of("nacked") if entry["fatal"]}
-        for entry in life.of("put"):
-            if entry["id"] not in answered and entry["t"] < ends_at:
-                yield f"{entry['id']} of {life.role} was never answered"
-
-
-def _genuine_is_not_refused(evidence: Evidence) -> Iterator[str]:
-    for life in evidence.generators:
-        sent, offered = genuine(life), {entry["id"] for entry in life.of("offered")}
-        for entry in life.of("nacked"):
-            if entry["fatal"] and entry["id"] in sent and entry["id"] not in offered:
-                yield f"{entry['id']} of {life.role} was refused for good: {entry['reason']}"
 
 
 def _offers_are_told_apart(evidence: Evidence) -> Iterator[str]:
@@ -161,7 +148,6 @@ def _reported_at_once(evidence: Evidence) -> Iterator[str]:
             yield f"{life.role} found {entry['k']}: {facts}"
 
 
-# --- leases ----------------------------------------------------------------------------------------------------------
 def _skipped_are_never_handed_out(evidence: Evidence) -> Iterator[str]:
     for broker in evidence.brokers:
         for entry in broker.of("leased"):
@@ -190,12 +176,9 @@ def _handed_out_again_for_a_reason(evidence: Evidence) -> Iterator[str]:
     for entry in events:
         at = entry["t"]
         match entry["k"]:
-            case "lapsed":
-                for lease, _ in entry["leases"]:
-                    release(lease, at)
-            case "undeliverable":
+            case "lapsed" | "undeliverable":
                 for lease in entry["leases"]:
-                    release(lease, at)
+                    release(lease if entry["k"] == "undeliverable" else lease[0], at)
             case "departed":
                 departed[entry["owner"]] = at
             case "leased":
@@ -268,7 +251,6 @@ def _drained_has_returned_all(evidence: Evidence) -> Iterator[str]:
                     yield f"{life.role} was drained with {lease} neither answered nor returned"
 
 
-# --- weights ---------------------------------------------------------------------------------------------------------
 def _orders_come_from_the_learner(evidence: Evidence) -> Iterator[str]:
     given = evidence.of_learners("ordered")
     ordered = {(entry["order"], member) for entry in given for member in entry["members"]}
@@ -312,17 +294,9 @@ def _members_differ(evidence: Evidence) -> Iterator[str]:
     groups: dict[str, list[str]] = defaultdict(list)
     for each in evidence.stored.values():
         groups[each.sample[0]].append(each.tokens)
-    alike = [group for group, tokens in groups.items() if len(tokens) > 1 and len(set(tokens)) == 1]
-    for group in alike:
-        yield f"all members of group {group} have the same tokens"
-
-
-# --- steps -----------------------------------------------------------------------------------------------------------
-def _fences_differ(evidence: Evidence) -> Iterator[str]:
-    fences = Counter(entry["fence"] for entry in evidence.of_learners("claimed"))
-    for fence, times in fences.items():
-        if times > 1:
-            yield f"{times} claims have the fence {fence}"
+    for group, tokens in groups.items():
+        if len(tokens) > 1 and len(set(tokens)) == 1:
+            yield f"all members of group {group} have the same tokens"
 
 
 def _rolled_back_between(evidence: Evidence, life: Life, since: float, until: float, *, kind: str) -> bool:
@@ -346,10 +320,8 @@ def _commits_are_fenced(evidence: Evidence) -> Iterator[str]:
     for life in evidence.learners:
         claimed_at = {entry["fence"]: entry["t"] for entry in life.of("claimed")}
         begun_at = life.began_at
-        for entry in life.of(
-            "recommitting", "renewing", "committed", "commit_refused", "recommitted", "recommit_refused", "renewed",
-            "reclaim_refused",
-        ):  # fmt: skip
+        refusals = ("commit_refused", "recommit_refused", "reclaim_refused")
+        for entry in life.of("recommitting", "renewing", "recommitted", "renewed", *refusals):
             at, kind, step = entry["t"], entry["k"], entry["step"]
             since = claimed_at.get(entry.get("fence", -1), life.began_at)
             if kind in ("recommitting", "renewing"):
@@ -358,7 +330,7 @@ def _commits_are_fenced(evidence: Evidence) -> Iterator[str]:
                 yield f"a repeat of the commit of step {step} was accepted after a roll back"
             elif kind == "renewed" and _claim_lapsed_between(evidence, step, since, begun_at):
                 yield f"the claim of step {step} was renewed after it had lapsed"
-            elif kind in ("commit_refused", "recommit_refused", "reclaim_refused"):
+            elif kind in refusals:
                 is_explained = _claimed_by_another_between(evidence, life, step, since, at)
                 is_explained |= _rolled_back_between(evidence, life, since, at, kind="rolling_back")
                 is_explained |= kind != "recommit_refused" and _claim_lapsed_between(evidence, step, since, at)
@@ -382,7 +354,10 @@ def _checkpoints_are_fenced(evidence: Evidence) -> Iterator[str]:
                 yield f"the checkpoint of step {step} was refused: {entry['error']}"
 
 
-def _claims_lapse_for_a_reason(evidence: Evidence) -> Iterator[str]:
+def _claims_are_fenced_and_lapse_for_a_reason(evidence: Evidence) -> Iterator[str]:
+    for fence, times in Counter(entry["fence"] for entry in evidence.of_learners("claimed")).items():
+        if times > 1:
+            yield f"{times} claims have the fence {fence}"
     for broker in evidence.brokers:
         for entry in broker.of("claims_lapsed"):
             since = entry["t"] - evidence.times.lease_s - SLACK_S

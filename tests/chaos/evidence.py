@@ -19,8 +19,6 @@ class Times(NamedTuple):
 
 
 class Evidence:
-    """All journals of a run, and its final records."""
-
     def __init__(
         self,
         lives: list[Life],
@@ -31,7 +29,6 @@ class Evidence:
         max_lag: int,
         skipped: Iterable[int] = (),
     ) -> None:
-        """`skipped`: prompts without a group in the archive."""
         self.generators = [life for life in lives if life.role.startswith("generator") and life.of("hello")]
         self.learners = [life for life in lives if life.role == "learner"]
         self.brokers = [life for life in lives if life.role == "broker"]
@@ -48,7 +45,6 @@ class Evidence:
                 self._commits[group] = min(entry["t"], self._commits.get(group, entry["t"]))
 
     def of_learners(self, *kinds: str) -> list[Entry]:
-        """Entries of all learners, in order of time."""
         return sorted((entry for life in self.learners for entry in life.of(*kinds)), key=lambda entry: entry["t"])
 
     def first_commit_at(self, group: str) -> float:
@@ -56,17 +52,12 @@ class Evidence:
         return self._commits.get(group, float("inf"))
 
     def owner(self, life: Life) -> str:
-        """Name of a generator's process in the store."""
         return f"{life.role}/{life.of('hello')[0]['incarnation']}"
 
     def successor_began_at(self, life: Life) -> float:
         """Start of the role's next process; infinite for the last."""
         later = [each.began_at for each in self.generators if each.role == life.role and each.began_at > life.began_at]
         return min(later, default=float("inf"))
-
-    def _served_at(self, up_at: float) -> float:
-        """Start of the journal of the broker started at `up_at`; it serves no peer earlier."""
-        return min((life.began_at for life in self.brokers if life.began_at >= up_at), default=float("inf"))
 
     def is_quiet(self, roles: Iterable[str], *, since: float, until: float) -> bool:
         """Whether no role was struck or recovering in that time."""
@@ -80,7 +71,11 @@ class Evidence:
                 if since - SLACK_S <= entry["t"] <= until:
                     return False
             elif (began := away.pop(role, None)) is not None and began <= until:
-                served_at = self._served_at(entry["t"]) if (role, entry["k"]) == ("broker", "up") else entry["t"]
+                served_at = entry["t"]
+                if (role, entry["k"]) == ("broker", "up"):
+                    # A broker serves no peer before the start of its journal.
+                    later = (life.began_at for life in self.brokers if life.began_at >= entry["t"])
+                    served_at = min(later, default=float("inf"))
                 if served_at + SLACK_S >= since:
                     return False
         return not any(began is not None and began <= until for began in away.values())
@@ -92,7 +87,6 @@ def genuine(life: Life) -> dict[str, Entry]:
 
 
 def first_acks(life: Life) -> dict[str, float]:
-    """Time of the first acknowledgment of each id."""
     acks: dict[str, float] = {}
     for entry in life.of("acked"):
         for trajectory_id in entry["ids"]:

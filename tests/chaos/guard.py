@@ -28,7 +28,6 @@ def start_guard(folder: Path) -> "subprocess.Popen[bytes]":
 
 
 def main(folder: Path) -> None:
-    """Block until standard input ends, then kill."""
     sys.stdin.buffer.read()
     for _ in range(_ROUNDS):
         kill_processes_of(folder)

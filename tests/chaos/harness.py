@@ -1,6 +1,5 @@
 """Harness: starts, strikes, and restarts the roles, and lets the run finish."""
 
-import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.errors import ArchiveError, ReplayBufferError
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
+from tests.chaos import state_audit
 from tests.chaos.acts import Acts
 from tests.chaos.delivery_audit import find_delivery_problems
 from tests.chaos.evidence import Evidence, Times
@@ -18,13 +18,6 @@ from tests.chaos.outcome import Outcome, Stored, find_problems, read_archive, re
 from tests.chaos.processes import ColdProcess, Process, StoreProcess, WarmProcess
 from tests.chaos.role import Progress, Role, Strike, draw_strikes
 from tests.chaos.stage import ALLOWED_REFUSALS, NAME, PEER_TIMEOUT_S, Stage
-from tests.chaos.state_audit import (
-    Snapshot,
-    find_end_problems,
-    find_progress_problems,
-    find_state_problems,
-    read_snapshot,
-)
 from tests.chaos.watched.journal import Journal, read_journals
 
 _TICK_S = 0.02
@@ -45,19 +38,14 @@ class Harness:
     """Owner of all processes of a run. Life: start -> strike -> settle -> outcome -> end."""
 
     def __init__(self, stage: Stage, *, num_generators: int, is_cold: bool) -> None:
-        """`is_cold`: start every role with a fresh interpreter."""
         self.stage = stage
         self._is_cold = is_cold
         self.journal = Journal(stage.journals, "harness")
         self.archive_problems: list[str] = []
-        """Defects of the archive at the deaths of its writer."""
         self.state_problems: dict[str, None] = {}
-        """Contradictions found in the store."""
         self._next_audit_at = 0.0
         self.stored: list[Stored] = []
-        """The archive at the end."""
         self.missed_acts: list[str] = []
-        """Points that no role reached in time."""
         self._most_consumed = 0
         self._admitted: int | None = None
         self.roles = {role.name: role for role in self._make_roles(num_generators)}
@@ -67,21 +55,9 @@ class Harness:
         self._num_reads = 0
         self._next_read_at = 0.0
         self.newest_step = 0
-        """Newest step seen in the store."""
-
-    @property
-    def num_recoveries(self) -> int:
-        """Recoveries of all roles."""
-        return sum(len(role.recovery.seconds) for role in self.roles.values())
-
-    @property
-    def crashes(self) -> list[str]:
-        """One sentence per bug that ended a role."""
-        return [sentence for role in self.roles.values() for sentence in role.crashes]
 
     @property
     def store(self) -> RedisStore:
-        """The run's store, opened like an observer."""
         assert self._store is not None, "start() comes first"
         return self._store
 
@@ -89,13 +65,16 @@ class Harness:
         """Start all roles, the store first; block until the first step is done. Raises TimeoutError."""
         self._guard = start_guard(self.stage.folder)
         self.stage.hold_file.touch()
+        config, broker = self.stage.run_folder / "config.yaml", self.roles["broker"].process
         for role in self.roles.values():
             if role.name.startswith("generator"):
                 # Behind a relay, they find the token only in the run folder.
-                self.poll_until(self._has_token, timeout_s=timeout_s, watches=False)
+                has_token = lambda: broker.exit_code is not None or config.exists()  # noqa: E731
+                self.poll_until(has_token, timeout_s=timeout_s, watches=False)
             role.start(time.monotonic())
         self._store = open_run_store(self.stage.store.url, NAME, timeout_s=_STORE_TIMEOUT_S)
-        self.poll_until(lambda: self.newest_step > 0 or self._is_hopeless(), timeout_s=timeout_s)
+        is_hopeless = lambda: any(each.unexpected_exits.total() > _MAX_EXITS for each in self.roles.values())  # noqa: E731
+        self.poll_until(lambda: self.newest_step > 0 or is_hopeless(), timeout_s=timeout_s)
         if not self.newest_step:
             raise TimeoutError(f"the first step must be done within {timeout_s:g} s, {self.last_lines}")
 
@@ -104,9 +83,15 @@ class Harness:
         generators = [name for name in self.roles if name.startswith("generator")]
         pace = self.stage.pace
         ends_at = time.monotonic() + 60 * minutes
+
+        def is_recovered() -> bool:
+            # While the learner holds the last step, no role has work that would show its recovery.
+            is_held = self.newest_step >= self.stage.steps - 1
+            return is_held or not any(role.recovery.is_pending for role in self.roles.values())
+
         for strike in draw_strikes(seed=seed, kills=kills, generators=generators, max_gap_s=pace.max_gap_s):
             if strike.is_after_recovery:
-                self.poll_until(self._is_recovered, timeout_s=pace.max_recovery_s)
+                self.poll_until(is_recovered, timeout_s=pace.max_recovery_s)
             self.poll_until(lambda: False, timeout_s=strike.gap_s)
             role = self.roles[strike.role]
             self.poll_until(lambda role=role: role.is_alive, timeout_s=_RESTART_TIMEOUT_S)
@@ -127,7 +112,6 @@ class Harness:
             yield act.name
 
     def check_archive(self) -> None:
-        """Record archive defects after the death of its writer."""
         with suppress(ArchiveError):
             archive = Archive(self.stage.run_folder / "archive")
             self.archive_problems += [f"a dead broker left this: {problem}" for problem in archive.check().problems]
@@ -145,11 +129,11 @@ class Harness:
             if time.monotonic() > min(ends_at, stalls_at):
                 break
         if not is_over():
-            raise TimeoutError(
-                f"the run must end {timeout_s:g} s after the last strike, and do a step within "
-                f"{self.stage.pace.max_stall_s:g} s, {self.last_lines}"
-            )
-        self.poll_until(self._is_answered, timeout_s=_ANSWER_S)
+            limits = f"{timeout_s:g} s after the last strike, and do a step within {self.stage.pace.max_stall_s:g} s"
+            raise TimeoutError(f"the run must end {limits}, {self.last_lines}")
+        generators = [name for name in self.roles if name.startswith("generator")]
+        is_answered = lambda: not any(self.store.roles().get(name, {}).get("outbox") for name in generators)  # noqa: E731
+        self.poll_until(is_answered, timeout_s=_ANSWER_S)
         self.poll_until(lambda: False, timeout_s=_LAST_S)
         self._audit_state()
         self.journal.write("end")
@@ -189,46 +173,24 @@ class Harness:
         except (ReplayBufferError, FileNotFoundError) as error:
             return None, [*problems, f"the store and the newest checkpoint must be there at the end: {error}"]
         expected = self.stage.expected(rejected=outcome.num_rejected, skipped=outcome.skipped)
-        problems += [*self.crashes, *find_problems(outcome, steps=self.stage.steps, expected=expected)]
-        return outcome, problems + self.delivery_problems(outcome)
+        problems += [sentence for role in self.roles.values() for sentence in role.crashes]
+        problems += find_problems(outcome, steps=self.stage.steps, expected=expected)
+        return outcome, problems + self._delivery_problems(outcome)
 
-    def delivery_problems(self, outcome: Outcome) -> list[str]:
-        """Compare the journals with the outcome."""
-        pace = self.stage.pace
-        times = Times(lease_s=pace.lapse_after_s, peer_timeout_s=PEER_TIMEOUT_S)
-        lives = read_journals(self.stage.journals)
-        evidence = Evidence(
-            lives,
-            stored=self.stored,
-            lineage=outcome.lineage,
-            times=times,
-            max_lag=pace.max_lag,
-            skipped=outcome.skipped,
-        )
+    def _delivery_problems(self, outcome: Outcome) -> list[str]:
+        lives, max_lag = read_journals(self.stage.journals), self.stage.pace.max_lag
+        times = Times(lease_s=self.stage.pace.lapse_after_s, peer_timeout_s=PEER_TIMEOUT_S)
+        records = {"stored": self.stored, "lineage": outcome.lineage, "skipped": outcome.skipped}
+        evidence = Evidence(lives, times=times, max_lag=max_lag, **records)
         seen = [*self.archive_problems[:_MAX_NAMED], *list(self.state_problems)[:_MAX_NAMED]]
-        return [*seen, *find_end_problems(self._read_state(), lives), *find_delivery_problems(evidence)]
+        return [*seen, *state_audit.find_end_problems(self._read_state(), lives), *find_delivery_problems(evidence)]
 
     def end(self) -> None:
-        """Kill the roles that are left, the store last."""
         for role in reversed(self.roles.values()):
             role.end()
         if self._guard and self._guard.stdin:
             self._guard.stdin.close()
             self._guard.wait(_GUARD_TIMEOUT_S)
-
-    def clear(self) -> None:
-        """Remove the run's folder."""
-        with suppress(OSError):
-            shutil.rmtree(self.stage.folder)
-
-    def _is_recovered(self) -> bool:
-        # While the learner holds the last step, no role has work that would show its recovery.
-        is_held = self.newest_step >= self.stage.steps - 1
-        return is_held or not any(role.recovery.is_pending for role in self.roles.values())
-
-    def _is_answered(self) -> bool:
-        gauges = self.store.roles()
-        return not any(gauges.get(name, {}).get("outbox") for name in self.roles if name.startswith("generator"))
 
     def _is_archived(self) -> bool:
         try:
@@ -238,15 +200,7 @@ class Harness:
 
     @property
     def last_lines(self) -> str:
-        """Last line of the log of every role."""
         return "last lines: " + "; ".join(f"{role.name}: {role.process.last_line}" for role in self.roles.values())
-
-    def _has_token(self) -> bool:
-        is_broker_gone = self.roles["broker"].process.exit_code is not None
-        return is_broker_gone or (self.stage.run_folder / "config.yaml").exists()
-
-    def _is_hopeless(self) -> bool:
-        return any(role.unexpected_exits.total() > _MAX_EXITS for role in self.roles.values())
 
     def poll_until(self, is_met: Callable[[], bool], *, timeout_s: float, watches: bool = True) -> bool:
         """Poll all roles, if it `watches`, until the condition is met, at most `timeout_s`; returns whether it is."""
@@ -283,11 +237,8 @@ class Harness:
         # Only a broker accepts trajectories and leases new prompts; only a learner advances the step.
         arrived = counts.accepted + counts.duplicates + counts.superseded
         self._check_pacing(counts.admitted)
-        progress: dict[str, Progress] = {
-            "store": (self._num_reads,),
-            "broker": (arrived + counts.admitted,),
-            "learner": (self.store.run_state().step,),
-        }
+        progress: dict[str, Progress] = {"store": (self._num_reads,), "broker": (arrived + counts.admitted,)}
+        progress["learner"] = (self.store.run_state().step,)
         for name, role in self.roles.items():
             own = gauges.get(name, {})
             # The gauges of a predecessor stay in the store until the new process reports.
@@ -334,14 +285,15 @@ class Harness:
         self._next_audit_at = 0.0
 
     def _audit_state(self) -> None:
-        """Record contradictions in the store, after each strike and periodically."""
         self._next_audit_at = time.monotonic() + _AUDIT_EVERY_S
         state = self._read_state()
-        self.state_problems |= dict.fromkeys([*find_state_problems(state), *find_progress_problems(state)])
+        self.state_problems |= dict.fromkeys(
+            [*state_audit.find_state_problems(state), *state_audit.find_progress_problems(state)]
+        )
 
-    def _read_state(self) -> Snapshot:
+    def _read_state(self) -> state_audit.Snapshot:
         with self.store._mapped_errors():
-            return read_snapshot(self.store._client, f"{{{NAME}}}:")
+            return state_audit.read_snapshot(self.store._client, f"{{{NAME}}}:")
 
     def _process(self, name: str, module: str, arguments: list[str], *, is_cold: bool = False) -> Process:
         kind = ColdProcess if is_cold or self._is_cold else WarmProcess

@@ -28,18 +28,8 @@ from docs.tools.write_docs import Block, filled
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.configs.base import Record
 from tests import runs
-from tests.chaos.matrix_runs import (
-    END_TIMEOUT_S,
-    START_TIMEOUT_S,
-    STEP_TIMEOUT_S,
-    LaunchedRun,
-    LightRun,
-    Loss,
-    Scene,
-    can_mount,
-    mount,
-    read_books,
-)
+from tests.chaos import matrix_runs
+from tests.chaos.matrix_runs import LaunchedRun, LightRun, Loss, Scene, can_mount, mount, read_books
 from tests.runs import ROOT, processes_of
 
 _PAGE = Path("docs/reliability.md")
@@ -54,7 +44,6 @@ class Row(NamedTuple):
     failure: Callable[[Any], AbstractContextManager[list[str] | None]]
     """Causes the failure when entered and undoes it when left; may yield problems."""
     hold_s: float = 0.0
-    """Time between cause and undoing, seconds."""
     ends: str = ""
     """Expected part of the error that ends the run; empty if the run must continue."""
     finds: str = ""
@@ -70,18 +59,15 @@ class Result(Record):
     """Behavior of the run, or the reason for which the row was skipped."""
     loss: Loss = Loss()
     left: list[str] = []
-    """Processes, sockets and files left behind."""
     next_step_s: float | None = None
     """Time from undoing the failure to the next step."""
     is_stuck: bool = False
-    """Whether the run did not recover."""
 
     @property
     def is_sound(self) -> bool:
         return not (self.loss.lost or self.loss.duplicated or self.loss.problems or self.left)
 
 
-# --- failures --------------------------------------------------------------------------------------------------------
 @contextmanager
 def _full(run: LaunchedRun, folder: str) -> Iterator[None]:
     ballast = run.folder / folder / "ballast"
@@ -144,15 +130,14 @@ def _stopped(run: LaunchedRun, role: str) -> Iterator[None]:
 
 
 def _await_verdict(run: LaunchedRun) -> None:
-    """Wait until a new launcher ends or the learner makes a step."""
     step = run.step
-    run.wait(lambda: not run.is_running or run.step > step, timeout_s=START_TIMEOUT_S)
+    run.wait(lambda: not run.is_running or run.step > step, timeout_s=matrix_runs.START_TIMEOUT_S)
 
 
 @contextmanager
 def _corrupted_shard(run: LaunchedRun) -> Iterator[list[str]]:
     run.stop()
-    shard = _newest(run.path, "archive/shard-*")
+    shard = max(run.path.glob("archive/shard-*"), key=_changed_at)
     _flip_a_bit(shard)
     verify = runs.command("data", "verify", str(shard.parent))
     done = subprocess.run(verify, cwd=run.folder, capture_output=True, text=True, timeout=60, check=False)
@@ -164,7 +149,7 @@ def _corrupted_shard(run: LaunchedRun) -> Iterator[list[str]]:
 @contextmanager
 def _corrupted_checkpoint(run: LaunchedRun) -> Iterator[None]:
     run.stop()
-    weights = _newest(run.path, "checkpoints/step-*/**/*.safetensors")
+    weights = max(run.path.glob("checkpoints/step-*/**/*.safetensors"), key=_changed_at)
     _flip_a_bit(weights)
     run.launcher = run.launch()
     _await_verdict(run)
@@ -172,8 +157,8 @@ def _corrupted_checkpoint(run: LaunchedRun) -> Iterator[None]:
     yield
 
 
-def _newest(folder: Path, pattern: str) -> Path:
-    return max(folder.glob(pattern), key=lambda path: path.stat().st_mtime)
+def _changed_at(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _flip_a_bit(path: Path) -> None:
@@ -196,10 +181,10 @@ def _two_launchers(run: LaunchedRun) -> Iterator[list[str]]:
     problems: list[str] = []
     run.stop()
     pair = [run.launch(), run.launch()]
-    run.wait(lambda: any(each.poll() is not None for each in pair), timeout_s=START_TIMEOUT_S)
+    run.wait(lambda: any(each.poll() is not None for each in pair), timeout_s=matrix_runs.START_TIMEOUT_S)
     run.launcher = next((each for each in pair if each.poll() is None), None)
     third = run.launch()
-    run.wait(lambda: third.poll() is not None, timeout_s=START_TIMEOUT_S)
+    run.wait(lambda: third.poll() is not None, timeout_s=matrix_runs.START_TIMEOUT_S)
     if run.printed.count("must have one launcher") != 2 or not run.is_running:
         problems.append(f"two of three launchers must be refused, last line: {run.last_line}")
     yield problems
@@ -212,7 +197,7 @@ def _interrupted(run: LaunchedRun) -> Iterator[None]:
         run.stop()
         run.launcher = launcher = run.launch()
         run.wait(lambda: False, timeout_s=delay_s)
-        ends_at = time.monotonic() + END_TIMEOUT_S
+        ends_at = time.monotonic() + matrix_runs.END_TIMEOUT_S
         while launcher.poll() is None and time.monotonic() < ends_at:
             os.killpg(launcher.pid, signal.SIGINT)
             with suppress(subprocess.TimeoutExpired):
@@ -233,18 +218,9 @@ def _killed_at(run: LightRun, role: str, point: str) -> Iterator[list[str]]:
 _AHEAD, _BEHIND = partial(_shifted_clock, seconds=3600), partial(_shifted_clock, seconds=-3600)
 _STOPPED = ("store", "broker", "broker-1", "learner", "generator-0", "guest")
 _POINTS = {
-    "before_claim": "learner",
-    "after_claim": "learner",
-    "in_step": "learner",
-    "before_commit": "learner",
-    "after_commit": "learner",
-    "in_broadcast": "learner",
-    "before_seal": "learner",
-    "before_merge": "learner",
-    "before_pointer": "learner",
-    "before_retire": "learner",
-    "before_shard": "broker",
-    "before_forget": "broker",
+    "learner": "before_claim after_claim in_step before_commit after_commit in_broadcast before_seal before_merge "
+    "before_pointer before_retire",
+    "broker": "before_shard before_forget",
 }
 ROWS = [
     Row("Ctrl-C every 0.5 s, from six times in the first 30 s on", "launched", _interrupted, ends="interrupted"),
@@ -260,12 +236,15 @@ ROWS = [
     Row("flipped bit in a shard", "launched", _corrupted_shard, finds="`data verify` names it"),
     Row("flipped bit in a checkpoint", "launched", _corrupted_checkpoint, ends="must have the checksum"),
     Row("torn row of metrics", "launched", _torn_metrics),
-    *(Row(f"kill -9 of {r} at {p}", "light", partial(_killed_at, role=r, point=p)) for p, r in _POINTS.items()),
+    *(
+        Row(f"kill -9 of {role} at {point}", "light", partial(_killed_at, role=role, point=point))
+        for role, points in _POINTS.items()
+        for point in points.split()
+    ),
 ]
-_SCENES: dict[str, Callable[[Path, int], Scene]] = {"launched": LaunchedRun, "light": LightRun}
+_SCENES = {"launched": LaunchedRun, "light": LightRun}
 
 
-# --- the matrix ------------------------------------------------------------------------------------------------------
 def play_matrix(*, only: str, write: bool) -> int:
     """Play all rows, or those whose name matches `only`; returns 0 when nothing was lost, duplicated, or left."""
     rows = [row for row in ROWS if re.search(only, row.name)]
@@ -275,9 +254,8 @@ def play_matrix(*, only: str, write: bool) -> int:
         results += _play_scene(_SCENES[scene], list(group), console)
     _show(results, console)
     num_problems = sum(len(result.loss.problems) for result in results)
-    console.print(
-        f"{len(results)} rows in {time.monotonic() - began_at:.0f} s, {num_problems} problems", highlight=False
-    )
+    seconds = time.monotonic() - began_at
+    console.print(f"{len(results)} rows in {seconds:.0f} s, {num_problems} problems", highlight=False)
     if write and not only:
         block = Block(str(_PAGE), "matrix", lambda: _as_markdown(results))
         (ROOT / _PAGE).write_text(filled((ROOT / _PAGE).read_text(), block))
@@ -319,8 +297,8 @@ def _play(row: Row, run: Scene) -> Result:
         if row.ends not in ended or (ended and not row.ends):
             expected = f"end with {row.ends!r}" if row.ends else "continue"
             problems.append(f"the run must {expected}, got {ended or 'a run that continues'}")
-        if not run.wait(lambda: run.step > step, timeout_s=STEP_TIMEOUT_S):
-            problems.append(f"no step within {STEP_TIMEOUT_S:g} s, {run.last_line}")
+        if not run.wait(lambda: run.step > step, timeout_s=matrix_runs.STEP_TIMEOUT_S):
+            problems.append(f"no step within {matrix_runs.STEP_TIMEOUT_S:g} s, {run.last_line}")
             return Result(row.name, "stands still", Loss(problems=problems), run.take_leftovers(), is_stuck=True)
         next_step_s = time.monotonic() - undone_at
         with closing(run.open_store()) as store:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import psutil
 
@@ -42,6 +42,7 @@ _SETTINGS = (
     "learner.max_steps=100000",
     f"name={_NAME}",
 )
+_DIGITS = ("--task=reverse", "--digits=5", "--out=data/digits")
 _TINY = ("--layers=1", "--width=32", "--out=models/tiny")
 _DISKS = {"runs": "192m", "tmp": "4m"}
 """Folder -> size of the separate disk that it gets, if this process may mount one."""
@@ -69,49 +70,10 @@ _DRAFTS = ("**/draft*", "**/*.new", "**/*.tmp", "sockets/*")
 """Patterns of files that only a running process needs."""
 
 
-class Scene(Protocol):
-    """A run in which failures are caused. Life: start -> (failure -> revive -> await_step -> read_books)* -> close."""
-
-    def start(self) -> None:
-        """Build the run. Raises TimeoutError."""
-        ...
-
-    @property
-    def step(self) -> int:
-        """Newest step that the learner has made."""
-        ...
-
-    def wait(self, is_met: Callable[[], bool], *, timeout_s: float) -> bool:
-        """Watch the run until the condition holds; return whether it did in time."""
-        ...
-
-    def revive(self) -> str:
-        """Resume an ended run as a user would; return how it ended, or an empty string."""
-        ...
-
-    def open_store(self) -> RedisStore:
-        """Open the live store."""
-        ...
-
-    @property
-    def last_line(self) -> str:
-        """Last line that the run printed."""
-        ...
-
-    def take_leftovers(self) -> list[str]:
-        """Return what ended runs left behind since the last call."""
-        ...
-
-    def close(self) -> "Loss":
-        """End the run; return the final audit."""
-        ...
-
-
 class Loss(Record):
     """Damage found by an audit. Example: Loss(lost=0, duplicated=0, problems=[])."""
 
     lost: int = 0
-    """Trajectories and prompts that have disappeared."""
     duplicated: int = 0
     """Trajectories in two places, and groups trained on twice."""
     problems: list[str] = []
@@ -128,34 +90,29 @@ class LaunchedRun:
         self._guest: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        """Build the run. Raises TimeoutError."""
         for name, size in _DISKS.items():
             (self.folder / name).mkdir()
             if can_mount():
                 mount("-t", "tmpfs", "-o", f"size={size}", "none", self.folder / name)
         (self.folder / "site").mkdir()
         (self.folder / "site" / "sitecustomize.py").write_text(_SITE)
-        runs.run_script(
-            self.folder, "slipstream.scripts.make_digits_data", "--task=reverse", "--digits=5", "--out=data/digits"
-        )
+        runs.run_script(self.folder, "slipstream.scripts.make_digits_data", *_DIGITS)
         runs.run_script(self.folder, "slipstream.scripts.init_random_model", *_TINY)
         self.revive()
         if not self.wait(lambda: self.step > 0, timeout_s=START_TIMEOUT_S):
             raise TimeoutError(f"a first step must be made within {START_TIMEOUT_S:g} s, last line: {self.last_line}")
 
     def launch(self, *overrides: str, prefix: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
-        """Start a launcher that begins or resumes the run."""
         environment = {"TMPDIR": f"{self.folder}/tmp", "CHAOS_CLOCK": f"{self.folder}/clock", "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = f"{self.folder}/site:{ROOT}"
-        with (self.folder / "launcher.log").open("ab") as output:
-            return subprocess.Popen(
-                [*prefix, *runs.command(*_SETTINGS, "resume=auto", *overrides)],
-                cwd=self.folder,
-                env=os.environ | environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
+        command = [*prefix, *runs.command(*_SETTINGS, "resume=auto", *overrides)]
+        return self._start("launcher", command, environment, start_new_session=True)
+
+    def _start(self, name: str, command: list[str], environment: dict[str, str], **more: bool) -> Any:
+        with (self.folder / f"{name}.log").open("ab") as output:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+            return subprocess.Popen(command, cwd=self.folder, env=os.environ | environment, **streams, **more)
 
     @property
     def printed(self) -> str:
@@ -179,6 +136,7 @@ class LaunchedRun:
         return 0
 
     def wait(self, is_met: Callable[[], bool], *, timeout_s: float) -> bool:
+        """Watch the run until the condition holds; return whether it did in time."""
         ends_at = time.monotonic() + timeout_s
         while not is_met():
             if time.monotonic() > ends_at:
@@ -191,17 +149,12 @@ class LaunchedRun:
 
     def _start_guest(self, token: str) -> "subprocess.Popen[bytes]":
         address = f"broker.address=ipc://{self.path}/sockets/broker.sock"
-        with (self.folder / "guest.log").open("ab") as output:
-            return subprocess.Popen(
-                [sys.executable, "-m", "slipstream.generators", address, "runs_dir=elsewhere"],
-                cwd=self.folder,
-                env=os.environ | {TOKEN_VARIABLE: token, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
+        command = [sys.executable, "-m", "slipstream.generators", address, "runs_dir=elsewhere"]
+        environment = {TOKEN_VARIABLE: token, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return self._start("guest", command, environment)
 
     def revive(self) -> str:
+        """Resume an ended run as a user would; return how it ended, or an empty string."""
         if self.is_running:
             return ""
         ended = self.last_line if self.launcher else ""
@@ -209,7 +162,6 @@ class LaunchedRun:
         return ended
 
     def process(self, role: str) -> psutil.Process:
-        """Process of a role by its name in `status`."""
         if role == "store":
             return psutil.Process(int((self.path / "store" / "redis.pid").read_text()))
         with closing(self.open_store()) as store:
@@ -268,8 +220,6 @@ class LaunchedRun:
 
 
 class LightRun:
-    """The light run of the harness, with its acts."""
-
     def __init__(self, folder: Path, num_rows: int) -> None:
         stage = Stage(folder, seed=0, steps=max(12, 4 * num_rows), pace=PACES["light"])
         self.harness = Harness(stage, num_generators=3, is_cold=False)
@@ -323,7 +273,6 @@ def read_books(store: RedisStore) -> Loss:
 
 @cache
 def can_mount() -> bool:
-    """Whether this process may mount disks."""
     # In a separate namespace, which ends with the program.
     attempt = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", tempfile.gettempdir()]
     return subprocess.run(attempt, capture_output=True, check=False).returncode == 0
@@ -331,3 +280,7 @@ def can_mount() -> bool:
 
 def mount(*words: str | Path) -> None:
     subprocess.run(["mount", *words], check=True)
+
+
+Scene = LaunchedRun | LightRun
+"""A run in which failures are caused. Life: start -> (failure -> revive -> wait -> read_books)* -> close."""

@@ -25,9 +25,7 @@ from slipstream.learner.engines.optimizer import STATE_FILE
 from tests.chaos.watched.journal import content_of
 
 _LINEAGE = "lineage"
-"""Tensor in a checkpoint's optimizer state."""
 _MAX_SAMPLES_NAMED = 5
-"""Samples named per kind of problem."""
 
 Sample = tuple[str, str, int]
 """Group id, prompt uid, index in the group: independent of generator and attempt."""
@@ -37,11 +35,8 @@ class Trained(Record):
     """Samples of one step. Example: Trained(step=12, samples=[("380", "train/04711", 0), ...])."""
 
     step: int
-    """Counted from 1."""
     samples: list[Sample]
-    """In the order drawn."""
     ids: list[str] = []
-    """Trajectory of each sample."""
     contents: list[str] = []
     """Hash of each trajectory, see `journal.content_of`."""
 
@@ -52,16 +47,12 @@ class Outcome(Record):
     audit: Audit
     counts: StoreCounts
     ledger: list[StepEntry]
-    """Committed steps."""
     lineage: list[Trained]
-    """Lineage of the weights in the newest checkpoint."""
     archived: list[Sample]
-    """Trajectories of the retired groups in the archive."""
     archive: ArchiveCheck
     rejected: list[Sample] = []
     """Archived trajectories of groups that were not trained on, for a reason counted in the store."""
     consumed: int = 0
-    """Groups that count as trained on."""
     skipped: list[int] = []
     """Prompts without a group in the archive: must equal the number that the curriculum skipped."""
     allowed_refusals: list[str] = []
@@ -69,7 +60,6 @@ class Outcome(Record):
 
     @property
     def num_rejected(self) -> int:
-        """Groups that were not trained on."""
         return len({group for group, _, _ in self.rejected})
 
 
@@ -79,34 +69,24 @@ class Stored(NamedTuple):
     id: str
     sample: Sample
     content: str
-    """See `journal.content_of`."""
     tokens: str
-    """Hash of the tokens alone."""
     outcome: str
-    """End of its group: retired, rejected, ..."""
-
-
-# --- lineage ---
 
 
 def samples_of(groups: Sequence[Sequence[Trajectory]]) -> list[Sample]:
-    """Samples that a step on these groups trains on."""
     return [(member.group_id, member.prompt_uid, member.index) for group in groups for member in group]
 
 
 def pack_lineage(lineage: list[Trained]) -> dict[str, torch.Tensor]:
-    """The lineage as the optimizer state of a checkpoint."""
     return {_LINEAGE: torch.frombuffer(bytearray(msgspec.json.encode(lineage)), dtype=torch.uint8)}
 
 
 def read_lineage(folder: Path) -> list[Trained]:
-    """Read from a checkpoint."""
     tensor = load_file(folder / STATE_FILE.format(0))[_LINEAGE]
     return msgspec.json.decode(tensor.numpy().tobytes(), type=list[Trained])
 
 
 def count_samples(lineage: Iterable[Trained]) -> Counter[Sample]:
-    """Number of times that each sample was trained on."""
     return Counter(sample for trained in lineage for sample in trained.samples)
 
 
@@ -116,20 +96,15 @@ def uninterrupted(*, num_groups: int, group_size: int, num_rows: int, seed: int)
     return Counter((str(group), uid, index) for group, uid in uids.items() for index in range(group_size))
 
 
-# --- comparison ---
-
-
 def read_archive(folder: Path) -> tuple[list[Stored], ArchiveCheck]:
     """Read the trajectories of an archive, except evaluation answers, and run its check. Raises ArchiveError."""
     archive = Archive(folder)
-    kept = [each for each in archive.read() if each.state != "evaluated"]
-    return [_stored(each.trajectory, each.state) for each in kept], archive.check()
-
-
-def _stored(trajectory: Trajectory, outcome: str) -> Stored:
-    (sample,) = samples_of([[trajectory]])
-    tokens = xxhash.xxh3_64_hexdigest(trajectory.token_ids.tobytes())
-    return Stored(trajectory.id, sample, content_of(trajectory), tokens, outcome)
+    stored = []
+    for trajectory, outcome in ((each.trajectory, each.state) for each in archive.read() if each.state != "evaluated"):
+        (sample,) = samples_of([[trajectory]])
+        tokens = xxhash.xxh3_64_hexdigest(trajectory.token_ids.tobytes())
+        stored.append(Stored(trajectory.id, sample, content_of(trajectory), tokens, outcome))
+    return stored, archive.check()
 
 
 def find_problems(outcome: Outcome, *, steps: int, expected: Counter[Sample]) -> list[str]:
@@ -142,9 +117,7 @@ def find_problems(outcome: Outcome, *, steps: int, expected: Counter[Sample]) ->
         *_sample_problems("archived", Counter(outcome.archived + outcome.rejected), expected),
         *outcome.archive.problems,
         *_order_problems(outcome),
-        *_count_problems(outcome.counts, allowed=outcome.allowed_refusals),
-        *_consumption_problems(outcome),
-        *_skip_problems(outcome),
+        *_count_problems(outcome),
     ]
 
 
@@ -178,22 +151,17 @@ def _order_problems(outcome: Outcome) -> list[str]:
     ]
 
 
-def _consumption_problems(outcome: Outcome) -> list[str]:
-    used = len({group for entry in outcome.ledger for group in entry.group_ids})
-    return [] if outcome.consumed == used else [f"{used} groups were trained on, the store counts {outcome.consumed}"]
-
-
-def _skip_problems(outcome: Outcome) -> list[str]:
-    counted = sum(outcome.counts.curriculum.get(name, 0) for name in ("skipped_too_easy", "skipped_too_hard"))
-    found = outcome.skipped
-    problem = f"{len(found)} prompts have no group, the store counts {counted} as skipped: {found[:_MAX_SAMPLES_NAMED]}"
-    return [problem] if len(found) != counted else []
-
-
-def _count_problems(counts: StoreCounts, *, allowed: Sequence[str]) -> list[str]:
+def _count_problems(outcome: Outcome) -> list[str]:
+    counts, skipped = outcome.counts, outcome.skipped
     left = counts.leased + counts.returned + counts.open + counts.ready + counts.claimed + counts.used
-    return [f"no group may be left over, got {counts}"] * bool(left) + [
-        f"nothing may be refused, got {number} x {reason}"
-        for reason, number in counts.refused.items()
-        if reason not in allowed
-    ]
+    problems = [f"no group may be left over, got {counts}"] * bool(left)
+    for reason, number in counts.refused.items():
+        problems += [f"nothing may be refused, got {number} x {reason}"] * (reason not in outcome.allowed_refusals)
+    used = len({group for entry in outcome.ledger for group in entry.group_ids})
+    if outcome.consumed != used:
+        problems.append(f"{used} groups were trained on, the store counts {outcome.consumed}")
+    counted = sum(counts.curriculum.get(name, 0) for name in ("skipped_too_easy", "skipped_too_hard"))
+    if len(skipped) != counted:
+        named = skipped[:_MAX_SAMPLES_NAMED]
+        problems.append(f"{len(skipped)} prompts have no group, the store counts {counted} as skipped: {named}")
+    return problems

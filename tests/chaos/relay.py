@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 _LARGE = 500
 """Larger chunks count as trajectories or prompts; heartbeats and acknowledgments are smaller."""
@@ -23,18 +24,6 @@ _CHUNK = 1 << 16
 _TICK_S = 0.02
 
 
-class _Pair:
-    """A connection of a peer and the matching one to the broker."""
-
-    def __init__(self, peer: socket.socket, broker: socket.socket) -> None:
-        self.peer, self.broker = peer, broker
-        self.ends_at: float | None = None
-
-    def close(self) -> None:
-        self.peer.close()
-        self.broker.close()
-
-
 class Relay:
     """Forwards between every connection to `listen` and a new one to `connect`."""
 
@@ -42,22 +31,21 @@ class Relay:
         self._connect = connect
         self._random = random.Random(seed)
         self._selector = selectors.DefaultSelector()
-        self._pairs: set[_Pair] = set()
+        self._pairs: list[SimpleNamespace] = []
+        """Connections of a peer, with the one to the broker and the time of its cut."""
         Path(listen).unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(listen)
         self._listener.listen()
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self.num_cuts = 0
 
     def run(self) -> None:
-        """Forward forever."""
         while True:
             for key, _ in self._selector.select(_TICK_S):
                 if key.fileobj is self._listener:
                     self._accept()
                 elif key.data in self._pairs:
-                    self._forward(key.data, key.fileobj)  # type: ignore[arg-type]
+                    self._forward(key.data, key.fileobj)
             now = time.monotonic()
             for pair in [each for each in self._pairs if each.ends_at is not None and each.ends_at <= now]:
                 self._end(pair)
@@ -70,12 +58,12 @@ class Relay:
         except OSError:
             peer.close()
             return
-        pair = _Pair(peer, broker)
-        self._pairs.add(pair)
+        pair = SimpleNamespace(peer=peer, broker=broker, ends_at=None)
+        self._pairs.append(pair)
         for end in (peer, broker):
             self._selector.register(end, selectors.EVENT_READ, pair)
 
-    def _forward(self, pair: _Pair, source: socket.socket) -> None:
+    def _forward(self, pair: SimpleNamespace, source: socket.socket) -> None:
         is_up = source is pair.peer
         try:
             data = source.recv(_CHUNK)
@@ -86,23 +74,22 @@ class Relay:
                 return  # answers within this time are lost
             is_cut = len(data) > _LARGE and self._random.random() < _CUT_SHARE["up" if is_up else "down"]
             if is_cut:
-                self.num_cuts += 1
                 pair.ends_at = time.monotonic() + _DEAF_S
             if is_up or not is_cut:
                 (pair.broker if is_up else pair.peer).sendall(data)
         except OSError:
             self._end(pair)
 
-    def _end(self, pair: _Pair) -> None:
-        self._pairs.discard(pair)
+    def _end(self, pair: SimpleNamespace) -> None:
+        with suppress(ValueError):
+            self._pairs.remove(pair)
         for end in (pair.peer, pair.broker):
             with suppress(KeyError, ValueError):
                 self._selector.unregister(end)
-        pair.close()
+            end.close()
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Relay until killed."""
     listen, connect, seed = arguments
     Relay(listen, connect, seed=int(seed)).run()
 

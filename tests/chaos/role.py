@@ -5,7 +5,6 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
-from statistics import median
 from typing import Literal
 
 from slipstream.configs.base import Record
@@ -16,11 +15,7 @@ Action = Literal["kill", "terminate", "stop"]
 Progress = tuple[int, ...] | None
 """Counters that grow while a role works; None = unknown."""
 
-_SIGNALS: dict[Action, signal.Signals] = {
-    "kill": signal.SIGKILL,
-    "terminate": signal.SIGTERM,
-    "stop": signal.SIGSTOP,
-}
+_SIGNALS: dict[Action, signal.Signals] = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}
 _ROLE_WEIGHTS = {"broker": 2, "learner": 2, "store": 2, "generator": 4}
 _ACTION_WEIGHTS: dict[Action, int] = {"kill": 16, "terminate": 2, "stop": 3}
 _MAX_STOP_S = 5.0
@@ -28,11 +23,9 @@ _MAX_STOP_S = 5.0
 _SHARE_AFTER_RECOVERY = 0.3
 """Fraction of strikes that wait until all roles work again; the others hit a recovering run."""
 _TERMINATE_TIMEOUT_S = 15.0
-"""From SIGTERM to SIGKILL."""
 _RESTART_GAP_S = 0.25
 """Shortest time between two starts of a role that exits by itself."""
 _MAX_LINE_LENGTH = 200
-"""Characters kept of a role's last line."""
 _UNCAUGHT_EXCEPTION = 1
 """Exit code of an uncaught exception, which the death of another role must never cause."""
 
@@ -46,7 +39,6 @@ class Strike(Record):
     role: str
     action: Action
     is_after_recovery: bool
-    """Whether it waits until all roles have recovered from earlier strikes."""
     gap_s: float
     """Seconds since the recovery, else since the previous strike."""
     stopped_s: float
@@ -79,26 +71,13 @@ class Recovery:
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
-        """One entry per recovery that no further strike cut short."""
         self.num_cut_short = 0
-        """Strikes followed by another strike before the recovery."""
         self._struck_at: float | None = None
         self._before: Progress = None
 
     @property
     def is_pending(self) -> bool:
-        """Whether the role has been struck and has not recovered yet."""
         return self._struck_at is not None
-
-    @property
-    def median_s(self) -> float | None:
-        """Median duration; None without a recovery."""
-        return median(self.seconds) if self.seconds else None
-
-    @property
-    def max_s(self) -> float | None:
-        """Longest duration; None without a recovery."""
-        return max(self.seconds, default=None)
 
     def strike(self, now: float, *, before: Progress = None) -> None:
         """Start the watch at `now`, seconds. Progress must exceed `before`; None: the next progress observed."""
@@ -159,21 +138,17 @@ class Role:
 
     @property
     def is_stopped(self) -> bool:
-        """Whether it is between SIGSTOP and SIGCONT."""
         return self._continue_at is not None
 
     @property
     def is_alive(self) -> bool:
-        """Whether a process is running."""
         return self.process.exit_code is None
 
     @property
     def has_finished(self) -> bool:
-        """Whether it completed its work."""
         return self._may_finish and self.process.exit_code == 0
 
     def start(self, now: float) -> None:
-        """Start the process."""
         self.process.start()
         self._note("up", self.name)
         self._is_ending = self._is_exit_recorded = False
@@ -181,7 +156,6 @@ class Role:
         self._restart_at = now + _RESTART_GAP_S
 
     def strike(self, strike: Strike, now: float) -> None:
-        """Send the signal and start the stopwatch."""
         self.strikes[strike.action] += 1
         self._note("stop" if strike.action == "stop" else "down", self.name)
         self.process.send(_SIGNALS[strike.action])
@@ -214,12 +188,10 @@ class Role:
             self.crashes[f"{self.name} must end within {_TERMINATE_TIMEOUT_S:g} s of a SIGTERM"] += 1
 
     def observe(self, progress: Progress, now: float) -> None:
-        """Record the visible progress."""
         if not self.is_stopped and not self._is_ending and self.is_alive:
             self.recovery.observe(progress, now)
 
     def expect_death(self, now: float) -> None:
-        """Count a signal that this role was asked to send itself as a strike."""
         self.strikes["kill"] += 1
         self._note("down", self.name)
         self.recovery.strike(now, before=self._initial)
@@ -233,7 +205,6 @@ class Role:
         return former
 
     def end(self) -> None:
-        """Kill the process and wait until it is gone."""
         if self.is_alive:
             self.process.send(signal.SIGKILL)
             self.process.wait(timeout_s=_TERMINATE_TIMEOUT_S)

@@ -60,8 +60,6 @@ _AFTER_STOP_S = 0.5
 
 
 class LineageEngine(TorchEngine):
-    """An engine whose optimizer state is the lineage of its weights."""
-
     lineage: list[Trained]
 
     def copy_state(self) -> dict[str, Tensor]:
@@ -73,8 +71,6 @@ class LineageEngine(TorchEngine):
 
 
 class ScriptedTrainer(Trainer):
-    """A trainer whose step sleeps and changes one weight."""
-
     def __init__(self, run: RunConfig, *, engine: LineageEngine, ranks: Ranks) -> None:
         super().__init__(
             run,
@@ -85,13 +81,12 @@ class ScriptedTrainer(Trainer):
             layout=Layout("shared_rows", run.learner.tokens_per_microbatch),
         )
         self._settings = run
-        self._lineage_engine = engine
+        self._hold_file = RunFolder(run).path / HOLD_FILE
         engine.lineage = []
 
     def step(
         self, groups: Sequence[Sequence[Trajectory]], *, learner_version: int, step: int, **_: object
     ) -> dict[str, Any]:
-        """Record the samples; return the metrics that a run needs."""
         if step == self._settings.learner.max_steps:
             self._await_end_of_strikes()
         # Seeded, so that a repeated step takes the same time.
@@ -100,38 +95,27 @@ class ScriptedTrainer(Trainer):
             time.sleep(_SLOW_STEP_S)
         if WatchedStore.points.reach("in_step"):
             time.sleep(_AFTER_STOP_S)
-        contents = [content_of(member) for group in groups for member in group]
-        ids = [member.id for group in groups for member in group]
-        self._lineage_engine.lineage.append(Trained(step, samples_of(groups), ids, contents))
-        self._nudge_a_weight()
+        members = [member for group in groups for member in group]
+        contents = [content_of(member) for member in members]
+        self.engine.lineage.append(Trained(step, samples_of(groups), [member.id for member in members], contents))
+        with torch.no_grad():
+            next(self.engine.model.parameters()).view(-1)[0] += 2**-10
         self.num_updates += 1
-        tokens = sum(len(member.token_ids) for group in groups for member in group)
-        return {"learner/tokens": tokens, "learner/reward_mean": 0.0}
+        return {"learner/tokens": sum(len(each.token_ids) for each in members), "learner/reward_mean": 0.0}
 
     def _await_end_of_strikes(self) -> None:
         # Hold the last step, so that the run cannot finish before the strikes end.
         ends_at = time.monotonic() + _HOLD_TIMEOUT_S
         while self._hold_file.exists():
             if time.monotonic() > ends_at:
-                raise TimeoutError(
-                    f"{self._hold_file} must be removed within {_HOLD_TIMEOUT_S:g} s: the strikes took longer."
-                )
+                raise TimeoutError(f"{self._hold_file} must be removed within {_HOLD_TIMEOUT_S:g} s")
             time.sleep(_TICK_S)
-
-    @property
-    def _hold_file(self) -> Path:
-        return RunFolder(self._settings).path / HOLD_FILE
-
-    @torch.no_grad()
-    def _nudge_a_weight(self) -> None:
-        next(self.engine.model.parameters()).view(-1)[0] += 2**-10
 
 
 class NoSender:
     """A WeightSender that sends nothing: the scripted engine takes the version from the announcement."""
 
     address = ("file:///nowhere", 0)
-
     device = "cpu"
 
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float, backend: str) -> None:
@@ -156,13 +140,12 @@ def watch() -> None:
     vars(background_save)["seal"] = lambda folder: (points.reach("before_seal"), seal(folder))
     vars(background_save)["merge"] = lambda parts, *, into: (points.reach("before_merge"), merge(parts, into=into))
     WatchedStore.repeats = True
-    session.ZmqClientChannel = WatchedChannel  # type: ignore[misc]
-    run_store.RedisStore = WatchedStore  # type: ignore[misc]
+    session.ZmqClientChannel = WatchedChannel
+    run_store.RedisStore = WatchedStore
 
 
 @fail_cleanly(BrokerError, ReplayBufferError, LearnerError)
 def main(arguments: list[str]) -> None:
-    """Join the broker and train."""
     overrides = [argument for argument in arguments if argument != "--light"]
     watch()
     run = load(overrides)

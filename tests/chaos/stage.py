@@ -13,13 +13,11 @@ from tests.chaos.processes import WarmProcess
 EngineKind = Literal["light", "scripted", "vllm"]
 
 NAME = "chaos"
-"""Name of the run."""
 HOLD_FILE = "hold-the-last-step"
 """File in the run's folder during the strikes."""
 JOURNALS = "journal"
 """Folder of the journals, from the folder in which the roles work."""
 POINTS = "points"
-"""Folder of the requests for a signal at a point."""
 ANSWER_TIMEOUT_S = 2.0
 """Time after which the outbox of a light generator resends unanswered messages."""
 PEER_TIMEOUT_S = 1.5
@@ -27,7 +25,6 @@ PEER_TIMEOUT_S = 1.5
 ALLOWED_REFUSALS = ["checksum", "content_conflict", "unknown_group"]
 """Reasons for which the broker must refuse deliberately bad offers."""
 MEAN_STEP_S = 0.1
-"""Mean duration of a scripted step."""
 NUM_ROWS = 97
 """Prompts in the task; few, for many epochs per run."""
 GROUP_SIZE = 4
@@ -38,7 +35,6 @@ class Pace(Record):
     """Settings and durations that match the start time of generators. Example: PACES["scripted"]."""
 
     engine: list[str]
-    """Overrides that choose the generators' engine and their load."""
     has_cold_generators: bool
     """Whether they need a fresh interpreter: vLLM reads its environment when it is imported."""
     lapse_after_s: float
@@ -54,11 +50,9 @@ class Pace(Record):
     transfer_timeout_s: float = 0.0
     """Seconds after which members of a broadcast are evicted; 0: `lapse_after_s`."""
     read_every_s: float = 0.04
-    """Interval of store reads."""
     max_stall_s: float = 120.0
     """Time without a step after which a run without strikes has stalled."""
     flags: list[str] = []
-    """Arguments of the roles before their settings."""
 
     @property
     def is_light(self) -> bool:
@@ -114,11 +108,15 @@ PACES: dict[EngineKind, Pace] = {
 
 
 class Stage:
-    """Paths and settings of one run."""
-
     def __init__(self, folder: Path, *, seed: int, steps: int, pace: Pace) -> None:
         self.folder = folder
         self.run_folder = folder / "runs" / NAME
+        self.logs = self.run_folder / "logs"
+        self.hold_file = self.run_folder / HOLD_FILE
+        self.journals, self.points = folder / JOURNALS, folder / POINTS
+        self.broker_socket, self.relay_socket = f"{folder}/broker.sock", f"{folder}/relay.sock"
+        self.address = f"broker.address=ipc://{self.broker_socket}"
+        self.relayed_address = f"broker.address=ipc://{self.relay_socket}"
         self.seed = seed
         self.steps = steps
         self.pace = pace
@@ -136,81 +134,27 @@ class Stage:
         return (self.pace.max_lag + 1) * self.pace.groups_per_step
 
     @property
-    def hold_file(self) -> Path:
-        """The last step of the run waits while this file exists."""
-        return self.run_folder / HOLD_FILE
-
-    @property
-    def logs(self) -> Path:
-        """Folder of the logs, one per role."""
-        return self.run_folder / "logs"
-
-    @property
-    def journals(self) -> Path:
-        """Folder of the journals."""
-        return self.folder / JOURNALS
-
-    @property
-    def points(self) -> Path:
-        """Folder of the requests for a signal at a point."""
-        return self.folder / POINTS
-
-    @property
-    def broker_socket(self) -> str:
-        """Path of the broker's socket."""
-        return f"{self.folder}/broker.sock"
-
-    @property
-    def relay_socket(self) -> str:
-        """Path of the relay's socket."""
-        return f"{self.folder}/relay.sock"
-
-    @property
-    def address(self) -> str:
-        """Override: the broker's address."""
-        return f"broker.address=ipc://{self.broker_socket}"
-
-    @property
-    def relayed_address(self) -> str:
-        """Override for generators: the relay's address."""
-        return f"broker.address=ipc://{self.relay_socket}"
-
-    @property
     def settings(self) -> list[str]:
-        """Overrides for broker and learner."""
         # Short times, so that peers, leases, and claims also lapse. max_attempts is unreachable, because a prompt with
         # many attempts is not poisonous here.
-        lapse_after_s = self.pace.lapse_after_s
+        lapse_after_s, max_lag = self.pace.lapse_after_s, self.pace.max_lag
+        transfer_timeout_s = self.pace.transfer_timeout_s or lapse_after_s
         return [
-            self.address,
-            f"name={NAME}",
-            f"seed={self.seed}",
-            "resume=true",
-            "prepare=[]",
-            "model.path=models/tiny",
-            "data.train=data/train.parquet",
-            "data.heldout=data/heldout.parquet",
-            "buffer/store=redis",
-            f"buffer.store.url='{self.store.url}'",
-            "buffer.archive.groups_per_shard=64",
-            "buffer.archive.flush_s=2.0",
-            f"buffer.claim_lease_s={lapse_after_s}",
-            "buffer.max_attempts=1000000",
-            f"broker.peer_timeout_s={PEER_TIMEOUT_S}",
-            f"broker.lease_s={lapse_after_s}",
-            f"weights.transfer_timeout_s={self.pace.transfer_timeout_s or lapse_after_s}",
-            *self.pace.engine,
-            f"generators.group_size={GROUP_SIZE}",
-            f"buffer.staleness.max_lag={self.pace.max_lag}",
-            "learner/engine=torch",
-            f"learner.groups_per_step={self.pace.groups_per_step}",
-            f"learner.max_steps={self.steps}",
-            "learner.stop=null",
-            "learner.checkpoint.every_steps=5",
-            "learner.checkpoint.keep=1",
-            "evaluation.every_steps=0",
-            "evaluation.monitor_prompts=2",
-            "evaluation.final_prompts=4",
+            *(self.address, f"name={NAME}", f"seed={self.seed}", "resume=true", "prepare=[]", "model.path=models/tiny"),
+            *("data.train=data/train.parquet", "data.heldout=data/heldout.parquet"),
+            *("buffer/store=redis", f"buffer.store.url='{self.store.url}'"),
+            *("buffer.archive.groups_per_shard=64", "buffer.archive.flush_s=2.0"),
+            *(
+                f"buffer.claim_lease_s={lapse_after_s}",
+                f"broker.lease_s={lapse_after_s}",
+                "buffer.max_attempts=1000000",
+            ),
+            *(f"broker.peer_timeout_s={PEER_TIMEOUT_S}", f"weights.transfer_timeout_s={transfer_timeout_s}"),
+            *(*self.pace.engine, f"generators.group_size={GROUP_SIZE}", f"buffer.staleness.max_lag={max_lag}"),
+            *("learner/engine=torch", f"learner.groups_per_step={self.pace.groups_per_step}"),
+            *(f"learner.max_steps={self.steps}", "learner.stop=null"),
+            *("learner.checkpoint.every_steps=5", "learner.checkpoint.keep=1"),
+            *("evaluation.every_steps=0", "evaluation.monitor_prompts=2", "evaluation.final_prompts=4"),
         ]
 
     def build(self) -> None:

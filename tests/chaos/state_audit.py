@@ -37,10 +37,8 @@ class Snapshot(NamedTuple):
 
     hashes: dict[str, dict[str, bytes]]
     lists: dict[str, list[str]]
-    """Lists, sets, and sorted sets in their order."""
 
     def number(self, name: str, field: str) -> int:
-        """Number in a hash; 0 if missing."""
         return int(self.hashes.get(name, {}).get(field) or 0)
 
     def below(self, prefix: str) -> dict[str, list[str]]:
@@ -54,7 +52,6 @@ class Snapshot(NamedTuple):
 
     @property
     def groups(self) -> dict[str, dict[str, bytes]]:
-        """Records of the training groups."""
         return {group: record for group, record in self.records.items() if ":" not in group}
 
     @property
@@ -90,7 +87,6 @@ def find_state_problems(state: Snapshot) -> list[str]:
     return [problem for rule in rules for problem in list(rule(state))[:_MAX_NAMED]]
 
 
-# --- rules of any store ----------------------------------------------------------------------------------------------
 def _differ(what: str, found: Any, implied: Any) -> Iterator[str]:
     if found != implied:
         yield f"{what}: the store has {found}, the rest of it implies {implied}"
@@ -167,9 +163,7 @@ def _counter_problems(state: Snapshot) -> Iterator[str]:
     yield from _differ("groups admitted", state.number("run", "admitted"), admitted)
 
 
-# --- rules for runs that publish every step and train on whole claims -------------------------------------------------
 def find_progress_problems(state: Snapshot) -> list[str]:
-    """Return one sentence per progress counter that contradicts the ledger."""
     step, version, announced = (state.number("run", name) for name in ("step", "version", "announced_version"))
     problems = []
     if version > min(step, announced):
@@ -205,7 +199,6 @@ def find_end_problems(state: Snapshot, lives: Iterable[Life]) -> list[str]:
     ]
 
 
-# --- rules of the journals -------------------------------------------------------------------------------------------
 def answered_are_never_handed_out(evidence: Evidence) -> Iterator[str]:
     """Yield one sentence per lease of acknowledged trajectories, or of none."""
     answered_at: dict[tuple[str, int], float] = {}

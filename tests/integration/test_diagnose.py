@@ -28,9 +28,9 @@ from slipstream.buffer.role_reports import LEARNER
 from slipstream.cli import main
 from slipstream.configs.run import RunConfig
 from slipstream.launch.diagnose.cluster import BrokerLink, find_all
-from slipstream.launch.diagnose.diagnosis import check_last_run
 from slipstream.launch.diagnose.inputs import check_store
-from slipstream.launch.diagnose.machine import Finding
+from slipstream.launch.diagnose.last_run import check_last_run
+from slipstream.launch.diagnose.machine import Result
 from slipstream.runtime.credentials import TOKEN_VARIABLE, derive_keys
 from slipstream.runtime.model_files import fingerprint
 from slipstream.runtime.run_folder import RunFolder
@@ -53,14 +53,8 @@ class ServedRun:
         data, config_json = Dataset(write_rows(folder / "rows.parquet")), msgspec.json.encode(run).decode()
         self.store.open_run(run.name, config_json=config_json, num_rows=len(data), seed=0)
         self.channel = listen(f"ipc://{folder}/broker.sock", keys=derive_keys(TOKEN), cluster=run.cluster)
-        self._router = Router(
-            self.channel,
-            self.store,
-            run=run,
-            train=data,
-            heldout={each.name: data for each in run.data.heldout_sets},
-            model=fingerprint(run.model.path),
-        )
+        heldout, model = {each.name: data for each in run.data.heldout_sets}, fingerprint(run.model.path)
+        self._router = Router(self.channel, self.store, run=run, train=data, heldout=heldout, model=model)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
@@ -92,11 +86,11 @@ def served(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     opened.close()
 
 
-def found(*overrides: str) -> dict[str, Finding]:
+def found(*overrides: str) -> dict[str, Result]:
     return {each.name: each for each in find_all(list(overrides))}
 
 
-def test_a_machine_that_fits_passes_every_check_and_does_not_join(served: ServedRun) -> None:
+def test_a_machine_that_fits_passes_every_check_and_does_not_join(served: ServedRun, tmp_path: Path) -> None:
     findings = found(f"broker.address={served.channel.address}")
     assert list(findings) == CHECKS
     assert {name: each for name, each in findings.items() if each.verdict == "fail"} == {}
@@ -104,6 +98,10 @@ def test_a_machine_that_fits_passes_every_check_and_does_not_join(served: Served
     assert "the broker reaches 127.0.0.1:231" in findings["way back"].found
     assert findings["way back"].verdict == findings["clock"].verdict == findings["bandwidth"].verdict == "ok"
     assert findings["interface"].found == "127.0.0.1 (lo) in 127.0.0.0/8", "the run's setting, not given here"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text('{"hidden_size": 128}')
+    other = found(f"broker.address={served.channel.address}", f"model.path={tmp_path}/other")["model"]
+    assert (other.verdict, "hidden_size 128 here and 64 at the broker" in other.found) == ("fail", True)
     assert served.store.counts().refused == {}
     assert set(served.store.roles()) <= {"broker"}
     assert served.store.quarantined_frames() == []
@@ -115,25 +113,18 @@ def test_the_learners_port_for_weights_is_tried(served: ServedRun, tmp_path: Pat
     assert (missing.verdict, missing.found) == ("warn", "not tried: no learner with a port has joined the broker")
     keys, board = derive_keys(TOKEN), StatusBoard()
     server = StreamServer(SnapshotStore(tmp_path / "weights"), keys=keys)
-    board.set_source(lambda: PeerStatus("ready", lends_at=server.address))
-    session = join(
-        "learner",
-        address=served.channel.address,
-        keys=keys,
-        max_message_bytes=2**20,
-        peer_id=LEARNER,
-        status=board,
-        timeout_s=20,
-    )
-    with session.leave_at_exit():
-        until(lambda: found(address)["weights"].verdict == "ok", timeout_s=20, what="the learner's status")
-        assert found(address)["weights"].found == f"{server.address} is reached"
+    peer = {"peer_id": LEARNER, "status": board, "max_message_bytes": 2**20}
+
+    def until_found(lends_at: str, words: str) -> None:
+        board.set_source(lambda: PeerStatus("ready", lends_at=lends_at))
+        until(lambda: words in found(address)["weights"].found, timeout_s=20, what=words)
+
+    with join("learner", address=served.channel.address, keys=keys, timeout_s=20, **peer).leave_at_exit():
+        until_found(server.address, f"{server.address} is reached")
         with closing(ZmqServerChannel("tcp://127.0.0.1:*", keys=derive_keys(f"{TOKEN} of another run"))) as other:
-            board.set_source(lambda: PeerStatus("ready", lends_at=other.address))
-            until(lambda: "another token" in found(address)["weights"].found, timeout_s=20, what="the other's refusal")
+            until_found(other.address, "another token")
         server.close()
-        board.set_source(lambda: PeerStatus("ready", lends_at=server.address))
-        until(lambda: "is not reached" in found(address)["weights"].found, timeout_s=20, what="the end of the server")
+        until_found(server.address, "is not reached")
     assert found(address)["weights"].verdict in ("fail", "warn")
 
 
@@ -165,29 +156,17 @@ def test_the_other_brokers_of_the_run_are_tried(tmp_path: Path, model: Path, mon
         until(lambda: is_told("warn", "broker-2 at tcp://127.0.0.1:9: not reached"), timeout_s=20, what="its port")
 
 
-def test_another_model_is_named(served: ServedRun, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other/config.json").write_text('{"hidden_size": 128}')
-    model = found(f"broker.address={served.channel.address}", f"model.path={tmp_path}/other")["model"]
-    assert model.verdict == "fail"
-    assert "hidden_size 128 here and 64 at the broker" in model.found
-
-
 def test_the_broker_connects_inside_the_network_of_the_run_alone(served: ServedRun) -> None:
     outside, unused = Inspect(listens_at="tcp://203.0.113.1:80"), Inspect(listens_at="tcp://127.0.0.1:9")
     link = BrokerLink(ZmqClientChannel(served.channel.address, keys=derive_keys(TOKEN), max_message_bytes=2**20))
     try:
         for question, is_reached in ((outside, None), (unused, False)):
-            answer = link.ask(question)
-            assert answer is not None
-            assert answer.is_reached is is_reached
+            assert link.ask(question).is_reached is is_reached
     finally:
         link.close()
 
 
-def test_a_wrong_token_no_token_and_no_broker_are_named(
-    served: ServedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_token_no_token_and_no_broker_are_named(served, tmp_path, monkeypatch):
     address = f"broker.address={served.channel.address}"
     monkeypatch.setenv(TOKEN_VARIABLE, "another token, which is long enough")
     other = found(address)["broker"]
@@ -201,9 +180,7 @@ def test_a_wrong_token_no_token_and_no_broker_are_named(
     assert (nobody.verdict, nobody.found) == ("fail", "nothing accepts a connection at tcp://127.0.0.1:23119")
 
 
-def test_the_command_prints_a_table_or_json_and_its_exit_code_shows_failed_checks(
-    served: ServedRun, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_a_table_or_json_and_its_exit_code_shows_failed_checks(served, capsys):
     main(["diagnose", "cluster", f"broker.address={served.channel.address}"])
     printed = capsys.readouterr().out
     assert all(name in printed for name in CHECKS)
@@ -227,7 +204,6 @@ def test_a_machine_is_checked_without_a_broker(tmp_path: Path, monkeypatch: pyte
     assert caught.value.code == 2
 
 
-# --- a run and its machine -------------------------------------------------------------------------------------------
 def test_the_store_and_the_events_of_a_run_are_read_while_it_goes_on_and_after_it(tmp_path: Path) -> None:
     run = make_run(runs_dir=str(tmp_path))
     folder = RunFolder(run)
@@ -238,12 +214,8 @@ def test_the_store_and_the_events_of_a_run_are_read_while_it_goes_on_and_after_i
         with open_run_store(server.url, run.name, timeout_s=10) as store:
             store.open_run(run.name, config_json=msgspec.json.encode(run).decode(), num_rows=10, seed=0)
             store.record_event("learner", "learner died (signal SIGKILL); restarting in 1 s")
-        asked = check_store(run, folder.path, is_live=True)
-        assert [(each.name, each.verdict) for each in asked] == [
-            ("store", "ok"),
-            ("store memory", "ok"),
-            ("store persistence", "ok"),
-        ]
+        asked = {each.name: each.verdict for each in check_store(run, folder.path, is_live=True)}
+        assert asked == {"store": "ok", "store memory": "ok", "store persistence": "ok"}
         assert check_last_run(folder.path, is_live=True)[1].verdict == "warn"
     finally:
         server.stop()

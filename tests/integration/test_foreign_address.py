@@ -6,8 +6,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -62,53 +63,33 @@ def a_redis(folder: Path) -> Iterator[str]:
 
 
 @contextmanager
-def _a_socket(folder: Path, kind: int) -> Iterator[str]:
+def a_socket(folder: Path, *, kind: int) -> Iterator[str]:
     with zmq.Context() as context, context.socket(kind) as bound:
         bound.setsockopt(zmq.LINGER, 0)
         bound.bind(f"ipc://{folder}/other.sock")
         yield f"ipc://{folder}/other.sock"
 
 
-def a_publisher(folder: Path) -> AbstractContextManager[str]:
-    return _a_socket(folder, zmq.PUB)
-
-
-def a_replier(folder: Path) -> AbstractContextManager[str]:
-    return _a_socket(folder, zmq.REP)
-
-
-def a_silent_router(folder: Path) -> AbstractContextManager[str]:
-    return _a_socket(folder, zmq.ROUTER)
-
-
-OTHERS = [
-    (no_listener, NO_LISTENER),
-    (a_dead_socket, NO_LISTENER),
-    (a_web_server, NO_ANSWER),
-    (a_redis, NO_ANSWER),
-    (a_publisher, NO_ANSWER),
-    (a_replier, NO_ANSWER),
-    (a_silent_router, NO_ANSWER),
-]
+OTHERS = {
+    "no listener": (no_listener, NO_LISTENER),
+    "a dead socket": (a_dead_socket, NO_LISTENER),
+    "a web server": (a_web_server, NO_ANSWER),
+    "a redis": (a_redis, NO_ANSWER),
+    "a publisher": (partial(a_socket, kind=zmq.PUB), NO_ANSWER),
+    "a replier": (partial(a_socket, kind=zmq.REP), NO_ANSWER),
+    "a silent router": (partial(a_socket, kind=zmq.ROUTER), NO_ANSWER),
+}
 
 
 def try_to_join(address: str) -> None:
-    join(
-        "generator",
-        address=address,
-        keys=KEYS,
-        max_message_bytes=2**20,
-        peer_id="lost",
-        status=StatusBoard(),
-        timeout_s=TIMEOUT_S,
-    )
+    peer = {"keys": KEYS, "max_message_bytes": 2**20, "peer_id": "lost", "status": StatusBoard()}
+    join("generator", address=address, timeout_s=TIMEOUT_S, **peer)
 
 
-@pytest.mark.parametrize(("other", "missing"), OTHERS, ids=lambda value: getattr(value, "__name__", ""))
-def test_the_wait_ends_in_time_and_names_what_is_missing(
-    short_folder: Path, other: Callable[[Path], AbstractContextManager[str]], missing: str
-) -> None:
-    with other(short_folder) as address, pytest.raises(WaitTimeoutError) as caught:
+@pytest.mark.parametrize("other", OTHERS)
+def test_the_wait_ends_in_time_and_names_what_is_missing(short_folder: Path, other: str) -> None:
+    start, missing = OTHERS[other]
+    with start(short_folder) as address, pytest.raises(WaitTimeoutError) as caught:
         try_to_join(address)
     assert f"waited {TIMEOUT_S:g} s for the welcome of the broker at {address}; missing: {missing}" in str(caught.value)
 
@@ -134,15 +115,11 @@ def test_an_answer_in_another_protocol_ends_the_wait_immediately(short_folder: P
 @pytest.mark.slow
 def test_the_command_logs_what_is_missing_and_ends_with_exit_code_2(short_folder: Path) -> None:
     with a_web_server(short_folder) as address:
-        process = subprocess.run(
-            [sys.executable, "-m", "slipstream.generators", f"broker.address={address}", "broker.join_timeout_s=6"],
-            cwd=short_folder,
-            env=os.environ | {"PYTHONPATH": str(ROOT), TOKEN_VARIABLE: TOKEN},
-            capture_output=True,
-            text=True,
-            timeout=100,
-            check=False,
-        )
+        settings = [f"broker.address={address}", "broker.join_timeout_s=6"]
+        command = [sys.executable, "-m", "slipstream.generators", *settings]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), TOKEN_VARIABLE: TOKEN}
+        limits = {"capture_output": True, "text": True, "timeout": 100, "check": False}
+        process = subprocess.run(command, cwd=short_folder, env=environment, **limits)
     assert process.returncode == 2, process.stderr
     waiting, *_, last = process.stderr.strip().splitlines()
     assert f"the broker at {address}: {NO_ANSWER}" in waiting

@@ -8,111 +8,69 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pyarrow.parquet as pq
 import pytest
 
 from slipstream.runtime.credentials import TOKEN_VARIABLE
 from tests import runs
+from tests.machines import Machine, network
 from tests.runs import ROOT, SMALL, kill_tree, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 
-class Machine(NamedTuple):
-    """A network namespace with one address and private mounts."""
-
-    name: str
-    address: str
-
-    def start(self, folder: Path, *command: str, hidden: Path, **variables: str) -> subprocess.Popen[str]:
-        """Start a command there that cannot see the folder `hidden`. Its output is in `NAME.out`."""
-        script = f'mount -t tmpfs none "{hidden}" && exec "$@"'
-        with (folder / f"{self.name}.out").open("w") as output:
-            return subprocess.Popen(
-                ["ip", "netns", "exec", self.name, "unshare", "-m", "sh", "-c", script, "sh", *command],
-                cwd=folder,
-                env=os.environ | {"PYTHONPATH": str(ROOT)} | variables,
-                stdout=output,
-                stderr=output,
-                text=True,
-            )
-
-
-def ip(*words: str) -> bool:
-    return subprocess.run(["ip", *words], capture_output=True, check=False).returncode == 0
-
-
 @pytest.fixture
-def machines() -> Iterator[tuple[Machine, Machine]]:
-    """Two machines in the network 10.77.0.0/24."""
-    if os.getuid() != 0 or not all(map(shutil.which, ("ip", "ss", "unshare"))):
-        pytest.skip("network namespaces need root, ip, ss and unshare")
-    pair = (Machine(f"slip{os.getpid()}a", "10.77.0.1"), Machine(f"slip{os.getpid()}b", "10.77.0.2"))
-    ends = [f"{machine.name}v" for machine in pair]
-    try:
-        if not all(ip("netns", "add", machine.name) for machine in pair):
-            pytest.skip("no network namespace can be made here")
-        made = ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
-        for machine, end in zip(pair, ends, strict=True):
-            made = made and ip("link", "set", end, "netns", machine.name)
-            made = made and ip("-n", machine.name, "addr", "add", f"{machine.address}/24", "dev", end)
-            made = made and ip("-n", machine.name, "link", "set", end, "up")
-            made = made and ip("-n", machine.name, "link", "set", "lo", "up")
-        if not made:
-            pytest.skip("no pair of connected interfaces can be made here")
-        yield pair
-    finally:
-        for machine in pair:
-            ip("netns", "del", machine.name)
+def machines(folder: Path) -> Iterator[list[Machine]]:
+    """Two machines in the network 10.77.0.0/24, which work in one folder."""
+    if not shutil.which("ss"):
+        pytest.skip("listeners are found with ss")
+    names = [f"slip{os.getpid()}a", f"slip{os.getpid()}b"]
+    with network(folder, names, subnet="10.77.0") as pair:
+        yield [machine._replace(folder=folder) for machine in pair]
 
 
 def listening(machine: Machine) -> list[tuple[str, int]]:
     """Addresses and ports on which processes of a machine listen."""
-    listed = subprocess.run(
-        ["ip", "netns", "exec", machine.name, "ss", "-ltnH"], capture_output=True, text=True, check=True
-    ).stdout
+    listed = subprocess.check_output(["ip", "netns", "exec", machine.name, "ss", "-ltnH"], text=True)
     found = [line.split()[3].rpartition(":") for line in listed.splitlines()]
     return [(address, int(port)) for address, _, port in found]
 
 
-def assert_fit(machine: Machine, folder: Path, address: str, *, token: str) -> None:
+def assert_fit(machine: Machine, address: str, *, token: str) -> None:
     """Check that `slipstream diagnose cluster` finds no failure on this machine and is reached by the broker."""
     words = ["-m", "slipstream", "diagnose", "cluster", "--json", address, "runs_dir=elsewhere"]
-    asked = machine.start(folder, sys.executable, *words, hidden=folder / "runs", **{TOKEN_VARIABLE: token})
-    code, printed = asked.wait(timeout=60), (folder / f"{machine.name}.out").read_text()
+    hidden, secrets = [machine.folder / "runs"], {TOKEN_VARIABLE: token}
+    asked = machine.start("diagnosis", sys.executable, *words, hidden=hidden, environment=secrets)
+    code, printed = asked.wait(timeout=60), machine.printed("diagnosis")
     assert code == 0, printed
     checks = {each["name"]: each for each in json.loads(printed)["checks"]}
     assert checks["interface"]["found"].startswith(machine.address)
     assert f"the broker reaches {machine.address}:2100" in checks["way back"]["found"]
 
 
-def test_a_generator_on_another_machine_needs_an_address_and_the_token_alone(
-    folder: Path, machines: tuple[Machine, Machine]
-) -> None:
+def test_a_generator_on_another_machine_needs_an_address_and_the_token_alone(folder, machines):
     here, there = machines
-    (unseen := folder / "unseen").mkdir()
     steps = ("learner.max_steps=60", "generators.engine.seconds_per_token=0.05", "weights.transport=delta")
     settings = ("name=mine", "cluster.interface=10.77.0.0/24", "cluster.ports=21000-21009", *steps)
-    launcher = here.start(folder, *runs.command(*SMALL, *settings), hidden=unseen)
+    launcher = here.start("launcher", *runs.command(*SMALL, *settings), hidden=[], environment={})
     generator = None
     try:
-        printed = folder / f"{here.name}.out"
+        printed = folder / "launcher.out"
         join = re.compile(
             rf"{TOKEN_VARIABLE}=\.\.\. python -m generators (broker\.address=tcp://10\.77\.0\.1:2100\d), with"
         )
-        until(
-            lambda: launcher.poll() is not None or bool(join.search(printed.read_text())), timeout_s=90, what="a join"
-        )
+        is_told = lambda: launcher.poll() is not None or bool(join.search(printed.read_text()))  # noqa: E731
+        until(is_told, timeout_s=90, what="a join")
         found = join.search(printed.read_text())
         assert found, printed.read_text()[-3000:]
         token = (folder / "runs/mine/token").read_text().strip()
         (folder / "elsewhere").mkdir()
-        assert_fit(there, folder, found[1], token=token)
+        assert_fit(there, found[1], token=token)
         command = [sys.executable, "-m", "slipstream.generators", "--id", "far", found[1], "runs_dir=elsewhere"]
-        generator = there.start(folder, *command, hidden=folder / "runs", **{TOKEN_VARIABLE: token})
-        log = folder / f"{there.name}.out"
+        hidden, secrets = [folder / "runs"], {TOKEN_VARIABLE: token}
+        generator = there.start("generator", *command, hidden=hidden, environment=secrets)
+        log = folder / "generator.out"
         until(lambda: launcher.poll() is not None or "joined" in log.read_text(), timeout_s=60, what="the joining")
         # Listeners beyond the loopback interface are the two CURVE sockets.
         beyond = {each for each in listening(here) if not each[0].startswith("127.")}

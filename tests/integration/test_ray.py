@@ -7,8 +7,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -38,19 +38,12 @@ ACCESS = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 class Cluster:
-    """A cluster in a separate process."""
+    """A cluster in a separate process, until the end of the block."""
 
     def __init__(self, *cpus: int, access: Mapping[str, str] = ACCESS) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.integration.ray_cluster", ADDRESS, *map(str, cpus)],
-            cwd=ROOT,
-            env=os.environ | access,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        assert self._process.stdout
+        command = [sys.executable, "-m", "tests.integration.ray_cluster", ADDRESS, *map(str, cpus)]
+        streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen(command, cwd=ROOT, env=os.environ | access, text=True, **streams)
         facts = json.loads(self._process.stdout.readline())
         self.address, self.folder = facts["address"], Path(facts["folder"])
         self.raylets: list[int] = facts["raylets"]
@@ -58,29 +51,15 @@ class Cluster:
 
     def demand(self) -> list[list[dict[str, float]]]:
         """Bundles of each pending placement group, as seen by Ray's autoscaler."""
-        asked = subprocess.run(
-            [sys.executable, "-c", DEMAND, self.address],
-            env=os.environ | ACCESS,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=True,
-        )
-        return json.loads(asked.stdout)
+        command = [sys.executable, "-c", DEMAND, self.address]
+        return json.loads(subprocess.check_output(command, env=os.environ | ACCESS, text=True, timeout=60))
 
-    def end(self) -> None:
-        assert self._process.stdin
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._process.stdin.close()
         self._process.wait(timeout=60)
-
-
-@contextmanager
-def cluster_of(*cpus: int, access: Mapping[str, str] = ACCESS) -> Iterator[Cluster]:
-    cluster = Cluster(*cpus, access=access)
-    try:
-        yield cluster
-    finally:
-        cluster.end()
 
 
 class Run:
@@ -90,35 +69,21 @@ class Run:
         self.folder = folder
         self.path = folder / "runs" / "placed"
         self.output = folder / "placed.out"
-        own = (
-            "name=placed",
-            "cluster.kind=ray",
-            f"cluster.address={cluster.address}",
-            "cluster.interface=127.0.0.0/8",
-            "cluster.ports=21100-21119",
-            "cluster.core.cpus=1",
-            "cluster.place_timeout_s=12",
-            "learner.max_steps=100000",
-            "generators.engine.seconds_per_token=0.2",
-            "weights.transport=delta",
-        )
+        network = ("cluster.interface=127.0.0.0/8", "cluster.ports=21100-21119", f"cluster.address={cluster.address}")
+        placement = ("cluster.kind=ray", "cluster.core.cpus=1", "cluster.place_timeout_s=12")
+        pace = ("learner.max_steps=100000", "generators.engine.seconds_per_token=0.2", "weights.transport=delta")
+        command = runs.command(*SMALL, "name=placed", *network, *placement, *pace, *overrides)
+        environment = os.environ | {TOKEN_VARIABLE: TOKEN} | ACCESS
         with self.output.open("a") as output:
-            self.launcher = subprocess.Popen(
-                runs.command(*SMALL, *own, *overrides),
-                cwd=folder,
-                env=os.environ | {TOKEN_VARIABLE: TOKEN} | ACCESS,
-                stdout=output,
-                stderr=output,
-            )
+            self.launcher = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
 
     @property
     def printed(self) -> str:
         return self.output.read_text()
 
     def call(self, *words: str) -> str:
-        done = subprocess.run(
-            runs.command(*words), cwd=self.folder, capture_output=True, text=True, timeout=90, check=False
-        )
+        limits = {"timeout": 90, "check": False}
+        done = subprocess.run(runs.command(*words), cwd=self.folder, capture_output=True, text=True, **limits)
         return done.stdout if done.returncode == 0 else ""
 
     def at_work(self) -> dict[str, int]:
@@ -134,6 +99,13 @@ class Run:
         """Steps in its metrics."""
         is_there = (self.path / "metrics.jsonl").exists()
         return [row["step"] for row in runs.metrics(self.folder, "placed")] if is_there else []
+
+    def interrupt(self) -> None:
+        """End the run with Ctrl-C; it leaves nothing and has no step twice."""
+        self.launcher.send_signal(signal.SIGINT)
+        assert self.launcher.wait(timeout=PATIENCE_S) == 130, self.printed[-3000:]
+        assert self.rows() == list(range(1, len(self.rows()) + 1))
+        runs.assert_none_left(self.folder)
 
     def until(self, reached: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -157,7 +129,7 @@ def host_of(role: int) -> psutil.Process:
 
 @pytest.mark.long
 def test_generators_come_and_go_and_what_ends_their_place_ends_them(folder: Path) -> None:
-    with cluster_of(2, 2) as cluster:
+    with Cluster(2, 2) as cluster:
         run = Run(folder, cluster)
         run.until(lambda: set(run.at_work()) == {"generator-0"})
         assert "generator-0: waits" not in run.printed
@@ -188,11 +160,7 @@ def test_generators_come_and_go_and_what_ends_their_place_ends_them(folder: Path
                 assert TOKEN not in " ".join(process.cmdline())
         kept = [path for path in cluster.folder.rglob("*") if path.is_file() and not path.is_symlink()]
         assert not [path for path in kept if TOKEN.encode() in path.read_bytes()]
-        run.launcher.send_signal(signal.SIGINT)
-        assert run.launcher.wait(timeout=PATIENCE_S) == 130, run.printed[-3000:]
-        steps = [row["step"] for row in runs.metrics(folder, "placed")]
-        assert steps == list(range(1, len(steps) + 1))
-        runs.assert_none_left(folder)
+        run.interrupt()
     log = (run.path / "logs" / "generator-0.log").read_text()
     assert "joined" in log
     assert TOKEN not in log + run.printed
@@ -200,7 +168,7 @@ def test_generators_come_and_go_and_what_ends_their_place_ends_them(folder: Path
 
 @pytest.mark.long
 def test_a_generator_ends_with_rays_process_on_its_machine_and_is_placed_on_another(folder: Path) -> None:
-    with cluster_of(1, 1, 1) as cluster:
+    with Cluster(1, 1, 1) as cluster:
         run = Run(folder, cluster)
         run.until(lambda: set(run.at_work()) == {"generator-0"})
         before = run.at_work()["generator-0"]
@@ -210,9 +178,7 @@ def test_a_generator_ends_with_rays_process_on_its_machine_and_is_placed_on_anot
         run.until(lambda: not psutil.pid_exists(before) and not psutil.pid_exists(keeper))
         run.until(lambda: run.at_work().get("generator-0", before) != before)
         assert host_of(run.at_work()["generator-0"]).ppid() in {*cluster.raylets[1:]} - {raylet}
-        run.launcher.send_signal(signal.SIGINT)
-        assert run.launcher.wait(timeout=PATIENCE_S) == 130, run.printed[-3000:]
-        runs.assert_none_left(folder)
+        run.interrupt()
     log = (run.path / "logs" / "generator-0.log").read_text()
     assert "the place of generator-0 is lost: " in log
 
@@ -231,13 +197,10 @@ def learners_of(folder: Path) -> dict[str, psutil.Process]:
 def test_ranks_on_several_machines_are_placed_started_and_ended_together(folder: Path) -> None:
     ranks = ("learner.num_ranks=2", "cluster.core.machines=2", "learner/engine=deepspeed_zero2")
     trust = ("cluster.trusted_network=true", "learner.checkpoint.every_steps=2")
-    with cluster_of(1, 2, 2) as cluster:
+    with Cluster(1, 2, 2) as cluster:
         run = Run(folder, cluster, *ranks, *trust)
 
-        def trains(beyond: int) -> bool:
-            return len(run.rows()) > beyond
-
-        run.until(lambda: trains(3))
+        run.until(lambda: len(run.rows()) > 3)
         before = learners_of(folder)
         assert set(before) == {"0", "1"}
         raylet = host_of(before["1"].pid).ppid()
@@ -246,37 +209,32 @@ def test_ranks_on_several_machines_are_placed_started_and_ended_together(folder:
         worker.kill()
         run.until(lambda: not before["0"].is_running() and not before["1"].is_running())
         steps = len(run.rows())
-        run.until(lambda: trains(steps + 3))
+        run.until(lambda: len(run.rows()) > steps + 3)
         assert "learner died (exit code " in run.printed
         # The machine of the second rank is lost and replaced by another.
         os.kill(host_of(learners_of(folder)["1"].pid).ppid(), signal.SIGKILL)
         steps = len(run.rows())
         run.until(lambda: "learner died" in run.printed.partition("learner restarted")[2])
-        run.until(lambda: trains(steps + 3))
+        run.until(lambda: len(run.rows()) > steps + 3)
         now = learners_of(folder)
         assert host_of(now["1"].pid).ppid() in {*cluster.raylets[1:]} - {raylet}
-        run.launcher.send_signal(signal.SIGINT)
-        assert run.launcher.wait(timeout=PATIENCE_S) == 130, run.printed[-3000:]
-        runs.assert_none_left(folder)
-    assert run.rows() == list(range(1, len(run.rows()) + 1))
+        run.interrupt()
 
 
 @pytest.mark.long
 def test_a_core_that_is_not_to_be_had_as_a_whole_is_named(folder: Path) -> None:
     ranks = ("learner.num_ranks=2", "cluster.core.machines=2", "cluster.trusted_network=true")
-    with cluster_of(1) as cluster:
+    with Cluster(1) as cluster:
         run = Run(folder, cluster, *ranks, "learner/engine=deepspeed_zero2", "cluster.place_timeout_s=3")
         assert run.launcher.wait(timeout=PATIENCE_S) == 2
-        needs = (
-            "error: cluster.core needs 1 CPU free on the machine of the launcher and on each of 1 more, and got none"
-        )
+        needs = "error: cluster.core needs 1 CPU free on the machine of the launcher and on each of 1 more, and got no"
         assert needs in run.printed
         assert not run.path.exists()
 
 
 @pytest.mark.long
 def test_a_run_ends_with_rays_head_and_goes_on_in_another_cluster(folder: Path) -> None:
-    with cluster_of(1, 1) as cluster:
+    with Cluster(1, 1) as cluster:
         run = Run(folder, cluster)
         run.until(lambda: runs.status(folder, "placed").get("step", 0) > 6)
         os.kill(cluster.gcs, signal.SIGKILL)
@@ -289,19 +247,15 @@ def test_a_run_ends_with_rays_head_and_goes_on_in_another_cluster(folder: Path) 
             timeout_s=ends_at - time.monotonic(),
             what="the end of all roles",
         )
-    with cluster_of(1, 1) as cluster:
+    with Cluster(1, 1) as cluster:
         steps = len(runs.metrics(folder, "placed"))
         resumed = Run(folder, cluster, "resume=true")
         resumed.until(lambda: len(runs.metrics(folder, "placed")) > steps + 3)
-        resumed.launcher.send_signal(signal.SIGINT)
-        assert resumed.launcher.wait(timeout=PATIENCE_S) == 130, resumed.printed[-3000:]
-        rows = [row["step"] for row in runs.metrics(folder, "placed")]
-        assert rows == list(range(1, len(rows) + 1))
-        runs.assert_none_left(folder)
+        resumed.interrupt()
 
 
 def test_a_head_that_asks_for_no_token_is_refused(folder: Path) -> None:
-    with cluster_of(1, access={"RAY_AUTH_MODE": "disabled"}) as cluster:
+    with Cluster(1, access={"RAY_AUTH_MODE": "disabled"}) as cluster:
         run = Run(folder, cluster)
         assert run.launcher.wait(timeout=PATIENCE_S) == 2
         assert f"error: Ray's head at {cluster.address} must require a token, but answers without one" in run.printed

@@ -12,42 +12,29 @@ import psutil
 import pytest
 
 from tests import runs
-from tests.runs import SMALL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PATIENCE_S = 120.0
 
 
-class Run:
+class Run(runs.Run):
     """A run under the launcher, controlled by commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.output = folder / "scaled.out"
         # Slow, to leave the processor to the commands.
-        pace = ("learner.max_steps=100000", "generators.engine.seconds_per_token=0.2")
-        with self.output.open("w") as output:
-            self.launcher = subprocess.Popen(
-                runs.command(*SMALL, "name=scaled", *pace, "weights.transport=delta"),
-                cwd=folder,
-                stdout=output,
-                stderr=output,
-            )
+        pace = ("learner.max_steps=100000", "generators.engine.seconds_per_token=0.2", "weights.transport=delta")
+        super().__init__(folder, "scaled", *pace)
 
-    def call(self, *command: str) -> "subprocess.CompletedProcess[str]":
+    def call(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        command = runs.command(*words, "name=scaled")
         return subprocess.run(command, cwd=self.folder, capture_output=True, text=True, timeout=90, check=False)
 
-    def log(self, role: str) -> str:
-        return (self.folder / "runs" / "scaled" / "logs" / f"{role}.log").read_text()
-
     def scale(self, number: int) -> str:
-        done = self.call(*runs.command("scale", f"generators={number}", "name=scaled"))
+        done = self.call("scale", f"generators={number}")
         assert done.returncode == 0, done.stderr
         return done.stdout
-
-    def drain(self, name: str) -> "subprocess.CompletedProcess[str]":
-        return self.call(*runs.command("drain", name, "name=scaled"))
 
     def status(self) -> dict[str, Any]:
         return runs.status(self.folder, "scaled")
@@ -55,7 +42,7 @@ class Run:
     def until(self, reached: Callable[[dict[str, Any]], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not reached(status := self.status()):
-            assert self.launcher.poll() is None, self.output.read_text()[-2000:]
+            assert self.launcher.poll() is None, self.printed[-2000:]
             assert time.monotonic() < deadline, status
             time.sleep(0.2)
 
@@ -90,12 +77,12 @@ def assert_no_port_is_open(run: Run) -> None:
 
 
 def assert_steps_are_recorded(run: Run) -> None:
-    late = run.call(*runs.command("profile", "name=scaled", "--steps", "100000"))
+    late = run.call("profile", "--steps=100000")
     assert late.returncode == 2
     assert "--steps must be <= 99" in late.stderr
-    asked = run.call(*runs.command("profile", "name=scaled", "--steps", "2"))
+    asked = run.call("profile", "--steps=2")
     assert asked.returncode == 0, asked.stderr
-    again = run.call(*runs.command("profile", "name=scaled"))
+    again = run.call("profile")
     trace = run.folder / "runs" / "scaled" / "profile" / "trace.json.gz"
     runs.until(trace.is_file, timeout_s=60, what="the trace")
     assert again.returncode == 2 or "are recorded" in again.stdout
@@ -109,15 +96,15 @@ def assert_steps_are_recorded(run: Run) -> None:
 
 
 def assert_it_pauses(run: Run) -> None:
-    on, off = (run.call(*runs.command("pause", "name=scaled", *words)) for words in ([], ["--off"]))
+    on, off = (run.call("pause", *words) for words in ([], ["--off"]))
     assert (on.returncode, off.returncode) == (0, 0), on.stderr + off.stderr
-    assert run.call(*runs.command("pause", "name=scaled", "--off")).returncode == 2
-    assert run.call(*runs.command("pause", "name=scaled")).returncode == 0
+    assert run.call("pause", "--off").returncode == 2
+    assert run.call("pause").returncode == 0
     run.until(lambda status: any(each["blocked_on"] == "whoever paused the run" for each in status["waits"]))
     step, roles = run.status()["step"], here(run.status())
     time.sleep(3)
     assert (run.status()["step"], here(run.status())) == (step, roles)
-    assert run.call(*runs.command("pause", "name=scaled", "--off")).returncode == 0
+    assert run.call("pause", "--off").returncode == 0
     run.until(lambda status: status["step"] > step)
 
 
@@ -129,21 +116,21 @@ def test_scaling_from_one_to_three_to_one_loses_no_step(run: Run):
     run.until(lambda status: at_work(status) == {"generator-0", "generator-1", "generator-2"})
     assert run.status()["generators_target"] == 3
     assert_no_port_is_open(run)
-    unknown = run.drain("generator-7")
+    unknown = run.call("drain", "generator-7")
     assert unknown.returncode == 2
     assert "got 'generator-7'" in unknown.stderr
     assert "generator-0, generator-1" in unknown.stderr
-    drained = run.drain("generator-0")
+    drained = run.call("drain", "generator-0")
     assert (drained.returncode, drained.stdout.splitlines()[-1]) == (0, "generator-0 left")
     run.until(lambda status: status["generators_target"] == 2 and len(here(status)) == 2)
     run.scale(1)
     run.until(lambda status: here(status) == {"generator-1"})
     run.launcher.send_signal(signal.SIGINT)
-    assert run.launcher.wait(timeout=PATIENCE_S) == 130, run.output.read_text()[-2000:]
+    assert run.launcher.wait(timeout=PATIENCE_S) == 130, run.printed[-2000:]
     steps = [row["step"] for row in runs.metrics(run.folder, "scaled")]
     assert steps == list(range(1, len(steps) + 1))
     for command in (("scale", "generators=2"), ("profile",), ("pause",)):
-        late = run.call(*runs.command(*command, "name=scaled"))
+        late = run.call(*command)
         assert late.returncode == 1
         assert "Traceback" not in late.stderr
     runs.assert_none_left(run.folder)

@@ -59,12 +59,7 @@ trap 'echo "$2 heard SIGTERM" >>"$CALLS"; exit 143' TERM
 touch "up.$2"
 while :; do sleep 0.05; done
 """ % (TOKEN)  # noqa: UP031
-SETTINGS = (
-    "learner.num_ranks=2",
-    "cluster.core.machines=2",
-    "cluster.trusted_network=true",
-    "generators.count=2",
-)
+SETTINGS = ("learner.num_ranks=2", "cluster.core.machines=2", "cluster.trusted_network=true", "generators.count=2")
 
 
 class Job:
@@ -78,14 +73,10 @@ class Job:
         script = sbatch_script(read_recipe(["name=mine", *overrides], kind="local"), python=python)
         environment = {key: value for key, value in os.environ.items() if key != "SLIPSTREAM_TOKEN"}
         environment |= {"PATH": f"{folder}:{os.environ['PATH']}", "CALLS": str(self.calls), "SLURM_JOB_ID": "77"}
+        environment |= {"PYTHONPATH": str(ROOT)}
         with self._output.open("w") as output:
-            self.process = subprocess.Popen(
-                ["bash", "-c", script],
-                cwd=folder,
-                env=environment | {"PYTHONPATH": str(ROOT)},
-                stdout=output,
-                stderr=output,
-            )
+            command = ["bash", "-c", script]
+            self.process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
 
     @staticmethod
     def _add(path: Path, content: str) -> None:
@@ -142,12 +133,8 @@ def test_before_its_limit_a_job_ends_its_roles_and_is_queued_again(tmp_path: Pat
 @pytest.mark.long
 def test_a_job_trains_with_ranks_on_two_nodes_and_generators_as_tasks(tmp_path: Path):
     runs.make_task(tmp_path, warm=False)
-    own = (
-        "cluster.interface=127.0.0.0/8",
-        "cluster.ports=21200-21299",
-        "learner.max_steps=3",
-        "weights.transport=delta",
-    )
+    network = ("cluster.interface=127.0.0.0/8", "cluster.ports=21200-21299", "weights.transport=delta")
+    own = (*network, "learner.max_steps=3")
     job = Job(tmp_path, *SMALL, "learner/engine=deepspeed_zero2", *own, *SETTINGS, python=sys.executable)
     try:
         assert job.process.wait(timeout=270) == 0, job.printed[-6000:]

@@ -18,10 +18,8 @@ _NOT_COPIED = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache",
 _NOT_COPIED_FROM_ROOT = {"runs", "data", "models"}
 _TIMEOUT_S, _UNTOUCHED_TIMEOUT_S = 240.0, 1200.0
 _CHAOS_SEEDS, _CHAOS_KILLS, _CHAOS_TIMEOUT_S = (1, 2, 3), 20, 400.0
-"""60 kills in all."""
 _MAX_WHY = 300
 _NO_TESTS = 5
-"""Exit code of pytest when no test is left to run."""
 
 
 class Mutant(NamedTuple):
@@ -33,11 +31,9 @@ class Mutant(NamedTuple):
 
     name: str
     file: str
-    """Path from the root of the checkout."""
     old: str
     """Text that occurs exactly once in the file."""
     new: str
-    """Its replacement: the bug."""
     tests: tuple[str, ...]
     """Test files that must catch it, the likeliest first."""
     unseen: str = ""
@@ -151,7 +147,6 @@ def _not_copied(folder: str, names: list[str]) -> set[str]:
 
 
 def read_mutants(kind: str) -> list[Mutant]:
-    """Every mutant of a table."""
     table = tomllib.loads((Path(__file__).parent / f"{kind}.toml").read_text(encoding="utf-8"))
     return [
         Mutant(

@@ -19,19 +19,8 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.cluster import ClusterConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
-from slipstream.launch.diagnose.machine import (
-    Finding,
-    check_clock,
-    check_interface,
-    check_locked_memory,
-    check_model,
-    check_open_files,
-    check_ports,
-    check_shared_memory,
-    check_token,
-    check_versions,
-    judge,
-)
+from slipstream.launch.diagnose import machine
+from slipstream.launch.diagnose.machine import Result, judge
 from slipstream.runtime.command_line import add_row, make_console, make_table
 from slipstream.runtime.credentials import TOKEN_REMEDY, Keys, derive_keys, find_token
 from slipstream.runtime.process import versions
@@ -43,7 +32,7 @@ _AHEAD = 8
 """Requests in flight, as for chunks of weights."""
 
 
-def report(findings: Sequence[Finding], *, is_json: bool) -> None:
+def report(findings: Sequence[Result], *, is_json: bool) -> None:
     """Print findings; exit with 1 if any check failed."""
     if is_json:
         print(msgspec.json.encode({"host": socket.gethostname(), "checks": findings}).decode())
@@ -56,11 +45,11 @@ def report(findings: Sequence[Finding], *, is_json: bool) -> None:
         raise SystemExit(_FAILED)
 
 
-def find_all(overrides: list[str]) -> list[Finding]:
+def find_all(overrides: list[str]) -> list[Result]:
     """Check this machine, and the broker at `broker.address` if set. Raises ConfigError."""
     given = load(overrides)
     address = given.broker.address
-    token = check_token(given, is_joining=address is not None)
+    token = machine.check_token(given, is_joining=address is not None)
     if address is None or token.verdict == "fail":
         return [token, *_of_the_machine(given, cluster=given.cluster)]
     try:
@@ -69,24 +58,24 @@ def find_all(overrides: list[str]) -> list[Finding]:
         raise ConfigError(str(error)) from None
 
 
-def _of_the_machine(run: RunConfig, *, cluster: ClusterConfig, answer: Inspected | None = None) -> list[Finding]:
+def _of_the_machine(run: RunConfig, *, cluster: ClusterConfig, answer: Inspected | None = None) -> list[Result]:
     return [
-        check_versions(run, versions(), answer.versions if answer else None),
-        check_interface(cluster),
-        check_ports(cluster),
-        check_shared_memory(),
-        check_open_files(),
-        check_locked_memory(),
+        machine.check_versions(run, versions(), answer.versions if answer else None),
+        machine.check_interface(cluster),
+        machine.check_ports(cluster),
+        machine.check_shared_memory(),
+        machine.check_open_files(),
+        machine.check_locked_memory(),
     ]
 
 
-def _against_broker(given: RunConfig, overrides: list[str], *, address: str) -> list[Finding]:
+def _against_broker(given: RunConfig, overrides: list[str], *, address: str) -> list[Result]:
     keys = derive_keys(find_token(given))
     if not is_listening(address):
         fix = "correct broker.address, start the broker, or open its port in the firewalls between the machines"
-        unreached = Finding("broker", "fail", f"nothing accepts a connection at {address}", fix=fix)
+        unreached = Result("broker", "fail", f"nothing accepts a connection at {address}", fix=fix)
     elif is_refused(address, keys):
-        unreached = Finding("broker", "fail", f"{address} has another token", fix=TOKEN_REMEDY)
+        unreached = Result("broker", "fail", f"{address} has another token", fix=TOKEN_REMEDY)
     else:
         link = BrokerLink(ZmqClientChannel(address, keys=keys, max_message_bytes=given.broker.max_message_bytes))
         try:
@@ -96,22 +85,22 @@ def _against_broker(given: RunConfig, overrides: list[str], *, address: str) -> 
     return [unreached, *_of_the_machine(given, cluster=given.cluster)]
 
 
-def _with_link(
-    link: "BrokerLink", given: RunConfig, overrides: list[str], *, address: str, keys: Keys
-) -> list[Finding]:
+def _with_link(link: "BrokerLink", given: RunConfig, overrides: list[str], *, address: str, keys: Keys) -> list[Result]:
     asked_at = time.time()
     answer = link.ask(Inspect(machine=machine_id()))
     took_s = time.time() - asked_at
     if answer is None:
         fix = "wait until it serves (it may wait for its store: see its log), and run the same version on both sides"
-        silent = Finding("broker", "fail", f"{address} does not answer within {_ANSWER_TIMEOUT_S:g} s", fix=fix)
+        silent = Result("broker", "fail", f"{address} does not answer within {_ANSWER_TIMEOUT_S:g} s", fix=fix)
         return [silent, *_of_the_machine(given, cluster=given.cluster)]
+    found, is_same = f"run {answer.run_id!r} at {address}", answer.schema_version == SCHEMA_VERSION
+    found += "" if is_same else f", schema version {answer.schema_version} instead of {SCHEMA_VERSION}"
     run = msgspec.json.decode(answer.config_json, type=RunConfig)
     is_named = any(text.lstrip("+").startswith("model.path=") for text in overrides)
     return [
-        _check_schema(answer, address),
-        check_model(given.model.path if is_named else run.model.path, answer.model),
-        check_clock(answer.time - (asked_at + took_s / 2), took_s=took_s),
+        judge("broker", is_same, found, fix="update the older side", verdict="fail"),
+        machine.check_model(given.model.path if is_named else run.model.path, answer.model),
+        machine.check_clock(answer.time - (asked_at + took_s / 2), took_s=took_s),
         _check_reached(link, run.cluster),
         _check_brokers(answer.living),
         _check_weights(answer.weights_at, keys),
@@ -122,13 +111,12 @@ def _with_link(
 
 # --- the broker ------------------------------------------------------------------------------------------------------
 class BrokerLink:
-    """Sends inspection requests to a broker."""
+    """Inspection requests to a broker."""
 
     def __init__(self, channel: ZmqClientChannel) -> None:
         self._channel = channel
 
     def ask(self, question: Inspect) -> Inspected | None:
-        """Return the answer; None after the timeout."""
         self._channel.send([encode(question)])
         return self._receive(timeout_s=_ANSWER_TIMEOUT_S)
 
@@ -157,36 +145,28 @@ class BrokerLink:
             return None
 
 
-def _check_schema(answer: Inspected, address: str) -> Finding:
-    found = f"run {answer.run_id!r} at {address}"
-    is_same = answer.schema_version == SCHEMA_VERSION
-    found += "" if is_same else f", schema version {answer.schema_version} instead of {SCHEMA_VERSION}"
-    return judge("broker", is_same, found, fix="update the older side", verdict="fail")
-
-
-def _check_reached(link: BrokerLink, cluster: ClusterConfig) -> Finding:
-    """Ask the broker to connect to a port of this machine."""
+def _check_reached(link: BrokerLink, cluster: ClusterConfig) -> Result:
     if cluster.network is None:
-        return Finding("way back", "ok", "not needed: the run has no cluster.interface")
+        return Result("way back", "ok", "not needed: the run has no cluster.interface")
     try:
         listener = _listen(cluster)
     except (ConfigError, OSError) as error:
-        return Finding("way back", "warn", f"not tried: {error}", fix="correct interface and ports")
+        return Result("way back", "warn", f"not tried: {error}", fix="correct interface and ports")
     with listener:
         host, port = listener.getsockname()
         answer = link.ask(Inspect(listens_at=f"tcp://{host}:{port}"))
     if answer is None or answer.is_reached is None:
-        return Finding("way back", "warn", "not tried by the broker", fix="ask again: it tries few machines at a time")
+        return Result("way back", "warn", "not tried by the broker", fix="ask again: it tries few machines at a time")
     if answer.is_reached:
-        return Finding("way back", "ok", f"the broker reaches {host}:{port}")
+        return Result("way back", "ok", f"the broker reaches {host}:{port}")
     fix = f"open {cluster.ports} of this machine for the broker's; weights.transport=delta needs no way back"
-    return Finding("way back", "fail" if cluster.trusted_network else "warn", f"{host}:{port} is not reached", fix=fix)
+    return Result("way back", "fail" if cluster.trusted_network else "warn", f"{host}:{port} is not reached", fix=fix)
 
 
-def _check_brokers(living: LivingBrokers | None) -> Finding:
-    """Connect to the other brokers of the run, because a generator's hash selects its broker."""
+def _check_brokers(living: LivingBrokers | None) -> Result:
+    """Try the other brokers, because a generator's hash selects its broker."""
     if living is None:
-        return Finding("brokers", "ok", "the run has one")
+        return Result("brokers", "ok", "the run has one")
     others = {name: address for name, address in living.brokers.items() if name != living.broker}
     unreached = [
         f"{name} at {address or 'no address for other machines'}"
@@ -194,21 +174,21 @@ def _check_brokers(living: LivingBrokers | None) -> Finding:
         if not (address and is_listening(address))
     ]
     if not unreached:
-        return Finding("brokers", "ok", f"{len(others)} more: all are reached" if others else "no other lives")
+        return Result("brokers", "ok", f"{len(others)} more: all are reached" if others else "no other lives")
     fix = "open their ports for this machine, or forward all of them: until then a generator stays at those it reaches"
-    return Finding("brokers", "warn", f"{', '.join(unreached)}: not reached", fix=fix)
+    return Result("brokers", "warn", f"{', '.join(unreached)}: not reached", fix=fix)
 
 
-def _check_weights(address: str, keys: Keys) -> Finding:
+def _check_weights(address: str, keys: Keys) -> Result:
     if not address:
         fix = "ask again once it has; it has a port with cluster.interface, or weights.fetch_address for a tunnel"
-        return Finding("weights", "warn", "not tried: no learner with a port has joined the broker", fix=fix)
+        return Result("weights", "warn", "not tried: no learner with a port has joined the broker", fix=fix)
     if not is_listening(address):
         fix = "open its port for this machine in the firewalls between them, or as a tunnel"
-        return Finding("weights", "fail", f"{address} is not reached", fix=fix)
+        return Result("weights", "fail", f"{address} is not reached", fix=fix)
     if is_refused(address, keys):
-        return Finding("weights", "fail", f"{address} has another token: it belongs to another run", fix=TOKEN_REMEDY)
-    return Finding("weights", "ok", f"{address} is reached")
+        return Result("weights", "fail", f"{address} has another token: it belongs to another run", fix=TOKEN_REMEDY)
+    return Result("weights", "ok", f"{address} is reached")
 
 
 def _listen(cluster: ClusterConfig) -> socket.socket:
@@ -221,16 +201,14 @@ def _listen(cluster: ClusterConfig) -> socket.socket:
     raise OSError(f"no port of {cluster.ports} is free")
 
 
-def _check_bandwidth(link: BrokerLink, run: RunConfig, answer: Inspected) -> Finding:
+def _check_bandwidth(link: BrokerLink, run: RunConfig, answer: Inspected) -> Result:
     received, took_s = link.measure(run.weights.bucket_bytes)
     if not received:
-        return Finding(
-            "bandwidth", "fail", "nothing received", fix="check whether the link or the broker is overloaded"
-        )
+        return Result("bandwidth", "fail", "nothing received", fix="check whether the link or the broker is overloaded")
     rate = received / max(took_s, 1e-6)
     found = f"{rate / 2**20:,.0f} MiB/s from the broker"
     if answer.model is None or answer.model.num_parameters is None:
-        return Finding("bandwidth", "ok", found)
+        return Result("bandwidth", "ok", found)
     version_s = answer.model.num_parameters * (4 if run.model.dtype == "float32" else 2) / rate
     found += f": {version_s:,.1f} s for a whole version"
     limit_s = run.weights.fetch_timeout_s

@@ -1,16 +1,11 @@
 """Diagnosis: all checks of installation, machine, inputs, and last run, each with a deadline."""
 
 import contextlib
-import io
-import os
-import re
 import sys
-import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import Thread
@@ -20,192 +15,18 @@ import msgspec
 
 from slipstream.broker.errors import BrokerError
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.buffer.records import EVENTS_KEPT, Event
-from slipstream.buffer.role_reports import LAUNCHER
-from slipstream.cluster.role_process import find_error
 from slipstream.configs.base import ConfigError
-from slipstream.configs.load import load, to_plain
+from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.launch.diagnose import cluster, inputs, install, machine
+from slipstream.launch.diagnose.bundle import Subject, check_bundle, secrets_of, write_bundle
 from slipstream.launch.diagnose.cluster import report
-from slipstream.launch.diagnose.install import installed_packages
-from slipstream.launch.diagnose.machine import Finding, Verdict
+from slipstream.launch.diagnose.last_run import check_last_run
+from slipstream.launch.diagnose.machine import Result
 from slipstream.launch.diagnose.probe import run_probe
 from slipstream.launch.preflight import surroundings
-from slipstream.observe.metrics_rows import read_tail
-from slipstream.observe.reader import RunReader
-from slipstream.runtime.credentials import find_token, known_secrets, mask, without_secrets
-from slipstream.runtime.process import versions
+from slipstream.runtime.credentials import mask
 from slipstream.runtime.run_folder import RunFolder, describe_others, find_run, is_held, list_runs
-
-_READ_BYTES = 2**18
-_EVENTS_SHOWN = 3
-_DEATH = re.compile(r" died \(| is abandoned|ends the run|was killed")
-_REMEDIES = {
-    r"out of memory|OutOfMemoryError|Cannot allocate memory|bad_alloc": "lower learner.tokens_per_microbatch, "
-    "generators.engine.gpu_memory_utilization or kv_cache_gib: `slipstream plan` shows what each takes",
-    r"No space left|Disk quota|disk_full": "make room on the disk, or set runs_dir to a folder on another",
-    r"SIGKILL": "look for `oom_kill` in `dmesg` or in the container's events: most often memory ran out",
-    r"SIGBUS|Bus error": "raise the shared memory of the container: docker run --shm-size=8g",
-    r"SIGILL|Illegal instruction": "install the build for this processor: see the check `instructions`",
-    r"no kernel image|CUDA driver version|libcuda|undefined symbol": "install the build for this GPU and driver: see "
-    "the checks `wheels` and `GPUs`",
-    r"NCCL|ncclSystemError|Gloo|connectFullMesh": "run `slipstream diagnose cluster` on each machine, and set "
-    "NCCL_DEBUG=INFO",
-    r"Too many open files": "ulimit -n 65536, or LimitNOFILE of its service",
-    r"Address already in use": "end the other run, or choose another broker.address or cluster.ports",
-    r"No module named|ModuleNotFoundError|ImportError": "install what is missing: see the check `packages`",
-    r"\b(?:nan|NaN)\b|non-finite": "see `slipstream watch` for the metric that left its range first",
-}
-"""Pattern in an error -> remedy."""
-
-
-def check_last_run(folder: Path, *, is_live: bool) -> list[Finding]:
-    """Check a run's state, events, and logs."""
-    has_ended = (folder / "summary.json").is_file()
-    events, problem = read_events(folder, is_live=is_live)
-    deaths = [event for event in events if _DEATH.search(event.text)]
-    fatal = next((event.text for event in reversed(deaths) if event.role == LAUNCHER), "")
-    whole = "is in progress" if is_live else "has finished" if has_ended else "ended without results"
-    rows = read_tail(folder / "metrics.jsonl")
-    reached = f" at step {rows[-1]['step']}" if rows else ", with no step in metrics.jsonl"
-    found = f"{folder.name} {whole}{reached}"
-    if is_live or has_ended:
-        first = Finding("last run", "ok", found)
-    else:
-        fix = _remedy(fatal, f"look at {folder}/logs; continue it with `slipstream run name={folder.name} resume=true`")
-        first = Finding("last run", "fail" if fatal else "warn", f"{found}: {fatal}" if fatal else found, fix=fix)
-    return [first, _judge_events(deaths, problem), *_judge_logs(folder, is_over=not (is_live or has_ended))]
-
-
-def read_events(folder: Path, *, is_live: bool) -> tuple[list[Event], str]:
-    """Return (events of a run, oldest first; why they cannot be read). Starts the store of a stopped run."""
-    try:
-        with RunReader(folder, starts_server=not is_live) as reader:
-            return reader.store.events(limit=EVENTS_KEPT), ""
-    except (ConfigError, ReplayBufferError) as error:
-        return [], str(error)
-
-
-def log_tail(path: Path, *, num_bytes: int = _READ_BYTES) -> list[str]:
-    """Return the complete last lines of a log."""
-    with path.open("rb") as file:
-        start = max(0, path.stat().st_size - num_bytes)
-        if start:
-            # Skip a partial line, in which masking would miss a partial secret.
-            file.seek(start - 1)
-            file.readline()
-        return file.read().decode(errors="replace").splitlines()
-
-
-def read_or_nothing(path: Path) -> str:
-    """Return the text of a file; empty if it cannot be read."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _judge_events(deaths: Sequence[Event], problem: str) -> Finding:
-    if problem:
-        return Finding("events", "skipped", problem)
-    if not deaths:
-        return Finding("events", "ok", "no role died")
-    shown = "; ".join(f"{each.role}: {each.text.splitlines()[0]}" for each in deaths[-_EVENTS_SHOWN:])
-    fix = _remedy(shown, "see the logs of these roles, and `slipstream status`")
-    return Finding("events", "warn", f"{len(deaths)} deaths, most recently {shown}", fix=fix)
-
-
-def _judge_logs(folder: Path, *, is_over: bool) -> list[Finding]:
-    found = []
-    for path in sorted((folder / "logs").glob("*.log")):
-        lines = log_tail(path)
-        if error := find_error(lines):
-            # The error is not fatal if the run continued or finished.
-            verdict: Verdict = "fail" if is_over else "warn"
-            fix = _remedy(error, f"see the end of {path}")
-            found.append(Finding(f"log of {path.stem}", verdict, error, fix=fix))
-    return found or [Finding("logs", "ok", "no error and no traceback at their ends")]
-
-
-def _remedy(error: str, otherwise: str) -> str:
-    return next((fix for pattern, fix in _REMEDIES.items() if re.search(pattern, error)), otherwise)
-
-
-_ENDING = ".tar.gz"
-_LINES, _LOG_BYTES = 300, 2**22
-"""Lines kept per file, and bytes read for them."""
-
-
-class Subject(NamedTuple):
-    """Settings to check, and the run to diagnose; `folder` is None without a run."""
-
-    run: RunConfig
-    folder: Path | None
-    is_live: bool
-    origin: str
-    is_over: bool = False
-    """Whether the settings are those of a finished run, which needs no more disk space."""
-
-
-def check_bundle(path: Path) -> None:
-    """Raise ConfigError if `path` cannot become a bundle."""
-    if not path.name.endswith(_ENDING) or path.exists() or not path.absolute().parent.is_dir():
-        raise ConfigError(f"--bundle must name a new file that ends in {_ENDING}, in a folder that exists, got {path}.")
-
-
-def secrets_of(run: RunConfig, folder: Path | None) -> set[str]:
-    """Return the known secrets, including the tokens of the run and its guests."""
-    tokens = []
-    with suppress(ConfigError, OSError):
-        tokens.append(find_token(run))
-    if folder:
-        files = [folder / "token", *(folder / "guests").glob("*")]
-        # Unreadable tokens, of another user's run, cannot reach the bundle.
-        tokens += [read_or_nothing(file).strip() for file in files]
-    return known_secrets(os.environ, *tokens)
-
-
-def write_bundle(path: Path, subject: Subject, findings: Sequence[Finding], *, known: Iterable[str]) -> None:
-    """Write the bundle, readable only by its owner. Raises ConfigError."""
-    draft = path.with_name(f"{path.name}.new")
-    try:
-        with draft.open("xb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-            draft.chmod(0o600)
-            for name, text in _contents(subject, findings, known=known):
-                # Mask everything again: the writers of these files may not have known all secrets.
-                data = mask(text, known=known).encode()
-                entry = tarfile.TarInfo(f"{path.name.removesuffix(_ENDING)}/{name}")
-                entry.size, entry.mtime = len(data), int(time.time())
-                archive.addfile(entry, io.BytesIO(data))
-        draft.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
-        raise ConfigError(f"--bundle must name a file that can be written, got {path}: {error}.") from None
-
-
-def _contents(subject: Subject, findings: Sequence[Finding], *, known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    yield "diagnosis.json", _json(findings)
-    yield "config.json", _json(without_secrets(to_plain(subject.run), known=known))
-    yield "versions.json", _json({"of the run": versions(), "installed": installed_packages()})
-    # Names only: values may be secret.
-    yield "environment.txt", "".join(f"{name}\n" for name in sorted(os.environ))
-    if not (folder := subject.folder):
-        return
-    events, problem = read_events(folder, is_live=subject.is_live)
-    yield "events.json", _json(events or problem)
-    for file in [*sorted((folder / "logs").glob("*.log")), folder / "store/redis.log", folder / "metrics.jsonl"]:
-        if file.is_file():
-            yield f"run/{file.name}", "\n".join([*log_tail(file, num_bytes=_LOG_BYTES)[-_LINES:], ""])
-    for name in ("summary.json", "versions.json", "origins.json"):
-        if text := read_or_nothing(folder / name):
-            yield f"run/{name}", text
-
-
-def _json(data: object) -> str:
-    return msgspec.json.format(msgspec.json.encode(data)).decode() + "\n"
-
 
 T = TypeVar("T")
 
@@ -221,7 +42,7 @@ class Check(NamedTuple):
     """A check and its deadline. Example: Check("memory", check_memory, fix="end other processes")"""
 
     name: str
-    find: Callable[[], Finding | list[Finding]]
+    find: Callable[[], Result | list[Result]]
     fix: str = _DEAD_MOUNT
     """Remedy if `find` raises."""
     timeout_s: float = 15.0
@@ -238,7 +59,7 @@ _SURROUNDINGS = {
 
 
 def diagnose(words: Sequence[str], *, is_json: bool, bundle: Path | None = None) -> None:
-    """Run all checks and print the findings; exit with 1 if any check failed. Raises ConfigError.
+    """Print the findings of all checks; exit with 1 if any failed. Raises ConfigError.
 
     `words`: settings as for `slipstream run`; or a run as for `find_run`, by default the newest, to check with its own
     settings; or `cluster` and settings. `bundle`: file to write for a bug report.
@@ -284,7 +105,7 @@ def choose(words: Sequence[str]) -> Subject:
     return Subject(run, folder, folder is not None and is_held(folder), f"settings of the command line ({run.name})")
 
 
-def find_all(subject: Subject) -> list[Finding]:
+def find_all(subject: Subject) -> list[Result]:
     """Run all checks concurrently, each with its deadline."""
     started_at = time.monotonic()
     running = [(check, _start(check.find)) for check in list_checks(subject)]
@@ -297,7 +118,7 @@ def list_checks(subject: Subject) -> list[Check]:
     # A live run matters only if it is the one that the settings describe.
     is_live = subject.is_live and subject.folder is not None and folder.path.resolve() == subject.folder.resolve()
     return [
-        Check("settings", lambda: Finding("settings", "ok", subject.origin)),
+        Check("settings", lambda: Result("settings", "ok", subject.origin)),
         *_of_machine(run, folder.path, is_live=is_live, is_over=subject.is_over),
         *_of_surroundings(run, folder, is_live=is_live),
         Check("store", lambda: inputs.check_store(run, folder.path, is_live=is_live), fix=_STORE_FIX),
@@ -310,7 +131,7 @@ def list_checks(subject: Subject) -> list[Check]:
 def _of_machine(run: RunConfig, folder: Path, *, is_live: bool, is_over: bool) -> list[Check]:
     installed, cuda = install.installed_packages(), install.torch_cuda()
 
-    def wheels() -> Finding:
+    def wheels() -> Result:
         return install.check_wheels(run, installed, cuda=cuda, num_gpus=machine.count_gpus())
 
     return [
@@ -344,7 +165,7 @@ def _of_surroundings(run: RunConfig, folder: RunFolder, *, is_live: bool) -> lis
     return found
 
 
-def _surrounding(name: str, run: RunConfig, *, is_live: bool, check: Callable[[], object]) -> Finding:
+def _surrounding(name: str, run: RunConfig, *, is_live: bool, check: Callable[[], object]) -> Result:
     reason = ""
     if name == "object store" and not run.storage_uri:
         reason = "the run has no storage_uri"
@@ -354,17 +175,16 @@ def _surrounding(name: str, run: RunConfig, *, is_live: bool, check: Callable[[]
         reason = "the run is in progress, and holds its ports"
     else:
         check()
-    return Finding(name, "skipped", reason) if reason else Finding(name, "ok", "as a run needs it")
+    return Result(name, "skipped", reason) if reason else Result(name, "ok", "as a run needs it")
 
 
-def _last_run(subject: Subject) -> Finding | list[Finding]:
+def _last_run(subject: Subject) -> Result | list[Result]:
     if subject.folder:
         return check_last_run(subject.folder, is_live=subject.is_live)
     name, others = subject.run.name, describe_others(Path(subject.run.runs_dir), subject.run.name)
-    return Finding("last run", "skipped", f"there is no run {name!r}: {others}")
+    return Result("last run", "skipped", f"there is no run {name!r}: {others}")
 
 
-# --- deadlines -------------------------------------------------------------------------------------------------------
 def _start(function: Callable[[], T]) -> "Future[T]":
     """Call in a daemon thread, because a call that hangs on a dead mount cannot be stopped."""
     future: Future[T] = Future()
@@ -388,12 +208,12 @@ def _within(timeout_s: float, function: Callable[[], T]) -> T:
         ) from None
 
 
-def _await(check: Check, future: "Future[Finding | list[Finding]]", *, started_at: float) -> list[Finding]:
+def _await(check: Check, future: "Future[Result | list[Result]]", *, started_at: float) -> list[Result]:
     try:
         found = future.result(timeout=max(0.0, started_at + check.timeout_s - time.monotonic()))
         return found if isinstance(found, list) else [found]
     except TimeoutError:
-        return [Finding(check.name, "fail", f"no answer within {check.timeout_s:g} s", fix=_DEAD_MOUNT)]
+        return [Result(check.name, "fail", f"no answer within {check.timeout_s:g} s", fix=_DEAD_MOUNT)]
     except Exception as error:  # ours, or a fault that the check did not expect
         kind = "" if isinstance(error, ConfigError | BrokerError | ReplayBufferError) else f"{type(error).__name__}: "
-        return [Finding(check.name, "fail", f"{kind}{error}", fix=check.fix)]
+        return [Result(check.name, "fail", f"{kind}{error}", fix=check.fix)]

@@ -15,7 +15,7 @@ from slipstream.buffer.redis.embedded import find_redis_binary
 from slipstream.buffer.redis.run_store import store_url
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.run import RunConfig
-from slipstream.launch.diagnose.machine import Finding, Verdict
+from slipstream.launch.diagnose.machine import Result, Verdict
 from slipstream.launch.preflight import missing_steps, read_data
 from slipstream.runtime.images import VisionModel
 from slipstream.runtime.model_files import (
@@ -32,14 +32,13 @@ _MUCH, _FULL = 0.8, 0.95
 _COPY_AGAIN = "copy or download the folder again, and compare its checksums with the source's"
 
 
-# --- the store -------------------------------------------------------------------------------------------------------
-def check_store(run: RunConfig, folder: Path, *, is_live: bool) -> list[Finding]:
+def check_store(run: RunConfig, folder: Path, *, is_live: bool) -> list[Result]:
     """Query the run's server; an embedded one only while the run is live. Raises StoreUnavailableError."""
     config = run.buffer.store
     if run.mode == "sft":
-        return [Finding("store", "skipped", "mode=sft has none")]
+        return [Result("store", "skipped", "mode=sft has none")]
     if isinstance(config, EmbeddedRedisConfig) and not (is_live and not run.is_one_process):
-        return [Finding("store", "ok", f"{find_redis_binary()} starts with the run, durability {config.durability}")]
+        return [Result("store", "ok", f"{find_redis_binary()} starts with the run, durability {config.durability}")]
     url = store_url(run, folder)
     # Also checks its version and maxmemory-policy.
     address = await_usable_server(url, timeout_s=_STORE_TIMEOUT_S)
@@ -50,53 +49,50 @@ def check_store(run: RunConfig, folder: Path, *, is_live: bool) -> list[Finding]
         client.close()
 
 
-def judge_server(info: Mapping[str, Any], *, address: str, is_durable: bool) -> list[Finding]:
+def judge_server(info: Mapping[str, Any], *, address: str, is_durable: bool) -> list[Result]:
     """Judge the INFO of a usable server; `is_durable`: data must survive a restart."""
     found = f"Redis {info.get('redis_version')} at {address}"
-    server = Finding("store", "ok", found)
+    server = Result("store", "ok", found)
     if info.get("role", "master") != "master":
-        server = Finding("store", "fail", f"{found} is a replica", fix="name the primary in buffer.store.url")
+        server = Result("store", "fail", f"{found} is a replica", fix="name the primary in buffer.store.url")
     used, limit, total = (int(info.get(key, 0)) for key in ("used_memory", "maxmemory", "total_system_memory"))
     found = f"{used / 2**20:,.0f} MiB of {(limit or total) / 2**20:,.0f} MiB, policy {info.get('maxmemory_policy')}"
-    memory = Finding("store memory", "ok", found)
+    memory = Result("store memory", "ok", found)
     if used > _MUCH * (limit or total) > 0:
         fix = "raise buffer.store.max_memory_mib (maxmemory of an external server), or lower buffer.capacity.max_groups"
-        memory = Finding("store memory", "fail" if used > _FULL * (limit or total) else "warn", found, fix=fix)
+        memory = Result("store memory", "fail" if used > _FULL * (limit or total) else "warn", found, fix=fix)
     has_log = bool(int(info.get("aof_enabled", 0)))
-    disk = Finding("store persistence", "ok", "append-only file" if has_log else "none, as durability=fast says")
+    disk = Result("store persistence", "ok", "append-only file" if has_log else "none, as durability=fast says")
     if "err" in (info.get("aof_last_write_status"), info.get("rdb_last_bgsave_status")):
         fix = "make room on the disk of the server, and see its log"
-        disk = Finding("store persistence", "fail", "the last write to its disk failed", fix=fix)
+        disk = Result("store persistence", "fail", "the last write to its disk failed", fix=fix)
     elif is_durable and not has_log:
         fix = "set appendonly yes, appendfsync always and aof-load-truncated no at the server"
-        disk = Finding("store persistence", "warn", "no append-only file: a restart loses the newest data", fix=fix)
+        disk = Result("store persistence", "warn", "no append-only file: a restart loses the newest data", fix=fix)
     return [server, memory, disk]
 
 
-# --- the model -------------------------------------------------------------------------------------------------------
-def check_model_folder(run: RunConfig) -> list[Finding]:
+def check_model_folder(run: RunConfig) -> list[Result]:
     """Check config, tokenizer, and weights without loading them. Raises ConfigError."""
     path = run.model.path
     if not Path(path).exists() and any(Path(step.creates) == Path(path) for step in run.prepare):
-        return [Finding("model", "skipped", f"{path} is not made yet: `slipstream prepare` and every run make it")]
+        return [Result("model", "skipped", f"{path} is not made yet: `slipstream prepare` and every run make it")]
     check_model_path(path)
     if not find_file(path, "config.json"):
-        return [Finding("model", "skipped", f"{path} is on the hub, and not in its cache yet")]
+        return [Result("model", "skipped", f"{path} is on the hub, and not in its cache yet")]
     known = fingerprint(path)
     if known is None or not known.architectures:
-        return [
-            Finding("model", "fail", f"config.json of {path} names no architecture, or is damaged", fix=_COPY_AGAIN)
-        ]
+        return [Result("model", "fail", f"config.json of {path} names no architecture, or is damaged", fix=_COPY_AGAIN)]
     found = f"{path}, {known.architectures[0]}, {known.num_parameters or 0:,} parameters"
-    return [Finding("model", "ok", found), _check_weights(path), _check_tokenizer(path, size=known.vocab_size)]
+    return [Result("model", "ok", found), _check_weights(path), _check_tokenizer(path, size=known.vocab_size)]
 
 
-def _check_weights(path: str) -> Finding:
+def _check_weights(path: str) -> Result:
     if not (expected := weight_map(path)):
         if (Path(path) / "pytorch_model.bin").exists():
             fix = "convert them with save_pretrained of transformers: pickled weights can run code"
-            return Finding("weights", "warn", "pytorch_model.bin and no safetensors", fix=fix)
-        return Finding("weights", "fail", f"{path} has neither model.safetensors nor its index", fix=_COPY_AGAIN)
+            return Result("weights", "warn", "pytorch_model.bin and no safetensors", fix=fix)
+        return Result("weights", "fail", f"{path} has neither model.safetensors nor its index", fix=_COPY_AGAIN)
     problems, size = [], 0
     for name, tensors in expected.items():
         if not (file := find_file(path, name)):
@@ -112,37 +108,34 @@ def _check_weights(path: str) -> Finding:
         size += file.stat().st_size
         problems += [f"{name} lacks {len(lacking)} tensors, such as {min(lacking)}"] if lacking else []
     if problems:
-        return Finding("weights", "fail", "; ".join(problems), fix=_COPY_AGAIN)
-    return Finding("weights", "ok", f"{len(expected)} safetensors files, {size / 2**20:,.1f} MiB")
+        return Result("weights", "fail", "; ".join(problems), fix=_COPY_AGAIN)
+    return Result("weights", "ok", f"{len(expected)} safetensors files, {size / 2**20:,.1f} MiB")
 
 
-def _check_tokenizer(path: str, *, size: int | None) -> Finding:
+def _check_tokenizer(path: str, *, size: int | None) -> Result:
     if not (file := find_file(path, "tokenizer.json")):
         if any(find_file(path, name) for name in TOKENIZER_FILES[1:4]):
             fix = "save it with save_pretrained of transformers: lengths of prompts are unknown without that file"
-            return Finding("tokenizer", "warn", "no tokenizer.json, but files of an older form", fix=fix)
-        return Finding(
-            "tokenizer", "fail", f"{path} has no tokenizer", fix="copy the tokenizer's files into the folder"
-        )
+            return Result("tokenizer", "warn", "no tokenizer.json, but files of an older form", fix=fix)
+        return Result("tokenizer", "fail", f"{path} has no tokenizer", fix="copy the tokenizer's files into the folder")
     try:
         tokens = Tokenizer.from_file(str(file)).get_vocab()
     except Exception as error:  # the library raises bare Exception
-        return Finding("tokenizer", "fail", f"{file} is damaged: {error}", fix=_COPY_AGAIN)
+        return Result("tokenizer", "fail", f"{file} is damaged: {error}", fix=_COPY_AGAIN)
     if size is not None and (largest := max(tokens.values(), default=0)) >= size:
         found = f"token {largest} has no embedding: config.json has vocab_size {size}"
-        return Finding("tokenizer", "fail", found, fix="use the tokenizer of this model, or resize its embedding")
-    return Finding("tokenizer", "ok", f"{len(tokens):,} tokens")
+        return Result("tokenizer", "fail", found, fix="use the tokenizer of this model, or resize its embedding")
+    return Result("tokenizer", "ok", f"{len(tokens):,} tokens")
 
 
-# --- the data --------------------------------------------------------------------------------------------------------
-def check_data(run: RunConfig) -> list[Finding]:
+def check_data(run: RunConfig) -> list[Result]:
     """Read all prompts and try the chat template. Raises ConfigError."""
     if run.mode == "sft":
-        return [Finding("data", "skipped", "mode=sft reads its demonstrations itself")]
+        return [Result("data", "skipped", "mode=sft reads its demonstrations itself")]
     paths = [file.path for file in run.data.train_files] + [each.path for each in run.data.heldout_sets]
     made = {Path(step.creates) for step in missing_steps(run)}
     if absent := [path for path in paths if not Path(path).exists() and {Path(path), *Path(path).parents} & made]:
-        return [Finding("data", "skipped", f"{absent[0]} is not made yet: `slipstream prepare` and every run make it")]
+        return [Result("data", "skipped", f"{absent[0]} is not made yet: `slipstream prepare` and every run make it")]
     train, heldout = read_data(run)
     if run.mode == "replay":
         plan_replay(run)
@@ -150,7 +143,7 @@ def check_data(run: RunConfig) -> list[Finding]:
     notes = describe_shortages(run, heldout)
     verdict: Verdict = "warn" if notes else "ok"
     fix = "lower evaluation.final_prompts, or use a larger file" if notes else ""
-    data = Finding("data", verdict, "; ".join([", ".join(sizes), *notes]), fix=fix)
+    data = Result("data", verdict, "; ".join([", ".join(sizes), *notes]), fix=fix)
     if not find_file(run.model.path, "config.json"):
         return [data]
     for rows in dict.fromkeys([train, *heldout.values()]):
@@ -158,14 +151,14 @@ def check_data(run: RunConfig) -> list[Finding]:
     return [data, _check_template(run, train.row(0).prompt)]
 
 
-def _check_template(run: RunConfig, prompt: PromptText) -> Finding:
+def _check_template(run: RunConfig, prompt: PromptText) -> Result:
     if isinstance(prompt, str):
-        return Finding("chat template", "ok", "not needed: prompts are text")
+        return Result("chat template", "ok", "not needed: prompts are text")
     if not find_template(run.model):
         fix = "name a file with model.chat_template, use an instruction-tuned checkpoint, or write prompts as text"
-        return Finding("chat template", "fail", f"prompts are messages, and {run.model.path} has no template", fix=fix)
+        return Result("chat template", "fail", f"prompts are messages, and {run.model.path} has no template", fix=fix)
     text = chat_renderer(run.model)(prompt)
     if not text:
         fix = "correct the template (or model.chat_template), or the messages"
-        return Finding("chat template", "fail", "it does not take the messages of the first prompt", fix=fix)
-    return Finding("chat template", "ok", f"the first prompt has {len(text)} characters with it")
+        return Result("chat template", "fail", "it does not take the messages of the first prompt", fix=fix)
+    return Result("chat template", "ok", f"the first prompt has {len(text)} characters with it")

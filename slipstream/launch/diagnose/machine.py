@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -37,10 +38,10 @@ _MAX_CLOCK_OFFSET_S = 1.0
 _COMPARED = ("python", "slipstream", "torch", "vllm", "transformers")
 
 
-class Finding(Record):
+class Result(Record):
     """Result of one check.
 
-    Example: Finding("open files", "warn", "1,024", fix="ulimit -n 65536, or LimitNOFILE of its service")
+    Example: Result("open files", "warn", "1,024", fix="ulimit -n 65536, or LimitNOFILE of its service")
     """
 
     name: str
@@ -49,27 +50,26 @@ class Finding(Record):
     fix: str = ""
 
 
-def judge(name: str, is_ok: bool, found: str, *, fix: str, verdict: Verdict = "warn") -> Finding:
+def judge(name: str, is_ok: bool, found: str, *, fix: str, verdict: Verdict = "warn") -> Result:
     """Return an ok finding, or `verdict` with `fix`."""
-    return Finding(name, "ok", found) if is_ok else Finding(name, verdict, found, fix=fix)
+    return Result(name, "ok", found) if is_ok else Result(name, verdict, found, fix=fix)
 
 
-# --- software --------------------------------------------------------------------------------------------------------
-def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, str] | None = None) -> Finding:
+def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, str] | None = None) -> Result:
     """Compare versions with the broker's, and check for the run's engine."""
     ours, expected = _merged(own), _merged(theirs or {})
     shown = ", ".join(f"{name} {ours[name]}" for name in _COMPARED if name in ours)
     if isinstance(run.generators.engine, VllmEngineConfig) and "vllm" not in ours:
-        return Finding(
+        return Result(
             "versions", "fail", f"{shown}, no vllm", fix="make setup, or pip install the run's version of vllm"
         )
     differing = [name for name in _COMPARED if name in ours and name in expected and ours[name] != expected[name]]
     if not differing:
-        return Finding("versions", "ok", shown + (", as at the broker" if expected else ""))
+        return Result("versions", "ok", shown + (", as at the broker" if expected else ""))
     found = "; ".join(f"{name} {ours[name]} here and {expected[name]} at the broker" for name in differing)
     is_other_release = "slipstream" in differing and _release(ours) != _release(expected)
     verdict: Verdict = "fail" if is_other_release else "warn"
-    return Finding("versions", verdict, found, fix="install the broker's versions: log-probabilities may differ")
+    return Result("versions", verdict, found, fix="install the broker's versions: log-probabilities may differ")
 
 
 def _release(versions: Mapping[str, str]) -> str:
@@ -86,109 +86,100 @@ def _merged(versions: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def check_model(path: str, theirs: ModelFingerprint | None) -> Finding:
+def check_model(path: str, theirs: ModelFingerprint | None) -> Result:
     """Compare the model with the broker's."""
     if fingerprint(path) is None:
         is_folder = Path(path).is_absolute() or Path(path).exists() or theirs is None
         fix = "copy the broker's folder here, or name it with model.path=FOLDER"
         verdict: Verdict = "fail" if is_folder else "warn"
-        return Finding("model", verdict, f"no checkpoint in {path} or under that name in the hub cache", fix=fix)
+        return Result("model", verdict, f"no checkpoint in {path} or under that name in the hub cache", fix=fix)
     try:
         check_same_model(path, theirs)
     except ConfigError as error:
-        return Finding("model", "fail", str(error), fix="copy the broker's folder here")
-    return Finding("model", "ok", f"{path} is the broker's" if theirs else path)
+        return Result("model", "fail", str(error), fix="copy the broker's folder here")
+    return Result("model", "ok", f"{path} is the broker's" if theirs else path)
 
 
-def check_token(run: RunConfig, *, is_joining: bool) -> Finding:
+def check_token(run: RunConfig, *, is_joining: bool) -> Result:
     """Look for the run's token where a role would."""
     try:
         token = find_token(run)
     except ConfigError as error:
-        return Finding("token", "fail", str(error), fix=TOKEN_REMEDY)
+        return Result("token", "fail", str(error), fix=TOKEN_REMEDY)
     if token:
-        return Finding("token", "ok", f"{len(token)} characters")
+        return Result("token", "ok", f"{len(token)} characters")
     if is_joining:
-        return Finding("token", "fail", "none", fix=TOKEN_REMEDY)
-    return Finding("token", "ok", "none yet: a run makes its own")
+        return Result("token", "fail", "none", fix=TOKEN_REMEDY)
+    return Result("token", "ok", "none yet: a run makes its own")
 
 
-# --- network ---------------------------------------------------------------------------------------------------------
-def check_interface(cluster: ClusterConfig) -> Finding:
+def check_interface(cluster: ClusterConfig) -> Result:
     """Find this machine's address in `cluster.interface`."""
     if cluster.network is None:
         shown = ", ".join(f"{address} ({name})" for name, own in own_addresses().items() for address in own)
-        return Finding("interface", "ok", f"cluster.interface is not set; this machine has {shown}")
+        return Result("interface", "ok", f"cluster.interface is not set; this machine has {shown}")
     try:
         found = find_interface(cluster)
     except ConfigError as error:
-        return Finding("interface", "fail", str(error), fix="name another network, or connect this machine to it")
-    return Finding("interface", "ok", f"{found.address} ({found.name}) in {cluster.interface}")
+        return Result("interface", "fail", str(error), fix="name another network, or connect this machine to it")
+    return Result("interface", "ok", f"{found.address} ({found.name}) in {cluster.interface}")
 
 
-def check_ports(cluster: ClusterConfig, *, ephemeral: Path = _EPHEMERAL) -> Finding:
-    """Count the free ports of `cluster.ports`, and check for overlap with ephemeral ports."""
+def check_ports(cluster: ClusterConfig, *, ephemeral: Path = _EPHEMERAL) -> Result:
+    """Count the free ports of `cluster.ports`, and check for ephemeral ones."""
     ports = cluster.port_range
     try:
         host = find_interface(cluster).address if cluster.network else "127.0.0.1"
     except ConfigError:
-        return Finding("ports", "warn", "not tried without an interface", fix="correct cluster.interface")
+        return Result("ports", "warn", "not tried without an interface", fix="correct cluster.interface")
     num_free = sum(is_free(host, port) for port in ports)
     found = f"{num_free} of {len(ports)} are free on {host}"
     if num_free < _PORTS_OF_A_MACHINE:
         fix = f"name a range of cluster.ports with {_PORTS_OF_A_MACHINE} free ports"
-        return Finding("ports", "fail", f"{found} in {cluster.ports}", fix=fix)
-    first, last = _ephemeral_ports(ephemeral)
+        return Result("ports", "fail", f"{found} in {cluster.ports}", fix=fix)
+    try:
+        first, last = map(int, ephemeral.read_text().split())
+    except (OSError, ValueError):
+        first, last = 32768, 60999
     if ports[-1] >= first and ports[0] <= last:
         fix = f"name a range of cluster.ports below {first}, or raise net.ipv4.ip_local_port_range"
-        return Finding(
-            "ports", "warn", f"{found}; {cluster.ports} overlaps the ephemeral range {first}-{last}", fix=fix
-        )
-    return Finding("ports", "ok", f"{found}, outside the ephemeral range {first}-{last}")
+        return Result("ports", "warn", f"{found}; {cluster.ports} overlaps the ephemeral range {first}-{last}", fix=fix)
+    return Result("ports", "ok", f"{found}, outside the ephemeral range {first}-{last}")
 
 
-def _ephemeral_ports(path: Path) -> tuple[int, int]:
-    try:
-        first, last = map(int, path.read_text().split())
-    except (OSError, ValueError):
-        return 32768, 60999
-    return first, last
-
-
-def check_clock(offset_s: float, *, took_s: float) -> Finding:
+def check_clock(offset_s: float, *, took_s: float) -> Result:
     """Judge the clock offset to the broker, from an answer that took `took_s`."""
     found = f"the broker's is {offset_s:+.3f} s ahead, within {took_s / 2:.3f} s"
     is_close = abs(offset_s) <= _MAX_CLOCK_OFFSET_S + took_s / 2
     return judge("clock", is_close, found, fix="synchronize both, with chrony or systemd-timesyncd")
 
 
-# --- limits ----------------------------------------------------------------------------------------------------------
-def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Finding:
-    """Measure shared memory, which vLLM and NCCL use. Docker's default is 64 MiB."""
+def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Result:
+    """Measure shared memory. Docker's default is 64 MiB."""
     fix = "docker run --shm-size=8g, or a Kubernetes volume of medium Memory at /dev/shm"
     try:
         total = shutil.disk_usage(folder).total
     except OSError as error:
-        return Finding("shared memory", "warn", f"{folder}: {error.strerror}", fix=fix)
+        return Result("shared memory", "warn", f"{folder}: {error.strerror}", fix=fix)
     return judge("shared memory", total >= _MIN_SHARED_MEMORY, f"{total / 2**30:.1f} GiB in {folder}", fix=fix)
 
 
-def check_open_files() -> Finding:
-    """Check the limit of open files, which engines and brokers with many peers need."""
+def check_open_files() -> Result:
+    """Check the limit of open files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_enough = soft == resource.RLIM_INFINITY or soft >= _MIN_OPEN_FILES
     fix = f"ulimit -n {65536 if hard == resource.RLIM_INFINITY else min(65536, hard)}, or LimitNOFILE of its service"
     return judge("open files", is_enough, _limit(soft), fix=fix)
 
 
-def check_locked_memory(infiniband: Path = Path("/dev/infiniband")) -> Finding:
-    """Check the limit of locked memory, where InfiniBand registers its buffers."""
+def check_locked_memory(infiniband: Path = Path("/dev/infiniband")) -> Result:
+    """Check the limit of locked memory, which InfiniBand needs."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or not infiniband.exists():
         reason = "" if infiniband.exists() else ", but no InfiniBand needs it"
-        return Finding("locked memory", "ok", f"{_limit(soft)}{reason}")
+        return Result("locked memory", "ok", f"{_limit(soft)}{reason}")
     fix = "ulimit -l unlimited, docker run --ulimit memlock=-1, or LimitMEMLOCK=infinity"
-    return Finding("locked memory", "warn", f"{_limit(soft)} bytes with InfiniBand", fix=fix)
+    return Result("locked memory", "warn", f"{_limit(soft)} bytes with InfiniBand", fix=fix)
 
 
 def _limit(value: int) -> str:
@@ -206,9 +197,8 @@ _SMI_TIMEOUT_S = 20.0
 _PLAN = "`slipstream plan` shows what each process takes"
 
 
-# --- processor and memory --------------------------------------------------------------------------------------------
-def check_hardware() -> Finding:
-    """Describe the machine. A run works on one core, but slowly."""
+def check_hardware() -> Result:
+    """Describe the machine."""
     model = re.search(r"^model name\s*:\s*(.*)$", read_text(_CPU_INFO), re.MULTILINE)
     cores, total = len(os.sched_getaffinity(0)), psutil.virtual_memory().total
     name = model[1] if model else platform.processor()
@@ -216,8 +206,8 @@ def check_hardware() -> Finding:
     return judge("hardware", cores > 1, found, fix="give it more cores: learner and generators share this one")
 
 
-def check_memory(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
-    """Compare free memory, within the container's limit, with a small run's needs."""
+def check_memory(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Result:
+    """Compare free memory with a small run's needs."""
     machine, limits = psutil.virtual_memory(), group_limits("memory", root=root, own=own)
     free = min([machine.available, *(each.left for each in limits)])
     total = min([machine.total, *(each.limit for each in limits)])
@@ -227,25 +217,24 @@ def check_memory(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
     killed = sum(int(number) for text in texts for number in re.findall(r"^oom_kill (\d+)$", text, re.MULTILINE))
     if killed:
         fix = f"raise the container's limit, or lower what the run takes: {_PLAN}"
-        return Finding("memory", "warn", f"{found}; {killed} of its processes were killed for it", fix=fix)
+        return Result("memory", "warn", f"{found}; {killed} of its processes were killed for it", fix=fix)
     return judge("memory", free >= _MIN_MEMORY, found, fix=f"end other processes, or use a machine with more: {_PLAN}")
 
 
-def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Finding:
+def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Result:
     """Check how many more processes and threads the limits allow."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limits = [each.left for each in group_limits("pids", root=root, own=own)]
     # RLIMIT_NPROC does not limit root.
     limits += [soft] if soft != resource.RLIM_INFINITY and os.getuid() else []
     if not limits or min(limits) >= _MIN_PROCESSES:
-        return Finding("processes", "ok", f"{min(limits):,} may be started" if limits else "unlimited")
+        return Result("processes", "ok", f"{min(limits):,} may be started" if limits else "unlimited")
     fix = "ulimit -u 65536, docker run --pids-limit=-1, or TasksMax of its service"
-    return Finding("processes", "warn", f"only {max(0, min(limits)):,} may be started", fix=fix)
+    return Result("processes", "warn", f"only {max(0, min(limits)):,} may be started", fix=fix)
 
 
-# --- disks -----------------------------------------------------------------------------------------------------------
-def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: bool = False) -> Finding:
-    """Check that a folder, which may not exist yet, is writable and has room, also for the run's checkpoints."""
+def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: bool = False) -> Result:
+    """Check that a folder, which may not exist yet, is writable and has room for the run's checkpoints."""
     folder = nearest_folder(path)
     stats = os.statvfs(folder)
     free, found = stats.f_bavail * stats.f_frsize, describe_disk(path)
@@ -255,53 +244,48 @@ def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: 
     needed = _LITTLE_DISK + (checkpoint * (run.learner.checkpoint.keep + 1) if run and not is_over else 0)
     if not os.access(folder, os.W_OK):
         verdict: Verdict = "warn" if is_over else "fail"
-        return Finding(
+        return Result(
             name,
             verdict,
             f"{folder} cannot be written to",
             fix="change its owner or permissions, or name another folder",
         )
     if free < _MIN_DISK or (stats.f_files and not stats.f_favail):
-        return Finding(name, "fail", f"no room or no inode is left on {found}", fix="delete files, or use another disk")
+        return Result(name, "fail", f"no room or no inode is left on {found}", fix="delete files, or use another disk")
     found += f"; the run may need {needed / 2**30:.0f} GiB" if free < needed else ""
     return judge(name, free >= needed, found, fix="make room, or lower learner.checkpoint.keep")
 
 
-# --- GPUs ------------------------------------------------------------------------------------------------------------
 @cache
 def count_gpus() -> int:
     """Count the GPUs that the driver lists, or else the device files."""
     return len(ask_gpus("index")) or len([each for each in _DEVICES.glob("nvidia*") if each.name[6:].isdecimal()])
 
 
-def _driver_cuda() -> str:
-    try:
-        command = ["nvidia-smi", "--version"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    found = re.search(r"^CUDA Version\s*:\s*([\d.]+)", done.stdout, re.MULTILINE)
-    return found[1] if found else ""
-
-
-def check_gpus(*, cuda: str, is_live: bool) -> Finding:
+def check_gpus(*, cuda: str, is_live: bool) -> Result:
     """Compare the driver with torch's `cuda`. `is_live`: this run already uses the GPUs."""
     lines = ask_gpus("name,memory.total,memory.used,driver_version")
-    return judge_gpus(count_gpus(), lines, cuda=cuda, driver=_driver_cuda() if lines else "", is_live=is_live)
+    num_gpus, command, printed = count_gpus(), ["nvidia-smi", "--version"], ""
+    if lines:
+        with suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
+            printed = done.stdout
+    found = re.search(r"^CUDA Version\s*:\s*([\d.]+)", printed, re.MULTILINE)
+    return judge_gpus(num_gpus, lines, cuda=cuda, driver=found[1] if found else "", is_live=is_live)
 
 
-def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, is_live: bool) -> Finding:
-    """Judge nvidia-smi's lines, one per GPU: name, memory (MiB), memory in use (MiB), driver version."""
+def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, is_live: bool) -> Result:
+    """Judge nvidia-smi's lines: name, memory (MiB), memory in use (MiB), driver version."""
     if not num_gpus:
-        return Finding("GPUs", "skipped", "no NVIDIA GPU here")
+        return Result("GPUs", "skipped", "no NVIDIA GPU here")
     if not lines:
         fix = "look at `nvidia-smi`: after an update of the driver, restart the machine or its container"
-        return Finding("GPUs", "fail", f"{num_gpus} device files, but nvidia-smi lists no GPU", fix=fix)
+        return Result("GPUs", "fail", f"{num_gpus} device files, but nvidia-smi lists no GPU", fix=fix)
     rows = [[cell.strip() for cell in line.split(",")] for line in lines]
     found = f"{len(rows)} x {rows[0][0]}, {rows[0][1]} MiB, driver {rows[0][3]}"
     if cuda and driver and int(driver.split(".")[0]) < int(cuda.split(".")[0]):
         fix = f"update the driver to one for CUDA {cuda.split('.')[0]}, or install a torch for CUDA {driver}"
-        return Finding("GPUs", "fail", f"{found} serves CUDA {driver}, torch is for {cuda}", fix=fix)
+        return Result("GPUs", "fail", f"{found} serves CUDA {driver}, torch is for {cuda}", fix=fix)
     taken = [
         str(at)
         for at, (_, size, used, *_) in enumerate(rows)
@@ -310,5 +294,5 @@ def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, i
     ]
     if taken and not is_live:
         fix = "end the processes that `nvidia-smi` lists, or choose others with CUDA_VISIBLE_DEVICES"
-        return Finding("GPUs", "warn", f"{found}; others use the memory of {', '.join(taken)}", fix=fix)
-    return Finding("GPUs", "ok", f"{found}, CUDA {driver or 'unknown'}")
+        return Result("GPUs", "warn", f"{found}; others use the memory of {', '.join(taken)}", fix=fix)
+    return Result("GPUs", "ok", f"{found}, CUDA {driver or 'unknown'}")

@@ -17,58 +17,57 @@ from pathlib import Path
 import msgspec
 
 from slipstream.launch.diagnose.install import find_kernels, installed_packages
-from slipstream.launch.diagnose.machine import Finding
+from slipstream.launch.diagnose.machine import Result
 
 _NO_GPU = "torch finds no GPU"
 _NCCL_TIMEOUT_S = 30.0
 
 
-# --- in the process --------------------------------------------------------------------------------------------------
-def _load_torch() -> Finding:
+def _load_torch() -> Result:
     # Imported here because it may crash the process.
     import torch
 
     assert float((torch.ones(64, 64) @ torch.ones(64, 64)).sum()) == 64**3
     number = torch.get_num_threads()
-    return Finding("torch", "ok", f"loads and computes with {number} thread{'s' if number > 1 else ''}")
+    return Result("torch", "ok", f"loads and computes with {number} thread{'s' if number > 1 else ''}")
 
 
-def _load_kernels() -> Finding:
+def _load_kernels() -> Result:
     import torch
 
     installed = installed_packages()
     if "vllm" in installed and not torch.cuda.is_available():
-        return Finding("compiled parts", "skipped", "vLLM's CUDA kernels need the driver of a GPU")
+        return Result("compiled parts", "skipped", "vLLM's CUDA kernels need the driver of a GPU")
     if not (files := find_kernels(installed)):
-        return Finding("compiled parts", "skipped", "vLLM is not installed, or has no kernels for this processor")
+        return Result("compiled parts", "skipped", "vLLM is not installed, or has no kernels for this processor")
     for file in files:
         torch.ops.load_library(file)
-    return Finding("compiled parts", "ok", f"{', '.join(file.name for file in files)} of vLLM load")
+    return Result("compiled parts", "ok", f"{', '.join(file.name for file in files)} of vLLM load")
 
 
-def _use_gpus() -> Finding:
+def _use_gpus() -> Result:
     import torch
 
     if not (count := torch.cuda.device_count()):
-        return Finding("GPU arithmetic", "skipped", _NO_GPU)
+        return Result("GPU arithmetic", "skipped", _NO_GPU)
     for number in range(count):
         square = torch.ones(1024, 1024, device=f"cuda:{number}", dtype=torch.bfloat16)
         assert float((square @ square).float().mean()) == 1024.0, f"GPU {number} computes wrongly"
     apart = [f"{a}-{b}" for a, b in permutations(range(count), 2) if not torch.cuda.can_device_access_peer(a, b)]
     if apart:
         found = f"no peer access between GPUs {', '.join(apart)}: NCCL uses host memory, which is slower"
-        return Finding("GPU arithmetic", "warn", found, fix="look at `nvidia-smi topo -m`; ACS in the BIOS prevents it")
-    return Finding("GPU arithmetic", "ok", f"{count} GPUs multiply matrices" + ", with peer access" * (count > 1))
+        return Result("GPU arithmetic", "warn", found, fix="look at `nvidia-smi topo -m`; ACS in the BIOS prevents it")
+    return Result("GPU arithmetic", "ok", f"{count} GPUs multiply matrices" + ", with peer access" * (count > 1))
 
 
-def _try_nccl() -> Finding:
+def _try_nccl() -> Result:
     import torch
 
     if not torch.cuda.is_available():
-        return Finding("NCCL", "skipped", _NO_GPU)
+        return Result("NCCL", "skipped", _NO_GPU)
     took_s = all_reduce("nccl", "cuda")
     version = ".".join(map(str, torch.cuda.nccl.version()))
-    return Finding("NCCL", "ok", f"{version} sums over one rank, {took_s:.1f} s with its start")
+    return Result("NCCL", "ok", f"{version} sums over one rank, {took_s:.1f} s with its start")
 
 
 def all_reduce(backend: str, device: str) -> float:
@@ -88,7 +87,7 @@ def all_reduce(backend: str, device: str) -> float:
 
 
 _REINSTALL = "make clean and make setup, or pip install Slipstream into a fresh environment"
-_PARTS: dict[str, tuple[Callable[[], Finding], str]] = {
+_PARTS: dict[str, tuple[Callable[[], Result], str]] = {
     "torch": (_load_torch, _REINSTALL),
     "GPU arithmetic": (_use_gpus, "look at `dmesg` for errors of the driver (Xid), then restart the machine"),
     "compiled parts": (_load_kernels, f"{_REINSTALL}: this build is for another torch or processor"),
@@ -109,14 +108,13 @@ def main() -> None:
                 finding = part()
         except Exception as error:  # libraries raise anything
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            finding = Finding(name, "fail", reason, fix=fix)
+            finding = Result(name, "fail", reason, fix=fix)
         sys.stdout.buffer.write(msgspec.json.encode(finding) + b"\n")
         sys.stdout.buffer.flush()
 
 
-# --- outside ---------------------------------------------------------------------------------------------------------
-def run_probe(*, timeout_s: float, program: Path = Path(__file__)) -> list[Finding]:
-    """Try all parts in another process. A part that crashes it or exceeds `timeout_s` fails; later ones are skipped."""
+def run_probe(*, timeout_s: float, program: Path = Path(__file__)) -> list[Result]:
+    """Try all parts in another process. A part that crashes it or takes too long fails; later ones are skipped."""
     module = ["-m", __name__] if program == Path(__file__) else [str(program)]
     try:
         done = subprocess.run([sys.executable, *module], capture_output=True, timeout=timeout_s, check=False)
@@ -125,13 +123,13 @@ def run_probe(*, timeout_s: float, program: Path = Path(__file__)) -> list[Findi
     except subprocess.TimeoutExpired as expired:
         printed, errors, end = expired.stdout or b"", expired.stderr or b"", f"no answer within {timeout_s:g} s"
     lines = [line for line in printed.splitlines() if line.startswith(b"{")]
-    found = [msgspec.json.decode(line, type=Finding) for line in lines]
+    found = [msgspec.json.decode(line, type=Result) for line in lines]
     if not (missing := list(_PARTS)[len(found) :]):
         return found
     words = errors.decode(errors="replace").strip().splitlines()
     last = f"; its last line: {words[-1]}" if words else ""
-    failed = Finding(missing[0], "fail", end + last, fix=_PARTS[missing[0]][1])
-    return [*found, failed, *(Finding(name, "skipped", f"not tried after {missing[0]}") for name in missing[1:])]
+    failed = Result(missing[0], "fail", end + last, fix=_PARTS[missing[0]][1])
+    return [*found, failed, *(Result(name, "skipped", f"not tried after {missing[0]}") for name in missing[1:])]
 
 
 if __name__ == "__main__":

@@ -25,11 +25,10 @@ _TICK_S = 0.2
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve until killed."""
     overrides = [argument for argument in arguments if argument != "--light"]
     journal = WatchedStore.journal = Journal(Path(JOURNALS), "broker")
     points = WatchedStore.points = Points(Path(POINTS), "broker", on_obey=lambda at: journal.write("obeyed", point=at))
-    run_store.RedisStore = WatchedStore  # type: ignore[misc]
+    run_store.RedisStore = WatchedStore
     write_durably = shards.write_durably
 
     def watched(*given: Any, **named: Any) -> Any:
@@ -43,7 +42,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def lighten() -> None:
-    """Shorten what takes longer than a light run."""
     router._CREDIT_MESSAGES, router._CREDIT_BYTES = _CREDIT_MESSAGES, _CREDIT_BYTES
     router._REAP_INTERVAL_S, router._REAP_AFTER_OUTAGE_S = _REAP_INTERVAL_S, _REAP_AFTER_OUTAGE_S
     ingest._RETRY_S = _RETRY_S

@@ -13,27 +13,8 @@ from typing import Any
 
 import msgspec
 
+from slipstream.broker import messages
 from slipstream.broker.errors import ChannelClosedError
-from slipstream.broker.messages import (
-    Ack,
-    AnyMessage,
-    Bye,
-    EpochOpened,
-    Frames,
-    Hello,
-    LeaseRequest,
-    Member,
-    Message,
-    Nack,
-    OpenEpoch,
-    Pong,
-    Prompts,
-    Put,
-    ReturnLeases,
-    Update,
-    UpdateApplied,
-    Welcome,
-)
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel
 from slipstream.buffer.codec import decode, encode, pack, unpack
 from slipstream.buffer.trajectory import TrajectoryHeader, make_lease_id, make_trajectory_id
@@ -69,69 +50,67 @@ class WatchedChannel(ZmqClientChannel):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._random = random.Random(time.time_ns())
-        self._delayed: deque[tuple[float, Frames]] = deque()
+        self._delayed: deque[tuple[float, messages.Frames]] = deque()
         self._packed: dict[str, tuple[TrajectoryHeader, bytes]] = {}
         self._num_sent: dict[str, int] = {}
         self._offered: set[str] = set()
         self._own_leases: set[str] = set()
         self._newest_group = 0
-        self._others: list[Member] = []
+        self._others: list[messages.Member] = []
         self._next_lie_at = 0.0
-        self._me: Member | None = None
+        self._me: messages.Member | None = None
         self.credit = Credit(self.journal)
 
-    # --- out ---------------------------------------------------------------------------------------------------------
-    def send(self, frames: Frames) -> None:
-        message: Message = decode(frames[0], AnyMessage)  # type: ignore[arg-type]
+    def send(self, frames: messages.Frames) -> None:
+        message: messages.Message = decode(frames[0], messages.AnyMessage)
         self._record_sent(message, frames)
-        if isinstance(message, Hello):
-            self._me = Member(message.peer_id, message.incarnation)
+        if isinstance(message, messages.Hello):
+            self._me = messages.Member(message.peer_id, message.incarnation)
         if not self.misbehaves:
             super().send(frames)
             return
-        if isinstance(message, Put):
+        if isinstance(message, messages.Put):
             if self._random.random() < _REPEATED:
                 self._later(frames, after_s=self._random.uniform(0, _DELAY_S))
                 self._num_sent |= {header.id: 2 for header in message.headers}
             if self._random.random() < _DELAYED:
                 self._later(frames, after_s=self._random.uniform(0, _DELAY_S))
                 return
-        if isinstance(message, ReturnLeases):
+        if isinstance(message, messages.ReturnLeases):
             self._later(frames, after_s=_LATE_RETURN_S)
-        if isinstance(message, Pong) and self.lies:
+        if isinstance(message, messages.Pong) and self.lies:
             lease_ids = sorted({*message.lease_ids, *self._made_up_leases(_RENEWED_BEHIND)})
             frames = [encode(msgspec.structs.replace(message, lease_ids=lease_ids))]
         super().send(frames)
 
-    def _later(self, frames: Frames, *, after_s: float) -> None:
+    def _later(self, frames: messages.Frames, *, after_s: float) -> None:
         self._delayed.append((time.monotonic() + after_s, frames))
 
-    def _record_sent(self, message: Message, frames: Frames) -> None:
+    def _record_sent(self, message: messages.Message, frames: messages.Frames) -> None:
         match message:
-            case Hello():
+            case messages.Hello():
                 self.journal.write("hello", incarnation=message.incarnation)
-            case Put(headers=headers):
+            case messages.Put(headers=headers):
                 self.journal.write("sent", ids=[header.id for header in headers])
                 for header, payload in zip(headers, frames[1:], strict=True):
                     self._packed[header.id] = (header, payload)
                     self._num_sent[header.id] = self._num_sent.get(header.id, 0) + 1
                     self.credit.send(header.id, len(payload))
-            case ReturnLeases(lease_ids=ids, reason=reason):
+            case messages.ReturnLeases(lease_ids=ids, reason=reason):
                 self.journal.write("returned", leases=ids, reason=reason)
-            case LeaseRequest():
+            case messages.LeaseRequest():
                 self.journal.write("asked")
-            case Pong(version=version, state=state, lease_ids=ids):
+            case messages.Pong(version=version, state=state, lease_ids=ids):
                 self.journal.write("pong", version=version, state=state, leases=ids)
-            case OpenEpoch() | Update():
+            case messages.OpenEpoch() | messages.Update():
                 members = [_name(member) for member in message.members]
                 self.journal.write("ordered", order=_order(message), members=members)
-            case EpochOpened() | UpdateApplied():
+            case messages.EpochOpened() | messages.UpdateApplied():
                 self.journal.write("answered", answer=_answer(message))
-            case Bye(reason=reason):
+            case messages.Bye(reason=reason):
                 self.journal.write("bye", reason=reason)
 
-    # --- in ----------------------------------------------------------------------------------------------------------
-    def receive(self, *, timeout_s: float) -> Frames | None:
+    def receive(self, *, timeout_s: float) -> messages.Frames | None:
         self._send_delayed()
         if timeout_s > 0:
             self.credit.check()
@@ -140,7 +119,7 @@ class WatchedChannel(ZmqClientChannel):
             self._lie(self._me)
         frames = super().receive(timeout_s=timeout_s)
         if frames is not None:
-            self._hear(decode(frames[0], AnyMessage))  # type: ignore[arg-type]
+            self._hear(decode(frames[0], messages.AnyMessage))
         return frames
 
     def reconnect(self, address: str = "") -> None:
@@ -158,42 +137,39 @@ class WatchedChannel(ZmqClientChannel):
             else:
                 super().send(frames)
 
-    def _hear(self, message: Message) -> None:
+    def _hear(self, message: messages.Message) -> None:
         match message:
-            case Welcome():
+            case messages.Welcome():
                 self.journal.write("welcome", broker=message.broker_incarnation)
                 self.credit.welcome(message)
-            case Bye():
+            case messages.Bye():
                 self.journal.write("unknown_here")
                 self.credit.leave()
-            case Ack(ids=ids):
+            case messages.Ack(ids=ids):
                 # Before the client sees it and deletes its copy.
                 self.journal.write("acked", ids=ids)
                 self.credit.acknowledge(ids)
                 if self.misbehaves:
                     for trajectory_id in ids:
                         self._offer(trajectory_id)
-            case Nack():
+            case messages.Nack():
                 facts = {"reason": message.reason, "fatal": message.is_fatal, "lease": message.lease_id}
                 self.journal.write("nacked", id=message.id, **facts)
                 self.credit.reject(message)
-            case Prompts(prompts=prompts):
+            case messages.Prompts(prompts=prompts):
                 leases = [prompt.lease for prompt in prompts]
-                self.journal.write(
-                    "prompts", leases=[[each.id, len(each.indices)] for each in leases if each.purpose == "train"]
-                )
+                trained = [lease for lease in leases if lease.purpose == "train"]
+                self.journal.write("prompts", leases=[[each.id, len(each.indices)] for each in trained])
                 self._own_leases |= {lease.id for lease in leases}
-                ordinals = [lease.ordinal for lease in leases if lease.purpose == "train"]
-                self._newest_group = max([self._newest_group, *ordinals])
-            case OpenEpoch() | Update():
+                self._newest_group = max([self._newest_group, *(lease.ordinal for lease in trained)])
+            case messages.OpenEpoch() | messages.Update():
                 self.journal.write("order", order=_order(message), member=_name(self._me) if self._me else "")
                 # The broker leaves the members out of an update.
-                if isinstance(message, OpenEpoch):
+                if isinstance(message, messages.OpenEpoch):
                     self._others = [member for member in message.members if member != self._me]
-            case EpochOpened() | UpdateApplied():
+            case messages.EpochOpened() | messages.UpdateApplied():
                 self.journal.write("heard", answer=_answer(message))
 
-    # --- copies that a broker must tell apart ------------------------------------------------------------------------
     def _offer(self, trajectory_id: str) -> None:
         header, payload = self._packed.pop(trajectory_id, (None, b""))
         # Only for trajectories sent once, so that answers to the offer and to the original can be distinguished.
@@ -205,10 +181,13 @@ class WatchedChannel(ZmqClientChannel):
         can_come_again = header.attempt and earlier not in self._offered
         kind = self._random.choice(["same", "conflict", "again" if can_come_again else "same", "unknown"])
         self._offered.add(earlier if kind == "again" else trajectory_id)
-        if kind == "same":
-            self._send_offer(kind, header, payload)
-            return
         trajectory = unpack(payload)
+        if kind == "same":
+            content = content_of(trajectory)
+            self.journal.write("offered", what=kind, id=header.id, group=header.group_id, content=content)
+            # Delay some until the group has ended and its record may be gone.
+            self._later([encode(messages.Put([header])), payload], after_s=self._random.choice([0.0, 2.0]))
+            return
         tokens = trajectory.token_ids.copy()
         at = int(trajectory.model_mask.argmax())
         tokens[at] = _FIRST_TOKEN if tokens[at] == _LARGEST_OTHER_TOKEN else tokens[at] + 1
@@ -219,28 +198,20 @@ class WatchedChannel(ZmqClientChannel):
         other = msgspec.structs.replace(trajectory, token_ids=tokens, id=name, group_id=group, attempt=attempt)
         offered, packed = pack(other, lease_id=lease_id, purpose=header.purpose, group_size=header.group_size)
         self.journal.write("offered", what=kind, id=offered.id, group=offered.group_id, content=content_of(other))
-        super().send([encode(Put([offered])), packed])
+        super().send([encode(messages.Put([offered])), packed])
 
-    def _send_offer(self, kind: str, header: TrajectoryHeader, payload: bytes) -> None:
-        content = content_of(unpack(payload))
-        self.journal.write("offered", what=kind, id=header.id, group=header.group_id, content=content)
-        frames = [encode(Put([header])), payload]
-        # Delay some until the group has ended and its record may be gone.
-        self._later(frames, after_s=self._random.choice([0.0, 2.0]))
-
-    # --- lies --------------------------------------------------------------------------------------------------------
     def _made_up_leases(self, behind: int) -> set[str]:
         groups = range(max(0, self._newest_group - behind), self._newest_group + _LIED_AHEAD)
         made_up = {f"{group}-{attempt}" for group in groups for attempt in range(_LIED_ATTEMPTS)}
         return made_up - self._own_leases
 
-    def _lie(self, me: Member) -> None:
+    def _lie(self, me: messages.Member) -> None:
         leases = sorted(self._made_up_leases(_RETURNED_BEHIND))
         self.journal.write("lied", leases=leases)
-        lies: list[Message] = [ReturnLeases(leases, "a lie")]
+        lies: list[messages.Message] = [messages.ReturnLeases(leases, "a lie")]
         if self._others:
-            lies += [UpdateApplied(BOGUS_EPOCH, BOGUS_EPOCH, self._others[0], error="a lie")]
-            lies += [OpenEpoch(BOGUS_EPOCH, self._others, "file:///nowhere", 0, 1.0)]
+            lies += [messages.UpdateApplied(BOGUS_EPOCH, BOGUS_EPOCH, self._others[0], error="a lie")]
+            lies += [messages.OpenEpoch(BOGUS_EPOCH, self._others, "file:///nowhere", 0, 1.0)]
         try:
             for lie in lies:
                 super().send([encode(lie)])
@@ -248,15 +219,13 @@ class WatchedChannel(ZmqClientChannel):
             return
 
 
-def _name(member: Member) -> str:
+def _name(member: messages.Member) -> str:
     return f"{member.peer_id}/{member.incarnation}"
 
 
-def _order(message: OpenEpoch | Update) -> str:
-    version = message.version if isinstance(message, Update) else -1
-    return f"{type(message).__name__} {message.epoch} {version}"
+def _order(message: messages.OpenEpoch | messages.Update | messages.EpochOpened | messages.UpdateApplied) -> str:
+    return f"{type(message).__name__} {message.epoch} {getattr(message, 'version', -1)}"
 
 
-def _answer(message: EpochOpened | UpdateApplied) -> str:
-    version = message.version if isinstance(message, UpdateApplied) else -1
-    return f"{type(message).__name__} {message.epoch} {version} {message.member.peer_id}/{message.member.incarnation}"
+def _answer(message: messages.EpochOpened | messages.UpdateApplied) -> str:
+    return f"{_order(message)} {_name(message.member)}"

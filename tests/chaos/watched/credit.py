@@ -9,7 +9,6 @@ from tests.chaos.watched.journal import Journal
 _CHECKS = 4
 """Client steps within which a due trajectory covered by credit must be sent."""
 _GRACE_S = 0.2
-"""Added to every due time."""
 
 
 class Credit:
@@ -34,7 +33,6 @@ class Credit:
         self._was_reported = False
 
     def add(self, trajectory_id: str, size_bytes: int) -> None:
-        """A trajectory enters the outbox."""
         with self._lock:
             self._sizes[trajectory_id] = size_bytes
             self._due_at[trajectory_id] = time.monotonic()
@@ -56,7 +54,6 @@ class Credit:
             self._is_joined = False
 
     def send(self, trajectory_id: str, size_bytes: int) -> None:
-        """A trajectory leaves the outbox."""
         with self._lock:
             self._due_at.pop(trajectory_id, None)
             self._checks.pop(trajectory_id, None)
@@ -88,31 +85,23 @@ class Credit:
         with self._lock:
             if not self._is_joined:
                 return
-            self._expire(after_s=self.answer_timeout_s + _GRACE_S)
-            late_before = time.monotonic() - _GRACE_S
-            late = [each for each, at in self._due_at.items() if at < late_before] if self._has_room() else []
+            now = time.monotonic()
+            # Count those without an answer as waiting again.
+            unanswered_before = now - self.answer_timeout_s - _GRACE_S
+            for each in [each for each, at in self._sent_at.items() if at < unanswered_before]:
+                del self._sent_at[each]
+                if each in self._sizes:
+                    self._due_at[each] = now
+            sent_bytes = sum(self._sizes.get(each, 0) for each in self._sent_at)
+            # The largest, because the outbox sends in order and stops at the first without credit.
+            largest = max((self._sizes[each] for each in self._due_at), default=0)
+            has_room = len(self._sent_at) < self._max_messages and sent_bytes + largest <= self._max_bytes
+            late = [each for each, at in self._due_at.items() if at < now - _GRACE_S]
+            late = late if has_room or not self._sent_at else []
             self._checks = {each: self._checks.get(each, 0) + 1 for each in late}
             for each, checks in self._checks.items():
                 if checks >= _CHECKS:
                     self._report("overdue", id=each)
-
-    def _expire(self, *, after_s: float) -> None:
-        """Count trajectories unanswered for `after_s` as waiting again."""
-        now = time.monotonic()
-        for each in [each for each, at in self._sent_at.items() if at < now - after_s]:
-            del self._sent_at[each]
-            if each in self._sizes:
-                self._due_at[each] = now
-
-    def _has_room(self) -> bool:
-        if not self._due_at:
-            return False
-        sent_bytes = sum(self._sizes.get(each, 0) for each in self._sent_at)
-        # The largest, because the outbox sends in order and stops at the first without credit.
-        largest = max(self._sizes[each] for each in self._due_at)
-        return not self._sent_at or (
-            len(self._sent_at) < self._max_messages and sent_bytes + largest <= self._max_bytes
-        )
 
     def _remove(self, trajectory_id: str) -> None:
         for table in (self._sizes, self._due_at, self._sent_at, self._checks):

@@ -37,12 +37,11 @@ _UPDATE_S = 0.03
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Generate until drained or killed."""
     flags = {argument for argument in arguments if argument in ("--light", "--misbehaves", "--lies")}
     rest = [argument for argument in arguments if argument not in flags]
     WatchedChannel.journal = Journal(Path(JOURNALS), role.split_id(rest)[0])
     WatchedChannel.misbehaves, WatchedChannel.lies = "--misbehaves" in flags, "--lies" in flags
-    session.ZmqClientChannel = WatchedChannel  # type: ignore[misc]
+    session.ZmqClientChannel = WatchedChannel
     watch_client(is_light="--light" in flags)
     watch_end()
     if "--light" in flags:
@@ -51,30 +50,21 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def watch_client(*, is_light: bool) -> None:
-    """Record trajectories before they enter the outbox; if light, damage some."""
     put = BrokerClient.put
 
     def watched(client: BrokerClient, header: TrajectoryHeader, payload: bytes) -> None:
         channel = client._channel
-        assert isinstance(channel, WatchedChannel)
         trajectory = unpack(payload)
         is_spoiled = is_light and header.purpose == "train" and random.random() < _SPOILED
-        channel.journal.write(
-            "put",
-            id=header.id,
-            lease=header.lease_id,
-            purpose=header.purpose,
-            content=content_of(trajectory),
-            state=client._status().state,
-            verified=WatchedChannel.is_verified(),
-            spoiled=is_spoiled,
-        )
+        names = {"id": header.id, "lease": header.lease_id, "purpose": header.purpose}
+        facts = {"content": content_of(trajectory), "state": client._status().state, "spoiled": is_spoiled}
+        channel.journal.write("put", **names, **facts, verified=WatchedChannel.is_verified())
         if is_spoiled:
             payload = payload[:-3]
         channel.credit.add(header.id, len(payload))
         put(client, header, payload)
 
-    BrokerClient.put = watched  # type: ignore[method-assign]
+    BrokerClient.put = watched
 
 
 def watch_end() -> None:
@@ -85,19 +75,16 @@ def watch_end() -> None:
     run = Generator.run
 
     async def watched(generator: Generator) -> None:
-        WatchedChannel.is_verified = generator._weight_updates.is_verified.is_set  # type: ignore[method-assign]
+        WatchedChannel.is_verified = generator._weight_updates.is_verified.is_set
         try:
             await run(generator)
         finally:
             WatchedChannel.journal.write("left")
 
-    Generator.run = watched  # type: ignore[method-assign]
+    Generator.run = watched
 
 
-# --- the light form --------------------------------------------------------------------------------------------------
 class CharacterTokenizer:
-    """One token per character of the task."""
-
     chat_template = None
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -150,13 +137,12 @@ class LightEngine(ScriptedEngine):
 
 
 def lighten() -> None:
-    """Replace the slow and large parts of a generator."""
     client.BROKER_SILENCE_S = _SILENCE_S
     outbox._ANSWER_TIMEOUT_S = Credit.answer_timeout_s = ANSWER_TIMEOUT_S
-    collective.CollectiveReceiver = lambda device: None  # type: ignore[assignment, misc]
-    tokenization.load_tokenizer = lambda model: CharacterTokenizer()  # type: ignore[assignment]
-    build.RewardPool = InlineRewards  # type: ignore[assignment, misc]
-    scripted_engine.ScriptedEngine = LightEngine  # type: ignore[misc]
+    collective.CollectiveReceiver = lambda device: None
+    tokenization.load_tokenizer = lambda model: CharacterTokenizer()
+    build.RewardPool = InlineRewards
+    scripted_engine.ScriptedEngine = LightEngine
 
 
 if __name__ == "__main__":

@@ -14,23 +14,17 @@ import xxhash
 
 from slipstream.buffer.trajectory import Trajectory
 
-FOLDER = "journal"
-"""Folder in the run folder."""
-
 Entry = dict[str, Any]
 """`t`: seconds since 1970; `k`: kind of the entry; the rest depends on the kind."""
 
 
 class Journal:
-    """The journal of this process."""
-
     def __init__(self, folder: Path, role: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.role = role
         self._file = os.open(folder / f"{role}.{time.time_ns()}.{os.getpid()}", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
 
     def write(self, kind: str, **facts: Any) -> None:
-        """Append one entry; any thread."""
         os.write(self._file, msgspec.json.encode({"t": time.time(), "k": kind} | facts) + b"\n")
 
 
@@ -42,31 +36,27 @@ class Life(NamedTuple):
     entries: list[Entry]
 
     def of(self, *kinds: str) -> list[Entry]:
-        """Return the entries of some kinds, in order."""
         return [entry for entry in self.entries if entry["k"] in kinds]
 
     @property
     def began_at(self) -> float:
-        """Time of the first entry."""
         return self.entries[0]["t"]
 
     @property
     def ended_at(self) -> float:
-        """Time of the last entry."""
         return self.entries[-1]["t"]
 
 
 def read_journals(folder: Path, *, role: str = "", since: float = 0.0) -> list[Life]:
     """Read the nonempty journals (of one role, started after `since`), in start order."""
-    paths = sorted(folder.glob(f"{role or '*'}.*"), key=lambda path: int(path.name.split(".")[-2]))
-    paths = [path for path in paths if int(path.name.split(".")[-2]) >= since * 1e9]
-    lives = [Life(path.name.split(".")[0], int(path.name.split(".")[-1]), _read(path)) for path in paths]
-    return [life for life in lives if life.entries]
-
-
-def _read(path: Path) -> list[Entry]:
-    whole, _, _ = path.read_bytes().rpartition(b"\n")
-    return [msgspec.json.decode(line) for line in whole.splitlines()]
+    lives = []
+    for path in sorted(folder.glob(f"{role or '*'}.*"), key=lambda path: int(path.name.split(".")[-2])):
+        name, began_ns, pid = path.name.split(".")
+        whole, _, _ = path.read_bytes().rpartition(b"\n")
+        entries = [msgspec.json.decode(line) for line in whole.splitlines()]
+        if int(began_ns) >= since * 1e9 and entries:
+            lives.append(Life(name, int(pid), entries))
+    return lives
 
 
 def content_of(trajectory: Trajectory) -> str:

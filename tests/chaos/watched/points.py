@@ -5,9 +5,6 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-Act = str
-"""kill | stop"""
-
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
@@ -31,7 +28,7 @@ class Points:
         return True
 
 
-def ask(folder: Path, role: str, point: str, act: Act) -> Path:
+def ask(folder: Path, role: str, point: str, act: str) -> Path:
     """Ask a role to signal itself at a point; return the request file, which the role removes first."""
     path = folder / f"{role}.point"
     draft = path.with_suffix(".draft")

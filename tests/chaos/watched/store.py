@@ -12,13 +12,12 @@ from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import CheckpointPointer, Claim, StepEntry
 from slipstream.buffer.redis.connection import text
 from slipstream.buffer.redis.store import RedisStore
-from slipstream.buffer.sampling import NotReady, SamplingRules
+from slipstream.buffer.sampling import NotReady
 from slipstream.buffer.store_rules import NO_FENCE
 from tests.chaos.watched.journal import Journal
 from tests.chaos.watched.points import Points
 
 _REPEATED = 0.15
-"""Fraction of claims and commits to repeat."""
 
 
 class WatchedStore(RedisStore):
@@ -28,8 +27,7 @@ class WatchedStore(RedisStore):
     points: ClassVar[Points]
     repeats: ClassVar[bool] = False
 
-    # --- the broker's side -------------------------------------------------------------------------------------------
-    def lease(self, *, owner: str, **settings: Any) -> list[Any]:  # type: ignore[override]
+    def lease(self, *, owner: str, **settings: Any) -> list[Any]:
         since = time.time()
         leases = super().lease(owner=owner, **settings)
         if trained := [lease for lease in leases if lease.purpose == "train"]:
@@ -50,21 +48,15 @@ class WatchedStore(RedisStore):
         self.points.reach("before_forget")
         return super().forget(group_ids, fence=fence)
 
-    # --- the learner's side ------------------------------------------------------------------------------------------
-    def claim(
-        self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
-    ) -> Claim | NotReady:
+    def claim(self, *, step: int, **arguments: Any) -> Claim | NotReady:
         self.points.reach("before_claim")
-        arguments: dict[str, Any] = {
-            "step": step, "version": version, "num_groups": num_groups, "rules": rules, "lease_s": lease_s
-        }  # fmt: skip
-        claim = super().claim(**arguments)
+        claim = super().claim(step=step, **arguments)
         if not isinstance(claim, Claim):
             return claim
         self.journal.write("claimed", step=step, fence=claim.fence, groups=claim.group_ids)
         if self.repeats and random.random() < _REPEATED:
             self.journal.write("reclaiming", step=step, fence=claim.fence)
-            again = lambda: super(WatchedStore, self).claim(**arguments)  # noqa: E731
+            again = lambda: super(WatchedStore, self).claim(step=step, **arguments)  # noqa: E731
             claim = self._judge("reclaimed", "reclaim_refused", again, step=step)
             if not isinstance(claim, Claim):
                 self.journal.write("reclaim_refused", step=step, error=claim.reason)
@@ -93,9 +85,8 @@ class WatchedStore(RedisStore):
         self.points.reach("before_pointer")
         facts = {"step": pointer.step, "name": pointer.name, "fence": fence}
         self.journal.write("pointing", **facts)
-        return self._judge(
-            "pointed", "pointer_refused", lambda: super(WatchedStore, self).checkpoint(pointer, fence=fence), **facts
-        )
+        call = lambda: super(WatchedStore, self).checkpoint(pointer, fence=fence)  # noqa: E731
+        return self._judge("pointed", "pointer_refused", call, **facts)
 
     def roll_back(self, *, to_step: int, to_version: int) -> tuple[int, int]:
         self.journal.write("rolling_back", step=to_step, version=to_version)
@@ -109,7 +100,6 @@ class WatchedStore(RedisStore):
         super().commit_version(version)
         self.journal.write("version", version=version)
 
-    # --- scripts -----------------------------------------------------------------------------------------------------
     def _run(self, script: str, *arguments: Any) -> Any:
         if script == "retire_step":
             self.points.reach("before_retire")

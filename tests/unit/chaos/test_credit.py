@@ -31,29 +31,18 @@ def check_often(kept: Credit) -> None:
         kept.check()
 
 
-def test_what_is_sent_within_the_credit_is_in_order(kept: Credit, tmp_path: Path):
+def test_what_is_sent_within_the_credit_is_in_order_and_beyond_it_is_reported(kept: Credit, tmp_path: Path):
     for name in ("a", "b"):
-        kept.add(name, 40)
-        kept.send(name, 40)
-    kept.add("c", 40)
-    check_often(kept)
-    assert reports(tmp_path) == []
-
-
-def test_what_is_sent_beyond_the_credit_is_reported(kept: Credit, tmp_path: Path):
-    for name in ("a", "b", "c"):
         kept.add(name, 10)
         kept.send(name, 10)
+    kept.add("c", 10)
+    check_often(kept)
+    assert reports(tmp_path) == []
+    kept.send("c", 10)
     assert reports(tmp_path) == ["overrun"]
 
 
-def test_what_waits_though_it_may_go_is_reported(kept: Credit, tmp_path: Path):
-    kept.add("a", 40)
-    check_often(kept)
-    assert reports(tmp_path) == ["overdue"]
-
-
-def test_an_acknowledgment_frees_credit(kept: Credit, tmp_path: Path):
+def test_what_waits_though_an_acknowledgment_has_freed_credit_is_reported(kept: Credit, tmp_path: Path):
     kept.add("a", 90)
     kept.send("a", 90)
     kept.add("b", 90)
@@ -64,7 +53,7 @@ def test_an_acknowledgment_frees_credit(kept: Credit, tmp_path: Path):
     assert reports(tmp_path) == ["overdue"]
 
 
-def test_what_was_put_off_or_sent_to_a_broker_that_was_replaced_is_due_again(kept: Credit, tmp_path: Path):
+def test_what_was_sent_to_a_broker_that_was_replaced_is_due_again(kept: Credit, tmp_path: Path):
     kept.add("a", 40)
     kept.send("a", 40)
     kept.welcome(make_welcome("first"))
@@ -77,11 +66,8 @@ def test_what_was_put_off_or_sent_to_a_broker_that_was_replaced_is_due_again(kep
 
 def test_what_was_put_off_is_due_after_the_time_that_was_asked_for(kept: Credit, tmp_path: Path):
     kept.add("a", 40)
-    kept.send("a", 40)
-    kept.reject(Nack("a", "store_full", False, retry_after_s=60.0))
-    check_often(kept)
-    assert reports(tmp_path) == []
-    kept.send("a", 40)
-    kept.reject(Nack("a", "store_full", False, retry_after_s=0.0))
-    check_often(kept)
-    assert reports(tmp_path) == ["overdue"]
+    for retry_after_s, expected in ((60.0, []), (0.0, ["overdue"])):
+        kept.send("a", 40)
+        kept.reject(Nack("a", "store_full", False, retry_after_s=retry_after_s))
+        check_often(kept)
+        assert reports(tmp_path) == expected

@@ -30,11 +30,19 @@ def make_generator() -> list[Entry]:
         entry(1.1, "welcome", broker="b"),
         entry(1.2, "pong", version=0, state="ready", leases=[]),
         entry(1.3, "asked"),
-        entry(1.4, "prompts", leases=[["0-0", 2]]),
+        prompts(1.4, "0-0", 2),
         put(2.0, "0-0-0"),
         put(2.1, "0-0-1"),
         entry(2.2, "acked", ids=["0-0-0", "0-0-1"]),
     ]
+
+
+def prompts(at: float, lease: str, members: int) -> Entry:
+    return entry(at, "prompts", leases=[[lease, members]])
+
+
+def order(at: float) -> Entry:
+    return entry(at, "order", order="Update 9 9", member=OWNER)
 
 
 def rolled_back(at: float, *, fence: int, version: int = 0) -> Entry:
@@ -88,22 +96,27 @@ def problems(
         Life("generator-0", 4, (generator or make_generator()) + (more or [])),
         *(lives or []),
     ]
-    evidence = Evidence(
-        all_lives,
-        stored=STORED if stored is None else stored,
-        lineage=[trained],
-        times=TIMES,
-        max_lag=2,
-        skipped=skipped,
-    )
+    stored = STORED if stored is None else stored
+    evidence = Evidence(all_lives, stored=stored, lineage=[trained], times=TIMES, max_lag=2, skipped=skipped)
     return find_delivery_problems(evidence)
 
 
-def test_a_sound_run_has_no_problems():
-    assert problems() == []
+def offered(what: str, name: str, answer: Entry) -> list[Entry]:
+    group = name.partition("-")[0]
+    return [entry(2.5, "offered", what=what, id=name, group=group, content="another"), answer]
+
+
+def nacked(at: float, name: str, reason: str) -> Entry:
+    return entry(at, "nacked", id=name, fatal=True, reason=reason)
+
+
+def again(at: float, kind: str, result: str, **facts: Any) -> list[Entry]:
+    """The learner repeats something of its step."""
+    return [entry(at, kind, step=1, fence=2), entry(at + 0.1, result, step=1, fence=2, **facts)]
 
 
 def test_what_was_acknowledged_and_is_nowhere_is_found():
+    assert problems() == []
     more = [put(4.0, "1-0-0"), entry(4.1, "acked", ids=["1-0-0"])]
     (problem,) = problems(more=more)
     assert problem == "1-0-0 was acknowledged to generator-0 and is not stored: nothing is in its place"
@@ -120,19 +133,19 @@ def test_what_is_not_stored_was_superseded_only_by_something_sent_before(sent_at
     assert [problem[:5] for problem in found] == ["1-0-0"] * is_lost
 
 
-def test_what_is_stored_with_another_content_is_found():
-    stored = [STORED[0], STORED[1]._replace(content="something else")]
-    found = problems(stored=stored)
+def test_another_content_a_skipped_prompt_that_was_handed_out_and_a_needless_lapse_are_found():
+    found = problems(stored=[STORED[0], STORED[1]._replace(content="something else")])
     assert "0-0-1 was acknowledged to generator-0, and stored with another content" in found
     assert any(problem.startswith("step 1 trained on 0-0-1") for problem in found)
-
-
-def test_a_prompt_that_was_skipped_and_handed_out_is_found():
     assert problems(skipped=(1,)) == []
     (problem,) = problems(broker=[leased(1.36, "1-0")], skipped=(1,))
     assert problem == f"1-0 was handed out to {OWNER}, though no group of it is stored: it was skipped"
+    struck = [entry(17.0, "down", role="store"), entry(18.0, "up", role="store")]
+    lapse = [entry(20.0, "lapsed", leases=[["0-0", OWNER]])]
+    assert (problems(broker=lapse, harness=struck), len(problems(broker=lapse))) == ([], 1)
 
 
+ROLLING_BACK = entry(5.0, "rolling_back", step=0, version=0)
 SECOND = Life("generator-0", 6, [entry(5.0, "hello", incarnation="z"), entry(5.2, "welcome", broker="b")])
 SECOND_LEARNER = Life("learner", 7, [
     entry(4.0, "rolling_back", step=0, version=0), rolled_back(4.1, fence=9)
@@ -145,104 +158,44 @@ SECOND_LEARNER = Life("learner", 7, [
         ({"more": [entry(4.0, "acked", ids=["7-0-0"])]}, "which never sent it"),
         ({"more": [put(4.0, "1-0-0")]}, "was never answered"),
         ({"more": [put(4.0, "1-0-0", spoiled=True), entry(4.1, "acked", ids=["1-0-0"])]}, "arrived damaged"),
-        (
-            {"more": [put(4.0, "1-0-0"), entry(4.1, "nacked", id="1-0-0", fatal=True, reason="store_full")]},
-            "was refused for good: store_full",
-        ),
-        (
-            {
-                "more": [
-                    entry(2.5, "offered", what="conflict", id="0-0-0", group="0", content="another"),
-                    entry(2.6, "acked", ids=["0-0-0"]),
-                ]
-            },
-            "with another content was acknowledged",
-        ),
-        (
-            {
-                "more": [
-                    entry(2.5, "offered", what="unknown", id="999-0-0", group="999", content="another"),
-                    entry(2.6, "acked", ids=["999-0-0"]),
-                ]
-            },
-            "of a group that does not exist",
-        ),
-        (
-            {
-                "more": [
-                    entry(2.5, "offered", what="same", id="0-0-0", group="0", content="content of 0-0-0"),
-                    entry(2.6, "nacked", id="0-0-0", fatal=True, reason="unknown_group"),
-                ]
-            },
-            "must be acknowledged, got unknown_group",
-        ),
+        ({"more": [put(4.0, "1-0-0"), nacked(4.1, "1-0-0", "store_full")]}, "was refused for good: store_full"),
+        ({"more": offered("conflict", "0-0-0", entry(2.6, "acked", ids=["0-0-0"]))}, "with another content was ack"),
+        ({"more": offered("unknown", "999-0-0", entry(2.6, "acked", ids=["999-0-0"]))}, "that does not exist"),
+        ({"more": offered("same", "0-0-0", nacked(2.6, "0-0-0", "unknown_group"))}, "acknowledged, got unknown_group"),
         ({"more": [entry(4.0, "overdue", id="0-0-0")]}, "overdue"),
         ({"harness": [entry(4.0, "overadmitted", admitted=9, limit=8)]}, "overadmitted"),
         ({"broker": [leased(2.1, "0-1", to="generator-1/c")]}, "still held 0-0"),
         ({"broker": [leased(4.0, "0-1", to="generator-1/c")]}, "[0, 1] had been acknowledged"),
         ({"broker": [leased(2.1, "0-1", to="generator-1/c", members=())]}, "for the members ()"),
-        (
-            {"learner": [entry(5.0, "rolling_back", step=0, version=0), rolled_back(5.1, fence=9, version=1)]},
-            "left [0, 1, 9]",
-        ),
+        ({"learner": [ROLLING_BACK, rolled_back(5.1, fence=9, version=1)]}, "left [0, 1, 9]"),
         ({"broker": [entry(20.0, "lapsed", leases=[["0-0", OWNER]])]}, "was there all the time"),
         ({"broker": [entry(20.0, "lapsed", leases=[["0-0", OWNER]])], "lives": [SECOND]}, "had been welcomed"),
         (
-            {
-                "broker": [entry(6.0, "departed", owner=OWNER, reason="silent for 1.5 s")],
-                "more": [entry(5.0, "unknown_here"), entry(5.5, "welcome", broker="b")],
-            },
+            {"broker": [entry(6.0, "departed", owner=OWNER, reason="silent for 1.5 s")],
+             "more": [entry(5.0, "unknown_here"), entry(5.5, "welcome", broker="b")]},
             "after its return",
         ),
+        ({"more": [prompts(4.0, "5-0", 2), entry(4.1, "bye", reason="")]}, "5-0 neither answered nor returned"),
+        ({"more": [order(4.0)]}, "which no learner gave"),
         (
-            {"more": [entry(4.0, "prompts", leases=[["5-0", 2]]), entry(4.1, "bye", reason="")]},
-            "5-0 neither answered nor returned",
-        ),
-        ({"more": [entry(4.0, "order", order="Update 9 9", member="generator-0/a")]}, "which no learner gave"),
-        (
-            {
-                "learner": [entry(4.0, "ordered", order="Update 9 9", members=["generator-1/b"])],
-                "more": [entry(4.1, "order", order="Update 9 9", member="generator-0/a")],
-            },
+            {"learner": [entry(4.0, "ordered", order="Update 9 9", members=["generator-1/b"])], "more": [order(4.1)]},
             "which no learner gave",
         ),
         ({"learner": [entry(4.0, "heard", answer="UpdateApplied 1 1 generator-0/a")]}, "never said"),
         (
-            {
-                "learner": [entry(4.0, "version", version=3)],
-                "more": [entry(5.0, "asked"), entry(5.1, "prompts", leases=[["9-0", 1]]), put(5.2, "9-0-0"),
-                         entry(5.3, "nacked", id="9-0-0", fatal=True, reason="x")],
-            },
+            {"learner": [entry(4.0, "version", version=3)],
+             "more": [entry(5.0, "asked"), prompts(5.1, "9-0", 1), put(5.2, "9-0-0"), nacked(5.3, "9-0-0", "x")]},
             "prompts with weights of version 0, 3 was committed",
         ),
         ({"more": [put(4.0, "0-0-0", state="updating")]}, "while it was updating"),
         ({"stored": [STORED[0], STORED[1]._replace(tokens="x")]}, "have the same tokens"),
         ({"learner": [entry(4.0, "claimed", step=2, fence=2, groups=["1"])]}, "claims have the fence 2"),
+        ({"learner": again(5.0, "recommitting", "recommitted"), "lives": [SECOND_LEARNER]}, "after a roll back"),
+        ({"learner": again(5.0, "recommitting", "recommit_refused", error="stale")}, "though nothing came between"),
+        ({"learner": again(5.0, "pointing", "pointed"), "lives": [SECOND_LEARNER]}, "that was replaced was accepted"),
         (
-            {
-                "learner": [entry(5.0, "recommitting", step=1, fence=2), entry(5.1, "recommitted", step=1, fence=2)],
-                "lives": [SECOND_LEARNER],
-            },
-            "was accepted after a roll back",
-        ),
-        (
-            {"learner": [entry(5.0, "recommitting", step=1, fence=2),
-                         entry(5.1, "recommit_refused", step=1, fence=2, error="stale")]},
-            "though nothing came between",
-        ),
-        (
-            {
-                "learner": [entry(5.0, "pointing", step=1, fence=2), entry(5.1, "pointed", step=1, fence=2)],
-                "lives": [SECOND_LEARNER],
-            },
-            "of a learner that was replaced was accepted",
-        ),
-        (
-            {
-                "learner": [entry(8.0, "renewing", step=1, fence=2), entry(8.1, "renewed", step=1, fence=2)],
-                "broker": [entry(7.0, "claims_lapsed", steps=[1])],
-                "harness": [entry(3.0, "stop", role="learner"), entry(7.5, "continue", role="learner")],
-            },
+            {"learner": again(8.0, "renewing", "renewed"), "broker": [entry(7.0, "claims_lapsed", steps=[1])],
+             "harness": [entry(3.0, "stop", role="learner"), entry(7.5, "continue", role="learner")]},
             "was renewed after it had lapsed",
         ),
         ({"broker": [entry(20.0, "claims_lapsed", steps=[1])]}, "their learner was there all the time"),
@@ -251,11 +204,6 @@ SECOND_LEARNER = Life("learner", 7, [
 def test_each_kind_of_violation_is_found(wrong: dict[str, Any], words: str):
     found = problems(**wrong)
     assert any(words in problem for problem in found), found
-
-
-def test_a_strike_explains_a_lapse():
-    struck = [entry(17.0, "down", role="store"), entry(18.0, "up", role="store")]
-    assert problems(broker=[entry(20.0, "lapsed", leases=[["0-0", OWNER]])], harness=struck) == []
 
 
 @pytest.mark.parametrize(("returned_at", "is_found"), [(1.8, False), (2.1, True)])
@@ -278,7 +226,7 @@ def test_answers_leave_under_verified_weights_which_a_failed_transfer_does_not_t
 
 @pytest.mark.parametrize(("received_at", "is_found"), [(4.0, True), (4.9, False), (5.2, False)])
 def test_prompts_that_nobody_could_read_any_more_are_taken_back_by_the_bye(received_at, is_found):
-    more = [entry(received_at, "prompts", leases=[["5-0", 2]]), entry(5.0, "left"), entry(6.0, "bye", reason="")]
+    more = [prompts(received_at, "5-0", 2), entry(5.0, "left"), entry(6.0, "bye", reason="")]
     assert ["neither answered" in problem for problem in problems(more=more)] == [True] * is_found
 
 

@@ -1,5 +1,5 @@
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -50,27 +50,18 @@ class FakeRun:
 
 
 @contextmanager
-def nothing(run: FakeRun) -> Iterator[None]:
-    yield
-
-
-@contextmanager
 def standstill(run: FakeRun) -> Iterator[None]:
     run.makes_steps = False
     yield
 
 
-ROW = Row("row", "launched", nothing)
-
-
-def play(run: FakeRun, row: Row = ROW) -> Result:
-    return _play(row, run)  # type: ignore[arg-type]
+ROW = Row("row", "launched", lambda run: nullcontext())
 
 
 def test_a_run_that_continues_is_sound_and_one_that_ends_as_it_must_is_too() -> None:
-    assert play(FakeRun()).is_sound
+    assert _play(ROW, FakeRun()).is_sound
     ends = ROW._replace(ends="no room")
-    assert play(FakeRun(ended="error: no room on the disk"), ends).is_sound
+    assert _play(ends, FakeRun(ended="error: no room on the disk")).is_sound
 
 
 @pytest.mark.parametrize(
@@ -87,7 +78,7 @@ def test_a_run_that_continues_is_sound_and_one_that_ends_as_it_must_is_too() -> 
     ],
 )  # fmt: skip
 def test_whatever_a_failure_costs_is_in_its_row(run: FakeRun, row: Row, finding: tuple[int, int, int, int]) -> None:
-    result = play(run, row)
+    result = _play(row, run)
     loss = result.loss
     assert not result.is_sound
     assert (loss.lost, loss.duplicated, len(loss.problems), len(result.left)) == finding

@@ -60,43 +60,28 @@ def problems_of(**overrides: Any) -> list[str]:
     return find_problems(make_outcome(**overrides), steps=STEPS, expected=EXPECTED)
 
 
-def test_the_books_of_an_uninterrupted_run_are_without_fault() -> None:
-    assert Counter(EXPECTED.values()) == {1: 12}
-    assert problems_of() == []
+PLACES = ("leased", "returned", "open", "ready", "claimed", "used")
 
 
 @pytest.mark.parametrize(
-    "audit",
+    "wrong",
     [
-        make_audit(retired=11),
-        make_audit(retired=11, lost=1),
-        make_audit(duplicated=1),
-        make_audit(skipped_prompts=1),
-        make_audit(problems=["group 3 is used and ready"]),
+        {"audit": make_audit(retired=11)},
+        {"audit": make_audit(retired=11, lost=1)},
+        {"audit": make_audit(duplicated=1)},
+        {"audit": make_audit(skipped_prompts=1)},
+        {"audit": make_audit(problems=["group 3 is used and ready"])},
+        *({"counts": make_counts(**{place: 1})} for place in PLACES),
     ],
 )
-def test_whatever_the_audit_complains_of_is_a_fault(audit: Audit) -> None:
-    assert problems_of(audit=audit)
+def test_whatever_the_audit_complains_of_and_whatever_is_left_over_is_a_fault(wrong):
+    assert problems_of(**wrong)
 
 
-@pytest.mark.parametrize("place", ["leased", "returned", "open", "ready", "claimed", "used"])
-def test_nothing_may_be_left_over(place: str) -> None:
-    (problem,) = problems_of(counts=make_counts(**{place: 1}))
-    assert f"{place}=1" in problem
-
-
-def test_groups_that_count_as_trained_on_after_a_roll_back_are_found() -> None:
-    assert problems_of(consumed=8) == ["6 groups were trained on, the store counts 8"]
-
-
-def test_rejected_groups_are_accounted_for_without_a_step() -> None:
+def test_rejected_groups_and_prompts_that_the_curriculum_skipped_are_accounted_for_without_a_step() -> None:
     more = outcome.uninterrupted(num_groups=STEPS * GROUPS_PER_STEP + 1, group_size=SIZE, num_rows=4, seed=0)
     sound = make_outcome(rejected=sorted(more - EXPECTED))
-    assert sound.num_rejected == 1
-    assert find_problems(sound, steps=STEPS, expected=more) == []
-
-
-def test_prompts_without_a_group_must_be_those_that_the_curriculum_skipped() -> None:
+    assert (sound.num_rejected, find_problems(sound, steps=STEPS, expected=more)) == (1, [])
     skips = make_counts(curriculum={"skipped_too_easy": 1, "skipped_too_hard": 1, "rows": 4})
     assert problems_of(counts=skips, skipped=[3, 5]) == []
     assert problems_of(skipped=[3]) == ["1 prompts have no group, the store counts 0 as skipped: [3]"]
@@ -104,63 +89,45 @@ def test_prompts_without_a_group_must_be_those_that_the_curriculum_skipped() -> 
 
 
 def test_nothing_may_be_refused_but_what_was_offered_for_it() -> None:
-    assert problems_of(counts=make_counts(refused={"unknown_group": 2}), allowed_refusals=["unknown_group"]) == []
-    assert problems_of(counts=make_counts(refused={"unknown_group": 2})) == [
-        "nothing may be refused, got 2 x unknown_group"
-    ]
+    counts = make_counts(refused={"unknown_group": 2})
+    assert problems_of(counts=counts, allowed_refusals=["unknown_group"]) == []
+    assert problems_of(counts=counts) == ["nothing may be refused, got 2 x unknown_group"]
+    assert problems_of(consumed=8) == ["6 groups were trained on, the store counts 8"]
 
 
-def test_a_step_that_the_ledger_lacks_is_found() -> None:
+def test_a_step_that_the_ledger_or_the_weights_lack_and_a_sample_seen_twice_are_found() -> None:
     sound = make_outcome()
     assert "the ledger" in problems_of(ledger=sound.ledger[:-1])[0]
-
-
-def test_weights_that_lack_a_step_are_found() -> None:
-    problems = problems_of(lineage=make_outcome().lineage[:-1])
+    problems = problems_of(lineage=sound.lineage[:-1])
     assert any(problem.startswith("the lineage") for problem in problems)
     assert sum(problem.startswith("never trained on") for problem in problems) == GROUPS_PER_STEP * SIZE
-
-
-def test_weights_that_saw_a_sample_twice_are_found() -> None:
-    trained = make_outcome().lineage
-    again = trained[0].samples[0]
-    trained[1] = Trained(2, [again, *trained[1].samples[1:]])
-    problems = problems_of(lineage=trained)
+    first, second, third = sound.lineage
+    second = Trained(2, [first.samples[0], *second.samples[1:]])
+    problems = problems_of(lineage=[first, second, third])
     assert any(problem.startswith("trained on 2 times, in an uninterrupted run 1") for problem in problems)
 
 
-def test_a_step_trained_in_another_order_than_committed_is_found() -> None:
-    trained = make_outcome().lineage
+def test_another_order_than_committed_and_what_the_archive_lacks_or_has_twice_are_found() -> None:
+    trained, samples = make_outcome().lineage, list(EXPECTED)
     trained[0] = Trained(1, list(reversed(trained[0].samples)))
     (problem,) = problems_of(lineage=trained)
     assert problem.startswith("step 1 was committed with")
-
-
-def test_what_the_archive_lacks_or_has_twice_is_found() -> None:
-    samples = list(EXPECTED)
     assert problems_of(archived=samples[1:]) == [f"never archived: {samples[0]}"]
     assert problems_of(archived=[*samples, samples[0]])[0].startswith("archived 2 times")
     assert problems_of(archive=ArchiveCheck(1, groups=6, trajectories=12, problems=["shard 1 is cut"]))
 
 
-def test_an_uninterrupted_run_trains_on_each_prompt_once_per_epoch() -> None:
+def test_an_uninterrupted_run_is_sound_and_trains_on_each_prompt_once_per_epoch() -> None:
+    assert (set(EXPECTED.values()), problems_of()) == ({1}, [])
     samples = outcome.uninterrupted(num_groups=3 * NUM_ROWS, group_size=SIZE, num_rows=NUM_ROWS, seed=5)
     assert set(samples.values()) == {1}
     prompts = Counter((uid, index) for _, uid, index in samples)
     assert prompts == {(f"train/{row:05d}", index): 3 for row in range(NUM_ROWS) for index in range(SIZE)}
 
 
-def test_a_lineage_comes_back_as_it_was_written(tmp_path: Path) -> None:
+def test_a_lineage_comes_back_as_it_was_written_and_the_attempt_that_won_makes_no_other_sample(tmp_path: Path) -> None:
     trained = [Trained(1, [("0", "train/00003", 0), ("0", "train/00003", 1)]), Trained(2, [("1", "train/00001", 0)])]
     save_file(outcome.pack_lineage(trained), tmp_path / STATE_FILE.format(0))
     assert outcome.read_lineage(tmp_path) == trained
-
-
-def test_the_attempt_that_won_makes_no_other_sample() -> None:
     first, again = make_trajectory("4", attempt=0), make_trajectory("4", attempt=3)
     assert outcome.samples_of([[first]]) == outcome.samples_of([[again]]) == [("4", "test/4", 0)]
-
-
-def test_what_was_trained_on_twice_counts_twice() -> None:
-    sample = ("0", "train/00003", 0)
-    assert outcome.count_samples([Trained(1, [sample]), Trained(2, [sample])])[sample] == 2

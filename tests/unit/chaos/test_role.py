@@ -54,48 +54,34 @@ def test_a_killed_role_is_started_again_and_its_recovery_is_timed(role: Role, pr
     assert not role.unexpected_exits
 
 
-def test_a_stopped_role_continues_after_its_time(role: Role, process: FakeProcess) -> None:
+def test_a_stopped_role_continues_after_its_time_or_when_it_is_terminated(role: Role, process: FakeProcess) -> None:
     role.strike(make_strike("stop", stopped_s=2.0), 1.0)
     role.poll(2.9)
     assert process.events == ["start", "SIGSTOP"]
     role.poll(3.0)
     assert process.events == ["start", "SIGSTOP", "SIGCONT"]
     assert role.recovery.is_pending
+    role.strike(make_strike("stop", stopped_s=60.0), 4.0)
+    role.strike(make_strike("terminate"), 5.0)
+    assert process.events[3:] == ["SIGSTOP", "SIGTERM", "SIGCONT"]
 
 
-def test_a_stopped_role_that_is_terminated_continues_so_that_it_can_obey(role: Role, process: FakeProcess) -> None:
-    role.strike(make_strike("stop", stopped_s=60.0), 1.0)
-    role.strike(make_strike("terminate"), 2.0)
-    assert process.events == ["start", "SIGSTOP", "SIGTERM", "SIGCONT"]
-
-
-def test_a_role_that_ignores_sigterm_is_killed_and_that_is_a_crash(role: Role, process: FakeProcess) -> None:
-    role.strike(make_strike("terminate"), 1.0)
-    role.poll(60.0)
-    role.poll(60.1)
-    assert process.events == ["start", "SIGTERM", "SIGKILL"]
-    assert list(role.crashes.values()) == [1]
-
-
-def test_a_role_that_is_stopped_while_it_ends_gets_the_time_on_top(role: Role, process: FakeProcess) -> None:
+def test_a_role_that_ignores_sigterm_is_killed_which_is_a_crash_but_a_stop_extends_its_time(role, process):
     role.strike(make_strike("terminate"), 1.0)
     role.strike(make_strike("stop", stopped_s=5.0), 2.0)
     role.poll(17.0)
-    assert process.events == ["start", "SIGTERM", "SIGSTOP", "SIGCONT"]
-    assert not role.crashes
+    assert (process.events, len(role.crashes)) == (["start", "SIGTERM", "SIGSTOP", "SIGCONT"], 0)
+    role.poll(60.0)
+    role.poll(60.1)
+    assert (process.events[4:], list(role.crashes.values())) == (["SIGKILL"], [1])
 
 
-def test_an_unexpected_exit_is_counted_once_with_its_last_line(role: Role, process: FakeProcess) -> None:
+def test_an_unexpected_exit_is_counted_once_and_an_uncaught_exception_is_a_crash_even_after_a_sigterm(role, process):
     process.exit_code = 2
-    role.poll(0.1)
-    role.poll(0.2)
-    role.poll(1.0)
-    assert role.unexpected_exits == {"last line": 1}
-    assert not role.crashes
+    for now in (0.1, 0.2, 1.0):
+        role.poll(now)
+    assert (role.unexpected_exits, len(role.crashes)) == ({"last line": 1}, 0)
     assert process.events == ["start", "start"]
-
-
-def test_an_uncaught_exception_is_a_crash_even_after_a_sigterm(role: Role, process: FakeProcess) -> None:
     role.strike(make_strike("terminate"), 1.0)
     process.exit_code = 1
     role.poll(1.1)
@@ -111,85 +97,43 @@ def test_only_a_role_that_may_finish_is_not_started_again_when_it_ends_well(proc
     assert process.events == ["start"]
 
 
-def test_recovery_lasts_from_the_strike_to_the_first_progress() -> None:
+@pytest.mark.parametrize(
+    ("before", "seen", "seconds"),
+    [
+        # From the strike to the first progress.
+        (None, [5, 5, 6, 7], [3.0]),
+        # Progress that is rolled back must grow again.
+        (None, [43, 40, 40, 41], [4.0]),
+        # A new process has recovered with its first progress.
+        (0, [None, 0, 3], [3.0]),
+    ],
+)
+def test_recovery_lasts_from_the_strike_to_the_first_progress(before, seen, seconds):
     recovery = Recovery()
-    recovery.strike(10.0)
-    recovery.observe((5,), 10.5)
-    recovery.observe((5,), 11.0)
-    recovery.observe((6,), 11.5)
-    recovery.observe((7,), 20.0)
-    assert recovery.seconds == [1.5]
-    assert not recovery.is_pending
+    recovery.strike(0.0, before=before if before is None else (before,))
+    for now, step in enumerate(seen, start=1):
+        recovery.observe(step if step is None else (step,), float(now))
+    assert (recovery.seconds, recovery.is_pending) == (seconds, False)
 
 
-def test_progress_that_is_rolled_back_must_grow_again() -> None:
+def test_a_strike_before_the_recovery_restarts_it_and_a_stop_does_not_count() -> None:
     recovery = Recovery()
     recovery.strike(0.0)
-    for now, step in enumerate([43, 40, 40, 41], start=1):
-        recovery.observe((step,), float(now))
-    assert recovery.seconds == [4.0]
-
-
-def test_a_new_process_has_recovered_with_its_first_progress() -> None:
-    recovery = Recovery()
-    recovery.strike(0.0, before=(0,))
-    recovery.observe(None, 1.0)
-    recovery.observe((0,), 2.0)
-    recovery.observe((3,), 3.0)
-    assert recovery.seconds == [3.0]
-
-
-def test_a_strike_before_the_recovery_restarts_it() -> None:
-    recovery = Recovery()
-    recovery.strike(0.0, before=(0,))
-    recovery.strike(5.0, before=(0,))
-    recovery.observe((1,), 6.0)
+    recovery.strike(5.0)
+    recovery.restart(8.0)
+    recovery.observe((1,), 8.5)
+    recovery.observe((2,), 9.0)
     assert (recovery.seconds, recovery.num_cut_short) == ([1.0], 1)
 
 
-def test_a_stop_does_not_count_as_recovery() -> None:
-    recovery = Recovery()
-    recovery.strike(0.0)
-    recovery.restart(3.0)
-    recovery.observe((1,), 3.5)
-    recovery.observe((2,), 4.0)
-    assert recovery.seconds == [1.0]
-
-
-def test_median_and_maximum_are_of_the_recoveries() -> None:
-    recovery = Recovery()
-    assert (recovery.median_s, recovery.max_s) == (None, None)
-    for begin, end in [(0.0, 1.0), (10.0, 12.0), (20.0, 29.0)]:
-        recovery.strike(begin, before=(0,))
-        recovery.observe((1,), end)
-    assert (recovery.median_s, recovery.max_s) == (2.0, 9.0)
-
-
-def draw(*, seed: int, kills: int = 200) -> list[Strike]:
-    return list(draw_strikes(seed=seed, kills=kills, generators=GENERATORS, max_gap_s=1.0))
-
-
-def test_a_seed_determines_all_strikes() -> None:
-    assert draw(seed=3) == draw(seed=3)
-    assert draw(seed=3) != draw(seed=4)
-
-
-def test_more_kills_only_add_to_the_strikes() -> None:
-    few = draw(seed=3, kills=20)
-    assert draw(seed=3, kills=40)[: len(few)] == few
-
-
-@pytest.mark.parametrize("kills", [1, 15, 200])
-def test_as_many_strikes_end_a_process_as_were_requested(kills: int) -> None:
-    assert sum(strike.action != "stop" for strike in draw(seed=0, kills=kills)) == kills
-
-
-def test_every_role_gets_every_action() -> None:
+def test_a_seed_determines_as_many_strikes_as_were_requested_and_every_role_gets_every_action() -> None:
+    few, many, other = (
+        list(draw_strikes(seed=seed, kills=kills, generators=GENERATORS, max_gap_s=1.0))
+        for seed, kills in ((3, 20), (3, 1000), (4, 20))
+    )
+    assert (many[: len(few)], few == other) == (few, False)
+    assert sum(strike.action != "stop" for strike in many) == 1000
+    assert all((strike.stopped_s > 0) == (strike.action == "stop") for strike in many)
     roles = ["broker", "learner", "store", *GENERATORS]
-    actions = ["kill", "terminate", "stop"]
-    hit = {(strike.role, strike.action) for strike in draw(seed=0, kills=1000)}
-    assert hit == {(role, action) for role in roles for action in actions}
-
-
-def test_only_a_stop_has_a_continue() -> None:
-    assert all((strike.stopped_s > 0) == (strike.action == "stop") for strike in draw(seed=0))
+    hit = {(strike.role, strike.action) for strike in many}
+    assert hit == {(role, action) for role in roles for action in ("kill", "terminate", "stop")}

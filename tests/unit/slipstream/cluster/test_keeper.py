@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,9 +13,9 @@ import pytest
 
 from slipstream.cluster import keeper, seat
 from slipstream.cluster.seat import LocalSeat, run_kept
+from tests.runs import ROOT, until
 
 PATIENCE_S = 20.0
-ROOT = Path(__file__).parents[4]
 ROLE = """
 import os, signal, subprocess, sys, time
 is_deaf = sys.argv[1] == "deaf"
@@ -50,14 +50,8 @@ class Scene:
     def printed(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
-    def until(self, reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not reached():
-            assert time.monotonic() < deadline, self.printed()
-            time.sleep(0.005)
-
     def until_up(self) -> None:
-        self.until(lambda: "up\n" in self.printed() and "descriptors" in self.printed())
+        until(lambda: "up\n" in self.printed() and "descriptors" in self.printed(), what="a role and its grandchild")
 
     def processes(self) -> dict[str, psutil.Process]:
         """Living processes of the folder, by what they are."""
@@ -93,7 +87,7 @@ def test_when_the_starter_is_killed_the_role_hears_it_and_nothing_is_left(scene:
         scene.until_up()
         assert {"keeper", "role", "grandchild", "starter"} <= set(scene.processes())
         starter.kill()
-    scene.until(lambda: not set(scene.processes()) & {"keeper", "role", "grandchild"})
+    until(lambda: not set(scene.processes()) & {"keeper", "role", "grandchild"}, what="the end")
     assert scene.printed().count("heard SIGTERM") == 1
     assert "keeper: its starter is gone; the role gets SIGTERM, and SIGKILL after 0.3 s" in scene.printed()
     assert ("the role did not end within 0.3 s and is killed" in scene.printed()) == (role == "deaf")
@@ -109,34 +103,30 @@ def seated(scene: Scene, request: pytest.FixtureRequest) -> LocalSeat:
 
 
 def test_the_end_of_a_role_is_reported_once_nothing_of_it_is_left(scene: Scene, seated: LocalSeat):
-    assert seated.pid is not None
     assert seated.poll() is None
+    # It inherits nothing of its keeper: the fourth is that of the listing itself.
+    assert "descriptors 0 1 2 3\n" in scene.printed()
+    assert seated.pid == os.getsid(seated.pid)
     os.kill(seated.pid, signal.SIGKILL)
-    scene.until(lambda: seated.poll() is not None)
+    until(lambda: seated.poll() is not None, what="the end")
     assert seated.poll() == -signal.SIGKILL
     assert not set(scene.processes()) & {"role", "grandchild"}
     assert "heard SIGTERM" not in scene.printed()
     assert "keeper: killed what the role left: python" in scene.printed()
 
 
-def test_a_role_inherits_nothing_of_its_keeper(scene: Scene, seated: LocalSeat):
-    # The fourth is that of the listing itself.
-    assert "descriptors 0 1 2 3\n" in scene.printed()
-    assert seated.pid == os.getsid(seated.pid or 0)
-
-
 @pytest.mark.parametrize("seated", ["obedient", "deaf"], indirect=True)
 def test_when_the_keeper_is_killed_the_role_hears_it_and_ends(scene: Scene, seated: LocalSeat):
     scene.processes()["keeper"].kill()
-    scene.until(lambda: seated.poll() is not None)
+    until(lambda: seated.poll() is not None, what="the end")
     assert seated.poll() == -signal.SIGKILL
-    scene.until(lambda: "role" not in scene.processes())
+    until(lambda: "role" not in scene.processes(), what="the end")
     assert "heard SIGTERM" in scene.printed()
 
 
 def test_a_keeper_that_is_asked_to_end_ends_its_role(scene: Scene, seated: LocalSeat):
     scene.processes()["keeper"].terminate()
-    scene.until(lambda: seated.poll() is not None)
+    until(lambda: seated.poll() is not None, what="the end")
     assert seated.poll() == 7
     assert "keeper: it was asked to end" in scene.printed()
     assert "grandchild" not in scene.processes()
@@ -145,7 +135,7 @@ def test_a_keeper_that_is_asked_to_end_ends_its_role(scene: Scene, seated: Local
 @pytest.mark.parametrize(("seated", "code"), [("obedient", 7), ("deaf", -signal.SIGKILL)], indirect=["seated"])
 def test_a_role_is_asked_to_end_and_killed_at_the_time_given(scene: Scene, seated: LocalSeat, code: int):
     seated.terminate()
-    scene.until(lambda: "heard SIGTERM" in scene.printed())
+    until(lambda: "heard SIGTERM" in scene.printed(), what="the end")
     seated.stop(ends_at=time.monotonic() + (PATIENCE_S if code == 7 else 0.2))
     assert seated.poll() == code
     assert not set(scene.processes()) & {"keeper", "role", "grandchild"}
@@ -176,7 +166,7 @@ def test_a_program_that_is_run_to_its_end_lives_no_longer_than_who_runs_it(scene
     ):
         scene.until_up()
         runner.kill()
-    scene.until(lambda: not scene.processes())
+    until(lambda: not scene.processes(), what="the end")
     assert "keeper: its starter is gone" in scene.printed()
     (scene.folder / "three.py").write_text("raise SystemExit(3)")
     assert run_kept(["three"]) == 3

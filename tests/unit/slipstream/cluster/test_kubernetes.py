@@ -2,8 +2,6 @@
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,14 +15,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.generators.__main__ import ignored_settings, split_id
 from slipstream.runtime.credentials import TOKEN_VARIABLE
-from tests.unit.slipstream.cluster.kubernetes_fields import (
-    Capabilities,
-    Container,
-    ContainerSecurity,
-    JobSet,
-    Pod,
-    RayJob,
-)
+from tests.unit.slipstream.cluster import kubernetes_fields as fields
 
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?")
 LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
@@ -33,9 +24,7 @@ LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 SPREAD = (
     "name=mine_x",
     "learner.num_ranks=4",
-    "cluster.core.machines=2",
-    "cluster.core.cpus=8",
-    "cluster.core.gpus=2",
+    "cluster.core={machines: 2, cpus: 8, gpus: 2}",
     "cluster.interface=10.0.0.0/8",
     "cluster.trusted_network=true",
     "generators.count=3",
@@ -49,55 +38,63 @@ def recipe_of(kind: Kind, *overrides: str) -> Recipe:
     return read_recipe(list(overrides), kind="ray" if kind == "rayjob" else "local", interface=ANY_INTERFACE)
 
 
-def written(kind: Kind, *overrides: str, claim: str | None = "shared") -> Manifest:
+def written(kind: Kind, *overrides: str) -> Manifest:
     """The manifest as Kubernetes reads it."""
-    made = manifest(
-        recipe_of(kind, *overrides), kind, image="registry/slipstream:gpu", claim=claim, ray_version="2.60.0"
-    )
+    recipe, image = recipe_of(kind, *overrides), "registry/slipstream:gpu"
+    made = manifest(recipe, kind, image=image, claim="shared", ray_version="2.60.0")
     return yaml.safe_load(dump(made))
 
 
-def jobset(*overrides: str) -> JobSet:
-    return msgspec.convert(written("jobset", *overrides), JobSet)
+def jobset(*overrides: str) -> Any:
+    return msgspec.convert(written("jobset", *overrides), fields.JobSet)
 
 
-def rayjob(*overrides: str) -> RayJob:
-    return msgspec.convert(written("rayjob", *overrides), RayJob)
+def rayjob(*overrides: str) -> Any:
+    return msgspec.convert(written("rayjob", *overrides), fields.RayJob)
 
 
-def pods_of(document: JobSet | RayJob) -> dict[str, Pod]:
-    if isinstance(document, JobSet):
+def pods_of(document: Any) -> dict[str, Any]:
+    if document.kind == "JobSet":
         return {job.name: job.template.spec.template for job in document.spec.replicated_jobs}
     cluster = document.spec.ray_cluster_spec
     workers = {each.group_name: each.template for each in cluster.worker_group_specs}
     return {"submitter": document.spec.submitter_pod_template, "head": cluster.head_group_spec.template} | workers
 
 
-def containers_of(pod: Pod) -> Iterator[Container]:
-    yield from (*pod.spec.init_containers, *pod.spec.containers)
+def containers_of(pod: Any) -> list[Any]:
+    return [*pod.spec.init_containers, *pod.spec.containers]
 
 
-def role_of(container: Container, module: str) -> list[str]:
+def role_of(container: Any, module: str) -> list[str]:
     """Arguments of a role in the command of a container, as Kubernetes expands it."""
     words = [word.replace("$$(", "$(") for word in container.command]
     return words[words.index(module) + 1 :]
 
 
 @pytest.mark.parametrize("make", [jobset, rayjob])
-def test_every_reference_of_a_manifest_leads_somewhere(make: Callable[..., JobSet | RayJob]):
+def test_every_reference_leads_somewhere_and_no_container_has_more_rights_or_fewer_resources_than_it_needs(make):
     document = make(*SPREAD)
     own = secret(recipe_of("jobset", *SPREAD), "t" * 43)
     assert NAME.fullmatch(document.metadata.name)
     tokens = set()
-    for pod in pods_of(document).values():
+    for name, pod in pods_of(document).items():
+        security = pod.spec.security_context
+        assert (security.run_as_non_root, security.seccomp_profile.type) == (True, "RuntimeDefault")
+        assert security.run_as_user == 1000 == security.fs_group, "the user of the Dockerfile"
+        memory = next(volume.empty_dir for volume in pod.spec.volumes if volume.name == "shared-memory")
+        assert memory.medium == "Memory"
+        gpus = {"core": "2", "head": "2", "ranks": "2", "generators": "1"}.get(name)
+        assert pod.spec.containers[0].resources.limits.get("nvidia.com/gpu") == gpus
         volumes = [volume.name for volume in pod.spec.volumes]
-        assert all(
-            (volume.empty_dir is None) != (volume.persistent_volume_claim is None) for volume in pod.spec.volumes
-        )
+        assert all((each.empty_dir is None) != (each.persistent_volume_claim is None) for each in pod.spec.volumes)
         # By this label all that belongs to a run is found.
         assert pod.metadata.labels["app.kubernetes.io/instance"] == document.metadata.name
         for container in containers_of(pod):
-            assert {mount.name for mount in container.volume_mounts} == set(volumes)
+            assert container.security_context == fields.ContainerSecurity(False, fields.Capabilities(["ALL"]))
+            assert container.resources.requests == container.resources.limits
+            assert all(re.fullmatch("[1-9][0-9]*", amount) for amount in container.resources.limits.values())
+            mounted = {mount.name: mount.mount_path for mount in container.volume_mounts}
+            assert (set(mounted), mounted["shared-memory"]) == (set(volumes), "/dev/shm")
             assert container.working_dir in {mount.mount_path for mount in container.volume_mounts}
             ports = [port.name for port in container.ports]
             assert len(ports) == len(set(ports)) == len({port.container_port for port in container.ports})
@@ -111,34 +108,12 @@ def test_every_reference_of_a_manifest_leads_somewhere(make: Callable[..., JobSe
     assert tokens == {TOKEN_VARIABLE}
 
 
-@pytest.mark.parametrize("make", [jobset, rayjob])
-def test_no_container_has_more_rights_or_fewer_resources_than_it_needs(make: Callable[..., JobSet | RayJob]):
-    for name, pod in pods_of(make(*SPREAD)).items():
-        security = pod.spec.security_context
-        assert (security.run_as_non_root, security.seccomp_profile.type) == (True, "RuntimeDefault")
-        assert security.run_as_user == 1000 == security.fs_group, "the user of the Dockerfile"
-        memory = next(volume.empty_dir for volume in pod.spec.volumes if volume.name == "shared-memory")
-        assert memory
-        assert memory.medium == "Memory"
-        gpus = {"core": "2", "head": "2", "ranks": "2", "generators": "1"}.get(name)
-        for container in containers_of(pod):
-            assert container.security_context == ContainerSecurity(False, Capabilities(["ALL"]))
-            assert container.resources.requests == container.resources.limits
-            assert all(re.fullmatch("[1-9][0-9]*", amount) for amount in container.resources.limits.values())
-            mounted = {mount.name: mount.mount_path for mount in container.volume_mounts}
-            assert mounted["shared-memory"] == "/dev/shm"
-        assert pod.spec.containers[0].resources.limits.get("nvidia.com/gpu") == gpus
-
-
 def test_a_jobset_starts_each_role_with_its_settings_where_the_others_find_it():
     document = jobset(*SPREAD)
     assert (document.api_version, document.kind) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     jobs = {job.name: job.template.spec for job in document.spec.replicated_jobs}
-    assert {name: (job.completions, job.parallelism) for name, job in jobs.items()} == {
-        "core": (1, 1),
-        "ranks": (1, 1),
-        "generators": (3, 3),
-    }
+    sizes = {name: (job.completions, job.parallelism) for name, job in jobs.items()}
+    assert sizes == {"core": (1, 1), "ranks": (1, 1), "generators": (3, 3)}
     assert all(job.completion_mode == "Indexed" for job in jobs.values())
     assert set(document.spec.success_policy.target_replicated_jobs) <= set(jobs)
     prepare, broker, learner = containers_of(jobs["core"].template)
@@ -153,9 +128,8 @@ def test_a_jobset_starts_each_role_with_its_settings_where_the_others_find_it():
     assert document.spec.network.subdomain == document.metadata.name == host.partition(".")[2]
     meeting = {"MASTER_ADDR": host, "MASTER_PORT": "20999", "OMP_NUM_THREADS": "4"}
     assert {each.name: each.value for each in ranks.env} == meeting | {"HOME": "/workspace"}
-    assert {each.name: each.value for each in learner.env if each.value}.items() >= (
-        meeting | {"NODE_RANK": "0"}
-    ).items()
+    given = {each.name: each.value for each in learner.env if each.value}
+    assert given == given | meeting | {"NODE_RANK": "0"}
     assert {port.name: port.container_port for port in learner.ports} == {"weights": 20001, "meeting": 20999}
     (generator,) = jobs["generators"].template.spec.containers
     _, own = split_id([*role_of(generator, "slipstream.generators")])
@@ -176,28 +150,23 @@ def test_a_rayjob_starts_the_run_on_a_head_that_is_its_core():
     cluster = document.spec.ray_cluster_spec
     assert (cluster.ray_version, cluster.auth_options.mode) == ("2.60.0", "token")
     assert cluster.enable_in_tree_autoscaling
-    sizes = {
-        each.group_name: (each.min_replicas, each.replicas, each.max_replicas) for each in cluster.worker_group_specs
-    }
+    groups = cluster.worker_group_specs
+    sizes = {each.group_name: (each.min_replicas, each.replicas, each.max_replicas) for each in groups}
     assert sizes == {"ranks": (1, 1, 1), "generators": (1, 3, 5)}
-    assert cluster.worker_group_specs[1].labels == {"accelerator": "H100"}
-    for each in (cluster.head_group_spec.template, *(group.template for group in cluster.worker_group_specs)):
+    assert groups[1].labels == {"accelerator": "H100"}
+    for each in (cluster.head_group_spec.template, *(group.template for group in groups)):
         # KubeRay selects pods by these, and sets them.
         assert "app.kubernetes.io/name" not in each.metadata.labels
     assert not rayjob("name=mine").spec.ray_cluster_spec.enable_in_tree_autoscaling
 
 
-def test_one_machine_needs_no_rendezvous():
-    document = jobset("name=mine")
-    assert list(pods_of(document)) == ["core", "generators"]
-    (learner,) = pods_of(document)["core"].spec.containers
+def test_one_machine_needs_no_rendezvous_and_settings_reach_a_role_as_they_were_written():
+    odd = "data.train='a $(HOME) b.jsonl'"
+    pods = pods_of(jobset("name=mine", odd))
+    assert list(pods) == ["core", "generators"]
+    (learner,) = pods["core"].spec.containers
     assert not {"MASTER_ADDR", "NODE_RANK"} & {each.name for each in learner.env}
     assert load(role_of(learner, "slipstream.learner")).cluster.interface == ANY_INTERFACE
-
-
-def test_settings_reach_a_role_as_they_were_written():
-    odd = "data.train='a $(HOME) b.jsonl'"
-    (learner,) = pods_of(jobset("name=mine", odd))["core"].spec.containers
     assert odd in role_of(learner, "slipstream.learner")
     assert "$$(HOME)" in " ".join(learner.command)
 
@@ -227,26 +196,8 @@ touch made
 """
 
 
-def test_without_print_kubectl_gets_the_secret_once_and_no_token_is_in_a_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_kubectl_gets_the_secret_once_and_no_token_is_in_a_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    (tmp_path / "kubectl").write_text(KUBECTL)
-    (tmp_path / "kubectl").chmod(0o755)
-    call = ["launch", "kubernetes", "--image=slipstream:cpu", "--kind=jobset", "name=mine"]
-    main(call)
-    main(call)
-    documents: list[Any] = [each for each in yaml.safe_load_all((tmp_path / "documents").read_text()) if each]
-    assert [each["kind"] for each in documents] == ["Secret", "JobSet", "JobSet"]
-    token = documents[0]["stringData"]["token"]
-    assert len(token) >= 32
-    assert token not in (tmp_path / "calls").read_text() + str(documents[1:]) + "".join(capsys.readouterr())
-
-
-def test_without_kubectl_the_user_is_told_what_to_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
     monkeypatch.setenv("PATH", str(tmp_path))
     call = ["launch", "kubernetes", "--image=slipstream:cpu", "--kind=jobset", "name=mine"]
     with pytest.raises(SystemExit) as caught:
@@ -257,3 +208,13 @@ def test_without_kubectl_the_user_is_told_what_to_do(
     printed = capsys.readouterr()
     assert yaml.safe_load(printed.out)["kind"] == "JobSet"
     assert "without --claim and storage_uri, what the run writes is lost" in printed.err
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / "kubectl").write_text(KUBECTL)
+    (tmp_path / "kubectl").chmod(0o755)
+    main(call)
+    main(call)
+    documents: list[Any] = [each for each in yaml.safe_load_all((tmp_path / "documents").read_text()) if each]
+    assert [each["kind"] for each in documents] == ["Secret", "JobSet", "JobSet"]
+    token = documents[0]["stringData"]["token"]
+    assert len(token) >= 32
+    assert token not in (tmp_path / "calls").read_text() + str(documents[1:]) + "".join(capsys.readouterr())

@@ -1,4 +1,5 @@
 import importlib.util
+import json
 import socket
 from pathlib import Path
 
@@ -13,10 +14,9 @@ from tests.builders import make_run
 OWN = """
 class Mine:
     def __init__(self, run, *, color="red"):
-        self.run = run
+        self.log = print
 
-    def log(self, step, metrics):
-        pass
+    log = print
 
 
 class Mute:
@@ -45,29 +45,21 @@ def test_a_missing_package_is_one_sentence_with_the_command(name, monkeypatch):
     [
         ({"loggers": ["mlflow"]}, "loggers must name trackio, wandb, tensorboard or a class as module:Class"),
         ({"loggers": ["nowhere:Mine"]}, "loggers must name a module that can be imported"),
-        ({"loggers": ["{own}:Nine"]}, "Did you mean 'Mine'"),
-        ({"loggers": ["{own}:Mute"]}, "with a method log"),
-        ({"loggers": ["{own}:Mine"], "logging": {"options": {"{own}:Mine": {"size": 1}}}}, "logging.options must fit"),
+        ({"loggers": ["OWN:Nine"]}, "Did you mean 'Mine'"),
+        ({"loggers": ["OWN:Mute"]}, "with a method log"),
+        ({"loggers": ["OWN:Mine"], "logging": {"options": {"OWN:Mine": {"size": 1}}}}, "logging.options must fit"),
     ],
 )
 def test_a_logger_that_cannot_work_is_refused_before_anything_starts(settings, sentence, own):
-    filled = make_run(**_filled(settings, str(own)))
+    filled = make_run(**json.loads(json.dumps(settings).replace("OWN", str(own))))
     with pytest.raises(ConfigError, match="log") as refusal:
         check_observers(filled)
     assert sentence in str(refusal.value)
 
 
-def _filled(value, own):
-    if isinstance(value, dict):
-        return {key.replace("{own}", own): _filled(each, own) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_filled(each, own) for each in value]
-    return value.replace("{own}", own) if isinstance(value, str) else value
-
-
-def test_a_logger_of_ones_own_is_accepted(own):
-    options = {f"{own}:Mine": {"color": "blue"}}
-    check_observers(make_run(loggers=[f"{own}:Mine"], logging={"options": options}))
+def test_a_logger_of_ones_own_is_accepted_and_its_role_is_the_name_of_a_file(own):
+    check_observers(make_run(loggers=[f"{own}:Mine"], logging={"options": {f"{own}:Mine": {"color": "blue"}}}))
+    assert role_of("my/own.py:Mine") == "logger-my-own.py-Mine"
 
 
 def test_settings_that_contradict_each_other_are_refused():
@@ -82,10 +74,6 @@ def test_a_port_that_is_taken_is_refused():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"exporter.port must be free .* got {port}"):
             check_observers(make_run(exporter={"port": port}))
-
-
-def test_names_of_roles_are_names_of_files():
-    assert role_of("my/own.py:Mine") == "logger-my-own.py-Mine"
 
 
 def test_an_observer_that_keeps_dying_is_given_up_and_ends_nothing(tmp_path):

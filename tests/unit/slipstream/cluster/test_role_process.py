@@ -4,13 +4,14 @@ import itertools
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from slipstream.cluster.role_process import Restart, RoleDiedError, RoleProcess
+from tests.runs import until
 
 ENDS_WITH = """
 import os, sys
@@ -29,7 +30,6 @@ print("up", flush=True)
 while True:
     signal.pause()
 """
-PATIENCE_S = 30.0
 
 
 @pytest.fixture
@@ -43,30 +43,26 @@ def fate(folder: Path, end: str, restart: Restart) -> str:
     """The launcher's report of a role that ends in this way."""
     role = RoleProcess("role", ["ends_with", end], logs=folder, restart=restart)
     role.start()
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        has_finished = role.has_finished
-        if messages := role.poll():
-            return messages[0]
-        if has_finished:
-            return "finished"
-    raise TimeoutError("the role must end")
+    until(lambda: not role.is_running, what="the role")
+    messages = role.poll()
+    return messages[0] if messages else "finished" * role.has_finished
 
 
 @pytest.mark.parametrize(
-    ("end", "restart"),
-    [("kill", "on_death"), ("1", "on_death"), ("75", "on_death"), ("130", "on_death"), ("0", "always")],
+    ("end", "restart", "report"),
+    [
+        ("kill", "on_death", "restarting in 1 s"),
+        ("1", "on_death", "restarting in 1 s"),
+        ("75", "on_death", "restarting in 1 s"),
+        ("130", "on_death", "restarting in 1 s"),
+        ("0", "always", "restarting in 1 s"),
+        # A library that aborts while a role ends does not hide the error.
+        ("abort", "on_death", "died (signal SIGABRT); the disk is gone; restarting in 1 s"),
+        ("0", "on_death", "finished"),
+    ],
 )
-def test_a_death_that_a_restart_may_cure_leads_to_one(folder: Path, end: str, restart: Restart):
-    assert "restarting in 1 s" in fate(folder, end, restart)
-
-
-def test_a_library_that_aborts_while_a_role_ends_does_not_hide_the_error(folder: Path):
-    assert "died (signal SIGABRT); the disk is gone; restarting in 1 s" in fate(folder, "abort", "on_death")
-
-
-@pytest.mark.parametrize("restart", ["on_death", "always"])
-def test_a_verdict_of_the_role_ends_the_run(folder: Path, restart: Restart):
+def test_a_death_that_a_restart_may_cure_leads_to_one(folder: Path, end: str, restart: Restart, report: str):
+    assert report in fate(folder, end, restart)
     with pytest.raises(RoleDiedError, match="role ended with exit code 2"):
         fate(folder, "2", restart)
 
@@ -91,15 +87,13 @@ def fails(folder: Path, end: str, errors: list[str]) -> RoleProcess:
 
 
 @pytest.mark.parametrize(("end", "reported"), [("76", "role: of model 7"), ("raise", "role: RuntimeError: of model 7")])
-def test_an_error_of_the_start_that_comes_back_the_same_ends_the_run(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, end: str, reported: str
-):
+def test_an_error_of_the_start_that_comes_back_the_same_ends_the_run(folder, monkeypatch, end, reported):
     monkeypatch.setattr("slipstream.cluster.role_process._RESTART_AFTER_S", 0.0)
     # It changes once, then it comes back with another number in it.
     role = fails(folder, end, ["of the machine", "of model 6", "of model 7"])
     role.start()
     with pytest.raises(RoleDiedError, match=reported):
-        until(lambda: bool(role.poll()) and False)
+        until(lambda: bool(role.poll()) and False, what="the role")
     assert role.num_restarts == 2
 
 
@@ -119,13 +113,11 @@ def descriptors_left(number: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_a_role_that_cannot_be_started_is_started_later_and_a_failed_attempt_keeps_nothing_open(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_role_that_cannot_be_started_is_started_later_and_a_failed_attempt_keeps_nothing_open(folder, monkeypatch):
     monkeypatch.setattr("slipstream.cluster.role_process._RESTART_AFTER_S", 0.0)
     role = fails(folder, "75", ["of the network"] * 2)
     role.start()
-    until(lambda: bool(role.poll()))
+    until(lambda: bool(role.poll()), what="the role")
     opened = open_descriptors()
     with descriptors_left(5):
         messages = [role.poll() for _ in range(3)]
@@ -136,15 +128,13 @@ def test_a_role_that_cannot_be_started_is_started_later_and_a_failed_attempt_kee
     # A machine that never recovers ends the run.
     role = fails(folder, "75", ["of the network"])
     role.start()
-    until(lambda: bool(role.poll()))
+    until(lambda: bool(role.poll()), what="the role")
     with descriptors_left(5), pytest.raises(RoleDiedError, match="cannot be started"):
-        until(lambda: bool(role.poll()) and False)
+        until(lambda: bool(role.poll()) and False, what="the role")
 
 
 @pytest.mark.parametrize(("end", "has_worked"), [("raise", True), ("75", False)])
-def test_an_error_that_a_restart_may_cure_may_come_back(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, end: str, has_worked: bool
-):
+def test_an_error_that_a_restart_may_cure_may_come_back(folder, monkeypatch, end, has_worked):
     monkeypatch.setattr("slipstream.cluster.role_process._RESTART_AFTER_S", 0.0)
     role = fails(folder, end, ["of the network"] * 4)
     role.start()
@@ -155,27 +145,17 @@ def test_an_error_that_a_restart_may_cure_may_come_back(
         role.poll()
         return role.num_restarts == 3
 
-    until(is_restarted_thrice)
+    until(is_restarted_thrice, what="three restarts")
     role.stop(ends_at=0.0)
-
-
-def test_a_role_that_succeeds_is_not_restarted(folder: Path):
-    assert fate(folder, "0", "on_death") == "finished"
-
-
-def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not reached():
-        assert time.monotonic() < deadline
 
 
 def test_terminate_signals_a_role_once(folder: Path):
     (folder / "never_done.py").write_text(NEVER_DONE)
     role = RoleProcess("role", ["never_done"], logs=folder)
     role.start()
-    until(lambda: "up" in role.log_tail())
+    until(lambda: "up" in role.log_tail(), what="the role")
     role.terminate()
-    until(lambda: "stopping" in role.log_tail())
+    until(lambda: "stopping" in role.log_tail(), what="the role")
     grace_ends_at = time.monotonic() + 1.5
     while time.monotonic() < grace_ends_at:
         role.terminate()
@@ -197,30 +177,27 @@ def test_a_log_is_cut_to_its_newest_lines_while_the_role_goes_on_writing(folder:
     (folder / "chatty.py").write_text(CHATTY)
     role = RoleProcess("role", ["chatty", "5000"], logs=folder, max_log_bytes=8000)
     role.start()
-    until(lambda: "the last line" in role.log_tail(num_lines=1))
+    until(lambda: "the last line" in role.log_tail(num_lines=1), what="the role")
     assert role.poll() == []
     log = (folder / "role.log").read_text()
     assert 1000 < len(log) <= 2000
     assert log.endswith("line 4999\nerror: the last line\n")
     role.stop(ends_at=0.0)
+    # An error is found in a log that was cut.
+    (folder / "role.log").write_text("error: of a start before\n" * 400)
+    role = RoleProcess("role", ["chatty", "5000", "ends"], logs=folder, max_log_bytes=8000)
+    role.start()
+    until(lambda: not role.is_running, what="the role")
+    with pytest.raises(RoleDiedError, match="role: the last line"):
+        role.poll()
 
 
 def test_a_role_whose_log_was_removed_is_restarted_all_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("slipstream.cluster.role_process._RESTART_AFTER_S", 0.0)
     role = RoleProcess("role", ["ends_with", "1"], logs=folder / "logs")
     role.start()
-    until(lambda: not role.is_running)
+    until(lambda: not role.is_running, what="the role")
     shutil.rmtree(folder / "logs")
     assert role.poll() == ["role died (exit code 1); last line of its log: ; restarting in 0 s"]
     assert role.poll()[0].startswith("role restarted (pid ")
     role.stop(ends_at=0.0)
-
-
-def test_an_error_is_found_in_a_log_that_was_cut(folder: Path):
-    (folder / "chatty.py").write_text(CHATTY)
-    (folder / "role.log").write_text("error: of a start before\n" * 400)
-    role = RoleProcess("role", ["chatty", "5000", "ends"], logs=folder, max_log_bytes=8000)
-    role.start()
-    until(lambda: not role.is_running)
-    with pytest.raises(RoleDiedError, match="role: the last line"):
-        role.poll()

@@ -56,7 +56,7 @@ def scene() -> Scene:
     return made
 
 
-def test_each_part_has_its_number_and_all_meet_on_the_first(scene: Scene):
+def test_each_part_has_its_number_and_all_meet_on_the_first_and_hear_of_the_end(scene: Scene):
     common = {"A": "b", "MASTER_ADDR": "10.0.0.5", "MASTER_PORT": "20999"}
     assert [part.variables for part in scene.parts] == [common | {"NODE_RANK": str(number)} for number in range(3)]
     assert (scene.seat.pid, scene.seat.place) == (70, "pid 70, and pid 71, and pid 72")
@@ -64,22 +64,16 @@ def test_each_part_has_its_number_and_all_meet_on_the_first(scene: Scene):
     scene.seat.start(["learner", "resume=true"], variables={})
     # The port of before may still be held by what is left of the first start.
     assert {part.variables["MASTER_PORT"] for part in scene.parts} == {"20998"}
-
-
-def test_it_has_succeeded_once_all_parts_have(scene: Scene):
-    scene.end(None, 0, 0)
-    assert scene.seat.poll() is None
-    scene.end(0, 0, 0)
-    assert scene.seat.poll() == 0
-    assert all(part.asked == ["learner", "stop"] for part in scene.parts)
+    scene.seat.terminate()
+    scene.seat.stop(ends_at=5.0)
+    assert all(part.asked[2:] == ["terminate", "stop"] for part in scene.parts)
 
 
 @pytest.mark.parametrize(
-    ("codes", "code"), [((None, -9, None), -9), ((75, 2, None), 2), ((75, 0, 75), 75), ((0, 0, None), 0)]
+    ("codes", "code"),
+    [((0, 0, 0), 0), ((None, -9, None), -9), ((75, 2, None), 2), ((75, 0, 75), 75), ((0, 0, None), 0)],
 )
-def test_when_a_part_has_ended_the_others_do_and_a_verdict_outweighs_their_loss(
-    scene: Scene, codes: tuple[int | None, ...], code: int
-):
+def test_when_a_part_has_ended_the_others_do_and_a_verdict_outweighs_their_loss(scene, codes, code):
     scene.end(*codes)
     if None in codes:
         assert scene.seat.poll() is None
@@ -89,9 +83,3 @@ def test_when_a_part_has_ended_the_others_do_and_a_verdict_outweighs_their_loss(
     assert scene.seat.poll() == code
     assert scene.seat.poll() == code
     assert all(part.asked == ["learner", "stop"] for part in scene.parts)
-
-
-def test_all_parts_hear_that_they_are_to_end(scene: Scene):
-    scene.seat.terminate()
-    scene.seat.stop(ends_at=5.0)
-    assert all(part.asked == ["learner", "terminate", "stop"] for part in scene.parts)

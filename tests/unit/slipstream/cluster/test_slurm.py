@@ -3,7 +3,6 @@
 import re
 import shlex
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -67,7 +66,7 @@ def test_the_roles_get_the_settings_of_the_run_and_go_on_where_they_were():
         ([*SPREAD, "cluster.trusted_network=false"], r"^cluster\.trusted_network must be true with cluster\.core"),
         (
             [*SPREAD, "cluster.core.gpus=4"],
-            r"^cluster\.core\.gpus must be 0 or 8 with learner\.num_ranks=16, .*=2, got",
+            r"^cluster\.core\.gpus must be 0 or 8 with learner\.num_ranks=16, .*=2",
         ),
     ],
 )
@@ -76,9 +75,7 @@ def test_a_job_whose_roles_could_not_meet_is_refused(overrides: list[str], sente
         script(*overrides)
 
 
-def test_without_print_the_script_is_submitted_from_its_input(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+def test_without_print_the_script_is_submitted_from_its_input(tmp_path, monkeypatch, capsys):
     call = ["launch", "slurm", *SPREAD]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -31,12 +31,14 @@ def test_json_holds_every_field_and_decodes_to_the_same_status():
 
 
 def test_a_run_that_does_not_exist_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    code, error = failure(capsys, f"runs_dir={tmp_path}", "name=mine")
-    assert code == 2
-    assert f"{tmp_path}/mine must be a run folder, but has no config.yaml: there is no run in" in error
-    code, error = failure(capsys, f"runs_dir={tmp_path}")
-    assert code == 2
-    assert "there must be a run in" in error
+    runs_dir = f"runs_dir={tmp_path}"
+    missing = f"{tmp_path}/mine must be a run folder"
+    code, error = failure(capsys, runs_dir, "name=mine")
+    assert (code, f"{missing}, but has no config.yaml: there is no run in" in error) == (2, True)
+    code, error = failure(capsys, runs_dir)
+    assert (code, "there must be a run in" in error) == (2, True)
+    with pytest.raises(ConfigError, match=missing):
+        scale(["generators=2", runs_dir, "name=mine"])
 
 
 @pytest.mark.parametrize("content", [b"name: [\n  - {\nseed: 1", b"\xff\xfe\x00", b"", b"nosuch: 1", b"seed: x"])
@@ -50,22 +52,17 @@ def test_a_broken_configuration_is_one_sentence(content: bytes, tmp_path: Path, 
     assert line.endswith("restore it, or use the version that started the run.")
 
 
-def test_a_name_a_folder_and_a_setting_name_the_same_run(tmp_path: Path):
-    folder = RunFolder(load(["experiment=digits_serial", "name=mine", f"runs_dir={tmp_path}"]))
-    folder.open()
+def test_a_run_is_found_by_name_folder_or_setting_and_a_wrong_name_gets_the_nearest(tmp_path: Path):
     runs_dir = f"runs_dir={tmp_path}"
-    assert find_run(["mine", runs_dir], command="plot") == folder.path
-    assert find_run(["name=mine", runs_dir], command="plot") == folder.path
-    assert find_run([str(folder.path)], command="plot") == folder.path
-
-
-def test_a_name_that_is_none_gets_the_nearest_or_those_that_there_are(tmp_path: Path):
     for name in ("digits", "addition"):
-        RunFolder(load(["experiment=digits_serial", f"name={name}", f"runs_dir={tmp_path}"])).open()
+        RunFolder(load(["experiment=digits_serial", f"name={name}", runs_dir])).open()
+    folder = tmp_path / "digits"
+    for words in (["digits", runs_dir], ["name=digits", runs_dir], [str(folder)]):
+        assert find_run(words, command="plot") == folder
     with pytest.raises(ConfigError, match="did you mean 'digits'"):
-        find_run(["digts", f"runs_dir={tmp_path}"], command="plot")
+        find_run(["digts", runs_dir], command="plot")
     with pytest.raises(ConfigError, match=r"there are '(digits', 'addition|addition', 'digits)'"):
-        find_run(["mine", f"runs_dir={tmp_path}"], command="plot")
+        find_run(["mine", runs_dir], command="plot")
 
 
 def test_without_a_name_the_newest_run_is_meant(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -84,17 +81,10 @@ def test_scale_needs_one_number(words: list[str]):
         scale(words)
 
 
-def test_scaling_a_run_that_does_not_exist_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=f"{tmp_path}/mine must be a run folder"):
-        scale(["generators=2", f"runs_dir={tmp_path}", "name=mine"])
-
-
 @pytest.mark.parametrize(
     "words", [["status"], ["scale", "generators=2"], ["drain", "generator-0"], ["pause"], ["profile"]]
 )
-def test_every_command_says_that_a_run_has_ended(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_every_command_says_that_a_run_has_ended(words, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("slipstream.observe.terminal.COMMAND_TIMEOUT_S", 0.05)
     folder = RunFolder(load(["name=mine", f"runs_dir={tmp_path}"]))
     folder.open()

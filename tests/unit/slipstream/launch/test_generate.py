@@ -11,7 +11,6 @@ import msgspec
 import pytest
 
 from slipstream import cli
-from slipstream.broker.dataset import open_datasets
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.errors import RunConflictError
 from slipstream.configs.base import ConfigError
@@ -60,6 +59,9 @@ def test_every_prompt_is_answered_and_more_of_them_the_next_time(run: RunConfig,
     assert {reward.status for reward in rewards} == {"ok"}
     assert {each.trajectory.sampling.temperature for each in Archive(out).read()} == {1.0}, "no greedy baseline"
     assert Archive(out).check().is_sound
+    generate(run, tmp_path / "unscored", samples=1, num_prompts=2, is_scored=False)
+    statuses = [each.trajectory.reward.status for each in Archive(tmp_path / "unscored").read()]
+    assert statuses == ["error", "error"], "answers without a reward are never zeros"
 
 
 def test_a_changed_setting_is_refused_in_one_sentence(run: RunConfig, tmp_path: Path) -> None:
@@ -67,9 +69,8 @@ def test_a_changed_setting_is_refused_in_one_sentence(run: RunConfig, tmp_path: 
     generate(run, out, samples=1, num_prompts=1, is_scored=True)
     with pytest.raises(RunConflictError, match=r"^samples must stay 1 .* got 2: "):
         generate(run, out, samples=2, num_prompts=1, is_scored=True)
-    other = msgspec.structs.replace(run, seed=7)
     with pytest.raises(RunConflictError, match=r"^seed must stay 0 "):
-        generate(other, out, samples=1, num_prompts=1, is_scored=True)
+        generate(msgspec.structs.replace(run, seed=7), out, samples=1, num_prompts=1, is_scored=True)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(ConfigError, match="--out must be a new folder"):
@@ -77,9 +78,8 @@ def test_a_changed_setting_is_refused_in_one_sentence(run: RunConfig, tmp_path: 
 
 
 def test_a_wrong_setting_of_a_call_without_answers_can_be_corrected(run: RunConfig, tmp_path: Path) -> None:
-    wrong = msgspec.structs.replace(
-        run, generators=make_run(generators={"reward": {"function": "nosuch:f"}}).generators
-    )
+    broken = make_run(generators={"reward": {"function": "nosuch:f"}}).generators
+    wrong = msgspec.structs.replace(run, generators=broken)
     with pytest.raises(ConfigError, match="no module 'nosuch'"):
         generate(wrong, tmp_path / "out", samples=1, num_prompts=1, is_scored=True)
     assert generate(run, tmp_path / "out", samples=1, num_prompts=1, is_scored=True)[1] == 1
@@ -91,11 +91,6 @@ def test_a_wrong_setting_of_a_call_without_answers_can_be_corrected(run: RunConf
         with pytest.raises(ConfigError, match=r"model\.path must be a folder with .*nosuch': there is no such folder"):
             refused()
     assert not (tmp_path / "new").exists()
-
-
-def test_answers_without_a_reward_are_never_zeros(run: RunConfig, tmp_path: Path) -> None:
-    generate(run, tmp_path / "out", samples=1, num_prompts=2, is_scored=False)
-    assert [each.trajectory.reward.status for each in Archive(tmp_path / "out").read()] == ["error", "error"]
 
 
 KILLED = """
@@ -132,6 +127,8 @@ def test_a_killed_call_goes_on_with_the_answers_that_it_lacks(run: RunConfig, tm
 
 
 def test_models_are_measured_on_the_same_prompts_and_compared(run: RunConfig, tmp_path: Path) -> None:
+    reported = evaluate(run, [run.model.path])
+    assert [each.score.num_prompts for each in reported] == [len(run.evaluation.rows(12)[1])] * 2
     other = str(make_tiny_model(tmp_path / "other", seed=1))
     out = tmp_path / "out"
     found = evaluate(run, [run.model.path, other], out=out, is_whole=True)
@@ -151,18 +148,8 @@ def test_models_are_measured_on_the_same_prompts_and_compared(run: RunConfig, tm
     with console.capture() as printed:
         console.print(*tables(found))
     assert "accuracy of task-1" in printed.get()
-    assert [column.header for column in tables(found)[0].columns] == [
-        "",
-        run.model.path,
-        other,
-        f"{other} minus the first",
-    ]
-
-
-def test_the_rows_of_a_run_are_those_it_reports(run: RunConfig) -> None:
-    found = evaluate(run, [run.model.path])
-    assert [each.score.num_prompts for each in found] == [len(run.evaluation.rows(12)[1])] * 2
-    assert open_datasets(run)[1].keys() == {"hard", "greedy"}
+    headers = [column.header for column in tables(found)[0].columns]
+    assert headers == ["", run.model.path, other, f"{other} minus the first"]
 
 
 def test_commands_without_a_model_say_so(capsys: pytest.CaptureFixture[str]) -> None:

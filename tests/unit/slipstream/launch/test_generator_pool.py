@@ -9,14 +9,7 @@ import pytest
 from slipstream.cluster.role_process import RoleDiedError, RoleProcess
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
-from slipstream.launch.generator_pool import (
-    GeneratorPool,
-    check_placement,
-    check_target,
-    gpu_gib,
-    place,
-    visible_gpus,
-)
+from slipstream.launch.generator_pool import GeneratorPool, check_placement, check_target, gpu_gib, place, visible_gpus
 from tests.builders import make_run
 
 STAYS = """
@@ -73,20 +66,15 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     made.close()
 
 
-def test_the_pool_grows_and_shrinks_and_the_highest_numbers_leave_first(scene: Scene):
+def test_the_pool_grows_and_shrinks_and_a_name_is_reused_only_when_its_process_is_gone(scene: Scene):
     scene.keep(1)
     scene.until(lambda: scene.are_up(0))
     scene.keep(3)
     scene.until(lambda: scene.are_up(0, 1, 2))
-    scene.keep(1)
-    scene.until(lambda: scene.are_up(0) and len(scene.pool.roles) == 1)
-    assert "generator-2 is asked to leave: the target is 1" in scene.messages
-    assert "generator-2 left" in scene.messages
-
-
-def test_a_name_is_reused_only_when_its_process_is_gone(scene: Scene):
     scene.keep(2)
-    scene.until(lambda: scene.are_up(0, 1))
+    scene.until(lambda: scene.are_up(0, 1) and len(scene.pool.roles) == 2)
+    assert "generator-2 is asked to leave: the target is 2" in scene.messages
+    assert "generator-2 left" in scene.messages
     scene.keep(1)
     scene.keep(2)
     assert [role.name for role in scene.pool.roles] == ["generator-0", "generator-1"]
@@ -112,63 +100,48 @@ def test_a_generator_that_cannot_start_is_abandoned_while_another_lives(scene: S
     scene.until(lambda: scene.are_up(0))
 
 
-def test_the_last_generator_that_cannot_start_ends_the_run(scene: Scene):
+def test_the_last_generator_that_cannot_start_ends_the_run_unless_it_has_others(scene: Scene):
     scene.ends["generator-0"] = "2"
     scene.keep(1)
     with pytest.raises(RoleDiedError, match="generator-0"):
         scene.until(lambda: False)
-
-
-def test_the_last_generator_of_the_pool_is_abandoned_when_the_run_has_others(scene: Scene):
-    scene.ends["generator-0"] = "2"
     scene.has_others = True
-    scene.keep(1)
     scene.until(lambda: scene.pool.target == 0)
     assert "generator-0 is abandoned, the target is 0 now" in scene.messages[-1]
 
 
-# --- placement -------------------------------------------------------------------------------------------------------
 EIGHT = list("01234567")
 
 
-def test_without_gpus_nothing_is_placed():
-    assert place(make_run(), gpus=[]) == {}
-
-
-def test_one_gpu_is_shared():
-    placed = place(load(["experiment=gsm8k_1gpu"]), gpus=["5"])
-    assert placed == {"learner": ["5"], "generator-0": ["5"]}
-
-
-def test_eight_gpus_are_assigned_in_order():
-    placed = place(load(["experiment=gsm8k_8gpu"]), gpus=EIGHT)
-    assert placed == {"learner": ["0", "1", "2", "3"], "generator-0": ["4", "5"], "generator-1": ["6", "7"]}
-
-
 @pytest.mark.parametrize(
-    ("overrides", "placed"),
+    ("overrides", "gpus", "placed"),
     [
+        ([], [], {}),
+        (["experiment=gsm8k_1gpu"], ["5"], {"learner": ["5"], "generator-0": ["5"]}),
+        (["experiment=gsm8k_8gpu"], EIGHT, {"learner": EIGHT[:4], "generator-0": EIGHT[4:6], "generator-1": EIGHT[6:]}),
+        ([], ["6", "GPU-8932f937"], {"learner": ["6"], "generator-0": ["GPU-8932f937"]}),
         # vLLM's build decides its device; a setting decides the learner's.
-        (["learner.device=cpu"], {"learner": [], "generator-0": ["5"]}),
-        (["learner.device=cpu", "generators/engine=hf"], {"learner": [], "generator-0": []}),
-        (["generators/engine=hf"], {"learner": ["5"], "generator-0": ["5"]}),
-        (["generators/engine=scripted"], {"learner": ["5"], "generator-0": []}),
+        (["learner.device=cpu"], ["5"], {"learner": [], "generator-0": ["5"]}),
+        (["learner.device=cpu", "generators/engine=hf"], ["5"], {"learner": [], "generator-0": []}),
+        (["generators/engine=hf"], ["5"], {"learner": ["5"], "generator-0": ["5"]}),
+        (["generators/engine=scripted"], ["5"], {"learner": ["5"], "generator-0": []}),
     ],
 )
-def test_a_role_without_a_gpu_sees_none(overrides: list[str], placed: dict[str, list[str]]):
-    assert place(load(overrides), gpus=["5"]) == placed
+def test_each_role_gets_its_gpus_in_order_and_one_is_shared(overrides, gpus, placed):
+    assert place(load(overrides), gpus=gpus) == placed
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "gpus", "message"),
     [
-        (["learner.num_ranks=2"], r"learner.num_ranks must be <= the GPUs here \(1\), got 2: each"),
-        (["generators.engine.tensor_parallel_size=2"], r"parallel_size must be <= the GPUs here \(1\), got 2: each"),
+        (["learner.num_ranks=2"], ["5"], r"learner.num_ranks must be <= the GPUs here \(1\), got 2: each"),
+        (["generators.engine.tensor_parallel_size=2"], ["5"], r"size must be <= the GPUs here \(1\), got 2: each"),
+        (["experiment=gsm8k_8gpu"], EIGHT[:4], "got 8"),
     ],
 )
-def test_no_two_processes_of_a_group_share_a_gpu(overrides: list[str], message: str):
+def test_no_two_processes_of_a_group_share_a_gpu(overrides: list[str], gpus: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
-        place(load(overrides), gpus=["5"])
+        place(load(overrides), gpus=gpus)
 
 
 def test_a_learner_that_must_have_a_gpu_is_refused_before_the_start_without_one():
@@ -176,9 +149,7 @@ def test_a_learner_that_must_have_a_gpu_is_refused_before_the_start_without_one(
     # A machine without a driver, or a CPU build of torch.
     with pytest.raises(ConfigError, match=r"^learner.device=cuda needs an NVIDIA GPU"):
         check_placement(load(["learner.device=cuda"]))
-    with pytest.raises(
-        ConfigError, match=r"weights\.backend=nccl needs a GPU for the learner and others .* got 0 here"
-    ):
+    with pytest.raises(ConfigError, match=r"weights\.backend=nccl needs a GPU for the learner and .* got 0 here"):
         check_placement(load(["weights.backend=nccl"]))
 
 
@@ -194,39 +165,19 @@ def test_the_driver_is_asked_for_the_gpus_and_their_memory(tmp_path: Path, monke
         gpu_gib("MIG-3a")
 
 
-def test_too_few_gpus_are_refused_with_the_sum():
-    with pytest.raises(ConfigError, match="got 8"):
-        place(load(["experiment=gsm8k_8gpu"]), gpus=EIGHT[:4])
-
-
 @pytest.mark.parametrize(
     ("value", "names"),
-    [
-        ("2,3", ["2", "3"]),
-        (" 7 , GPU-8932f937 ", ["7", "GPU-8932f937"]),
-        ("MIG-3a/1/0", ["MIG-3a/1/0"]),
-        ("", []),
-        ("-1", []),
-        ("1,-1,2", ["1"]),
-    ],
+    [(" 7 , GPU-8932f937 ", ["7", "GPU-8932f937"]), ("MIG-3a/1/0", ["MIG-3a/1/0"]), ("", []), ("1,-1,2", ["1"])],
 )
 def test_only_gpus_visible_to_the_launcher_are_assigned(value: str, names: list[str]):
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": value}, torch_version="2.13.0+cu130") == names
 
 
-def test_a_role_gets_its_gpus_by_the_names_that_the_launcher_sees():
-    placed = place(load([]), gpus=visible_gpus({"CUDA_VISIBLE_DEVICES": "6,GPU-8932f937"}, torch_version="2.13.0"))
-    assert placed == {"learner": ["6"], "generator-0": ["GPU-8932f937"]}
-
-
-def test_an_implausible_number_of_generators_is_refused():
+def test_an_implausible_number_of_generators_is_refused_unless_the_settings_have_it():
     check_target(make_run(), 8, num_cores=2)
     with pytest.raises(ConfigError, match=r"generators must be <= 8 on this machine of 2 cores, got 100: lower it"):
         check_target(make_run(), 100, num_cores=2)
-
-
-@pytest.mark.parametrize("settings", [{"count": 20}, {"autoscale": {"max": 20}}])
-def test_numbers_within_the_settings_are_accepted(settings: dict):
-    check_target(make_run(generators=settings), 20, num_cores=2)
-    with pytest.raises(ConfigError, match="<= 20"):
-        check_target(make_run(generators=settings), 21, num_cores=2)
+    for settings in ({"count": 20}, {"autoscale": {"max": 20}}):
+        check_target(make_run(generators=settings), 20, num_cores=2)
+        with pytest.raises(ConfigError, match="<= 20"):
+            check_target(make_run(generators=settings), 21, num_cores=2)

@@ -18,15 +18,37 @@ from tests.memory_store.store import MemoryStore
 from tests.tiny_model import make_tiny_model
 
 
+class FarPlaces:
+    """Places with seats on this machine."""
+
+    gpus = ["4", "5"]
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def seat(self, name: str, log: Path) -> LocalSeat:
+        self.names.append(name)
+        return LocalSeat(log)
+
+    def learner_seat(self, log: Path, *, meet: Callable[[], Mapping[str, str]]) -> LocalSeat:
+        return LocalSeat(log)
+
+
+def make_launcher(*overrides: str, printed: io.StringIO | None = None, places: FarPlaces | None = None) -> Launcher:
+    run = load(list(overrides))
+    console = Console(file=printed or io.StringIO(), width=200)
+    return Launcher(run, RunFolder(run), overrides=list(overrides), console=console, places=places)
+
+
 def test_a_store_may_lack_the_run_until_a_broker_has_opened_it_and_no_longer(tmp_path: Path) -> None:
-    run = load(["experiment=digits_cpu", "name=run", f"runs_dir={tmp_path}"])
     printed = io.StringIO()
-    launcher = Launcher(run, RunFolder(run), overrides=[], console=Console(file=printed, width=200))
+    launcher = make_launcher("experiment=digits_cpu", "name=run", f"runs_dir={tmp_path}", printed=printed)
+    run = launcher._run
 
     def update(store: MemoryStore) -> None:
         report = LauncherReport(store)
         scaling = Scaling(launcher._pool, report, run=run, check_room=launcher._check_room)
-        launcher._update(store, Monitor(store, run), scaling, report)  # type: ignore[arg-type]
+        launcher._update(store, Monitor(store, run), scaling, report)
 
     store = MemoryStore()
     update(store)
@@ -46,13 +68,10 @@ def test_roles_that_share_a_gpu_are_told_the_kv_cache(tmp_path: Path, monkeypatc
 
     def arguments(*overrides: str) -> list[str]:
         own = ["name=run", f"runs_dir={tmp_path}", f"model.path={model}", *overrides]
-        run = load(own)
-        launcher = Launcher(run, RunFolder(run), overrides=own, console=Console(file=io.StringIO()))
+        launcher = make_launcher(*own)
         launcher._share_gpu()
         assert launcher._learner._arguments[1:] == launcher._brokers[0]._arguments[1:]
-        with pytest.raises(
-            ConfigError, match=r"generators must be <= 1 on the one GPU .*, got 2: its memory is divided"
-        ):
+        with pytest.raises(ConfigError, match=r"must be <= 1 on the one GPU .*, got 2: its memory is divided"):
             launcher._check_room(2)
         return launcher._brokers[0]._arguments
 
@@ -62,22 +81,6 @@ def test_roles_that_share_a_gpu_are_told_the_kv_cache(tmp_path: Path, monkeypatc
     assert arguments("generators.engine.kv_cache_gib=2")[-1] == "generators.engine.kv_cache_gib=2"
     for other in ("generators/engine=hf", "learner.device=cpu"):
         assert arguments(other)[-1] == other
-
-
-class FarPlaces:
-    """Places with seats on this machine."""
-
-    gpus = ["4", "5"]
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def seat(self, name: str, log: Path) -> LocalSeat:
-        self.names.append(name)
-        return LocalSeat(log)
-
-    def learner_seat(self, log: Path, *, meet: Callable[[], Mapping[str, str]]) -> LocalSeat:
-        return LocalSeat(log)
 
 
 class StubbornRole:
@@ -101,10 +104,9 @@ class StubbornRole:
 
 def test_a_user_who_insists_ends_all_roles_before_the_launcher_ends(tmp_path: Path) -> None:
     events: list[str] = []
-    run = load(["name=run", f"runs_dir={tmp_path}"])
-    launcher = Launcher(run, RunFolder(run), overrides=[], console=Console(file=io.StringIO()), places=FarPlaces())
-    launcher._brokers = [StubbornRole("broker", events)]  # type: ignore[list-item]
-    launcher._learner = StubbornRole("learner", events)  # type: ignore[assignment]
+    launcher = make_launcher("name=run", f"runs_dir={tmp_path}", places=FarPlaces())
+    launcher._brokers = [StubbornRole("broker", events)]
+    launcher._learner = StubbornRole("learner", events)
     with pytest.raises(KeyboardInterrupt), launcher._processes(None):
         pass
     assert events[2:] == ["terminate learner", "terminate learner", "stop learner", "kill broker", "kill learner"]
@@ -113,9 +115,8 @@ def test_a_user_who_insists_ends_all_roles_before_the_launcher_ends(tmp_path: Pa
 def test_each_broker_is_told_its_number_and_the_only_one_none(tmp_path: Path) -> None:
     for shards, numbers in ((1, [[]]), (2, [["--shard", "0"], ["--shard", "1"]])):
         own = ["name=run", f"runs_dir={tmp_path}", f"broker.shards={shards}"]
-        run = load(own)
-        launcher = Launcher(run, RunFolder(run), overrides=own, console=Console(file=io.StringIO()))
-        brokers = [role for role in launcher._roles if role.name in run.broker.names]
+        launcher = make_launcher(*own)
+        brokers = [role for role in launcher._roles if role.name in launcher._run.broker.names]
         assert [role._arguments for role in brokers] == [["slipstream.broker", *number, *own] for number in numbers]
 
 
@@ -123,10 +124,8 @@ def test_generators_elsewhere_are_given_the_address_the_code_and_in_their_enviro
     own = ["generators.reward.function=mine:score", "experiment=digits_cpu"]
     here = ["name=run", f"runs_dir={tmp_path}", "broker.address=tcp://127.0.0.1:5757", "weights.transport=delta"]
     run = load([*here, *own, "cluster.kind=ray", "cluster.interface=127.0.0.0/8", "cluster.generator.cpus=4"])
-    places = FarPlaces()
-    launcher = Launcher(
-        run, RunFolder(run), overrides=[*here, *own], console=Console(file=io.StringIO()), places=places
-    )
+    places, console = FarPlaces(), Console(file=io.StringIO())
+    launcher = Launcher(run, RunFolder(run), overrides=[*here, *own], console=console, places=places)
     assert launcher._gpus == {"learner": ["4", "5"]}
     launcher._check_room(1000)
     launcher._address = "tcp://10.0.0.1:20000"

@@ -30,30 +30,19 @@ LARGE = Machine(host_gib=1024, gpus=8, gpu_gib=80)
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with nothing but config.json: eight query heads of 32, two of keys and values, a tied head."""
     folder = tmp_path_factory.mktemp("model")
-    Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=WIDTH,
-        intermediate_size=INNER,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        architectures=["Qwen2ForCausalLM"],
-    ).save_pretrained(folder)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    Qwen2Config(**sizes, **heads, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
     return folder
 
 
 def settings(model: Path, *overrides: str) -> RunConfig:
-    return load(
-        [
-            f"model.path={model}",
-            "model.max_length=256",
-            "data.max_prompt_tokens=64",
-            "generators.sampling.max_tokens=192",
-            "learner.tokens_per_microbatch=1024",
-            *overrides,
-        ]
-    )
+    sizes = ["model.max_length=256", "data.max_prompt_tokens=64", "generators.sampling.max_tokens=192"]
+    return load([f"model.path={model}", *sizes, "learner.tokens_per_microbatch=1024", *overrides])
+
+
+def plan_of(model: Path, *overrides: str, machine: Machine = LARGE) -> Plan:
+    return make_plan(settings(model, *overrides), machine)
 
 
 def gib(plan: Plan, process: str, cause: str) -> float:
@@ -63,12 +52,12 @@ def gib(plan: Plan, process: str, cause: str) -> float:
 
 def test_states_are_those_of_the_zero_stage(model: Path) -> None:
     one = 4 * NUM_ELEMENTS / GIB
-    whole = make_plan(settings(model), LARGE)
+    whole = plan_of(model)
     assert gib(whole, "learner rank 0", "weights") == pytest.approx(one)
     assert gib(whole, "learner rank 0", "gradients") == pytest.approx(one)
     assert gib(whole, "learner rank 0", "optimizer: two moments") == pytest.approx(2 * one)
     ranks = ("learner.num_ranks=4", "learner.engine.zero_stage=3", "algorithm.kl.coefficient=0.1")
-    sharded = make_plan(settings(model, *ranks), LARGE)
+    sharded = plan_of(model, *ranks)
     for cause, share in (
         ("weights", 1 / 4),
         ("weights, gathered", 1),
@@ -81,7 +70,7 @@ def test_states_are_those_of_the_zero_stage(model: Path) -> None:
 
 
 def test_an_adapter_needs_no_gradients_of_the_base_and_travels_alone(model: Path) -> None:
-    plan = make_plan(settings(model, "model.lora.rank=4", "algorithm.kl.coefficient=0.1"), LARGE)
+    plan = plan_of(model, "model.lora.rank=4", "algorithm.kl.coefficient=0.1")
     # Rank-4 matrices for q, k, v, o, gate, up, and down.
     pairs = [(WIDTH, WIDTH), (WIDTH, 64), (WIDTH, 64), (WIDTH, WIDTH)] + 2 * [(WIDTH, INNER)] + [(INNER, WIDTH)]
     adapter = LAYERS * 4 * sum(map(sum, pairs))
@@ -104,19 +93,17 @@ def test_a_step_is_traced_with_what_its_settings_save(model: Path) -> None:
 
 
 def test_ranks_that_share_sequences_share_activations(model: Path) -> None:
-    def activations(*overrides: str) -> float:
-        plan = make_plan(settings(model, "learner.num_ranks=2", "model.max_length=2048", *overrides), LARGE)
-        return gib(plan, "learner rank 1", "activations of the largest microbatch")
-
-    long = "learner.tokens_per_microbatch=4096"
-    whole = activations(long)
-    assert activations(long, "learner.sequence_parallel=2") == pytest.approx(whole / 2)
+    long = ("learner.tokens_per_microbatch=4096", "learner.num_ranks=2", "model.max_length=2048")
+    plans = [plan_of(model, *long, *more) for more in ((), ("learner.sequence_parallel=2",))]
+    whole, half = (gib(plan, "learner rank 1", "activations of the largest microbatch") for plan in plans)
+    assert half == pytest.approx(whole / 2)
 
 
 def test_inputs_of_layers_move_to_the_host(model: Path) -> None:
+    checkpointing = "learner.engine.gradient_checkpointing=true"
     kept, moved = (
-        make_plan(settings(model, "learner.engine.gradient_checkpointing=true", *more), LARGE)
-        for more in ((), ("learner.engine.offload_activations=true",))
+        plan_of(model, checkpointing),
+        plan_of(model, checkpointing, "learner.engine.offload_activations=true"),
     )
     inputs = gib(moved, "learner rank 0", "inputs of layers")
     # Rows of 255 inputs, four of them to a microbatch.
@@ -126,13 +113,8 @@ def test_inputs_of_layers_move_to_the_host(model: Path) -> None:
 
 
 def test_a_mixture_is_traced_with_its_chosen_experts(tmp_path: Path) -> None:
-    sizes = {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "vocab_size": 128,
-        "num_experts": 8,
-        "moe_intermediate_size": 96,
-    }
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 128}
+    sizes |= {"num_experts": 8, "moe_intermediate_size": 96}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32}
     found = {}
     for chosen in (1, 4):
@@ -158,11 +140,10 @@ def test_the_trace_is_what_a_real_step_allocates(model: Path, tmp_path: Path) ->
 
 
 def test_what_cannot_fit_is_named_with_what_to_change(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small = Machine(host_gib=1.0)
-    (problem,) = make_plan(settings(model), small).problems
+    (problem,) = plan_of(model, machine=Machine(host_gib=1.0)).problems
     assert problem.startswith("host must hold ")
     assert "got 1.0: the largest part is " in problem
-    assert not make_plan(settings(model), LARGE).problems
+    assert not plan_of(model).problems
     with pytest.raises(SystemExit) as caught:
         show_plan([f"model.path={model}"], gpus=0, gpu_gib=None, host_gib=1.0, is_json=True)
     assert caught.value.code == 1
@@ -185,12 +166,15 @@ def test_an_engine_must_hold_one_sequence(tmp_path: Path) -> None:
     assert "(6144 tokens, 1.50 GiB), got 1.00 GiB: lower model.max_length" in problem
 
 
-def test_gpus_hold_what_their_roles_need(model: Path) -> None:
+def test_gpus_hold_what_their_roles_need(model: Path, tmp_path: Path) -> None:
     run = settings(model, "generators/engine=vllm_gpu_tp2", "generators.count=2", "learner.device=auto")
     plan = make_plan(run, LARGE)
     places = {need.process: {n.place for n in plan.needs if n.process == need.process} for need in plan.needs}
     assert places["learner rank 0"] == {"gpu 0", HOST}
     assert places["generator-1"] == {"gpu 3", "gpu 4", HOST}
+    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
+    with pytest.raises(ConfigError, match=r"^model.path must name a model whose config.json can be read"):
+        plan_of(tmp_path)
     with pytest.raises(ConfigError, match="--gpu-gib"):
         Machine.here(host_gib=None, gpus=2 + torch.cuda.device_count(), gpu_gib=None)
 
@@ -231,75 +215,55 @@ def test_a_container_has_no_more_memory_than_its_limit(monkeypatch: pytest.Monke
     assert Machine.here(host_gib=4.0, gpus=0, gpu_gib=None).host_gib == 4.0
 
 
-def test_an_unreadable_model_is_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
-    with pytest.raises(ConfigError, match=r"^model.path must name a model whose config.json can be read"):
-        make_plan(settings(tmp_path), LARGE)
-
-
 def test_derived_sizes_follow_from_the_settings() -> None:
     derived = derived_sizes(load(["experiment=gsm8k_8gpu"]))
-    assert derived["trajectories per step"] == "1024 = 128 groups x 8"
-    assert derived["trajectories per optimizer update"] == "1024"
+    updates = (derived["trajectories per step"], derived["trajectories per optimizer update"])
+    assert updates == ("1024 = 128 groups x 8", "1024")
     assert derived["groups running or waiting"].startswith("< 640 ")
     assert derived["devices of all generators"] == "4"
 
 
-QWEN = {"num_key_value_heads": 2, "vocab_size": 151_936, "tie_word_embeddings": True}
+def qwen(kind: type[PreTrainedConfig], width: int, layers: int, heads: int, kv_heads: int, **more: Any) -> Any:
+    """Sizes as published, so that presets are planned without the hub."""
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    sizes |= {"num_key_value_heads": kv_heads, "vocab_size": 152_064, "tie_word_embeddings": False}
+    return kind, sizes | more
+
+
+TIED = {"vocab_size": 151_936, "tie_word_embeddings": True}
+ROPE = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
+TEXT = qwen(Qwen2Config, 2048, 36, 16, 2, intermediate_size=11_008, **TIED, rope_parameters=ROPE)[1]
+EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "head_dim": 128}
+VISION = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048}
 PUBLISHED: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
-    "Qwen/Qwen2.5-1.5B-Instruct": (
-        Qwen2Config,
-        QWEN | {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
-    ),
-    "Qwen/Qwen2.5-7B-Instruct": (
-        Qwen2Config,
-        {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 28, "num_attention_heads": 28}
-        | {"num_key_value_heads": 4, "vocab_size": 152_064, "tie_word_embeddings": False},
-    ),
-    "Qwen/Qwen2.5-32B-Instruct": (
-        Qwen2Config,
-        {"hidden_size": 5120, "intermediate_size": 27_648, "num_hidden_layers": 64, "num_attention_heads": 40}
-        | {"num_key_value_heads": 8, "vocab_size": 152_064, "tie_word_embeddings": False},
-    ),
-    "Qwen/Qwen3-30B-A3B": (
-        Qwen3MoeConfig,
-        {"hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4}
-        | {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-        | {"vocab_size": 151_936, "tie_word_embeddings": False},
-    ),
+    "Qwen/Qwen2.5-1.5B-Instruct": qwen(Qwen2Config, 1536, 28, 12, 2, intermediate_size=8960, **TIED),
+    "Qwen/Qwen2.5-7B-Instruct": qwen(Qwen2Config, 3584, 28, 28, 4, intermediate_size=18_944),
+    "Qwen/Qwen2.5-32B-Instruct": qwen(Qwen2Config, 5120, 64, 40, 8, intermediate_size=27_648),
+    "Qwen/Qwen3-30B-A3B": qwen(Qwen3MoeConfig, 2048, 48, 32, 4, vocab_size=151_936, **EXPERTS),
     "Qwen/Qwen2.5-VL-3B-Instruct": (
-        Qwen2_5_VLConfig,
-        {
-            "text_config": QWEN
-            | {"hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36, "num_attention_heads": 16}
-            | {"rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}},
-            "vision_config": {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "out_hidden_size": 2048},
-            "tie_word_embeddings": True,
-        },
+        Qwen2_5_VLConfig, {"text_config": TEXT, "vision_config": VISION, "tie_word_embeddings": True}
     ),
-}
-"""Sizes as published, so that presets are planned without the hub."""
+}  # fmt: skip
+LONG = pytest.mark.long
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "gpus", "num_billions"),
     [
-        pytest.param("gsm8k_1gpu", 1, 1.54, marks=pytest.mark.long),
+        pytest.param("gsm8k_1gpu", 1, 1.54, marks=LONG),
         ("gsm8k_lora_1gpu", 1, 7.62),
-        pytest.param("math_1gpu", 1, 1.54, marks=pytest.mark.long),
-        pytest.param("retool_1gpu", 1, 1.54, marks=pytest.mark.long),
-        pytest.param("search_r1_1gpu", 1, 1.54, marks=pytest.mark.long),
-        pytest.param("environment_1gpu", 1, 1.54, marks=pytest.mark.long),
+        pytest.param("math_1gpu", 1, 1.54, marks=LONG),
+        pytest.param("retool_1gpu", 1, 1.54, marks=LONG),
+        pytest.param("search_r1_1gpu", 1, 1.54, marks=LONG),
+        pytest.param("environment_1gpu", 1, 1.54, marks=LONG),
         ("geometry_1gpu", 1, 3.75),
-        pytest.param("gsm8k_8gpu", 8, 7.62, marks=pytest.mark.long),
+        pytest.param("gsm8k_8gpu", 8, 7.62, marks=LONG),
         ("gsm8k_32b_8gpu", 8, 32.8),
         ("gsm8k_moe_8gpu", 8, 30.5),
     ],
 )
-def test_a_preset_fits_the_gpus_it_is_for(
-    preset: str, gpus: int, num_billions: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preset_fits_the_gpus_it_is_for(preset, gpus, num_billions, tmp_path, monkeypatch):
     chosen = [f"experiment={preset}"]
     if preset == "environment_1gpu":
         chosen += ["generators.agent.environment=mine-v1", "generators.agent.python=envs/bin/python"]

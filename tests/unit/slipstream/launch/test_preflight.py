@@ -10,75 +10,58 @@ from slipstream.configs.run import RunConfig
 from slipstream.launch.preflight import check_surroundings, make_inputs, missing_steps, prepare
 from slipstream.scripts.make_digits_data import make_row, write_pair
 
-TOUCH = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])"
+PROGRAMS = {
+    "writer": "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])",
+    "idler": "",
+    "lacking": "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')",
+    "breaker": "raise SystemExit(3)",
+}
 
 
-def make_run(*steps: dict[str, object]) -> RunConfig:
-    shown = ", ".join(
-        f"{{creates: '{step['creates']}', module: '{step['module']}', args: {step['args']}}}" for step in steps
-    )
-    return load([f"prepare=[{shown}]"])
-
-
-def step(creates: Path, *, module: str = "writer", text: str = "made") -> dict[str, object]:
-    return {"creates": creates, "module": module, "args": [str(creates), text]}
-
-
-@pytest.fixture
-def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "writer.py").write_text(TOUCH)
-    (tmp_path / "idler.py").write_text("")
-    (tmp_path / "lacking.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
-    (tmp_path / "breaker.py").write_text("raise SystemExit(3)")
+@pytest.fixture(autouse=True)
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, program in PROGRAMS.items():
+        (tmp_path / f"{name}.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
-@pytest.mark.usefixtures("writer")
-def test_missing_products_are_made_in_order(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def run_of(*steps: tuple[str, Path]) -> RunConfig:
+    """A run with these prepare steps: (program, file to create)."""
+    shown = ", ".join(f"{{creates: '{made}', module: '{module}', args: ['{made}', 'made']}}" for module, made in steps)
+    return load([f"prepare=[{shown}]"])
+
+
+def test_missing_products_are_made_in_order_and_existing_ones_are_kept(tmp_path, capfd):
     first, second = tmp_path / "first", tmp_path / "second"
-    assert prepare(make_run(step(first), step(second))) == 2
+    run = run_of(("writer", first), ("writer", second))
+    assert prepare(run) == 2
     assert first.read_text() == second.read_text() == "made"
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("prepare: ")]
     assert ["first is missing" in lines[0], "second is missing" in lines[1], len(lines)] == [True, True, 2]
+    first.write_text("mine")
+    assert (prepare(run), first.read_text()) == (0, "mine")
 
 
-@pytest.mark.usefixtures("writer")
-def test_existing_products_are_kept(tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    there.write_text("mine")
-    assert prepare(make_run(step(there))) == 0
-    assert there.read_text() == "mine"
-
-
-@pytest.mark.usefixtures("writer")
-def test_a_failing_step_is_named_and_ends_it(tmp_path: Path) -> None:
-    run = make_run(step(tmp_path / "a", module="breaker"), step(tmp_path / "b"))
-    with pytest.raises(ConfigError, match=r"prepare step `python -m breaker .*a made` .* failed with exit code 3"):
-        prepare(run)
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("breaker", r"prepare step `python -m breaker .*a made` .* failed with exit code 3"),
+        ("lacking", "failed with exit code 2; its own message is above"),
+        ("idler", r"must create .*/a, but did not"),
+    ],
+)
+def test_a_failing_step_is_named_and_ends_it(module, words, tmp_path, capfd):
+    with pytest.raises(ConfigError, match=words):
+        prepare(run_of((module, tmp_path / "a"), ("writer", tmp_path / "b")))
     assert not (tmp_path / "b").exists()
-
-
-@pytest.mark.usefixtures("writer")
-def test_a_library_that_a_step_lacks_is_one_sentence(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="failed with exit code 2; its own message is above"):
-        prepare(make_run(step(tmp_path / "a", module="lacking")))
-    assert capfd.readouterr().err.startswith("error: torch must be installed, but is not: `pip install")
-
-
-@pytest.mark.usefixtures("writer")
-def test_a_step_that_does_not_make_its_product_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"must create .*/a, but did not"):
-        prepare(make_run(step(tmp_path / "a", module="idler")))
+    needs = "error: torch must be installed, but is not: `pip install"
+    assert capfd.readouterr().err.startswith(needs) == (module == "lacking")
 
 
 def test_the_default_run_makes_data_and_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     modules = [missing.module for missing in missing_steps(load([]))]
-    assert modules == [
-        "slipstream.scripts.make_digits_data",
-        "slipstream.scripts.init_random_model",
-        "slipstream.scripts.warm_up",
-    ]
+    assert modules == [f"slipstream.scripts.{name}" for name in ("make_digits_data", "init_random_model", "warm_up")]
 
 
 def test_a_data_source_that_no_reward_function_takes_is_refused_before_the_run(tmp_path: Path) -> None:

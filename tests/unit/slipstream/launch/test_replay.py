@@ -77,30 +77,22 @@ def rewards_of(groups: list[FinishedGroup], prompts: Dataset, function: str, **f
     return [member.reward for member in members]
 
 
-def test_the_same_function_gives_the_rewards_that_were_stored(prompts: Dataset, groups: list[FinishedGroup]) -> None:
+def test_the_same_function_gives_the_stored_rewards_and_another_gives_others(prompts, groups):
     stored = [unpack(payload).reward for payload in groups[0].payloads]
     assert [reward.total for reward in stored] == [1.0, 4 / 6, 2 / 6]
-    assert rewards_of(groups, prompts, "slipstream.generators.rewards.functions:position_match") == stored
-
-
-def test_another_function_gives_other_rewards(prompts: Dataset, groups: list[FinishedGroup]) -> None:
-    rewards = rewards_of(groups, prompts, "slipstream.generators.rewards.functions:exact_match")
-    assert [reward.total for reward in rewards] == [1.0, 0.0, 0.0]
+    functions = "slipstream.generators.rewards.functions"
+    assert rewards_of(groups, prompts, f"{functions}:position_match") == stored
+    assert [each.total for each in rewards_of(groups, prompts, f"{functions}:exact_match")] == [1.0, 0.0, 0.0]
+    stranger = FinishedGroup("1", "retired", "", [1], [encode(make_trajectory("1", prompt_uid="other/00007"))])
+    with pytest.raises(ConfigError, match="but 'other/00007' of 1-0-0 is missing"):
+        rewards_of([stranger], prompts, f"{functions}:exact_match")
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_failing_function_gives_a_failed_reward_and_not_zero(
-    prompts: Dataset, groups: list[FinishedGroup], num_workers: int
-) -> None:
+def test_a_failing_function_gives_a_failed_reward_and_not_zero(prompts, groups, num_workers):
     rewards = rewards_of(groups, prompts, f"{HERE}:unwilling", num_workers=num_workers, timeout_s=30.0)
     assert [(reward.status, reward.total) for reward in rewards] == [("error", 0.0), ("ok", 0.25), ("ok", 0.0)]
     assert "ValueError: no good" in rewards[0].detail
-
-
-def test_a_prompt_missing_from_the_data_is_refused(prompts: Dataset) -> None:
-    stranger = FinishedGroup("1", "retired", "", [1], [encode(make_trajectory("1", prompt_uid="other/00007"))])
-    with pytest.raises(ConfigError, match="but 'other/00007' of 1-0-0 is missing"):
-        rewards_of([stranger], prompts, "slipstream.generators.rewards.functions:exact_match")
 
 
 def test_a_reward_is_named_by_its_path_or_by_its_fields() -> None:

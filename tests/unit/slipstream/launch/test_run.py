@@ -7,17 +7,8 @@ import pytest
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
-from slipstream.launch.run import (
-    REPORTED,
-    console,
-    report,
-    run_experiment,
-    start_sft,
-    suggestions,
-    verdict,
-    with_free_name,
-    with_sft_preset,
-)
+from slipstream.launch import run as run_module
+from slipstream.launch.run import REPORTED, start_sft, suggestions, verdict, with_free_name, with_sft_preset
 from slipstream.observe.terminal import LiveView
 from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import no_file_above
@@ -34,42 +25,27 @@ def test_a_default_name_in_use_gets_the_next_number(tmp_path: Path) -> None:
     assert with_free_name(load(overrides), overrides)[0].name == "digits_cpu-4", "it is in progress"
     refused.unlock()
     assert with_free_name(load(overrides), overrides)[0].name == "digits_cpu-3"
-
-
-@pytest.mark.parametrize("chosen", ["name=digits_cpu", "resume=true", "resume=auto"])
-def test_a_chosen_or_resumed_name_stays(tmp_path: Path, chosen: str) -> None:
-    overrides = [f"runs_dir={tmp_path}", chosen]
-    (tmp_path / "digits_cpu").mkdir()
-    run, arguments = with_free_name(load(overrides), overrides)
-    assert (run.name, arguments) == ("digits_cpu", overrides)
+    for chosen in ("name=digits_cpu", "resume=true", "resume=auto"):
+        kept = [*overrides, chosen]
+        run, arguments = with_free_name(load(kept), kept)
+        assert (run.name, arguments) == ("digits_cpu", kept), chosen
 
 
 @pytest.mark.parametrize(
     ("goals", "sampled", "greedy", "word"),
     [
-        (("0.9", "0.95"), 0.91, 0.96, "learned"),
-        (("0.9", "0.95"), 0.91, 0.94, "NOT learned"),
-        (("0.9", "null"), 0.91, 0.1, "learned"),
-        (("null", "null"), 0.1, 0.1, "done"),
+        ({"sampled": 0.9, "greedy": 0.95}, 0.91, 0.96, "learned"),
+        ({"sampled": 0.9, "greedy": 0.95}, 0.91, 0.94, "NOT learned"),
+        ({"sampled": 0.9}, 0.91, 0.1, "learned"),
+        ({}, 0.1, 0.1, "done"),
     ],
 )
-def test_the_verdict_compares_the_accuracies_with_the_goals(
-    goals: tuple[str, str], sampled: float, greedy: float, word: str
-) -> None:
-    bounds = [
-        f"{{metric: eval/accuracy_{name}, at_least: {goal}}}"
-        for name, goal in zip(("sampled", "greedy"), goals, strict=True)
-        if goal != "null"
-    ]
+def test_the_verdict_compares_the_accuracies_with_the_goals(goals, sampled, greedy, word):
+    bounds = [f"{{metric: eval/accuracy_{name}, at_least: {goal}}}" for name, goal in goals.items()]
     run = load([f"evaluation.goals=[{', '.join(bounds)}]"])
     summary: dict[str, Any] = {"accuracy_sampled": sampled, "accuracy_greedy": greedy}
     summary["evaluation"] = {f"eval/{name}": value for name, value in summary.items()}
     assert verdict(run, summary) == f"{word}: held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy"
-
-
-def test_sft_needs_its_mode() -> None:
-    with pytest.raises(ConfigError, match="mode must be sft, got async"):
-        start_sft([])
 
 
 @pytest.mark.parametrize(
@@ -82,6 +58,8 @@ def test_sft_needs_its_mode() -> None:
     ],
 )
 def test_sft_on_a_file_of_the_users_own_takes_nothing_from_the_default_task(given: list[str], experiment: str) -> None:
+    with pytest.raises(ConfigError, match="mode must be sft, got async"):
+        start_sft([])
     run = load(with_sft_preset(given))
     assert (run.mode, run.name) == ("sft", experiment)
     if experiment == "sft":
@@ -99,9 +77,7 @@ def test_the_commands_suggested_keep_the_settings_of_the_run(tmp_path: Path) -> 
     assert not [line for line in commands if "generators.count" in line]
 
 
-def test_a_run_that_has_ended_is_reported_although_its_curve_cannot_be_drawn(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_has_ended_is_reported_although_its_curve_cannot_be_drawn(tmp_path, capsys):
     run = load(["experiment=digits_serial", "name=mine", f"runs_dir={tmp_path}"])
     folder = RunFolder(run)
     folder.make()
@@ -110,23 +86,21 @@ def test_a_run_that_has_ended_is_reported_although_its_curve_cannot_be_drawn(
     folder.write_summary(summary)
     folder.append_metrics({"step": 1, "time_s": 1.0})
     with no_file_above(1000):
-        report(run, folder, overrides=["loggers=[trackio]", "data.train=[/a.parquet]"], program="slipstream")
+        run_module.report(run, folder, overrides=["loggers=[trackio]", "data.train=[/a.parquet]"], program="slipstream")
     printed = capsys.readouterr().out
     assert "curve        not drawn: [Errno 27] File too large" in printed
     assert "final model" in printed
     assert "plan 'loggers=[trackio]' 'data.train=[/a.parquet]'" in printed, "brackets are no markup"
-
-
-def test_what_a_role_says_last_is_printed_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
-    LiveView(load([]), console=console).print_line("generator-0 died: [rank0] no file [/usr/lib/x]")
-    assert capsys.readouterr().out == "generator-0 died: [rank0] no file [/usr/lib/x]\n"
+    said = "generator-0 died: [rank0] no file [/usr/lib/x]"
+    LiveView(run, console=run_module.console).print_line(said)
+    assert capsys.readouterr().out == f"{said}\n"
 
 
 def test_a_serial_run_leaves_no_folder_of_sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["experiment=digits_serial", "name=mine", f"runs_dir={tmp_path / ('long' * 30)}"]
     for name in ("make_inputs", "_run_here", "report"):
         monkeypatch.setattr(f"slipstream.launch.run.{name}", lambda *_arguments, **_options: None)
-    run_experiment(overrides, program="slipstream")
+    run_module.run_experiment(overrides, program="slipstream")
     folder = RunFolder(load(overrides))
     assert folder.has_run
     assert folder.sockets.parent == Path("/tmp")

@@ -1,6 +1,7 @@
 """Scaling requests and decisions of the autoscaler change the target of a pool; absences and events are reported."""
 
 import os
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -9,11 +10,16 @@ from slipstream.buffer.errors import RunConflictError, StoreUnavailableError
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import AutoscaleConfig
 from slipstream.launch.generator_pool import Event
-from slipstream.launch.scaling import AbsenceTracker, LauncherReport, Scaling
+from slipstream.launch.scaling import AbsenceTracker, Autoscaler, LauncherReport, Scaling
 from slipstream.observe.run_status import Monitor
 from tests.builders import make_run
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
+
+CONFIG = AutoscaleConfig(min=1, max=3, more_above=0.3, fewer_below=0.5, settle_s=60.0)
+EAGER = AutoscaleConfig(min=1, max=3, fewer_below=0.9, settle_s=60.0)
+RAISED = AutoscaleConfig(min=3, max=4, settle_s=60.0)
+WAITED = "the learner waited {} of the last {} s for groups, above 30%"
 
 
 class FakePool:
@@ -30,22 +36,56 @@ class FakePool:
 
 
 class Scene:
-    def __init__(self, autoscale: AutoscaleConfig | None = None) -> None:
+    """A launcher with `target` generators, and its store."""
+
+    def __init__(self, autoscale: AutoscaleConfig | None = None, *, target: int = 1) -> None:
         self.clock = FakeClock()
         self.store = MemoryStore(clock=self.clock)
         self.store.open_run("test", config_json="{}", num_rows=1, seed=0)
         self.pool = FakePool()
+        self.pool.target = target
         self.report = LauncherReport(self.store)
         run = make_run()
         count = autoscale.min if autoscale else 1
         run = structs.replace(run, generators=structs.replace(run.generators, autoscale=autoscale, count=count))
         self.monitor = Monitor(self.store, run)
-        self.scaling = Scaling(self.pool, self.report, run=run, check_room=check_room, clock=self.clock)  # type: ignore[arg-type]
+        self.scaling = Scaling(self.pool, self.report, run=run, check_room=check_room, clock=self.clock)
+        if autoscale:
+            self.store.set_phase("training")
 
     def poll(self) -> list[Event]:
         events = self.scaling.poll(self.store, self.monitor.poll())
         self.report.send(restarts={}, generators_target=self.pool.target)
         return events
+
+    def answer(self, count: int) -> dict[str, Any]:
+        """The launcher's report after a request for this number, which it refuses."""
+        self.store.request("launcher", "generators", f"{count} request-1")
+        assert self.poll() == []
+        launcher = self.store.roles()["launcher"]
+        assert launcher["answered"] == "request-1"
+        return launcher
+
+    def report_roles(self, *states: str, waits_for: str = "groups") -> None:
+        self.store.report_role("learner", {"role": "learner", "state": "ready", "waits_for": waits_for})
+        for number, state in enumerate(states):
+            gauges = {"role": "generator", "state": state, "running": 8, "max_concurrency": 8}
+            self.store.report_role(f"generator-{number}", gauges)
+
+    def watch(self, *states: str, polls: int, every_s: float = 1, waits_for: str = "groups") -> list[Event]:
+        """The events while generators in these states are polled."""
+        events = []
+        for _ in range(polls):
+            self.clock.now += every_s
+            self.report_roles(*states, waits_for=waits_for)
+            events += self.poll()
+        return events
+
+    def settle(self) -> list[Event]:
+        """The events after a whole window with all generators ready and a starving learner."""
+        self.report_roles(*["ready"] * self.pool.target)
+        self.poll()
+        return self.watch(*["ready"] * self.pool.target, polls=1, every_s=5)
 
 
 def check_room(count: int) -> None:
@@ -53,231 +93,118 @@ def check_room(count: int) -> None:
         raise ConfigError("there are 8 GPUs")
 
 
-@pytest.fixture
-def scene() -> Scene:
-    made = Scene()
-    made.poll()
-    return made
-
-
-def test_a_request_is_carried_out_reported_and_answered(scene: Scene):
+def test_a_request_is_carried_out_reported_and_answered_but_one_to_the_previous_launcher_is_ignored():
+    scene = Scene()
+    scene.store.request("launcher", "generators", "3 request-0")
+    assert scene.poll() == []
     scene.store.request("launcher", "generators", "4 request-1")
-    assert scene.poll() == [
-        ("launcher", "the number of generators changes from 1 to 4: requested"),
-        ("generator-1", "started"),
-    ]
+    change = ("launcher", "the number of generators changes from 1 to 4: requested")
+    assert scene.poll() == [change, ("generator-1", "started")]
     launcher = scene.store.roles()["launcher"]
     assert (launcher["answered"], launcher["refusal"], launcher["generators_target"]) == ("request-1", "", 4)
 
 
-def test_a_number_without_room_is_refused_with_the_reason(scene: Scene):
-    scene.store.request("launcher", "generators", "9 request-1")
-    assert scene.poll() == []
-    launcher = scene.store.roles()["launcher"]
-    assert (launcher["answered"], launcher["refusal"]) == ("request-1", "there are 8 GPUs")
-    assert scene.pool.target == 1
-
-
-def test_a_request_to_the_previous_launcher_is_ignored():
+def test_a_number_without_room_or_beyond_the_bounds_of_the_autoscaler_is_refused_with_the_reason():
     scene = Scene()
-    scene.store.request("launcher", "generators", "4 request-1")
-    assert scene.poll() == []
-    assert scene.pool.target == 1
-
-
-def report_roles(scene: Scene, *states: str, waits_for: str = "groups") -> None:
-    scene.store.report_role("learner", {"role": "learner", "state": "ready", "waits_for": waits_for})
-    for number, state in enumerate(states):
-        gauges = {"role": "generator", "state": state, "running": 8, "max_concurrency": 8}
-        scene.store.report_role(f"generator-{number}", gauges)
+    scene.poll()
+    launcher = scene.answer(9)
+    assert (launcher["refusal"], launcher["generators_target"]) == ("there are 8 GPUs", 1)
+    for count in (1, 5):
+        scene = Scene(AutoscaleConfig(min=2, max=4))
+        scene.poll()
+        refusal = scene.answer(count)["refusal"]
+        assert f"between generators.autoscale.min and max (2 to 4), got {count}" in refusal
 
 
 def test_the_autoscaler_scales_up_to_the_room_and_reports_why():
-    scene = Scene(AutoscaleConfig(max=20, settle_s=5.0))
-    scene.pool.target = 7
-    scene.store.set_phase("training")
-    events = []
-    for _ in range(2):
-        report_roles(scene, *["ready"] * scene.pool.target)
-        scene.poll()
-        scene.clock.now += 5
-        report_roles(scene, *["ready"] * scene.pool.target)
-        events.append(scene.poll()[0])
-    reason = "the learner waited 100% of the last 5 s for groups, above 30%"
+    scene = Scene(AutoscaleConfig(max=20, settle_s=5.0), target=7)
+    events = [scene.settle()[0] for _ in range(2)]
+    reason = WAITED.format("100%", 5)
     assert events == [
         ("launcher", f"the number of generators changes from 7 to 8: {reason}"),
         ("launcher", f"the number of generators stays at 8, although {reason}: there are 8 GPUs"),
     ]
 
 
-def test_nothing_is_measured_while_a_generator_starts():
-    scene = Scene(AutoscaleConfig(settle_s=5.0))
-    scene.pool.target = 2
-    scene.store.set_phase("training")
-    for _ in range(4):
-        report_roles(scene, "ready", "starting", "ready")
-        assert scene.poll() == []
-        scene.clock.now += 5
-    assert scene.pool.target == 2
+@pytest.mark.parametrize(
+    ("states", "waits_for"), [(("ready", "starting"), "groups"), (("ready",), ""), (("ready",), "evaluation")]
+)
+def test_nothing_is_measured_while_a_generator_starts_or_before_the_learner_waits_for_groups(states, waits_for):
+    scene = Scene(AutoscaleConfig(settle_s=5.0), target=len(states))
+    assert scene.watch(*states, polls=4, every_s=5, waits_for=waits_for) == []
+    assert scene.pool.target == len(states)
 
 
 def test_missing_room_is_reported_once_per_target():
-    scene = Scene(AutoscaleConfig(max=20, settle_s=5.0))
-    scene.pool.target = 8
-    scene.store.set_phase("training")
+    scene = Scene(AutoscaleConfig(max=20, settle_s=5.0), target=8)
     events = []
     for target in (8, 8, 8, 7, 8, 8):
         scene.pool.target = target
-        report_roles(scene, *["ready"] * target)
-        scene.poll()
-        scene.clock.now += 5
-        report_roles(scene, *["ready"] * target)
-        events += [event.message.partition(":")[0].partition(",")[0] for event in scene.poll()]
+        events += [event.message.partition(":")[0].partition(",")[0] for event in scene.settle()]
     stays, changes = "the number of generators stays at 8", "the number of generators changes from 7 to 8"
     assert events == [stays, changes, "started", stays]
 
 
-@pytest.mark.parametrize("target", [1, 5])
-def test_a_request_must_lie_within_the_bounds_of_the_autoscaler(target: int):
-    scene = Scene(AutoscaleConfig(min=2, max=4))
-    scene.poll()
-    scene.store.request("launcher", "generators", f"{target} request-1")
-    assert scene.poll() == []
-    refusal = scene.store.roles()["launcher"]["refusal"]
-    assert f"between generators.autoscale.min and max (2 to 4), got {target}" in refusal
-
-
 def test_below_min_generators_are_started_again():
-    scene = Scene(AutoscaleConfig(min=3, settle_s=5.0))
-    scene.pool.target = 2
-    scene.store.set_phase("training")
-    report_roles(scene, "ready", "ready")
-    assert scene.poll() == []
-    scene.clock.now += 5
-    report_roles(scene, "ready", "ready")
-    assert scene.poll()[0] == (
-        "launcher",
-        "the number of generators changes from 2 to 3: generators.autoscale.min is 3",
-    )
-
-
-def watch(scene: Scene, *states: str, polls: int) -> list[Event]:
-    """The events while generators in these states are polled every second."""
-    events = []
-    for _ in range(polls):
-        scene.clock.now += 1
-        report_roles(scene, *states)
-        events += scene.poll()
-    return events
+    change = "the number of generators changes from 2 to 3: generators.autoscale.min is 3"
+    assert Scene(AutoscaleConfig(min=3, settle_s=5.0), target=2).settle()[0] == ("launcher", change)
 
 
 def test_a_generator_that_never_works_is_ignored_with_one_event():
-    scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=20.0))
-    scene.pool.target = 2
-    scene.store.set_phase("training")
-    assert watch(scene, "ready", "unsynced", polls=21) == []
-    events = watch(scene, "ready", "unsynced", polls=6)
-    assert events[:2] == [
-        (
-            "generator-1",
-            "generator-1 is unsynced and has not worked for 20 s: the autoscaler ignores it until it works",
-        ),
-        (
-            "launcher",
-            "the number of generators changes from 2 to 3: "
-            "the learner waited 100% of the last 5 s for groups, above 30%",
-        ),
-    ]
-    assert events[2:] == [("generator-1", "started")]
+    scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=20.0), target=2)
+    assert scene.watch("ready", "unsynced", polls=21) == []
+    ignored = "generator-1 is unsynced and has not worked for 20 s: the autoscaler ignores it until it works"
+    change = f"the number of generators changes from 2 to 3: {WAITED.format('100%', 5)}"
+    expected = [("generator-1", ignored), ("launcher", change), ("generator-1", "started")]
+    assert scene.watch("ready", "unsynced", polls=6) == expected
 
 
 def test_the_capacity_of_an_ignored_generator_does_not_count():
-    scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=1.0, fewer_below=0.9))
-    scene.pool.target = 3
-    scene.store.set_phase("training")
+    scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=1.0, fewer_below=0.9), target=3)
     events = []
     for _ in range(20):
-        scene.store.append_metrics(
-            {"step": 1, "time_s": 1.0, "learner/wait_s": 0.0, "learner/train_s": 1.0, "learner/publish_s": 0.0}
-        )
+        scene.store.append_metrics({"step": 1, "time_s": 1.0, **rows(0.0, 1.0)[0]})
         scene.store.report_role("generator-2", {"role": "generator", "state": "unsynced", "max_concurrency": 32})
-        events += watch(scene, "ready", "ready", polls=1)
+        events += scene.watch("ready", "ready", polls=1)
     assert [event.role for event in events] == ["generator-2"]
     assert scene.pool.target == 3
 
 
 def test_nothing_is_decided_while_the_learner_is_silent():
     scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=1.0))
-    scene.store.set_phase("training")
-    report_roles(scene, "ready")
+    scene.report_roles("ready")
     events = []
     for _ in range(5):
         scene.clock.now += 10
         events += scene.poll()
-    assert [event.role for event in events] == ["generator-0"]
-    assert scene.pool.target == 1
+    assert ([event.role for event in events], scene.pool.target) == (["generator-0"], 1)
 
 
-@pytest.mark.parametrize("waits_for", ["", "evaluation"])
-def test_nothing_is_measured_before_the_learner_waits_for_groups(waits_for: str):
-    scene = Scene(AutoscaleConfig(settle_s=5.0))
-    scene.store.set_phase("training")
-    for _ in range(4):
-        report_roles(scene, "ready", waits_for=waits_for)
-        assert scene.poll() == []
-        scene.clock.now += 5
-    assert scene.pool.target == 1
-
-
-# --- absences --------------------------------------------------------------------------------------------------------
 EXPECTED = {"generator-0", "generator-1"}
 
 
-class Absences:
-    def __init__(self) -> None:
-        self.clock = FakeClock()
-        self.tracker = AbsenceTracker(absent_after_s=10.0, clock=self.clock)
+def test_a_long_absence_is_reported_once_and_a_generator_is_waited_for_again_after_its_return():
+    clock = FakeClock()
+    tracker = AbsenceTracker(absent_after_s=10.0, clock=clock)
 
-    def update(self, *working: str, after_s: float = 0.0) -> tuple[list[str], bool]:
-        self.clock.now += after_s
-        return self.tracker.update(EXPECTED, working=set(working)), self.tracker.is_complete
+    def update(*working: str, after_s: float = 0.0, expected: set[str] = EXPECTED) -> tuple[list[str], bool]:
+        clock.now += after_s
+        return tracker.update(expected, working=set(working)), tracker.is_complete
 
-
-def test_every_expected_generator_is_waited_for_and_no_other():
-    absences = Absences()
-    assert absences.update("generator-0", "by-hand") == ([], False)
-    assert absences.update("generator-0", "generator-1") == ([], True)
-
-
-def test_a_long_absence_is_reported_once_and_waited_for_no_longer():
-    absences = Absences()
-    absences.update("generator-0")
-    assert absences.update("generator-0", after_s=10.0) == ([], False)
-    assert absences.update("generator-0", after_s=0.5) == (["generator-1"], True)
-    assert absences.update("generator-0", after_s=99.0) == ([], True)
+    assert update("generator-0", "by-hand") == ([], False)
+    assert update("generator-0", after_s=10.0) == ([], False)
+    assert update("generator-0", after_s=0.5) == (["generator-1"], True)
+    assert update("generator-0", after_s=99.0) == ([], True)
+    assert update(*EXPECTED, after_s=1.0) == ([], True)
+    assert update("generator-0", after_s=1.0) == ([], False)
+    assert update("generator-0", after_s=11.0) == (["generator-1"], True)
+    # One that is no longer expected is forgotten.
+    assert update("generator-0", expected={"generator-0"}) == ([], True)
+    assert update("generator-0", after_s=11.0) == ([], False)
 
 
-def test_a_generator_that_returned_is_waited_for_again():
-    absences = Absences()
-    absences.update("generator-0")
-    absences.update("generator-0", after_s=11.0)
-    assert absences.update(*EXPECTED, after_s=1.0) == ([], True)
-    assert absences.update("generator-0", after_s=1.0) == ([], False)
-    assert absences.update("generator-0", after_s=11.0) == (["generator-1"], True)
-
-
-def test_a_generator_that_is_no_longer_expected_is_forgotten():
-    absences = Absences()
-    absences.update("generator-0")
-    assert absences.tracker.update({"generator-0"}, working={"generator-0"}) == []
-    assert absences.tracker.is_complete
-    absences.clock.now += 11.0
-    assert absences.update("generator-0") == ([], False)
-
-
-# --- the report ------------------------------------------------------------------------------------------------------
 class ShakyStore(MemoryStore):
-    """Answers unless it is away."""
+    """Refuses events and reports while it is away."""
 
     is_away = False
 
@@ -286,76 +213,148 @@ class ShakyStore(MemoryStore):
             raise StoreUnavailableError("away")
         super().record_event(role_id, text)
 
-    def report_role(self, role_id: str, gauges: dict) -> None:
-        if self.is_away:
-            raise StoreUnavailableError("away")
-        super().report_role(role_id, gauges)
-
 
 @pytest.fixture
-def store() -> ShakyStore:
+def report() -> LauncherReport:
     store = ShakyStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    return store
+    return LauncherReport(store)
 
 
 def events_of(store: ShakyStore) -> list[tuple[str, str]]:
     return [(event.role, event.text) for event in store.events(limit=99)]
 
 
-def test_the_report_holds_the_process_and_the_restarts(store):
-    LauncherReport(store).send(restarts={"generator-0": 2}, generators_target=2)
-    launcher = store.roles()["launcher"]
-    assert (launcher["state"], launcher["pid"], launcher["restarts"]) == ("ready", os.getpid(), {"generator-0": 2})
-
-
-def test_an_event_is_sent_once_without_repeating_the_name_of_its_role(store):
-    report = LauncherReport(store)
+def test_the_report_holds_the_process_the_restarts_and_each_event_once_without_the_name_of_its_role(report):
     report.record(Event("generator-0", "generator-0 died (signal SIGKILL)"))
     report.record(Event("store", "the store died"))
     for _ in range(2):
+        report.send(restarts={"generator-0": 2}, generators_target=2)
+    launcher = report._store.roles()["launcher"]
+    assert (launcher["state"], launcher["pid"], launcher["restarts"]) == ("ready", os.getpid(), {"generator-0": 2})
+    assert events_of(report._store) == [("generator-0", "died (signal SIGKILL)"), ("store", "the store died")]
+
+
+def test_events_wait_for_a_store_that_is_away_or_until_the_run_is_opened(report):
+    def send(report: LauncherReport) -> None:
         report.send(restarts={}, generators_target=2)
-    assert events_of(store) == [("generator-0", "died (signal SIGKILL)"), ("store", "the store died")]
 
-
-def test_events_wait_for_a_store_that_is_away(store):
-    report = LauncherReport(store)
-    store.is_away = True
+    report._store.is_away = True
     report.record(Event("store", "the store died"))
     with pytest.raises(StoreUnavailableError):
-        report.send(restarts={}, generators_target=2)
-    store.is_away = False
-    report.send(restarts={}, generators_target=2)
-    assert events_of(store) == [("store", "the store died")]
-
-
-def test_events_wait_until_the_run_is_opened():
-    store = ShakyStore()
-    report = LauncherReport(store)
-    report.record(Event("broker", "broker died (exit code 1)"))
+        send(report)
+    report._store.is_away = False
+    send(report)
+    assert events_of(report._store) == [("store", "the store died")]
+    unopened = LauncherReport(ShakyStore())
+    unopened.record(Event("broker", "broker died (exit code 1)"))
     with pytest.raises(RunConflictError):
-        report.send(restarts={}, generators_target=2)
-    store.open_run("test", config_json="{}", num_rows=1, seed=0)
-    report.send(restarts={}, generators_target=2)
-    assert events_of(store) == [("broker", "died (exit code 1)")]
+        send(unopened)
+    unopened._store.open_run("test", config_json="{}", num_rows=1, seed=0)
+    send(unopened)
+    assert events_of(unopened._store) == [("broker", "died (exit code 1)")]
 
 
-def test_the_end_is_reported_with_its_reason_and_needs_no_store(store):
-    report = LauncherReport(store)
+def test_the_end_is_reported_with_its_reason_and_needs_no_store(report):
     report.record(Event("learner", "learner: the settings are wrong"))
     report.end(reason="a role died", restarts={}, generators_target=2)
-    launcher = store.roles()["launcher"]
+    launcher = report._store.roles()["launcher"]
     assert (launcher["state"], launcher["reason"]) == ("gone", "a role died")
-    assert events_of(store) == [("learner", "learner: the settings are wrong")]
-    store.is_away = True
+    assert events_of(report._store) == [("learner", "learner: the settings are wrong")]
+    report.record(Event("store", "the store died"))
+    report._store.is_away = True
     report.end(reason="a role died", restarts={}, generators_target=2)
 
 
-def test_the_target_and_the_answer_to_a_request_are_sent(store):
-    report = LauncherReport(store)
-    report.send(restarts={}, generators_target=3)
-    assert store.roles()["launcher"]["generators_target"] == 3
-    report.answer("request-1", "there are only 8 GPUs")
-    report.send(restarts={}, generators_target=3)
-    launcher = store.roles()["launcher"]
-    assert (launcher["answered"], launcher["refusal"]) == ("request-1", "there are only 8 GPUs")
+def rows(waited_s: float, worked_s: float, *, count: int = 6) -> list[dict[str, float]]:
+    return [{"learner/wait_s": waited_s, "learner/train_s": worked_s, "learner/publish_s": 0.0}] * count
+
+
+class Measured:
+    """An autoscaler on a fake clock."""
+
+    def __init__(self, config: AutoscaleConfig = CONFIG) -> None:
+        self.clock = FakeClock()
+        self.scaler = Autoscaler(config, clock=self.clock)
+
+    def observe(
+        self,
+        rows: list[dict[str, float]],
+        *,
+        after_s: float = 60,
+        busy: float | None = 1.0,
+        target: int = 1,
+        **more: Any,
+    ) -> Any:
+        """(new target, reason), or None."""
+        self.clock.now += after_s
+        settings = {"is_starving": False, "num_ready": target} | more
+        change = self.scaler.observe(rows, busy=busy, target=target, **settings)
+        return change and (change.target, change.reason)
+
+
+@pytest.mark.parametrize(
+    ("config", "waited_s", "busy", "target", "expected"),
+    [
+        (CONFIG, 0.4, 1.0, 2, (3, WAITED.format("40%", 60))),
+        (CONFIG, 0.3, 1.0, 2, None),
+        (CONFIG, 0.0, 0.4, 2, (1, "the generators used 40% of their capacity in the last 60 s, below 50%")),
+        (CONFIG, 0.0, 0.5, 2, None),
+        (CONFIG, 0.0, None, 2, None),
+        # The remaining generators must be able to do the work.
+        (CONFIG, 0.0, 0.49, 3, (2, "the generators used 49% of their capacity in the last 60 s, below 50%")),
+        (EAGER, 0.0, 0.8, 3, None),
+        (EAGER, 0.0, 0.6, 3, (2, "the generators used 60% of their capacity in the last 60 s, below 90%")),
+        # The bounds are kept.
+        (CONFIG, 0.9, 1.0, 3, None),
+        (CONFIG, 0.0, 0.0, 1, None),
+        # Idle generators are kept while the learner waits, also at max, against oscillation.
+        (CONFIG, 0.9, 0.1, 2, (3, WAITED.format("90%", 60))),
+        (CONFIG, 0.31, 0.1, 3, None),
+        (CONFIG, 0.3, 0.1, 3, (2, "the generators used 10% of their capacity in the last 60 s, below 50%")),
+        (RAISED, 0.9, 1.0, 1, (3, "generators.autoscale.min is 3")),
+    ],
+)
+def test_one_generator_more_or_less_is_decided_by_the_waits_and_each_change_says_why(
+    config: AutoscaleConfig, waited_s: float, busy: float | None, target: int, expected: Any
+):
+    assert Measured(config).observe(rows(waited_s, 1 - waited_s), busy=busy, target=target) == expected
+
+
+def test_a_generator_that_is_not_ready_holds_up_a_change_to_fewer():
+    assert Measured(EAGER).observe(rows(0.0, 1.0), busy=0.6, target=3, num_ready=2) is None
+
+
+def test_every_change_starts_a_new_window():
+    measured, waiting = Measured(), rows(0.9, 0.1)
+    assert measured.observe(waiting, after_s=59) is None
+    assert measured.observe([], after_s=1) == (2, WAITED.format("90%", 60))
+    assert measured.observe([], target=2) is None
+    assert measured.observe(rows(0, 1), after_s=0, target=2) is None
+
+
+def test_without_a_step_the_share_of_starving_observations_counts():
+    assert Measured().observe([], after_s=61, is_starving=True) == (2, WAITED.format("100%", 61))
+    measured = Measured()
+    for is_starving in (False, False, False, True):
+        assert measured.observe([], after_s=0, is_starving=is_starving) is None
+    assert measured.observe([], is_starving=True) == (2, WAITED.format("40%", 60))
+
+
+def test_waits_of_earlier_windows_do_not_count():
+    measured = Measured()
+    assert measured.observe(rows(0.0, 100.0)) is None
+    assert measured.observe(rows(0.4, 0.6)) == (2, WAITED.format("40%", 60))
+    measured = Measured()
+    assert measured.observe(rows(9.0, 1.0), after_s=59, is_starving=True) is None
+    measured.scaler.start_window()
+    assert measured.observe([], after_s=59) is None
+    assert measured.observe(rows(0.0, 1.0), after_s=1) is None
+
+
+def test_too_few_steps_decide_nothing_and_slow_ones_are_measured_for_longer():
+    assert Measured().observe(rows(9.0, 1.0, count=4)) is None
+    measured, step = Measured(), rows(9.0, 1.0, count=1)
+    for _ in range(4):
+        assert measured.observe(step, is_starving=True) is None
+    assert measured.observe(step, is_starving=True) == (2, WAITED.format("90%", 300))

@@ -51,10 +51,8 @@ def test_a_script_of_verl_becomes_a_command_that_composes(tmp_path: Path, capsys
     assert (run.learner.groups_per_step, run.algorithm.updates_per_step, run.generators.group_size) == (1024, 4, 5)
     assert (run.algorithm.advantage.kind, run.algorithm.policy_loss.kind) == ("grpo", "ppo_clip")
     assert (run.algorithm.policy_loss.clip_low, run.algorithm.policy_loss.clip_high) == (0.2, 0.28)  # type: ignore[attr-defined]
-    assert [(each.name, each.path, each.temperature) for each in run.data.heldout_sets] == [
-        ("a_test", "a/test.parquet", 0.0),
-        ("b_test_1", "b/test.parquet", 0.0),
-    ]
+    sets = [(each.name, each.path, each.temperature) for each in run.data.heldout_sets]
+    assert sets == [("a_test", "a/test.parquet", 0.0), ("b_test_1", "b/test.parquet", 0.0)]
     assert (run.learner.max_steps, run.learner.optimizer.learning_rate) == (90, 1e-6)
     assert (run.learner.optimizer.schedule, run.learner.optimizer.warmup_steps) == ("constant", 0)
     assert (run.buffer.staleness.max_lag, run.data.too_long, run.model.max_length) == (0, "drop", 1536)
@@ -97,10 +95,8 @@ def test_bounds_and_rejections_of_verl(tmp_path: Path) -> None:
     lines += [f"{key}.rollout_rs=seq_mean_k3,token_k1", f'{key}.rollout_rs_threshold="0.01,0.5_2.0"']
     correction = verl(tmp_path, *lines)[0].algorithm.correction
     assert (correction.level, correction.low, correction.high, correction.bound) == ("sequence", 0.5, 5.0, "mask")
-    assert [(each.statistic, each.over, each.low, each.high) for each in correction.reject] == [
-        ("k3", "mean", None, 0.01),
-        ("k1", "token", 0.5, 2.0),
-    ]
+    rejections = [(each.statistic, each.over, each.low, each.high) for each in correction.reject]
+    assert rejections == [("k3", "mean", None, 0.01), ("k1", "token", 0.5, 2.0)]
 
 
 def test_epochs_become_steps_where_the_rows_are_here(tmp_path: Path) -> None:
@@ -170,11 +166,7 @@ def test_the_losses_and_weights_of_trl(tmp_path: Path) -> None:
         ("verl", "", "it must be a record of settings"),
         ("verl", "a: [", "FILE must be YAML, JSON or a shell script"),
         ("trl", "num_generations: 3", "num_generations must divide"),
-        (
-            "verl",
-            "trainer.nnodes: $NNODES\nactor_rollout_ref.rollout.n: 4",
-            "f.yaml with trainer.nnodes=$NNODES: replace",
-        ),
+        ("verl", "trainer.nnodes: $N\nactor_rollout_ref.rollout.n: 4", "f.yaml with trainer.nnodes=$N: replace"),
         ("trl", "num_generations: 8\nbeta: little", "f.yaml with '>' not supported between"),
     ],
 )

@@ -39,15 +39,11 @@ def test_reading_a_rate_from_two_threads_drops_each_event_once():
     assert not asking[0].is_alive()
 
 
-def test_growth_is_the_sum_over_the_counters():
+def test_growth_is_that_of_all_counters_also_of_those_that_vanish_or_restart_from_0():
     growth = Growth({"a": 500.0, "b": 10.0})
     growth.update({"a": 700.0, "b": 10.0, "new": 100.0})
     assert growth.total == 300.0
-
-
-def test_a_counter_that_vanishes_subtracts_nothing_and_a_restarted_one_counts_from_0():
-    growth = Growth({"a": 500.0, "b": 10.0})
     growth.update({"b": 30.0})
     growth.update({"a": 40.0, "b": 30.0})
     growth.update({"a": 45.0})
-    assert growth.total == 20.0 + 40.0 + 5.0
+    assert growth.total == 300.0 + 20.0 + 40.0 + 5.0

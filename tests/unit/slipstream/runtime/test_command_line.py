@@ -15,18 +15,16 @@ class FaultError(Exception):
     pass
 
 
-def end_with(error: BaseException) -> None:
-    with fail_cleanly(FaultError):
+def code_of(error: BaseException) -> int:
+    """Exit code of a program that raises this error."""
+    with pytest.raises(SystemExit) as caught, fail_cleanly(FaultError):
         raise error
+    return caught.value.code
 
 
 @pytest.mark.parametrize("error", [ConfigError("x must be 1, got 2"), FaultError("x must be 1, got 2")])
-def test_an_expected_error_is_one_line_on_stderr_and_exit_code_2(
-    error: Exception, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        end_with(error)
-    assert caught.value.code == 2
+def test_an_expected_error_is_one_line_on_stderr_and_exit_code_2(error, capsys):
+    assert code_of(error) == 2
     assert capsys.readouterr() == ("", "error: x must be 1, got 2\n")
 
 
@@ -35,12 +33,6 @@ def test_a_restartable_error_is_exit_code_75(capsys: pytest.CaptureFixture[str])
         raise FaultError("the claim lapsed")
     assert caught.value.code == 75
     assert capsys.readouterr().err == "error: the claim lapsed\n"
-
-
-def test_an_interrupt_is_exit_code_130() -> None:
-    with pytest.raises(SystemExit) as caught:
-        end_with(KeyboardInterrupt())
-    assert caught.value.code == 130
 
 
 def test_an_interrupted_command_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,34 +58,32 @@ def test_an_interrupted_command_says_so(capsys: pytest.CaptureFixture[str]) -> N
         (OSError(errno.EMFILE, "Too many open files"), 75, "got Too many open files: raise `ulimit -n`"),
     ],
 )
-def test_a_path_that_is_refused_and_a_full_disk_are_one_line_too(
-    error: OSError, code: int, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        end_with(error)
-    assert caught.value.code == code
+def test_a_path_that_is_refused_and_a_full_disk_are_one_line_too(error, code, words, capsys):
+    assert code_of(error) == code
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line
 
 
 def test_a_role_whose_path_is_refused_is_restarted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LAUNCHER_VARIABLE, str(os.getppid()))
-    with pytest.raises(SystemExit) as caught:
-        end_with(PermissionError(errno.EACCES, "Permission denied", "runs/x"))
-    assert caught.value.code == 76
+    refused = PermissionError(errno.EACCES, "Permission denied", "runs/x")
     # The launcher has named itself to its roles.
-    monkeypatch.setenv(LAUNCHER_VARIABLE, str(os.getpid()))
-    with pytest.raises(SystemExit) as caught:
-        end_with(PermissionError(errno.EACCES, "Permission denied", "runs/x"))
-    assert caught.value.code == 2
+    for launcher, code in ((os.getppid(), 76), (os.getpid(), 2)):
+        monkeypatch.setenv(LAUNCHER_VARIABLE, str(launcher))
+        assert code_of(refused) == code
 
 
 @pytest.mark.parametrize(
-    "error", [KeyError("x"), FileNotFoundError(errno.ENOENT, "no", "x"), PermissionError(13, "no")]
+    "error",
+    [
+        KeyError("x"),
+        FileNotFoundError(errno.ENOENT, "no", "x"),
+        PermissionError(13, "no"),
+        ModuleNotFoundError("No module named 'slipstream.nosuch'", name="slipstream.nosuch"),
+    ],
 )
 def test_a_bug_keeps_its_traceback(error: Exception) -> None:
-    with pytest.raises(type(error)):
-        end_with(error)
+    with pytest.raises(type(error)), fail_cleanly(FaultError):
+        raise error
 
 
 def test_it_decorates_a_function_that_can_be_called_twice() -> None:
@@ -107,12 +97,6 @@ def test_it_decorates_a_function_that_can_be_called_twice() -> None:
 @pytest.mark.parametrize(
     "error", [PackageNotFoundError("torch"), ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")]
 )
-def test_a_library_of_a_build_that_is_not_installed_is_named_with_its_extra(
-    error: Exception, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as caught:
-        end_with(error)
-    assert caught.value.code == 2
+def test_a_library_of_a_build_that_is_not_installed_is_named_with_its_extra(error, capsys):
+    assert code_of(error) == 2
     assert capsys.readouterr().err.startswith("error: torch must be installed, but is not: `pip install 'slipstream[")
-    with pytest.raises(ModuleNotFoundError):
-        end_with(ModuleNotFoundError("No module named 'slipstream.nosuch'", name="slipstream.nosuch"))

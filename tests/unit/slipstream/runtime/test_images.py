@@ -16,15 +16,13 @@ from slipstream.runtime.images import VisionModel, image_id, load_image, open_im
 from tests.pictures import IMAGE, PLACE, make_picture, make_vision_model
 from tests.tiny_model import make_tiny_model
 
-SIZES = [(16, 8), (8, 8), (24, 40), (7, 100), (200, 130), (3, 5), (64, 64), (1, 20)]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_vision_model(tmp_path_factory.mktemp("vision") / "model")
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [(16, 8), (24, 40), (7, 100), (200, 130), (3, 5), (64, 64), (1, 20)])
 def test_patches_and_grids_are_those_of_the_image_processor(folder: Path, size: tuple[int, int]) -> None:
     data, vision = make_picture(*size), VisionModel(str(folder))
     found = Qwen2VLImageProcessorPil.from_pretrained(folder)(images=[open_image(data)], return_tensors="np")
@@ -38,9 +36,7 @@ def test_positions_are_those_of_the_model(folder: Path) -> None:
     token_ids, placed = vision.expand([3, *PLACE, 4, 5, *PLACE, *PLACE, 6, 7], pictures)
     ids = torch.tensor([token_ids])
     expected, _ = model.model.get_rope_index(
-        ids,
-        mm_token_type_ids=(ids == IMAGE).int(),
-        image_grid_thw=torch.tensor([image.grid for image in placed]),
+        ids, mm_token_type_ids=(ids == IMAGE).int(), image_grid_thw=torch.tensor([image.grid for image in placed])
     )
     found = vision.positions(len(token_ids), [(image.first_token, image.grid) for image in placed])
     assert found.tolist() == expected[:, 0].tolist()

@@ -4,7 +4,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -19,50 +19,38 @@ while True:
 PATIENCE_S = 30.0
 
 
-def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not reached():
-        assert time.monotonic() < deadline
-
-
-@pytest.fixture
-def never_done() -> Iterator["subprocess.Popen[str]"]:
+@contextmanager
+def never_done(*before: str):
     """A role that listens to the first signal, and then has much to put in order."""
-    with subprocess.Popen([sys.executable, "-c", NEVER_DONE], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
+    program = "\n".join([*before, NEVER_DONE])
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "up\n"
         yield process
         process.kill()
 
 
-def test_a_second_signal_ends_a_role_that_is_still_stopping(never_done: "subprocess.Popen[str]"):
-    assert never_done.stdout
-    never_done.terminate()
-    assert never_done.stdout.readline() == "stopping\n"
-
-    def is_ended() -> bool:
-        never_done.terminate()
-        return never_done.poll() is not None
-
-    started_at = time.monotonic()
-    until(is_ended)
-    assert never_done.returncode == -signal.SIGTERM
-    assert time.monotonic() - started_at > 0.5
-    assert never_done.stdout.read() == ""
+def test_a_second_signal_ends_a_role_that_is_still_stopping():
+    with never_done() as role:
+        role.terminate()
+        assert role.stdout.readline() == "stopping\n"
+        started_at = time.monotonic()
+        while role.poll() is None:
+            assert time.monotonic() < started_at + PATIENCE_S
+            role.terminate()
+        assert role.returncode == -signal.SIGTERM
+        assert time.monotonic() - started_at > 0.5
+        assert role.stdout.read() == ""
 
 
 @pytest.mark.parametrize(("before", "stops"), [("SIG_DFL", True), ("SIG_IGN", False)])
 def test_a_closed_terminal_stops_a_role_as_ctrl_c_does_but_not_under_nohup(before: str, stops: bool):
-    program = f"import signal; signal.signal(signal.SIGHUP, signal.{before})\n{NEVER_DONE}"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout
-        assert process.stdout.readline() == "up\n"
-        process.send_signal(signal.SIGHUP)
+    with never_done(f"import signal; signal.signal(signal.SIGHUP, signal.{before})") as role:
+        role.send_signal(signal.SIGHUP)
         if stops:
-            assert process.stdout.readline() == "stopping\n"
+            assert role.stdout.readline() == "stopping\n"
         time.sleep(0.3)
-        process.kill()
-        assert process.stdout.read() == ""
+        role.kill()
+        assert role.stdout.read() == ""
 
 
 TIDY = """

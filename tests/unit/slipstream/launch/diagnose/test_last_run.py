@@ -1,22 +1,20 @@
 """Faults of a run: a traceback at the end of a log, deaths, an end without results."""
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from slipstream.buffer.records import Event
-from slipstream.launch.diagnose import diagnosis
-from slipstream.launch.diagnose.diagnosis import check_last_run
-from slipstream.launch.diagnose.machine import Finding
+from slipstream.launch.diagnose import last_run
+from slipstream.launch.diagnose.machine import Result
+from tests.unit.slipstream.launch.diagnose.findings import by_name
 
 OUT_OF_MEMORY = """12:00:00 [info] step step=3
 Traceback (most recent call last):
   File "learner.py", line 3, in <module>
 torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB
 """
-Plant = Callable[[str, str], None]
 
 
 @pytest.fixture
@@ -30,11 +28,11 @@ def folder(tmp_path: Path) -> Path:
 
 def plant_events(monkeypatch: pytest.MonkeyPatch, *events: tuple[str, str]) -> None:
     found = [Event(time.time(), role, text) for role, text in events]
-    monkeypatch.setattr(diagnosis, "read_events", lambda *_, **__: (found, ""))
+    monkeypatch.setattr(last_run, "read_events", lambda *_, **__: (found, ""))
 
 
-def findings_of(folder: Path, *, is_live: bool = False) -> dict[str, Finding]:
-    return {each.name: each for each in check_last_run(folder, is_live=is_live)}
+def findings_of(folder: Path, *, is_live: bool = False) -> dict[str, Result]:
+    return by_name(last_run.check_last_run(folder, is_live=is_live))
 
 
 def test_a_traceback_is_found_with_its_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,10 +41,8 @@ def test_a_traceback_is_found_with_its_remedy(folder: Path, monkeypatch: pytest.
     found = findings_of(folder)
     assert found["last run"].found == "mine ended without results at step 7"
     learner = found["log of learner"]
-    assert (learner.verdict, learner.found) == (
-        "fail",
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
-    )
+    error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert (learner.verdict, learner.found) == ("fail", error)
     assert learner.fix.startswith("lower learner.tokens_per_microbatch")
     assert found["events"].verdict == "warn"
     assert "log of broker" not in found
@@ -57,6 +53,7 @@ def test_a_traceback_is_found_with_its_remedy(folder: Path, monkeypatch: pytest.
 
 def test_a_roles_own_sentence_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plant_events(monkeypatch)
+    assert {each.verdict for each in findings_of(folder, is_live=True).values()} == {"ok"}
     (folder / "logs/generator-0.log").write_text("error: model.path must be a folder, got 'x'.\n")
     found = findings_of(folder)
     assert found["log of generator-0"].found == "model.path must be a folder, got 'x'."
@@ -74,47 +71,28 @@ def test_a_roles_own_sentence_is_found(folder: Path, monkeypatch: pytest.MonkeyP
         ("ends the run: closed for maintenance", "resume=true"),
     ],
 )
-def test_the_end_of_a_run_is_a_failure_with_its_cause(
-    text: str, remedy: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_end_of_a_run_is_a_failure_with_its_cause(text, remedy, folder, monkeypatch):
     plant_events(monkeypatch, ("generator-0", "generator-0 joined"), ("launcher", text))
     last = findings_of(folder)["last run"]
     assert (last.verdict, last.found) == ("fail", f"mine ended without results at step 7: {text}")
     assert remedy in last.fix
 
 
-def test_a_run_in_progress_is_in_order(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant_events(monkeypatch)
-    assert {each.verdict for each in findings_of(folder, is_live=True).values()} == {"ok"}
-
-
-def test_without_a_store_the_logs_are_looked_at_all_the_same(folder: Path) -> None:
-    (folder / "logs/learner.log").write_text(OUT_OF_MEMORY)
-    found = findings_of(folder)
-    assert found["events"].verdict == "skipped"
-    assert found["log of learner"].verdict == "fail"
-
-
 @pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ('{"step": 6}\n[7]\n{"step": 8, "tim', "at step 6"),
-        ("", "with no step in metrics.jsonl"),
-    ],
+    ("rows", "words"), [('{"step": 6}\n[7]\n{"step": 8, "tim', "at step 6"), ("", "with no step in metrics.jsonl")]
 )
 def test_the_last_step_is_that_of_the_last_whole_row(folder: Path, rows: str, words: str) -> None:
     (folder / "metrics.jsonl").write_text(rows)
     assert findings_of(folder)["last run"].found.endswith(words)
 
 
-def test_a_tail_begins_with_a_whole_line(folder: Path) -> None:
+def test_a_large_log_is_read_from_its_end_beginning_with_a_whole_line(folder, monkeypatch):
+    found = findings_of(folder)
+    assert (found["events"].verdict, found["logs"].verdict) == ("skipped", "ok"), "logs are read without a store"
     path = folder / "logs/broker.log"
     path.write_text("a secret that is cut is not recognized\nthe next line\n")
-    assert diagnosis.log_tail(path, num_bytes=30) == ["the next line"]
-    assert diagnosis.log_tail(path, num_bytes=len("the next line\n")) == ["the next line"]
-
-
-def test_a_large_log_is_read_from_its_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for num_bytes in (30, len("the next line\n")):
+        assert last_run.log_tail(path, num_bytes=num_bytes) == ["the next line"]
     plant_events(monkeypatch)
     (folder / "logs/learner.log").write_text("x" * 300_000 + "\n" + OUT_OF_MEMORY)
     assert findings_of(folder)["log of learner"].verdict == "fail"

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,16 +15,10 @@ FIRST = 'print(\'noise of a library\\n{"name": "torch", "verdict": "ok", "found"
     [
         ("import time; time.sleep(60)", 1.0, "no answer within 1 s"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", 30.0, "its process ended with SIGILL"),
-        (
-            "import sys; sys.exit('undefined symbol: x')",
-            30.0,
-            "ended with exit code 1; its last line: undefined symbol: x",
-        ),
+        ("import sys; sys.exit('undefined symbol: x')", 30.0, "with exit code 1; its last line: undefined symbol: x"),
     ],
 )
-def test_a_part_that_hangs_or_ends_the_process_fails_and_those_after_it_are_skipped(
-    rest: str, timeout_s: float, found: str, tmp_path: Path
-) -> None:
+def test_a_part_that_hangs_or_ends_the_process_fails_and_those_after_it_are_skipped(rest, timeout_s, found, tmp_path):
     program = tmp_path / "program.py"
     program.write_text(FIRST + rest)
     findings = run_probe(timeout_s=timeout_s, program=program)
@@ -38,8 +31,6 @@ def test_a_part_that_hangs_or_ends_the_process_fails_and_those_after_it_are_skip
 
 def test_a_process_group_of_one_rank_sums_and_is_gone() -> None:
     # In a separate process, as in a diagnosis, because it must not have a process group yet.
-    program = (
-        "from slipstream.launch.diagnose.probe import all_reduce as sums; sums('gloo', 'cpu'); sums('gloo', 'cpu')"
-    )
+    program = "from slipstream.launch.diagnose.probe import all_reduce as a; a('gloo', 'cpu'); a('gloo', 'cpu')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
