@@ -205,7 +205,7 @@ def build_learner(
         sender=sender,
         config=run.weights,
         snapshots=snapshots,
-        is_serial=run.is_one_process,
+        is_one_process=run.is_one_process,
         on_evict=store.record_event,
         trusts_network=run.cluster.trusted_network,
         clock=clock,

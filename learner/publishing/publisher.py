@@ -84,20 +84,20 @@ class Publisher:
         sender: WeightSender,
         config: WeightsConfig,
         snapshots: SnapshotServer | None = None,
-        is_serial: bool = False,
+        is_one_process: bool = False,
         on_evict: Callable[[str, str], object] = lambda peer_id, text: None,
         trusts_network: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`is_serial`: the sender never blocks. `snapshots` serves members that fetch; without it, all join broadcasts.
+        """`is_one_process`: a serial run or a replay, where the sender never blocks.
 
-        For `on_evict` and `trusts_network` see MemberTable.
+        `snapshots` serves members that fetch; without it, all join broadcasts. For `on_evict` and `trusts_network` see MemberTable.
         """
         self._client = client
         self._inbox = inbox
         self._sender = sender
         self._config = config
-        self._is_serial = is_serial
+        self._is_one_process = is_one_process
         self._clock = clock
         self._members = MemberTable(on_evict=on_evict, clock=clock, trusts_network=trusts_network)
         self._fetches = (
@@ -254,7 +254,7 @@ class Publisher:
 
     def _run_watched(self, action: Callable[[], None], members: list[Member]) -> None:
         """Run `action`, which blocks until all members take part. Abort it if one dies."""
-        if self._is_serial:
+        if self._is_one_process:
             action()
             return
         in_flight = run_in_thread(action, name="send-weights")
