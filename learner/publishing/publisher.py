@@ -91,7 +91,7 @@ class Publisher:
     ) -> None:
         """`is_one_process`: a serial run or a replay, where the sender never blocks.
 
-        `snapshots` serves members that fetch; without it, all join broadcasts. For `on_evict` and `trusts_network` see MemberTable.
+        `snapshots` serves members that fetch; without it, all join broadcasts. For the others see MemberTable.
         """
         self._client = client
         self._inbox = inbox

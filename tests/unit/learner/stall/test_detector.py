@@ -116,11 +116,12 @@ def test_a_wait_that_succeeds_resolves_its_dead_end(patient: Scene):
 
 def test_only_while_rewards_are_the_cause_groups_without_any_are_rejected(patient: Scene):
     patient.wait(1)
-    assert not patient.detector.reject_unscored(patient.claim_one(status="error"))
+    unscored = patient.claim_one(status="error")
+    assert not patient.detector.reject_unscored(unscored)
     assert patient.store.counts().outcomes == {}
     reason = patient.wait(1, trajectories=MAX_FAILED, rewards_failed=MAX_FAILED)
     assert f"dead end: none of the last {MAX_FAILED}" in reason
-    assert patient.detector.reject_unscored(patient.claim_one(status="error"))
+    assert patient.detector.reject_unscored(unscored)
     assert patient.store.counts().reasons == {"rejected: no_reward": 1}
     assert not patient.detector.reject_unscored(patient.claim_one(status="ok"))
     assert patient.wait(1, trajectories=MAX_FAILED + 1, rewards_failed=MAX_FAILED) == STEP_1
