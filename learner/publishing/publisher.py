@@ -89,9 +89,10 @@ class Publisher:
         trusts_network: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`is_one_process`: a serial run or a replay, where the sender never blocks.
+        """`is_one_process`: for serial runs and replays, whose sender never blocks.
 
-        `snapshots` serves members that fetch; without it, all join broadcasts. For the others see MemberTable.
+        `snapshots` serves members that fetch; without it, all join broadcasts.
+        For `on_evict` and `trusts_network` see MemberTable.
         """
         self._client = client
         self._inbox = inbox

@@ -29,11 +29,8 @@ def make_pairs(count=5, *, seed=0):
 
 
 def make_pair_trainer(folder, *, engine=None, tokens_per_microbatch=8192):
-    learner = {
-        "engine": engine or TorchEngineConfig(),
-        "tokens_per_microbatch": tokens_per_microbatch,
-        "optimizer": PLAIN,
-    }
+    learner = {"engine": engine or TorchEngineConfig(), "optimizer": PLAIN}
+    learner["tokens_per_microbatch"] = tokens_per_microbatch
     sft = SftConfig("a", objective="pairs", trajectories_per_step=4)
     run = make_run(make_model(folder), learner=learner, mode="sft", sft=sft)
     torch.manual_seed(3)
@@ -62,16 +59,14 @@ def test_a_step_is_the_textbooks_and_any_split_gives_the_same_gradient(tmp_path)
     assert metrics["learner/loss"] == pytest.approx(float(expected), rel=1e-5)
     assert metrics["learner/pair_accuracy"] == float((margins > 0).float().mean())
     assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
-    for name, parameter in module.named_parameters():
-        # Adam's first step is the sign of the gradient, so it is noise where the gradient is.
-        clear = parameter.grad.abs() > 1e-5
-        assert torch.allclose(weights(trainer)[name][clear], parameter[clear], atol=2e-5), name
 
     split, other = make_pair_trainer(tmp_path, engine=zero(2), tokens_per_microbatch=64)
     assert split.step(pairs, step=1)["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
-    for name, parameter in module.named_parameters():
-        clear = parameter.grad.abs() > 1e-5
-        assert torch.allclose(weights(other)[name][clear], parameter[clear], atol=2e-5), name
+    for each in (trainer, other):
+        for name, parameter in module.named_parameters():
+            # Adam's first step is the sign of the gradient, so it is noise where the gradient is.
+            clear = parameter.grad.abs() > 1e-5
+            assert torch.allclose(weights(each)[name][clear], parameter[clear], atol=2e-5), name
 
 
 def test_a_run_learns_the_pairs_and_its_model_scores_alike_in_transformers_and_as_a_reward(tmp_path):
@@ -99,27 +94,40 @@ def test_a_run_learns_the_pairs_and_its_model_scores_alike_in_transformers_and_a
         RewardModel(path=str(make_model(tmp_path))).start()
 
 
-def test_pairs_are_texts_or_messages(tmp_path):
-    def read(*rows, **settings):
-        run = sft_run(
-            tmp_path,
-            list(rows),
-            objective="pairs",
-            template="{% for m in messages %}{{ m.content }}={% endfor %}",
-            **settings,
-        )
-        return [
-            [make_tokenizer().decode(side) for side in (p.chosen, p.rejected)] for p in read_train(run).demonstrations
-        ]
+def say(role, text):
+    return {"role": role, "content": text}
 
-    say = lambda role, text: {"role": role, "content": text}  # noqa: E731
-    assert read({"prompt": "1=", "chosen": "2", "rejected": "3"}) == [["1=2<eos>", "1=3<eos>"]]
-    both = [["1=2=", "1=3="]]
-    assert read({"prompt": [say("user", "1")], "chosen": "2", "rejected": "3"}) == both
-    assert read({"prompt": "1", "chosen": [say("assistant", "2")], "rejected": [say("assistant", "3")]}) == both
-    whole = {side: [say("user", "1"), say("assistant", text)] for side, text in (("chosen", "2"), ("rejected", "3"))}
-    assert read(whole) == both
-    with pytest.raises(ConfigError, match="row 0: the response must not be empty"):
-        read({"prompt": "1=", "chosen": "", "rejected": "3"})
-    with pytest.raises(ConfigError, match="must have the column `rejected`"):
-        read({"prompt": "1=", "chosen": "2"})
+
+TEXT = {"prompt": "1=", "chosen": "2", "rejected": "3"}
+WHOLE = {side: [say("user", "1"), say("assistant", text)] for side, text in (("chosen", "2"), ("rejected", "3"))}
+
+
+def read_pairs(folder, row):
+    template = "{% for m in messages %}{{ m.content }}={% endfor %}"
+    (pair,) = read_train(sft_run(folder, [row], objective="pairs", template=template)).demonstrations
+    return [make_tokenizer().decode(side) for side in (pair.chosen, pair.rejected)]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (TEXT, ["1=2<eos>", "1=3<eos>"]),
+        (TEXT | {"prompt": [say("user", "1")]}, ["1=2=", "1=3="]),
+        ({"prompt": "1", "chosen": WHOLE["chosen"][1:], "rejected": WHOLE["rejected"][1:]}, ["1=2=", "1=3="]),
+        (WHOLE, ["1=2=", "1=3="]),
+    ],
+)
+def test_pairs_are_texts_or_messages(tmp_path, row, expected):
+    assert read_pairs(tmp_path, row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        (TEXT | {"chosen": ""}, "row 0: the response must not be empty"),
+        ({"prompt": "1=", "chosen": "2"}, "must have the column `rejected`"),
+    ],
+)
+def test_incomplete_pairs_are_refused(tmp_path, row, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        read_pairs(tmp_path, row)
