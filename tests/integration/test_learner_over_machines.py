@@ -59,16 +59,9 @@ class Scene(NamedTuple):
             start(first, "slipstream.broker", *settings)
             start(first, "slipstream.generators", "--id", "one", "name=mine")
             torchrun = ["--nnodes=2", "--nproc-per-node=1", f"--master-addr={first.address}", "--master-port=29400"]
+            learner = ["-m", "slipstream.learner", *settings]
             learners = [
-                start(
-                    machine,
-                    "torch.distributed.run",
-                    *torchrun,
-                    f"--node-rank={rank}",
-                    "-m",
-                    "slipstream.learner",
-                    *settings,
-                )
+                start(machine, "torch.distributed.run", *torchrun, f"--node-rank={rank}", *learner)
                 for rank, machine in enumerate((first, second))
             ]
             until(lambda: all(each.poll() is not None for each in learners), timeout_s=240, what="the end of all ranks")

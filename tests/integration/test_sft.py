@@ -28,13 +28,9 @@ SMALL = (
     "sft.heldout_every_steps=3",
     "sft.heldout_rows=100",
 )
-TWO_RANKS = (
-    "learner.num_ranks=2",
-    "learner/engine=deepspeed_zero2",
-    "learner.tokens_per_microbatch=64",
-    # Limits only rank 0's waits, not the collectives in which the others wait for it.
-    "learner.wait_timeout_s=0.1",
-)
+TWO_RANKS = ("learner.num_ranks=2", "learner/engine=deepspeed_zero2", "learner.tokens_per_microbatch=64")
+# Limits only rank 0's waits, not the collectives in which the others wait for it.
+TWO_RANKS += ("learner.wait_timeout_s=0.1",)
 
 
 @pytest.fixture(scope="module")

@@ -71,17 +71,21 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     made.close()
 
 
-def test_a_follower_fetches_deltas_and_a_joiner_the_snapshot(scene: Scene) -> None:
+def test_a_follower_fetches_deltas_and_a_joiner_or_who_released_its_version_the_snapshot(scene: Scene) -> None:
     scene.publish(1)
     follower = scene.join()
     assert scene.fetch(follower, 1) >= NUM_BYTES
+    assert scene.fetch(follower, 1) == 0, "a held version is not fetched again"
     for version in range(2, 6):
         scene.publish(version)
         assert scene.fetch(follower, version) < NUM_BYTES / 10
     assert scene.fetch(scene.join(), 5) >= NUM_BYTES
-    scene.with_deltas = False
+    follower.release()
     scene.publish(6)
     assert scene.fetch(follower, 6) >= NUM_BYTES
+    scene.with_deltas = False
+    scene.publish(7)
+    assert scene.fetch(follower, 7) >= NUM_BYTES
 
 
 def test_a_generator_that_missed_versions_catches_up(scene: Scene) -> None:
@@ -101,23 +105,6 @@ def test_a_version_being_fetched_is_kept(scene: Scene) -> None:
         scene.join().fetch(scene.order(1, timeout_s=0.3), cancelled=Event())
 
 
-def test_a_held_version_is_not_fetched_again(scene: Scene) -> None:
-    scene.publish(1)
-    fetcher = scene.join()
-    scene.fetch(fetcher, 1)
-    scene.snapshots.close()
-    assert scene.fetch(fetcher, 1) == 0
-
-
-def test_after_a_release_the_snapshot_is_fetched(scene: Scene) -> None:
-    scene.publish(1)
-    fetcher = scene.join()
-    scene.fetch(fetcher, 1)
-    fetcher.release()
-    scene.publish(2)
-    assert scene.fetch(fetcher, 2) >= NUM_BYTES
-
-
 def test_a_restarted_learner_at_the_same_address_is_followed(scene: Scene) -> None:
     scene.publish(1)
     fetcher = scene.join()
@@ -131,9 +118,8 @@ def test_a_restarted_learner_at_the_same_address_is_followed(scene: Scene) -> No
 def test_a_cancelled_fetch_ends_soon_and_the_next_one_works(scene: Scene) -> None:
     scene.publish(1)
     fetcher = scene.join()
-    unreachable = msgspec.structs.replace(
-        scene.order(1), source=SnapshotSource("tcp://127.0.0.1:9", "/not/shared"), timeout_s=600.0
-    )
+    nowhere = SnapshotSource("tcp://127.0.0.1:9", "/not/shared")
+    unreachable = msgspec.structs.replace(scene.order(1), source=nowhere, timeout_s=600.0)
     cancelled = Event()
     with ThreadPoolExecutor(1) as thread:
         underway = thread.submit(fetcher.fetch, unreachable, cancelled=cancelled)
@@ -146,26 +132,26 @@ def test_a_cancelled_fetch_ends_soon_and_the_next_one_works(scene: Scene) -> Non
     assert scene.fetch(fetcher, 1) >= NUM_BYTES
 
 
-def test_a_shared_folder_is_read_without_the_server(scene: Scene) -> None:
+def test_a_shared_folder_is_read_without_the_server_and_deleted_at_the_end(scene: Scene) -> None:
     scene.publish(1)
     scene.server.close()
     assert scene.fetch(scene.join(), 1, folder=scene.store.folder) >= NUM_BYTES
+    scene.snapshots.close()
+    assert not scene.store.folder.exists()
 
 
-def test_a_damaged_file_in_the_shared_folder_falls_back_to_the_stream(scene: Scene, tmp_path: Path) -> None:
-    seen = tmp_path / "seen"
-    SnapshotStore(seen).put(*make_version(1, moved=100))
-    path = seen / "version-00000001" / "bucket-0001.bin"
-    path.write_bytes(bytes(path.stat().st_size))
+@pytest.mark.parametrize("seen", ["damaged", "of another run"])
+def test_a_damaged_shared_folder_and_that_of_another_run_fall_back_to_the_stream(
+    scene: Scene, tmp_path: Path, seen: str
+) -> None:
+    folder = tmp_path / "seen"
+    version = make_version(1, moved=100) if seen == "damaged" else make_version(1, seed=5)
+    SnapshotStore(folder).put(*version)
+    if seen == "damaged":
+        path = folder / "version-00000001" / "bucket-0001.bin"
+        path.write_bytes(bytes(path.stat().st_size))
     scene.publish(1)
-    assert scene.fetch(scene.join(), 1, folder=seen) >= NUM_BYTES
-
-
-def test_a_shared_folder_of_another_run_is_not_used(scene: Scene, tmp_path: Path) -> None:
-    seen = tmp_path / "seen"
-    SnapshotStore(seen).put(*make_version(1, seed=5))
-    scene.publish(1)
-    assert scene.fetch(scene.join(), 1, folder=seen) >= NUM_BYTES
+    assert scene.fetch(scene.join(), 1, folder=folder) >= NUM_BYTES
 
 
 def test_a_version_that_never_appears_is_an_error_in_time(scene: Scene) -> None:
@@ -177,9 +163,3 @@ def test_a_version_that_never_appears_is_an_error_in_time(scene: Scene) -> None:
         fetcher.fetch(scene.order(2, timeout_s=0.3), cancelled=Event())
     scene.publish(2)
     assert scene.fetch(fetcher, 2) >= NUM_BYTES
-
-
-def test_the_end_of_a_run_leaves_nothing_behind(scene: Scene) -> None:
-    scene.publish(1)
-    scene.snapshots.close()
-    assert not scene.store.folder.exists()

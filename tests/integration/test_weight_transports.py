@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -46,21 +45,14 @@ def test_a_run_trains_without_any_broadcast(folder: Path, transport: str):
 
 @pytest.mark.long
 def test_a_joiner_with_another_transport_does_not_disturb_broadcasts(folder: Path):
+    joining = ["-m", "slipstream.generators", "--id", "far", "name=mixed", "weights.transport=delta"]
     with (folder / "mixed.out").open("w") as output:
-        run = subprocess.Popen(
-            runs.command(*SMALL, "name=mixed", "learner.max_steps=150"),
-            cwd=folder,
-            stdout=output,
-            stderr=output,
-        )
-        joiner = subprocess.Popen(
-            [sys.executable, "-m", "slipstream.generators", "--id", "far", "name=mixed", "weights.transport=delta"],
-            cwd=folder,
-            stdout=output,
-            stderr=output,
+        run, joiner = (
+            subprocess.Popen(command, cwd=folder, stdout=output, stderr=output)
+            for command in (runs.command(*SMALL, "name=mixed", "learner.max_steps=150"), [sys.executable, *joining])
         )
     try:
-        wait_until_ended(run)
+        assert run.wait(timeout=PATIENCE_S) == 0
         log = learner_log(folder, "mixed")
         assert len(fetched_by(log, "far")) > 3
         assert fetched_by(log, "generator-0")
@@ -69,8 +61,3 @@ def test_a_joiner_with_another_transport_does_not_disturb_broadcasts(folder: Pat
     finally:
         for process in (run, joiner):
             runs.kill_tree(process)
-
-
-def wait_until_ended(run: "subprocess.Popen[bytes]") -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    assert run.wait(timeout=deadline - time.monotonic()) == 0

@@ -43,13 +43,23 @@ class Sharing:
         self.sharers, self.leaders, self.is_leader = sharers, leaders, sharers[0] == rank
 
 
-def make_saver(folder: Path, rank: int, *, size: int) -> BackgroundSaver:
-    sharing = Sharing(rank, sharers=list(range(size)), leaders=[0])
-    return BackgroundSaver(folder, ranks=Alone(rank, size=size), folders=sharing, in_background=True)
+def make_saver(
+    folder: Path,
+    rank: int,
+    *,
+    size: int = 2,
+    words: dict[tuple[str, int], str] | None = None,
+    storage: ObjectFolder | None = None,
+) -> BackgroundSaver:
+    """A saver whose rank shares its folder with all others or, with `storage`, with none."""
+    everyone = list(range(size))
+    sharing = Sharing(rank, sharers=[rank] if storage else everyone, leaders=everyone if storage else [0])
+    ranks = Alone(rank, size=size, words=words)
+    return BackgroundSaver(folder, ranks=ranks, folders=sharing, in_background=True, storage=storage)
 
 
 def make_savers(folder: Path) -> list[BackgroundSaver]:
-    return [make_saver(folder, rank, size=2) for rank in (0, 1)]
+    return [make_saver(folder, rank) for rank in (0, 1)]
 
 
 def save(savers: list[BackgroundSaver], number: int, *, folder: Path) -> None:
@@ -85,12 +95,6 @@ def assert_whole(folder: Path) -> str:
     return pointer
 
 
-def test_the_files_of_all_ranks_become_one_folder(tmp_path):
-    save(make_savers(tmp_path), 1, folder=tmp_path)
-    assert assert_whole(tmp_path) == "step-1"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["pointer", "step-1"]
-
-
 def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_pointer(tmp_path, monkeypatch):
     done: list[tuple] = []
 
@@ -103,6 +107,8 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_point
     for name in ("rename", "replace"):
         record(name, lambda source, target: (inode(source), inode(Path(target).parent)))
     save(make_savers(tmp_path), 1, folder=tmp_path)
+    assert assert_whole(tmp_path) == "step-1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pointer", "step-1"]
 
     named_at = done.index((inode(tmp_path / "step-1"), inode(tmp_path)))
     for path in (tmp_path / "step-1", *(tmp_path / "step-1").rglob("*")):
@@ -183,17 +189,10 @@ def test_rank_0_says_whose_files_it_waits_for(tmp_path):
     assert (tmp_path / "step-1").is_dir()
 
 
-# --- several machines ------------------------------------------------------------------------------------------------
 def make_machines(folder: Path, storages: list[ObjectFolder]) -> list[BackgroundSaver]:
     words: dict[tuple[str, int], str] = {}
     return [
-        BackgroundSaver(
-            folder / str(rank),
-            ranks=Alone(rank, words=words),
-            folders=Sharing(rank, sharers=[rank], leaders=[0, 1]),
-            in_background=True,
-            storage=storage.child("checkpoints"),
-        )
+        make_saver(folder / str(rank), rank, words=words, storage=storage.child("checkpoints"))
         for rank, storage in enumerate(storages)
     ]
 
@@ -245,11 +244,8 @@ def test_a_checkpoint_of_two_machines_counts_once_both_have_written_and_sent_the
 
 def test_a_dead_object_store_ends_the_save_before_its_pointer_moves_and_leaves_it_on_the_disk(tmp_path):
     (tmp_path / "remote").write_text("no folder")
-    sharing = Sharing(0, sharers=[0], leaders=[0])
     storage = ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0.3, first_delay_s=0.05))
-    saver = BackgroundSaver(
-        tmp_path / "0", ranks=Alone(0, size=1), folders=sharing, in_background=True, storage=storage
-    )
+    saver = make_saver(tmp_path / "0", 0, size=1, storage=storage)
     finished: list[bool] = []
     start(saver, 1, finish=lambda: finished.append(True))
     ends_at = time.monotonic() + 10

@@ -18,17 +18,8 @@ from slipstream.learner.ranks import Ranks
 from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import no_file_above
 from tests.runs import until
-from tests.unit.learner.builders import (
-    CPU,
-    make_checkpoints,
-    make_groups,
-    make_model,
-    make_run,
-    make_trainer,
-    save,
-    weights,
-    zero,
-)
+from tests.unit.learner import builders
+from tests.unit.learner.builders import make_checkpoints, make_groups, make_model, make_run, save, weights, zero
 
 ENGINES = [TorchEngineConfig(), zero(0), zero(1), zero(2), zero(3)]
 
@@ -54,7 +45,7 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine, algorithm):
     optimizer = OptimizerConfig(schedule="cosine", warmup_steps=1, learning_rate=1e-3)
     learner = {"engine": engine, "max_steps": 4, "optimizer": optimizer}
     run = make_run(make_model(tmp_path), learner=learner, algorithm=algorithm)
-    straight = make_trainer(run)
+    straight = builders.make_trainer(run)
     expected = steps(straight, range(4))
 
     trainer, checkpoints = make_checkpoints(run, tmp_path)
@@ -82,15 +73,9 @@ def test_random_numbers_after_a_checkpoint_equal_those_after_a_resume_and_differ
     assert drawn[0] != drawn[1]
     checkpoints.restore(names[0])
     assert [draw(), draw()] == drawn[0]
-    checkpoints._ranks = Ranks(rank=1, size=2, device=CPU)
+    checkpoints._ranks = Ranks(rank=1, size=2, device=builders.CPU)
     checkpoints._seed_generators(step=1)
     assert [draw(), draw()] not in drawn
-
-
-def test_a_missing_checkpoint_is_named(tmp_path):
-    _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
-    with pytest.raises(CheckpointError, match="step-00000004 must be a complete checkpoint"):
-        checkpoints.restore("step-00000004")
 
 
 def test_only_the_newest_are_kept(tmp_path):
@@ -115,12 +100,14 @@ def test_a_checkpoint_from_before_layouts_could_change_is_refused_in_one_sentenc
     assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+def test_a_checkpoint_of_another_model_and_a_missing_one_are_refused(tmp_path):
     _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
     save(checkpoints, step=1)
     _, tied = make_checkpoints(make_run(make_model(tmp_path, is_tied=True)), tmp_path)
     with pytest.raises(CheckpointError):
         tied.restore("step-00000001")
+    with pytest.raises(CheckpointError, match="step-00000004 must be a complete checkpoint"):
+        tied.restore("step-00000004")
 
 
 def test_a_run_resumes_elsewhere_from_the_object_store(tmp_path):
@@ -135,6 +122,12 @@ def test_a_run_resumes_elsewhere_from_the_object_store(tmp_path):
     remote = tmp_path / "remote" / "test" / "checkpoints"
     assert [path.name for path in remote.iterdir()] == names[-1:] == checkpoints.names()
     saved = copies(trainer)
+    (tmp_path / "here" / "final_model").mkdir()
+    (tmp_path / "here" / "final_model" / "config.json").write_text("{}")
+    checkpoints.upload([tmp_path / "here" / "final_model"])
+    checkpoints.saver.flush()
+    sent = remote.parent / "final_model"
+    assert sorted(path.name for path in sent.iterdir()) == ["checksums.json", "config.json"]
 
     resumed, moved = make_checkpoints(run, tmp_path / "there")
     assert moved.names() == names[-1:]
@@ -176,30 +169,6 @@ def test_a_moved_run_fetches_its_best_checkpoint(tmp_path):
     assert (resumed.export() / "config.json").is_file()
 
 
-def test_final_models_go_to_the_object_store(tmp_path):
-    run = make_run(make_model(tmp_path), storage_uri=f"file://{tmp_path}/remote")
-    _, checkpoints = make_checkpoints(run, tmp_path)
-    (tmp_path / "final_model").mkdir()
-    (tmp_path / "final_model" / "config.json").write_text("{}")
-    checkpoints.upload([tmp_path / "final_model"])
-    checkpoints.saver.flush()
-    sent = tmp_path / "remote" / "test" / "final_model"
-    assert sorted(path.name for path in sent.iterdir()) == ["checksums.json", "config.json"]
-
-
-@pytest.mark.parametrize("part", ["state.json", "optimizer-rank-0.safetensors"])
-def test_a_damaged_checkpoint_is_refused(tmp_path, part):
-    _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
-    save(checkpoints, step=1)
-    (tmp_path / "checkpoints" / "step-00000001" / part).write_bytes(b"{")
-    with pytest.raises(CheckpointError, match=f"{part} must have the checksum it was written with"):
-        checkpoints.restore("step-00000001")
-
-
-def parts_of(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-
-
 def test_a_flipped_bit_in_any_file_is_found_before_anything_is_loaded(tmp_path):
     run = make_run(make_model(tmp_path))
     trainer, checkpoints = make_checkpoints(run, tmp_path)
@@ -207,10 +176,9 @@ def test_a_flipped_bit_in_any_file_is_found_before_anything_is_loaded(tmp_path):
     steps(trainer, range(1))
     before = {key: tensor.clone() for key, tensor in weights(trainer).items()}
     folder = tmp_path / "checkpoints" / name
-    assert {"state.json", "checksums.json", "optimizer-rank-0.safetensors", "model/config.json"} <= set(
-        parts_of(folder)
-    )
-    for part in parts_of(folder):
+    parts = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert {"state.json", "checksums.json", "optimizer-rank-0.safetensors", "model/config.json"} <= set(parts)
+    for part in parts:
         intact = (folder / part).read_bytes()
         at = len(intact) // 2
         (folder / part).write_bytes(intact[:at] + bytes([intact[at] ^ 1]) + intact[at + 1 :])
@@ -248,7 +216,6 @@ def copies(trainer):
     return weights(trainer) | {name: tensor.clone() for name, tensor in trainer.engine.copy_state().items()}
 
 
-# --- other layouts ---------------------------------------------------------------------------------------------------
 SIZES = {"embedding": 37, "a.weight": 12, "a.bias": 1, "b.weight": 30, "norm": 5}
 
 
