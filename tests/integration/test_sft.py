@@ -79,12 +79,6 @@ def test_the_held_out_loss_goes_down_and_the_final_model_is_one_of_transformers(
 
 
 @pytest.mark.long
-def test_a_resumed_run_continues_bit_for_bit(folder: Path, alone: dict) -> None:
-    train(folder, "halved", "learner.max_steps=3")
-    assert largest_difference(alone, train(folder, "halved", "resume=true")) == 0
-
-
-@pytest.mark.long
 def test_two_ranks_make_the_weights_of_one(folder: Path, alone: dict) -> None:
     assert largest_difference(alone, train(folder, "together", *TWO_RANKS)) < 1e-5
     rows = [runs.metrics(folder, name) for name in ("alone", "together")]

@@ -1,5 +1,6 @@
 """Generators fetch weights as deltas if possible, otherwise whole, and always end with the right version."""
 
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -15,6 +16,7 @@ from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.snapshots import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
 from slipstream.learner.publishing.fetches import SnapshotServer
+from tests import runs
 from tests.fakes import KEYS
 from tests.unit.broker.weight_versions import make_version
 
@@ -163,3 +165,19 @@ def test_a_version_that_never_appears_is_an_error_in_time(scene: Scene) -> None:
         fetcher.fetch(scene.order(2, timeout_s=0.3), cancelled=Event())
     scene.publish(2)
     assert scene.fetch(fetcher, 2) >= NUM_BYTES
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["snapshot", "delta"])
+def test_a_run_trains_without_any_broadcast(tmp_path: Path, transport: str):
+    folder = runs.make_task(tmp_path, warm=False)
+    overrides = (f"name={transport}", f"weights.transport={transport}", "learner.max_steps=6")
+    runs.train(folder, *runs.SMALL, *overrides, timeout_s=200)
+    log = (folder / "runs" / transport / "logs" / "learner.log").read_text()
+    assert "epoch_opened" not in log
+    lines = re.findall(r"version_fetched\s+member=generator-0 (?:role=learner )?version=(\d+)", log)
+    fetched = [int(version) for version in lines]
+    assert (fetched[0], fetched[-1]) == (0, 6)
+    assert fetched == sorted(set(fetched))
+    assert not (folder / "runs" / transport / "weights").exists()

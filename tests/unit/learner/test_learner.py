@@ -25,8 +25,6 @@ from tests.contract.stores import answer, lease
 from tests.memory_store.store import MemoryStore
 from tests.metric_docs import ROWS, STEP, SUMMARY, TOKENS, keys_under
 
-RIGHT = Reward(total=1.0, is_correct=True)
-
 
 class FakeRanks:
     """Trains nothing. Saved models contain their step."""
@@ -53,7 +51,6 @@ class FakeRanks:
         return pointer
 
     def raise_error(self) -> None: ...
-
     def flush_checkpoint(self) -> None: ...
     def newest_model(self) -> None: ...
     def canary(self, *, step: int) -> None: ...
@@ -78,6 +75,7 @@ class FakePublisher:
     """Commits each version at once. Every prompt is answered correctly while the learner waits."""
 
     probe_limit = 1e-3
+    reward = Reward(total=1.0, is_correct=True)
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -92,10 +90,6 @@ class FakePublisher:
         for each in lease(self._store, 8):
             spans = [VersionSpan(6, self._version)]
             self._store.insert([answer(each, index, reward=self.reward, version_spans=spans) for index in each.indices])
-
-    @property
-    def reward(self) -> Reward:
-        return RIGHT
 
     def take_published(self) -> None: ...
     def flush(self) -> None: ...

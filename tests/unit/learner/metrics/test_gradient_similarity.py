@@ -29,22 +29,15 @@ class Scene:
         return self.similarity.report(ranks or make_alone()).get("learner/grad_cosine")
 
 
-class TwoRanks:
-    """This rank and another with known values."""
+class Rank:
+    """Records what it sends, and receives the values of another."""
 
-    def __init__(self, other: torch.Tensor) -> None:
+    def __init__(self, other: torch.Tensor | float = 0.0) -> None:
         self.other = other
 
     def sum_all(self, values: torch.Tensor) -> torch.Tensor:
-        return values + self.other
-
-
-class RecordingRank:
-    """A single rank that records what it would send."""
-
-    def sum_all(self, values: torch.Tensor) -> torch.Tensor:
         self.values = values
-        return values
+        return values + self.other
 
 
 def vector(*values: float) -> torch.Tensor:
@@ -86,7 +79,7 @@ def test_pieces_that_the_optimizer_is_given_one_by_one_are_one_gradient():
 @pytest.mark.parametrize("is_replicated", [False, True])
 def test_ranks_with_pieces_or_with_copies_find_the_cosine_of_the_whole(is_replicated):
     gradients = torch.randn(2, 6, generator=torch.Generator().manual_seed(2))
-    whole, mine, other, recording = Scene(6), Scene(6), Scene(6), RecordingRank()
+    whole, mine, other, recording = Scene(6), Scene(6), Scene(6), Rank()
     if not is_replicated:
         mine, other = Scene(4), Scene(2)
     for gradient in gradients:
@@ -94,7 +87,7 @@ def test_ranks_with_pieces_or_with_copies_find_the_cosine_of_the_whole(is_replic
         mine.update(gradient if is_replicated else gradient[:4])
         other.update(gradient if is_replicated else gradient[4:])
     other.cosine(recording)
-    assert mine.cosine(TwoRanks(recording.values)) == pytest.approx(whole.cosine())
+    assert mine.cosine(Rank(recording.values)) == pytest.approx(whole.cosine())
 
 
 def test_of_a_long_gradient_the_same_few_entries_are_kept_and_stand_for_all():
@@ -106,7 +99,7 @@ def test_of_a_long_gradient_the_same_few_entries_are_kept_and_stand_for_all():
         scene.update(*gradients)
         whole.update(*gradients)
     assert sum(part.numel() for part in scene.similarity._previous) <= 5_000
-    recording = RecordingRank()
+    recording = Rank()
     assert scene.cosine(recording) == pytest.approx(whole.cosine(), abs=0.03)
     assert sorted(recording.values[0, 1:].tolist()) == pytest.approx([100_000, 125_000], rel=0.1)
     scene.update(*second)

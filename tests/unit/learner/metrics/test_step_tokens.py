@@ -140,14 +140,6 @@ def test_a_disk_that_refuses_costs_the_file_alone(tmp_path: Path, in_background:
         assert [(each["event"], each["step"]) for each in logged] == [("token_stats_not_written", 1)]
 
 
-def test_steps_that_are_undone_lose_their_files(tmp_path: Path) -> None:
-    writer = StepTokensWriter(tmp_path, max_gib=1, in_background=False)
-    for step in (1, 2, 3):
-        writer.add(step, ONE)
-    writer.roll_back(to_step=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.parquet", "step-00000002.parquet"]
-
-
 def test_files_beyond_the_room_go_also_those_of_a_process_before(tmp_path: Path) -> None:
     sizes = [write_step(tmp_path, step, ONE) for step in range(1, 5)]
     writer = StepTokensWriter(tmp_path, max_gib=2.5 * sizes[0] / 2**30, in_background=False)

@@ -153,15 +153,6 @@ def test_the_buckets_are_those_named():
     assert names == ["0", "1", "2-3", "2-3", "4-7", "4-7", "8-15", "8-15", "16+", "16+"]
 
 
-def test_the_buckets_add_up_to_the_whole():
-    counts = count_tokens(make_random())
-    whole, parts = describe(counts), describe_by_lag(counts)
-    for name in ("ratio_mean", "mismatch_k1", "mismatch_k3", "entropy", "weight_mean", "probability_gap_mean"):
-        weighted = sum(parts[f"{b}/tokens"] * parts[f"{b}/{name}"] for b in LAG_BUCKETS if f"{b}/tokens" in parts)
-        assert weighted / whole["tokens"] == pytest.approx(whole[name])
-    assert max(value for key, value in parts.items() if key.endswith("/mismatch_max")) == whole["mismatch_max"]
-
-
 @pytest.mark.parametrize("sizes", [(12,), (1, 11), (4, 4, 4), (0, 12), (1,) * 12])
 def test_the_split_into_microbatches_changes_nothing(sizes):
     stats = make_random()

@@ -46,11 +46,10 @@ class Scene:
     def address(self, name: str) -> str:
         return self.states[name].lends_at
 
-    def change(self, **fields: str) -> None:
-        """Change these fields of all generators; `{name}` in a value is the generator's."""
+    def lend_at(self, address: str) -> None:
+        """Change the address of all generators; `{name}` in it is the generator's."""
         for name, state in self.states.items():
-            own = {field: value.format(name=name) for field, value in fields.items()}
-            self.states[name] = msgspec.structs.replace(state, **own)
+            self.states[name] = msgspec.structs.replace(state, lends_at=address.format(name=name))
         self.join(self.states)
 
     def first_lent(self) -> tuple[str, str]:
@@ -112,7 +111,7 @@ def test_generators_of_the_learners_machine_read_its_folder_and_take_no_place():
 
 def test_a_machine_local_address_is_given_only_to_its_machine():
     scene = Scene(num_hosts=2, per_host=8, fan_out=1)
-    scene.change(lends_at="ipc:///tmp/{name}.sock")
+    scene.lend_at("ipc:///tmp/{name}.sock")
     scene.assign()
     assert any(place.lenders for place in scene.places.values())
     for name, place in scene.places.items():
@@ -121,7 +120,7 @@ def test_a_machine_local_address_is_given_only_to_its_machine():
 
 def test_without_lenders_all_fetch_from_the_learner():
     scene = Scene(num_hosts=20)
-    scene.change(lends_at="")
+    scene.lend_at("")
     scene.assign()
     assert set(scene.places.values()) == {Place()}
 
@@ -202,7 +201,7 @@ def test_a_busy_lender_gets_no_more_fetchers_until_one_finishes():
     scene = Scene(num_hosts=20)
     (only, *others) = sorted(scene.states)
     lender = scene.states[only]
-    scene.change(lends_at="")
+    scene.lend_at("")
     scene.states[only] = lender
     scene.join(scene.states)
     scene.assign([only, *others[:12]])

@@ -203,3 +203,38 @@ def test_a_template_that_rewrites_the_beginning_or_does_not_know_the_messages_is
     messages = [*ANSWERED, *conversation(("user", "3"), ("assistant", "4"))]
     with pytest.raises(ConfigError, match=complaint):
         chat_pieces(messages, tokenizer=chat_tokenizer(template))
+
+
+TEXT = {"prompt": "1=", "chosen": "2", "rejected": "3"}
+WHOLE = {side: conversation(("user", "1"), ("assistant", text)) for side, text in (("chosen", "2"), ("rejected", "3"))}
+
+
+def read_pairs(folder, row):
+    template = "{% for m in messages %}{{ m.content }}={% endfor %}"
+    (pair,) = read_train(sft_run(folder, [row], objective="pairs", template=template)).demonstrations
+    return [make_tokenizer().decode(side) for side in (pair.chosen, pair.rejected)]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (TEXT, ["1=2<eos>", "1=3<eos>"]),
+        (TEXT | {"prompt": conversation(("user", "1"))}, ["1=2=", "1=3="]),
+        ({"prompt": "1", "chosen": WHOLE["chosen"][1:], "rejected": WHOLE["rejected"][1:]}, ["1=2=", "1=3="]),
+        (WHOLE, ["1=2=", "1=3="]),
+    ],
+)
+def test_pairs_are_texts_or_messages(tmp_path, row, expected):
+    assert read_pairs(tmp_path, row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        (TEXT | {"chosen": ""}, "row 0: the response must not be empty"),
+        ({"prompt": "1=", "chosen": "2"}, "must have the column `rejected`"),
+    ],
+)
+def test_incomplete_pairs_are_refused(tmp_path, row, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        read_pairs(tmp_path, row)

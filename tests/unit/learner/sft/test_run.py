@@ -6,14 +6,18 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from slipstream.buffer.errors import RunConflictError
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import SftConfig
 from slipstream.configs.learner import BestConfig, CheckpointConfig, OptimizerConfig
 from slipstream.configs.load import load
+from slipstream.generators.rewards.reward_model import RewardModel
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.sft.run import build_sft, check_sft, choose_rows, count_seen, count_steps
+from slipstream.runtime.model_files import answer_token_ids
+from tests.tiny_model import make_tokenizer
 from tests.unit.learner.builders import CPU, make_model, make_run, plant_nan, save
 from tests.unit.learner.sft.test_dataset import make_file
 
@@ -197,3 +201,28 @@ def test_a_used_name_is_refused_and_a_resumed_run_keeps_its_settings_but_may_las
     with pytest.raises(RunConflictError, match=r"sft\.trajectories_per_step must stay 8"):
         check_sft(make_sft_run(tmp_path, steps=1, resume=True, trajectories_per_step=4))
     check_sft(make_sft_run(tmp_path, steps=2, resume=True))
+
+
+def test_a_run_learns_pairs_and_its_model_scores_alike_in_transformers_and_as_a_reward(tmp_path):
+    rows = [{"prompt": f"{n:03d}=", "chosen": f"{n:03d}"[::-1], "rejected": f"{n:03d}"} for n in range(123, 170)]
+    files = {"train_path": rows, "heldout_path": rows[:10]}
+    run = make_sft_run(tmp_path, steps=20, objective="pairs", heldout_every_steps=10)
+    paths = {name: make_file(tmp_path, content, f"{name}.parquet") for name, content in files.items()}
+    run = msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, **paths))
+    written, summary, _ = train(run)
+    assert summary["heldout_pair_accuracy"] >= 0.9
+    assert summary["heldout_loss"] < 0.7 * summary["heldout_loss_before"]
+    assert written[-1]["eval/pair_accuracy"] == summary["heldout_pair_accuracy"]
+
+    path = str(tmp_path / "runs" / run.name / "final_model")
+    module = AutoModelForSequenceClassification.from_pretrained(path)
+    reward = RewardModel(path=path, device="cpu")
+    reward.start()
+    batch = [answer_token_ids(make_tokenizer(), row["prompt"], row["chosen"]) for row in rows[:3]]
+    batch.append(batch[0][:5])
+    with torch.inference_mode():
+        alone = [float(module(input_ids=torch.tensor(own)[None]).logits) for own in batch]
+    assert reward.scores(batch) == pytest.approx(alone, abs=1e-5)
+    # A language model has no reward head: its scores would be random.
+    with pytest.raises(ConfigError, match=r"which lacks score\.weight: train one with experiment=reward_model"):
+        RewardModel(path=str(make_model(tmp_path))).start()

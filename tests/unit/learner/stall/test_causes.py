@@ -31,10 +31,8 @@ def snapshot(*generators: RoleStatus, version: int = 0, broker: RoleStatus | Non
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=4, seed=0)
     fields = {name: overrides.pop(name) for name in list(overrides) if name in Snapshot.__dataclass_fields__}
-    counts = msgspec.structs.replace(store.counts(), **overrides)
-    return Snapshot(
-        counts, version, broker=broker or role("broker", "broker", version=None), generators=generators, **fields
-    )
+    fields["broker"] = broker or role("broker", "broker", version=None)
+    return Snapshot(msgspec.structs.replace(store.counts(), **overrides), version, generators=generators, **fields)
 
 
 def working(**overrides: Any) -> Snapshot:
