@@ -46,12 +46,10 @@ class Scene:
         self._fetchers.append(Fetcher(KEYS))
         return self._fetchers[-1]
 
-    def source(self, folder: Path | None = None) -> SnapshotSource:
-        return SnapshotSource(self.address, str(folder or "/not/shared"), has_deltas=self.with_deltas)
-
     def order(self, version: int, *, folder: Path | None = None, timeout_s: float = TIMEOUT_S) -> Update:
         update, _ = make_version(version, moved=100 * version)
-        return msgspec.structs.replace(update, source=self.source(folder), timeout_s=timeout_s)
+        source = SnapshotSource(self.address, str(folder or "/not/shared"), has_deltas=self.with_deltas)
+        return msgspec.structs.replace(update, source=source, timeout_s=timeout_s)
 
     def fetch(self, fetcher: Fetcher, version: int, *, folder: Path | None = None) -> int:
         """Fetch a version and verify it. Returns the bytes read."""
