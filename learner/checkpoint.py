@@ -93,7 +93,7 @@ class BestCheckpoint:
         return {pointer.name for pointer in (*best, *self._evaluated.values())}
 
     def add(self, pointer: CheckpointPointer) -> None:
-        """Pin a checkpoint while its version is evaluated."""
+        """Pin it while its version is evaluated."""
         self._evaluated[pointer.version] = pointer
 
     def judge(self, row: Row) -> None:
@@ -191,7 +191,7 @@ class Checkpoints:
         return sorted(names or (self._storage.names() if self._storage else []), key=_age)
 
     def with_remedy(self, error: DivergenceError) -> DivergenceError:
-        """Wait for the save in flight, then add to `error` how to continue from the newest checkpoint."""
+        """Wait for the save in flight, then add how to continue from the newest checkpoint."""
         self.saver.join()
         if not (model := self.newest_model()):
             return DivergenceError(f"{error} No checkpoint exists to continue from: start a new run.")
@@ -252,9 +252,9 @@ class Checkpoints:
         """Begin a checkpoint that covers `step`. On return its state is copied and its name is fixed.
 
         First waits for the previous save and raises its error. Once the checkpoint is durable, rank 0 calls `finish` in
-        the writing thread; with all roles in one process, before the return. If the newest checkpoint already covers
-        `step`, only `finish` is called again. Raises DivergenceError unless the state of optimizer and objective is
-        finite. The caller checks the weights.
+        the writing thread; with all roles in one process, before the return. If the newest checkpoint covers `step`,
+        only `finish` is called again. Raises DivergenceError unless optimizer and objective are finite. The caller
+        checks the weights.
         """
         began_at = time.monotonic()
         self.saver.flush()

@@ -252,7 +252,7 @@ class Evaluator:
         return found
 
     def take_finished(self) -> dict[Purpose, EvaluationResult] | None:
-        """Newest monitored evaluation that completed since the last call, or None."""
+        """The newest monitored one since the last call, or None."""
         newest = None
         for name in list(self._open):
             if result := self.result(name):

@@ -2,8 +2,7 @@
 
 Consumes: ready groups from the store, member reports from the broker.
 Produces: policy versions, checkpoints, metrics, the final model.
-Waits for: the groups of a step and the answers of an evaluation, until a dead end; members, within the deadlines of
-publishing.
+Waits for: the groups of a step and the answers of an evaluation, until a dead end; members, while publishing.
 Woken by: the store, when enough groups are ready.
 Invariant: along the surviving lineage of weights, every group is committed exactly once. When a run resumes, groups
 that no checkpoint covers return to the buffer.

@@ -1,7 +1,7 @@
 """StepProfiler: makes every role record the steps of `profile.steps` or of a `slipstream profile` request.
 
-Roles start recording some steps early, so the trace has the first step's trajectories from their lease on. They write
-their events when the last step's version has arrived or is overdue, and a thread merges them into one file.
+Roles start some steps early, so the trace has the first step's trajectories from their lease on. They write events
+when the last step's version has arrived or is overdue, and a thread merges them.
 """
 
 import threading
@@ -87,7 +87,6 @@ class StepProfiler:
                 log.warning("torch_not_profiled", reason=str(error))
 
     def record_step(self, entry: StepEntry, *, claimed_at_ns: int) -> None:
-        """Record when the step's trajectories were claimed and committed."""
         if self.trace.is_on:
             if self._steps and entry.step <= self._steps[1]:
                 self._version = entry.version + 1

@@ -57,13 +57,13 @@ def launch_ranks(
 ) -> NoReturn:
     """Run `python -m module arguments` as `num_ranks` ranks under torchrun. If one rank fails, all end.
 
-    With several machines, each calls this with MACHINE_VARIABLES in its environment and starts its share of the ranks.
+    Each of several machines calls this with MACHINE_VARIABLES in its environment and starts its share of the ranks.
 
-    On GPU machines, the ranks divide the cores, because an offloaded optimizer runs there. On CPU machines, each rank
-    gets one thread, because other roles need the rest. `OMP_NUM_THREADS` overrides both.
+    On GPU machines, the ranks divide the cores for an offloaded optimizer. On CPU machines, each rank gets one thread,
+    because other roles need the rest. `OMP_NUM_THREADS` overrides both.
 
     Exits with the code of the rank that failed first (torchrun always exits with 1), or with 75, which makes the
-    launcher restart, if a signal killed that rank.
+    launcher restart, if a signal killed it.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException

@@ -70,9 +70,9 @@ class StallDetector:
         self._progress.begin(limit_s=limit_s, limit_setting=limit_setting)
 
     def poll(self, missing: str, *, answered: int | None = None) -> str:
-        """Check the run at most once a second. Returns the reason for the wait, which quotes `missing`.
+        """Check the run at most once a second. Returns the reason for the wait, with `missing`.
 
-        `answered`: answers of the awaited evaluation, None while waiting for groups. Raises DeadEndError with
+        `answered`: answers of the awaited evaluation, None for groups. Raises DeadEndError with
         `learner.dead_end.policy=fail`.
         """
         now = self._clock()

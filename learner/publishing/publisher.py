@@ -250,7 +250,7 @@ class Publisher:
         return not (error or missing or failed)
 
     def _run_watched(self, action: Callable[[], None], members: list[Member]) -> None:
-        """Run `action`, which blocks until all members take part. Abort it if one dies."""
+        """Run `action`, which blocks until all members take part. Abort if one dies."""
         if self._is_one_process:
             action()
             return
@@ -332,8 +332,8 @@ class BackgroundPublisher:
     def flush(self) -> None:
         """Block until nothing is in flight.
 
-        Bounded: at most two versions are outstanding, each has a few attempts, each phase of an attempt has a limit in
-        `weights`, and `buffer.retry_timeout_s` limits store calls.
+        Bounded: at most two versions have a few attempts each, each phase of an attempt has a limit in `weights`, and
+        `buffer.retry_timeout_s` limits store calls.
         """
         if self._in_flight:
             wait([self._in_flight])
@@ -344,7 +344,7 @@ class BackgroundPublisher:
         return self._stager.probe_limit.nats
 
     def take_published(self) -> Published | None:
-        """Result of the newest publish that ended since the last call, or None."""
+        """The newest result since the last call, or None."""
         self._raise_error()
         with self._lock:
             published, self._published = self._published, None

@@ -181,7 +181,7 @@ class Staged:
 
     @property
     def update(self) -> Update:
-        """Announcement to the members. The publisher fills in epoch, members, and timeout."""
+        """The publisher fills in epoch, members, and timeout."""
         return self.finish()._update
 
     @property
@@ -197,8 +197,8 @@ class Staged:
 class Stager:
     """Copies weights into buckets that are not in flight. Used by the learner's main thread.
 
-    If the GPU has room, it first packs them into buckets there. The learner then waits only for that copy, and the
-    sending thread copies to the host during training, on a separate stream. One set of GPU buckets serves all versions.
+    If the GPU has room, it first packs them into buckets there, one set for all versions. The learner waits only for
+    that copy. The sending thread copies to the host during training, on a separate stream.
     """
 
     def __init__(

@@ -90,7 +90,7 @@ class SftTrainer:
         }
 
     def _finish(self, losses: Sequence[Tensor], microbatches: Sequence[Microbatch], *, step: int) -> dict[str, float]:
-        """Update the parameters. Returns metrics common to all objectives."""
+        """Returns metrics common to all objectives."""
         rate = learning_rate(self._trainer.num_updates, config=self._optimizer, num_steps=self._num_steps)
         return {
             "learner/grad_norm": self._trainer.finish_update(losses, learning_rate=rate, step=step),
@@ -225,13 +225,13 @@ class SftLog:
         self._started_at = self._clock() - (kept[-1]["time_s"] if kept else 0.0)
 
     def add(self, *, step: int, epoch: float, metrics: dict[str, float]) -> None:
-        """Write a row. Step 0 has only held-out metrics, measured before training."""
+        """Step 0 has only held-out metrics, measured before training."""
         row = {"step": step, "epoch": epoch, "time_s": round(self._clock() - self._started_at, 3), **metrics}
         self._disk.retry(lambda: self._folder.append_metrics(row), what="the metrics", path=self._folder.metrics)
         log.info("step", **{key: round(row[key], 4) for key in _SHOWN if key in row})
 
     def finish(self, *, step: int, epoch: float) -> None:
-        """Write the summary of all rows. Values without rows are null."""
+        """Values without rows are null."""
         rows = self._keep(up_to_step=step)
         trained = [row for row in rows if row["step"] > 0]
         losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}

@@ -63,6 +63,7 @@ def scene() -> Scene:
 
 UNSYNCED = [role(f"generator-{n}", state="unsynced", reason=f"probe differs by 0.{n}") for n in (1, 2)]
 STARTING = snapshot(role(state="starting", version=None))
+WITHOUT_WEIGHTS = role(state="unsynced", version=None, waits_for="weights")
 FETCHING = role(state="unsynced", version=None, reason="fetching", waits_for="transfer")
 STILL = {
     "nobody_joined": (snapshot(), "generators", AFTER_S, ["none ever joined", "python -m generators name="]),
@@ -166,20 +167,17 @@ def test_slow_progress_is_no_dead_end(scene, come):
     assert [scene.after(AFTER_S - 1, come(n)) for n in range(5)] == [None] * 5
 
 
-def test_a_generator_that_has_started_has_time_for_a_first_batch(scene):
-    assert scene.after(500, STARTING) is None
-    assert scene.after(1, working()) is None
-    assert scene.after(AFTER_S - 1, working()) is None
-    assert scene.after(1, working()) is not None
-
-
-def test_a_start_that_took_long_leaves_the_first_weights_their_own_time(scene):
-    """The generator is briefly unsynced before it fetches. The time of its start must not count."""
-    unsynced = role(state="unsynced", version=None, waits_for="weights")
-    assert scene.after(500, STARTING) is None
-    assert scene.after(1, snapshot(unsynced)) is None
-    assert scene.after(START_AFTER_S - 1, snapshot(FETCHING)) is None
-    assert scene.after(1, snapshot(FETCHING)).kind == "weights"
+@pytest.mark.parametrize(
+    ("phases", "kind"),
+    [
+        ([(500, STARTING), (1, working()), (AFTER_S - 1, working())], "silence"),
+        ([(500, STARTING), (1, snapshot(WITHOUT_WEIGHTS)), (START_AFTER_S - 1, snapshot(FETCHING))], "weights"),
+    ],
+    ids=["first batch", "first weights, before which a generator is briefly unsynced"],
+)
+def test_a_start_that_took_long_leaves_the_next_phase_its_own_time(scene, phases, kind):
+    assert [scene.after(seconds, now) for seconds, now in phases] == [None] * len(phases)
+    assert scene.after(1, phases[-1][1]).kind == kind
 
 
 def test_an_engine_that_may_start_longer_has_that_time():
