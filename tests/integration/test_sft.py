@@ -91,9 +91,7 @@ def test_bad_input_ends_with_one_sentence(folder: Path, overrides: tuple[str, ..
     assert not (folder / "runs" / "bad").exists()
 
 
-def test_the_command_of_a_run_trains_a_supervised_model_of_transformers(
-    folder: Path, alone: dict
-) -> None:
+def test_the_command_of_a_run_trains_a_supervised_model_of_transformers(folder: Path, alone: dict) -> None:
     runs.train(folder, *SMALL, "name=launched")
     model = AutoModelForCausalLM.from_pretrained(folder / "runs/launched/final_model")
     assert largest_difference(dict(model.named_parameters()), alone) == 0

@@ -79,15 +79,7 @@ def test_the_held_out_loss_goes_down_and_everything_is_written_down(tmp_path):
     assert set(summary) == documented("Summary")
 
 
-def test_a_resumed_run_continues_bit_for_bit(tmp_path):
-    rows, _, expected = train(make_sft_run(tmp_path))
-    train(make_sft_run(tmp_path, name="second", steps=3))
-    resumed, _, found = train(make_sft_run(tmp_path, name="second", resume=True))
-    assert equal(expected, found)
-    assert lasting(resumed[4:]) == lasting(rows[4:])
-
-
-def test_a_run_that_died_between_checkpoints_repeats_those_steps(tmp_path):
+def test_a_run_that_died_between_checkpoints_repeats_those_steps_bit_for_bit(tmp_path):
     rows, summary, expected = train(make_sft_run(tmp_path))
     run = make_sft_run(tmp_path, name="second")
     died = build_sft(run, device=CPU)
