@@ -208,6 +208,7 @@ def test_training_while_no_generator_applies_newer_weights_becomes_a_dead_end(sc
 
 
 def test_a_long_step_is_no_lag_of_the_generators(scene):
+    assert scene.after(0, working()) is None
     for step in range(5):
         scene.clock.now += 2 * START_AFTER_S
         scene.begin()
