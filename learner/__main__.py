@@ -36,7 +36,7 @@ def main(overrides: list[str]) -> None:
     exit_after_help(overrides, __doc__)
     run = load(overrides)
     check_model_path(run.model.path)
-    # Deferred because torch takes seconds to load, and help or a wrong setting should not wait for it.
+    # Deferred: torch takes seconds to load, and help or a wrong setting should not wait for it.
     from slipstream.learner.role import run_learner
 
     run_learner(run, overrides)

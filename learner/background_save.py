@@ -4,9 +4,9 @@ Consumes: write functions over a copied state, on every rank.
 Produces: durable files with checksums for the ranks of each machine; with `storage_uri`, all of them in the object
 store.
 Waits for: disk space, the object store, and, on the first rank of a folder, the files of its other ranks.
-Invariant: at most one save is in flight. Its threads run no collectives, which would interleave with those of training.
+Invariant: at most one save is in flight. Its threads run no collectives, which would interleave with training's.
 Instead, each rank's files appear atomically in a draft in the shared folder. The first rank of each folder then posts
-to the rendezvous, and rank 0 names the checkpoint and calls `finish` only after all have posted.
+to the rendezvous, and rank 0 names the checkpoint and calls `finish` after all have posted.
 
 <folder>/draft-step-00000050/rank-0/  sealed files of one rank, from the save in flight or left by a crash
 """
@@ -49,7 +49,6 @@ _BLOCK_BYTES = 32 * 2**20
 log = structlog.get_logger(__name__)
 
 
-# --- folders of ranks ------------------------------------------------------------------------------------------------
 class RankFolders:
     """Learner ranks grouped by checkpoint folder. Several machines share one on a shared file system.
 
@@ -95,7 +94,7 @@ class RankFolders:
         self._ranks.barrier()
 
     def _copy(self, path: Path, *, owner: int, is_missing: bool) -> None:
-        """Broadcast a file from rank `owner` in blocks; ranks with `is_missing` write it. Collective."""
+        """Broadcast a file in blocks to the ranks where it `is_missing`. Collective."""
         is_owner = self._ranks.rank == owner
         source = path.open("rb", buffering=0) if is_owner else None
         if is_missing:
@@ -129,7 +128,6 @@ def _find_sharers(folder: Path, ranks: Ranks) -> list[int]:
     return found
 
 
-# --- saving ----------------------------------------------------------------------------------------------------------
 class BackgroundSaver:
     """One per rank. Life: (start -> flush)*."""
 
@@ -155,7 +153,7 @@ class BackgroundSaver:
 
     @property
     def reason(self) -> str:
-        """Reason why the save in flight waits for disk space or other ranks; else empty. Thread-safe."""
+        """Why the save in flight waits for disk space or other ranks; else empty. Thread-safe."""
         return self._disk.reason or self._waits_for_ranks
 
     @property
@@ -166,7 +164,7 @@ class BackgroundSaver:
     def start(self, writes: Mapping[str, Write], *, name: str, finish: Callable[[], object]) -> None:
         """Write this rank's files. When those of all ranks form the folder `name`, rank 0 calls `finish`.
 
-        `writes` maps each file name to its write function. No save may be in flight.
+        No save may be in flight.
         """
         self._draft = self._folder / f"draft-{name}"
         self.run(lambda: self._write(writes, name=name, finish=finish))
@@ -181,7 +179,7 @@ class BackgroundSaver:
     def flush(self) -> None:
         """Block until no rank has a save in flight. Raises the error of this rank's save. Collective.
 
-        Has no deadline, because only a user can free a full disk. `reason` reports it.
+        No deadline, because only a user can free a full disk. `reason` reports it.
         """
         is_busy = True
         while is_busy:
@@ -213,11 +211,15 @@ class BackgroundSaver:
         if not self._ranks.is_first:
             self._name(own, name)
         self._await_folders("written")
-        # Rank 0 is last, so that a checkpoint that it has is durable on every machine.
+        # Rank 0 is last, so a checkpoint that it has is durable on every machine.
         if self._ranks.is_first:
             self._name(own, name)
         if self._storage:
-            self._upload(self._storage.child(name), name)
+            remote, folder = self._storage.child(name), self._folder / name
+            remote.upload(folder, read_checksums(folder), sender=self._ranks.rank)
+            self._await_folders("uploaded")
+            if self._ranks.is_first:
+                remote.seal(senders=self._folders.leaders)
         if self._ranks.is_first:
             finish()
         shutil.rmtree(draft, ignore_errors=True)
@@ -227,15 +229,8 @@ class BackgroundSaver:
         own.rename(self._folder / name)
         sync_path(self._folder)
 
-    def _upload(self, remote: ObjectFolder, name: str) -> None:
-        folder = self._folder / name
-        remote.upload(folder, read_checksums(folder), sender=self._ranks.rank)
-        self._await_folders("uploaded")
-        if self._ranks.is_first:
-            remote.seal(senders=self._folders.leaders)
-
     def _await_folders(self, state: str) -> None:
-        """Post that this folder's part reached `state`. Rank 0 waits until every folder's has."""
+        """Post that this folder reached `state`. Rank 0 waits for every folder."""
         subject, draft = f"checkpoint-{state}", self._draft.name
         if not self._ranks.is_first:
             self._ranks.post(subject, draft)
@@ -277,7 +272,7 @@ def run_in_thread(work: Callable[[], object], *, name: str) -> Future[None]:
 def _write_sealed(folder: Path, writes: Mapping[str, Write]) -> None:
     """Write one rank's files. `folder` appears once they are durable; a failed write leaves nothing.
 
-    Raises CheckpointError if a file has disappeared, because a learner deletes the draft of the one it replaces.
+    Raises CheckpointError if a file is gone: a learner deletes the draft of the one it replaces.
     """
     temporary = folder.with_suffix(".tmp")
     try:
@@ -301,7 +296,7 @@ def _write_sealed(folder: Path, writes: Mapping[str, Write]) -> None:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a checkpoint or a draft. Renames it first, so that a partial one is never found."""
+    """Delete a checkpoint or a draft. Renames it first, so a partial one is never found."""
     doomed = folder.with_name(f"deleted-{uuid.uuid4().hex}")
     # Two learners may delete the same folder.
     with suppress(FileNotFoundError):

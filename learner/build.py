@@ -60,7 +60,7 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
 
 def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trainer:
     """Load the models and build the trainer. Collective. Raises ConfigError, ModelError, TrainEngineError."""
-    # First, so that a missing user function is reported before any wait.
+    # First, to report a missing user function before any wait.
     objective = Objective(run.algorithm, max_tokens=run.generators.sampling.max_tokens)
     models = _Models(run, ranks=ranks, device=device)
     engine = models.build_policy()
@@ -170,9 +170,8 @@ def _check_vocabulary(vocab_size: int, policy: Policy, *, setting: str, path: st
         )
 
 
-# --- the whole learner -----------------------------------------------------------------------------------------------
 def build_rank_group(run: RunConfig, *, folder: RunFolder, device: torch.device, rank: int = 0) -> RankGroup:
-    """Build this rank's part of the learner. Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
+    """Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
     size, silence_s = run.learner.num_ranks, run.learner.rank_timeout_s
     ranks = join_ranks(rank=rank, size=size, device=device, silence_s=silence_s)
     # Rank 0 has already compared its model with the broker's.
@@ -205,7 +204,7 @@ def build_learner(
         sender=sender,
         config=run.weights,
         snapshots=snapshots,
-        is_serial=run.is_one_process,
+        is_one_process=run.is_one_process,
         on_evict=store.record_event,
         trusts_network=run.cluster.trusted_network,
         clock=clock,

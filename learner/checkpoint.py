@@ -1,9 +1,8 @@
 """Checkpoints: the state that a run resumes from. A crash at any point leaves a complete one.
 
-Training waits only while a save copies the state to host memory; files are written in the background. A checkpoint
-takes effect when the store points at it (`RunState.checkpoint`): one atomic operation moves that pointer and retires
-the groups that the checkpoint covers. Each machine has the files of its own ranks. With `storage_uri`, the object store
-has all files before the pointer moves.
+Training waits only while a save copies the state to host memory. A checkpoint takes effect when the store points at it
+(`RunState.checkpoint`): one atomic operation moves that pointer and retires the groups that the checkpoint covers. Each
+machine has the files of its own ranks. With `storage_uri`, the object store has all files before the pointer moves.
 
 <folder>/step-00000050/state.json        CheckpointState
 <folder>/step-00000050/model/            weights in transformers format, with any adapter merged in, and the tokenizer
@@ -80,7 +79,7 @@ class BestCheckpoint:
         self.entry: BestEntry | None = None
 
     def resume(self) -> None:
-        """Load the entry, which a restore has fetched from the object store if necessary."""
+        """Load the entry. A restore has fetched it from the object store if necessary."""
         if self._config and self._file.is_file():
             entry = msgspec.json.decode(self._file.read_bytes(), type=BestEntry)
             is_there = (self._folder.checkpoints / entry.checkpoint.name).is_dir()
@@ -94,11 +93,11 @@ class BestCheckpoint:
         return {pointer.name for pointer in (*best, *self._evaluated.values())}
 
     def add(self, pointer: CheckpointPointer) -> None:
-        """Pin a checkpoint while its version is evaluated."""
+        """Pin it while its version is evaluated."""
         self._evaluated[pointer.version] = pointer
 
     def judge(self, row: Row) -> None:
-        """Update the entry if this row of metrics contains the result of a pending evaluation."""
+        """Update the entry if this row of metrics has a pending evaluation's result."""
         pointer = self._evaluated.pop(row.get("eval/version", -1), None)
         value = row.get(self._config.metric) if self._config else None
         if self._config is None or pointer is None or value is None:
@@ -113,7 +112,7 @@ class BestCheckpoint:
             log.info("best_checkpoint", metric=self.entry.metric, value=round(value, 4), checkpoint=pointer.name)
 
     def export(self) -> Path | None:
-        """Copy the best checkpoint's model and return its folder. None if no evaluation had the metric."""
+        """Copy the best checkpoint's model. Returns its folder, or None if no evaluation had the metric."""
         if self.entry is None:
             return None
         draft = self._folder.path / "best_model.tmp"
@@ -131,7 +130,6 @@ _NAME = re.compile(r"(?:draft-)?step-(\d+)(?:\.(\d+))?")
 """Step and life of a checkpoint or draft. The first life of a run is omitted."""
 
 
-# --- checkpoints -----------------------------------------------------------------------------------------------------
 class CheckpointState(Record):
     """Progress of a run.
 
@@ -156,7 +154,7 @@ class CheckpointState(Record):
 
 
 class Checkpoints:
-    """Saves and restores a trainer. Construction, `save`, `restore_finite`, and `restore` are collective."""
+    """Saves and restores a trainer. Construction, `save`, and `restore*` are collective."""
 
     def __init__(self, folder: Path, *, run: RunConfig, trainer: Trainer, ranks: Ranks) -> None:
         self._folder = folder
@@ -174,14 +172,14 @@ class Checkpoints:
             storage=self._storage,
         )
         self._poisoned = set[str]()
-        """Checkpoints that `restore_finite` found to contain NaN or infinity."""
+        """Checkpoints with NaN or infinity."""
         self._newest: CheckpointPointer | None = None
         self.life = 1
-        """Greater than every earlier learner's in this folder, so that they never touch this one's files. Set from the
-        store's fencing token or by `begin_life`."""
+        """Greater than every earlier learner's, so that they never touch this one's files. Set from the store's fencing
+        token or by `begin_life`."""
 
     def begin_life(self) -> None:
-        """Choose a life above all in the folder and the object store. For a learner without a store (mode=sft)."""
+        """Choose a life above all in the folder and the object store, without a store (mode=sft)."""
         seen = [*self.names(), *(folder.name for folder in self._folder.glob("draft-*"))]
         # Use the time, because the folders of learners on other machines may be invisible here.
         first = int(time.time()) if self._storage else 1
@@ -193,7 +191,7 @@ class Checkpoints:
         return sorted(names or (self._storage.names() if self._storage else []), key=_age)
 
     def with_remedy(self, error: DivergenceError) -> DivergenceError:
-        """Wait for the save in flight, then add to `error` how to continue from the newest checkpoint."""
+        """Wait for the save in flight, then add how to continue from the newest checkpoint."""
         self.saver.join()
         if not (model := self.newest_model()):
             return DivergenceError(f"{error} No checkpoint exists to continue from: start a new run.")
@@ -202,7 +200,7 @@ class Checkpoints:
         return DivergenceError(f"{error} The newest checkpoint is finite: {begin}.")
 
     def newest_model(self) -> str:
-        """Location of the newest finite checkpoint's model, for messages. Empty if none exists."""
+        """Where the newest finite checkpoint's model is, for messages. Empty without one."""
         if not (names := [name for name in self.names() if name not in self._poisoned]):
             return ""
         folder = self._folder / names[-1]
@@ -211,9 +209,8 @@ class Checkpoints:
         return f"{folder}/model"
 
     def prune(self, *, pinned: Set[str]) -> None:
-        """Delete all but the newest `keep` checkpoints, here and in the object store. Spares `pinned` and later lives.
-
-        Other machines delete theirs in the next save.
+        """Delete all but the newest `keep` checkpoints, `pinned` ones, and those of later lives, here and in the object
+        store. Other machines delete theirs in the next save.
         """
         keep = self._run.learner.checkpoint.keep
         self._keep({*self.names()[-keep:], *pinned}, life=self.life)
@@ -226,7 +223,7 @@ class Checkpoints:
             self._storage.prune(is_kept=lambda name: name in kept or _age(name)[0] > self.life)
 
     def upload(self, folders: Iterable[Path]) -> None:
-        """Start uploading folders of the run to the object store, if configured. `saver.flush` waits for it."""
+        """Start uploading folders to the object store, if configured. `saver.flush` waits for it."""
         if storage := self._run_storage:
 
             def work() -> None:
@@ -255,9 +252,9 @@ class Checkpoints:
         """Begin a checkpoint that covers `step`. On return its state is copied and its name is fixed.
 
         First waits for the previous save and raises its error. Once the checkpoint is durable, rank 0 calls `finish` in
-        the writing thread; with all roles in one process, before the return. If the newest checkpoint already covers
-        `step`, only `finish` is called again. Raises DivergenceError unless the state of optimizer and objective is
-        finite. The caller checks the weights.
+        the writing thread; with all roles in one process, before the return. If the newest checkpoint covers `step`,
+        only `finish` is called again. Raises DivergenceError unless optimizer and objective are finite. The caller
+        checks the weights.
         """
         began_at = time.monotonic()
         self.saver.flush()
@@ -285,7 +282,7 @@ class Checkpoints:
         return pointer
 
     def _copy(self, *, step: int, version: int) -> dict[str, Write]:
-        """Copy this rank's state to host memory. Returns a write function per file or model. Collective."""
+        """Copy this rank's state to host memory. Collective."""
         trainer, rank, is_first = self._trainer, self._ranks.rank, self._ranks.is_first
         layout = self._run.learner.engine
         states = STATE_FILE.format(rank)
@@ -326,7 +323,7 @@ class Checkpoints:
         return writes
 
     def _seed_generators(self, *, step: int) -> None:
-        """Reseed every random generator, so that continuing after a checkpoint equals resuming from it."""
+        """Reseed every random generator, so continuing after a checkpoint equals resuming from it."""
         drawn = int(np.random.SeedSequence([self._run.seed, step, self._ranks.rank]).generate_state(1)[0])
         torch.manual_seed(drawn)
         np.random.seed(drawn)
@@ -350,12 +347,12 @@ class Checkpoints:
         )
 
     def restore(self, name: str) -> CheckpointState:
-        """Load a checkpoint into the trainer. Raises CheckpointError; detects damaged files before loading any."""
+        """Load a checkpoint. Raises CheckpointError; detects damaged files before loading any."""
         folder = self._folder / name
         # Downloads may exceed the time limit of a collective; `flush` keeps waiting.
         self.saver.run(lambda: self._make_whole(name))
         self.saver.flush()
-        # Every machine needs all files: its ranks may now hold different parts of the optimizer state.
+        # Every machine needs all files: its ranks may now hold other parts of the optimizer state.
         self._folders.complete(folder)
         state = _read_state(folder)
         if self._ranks.is_first and state.base != self._base:
@@ -377,7 +374,7 @@ class Checkpoints:
         return state
 
     def _make_whole(self, name: str) -> None:
-        """Check this machine's files and fetch missing ones from the object store."""
+        """Check this machine's files. Fetch missing ones from the object store."""
         folder = self._folder / name
         if not self._folders.is_leader:
             return
@@ -388,7 +385,10 @@ class Checkpoints:
             if self._ranks.is_first:
                 self._fetch_best()
         elif damage:
-            raise CheckpointError(f"{damage}: restore the file from a copy{self._advise_other(name)}.")
+            others = (self._folder / other for other in reversed(self.names()) if other != name)
+            whole = next((other for other in others if not find_damage(other)), None)
+            advice = f", or start a new run with model.path={whole / 'model'}" if whole else ""
+            raise CheckpointError(f"{damage}: restore the file from a copy{advice}.")
 
     def _fetch_best(self) -> None:
         path = self._folder.parent / BEST_FILE
@@ -399,11 +399,6 @@ class Checkpoints:
             if best.manifest() is not None:
                 best.download(self._folder / PurePosixPath(best.uri).name)
                 write_durably(path, data)
-
-    def _advise_other(self, damaged: str) -> str:
-        others = (self._folder / name for name in reversed(self.names()) if name != damaged)
-        whole = next((folder for folder in others if not find_damage(folder)), None)
-        return f", or start a new run with model.path={whole / 'model'}" if whole else ""
 
     def _restore_critic(self, folder: Path, *, num_updates: int) -> None:
         if not (critic := self._trainer.critic):
@@ -438,14 +433,14 @@ def _age(name: str) -> tuple[int, int]:
 
 
 def save_model(trainer: Trainer, folder: Path, *, run: RunConfig, ranks: Ranks) -> None:
-    """Write weights (float32) and tokenizer in transformers format. Collective; rank 0 writes."""
+    """Write float32 weights and tokenizer in transformers format. Collective; rank 0 writes."""
     weights = gather_to_first(trainer.engine, ranks=ranks, is_whole=True)
     if ranks.is_first:
         write_model(trainer, folder, weights=weights, run=run)
 
 
 def write_model(trainer: Trainer, folder: Path, *, weights: dict[str, Tensor], run: RunConfig) -> None:
-    """Write gathered weights and the tokenizer in transformers format."""
+    """Write gathered weights like `save_model`."""
     size = run.learner.checkpoint.max_shard_size
     save_pretrained(trainer.engine.model, folder, weights=weights, config=run.model, max_shard_size=size)
 

@@ -56,7 +56,7 @@ class Score(Record):
 
 
 class Sums(NamedTuple):
-    """One metric per prompt, in row order. Its value is sum(total) / sum(number)."""
+    """One metric per prompt, in row order. Value: sum(total) / sum(number)."""
 
     total: np.ndarray
     number: np.ndarray
@@ -66,7 +66,6 @@ class Sums(NamedTuple):
         return float(self.total.sum() / self.number.sum())
 
 
-# --- one prompt ------------------------------------------------------------------------------------------------------
 def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
     """Probability that at least one of k answers is right: 1 - C(n - c, k) / C(n, k).
 
@@ -107,7 +106,6 @@ def _subsets(num: int, k: int) -> Float[np.ndarray, "subsets num"]:
     return subsets
 
 
-# --- all prompts -----------------------------------------------------------------------------------------------------
 def metric_sums(answers: Iterable[EvaluationAnswer], *, kinds: Sequence[str] = _KINDS) -> dict[str, Sums]:
     """Return `accuracy`, `reward`, and each of `kinds` at k = 1, 2, 4, ... and at k = the number of answers.
 
@@ -206,9 +204,9 @@ class Evaluator:
         self._open: list[str] = []
 
     def open_monitor(self, *, step: int, fence: int, version: int) -> str:
-        """Request the monitored rows and return the name of the evaluation.
+        """Request the monitored rows. Returns the evaluation's name.
 
-        `fence`, the token of the step's claim, distinguishes the step from one retrained after a rollback.
+        `fence`, the token of the step's claim, tells the step from one retrained after a rollback.
         """
         name = f"step-{step}-{fence}"
         self._request(name, version=version, rows=self._monitored)
@@ -216,14 +214,16 @@ class Evaluator:
         return name
 
     def open_final(self, name: str, *, version: int) -> str:
-        """Request the rows for before and after training and return the name of the evaluation.
-
-        The name is `name`, plus a number if earlier requests got no reward at all.
+        """Request the rows for before and after training. Returns `name`, plus a number if earlier requests got no
+        reward at all.
         """
         # Opening is idempotent: a resumed run finds the answers that its predecessor requested. Answers are final, so
         # an evaluation without any reward needs a new name.
-        names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
-        fresh = next(each for each in names if not self._has_failed(each))
+        for number in itertools.count(1):
+            fresh = name if number == 1 else f"{name}-{number}"
+            results = self._results(fresh).values()
+            if not 0 < sum(each.num_answered for each in results) == sum(each.num_failed for each in results):
+                break
         self._request(fresh, version=version, rows=self._final)
         return fresh
 
@@ -252,18 +252,13 @@ class Evaluator:
         return found
 
     def take_finished(self) -> dict[Purpose, EvaluationResult] | None:
-        """Newest monitored evaluation that completed since the last call, or None."""
+        """The newest monitored one since the last call, or None."""
         newest = None
         for name in list(self._open):
             if result := self.result(name):
                 self._open.remove(name)
                 newest = result
         return newest
-
-    def _has_failed(self, name: str) -> bool:
-        """Whether answers exist but none has a reward."""
-        results = self._results(name).values()
-        return 0 < sum(each.num_answered for each in results) == sum(each.num_failed for each in results)
 
     def _results(self, name: str) -> dict[Purpose, EvaluationResult]:
         results = {each.name: self._store.evaluation(f"{name}-{each.name}") for each in self._sets}

@@ -2,8 +2,7 @@
 
 Consumes: ready groups from the store, member reports from the broker.
 Produces: policy versions, checkpoints, metrics, the final model.
-Waits for: the groups of a step and the answers of an evaluation, until a dead end; members, within the deadlines of
-publishing.
+Waits for: the groups of a step and the answers of an evaluation, until a dead end; members, while publishing.
 Woken by: the store, when enough groups are ready.
 Invariant: along the surviving lineage of weights, every group is committed exactly once. When a run resumes, groups
 that no checkpoint covers return to the buffer.
@@ -48,7 +47,7 @@ log = structlog.get_logger(__name__)
 def keep_claim(store: Store, claim: Claim, *, lease_s: float) -> Iterator[None]:
     """Renew a claim while its step runs, so a slow step is not mistaken for a dead learner.
 
-    A suspended process can still lose its claim. The fencing token then makes the commit fail.
+    If a suspended process loses its claim, the fencing token makes the commit fail.
     """
 
     def renew() -> None:
@@ -108,7 +107,11 @@ class Learner:
         self._clock = clock
         self._evaluator = Evaluator(store, run.evaluation, sets=run.data.heldout_sets, num_rows=num_heldout)
         self._stall = StallDetector(
-            run=run, store=store, who_is_missing=self._who_is_missing, keep_alive=rank_group.keep_alive, clock=clock
+            run=run,
+            store=store,
+            who_is_missing=lambda: f"{store.counts().leased} prompts are leased; {publisher.describe_members()}",
+            keep_alive=rank_group.keep_alive,
+            clock=clock,
         )
         self._best = BestCheckpoint(run.learner.checkpoint.best, metrics_log.folder, flush=rank_group.flush_checkpoint)
         self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.buffer.staleness)
@@ -130,9 +133,9 @@ class Learner:
         return PeerStatus("ready", version=self._version, reason=full or away or self._reason, gauges=gauges | waits)
 
     def run(self) -> None:
-        """Train from the newest checkpoint or from the beginning.
+        """Train from the newest checkpoint or the beginning.
 
-        Raises DeadEndError after trying to save all steps, and DivergenceError without saving a non-finite one.
+        Raises DeadEndError after trying to save all steps, and DivergenceError without saving non-finite ones.
         """
         try:
             self._start()
@@ -140,7 +143,11 @@ class Learner:
                 self._end_run(self._evaluate_fully("before"))
                 return
             while self._step < self._run.learner.max_steps and not self._must_stop:
-                self._wait_while_paused()
+                with self._account.phase("paused"):
+                    for reason in self._stall.while_paused():
+                        self._reason = reason
+                        self._saver.raise_error()
+                        self._publisher.sync_members(timeout_s=0)
                 self._train_one_step()
             self._finish()
         except DeadEndError as dead_end:
@@ -164,7 +171,7 @@ class Learner:
         elif not self._store.versions():
             self._check_new()
         # These weights lack steps after the checkpoint, so their groups become ready again. The rollback also takes a
-        # new fencing token, so that a predecessor that still runs cannot commit.
+        # new fencing token, so a predecessor that still runs cannot commit.
         returned, self._fence = self._store.roll_back(to_step=self._step, to_version=self._version)
         self._rank_group.checkpoints.life = self._fence
         log.info("starting", step=self._step, version=self._version, groups_returned=returned)
@@ -173,7 +180,7 @@ class Learner:
         self._metrics_log.folder.record_training()
         self._profiler.prepare(self._step + 1)
         self._store.set_phase("training")
-        # A resumed policy is not the initial one, so only the predecessor's stored result is valid.
+        # A resumed policy is not the initial one, so only the stored result is valid.
         evaluation = self._run.evaluation
         is_due = self._step == 0 and (evaluation.before_training or evaluation.only)
         before = self._evaluate_fully("before") if is_due else self._evaluator.result("before")
@@ -228,7 +235,7 @@ class Learner:
         log.info("finished", step=self._step, version=self._version)
 
     def _save_failed(self, dead_end: DeadEndError) -> None:
-        """Checkpoint the steps so far. Logs errors instead of raising, to not hide the dead end."""
+        """Checkpoint the steps so far. Logs errors, to not hide the dead end."""
         try:
             self._rank_group.flush_checkpoint()
             covered = self._store.run_state().checkpoint
@@ -273,7 +280,7 @@ class Learner:
         self._complete_step(claim, metrics, times)
 
     def _commit(self, claim: Claim, payloads: list[list[bytes]], *, mixed_ids: list[str]) -> StepEntry:
-        """Fails if the claim has lapsed, because another learner may have trained on its groups."""
+        """Fails if the claim has lapsed: another learner may have trained on its groups."""
         entry = make_entry(
             claim,
             payloads,
@@ -298,7 +305,7 @@ class Learner:
             with self._account.phase("evaluating"):
                 name = self._evaluator.open_monitor(step=self._step, fence=self._fence, version=self._version)
                 if self._run.mode == "replay":
-                    # A replay never waits for groups, so without this wait, answers would arrive many steps later.
+                    # A replay never waits for groups, so answers would arrive many steps later.
                     self._await_evaluation(name)
         evaluated, published = self._evaluator.take_finished(), self._publisher.take_published()
         self._profiler.end_step(self._step, published=published.version if published else -1)
@@ -319,13 +326,6 @@ class Learner:
         if is_candidate or self._is_due(self._run.learner.checkpoint.every_steps):
             self._checkpoint(is_candidate=is_candidate)
         self._best.judge(row)
-
-    def _wait_while_paused(self) -> None:
-        with self._account.phase("paused"):
-            for reason in self._stall.while_paused():
-                self._reason = reason
-                self._saver.raise_error()
-                self._publisher.sync_members(timeout_s=0)
 
     def _is_due(self, every_steps: int) -> bool:
         return every_steps > 0 and self._step % every_steps == 0
@@ -357,9 +357,6 @@ class Learner:
             self._publisher.sync_members(timeout_s=0)
             self._wait(num_ready, _POLL_EVERY_S)
 
-    def _who_is_missing(self) -> str:
-        return f"{self._store.counts().leased} prompts are leased; {self._publisher.describe_members()}"
-
     def _publish(self) -> None:
         self._reason = f"publishing version {self._version}"
         with self._account.phase("publishing"):
@@ -385,7 +382,6 @@ class Learner:
             self._store.checkpoint(pointer, fence=self._fence)
         self._rank_group.checkpoints.prune(pinned={pointer.name, *pinned})
 
-    # --- evaluation ----------------------------------------------------------------------------------------------
     def _meets_stop(self, row: Row) -> bool:
         """Also applied to the rows kept by a resume."""
         stop = self._run.learner.stop or []
@@ -395,12 +391,12 @@ class Learner:
         return is_met
 
     def _await_monitored(self) -> None:
-        """Await monitored evaluations, whose answers must all come from the current version."""
+        """All answers of an evaluation must come from the current version."""
         for name in self._evaluator.unfinished():
             self._await_evaluation(name)
 
     def _evaluate_fully(self, name: str) -> dict[Purpose, EvaluationResult]:
-        """Evaluate before or after training. Repeats while no answer has a reward (`learner.dead_end.policy=wait`)."""
+        """Repeats while no answer has a reward (`learner.dead_end.policy=wait`)."""
         while True:
             result = self._await_evaluation(self._evaluator.open_final(name, version=self._version))
             if any(each.num_failed < each.num_answered for each in result.values()):

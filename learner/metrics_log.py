@@ -71,7 +71,7 @@ class MetricsLog:
         log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
 
     def start_training(self, *, step: int) -> list[Row]:
-        """Start the run's clock. On a resume, continue from the rows that the checkpoint covers, and return them."""
+        """Start the run's clock, on a resume from the rows that the checkpoint covers. Returns them."""
         # Later rows belong to steps that were rolled back.
         kept = self._rows(up_to_step=step)
         self._step_tokens.roll_back(to_step=step)
@@ -116,7 +116,15 @@ class MetricsLog:
         }
         row["learner/tokens_per_s"] = metrics["learner/tokens"] / max(1e-9, self._row_at - began_at)
         row["generators/tokens_per_s"] = self._generated_per_s(version)
-        row |= _publish_row(published) | (evaluated or {})
+        if published:
+            row |= {
+                "weights/sync_s": published.seconds,
+                "weights/members": published.num_members,
+                "weights/pause_s": published.pause_s,
+                "weights/probe_diff_mean": published.probe_diff_mean,
+                "weights/probe_diff_max": published.probe_diff_max,
+            }
+        row |= evaluated or {}
         self._own_rows += 1
         row |= {"times": self._step_times()}
         self._disk.retry(lambda: self.folder.append_metrics(row), what="the metrics", path=self.folder.metrics)
@@ -142,7 +150,7 @@ class MetricsLog:
     ) -> None:
         """Write `summary.json`, see docs/metrics.md. `evaluation`: metrics of the last evaluation."""
         self._step_tokens.close()
-        # Rates exclude time before a resume, because this process counts only its own tokens.
+        # Rates exclude time before a resume: this process counts only its own tokens.
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)
         rows, goals = self._rows(up_to_step=step), self._run.evaluation.goals[:1]
@@ -175,7 +183,7 @@ class MetricsLog:
         )
 
     def _generated_per_s(self, version: int) -> float:
-        """Tokens per second of the live generators. Also updates the growth of all counters."""
+        """Of the live generators. Also updates the growth of all counters."""
         gauges = self._store.roles()
         self._generated.update(_generated_tokens(gauges))
         self._times.update(self._time_counters(gauges))
@@ -195,15 +203,3 @@ def _generated_tokens(roles: Roles) -> dict[str, float]:
     """Skips values that are not numbers, because gauges are not validated."""
     reported = {name: gauges.get("tokens") for name, gauges in roles.items() if gauges.get("role") == "generator"}
     return {name: count for name, count in reported.items() if isinstance(count, int | float)}
-
-
-def _publish_row(published: Published | None) -> Row:
-    if published is None:
-        return {}
-    return {
-        "weights/sync_s": published.seconds,
-        "weights/members": published.num_members,
-        "weights/pause_s": published.pause_s,
-        "weights/probe_diff_mean": published.probe_diff_mean,
-        "weights/probe_diff_max": published.probe_diff_max,
-    }

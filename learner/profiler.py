@@ -1,7 +1,7 @@
 """StepProfiler: makes every role record the steps of `profile.steps` or of a `slipstream profile` request.
 
-Roles start recording some steps early, so the trace has the first step's trajectories from their lease on. They write
-their events when the last step's version has arrived or is overdue, and a thread merges them into one file.
+Roles start some steps early, so the trace has the first step's trajectories from their lease on. They write events
+when the last step's version has arrived or is overdue, and a thread merges them.
 """
 
 import threading
@@ -54,13 +54,17 @@ class StepProfiler:
         return {PROFILE_REQUEST: "{} to {}".format(*self._steps)} if self._steps else {}
 
     def prepare(self, step: int) -> None:
-        """Check for a request about once a second, and start recording if trajectories of its steps may begin now.
+        """Check for a request, and start recording if trajectories of its steps may begin now.
 
         `step`: the next step. Its prompts are leased before it begins, so this is also called before step 1.
         """
         if self._steps is None and self._run.mode == "async" and time.monotonic() >= self._ask_at:
             self._ask_at = time.monotonic() + _ASK_EVERY_S
-            self._steps = self._take_request(step)
+            request = self._store.take_requests("learner", subjects=[PROFILE_REQUEST]).get(PROFILE_REQUEST, "")
+            if request:
+                first, last = map(int, request.split())
+                late = max(0, step + self._run.profile_lead_steps - first)
+                self._steps = first + late, min(last + late, self._run.learner.max_steps)
         if self._steps is None:
             return
         first, last = self._steps
@@ -83,7 +87,6 @@ class StepProfiler:
                 log.warning("torch_not_profiled", reason=str(error))
 
     def record_step(self, entry: StepEntry, *, claimed_at_ns: int) -> None:
-        """Record when the step's trajectories were claimed, and that they are committed now."""
         if self.trace.is_on:
             if self._steps and entry.step <= self._steps[1]:
                 self._version = entry.version + 1
@@ -120,14 +123,6 @@ class StepProfiler:
             # The merging thread writes the file, which takes seconds.
             self._torch, self._recorded = None, self._torch
 
-    def _take_request(self, step: int) -> tuple[int, int] | None:
-        value = self._store.take_requests("learner", subjects=[PROFILE_REQUEST]).get(PROFILE_REQUEST, "")
-        if not value:
-            return None
-        first, last = map(int, value.split())
-        late = max(0, step + self._run.profile_lead_steps - first)
-        return first + late, min(last + late, self._run.learner.max_steps)
-
     def _order(self, stage: str) -> None:
         log.info("profile", stage=stage, steps=self._steps)
         self._send(Profile(stage))  # type: ignore[arg-type]
@@ -138,22 +133,18 @@ class StepProfiler:
             self._recorded = None
             if recorded:
                 recorded.export_chrome_trace(str(parts_of(self._folder) / "learner.torch"))
-            missing = self._await_parts()
+            ends_at = time.monotonic() + _PARTS_TIMEOUT_S
+            awaited = [
+                name
+                for name, gauges in self._store.roles().items()
+                if gauges.get("role") in ("broker", "generator") and gauges.get("state") != "gone"
+            ]
+            while missing := [name for name in awaited if not (parts_of(self._folder) / f"{name}.json").is_file()]:
+                # Roles that do not see the run folder write no file.
+                if time.monotonic() >= ends_at:
+                    break
+                time.sleep(0.1)
             merge(self._folder)
             log.info("profile_written", file=str(self._folder / "trace.json.gz"), missing=missing)
         except (OSError, RuntimeError, ValueError, msgspec.MsgspecError, ReplayBufferError) as error:
             log.warning("profile_not_written", folder=str(self._folder), reason=str(error))
-
-    def _await_parts(self) -> list[str]:
-        """Returns roles without a file, which do not see the run folder."""
-        ends_at = time.monotonic() + _PARTS_TIMEOUT_S
-        awaited = [
-            name
-            for name, gauges in self._store.roles().items()
-            if gauges.get("role") in ("broker", "generator") and gauges.get("state") != "gone"
-        ]
-        while missing := [name for name in awaited if not (parts_of(self._folder) / f"{name}.json").is_file()]:
-            if time.monotonic() >= ends_at:
-                return missing
-            time.sleep(0.1)
-        return []

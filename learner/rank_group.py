@@ -22,7 +22,6 @@ from slipstream.learner.training.trainer import Trainer
 FetchImages = Callable[[list[str]], Mapping[str, bytes]]
 
 
-# --- commands of rank 0 ----------------------------------------------------------------------------------------------
 class Command(Record, tag_field="command", tag=True):
     """One collective operation of all ranks."""
 
@@ -83,7 +82,7 @@ class RankGroup:
         num_mixed: int = 0,
         fetch_images: FetchImages = lambda _names: {},
     ) -> dict[str, Any]:
-        """Train one step on encoded groups and return its metrics. See TrainStep for the other arguments.
+        """Train one step on encoded groups and return its metrics. For the arguments see TrainStep.
 
         `fetch_images` maps image names to the bytes of those that are stored.
         """
@@ -118,12 +117,12 @@ class RankGroup:
         return self.checkpoints.save(step=step, version=version, finish=finish)
 
     def flush_checkpoint(self) -> None:
-        """Wait until the checkpoint in flight is durable and `finish` has returned. Raises their errors."""
+        """Wait until the checkpoint is durable and `finish` has returned. Raises their errors."""
         self._broadcast("flush_checkpoint")
         self.checkpoints.saver.flush()
 
     def restore(self, pointer: CheckpointPointer) -> CheckpointState:
-        """Load a checkpoint, or the newest finite one before it. Raises CheckpointError."""
+        """Load a checkpoint or the newest finite one before it. Raises CheckpointError."""
         names = self.checkpoints.names()
         older = names[: names.index(pointer.name)] if pointer.name in names else []
         candidates = [pointer.name, *reversed(older)]
@@ -131,12 +130,12 @@ class RankGroup:
         return self.checkpoints.restore_finite(candidates)
 
     def save_model(self, folder: Path) -> None:
-        """Write weights and tokenizer in transformers format. Raises OSError if the disk is full; safe to retry."""
+        """See `checkpoint.save_model`. Raises OSError if the disk is full; safe to retry."""
         self._broadcast("save_model", path=str(folder))
         save_model(self.trainer, folder, run=self._run, ranks=self._ranks)
 
     def upload(self, folders: Iterable[Path]) -> None:
-        """Upload folders of the run to the object store, if configured, and wait. Raises StorageError."""
+        """See Checkpoints.upload. Waits for it. Raises StorageError."""
         self.checkpoints.upload(folders)
         self.flush_checkpoint()
 
@@ -200,18 +199,14 @@ class RankGroup:
                 max_lags=command.max_lags,
                 num_mixed=command.num_mixed,
             )
-            # Check before the commit, so that groups whose update produced NaN are trained on again.
+            # Check before the commit, so that groups are trained on again if their update produced NaN.
             self.trainer.check_weights(step=command.step)
-        # Mixed groups have versions of another run and therefore no lag.
+        # Mixed groups have another run's versions and therefore no lag.
         own = groups[: len(groups) - command.num_mixed]
-        return metrics | _lag_metrics(own, learner_version=command.version)
-
-
-def _lag_metrics(groups: list[list[Trajectory]], *, learner_version: int) -> dict[str, Any]:
-    histogram = lag_histogram((member for group in groups for member in group), learner_version=learner_version)
-    mean = sum(lag * count for lag, count in histogram.items()) / sum(histogram.values())
-    percentiles = {f"lag/p{percent}": _percentile(histogram, percent=percent) for percent in (50, 95)}
-    return {"lag/mean": mean, "lag/max": max(histogram), "lag/histogram": histogram, **percentiles}
+        histogram = lag_histogram(chain(*own), learner_version=command.version)
+        mean = sum(lag * count for lag, count in histogram.items()) / sum(histogram.values())
+        percentiles = {f"lag/p{percent}": _percentile(histogram, percent=percent) for percent in (50, 95)}
+        return metrics | {"lag/mean": mean, "lag/max": max(histogram), "lag/histogram": histogram, **percentiles}
 
 
 def _percentile(histogram: dict[int, int], *, percent: int) -> int:

@@ -1,15 +1,14 @@
 """Ranks: the learner's processes and the collectives between them.
 
-Only rank 0 talks to the store and the generators. The other ranks receive plain bytes and numbers from it.
+Only rank 0 talks to the store and the generators. The others receive plain bytes and numbers from it.
 
 RankWatch: ends a learner rank when another rank or its machine has been silent for too long.
 
-A dying process closes its connections, which fails the others' collectives. A vanished machine closes nothing: without
-a watch, the others would wait until the collective times out.
+A dying process closes its connections, which fails the others' collectives. A vanished machine closes nothing, and the
+others would wait until the collective times out.
 
 Consumes: heartbeats of the other ranks, from the rendezvous.
 Produces: own heartbeats; one error message and exit code 75, which makes the launcher restart the ranks.
-Waits for: nothing.
 Invariant: a separate thread sends heartbeats, so a step may take any amount of time.
 """
 
@@ -38,8 +37,8 @@ from slipstream.runtime.command_line import TRY_AGAIN
 from slipstream.runtime.credentials import is_loopback
 
 COLLECTIVE_TIMEOUT_S = 2400.0
-"""Time limit of a collective, including the time that other ranks wait while rank 0 publishes, reads a checkpoint, or
-waits for its store. Longer waits call `keep_alive`, so no user setting can exceed it."""
+"""Time limit of a collective. Other ranks wait in one while rank 0 publishes, reads a checkpoint, or waits for its
+store. Longer waits call `keep_alive`, so no user setting can exceed it."""
 
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 """Variable that NCCL's watchdog reads when a process group is built: whether an error ends the process."""
@@ -53,19 +52,18 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 
-# --- starting ranks --------------------------------------------------------------------------------------------------
 def launch_ranks(
     module: str, arguments: Sequence[str], *, num_ranks: int, on_cpu: bool, num_machines: int = 1
 ) -> NoReturn:
     """Run `python -m module arguments` as `num_ranks` ranks under torchrun. If one rank fails, all end.
 
-    With several machines, each calls this with MACHINE_VARIABLES in its environment and starts its share of the ranks.
+    Each of several machines calls this with MACHINE_VARIABLES in its environment and starts its share of the ranks.
 
-    On GPU machines, the ranks divide the cores, because an offloaded optimizer runs there. On CPU machines, each rank
-    gets one thread, because other roles need the rest. `OMP_NUM_THREADS` overrides both.
+    On GPU machines, the ranks divide the cores for an offloaded optimizer. On CPU machines, each rank gets one thread,
+    because other roles need the rest. `OMP_NUM_THREADS` overrides both.
 
     Exits with the code of the rank that failed first (torchrun always exits with 1), or with 75, which makes the
-    launcher restart, if a signal killed that rank.
+    launcher restart, if a signal killed it.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -95,7 +93,7 @@ def launch_ranks(
 def _file_rendezvous(folder: Path) -> list[str]:
     """Return torchrun options for ranks that meet through files in a private folder.
 
-    `torchrun --standalone` is unsafe: its stores listen on every interface, and torchrun unpickles their content.
+    `torchrun --standalone` is unsafe: its stores listen on every interface, and it unpickles their content.
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[_RENDEZVOUS] = f"file://{folder}/ranks"
@@ -121,7 +119,7 @@ def machine_rendezvous(environment: Mapping[str, str], *, num_machines: int) -> 
 
 
 _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of a rank from which torch forms the process group."""
+"""Variables that torch reads to form the process group."""
 
 
 def check_environment(environment: Mapping[str, str], *, num_ranks: int, is_trusted: bool) -> None:
@@ -139,20 +137,14 @@ def check_environment(environment: Mapping[str, str], *, num_ranks: int, is_trus
             f"learner.num_ranks must be the number of ranks that were started, got {num_ranks} with WORLD_SIZE="
             f"{environment['WORLD_SIZE']}: it is machines x ranks per machine (torchrun: --nnodes x --nproc-per-node)."
         )
-    if not is_trusted and _spans_machines(environment):
+    is_one_machine = environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]
+    if not (is_trusted or is_one_machine or is_loopback(environment["MASTER_ADDR"])):
         raise ConfigError(
             "cluster.trusted_network must be true for learner ranks on several machines, got false: their collectives "
             "are neither encrypted nor authenticated; set it, with cluster.interface, if the network is private."
         )
 
 
-def _spans_machines(environment: Mapping[str, str]) -> bool:
-    if environment.get("LOCAL_WORLD_SIZE") == environment["WORLD_SIZE"]:
-        return False
-    return not is_loopback(environment["MASTER_ADDR"])
-
-
-# --- collectives -----------------------------------------------------------------------------------------------------
 class Ranks:
     """One process's view of its rank group. Every method except `post` and `posted` is collective."""
 
@@ -172,7 +164,7 @@ class Ranks:
         return self.rank // self._sharing, self.size // self._sharing
 
     def share_sequences(self, size: int) -> dist.ProcessGroup | None:
-        """Make every `size` consecutive ranks work on the same samples, each on a slice of every sequence.
+        """Make every `size` consecutive ranks work on slices of the same sequences.
 
         Returns the process group of this rank's set, or None if `size` is 1.
         """
@@ -188,7 +180,7 @@ class Ranks:
         lengths = self.broadcast_ints(sizes, source=source)
         if not sum(lengths):
             return [b""] * len(lengths)
-        # A collective per payload would cost hundreds of round trips per step.
+        # One collective per payload would cost hundreds of round trips.
         if payloads is None:
             flat = torch.empty(sum(lengths), dtype=torch.uint8, device=self._device)
         else:
@@ -260,7 +252,6 @@ class Ranks:
             ) from error
 
 
-# --- liveness --------------------------------------------------------------------------------------------------------
 def leave(store: Any, rank: int) -> None:
     """Announce that this rank ends normally. Raises RuntimeError."""
     store.set(f"left/{rank}", "1")
@@ -353,8 +344,7 @@ class RankWatch:
 
     def _message(self, silent: Sequence[int]) -> str:
         limit = f"within learner.rank_timeout_s ({self._timeout_s:g} s)"
-        # Without readable heartbeats, the rendezvous on rank 0's machine is lost, and the other ranks' state is
-        # unknown.
+        # Without readable heartbeats, the rendezvous on rank 0's machine is lost, and the others' state is unknown.
         if self._unread_s > self._timeout_s / 2 and self._rank:
             return (
                 f"the machine of learner rank 0, {self._host_of(0)}, must answer the other ranks {limit}, got nothing "
@@ -370,7 +360,6 @@ class RankWatch:
         return self._beats[rank].partition(" ")[2] or "an unknown machine"
 
 
-# --- joining and leaving ---------------------------------------------------------------------------------------------
 def join_ranks(
     *,
     rank: int,
@@ -388,7 +377,7 @@ def join_ranks(
     """
     if size > 1 and rendezvous is None:
         rendezvous = os.environ.get(_RENDEZVOUS, "env://")
-    # DeepSpeed needs a group even for one rank. A process that builds several such learners keeps the first.
+    # DeepSpeed needs a group even for one rank. Several such learners in a process share the first.
     if not (size == 1 and dist.is_initialized()):
         _initialize(rank=rank, size=size, device=device, timeout_s=timeout_s, rendezvous=rendezvous)
     if size > 1 and silence_s is not None:
@@ -405,15 +394,15 @@ def join_ranks(
 
 def exit_rank() -> NoReturn:
     """Leave the group and end this process successfully."""
-    # If the other ranks have ended and taken the rendezvous with them, that is not an error.
+    # The other ranks may have ended and taken the rendezvous with them.
     with suppress(RuntimeError):
         leave(dist.distributed_c10d._get_default_store(), dist.get_rank())
     # NCCL requires destroying the group before the process ends.
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skip interpreter teardown: threads of training libraries may still run, and under load about one in twenty ZeRO-3
-    # ranks aborted there after finishing its work.
+    # Skip interpreter teardown: threads of training libraries may still run, and under load one in twenty ZeRO-3 ranks
+    # aborted there.
     os._exit(0)
 
 

@@ -50,7 +50,7 @@ log = structlog.get_logger(__name__)
 def run_learner(run: RunConfig, overrides: list[str]) -> None:
     """Join the broker and train. Ranks above 0 execute rank 0's commands. With mode=sft, train from a file.
 
-    `overrides` produced `run`; the ranks that this process starts get them, too.
+    `overrides` produced `run` and are passed on to the ranks that this process starts.
     """
     is_rank = "RANK" in os.environ
     if is_rank:
@@ -90,7 +90,7 @@ def _set_environment(device: torch.device, *, is_alone: bool) -> None:
     if is_alone:
         # Gloo opens a port even for a group of one, by default on the address of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Otherwise NCCL's watchdog ends this process if a generator dies in a broadcast, which the publisher handles.
+    # Otherwise NCCL's watchdog ends this process if a generator dies in a broadcast.
     os.environ.setdefault(ERROR_HANDLING, "0")
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -100,8 +100,8 @@ def _set_environment(device: torch.device, *, is_alone: bool) -> None:
 def return_freed_memory() -> None:
     """Make glibc return freed tensors of 1 MiB or more to the system, unless `MALLOC_MMAP_THRESHOLD_` is set.
 
-    By default glibc raises its mmap threshold up to 32 MiB, and the process keeps gaps between freed tensors: with a
-    50M-parameter model, a third more memory than was in use.
+    By default glibc raises its mmap threshold up to 32 MiB and keeps gaps between freed tensors: a third more memory
+    than in use, with a 50M-parameter model.
     """
     libc = ctypes.CDLL(None)
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ and hasattr(libc, "mallopt"):
@@ -162,7 +162,7 @@ def wait_for_token(run: RunConfig, *, deadline: Deadline) -> str:
     """Wait until a broker has started the run and return its token. Raises ConfigError, WaitTimeoutError."""
     folder = RunFolder(run)
     report_at = deadline.left_s
-    # Without an address, both meet in the run folder. If the name has a typo, this learner would wait there alone.
+    # Without an address, both meet in the run folder. With a mistyped name, this learner would wait there alone.
     while not ((token := find_token(run)) and (run.broker.address or folder.has_run)):
         others = "" if folder.has_run else f": {describe_others(Path(run.runs_dir), run.name)}"
         missing = (
@@ -193,17 +193,15 @@ def _make_sender(run: RunConfig, folder: RunFolder, device: torch.device) -> Col
 
 
 def _make_snapshot_server(run: RunConfig, keys: Keys, folder: RunFolder) -> SnapshotServer:
-    versions, address = SnapshotStore(folder.weights), run.weights.fetch_address or _own_socket(folder)
+    versions, address = SnapshotStore(folder.weights), run.weights.fetch_address
+    if not address:
+        # Delete the sockets of dead learners.
+        for path in folder.sockets.glob("weights-*.sock"):
+            if not is_listening(f"ipc://{path}"):
+                path.unlink(missing_ok=True)
+        # A new name, because a hung learner that was replaced still holds its socket.
+        address = f"ipc://{folder.sockets}/weights-{uuid.uuid4().hex[:8]}.sock"
     return SnapshotServer(versions, StreamServer(versions, keys=keys, address=address, cluster=run.cluster))
-
-
-def _own_socket(folder: RunFolder) -> str:
-    """Return an unused address. Deletes the sockets of dead learners."""
-    for path in folder.sockets.glob("weights-*.sock"):
-        if not is_listening(f"ipc://{path}"):
-            path.unlink(missing_ok=True)
-    # A hung learner that was replaced still holds its socket.
-    return f"ipc://{folder.sockets}/weights-{uuid.uuid4().hex[:8]}.sock"
 
 
 def _status(learner: Learner, store: RedisStore, *, lends_at: str) -> PeerStatus:
@@ -216,7 +214,7 @@ def _status(learner: Learner, store: RedisStore, *, lends_at: str) -> PeerStatus
 
 
 def _check_same_run(run: RunConfig, config_json: str) -> None:
-    # `broker` may differ: each process reaches it from its own machine, with its own timeouts.
+    # `broker` may differ: each process reaches it from its own machine.
     theirs = identity(msgspec.json.decode(config_json, type=RunConfig)) | {"broker": None}
     own = identity(run) | {"broker": None}
     if theirs != own:

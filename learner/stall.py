@@ -2,7 +2,6 @@
 
 Consumes: counts, roles, and events of the store.
 Produces: the reason in status and live view, a log line every few seconds, DeadEndError.
-Waits for: nothing.
 """
 
 import math
@@ -34,7 +33,7 @@ log = structlog.get_logger(__name__)
 class StallDetector:
     """Life: (begin -> (poll | reject_unscored)* -> end)*.
 
-    A wait that makes progress is a dead end only after its own limit.
+    A wait with progress is a dead end only after its own limit.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class StallDetector:
         keep_alive: Callable[[], object],
         clock: Clock,
     ) -> None:
-        """`who_is_missing` returns a phrase for the log. `keep_alive` is called every few seconds of a wait."""
+        """`who_is_missing`: a phrase for the log. `keep_alive` is called every few seconds of a wait."""
         self._run = run
         self._store = store
         self._who_is_missing = who_is_missing
@@ -71,9 +70,9 @@ class StallDetector:
         self._progress.begin(limit_s=limit_s, limit_setting=limit_setting)
 
     def poll(self, missing: str, *, answered: int | None = None) -> str:
-        """Check the run at most once a second. Returns the reason for the wait, which quotes `missing`.
+        """Check the run at most once a second. Returns the reason for the wait, with `missing`.
 
-        `answered`: answers of the awaited evaluation, None while waiting for groups. Raises DeadEndError with
+        `answered`: answers of the awaited evaluation, None for groups. Raises DeadEndError with
         `learner.dead_end.policy=fail`.
         """
         now = self._clock()
@@ -119,7 +118,7 @@ class StallDetector:
     def reject_unscored(self, claim: Claim) -> bool:
         """While rewards are the cause, reject the claim's groups without any reward. Returns whether there were any.
 
-        Otherwise an outage of the reward service would use up the run's steps on empty updates.
+        Otherwise an outage of the reward service would use up the run's steps.
         """
         if self._cause is None or self._cause.kind != "rewards":
             return False
@@ -134,7 +133,7 @@ class StallDetector:
         return bool(unscored)
 
     def end(self) -> None:
-        """End a successful wait. A `rewards` cause persists, because groups without rewards still arrive."""
+        """A `rewards` cause persists, because groups without rewards still arrive."""
         self._waits_for = ""
         if self._cause and self._cause.kind != "rewards":
             self._set_cause(None)

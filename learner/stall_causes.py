@@ -18,7 +18,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 
 _MAX_COUNTED_STARTS = 4
-"""Starts of one generator that count as progress while nothing arrives, so a crash loop can't hide a dead end."""
+"""Starts of one generator that count as progress, so a crash loop can't hide a dead end."""
 _LOSSES = ("rejected", "expired", "quarantined")
 _MAX_FAILED_STEPS = 2
 """Consecutive steps without any reward. One may be a short grader outage."""
@@ -76,7 +76,7 @@ def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) 
 class Progress:
     """The newest snapshot and the changes up to it. Life: (begin -> update*)*, one `begin` per wait.
 
-    Tracks rewards and applied versions across waits, because both can fail while every wait succeeds.
+    Tracks rewards and applied versions across waits: both can fail while every wait succeeds.
     """
 
     now: Snapshot
@@ -135,7 +135,13 @@ class Progress:
         self.idle_s = now_s - self._progressed_at
         self.served_s = 0.0 if self._served_since is None else now_s - self._served_since
         self._track_rewards(now)
-        self._track_updates(now, now_s)
+        newest = max((generator.version or 0 for generator in now.synced), default=-1)
+        before, self._version_lag = self._version_lag, now.announced_version - newest if now.synced else 0
+        # Count from the first snapshot with a lag: a whole training step may precede it.
+        if self._version_lag <= 0 or before <= 0 or newest > self._newest_held:
+            self._applied_at = now_s
+        self._newest_held = newest
+        self.outdated_s = now_s - self._applied_at
 
     def _has_progressed(self, base: StoreCounts) -> bool:
         """Whether a trajectory arrived and was kept, an answer arrived, or a generator started or changed weights."""
@@ -149,7 +155,7 @@ class Progress:
         if has_arrived:
             self._num_starts.clear()
         held, self._held = self._held, _held_versions(self.now)
-        # The end of a start is progress, so that fetching the first weights gets its full time.
+        # The end of a start is progress, so fetching the first weights gets its full time.
         started = [
             name
             for name, version in self._held.items()
@@ -159,7 +165,7 @@ class Progress:
         return has_arrived or any(self._num_starts[name] <= _MAX_COUNTED_STARTS for name in started)
 
     def record_no_reward(self, *, num_failed: int) -> None:
-        """Record an evaluation whose `num_failed` answers have no reward. One such evaluation is a cause."""
+        """Record an evaluation without any reward in its `num_failed` answers. One is a cause."""
         self.failed_rewards, self.rewards_have_failed = max(self.failed_rewards, num_failed), True
         # Generators may report these answers only now, so the next report is the new baseline.
         self._rewards = None
@@ -175,18 +181,9 @@ class Progress:
             self.failed_rewards += grown
             self.rewards_have_failed |= self.failed_rewards >= self._max_failed_rewards
 
-    def _track_updates(self, now: Snapshot, now_s: float) -> None:
-        newest = max((generator.version or 0 for generator in now.synced), default=-1)
-        before, self._version_lag = self._version_lag, now.announced_version - newest if now.synced else 0
-        # Count from the first snapshot with a lag: a whole training step may precede it.
-        if self._version_lag <= 0 or before <= 0 or newest > self._newest_held:
-            self._applied_at = now_s
-        self._newest_held = newest
-        self.outdated_s = now_s - self._applied_at
-
 
 def _held_versions(now: Snapshot) -> dict[str, int | None]:
-    """Verified version of each live generator past its start; None before its first version."""
+    """Verified version of each live, started generator; None before its first."""
     verified = {generator.name: generator.version for generator in now.synced}
     return {each.name: verified.get(each.name) for each in now.live if each.state != "starting"}
 
@@ -222,7 +219,7 @@ class StallCause:
 
 
 def find_cause(progress: Progress) -> StallCause | None:
-    """First cause whose deadline has passed; None while the wait may still end."""
+    """First cause that is past its deadline; None while the wait may still end."""
     run, limits = progress.run, progress.run.learner.dead_end
     checks: list[Callable[[Progress], StallCause | None]] = []
     # A replay trains on stored rewards.

@@ -88,17 +88,13 @@ def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(task["threads"])
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
-    model = AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32)
     rows = load_dataset("parquet", data_files=task["train"], split="train").to_list()
     dataset = Dataset.from_list([{"prompt": r["prompt"], "truth": r["reward_model"]["ground_truth"]} for r in rows])
     recorder, score = Recorder(), REWARDS[task["reward"]]
 
-    def reward(
-        prompts: Any, completions: list[str], completion_ids: list[list[int]], truth: list[str], **_: Any
-    ) -> Any:
-        end = tokenizer.eos_token_id
+    def reward(completions: list[str], completion_ids: list[list[int]], truth: list[str], **_: Any) -> Any:
         rewards = [
-            score(text, right, is_ended=bool(ids) and ids[-1] == end)
+            score(text, right, is_ended=bool(ids) and ids[-1] == tokenizer.eos_token_id)
             for text, ids, right in zip(completions, completion_ids, truth, strict=True)
         ]
         recorder.num_tokens += sum(map(len, completion_ids))
@@ -126,7 +122,7 @@ def main() -> None:
         seed=task["seed"],
     )
     trainer = GRPOTrainer(
-        model=model,
+        model=AutoModelForCausalLM.from_pretrained(task["model"], dtype=torch.float32),
         reward_funcs=reward,
         args=config,
         train_dataset=dataset,

@@ -8,9 +8,9 @@ Lenders: plans who fetches a version from whom, so the learner sends it to only 
 
     learner -> the first `fan_out` generators -> `fan_out` each -> ...
 
-The tree follows the order of arrival. Full weights and deltas have separate trees. The first generator on a machine
+The tree follows the order of arrival, with separate trees for full weights and deltas. The first generator on a machine
 fetches for the others there. A generator lends only verified weights, and each fetcher can fall back to a second lender
-and then the learner. The plan only spreads load; it does not have to be correct.
+and then the learner. The plan only spreads load.
 """
 
 import math
@@ -37,9 +37,9 @@ from slipstream.learner.publishing.staging import Staged
 from slipstream.runtime.clock import Clock
 
 _REST_S = 60.0
-"""Time for which a failed lender is not used."""
+"""How long a failed lender rests."""
 _CATCH_UP_S = 5.0
-"""Time for which a member that has just fetched waits for a broadcast, so that it catches up with them."""
+"""How long a member that has just fetched waits for a broadcast, to catch up with the others."""
 _RESEND_AFTER_S = 5.0
 """A request can be lost with a broker. Generators ignore repeats."""
 
@@ -95,7 +95,14 @@ class Lenders:
             self._version = version
             self._trees.clear()
         places: dict[Place, list[Member]] = defaultdict(list)
-        for member in self._one_of_each_machine_first(members):
+        # One member of each machine comes first.
+        on_machine: Counter[str] = Counter()
+        turns = {}
+        for member in members:
+            machine = self._members.live[member].machine
+            turns[member] = on_machine[machine]
+            on_machine[machine] += 1
+        for member in sorted(turns, key=turns.__getitem__):
             places[self._place(member, self._trees[by_delta])].append(member)
         return places
 
@@ -105,7 +112,7 @@ class Lenders:
         if nodes:
             nodes[0].num_fetching -= 1
         for error in errors:
-            # A generator may claim anything, so ignore reports about lenders that it did not have.
+            # A generator may claim anything: ignore reports about lenders that it did not have.
             for node in (node for node in nodes if node.address == error.address):
                 self._blame(node.member, error, by=member)
         if not is_lending:
@@ -122,14 +129,6 @@ class Lenders:
             self._members.report(
                 lender, f"lends no more: {by.peer_id} got other weights from it than were published: {error.reason}"
             )
-
-    def _one_of_each_machine_first(self, members: Iterable[Member]) -> list[Member]:
-        seen: Counter[str] = Counter()
-        ranks = {}
-        for member in members:
-            ranks[member] = seen[machine := self._members.live[member].machine]
-            seen[machine] += 1
-        return sorted(ranks, key=ranks.__getitem__)
 
     def _place(self, member: Member, tree: _Tree) -> Place:
         state = self._members.live[member]
@@ -157,8 +156,10 @@ class Lenders:
 
     def _sources(self, machine: str, tree: _Tree) -> list[_Node]:
         """Return the lender to fetch from and a fallback. Empty means the learner."""
+        nodes = tree.nodes.values()
+        reachable = (node for node in nodes if node.machine == machine or not is_own_machine(node.address))
         usable = sorted(
-            (node for node in tree.nodes.values() if self._may_lend(node.member) and _reaches(machine, node)),
+            (node for node in reachable if self._may_lend(node.member)),
             key=lambda node: (
                 node.num_fetching >= self._fan_out,
                 node.machine != machine,
@@ -176,12 +177,8 @@ class Lenders:
         return is_rested and member not in self._liars and member in self._members.live
 
 
-def _reaches(machine: str, node: _Node) -> bool:
-    return node.machine == machine or not is_own_machine(node.address)
-
-
 class SnapshotServer:
-    """Serves versions to generators from the file system and as a stream. Blocks only on disk I/O."""
+    """Serves versions from the file system and as a stream. Blocks only on disk I/O."""
 
     def __init__(self, store: SnapshotStore, server: StreamServer) -> None:
         self._store = store
@@ -236,6 +233,7 @@ class FetchTracker:
         self._fetched_at: dict[Member, float] = {}
         self._lenders = Lenders(members, fan_out=config.fan_out, clock=clock)
         self._digests: tuple[int, list[bytes]] = (-1, [])
+        """Version, and the digests of its buckets."""
 
     def is_fetching(self, version: int) -> bool:
         return any(request.update.version == version for request in self._requests.values())
@@ -272,7 +270,7 @@ class FetchTracker:
             self._members.evict(due, str(error))
 
     def poll(self) -> None:
-        """Drop requests of members that left, evict members past their deadline, and resend other requests."""
+        """Drop requests of members that left, evict late members, and resend other requests."""
         now, alive = self._clock(), self._members.live.keys()
         for member in self._requests.keys() - alive:
             self._end(member)
@@ -284,7 +282,7 @@ class FetchTracker:
                 self._members.evict([member], f"version {version} was not fetched within {self._timeout_s:g} s")
             elif now >= request.resend_at:
                 request.resend_at = now + _RESEND_AFTER_S
-                # Only to this member: the other recipients may have finished.
+                # Only to this member: the others may have finished.
                 self._client.send(msgspec.structs.replace(request.update, members=[member]))
 
     def record_answer(self, answer: UpdateApplied) -> bool:
@@ -320,6 +318,8 @@ class FetchTracker:
         for by_delta, fetching in ((True, holding), (False, joining)):
             for place, together in self._lenders.assign(staged.version, fetching, by_delta=by_delta).items():
                 lenders = list(place.lenders)
+                if lenders and self._digests[0] != staged.version:
+                    self._digests = staged.version, [digest(bucket) for bucket in staged.buckets]
                 update = msgspec.structs.replace(
                     staged.update,
                     epoch=NO_EPOCH,
@@ -328,14 +328,8 @@ class FetchTracker:
                     source=msgspec.structs.replace(
                         source, has_deltas=with_deltas, lenders=lenders, is_lent=place.is_lent
                     ),
-                    digests=self._digests_of(staged) if lenders else [],
+                    digests=self._digests[1] if lenders else [],
                 )
                 self._client.send(update)
                 for member in together:
                     self._requests[member] = _Request(update, now + self._timeout_s, now + _RESEND_AFTER_S)
-
-    def _digests_of(self, staged: Staged) -> list[bytes]:
-        """Digests of the buckets, computed once per version."""
-        if self._digests[0] != staged.version:
-            self._digests = staged.version, [digest(bucket) for bucket in staged.buckets]
-        return self._digests[1]

@@ -56,14 +56,14 @@ class MemberTable:
         return self._held.get(member) == version
 
     def holds_any(self, member: Member) -> bool:
-        """Whether the member has applied a version and has not been evicted since."""
+        """Whether the member has applied a version since its last eviction."""
         return member in self._held
 
     def num_holding(self, version: int) -> int:
         return sum(self.holds(member, version) for member in self.live)
 
     def device(self, member: Member) -> DeviceName:
-        """Device that the member last reported for broadcasts; `cpu` before its first report."""
+        """Device for broadcasts that the member last reported; `cpu` before."""
         return self._devices.get(member, "cpu")
 
     def record_applied(self, member: Member, version: int, *, device: DeviceName) -> None:

@@ -2,8 +2,8 @@
 
 Consumes: a staged version, member reports, EpochOpened, UpdateApplied.
 Produces: OpenEpoch, Update, the broadcast, and a snapshot for members that fetch.
-Waits for: an answer from every member of the epoch, each phase up to its configured limit. Waits for fetching members
-only if no other member holds the version.
+Waits for: an answer from every member of the epoch, each phase up to its limit; fetching members only if no other
+member holds the version.
 Invariant: a version is committed only after every member of its epoch applied it with equal checksums and a probe
 within bounds. A member that fails leaves the epoch and is retried after its backoff.
 
@@ -84,20 +84,21 @@ class Publisher:
         sender: WeightSender,
         config: WeightsConfig,
         snapshots: SnapshotServer | None = None,
-        is_serial: bool = False,
+        is_one_process: bool = False,
         on_evict: Callable[[str, str], object] = lambda peer_id, text: None,
         trusts_network: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`is_serial`: the sender never blocks. `snapshots` serves members that fetch; without it, all join broadcasts.
+        """`is_one_process`: a serial run or a replay, where the sender never blocks.
 
+        `snapshots` serves members that fetch; without it, all join broadcasts.
         For `on_evict` and `trusts_network` see MemberTable.
         """
         self._client = client
         self._inbox = inbox
         self._sender = sender
         self._config = config
-        self._is_serial = is_serial
+        self._is_one_process = is_one_process
         self._clock = clock
         self._members = MemberTable(on_evict=on_evict, clock=clock, trusts_network=trusts_network)
         self._fetches = (
@@ -176,7 +177,7 @@ class Publisher:
     def _broadcast_members(self) -> list[Member]:
         if self._fetches is None:
             return self._members.eligible()
-        # Rebroadcasting would pause every holder for one latecomer. Latecomers fetch instead.
+        # Latecomers fetch: rebroadcasting would pause every holder.
         return self._fetches.broadcast_members() if self.num_holding == 0 else []
 
     def _require_staged(self) -> Staged:
@@ -186,7 +187,7 @@ class Publisher:
     # --- one attempt ---------------------------------------------------------------------------------------------
     def _open_epoch(self, members: list[Member]) -> bool:
         # A process group has fixed ranks, and its members may disagree about a failed broadcast. So every change of
-        # members opens a new group with a new epoch number. Answers from older epochs are ignored.
+        # members opens a new group and epoch. Answers from older epochs are ignored.
         self._epoch += 1
         self._epoch_members = []
         self._opened = {}
@@ -222,7 +223,11 @@ class Publisher:
     def _broadcast(self, members: list[Member]) -> bool:
         """Return whether all `members` now hold the version."""
         staged = self._require_staged()
-        started_at, timeout_s = self._clock(), self._transfer_timeout_s
+        started_at, timeout_s = self._clock(), self._config.transfer_timeout_s
+        # A hung member delays all others by the full timeout, so derive a tighter limit from recent transfers.
+        if self._transfers_s:
+            expected_s = _MIN_TRANSFER_S + _TRANSFER_TIMEOUT_FACTOR * max(self._transfers_s)
+            timeout_s = min(timeout_s, expected_s)
         update = msgspec.structs.replace(staged.update, epoch=self._epoch, members=members, timeout_s=timeout_s)
         self._applied = {}
         self._client.send(update)
@@ -244,17 +249,9 @@ class Publisher:
             self._members.evict(missing or failed, f"version {update.version} was not applied: {reason}")
         return not (error or missing or failed)
 
-    @property
-    def _transfer_timeout_s(self) -> float:
-        # A hung member delays all others by the full timeout, so derive a tighter limit from recent transfers.
-        if not self._transfers_s:
-            return self._config.transfer_timeout_s
-        expected_s = _MIN_TRANSFER_S + _TRANSFER_TIMEOUT_FACTOR * max(self._transfers_s)
-        return min(self._config.transfer_timeout_s, expected_s)
-
     def _run_watched(self, action: Callable[[], None], members: list[Member]) -> None:
-        """Run `action`, which blocks until all members take part. Abort it if one dies."""
-        if self._is_serial:
+        """Run `action`, which blocks until all members take part. Abort if one dies."""
+        if self._is_one_process:
             action()
             return
         in_flight = run_in_thread(action, name="send-weights")
@@ -273,7 +270,6 @@ class Publisher:
                 return missing
             self._handle(self._inbox.get(timeout_s=min(_WAIT_STEP_S, deadline.left_s)))
 
-    # --- messages ------------------------------------------------------------------------------------------------
     def poll(self, *, timeout_s: float) -> None:
         """Handle received messages. Blocks at most `timeout_s` for the first."""
         message = self._inbox.get(timeout_s=timeout_s)
@@ -336,8 +332,8 @@ class BackgroundPublisher:
     def flush(self) -> None:
         """Block until nothing is in flight.
 
-        Bounded: at most two versions are outstanding, each has a few attempts, each phase of an attempt has a limit in
-        `weights`, and `buffer.retry_timeout_s` limits store calls.
+        Bounded: at most two versions have a few attempts each, each phase of an attempt has a limit in `weights`, and
+        `buffer.retry_timeout_s` limits store calls.
         """
         if self._in_flight:
             wait([self._in_flight])
@@ -348,14 +344,14 @@ class BackgroundPublisher:
         return self._stager.probe_limit.nats
 
     def take_published(self) -> Published | None:
-        """Result of the newest publish that ended since the last call, or None."""
+        """The newest result since the last call, or None."""
         self._raise_error()
         with self._lock:
             published, self._published = self._published, None
         return published
 
     def sync_members(self, *, timeout_s: float) -> None:
-        """Publish the current version to members that lack it. Waits at most `timeout_s` for member reports."""
+        """Publish the current version to members that lack it. Waits at most `timeout_s` for reports."""
         if self._in_flight and not wait([self._in_flight], timeout=timeout_s).done:
             return
         self._raise_error()
@@ -390,18 +386,14 @@ class BackgroundPublisher:
 
     def _run(self, in_flight: "Future[None]") -> None:
         try:
-            self._synchronize()
-            while not self._ends(in_flight):
+            while not in_flight.done():
                 self._synchronize()
+                # One lock for check and result, so a version queued right afterward starts a new thread.
+                with self._lock:
+                    if self._waiting is None:
+                        in_flight.set_result(None)
         except BaseException as error:
             in_flight.set_exception(error)
-
-    def _ends(self, in_flight: "Future[None]") -> bool:
-        # One lock for check and result, so a version queued right afterward starts a new thread.
-        with self._lock:
-            if self._waiting is None:
-                in_flight.set_result(None)
-            return self._waiting is None
 
     def _synchronize(self) -> None:
         """Deliver the queued version or, without one, the current one again."""

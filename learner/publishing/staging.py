@@ -38,9 +38,6 @@ An engine with other log-probabilities does not hold the learner's weights.
 log = structlog.get_logger(__name__)
 
 
-# --- the canary ------------------------------------------------------------------------------------------------------
-
-
 def canary_token_ids(
     *, seed: int, vocab_size: int, num_sequences: int, max_length: int, text: Sequence[int] = ()
 ) -> np.ndarray:
@@ -56,7 +53,7 @@ def canary_token_ids(
 
 
 def prompt_tokens(run: RunConfig, *, num_tokens: int = 8192) -> list[int]:
-    """First tokens of the training prompts. Empty if this machine cannot read the prompt file.
+    """First tokens of the training prompts. Empty if the file cannot be read here.
 
     In bfloat16, engine and learner agree more closely on text than on random tokens.
     """
@@ -150,7 +147,6 @@ def canary_logprobs(engine: TrainEngine, token_ids: np.ndarray, *, layout: Layou
     return logprobs.reshape(num_sequences, -1).tolist()
 
 
-# --- buckets ---------------------------------------------------------------------------------------------------------
 class Staged:
     """A copied version.
 
@@ -185,7 +181,7 @@ class Staged:
 
     @property
     def update(self) -> Update:
-        """Announcement to the members. The publisher fills in epoch, members, and timeout."""
+        """The publisher fills in epoch, members, and timeout."""
         return self.finish()._update
 
     @property
@@ -201,8 +197,8 @@ class Staged:
 class Stager:
     """Copies weights into buckets that are not in flight. Used by the learner's main thread.
 
-    If the GPU has room, it first packs them into buckets there. The learner then waits only for that copy, and the
-    sending thread copies to the host during training, on a separate stream. One set of GPU buckets serves all versions.
+    If the GPU has room, it first packs them into buckets there, one set for all versions. The learner waits only for
+    that copy. The sending thread copies to the host during training, on a separate stream.
     """
 
     def __init__(
@@ -248,11 +244,11 @@ class Stager:
         free = reuse._buckets if reuse else []
         if self._device_buckets is None:
             self._device_buckets = self._allocate_on_device()
-        # Packs one tensor at a time: gathered from shards, all weights together may not fit on this rank.
+        # Packs one tensor at a time: all weights together may not fit on this rank.
         if not self._device_buckets:
             return Staged(update, buckets.pack(weights, self._slots, sizes=self._sizes, reuse=free))
         if self._newest and self._newest is not reuse:
-            # The previous version's bytes may exist only in the device buckets, which are overwritten next.
+            # The previous version may exist only in the device buckets, which are overwritten next.
             self._newest.pull()
         packed = buckets.pack(weights, self._slots, sizes=self._sizes, reuse=self._device_buckets)
         host = buckets.allocate(self._sizes, reuse=free, is_pinned=self._cuda is torch.cuda)
@@ -265,7 +261,7 @@ class Stager:
         staging, is_cpu = self._config.staging, self._device is None or self._device.type == "cpu"
         if staging == "host" or (is_cpu and self._cuda is torch.cuda):
             return []
-        # At most half of the free memory, because the first step has not allocated its share yet.
+        # At most half of the free memory: the first step has not allocated its share yet.
         if staging == "auto" and 2 * sum(self._sizes) > self._cuda.mem_get_info(self._device)[0]:
             return []
         return buckets.allocate(self._sizes, device=self._device)

@@ -22,7 +22,6 @@ _ROWS_AT_ONCE = 1024
 Row = dict[str, Any]
 
 
-# --- one demonstration -----------------------------------------------------------------------------------------------
 Message = dict[str, Any]
 """`role`, `content`, and other fields of the chat template."""
 
@@ -79,7 +78,7 @@ class Piece(NamedTuple):
 
 
 def chat_pieces(messages: Sequence[Message], *, tokenizer: Any) -> list[Piece]:
-    """Split a conversation at the start and end of each assistant turn, up to the last one.
+    """Split a conversation at the start and end of each assistant turn.
 
     Empty without an assistant turn, or if one is empty. Raises ConfigError.
     """
@@ -128,7 +127,6 @@ def _render(messages: Sequence[Message], *, tokenizer: Any, opens_turn: bool) ->
         raise ConfigError(f"the messages must fit the chat template: {error}") from error
 
 
-# --- a file ----------------------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class SftFile:
     """Content of a file, identical on every rank."""
@@ -219,7 +217,6 @@ def _rows(file: pq.ParquetFile, path: Path, *, columns: list[str]) -> Iterator[R
         ) from None
 
 
-# --- forms -----------------------------------------------------------------------------------------------------------
 class _Form(NamedTuple):
     columns: list[str]
     read: Callable[[Row], Demonstration | Pair | None]
@@ -334,7 +331,6 @@ def _load(kind: Any, model: ModelConfig) -> Any:
         ) from error
 
 
-# --- types of columns ------------------------------------------------------------------------------------------------
 def _type(schema: pa.Schema, column: str) -> pa.DataType | None:
     if column in schema.names:
         return schema.field(column).type

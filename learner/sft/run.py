@@ -10,7 +10,7 @@ SftTrainer: one optimizer step on demonstrations.
 
     loss = - sum of log pi(token) / number of tokens,  over all trained tokens of the step
 
-Tokens with log-probability -inf add nothing to the sum. Models with experts add their auxiliary loss, here and below.
+Tokens with log-probability -inf add nothing. Models with experts add their auxiliary loss, here and below.
 
 PairTrainer: one optimizer step of a reward model on pairs.
 
@@ -68,7 +68,7 @@ class SftTrainer:
         self._num_steps = num_steps
 
     def step(self, demonstrations: Sequence[Demonstration], *, step: int) -> dict[str, float]:
-        """Run one optimizer update and return its metrics, equal on all ranks. Raises DivergenceError."""
+        """Run one optimizer update. Returns its metrics, equal on all ranks. Raises DivergenceError."""
         num_tokens = count_tokens(demonstrations)
         samples = to_samples(demonstrations)
         self._trainer.check_rows(samples, step=step)
@@ -90,7 +90,7 @@ class SftTrainer:
         }
 
     def _finish(self, losses: Sequence[Tensor], microbatches: Sequence[Microbatch], *, step: int) -> dict[str, float]:
-        """Update the parameters. Returns metrics common to all objectives."""
+        """Returns metrics common to all objectives."""
         rate = learning_rate(self._trainer.num_updates, config=self._optimizer, num_steps=self._num_steps)
         return {
             "learner/grad_norm": self._trainer.finish_update(losses, learning_rate=rate, step=step),
@@ -120,7 +120,7 @@ class SftTrainer:
         """
         outputs = self._trainer.engine.forward(microbatch, **prices)
         logprobs = outputs["logprobs"]
-        # One -inf would make the loss infinite. NaN stays and ends the run, because it means that the model is broken.
+        # One -inf would make the loss infinite. NaN stays and ends the run: the model is broken.
         is_impossible = logprobs.detach() == -torch.inf
         return logprobs.masked_fill(is_impossible, 0.0), is_impossible.sum(), outputs
 
@@ -225,13 +225,13 @@ class SftLog:
         self._started_at = self._clock() - (kept[-1]["time_s"] if kept else 0.0)
 
     def add(self, *, step: int, epoch: float, metrics: dict[str, float]) -> None:
-        """Write a row. Step 0 has only held-out metrics, measured before training."""
+        """Step 0 has only held-out metrics, measured before training."""
         row = {"step": step, "epoch": epoch, "time_s": round(self._clock() - self._started_at, 3), **metrics}
         self._disk.retry(lambda: self._folder.append_metrics(row), what="the metrics", path=self._folder.metrics)
         log.info("step", **{key: round(row[key], 4) for key in _SHOWN if key in row})
 
     def finish(self, *, step: int, epoch: float) -> None:
-        """Write the summary of all rows. Values without rows are null."""
+        """Values without rows are null."""
         rows = self._keep(up_to_step=step)
         trained = [row for row in rows if row["step"] > 0]
         losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
@@ -346,7 +346,11 @@ class SftRun:
         measured = self._measure(self._heldout) if is_due else {}
         self._add_row(metrics | times | measured)
         if measured and self._run.learner.checkpoint.best:
-            self._judge(self._checkpoint(), measured)
+            newest = self._checkpoint()
+            self._checkpoints.saver.flush()
+            if self._best:
+                self._best.add(newest)
+                self._best.judge({**measured, "eval/version": newest.version})
         elif step % self._run.learner.checkpoint.every_steps == 0:
             self._checkpoint()
 
@@ -379,12 +383,6 @@ class SftRun:
             version=self._step,
             finish=lambda pointer: self._checkpoints.prune(pinned={pointer.name, *pinned}),
         )
-
-    def _judge(self, newest: CheckpointPointer, measured: dict[str, float]) -> None:
-        self._checkpoints.saver.flush()
-        if self._best:
-            self._best.add(newest)
-            self._best.judge({**measured, "eval/version": newest.version})
 
     def _finish(self) -> None:
         self._checkpoint()
@@ -424,23 +422,26 @@ def choose_rows(run: RunConfig, train: Sequence[Any], *, step: int) -> list[Any]
     return [train[row_of(ordinal, num_rows=len(train), seed=run.seed)] for ordinal in range(first, end)]
 
 
-# --- building --------------------------------------------------------------------------------------------------------
 def check_sft(run: RunConfig) -> None:
-    """Check name, settings, and, for several ranks, files before any rank starts. Raises ConfigError,
-    RunConflictError."""
+    """Check name, settings, and, for several ranks, files. Raises ConfigError, RunConflictError."""
     folder = RunFolder(run)
     folder.check_name()
     check_storage(run, has_folder=folder.has_run)
     before = folder.path / "config.yaml"
     if before.exists() and not folder.is_untrained:
-        _check_same_run(run, before.read_bytes())
+        try:
+            stored = msgspec.json.encode(msgspec.yaml.decode(before.read_bytes())).decode()
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{before} must be readable to continue the run: {error}") from None
+        opened = msgspec.json.encode(to_plain(run)).decode()
+        check_same_run(run.name, stored=(stored, 0, run.seed), opened=(opened, 0, run.seed))
     if run.learner.num_ranks > 1:
         read_train(run)
         read_heldout(run)
 
 
 def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0) -> SftRun:
-    """Build this rank's part. Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
+    """Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
     train, heldout = read_train(run), read_heldout(run)
     folder = RunFolder(run)
     size, silence_s = run.learner.num_ranks, run.learner.rank_timeout_s
@@ -461,13 +462,3 @@ def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0) -> SftRun:
         folder=folder,
         sft_log=SftLog(run, folder=folder, train=train, heldout=heldout) if ranks.is_first else None,
     )
-
-
-def _check_same_run(run: RunConfig, config_yaml: bytes) -> None:
-    """Raise unless a resumed run has the stored settings, except those that may change."""
-    try:
-        stored = msgspec.json.encode(msgspec.yaml.decode(config_yaml)).decode()
-    except msgspec.MsgspecError as error:
-        raise ConfigError(f"{RunFolder(run).path}/config.yaml must be readable to continue the run: {error}") from None
-    opened = msgspec.json.encode(to_plain(run)).decode()
-    check_same_run(run.name, stored=(stored, 0, run.seed), opened=(opened, 0, run.seed))

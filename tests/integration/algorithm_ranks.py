@@ -18,20 +18,13 @@ from slipstream.learner.ranks import Ranks, exit_rank, join_ranks
 from slipstream.learner.sft.run import PairTrainer, SftTrainer
 from tests.families import make_family
 from tests.unit.learner.builders import CPU, make_groups, make_model, make_run, weights, zero
-from tests.unit.learner.sft.test_pairs import make_pairs
-from tests.unit.learner.sft.test_trainer import make_demonstrations
+from tests.unit.learner.sft.test_trainer import make_demonstrations, make_pairs
 from tests.unit.learner.test_every_algorithm import make_algorithm_groups, make_algorithm_run
 
 TIMEOUT_S = 120.0
 KEYS = (
-    "learner/loss",
-    "learner/grad_norm",
-    "learner/kept_fraction",
-    "learner/idle_fraction",
-    "learner/tokens",
-    "learner/grad_cosine",
-    "log_ratio",
-    "entropy",
+    *(f"learner/{name}" for name in ("loss", "grad_norm", "kept_fraction", "idle_fraction", "tokens", "grad_cosine")),
+    *("log_ratio", "entropy"),
 )
 
 SMOOTH = OptimizerConfig(learning_rate=1e-3, epsilon=1e-4)
@@ -55,9 +48,7 @@ def make_models(folder: Path, names: list[str]) -> None:
             make_family(folder, name.removeprefix(FAMILY))
 
 
-def train(
-    folder: Path, name: str, *, ranks: Ranks, **learner: Any
-) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
+def train(folder: Path, name: str, *, ranks: Ranks, **learner: Any) -> tuple[list[dict], dict[str, torch.Tensor]]:
     """Run two steps with the named algorithm, or of a supervised run. Returns metrics and weights."""
     settings = {"optimizer": SMOOTH} | learner
     torch.manual_seed(0)
@@ -86,27 +77,20 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--zero", type=int, required=True)
+    for name, kind in {"rank": int, "zero": int, "folder": Path}.items():
+        parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--sequence-parallel", type=int, default=1)
-    parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("names", nargs="+")
     args = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.update(deepspeed_environment(CPU))
     sizes = {"num_ranks": args.ranks, "sequence_parallel": args.sequence_parallel}
-    ranks = join_ranks(
-        rank=args.rank,
-        size=args.ranks,
-        device=CPU,
-        timeout_s=TIMEOUT_S,
-        rendezvous=f"file://{args.folder / 'rendezvous'}",
-    )
+    rendezvous = f"file://{args.folder / 'rendezvous'}"
+    ranks = join_ranks(rank=args.rank, size=args.ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=rendezvous)
+    learner = {"engine": zero(args.zero), "tokens_per_microbatch": 64, **sizes}
     for name in args.names:
-        metrics, found = train(
-            args.folder, name, ranks=ranks, engine=zero(args.zero), tokens_per_microbatch=64, **sizes
-        )
+        metrics, found = train(args.folder, name, ranks=ranks, **learner)
         if ranks.is_first:
             save_file({key: tensor.contiguous().clone() for key, tensor in found.items()}, args.folder / f"{name}.st")
             (args.folder / f"{name}.json").write_text(json.dumps(metrics))

@@ -19,8 +19,9 @@ if __name__ == "__main__":
         sockets = [each for process in [starter, *starter.children()] for each in process.net_connections("inet")]
         hosts = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
         ranks.barrier()
-        print(hosts, file=sys.stderr)
-        sys.exit(20 if hosts == {"127.0.0.1"} else 1)
+        print(hosts, file=sys.stderr, flush=True)
+        # Threads of the group may abort the interpreter's teardown.
+        os._exit(20 if hosts == {"127.0.0.1"} else 1)
     if os.environ["RANK"] == "1":
         if sys.argv[1] == "kill":
             os.kill(os.getpid(), signal.SIGKILL)

@@ -50,11 +50,8 @@ def write_weights(trainer: Trainer, path: Path, ranks: Ranks) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--layout", required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--out", required=True)
+    for name, kind in {"rank": int, "ranks": int, "layout": str, "folder": Path, "out": str}.items():
+        parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--resume", nargs="*", default=[])
     parser.add_argument("--critic", action="store_true")
     parser.add_argument("--lora", action="store_true")

@@ -33,20 +33,15 @@ TIMEOUT_S = 60.0
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--rank", type=int, required=True)
-    parser.add_argument("--ranks", type=int, required=True)
-    parser.add_argument("--zero", type=int, required=True)
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--out", required=True)
+    for name, kind in {"rank": int, "ranks": int, "zero": int, "folder": Path, "out": str}.items():
+        parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--steps", type=int, nargs="*", default=[0, 1])
     parser.add_argument("--die", action="store_true", help="after the model is built, without a word")
     parser.add_argument("--critic", action="store_true")
     parser.add_argument("--engine-checkpoint", action="store_true", help="save one of DeepSpeed's own, too")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--bfloat16", choices=["rounded", "whole"], help="how ZeRO-3 gathers")
-    parser.add_argument(
-        "--pictures", action="store_true", help="a model that is given images, prompts with and without"
-    )
+    parser.add_argument("--pictures", action="store_true", help="a model with images, prompts with and without")
     parser.add_argument("--aux-loss", type=float, default=0.0)
     parser.add_argument("--microbatch", type=int, default=8192)
     parser.add_argument("--machine", help="name of the machine, which has a run folder of its own")

@@ -16,26 +16,10 @@ from tests.unit.learner.builders import CPU, make_alone
 from tests.unit.learner.test_every_algorithm import SETTINGS
 
 DEADLINE_S = 900.0
-FEW = [
-    "loss-ppo_clip",
-    "advantage-gae",
-    "loss-gspo-token",
-    "loss-clip_cov",
-    "m2po",
-    "rejected",
-    "normalized",
-    "kl-full",
-]
-FEW_SLICED = [
-    "loss-gspo-token",
-    "advantage-gae",
-    "kl-full",
-    "distil-forward_kl_topk",
-    "sft",
-    "pairs",
-    "family-gemma3_text",
-    "family-qwen3_moe",
-]
+FEW = ["loss-ppo_clip", "advantage-gae", "loss-gspo-token", "loss-clip_cov"]
+FEW += ["m2po", "rejected", "normalized", "kl-full"]
+FEW_SLICED = ["loss-gspo-token", "advantage-gae", "kl-full", "distil-forward_kl_topk", *SUPERVISED]
+FEW_SLICED += ["family-gemma3_text", "family-qwen3_moe"]
 """Losses of whole sequences, a second model of each kind, values that pass between ranks, and windows."""
 SLICED_FAMILIES = [
     f"family-{name}"
@@ -65,14 +49,14 @@ def test_two_ranks_make_the_weights_of_one(tmp_path: Path, stage: int, names: li
     check_ranks(tmp_path, names, stage=stage)
 
 
+LONG = [(2, 2, 1), (4, 4, 2), (4, 2, 3)]
+
+
 @pytest.mark.parametrize(
     ("ranks", "sequence_parallel", "stage", "names"),
     [
         pytest.param(2, 2, 3, FEW_SLICED, marks=pytest.mark.slow),
-        *(
-            pytest.param(ranks, size, stage, [*SETTINGS, *SUPERVISED], marks=pytest.mark.long)
-            for ranks, size, stage in [(2, 2, 1), (4, 4, 2), (4, 2, 3)]
-        ),
+        *(pytest.param(*sizes, [*SETTINGS, *SUPERVISED], marks=pytest.mark.long) for sizes in LONG),
         pytest.param(2, 2, 0, SLICED_FAMILIES, marks=pytest.mark.long),
     ],
 )

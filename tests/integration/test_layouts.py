@@ -56,16 +56,6 @@ def check(folder: Path, source: str, target: str, *, has_critic: bool) -> None:
 
 
 @pytest.mark.long
-def test_policy_and_critic_resume_with_other_ranks_and_stages(tmp_path: Path) -> None:
-    make_tiny_model(tmp_path / "model")
-    for source in ("torch-1", "3-2", "2-2"):
-        launch(tmp_path, source, "--critic")
-    launch(tmp_path, "2-2", "--critic", "--resume", "torch-1", "3-2")
-    for source in ("torch-1", "3-2"):
-        check(tmp_path, source, "2-2", has_critic=True)
-
-
-@pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("extra", ["", "--critic", "--lora"], ids=["policy", "critic", "lora"])
 def test_every_layout_resumes_from_every_other(tmp_path: Path, extra: str) -> None:

@@ -59,34 +59,23 @@ class Scene(NamedTuple):
             start(first, "slipstream.broker", *settings)
             start(first, "slipstream.generators", "--id", "one", "name=mine")
             torchrun = ["--nnodes=2", "--nproc-per-node=1", f"--master-addr={first.address}", "--master-port=29400"]
+            learner = ["-m", "slipstream.learner", *settings]
             learners = [
-                start(
-                    machine,
-                    "torch.distributed.run",
-                    *torchrun,
-                    f"--node-rank={rank}",
-                    "-m",
-                    "slipstream.learner",
-                    *settings,
-                )
+                start(machine, "torch.distributed.run", *torchrun, f"--node-rank={rank}", *learner)
                 for rank, machine in enumerate((first, second))
             ]
             until(lambda: all(each.poll() is not None for each in learners), timeout_s=240, what="the end of all ranks")
             printed = "\n".join(each.printed("torch.distributed.run")[-4000:] for each in (first, second))
             assert [each.returncode for each in learners] == [0, 0], printed
             archive = first.folder / "runs/mine/archive"
-            until(lambda: is_whole(archive, steps=len(self.ledger())), timeout_s=60, what="an archive of all steps")
+            until(lambda: is_whole(archive, steps=len(self.state()[0])), timeout_s=60, what="an archive of all steps")
 
-    def newest(self) -> str:
-        """Name of the checkpoint in the store's pointer."""
+    def state(self) -> tuple[list[StepEntry], str]:
+        """The ledger, and the name of the checkpoint in the store's pointer."""
         with open_run_store(self.store_url, "mine", timeout_s=10) as store:
             pointer = store.run_state().checkpoint
-        assert pointer
-        return pointer.name
-
-    def ledger(self) -> list[StepEntry]:
-        with open_run_store(self.store_url, "mine", timeout_s=10) as store:
-            return store.ledger()
+            assert pointer
+            return store.ledger(), pointer.name
 
 
 def is_whole(folder: Path, *, steps: int) -> bool:
@@ -140,7 +129,7 @@ def checkpoint(machine: Machine, name: str) -> dict[str, bytes]:
 def test_a_run_of_two_machines_goes_on_on_two_others_from_the_object_store(scene: Scene) -> None:
     a, b, c, d = scene.machines
     scene.train(a, b, "learner.max_steps=6")
-    ledger, name = scene.ledger(), scene.newest()
+    ledger, name = scene.state()
     assert [entry.step for entry in ledger] == [1, 2, 3, 4, 5, 6]
     first, second = checkpoint(a, name), checkpoint(b, name)
     assert second.keys() == {"optimizer-rank-1.safetensors"}
@@ -148,8 +137,9 @@ def test_a_run_of_two_machines_goes_on_on_two_others_from_the_object_store(scene
     assert second.keys().isdisjoint(first)
 
     scene.train(c, d, "learner.max_steps=8", "resume=true")
-    assert scene.ledger()[:6] == ledger
-    assert [entry.step for entry in scene.ledger()] == [1, 2, 3, 4, 5, 6, 7, 8]
+    longer, _ = scene.state()
+    assert longer[:6] == ledger
+    assert [entry.step for entry in longer] == [1, 2, 3, 4, 5, 6, 7, 8]
     # The state that both machines started from: all files of the other two machines, bit for bit.
     assert checkpoint(c, name) == checkpoint(d, name) == first | second
     assert (c.folder / "runs/mine/final_model/config.json").is_file()

@@ -28,13 +28,9 @@ SMALL = (
     "sft.heldout_every_steps=3",
     "sft.heldout_rows=100",
 )
-TWO_RANKS = (
-    "learner.num_ranks=2",
-    "learner/engine=deepspeed_zero2",
-    "learner.tokens_per_microbatch=64",
-    # Limits only rank 0's waits, not the collectives in which the others wait for it.
-    "learner.wait_timeout_s=0.1",
-)
+TWO_RANKS = ("learner.num_ranks=2", "learner/engine=deepspeed_zero2", "learner.tokens_per_microbatch=64")
+# Limits only rank 0's waits, not the collectives in which the others wait for it.
+TWO_RANKS += ("learner.wait_timeout_s=0.1",)
 
 
 @pytest.fixture(scope="module")
@@ -70,24 +66,6 @@ def train(folder: Path, name: str, *overrides: str) -> dict:
     return load_file(folder / "runs" / name / "final_model" / "model.safetensors")
 
 
-def test_the_held_out_loss_goes_down_and_the_final_model_is_one_of_transformers(folder: Path) -> None:
-    weights = train(folder, "longer", "learner.max_steps=150", "sft.heldout_every_steps=50")
-    losses = [row["eval/loss"] for row in runs.metrics(folder, "longer") if "eval/loss" in row]
-    assert len(losses) == 4
-    assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < losses[0] / 2
-    assert runs.summary(folder, "longer")["heldout_loss"] == losses[-1]
-    model = AutoModelForCausalLM.from_pretrained(folder / "runs/longer/final_model")
-    assert largest_difference(dict(model.named_parameters()), weights) == 0
-    assert AutoTokenizer.from_pretrained(folder / "runs/longer/final_model").eos_token == "<eos>"
-
-
-@pytest.mark.long
-def test_a_resumed_run_continues_bit_for_bit(folder: Path, alone: dict) -> None:
-    train(folder, "halved", "learner.max_steps=3")
-    assert largest_difference(alone, train(folder, "halved", "resume=true")) == 0
-
-
 @pytest.mark.long
 def test_two_ranks_make_the_weights_of_one(folder: Path, alone: dict) -> None:
     assert largest_difference(alone, train(folder, "together", *TWO_RANKS)) < 1e-5
@@ -113,10 +91,11 @@ def test_bad_input_ends_with_one_sentence(folder: Path, overrides: tuple[str, ..
     assert not (folder / "runs" / "bad").exists()
 
 
-def test_the_command_of_a_run_starts_a_supervised_one(folder: Path, alone: dict) -> None:
+def test_the_command_of_a_run_trains_a_supervised_model_of_transformers(folder: Path, alone: dict) -> None:
     runs.train(folder, *SMALL, "name=launched")
-    launched = load_file(folder / "runs" / "launched" / "final_model" / "model.safetensors")
-    assert largest_difference(alone, launched) == 0
+    model = AutoModelForCausalLM.from_pretrained(folder / "runs/launched/final_model")
+    assert largest_difference(dict(model.named_parameters()), alone) == 0
+    assert AutoTokenizer.from_pretrained(folder / "runs/launched/final_model").eos_token == "<eos>"
     # It held the lock on the run until it ended.
     assert (folder / "runs" / "launched" / "run.lock").read_text()
     assert not is_held(folder / "runs" / "launched")

@@ -7,16 +7,18 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from typing import Any
 
-import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import Member, OpenEpoch, TensorSlot
+from slipstream.broker.messages import Member, OpenEpoch
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
+
+pytestmark = pytest.mark.slow
 
 START_S = 60.0
 TIMEOUT_S = 10.0
@@ -26,39 +28,22 @@ BUCKET_BYTES = 16 << 20
 NUM_BUCKETS = 8
 
 
-class Receive(msgspec.Struct):
-    """Command to a member: receive a broadcast."""
-
-    slots: list[TensorSlot]
-    sizes: list[int]
-    checksums: list[int]
-    timeout_s: float
-
-
 def serve_member(commands: Connection) -> None:
-    """A generator's end in a separate process. Executes commands until the pipe closes; sends checksums or an error."""
+    """A generator's end in a separate process. Opens epochs and receives broadcasts until the pipe closes; answers with
+    an error, or with the sum of each tensor."""
     torch.set_num_threads(1)
     receiver = CollectiveReceiver(device="cpu")
-    commands.send_bytes(b"here")
+    commands.send("here")
     while True:
         try:
-            kind, body = commands.recv_bytes().split(b" ", 1)
+            action, options = commands.recv()
         except EOFError:
             return
         try:
-            commands.send_bytes(_execute(receiver, kind, body))
+            received = getattr(receiver, action)(**options)
+            commands.send({name: tensor.double().sum().item() for name, tensor in received or ()})
         except WeightTransferError as error:
-            commands.send_bytes(b"error " + str(error).encode())
-
-
-def _execute(receiver: CollectiveReceiver, kind: bytes, body: bytes) -> bytes:
-    if kind == b"receive":
-        ask = msgspec.msgpack.decode(body, type=Receive)
-        named = receiver.receive(ask.slots, bucket_bytes=ask.sizes, checksums=ask.checksums, timeout_s=ask.timeout_s)
-        return msgspec.json.encode({name: tensor.double().sum().item() for name, tensor in named})
-    opening = msgspec.msgpack.decode(body, type=OpenEpoch)
-    receiver.open_epoch(opening, rank=int(kind))
-    return b"opened"
+            commands.send(f"error {error}")
 
 
 class MemberProcess:
@@ -71,12 +56,12 @@ class MemberProcess:
         self.process.start()
         theirs.close()
 
-    def send(self, kind: str, body: bytes) -> None:
-        self._pipe.send_bytes(kind.encode() + b" " + body)
+    def send(self, action: str, **options: Any) -> None:
+        self._pipe.send((action, options))
 
-    def answer(self, *, timeout_s: float = TIMEOUT_S) -> bytes:
+    def answer(self, *, timeout_s: float = TIMEOUT_S) -> Any:
         assert self._pipe.poll(timeout_s), "a member must answer in time"
-        return self._pipe.recv_bytes()
+        return self._pipe.recv()
 
     def signal(self, number: int) -> None:
         assert self.process.pid is not None
@@ -104,22 +89,21 @@ class Learner:
         named = [Member(peer_id=f"generator-{i}", incarnation="0") for i in range(len(members))]
         opening = OpenEpoch(epoch=epoch, members=named, host=host, port=port, timeout_s=TIMEOUT_S)
         for index, member in enumerate(members):
-            member.send(str(index + 1), msgspec.msgpack.encode(opening))
+            member.send("open_epoch", opening=opening, rank=index + 1)
         self.sender.open_epoch(epoch, num_members=len(members), timeout_s=TIMEOUT_S)
-        assert [member.answer() for member in members] == [b"opened"] * len(members)
+        assert [member.answer() for member in members] == [{}] * len(members)
 
     def start_receiving(self, members: list[MemberProcess], *, timeout_s: float = TIMEOUT_S) -> None:
-        ask = Receive(self.slots, self.sizes, buckets.checksums(self.packed), timeout_s)
+        plan = {"slots": self.slots, "bucket_bytes": self.sizes, "checksums": buckets.checksums(self.packed)}
         for member in members:
-            member.send("receive", msgspec.msgpack.encode(ask))
+            member.send("receive", **plan, timeout_s=timeout_s)
 
     def update(self, members: list[MemberProcess]) -> None:
         """Broadcast and check that all members receive it."""
         self.start_receiving(members)
         self.sender.broadcast(self.packed, timeout_s=TIMEOUT_S)
         expected = {name: tensor.double().sum().item() for name, tensor in self.tensors.items()}
-        for member in members:
-            assert msgspec.json.decode(member.answer()) == expected
+        assert [member.answer() for member in members] == [expected] * len(members)
 
 
 class SignalHalfway(list[Tensor]):
@@ -141,7 +125,7 @@ class SignalHalfway(list[Tensor]):
 def processes() -> Iterator[list[MemberProcess]]:
     """Four members shared by the module, because each takes seconds to import torch. One may be killed."""
     started = [MemberProcess() for _ in range(4)]
-    assert [member.answer(timeout_s=START_S) for member in started] == [b"here"] * 4
+    assert [member.answer(timeout_s=START_S) for member in started] == ["here"] * 4
     yield started
     for member in started:
         member.end()
@@ -162,12 +146,11 @@ def assert_error_within(limit_s: float, learner: Learner, sent: list[Tensor], *,
     with pytest.raises(WeightTransferError, match=r"epoch 1, rank 0 of 4: broadcast of bucket \d+ of 8 \(") as error:
         learner.sender.broadcast(sent, timeout_s=timeout_s)
     for member in (learner.members[0], learner.members[2]):
-        assert member.answer().startswith(b"error weight epoch 1, rank ")
+        assert member.answer().startswith("error weight epoch 1, rank ")
     assert time.monotonic() - started < limit_s
     assert error.value.__traceback__
 
 
-@pytest.mark.slow
 def test_a_member_killed_during_a_broadcast_is_excluded(learner: Learner) -> None:
     first, victim, last = learner.members
     learner.open_epoch(1, learner.members)
@@ -180,7 +163,6 @@ def test_a_member_killed_during_a_broadcast_is_excluded(learner: Learner) -> Non
     learner.update([first, last])
 
 
-@pytest.mark.slow
 def test_a_member_stopped_during_a_broadcast_costs_one_deadline(learner: Learner) -> None:
     first, victim, last = learner.members
     learner.open_epoch(1, learner.members)
@@ -190,18 +172,17 @@ def test_a_member_stopped_during_a_broadcast_costs_one_deadline(learner: Learner
     learner.open_epoch(2, [last, first])
     learner.update([last, first])
     victim.signal(signal.SIGCONT)
-    assert victim.answer().startswith(b"error weight epoch 1, rank 2 of 4")
+    assert victim.answer().startswith("error weight epoch 1, rank 2 of 4")
     learner.open_epoch(3, learner.members)
     learner.update(learner.members)
 
 
-@pytest.mark.slow
 def test_members_survive_the_death_of_the_learner(learner: Learner) -> None:
     learner.open_epoch(1, learner.members)
     learner.start_receiving(learner.members, timeout_s=START_S)
     learner.sender.close()
     for member in learner.members:
-        assert member.answer(timeout_s=QUICKLY_S).startswith(b"error weight epoch 1")
+        assert member.answer(timeout_s=QUICKLY_S).startswith("error weight epoch 1")
     successor = Learner(learner.members)
     successor.open_epoch(1, learner.members)
     successor.update(learner.members)

@@ -37,10 +37,6 @@ class Scene:
         """Output of the generators on the second machine."""
         return (self.folder / f"{self.there.name}.out").read_text()
 
-    @property
-    def num_steps(self) -> int:
-        return len((self.folder / "runs/mine/metrics.jsonl").read_text().splitlines())
-
     @contextmanager
     def running(self, *settings: str, generators: tuple[str, ...]) -> Iterator[None]:
         """Start the run, then a generator on the second machine for each of these arguments."""
@@ -91,8 +87,9 @@ def test_over_a_trusted_network_generators_elsewhere_take_part_in_broadcasts(sce
     with scene.running("cluster.trusted_network=true", generators=("--id far-0", "--id far-1")):
         together = re.compile(r"epoch_opened.*far-0.*far-1")
         until(lambda: bool(together.search(scene.learner)), timeout_s=120, what="an epoch of all")
-        steps = scene.num_steps
-        until(lambda: scene.num_steps >= steps + 3, timeout_s=60, what="steps after that")
+        rows = scene.folder / "runs/mine/metrics.jsonl"
+        steps = len(rows.read_text().splitlines())
+        until(lambda: len(rows.read_text().splitlines()) >= steps + 3, timeout_s=60, what="steps after that")
     assert "weights_not_broadcast" not in scene.learner
     assert "members_evicted" not in scene.learner
     # Only the first version is fetched.

@@ -40,14 +40,9 @@ rounding error moves an element by the learning rate in a direction that depends
 def make_run(model_path: Path | str, *, learner: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:
     """A run with two groups of four, the torch engine, three steps, and the optimizer `SMOOTH`."""
     settings: dict[str, Any] = {"groups_per_step": 2, "max_steps": 3, "engine": TorchEngineConfig(), "device": "cpu"}
-    settings["optimizer"] = SMOOTH
-    base = {
-        "name": "test",
-        "model": ModelConfig(path=str(model_path)),
-        "data": DataConfig(train="a", heldout="b"),
-        "learner": LearnerConfig(**(settings | (learner or {}))),
-    }
-    return RunConfig(**(base | overrides))
+    config = LearnerConfig(**(settings | {"optimizer": SMOOTH} | (learner or {})))
+    base = {"model": ModelConfig(path=str(model_path)), "data": DataConfig(train="a", heldout="b"), "learner": config}
+    return RunConfig(**({"name": "test"} | base | overrides))
 
 
 def make_response(
@@ -140,9 +135,9 @@ def make_policy(**settings: Any) -> Policy:
 
 def make_sample(trajectory: Trajectory, *, first_index: int = 0) -> Sample:
     """A sample that trains every model-written token."""
-    trained, temperature = np.flatnonzero(trajectory.model_mask), trajectory.sampling.temperature
-    identity = {"group_id": trajectory.group_id, "temperature": temperature}
-    return Sample(trajectory.token_ids, trained[trained > 0], first_index, **identity)
+    trained = np.flatnonzero(trajectory.model_mask)
+    group_id, temperature = trajectory.group_id, trajectory.sampling.temperature
+    return Sample(trajectory.token_ids, trained[trained > 0], first_index, group_id=group_id, temperature=temperature)
 
 
 def make_samples(trajectories: list[Trajectory]) -> list[Sample]:
@@ -207,15 +202,10 @@ def plant_nan(trainer: Trainer, *, update: int) -> None:
     def step_to_nan(*, learning_rate: float) -> float:
         norm = step(learning_rate=learning_rate)
         if trainer.num_updates + 1 == update:
-            fill_with_nan(trainer)
+            dict(trainer.engine.held_weights())["model.norm.weight"].detach().fill_(float("nan"))
         return norm
 
     trainer.engine.step = step_to_nan  # type: ignore[method-assign]
-
-
-@torch.no_grad()
-def fill_with_nan(trainer: Trainer) -> None:
-    dict(trainer.engine.held_weights())["model.norm.weight"].fill_(float("nan"))
 
 
 def save(checkpoints: Checkpoints, *, step: int, version: int | None = None) -> str:
@@ -231,15 +221,13 @@ def zero(stage: int) -> DeepSpeedEngineConfig:
 
 def documented(metrics: dict[str, float]) -> set[str]:
     """Return the rows of docs/metrics.md for these metrics. Fails for an undocumented metric."""
-    return {_entry(key) for key in metrics}
-
-
-def _entry(key: str) -> str:
-    if key.startswith("learner/by_source/"):
-        return "learner/by_source/<source>/<name>"
-    if not key.startswith("learner/by_lag/"):
-        return key
-    _, _, bucket, name = key.split("/")
-    assert bucket in LAG_BUCKETS
-    assert f"learner/{name}" in keys_under(TOKENS)
-    return "learner/by_lag/<lag>/<name>"
+    rows = set(metrics)
+    for key in metrics:
+        if key.startswith("learner/by_source/"):
+            rows = rows - {key} | {"learner/by_source/<source>/<name>"}
+        elif key.startswith("learner/by_lag/"):
+            _, _, bucket, name = key.split("/")
+            assert bucket in LAG_BUCKETS
+            assert f"learner/{name}" in keys_under(TOKENS)
+            rows = rows - {key} | {"learner/by_lag/<lag>/<name>"}
+    return rows

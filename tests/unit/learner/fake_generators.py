@@ -142,7 +142,7 @@ class FakeSnapshots:
 
 def make_publisher(
     *,
-    is_serial: bool = True,
+    is_one_process: bool = True,
     snapshots: "FakeSnapshots | None" = None,
     transports: dict[str, str] | None = None,
     machines: dict[str, str] | None = None,
@@ -158,7 +158,7 @@ def make_publisher(
         sender=generators,
         config=WeightsConfig(backend=backend),
         snapshots=snapshots,
-        is_serial=is_serial,
+        is_one_process=is_one_process,
         on_evict=lambda peer_id, text: generators.evicted.append((peer_id, text)),
         trusts_network=trusts_network,
         clock=clock,

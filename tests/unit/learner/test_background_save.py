@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -36,38 +37,40 @@ class Alone:
         return self.words.get((subject, rank), "")
 
 
-class Sharing:
-    """Rank folders: one shared by all ranks, or one per rank."""
-
-    def __init__(self, rank: int, *, sharers: list[int], leaders: list[int]) -> None:
-        self.sharers, self.leaders, self.is_leader = sharers, leaders, sharers[0] == rank
-
-
-def make_saver(folder: Path, rank: int, *, size: int) -> BackgroundSaver:
-    sharing = Sharing(rank, sharers=list(range(size)), leaders=[0])
-    return BackgroundSaver(folder, ranks=Alone(rank, size=size), folders=sharing, in_background=True)
+def make_saver(
+    folder: Path, rank: int, *, size: int = 2, words: dict | None = None, storage: ObjectFolder | None = None
+) -> BackgroundSaver:
+    """A saver whose rank shares its folder with all others or, with `storage`, with none."""
+    everyone = list(range(size))
+    sharers, leaders = ([rank], everyone) if storage else (everyone, [0])
+    sharing = SimpleNamespace(sharers=sharers, leaders=leaders, is_leader=sharers[0] == rank)
+    ranks = Alone(rank, size=size, words=words)
+    return BackgroundSaver(folder, ranks=ranks, folders=sharing, in_background=True, storage=storage)
 
 
 def make_savers(folder: Path) -> list[BackgroundSaver]:
-    return [make_saver(folder, rank, size=2) for rank in (0, 1)]
+    return [make_saver(folder, rank) for rank in (0, 1)]
+
+
+def start(saver: BackgroundSaver, number: int, *, finish=lambda: None) -> None:
+    rank = saver._ranks.rank
+    writes = {f"rank-{rank}": partial(Path.write_text, data=f"{number} of {rank}")}
+    if rank == 0:
+        writes["model/weights"] = partial(Path.write_text, data=str(number))
+    saver.start(writes, name=f"step-{number}", finish=finish)
 
 
 def save(savers: list[BackgroundSaver], number: int, *, folder: Path) -> None:
     """Save like the ranks of a learner: own files, a pointer once all are durable, then delete old checkpoints."""
-    name = f"step-{number}"
 
     def finish() -> None:
-        write_durably(folder / "pointer", name.encode())
+        write_durably(folder / "pointer", f"step-{number}".encode())
         for old in folder.glob("step-*"):
-            if old.name != name:
+            if old.name != f"step-{number}":
                 delete_folder(old)
 
     for saver in savers:
-        rank = saver._ranks.rank
-        writes = {f"rank-{rank}": partial(Path.write_text, data=f"{number} of {rank}")}
-        if rank == 0:
-            writes["model/weights"] = partial(Path.write_text, data=str(number))
-        saver.start(writes, name=name, finish=finish)
+        start(saver, number, finish=finish)
     for saver in savers:
         saver.flush()
 
@@ -85,12 +88,6 @@ def assert_whole(folder: Path) -> str:
     return pointer
 
 
-def test_the_files_of_all_ranks_become_one_folder(tmp_path):
-    save(make_savers(tmp_path), 1, folder=tmp_path)
-    assert assert_whole(tmp_path) == "step-1"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["pointer", "step-1"]
-
-
 def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_pointer(tmp_path, monkeypatch):
     done: list[tuple] = []
 
@@ -103,6 +100,8 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_point
     for name in ("rename", "replace"):
         record(name, lambda source, target: (inode(source), inode(Path(target).parent)))
     save(make_savers(tmp_path), 1, folder=tmp_path)
+    assert assert_whole(tmp_path) == "step-1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pointer", "step-1"]
 
     named_at = done.index((inode(tmp_path / "step-1"), inode(tmp_path)))
     for path in (tmp_path / "step-1", *(tmp_path / "step-1").rglob("*")):
@@ -161,47 +160,25 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path):
     saver = make_saver(tmp_path, 0, size=1)
 
     def fail(part: Path) -> None:
-        raise PermissionError("no")
+        raise PermissionError
 
     saver.start({"state": fail}, name="step-1", finish=lambda: None)
     until(saver._in_flight.done, what="the end of the save")
-    with pytest.raises(PermissionError):
-        saver.raise_error()
-    with pytest.raises(PermissionError):
-        saver.flush()
+    for call in (saver.raise_error, saver.flush):
+        with pytest.raises(PermissionError):
+            call()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_rank_0_says_whose_files_it_waits_for(tmp_path):
     first, second = make_savers(tmp_path)
-    first.start({}, name="step-1", finish=lambda: None)
+    start(first, 1)
     await_rank_1(first)
     assert not (tmp_path / "step-1").exists()
-    second.start({}, name="step-1", finish=lambda: None)
+    start(second, 1)
     first.flush()
     assert first.reason == ""
     assert (tmp_path / "step-1").is_dir()
-
-
-# --- several machines ------------------------------------------------------------------------------------------------
-def make_machines(folder: Path, storages: list[ObjectFolder]) -> list[BackgroundSaver]:
-    words: dict[tuple[str, int], str] = {}
-    return [
-        BackgroundSaver(
-            folder / str(rank),
-            ranks=Alone(rank, words=words),
-            folders=Sharing(rank, sharers=[rank], leaders=[0, 1]),
-            in_background=True,
-            storage=storage.child("checkpoints"),
-        )
-        for rank, storage in enumerate(storages)
-    ]
-
-
-def start(saver: BackgroundSaver, number: int, *, finish=lambda: None) -> None:
-    rank = saver._ranks.rank
-    writes = {f"rank-{rank}": partial(Path.write_text, data=f"{number} of {rank}")}
-    saver.start(writes, name=f"step-{number}", finish=finish)
 
 
 class Held(StorageWait):
@@ -222,7 +199,11 @@ def await_rank_1(first: BackgroundSaver) -> None:
 
 def test_a_checkpoint_of_two_machines_counts_once_both_have_written_and_sent_their_files(tmp_path):
     storage, held = ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0)), Held()
-    first, second = make_machines(tmp_path, [storage, ObjectFolder(storage.uri, held)])
+    storages, words = (storage, ObjectFolder(storage.uri, held)), {}
+    first, second = (
+        make_saver(tmp_path / str(rank), rank, words=words, storage=each.child("checkpoints"))
+        for rank, each in enumerate(storages)
+    )
     finished: list[list[str]] = []
     start(first, 1, finish=lambda: finished.append(storage.child("checkpoints").names()))
     await_rank_1(first)
@@ -239,17 +220,14 @@ def test_a_checkpoint_of_two_machines_counts_once_both_have_written_and_sent_the
         assert find_damage(tmp_path / str(rank) / "step-1") == ""
         assert (tmp_path / str(rank) / "step-1" / f"rank-{rank}").read_text() == f"1 of {rank}"
     storage.child("checkpoints/step-1").download(tmp_path / "elsewhere")
-    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == [CHECKSUMS, "rank-0", "rank-1"]
+    assert sorted(path.name for path in (tmp_path / "elsewhere").iterdir()) == [CHECKSUMS, "model", "rank-0", "rank-1"]
     assert [*tmp_path.glob("*/draft*")] == []
 
 
 def test_a_dead_object_store_ends_the_save_before_its_pointer_moves_and_leaves_it_on_the_disk(tmp_path):
     (tmp_path / "remote").write_text("no folder")
-    sharing = Sharing(0, sharers=[0], leaders=[0])
     storage = ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0.3, first_delay_s=0.05))
-    saver = BackgroundSaver(
-        tmp_path / "0", ranks=Alone(0, size=1), folders=sharing, in_background=True, storage=storage
-    )
+    saver = make_saver(tmp_path / "0", 0, size=1, storage=storage)
     finished: list[bool] = []
     start(saver, 1, finish=lambda: finished.append(True))
     ends_at = time.monotonic() + 10

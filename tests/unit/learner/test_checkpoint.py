@@ -1,4 +1,7 @@
 import random
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import numpy as np
@@ -6,29 +9,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.buffer.durable_files import seal
+from slipstream.buffer.durable_files import find_damage
 from slipstream.buffer.errors import DamagedObjectError
+from slipstream.buffer.records import CheckpointPointer
 from slipstream.configs.advantages import MovingBaselineConfig
 from slipstream.configs.algorithm import AdaptiveKlConfig, AlgorithmConfig, KlConfig
 from slipstream.configs.learner import BestConfig, CheckpointConfig, OptimizerConfig, TorchEngineConfig
-from slipstream.learner.checkpoint import BestCheckpoint
+from slipstream.learner.checkpoint import BestCheckpoint, write_model
 from slipstream.learner.engines.optimizer import Shard, copy_moments, restore_moments
 from slipstream.learner.errors import CheckpointError
 from slipstream.learner.ranks import Ranks
 from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import no_file_above
 from tests.runs import until
-from tests.unit.learner.builders import (
-    CPU,
-    make_checkpoints,
-    make_groups,
-    make_model,
-    make_run,
-    make_trainer,
-    save,
-    weights,
-    zero,
-)
+from tests.unit.learner import builders
+from tests.unit.learner.builders import make_checkpoints, make_groups, make_model, make_run, save, weights, zero
 
 ENGINES = [TorchEngineConfig(), zero(0), zero(1), zero(2), zero(3)]
 
@@ -54,7 +49,7 @@ def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine, algorithm):
     optimizer = OptimizerConfig(schedule="cosine", warmup_steps=1, learning_rate=1e-3)
     learner = {"engine": engine, "max_steps": 4, "optimizer": optimizer}
     run = make_run(make_model(tmp_path), learner=learner, algorithm=algorithm)
-    straight = make_trainer(run)
+    straight = builders.make_trainer(run)
     expected = steps(straight, range(4))
 
     trainer, checkpoints = make_checkpoints(run, tmp_path)
@@ -82,15 +77,9 @@ def test_random_numbers_after_a_checkpoint_equal_those_after_a_resume_and_differ
     assert drawn[0] != drawn[1]
     checkpoints.restore(names[0])
     assert [draw(), draw()] == drawn[0]
-    checkpoints._ranks = Ranks(rank=1, size=2, device=CPU)
+    checkpoints._ranks = Ranks(rank=1, size=2, device=builders.CPU)
     checkpoints._seed_generators(step=1)
     assert [draw(), draw()] not in drawn
-
-
-def test_a_missing_checkpoint_is_named(tmp_path):
-    _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
-    with pytest.raises(CheckpointError, match="step-00000004 must be a complete checkpoint"):
-        checkpoints.restore("step-00000004")
 
 
 def test_only_the_newest_are_kept(tmp_path):
@@ -104,100 +93,58 @@ def test_only_the_newest_are_kept(tmp_path):
     assert checkpoints.names() == ["step-00000003", "step-00000004"]
 
 
-def test_a_checkpoint_from_before_layouts_could_change_is_refused_in_one_sentence(tmp_path):
-    _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
-    name = save(checkpoints, step=1)
-    folder = tmp_path / "checkpoints" / name
-    save_file({"master.0": torch.zeros(3), "exp_avg.0": torch.zeros(3)}, folder / "optimizer-rank-0.safetensors")
-    seal(folder)
-    with pytest.raises(CheckpointError, match=r"start a new run with model\.path=.*/model\.$") as caught:
-        checkpoints.restore(name)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_checkpoint_of_another_model_is_refused(tmp_path):
+def test_a_checkpoint_of_another_model_and_a_missing_one_are_refused(tmp_path):
     _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
     save(checkpoints, step=1)
     _, tied = make_checkpoints(make_run(make_model(tmp_path, is_tied=True)), tmp_path)
     with pytest.raises(CheckpointError):
         tied.restore("step-00000001")
+    with pytest.raises(CheckpointError, match="step-00000004 must be a complete checkpoint"):
+        tied.restore("step-00000004")
 
 
-def test_a_run_resumes_elsewhere_from_the_object_store(tmp_path):
-    keep = CheckpointConfig(keep=1)
+def test_a_run_resumes_elsewhere_from_the_object_store_with_its_best_checkpoint(tmp_path):
+    keep = CheckpointConfig(keep=1, best=BestConfig("eval/accuracy_greedy"))
     run = make_run(make_model(tmp_path), learner={"checkpoint": keep}, storage_uri=f"file://{tmp_path}/remote")
-    trainer, checkpoints = make_checkpoints(run, tmp_path / "here")
-    names = []
-    for step in (1, 2):
+    here, there = (RunFolder(msgspec.structs.replace(run, runs_dir=f"{tmp_path}/{name}")) for name in ("here", "there"))
+    trainer, checkpoints = make_checkpoints(run, here.path)
+    best, names = BestCheckpoint(keep.best, here, flush=lambda: None), []
+    for step, accuracy in ((1, 0.9), (2, 0.5), (3, 0.4)):
         steps(trainer, [step - 1])
-        names.append(save(checkpoints, step=step))
-        checkpoints.prune(pinned={names[-1]})
+        pinned = best.pinned
+        best.add(checkpoints.save(step=step, version=step))
+        checkpoints.saver.flush()
+        checkpoints.prune(pinned=pinned)
+        names = checkpoints.names()
+        best.judge({"eval/version": step, "eval/accuracy_greedy": accuracy})
     remote = tmp_path / "remote" / "test" / "checkpoints"
-    assert [path.name for path in remote.iterdir()] == names[-1:] == checkpoints.names()
+    assert sorted(path.name for path in remote.iterdir()) == names == ["step-00000001", "step-00000003"]
     saved = copies(trainer)
+    here.final_model.mkdir()
+    (here.final_model / "config.json").write_text("{}")
+    checkpoints.upload([here.final_model])
+    checkpoints.saver.flush()
+    sent = remote.parent / "final_model"
+    assert sorted(path.name for path in sent.iterdir()) == ["checksums.json", "config.json"]
 
-    resumed, moved = make_checkpoints(run, tmp_path / "there")
-    assert moved.names() == names[-1:]
+    resumed, moved = make_checkpoints(run, there.path)
+    assert moved.names() == names
     assert moved.newest_model() == f"a copy of file://{remote}/{names[-1]}/model"
-    assert checkpoints.newest_model() == f"{tmp_path}/here/checkpoints/{names[-1]}/model"
-    assert moved.restore(names[-1]).step == 2
+    assert checkpoints.newest_model() == f"{here.checkpoints}/{names[-1]}/model"
+    assert moved.restore(names[-1]).step == 3
     assert all(tensor.equal(saved[key]) for key, tensor in copies(resumed).items())
     # A file that is damaged here is fetched again.
-    (tmp_path / "there" / "checkpoints" / names[-1] / "state.json").write_bytes(b"{")
-    assert moved.restore(names[-1]).step == 2
+    (there.checkpoints / names[-1] / "state.json").write_bytes(b"{")
+    assert moved.restore(names[-1]).step == 3
+    moved_best = BestCheckpoint(keep.best, there, flush=lambda: None)
+    moved_best.resume()
+    assert moved_best.entry == best.entry
+    assert (moved_best.export() / "config.json").is_file()
 
     (remote / names[-1] / "model" / "config.json").write_bytes(b"{}")
     _, third = make_checkpoints(run, tmp_path / "third")
     with pytest.raises(DamagedObjectError, match=r"model/config\.json must have the checksum it was written with"):
         third.restore(names[-1])
-
-
-def test_a_moved_run_fetches_its_best_checkpoint(tmp_path):
-    keep = CheckpointConfig(keep=1, best=BestConfig("eval/accuracy_greedy"))
-    run = make_run(make_model(tmp_path), learner={"checkpoint": keep}, storage_uri=f"file://{tmp_path}/remote")
-    here = msgspec.structs.replace(run, runs_dir=str(tmp_path / "here"))
-    folder = RunFolder(here)
-    _, checkpoints = make_checkpoints(run, folder.path)
-    best = BestCheckpoint(keep.best, folder, flush=lambda: None)
-    pointers = []
-    for step, accuracy in ((1, 0.9), (2, 0.5), (3, 0.4)):
-        pinned = best.pinned
-        pointers.append(checkpoints.save(step=step, version=step))
-        checkpoints.saver.flush()
-        checkpoints.prune(pinned=pinned)
-        best.add(pointers[-1])
-        best.judge({"eval/version": step, "eval/accuracy_greedy": accuracy})
-    there = RunFolder(msgspec.structs.replace(run, runs_dir=str(tmp_path / "there")))
-    _, moved = make_checkpoints(run, there.path)
-    moved.restore(pointers[-1].name)
-    resumed = BestCheckpoint(keep.best, there, flush=lambda: None)
-    resumed.resume()
-    assert resumed.entry == best.entry
-    assert (resumed.export() / "config.json").is_file()
-
-
-def test_final_models_go_to_the_object_store(tmp_path):
-    run = make_run(make_model(tmp_path), storage_uri=f"file://{tmp_path}/remote")
-    _, checkpoints = make_checkpoints(run, tmp_path)
-    (tmp_path / "final_model").mkdir()
-    (tmp_path / "final_model" / "config.json").write_text("{}")
-    checkpoints.upload([tmp_path / "final_model"])
-    checkpoints.saver.flush()
-    sent = tmp_path / "remote" / "test" / "final_model"
-    assert sorted(path.name for path in sent.iterdir()) == ["checksums.json", "config.json"]
-
-
-@pytest.mark.parametrize("part", ["state.json", "optimizer-rank-0.safetensors"])
-def test_a_damaged_checkpoint_is_refused(tmp_path, part):
-    _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
-    save(checkpoints, step=1)
-    (tmp_path / "checkpoints" / "step-00000001" / part).write_bytes(b"{")
-    with pytest.raises(CheckpointError, match=f"{part} must have the checksum it was written with"):
-        checkpoints.restore("step-00000001")
-
-
-def parts_of(folder):
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
 def test_a_flipped_bit_in_any_file_is_found_before_anything_is_loaded(tmp_path):
@@ -207,10 +154,9 @@ def test_a_flipped_bit_in_any_file_is_found_before_anything_is_loaded(tmp_path):
     steps(trainer, range(1))
     before = {key: tensor.clone() for key, tensor in weights(trainer).items()}
     folder = tmp_path / "checkpoints" / name
-    assert {"state.json", "checksums.json", "optimizer-rank-0.safetensors", "model/config.json"} <= set(
-        parts_of(folder)
-    )
-    for part in parts_of(folder):
+    parts = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert {"state.json", "checksums.json", "optimizer-rank-0.safetensors", "model/config.json"} <= set(parts)
+    for part in parts:
         intact = (folder / part).read_bytes()
         at = len(intact) // 2
         (folder / part).write_bytes(intact[:at] + bytes([intact[at] ^ 1]) + intact[at + 1 :])
@@ -248,7 +194,6 @@ def copies(trainer):
     return weights(trainer) | {name: tensor.clone() for name, tensor in trainer.engine.copy_state().items()}
 
 
-# --- other layouts ---------------------------------------------------------------------------------------------------
 SIZES = {"embedding": 37, "a.weight": 12, "a.bias": 1, "b.weight": 30, "norm": 5}
 
 
@@ -288,12 +233,7 @@ def padded_shards(*, rank, num_ranks):
     return shards
 
 
-def whole_parameters(*, rank, num_ranks):
-    """Each parameter whole on one rank."""
-    return [Shard(name, 0, size, torch.zeros(size), 0) for name, size in SIZES.items()][rank::num_ranks]
-
-
-LAYOUTS = [(cut, ranks) for cut in (flat_shards, padded_shards, whole_parameters) for ranks in (1, 2, 3, 8)]
+LAYOUTS = [(cut, ranks) for cut in (flat_shards, padded_shards) for ranks in (1, 2, 3, 8)]
 
 
 def true_moments(field, name):
@@ -337,6 +277,11 @@ def shift(pieces, key):
     pieces[f"{field}/{int(begin) + 1}/{name}"] = pieces.pop(key)
 
 
+def forget_layout(pieces, _key):
+    pieces.clear()
+    pieces |= {"master.0": torch.zeros(3), "exp_avg.0": torch.zeros(3)}
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -347,8 +292,9 @@ def shift(pieces, key):
             lambda pieces, key: pieces.update({"step/0/other": torch.ones(1)}),
             "this model, got the state of another model: other is",
         ),
+        (forget_layout, r"start a new run with model\.path=.*/model\.$"),
     ],
-    ids=["shifted", "cut short", "no count", "another model"],
+    ids=["shifted", "cut short", "no count", "another model", "from before layouts could change"],
 )
 def test_moments_that_do_not_fit_are_refused(tmp_path, damage, message):
     write_layout(tmp_path, flat_shards, 2)
@@ -388,3 +334,115 @@ def test_a_run_resumes_with_another_engine_and_the_same_moments(tmp_path, before
     steps(resumed, [2])
     final = weights(resumed)
     assert max(float((tensor - final[key]).abs().max()) for key, tensor in weights(straight).items()) < 1e-5
+
+
+class Gate:
+    """Blocks the first call of a function until it is opened."""
+
+    def __init__(self, call):
+        self._call, self.is_reached, self.is_open = call, threading.Event(), threading.Event()
+
+    def __call__(self, *arguments, **options):
+        if not self.is_reached.is_set():
+            self.is_reached.set()
+            assert self.is_open.wait(timeout=20)
+        return self._call(*arguments, **options)
+
+
+@pytest.fixture(params=["folder", "object_store"])
+def lives(request, tmp_path):
+    """Trainer and checkpoints of a learner and of its successor, with a shared folder and maybe an object store."""
+    has_storage = request.param == "object_store"
+    run = make_run(make_model(tmp_path), storage_uri=f"file://{tmp_path}/remote" if has_storage else None)
+    found = [make_checkpoints(run, tmp_path) for _ in range(2)]
+    for life, (_, checkpoints) in enumerate(found, start=1):
+        checkpoints.life = life
+    return found
+
+
+def assert_whole(checkpoints, name):
+    assert find_damage(checkpoints._folder / name) == ""
+    assert checkpoints.restore(name).step == int(name[5:13])
+
+
+def test_a_stale_learner_and_its_successor_save_the_same_step_under_different_names(lives):
+    gates = [Gate(trainer.engine.copy_state) for trainer, _ in lives]
+    with ThreadPoolExecutor() as pool:
+        saves = []
+        for gate, (trainer, checkpoints) in zip(gates, lives, strict=True):
+            trainer.engine.copy_state = gate
+            saves.append(pool.submit(save, checkpoints, step=12))
+            assert gate.is_reached.wait(timeout=20)
+        names = []
+        for gate, saved in zip(gates, saves, strict=True):
+            gate.is_open.set()
+            names.append(saved.result(timeout=20))
+    newer = lives[1][1]
+    assert names == newer.names() == ["step-00000012", "step-00000012.2"]
+    for name in names:
+        assert_whole(newer, name)
+
+
+def test_a_stale_learner_deletes_nothing_of_its_successor(lives, monkeypatch):
+    (_, older), (_, newer) = lives
+    save(older, step=11)
+    gate = Gate(write_model)
+    monkeypatch.setattr("slipstream.learner.checkpoint.write_model", gate)
+    name = newer.save(step=12, version=12).name
+    assert gate.is_reached.wait(timeout=20), "the optimizer's file is written, the model is not"
+    stale = save(older, step=13)
+    gate.is_open.set()
+    newer.saver.flush()
+    listed_before = [older, older._storage] if older._storage else [older]
+    for each in listed_before:
+        monkeypatch.setattr(each, "names", lambda: [stale])
+    older.prune(pinned=set())
+    assert newer.names() == [stale, name], "the successor's checkpoint is the newest"
+    assert newer._storage is None or set(newer._storage.names()) == {stale, name}
+    assert_whole(newer, name)
+
+
+def test_a_checkpoint_with_a_missing_file_gets_no_name(tmp_path, monkeypatch):
+    """The successor of a stale learner deletes its draft during a save."""
+    _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
+
+    def write_after_the_draft_lost_a_file(*arguments, **options):
+        (file,) = (tmp_path / "checkpoints").rglob("optimizer-rank-0.safetensors")
+        file.unlink()
+        write_model(*arguments, **options)
+
+    monkeypatch.setattr("slipstream.learner.checkpoint.write_model", write_after_the_draft_lost_a_file)
+    checkpoints.save(step=12, version=12)
+    with pytest.raises(CheckpointError, match=r"optimizer-rank-0\.safetensors must exist"):
+        checkpoints.saver.flush()
+    assert checkpoints.names() == []
+
+
+def test_a_crash_while_writing_leaves_the_one_before(tmp_path):
+    run = make_run(make_model(tmp_path))
+    _, checkpoints = make_checkpoints(run, tmp_path)
+    first = save(checkpoints, step=1)
+    folder = tmp_path / "checkpoints"
+    shutil.copytree(folder / "step-00000001", folder / "draft")  # died before the rename
+    shutil.copytree(folder / "step-00000001", folder / "step-00000002")  # died before the store pointed at it
+    checkpoints.life = 2
+    again = save(checkpoints, step=2, version=5)
+    assert again == "step-00000002.2", "the abandoned checkpoint's folder is not reused"
+    assert sorted(path.name for path in folder.iterdir()) == [first, "step-00000002", again], "the draft is deleted"
+    assert (checkpoints.restore(first).step, checkpoints.restore(again).version) == (1, 5)
+
+
+def test_a_step_is_saved_once_and_declared_as_often_as_it_is_asked_for(tmp_path):
+    """A run declares the checkpoint of its last step again at its end, also after a resume."""
+    run, declared = make_run(make_model(tmp_path)), []
+    _, checkpoints = make_checkpoints(run, tmp_path)
+    for _ in range(2):
+        checkpoints.save(step=12, version=12, finish=declared.append)
+    checkpoints.saver.flush()
+    _, resumed = make_checkpoints(run, tmp_path)
+    resumed.life = 2
+    resumed.restore("step-00000012")
+    resumed.save(step=12, version=12, finish=declared.append)
+    resumed.saver.flush()
+    assert resumed.names() == ["step-00000012"]
+    assert declared == [CheckpointPointer(12, 12, "step-00000012")] * 3

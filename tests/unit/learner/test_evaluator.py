@@ -13,10 +13,6 @@ from tests.memory_store.store import MemoryStore
 SETS = DataConfig(train="a", heldout="b").heldout_sets
 
 
-def of_each(num_rows: int) -> dict[str, int]:
-    return {each.name: num_rows for each in SETS}
-
-
 @pytest.fixture
 def store() -> MemoryStore:
     opened = open_run(MemoryStore())
@@ -24,9 +20,14 @@ def store() -> MemoryStore:
     return opened
 
 
+def make_evaluator(store: MemoryStore, *, monitor: int = 1, final: int = 2, sets=SETS, num_rows: int = 3) -> Evaluator:
+    config = EvaluationConfig(monitor_prompts=monitor, final_prompts=final)
+    return Evaluator(store, config, sets=sets, num_rows=dict.fromkeys((each.name for each in sets), num_rows))
+
+
 @pytest.fixture
 def evaluator(store: MemoryStore) -> Evaluator:
-    return Evaluator(store, EvaluationConfig(monitor_prompts=1, final_prompts=2), sets=SETS, num_rows=of_each(3))
+    return make_evaluator(store)
 
 
 def reply(store: MemoryStore, *, status: str) -> int:
@@ -35,14 +36,6 @@ def reply(store: MemoryStore, *, status: str) -> int:
     reward = Reward(total=0.0, status=status)
     store.insert([answer(each, attempt=each.attempt, reward=reward) for each in leases])
     return len(leases)
-
-
-def test_progress_and_result_are_of_both_purposes(store, evaluator):
-    assert evaluator.open_final("before", version=0) == "before"
-    assert (evaluator.num_answered("before"), evaluator.result("before")) == (0, None)
-    assert reply(store, status="ok") == 4
-    assert evaluator.num_answered("before") == 4
-    assert set(evaluator.result("before")) == {"sampled", "greedy"}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +55,7 @@ def test_a_small_file_is_shared_between_monitored_and_final_rows(num_rows: int, 
 
 
 def test_only_rows_that_exist_are_requested(store):
-    evaluator = Evaluator(store, EvaluationConfig(monitor_prompts=4, final_prompts=4), sets=SETS, num_rows=of_each(2))
+    evaluator = make_evaluator(store, monitor=4, final=4, num_rows=2)
     evaluator.open_monitor(step=1, fence=1, version=0)
     evaluator.open_final("before", version=0)
     assert [each.row for each in lease(store, 16) if each.purpose != "train"] == [0, 0, 1, 1]
@@ -76,19 +69,15 @@ def test_a_repeated_step_is_evaluated_again(store, evaluator):
     assert evaluator.result(again) is None
 
 
-def test_a_repeated_request_finds_the_same_evaluation(store, evaluator):
-    evaluator.open_final("before", version=0)
-    reply(store, status="ok")
-    assert evaluator.open_final("before", version=0) == "before"
-
-
 def test_an_evaluation_without_a_reward_is_requested_under_another_name(store, evaluator):
     evaluator.open_final("before", version=0)
     reply(store, status="error")
     assert evaluator.open_final("before", version=0) == "before-2"
     reply(store, status="timeout")
     assert evaluator.open_final("before", version=0) == "before-3"
-    reply(store, status="ok")
+    assert (evaluator.num_answered("before-3"), evaluator.result("before-3")) == (0, None)
+    assert reply(store, status="ok") == evaluator.num_answered("before-3") == 4
+    assert set(evaluator.result("before-3")) == {"sampled", "greedy"}
     assert evaluator.open_final("before", version=0) == "before-3"
 
 
@@ -98,32 +87,22 @@ def test_each_set_has_its_rows_and_samples(store):
     evaluator = Evaluator(store, config, sets=sets, num_rows={"aime": 2, "gsm8k": 30})
     evaluator.open_final("before", version=0)
     leases = lease(store, 5)[:5]
-    assert [(each.purpose, each.row, each.indices) for each in leases] == [("aime", 1, [0])] * 3 + [
-        ("gsm8k", row, [0]) for row in (1, 2)
-    ]
+    expected = [*[("aime", 1, [0])] * 3, ("gsm8k", 1, [0]), ("gsm8k", 2, [0])]
+    assert [(each.purpose, each.row, each.indices) for each in leases] == expected
     assert len({each.group_id for each in leases}) == 5
-    right = Reward(total=1.0, is_correct=True)
-    store.insert(
-        [answer(each, reward=right if number < 2 else Reward(total=0.0)) for number, each in enumerate(leases)]
-    )
+    rewards = [Reward(total=1.0, is_correct=True)] * 2 + [Reward(total=0.0)] * 3
+    store.insert([answer(each, reward=reward) for each, reward in zip(leases, rewards, strict=True)])
     accuracies = {name: result.accuracy for name, result in evaluator.result("before").items()}
     assert accuracies == {"aime": pytest.approx(2 / 3), "gsm8k": 0.0}
 
 
 def test_metrics_are_of_every_set_and_of_each_data_source(store):
-    sets = [HeldoutSet("aime", "a", samples=4)]
-    evaluator = Evaluator(store, EvaluationConfig(monitor_prompts=2, final_prompts=2), sets=sets, num_rows={"aime": 9})
+    evaluator = make_evaluator(store, monitor=2, sets=[HeldoutSet("aime", "a", samples=4)], num_rows=9)
     evaluator.open_monitor(step=1, fence=1, version=0)
     right = [True, False, False, False, True, True, False, False]
     rewards = [Reward(total=float(each), is_correct=each) for each in right]
-    leases = lease(store, 4)
-    sources = ["a" if each.row == 0 else "b" for each in leases]
-    store.insert(
-        [
-            answer(each, reward=reward, data_source=source)
-            for each, reward, source in zip(leases, rewards, sources, strict=True)
-        ]
-    )
+    for each, reward in zip(lease(store, 4), rewards, strict=True):
+        store.insert([answer(each, reward=reward, data_source="a" if each.row == 0 else "b")])
     assert evaluator.metrics(evaluator.take_finished()) == pytest.approx(
         {
             "eval/version": 0,

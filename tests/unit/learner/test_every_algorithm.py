@@ -1,5 +1,9 @@
-"""Every advantage, policy loss, correction and mask through the real trainer, two steps each."""
+"""Every advantage, policy loss, correction and mask through the real trainer, two steps each.
 
+The split does not change the gradient of any policy loss with any valid correction, proximal policy, and mask.
+"""
+
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -7,37 +11,24 @@ import msgspec
 import pytest
 import torch
 
-from slipstream.buffer.trajectory import Reward
+from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs import advantages, policy_losses
-from slipstream.configs.algorithm import (
-    AdaptiveKlConfig,
-    AlgorithmConfig,
-    CorrectionConfig,
-    CriticConfig,
-    CriticOptimizerConfig,
-    DistillationConfig,
-    EssLearningRateConfig,
-    KlConfig,
-    RejectionConfig,
-    RewardShapingConfig,
-)
+from slipstream.configs import algorithm as configs
+from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, DistillationConfig, KlConfig
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import GeneratorsConfig
 from slipstream.configs.learner import OptimizerConfig
+from slipstream.learner.batching.build_batch import build_batch
+from slipstream.learner.training.objective import Objective
+from slipstream.learner.training.step_metrics import StepMetrics
 from tests.tolerance import largest_difference
-from tests.unit.learner.builders import (
-    examples,
-    make_groups,
-    make_model,
-    make_run,
-    make_trainer,
-    weights,
-    with_greedy_answers,
-)
+from tests.unit.learner import builders
+from tests.unit.learner.builders import examples, make_groups, make_model, make_run, make_trainer, weights
 
+REJECT_MEAN = configs.RejectionConfig(low=0.17, high=2.0)
 NONE = CorrectionConfig(level="none", high=None)
-REJECT_MEAN = RejectionConfig(low=0.17, high=2.0)
-QUICK = CriticOptimizerConfig(learning_rate=1e-3)
+ONLY_REJECTED = CorrectionConfig(level="none", high=None, reject=[REJECT_MEAN])
+QUICK = configs.CriticOptimizerConfig(learning_rate=1e-3)
 CRITIC, WARMED_UP = CriticConfig(optimizer=QUICK), CriticConfig(optimizer=QUICK, warmup_steps=1)
 OWN = "tests.unit.learner.own_algorithm:"
 COMPANIONS: dict[str, dict[str, Any]] = {
@@ -47,17 +38,11 @@ COMPANIONS: dict[str, dict[str, Any]] = {
     "advantage-vtrace": {"correction": NONE},
 }
 """Settings that an advantage or a loss requires."""
+ADVANTAGES = examples(advantages.AdvantageConfig, function=f"{OWN}centered")
+LOSSES = examples(policy_losses.PolicyLossConfig, function=f"{OWN}squashed", arguments={"sharpness": 2.0})
 SETTINGS: dict[str, dict[str, Any]] = {
-    **{
-        f"advantage-{name}": {"advantage": record, "critic": CRITIC} | COMPANIONS.get(f"advantage-{name}", {})
-        for name, record in examples(advantages.AdvantageConfig, function=f"{OWN}centered").items()
-    },
-    **{
-        f"loss-{name}": {"policy_loss": record} | COMPANIONS.get(f"loss-{name}", {})
-        for name, record in examples(
-            policy_losses.PolicyLossConfig, function=f"{OWN}squashed", arguments={"sharpness": 2.0}
-        ).items()
-    },
+    **{f"advantage-{name}": {"advantage": record, "critic": CRITIC} for name, record in ADVANTAGES.items()},
+    **{f"loss-{name}": {"policy_loss": record} for name, record in LOSSES.items()},
     "gae-length_adaptive": {"advantage": advantages.GaeConfig(length_adaptive=0.05), "critic": WARMED_UP},
     "m2po": {"policy_loss": policy_losses.UnclippedConfig(), "masks": [policy_losses.M2poConfig(0.01)]},
     "opsm": {"masks": [policy_losses.OpsmConfig(0.01)]},
@@ -68,34 +53,29 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "rejected": {"correction": CorrectionConfig(reject=[REJECT_MEAN], rebaseline=True, denominator="kept")},
     "veto": {"correction": CorrectionConfig(veto=(1e-3, 1e3))},
     "bypass": {"proximal": "generator", "correction": NONE},
-    "bypass-geo_rs": {
-        "proximal": "generator",
-        "correction": CorrectionConfig(level="none", high=None, reject=[REJECT_MEAN]),
-    },
+    "bypass-geo_rs": {"proximal": "generator", "correction": ONLY_REJECTED},
     "reuse": {"proximal": "reuse"},
     "interpolate": {"proximal": "interpolate"},
-    "prompt_mean": {"aggregation": "prompt_mean"},
-    "token_sum": {"aggregation": "token_sum"},
-    "seq_mean_token_sum_norm": {"aggregation": "seq_mean_token_sum_norm"},
+    **{name: {"aggregation": name} for name in ("prompt_mean", "token_sum", "seq_mean_token_sum_norm")},
     "kl-reward": {"kl": KlConfig(0.1, "k1", "reward")},
     "kl-k3+": {"kl": KlConfig(0.1, "k3+")},
     "kl-off_policy": {"kl": KlConfig(0.1, "k3_off_policy")},
     "kl-full": {"kl": KlConfig(0.1, "full")},
-    "kl-adaptive": {"kl": KlConfig(0.1, adaptive=AdaptiveKlConfig(0.01, horizon=10), refresh_every_steps=2)},
+    "kl-adaptive": {"kl": KlConfig(0.1, adaptive=configs.AdaptiveKlConfig(0.01, horizon=10), refresh_every_steps=2)},
     **{
         f"distil-{divergence}": {"distillation": {"divergence": divergence, "top_k": 5}}
         for divergence in ("k1", "k3", "forward_kl_topk", "jsd_topk")
     },
     "entropy": {"entropy_coefficient": 0.01},
     "positive_nll": {"positive_nll_coefficient": 0.1},
-    "ess": {"ess_learning_rate": EssLearningRateConfig()},
-    "overlong": {"reward": RewardShapingConfig(overlong_buffer=8, normalize="group")},
+    "ess": {"ess_learning_rate": configs.EssLearningRateConfig()},
+    "overlong": {"reward": configs.RewardShapingConfig(overlong_buffer=8, normalize="group")},
 }
 
 
 def make_algorithm_run(folder: Path, name: str, *, num_updates: int = 1, learner: dict[str, Any] | None = None):
     """A run of four groups with the algorithm of that name."""
-    algorithm = SETTINGS[name] | {"updates_per_step": num_updates}
+    algorithm = SETTINGS[name] | COMPANIONS.get(name, {}) | {"updates_per_step": num_updates}
     if "distillation" in algorithm:
         teacher = str(make_model(folder, seed=7))
         algorithm["distillation"] = DistillationConfig(teacher, **algorithm["distillation"])
@@ -106,7 +86,7 @@ def make_algorithm_run(folder: Path, name: str, *, num_updates: int = 1, learner
 
 def make_algorithm_groups(name: str):
     groups = make_groups(num_groups=4)
-    return with_greedy_answers(groups) if name == "advantage-remax" else groups
+    return builders.with_greedy_answers(groups) if name == "advantage-remax" else groups
 
 
 def train(folder: Path, name: str, *, budget: int = 8192, num_updates: int = 1):
@@ -135,24 +115,23 @@ def test_several_updates_of_a_step_work_too(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    "algorithm",
+    ("algorithm", "complaint"),
     [
-        {"advantage": advantages.CustomAdvantageConfig("tests.unit.learner.own_algorithm:missing")},
-        {"policy_loss": policy_losses.CustomPolicyLossConfig("no_such_module:loss")},
+        ({"advantage": advantages.CustomAdvantageConfig(f"{OWN}missing")}, "has no 'missing'"),
+        ({"policy_loss": policy_losses.CustomPolicyLossConfig("no_such_module:loss")}, "no module 'no_such_module'"),
     ],
 )
-def test_a_users_function_that_is_not_there_is_reported_before_anything_is_built(tmp_path, algorithm):
-    run = make_run(tmp_path / "no model", algorithm=AlgorithmConfig(**algorithm))
-    with pytest.raises(ConfigError, match=r"function.*(has no 'missing'|no module 'no_such_module')"):
-        make_trainer(run)
+def test_a_users_function_that_is_not_there_is_reported_before_anything_is_built(tmp_path, algorithm, complaint):
+    with pytest.raises(ConfigError, match=f"function.*{complaint}"):
+        make_trainer(make_run(tmp_path / "no model", algorithm=AlgorithmConfig(**algorithm)))
 
 
 def test_a_users_function_sees_no_gap_and_is_not_called_without_tokens(tmp_path):
     """Failed rewards remove a whole group, and a bound rejects all tokens of a trajectory."""
     algorithm = {
-        "advantage": advantages.CustomAdvantageConfig("tests.unit.learner.own_algorithm:minus_group_means"),
-        "policy_loss": policy_losses.CustomPolicyLossConfig("tests.unit.learner.own_algorithm:weighted_by_length"),
-        "correction": CorrectionConfig(level="none", high=None, reject=[REJECT_MEAN]),
+        "advantage": advantages.CustomAdvantageConfig(f"{OWN}minus_group_means"),
+        "policy_loss": policy_losses.CustomPolicyLossConfig(f"{OWN}weighted_by_length"),
+        "correction": ONLY_REJECTED,
     }
     learner = {"groups_per_step": 4, "tokens_per_microbatch": 64}
     run = make_run(make_model(tmp_path), algorithm=AlgorithmConfig(**algorithm), learner=learner)
@@ -187,3 +166,84 @@ def test_a_teacher_alone_pulls_the_learner_towards_itself(tmp_path, divergence):
     trainer, groups = make_trainer(run), make_groups(num_groups=2)
     losses = [trainer.step(groups, learner_version=0, step=i + 1)["learner/loss"] for i in range(30)]
     assert losses[-1] < 0.5 * losses[0]
+
+
+MEAN = configs.RejectionConfig(low=0.9, high=1.2)
+CORRECTIONS = [
+    NONE,
+    CorrectionConfig(),
+    CorrectionConfig(level="sequence", bound="mask", low=0.5, high=2.0),
+    CorrectionConfig(level="geometric", high=1.1),
+    CorrectionConfig(bound="mask", low=0.7, high=1.4, veto=(0.3, 4.0)),
+    CorrectionConfig(level="sequence", normalize=True, reject=[MEAN], denominator="kept"),
+    CorrectionConfig(level="none", high=None, reject=[MEAN], rebaseline=True),
+]
+PROXIMALS = ("recompute", "reuse", "generator", "interpolate")
+MASKS = ([], list(examples(policy_losses.MaskConfig).values()))
+UPDATES = (1, 2)
+"""Number of updates without and with masks."""
+
+
+def make_batch(config):
+    groups = make_groups(num_groups=4)
+    for number, member in enumerate(member for group in groups for member in group):
+        member.version_spans[:] = [VersionSpan(span.first_token, 3 - number % 4) for span in member.version_spans]
+    options = {"learner_version": 3, "max_lags": [None] * 4, "weights": [1.0, 0.5, 1.0, 2.0]}
+    options |= {"num_updates": config.updates_per_step, "vocab_size": builders.VOCABULARY}
+    batch = build_batch(groups, **options).batch
+    if not config.needs_start_logprobs:
+        return batch
+    return batch.with_tokens(start_logprobs=near(batch.tokens.generator_logprobs, seed=1))
+
+
+def near(logprobs, *, seed):
+    """Log-probabilities of a nearby policy."""
+    chance = torch.Generator().manual_seed(seed)
+    return logprobs + 0.25 * torch.randn(len(logprobs), generator=chance)
+
+
+def gradient(objective, tokens, logprobs, parts):
+    """Gradient of the sum of separately computed losses of `parts`, indices [K] each."""
+    leaf = logprobs.clone().requires_grad_()
+    outputs = [{"logprobs": leaf[indices], "entropies": torch.zeros(len(indices))} for indices in parts]
+    taken = zip(map(tokens.take, parts), outputs, strict=True)
+    losses = [objective.loss(own, output, metrics=StepMetrics()) for own, output in taken]
+    (found,) = torch.autograd.grad(torch.stack(losses).sum(), leaf)
+    return found
+
+
+def compositions(loss):
+    """All compositions that the config accepts."""
+    advantage = advantages.WinRateConfig() if isinstance(loss, policy_losses.SppoConfig) else advantages.DrGrpoConfig()
+    for correction, proximal, (masks, updates) in product(CORRECTIONS, PROXIMALS, zip(MASKS, UPDATES, strict=True)):
+        try:
+            settings = {"advantage": advantage, "policy_loss": loss, "aggregation": "seq_mean_token_mean"}
+            settings |= {"correction": correction, "proximal": proximal, "masks": masks}
+            yield AlgorithmConfig(**settings, updates_per_step=updates)
+        except ConfigError:
+            continue
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_split_changes_the_gradient_of_any_composition(name):
+    chance, num_moved, configs = torch.Generator().manual_seed(0), 0, list(compositions(LOSSES[name]))
+    for config in configs:
+        objective = Objective(config, max_tokens=9)
+        batch = objective.prepare(make_batch(config))
+        start = batch.tokens.generator_logprobs if batch.tokens.start_logprobs is None else batch.tokens.start_logprobs
+        for update in range(config.updates_per_step):
+            # The learner has moved before the second update.
+            learner = start if update == 0 else near(start, seed=2)
+            if config.needs_current_logprobs:
+                batch = objective.select_tokens(batch.with_tokens(current_logprobs=learner), update=update, seed=update)
+            numbers = (batch.trajectories.updates == update).nonzero().squeeze(1)
+            order = numbers[torch.randperm(len(numbers), generator=chance)]
+            shares = (order[:1], order[1:4], order[4:])
+            parts = [torch.isin(batch.tokens.sequences, share).nonzero().squeeze(1) for share in shares]
+            whole = gradient(objective, batch.tokens, learner, [torch.cat(parts).sort().values])
+            split = gradient(objective, batch.tokens, learner, parts)
+            assert whole.isfinite().all(), config
+            assert torch.allclose(split, whole, atol=1e-7), config
+            num_moved += bool((whole != 0).any())
+    assert len(configs) >= 10, "what is legal is tried"
+    assert num_moved > 0.8 * len(configs)

@@ -25,8 +25,6 @@ from tests.contract.stores import answer, lease
 from tests.memory_store.store import MemoryStore
 from tests.metric_docs import ROWS, STEP, SUMMARY, TOKENS, keys_under
 
-RIGHT = Reward(total=1.0, is_correct=True)
-
 
 class FakeRanks:
     """Trains nothing. Saved models contain their step."""
@@ -38,19 +36,13 @@ class FakeRanks:
         self._folder = folder
         self.uploaded: list[str] = []
         self.storage_reason = ""
+        self.checkpoints = self.saver = self
 
     def train(self, **_: Any) -> dict[str, Any]:
-        return {
-            "learner/tokens": 8.0,
-            "learner/reward_mean": 1.0,
-            "lag/mean": 0.0,
-            "lag/max": 0,
-            "lag/histogram": {0: 8},
-        }
+        lag = {"lag/mean": 0.0, "lag/max": 0, "lag/histogram": {0: 8}}
+        return {"learner/tokens": 8.0, "learner/reward_mean": 1.0} | lag
 
-    def save_checkpoint(
-        self, *, step: int, version: int, finish: Callable[[CheckpointPointer], object]
-    ) -> CheckpointPointer:
+    def save_checkpoint(self, *, step: int, version: int, finish: Callable[[CheckpointPointer], object]) -> Any:
         pointer = CheckpointPointer(step, version, f"step-{step:08d}")
         model = self._folder.checkpoints / pointer.name / "model"
         model.mkdir(parents=True, exist_ok=True)
@@ -58,24 +50,13 @@ class FakeRanks:
         finish(pointer)
         return pointer
 
-    @property
-    def checkpoints(self) -> "FakeRanks":
-        return self
-
-    @property
-    def saver(self) -> "FakeRanks":
-        return self
-
     def raise_error(self) -> None: ...
-
     def flush_checkpoint(self) -> None: ...
-
-    def newest_model(self) -> str:
-        return ""
-
+    def newest_model(self) -> None: ...
     def canary(self, *, step: int) -> None: ...
     def weights(self) -> None: ...
     def keep_alive(self) -> None: ...
+    def save_model(self, folder: Path) -> None: ...
 
     def restore(self, pointer: CheckpointPointer) -> CheckpointPointer:
         return pointer
@@ -86,8 +67,6 @@ class FakeRanks:
             if folder.name not in pinned:
                 shutil.rmtree(folder)
 
-    def save_model(self, folder: Path) -> None: ...
-
     def upload(self, folders: Iterable[Path]) -> None:
         self.uploaded += [folder.name for folder in folders]
 
@@ -96,6 +75,7 @@ class FakePublisher:
     """Commits each version at once. Every prompt is answered correctly while the learner waits."""
 
     probe_limit = 1e-3
+    reward = Reward(total=1.0, is_correct=True)
 
     def __init__(self, store: MemoryStore) -> None:
         self._store = store
@@ -110,10 +90,6 @@ class FakePublisher:
         for each in lease(self._store, 8):
             spans = [VersionSpan(6, self._version)]
             self._store.insert([answer(each, index, reward=self.reward, version_spans=spans) for index in each.indices])
-
-    @property
-    def reward(self) -> Reward:
-        return RIGHT
 
     def take_published(self) -> None: ...
     def flush(self) -> None: ...
@@ -144,10 +120,8 @@ def make_learner(run: RunConfig, store: MemoryStore, ranks: FakeRanks, publisher
 
 def train(run: RunConfig, store: MemoryStore, publisher: type[FakePublisher] = FakePublisher) -> list[int]:
     """Run the learner to its end. Returns the steps in `metrics.jsonl`."""
-    folder = RunFolder(run)
-    make_learner(run, store, FakeRanks(folder), publisher).run()
-    rows = folder.metrics.read_bytes().splitlines() if folder.metrics.exists() else []
-    return [row["step"] for row in map(msgspec.json.decode, rows)]
+    make_learner(run, store, FakeRanks(RunFolder(run)), publisher).run()
+    return [row["step"] for row in read_rows(run)] if RunFolder(run).metrics.exists() else []
 
 
 def make_store() -> MemoryStore:
@@ -156,19 +130,25 @@ def make_store() -> MemoryStore:
     return store
 
 
-def test_a_run_that_its_stop_rule_ended_trains_no_step_more_when_it_is_resumed(run: RunConfig):
+def read_rows(run: RunConfig) -> list[dict[str, Any]]:
+    return [msgspec.json.decode(line) for line in RunFolder(run).metrics.read_bytes().splitlines()]
+
+
+def test_a_run_that_its_stop_rule_ended_trains_no_step_more_when_it_is_resumed_unless_without_the_rule(run: RunConfig):
     store = make_store()
     stopped = train(run, store)
     assert 2 <= stopped[-1] < 9
     resumed = msgspec.structs.replace(run, resume=True)
     assert train(resumed, store) == stopped
     assert store.run_state().step == stopped[-1]
+    learner = msgspec.structs.replace(run.learner, stop=None)
+    assert train(msgspec.structs.replace(resumed, learner=learner), store) == list(range(1, 10))
 
 
-def test_every_key_of_a_row_and_of_the_summary_is_documented(run: RunConfig):
-    train(run, make_store())
-    folder = RunFolder(run)
-    rows = [msgspec.json.decode(line) for line in folder.metrics.read_bytes().splitlines()]
+def test_every_key_of_a_row_and_of_the_summary_is_documented_and_the_status_has_the_newest_row(run: RunConfig):
+    store = make_store()
+    train(run, store)
+    rows = read_rows(run)
     found = {key for row in rows for key in row}
     assert found <= keys_under(ROWS, STEP, TOKENS)
     assert keys_under(ROWS) - found == {
@@ -176,23 +156,10 @@ def test_every_key_of_a_row_and_of_the_summary_is_documented(run: RunConfig):
         *(key for key in keys_under(ROWS) if key.startswith("weights/")),  # from the publisher
         *("buffer/skipped_too_easy", "buffer/skipped_too_hard", "buffer/explored", "buffer/in_band_fraction"),
     }
-    assert set(msgspec.json.decode(folder.summary.read_bytes())) == keys_under(SUMMARY)
-
-
-def test_the_status_has_the_numbers_of_the_newest_row(run: RunConfig):
-    store = make_store()
-    train(run, store)
-    rows = [msgspec.json.decode(line) for line in RunFolder(run).metrics.read_bytes().splitlines()]
+    assert set(msgspec.json.decode(RunFolder(run).summary.read_bytes())) == keys_under(SUMMARY)
     status = Monitor(store, run).status()
     assert msgspec.json.decode(msgspec.json.encode(status.last_row)) == rows[-1]
     assert (status.step, status.version) == (rows[-1]["step"], rows[-1]["version"])
-
-
-def test_a_resumed_run_without_its_stop_rule_continues(run: RunConfig):
-    store = make_store()
-    train(run, store)
-    learner = msgspec.structs.replace(run.learner, stop=None)
-    assert train(msgspec.structs.replace(run, resume=True, learner=learner), store) == list(range(1, 10))
 
 
 def test_a_first_step_with_other_log_probabilities_than_the_learners_ends_the_run(run: RunConfig):
@@ -211,9 +178,8 @@ def test_a_first_step_with_other_log_probabilities_than_the_learners_ends_the_ru
 def with_settings(run: RunConfig, *, best: BestConfig | None = None, **evaluation: Any) -> RunConfig:
     checkpoint = msgspec.structs.replace(run.learner.checkpoint, best=best, keep=1)
     learner = msgspec.structs.replace(run.learner, stop=None, checkpoint=checkpoint)
-    return msgspec.structs.replace(
-        run, learner=learner, evaluation=msgspec.structs.replace(run.evaluation, **evaluation)
-    )
+    evaluated = msgspec.structs.replace(run.evaluation, **evaluation)
+    return msgspec.structs.replace(run, learner=learner, evaluation=evaluated)
 
 
 class RisingAndFalling(FakePublisher):
@@ -237,13 +203,6 @@ def test_the_checkpoint_of_the_best_evaluation_is_kept_and_exported(run: RunConf
     assert summary["best"] == msgspec.to_builtins(best)
 
 
-def test_the_final_and_the_best_model_are_uploaded_once_there_are_both(run: RunConfig):
-    ranks = FakeRanks(RunFolder(run))
-    best = with_settings(run, best=BestConfig("eval/reward_greedy"))
-    make_learner(best, make_store(), ranks, RisingAndFalling).run()
-    assert ranks.uploaded == ["final_model", "best_model"]
-
-
 def test_the_status_names_the_upload_that_the_object_store_blocks(run: RunConfig):
     ranks = FakeRanks(RunFolder(run))
     learner = make_learner(run, make_store(), ranks, FakePublisher)
@@ -252,10 +211,11 @@ def test_the_status_names_the_upload_that_the_object_store_blocks(run: RunConfig
     assert (status.reason, status.gauges["waits_for"]) == (ranks.storage_reason, "storage")
 
 
-def test_the_best_checkpoint_outlives_a_resume(run: RunConfig):
-    store = make_store()
+def test_the_best_checkpoint_is_uploaded_with_the_final_model_and_outlives_a_resume(run: RunConfig):
+    store, ranks = make_store(), FakeRanks(RunFolder(run))
     first = with_settings(run, best=BestConfig("eval/reward_greedy"))
-    train(first, store, RisingAndFalling)
+    make_learner(first, store, ranks, RisingAndFalling).run()
+    assert ranks.uploaded == ["final_model", "best_model"]
     learner = msgspec.structs.replace(first.learner, max_steps=14)
     train(msgspec.structs.replace(first, resume=True, learner=learner), store, RisingAndFalling)
     assert (RunFolder(run).best_model / "step").read_text() == "4"

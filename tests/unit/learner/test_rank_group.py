@@ -20,16 +20,8 @@ from slipstream.learner.rank_group import Command, Operation, RankGroup
 from slipstream.learner.training import trainer as trainer_module
 from slipstream.runtime.trace import TimeAccount
 from tests.builders import make_run
-from tests.unit.learner.builders import (
-    make_alone,
-    make_checkpoints,
-    make_groups,
-    make_model,
-    make_response,
-    plant_nan,
-    save,
-)
-from tests.unit.learner.builders import make_run as make_learner_run
+from tests.unit.learner import builders
+from tests.unit.learner.builders import make_alone, make_checkpoints, make_groups, make_response, plant_nan, save
 
 
 class FakeRanks:
@@ -64,7 +56,7 @@ def make_rank_group(ranks: FakeRanks, *, trainer: FakeTrainer | None = None) -> 
 
 
 def make_real_rank_group(folder: Path) -> RankGroup:
-    run = make_learner_run(make_model(folder))
+    run = builders.make_run(builders.make_model(folder))
     trainer, checkpoints = make_checkpoints(run, folder)
     return RankGroup(run=run, trainer=trainer, ranks=make_alone(), checkpoints=checkpoints)
 
@@ -83,16 +75,12 @@ def make_payloads() -> list[list[bytes]]:
     return [[pack(member, lease_id="1-0", purpose="train", group_size=4)[1] for member in group] for group in groups]
 
 
-def test_the_worker_loop_waits_for_the_next_command_after_keep_alive():
-    ranks = FakeRanks(Operation("keep_alive"), Operation("keep_alive"), Operation("shutdown"))
-    make_rank_group(ranks).worker_loop()
-    assert not ranks.left
-
-
-def test_rank_0_keeps_the_others_alive_while_it_waits():
-    ranks = FakeRanks()
-    make_rank_group(ranks).keep_alive()
-    assert ranks.sent == [[encode(Operation("keep_alive"))]]
+def test_rank_0_keeps_the_others_alive_while_it_waits_and_they_await_the_next_command():
+    first, other = FakeRanks(), FakeRanks(Operation("keep_alive"), Operation("keep_alive"), Operation("shutdown"))
+    make_rank_group(first).keep_alive()
+    assert first.sent == [[encode(Operation("keep_alive"))]]
+    make_rank_group(other).worker_loop()
+    assert not other.left
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,102 @@
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from slipstream.configs.base import ConfigError
+from slipstream.learner import ranks as ranks_module
 from slipstream.learner.errors import RankGroupError
-from slipstream.learner.ranks import check_environment, join_ranks, machine_rendezvous
+from slipstream.learner.ranks import RankWatch, check_environment, join_ranks, leave, machine_rendezvous
 from tests.unit.learner.builders import CPU, make_alone
+
+TIMEOUT_S = 0.3
+DEADLINE_S = 20.0
+
+
+class Lost(dist.Store):
+    """A rendezvous on a machine that vanished."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_back = threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.is_back.wait(DEADLINE_S)
+
+
+class Watches:
+    """Watches over one rendezvous, as if each were in a separate process."""
+
+    def __init__(self) -> None:
+        self.store = dist.HashStore()
+        self.watches: list[RankWatch] = []
+        self.ended: dict[int, str] = {}
+        self.has_ended = threading.Event()
+
+    def join(self, rank: int, *, size: int = 2, store: dist.Store | None = None) -> RankWatch:
+        def end(message: str) -> None:
+            self.ended[rank] = message
+            self.has_ended.set()
+
+        watch = RankWatch(store or self.store, rank=rank, size=size, timeout_s=TIMEOUT_S, end=end, host=f"node{rank}")
+        self.watches.append(watch)
+        watch.start()
+        return watch
+
+
+@pytest.fixture
+def ranks() -> Iterator[Watches]:
+    made = Watches()
+    yield made
+    for watch in made.watches:
+        watch.stop()
+
+
+def test_a_silent_rank_is_named_with_its_machine(ranks: Watches):
+    ranks.join(0, size=3)
+    ranks.join(1, size=3)
+    silent = ranks.join(2, size=3)
+    ranks.store.wait(["alive/2"], timedelta(seconds=DEADLINE_S))
+    silent.stop()
+    assert ranks.has_ended.wait(DEADLINE_S)
+    message = next(iter(ranks.ended.values()))
+    assert message == (
+        "all learner ranks must send a heartbeat within learner.rank_timeout_s (0.3 s), got none from rank 2 on node2: "
+        "a machine is down or a process hangs; the ranks are restarted."
+    )
+
+
+def test_live_ranks_and_ranks_that_left_end_no_rank(ranks: Watches):
+    ranks.join(0)
+    other = ranks.join(1)
+    assert not ranks.has_ended.wait(2 * TIMEOUT_S)
+    leave(ranks.store, 1)
+    other.stop()
+    assert not ranks.has_ended.wait(2 * TIMEOUT_S)
+
+
+def test_a_lost_rendezvous_is_blamed_on_rank_0(ranks: Watches):
+    lost = Lost()
+    ranks.join(1, store=lost)
+    assert ranks.has_ended.wait(DEADLINE_S)
+    lost.is_back.set()
+    assert ranks.ended[1].startswith("the machine of learner rank 0, an unknown machine, must answer")
+
+
+def test_a_process_that_was_suspended_blames_no_rank(ranks: Watches, monkeypatch: pytest.MonkeyPatch):
+    stood_still_s = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stood_still_s[0])
+    monkeypatch.setattr(ranks_module, "time", clock)
+    ranks.join(0)
+    ranks.join(1)
+    assert not ranks.has_ended.wait(TIMEOUT_S / 2)
+    stood_still_s[0] = 1000.0
+    assert not ranks.has_ended.wait(2 * TIMEOUT_S)
 
 
 def test_one_rank_keeps_what_it_has():
@@ -29,18 +120,14 @@ GIVEN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0
 
 def test_ranks_that_another_launcher_starts_need_all_variables_and_the_number_of_the_settings():
     check_environment(GIVEN, num_ranks=2, is_trusted=True)
-    with pytest.raises(
-        ConfigError, match=r"learner\.num_ranks must be the number of ranks .*, got 4 with WORLD_SIZE=2"
-    ):
+    with pytest.raises(ConfigError, match=r"learner\.num_ranks must be the number .*, got 4 with WORLD_SIZE=2"):
         check_environment(GIVEN, num_ranks=4, is_trusted=True)
     with pytest.raises(ConfigError, match="got no LOCAL_RANK, MASTER_PORT: start ranks with torchrun"):
         check_environment(GIVEN | {"LOCAL_RANK": "", "MASTER_PORT": ""}, num_ranks=2, is_trusted=True)
 
 
 def test_collectives_between_machines_need_a_network_that_is_trusted():
-    with pytest.raises(
-        ConfigError, match=r"^cluster\.trusted_network must be true for learner ranks on several machines"
-    ):
+    with pytest.raises(ConfigError, match=r"^cluster\.trusted_network must be true for learner ranks on several"):
         check_environment(GIVEN, num_ranks=2, is_trusted=False)
     for alone in ({"LOCAL_WORLD_SIZE": "2"}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "localhost"}):
         check_environment(GIVEN | alone, num_ranks=2, is_trusted=False)
@@ -51,9 +138,7 @@ def test_each_machine_of_a_learner_needs_its_number_and_where_all_meet():
     options = ["--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.5", "--master-port=20999"]
     assert machine_rendezvous(given, num_machines=2) == options
     for missing in ({"NODE_RANK": "2"}, {"NODE_RANK": ""}, {"MASTER_ADDR": ""}, {"MASTER_PORT": "any"}):
-        with pytest.raises(
-            ConfigError, match=r"^each machine of cluster\.core\.machines=2 must have its number, 0 to 1"
-        ):
+        with pytest.raises(ConfigError, match=r"^each machine of cluster\.core\.machines=2 must have its number, 0"):
             machine_rendezvous(given | missing, num_machines=2)
 
 

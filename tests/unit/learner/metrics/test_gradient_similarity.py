@@ -29,40 +29,30 @@ class Scene:
         return self.similarity.report(ranks or make_alone()).get("learner/grad_cosine")
 
 
-class TwoRanks:
-    """This rank and another with known values."""
+class Rank:
+    """Records what it sends, and receives the values of another."""
 
-    def __init__(self, other: torch.Tensor) -> None:
+    def __init__(self, other: torch.Tensor | float = 0.0) -> None:
         self.other = other
 
     def sum_all(self, values: torch.Tensor) -> torch.Tensor:
-        return values + self.other
-
-
-class RecordingRank:
-    """A single rank that records what it would send."""
-
-    def sum_all(self, values: torch.Tensor) -> torch.Tensor:
         self.values = values
-        return values
+        return values + self.other
 
 
 def vector(*values: float) -> torch.Tensor:
     return torch.tensor(values)
 
 
-def test_the_cosine_of_two_gradients_by_hand():
+def test_the_cosine_of_two_gradients_by_hand_and_the_mean_over_updates():
     scene = Scene(2, 1)
     scene.update(vector(1.0, 2.0), vector(2.0))
     assert scene.cosine() is None
     scene.update(vector(2.0, 0.0), vector(0.0))
     assert scene.cosine() == pytest.approx(2 / (3 * 2))
-
-
-def test_clipping_changes_nothing_and_the_mean_is_over_updates():
-    scene = Scene(2)
-    for gradient in (vector(1.0, 0.0), vector(1.0, 1.0), vector(-0.5, -0.5)):
-        scene.update(gradient)
+    # The second pair differs only in length, as after clipping.
+    for gradient in (vector(1.0, 1.0), vector(-0.5, -0.5)):
+        scene.update(gradient, vector(0.0))
     assert scene.cosine() == pytest.approx((math.sqrt(0.5) - 1) / 2)
     assert scene.cosine() is None
 
@@ -89,7 +79,7 @@ def test_pieces_that_the_optimizer_is_given_one_by_one_are_one_gradient():
 @pytest.mark.parametrize("is_replicated", [False, True])
 def test_ranks_with_pieces_or_with_copies_find_the_cosine_of_the_whole(is_replicated):
     gradients = torch.randn(2, 6, generator=torch.Generator().manual_seed(2))
-    whole, mine, other, recording = Scene(6), Scene(6), Scene(6), RecordingRank()
+    whole, mine, other, recording = Scene(6), Scene(6), Scene(6), Rank()
     if not is_replicated:
         mine, other = Scene(4), Scene(2)
     for gradient in gradients:
@@ -97,10 +87,10 @@ def test_ranks_with_pieces_or_with_copies_find_the_cosine_of_the_whole(is_replic
         mine.update(gradient if is_replicated else gradient[:4])
         other.update(gradient if is_replicated else gradient[4:])
     other.cosine(recording)
-    assert mine.cosine(TwoRanks(recording.values)) == pytest.approx(whole.cosine())
+    assert mine.cosine(Rank(recording.values)) == pytest.approx(whole.cosine())
 
 
-def test_of_a_long_gradient_the_same_few_entries_are_kept():
+def test_of_a_long_gradient_the_same_few_entries_are_kept_and_stand_for_all():
     scene, whole = Scene(30_000, 70_000, max_entries=5_000), Scene(30_000, 70_000)
     generator = torch.Generator().manual_seed(3)
     first = [torch.randn(size, generator=generator) for size in (30_000, 70_000)]
@@ -109,14 +99,8 @@ def test_of_a_long_gradient_the_same_few_entries_are_kept():
         scene.update(*gradients)
         whole.update(*gradients)
     assert sum(part.numel() for part in scene.similarity._previous) <= 5_000
-    assert scene.cosine() == pytest.approx(whole.cosine(), abs=0.03)
+    recording = Rank()
+    assert scene.cosine(recording) == pytest.approx(whole.cosine(), abs=0.03)
+    assert sorted(recording.values[0, 1:].tolist()) == pytest.approx([100_000, 125_000], rel=0.1)
     scene.update(*second)
     assert scene.cosine() == pytest.approx(1.0)
-
-
-def test_a_sample_weighs_as_much_as_what_it_stands_for():
-    scene, recording = Scene(80_000, max_entries=4_000), RecordingRank()
-    for gradient in torch.randn(2, 80_000, generator=torch.Generator().manual_seed(4)):
-        scene.update(gradient)
-    scene.cosine(recording)
-    assert recording.values[0, 1:].tolist() == pytest.approx([80_000, 80_000], rel=0.1)

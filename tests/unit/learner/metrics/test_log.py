@@ -13,6 +13,7 @@ from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
 
+ROW = {"learner/tokens": 1.0, "learner/reward_mean": 0.5, "lag/mean": 0.0, "lag/max": 0, "lag/histogram": {0: 1}}
 TOKENS = StepTokens(["0-0-0"], [3], [np.array([2])], {"entropy": np.array([0.5], np.float32)})
 
 
@@ -22,24 +23,18 @@ def evaluated(accuracy: float) -> dict:
 
 
 def train(
-    folder: RunFolder,
-    steps: range,
-    *,
-    lag: float,
-    accuracy: dict[int, float] | None = None,
-    overrides: tuple[str, ...] = (),
+    folder: RunFolder, steps: range, *, lag: int, accuracy: dict[int, float] | None = None, goals: str | None = None
 ) -> dict:
     """Steps of one second and a thousand tokens; returns the summary."""
     clock, store = FakeClock(100.0), MemoryStore()
     store.open_run("run", config_json="{}", num_rows=1, seed=0)
+    overrides = [] if goals is None else [f"evaluation.goals={goals}"]
     log = MetricsLog(load(["experiment=digits_cpu", *overrides]), folder=folder, store=store, clock=clock)
     clock.now += 60.0
     log.start_training(step=steps.start - 1)
     for step in steps:
         clock.now += 1.0
-        metrics = {"learner/tokens": 1000.0, "learner/reward_mean": 0.5, "lag/mean": lag, "lag/max": int(lag)} | {
-            "lag/histogram": {int(lag): 1000}
-        }
+        metrics = ROW | {"learner/tokens": 1000.0, "lag/mean": lag, "lag/max": lag, "lag/histogram": {lag: 1000}}
         found = {"eval/accuracy_sampled": accuracy[step]} if accuracy and step in accuracy else None
         log.add_step(step=step, version=step, metrics=metrics, published=None, evaluated=found, times={}, tokens=TOKENS)
     log.end_training()
@@ -54,13 +49,11 @@ def folder(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def test_the_summary_of_a_resumed_run_is_of_the_whole_run(folder: RunFolder):
-    train(folder, range(1, 91), lag=2.0, accuracy={20: 0.5, 50: 0.95})
-    summary = train(folder, range(91, 101), lag=1.0)
-    assert summary["seconds_to_goal"] == 50
-    assert summary["train_seconds"] == 100
-    assert summary["lag_mean"] == pytest.approx(1.9)
-    assert summary["lag_max"] == 2
+def test_the_summary_of_a_resumed_run_is_of_the_whole_run_and_counts_repeated_steps_once(folder: RunFolder):
+    train(folder, range(1, 91), lag=2, accuracy={20: 0.5, 50: 0.95})
+    summary = train(folder, range(51, 101), lag=1)
+    assert [summary[key] for key in ("seconds_to_goal", "train_seconds", "steps")] == [50, 100, 100]
+    assert (summary["lag_mean"], summary["lag_max"]) == (pytest.approx(1.5), 2)
     assert summary["learner_tokens_per_s"] == pytest.approx(1000)
     rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     assert {row["learner/tokens_per_s"] for row in rows} == {1000.0}, "from the first step on"
@@ -68,25 +61,17 @@ def test_the_summary_of_a_resumed_run_is_of_the_whole_run(folder: RunFolder):
 
 @pytest.mark.parametrize(("goal", "seconds"), [("0.4", 20), ("0.9", 50), ("0.99", None), ("", None)])
 def test_the_seconds_to_the_goal_are_those_of_the_first_evaluation_that_reached_it(folder: RunFolder, goal, seconds):
-    bound = f"{{metric: eval/accuracy_sampled, at_least: {goal}}}" if goal else ""
-    override = (f"evaluation.goals=[{bound}]",)
-    summary = train(folder, range(1, 91), lag=2.0, accuracy={20: 0.5, 50: 0.95}, overrides=override)
+    goals = f"[{{metric: eval/accuracy_sampled, at_least: {goal}}}]" if goal else "[]"
+    summary = train(folder, range(1, 91), lag=2, accuracy={20: 0.5, 50: 0.95}, goals=goals)
     assert summary["seconds_to_goal"] == seconds
 
 
 def test_a_resumed_run_forgets_the_tokens_of_the_steps_that_were_rolled_back(folder: RunFolder):
     # No more steps than may wait for the disk.
-    train(folder, range(1, 5), lag=2.0)
-    assert [path.name[-9:] for path in sorted(folder.token_stats.iterdir())] == [f"{n}.parquet" for n in range(1, 5)]
-    train(folder, range(3, 4), lag=1.0)
-    assert [path.name[-9:] for path in sorted(folder.token_stats.iterdir())] == [f"{n}.parquet" for n in range(1, 4)]
-
-
-def test_rows_of_repeated_steps_count_once(folder: RunFolder):
-    train(folder, range(1, 91), lag=2.0)
-    summary = train(folder, range(51, 101), lag=1.0)
-    assert summary["lag_mean"] == pytest.approx(1.5)
-    assert summary["steps"] == 100
+    for steps in (range(1, 5), range(3, 4)):
+        train(folder, steps, lag=2)
+        expected = [f"{number}.parquet" for number in range(1, steps.stop)]
+        assert [path.name[-9:] for path in sorted(folder.token_stats.iterdir())] == expected
 
 
 class GeneratorScene:
@@ -108,14 +93,7 @@ class GeneratorScene:
     def step(self, number: int) -> float:
         """Log a step of one second; returns the generated tokens per second of its row."""
         self.clock.now += 1.0
-        metrics = {
-            "learner/tokens": 1.0,
-            "learner/reward_mean": 0.5,
-            "lag/mean": 0.0,
-            "lag/max": 0,
-            "lag/histogram": {0: 1},
-        }
-        self.log.add_step(step=number, version=number, metrics=metrics, published=None, evaluated=None, times={})
+        self.log.add_step(step=number, version=number, metrics=ROW, published=None, evaluated=None, times={})
         return float(self.store.metrics().rows[-1]["generators/tokens_per_s"])
 
     def generated_tokens_per_s(self) -> float:
@@ -132,15 +110,8 @@ def test_generators_that_leave_restart_and_join_are_counted_for_what_they_genera
     scene.step(1)
     scene.report(leaves=None, restarts=50, stays=900, joins=30)
     scene.step(2)
-    assert scene.generated_tokens_per_s() == (100 + 200 + 100 + 50 + 100 + 30) / 2
-
-
-def test_tokens_after_the_last_step_count_until_training_ends(folder: RunFolder):
-    scene = GeneratorScene(folder)
-    scene.log.start_training(step=0)
-    scene.step(1)
-    scene.report(late=40)
-    assert scene.generated_tokens_per_s() == 40
+    scene.report(after_the_last_step=40)
+    assert scene.generated_tokens_per_s() == (100 + 200 + 100 + 50 + 100 + 30 + 40) / 2
 
 
 def test_the_rate_of_a_row_is_that_of_the_living_generators(folder: RunFolder):
@@ -168,14 +139,7 @@ def test_every_held_out_set_has_its_accuracies_in_the_summary(folder: RunFolder)
     log = MetricsLog(run, folder=folder, store=store, clock=FakeClock(0.0))
     log.record_before(found)
     log.start_training(step=0)
-    metrics = {
-        "learner/tokens": 1.0,
-        "learner/reward_mean": 0.5,
-        "lag/mean": 0.0,
-        "lag/max": 0,
-        "lag/histogram": {0: 1},
-    }
-    log.add_step(step=1, version=1, metrics=metrics, published=None, evaluated=None, times={})
+    log.add_step(step=1, version=1, metrics=ROW, published=None, evaluated=None, times={})
     log.end_training()
     log.write_summary(step=1, after=found, evaluation={})
     summary = json.loads((folder.path / "summary.json").read_text())

@@ -99,11 +99,8 @@ def test_a_failed_answer_is_not_right_has_no_reward_and_no_vote() -> None:
 
 def test_intervals_of_the_mean_cover_it_as_often_as_they_should() -> None:
     draws = np.random.default_rng(0)
-    covered = 0
-    for _ in range(300):
-        rights = draws.random(80) < 0.3
-        found = estimate(Sums(rights.astype(float), np.ones(80)))
-        covered += found.low <= 0.3 <= found.high
+    found = [estimate(Sums((draws.random(80) < 0.3).astype(float), np.ones(80))) for _ in range(300)]
+    covered = sum(each.low <= 0.3 <= each.high for each in found)
     assert 0.90 <= covered / 300 <= 0.98
 
 
@@ -120,9 +117,8 @@ def test_an_answer_is_what_the_reward_function_extracted_or_the_response() -> No
     right = make_trajectory(reward=Reward(1.0, is_correct=True, detail="42"))
     assert make_answer(3, right, text="it is 42").answer == "42"
     assert make_answer(3, make_trajectory(reward=Reward(1.0)), text="it is 42").answer == "it is 42"
-    failed = make_answer(
-        3, make_trajectory(reward=Reward(0.0, status="error", detail="boom", is_correct=True)), text="x"
-    )
+    error = Reward(0.0, status="error", detail="boom", is_correct=True)
+    failed = make_answer(3, make_trajectory(reward=error), text="x")
     assert (failed.answer, failed.is_correct) == ("", False)
 
 

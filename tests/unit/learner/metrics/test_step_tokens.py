@@ -18,6 +18,7 @@ from tests.unit.learner.builders import CPU, make_response
 
 ENTROPY = np.array([0.5], np.float32)
 ONE = StepTokens(["0-0-0"], [3], [np.array([2])], {"entropy": ENTROPY})
+ALONE = Ranks(rank=0, size=1, device=CPU)
 DEADLINE_S = 20.0
 
 
@@ -68,37 +69,28 @@ def read_back(folder: Path, tokens: StepTokens | None) -> dict:
     return read_steps(folder, dict.fromkeys(EXPECTED, 1))
 
 
-def test_tokens_of_packed_trajectories_and_several_microbatches_find_their_places(tmp_path: Path) -> None:
-    members, built = make_built()
-    recorder = TokenRecorder(built.batch.tokens)
-    batches = list(passes(built))
-    assert len(batches) == 2, "the group with its prompt, and the other"
+def record(members, built, *, start_logprobs=None, ranks: Ranks | None = None, trained=None) -> StepTokens | None:
+    """Statistics that this rank collects for these members, by default alone and for all trained tokens."""
+    recorder, ranks = TokenRecorder(built.batch.tokens.replace(start_logprobs=start_logprobs)), ranks or ALONE
+    batches = list(passes(built, rank=ranks.rank, num_ranks=ranks.size))
+    assert len(batches) == 2 // ranks.size, "the group with its prompt, and the other"
     for microbatch, outputs in batches:
         recorder.add(microbatch, outputs)
-    tokens = recorder.collect(zip(members, built.trained, strict=True), ranks=Ranks(rank=0, size=1, device=CPU))
-    assert read_back(tmp_path, tokens) == EXPECTED
+    return recorder.collect(zip(members, trained or built.trained, strict=True), ranks=ranks)
+
+
+def test_tokens_of_packed_trajectories_and_several_microbatches_find_their_places(tmp_path: Path) -> None:
+    assert read_back(tmp_path, record(*make_built())) == EXPECTED
 
 
 def test_ranks_put_their_shares_together_and_the_first_has_them(tmp_path: Path) -> None:
-    members, built = make_built()
     others: list[torch.Tensor] = []
-    for rank in (1, 0):
-        recorder = TokenRecorder(built.batch.tokens)
-        own = list(passes(built, rank=rank, num_ranks=2))
-        assert len(own) == 1
-        recorder.add(*own[0])
-        tokens = recorder.collect(zip(members, built.trained, strict=True), ranks=TwoRanks(rank, others))
-        assert (tokens is None) == (rank == 1)
-    assert read_back(tmp_path, tokens) == EXPECTED
+    assert record(*make_built(), ranks=TwoRanks(1, others)) is None
+    assert read_back(tmp_path, record(*make_built(), ranks=TwoRanks(0, others))) == EXPECTED
 
 
 def test_ratios_are_those_of_the_start_of_the_step_where_they_are_known() -> None:
-    members, built = make_built()
-    start = built.batch.tokens.replace(start_logprobs=torch.full((7,), -1.5))
-    recorder = TokenRecorder(start)
-    for microbatch, outputs in passes(built):
-        recorder.add(microbatch, outputs)
-    tokens = recorder.collect(zip(members, built.trained, strict=True), ranks=Ranks(rank=0, size=1, device=CPU))
+    tokens = record(*make_built(), start_logprobs=torch.full((7,), -1.5))
     assert tokens is not None
     assert tokens.columns["log_ratio"].tolist() == [0.5] * 7
     assert tokens.columns["entropy"].tolist() == [5, 6, 7, 8, 1, 3, 1]
@@ -106,13 +98,8 @@ def test_ratios_are_those_of_the_start_of_the_step_where_they_are_known() -> Non
 
 def test_trajectories_without_a_trained_token_and_those_of_another_run_are_left_out() -> None:
     members, built = make_built()
-    recorder = TokenRecorder(built.batch.tokens)
-    for microbatch, outputs in passes(built):
-        recorder.add(microbatch, outputs)
-    alone = Ranks(rank=0, size=1, device=CPU)
     # The second trajectory has no trained tokens, and the last belongs to another run.
-    own = [(members[0], built.trained[0]), (members[1], np.empty(0, np.int64))]
-    tokens = recorder.collect(own, ranks=alone)
+    tokens = record(members[:2], built, trained=[built.trained[0], np.empty(0, np.int64)])
     assert tokens is not None
     assert (tokens.ids, tokens.lengths) == (["0-0-0"], [7])
     assert tokens.columns["entropy"].tolist() == [5, 6, 7]
@@ -151,14 +138,6 @@ def test_a_disk_that_refuses_costs_the_file_alone(tmp_path: Path, in_background:
         writer.add(1, ONE)
         writer.close()
         assert [(each["event"], each["step"]) for each in logged] == [("token_stats_not_written", 1)]
-
-
-def test_steps_that_are_undone_lose_their_files(tmp_path: Path) -> None:
-    writer = StepTokensWriter(tmp_path, max_gib=1, in_background=False)
-    for step in (1, 2, 3):
-        writer.add(step, ONE)
-    writer.roll_back(to_step=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001.parquet", "step-00000002.parquet"]
 
 
 def test_files_beyond_the_room_go_also_those_of_a_process_before(tmp_path: Path) -> None:

@@ -43,19 +43,9 @@ class RecordedRank:
 
 def make_stats(num_tokens: int, **overrides) -> TokenStats:
     """On policy, one trajectory, probability 1/4 everywhere."""
-    columns = {
-        "log_ratio": torch.zeros(num_tokens),
-        "learner_logprobs": torch.full((num_tokens,), 0.25).log(),
-        "generator_logprobs": torch.full((num_tokens,), 0.25).log(),
-        "weights": torch.ones(num_tokens),
-        "is_bounded": torch.zeros(num_tokens, dtype=torch.bool),
-        "is_kept": torch.ones(num_tokens, dtype=torch.bool),
-        "is_idle": torch.zeros(num_tokens, dtype=torch.bool),
-        "entropies": torch.ones(num_tokens),
-        "reference_kl": torch.zeros(num_tokens),
-        "lags": torch.zeros(num_tokens, dtype=torch.int64),
-        "sequences": torch.zeros(num_tokens, dtype=torch.int64),
-    } | overrides
+    plain = dict(zip(FIELDS, (0.0, math.log(0.25), math.log(0.25), 1.0, 1.0, 0.0), strict=True))
+    plain |= {"is_bounded": False, "is_kept": True, "is_idle": False, "lags": 0, "sequences": 0}
+    columns = {name: torch.full((num_tokens,), value) for name, value in plain.items()} | overrides
     num_sequences = int(columns["sequences"].max()) + 1 if num_tokens else 0
     return TokenStats(**columns, num_sequences=num_sequences)
 
@@ -106,7 +96,7 @@ HAND = make_stats(
 """Ratios learner/generator 2, 1/4 and 1; trajectories of two tokens and of one."""
 
 
-def test_every_number_of_tokens_by_hand():
+def test_every_number_of_tokens_and_trajectories_by_hand():
     found = describe(count_tokens(HAND))
     assert {f"learner/{name}" for name in found} == {key for key in keys_under(TOKENS) if "<" not in key}
     expected = {
@@ -137,17 +127,11 @@ def test_every_number_of_tokens_by_hand():
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
     # A ratio of exactly 2 is on the border of the tail, so rounding decides.
     assert found["mismatch_tail_fraction"] in (pytest.approx(1 / 3), pytest.approx(2 / 3))
-
-
-def test_every_number_of_trajectories_by_hand():
-    found = describe(count_tokens(HAND))
-    products = (0.5, 1.0)
-    squares = sum(product**2 for product in products)
-    assert found["ess_trajectories"] == pytest.approx(sum(products) ** 2 / (2 * squares))
-    assert found["chi2_trajectories"] == pytest.approx(squares / 2 - 1)
+    # The products of the trajectories' ratios are 0.5 and 1.
+    assert found["ess_trajectories"] == pytest.approx(1.5**2 / (2 * 1.25))
+    assert found["chi2_trajectories"] == pytest.approx(1.25 / 2 - 1)
     assert found["perplexity_ratio"] == pytest.approx((math.sqrt(2) + 1) / 2)
-    assert found["kept_trajectories_fraction"] == 0.5
-    assert found["idle_trajectories_fraction"] == 0.5
+    assert found["kept_trajectories_fraction"] == found["idle_trajectories_fraction"] == 0.5
 
 
 def test_tokens_are_split_by_their_own_lag_and_trajectories_by_that_of_the_oldest():
@@ -169,15 +153,6 @@ def test_the_buckets_are_those_named():
     assert names == ["0", "1", "2-3", "2-3", "4-7", "4-7", "8-15", "8-15", "16+", "16+"]
 
 
-def test_the_buckets_add_up_to_the_whole():
-    counts = count_tokens(make_random())
-    whole, parts = describe(counts), describe_by_lag(counts)
-    for name in ("ratio_mean", "mismatch_k1", "mismatch_k3", "entropy", "weight_mean", "probability_gap_mean"):
-        weighted = sum(parts[f"{b}/tokens"] * parts[f"{b}/{name}"] for b in LAG_BUCKETS if f"{b}/tokens" in parts)
-        assert weighted / whole["tokens"] == pytest.approx(whole[name])
-    assert max(value for key, value in parts.items() if key.endswith("/mismatch_max")) == whole["mismatch_max"]
-
-
 @pytest.mark.parametrize("sizes", [(12,), (1, 11), (4, 4, 4), (0, 12), (1,) * 12])
 def test_the_split_into_microbatches_changes_nothing(sizes):
     stats = make_random()
@@ -188,11 +163,13 @@ def test_the_split_into_microbatches_changes_nothing(sizes):
     assert found == pytest.approx(whole, rel=1e-12)
 
 
-def test_two_ranks_report_what_one_reports():
+@pytest.mark.parametrize("num_elsewhere", [5, 0])
+def test_two_ranks_report_what_one_reports_even_if_one_has_no_tokens(num_elsewhere):
     stats, other = make_random(), RecordedRank()
     mine, theirs = StepMetrics(), StepMetrics()
-    theirs.add(take(stats, torch.arange(5)), loss=torch.tensor(0.5))
-    mine.add(take(stats, torch.arange(5, 12)), loss=torch.tensor(0.5))
+    if num_elsewhere:
+        theirs.add(take(stats, torch.arange(num_elsewhere)), loss=torch.tensor(0.5))
+    mine.add(take(stats, torch.arange(num_elsewhere, 12)), loss=torch.tensor(0.5 if num_elsewhere else 1.0))
     for metrics, num_tokens in ((theirs, 5), (mine, 8)):
         metrics.add_forward(SimpleNamespace(num_tokens=num_tokens), {})
     theirs.report(other, num_updates=1)
@@ -201,23 +178,10 @@ def test_two_ranks_report_what_one_reports():
     assert mine.report(other, num_updates=1) == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_rank_without_a_token_changes_nothing():
-    stats, other = make_random(), RecordedRank()
-    StepMetrics().report(other, num_updates=1)
-    other.is_replaying = True
-    metrics = StepMetrics()
-    metrics.add(stats, loss=torch.tensor(1.0))
-    assert metrics.report(other, num_updates=1) == pytest.approx(described(stats), rel=1e-12)
-
-
 def test_without_a_token_no_metric_of_tokens_is_reported():
     assert describe(no_counts()) == describe(count_tokens(make_stats(0))) == {}
-    assert StepMetrics().report(make_alone(), num_updates=0) == {
-        "learner/loss": 0,
-        "learner/computed_tokens": 0,
-        "learner/tokens": 0,
-        "learner/reference_kl": 0,
-    }
+    zeros = {f"learner/{name}": 0 for name in ("loss", "computed_tokens", "tokens", "reference_kl")}
+    assert StepMetrics().report(make_alone(), num_updates=0) == zeros
 
 
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])

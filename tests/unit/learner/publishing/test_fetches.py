@@ -1,11 +1,28 @@
 """Joiners fetch before they join broadcasts. A fetch delays no other member; a failed fetch evicts the member."""
 
+from typing import Any
+
+import pytest
+
 from slipstream.broker.messages import LenderError
-from tests.unit.learner.fake_generators import FakeSnapshots, make_publisher, publish, stage
+from slipstream.learner.publishing.publisher import Publisher
+from tests.fakes import FakeClock
+from tests.unit.learner.fake_generators import FakeGenerators, FakeSnapshots, make_publisher, publish, stage
+
+
+def start(**settings: Any) -> tuple[Publisher, FakeGenerators, FakeClock, FakeSnapshots]:
+    snapshots = FakeSnapshots()
+    return *make_publisher(snapshots=snapshots, **settings), snapshots
+
+
+def start_many() -> tuple[Publisher, FakeGenerators, FakeClock]:
+    """Slow generators on 16 other machines."""
+    names = {f"g{number:02}": "slow" for number in range(16)}
+    return start(machines={name: f"machine-{name}" for name in names}, **names)[:3]
 
 
 def test_a_joiner_fetches_its_first_version_and_joins_the_next_broadcast():
-    publisher, generators, _ = make_publisher(snapshots=(snapshots := FakeSnapshots()), g0="well")
+    publisher, generators, _, snapshots = start(g0="well")
     published = publish(publisher, 1)
     assert (published.num_members, published.probe_diff_max) == (1, 2e-7)
     assert generators.updates(fetched=True) == [(1, ["g0"])]
@@ -13,15 +30,16 @@ def test_a_joiner_fetches_its_first_version_and_joins_the_next_broadcast():
     publish(publisher, 2)
     assert generators.updates(fetched=False) == [(2, ["g0"])]
     assert snapshots.added == [(1, False, [])]
+    publisher.close()
+    assert snapshots.is_closed
 
 
 def test_a_joiner_does_not_disturb_the_group_before_it_holds_a_version():
-    publisher, generators, _ = make_publisher(snapshots=FakeSnapshots(), g0="well")
+    publisher, generators, _, _ = start(g0="well")
     publish(publisher, 1)
     publish(publisher, 2)
     generators.set_members(g0="well", g1="slow")
-    assert publish(publisher, 3).num_members == 1
-    assert publish(publisher, 4).num_members == 1
+    assert publish(publisher, 3).num_members == publish(publisher, 4).num_members == 1
     assert generators.opened_with == [1]
     assert not publisher.is_due
     generators.finish_fetching("g1", 3)
@@ -32,7 +50,7 @@ def test_a_joiner_does_not_disturb_the_group_before_it_holds_a_version():
 
 
 def test_a_version_that_only_a_slow_member_will_hold_waits_for_it():
-    publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="slow")
+    publisher, generators, clock, _ = start(g0="slow")
     started_at = clock.now
     assert publish(publisher, 1).num_members == 0
     assert clock.now - started_at >= 60
@@ -43,28 +61,20 @@ def test_a_version_that_only_a_slow_member_will_hold_waits_for_it():
 
 def test_a_member_with_another_transport_joins_no_broadcast():
     transports = {"g1": "snapshot", "g2": "delta"}
-    publisher, generators, _ = make_publisher(
-        snapshots=(snapshots := FakeSnapshots()), transports=transports, g0="well", g1="well", g2="well"
-    )
+    publisher, generators, _, snapshots = start(transports=transports, g0="well", g1="well", g2="well")
     publish(publisher, 1)
     publish(publisher, 2)
     publisher.poll(timeout_s=0)
     assert publisher.num_holding == 3
     assert generators.updates(fetched=False) == [(2, ["g0"])]
     assert generators.updates(fetched=True) == [(1, ["g0", "g1"]), (1, ["g2"]), (2, ["g1"]), (2, ["g2"])]
-    assert [order.source.has_deltas for order in generators.sent if getattr(order, "source", None)] == [
-        False,
-        True,
-        False,
-        True,
-    ]
+    sources = [order.source for order in generators.sent if getattr(order, "source", None)]
+    assert [source.has_deltas for source in sources] == [False, True, False, True]
     assert {with_delta for _, with_delta, _ in snapshots.added} == {True}
 
 
 def test_a_version_that_is_being_fetched_is_kept():
-    publisher, generators, _ = make_publisher(
-        snapshots=(snapshots := FakeSnapshots()), transports={"g1": "snapshot"}, g0="well", g1="slow"
-    )
+    publisher, generators, _, snapshots = start(transports={"g1": "snapshot"}, g0="well", g1="slow")
     publish(publisher, 1)
     generators.set_members(g0="well", g1="slow", g2="well")
     publish(publisher, 2)
@@ -72,7 +82,7 @@ def test_a_version_that_is_being_fetched_is_kept():
 
 
 def test_a_request_is_repeated_and_ends_with_an_eviction_at_its_deadline():
-    publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="well", g1="slow")
+    publisher, generators, clock, _ = start(g0="well", g1="slow")
     publish(publisher, 1)
     clock.now += 6
     publisher.poll(timeout_s=0)
@@ -83,8 +93,21 @@ def test_a_request_is_repeated_and_ends_with_an_eviction_at_its_deadline():
     assert generators.evicted == [("g1", "evicted: version 1 was not fetched within 660 s")]
 
 
+def test_answers_for_another_version_do_not_count_and_requests_of_members_that_left_are_dropped():
+    publisher, generators, clock, _ = start(g0="slow")
+    publish(publisher, 1)
+    generators.finish_fetching("g0", 7)
+    publisher.poll(timeout_s=0)
+    assert publisher.num_holding == 0
+    generators.set_members()
+    publisher.poll(timeout_s=0)
+    clock.now += 700
+    publisher.poll(timeout_s=0)
+    assert generators.evicted == []
+
+
 def test_a_member_that_failed_to_apply_a_version_is_evicted_and_asked_again():
-    publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="well", g1="wrong")
+    publisher, generators, clock, _ = start(g0="well", g1="wrong")
     assert publish(publisher, 1).num_members == 1
     assert generators.evicted == [("g1", "evicted: version 1 was not applied: the probe differs")]
     generators.members["g1"] = "well"
@@ -97,7 +120,7 @@ def test_a_member_that_failed_to_apply_a_version_is_evicted_and_asked_again():
 
 
 def test_a_member_that_fetched_an_outdated_version_fetches_the_next_if_no_broadcast_follows():
-    publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="well")
+    publisher, generators, clock, _ = start(g0="well")
     publish(publisher, 1)
     generators.set_members(g0="well", g1="slow")
     publisher.synchronize()
@@ -113,7 +136,7 @@ def test_a_member_that_fetched_an_outdated_version_fetches_the_next_if_no_broadc
 
 
 def test_a_version_that_no_member_holds_is_broadcast_to_one_that_just_fetched():
-    publisher, generators, _ = make_publisher(snapshots=FakeSnapshots(), g0="slow")
+    publisher, generators, _, _ = start(g0="slow")
     publish(publisher, 1)
     publish(publisher, 2)
     generators.finish_fetching("g0", 1)
@@ -124,7 +147,7 @@ def test_a_version_that_no_member_holds_is_broadcast_to_one_that_just_fetched():
 
 
 def test_an_evicted_member_fetches_before_it_joins_broadcasts_again():
-    publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="well")
+    publisher, generators, clock, _ = start(g0="well")
     publish(publisher, 1)
     generators.members["g0"] = "wrong"
     publish(publisher, 2)
@@ -135,7 +158,7 @@ def test_an_evicted_member_fetches_before_it_joins_broadcasts_again():
 
 
 def test_a_full_disk_evicts_the_joiners_with_the_reason():
-    publisher, generators, clock = make_publisher(snapshots=(snapshots := FakeSnapshots()), g0="well")
+    publisher, generators, clock, snapshots = start(g0="well")
     snapshots.error = "the snapshot of version 1 must fit into /weights"
     assert publish(publisher, 1).num_members == 0
     assert generators.evicted == [("g0", f"evicted: {snapshots.error}")]
@@ -144,81 +167,39 @@ def test_a_full_disk_evicts_the_joiners_with_the_reason():
     assert publisher.synchronize().num_members == 1
 
 
-def test_requests_of_members_that_left_are_dropped():
-    publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), g0="slow")
-    publish(publisher, 1)
-    generators.set_members()
-    publisher.poll(timeout_s=0)
-    clock.now += 700
-    publisher.poll(timeout_s=0)
-    assert generators.evicted == []
-
-
-def test_an_answer_for_another_version_does_not_count():
-    publisher, generators, _ = make_publisher(snapshots=FakeSnapshots(), g0="slow")
-    publish(publisher, 1)
-    generators.finish_fetching("g0", 7)
-    publisher.poll(timeout_s=0)
-    assert publisher.num_holding == 0
-
-
-def test_the_snapshot_server_is_closed_at_the_end():
-    publisher, _, _ = make_publisher(snapshots=(snapshots := FakeSnapshots()))
-    publisher.close()
-    assert snapshots.is_closed
-
-
-def test_on_an_untrusted_network_a_member_elsewhere_fetches_deltas_and_a_trusted_one_is_sent_broadcasts():
-    for trusts_network in (False, True):
-        publisher, generators, _ = make_publisher(
-            snapshots=FakeSnapshots(), machines={"g1": "elsewhere"}, trusts_network=trusts_network, g0="well", g1="well"
-        )
-        for version in (1, 2, 3):
-            publish(publisher, version)
-            publisher.poll(timeout_s=0)
-        assert publisher.num_holding == 2
-        together = ["g0", "g1"] if trusts_network else ["g0"]
-        assert generators.updates(fetched=False) == [(2, together), (3, together)]
-        assert len(generators.evicted) == (not trusts_network)
-    assert generators.evicted == []
-
-
-def test_the_reason_for_deltas_is_recorded_once():
-    publisher, generators, _ = make_publisher(snapshots=FakeSnapshots(), machines={"g0": "elsewhere"}, g0="well")
-    for version in (1, 2):
+@pytest.mark.parametrize("trusts_network", [False, True])
+def test_on_an_untrusted_network_a_member_elsewhere_fetches_deltas_and_the_reason_is_recorded_once(trusts_network):
+    machines = {"g1": "elsewhere"}
+    publisher, generators, _, _ = start(machines=machines, trusts_network=trusts_network, g0="well", g1="well")
+    for version in (1, 2, 3):
         publish(publisher, version)
-        generators.set_members(g0="well")
-    publisher.poll(timeout_s=0)
-    ((name, reason),) = generators.evicted
-    assert name == "g0"
-    assert "cluster.trusted_network" in reason
+        generators.set_members(g0="well", g1="well")
+        publisher.poll(timeout_s=0)
+    assert publisher.num_holding == 2
+    together = ["g0", "g1"] if trusts_network else ["g0"]
+    assert generators.updates(fetched=False) == [(2, together), (3, together)]
+    assert [name for name, _ in generators.evicted] == ([] if trusts_network else ["g1"])
+    assert all("cluster.trusted_network" in reason for _, reason in generators.evicted)
 
 
 def test_only_few_members_elsewhere_are_sent_to_the_learner_and_the_others_get_digests():
-    names = {f"g{number:02}": "slow" for number in range(16)}
-    publisher, generators, clock = make_publisher(
-        snapshots=FakeSnapshots(), machines={name: f"machine-{name}" for name in names}, **names
-    )
+    publisher, generators, clock = start_many()
     publisher.set_version(stage(1))
     publisher.poll(timeout_s=0)
     publisher._fetches.request(stage(1))
     orders = list(generators.sent)
     assert sorted(len(order.members) for order in orders if not order.source.lenders) == [2, 6]
     assert sum(len(order.members) for order in orders) == 16
-    for order in orders:
-        assert bool(order.digests) == bool(order.source.lenders)
+    assert all(bool(order.digests) == bool(order.source.lenders) for order in orders)
     clock.now += 6
     publisher.poll(timeout_s=0)
     # One message per member: the other recipients may have finished.
     repeated = [[each.peer_id for each in order.members] for order in generators.sent[len(orders) :]]
-    assert sorted(repeated) == [[name] for name in sorted(names)]
+    assert sorted(repeated) == [[name] for name in sorted(generators.members)]
 
 
 def test_a_lender_that_altered_weights_is_reported():
-    names = {f"g{number:02}": "slow" for number in range(16)}
-    publisher, generators, _ = make_publisher(
-        snapshots=FakeSnapshots(), machines={name: f"machine-{name}" for name in names}, **names
-    )
+    publisher, generators, _ = start_many()
     publish(publisher, 1)
     order = next(order for order in generators.sent if getattr(order, "source", None) and order.source.lenders)
     liar, by = order.source.lenders[0], order.members[0].peer_id

@@ -46,6 +46,16 @@ class Scene:
     def address(self, name: str) -> str:
         return self.states[name].lends_at
 
+    def lend_at(self, address: str) -> None:
+        """Change the address of all generators; `{name}` in it is the generator's."""
+        for name, state in self.states.items():
+            self.states[name] = msgspec.structs.replace(state, lends_at=address.format(name=name))
+        self.join(self.states)
+
+    def first_lent(self) -> tuple[str, str]:
+        """A generator that fetches from another, and that one's address."""
+        return next((name, place.lenders[0]) for name, place in self.places.items() if place.lenders)
+
     @property
     def from_learner(self) -> set[str]:
         return {name for name, place in self.places.items() if not place.lenders}
@@ -70,9 +80,8 @@ def test_the_learner_serves_fan_out_generators_and_each_lender_no_more():
 
 def test_a_lender_is_placed_before_its_fetchers_so_no_cycle_forms():
     scene = Scene(num_hosts=100)
-    order = [name for names in ([f"g{host:03}-0"] for host in range(100)) for name in names]
     placed: set[str] = set()
-    for name in order:
+    for name in sorted(scene.states):
         scene.assign([name])
         assert set(scene.places[name].lenders) <= placed
         placed.add(scene.address(name))
@@ -102,22 +111,16 @@ def test_generators_of_the_learners_machine_read_its_folder_and_take_no_place():
 
 def test_a_machine_local_address_is_given_only_to_its_machine():
     scene = Scene(num_hosts=2, per_host=8, fan_out=1)
-    for name, state in scene.states.items():
-        scene.states[name] = MemberState(
-            state.member, "ready", 0, "snapshot", state.machine, f"ipc:///tmp/{name}.sock" if "-0" in name else ""
-        )
-    scene.join(scene.states)
+    scene.lend_at("ipc:///tmp/{name}.sock")
     scene.assign()
+    assert any(place.lenders for place in scene.places.values())
     for name, place in scene.places.items():
         assert all(address.startswith(f"ipc:///tmp/{name[:4]}") for address in place.lenders)
 
 
 def test_without_lenders_all_fetch_from_the_learner():
     scene = Scene(num_hosts=20)
-    scene.states = {
-        name: MemberState(state.member, "ready", 0, "snapshot", state.machine) for name, state in scene.states.items()
-    }
-    scene.join(scene.states)
+    scene.lend_at("")
     scene.assign()
     assert set(scene.places.values()) == {Place()}
 
@@ -147,12 +150,11 @@ def test_a_delta_fetcher_is_not_sent_to_a_lender_without_deltas():
 def test_a_liar_is_reported_and_never_lends_again():
     scene = Scene(num_hosts=12)
     scene.assign()
-    victim, liar = next((name, place.lenders[0]) for name, place in scene.places.items() if place.lenders)
+    victim, liar = scene.first_lent()
     name = next(name for name in scene.states if scene.address(name) == liar)
     scene.end(victim, errors=(LenderError(liar, "bucket 3 must have the learner's digest", is_altered=True),))
-    assert [peer_id for peer_id, _ in scene.events] == [name]
-    assert victim in scene.events[0][1]
-    assert "bucket 3" in scene.events[0][1]
+    ((peer_id, text),) = scene.events
+    assert (peer_id, victim in text, "bucket 3" in text) == (name, True, True)
     scene.clock.now += 1e6
     scene.assign(version=2)
     assert liar not in scene.loads
@@ -162,7 +164,7 @@ def test_a_liar_is_reported_and_never_lends_again():
 def test_a_lender_that_failed_rests_for_a_while():
     scene = Scene(num_hosts=12)
     scene.assign()
-    victim, failed = next((name, place.lenders[0]) for name, place in scene.places.items() if place.lenders)
+    victim, failed = scene.first_lent()
     scene.end(victim, errors=(LenderError(failed, "nobody listens there"),))
     scene.assign(version=2)
     assert failed not in scene.loads
@@ -198,8 +200,9 @@ def test_dead_and_failed_lenders_are_never_assigned():
 def test_a_busy_lender_gets_no_more_fetchers_until_one_finishes():
     scene = Scene(num_hosts=20)
     (only, *others) = sorted(scene.states)
-    for name in others:
-        scene.states[name] = msgspec.structs.replace(scene.states[name], lends_at="")
+    lender = scene.states[only]
+    scene.lend_at("")
+    scene.states[only] = lender
     scene.join(scene.states)
     scene.assign([only, *others[:12]])
     assert scene.loads == {scene.address(only): FAN_OUT}

@@ -12,7 +12,6 @@ from slipstream.broker.messages import OpenEpoch, Update
 from tests.unit.learner.fake_generators import (
     CANARY,
     WEIGHTS,
-    FakeGenerators,
     FakeSnapshots,
     make_background,
     make_publisher,
@@ -32,7 +31,7 @@ def test_all_living_generators_get_the_version_over_one_group():
     assert not publisher.is_due
 
 
-def test_a_version_without_generators_is_committed_and_a_joiner_is_due():
+def test_a_joiner_is_due_and_a_new_epoch_is_opened_when_members_change_and_only_then():
     publisher, generators, _ = make_publisher()
     assert publish(publisher, 1).num_members == 0
     assert not publisher.is_due
@@ -40,16 +39,9 @@ def test_a_version_without_generators_is_committed_and_a_joiner_is_due():
     assert publisher.is_due
     assert publisher.synchronize().num_members == 1
     assert [m.version for m in generators.sent if isinstance(m, Update)] == [1]
-
-
-def test_a_new_epoch_is_opened_when_members_change_and_only_then():
-    publisher, generators, _ = make_publisher(g0="well")
-    publish(publisher, 1)
-    generators.set_members(g0="well", g1="well")
-    publish(publisher, 2)
-    generators.set_members(g1="well")
-    publish(publisher, 3)
-    publish(publisher, 4)
+    for version, names in enumerate([["g0", "g1"], ["g1"], ["g1"]], start=2):
+        generators.set_members(**dict.fromkeys(names, "well"))
+        publish(publisher, version)
     assert generators.opened_with == [1, 2, 1]
 
 
@@ -71,18 +63,23 @@ def test_a_silent_member_is_evicted_and_the_others_get_the_version():
     assert publisher.is_due
 
 
-def test_a_generator_with_a_failed_probe_is_evicted_and_tried_again():
+def test_a_generator_with_a_failed_probe_is_evicted_and_tried_again_with_a_backoff_that_doubles():
     publisher, generators, clock = make_publisher(g0="well", g1="wrong")
     assert publish(publisher, 1).num_members == 1
     assert generators.evicted == [("g1", "evicted: version 1 was not applied: the probe differs")]
+    for backoff_s in (2, 4, 8):
+        clock.now += backoff_s - 0.1
+        assert not publisher.is_due
+        clock.now += 0.2
+        assert publisher.is_due
+        publisher.synchronize()
     generators.members["g1"] = "well"
-    clock.now += 10
-    assert publisher.is_due
+    clock.now += 20
     assert publisher.synchronize().num_members == 2
 
 
-def test_a_version_is_announced_before_and_committed_after_it_is_applied():
-    publisher, _, _ = make_publisher(g0="well")
+def test_a_version_is_announced_before_and_committed_after_it_is_applied_also_to_a_joiner():
+    publisher, generators, _ = make_publisher(g0="well")
     background, store = make_background(publisher)
     background.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
     assert store.run_state().announced_version == 1
@@ -91,13 +88,6 @@ def test_a_version_is_announced_before_and_committed_after_it_is_applied():
     assert background.take_published().num_members == 1
     assert background.take_published() is None
     assert "1 of them hold version 1" in background.describe_members()
-
-
-def test_a_generator_that_joins_after_a_publish_in_the_background_gets_the_version():
-    publisher, generators, _ = make_publisher(g0="well")
-    background, _ = make_background(publisher)
-    background.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
-    background.sync_members(timeout_s=5)
     generators.set_members(g0="well", g1="well")
     background.sync_members(timeout_s=0)
     background.flush()
@@ -105,30 +95,9 @@ def test_a_generator_that_joins_after_a_publish_in_the_background_gets_the_versi
     assert background.take_published().num_members == 2
 
 
-def test_a_waiting_version_is_replaced_by_the_next_and_publish_never_blocks():
+def test_a_waiting_version_is_replaced_by_the_next_and_neither_blocks_publish_nor_overwrites_buckets_in_flight():
     publisher, generators, _ = make_publisher(g0="well")
-    background, store = make_background(publisher)
-    has_started, may_finish = Event(), Event()
-
-    def slow(buckets, *, timeout_s: float) -> None:
-        has_started.set()
-        assert may_finish.wait(20)
-
-    generators.broadcast = slow
-    background.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
-    assert has_started.wait(20)
-    for version in (2, 3):
-        background.publish(version=version, step=version, weights=WEIGHTS, canary=CANARY)
-    may_finish.set()
-    background.flush()
-    assert [m.version for m in generators.sent if isinstance(m, Update)] == [1, 3]
-    assert (store.run_state().version, store.run_state().announced_version) == (3, 3)
-    assert background.take_published().version == 3
-
-
-def test_buckets_in_flight_are_not_overwritten():
-    publisher, generators, _ = make_publisher(g0="well")
-    background, _ = make_background(publisher, make_stager(WEIGHTS[:1]))
+    background, store = make_background(publisher, make_stager(WEIGHTS[:1]))
     sent, has_started, may_finish = [], Event(), Event()
 
     def slow(buckets, *, timeout_s: float) -> None:
@@ -144,10 +113,13 @@ def test_buckets_in_flight_are_not_overwritten():
     may_finish.set()
     background.flush()
     assert [float(buckets[0].view(torch.float32)[0]) for buckets in sent] == [1.0, 4.0]
+    assert [m.version for m in generators.sent if isinstance(m, Update)] == [1, 4]
+    assert (store.run_state().version, store.run_state().announced_version) == (4, 4)
+    assert background.take_published().version == 4
 
 
 def test_a_broadcast_is_aborted_when_a_member_dies_and_repeated_with_the_others():
-    publisher, generators, _ = make_publisher(g0="well", g1="well", is_serial=False)
+    publisher, generators, _ = make_publisher(g0="well", g1="well", is_one_process=False)
     is_aborted = Event()
 
     def blocked(buckets, *, timeout_s: float) -> None:
@@ -161,20 +133,6 @@ def test_a_broadcast_is_aborted_when_a_member_dies_and_repeated_with_the_others(
     generators.abort = is_aborted.set
     assert publish(publisher, 1).num_members == 1
     assert generators.opened_with == [2, 1]
-
-
-def test_the_backoff_of_a_failing_member_doubles():
-    publisher, generators, clock = make_publisher(g0="wrong")
-    publish(publisher, 1)
-    for backoff_s in (2, 4, 8):
-        clock.now += backoff_s - 0.1
-        assert not publisher.is_due
-        clock.now += 0.2
-        assert publisher.is_due
-        publisher.synchronize()
-    generators.members["g0"] = "well"
-    clock.now += 20
-    assert publisher.synchronize().num_members == 1
 
 
 def test_an_error_in_the_background_is_raised_in_the_learner():
@@ -234,34 +192,32 @@ def test_tensors_are_staged_one_at_a_time():
     assert most_alive <= 2
 
 
-# --- backend of an epoch ---------------------------------------------------------------------------------------------
-def publish_twice(devices: dict[str, str], *, own: str = "cuda:GPU-0", backend: str = "auto") -> FakeGenerators:
-    """Publish twice. Members fetch the first version, which reports their devices, and get the second by broadcast."""
-    publisher, generators, clock = make_publisher(
-        snapshots=FakeSnapshots(), backend=backend, **dict.fromkeys(devices, "well")
-    )
+@pytest.mark.parametrize(
+    ("own", "others", "setting", "expected"),
+    [
+        ("cuda:GPU-0", ["cuda:GPU-1", "cuda:GPU-2"], "auto", ["nccl"]),
+        ("cuda:GPU-0", ["cuda:GPU-0"], "auto", ["gloo"]),
+        ("cuda:GPU-0", ["cuda:GPU-1", "cuda:GPU-1"], "auto", ["gloo"]),
+        ("cuda:GPU-0", ["cuda:GPU-1", "cpu"], "auto", ["gloo"]),
+        ("cpu", ["cuda:GPU-1"], "auto", ["gloo"]),
+        ("cpu", ["cpu"], "auto", ["gloo"]),
+        ("cuda:GPU-0", ["cuda:GPU-1"], "gloo", ["gloo"]),
+        ("cuda:GPU-0", ["cuda:GPU-0"], "nccl", []),
+    ],
+)
+def test_the_backend_follows_from_where_the_roles_are(own: str, others: list[str], setting: str, expected: list[str]):
+    devices = {f"g{index}": device for index, device in enumerate(others)}
+    members = dict.fromkeys(devices, "well")
+    publisher, generators, clock = make_publisher(snapshots=FakeSnapshots(), backend=setting, **members)
     generators.device, generators.devices = own, devices
+    # Members fetch the first version, which reports their devices, and get the second by broadcast.
     publish(publisher, 1)
     clock.now += 10
     publish(publisher, 2)
-    return generators
-
-
-@pytest.mark.parametrize(
-    ("own", "others", "expected"),
-    [
-        ("cuda:GPU-0", ["cuda:GPU-1", "cuda:GPU-2"], "nccl"),
-        ("cuda:GPU-0", ["cuda:GPU-0"], "gloo"),
-        ("cuda:GPU-0", ["cuda:GPU-1", "cuda:GPU-1"], "gloo"),
-        ("cuda:GPU-0", ["cuda:GPU-1", "cpu"], "gloo"),
-        ("cpu", ["cuda:GPU-1"], "gloo"),
-        ("cpu", ["cpu"], "gloo"),
-    ],
-)
-def test_the_backend_follows_from_where_the_roles_are(own: str, others: list[str], expected: str):
-    generators = publish_twice({f"g{index}": device for index, device in enumerate(others)}, own=own)
     orders = [message.backend for message in generators.sent if isinstance(message, OpenEpoch)]
-    assert generators.backends == orders == [expected]
+    assert generators.backends == orders == expected
+    if not expected:
+        assert "on separate GPUs, got two on one GPU: use weights.backend=auto" in generators.evicted[0][1]
 
 
 def test_the_backend_changes_with_the_members():
@@ -272,13 +228,3 @@ def test_the_backend_changes_with_the_members():
         publish(publisher, version)
         clock.now += 10
     assert generators.backends == ["nccl", "gloo", "nccl"]
-
-
-def test_gloo_can_be_forced():
-    assert publish_twice({"g0": "cuda:GPU-1"}, backend="gloo").backends == ["gloo"]
-
-
-def test_nccl_that_cannot_work_is_refused_in_words():
-    generators = publish_twice({"g0": "cuda:GPU-0"}, backend="nccl")
-    assert generators.backends == []
-    assert "on separate GPUs, got two on one GPU: use weights.backend=auto" in generators.evicted[0][1]

@@ -108,7 +108,6 @@ def test_a_cpu_stages_in_host_memory():
     assert not stager._device_buckets
 
 
-# --- the probe -------------------------------------------------------------------------------------------------------
 def publish_with_diffs(*diffs: float, dtype: torch.dtype, max_probe_diff: float = 0.001) -> list[float]:
     """Probe limit of each version, given the engines' mean difference for each."""
     publisher, generators, _ = make_publisher(g0="well")
@@ -143,15 +142,13 @@ def first_row(*, rounding: float, offset: float, share: float = 1.0) -> dict[str
 @pytest.mark.parametrize(
     ("limit", "row"),
     [
-        # A constant error, in float32 and, at the size of a usual rounding error, in bfloat16.
         (1e-3, {"rounding": 1e-7, "offset": 1e-2}),
         (0.06, {"rounding": 0.02, "offset": 1e-2}),
         (0.06, {"rounding": 0.02, "offset": -1e-2}),
-        # As reported by speculative decoding.
         (0.06, {"rounding": 0.02, "offset": 0.6, "share": 0.2}),
-        # Errors that cancel out in the mean.
         (0.06, {"rounding": 0.2, "offset": 0.0}),
     ],
+    ids=["constant-float32", "constant-bfloat16", "negative", "speculative-decoding", "cancels-in-the-mean"],
 )
 def test_log_probabilities_that_the_learner_does_not_confirm_stop_the_first_step(
     limit: float, row: dict[str, float]

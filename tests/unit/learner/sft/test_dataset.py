@@ -9,13 +9,27 @@ from slipstream.buffer.archive.columns import tabulate
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig, SftConfig
-from slipstream.learner.sft.dataset import read_heldout, read_train
+from slipstream.learner.sft.dataset import Piece, chat_pieces, read_heldout, read_train, tokenize
 from tests.builders import make_trajectory
 from tests.tiny_model import make_tokenizer
 from tests.unit.learner.builders import make_model, make_run
-from tests.unit.learner.sft.test_demonstration import TEMPLATE
 
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}={{ m.content }}<eos>+{% endfor %}"
+    "{% if add_generation_prompt %}assistant={% endif %}"
+)
+FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else 'x' }} {% endfor %}"
 ROWS = [{"prompt": "12=", "response": "21"}, {"prompt": "345=", "response": "543"}]
+
+
+def chat_tokenizer(template=TEMPLATE):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def conversation(*turns):
+    return [{"role": role, "content": content} for role, content in turns]
 
 
 def make_file(folder: Path, rows, name="train.parquet") -> str:
@@ -27,23 +41,12 @@ def make_file(folder: Path, rows, name="train.parquet") -> str:
 def sft_run(folder: Path, rows=ROWS, *, max_length=64, template: str | None = None, **settings):
     model = make_model(folder)
     if template is not None:
-        tokenizer = make_tokenizer()
-        tokenizer.chat_template = template or None
-        tokenizer.save_pretrained(model)
+        chat_tokenizer(template or None).save_pretrained(model)
         if not template:
             (model / "chat_template.jinja").unlink(missing_ok=True)
     sft = SftConfig(train_path=make_file(folder, rows), **settings)
     run = make_run(model, mode="sft", sft=sft)
     return msgspec.structs.replace(run, model=ModelConfig(path=str(model), max_length=max_length))
-
-
-def texts(file):
-    return [make_tokenizer().decode(demonstration.token_ids) for demonstration in file.demonstrations]
-
-
-def trained(file):
-    tokenizer = make_tokenizer()
-    return [tokenizer.decode(d.token_ids[d.model_mask]) for d in file.demonstrations]
 
 
 def refusal(folder, rows=ROWS, **settings) -> str:
@@ -53,29 +56,31 @@ def refusal(folder, rows=ROWS, **settings) -> str:
     return str(caught.value)
 
 
-def test_prompts_and_responses_of_text(tmp_path):
-    file = read_train(sft_run(tmp_path))
-    assert texts(file) == ["12=21<eos>", "345=543<eos>"]
-    assert trained(file) == ["21<eos>", "543<eos>"]
+RECORD = {"question": "12=", "reward_model": {"style": "rule", "ground_truth": "21"}}
+COLUMNS = {"prompt": "question", "response": "reward_model.ground_truth"}
+ANSWERED = conversation(("user", "1+2"), ("assistant", "3"))
+PROMPT = conversation(("user", "1"), ("assistant", "2"), ("user", "3"))
 
 
-def test_columns_may_have_other_names_and_lie_in_records(tmp_path):
-    rows = [{"question": "12=", "reward_model": {"style": "rule", "ground_truth": "21"}}]
-    file = read_train(sft_run(tmp_path, rows, prompt="question", response="reward_model.ground_truth"))
-    assert texts(file) == ["12=21<eos>"]
-
-
-def test_messages_go_through_the_chat_template(tmp_path):
-    messages = [{"role": "user", "content": "1+2"}, {"role": "assistant", "content": "3"}]
-    file = read_train(sft_run(tmp_path, [{"messages": messages}], template=TEMPLATE))
-    assert texts(file) == ["user=1+2<eos>+assistant=3<eos>+"]
-    assert trained(file) == ["3<eos>"]
-
-
-def test_only_the_response_to_a_prompt_of_messages_is_trained(tmp_path):
-    prompt = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
-    file = read_train(sft_run(tmp_path, [{"prompt": prompt, "response": "4"}], template=TEMPLATE))
-    assert trained(file) == ["4<eos>"]
+@pytest.mark.parametrize(
+    ("rows", "settings", "texts", "trained"),
+    [
+        (ROWS, {}, ["12=21<eos>", "345=543<eos>"], ["21<eos>", "543<eos>"]),
+        ([RECORD], COLUMNS, ["12=21<eos>"], ["21<eos>"]),
+        ([{"messages": ANSWERED}], {"template": TEMPLATE}, ["user=1+2<eos>+assistant=3<eos>+"], ["3<eos>"]),
+        (
+            [{"prompt": PROMPT, "response": "4"}],
+            {"template": TEMPLATE},
+            ["user=1<eos>+assistant=2<eos>+user=3<eos>+assistant=4<eos>+"],
+            ["4<eos>"],
+        ),
+    ],
+    ids=["text", "nested columns", "messages", "prompt of messages"],
+)
+def test_responses_are_trained_whatever_form_the_rows_have(tmp_path, rows, settings, texts, trained):
+    tokenizer, found = make_tokenizer(), read_train(sft_run(tmp_path, rows, **settings)).demonstrations
+    assert [tokenizer.decode(each.token_ids) for each in found] == texts
+    assert [tokenizer.decode(each.token_ids[each.model_mask]) for each in found] == trained
 
 
 def test_token_ids_need_no_tokenizer(tmp_path):
@@ -95,87 +100,141 @@ def test_exported_trajectories_train_their_model_written_tokens(tmp_path):
 
 def test_a_held_out_file_is_read_from_its_beginning(tmp_path):
     path = make_file(tmp_path, ROWS * 3, "heldout.parquet")
-    assert len(read_heldout(sft_run(tmp_path, heldout_path=path)).demonstrations) == 6
-    assert len(read_heldout(sft_run(tmp_path, heldout_path=path, heldout_rows=4)).demonstrations) == 4
-    assert read_heldout(sft_run(tmp_path)).demonstrations == []
+    for settings, expected in (({"heldout_path": path}, 6), ({"heldout_path": path, "heldout_rows": 4}, 4), ({}, 0)):
+        assert len(read_heldout(sft_run(tmp_path, **settings)).demonstrations) == expected
 
 
-UNFIT = [
-    *ROWS,
-    {"prompt": "1=", "response": ""},
-    {"prompt": "1=", "response": None},
-    {"prompt": "1" * 64, "response": "1"},
-]
+UNFIT = [*ROWS, *({"prompt": "1=", "response": none} for none in ("", None)), {"prompt": "1" * 64, "response": "1"}]
 
 
-def test_unfit_rows_are_refused_by_default(tmp_path):
+def test_unfit_rows_are_refused_by_default_and_skipped_and_counted_on_request(tmp_path):
     assert "row 2: the response must not be empty" in refusal(tmp_path, UNFIT)
     assert "row 1: it must hold at most model.max_length (6) tokens, got 8" in refusal(tmp_path, max_length=6)
-
-
-def test_unfit_rows_can_be_skipped_and_are_counted(tmp_path):
     file = read_train(sft_run(tmp_path, UNFIT, unfit="skip"))
     assert (len(file.demonstrations), file.num_empty, file.num_too_long) == (2, 2, 1)
-
-
-def test_a_file_of_nothing_but_unfit_rows_is_refused(tmp_path):
     assert "got none: 2 rows with nothing to learn and 1 longer" in refusal(tmp_path, UNFIT[2:], unfit="skip")
     assert "must hold at least one demonstration" in refusal(tmp_path, pa.Table.from_pylist(ROWS).slice(0, 0))
 
 
-def test_missing_columns_are_named_with_the_existing_ones(tmp_path):
-    assert "must have the column `response`, got only prompt, answer" in refusal(
-        tmp_path, [{"prompt": "1", "answer": "2"}]
-    )
-    assert "must have the column `prompt`, got only token_ids" in refusal(tmp_path, [{"token_ids": [4, 5]}])
-    assert "`record.missing`" in refusal(tmp_path, [{"prompt": "1", "record": {"a": "2"}}], response="record.missing")
-
-
 @pytest.mark.parametrize(
-    ("row", "what"),
+    ("row", "what", "settings"),
     [
-        ({"prompt": 1, "response": "2"}, "`prompt` must hold text or lists of messages, got int64"),
-        ({"prompt": "1", "response": 2}, "`response` must hold text, got int64"),
-        ({"messages": "1"}, "`messages` must hold lists of records with `role` and `content`"),
-        ({"messages": [{"from": "user", "value": "1"}]}, "`messages` must hold lists of records"),
-        ({"token_ids": ["4"], "model_mask": [True]}, "`token_ids` must hold lists of integers"),
-        ({"token_ids": [4], "model_mask": [0.5]}, "`model_mask` must hold lists of booleans"),
-        (
-            {"token_ids": [4, 5], "model_mask": [True]},
-            "row 0: token_ids and model_mask must be filled lists of one length",
-        ),
-        ({"token_ids": [4, 5000], "model_mask": [False, True]}, "row 0: token ids must lie between 0 and 40"),
-        ({"token_ids": [-1, 5], "model_mask": [False, True]}, "row 0: token ids must lie between 0 and 40"),
+        ({"prompt": "1", "answer": "2"}, "must have the column `response`, got only prompt, answer", {}),
+        ({"token_ids": [4, 5]}, "must have the column `prompt`, got only token_ids", {}),
+        ({"prompt": "1", "record": {"a": "2"}}, "`record.missing`", {"response": "record.missing"}),
+        ({"prompt": 1, "response": "2"}, "`prompt` must hold text or lists of messages, got int64", {}),
+        ({"prompt": "1", "response": 2}, "`response` must hold text, got int64", {}),
+        ({"messages": "1"}, "`messages` must hold lists of records with `role` and `content`", {}),
+        ({"messages": [{"from": "user", "value": "1"}]}, "`messages` must hold lists of records", {}),
+        ({"token_ids": ["4"], "model_mask": [True]}, "`token_ids` must hold lists of integers", {}),
+        ({"token_ids": [4], "model_mask": [0.5]}, "`model_mask` must hold lists of booleans", {}),
+        ({"token_ids": [4, 5], "model_mask": [True]}, "row 0: token_ids and model_mask must be filled lists", {}),
+        ({"token_ids": [4, 5000], "model_mask": [False, True]}, "row 0: token ids must lie between 0 and 40", {}),
+        ({"token_ids": [-1, 5], "model_mask": [False, True]}, "row 0: token ids must lie between 0 and 40", {}),
+        ({"messages": ANSWERED}, "lists of messages need a chat template", {"template": ""}),
     ],
 )
-def test_columns_of_the_wrong_kind_are_named(tmp_path, row, what):
-    assert what in refusal(tmp_path, [row])
+def test_columns_that_are_missing_or_of_the_wrong_kind_are_named(tmp_path, row, what, settings):
+    assert what in refusal(tmp_path, [row], **settings)
 
 
 def test_a_row_without_a_prompt_is_named(tmp_path):
     assert "row 1: `prompt` must be filled" in refusal(tmp_path, [ROWS[0], {"prompt": None, "response": "2"}])
 
 
-def test_messages_need_a_chat_template(tmp_path):
-    rows = [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}]
-    assert "lists of messages need a chat template" in refusal(tmp_path, rows, template="")
-
-
 def test_a_missing_or_unreadable_file_is_named(tmp_path):
-    run = sft_run(tmp_path)
-    Path(run.sft.train_path).write_text("no parquet")
-    with pytest.raises(
-        ConfigError, match=r"train\.parquet must be a Parquet file of demonstrations, but cannot be read"
-    ):
-        read_train(run)
-    Path(run.sft.train_path).unlink()
-    with pytest.raises(ConfigError, match="does not exist"):
-        read_train(run)
-
-
-def test_a_file_that_is_damaged_in_its_middle_is_named(tmp_path):
     run = sft_run(tmp_path)
     path = Path(run.sft.train_path)
     path.write_bytes(path.read_bytes()[:4] + bytes(40) + path.read_bytes()[44:])
     with pytest.raises(ConfigError, match=r"^\S*train\.parquet must be a .* cannot be read from row 0 on: "):
         read_train(run)
+    path.write_text("no parquet")
+    with pytest.raises(ConfigError, match=r"train\.parquet must be a Parquet file of .*, but cannot be read: "):
+        read_train(run)
+    path.unlink()
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_train(run)
+
+
+def test_every_assistant_turn_is_trained_and_the_rest_is_context():
+    messages = conversation(
+        ("system", "sum"), ("user", "1+2"), ("assistant", "3"), ("tool", "9"), ("assistant", "4"), ("user", "ok")
+    )
+    assert chat_pieces(messages, tokenizer=chat_tokenizer()) == [
+        Piece("system=sum<eos>+user=1+2<eos>+assistant=", is_model=False),
+        Piece("3<eos>+", is_model=True),
+        Piece("tool=9<eos>+assistant=", is_model=False),
+        Piece("4<eos>+", is_model=True),
+    ]
+
+
+def test_the_tokens_are_those_of_the_whole_conversation_and_none_after_an_end_token_is_trained():
+    tokenizer, messages = chat_tokenizer(), [*ANSWERED, *conversation(("user", "4"), ("assistant", "5"))]
+    found = tokenize(chat_pieces(messages, tokenizer=tokenizer), tokenizer=tokenizer)
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert found.token_ids.tolist() == tokenizer.encode(whole, add_special_tokens=False)
+    assert tokenizer.decode(found.token_ids[found.model_mask]) == "3<eos>5<eos>"
+
+
+def test_the_first_token_is_never_trained_because_nothing_predicts_it():
+    demonstration = tokenize([Piece("21", is_model=True)], tokenizer=make_tokenizer())
+    assert demonstration.trained.tolist() == [1]
+
+
+@pytest.mark.parametrize("turns", [[("user", "1")], [("user", "1"), ("assistant", "")], []])
+def test_a_conversation_with_an_empty_assistant_turn_or_none_has_no_pieces(turns):
+    assert chat_pieces(conversation(*turns), tokenizer=chat_tokenizer()) == []
+
+
+def test_a_turn_with_only_tool_calls_is_not_empty():
+    template = "{% for m in messages %}{{ m.content or m.calls }}<eos>{% endfor %}"
+    messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": None, "calls": "2"}]
+    assert chat_pieces(messages, tokenizer=chat_tokenizer(template)) == [Piece("1<eos>", False), Piece("2<eos>", True)]
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        (FORGETFUL, "provide the columns token_ids and model_mask"),
+        ("{{ raise_exception('roles must alternate') }}", "must fit the chat template: roles must alternate"),
+    ],
+)
+def test_a_template_that_rewrites_the_beginning_or_does_not_know_the_messages_is_refused(template, complaint):
+    messages = [*ANSWERED, *conversation(("user", "3"), ("assistant", "4"))]
+    with pytest.raises(ConfigError, match=complaint):
+        chat_pieces(messages, tokenizer=chat_tokenizer(template))
+
+
+TEXT = {"prompt": "1=", "chosen": "2", "rejected": "3"}
+WHOLE = {side: conversation(("user", "1"), ("assistant", text)) for side, text in (("chosen", "2"), ("rejected", "3"))}
+
+
+def read_pairs(folder, row):
+    template = "{% for m in messages %}{{ m.content }}={% endfor %}"
+    (pair,) = read_train(sft_run(folder, [row], objective="pairs", template=template)).demonstrations
+    return [make_tokenizer().decode(side) for side in (pair.chosen, pair.rejected)]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (TEXT, ["1=2<eos>", "1=3<eos>"]),
+        (TEXT | {"prompt": conversation(("user", "1"))}, ["1=2=", "1=3="]),
+        ({"prompt": "1", "chosen": WHOLE["chosen"][1:], "rejected": WHOLE["rejected"][1:]}, ["1=2=", "1=3="]),
+        (WHOLE, ["1=2=", "1=3="]),
+    ],
+)
+def test_pairs_are_texts_or_messages(tmp_path, row, expected):
+    assert read_pairs(tmp_path, row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        (TEXT | {"chosen": ""}, "row 0: the response must not be empty"),
+        ({"prompt": "1=", "chosen": "2"}, "must have the column `rejected`"),
+    ],
+)
+def test_incomplete_pairs_are_refused(tmp_path, row, complaint):
+    with pytest.raises(ConfigError, match=complaint):
+        read_pairs(tmp_path, row)

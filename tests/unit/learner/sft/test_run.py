@@ -6,14 +6,18 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from slipstream.buffer.errors import RunConflictError
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import SftConfig
 from slipstream.configs.learner import BestConfig, CheckpointConfig, OptimizerConfig
 from slipstream.configs.load import load
+from slipstream.generators.rewards.reward_model import RewardModel
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.sft.run import build_sft, check_sft, choose_rows, count_seen, count_steps
+from slipstream.runtime.model_files import answer_token_ids
+from tests.tiny_model import make_tokenizer
 from tests.unit.learner.builders import CPU, make_model, make_run, plant_nan, save
 from tests.unit.learner.sft.test_dataset import make_file
 
@@ -75,15 +79,7 @@ def test_the_held_out_loss_goes_down_and_everything_is_written_down(tmp_path):
     assert set(summary) == documented("Summary")
 
 
-def test_a_resumed_run_continues_bit_for_bit(tmp_path):
-    rows, _, expected = train(make_sft_run(tmp_path))
-    train(make_sft_run(tmp_path, name="second", steps=3))
-    resumed, _, found = train(make_sft_run(tmp_path, name="second", resume=True))
-    assert equal(expected, found)
-    assert lasting(resumed[4:]) == lasting(rows[4:])
-
-
-def test_a_run_that_died_between_checkpoints_repeats_those_steps(tmp_path):
+def test_a_run_that_died_between_checkpoints_repeats_those_steps_bit_for_bit(tmp_path):
     rows, summary, expected = train(make_sft_run(tmp_path))
     run = make_sft_run(tmp_path, name="second")
     died = build_sft(run, device=CPU)
@@ -97,19 +93,16 @@ def test_a_run_that_died_between_checkpoints_repeats_those_steps(tmp_path):
 
 
 def test_a_finished_run_that_is_resumed_makes_the_same_model_and_no_second_checkpoint(tmp_path):
-    _, _, expected = train(make_sft_run(tmp_path))
+    _, complete, expected = train(make_sft_run(tmp_path))
     _, _, found = train(make_sft_run(tmp_path, resume=True))
     assert equal(expected, found)
-    assert sorted(p.name for p in (tmp_path / "runs/first/checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
-
-
-def test_a_finished_run_without_its_metrics_can_be_resumed(tmp_path):
-    _, complete, _ = train(make_sft_run(tmp_path, steps=2))
-    (tmp_path / "runs/first/metrics.jsonl").unlink()
-    build_sft(make_sft_run(tmp_path, steps=2, resume=True), device=CPU).run()
-    summary = json.loads((tmp_path / "runs/first/summary.json").read_text())
+    folder = tmp_path / "runs/first"
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+    (folder / "metrics.jsonl").unlink()
+    build_sft(make_sft_run(tmp_path, resume=True), device=CPU).run()
     lost = {"heldout_loss": None, "heldout_loss_before": None, "train_loss": None}
-    assert summary == complete | lost | {"train_seconds": 0.0, "learner_tokens_per_s": 0.0}
+    lost |= {"train_seconds": 0.0, "learner_tokens_per_s": 0.0}
+    assert json.loads((folder / "summary.json").read_text()) == complete | lost, "without its metrics, too"
 
 
 def test_weights_that_an_update_made_nan_end_the_run_and_its_resume_begins_before_them(tmp_path, monkeypatch):
@@ -179,30 +172,49 @@ def test_a_best_checkpoint_that_cannot_be_is_refused(metric, heldout, message):
         load(["experiment=sft", "sft.train_path=train.parquet", "model.path=somewhere", *settings])
 
 
-def test_another_seed_trains_in_another_order(tmp_path):
-    run = make_sft_run(tmp_path)
-    first = choose_rows(run, range(40), step=1)
-    assert choose_rows(run, range(40), step=1) == first
-    assert choose_rows(msgspec.structs.replace(run, seed=1), range(40), step=1) != first
-
-
-def test_each_pass_takes_every_row_once_and_the_last_step_ends_with_it(tmp_path):
+def test_each_pass_takes_every_row_once_in_an_order_drawn_from_the_seed_and_the_last_step_ends_with_it(tmp_path):
     run = make_sft_run(tmp_path, epochs=2, trajectories_per_step=12)
     assert count_steps(run, num_rows=40) == 7
-    taken = [row for step in range(1, 8) for row in choose_rows(run, range(40), step=step)]
+
+    def take(run):
+        return [row for step in range(1, 8) for row in choose_rows(run, range(40), step=step)]
+
+    taken = take(run)
     assert sorted(taken[:40]) == sorted(taken[40:]) == list(range(40))
     assert taken[:40] != taken[40:]
+    assert taken == take(run) != take(msgspec.structs.replace(run, seed=1))
     assert [count_seen(run, num_rows=40, step=step) for step in (0, 1, 6, 7)] == [0, 12, 72, 80]
 
 
-def test_a_used_name_is_refused(tmp_path):
+def test_a_used_name_is_refused_and_a_resumed_run_keeps_its_settings_but_may_last_longer(tmp_path):
     train(make_sft_run(tmp_path, steps=1))
     with pytest.raises(ConfigError, match="name must be unused"):
         check_sft(make_sft_run(tmp_path, steps=1))
-
-
-def test_a_run_is_resumed_with_its_own_settings_but_may_last_longer(tmp_path):
-    train(make_sft_run(tmp_path, steps=1))
     with pytest.raises(RunConflictError, match=r"sft\.trajectories_per_step must stay 8"):
         check_sft(make_sft_run(tmp_path, steps=1, resume=True, trajectories_per_step=4))
     check_sft(make_sft_run(tmp_path, steps=2, resume=True))
+
+
+def test_a_run_learns_pairs_and_its_model_scores_alike_in_transformers_and_as_a_reward(tmp_path):
+    rows = [{"prompt": f"{n:03d}=", "chosen": f"{n:03d}"[::-1], "rejected": f"{n:03d}"} for n in range(123, 170)]
+    files = {"train_path": rows, "heldout_path": rows[:10]}
+    run = make_sft_run(tmp_path, steps=20, objective="pairs", heldout_every_steps=10)
+    paths = {name: make_file(tmp_path, content, f"{name}.parquet") for name, content in files.items()}
+    run = msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, **paths))
+    written, summary, _ = train(run)
+    assert summary["heldout_pair_accuracy"] >= 0.9
+    assert summary["heldout_loss"] < 0.7 * summary["heldout_loss_before"]
+    assert written[-1]["eval/pair_accuracy"] == summary["heldout_pair_accuracy"]
+
+    path = str(tmp_path / "runs" / run.name / "final_model")
+    module = AutoModelForSequenceClassification.from_pretrained(path)
+    reward = RewardModel(path=path, device="cpu")
+    reward.start()
+    batch = [answer_token_ids(make_tokenizer(), row["prompt"], row["chosen"]) for row in rows[:3]]
+    batch.append(batch[0][:5])
+    with torch.inference_mode():
+        alone = [float(module(input_ids=torch.tensor(own)[None]).logits) for own in batch]
+    assert reward.scores(batch) == pytest.approx(alone, abs=1e-5)
+    # A language model has no reward head: its scores would be random.
+    with pytest.raises(ConfigError, match=r"which lacks score\.weight: train one with experiment=reward_model"):
+        RewardModel(path=str(make_model(tmp_path))).start()

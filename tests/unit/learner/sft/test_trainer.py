@@ -2,15 +2,17 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from transformers import AutoModelForSequenceClassification
 
 from slipstream.configs.data import SftConfig
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
 from slipstream.learner.errors import DivergenceError
-from slipstream.learner.sft.dataset import Demonstration
-from slipstream.learner.sft.run import SftTrainer, count_tokens, to_samples
+from slipstream.learner.sft.dataset import Demonstration, Pair
+from slipstream.learner.sft.run import PairTrainer, SftTrainer, count_tokens, to_samples
 from tests.tiny_model import make_tiny_module
 from tests.unit.learner.builders import VOCABULARY, make_alone, make_model, make_run, make_trainer, weights, zero
 
+PLAIN = {"learning_rate": 1e-3, "warmup_steps": 0, "schedule": "constant", "max_grad_norm": 1.0}
 ENGINES = {"torch": TorchEngineConfig(), **{f"zero-{stage}": zero(stage) for stage in range(4)}}
 
 
@@ -26,15 +28,29 @@ def make_demonstrations(count=6, *, seed=0):
     return made
 
 
-def make_sft_trainer(folder, *, engine=ENGINES["torch"], tokens_per_microbatch=8192, batch=4, **optimizer):
-    learner = {
-        "engine": engine,
-        "tokens_per_microbatch": tokens_per_microbatch,
-        "optimizer": OptimizerConfig(**optimizer),
-    }
-    run = make_run(make_model(folder), learner=learner, mode="sft", sft=SftConfig("a", trajectories_per_step=batch))
+def make_trainer_of(kind, folder, *, engine=ENGINES["torch"], tokens_per_microbatch=8192, batch=4, **optimizer):
+    """An SftTrainer or a PairTrainer, and the trainer that it uses."""
+    learner = {"engine": engine, "tokens_per_microbatch": tokens_per_microbatch}
+    learner["optimizer"] = OptimizerConfig(**optimizer)
+    objective = "pairs" if kind is PairTrainer else "demonstrations"
+    sft = SftConfig("a", objective=objective, trajectories_per_step=batch)
+    run = make_run(make_model(folder), learner=learner, mode="sft", sft=sft)
+    torch.manual_seed(3)
     trainer = make_trainer(run)
-    return SftTrainer(run, trainer=trainer, ranks=make_alone(), num_steps=4), trainer
+    return kind(run, trainer=trainer, ranks=make_alone(), num_steps=4), trainer
+
+
+def make_sft_trainer(folder, **settings):
+    return make_trainer_of(SftTrainer, folder, **settings)
+
+
+def make_pairs(count=5, *, seed=0):
+    random = np.random.default_rng(seed)
+    prompts = [random.integers(2, VOCABULARY, size=int(random.integers(1, 6))) for _ in range(count)]
+    return [
+        Pair(*(np.append(prompt, random.integers(2, VOCABULARY, size=int(random.integers(1, 7)))) for _ in range(2)))
+        for prompt in prompts
+    ]
 
 
 def plain_loss(module, demonstrations):
@@ -113,14 +129,6 @@ def test_the_loss_weighs_tokens_equally_for_any_batch_size(tmp_path):
         assert all(tensor.equal(before[name]) for name, tensor in weights(trainer).items())
 
 
-@torch.no_grad()
-def test_context_tokens_are_not_targets(tmp_path):
-    read = Demonstration(np.array([4, 8, 2, 9, 5]), np.array([False, True, False, False, True]))
-    sft, _ = make_sft_trainer(tmp_path)
-    logits = make_tiny_module()(input_ids=torch.tensor([[4, 8, 2, 9, 5]])).logits[0].log_softmax(-1)
-    assert sft.loss([read]) == pytest.approx(-float(logits[0, 8] + logits[3, 5]) / 2, rel=1e-5)
-
-
 def test_the_rate_follows_the_schedule_of_the_whole_run(tmp_path):
     sft, _ = make_sft_trainer(tmp_path, schedule="linear", warmup_steps=1, learning_rate=3e-4)
     rates = [sft.step(make_demonstrations(), step=step)["learner/learning_rate"] for step in (1, 2, 3, 4)]
@@ -135,10 +143,8 @@ def test_a_token_that_the_model_finds_impossible_has_no_loss_and_is_counted(tmp_
     head = trainer.engine.model.causal_lm.lm_head
     head.register_forward_hook(lambda _module, _inputs, logits: logits.index_fill(-1, torch.tensor([5]), -torch.inf))
     # The other token's softmax also excludes it.
-    logits = (
-        make_tiny_module()(input_ids=torch.tensor([[4, 8]])).logits[0].index_fill(-1, torch.tensor([5]), -torch.inf)
-    )
-    expected = -logits.log_softmax(-1)[0, 8].item()
+    logits = make_tiny_module()(input_ids=torch.tensor([[4, 8]])).logits[0]
+    expected = -logits.index_fill(-1, torch.tensor([5]), -torch.inf).log_softmax(-1)[0, 8].item()
     assert sft.loss([impossible]) == pytest.approx(expected, rel=1e-5)
     metrics = sft.step([impossible], step=1)
     assert metrics["learner/loss"] == pytest.approx(expected / 2, rel=1e-5)
@@ -170,3 +176,34 @@ def test_samples_are_consecutive_and_share_no_prompt():
     assert [p for sample in samples for p in sample.indices.tolist()] == list(range(count_tokens(demonstrations)))
     assert len({sample.group_id for sample in samples}) == 5
     assert {sample.temperature for sample in samples} == {1.0}
+
+
+def test_a_step_on_pairs_is_the_textbooks_and_any_split_gives_the_same_gradient(tmp_path):
+    pairs = make_pairs(16)
+    torch.manual_seed(3)
+    module = AutoModelForSequenceClassification.from_pretrained(make_model(tmp_path), num_labels=1)
+    torch_trainer, trainer = make_trainer_of(PairTrainer, tmp_path, **PLAIN)
+    module.load_state_dict(weights(trainer))
+    # One pair at a time, with transformers' own head.
+    margins = torch.stack([
+        module(input_ids=torch.tensor(pair.chosen)[None]).logits[0, 0]
+        - module(input_ids=torch.tensor(pair.rejected)[None]).logits[0, 0]
+        for pair in pairs
+    ])  # fmt: skip
+    expected = torch.log1p(torch.exp(-margins)).mean()
+    expected.backward()
+    norm = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0).step()
+
+    metrics = torch_trainer.step(pairs, step=1)
+    assert metrics["learner/loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert metrics["learner/pair_accuracy"] == float((margins > 0).float().mean())
+    assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+
+    split, other = make_trainer_of(PairTrainer, tmp_path, engine=ENGINES["zero-2"], tokens_per_microbatch=64, **PLAIN)
+    assert split.step(pairs, step=1)["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
+    for each in (trainer, other):
+        for name, parameter in module.named_parameters():
+            # Adam's first step is the sign of the gradient, so it is noise where the gradient is.
+            clear = parameter.grad.abs() > 1e-5
+            assert torch.allclose(weights(each)[name][clear], parameter[clear], atol=2e-5), name

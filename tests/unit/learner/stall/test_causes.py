@@ -31,10 +31,8 @@ def snapshot(*generators: RoleStatus, version: int = 0, broker: RoleStatus | Non
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=4, seed=0)
     fields = {name: overrides.pop(name) for name in list(overrides) if name in Snapshot.__dataclass_fields__}
-    counts = msgspec.structs.replace(store.counts(), **overrides)
-    return Snapshot(
-        counts, version, broker=broker or role("broker", "broker", version=None), generators=generators, **fields
-    )
+    fields["broker"] = broker or role("broker", "broker", version=None)
+    return Snapshot(msgspec.structs.replace(store.counts(), **overrides), version, generators=generators, **fields)
 
 
 def working(**overrides: Any) -> Snapshot:
@@ -63,8 +61,9 @@ def scene() -> Scene:
     return Scene()
 
 
-# --- no change -------------------------------------------------------------------------------------------------------
 UNSYNCED = [role(f"generator-{n}", state="unsynced", reason=f"probe differs by 0.{n}") for n in (1, 2)]
+STARTING = snapshot(role(state="starting", version=None))
+WITHOUT_WEIGHTS = role(state="unsynced", version=None, waits_for="weights")
 FETCHING = role(state="unsynced", version=None, reason="fetching", waits_for="transfer")
 STILL = {
     "nobody_joined": (snapshot(), "generators", AFTER_S, ["none ever joined", "python -m generators name="]),
@@ -110,7 +109,6 @@ def test_a_new_wait_has_its_own_time(scene):
     assert scene.after(1, working()) is not None
 
 
-# --- arrivals that are not progress ----------------------------------------------------------------------------------
 def expiring(n: int) -> Snapshot:
     """By every other second, two groups of two have arrived and one has expired."""
     return working(
@@ -144,9 +142,7 @@ def test_arrivals_that_are_lost_are_a_dead_end_that_names_the_reason(scene, come
 
 
 def test_lost_groups_do_not_explain_an_evaluation(scene):
-    causes = [
-        scene.after(1, snapshot(role(), answered=0, reasons={"expired: stale": n})) for n in range(int(AFTER_S) + 2)
-    ]
+    causes = [scene.after(1, working(answered=0, reasons={"expired: stale": n})) for n in range(int(AFTER_S) + 2)]
     assert causes[-1].kind == "silence"
 
 
@@ -157,7 +153,6 @@ def test_a_crash_loop_hides_no_dead_end(scene):
     assert any(causes)
 
 
-# --- progress --------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "come",
     [
@@ -172,41 +167,36 @@ def test_slow_progress_is_no_dead_end(scene, come):
     assert [scene.after(AFTER_S - 1, come(n)) for n in range(5)] == [None] * 5
 
 
-def test_a_generator_that_has_started_has_time_for_a_first_batch(scene):
-    assert scene.after(500, snapshot(role(state="starting", version=None))) is None
-    assert scene.after(1, working()) is None
-    assert scene.after(AFTER_S - 1, working()) is None
-    assert scene.after(1, working()) is not None
-
-
-def test_a_start_that_took_long_leaves_the_first_weights_their_own_time(scene):
-    """The generator is briefly unsynced before it fetches. The time of its start must not count."""
-    unsynced = role(state="unsynced", version=None, waits_for="weights")
-    assert scene.after(500, snapshot(role(state="starting", version=None))) is None
-    assert scene.after(1, snapshot(unsynced)) is None
-    assert scene.after(START_AFTER_S - 1, snapshot(FETCHING)) is None
-    assert scene.after(1, snapshot(FETCHING)).kind == "weights"
+@pytest.mark.parametrize(
+    ("phases", "kind"),
+    [
+        ([(500, STARTING), (1, working()), (AFTER_S - 1, working())], "silence"),
+        ([(500, STARTING), (1, snapshot(WITHOUT_WEIGHTS)), (START_AFTER_S - 1, snapshot(FETCHING))], "weights"),
+    ],
+    ids=["first batch", "first weights, before which a generator is briefly unsynced"],
+)
+def test_a_start_that_took_long_leaves_the_next_phase_its_own_time(scene, phases, kind):
+    assert [scene.after(seconds, now) for seconds, now in phases] == [None] * len(phases)
+    assert scene.after(1, phases[-1][1]).kind == kind
 
 
 def test_an_engine_that_may_start_longer_has_that_time():
     scene = Scene(generators={"engine": {"kind": "vllm", "start_timeout_s": 900.0}})
-    starting = snapshot(role(state="starting", version=None))
-    assert scene.after(0, starting) is None
-    assert scene.after(900 + AFTER_S - 1, starting) is None
-    assert scene.after(1, starting).kind == "start"
+    assert scene.after(0, STARTING) is None
+    assert scene.after(900 + AFTER_S - 1, STARTING) is None
+    assert scene.after(1, STARTING).kind == "start"
 
 
 @pytest.mark.parametrize("starts_s", [0, 500])
 def test_slow_progress_ends_at_the_limit_counted_from_the_first_generator(scene, starts_s):
     for _ in range(starts_s // 100):
-        assert scene.after(100, snapshot(role(state="starting", version=None))) is None
+        assert scene.after(100, STARTING) is None
     causes = [scene.after(100, working(accepted=n)) for n in range(20)]
     first = next(filter(None, causes))
     assert (first.kind, 100 * causes.index(first)) == ("slow", LIMIT_S)
     assert "learner.wait_timeout_s" in first.remedy
 
 
-# --- tracked across waits --------------------------------------------------------------------------------------------
 def test_training_while_no_generator_applies_newer_weights_becomes_a_dead_end(scene):
     found = []
     for step in range(1, 100):
@@ -218,6 +208,7 @@ def test_training_while_no_generator_applies_newer_weights_becomes_a_dead_end(sc
 
 
 def test_a_long_step_is_no_lag_of_the_generators(scene):
+    assert scene.after(0, working()) is None
     for step in range(5):
         scene.clock.now += 2 * START_AFTER_S
         scene.begin()
@@ -238,22 +229,19 @@ def test_a_long_step_is_no_lag_of_the_generators(scene):
 def test_consecutive_failed_rewards_are_an_immediate_dead_end(scene, sums, failed):
     causes = [scene.after(1, working(rewarded=rewarded, unrewarded=unrewarded)) for rewarded, unrewarded in sums]
     assert not any(causes[:-1])
-    if failed is None:
-        assert causes[-1] is None
-    else:
-        assert causes[-1].kind == "rewards"
+    assert (causes[-1] and causes[-1].kind) == (failed and "rewards")
+    if failed:
         assert f"last {failed} trajectories" in causes[-1].problem
         assert "position_match" in causes[-1].problem
 
 
 def test_failed_rewards_explain_a_standstill_before_the_filter_does(scene):
     for n in range(int(AFTER_S)):
-        scene.after(1, snapshot(role(), unrewarded=min(n, 3), reasons={"rejected: zero_signal": n}))
-    assert scene.after(1, snapshot(role(), unrewarded=3, reasons={"rejected: zero_signal": 200})).kind == "rewards"
+        scene.after(1, working(unrewarded=min(n, 3), reasons={"rejected: zero_signal": n}))
+    assert scene.after(1, working(unrewarded=3, reasons={"rejected: zero_signal": 200})).kind == "rewards"
 
 
 def test_a_replay_needs_no_new_rewards():
-    archive = {"path": "archive"}
-    scene = Scene(mode="replay", replay=archive, weights={"transport": "memory"})
+    scene = Scene(mode="replay", replay={"path": "archive"}, weights={"transport": "memory"})
     scene.after(0, working())
     assert scene.after(1, working(unrewarded=99)) is None
