@@ -133,7 +133,6 @@ def connect(wire: Wire) -> tuple[ServerChannel, ClientChannel, bytes]:
     return server, client, identity
 
 
-# --- all channels ------------------------------------------------------------------------------------------------
 def test_messages_stay_in_order_both_ways(wire: Wire) -> None:
     server, client, identity = connect(wire)
     for i in range(500):
@@ -290,7 +289,6 @@ def test_a_second_server_is_refused(wire: Wire) -> None:
     assert next_at_server(server, client)[1] == [b"still here"]
 
 
-# --- sockets ---------------------------------------------------------------------------------------------------------
 def test_a_frame_that_was_not_split_ends_only_the_connection_of_its_sender(sockets: ZmqWire) -> None:
     server, modest, identity = connect(sockets)
     with zmq.Context() as context, own_socket(context, sockets.address) as greedy:
@@ -319,7 +317,6 @@ def test_pieces_that_do_not_add_up_arrive_with_an_empty_header(sockets: ZmqWire,
     assert next_at_server(server, client)[1] == frames
 
 
-# --- strangers -------------------------------------------------------------------------------------------------------
 def own_socket(context: zmq.Context, address: str, keys: Keys | None = KEYS) -> zmq.Socket:
     """A raw socket, unencrypted without keys."""
     opened = context.socket(zmq.DEALER)
@@ -567,7 +564,6 @@ def test_channels_leave_no_threads_and_no_files_behind(sockets: ZmqWire) -> None
     assert eventually(lambda: process.num_fds() <= files and process.num_threads() <= threads)
 
 
-# --- memory, one thread ----------------------------------------------------------------------------------------------
 def test_a_single_thread_never_blocks() -> None:
     hub = MemoryBroker()
     server, client = hub.server(), hub.client()

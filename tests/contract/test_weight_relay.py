@@ -194,7 +194,6 @@ def test_a_lender_over_a_slow_link_is_not_taken_for_one_that_hangs(
         scene.close()
 
 
-# --- lenders that fail -----------------------------------------------------------------------------------------------
 class Liar(HostWeights):
     """Flips a bit of every file with this prefix."""
 
@@ -295,7 +294,6 @@ def test_a_lender_gets_half_of_the_time(scene: Scene) -> None:
     assert "nothing more in time" in fetcher.lender_errors[0].reason
 
 
-# --- a lender in another process -------------------------------------------------------------------------------------
 @pytest.fixture
 def big(tmp_path: Path) -> Iterator[Scene]:
     made = Scene(tmp_path, num_columns=COLUMNS)

@@ -112,7 +112,6 @@ def assert_same(received: Named, sent: Named) -> None:
         assert torch.equal(got, expected), name
 
 
-# --- all transports --------------------------------------------------------------------------------------------------
 def test_weights_arrive_bit_for_bit(group: Group) -> None:
     group.open_epoch(1, members=[0, 1, 2])
     for received in group.update(make_weights(), members=[0, 1, 2]):
@@ -182,7 +181,6 @@ def test_the_wait_of_a_receiver_for_a_broadcast_is_bounded(group: Group) -> None
     assert time.monotonic() - started < 3.0
 
 
-# --- process groups --------------------------------------------------------------------------------------------------
 def test_a_missing_member_is_named_to_all_others(group: Group) -> None:
     opening = group.opening(1, num_members=3, timeout_s=TIMEOUT_S)
     with ThreadPoolExecutor() as threads:

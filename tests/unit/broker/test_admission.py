@@ -38,17 +38,8 @@ def test_groups_that_would_be_stale_when_they_are_trained_on_are_not_paced_for()
 
 
 def test_a_replay_admits_no_prompt():
-    run = make_run(
-        mode="replay",
-        weights={"transport": "memory"},
-        replay={"path": "runs/other/archive"},
-    )
+    run = make_run(mode="replay", weights={"transport": "memory"}, replay={"path": "runs/other/archive"})
     assert admission_limit(run, consumed=100) == 0
-
-
-def test_the_run_config_of_the_tests_survives_the_wire():
-    run = make_run()
-    assert msgspec.json.decode(msgspec.json.encode(run), type=type(run)) == run
 
 
 def counts(**fields):
@@ -57,16 +48,13 @@ def counts(**fields):
     return msgspec.structs.replace(store.counts(), **fields)
 
 
-def test_a_full_store_admits_nothing_and_gives_the_reason():
+def test_stored_groups_and_bytes_are_bounded_with_the_reason():
     full = counts(admitted=50, leased=2, returned=1, ready=4, claimed=4, used=5, unarchived=4)
     reason = "capacity: 20 groups are outstanding, buffer.capacity.max_groups is 20"
     assert capacity_reason(CapacityConfig(max_groups=20), full) == reason
     assert capacity_limit(CapacityConfig(max_groups=20), full) == 50
     assert capacity_limit(CapacityConfig(max_groups=23), full) == 53
     assert capacity_reason(CapacityConfig(max_groups=21), full) == ""
-
-
-def test_stored_bytes_are_bounded():
     heavy = counts(admitted=7, payload_bytes=3 * 2**20)
     assert capacity_reason(CapacityConfig(max_mib=3), heavy).startswith("capacity: 3.0 MiB are stored")
     assert capacity_limit(CapacityConfig(max_mib=3), heavy) == 7

@@ -90,14 +90,6 @@ def test_the_fastest_is_served_first_whoever_asked_first(tmp_path: Path):
     assert slow.receive() == []
 
 
-def test_a_slow_generator_alone_gets_everything(scene: RouterScene):
-    fast, slow = pair(scene)
-    train(scene, fast, slow)
-    fast.channel.close()
-    scene.tick()
-    assert len(slow.lease(max_trajectories=8).prompts) == 2
-
-
 @pytest.mark.parametrize(("max_lag", "is_leased"), [(0, False), (1, True)])
 def test_a_generator_beyond_the_staleness_bound_gets_no_training_prompts(tmp_path: Path, max_lag: int, is_leased: bool):
     scene = RouterScene(tmp_path, staleness={"max_lag": max_lag})
@@ -144,7 +136,6 @@ def test_evaluations_take_half_of_a_lease_and_none_of_the_budget(scene: RouterSc
     assert [prompt.lease.group_id for prompt in peer.lease(max_trajectories=8).prompts] == ["e-2:0"], "not `later`"
 
 
-# --- curriculum ------------------------------------------------------------------------------------------------------
 def lease_all_rows(folder: Path, *, num_wrong: int) -> tuple[RouterScene, FakePeer, set[str]]:
     """A run of ten rows, `num_wrong` groups all wrong and the others half right; returns the uids of the wrong ones."""
     curriculum = {"explore": 0.0, "min_answers": 2}

@@ -9,7 +9,6 @@ from slipstream.broker.messages import (
     LeaseRequest,
     Member,
     Message,
-    Nack,
     OpenEpoch,
     Pong,
     Put,
@@ -19,16 +18,6 @@ from slipstream.buffer.codec import encode
 from slipstream.buffer.trajectory import TrajectoryHeader
 from tests.builders import make_packed
 from tests.fakes import RouterScene
-
-
-def test_a_trajectory_that_does_not_match_its_header_is_refused_and_quarantined(scene: RouterScene):
-    peer = scene.join()
-    peer.lease()
-    header, payload = make_packed("0", 0)
-    (nack,) = peer.exchange(Put([header]), payload[:-1] + b"x")
-    assert isinstance(nack, Nack)
-    assert nack.is_fatal
-    assert scene.store.counts().refused == {"checksum": 1}
 
 
 def test_each_trajectory_of_one_put_is_checked_by_itself(scene: RouterScene):
@@ -64,10 +53,17 @@ def test_payloads_after_any_other_message_are_refused(scene: RouterScene):
     assert scene.store.counts().leased == 0
 
 
-def test_weight_orders_of_a_generator_are_not_relayed(scene: RouterScene):
-    one, other = scene.join("g0"), scene.join("g1")
+def test_a_generator_gives_no_weight_orders_and_speaks_for_itself_only(scene: RouterScene):
+    learner, one, other = scene.join("learner", role="learner"), scene.join("g0"), scene.join("g1")
     one.exchange(OpenEpoch(1, [Member("g1", "1")], "127.0.0.1", 1, 1.0))
     assert other.receive() == []
+    one.exchange(EpochOpened(1, Member("g1", "1")))
+    assert not [message for message in learner.receive() if isinstance(message, EpochOpened)]
+    other.exchange(EpochOpened(1, Member("g1", "1")))
+    assert [message for message in learner.receive() if isinstance(message, EpochOpened)]
+    held = one.lease().prompts[0].lease.id
+    other.exchange(ReturnLeases([held], "test"))
+    assert scene.store.counts().returned == 0
 
 
 def test_oversized_frames_are_refused_with_their_reason(scene: RouterScene):
@@ -79,21 +75,6 @@ def test_oversized_frames_are_refused_with_their_reason(scene: RouterScene):
     assert nack.is_fatal
     peer.send([too_large])
     assert scene.store.counts().refused == {"oversized": 2}
-
-
-def test_a_generator_answers_weight_orders_for_itself_only(scene: RouterScene):
-    learner, one, other = scene.join("learner", role="learner"), scene.join("g0"), scene.join("g1")
-    one.exchange(EpochOpened(1, Member("g1", "1")))
-    assert not [message for message in learner.receive() if isinstance(message, EpochOpened)]
-    other.exchange(EpochOpened(1, Member("g1", "1")))
-    assert [message for message in learner.receive() if isinstance(message, EpochOpened)]
-
-
-def test_a_generator_can_return_its_own_leases_only(scene: RouterScene):
-    one, other = scene.join("g0"), scene.join("g1")
-    held = one.lease().prompts[0].lease.id
-    other.exchange(ReturnLeases([held], "test"))
-    assert scene.store.counts().returned == 0
 
 
 def test_an_exception_in_a_check_refuses_that_trajectory_only(scene: RouterScene, monkeypatch: pytest.MonkeyPatch):

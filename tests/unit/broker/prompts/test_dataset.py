@@ -47,31 +47,15 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_row_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert Dataset(write(tmp_path, [ROW])).row(0) == Row(
-        uid="train/00000",
-        prompt="48213=",
-        ground_truth="31284",
-        data_source="digits/reverse",
-        extra_info={"index": 17, "split": "train"},
-    )
-
-
-def test_extra_info_may_be_absent(tmp_path: Path) -> None:
+def test_rows_are_read_as_they_were_written_each_under_its_own_uid(tmp_path: Path) -> None:
     without = {key: value for key, value in ROW.items() if key != "extra_info"}
-    assert Dataset(write(tmp_path, [without])).row(0).extra_info == {}
-
-
-def test_iteration_yields_every_row_under_its_own_uid(tmp_path: Path) -> None:
-    dataset = Dataset(write(tmp_path, [ROW, ROW, ROW]))
-    assert len(dataset) == 3
-    assert [row.uid for row in dataset] == ["train/00000", "train/00001", "train/00002"]
-
-
-@pytest.mark.parametrize("index", [-1, 1])
-def test_a_row_outside_the_file_is_an_index_error(tmp_path: Path, index: int) -> None:
-    with pytest.raises(IndexError, match="rows 0 to 0"):
-        Dataset(write(tmp_path, [ROW])).row(index)
+    dataset = Dataset(write(tmp_path, [ROW, without]))
+    row = {"prompt": "48213=", "ground_truth": "31284", "data_source": "digits/reverse"}
+    first, second = Row(uid="train/00000", extra_info=ROW["extra_info"], **row), Row(uid="train/00001", **row)
+    assert (len(dataset), list(dataset), dataset.row(1)) == (2, [first, second], second)
+    for index in (-1, 2):
+        with pytest.raises(IndexError, match="rows 0 to 1"):
+            dataset.row(index)
 
 
 def test_a_missing_file_or_one_of_another_kind_or_without_rows_is_refused(tmp_path: Path) -> None:
@@ -130,7 +114,6 @@ def test_a_row_without_a_value_is_named(tmp_path: Path, suffix: str, broken: dic
     assert f"`{name}`" in message
 
 
-# --- forms of a row --------------------------------------------------------------------------------------------------
 TRUTHS: list[Any] = ["31284", 31284, 0.5, True, False, 0, "", ["a", "b"], {"tests": [{"in": "1", "out": "2"}]}, []]
 
 
@@ -192,19 +175,16 @@ def test_the_parts_of_a_message_are_kept(tmp_path: Path, suffix: str) -> None:
     assert Dataset(write(tmp_path, [ROW | {"prompt": prompt}], suffix)).row(0).prompt == prompt
 
 
-def test_fields_that_a_parquet_record_lacks_do_not_come_back_as_nulls(tmp_path: Path) -> None:
+def test_only_nulls_that_were_written_into_a_json_record_come_back(tmp_path: Path) -> None:
     truths: list[Any] = [{"a": 1}, {"b": [{"c": 2}, {"d": 3}]}]
     rows = [ROW | {"reward_model": {"ground_truth": truth}, "extra_info": truth} for truth in truths]
     found = list(Dataset(write(tmp_path, rows)))
     assert [row.ground_truth for row in found] == truths
     assert [row.extra_info for row in found] == truths
-
-
-def test_a_null_that_was_written_into_a_json_record_is_kept(tmp_path: Path) -> None:
     row = ROW | {"reward_model": {"ground_truth": {"unit": None}}, "comment": None}
-    found = Dataset(write(tmp_path, [row], "jsonl")).row(0)
-    assert found.ground_truth == {"unit": None}
-    assert "comment" not in found.extra_info
+    written = Dataset(write(tmp_path, [row], "jsonl")).row(0)
+    assert written.ground_truth == {"unit": None}
+    assert "comment" not in written.extra_info
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", "3", '{"question": "q", "answer": 1' + "0" * 30 + "}", "not json"])
@@ -242,21 +222,20 @@ def open_with(folder: Path, prompts: list[Any], **data: Any) -> tuple[Dataset, d
 
 
 @pytest.mark.parametrize("kind", [str, list])
-def test_prompts_over_the_limit_are_refused_with_their_number_or_dropped(kind: type, tmp_path: Path) -> None:
+def test_prompts_over_the_limit_are_refused_with_their_number_or_dropped_and_logged(kind: type, tmp_path: Path) -> None:
     user = [{"role": "user", "content": "1" * length} for length in (3, 20, 6, 30)]
     prompts = [[message] for message in user] if kind is list else [message["content"] for message in user]
-    with pytest.raises(
-        ConfigError, match=r"at most data.max_prompt_tokens \(8\) tokens, but 2 of 4 are longer, up to 3\d"
-    ):
+    refused = r"at most data.max_prompt_tokens \(8\) tokens, but 2 of 4 are longer, up to 3\d"
+    with pytest.raises(ConfigError, match=refused):
         open_with(tmp_path, prompts)
-    train, heldout = open_with(tmp_path, prompts, too_long="drop")
+    with capture_logs() as events:
+        train, heldout = open_with(tmp_path, prompts, too_long="drop")
     assert [row.uid for row in train] == ["train/00000", "train/00002"]
     assert {name: len(dataset) for name, dataset in heldout.items()} == {"sampled": 2, "greedy": 2}
-
-
-def test_a_file_of_which_nothing_would_be_left_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="2 of 2 are longer, up to 10 tokens in row 1"):
-        open_with(tmp_path, ["1" * 9, "1" * 10], too_long="drop")
+    found = [(Path(each["file"]).parent.name, each["left_out"], each["kept"]) for each in events if "left_out" in each]
+    assert found == [("train", 2, 2), ("heldout", 2, 2)]
+    with pytest.raises(ConfigError, match=r"2 of 2 are longer, up to 3. tokens in row 1"):
+        open_with(tmp_path, prompts[1::2], too_long="drop")
 
 
 def test_a_row_that_fits_into_no_message_is_refused_with_its_size(tmp_path: Path) -> None:
@@ -335,14 +314,6 @@ def test_a_template_that_cannot_be_read_is_named(content: bytes | None, tmp_path
         read_chat_template(ModelConfig(path="none", chat_template=str(file)))
 
 
-def test_the_log_counts_what_a_file_leaves_out(tmp_path: Path) -> None:
-    with capture_logs() as events:
-        open_with(tmp_path, ["1" * 3, "1" * 20], too_long="drop")
-    found = [(Path(each["file"]).parent.name, each["left_out"], each["kept"]) for each in events if "left_out" in each]
-    assert found == [("train", 1, 1), ("heldout", 1, 1)]
-
-
-# --- several files ---------------------------------------------------------------------------------------------------
 def write_two(folder: Path) -> list[str]:
     paths = []
     for name, count in (("gsm8k", 3), ("math", 2)):
@@ -353,19 +324,16 @@ def write_two(folder: Path) -> list[str]:
     return paths
 
 
-def test_rows_of_several_files_are_numbered_one_file_after_the_other(tmp_path: Path) -> None:
-    dataset = Dataset(*write_two(tmp_path))
+def test_several_files_are_numbered_one_after_the_other_and_share_by_rows_or_weights(tmp_path: Path) -> None:
+    paths = write_two(tmp_path)
+    dataset = Dataset(*paths)
     uids = ["gsm8k/train/00000", "gsm8k/train/00001", "gsm8k/train/00002", "math/train/00000", "math/train/00001"]
     assert [row.uid for row in dataset] == [dataset.row(index).uid for index in range(len(dataset))] == uids
     assert dataset.row(3).data_source == "math/train"
     with pytest.raises(IndexError, match="rows 0 to 4"):
         dataset.row(5)
-
-
-def test_files_share_by_their_rows_or_by_their_weights(tmp_path: Path) -> None:
-    paths = write_two(tmp_path)
     assert Dataset(paths[0]).row_count == 3
-    assert Dataset(*paths).row_count == [FileShare(3, 3.0), FileShare(2, 2.0)]
+    assert dataset.row_count == [FileShare(3, 3.0), FileShare(2, 2.0)]
     run = make_run(
         data={"train": [{"path": path, "weight": weight} for path, weight in zip(paths, (1, 9), strict=True)]}
     )

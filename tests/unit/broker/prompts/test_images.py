@@ -85,15 +85,12 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path, m
     assert len(open_run(tmp_path, model, [good])) == 1
 
 
-def test_the_tokens_of_images_count_in_the_length_of_a_prompt(tmp_path: Path, model: Path) -> None:
+def test_images_count_in_the_length_of_a_prompt_and_the_size_of_a_row(tmp_path: Path, model: Path) -> None:
     rows = [make_picture_row([{"bytes": FIRST}]), make_picture_row([{"bytes": make_picture(64, 64)}])]
     assert "1 of 2 are longer, up to 67 tokens in row 1" in refusal(tmp_path, model, rows)
     kept = open_run(tmp_path, model, rows, too_long="drop")
     assert [row.uid for row in kept] == ["train/00000"]
     assert len(open_run(tmp_path, model, rows, max_prompt_tokens=67)) == 2
-
-
-def test_a_row_that_fills_a_message_counts_its_images(tmp_path: Path, model: Path) -> None:
     (tmp_path / "a.png").write_bytes(make_picture(64, 64))
     rows = [make_picture_row(["a.png"])]
     dataset = open_run(tmp_path, model, rows, max_prompt_tokens=100)
@@ -101,7 +98,9 @@ def test_a_row_that_fills_a_message_counts_its_images(tmp_path: Path, model: Pat
         dataset.check_row_sizes(max_message_bytes=16_000)
 
 
-def test_prompts_are_encoded_as_the_model_reads_them(tmp_path: Path, model: Path) -> None:
+def test_prompts_are_encoded_as_the_model_reads_them_and_a_damaged_image_costs_its_prompt_alone(
+    tmp_path: Path, model: Path
+) -> None:
     dataset = open_run(tmp_path, model, [make_picture_row([{"bytes": FIRST}], prompt="1<image>=")])
     lease = Lease("0-0", "0", "train", 0, 0, 0, [0, 1])
     prompt = make_prompt(lease, dataset.row(0))
@@ -115,14 +114,9 @@ def test_prompts_are_encoded_as_the_model_reads_them(tmp_path: Path, model: Path
     chat = make_picture_row([{"bytes": FIRST}], prompt=[{"role": "user", "content": "<image>1"}])
     asked = make_prompt(lease, open_run(tmp_path, model, [chat]).row(0))
     assert encoder.encode(asked)[0] == [14, IMAGE, IMAGE, 16, 3, 13]
-
-
-def test_a_damaged_image_costs_its_prompt_alone(model: Path) -> None:
-    tokenizer = load_tokenizer(make_run(model={"path": str(model)}).model)
-    encoder = PromptEncoder(tokenizer, max_prompt_tokens=99, vision=VisionModel(str(model)))
-    prompt = make_leased(PLACEHOLDER, images=[make_picture(64, 64)[:-500]])
+    damaged = make_leased(PLACEHOLDER, images=[make_picture(64, 64)[:-500]])
     with pytest.raises(PromptError, match="prompt test/0: an image must be complete"):
-        encoder.encode(prompt)
+        encoder.encode(damaged)
 
 
 def test_an_answer_carries_the_name_of_its_image_and_not_its_bytes() -> None:

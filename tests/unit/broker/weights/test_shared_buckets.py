@@ -53,7 +53,6 @@ def test_missing_or_smaller_buckets_cannot_be_mapped(tmp_path: Path) -> None:
             map_buckets(str(tmp_path / name), sizes=[4])
 
 
-# --- free memory -----------------------------------------------------------------------------------------------------
 MIB = 2**20
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 V2 = ("memory.max", "memory.current", "")

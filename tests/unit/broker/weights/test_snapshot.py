@@ -68,7 +68,6 @@ def test_only_complete_versions_are_listed(tmp_path: Path) -> None:
     assert snapshots.versions(tmp_path) == [2, 12]
 
 
-# --- damage ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("index", [0, 12345, -1])
 def test_a_changed_byte_is_refused(tmp_path: Path, index: int) -> None:
     write(path := tmp_path / "version-00000012")
@@ -114,7 +113,6 @@ def test_an_undecodable_manifest_is_refused(content: bytes) -> None:
         snapshots.parse_manifest(content)
 
 
-# --- room and crashes ------------------------------------------------------------------------------------------------
 def test_a_full_disk_raises_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before, _ = write(path := tmp_path / "version-00000012")
     update, packed = make_version(13)

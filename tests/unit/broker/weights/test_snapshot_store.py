@@ -58,7 +58,6 @@ def store(tmp_path: Path) -> SnapshotStore:
     return SnapshotStore(tmp_path / "weights", num_kept=2, num_deltas_kept=4)
 
 
-# --- store -----------------------------------------------------------------------------------------------------------
 def test_old_versions_lose_their_buckets_first(store: SnapshotStore) -> None:
     fill(store, range(6))
     step = ["delta", "delta.json", "manifest.json"]
@@ -113,7 +112,6 @@ def test_a_file_that_was_pruned_is_named(store: SnapshotStore) -> None:
         store.read(1, "bucket-0000.bin")
 
 
-# --- host weights ----------------------------------------------------------------------------------------------------
 def test_the_first_update_reads_the_snapshot(store: SnapshotStore) -> None:
     fill(store, [1, 2])
     assert update_to(HostWeights(), store, 2) >= NUM_BYTES
