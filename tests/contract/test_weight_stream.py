@@ -199,27 +199,10 @@ def test_a_server_survives_malformed_requests(server: StreamServer) -> None:
     fetch_over(server, undisturbed)
 
 
-def test_an_address_in_use_is_named(server: StreamServer, snapshot_store: SnapshotStore) -> None:
+def test_only_free_loopback_addresses_are_served(server: StreamServer, snapshot_store: SnapshotStore) -> None:
     with pytest.raises(
         WeightTransferError, match=f"weights.fetch_address must be free to bind, got {server.address}: .* the learner"
     ):
         StreamServer(snapshot_store, keys=KEYS, address=server.address)
-
-
-def test_only_loopback_addresses_are_served(snapshot_store: SnapshotStore) -> None:
     with pytest.raises(WeightTransferError, match=r"weights\.fetch_address must be a loopback .* got tcp://0\.0\.0\.0"):
         StreamServer(snapshot_store, keys=KEYS, address="tcp://0.0.0.0:*")
-
-
-def test_a_peer_can_serve_a_version_it_has(server: StreamServer, tmp_path: Path) -> None:
-    update, _ = make_version(12, num_columns=COLUMNS)
-    weights, own = HostWeights(), SnapshotStore(tmp_path / "peer")
-    stream = WeightStream(server.address, keys=KEYS)
-    weights.update_to(stream, Manifest.of(update), with_deltas=False, timeout_s=TIMEOUT_S)
-    stream.close()
-    own.put(update, weights.tensors)
-    peer = StreamServer(own, keys=KEYS)
-    try:
-        fetch_over(peer, undisturbed)
-    finally:
-        peer.close()

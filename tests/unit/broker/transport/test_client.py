@@ -1,5 +1,9 @@
 """A client rejoins after a loss of the broker and resends until acknowledged."""
 
+import asyncio
+import queue
+import threading
+
 import msgspec
 import pytest
 
@@ -8,6 +12,7 @@ from slipstream.broker.messages import (
     Ack,
     AnyMessage,
     Bye,
+    Drain,
     Hello,
     LeaseRequest,
     LivingBrokers,
@@ -26,7 +31,7 @@ from slipstream.broker.messages import (
 )
 from slipstream.broker.transport.channels import MemoryBroker, MemoryServerChannel
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus, Route, preferred
-from slipstream.broker.transport.session import QueueInbox
+from slipstream.broker.transport.session import QueueInbox, call_threadsafe
 from slipstream.buffer.codec import decode, encode
 from slipstream.configs.broker import BROKER_SILENCE_S
 from tests.builders import make_packed
@@ -110,31 +115,22 @@ def test_a_ping_is_answered_with_the_role_s_status():
     assert broker.receive() == [Pong(7.0, "ready", 3, "", {"running": 2}, [])]
 
 
-def test_a_trajectory_is_sent_until_acknowledged():
+def test_trajectories_are_sent_in_one_message_until_acknowledged():
     client, broker, clock, _ = make_pair()
-    header, payload = make_packed()
-    client.put(header, payload)
-    join(client, broker)
-    client.step(timeout_s=0)
-    assert Put([header]) in broker.receive()
-    clock.now += 9.0
-    client.step(timeout_s=0)
-    assert not client.is_joined
-    join(client, broker)
-    client.step(timeout_s=0)
-    assert Put([header]) in broker.receive()
-    deliver(client, broker, Ack([header.id]))
-    assert len(client.outbox) == 0
-
-
-def test_waiting_trajectories_are_sent_in_one_message():
-    client, broker, _, _ = make_pair()
     packed = [make_packed(str(number)) for number in range(3)]
     for header, payload in packed:
         client.put(header, payload)
+    put = Put([header for header, _ in packed])
+    for _ in range(2):
+        join(client, broker)
+        client.step(timeout_s=0)
+        assert [m for m in broker.receive() if isinstance(m, Put)] == [put]
+        clock.now += 9.0
+        client.step(timeout_s=0)
+        assert not client.is_joined
     join(client, broker)
-    client.step(timeout_s=0)
-    assert [m for m in broker.receive() if isinstance(m, Put)] == [Put([header for header, _ in packed])]
+    deliver(client, broker, Ack([header.id for header in put.headers]))
+    assert len(client.outbox) == 0
 
 
 def test_a_fatal_nack_removes_the_trajectory_and_reaches_the_role():
@@ -176,25 +172,21 @@ def test_a_bye_of_a_restarted_broker_is_answered_with_hello_at_once():
     assert Put in [type(message) for message in broker.receive()]
 
 
-def arrived_after_silence(scene, message) -> list[type]:
-    """Types of messages that a new broker receives from a peer that sends `message` after losing its broker."""
-    client, broker, clock, _ = scene
+@pytest.mark.parametrize(
+    ("is_moving", "message", "kept"),
+    [(False, LeaseRequest(1), []), (True, ReturnLeases(["0-0"], reason="drained"), [ReturnLeases])],
+)
+def test_without_a_broker_requests_do_not_pile_up_and_returned_leases_wait(
+    is_moving: bool, message: Message, kept: list
+):
+    client, broker, clock, _ = make_moving_pair() if is_moving else make_pair()
     join(client, broker)
     clock.now += BROKER_SILENCE_S + 1
     broker.receive()
     client.step(timeout_s=0)
     client.send(message)
     client.step(timeout_s=0)
-    return [type(each) for each in broker.receive()]
-
-
-def test_messages_to_a_broker_that_is_gone_do_not_pile_up():
-    assert arrived_after_silence(make_pair(), LeaseRequest(1)) == [Hello]
-
-
-def test_what_a_generator_gives_back_without_a_broker_arrives_once_it_is_joined_again():
-    given_back = ReturnLeases(["0-0"], reason="drained")
-    assert arrived_after_silence(make_moving_pair(), given_back) == [Hello, ReturnLeases]
+    assert [type(each) for each in broker.receive()] == [Hello, *kept]
 
 
 def test_a_weight_order_is_resent_once_a_new_broker_reports_members():
@@ -296,3 +288,48 @@ def test_an_exception_on_the_clients_thread_reaches_the_role():
     with pytest.raises(ClientDiedError, match="IndexError: a bug"):
         inbox.get(timeout_s=10)
     thread.stop()
+
+
+def test_queued_messages_are_forwarded_first() -> None:
+    inbox, received = QueueInbox(), []
+    inbox.put(Drain("first"))
+    inbox.forward_to(received.append)
+    inbox.put(Drain("second"))
+    assert received == [Drain("first"), Drain("second")]
+
+
+def test_a_message_that_arrives_while_a_listener_begins_is_forwarded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    arriving, goes_on = threading.Event(), threading.Event()
+
+    class SlowQueue(queue.SimpleQueue):
+        def put(self, message: Drain) -> None:
+            arriving.set()
+            goes_on.wait(1)
+            super().put(message)
+
+    monkeypatch.setattr(queue, "SimpleQueue", SlowQueue)
+    inbox, received = QueueInbox(), []
+    putting = threading.Thread(target=inbox.put, args=(Drain("now"),))
+    beginning = threading.Thread(target=inbox.forward_to, args=(received.append,))
+    putting.start()
+    assert arriving.wait(5)
+    beginning.start()
+    beginning.join(0.05)
+    goes_on.set()
+    for thread in (putting, beginning):
+        thread.join(5)
+    assert received == [Drain("now")]
+
+
+def test_a_call_is_made_by_a_running_loop_and_not_on_a_closed_one() -> None:
+    received: list[str] = []
+
+    async def listen() -> None:
+        call_threadsafe(asyncio.get_running_loop(), received.append, "drain")
+        await asyncio.sleep(0)
+
+    asyncio.run(listen())
+    loop = asyncio.new_event_loop()
+    loop.close()
+    call_threadsafe(loop, received.append, "late")
+    assert received == ["drain"]

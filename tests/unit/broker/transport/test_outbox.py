@@ -28,14 +28,11 @@ def test_sending_stops_at_the_credit_and_an_ack_frees_it():
     assert len(outbox) == 2
 
 
-def test_the_credit_in_bytes_binds_but_one_trajectory_always_fits():
+def test_the_credit_in_bytes_binds_and_acks_free_it_but_one_trajectory_always_fits():
     outbox = make_outbox(added=2, messages=10, size_bytes=1)
     assert ids(outbox.pop_sendable()) == ["0-0-0"]
     outbox.acknowledge(["0-0-0"])
     assert ids(outbox.pop_sendable()) == ["0-0-1"]
-
-
-def test_acknowledged_bytes_are_free_again():
     payload_bytes = len(make_packed(index=0)[1])
     outbox = make_outbox(added=6, messages=10, size_bytes=2 * payload_bytes)
     for first in (0, 2, 4):

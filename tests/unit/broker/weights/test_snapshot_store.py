@@ -65,14 +65,11 @@ def test_old_versions_lose_their_buckets_first(store: SnapshotStore) -> None:
     assert store.newest() == 5
 
 
-def test_a_version_is_found_by_its_checksum(store: SnapshotStore) -> None:
+def test_a_version_is_found_by_its_checksum_and_not_rewritten(store: SnapshotStore) -> None:
     assert (store.newest(), store.find("ab")) == (None, None)
     fill(store, [3, 7])
     assert store.find(flat.combine(make_version(3, moved=300)[0].checksums)) == 3
     assert store.find("ab") is None
-
-
-def test_an_existing_version_is_not_rewritten(store: SnapshotStore) -> None:
     fill(store, [1])
     before = (store.folder / "version-00000001").stat().st_ino
     fill(store, [1])
@@ -96,25 +93,17 @@ def test_buckets_that_do_not_match_the_update_are_refused(store: SnapshotStore) 
     assert store.newest() is None
 
 
-def test_only_files_of_a_version_can_be_opened(store: SnapshotStore) -> None:
+def test_only_files_of_a_held_version_can_be_opened(store: SnapshotStore) -> None:
     fill(store, [1])
     (store.folder / "version-00000001" / "secret").write_text("secret")
     for name in ("secret", "../../etc/passwd", "/etc/passwd", "bucket-0000.bin/../secret", "bucket-0000.bin\n", ""):
         with pytest.raises(WeightTransferError, match="must match"):
             store.read(1, name)
-
-
-def test_a_file_that_was_pruned_is_named(store: SnapshotStore) -> None:
-    fill(store, range(4))
+    fill(store, range(2, 5))
     with pytest.raises(
         WeightTransferError, match=r"bucket-0000\.bin of version-00000001 must be in the snapshot store"
     ):
         store.read(1, "bucket-0000.bin")
-
-
-def test_the_first_update_reads_the_snapshot(store: SnapshotStore) -> None:
-    fill(store, [1, 2])
-    assert update_to(HostWeights(), store, 2) >= NUM_BYTES
 
 
 def test_one_time_limit_covers_all_files_of_an_update(store: SnapshotStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,22 +122,15 @@ def test_one_time_limit_covers_all_files_of_an_update(store: SnapshotStore, monk
     assert limits == pytest.approx([1.0, 0.6, 0.2])
 
 
-def test_the_next_version_is_read_as_a_delta(store: SnapshotStore) -> None:
-    weights = held(store)
-    fill(store, [2])
-    assert update_to(weights, store, 2) < NUM_BYTES / 10
-
-
-def test_several_versions_are_read_as_a_chain_of_deltas(store: SnapshotStore) -> None:
-    weights = held(store)
-    fill(store, [2, 3, 5])
-    assert update_to(weights, store, 5) < NUM_BYTES / 10
-
-
-def test_an_incomplete_chain_falls_back_to_the_snapshot(store: SnapshotStore) -> None:
-    weights = held(store)
-    fill(store, range(2, 8))
-    assert update_to(weights, store, 7) >= NUM_BYTES
+def test_a_snapshot_is_read_first_then_chains_of_deltas_unless_they_are_incomplete(store: SnapshotStore) -> None:
+    weights = HostWeights()
+    fill(store, [0, 1])
+    assert update_to(weights, store, 1) >= NUM_BYTES
+    for versions in ([2], [3, 4, 6]):
+        fill(store, versions)
+        assert update_to(weights, store, versions[-1]) < NUM_BYTES / 10
+    fill(store, range(7, 13))
+    assert update_to(weights, store, 12) >= NUM_BYTES
 
 
 @pytest.mark.parametrize(("damaged", "share"), [("delta.json", 1), ("delta-0001.bin", 2 / 3)])
