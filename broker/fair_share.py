@@ -216,9 +216,14 @@ class FairShare:
         self._now = self._clock()
         if self._now >= self._next_drop_at:
             self._next_drop_at = self._now + _DROP_INTERVAL_S
-            self._drop_lost_leases()
+            # Keep young leases, which older Pongs cannot list.
+            before = self._now - self._lost_after_s
+            for owner, generator in self._generators.items():
+                if generator.throughput.drop_lost(generator.peer.lease_ids, leased_before=before):
+                    self._changed.add(owner)
         peers = [each.peer for each in self._generators.values()]
-        self._is_eligible = np.array([_may_lease(peer) for peer in peers], dtype=np.bool_)
+        may_lease = [p.state in ("starting", "ready", "updating") and not p.is_disconnected for p in peers]
+        self._is_eligible = np.array(may_lease, dtype=np.bool_)
         self._version = np.array([peer.version for peer in peers])
         self._measure()
 
@@ -291,14 +296,3 @@ class FairShare:
         part = (group_s[takes_part], rates[takes_part], in_flight[takes_part])
         result[takes_part] = shares(*part, num_groups=available)
         return result, group_s
-
-    def _drop_lost_leases(self) -> None:
-        # Keep young leases, which older Pongs cannot list.
-        before = self._now - self._lost_after_s
-        for owner, generator in self._generators.items():
-            if generator.throughput.drop_lost(generator.peer.lease_ids, leased_before=before):
-                self._changed.add(owner)
-
-
-def _may_lease(peer: Peer) -> bool:
-    return peer.state in ("starting", "ready", "updating") and not peer.is_disconnected

@@ -149,7 +149,10 @@ class LeaseScheduler:
             state = self._run_state()
             offer = self._offer(request, state)
             prompts = self._lease(request.peer, offer, upcoming=self._upcoming(offer, state))
-            return prompts, (offer.reason or self._admission_reason()) if is_due and not prompts else ""
+            if prompts or not is_due:
+                return prompts, ""
+            reason = offer.reason or admission_reason(self._run, state=state, counts=self._store_counts())
+            return [], reason or pacing_reason(state)
         except StoreUnavailableError as error:
             self._outage.record(error)
             return [], self._outage.reason if is_due else ""
@@ -157,7 +160,9 @@ class LeaseScheduler:
     # --- how much ------------------------------------------------------------------------------------------------
     def _offer(self, request: _Request, state: RunState) -> _Offer:
         requested = max(1, request.max_trajectories // self._run.generators.members_per_group)
-        limit = self._admission_limit(state)
+        limit, capacity = admission_limit(self._run, consumed=state.consumed), self._run.buffer.capacity
+        if capacity != CapacityConfig():
+            limit = min(limit, capacity_limit(capacity, self._store_counts()))
         if state.phase not in ("starting", "training"):
             # The store leases only evaluation rows then.
             return _Offer(self._fair_share.num_rows(request.peer, requested=requested), limit)
@@ -186,12 +191,6 @@ class LeaseScheduler:
         oldest = oldest_version(self._run, committed=state.version)
         return self._fair_share.num_groups(peer, available=available, oldest_version=oldest) if available else None
 
-    def _admission_limit(self, state: RunState) -> int:
-        limit, capacity = admission_limit(self._run, consumed=state.consumed), self._run.buffer.capacity
-        if capacity == CapacityConfig():
-            return limit
-        return min(limit, capacity_limit(capacity, self._store_counts()))
-
     def _run_state(self) -> RunState:
         """State of the run, read once per round; with a curriculum, which needs the next ordinal, after each lease."""
         if self._state is None:
@@ -207,10 +206,6 @@ class LeaseScheduler:
         group_s = self._fair_share.group_s(peer)
         detail = f"; a group takes {group_s:.1f} s here" if group_s else ""
         return f"speed: faster generators take all available prompts{detail}"
-
-    def _admission_reason(self) -> str:
-        state = self._run_state()
-        return admission_reason(self._run, state=state, counts=self._store_counts()) or pacing_reason(state)
 
     # --- prompts -------------------------------------------------------------------------------------------------
     def _upcoming(self, offer: _Offer, state: RunState) -> Upcoming:

@@ -182,15 +182,18 @@ def test_leases_that_lapse_together_make_one_event(scene):
     assert text.count("; ") == 1
 
 
-@pytest.mark.parametrize("jump_s", [36000.0, -36000.0])
-def test_a_clock_of_the_store_that_is_set_costs_no_lease_and_is_an_event(scene, jump_s):
+@pytest.mark.parametrize(
+    ("jump_s", "effect"),
+    [(36000.0, "keep the time they had left"), (-36000.0, "last at most their full time from now")],
+)
+def test_a_clock_of_the_store_that_is_set_costs_no_lease_and_is_an_event(scene, jump_s, effect):
     scene.step()
     assert scene.store.roles()["broker"].keys() >= {"host", "pid"}
     scene.store.lease(owner="nobody", group_size=2, max_groups=1, lease_s=30.0, admission_limit=9)
     scene.store_is_ahead_s = jump_s
     scene.tick(1)
     assert scene.events() == [
-        ("broker", f"the store's clock jumped by {jump_s:+.0f} s: leases and claims keep the time they had left")
+        ("broker", f"the store's clock jumped by {jump_s:+.0f} s: leases and claims {effect}")
     ]
     scene.tick(31)
     assert "lapsed" in scene.events()[-1][1]
