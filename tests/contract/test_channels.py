@@ -201,18 +201,6 @@ def test_a_wake_ends_a_blocked_receive_or_the_next_one(wire: Wire) -> None:
     assert time.monotonic() - started < TIMEOUT_S / 2
 
 
-def test_a_send_leaves_while_another_thread_receives(wire: Wire) -> None:
-    server, client, identity = connect(wire)
-    received: list[Frames | None] = []
-    waiter = threading.Thread(target=lambda: received.append(client.receive(timeout_s=TIMEOUT_S)))
-    waiter.start()
-    client.send([b"from another thread"])
-    assert next_at_server(server) == (identity, [b"from another thread"])
-    server.send(identity, [b"thanks"])
-    waiter.join(TIMEOUT_S)
-    assert received == [[b"thanks"]]
-
-
 def test_many_threads_may_send(wire: Wire) -> None:
     server, client, identity = connect(wire)
 
