@@ -283,32 +283,19 @@ def test_a_stuck_archiver_says_which_side_it_waits_for(tmp_path: Path, open_writ
     assert thread.status().waits_for == waits_for
 
 
-def test_a_full_archive_lets_groups_go_and_its_ledger_ends_where_it_does(tmp_path: Path, store: FakeStore):
+def test_a_full_archive_lets_groups_go_says_so_and_its_ledger_ends_where_it_does(tmp_path: Path, store: FakeStore):
     config = msgspec.structs.replace(CONFIG, max_gib=1 / 2**30)
-    archiver = Archiver(store, tmp_path, config)
     store.train(1, 1, 2, 3)
-    archiver.flush()
     store.train(2, 4, 5, 6)
-    archiver.flush()
-    archiver.close()
-    assert store.groups == []
-    assert (archiver.num_groups, archiver.num_left_out) == (3, 3)
-    assert steps_in(tmp_path) == [1]
-    assert Archive(tmp_path).check().problems == []
-
-
-def test_a_full_archive_is_shown(tmp_path: Path, store: FakeStore):
-    config = msgspec.structs.replace(CONFIG, max_gib=1 / 2**30)
-    store.finish(1, 2, 3, 4, 5, 6)
-    reports: list[dict[str, Any]] = []
-    store.report_role = lambda role_id, gauges: reports.append(gauges)
     thread = ArchiverThread(lambda: store, tmp_path, config, tick_s=0.001)
     thread.start()
-    deadline = time.monotonic() + 10
-    while not any(report["state"] == "full" for report in reports):
-        assert time.monotonic() < deadline
+    await_status(thread, lambda status: status.state == "full")
     thread.stop(timeout_s=10)
-    assert "buffer.archive.max_gib" in reports[-1]["reason"]
+    assert store.groups == []
+    assert thread.status().groups == 3
+    assert "buffer.archive.max_gib (9.31323e-10): 3 groups were dropped" in thread.status().reason
+    assert steps_in(tmp_path) == [1]
+    assert Archive(tmp_path).check().problems == []
 
 
 def make_mirrored(store: FakeStore, folder: Path, remote: Path) -> Archiver:

@@ -257,49 +257,42 @@ def test_a_guest_that_another_broker_has_quarantined_ends_here_with_its_next_ans
 HONEST = AnswerCheck("0-0-0", num_tokens=100, logprob_diff=1.0, own_logprob_diff=0.01, surplus=2.0, variance=20.0)
 
 
-def verdict(*checks: AnswerCheck) -> str:
-    return convict(checks, max_logprob_diff=0.05)
-
-
 def changed(**fields: object) -> AnswerCheck:
     return AnswerCheck(**{name: getattr(HONEST, name) for name in HONEST.__struct_fields__} | fields)  # type: ignore[arg-type]
 
 
-def test_an_honest_guest_stays():
-    assert verdict() == verdict(HONEST) == verdict(*[HONEST] * 64) == ""
+LIE_ABOUT_A_REWARD = changed(lie="7-0-1 has a reward of 1, and 0 by one's own reward function")
+FEW_TOKENS = changed(num_tokens=4, logprob_diff=0.0, surplus=-1.0, variance=1.0)
 
 
-def test_one_lie_may_be_a_fault_and_two_convict():
-    lie = changed(lie="7-0-1 has a reward of 1, and 0 by one's own reward function")
-    assert verdict(lie, *[HONEST] * 9) == ""
-    assert verdict(lie, *[HONEST] * 9, lie) == (
-        "2 of 11 checked answers are false, the last one: 7-0-1 has a reward of 1, and 0 by one's own reward function"
-    )
-
-
-def test_log_probabilities_beyond_the_bound_convict_once_four_answers_were_scored():
-    invented = changed(logprob_diff=30.0)
-    unscored = AnswerCheck("0-0-1")
-    assert verdict(*[invented] * 3, *[unscored] * 9) == ""
-    assert "within 0.05 nats on average, got 0.3 over 400 tokens of 4 answers" in verdict(*[invented] * 4)
-
-
-def test_the_policys_change_since_is_allowed_for_by_what_it_does_to_answers_of_ones_own():
-    assert "nats" in verdict(*[changed(logprob_diff=10.0, own_logprob_diff=0.0)] * 4)
-    assert verdict(*[changed(logprob_diff=10.0, own_logprob_diff=0.04)] * 4) == ""
-
-
-@pytest.mark.parametrize(("surplus", "word"), [(30.0, "more"), (-30.0, "less")])
-def test_answers_that_the_policy_would_not_sample_convict(surplus: float, word: str):
-    assert f"the likeliest token 30% {word} often" in verdict(*[changed(surplus=surplus)] * 4)
-
-
-def test_chance_is_allowed_for_where_few_tokens_were_scored():
-    few = changed(num_tokens=4, logprob_diff=0.0, surplus=-1.0, variance=1.0)
-    assert verdict(*[few] * 4) == ""
-    assert verdict(*[few] * 64) != ""
-
-
-@pytest.mark.parametrize("field", ["logprob_diff", "surplus"])
-def test_what_is_not_a_number_convicts(field: str):
-    assert verdict(*[changed(**{field: float("nan")})] * 4) != ""
+@pytest.mark.parametrize(
+    ("checks", "reason"),
+    [
+        ([], ""),
+        ([HONEST] * 64, ""),
+        # One lie may be a fault, and two convict.
+        ([LIE_ABOUT_A_REWARD, *[HONEST] * 9], ""),
+        (
+            [LIE_ABOUT_A_REWARD, *[HONEST] * 9, LIE_ABOUT_A_REWARD],
+            "2 of 11 checked answers are false, the last one: 7-0-1 has a reward of 1, and 0 by one's own reward",
+        ),
+        # Log probabilities beyond the bound convict once four answers were scored.
+        ([changed(logprob_diff=30.0)] * 3 + [AnswerCheck("0-0-1")] * 9, ""),
+        ([changed(logprob_diff=30.0)] * 4, "within 0.05 nats on average, got 0.3 over 400 tokens of 4 answers"),
+        # The policy's change since is allowed for by its effect on trusted answers.
+        ([changed(logprob_diff=10.0, own_logprob_diff=0.0)] * 4, "nats"),
+        ([changed(logprob_diff=10.0, own_logprob_diff=0.04)] * 4, ""),
+        # Answers that the policy would not sample.
+        ([changed(surplus=30.0)] * 4, "the likeliest token 30% more often"),
+        ([changed(surplus=-30.0)] * 4, "the likeliest token 30% less often"),
+        # Chance is allowed for where few tokens were scored.
+        ([FEW_TOKENS] * 4, ""),
+        ([FEW_TOKENS] * 64, "the likeliest token"),
+        ([changed(logprob_diff=float("nan"))] * 4, "nats"),
+        ([changed(surplus=float("nan"))] * 4, "the likeliest token"),
+    ],
+)
+def test_the_checks_convict_a_dishonest_guest_and_no_honest_one(checks: list[AnswerCheck], reason: str):
+    found = convict(checks, max_logprob_diff=0.05)
+    assert bool(found) == bool(reason)
+    assert reason in found
