@@ -256,17 +256,12 @@ class FairShare:
         share, group_s = (float(vector[generator.row]) for vector in self._divided[2:])
         if share < 0:
             return available
-        groups = min(available, int(share))
-        if not groups and self._is_retry_due(generator, group_s):
+        if groups := min(available, int(share)):
+            return groups
+        generator.excluded_since = self._now if generator.excluded_since is None else generator.excluded_since
+        if self._now - generator.excluded_since >= _RETRY_AFTER_GROUPS * group_s:
             generator.throughput.restart()
             return 1
-        return groups or self._num_unclaimed(group_s)
-
-    def _is_retry_due(self, generator: _Generator, group_s: float) -> bool:
-        generator.excluded_since = self._now if generator.excluded_since is None else generator.excluded_since
-        return self._now - generator.excluded_since >= _RETRY_AFTER_GROUPS * group_s
-
-    def _num_unclaimed(self, group_s: float) -> int:
         # The faster generators have leased nothing for as long as a group takes here: waiting for them saves nothing.
         self._idle_since = self._now if self._idle_since is None else self._idle_since
         return int(self._now - self._idle_since >= group_s)

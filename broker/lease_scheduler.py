@@ -170,7 +170,10 @@ class LeaseScheduler:
             return self._offer_evaluation(request.peer, requested, reason)
         share = self._share(request.peer, state, limit=limit)
         if share == 0:
-            return self._offer_evaluation(request.peer, requested, self._speed_reason(request.peer))
+            group_s = self._fair_share.group_s(request.peer)
+            detail = f"; a group takes {group_s:.1f} s here" if group_s else ""
+            reason = f"speed: faster generators take all available prompts{detail}"
+            return self._offer_evaluation(request.peer, requested, reason)
         return _Offer(requested if share is None else min(requested, share), limit)
 
     def _offer_evaluation(self, peer: Peer, requested: int, reason: str) -> _Offer:
@@ -201,11 +204,6 @@ class LeaseScheduler:
         if self._counts is None:
             self._counts = self._store.counts()
         return self._counts
-
-    def _speed_reason(self, peer: Peer) -> str:
-        group_s = self._fair_share.group_s(peer)
-        detail = f"; a group takes {group_s:.1f} s here" if group_s else ""
-        return f"speed: faster generators take all available prompts{detail}"
 
     # --- prompts -------------------------------------------------------------------------------------------------
     def _upcoming(self, offer: _Offer, state: RunState) -> Upcoming:
