@@ -184,7 +184,7 @@ class LeaseScheduler:
         return _Offer(self._fair_share.num_rows(peer, requested=requested), 0, reason)
 
     def _share(self, peer: Peer, state: RunState, *, limit: int) -> int | None:
-        """Training groups for this peer; None for no limit (no other generator, or nothing to share)."""
+        """Training groups for this peer; None for no limit."""
         if not self._fair_share.is_limiting:
             return None
         counts = self._store_counts()

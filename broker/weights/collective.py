@@ -106,7 +106,6 @@ class CollectiveSender:
             group.abort()
 
     def close(self) -> None:
-        """Close the group and stop the store. Idempotent."""
         self._close_group()
         self._store = None
         if process_group.is_file(self.address[0]):
@@ -164,7 +163,6 @@ class CollectiveReceiver:
         return flat.unpack(staging, slots)
 
     def close(self) -> None:
-        """Close the group and free the staging buckets. Idempotent."""
         self._close_group()
         self._free()
 

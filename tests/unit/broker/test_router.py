@@ -266,10 +266,8 @@ def test_each_trajectory_of_one_put_is_checked_by_itself(scene: RouterScene):
     payloads = [payload for _, payload in packed]
     payloads[1] = payloads[1][:-1]
     answers = peer.exchange(Put([header for header, _ in packed]), *payloads)
-    assert [(nack.id, nack.is_fatal, nack.lease_id) for nack in answers[:2]] == [
-        ("0-0-1", True, "0-0"),
-        ("77-0-0", True, "77-0"),
-    ]
+    expected = [("0-0-1", True, "0-0"), ("77-0-0", True, "77-0")]
+    assert [(nack.id, nack.is_fatal, nack.lease_id) for nack in answers[:2]] == expected
     assert answers[2:] == [Ack(["0-0-0", "1-0-0"])]
     assert scene.store.counts().refused == {"checksum": 1, "unknown_group": 1}
 

@@ -74,10 +74,7 @@ def test_names_with_control_characters_are_refused_and_reach_no_log_raw(scene, c
     with capture_logs() as logs:
         (refuse,) = greet(scene, as_plain(HELLO, **changes))
     assert "a Hello must match this version" in refuse.reason
-    shown = [
-        *(value for line in logs for value in line.values()),
-        *(text for event in scene.events() for text in event),
-    ]
+    shown = [*(value for line in logs for value in line.values()), *(text for each in scene.events() for text in each)]
     assert all(text.isprintable() for text in shown if isinstance(text, str)), shown
     assert all(peer.hello.peer_id in ("g0", "broker") for peer in scene.router._peers.generators())
 
@@ -93,10 +90,7 @@ def test_an_older_and_a_newer_peer_are_refused_by_their_schema(scene, version):
     ("changes", "words"),
     [
         ({"schema_version": NEWER, "mood": "good"}, f"schema version must be {SCHEMA_VERSION}, got {NEWER} from 'g0'"),
-        (
-            {"schema_version": NEWER, "role": "critic"},
-            f"schema version must be {SCHEMA_VERSION}, got {NEWER} from 'g0'",
-        ),
+        ({"schema_version": NEWER, "role": "critic"}, f"version must be {SCHEMA_VERSION}, got {NEWER} from 'g0'"),
         ({"mood": "good"}, "unknown field `mood`"),
         ({"peer_id": ["g", 0], "token": "of an older version"}, "a Hello must match this version"),
         ({"schema_version": "three"}, "a Hello must match this version"),
@@ -123,10 +117,8 @@ def test_each_readable_trajectory_id_of_an_unreadable_put_gets_a_fatal_nack(scen
     put = as_plain(Put([header for header, _ in packed]))
     put["headers"][1]["color"] = "red"
     answers = peer.exchange(put, *(payload for _, payload in packed))
-    assert [(nack.id, nack.lease_id, nack.is_fatal) for nack in answers] == [
-        ("0-0-0", "0-0", True),
-        ("0-0-1", "0-0", True),
-    ]
+    expected = [("0-0-0", "0-0", True), ("0-0-1", "0-0", True)]
+    assert [(nack.id, nack.lease_id, nack.is_fatal) for nack in answers] == expected
     assert all(nack.reason.startswith(f"{UNREADABLE}: ") for nack in answers)
     assert scene.store.counts().refused == {"malformed": 1}
     assert scene.store.counts().accepted == 0
