@@ -193,7 +193,7 @@ class Archiver:
         groups = self._peek()
         # The archive has those that a crash or a failure left in the store.
         new = [group for group in groups if not self._writer.has(group.id)]
-        if new and self._is_full:
+        if new and sum(shard.bytes for shard in self._writer.shards) >= self._config.max_gib * 2**30:
             # A full store would stop the run. The steps of dropped groups never become complete, so the ledger ends
             # here and the archived steps remain replayable.
             if not self.num_left_out:
@@ -216,10 +216,6 @@ class Archiver:
         self._waiting_since = None
         self.num_groups += len(new)
         return len(groups)
-
-    @property
-    def _is_full(self) -> bool:
-        return sum(shard.bytes for shard in self._writer.shards) >= self._config.max_gib * 2**30
 
     def _peek(self) -> list[FinishedGroup]:
         # Estimate how many fit, because all groups could exhaust the memory.

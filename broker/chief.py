@@ -88,7 +88,11 @@ class Chief:
             # The chief has handled all jumps so far. A later jump may end its lease and make this broker the chief.
             self._clock_offset_s = offset_s
         if answer.fence != self.fence:
-            self._set_fence(answer.fence, chief=answer.chief)
+            self.fence = answer.fence
+            if self.has_others:
+                log.info("chief", name=answer.chief, fence=answer.fence)
+            if self.has_others and answer.fence:
+                self._store.record_event(self.name, "became the chief of all brokers")
         before, self._living = self._addresses(), answer.living
         self._reported_at = self._clock()
         total = sum(facts["generators"] for facts in answer.living.values())
@@ -100,28 +104,18 @@ class Chief:
         try:
             if self.fence:
                 self._follow_clock()
-                self._reap()
+                reaped = self._store.reap(group_deadline=self._run.buffer.group_deadline, fence=self.fence)
+                for event in reaped:
+                    log.warning("reaped", what=event)
+                if reaped:
+                    # One event, so that a dead generator's leases do not crowd out all other events.
+                    self._store.record_event(self.name, "; ".join(reaped))
         except StaleFenceError as error:
             log.warning("chief_lost", reason=str(error))
             self.fence = NO_FENCE
 
-    def _set_fence(self, fence: int, *, chief: str) -> None:
-        self.fence = fence
-        if self.has_others:
-            log.info("chief", name=chief, fence=fence)
-        if self.has_others and fence:
-            self._store.record_event(self.name, "became the chief of all brokers")
-
     def _addresses(self) -> dict[str, tuple[str, str]]:
         return {name: (facts["here"], facts["address"]) for name, facts in self._living.items()}
-
-    def _reap(self) -> None:
-        reaped = self._store.reap(group_deadline=self._run.buffer.group_deadline, fence=self.fence)
-        for event in reaped:
-            log.warning("reaped", what=event)
-        if reaped:
-            # One event, so that a dead generator's leases do not crowd out all other events.
-            self._store.record_event(self.name, "; ".join(reaped))
 
     def _read_offset_s(self) -> float:
         return self._store.now() - self._clock()
@@ -143,6 +137,7 @@ class Chief:
         # Only after success: a failed call is repeated.
         self._clock_offset_s = offset_s
         if has_jumped:
-            what = f"the store's clock jumped by {jump_s:+.0f} s: leases and claims keep the time they had left"
+            effect = "keep the time they had left" if jump_s > 0 else "last at most their full time from now"
+            what = f"the store's clock jumped by {jump_s:+.0f} s: leases and claims {effect}"
             log.warning("clock_jumped", what=what)
             self._store.record_event(self.name, what)

@@ -216,9 +216,14 @@ class FairShare:
         self._now = self._clock()
         if self._now >= self._next_drop_at:
             self._next_drop_at = self._now + _DROP_INTERVAL_S
-            self._drop_lost_leases()
+            # Keep young leases, which older Pongs cannot list.
+            before = self._now - self._lost_after_s
+            for owner, generator in self._generators.items():
+                if generator.throughput.drop_lost(generator.peer.lease_ids, leased_before=before):
+                    self._changed.add(owner)
         peers = [each.peer for each in self._generators.values()]
-        self._is_eligible = np.array([_may_lease(peer) for peer in peers], dtype=np.bool_)
+        may_lease = [p.state in ("starting", "ready", "updating") and not p.is_disconnected for p in peers]
+        self._is_eligible = np.array(may_lease, dtype=np.bool_)
         self._version = np.array([peer.version for peer in peers])
         self._measure()
 
@@ -251,17 +256,12 @@ class FairShare:
         share, group_s = (float(vector[generator.row]) for vector in self._divided[2:])
         if share < 0:
             return available
-        groups = min(available, int(share))
-        if not groups and self._is_retry_due(generator, group_s):
+        if groups := min(available, int(share)):
+            return groups
+        generator.excluded_since = self._now if generator.excluded_since is None else generator.excluded_since
+        if self._now - generator.excluded_since >= _RETRY_AFTER_GROUPS * group_s:
             generator.throughput.restart()
             return 1
-        return groups or self._num_unclaimed(group_s)
-
-    def _is_retry_due(self, generator: _Generator, group_s: float) -> bool:
-        generator.excluded_since = self._now if generator.excluded_since is None else generator.excluded_since
-        return self._now - generator.excluded_since >= _RETRY_AFTER_GROUPS * group_s
-
-    def _num_unclaimed(self, group_s: float) -> int:
         # The faster generators have leased nothing for as long as a group takes here: waiting for them saves nothing.
         self._idle_since = self._now if self._idle_since is None else self._idle_since
         return int(self._now - self._idle_since >= group_s)
@@ -291,14 +291,3 @@ class FairShare:
         part = (group_s[takes_part], rates[takes_part], in_flight[takes_part])
         result[takes_part] = shares(*part, num_groups=available)
         return result, group_s
-
-    def _drop_lost_leases(self) -> None:
-        # Keep young leases, which older Pongs cannot list.
-        before = self._now - self._lost_after_s
-        for owner, generator in self._generators.items():
-            if generator.throughput.drop_lost(generator.peer.lease_ids, leased_before=before):
-                self._changed.add(owner)
-
-
-def _may_lease(peer: Peer) -> bool:
-    return peer.state in ("starting", "ready", "updating") and not peer.is_disconnected

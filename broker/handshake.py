@@ -171,7 +171,9 @@ class Inspection:
         question = decode_header(frames, Inspect)
         if question is None:
             return False
-        if self._may_probe(question.listens_at):
+        # Restricted to the cluster's network, so that the broker cannot be used to scan other hosts.
+        host = question.listens_at.removeprefix("tcp://").rpartition(":")[0]
+        if is_inside(host, self._run.cluster.network) and len(self._probing) < _MAX_PROBES:
             self._probing[identity] = self._threads.submit(is_listening, question.listens_at)
         else:
             self._answer(identity, num_bytes=question.num_bytes, machine=question.machine)
@@ -180,11 +182,6 @@ class Inspection:
     def send_due(self) -> None:
         for identity in [identity for identity, tried in self._probing.items() if tried.done()]:
             self._answer(identity, is_reached=self._probing.pop(identity).result())
-
-    def _may_probe(self, address: str) -> bool:
-        # Restricted to the cluster's network, so that the broker cannot be used to scan other hosts.
-        host = address.removeprefix("tcp://").rpartition(":")[0]
-        return is_inside(host, self._run.cluster.network) and len(self._probing) < _MAX_PROBES
 
     def _answer(
         self, identity: bytes, *, num_bytes: int = 0, machine: str = "", is_reached: bool | None = None

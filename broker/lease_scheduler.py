@@ -149,7 +149,10 @@ class LeaseScheduler:
             state = self._run_state()
             offer = self._offer(request, state)
             prompts = self._lease(request.peer, offer, upcoming=self._upcoming(offer, state))
-            return prompts, (offer.reason or self._admission_reason()) if is_due and not prompts else ""
+            if prompts or not is_due:
+                return prompts, ""
+            reason = offer.reason or admission_reason(self._run, state=state, counts=self._store_counts())
+            return [], reason or pacing_reason(state)
         except StoreUnavailableError as error:
             self._outage.record(error)
             return [], self._outage.reason if is_due else ""
@@ -157,7 +160,9 @@ class LeaseScheduler:
     # --- how much ------------------------------------------------------------------------------------------------
     def _offer(self, request: _Request, state: RunState) -> _Offer:
         requested = max(1, request.max_trajectories // self._run.generators.members_per_group)
-        limit = self._admission_limit(state)
+        limit, capacity = admission_limit(self._run, consumed=state.consumed), self._run.buffer.capacity
+        if capacity != CapacityConfig():
+            limit = min(limit, capacity_limit(capacity, self._store_counts()))
         if state.phase not in ("starting", "training"):
             # The store leases only evaluation rows then.
             return _Offer(self._fair_share.num_rows(request.peer, requested=requested), limit)
@@ -165,7 +170,10 @@ class LeaseScheduler:
             return self._offer_evaluation(request.peer, requested, reason)
         share = self._share(request.peer, state, limit=limit)
         if share == 0:
-            return self._offer_evaluation(request.peer, requested, self._speed_reason(request.peer))
+            group_s = self._fair_share.group_s(request.peer)
+            detail = f"; a group takes {group_s:.1f} s here" if group_s else ""
+            reason = f"speed: faster generators take all available prompts{detail}"
+            return self._offer_evaluation(request.peer, requested, reason)
         return _Offer(requested if share is None else min(requested, share), limit)
 
     def _offer_evaluation(self, peer: Peer, requested: int, reason: str) -> _Offer:
@@ -176,7 +184,7 @@ class LeaseScheduler:
         return _Offer(self._fair_share.num_rows(peer, requested=requested), 0, reason)
 
     def _share(self, peer: Peer, state: RunState, *, limit: int) -> int | None:
-        """Training groups for this peer; None for no limit (no other generator, or nothing to share)."""
+        """Training groups for this peer; None for no limit."""
         if not self._fair_share.is_limiting:
             return None
         counts = self._store_counts()
@@ -185,12 +193,6 @@ class LeaseScheduler:
         available = ceil(available * self._chief.share)
         oldest = oldest_version(self._run, committed=state.version)
         return self._fair_share.num_groups(peer, available=available, oldest_version=oldest) if available else None
-
-    def _admission_limit(self, state: RunState) -> int:
-        limit, capacity = admission_limit(self._run, consumed=state.consumed), self._run.buffer.capacity
-        if capacity == CapacityConfig():
-            return limit
-        return min(limit, capacity_limit(capacity, self._store_counts()))
 
     def _run_state(self) -> RunState:
         """State of the run, read once per round; with a curriculum, which needs the next ordinal, after each lease."""
@@ -202,15 +204,6 @@ class LeaseScheduler:
         if self._counts is None:
             self._counts = self._store.counts()
         return self._counts
-
-    def _speed_reason(self, peer: Peer) -> str:
-        group_s = self._fair_share.group_s(peer)
-        detail = f"; a group takes {group_s:.1f} s here" if group_s else ""
-        return f"speed: faster generators take all available prompts{detail}"
-
-    def _admission_reason(self) -> str:
-        state = self._run_state()
-        return admission_reason(self._run, state=state, counts=self._store_counts()) or pacing_reason(state)
 
     # --- prompts -------------------------------------------------------------------------------------------------
     def _upcoming(self, offer: _Offer, state: RunState) -> Upcoming:

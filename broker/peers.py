@@ -255,7 +255,12 @@ class Departures:
 
     def record(self) -> None:
         """Return the leases of departed peers. After StoreUnavailableError, the next call resumes."""
-        elsewhere = self._served_elsewhere() if self._departed and self._run.broker.shards > 1 else set()
+        elsewhere: set[str] = set()
+        if self._departed and self._run.broker.shards > 1:
+            # Other brokers may serve generators that moved while this broker hung.
+            oldest = self._store.now() - self._run.broker.peer_timeout_s
+            roles = [gauges for gauges in self._store.roles().values() if gauges["reported_at"] >= oldest]
+            elsewhere = {str(each["owner"]) for each in roles if "owner" in each and each["broker"] != self._broker}
         while self._departed:
             peer, reason = self._departed[0]
             # It may have reconnected here or to another broker and still work on its leases.
@@ -268,12 +273,6 @@ class Departures:
                     self._store.record_event(peer.hello.peer_id, f"{reason}; {returned} leases returned")
                 log.info("peer_gone", peer=peer.hello.peer_id, reason=reason, leases_returned=returned)
             del self._departed[0]
-
-    def _served_elsewhere(self) -> set[str]:
-        """Return the owners that other brokers serve, such as generators that moved while this broker hung."""
-        oldest = self._store.now() - self._run.broker.peer_timeout_s
-        roles = [gauges for gauges in self._store.roles().values() if gauges["reported_at"] >= oldest]
-        return {str(each["owner"]) for each in roles if "owner" in each and each["broker"] != self._broker}
 
 
 class DrainRequests:

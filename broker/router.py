@@ -419,14 +419,12 @@ class Router:
             self._report_to_store(peers)
         if now >= self._next_reap_at:
             self._next_reap_at = now + _REAP_INTERVAL_S
-            self._report_strangers()
+            num_refused = self._channel.take_refused()
+            if num_refused and self._log_limiter.log("strangers_refused", "token", connections=num_refused):
+                what = f"refused: {num_refused} connections without the run's token"
+                self._store.record_event(self.chief.name, what)
             self._log_limiter.flush()
             self.chief.work()
-
-    def _report_strangers(self) -> None:
-        num_refused = self._channel.take_refused()
-        if num_refused and self._log_limiter.log("strangers_refused", "token", connections=num_refused):
-            self._store.record_event(self.chief.name, f"refused: {num_refused} connections without the run's token")
 
     def _ping(self, peers: list[Peer], now: float) -> None:
         frames = [encode(Ping(sent_at=now))]

@@ -244,7 +244,6 @@ class ZmqServerChannel:
         return number
 
     def close(self) -> None:
-        """Unbind, after at most LINGER_S for queued frames. Idempotent."""
         if self._socket.closed:
             return
         # While this socket listens: afterwards the path may belong to another broker.
@@ -307,7 +306,6 @@ class ZmqClientChannel:
         dropped.close(linger=_milliseconds(LINGER_S) if address else 0)
 
     def close(self) -> None:
-        """Close, after at most LINGER_S for queued frames. Idempotent."""
         if self._socket.closed:
             return
         # libzmq lingers only for its own queue, so move this one there.

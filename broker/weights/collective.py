@@ -106,7 +106,6 @@ class CollectiveSender:
             group.abort()
 
     def close(self) -> None:
-        """Close the group and stop the store. Idempotent."""
         self._close_group()
         self._store = None
         if process_group.is_file(self.address[0]):
@@ -151,7 +150,10 @@ class CollectiveReceiver:
         """
         group = _require_open(self._group)
         try:
-            staging = self._allocate(bucket_bytes)
+            if self.staging is None or self.staging.sizes != bucket_bytes:
+                self._free()
+                self.staging = SharedBuckets(bucket_bytes, is_pinned=self._device.type == "cuda")
+            staging = self.staging.tensors
             group.receive(staging, timeout_s=timeout_s)
         except WeightTransferError:
             self._close_group()
@@ -161,15 +163,8 @@ class CollectiveReceiver:
         return flat.unpack(staging, slots)
 
     def close(self) -> None:
-        """Close the group and free the staging buckets. Idempotent."""
         self._close_group()
         self._free()
-
-    def _allocate(self, sizes: list[int]) -> list[Tensor]:
-        if self.staging is None or self.staging.sizes != sizes:
-            self._free()
-            self.staging = SharedBuckets(sizes, is_pinned=self._device.type == "cuda")
-        return self.staging.tensors
 
     def _free(self) -> None:
         if self.staging:

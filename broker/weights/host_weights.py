@@ -149,7 +149,12 @@ class HostWeights:
             full = [delta.version for delta in deltas if delta.buckets[index].is_full]
             whole = manifest.version if self._held[index] != self._base[index] else max(full, default=None)
             later = [delta for delta in deltas if whole is None or delta.version > whole]
-            payloads = [self._read_payload(files, delta, index, read, deadline=deadline) for delta in later]
+            payloads = [
+                self._read(files, delta.version, delta_name(index), read, deadline=deadline)
+                if delta.buckets[index].size_bytes > 0
+                else b""
+                for delta in later
+            ]
             with self._replacing(index, manifest, digests):
                 if whole is not None:
                     self._read_bucket(files, whole, index, deadline=deadline)
@@ -164,7 +169,11 @@ class HostWeights:
         base = flat.combine(self._base)
         version, checksum = manifest.version, manifest.checksum
         while not deltas or checksum != base:
-            delta = _parse(self._read(files, version, DELTA, read, deadline=deadline))
+            content = self._read(files, version, DELTA, read, deadline=deadline)
+            try:
+                delta = msgspec.json.decode(content, type=Delta)
+            except ValueError as error:
+                raise AlteredWeightsError(f"the {DELTA} of a version must be readable, got {error}") from error
             if (delta.version, delta.checksum, len(delta.buckets)) != (version, checksum, len(self.tensors)):
                 raise AlteredWeightsError(
                     f"a delta must lead to version {version} with checksum {checksum} and {len(self.tensors)} buckets, "
@@ -177,12 +186,6 @@ class HostWeights:
                 break
         deltas[0].check_base(base)
         return deltas
-
-    def _read_payload(
-        self, files: WeightFiles, delta: Delta, index: int, read: DeltaFiles, *, deadline: Deadline
-    ) -> bytes:
-        is_changed = delta.buckets[index].size_bytes > 0
-        return self._read(files, delta.version, delta_name(index), read, deadline=deadline) if is_changed else b""
 
     def _read_bucket(self, files: WeightFiles, version: int, index: int, *, deadline: Deadline) -> None:
         bucket = memoryview(self.tensors[index].numpy())
@@ -259,10 +262,3 @@ class HostWeights:
 def digest(bucket: Tensor) -> bytes:
     """Return a bucket's BLAKE3, computed on all cores."""
     return blake3(bucket.numpy().data, max_threads=blake3.AUTO).digest()
-
-
-def _parse(content: bytes) -> Delta:
-    try:
-        return msgspec.json.decode(content, type=Delta)
-    except ValueError as error:
-        raise AlteredWeightsError(f"the {DELTA} of a version must be readable, got {error}") from error

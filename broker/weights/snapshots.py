@@ -208,7 +208,9 @@ class SnapshotStore:
         """
         manifest = Manifest.of(update)
         with self._put_lock:
-            if self._is_newest(manifest):
+            # A resumed learner reuses version numbers for different weights.
+            label, newest = _Label(manifest.version, manifest.checksum), self.newest()
+            if newest == manifest.version and self._label(newest) == label:
                 return
             flat.verify(buckets, expected=manifest.checksums)
             # Leftovers of killed writers.
@@ -222,11 +224,6 @@ class SnapshotStore:
             except OSError as error:
                 # The next version retries.
                 log.warning("snapshots_not_pruned", reason=str(error))
-
-    def _is_newest(self, manifest: Manifest) -> bool:
-        # A resumed learner reuses version numbers for different weights.
-        newest = self.newest()
-        return newest == manifest.version and self._label(newest) == _Label(manifest.version, manifest.checksum)
 
     def _base_for(self, manifest: Manifest) -> tuple[Manifest, list[Tensor]] | None:
         before = [version for version in versions(self.folder) if version < manifest.version]

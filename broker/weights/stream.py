@@ -179,9 +179,14 @@ class StreamServer:
             return None  # any program may connect: ignore unknown messages
         try:
             if isinstance(request, ReadChunk):
-                return self._chunk(request)
-            newest, version = self._files.newest(), self._files.find(request.checksum)
-            return [msgspec.msgpack.encode(Found(request.checksum, version, newest))]
+                version, name, offset = request.version, request.name, request.offset
+                file_bytes, num_bytes = self._files.size_bytes(version, name), min(request.num_bytes, CHUNK_BYTES)
+                content = self._files.read_part(version, name, offset=offset, num_bytes=num_bytes)
+                self.num_bytes += len(content)
+                header = Chunk(version, name, offset, file_bytes, xxhash.xxh3_64_intdigest(content))
+                return [msgspec.msgpack.encode(header), content]
+            newest, found = self._files.newest(), self._files.find(request.checksum)
+            return [msgspec.msgpack.encode(Found(request.checksum, found, newest))]
         except NotYetError as later:
             assert isinstance(request, ReadChunk), "only a file can be on its way"
             return [msgspec.msgpack.encode(Later(request.version, request.name, request.offset, later.num_bytes))]
@@ -190,15 +195,6 @@ class StreamServer:
                 log.warning("snapshots_not_read", reason=str(error))
                 return None
             return [msgspec.msgpack.encode(Gone(request.version, request.name, str(error)))]
-
-    def _chunk(self, request: ReadChunk) -> Frames:
-        file_bytes = self._files.size_bytes(request.version, request.name)
-        num_bytes = min(request.num_bytes, CHUNK_BYTES)
-        content = self._files.read_part(request.version, request.name, offset=request.offset, num_bytes=num_bytes)
-        self.num_bytes += len(content)
-        checksum = xxhash.xxh3_64_intdigest(content)
-        header = Chunk(request.version, request.name, request.offset, file_bytes, checksum)
-        return [msgspec.msgpack.encode(header), content]
 
 
 class WeightStream:

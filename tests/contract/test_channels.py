@@ -26,7 +26,6 @@ from slipstream.broker.transport.zmq_channels import (
     ZmqClientChannel,
     ZmqServerChannel,
     in_pieces,
-    is_refused,
 )
 from slipstream.runtime.credentials import Keys, derive_keys, guest_token
 from tests.fakes import KEYS, TOKEN
@@ -133,8 +132,7 @@ def connect(wire: Wire) -> tuple[ServerChannel, ClientChannel, bytes]:
     return server, client, identity
 
 
-# --- all channels ------------------------------------------------------------------------------------------------
-def test_messages_stay_in_order_both_ways(wire: Wire) -> None:
+def test_messages_arrive_unchanged_and_in_order_both_ways(wire: Wire) -> None:
     server, client, identity = connect(wire)
     for i in range(500):
         client.send([b"%d" % i])
@@ -142,10 +140,6 @@ def test_messages_stay_in_order_both_ways(wire: Wire) -> None:
     assert next_at_client(client) == [b"0"]
     assert [next_at_server(server)[1] for _ in range(500)] == [[b"%d" % i] for i in range(500)]
     assert [next_at_client(client) for _ in range(1, 500)] == [[b"%d" % -i] for i in range(1, 500)]
-
-
-def test_a_payload_arrives_unchanged(wire: Wire) -> None:
-    server, client, identity = connect(wire)
     payload = bytes(range(256)) * 4096
     client.send([b"put", payload])
     assert next_at_server(server, client) == (identity, [b"put", payload])
@@ -153,15 +147,11 @@ def test_a_payload_arrives_unchanged(wire: Wire) -> None:
     assert next_at_client(client) == [b"back", payload]
 
 
-def test_a_message_to_an_unknown_identity_is_not_sent(wire: Wire) -> None:
-    server = wire.server()
-    assert server.send(b"nobody", [b"x"]) is False
-
-
-def test_a_peer_that_closed_is_unknown(wire: Wire) -> None:
+def test_a_message_to_an_unknown_identity_or_a_closed_peer_is_not_sent(wire: Wire) -> None:
     server, client, identity = connect(wire)
     client.close()
     assert eventually(lambda: not server.send(identity, [b"x"]))
+    assert server.send(b"nobody", [b"x"]) is False
 
 
 def test_each_client_has_its_own_identity(wire: Wire) -> None:
@@ -197,7 +187,7 @@ def test_a_client_may_open_before_the_server(wire: Wire) -> None:
     assert next_at_server(wire.server(), client)[1] == [b"early"]
 
 
-def test_wake_ends_a_blocked_receive(wire: Wire) -> None:
+def test_a_wake_ends_a_blocked_receive_or_the_next_one(wire: Wire) -> None:
     _, client, _ = connect(wire)
     received: list[Frames | None] = [[b"not yet"]]
     waiter = threading.Thread(target=lambda: received.append(client.receive(timeout_s=TIMEOUT_S)))
@@ -206,27 +196,9 @@ def test_wake_ends_a_blocked_receive(wire: Wire) -> None:
     client.wake()
     waiter.join(TIMEOUT_S)
     assert received[-1] is None
-    assert time.monotonic() - started < TIMEOUT_S / 2
-
-
-def test_a_wake_before_the_receive_is_not_lost(wire: Wire) -> None:
-    _, client, _ = connect(wire)
     client.wake()
-    started = time.monotonic()
     assert client.receive(timeout_s=TIMEOUT_S) is None
     assert time.monotonic() - started < TIMEOUT_S / 2
-
-
-def test_a_send_leaves_while_another_thread_receives(wire: Wire) -> None:
-    server, client, identity = connect(wire)
-    received: list[Frames | None] = []
-    waiter = threading.Thread(target=lambda: received.append(client.receive(timeout_s=TIMEOUT_S)))
-    waiter.start()
-    client.send([b"from another thread"])
-    assert next_at_server(server) == (identity, [b"from another thread"])
-    server.send(identity, [b"thanks"])
-    waiter.join(TIMEOUT_S)
-    assert received == [[b"thanks"]]
 
 
 def test_many_threads_may_send(wire: Wire) -> None:
@@ -259,38 +231,34 @@ def test_reconnecting_takes_a_new_identity_and_drops_queued_frames(wire: Wire) -
     assert eventually(lambda: not server.send(identity, [b"x"]))
 
 
-def test_queued_frames_leave_at_close(wire: Wire) -> None:
+def test_queued_frames_leave_at_close_and_a_closed_channel_raises(wire: Wire) -> None:
     server, client, identity = connect(wire)
     client.send([b"bye"])
     client.close()
     assert next_at_server(server) == (identity, [b"bye"])
-
-
-def test_a_closed_channel_raises(wire: Wire) -> None:
-    server, client, identity = connect(wire)
-    for channel in (client, server):
-        channel.close()
-        channel.close()
-    with pytest.raises(ChannelClosedError, match="after close"):
-        client.send([b"x"])
-    with pytest.raises(ChannelClosedError, match="after close"):
-        client.receive(timeout_s=0)
-    with pytest.raises(ChannelClosedError, match="after close"):
-        server.receive(timeout_s=0)
-    with pytest.raises(ChannelClosedError, match="after close"):
-        server.send(identity, [b"x"])
+    client.close()
+    server.close()
+    server.close()
+    for call in (
+        lambda: client.send([b"x"]),
+        lambda: client.receive(timeout_s=0),
+        lambda: server.receive(timeout_s=0),
+        lambda: server.send(identity, [b"x"]),
+    ):
+        with pytest.raises(ChannelClosedError, match="after close"):
+            call()
     client.wake()
 
 
-def test_a_second_server_is_refused(wire: Wire) -> None:
+def test_a_second_server_is_refused_and_the_address_in_use_is_named(wire: Wire) -> None:
     server, client, _ = connect(wire)
-    with pytest.raises(ChannelClosedError):
+    named = isinstance(wire, ZmqWire) and f"must be free to bind, got {re.escape(wire.address)}: .*; stop the broker"
+    with pytest.raises(ChannelClosedError, match=named or None):
         wire.server()
     client.send([b"still here"])
     assert next_at_server(server, client)[1] == [b"still here"]
 
 
-# --- sockets ---------------------------------------------------------------------------------------------------------
 def test_a_frame_that_was_not_split_ends_only_the_connection_of_its_sender(sockets: ZmqWire) -> None:
     server, modest, identity = connect(sockets)
     with zmq.Context() as context, own_socket(context, sockets.address) as greedy:
@@ -319,7 +287,6 @@ def test_pieces_that_do_not_add_up_arrive_with_an_empty_header(sockets: ZmqWire,
     assert next_at_server(server, client)[1] == frames
 
 
-# --- strangers -------------------------------------------------------------------------------------------------------
 def own_socket(context: zmq.Context, address: str, keys: Keys | None = KEYS) -> zmq.Socket:
     """A raw socket, unencrypted without keys."""
     opened = context.socket(zmq.DEALER)
@@ -396,12 +363,6 @@ def test_a_server_tells_by_the_key_which_guest_sent_a_message(kind: str, tmp_pat
     assert eventually(lambda: server.take_refused() > 0)
     for channel in (*clients.values(), server):
         channel.close()
-
-
-def test_a_peer_with_another_token_learns_that_it_is_refused(sockets: ZmqWire) -> None:
-    sockets.server()
-    assert not is_refused(sockets.address, KEYS)
-    assert is_refused(sockets.address, STRANGERS["another token"])
 
 
 def test_bytes_before_the_handshake_do_not_grow_the_memory_of_the_server(sockets: ZmqWire) -> None:
@@ -496,17 +457,6 @@ def test_a_server_does_not_block_on_a_peer_that_reads_nothing(sockets: ZmqWire) 
         assert num_sent < 100_000, "libzmq must stop taking messages at its high-water marks"
 
 
-@pytest.mark.parametrize("kind", ["ipc", "tcp"])
-def test_an_address_in_use_is_named(kind: str, tmp_path: Path) -> None:
-    wire = ZmqWire(f"ipc://{tmp_path}/broker.sock" if kind == "ipc" else "tcp://127.0.0.1:0")
-    wire.server()
-    with pytest.raises(
-        ChannelClosedError, match=f"must be free to bind, got {re.escape(wire.address)}: .*; stop the broker"
-    ):
-        wire.server()
-    wire.close()
-
-
 def test_a_path_too_long_for_the_kernel_is_refused_with_its_length(tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/{'a' * (108 - len(str(tmp_path)) - 1)}"
     with pytest.raises(ChannelClosedError, match=r"broker\.address must be a path of at most 107 bytes, got 108: ipc:"):
@@ -514,20 +464,15 @@ def test_a_path_too_long_for_the_kernel_is_refused_with_its_length(tmp_path: Pat
     ZmqWire(address[:-1]).server().close()
 
 
-def test_a_closed_server_leaves_no_path_behind(sockets: ZmqWire) -> None:
+def test_a_path_left_behind_by_a_dead_broker_is_free_and_a_closed_server_leaves_none(sockets: ZmqWire) -> None:
     path = Path(sockets.address.removeprefix("ipc://"))
-    server = sockets.server()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    assert path.exists()
+    server, _, _ = connect(sockets)
     assert path.is_socket()
     server.close()
     assert not path.exists()
-
-
-def test_a_path_left_behind_by_a_dead_broker_is_free(sockets: ZmqWire) -> None:
-    path = sockets.address.removeprefix("ipc://")
-    with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(path)
-    assert Path(path).exists()
-    connect(sockets)
 
 
 @pytest.mark.parametrize("address", ["tcp://0.0.0.0:5757", "tcp://*:5757", "tcp://10.1.2.3:5757", "tcp://example:1"])
@@ -567,7 +512,6 @@ def test_channels_leave_no_threads_and_no_files_behind(sockets: ZmqWire) -> None
     assert eventually(lambda: process.num_fds() <= files and process.num_threads() <= threads)
 
 
-# --- memory, one thread ----------------------------------------------------------------------------------------------
 def test_a_single_thread_never_blocks() -> None:
     hub = MemoryBroker()
     server, client = hub.server(), hub.client()

@@ -27,6 +27,7 @@ from slipstream.broker.weights.stream import StreamServer
 from slipstream.learner.publishing.fetches import Lenders
 from slipstream.learner.publishing.members import MemberTable
 from tests import runs
+from tests.contract.test_channels import eventually
 from tests.fakes import KEYS, FakeClock
 from tests.integration.lender_process import COLUMNS
 from tests.unit.broker.weight_versions import make_version
@@ -91,11 +92,6 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
     made = Scene(tmp_path)
     yield made
     made.close()
-
-
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetcher_module, "_GIVE_UP_S", 0.5)
 
 
 def fetch_as_planned(scene: Scene, version: int, *, by_delta: bool) -> list[int]:
@@ -194,7 +190,6 @@ def test_a_lender_over_a_slow_link_is_not_taken_for_one_that_hangs(
         scene.close()
 
 
-# --- lenders that fail -----------------------------------------------------------------------------------------------
 class Liar(HostWeights):
     """Flips a bit of every file with this prefix."""
 
@@ -259,8 +254,8 @@ def test_a_lender_that_is_gone_or_has_moved_on_is_passed_over(scene: Scene) -> N
     assert "no process listens" in fetcher.lender_errors[0].reason
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_lender_that_never_begins_is_given_up(scene: Scene) -> None:
+def test_a_lender_that_never_begins_is_given_up(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetcher_module, "_GIVE_UP_S", 0.5)
     scene.publish(1)
     lender, fetcher = scene.join(), scene.join()
     assert scene.fetch(fetcher, 1, lender.lends_at) == NUM_BYTES
@@ -295,7 +290,6 @@ def test_a_lender_gets_half_of_the_time(scene: Scene) -> None:
     assert "nothing more in time" in fetcher.lender_errors[0].reason
 
 
-# --- a lender in another process -------------------------------------------------------------------------------------
 @pytest.fixture
 def big(tmp_path: Path) -> Iterator[Scene]:
     made = Scene(tmp_path, num_columns=COLUMNS)
@@ -322,13 +316,6 @@ def address_of(scene: Scene) -> str:
     return f"ipc://{scene.folder}/other-process.sock"
 
 
-def until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "give_up_s", "reason"),
@@ -347,7 +334,7 @@ def test_a_lender_killed_or_stopped_in_mid_transfer_is_replaced_by_the_learner(
     fetcher, size = big.join(weights), sum(big.version(1)[0].bucket_bytes)
     before = big.server.num_bytes
     underway = big.begin(fetcher, 1, address_of(big))
-    until(lambda: weights.num_bytes >= size // 3)
+    assert eventually(lambda: weights.num_bytes >= size // 3)
     lender.send_signal(how)
     assert underway.result(TIMEOUT_S) == size
     (error,) = fetcher.lender_errors

@@ -76,7 +76,6 @@ class Mutator:
         )
         return kind(list(frames))
 
-    # --- bytes -------------------------------------------------------------------------------------------------------
     def _change_bytes(self, frames: Frames) -> Frames:
         index = self._random.randrange(len(frames))
         changes: list[Callable[[bytes], bytes]] = [
@@ -113,7 +112,6 @@ class Mutator:
     def _make_too_large(self, frame: bytes) -> bytes:
         return frame + bytes(MAX_MESSAGE_BYTES + 1 - len(frame))
 
-    # --- frames ------------------------------------------------------------------------------------------------------
     def _change_frames(self, frames: Frames) -> Frames:
         index = self._random.randrange(len(frames))
         changes: list[Callable[[], Frames]] = [
@@ -124,7 +122,6 @@ class Mutator:
         ]
         return self._random.choice(changes)()
 
-    # --- values ------------------------------------------------------------------------------------------------------
     def _change_message(self, frames: Frames) -> Frames:
         frames[0] = self._change_value(frames[0])
         return frames

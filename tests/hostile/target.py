@@ -6,15 +6,13 @@ import time
 from pathlib import Path
 
 import psutil
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.runtime.credentials import TOKEN_VARIABLE
-from tests.fakes import TOKEN
+from tests.fakes import TOKEN, write_rows
 
 NUM_GROUPS = 64
 """Groups admitted at the start; without a learner never more."""
@@ -38,7 +36,7 @@ class Target:
 
     def start(self) -> RedisStore:
         """Block until the broker serves; returns its store for inspection."""
-        rows = _write_rows(self._folder / "rows.parquet")
+        rows = write_rows(self._folder / "rows.parquet")
         settings = [
             f"name={_NAME}",
             f"runs_dir={self._folder}/runs",
@@ -97,17 +95,3 @@ class Target:
             except psutil.TimeoutExpired:
                 continue
         return open_run_store(self._server.url, _NAME, timeout_s=_START_S)
-
-
-def _write_rows(path: Path) -> Path:
-    rows = [
-        {
-            "data_source": "test",
-            "prompt": f"{n}=",
-            "reward_model": {"style": "rule", "ground_truth": str(n)},
-            "extra_info": {"index": n},
-        }
-        for n in range(NUM_GROUPS)
-    ]
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    return path

@@ -8,11 +8,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.broker.archiver import Archiver, ArchiverThread
+from slipstream.broker.archiver import Archiver, ArchiverThread, OpenWriter
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.archive.archive import Archive, ArchiveMirror
+from slipstream.buffer.archive.index import ShardEntry
 from slipstream.buffer.archive.shards import ShardWriter
-from slipstream.buffer.errors import ArchiveError, StorageError, StoreCannotWriteError, StoreUnavailableError
+from slipstream.buffer.errors import (
+    ArchiveError,
+    StaleFenceError,
+    StorageError,
+    StoreCannotWriteError,
+    StoreUnavailableError,
+)
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.buffer.records import CheckpointPointer, FinishedGroup, RunState, StepEntry
 from slipstream.buffer.store_rules import NO_FENCE, stale_chief
@@ -161,20 +168,7 @@ def test_an_error_of_the_store_loses_nothing(archiver, store, tmp_path, operatio
     assert store.groups == []
 
 
-def test_groups_archived_before_a_crash_are_forgotten_and_not_archived_again(archiver, store, clock, tmp_path):
-    store.finish(0, 1, 2)
-    store.broken = "forget"
-    with pytest.raises(StoreUnavailableError):
-        archiver.step()
-    archiver.close()
-    store.broken = ""
-    store.finish(3)
-    after = Archiver(store, tmp_path, CONFIG, clock=clock)
-    assert (after.flush(), after.num_groups) == (4, 1)
-    assert shards_in(tmp_path) == [["0", "1", "2"], ["3"]]
-
-
-def test_a_full_disk_loses_nothing(archiver, store, tmp_path):
+def test_a_full_disk_loses_neither_groups_nor_steps(archiver, store, tmp_path):
     store.finish(0, 1, 2)
     (tmp_path / "shard-00000001.parquet.tmp").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left"):
@@ -182,6 +176,15 @@ def test_a_full_disk_loses_nothing(archiver, store, tmp_path):
     assert [group.id for group in store.groups] == ["0", "1", "2"]
     assert archiver.step() == 3
     assert shards_in(tmp_path) == [["0", "1", "2"]]
+    store.train(1, 7)
+    (tmp_path / "ledger.jsonl").unlink()
+    (tmp_path / "ledger.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"No space left|Invalid argument"):
+        archiver.flush()
+    (tmp_path / "ledger.jsonl").unlink()
+    (tmp_path / "ledger.jsonl").touch()
+    archiver.flush()
+    assert steps_in(tmp_path) == [1]
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -210,7 +213,7 @@ def test_steps_are_written_in_order_even_if_a_group_is_kept_for_reuse(archiver, 
     assert steps_in(tmp_path) == [1, 2, 3]
 
 
-def test_a_restarted_archiver_continues_the_ledger(archiver, store, clock, tmp_path):
+def test_a_restarted_archiver_continues_the_ledger_and_archives_no_group_twice(archiver, store, clock, tmp_path):
     store.train(1, 0)
     archiver.flush()
     store.train(2, 1, 2)
@@ -219,8 +222,10 @@ def test_a_restarted_archiver_continues_the_ledger(archiver, store, clock, tmp_p
         archiver.flush()
     archiver.close()
     store.broken = ""
+    store.finish(3)
     after = Archiver(store, tmp_path, CONFIG, clock=clock)
-    after.flush()
+    assert (after.flush(), after.num_groups) == (3, 1)
+    assert shards_in(tmp_path) == [["0"], ["1", "2"], ["3"]]
     assert steps_in(tmp_path) == [1, 2]
     assert Archive(tmp_path).check().is_sound
 
@@ -251,18 +256,6 @@ def test_a_step_that_the_store_lost_while_it_waited_for_a_group_is_not_written(a
     assert Archive(tmp_path).steps() == store.steps
 
 
-def test_a_step_is_written_later_after_a_full_disk(archiver, store, tmp_path):
-    store.train(1, 0)
-    (tmp_path / "ledger.jsonl").unlink()
-    (tmp_path / "ledger.jsonl").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"No space left|Invalid argument"):
-        archiver.flush()
-    (tmp_path / "ledger.jsonl").unlink()
-    (tmp_path / "ledger.jsonl").touch()
-    archiver.flush()
-    assert steps_in(tmp_path) == [1]
-
-
 class RefusingStore(FakeStore):
     """Accepts only reports, like a store with a full disk."""
 
@@ -290,35 +283,21 @@ def test_a_stuck_archiver_says_which_side_it_waits_for(tmp_path: Path, open_writ
     assert thread.status().waits_for == waits_for
 
 
-def test_a_full_archive_lets_groups_go_and_its_ledger_ends_where_it_does(tmp_path: Path, store: FakeStore):
+def test_a_full_archive_lets_groups_go_says_so_and_its_ledger_ends_where_it_does(tmp_path: Path, store: FakeStore):
     config = msgspec.structs.replace(CONFIG, max_gib=1 / 2**30)
-    archiver = Archiver(store, tmp_path, config)
     store.train(1, 1, 2, 3)
-    archiver.flush()
     store.train(2, 4, 5, 6)
-    archiver.flush()
-    archiver.close()
+    thread = ArchiverThread(lambda: store, tmp_path, config, tick_s=0.001)
+    thread.start()
+    await_status(thread, lambda status: status.state == "full")
+    thread.stop(timeout_s=10)
     assert store.groups == []
-    assert (archiver.num_groups, archiver.num_left_out) == (3, 3)
+    assert thread.status().groups == 3
+    assert "buffer.archive.max_gib (9.31323e-10): 3 groups were dropped" in thread.status().reason
     assert steps_in(tmp_path) == [1]
     assert Archive(tmp_path).check().problems == []
 
 
-def test_a_full_archive_is_shown(tmp_path: Path, store: FakeStore):
-    config = msgspec.structs.replace(CONFIG, max_gib=1 / 2**30)
-    store.finish(1, 2, 3, 4, 5, 6)
-    reports: list[dict[str, Any]] = []
-    store.report_role = lambda role_id, gauges: reports.append(gauges)
-    thread = ArchiverThread(lambda: store, tmp_path, config, tick_s=0.001)
-    thread.start()
-    deadline = time.monotonic() + 10
-    while not any(report["state"] == "full" for report in reports):
-        assert time.monotonic() < deadline
-    thread.stop(timeout_s=10)
-    assert "buffer.archive.max_gib" in reports[-1]["reason"]
-
-
-# --- the object store ------------------------------------------------------------------------------------------------
 def make_mirrored(store: FakeStore, folder: Path, remote: Path) -> Archiver:
     storage = ObjectFolder(f"file://{remote}", StorageWait(0))
     return Archiver(store, folder, CONFIG, mirror=ArchiveMirror(folder, storage))
@@ -381,3 +360,68 @@ def await_status(thread: ArchiverThread, holds) -> None:
     while not holds(thread.status()):
         assert time.monotonic() < ends_at, thread.status()
         time.sleep(0.01)
+
+
+def test_the_archiver_works_while_its_broker_is_the_chief_and_leaves_the_folder_to_the_next(
+    tmp_path: Path, store: FakeStore
+):
+    fences: dict[str, int | None] = {"first": None, "second": None}
+    store.finish(*range(3))
+    threads = {
+        name: ArchiverThread(
+            lambda: store,
+            tmp_path,
+            CONFIG,
+            tick_s=0.001,
+            lead=lambda name=name: fences[name],  # type: ignore[misc]
+        )
+        for name in fences
+    }
+    for thread in threads.values():
+        thread.start()
+    time.sleep(0.02)
+    assert store.events == [], "neither is the chief"
+    store.fence = fences["first"] = 1
+    await_status(threads["first"], lambda status: status.groups == 3)
+    # The first broker does not know yet; the store refuses its `forget`.
+    store.fence = 2
+    store.finish(*range(3, 6))
+    before = store.events.count("forget")
+    deadline = time.monotonic() + 10
+    while store.events.count("forget") == before:
+        assert time.monotonic() < deadline
+    assert len(store.groups) == 3
+    fences["first"], fences["second"] = None, 2
+    await_status(threads["second"], lambda status: status.state == "archiving" and not store.groups)
+    for thread in threads.values():
+        assert thread.stop(timeout_s=10)
+    assert shards_in(tmp_path) == [["0", "1", "2"], ["3", "4", "5"]]
+
+
+def test_an_archiver_that_hung_does_not_overwrite_in_the_object_store_what_its_successor_wrote(
+    tmp_path: Path, store: FakeStore
+):
+    def archiver(place: str, fence: int, open_writer: OpenWriter = ShardWriter) -> Archiver:
+        mirror = ArchiveMirror(tmp_path / place, ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0)))
+        return Archiver(store, tmp_path / place, CONFIG, mirror=mirror, fence=fence, open_writer=open_writer)
+
+    class Hangs(ShardWriter):
+        """Hangs after its shard until another broker has become the chief and archived on its machine."""
+
+        def write(self, groups: list[FinishedGroup]) -> ShardEntry | None:
+            written = super().write(groups)
+            store.fence = 2
+            store.groups.pop(0)
+            second = archiver("there", 2)
+            second.flush()
+            second.close()
+            return written
+
+    store.fence = 1
+    first = archiver("here", 1, Hangs)
+    store.finish(0, 1, 2)
+    with pytest.raises(StaleFenceError):
+        first.step()
+    first.close()
+    assert shards_in(tmp_path / "remote") == [["1", "2"]]
+    assert Archive(tmp_path / "remote").check().is_sound

@@ -57,7 +57,6 @@ def silence(*alive: RouterScene, seconds: float) -> None:
         tick(*alive)
 
 
-# --- the chief -------------------------------------------------------------------------------------------------------
 def test_a_dead_chiefs_work_is_done_by_another_within_6_s(first, second):
     assert (bool(first.router.chief.fence), bool(second.router.chief.fence)) == (True, False)
     peer = second.join("g1", is_ready=True)
@@ -109,7 +108,6 @@ def test_a_jump_of_the_clock_that_a_broker_saw_before_it_became_the_chief_takes_
     assert (first.store.counts().leased, first.store.counts().returned) == (1, 0)
 
 
-# --- peers -----------------------------------------------------------------------------------------------------------
 def test_peers_are_told_who_is_alive_when_they_join_and_when_that_changes(first, second):
     here = first.router.chief.living_for("").brokers
     assert list(here) == ["broker", "broker-1"]

@@ -62,12 +62,9 @@ def test_a_run_makes_its_token_once_for_its_owner_alone(tmp_path: Path):
     assert make_token(make_run(runs_dir=str(tmp_path / "others"))) != token
 
 
-def test_a_token_that_the_user_gave_is_not_written_down(tmp_path: Path):
+def test_a_given_token_is_not_written_down_and_the_environment_takes_precedence(tmp_path: Path, environment):
     assert make_token(run_in(tmp_path, SECRET)) == SECRET
     assert not (tmp_path / "runs").exists()
-
-
-def test_the_environment_takes_precedence_over_the_file_and_that_over_the_folder(tmp_path: Path, environment):
     make_token(run_in(tmp_path))
     run = run_in(tmp_path, f"{SECRET}\n")
     assert find_token(run) == SECRET
@@ -89,30 +86,24 @@ def test_a_malformed_token_is_refused(tmp_path, content):
     assert "16 to 1024 printable ASCII" in refusal(run_in(tmp_path, content))
 
 
-def test_a_blank_variable_is_refused(tmp_path, environment):
+def test_a_missing_file_and_a_blank_variable_are_named(tmp_path, environment):
+    assert f"{tmp_path}/nope" in refusal(make_run(broker={"token_file": f"{tmp_path}/nope"}))
+    assert str(tmp_path) in refusal(make_run(broker={"token_file": str(tmp_path)}))
     environment.setenv(TOKEN_VARIABLE, "  ")
     assert TOKEN_VARIABLE in refusal(run_in(tmp_path))
 
 
-def test_a_missing_file_is_named(tmp_path):
-    assert f"{tmp_path}/nope" in refusal(make_run(broker={"token_file": f"{tmp_path}/nope"}))
-    assert str(tmp_path) in refusal(make_run(broker={"token_file": str(tmp_path)}))
-
-
-def test_every_token_has_key_pairs_of_its_own_for_each_end():
+def test_every_token_has_key_pairs_of_its_own_which_stay_what_they_are():
     keys, others = derive_keys(SECRET), derive_keys(SECRET + "!")
     assert len({keys.server_public, keys.client_public, others.server_public, others.client_public}) == 4
     for public, secret in ((keys.server_public, keys.server_secret), (keys.client_public, keys.client_secret)):
         assert zmq.curve_public(secret) == public
         assert len(z85.decode(secret)) == 32
+    # Machines with different releases must meet.
+    assert keys.server_public == b"Qx4y)n(:/:AO(RxM8}/59%7wFqYT%V[d*}!^kA4T"
 
 
-def test_the_keys_of_a_token_stay_what_they_are():
-    """Machines with different releases must meet."""
-    assert derive_keys(SECRET).server_public == b"Qx4y)n(:/:AO(RxM8}/59%7wFqYT%V[d*}!^kA4T"
-
-
-def test_a_short_token_is_refused_where_other_machines_reach_the_sockets(tmp_path: Path):
+def test_other_machines_need_a_long_token_and_a_run_makes_one(tmp_path: Path):
     run = run_in(tmp_path, SECRET)
     assert find_token(run) == make_token(run) == SECRET
     for interface in ("10.0.0.0/8", "0.0.0.0/0"):
@@ -122,15 +113,11 @@ def test_a_short_token_is_refused_where_other_machines_reach_the_sockets(tmp_pat
                 find(there)
     loopback = msgspec.structs.replace(run, cluster=ClusterConfig(interface="127.0.0.0/8"))
     assert find_token(loopback) == SECRET
-
-
-def test_the_token_that_a_run_makes_is_long_enough_for_other_machines(tmp_path: Path):
     run = make_run(runs_dir=str(tmp_path), cluster={"interface": "10.0.0.0/8"})
     assert find_token(run) == ""
     assert len(make_token(run)) >= 32
 
 
-# --- guests ----------------------------------------------------------------------------------------------------------
 def test_a_guests_token_gives_its_own_key_and_the_public_one_of_the_run_alone(tmp_path: Path):
     run = run_in(tmp_path)
     keys = derive_keys(make_token(run), guests=["alice", "bob"])
@@ -147,13 +134,10 @@ def test_a_guests_token_gives_its_own_key_and_the_public_one_of_the_run_alone(tm
     assert not others.guests.keys() & keys.guests.keys()
 
 
-def test_a_damaged_guest_token_is_named(tmp_path: Path):
+def test_a_damaged_guest_token_is_refused_and_a_guest_cannot_begin_a_run(tmp_path: Path):
     for token in ("guest.alice", "guest.alice.AAAA", "guest..AAAA", "guest.alice.!!!"):
         with pytest.raises(ConfigError, match=r"a token that starts with guest\. must be a guest token"):
             derive_keys(token)
-
-
-def test_a_guest_cannot_begin_a_run(tmp_path: Path):
     token = guest_token(derive_keys("the run's own token"), "alice")
     with pytest.raises(ConfigError, match="the token must be the run's, got a guest's"):
         make_token(run_in(tmp_path, token))

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -9,12 +10,16 @@ import pytest
 from slipstream.broker.messages import LeaseRequest, Pong, Prompts, Put
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import StoreCannotWriteError
-from slipstream.buffer.records import Claim, StepEntry
+from slipstream.buffer.pacing import admission_limit, admission_reason, capacity_limit, capacity_reason
+from slipstream.buffer.records import Claim, RunState, StepEntry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Reward
+from slipstream.configs.base import ConfigError
+from slipstream.configs.buffer import CapacityConfig, StalenessConfig
 from slipstream.runtime.images import image_id
-from tests.builders import make_packed
+from tests.builders import make_packed, make_run
 from tests.fakes import FakePeer, RouterScene
+from tests.memory_store.store import MemoryStore
 from tests.pictures import make_picture, make_picture_row
 
 
@@ -90,14 +95,6 @@ def test_the_fastest_is_served_first_whoever_asked_first(tmp_path: Path):
     assert slow.receive() == []
 
 
-def test_a_slow_generator_alone_gets_everything(scene: RouterScene):
-    fast, slow = pair(scene)
-    train(scene, fast, slow)
-    fast.channel.close()
-    scene.tick()
-    assert len(slow.lease(max_trajectories=8).prompts) == 2
-
-
 @pytest.mark.parametrize(("max_lag", "is_leased"), [(0, False), (1, True)])
 def test_a_generator_beyond_the_staleness_bound_gets_no_training_prompts(tmp_path: Path, max_lag: int, is_leased: bool):
     scene = RouterScene(tmp_path, staleness={"max_lag": max_lag})
@@ -144,7 +141,6 @@ def test_evaluations_take_half_of_a_lease_and_none_of_the_budget(scene: RouterSc
     assert [prompt.lease.group_id for prompt in peer.lease(max_trajectories=8).prompts] == ["e-2:0"], "not `later`"
 
 
-# --- curriculum ------------------------------------------------------------------------------------------------------
 def lease_all_rows(folder: Path, *, num_wrong: int) -> tuple[RouterScene, FakePeer, set[str]]:
     """A run of ten rows, `num_wrong` groups all wrong and the others half right; returns the uids of the wrong ones."""
     curriculum = {"explore": 0.0, "min_answers": 2}
@@ -216,3 +212,63 @@ def test_no_prompt_is_leased_while_the_store_has_no_room_for_images(tmp_path: Pa
         assert scene.store.counts().admitted == 1, "the one that showed it"
     (prompt,) = peer.lease(max_trajectories=2).prompts
     assert prompt.lease.id == "1-0"
+
+
+@pytest.mark.parametrize(
+    ("max_lag", "publish_every", "consumed", "limit"),
+    [(0, 1, 0, 4), (0, 1, 12, 16), (2, 1, 0, 12), (2, 2, 8, 32), (8, 1, 400, 40)],
+)
+def test_the_limit_follows_consumption_and_ends_with_the_run(max_lag, publish_every, consumed, limit):
+    run = make_run(
+        buffer={"staleness": {"max_lag": max_lag}},
+        weights={"publish_every_steps": publish_every},
+        learner={"groups_per_step": 4, "max_steps": 10},
+    )
+    assert admission_limit(run, consumed=consumed) == limit
+
+
+@pytest.mark.parametrize(("pacing_lag", "limit"), [(None, 20), (4, 20), (2, 12), (1.5, 10), (0, 4)])
+def test_a_lower_lag_to_pace_for_admits_fewer_groups(pacing_lag, limit):
+    staleness = {"max_lag": 4, "pacing_lag": pacing_lag}
+    run = make_run(buffer={"staleness": staleness}, learner={"groups_per_step": 4, "max_steps": 100})
+    assert admission_limit(run, consumed=0) == limit
+    assert admission_limit(run, consumed=8) == limit + 8
+
+
+def test_groups_that_would_be_stale_when_they_are_trained_on_are_not_paced_for():
+    with pytest.raises(ConfigError, match=r"pacing_lag must be <= max_lag \(2\), got 2.5"):
+        StalenessConfig(max_lag=2, pacing_lag=2.5)
+
+
+def test_a_replay_admits_no_prompt():
+    run = make_run(mode="replay", weights={"transport": "memory"}, replay={"path": "runs/other/archive"})
+    assert admission_limit(run, consumed=100) == 0
+
+
+def counts(**fields):
+    store = MemoryStore()
+    store.open_run("run", config_json="{}", num_rows=4, seed=0)
+    return msgspec.structs.replace(store.counts(), **fields)
+
+
+def test_stored_groups_and_bytes_are_bounded_with_the_reason():
+    full = counts(admitted=50, leased=2, returned=1, ready=4, claimed=4, used=5, unarchived=4)
+    reason = "capacity: 20 groups are outstanding, buffer.capacity.max_groups is 20"
+    assert capacity_reason(CapacityConfig(max_groups=20), full) == reason
+    assert capacity_limit(CapacityConfig(max_groups=20), full) == 50
+    assert capacity_limit(CapacityConfig(max_groups=23), full) == 53
+    assert capacity_reason(CapacityConfig(max_groups=21), full) == ""
+    heavy = counts(admitted=7, payload_bytes=3 * 2**20)
+    assert capacity_reason(CapacityConfig(max_mib=3), heavy).startswith("capacity: 3.0 MiB are stored")
+    assert capacity_limit(CapacityConfig(max_mib=3), heavy) == 7
+    assert capacity_limit(CapacityConfig(max_mib=4), heavy) > 10**9
+
+
+def test_the_reason_is_the_first_condition_that_forbids_admission():
+    run = make_run(buffer={"capacity": {"max_groups": 200}, "staleness": {"max_lag": 1}})
+    state = RunState("run", "training", step=0, version=0, announced_version=0)
+    assert admission_reason(run, state=state, counts=counts(admitted=3)) == ""
+    assert admission_reason(run, state=state, counts=counts(admitted=4)).startswith("pacing: ")
+    assert admission_reason(run, state=state, counts=counts(admitted=4, ready=200)).startswith("capacity: ")
+    over = msgspec.structs.replace(state, phase="finishing")
+    assert admission_reason(run, state=over, counts=counts()) == "the run is finishing"

@@ -2,29 +2,38 @@
 
 from pathlib import Path
 
+import pytest
+
+from slipstream.broker import ingest
 from slipstream.broker.messages import (
     Ack,
     Bye,
+    Drain,
+    EpochOpened,
     Hello,
     LeaseRequest,
+    Member,
     Members,
+    Message,
     OpenEpoch,
     Pong,
     Put,
-    Refuse,
     ReturnLeases,
     Welcome,
 )
+from slipstream.broker.peers import Peer
 from slipstream.buffer.codec import encode
+from slipstream.buffer.trajectory import TrajectoryHeader
+from slipstream.runtime.model_files import ModelFingerprint
 from tests.builders import make_packed
 from tests.fakes import FakePeer, RouterScene
 
 
-def test_a_hello_is_answered_with_the_whole_config(scene: RouterScene):
-    peer = FakePeer(scene, "generator", "g0")
-    (welcome,) = peer.receive()
+def test_a_hello_is_answered_with_the_whole_config_and_the_models_fingerprint(tmp_path: Path):
+    scene = RouterScene(tmp_path, model=ModelFingerprint(vocab_size=41))
+    (welcome,) = FakePeer(scene, "generator", "g0").receive()
     assert isinstance(welcome, Welcome)
-    assert welcome.config_json == scene.config_json
+    assert (welcome.config_json, welcome.model.vocab_size) == (scene.config_json, 41)
     assert (welcome.store_url, welcome.living) == ("", None)
 
 
@@ -71,15 +80,6 @@ def test_a_peer_that_changes_its_name_on_one_connection_loses_its_leases(scene: 
     assert scene.store.counts().returned == 2
 
 
-def test_leases_of_a_silent_generator_go_to_another(scene: RouterScene):
-    peer = scene.join()
-    peer.lease()
-    scene.wait(scene.run.broker.peer_timeout_s + 1)
-    assert scene.store.counts().returned == 2
-    other = scene.join("g1")
-    assert [p.lease.attempt for p in other.lease().prompts] == [1, 1]
-
-
 def test_a_generator_that_is_silent_for_longer_than_its_leases_keeps_them_until_it_counts_as_gone(tmp_path: Path):
     scene = RouterScene(tmp_path, settings={"broker": {"lease_s": 3.0}})
     peer = FakePeer(scene, "generator", "g0")
@@ -90,13 +90,17 @@ def test_a_generator_that_is_silent_for_longer_than_its_leases_keeps_them_until_
     assert scene.store.counts().returned == 2
 
 
-def test_a_time_in_which_the_broker_was_stopped_is_no_silence_of_its_peers(scene: RouterScene):
+def test_leases_of_a_silent_generator_go_to_another_but_not_after_a_pause_of_the_broker(scene: RouterScene):
     peer = scene.join()
     peer.lease()
     scene.tick(scene.run.broker.peer_timeout_s + 1)
     assert scene.store.counts().leased == 2
     scene.wait(scene.run.broker.peer_timeout_s + 1)
     assert scene.store.counts().returned == 2
+    assert scene.events() == [("g0", "silent for 8 s; 2 leases returned")]
+    gone = scene.store.roles()["g0"]
+    assert (gone["state"], gone["host"], gone["pid"]) == ("gone", "here", 1)
+    assert [p.lease.attempt for p in scene.join("g1").lease().prompts] == [1, 1]
 
 
 def test_a_request_is_not_answered_on_a_connection_that_was_replaced(scene: RouterScene):
@@ -120,13 +124,15 @@ def test_leases_listed_in_pongs_are_renewed_and_others_lapse(scene: RouterScene)
     assert scene.store.counts().returned == 1
 
 
-def test_returned_leases_and_a_bye_make_the_prompts_available_again(scene: RouterScene):
+def test_returned_leases_and_a_bye_make_the_prompts_available_again_without_an_event(scene: RouterScene):
     peer = scene.join()
     first, _ = (p.lease.id for p in peer.lease().prompts)
     peer.exchange(ReturnLeases([first], "test"))
     assert scene.store.counts().returned == 1
     peer.exchange(Bye())
     assert scene.store.counts().returned == 2
+    assert scene.store.roles()["g0"]["state"] == "gone"
+    assert scene.events() == []
 
 
 def test_prompts_that_cannot_be_delivered_are_available_again(scene: RouterScene):
@@ -156,15 +162,6 @@ def test_an_unknown_peer_is_answered_with_bye(scene: RouterScene):
     assert [type(answer) for answer in peer.exchange(LeaseRequest(max_trajectories=4))] == [Bye]
 
 
-def test_a_duplicate_is_refused_while_the_first_is_connected_and_welcomed_once_it_is_not(scene: RouterScene):
-    first = FakePeer(scene, "generator", "g0", "1")
-    (refusal,) = FakePeer(scene, "generator", "g0", "2").receive()
-    assert isinstance(refusal, Refuse)
-    first.channel.close()
-    (welcome,) = FakePeer(scene, "generator", "g0", "3").receive()
-    assert isinstance(welcome, Welcome)
-
-
 def test_a_generator_that_misses_pings_is_reported_silent_until_it_answers(scene: RouterScene):
     learner, generator = FakePeer(scene, "learner", "learner"), FakePeer(scene, "generator", "g0")
     generator.exchange(Pong(0.0, "ready", 3))
@@ -179,3 +176,174 @@ def test_a_generator_that_misses_pings_is_reported_silent_until_it_answers(scene
     assert reported() == ["silent"], "reported once"
     generator.exchange(Pong(0.0, "ready", 3))
     assert reported() == ["ready"]
+
+
+def test_leases_that_lapse_together_make_one_event(scene):
+    lapsing = {"owner": "nobody", "group_size": 2, "lease_s": 1.0, "admission_limit": 9}
+    scene.store.lease(max_groups=2, **lapsing)
+    scene.tick(5)
+    ((role, text),) = scene.events()
+    assert role == "broker"
+    assert text.count("; ") == 1
+
+
+@pytest.mark.parametrize(
+    ("jump_s", "effect"),
+    [(36000.0, "keep the time they had left"), (-36000.0, "last at most their full time from now")],
+)
+def test_a_clock_of_the_store_that_is_set_costs_no_lease_and_is_an_event(scene, jump_s, effect):
+    scene.step()
+    assert scene.store.roles()["broker"].keys() >= {"host", "pid"}
+    scene.store.lease(owner="nobody", group_size=2, max_groups=1, lease_s=30.0, admission_limit=9)
+    scene.store_is_ahead_s = jump_s
+    scene.tick(1)
+    assert scene.events() == [("broker", f"the store's clock jumped by {jump_s:+.0f} s: leases and claims {effect}")]
+    scene.tick(31)
+    assert "lapsed" in scene.events()[-1][1]
+
+
+def test_a_broker_that_starts_after_the_clock_was_set_back_waits_for_no_lease_longer_than_it_lasts(scene):
+    scene.store.lease(owner="nobody", group_size=2, max_groups=1, lease_s=30.0, admission_limit=9)
+    scene.store_is_ahead_s = -36000.0
+    scene.step()
+    scene.tick(31)
+    ((_, text),) = scene.events()
+    assert "lapsed" in text
+
+
+DRAIN_G0 = "drain/g0"
+
+
+def test_the_named_generator_is_ordered_to_drain_and_no_other(scene: RouterScene):
+    peers = [FakePeer(scene, "generator", name) for name in ("g0", "g1")]
+    for peer in peers:
+        peer.receive()
+    scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
+    scene.tick()
+    assert [peer.receive() for peer in peers] == [[Drain("drain requested")], []]
+    assert [(event.role, event.text) for event in scene.store.events(limit=9)] == [
+        ("g0", "ordered to drain, as requested")
+    ]
+
+
+def test_the_order_to_drain_is_repeated_until_the_generator_drains_and_not_given_to_its_successor(scene: RouterScene):
+    scene.store.request("broker", DRAIN_G0, str(scene.store.now() + 60))
+    # Like a restarted broker, which reads the request before any peer is back.
+    scene.tick()
+    peer = scene.join()
+    for _ in range(2):
+        scene.tick()
+        assert peer.receive() == [Drain("drain requested")]
+    peer.exchange(Pong(sent_at=0.0, state="draining", version=0, reason="", gauges={}))
+    scene.tick()
+    assert peer.receive() == []
+    assert len(scene.events()) == 1
+    peer.exchange(Bye())
+    other = scene.join(incarnation="2")
+    scene.tick()
+    assert other.receive() == []
+
+
+def test_a_request_past_its_deadline_is_dropped(scene: RouterScene):
+    peer = scene.join()
+    scene.store.request("broker", DRAIN_G0, str(scene.store.now() - 1))
+    scene.tick()
+    assert peer.receive() == []
+    assert scene.store.take_requests("broker") == {}
+
+
+def test_gauges_cannot_replace_what_the_broker_knows_of_a_peer():
+    peer = Peer(b"", Hello("generator", "g-0", "i", "node", 7), heard_at=0.0, state="ready", version=3)
+    peer.gauges = {"role": "learner", "state": "gone", "version": "x", "pid": 1, "tokens": 5}
+    known = {"role": "generator", "state": "ready", "version": 3, "reason": "", "host": "node", "pid": 7}
+    assert peer.beat({}).gauges == known | {"tokens": 5}
+
+
+def test_each_trajectory_of_one_put_is_checked_by_itself(scene: RouterScene):
+    peer = scene.join()
+    peer.lease()
+    packed = [make_packed("0", 0), make_packed("0", 1), make_packed("77", 0), make_packed("1", 0)]
+    payloads = [payload for _, payload in packed]
+    payloads[1] = payloads[1][:-1]
+    answers = peer.exchange(Put([header for header, _ in packed]), *payloads)
+    expected = [("0-0-1", True, "0-0"), ("77-0-0", True, "77-0")]
+    assert [(nack.id, nack.is_fatal, nack.lease_id) for nack in answers[:2]] == expected
+    assert answers[2:] == [Ack(["0-0-0", "1-0-0"])]
+    assert scene.store.counts().refused == {"checksum": 1, "unknown_group": 1}
+
+
+@pytest.mark.parametrize("num_payloads", [0, 1, 3])
+def test_a_put_with_a_wrong_number_of_payloads_is_refused_whole(scene: RouterScene, num_payloads: int):
+    peer = scene.join()
+    peer.lease()
+    packed = [make_packed("0", 0), make_packed("0", 1)]
+    answers = peer.exchange(Put([header for header, _ in packed]), *[packed[0][1]] * num_payloads)
+    assert [nack.id for nack in answers] == ["0-0-0", "0-0-1"]
+    assert all(nack.is_fatal for nack in answers)
+    assert scene.store.counts().refused == {"frame_count": 1}
+
+
+def test_payloads_after_any_other_message_are_refused(scene: RouterScene):
+    peer = scene.join()
+    assert peer.exchange(LeaseRequest(max_trajectories=4), b"surplus") == []
+    assert scene.store.counts().refused == {"frame_count": 1}
+    assert scene.store.counts().leased == 0
+
+
+def test_a_generator_gives_no_weight_orders_and_speaks_for_itself_only(scene: RouterScene):
+    learner, one, other = scene.join("learner", role="learner"), scene.join("g0"), scene.join("g1")
+    one.exchange(OpenEpoch(1, [Member("g1", "1")], "127.0.0.1", 1, 1.0))
+    assert other.receive() == []
+    one.exchange(EpochOpened(1, Member("g1", "1")))
+    assert not [message for message in learner.receive() if isinstance(message, EpochOpened)]
+    other.exchange(EpochOpened(1, Member("g1", "1")))
+    assert [message for message in learner.receive() if isinstance(message, EpochOpened)]
+    held = one.lease().prompts[0].lease.id
+    other.exchange(ReturnLeases([held], "test"))
+    assert scene.store.counts().returned == 0
+
+
+def test_oversized_frames_are_refused_with_their_reason(scene: RouterScene):
+    peer = scene.join()
+    peer.lease()
+    too_large = b"x" * (scene.run.broker.max_message_bytes + 1)
+    header, _ = make_packed("0", 0)
+    (nack,) = peer.exchange(Put([header]), too_large)
+    assert nack.is_fatal
+    peer.send([too_large])
+    assert scene.store.counts().refused == {"oversized": 2}
+
+
+def test_an_exception_in_a_check_refuses_that_trajectory_only(scene: RouterScene, monkeypatch: pytest.MonkeyPatch):
+    def check_header(header: TrajectoryHeader, payload: bytes) -> None:
+        raise TypeError("a bug")
+
+    peer = scene.join()
+    peer.lease()
+    monkeypatch.setattr(ingest, "check_header", check_header)
+    header, payload = make_packed("0", 0)
+    (nack,) = peer.exchange(Put([header]), payload)
+    assert nack.is_fatal
+    assert scene.store.counts().refused == {"internal_error": 1}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Pong(0.0, "ready", 0, gauges={"a": [1]}),  # type: ignore[dict-item]
+        Pong(0.0, "ready", 0, gauges={str(n): n for n in range(10_000)}),
+        Pong(0.0, "ready", 0, lease_ids=["x" * 10_000]),
+        ReturnLeases(["0-0"], "x" * 10_000),
+    ],
+)
+def test_the_size_of_a_peer_report_is_bounded(scene: RouterScene, message: Message):
+    peer = scene.join()
+    assert peer.exchange(message) == []
+    assert scene.store.counts().refused == {"malformed": 1}
+
+
+def test_malformed_frames_do_not_end_the_loop(scene: RouterScene):
+    peer = scene.join()
+    for frames in ([b""], [b"\xc1"], [b"\x80\x04\x95pickle"], [encode({"type": "Put"})]):
+        peer.send(frames)
+    assert peer.lease().prompts

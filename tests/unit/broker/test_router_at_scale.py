@@ -167,24 +167,6 @@ def test_changes_of_many_members_share_a_message_and_none_is_forgotten(crowd):
     assert learner.receive() == [], "nothing has changed"
 
 
-def test_a_silent_generator_is_told_without_a_message_of_its_own(crowd):
-    scene, _, peers = crowd
-    learner = FakePeer(scene, "learner", "learner")
-    scene.tick(0.1)
-    learner.receive()
-    scene.clock.now += 2.5 * scene.run.broker.heartbeat_s
-    for peer in peers[1:]:
-        peer.channel.send([encode(Pong(0.0, "ready", 0))])
-        peer.read()
-    scene.step()
-    told = [each for each in learner.receive() if isinstance(each, Members)][-1]
-    assert [each.member.peer_id for each in told.generators if each.state == "silent"] == ["generator-000"]
-    peers[0].send([encode(Pong(0.0, "ready", 0))])
-    scene.tick(0.1)
-    told = [each for each in learner.receive() if isinstance(each, Members)][-1]
-    assert all(each.state == "ready" for each in told.generators)
-
-
 def test_peers_are_found_by_name_and_leave_nothing_behind(crowd):
     scene, _, _ = crowd
     peers = scene.router._peers

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from slipstream.broker.guests import convict
 from slipstream.broker.messages import (
     Ack,
     Audit,
@@ -85,20 +86,15 @@ def give_answers(scene: RouterScene, guest: FakePeer, name: str = "mallory") -> 
     return prompts
 
 
-def test_a_guest_gets_no_lease_before_one_of_ones_own_can_check_it(scene: RouterScene):
+def test_a_guest_gets_training_prompts_once_one_of_ones_own_can_check_it_and_no_evaluations(scene: RouterScene):
     guest = join(scene)
     assert guest.exchange(LeaseRequest(4)) == []
     scene.tick(1.0)
     (empty,) = guest.receive()
     assert empty.prompts == []
     assert empty.reason == "guests: no trusted generator is ready to check answers"
-    own(scene)
-    assert len(guest.lease().prompts) == 2
-
-
-def test_evaluations_are_not_leased_to_guests(scene: RouterScene):
     scene.store.open_evaluation("e", purpose="sampled", version=0, rows=[0, 1])
-    owned, guest = own(scene), join(scene)
+    owned = own(scene)
     assert {prompt.lease.purpose for prompt in guest.lease().prompts} == {"train"}
     assert "sampled" in {prompt.lease.purpose for prompt in owned.lease().prompts}
 
@@ -169,23 +165,15 @@ def test_checks_of_a_generator_that_leaves_or_says_nothing_go_to_another(scene: 
     assert ordered(second) == []
 
 
-def test_an_answer_that_repeats_an_improbable_one_is_a_lie(scene: RouterScene):
-    owned, guest = own(scene), join(scene)
-    give_answers(scene, guest)
-    for name, digest, logprob in (
-        ("0-0-0", "a", -20.0), ("0-0-1", "a", -20.0), ("1-0-0", "a", -20.0), ("1-0-1", "a", -20.0),
-    ):  # fmt: skip
-        owned.exchange(Audited(AnswerCheck(name, digest=digest, logprob=logprob)))
-    reason = scene.store.quarantined_guests()["mallory"]
-    assert reason.endswith("1-0-1 repeats 1-0-0, which is no coincidence")
-
-
-def test_an_answer_that_is_probable_may_come_twice(scene: RouterScene):
+@pytest.mark.parametrize(("logprob", "is_lie"), [(-20.0, True), (-3.0, False)])
+def test_an_answer_that_repeats_an_improbable_one_is_a_lie(scene: RouterScene, logprob: float, is_lie: bool):
     owned, guest = own(scene), join(scene)
     give_answers(scene, guest)
     for name in ("0-0-0", "0-0-1", "1-0-0", "1-0-1"):
-        owned.exchange(Audited(AnswerCheck(name, digest="a", logprob=-3.0)))
-    assert scene.store.quarantined_guests() == {}
+        owned.exchange(Audited(AnswerCheck(name, digest="a", logprob=logprob)))
+    found = scene.store.quarantined_guests()
+    assert list(found) == ["mallory"] * is_lie
+    assert all(reason.endswith("1-0-1 repeats 1-0-0, which is no coincidence") for reason in found.values())
 
 
 def test_a_guest_whose_answers_wait_for_checks_gets_no_more_leases(tmp_path: Path):
@@ -264,3 +252,47 @@ def test_a_guest_that_another_broker_has_quarantined_ends_here_with_its_next_ans
     assert "guest_quarantined" in [each.reason for each in answers if isinstance(each, Nack)]
     assert any(isinstance(each, Drain) for each in answers)
     assert scene.store.quarantined_guests() == {"mallory": "lies"}
+
+
+HONEST = AnswerCheck("0-0-0", num_tokens=100, logprob_diff=1.0, own_logprob_diff=0.01, surplus=2.0, variance=20.0)
+
+
+def changed(**fields: object) -> AnswerCheck:
+    return AnswerCheck(**{name: getattr(HONEST, name) for name in HONEST.__struct_fields__} | fields)  # type: ignore[arg-type]
+
+
+LIE_ABOUT_A_REWARD = changed(lie="7-0-1 has a reward of 1, and 0 by one's own reward function")
+FEW_TOKENS = changed(num_tokens=4, logprob_diff=0.0, surplus=-1.0, variance=1.0)
+
+
+@pytest.mark.parametrize(
+    ("checks", "reason"),
+    [
+        ([], ""),
+        ([HONEST] * 64, ""),
+        # One lie may be a fault, and two convict.
+        ([LIE_ABOUT_A_REWARD, *[HONEST] * 9], ""),
+        (
+            [LIE_ABOUT_A_REWARD, *[HONEST] * 9, LIE_ABOUT_A_REWARD],
+            "2 of 11 checked answers are false, the last one: 7-0-1 has a reward of 1, and 0 by one's own reward",
+        ),
+        # Log probabilities beyond the bound convict once four answers were scored.
+        ([changed(logprob_diff=30.0)] * 3 + [AnswerCheck("0-0-1")] * 9, ""),
+        ([changed(logprob_diff=30.0)] * 4, "within 0.05 nats on average, got 0.3 over 400 tokens of 4 answers"),
+        # The policy's change since is allowed for by its effect on trusted answers.
+        ([changed(logprob_diff=10.0, own_logprob_diff=0.0)] * 4, "nats"),
+        ([changed(logprob_diff=10.0, own_logprob_diff=0.04)] * 4, ""),
+        # Answers that the policy would not sample.
+        ([changed(surplus=30.0)] * 4, "the likeliest token 30% more often"),
+        ([changed(surplus=-30.0)] * 4, "the likeliest token 30% less often"),
+        # Chance is allowed for where few tokens were scored.
+        ([FEW_TOKENS] * 4, ""),
+        ([FEW_TOKENS] * 64, "the likeliest token"),
+        ([changed(logprob_diff=float("nan"))] * 4, "nats"),
+        ([changed(surplus=float("nan"))] * 4, "the likeliest token"),
+    ],
+)
+def test_the_checks_convict_a_dishonest_guest_and_no_honest_one(checks: list[AnswerCheck], reason: str):
+    found = convict(checks, max_logprob_diff=0.05)
+    assert bool(found) == bool(reason)
+    assert reason in found

@@ -12,16 +12,23 @@ import pyarrow.parquet as pq
 import pytest
 from structlog.testing import capture_logs
 
+from slipstream.broker import lease_scheduler
 from slipstream.broker.dataset import Dataset, count_tokens, describe_shortages, open_datasets, read_heldout, read_train
 from slipstream.broker.messages import Row
-from slipstream.buffer.codec import decode, encode
+from slipstream.buffer.codec import decode, encode, pack, unpack
+from slipstream.buffer.records import Lease, image_names
 from slipstream.buffer.sampling import FileShare
+from slipstream.buffer.trajectory import Media
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
+from slipstream.generators.errors import PromptError
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
+from slipstream.launch.preflight import make_inputs
+from slipstream.runtime.images import PLACEHOLDER, VisionModel, image_id
 from slipstream.runtime.model_files import read_chat_template
-from tests.builders import make_prompt, make_run
-from tests.tiny_model import make_tokenizer
+from tests.builders import make_prompt, make_run, make_trajectory
+from tests.pictures import IMAGE, make_picture, make_picture_row, make_vision_model
+from tests.tiny_model import make_tiny_model, make_tokenizer
 
 ROW: dict[str, Any] = {
     "data_source": "digits/reverse",
@@ -47,31 +54,15 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_row_is_read_as_it_was_written(tmp_path: Path) -> None:
-    assert Dataset(write(tmp_path, [ROW])).row(0) == Row(
-        uid="train/00000",
-        prompt="48213=",
-        ground_truth="31284",
-        data_source="digits/reverse",
-        extra_info={"index": 17, "split": "train"},
-    )
-
-
-def test_extra_info_may_be_absent(tmp_path: Path) -> None:
+def test_rows_are_read_as_they_were_written_each_under_its_own_uid(tmp_path: Path) -> None:
     without = {key: value for key, value in ROW.items() if key != "extra_info"}
-    assert Dataset(write(tmp_path, [without])).row(0).extra_info == {}
-
-
-def test_iteration_yields_every_row_under_its_own_uid(tmp_path: Path) -> None:
-    dataset = Dataset(write(tmp_path, [ROW, ROW, ROW]))
-    assert len(dataset) == 3
-    assert [row.uid for row in dataset] == ["train/00000", "train/00001", "train/00002"]
-
-
-@pytest.mark.parametrize("index", [-1, 1])
-def test_a_row_outside_the_file_is_an_index_error(tmp_path: Path, index: int) -> None:
-    with pytest.raises(IndexError, match="rows 0 to 0"):
-        Dataset(write(tmp_path, [ROW])).row(index)
+    dataset = Dataset(write(tmp_path, [ROW, without]))
+    row = {"prompt": "48213=", "ground_truth": "31284", "data_source": "digits/reverse"}
+    first, second = Row(uid="train/00000", extra_info=ROW["extra_info"], **row), Row(uid="train/00001", **row)
+    assert (len(dataset), list(dataset), dataset.row(1)) == (2, [first, second], second)
+    for index in (-1, 2):
+        with pytest.raises(IndexError, match="rows 0 to 1"):
+            dataset.row(index)
 
 
 def test_a_missing_file_or_one_of_another_kind_or_without_rows_is_refused(tmp_path: Path) -> None:
@@ -83,11 +74,11 @@ def test_a_missing_file_or_one_of_another_kind_or_without_rows_is_refused(tmp_pa
     assert "at least one prompt" in refusal(path)
 
 
-@pytest.mark.parametrize("column", ["prompt", "reward_model"])
-def test_a_missing_column_is_named_beside_the_existing_ones(tmp_path: Path, column: str) -> None:
-    message = refusal(write(tmp_path, [{key: value for key, value in ROW.items() if key != column}]))
-    assert f"the column `{column}` or" in message
-    assert "extra_info" in message
+def test_a_missing_column_is_named_beside_the_existing_ones(tmp_path: Path) -> None:
+    for column in ("prompt", "reward_model"):
+        message = refusal(write(tmp_path, [{key: value for key, value in ROW.items() if key != column}]))
+        assert f"the column `{column}` or" in message
+        assert "extra_info" in message
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
@@ -130,7 +121,6 @@ def test_a_row_without_a_value_is_named(tmp_path: Path, suffix: str, broken: dic
     assert f"`{name}`" in message
 
 
-# --- forms of a row --------------------------------------------------------------------------------------------------
 TRUTHS: list[Any] = ["31284", 31284, 0.5, True, False, 0, "", ["a", "b"], {"tests": [{"in": "1", "out": "2"}]}, []]
 
 
@@ -192,19 +182,16 @@ def test_the_parts_of_a_message_are_kept(tmp_path: Path, suffix: str) -> None:
     assert Dataset(write(tmp_path, [ROW | {"prompt": prompt}], suffix)).row(0).prompt == prompt
 
 
-def test_fields_that_a_parquet_record_lacks_do_not_come_back_as_nulls(tmp_path: Path) -> None:
+def test_only_nulls_that_were_written_into_a_json_record_come_back(tmp_path: Path) -> None:
     truths: list[Any] = [{"a": 1}, {"b": [{"c": 2}, {"d": 3}]}]
     rows = [ROW | {"reward_model": {"ground_truth": truth}, "extra_info": truth} for truth in truths]
     found = list(Dataset(write(tmp_path, rows)))
     assert [row.ground_truth for row in found] == truths
     assert [row.extra_info for row in found] == truths
-
-
-def test_a_null_that_was_written_into_a_json_record_is_kept(tmp_path: Path) -> None:
     row = ROW | {"reward_model": {"ground_truth": {"unit": None}}, "comment": None}
-    found = Dataset(write(tmp_path, [row], "jsonl")).row(0)
-    assert found.ground_truth == {"unit": None}
-    assert "comment" not in found.extra_info
+    written = Dataset(write(tmp_path, [row], "jsonl")).row(0)
+    assert written.ground_truth == {"unit": None}
+    assert "comment" not in written.extra_info
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", "3", '{"question": "q", "answer": 1' + "0" * 30 + "}", "not json"])
@@ -242,21 +229,20 @@ def open_with(folder: Path, prompts: list[Any], **data: Any) -> tuple[Dataset, d
 
 
 @pytest.mark.parametrize("kind", [str, list])
-def test_prompts_over_the_limit_are_refused_with_their_number_or_dropped(kind: type, tmp_path: Path) -> None:
+def test_prompts_over_the_limit_are_refused_with_their_number_or_dropped_and_logged(kind: type, tmp_path: Path) -> None:
     user = [{"role": "user", "content": "1" * length} for length in (3, 20, 6, 30)]
     prompts = [[message] for message in user] if kind is list else [message["content"] for message in user]
-    with pytest.raises(
-        ConfigError, match=r"at most data.max_prompt_tokens \(8\) tokens, but 2 of 4 are longer, up to 3\d"
-    ):
+    refused = r"at most data.max_prompt_tokens \(8\) tokens, but 2 of 4 are longer, up to 3\d"
+    with pytest.raises(ConfigError, match=refused):
         open_with(tmp_path, prompts)
-    train, heldout = open_with(tmp_path, prompts, too_long="drop")
+    with capture_logs() as events:
+        train, heldout = open_with(tmp_path, prompts, too_long="drop")
     assert [row.uid for row in train] == ["train/00000", "train/00002"]
     assert {name: len(dataset) for name, dataset in heldout.items()} == {"sampled": 2, "greedy": 2}
-
-
-def test_a_file_of_which_nothing_would_be_left_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="2 of 2 are longer, up to 10 tokens in row 1"):
-        open_with(tmp_path, ["1" * 9, "1" * 10], too_long="drop")
+    found = [(Path(each["file"]).parent.name, each["left_out"], each["kept"]) for each in events if "left_out" in each]
+    assert found == [("train", 2, 2), ("heldout", 2, 2)]
+    with pytest.raises(ConfigError, match=r"2 of 2 are longer, up to 3. tokens in row 1"):
+        open_with(tmp_path, prompts[1::2], too_long="drop")
 
 
 def test_a_row_that_fits_into_no_message_is_refused_with_its_size(tmp_path: Path) -> None:
@@ -335,14 +321,6 @@ def test_a_template_that_cannot_be_read_is_named(content: bytes | None, tmp_path
         read_chat_template(ModelConfig(path="none", chat_template=str(file)))
 
 
-def test_the_log_counts_what_a_file_leaves_out(tmp_path: Path) -> None:
-    with capture_logs() as events:
-        open_with(tmp_path, ["1" * 3, "1" * 20], too_long="drop")
-    found = [(Path(each["file"]).parent.name, each["left_out"], each["kept"]) for each in events if "left_out" in each]
-    assert found == [("train", 1, 1), ("heldout", 1, 1)]
-
-
-# --- several files ---------------------------------------------------------------------------------------------------
 def write_two(folder: Path) -> list[str]:
     paths = []
     for name, count in (("gsm8k", 3), ("math", 2)):
@@ -353,19 +331,16 @@ def write_two(folder: Path) -> list[str]:
     return paths
 
 
-def test_rows_of_several_files_are_numbered_one_file_after_the_other(tmp_path: Path) -> None:
-    dataset = Dataset(*write_two(tmp_path))
+def test_several_files_are_numbered_one_after_the_other_and_share_by_rows_or_weights(tmp_path: Path) -> None:
+    paths = write_two(tmp_path)
+    dataset = Dataset(*paths)
     uids = ["gsm8k/train/00000", "gsm8k/train/00001", "gsm8k/train/00002", "math/train/00000", "math/train/00001"]
     assert [row.uid for row in dataset] == [dataset.row(index).uid for index in range(len(dataset))] == uids
     assert dataset.row(3).data_source == "math/train"
     with pytest.raises(IndexError, match="rows 0 to 4"):
         dataset.row(5)
-
-
-def test_files_share_by_their_rows_or_by_their_weights(tmp_path: Path) -> None:
-    paths = write_two(tmp_path)
     assert Dataset(paths[0]).row_count == 3
-    assert Dataset(*paths).row_count == [FileShare(3, 3.0), FileShare(2, 2.0)]
+    assert dataset.row_count == [FileShare(3, 3.0), FileShare(2, 2.0)]
     run = make_run(
         data={"train": [{"path": path, "weight": weight} for path, weight in zip(paths, (1, 9), strict=True)]}
     )
@@ -377,3 +352,112 @@ def test_rows_that_are_left_out_belong_to_no_order(tmp_path: Path) -> None:
     dataset.keep_short(lambda prompts: [9 if prompt == "gsm8k 1" else 1 for prompt in prompts], most=3, drops=True)
     assert dataset.row_count == [FileShare(2, 2.0), FileShare(2, 2.0)]
     assert [row.prompt for row in dataset] == ["gsm8k 0", "gsm8k 2", "math 0", "math 1"]
+
+
+FIRST, SECOND = make_picture(), make_picture(24, 8)
+IMAGE_TEMPLATE = (
+    "{% for m in messages %}{% for p in m.content %}{% if p.type == 'image' %}<|vision_start|><|image_pad|>"
+    "<|vision_end|>{% else %}{{ p.text }}{% endif %}{% endfor %}{% endfor %}="
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_vision_model(tmp_path_factory.mktemp("vision") / "model")
+
+
+def open_run(folder: Path, model: Path, rows: list[dict[str, Any]], **data: Any) -> Dataset:
+    paths = {name: str(write(folder, rows, name=name)) for name in ("train", "heldout")}
+    return open_datasets(make_run(model={"path": str(model), "max_length": 128}, data=paths | data))[0]
+
+
+def image_refusal(folder: Path, model: Path, rows: list[dict[str, Any]], **data: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        open_run(folder, model, rows, **data)
+    return str(caught.value)
+
+
+def test_the_forms_of_the_field_give_the_same_row(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(FIRST)
+    text = [{"bytes": FIRST, "path": None}], [FIRST], ["images/a.png"], [{"path": "images/a.png"}], "images/a.png"
+    for images in text:
+        row = Dataset(write(tmp_path, [make_picture_row(images, prompt="1<image>=")])).row(0)  # type: ignore[arg-type]
+        assert (row.prompt, row.images, row.extra_info) == (f"1{PLACEHOLDER}=", [FIRST], {})
+    chat = [{"role": "user", "content": "<image>What<image>"}]
+    row = Dataset(write(tmp_path, [make_picture_row([FIRST, SECOND], prompt=chat)])).row(0)
+    image = {"type": "image"}
+    assert row.prompt == [{"role": "user", "content": [image, {"type": "text", "text": "What"}, image]}]
+    assert row.images == [FIRST, SECOND]
+    parts = [{"type": "image", "image": "images/a.png"}, {"type": "text", "text": "What"}]
+    named = {"prompt": [{"role": "user", "content": parts}], "answer": "12"}
+    for suffix in ("parquet", "jsonl"):
+        row = Dataset(write(tmp_path, [named], suffix)).row(0)
+        assert row.prompt == [{"role": "user", "content": [image, {"type": "text", "text": "What"}]}]
+        assert row.images == [FIRST]
+
+
+def test_what_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path, model: Path) -> None:
+    good = make_picture_row([{"bytes": FIRST}])
+    bad = {
+        "readable PNG": make_picture_row([{"bytes": b"\x89PNG"}]),
+        r"a place \(<image>\) for each of 2 images, got 1": make_picture_row([{"bytes": FIRST}, {"bytes": SECOND}]),
+        "got 0": make_picture_row([{"bytes": FIRST}], prompt="1="),
+        "must be below the folder": make_picture_row([{"path": "../a.png"}]),
+    }
+    for reason, row in bad.items():
+        with pytest.raises(ConfigError, match=f"row 1: .*{reason}"):
+            open_run(tmp_path, model, [good, row])
+    text = make_tiny_model(tmp_path / "text")
+    assert "a text-only model (qwen2)" in image_refusal(tmp_path, text, [good])
+    run = make_run(
+        model={"path": str(text)}, data={name: str(tmp_path / f"{name}.parquet") for name in ("train", "heldout")}
+    )
+    with pytest.raises(ConfigError, match="a text-only model"):
+        make_inputs(run)
+    assert len(open_run(tmp_path, model, [good])) == 1
+
+
+def test_images_count_in_the_length_of_a_prompt_and_the_size_of_a_row(tmp_path: Path, model: Path) -> None:
+    rows = [make_picture_row([{"bytes": FIRST}]), make_picture_row([{"bytes": make_picture(64, 64)}])]
+    assert "1 of 2 are longer, up to 67 tokens in row 1" in image_refusal(tmp_path, model, rows)
+    kept = open_run(tmp_path, model, rows, too_long="drop")
+    assert [row.uid for row in kept] == ["train/00000"]
+    assert len(open_run(tmp_path, model, rows, max_prompt_tokens=67)) == 2
+    (tmp_path / "a.png").write_bytes(make_picture(64, 64))
+    rows = [make_picture_row(["a.png"])]
+    dataset = open_run(tmp_path, model, rows, max_prompt_tokens=100)
+    with pytest.raises(ConfigError, match="row 0"):
+        dataset.check_row_sizes(max_message_bytes=16_000)
+
+
+def test_prompts_are_encoded_as_the_model_reads_them_and_a_damaged_image_costs_its_prompt_alone(
+    tmp_path: Path, model: Path
+) -> None:
+    dataset = open_run(tmp_path, model, [make_picture_row([{"bytes": FIRST}], prompt="1<image>=")])
+    lease = Lease("0-0", "0", "train", 0, 0, 0, [0, 1])
+    prompt = lease_scheduler.make_prompt(lease, dataset.row(0))
+    assert decode(encode(prompt), type(prompt)) == prompt
+    tokenizer = load_tokenizer(make_run(model={"path": str(model)}).model)
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens=10, vision=VisionModel(str(model)))
+    token_ids, (image,) = encoder.encode(prompt)
+    assert token_ids == [3, 14, IMAGE, IMAGE, 16, 13]
+    assert (image.first_token, image.num_tokens, image.data) == (2, 2, FIRST)
+    tokenizer.chat_template = IMAGE_TEMPLATE
+    chat = make_picture_row([{"bytes": FIRST}], prompt=[{"role": "user", "content": "<image>1"}])
+    asked = lease_scheduler.make_prompt(lease, open_run(tmp_path, model, [chat]).row(0))
+    assert encoder.encode(asked)[0] == [14, IMAGE, IMAGE, 16, 3, 13]
+    damaged = make_prompt(PLACEHOLDER, images=[make_picture(64, 64)[:-500]])
+    with pytest.raises(PromptError, match="prompt test/0: an image must be complete"):
+        encoder.encode(damaged)
+
+
+def test_an_answer_carries_the_name_of_its_image_and_not_its_bytes() -> None:
+    data = make_picture(400, 400)
+    media = [Media("image", "train/00000/0", image_id(data), 1, 4)]
+    packed = [
+        pack(make_trajectory(index=i, media=media), lease_id="0-0", purpose="train", group_size=8) for i in (0, 1)
+    ]
+    assert all(len(payload) < 1500 < len(data) for _, payload in packed)
+    assert image_names(payload for _, payload in packed) == {image_id(data)}
+    assert unpack(packed[0][1]).media == media

@@ -1,5 +1,10 @@
 """A client rejoins after a loss of the broker and resends until acknowledged."""
 
+import asyncio
+import queue
+import threading
+from collections import Counter
+
 import msgspec
 import pytest
 
@@ -8,6 +13,7 @@ from slipstream.broker.messages import (
     Ack,
     AnyMessage,
     Bye,
+    Drain,
     Hello,
     LeaseRequest,
     LivingBrokers,
@@ -26,7 +32,7 @@ from slipstream.broker.messages import (
 )
 from slipstream.broker.transport.channels import MemoryBroker, MemoryServerChannel
 from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus, Route, preferred
-from slipstream.broker.transport.session import QueueInbox
+from slipstream.broker.transport.session import QueueInbox, call_threadsafe
 from slipstream.buffer.codec import decode, encode
 from slipstream.configs.broker import BROKER_SILENCE_S
 from tests.builders import make_packed
@@ -110,31 +116,22 @@ def test_a_ping_is_answered_with_the_role_s_status():
     assert broker.receive() == [Pong(7.0, "ready", 3, "", {"running": 2}, [])]
 
 
-def test_a_trajectory_is_sent_until_acknowledged():
+def test_trajectories_are_sent_in_one_message_until_acknowledged():
     client, broker, clock, _ = make_pair()
-    header, payload = make_packed()
-    client.put(header, payload)
-    join(client, broker)
-    client.step(timeout_s=0)
-    assert Put([header]) in broker.receive()
-    clock.now += 9.0
-    client.step(timeout_s=0)
-    assert not client.is_joined
-    join(client, broker)
-    client.step(timeout_s=0)
-    assert Put([header]) in broker.receive()
-    deliver(client, broker, Ack([header.id]))
-    assert len(client.outbox) == 0
-
-
-def test_waiting_trajectories_are_sent_in_one_message():
-    client, broker, _, _ = make_pair()
     packed = [make_packed(str(number)) for number in range(3)]
     for header, payload in packed:
         client.put(header, payload)
+    put = Put([header for header, _ in packed])
+    for _ in range(2):
+        join(client, broker)
+        client.step(timeout_s=0)
+        assert [m for m in broker.receive() if isinstance(m, Put)] == [put]
+        clock.now += 9.0
+        client.step(timeout_s=0)
+        assert not client.is_joined
     join(client, broker)
-    client.step(timeout_s=0)
-    assert [m for m in broker.receive() if isinstance(m, Put)] == [Put([header for header, _ in packed])]
+    deliver(client, broker, Ack([header.id for header in put.headers]))
+    assert len(client.outbox) == 0
 
 
 def test_a_fatal_nack_removes_the_trajectory_and_reaches_the_role():
@@ -176,25 +173,21 @@ def test_a_bye_of_a_restarted_broker_is_answered_with_hello_at_once():
     assert Put in [type(message) for message in broker.receive()]
 
 
-def arrived_after_silence(scene, message) -> list[type]:
-    """Types of messages that a new broker receives from a peer that sends `message` after losing its broker."""
-    client, broker, clock, _ = scene
+@pytest.mark.parametrize(
+    ("is_moving", "message", "kept"),
+    [(False, LeaseRequest(1), []), (True, ReturnLeases(["0-0"], reason="drained"), [ReturnLeases])],
+)
+def test_without_a_broker_requests_do_not_pile_up_and_returned_leases_wait(
+    is_moving: bool, message: Message, kept: list
+):
+    client, broker, clock, _ = make_moving_pair() if is_moving else make_pair()
     join(client, broker)
     clock.now += BROKER_SILENCE_S + 1
     broker.receive()
     client.step(timeout_s=0)
     client.send(message)
     client.step(timeout_s=0)
-    return [type(each) for each in broker.receive()]
-
-
-def test_messages_to_a_broker_that_is_gone_do_not_pile_up():
-    assert arrived_after_silence(make_pair(), LeaseRequest(1)) == [Hello]
-
-
-def test_what_a_generator_gives_back_without_a_broker_arrives_once_it_is_joined_again():
-    given_back = ReturnLeases(["0-0"], reason="drained")
-    assert arrived_after_silence(make_moving_pair(), given_back) == [Hello, ReturnLeases]
+    assert [type(each) for each in broker.receive()] == [Hello, *kept]
 
 
 def test_a_weight_order_is_resent_once_a_new_broker_reports_members():
@@ -296,3 +289,162 @@ def test_an_exception_on_the_clients_thread_reaches_the_role():
     with pytest.raises(ClientDiedError, match="IndexError: a bug"):
         inbox.get(timeout_s=10)
     thread.stop()
+
+
+def test_queued_messages_are_forwarded_first() -> None:
+    inbox, received = QueueInbox(), []
+    inbox.put(Drain("first"))
+    inbox.forward_to(received.append)
+    inbox.put(Drain("second"))
+    assert received == [Drain("first"), Drain("second")]
+
+
+def test_a_message_that_arrives_while_a_listener_begins_is_forwarded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    arriving, goes_on = threading.Event(), threading.Event()
+
+    class SlowQueue(queue.SimpleQueue):
+        def put(self, message: Drain) -> None:
+            arriving.set()
+            goes_on.wait(1)
+            super().put(message)
+
+    monkeypatch.setattr(queue, "SimpleQueue", SlowQueue)
+    inbox, received = QueueInbox(), []
+    putting = threading.Thread(target=inbox.put, args=(Drain("now"),))
+    beginning = threading.Thread(target=inbox.forward_to, args=(received.append,))
+    putting.start()
+    assert arriving.wait(5)
+    beginning.start()
+    beginning.join(0.05)
+    goes_on.set()
+    for thread in (putting, beginning):
+        thread.join(5)
+    assert received == [Drain("now")]
+
+
+def test_a_call_is_made_by_a_running_loop_and_not_on_a_closed_one() -> None:
+    received: list[str] = []
+
+    async def listen() -> None:
+        call_threadsafe(asyncio.get_running_loop(), received.append, "drain")
+        await asyncio.sleep(0)
+
+    asyncio.run(listen())
+    loop = asyncio.new_event_loop()
+    loop.close()
+    call_threadsafe(loop, received.append, "late")
+    assert received == ["drain"]
+
+
+FOUR = {f"broker-{number}": f"tcp://10.0.0.1:{20000 + number}" for number in range(4)}
+PEERS = [f"generator-{number}" for number in range(1000)]
+
+
+def route(peer_id: str, brokers: dict[str, str], *, reachable: set[str] | None = None) -> Route:
+    return Route(peer_id, brokers, is_reachable=lambda address: reachable is None or address in reachable)
+
+
+def test_peers_are_divided_about_equally_and_always_alike():
+    first = Counter(preferred(peer, FOUR)[0] for peer in PEERS)
+    assert set(first) == set(FOUR)
+    assert all(200 < number < 300 for number in first.values()), first
+    assert preferred("generator-7", FOUR) == preferred("generator-7", reversed(FOUR))
+
+
+def test_without_one_broker_only_its_peers_move_and_to_all_others():
+    rest = [name for name in FOUR if name != "broker-2"]
+    moved = [preferred(peer, rest)[0] for peer in PEERS if preferred(peer, FOUR)[0] == "broker-2"]
+    stayed = [peer for peer in PEERS if preferred(peer, FOUR)[0] != "broker-2"]
+    assert all(preferred(peer, rest)[0] == preferred(peer, FOUR)[0] for peer in stayed)
+    assert set(moved) == set(rest)
+
+
+def test_after_the_last_broker_comes_the_first():
+    own = route("generator-7", FOUR)
+    order = [FOUR[name] for name in preferred("generator-7", FOUR)]
+    assert own.address == order[0]
+    assert [own.next() for _ in range(4)] == [*order[1:], order[0]]
+
+
+def test_a_peer_that_knows_one_address_learns_the_others_and_goes_to_its_own():
+    best, second, *_ = preferred("generator-7", FOUR)
+    own = route("generator-7", {"broker": FOUR[second]})
+    assert not own.has_others
+    assert own.follow(FOUR, at=second)
+    assert own.address == FOUR[best]
+    assert not own.follow(FOUR, at=best)
+    assert own.address == FOUR[best]
+
+
+def test_a_peer_stays_where_it_is_while_its_own_broker_is_gone_or_out_of_reach():
+    best, second, *_ = preferred("generator-7", FOUR)
+    living = {name: address for name, address in FOUR.items() if name != best}
+    own = route("generator-7", FOUR)
+    own.next()
+    assert not own.follow(living, at=second)
+    assert own.address == FOUR[second]
+    behind_tunnel = route("generator-7", {"broker": "tcp://127.0.0.1:5757"}, reachable={"tcp://127.0.0.1:5757"})
+    assert not behind_tunnel.follow(FOUR, at=second)
+    assert behind_tunnel.address == "tcp://127.0.0.1:5757", "not the one that the broker knows"
+    assert not behind_tunnel.follow(dict.fromkeys(FOUR, ""), at=second)
+    assert not behind_tunnel.has_others, "no other one has an address"
+
+
+def test_a_tunnel_is_remembered_while_the_peer_is_at_another_broker():
+    best, second = preferred("generator-7", ["broker", "broker-1"])
+    tunnels = {best: "tcp://127.0.0.1:5757", second: "tcp://127.0.0.1:6757"}
+    announced = {best: "tcp://10.0.0.1:20000", second: "tcp://10.0.0.1:20001"}
+    reachable = set(tunnels.values())
+    own = route("generator-7", tunnels, reachable=reachable)
+    assert not own.follow(announced, at=best)
+    assert own.next() == tunnels[second]
+    assert not own.follow({second: announced[second]}, at=second)
+    assert own.follow(announced, at=second), "the first one is back"
+    assert own.address == tunnels[best]
+    reachable.remove(tunnels[best])
+    assert own.next() == tunnels[second]
+
+
+def test_an_address_at_which_nobody_answered_is_not_tried_again_before_its_broker_was_gone():
+    # A tunnel accepts connections even if its other end is down.
+    best, second = preferred("generator-7", ["broker", "broker-1"])
+    both = {best: "tcp://127.0.0.1:5757", second: "tcp://127.0.0.1:6757"}
+    own = route("generator-7", both)
+    assert own.next() == both[second]
+    assert not own.follow(both, at=second)
+    assert not own.follow({second: both[second]}, at=second)
+    assert own.follow(both, at=second)
+    assert own.address == both[best]
+
+
+def test_tunnels_are_found_whatever_their_order():
+    best, second = preferred("generator-7", ["broker", "broker-1"])
+    announced = {best: "tcp://10.0.0.1:20000", second: "tcp://10.0.0.1:20001"}
+    tunnels = {best: "tcp://127.0.0.1:5757", second: "tcp://127.0.0.1:5758"}
+    own = route("generator-7", tunnels, reachable=set(tunnels.values()))
+    assert own.follow(announced, at=second), "the first tunnel leads to the second one"
+    assert own.address == tunnels[second]
+    assert not own.follow(announced, at=best)
+    assert own.next() == tunnels[best]
+
+
+def test_a_broker_is_known_by_the_name_that_it_has_and_not_by_an_assumed_one():
+    best, second = preferred("generator-7", ["broker", "broker-1"])
+    own = route("generator-7", {best: "tcp://127.0.0.1:5757"}, reachable={"tcp://127.0.0.1:5757"})
+    # The tunnel leads to the other one.
+    assert not own.follow({best: "tcp://10.0.0.1:20000", second: "tcp://10.0.0.1:20001"}, at=second)
+    assert own.address == "tcp://127.0.0.1:5757"
+
+
+def test_a_peer_whose_broker_dies_passes_by_others_that_cannot_be_reached():
+    order = [FOUR[name] for name in preferred("generator-7", FOUR)]
+    assert route("generator-7", FOUR, reachable={order[3]}).next() == order[3]
+    assert route("generator-7", FOUR, reachable=set()).next() == order[1], "which may be back by then"
+
+
+def test_no_more_than_four_brokers_are_probed_at_a_time():
+    many = {f"broker-{number}": f"tcp://10.0.0.1:{20000 + number}" for number in range(9)}
+    last, probed = preferred("generator-7", many)[-1], []
+    own = Route("generator-7", {last: many[last]}, is_reachable=lambda address: probed.append(address) is not None)
+    assert not own.follow(many, at=last)
+    assert probed == [many[name] for name in preferred("generator-7", many)[:4]]

@@ -58,6 +58,11 @@ def test_the_one_address_inside_is_found(network: str, found: Interface) -> None
     assert find_interface(ClusterConfig(interface=network), addresses=MACHINE) == found
 
 
+def test_the_loopback_address_is_not_meant_by_a_network_of_everything() -> None:
+    found = find_interface(ClusterConfig(interface="0.0.0.0/0"), addresses={"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"]})
+    assert found.name == "eth0"
+
+
 @pytest.mark.parametrize(
     ("network", "got"),
     [
@@ -70,11 +75,6 @@ def test_the_one_address_inside_is_found(network: str, found: Interface) -> None
 def test_no_address_inside_or_several_are_named(network: str, got: str) -> None:
     with pytest.raises(ConfigError, match=f"must hold exactly one address of .*, got {re.escape(got)}"):
         find_interface(ClusterConfig(interface=network), addresses=MACHINE)
-
-
-def test_the_loopback_address_is_not_meant_by_a_network_of_everything() -> None:
-    found = find_interface(ClusterConfig(interface="0.0.0.0/0"), addresses={"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"]})
-    assert found.name == "eth0"
 
 
 def test_collectives_use_the_interface_of_a_trusted_network_alone() -> None:
@@ -137,6 +137,7 @@ def test_both_endpoints_hear_the_runs_own_and_the_port_refuses_strangers(
             client.close()
         strangers = KEYS.__class__(KEYS.server_public, KEYS.server_secret, KEYS.server_public, KEYS.server_secret)
         assert is_refused(address, strangers)
+        assert not is_refused(address, KEYS)
 
 
 def test_a_port_that_was_chosen_by_hand_stands_alone(tmp_path: Path, servers: list[ZmqServerChannel]) -> None:

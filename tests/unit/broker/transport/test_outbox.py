@@ -28,14 +28,11 @@ def test_sending_stops_at_the_credit_and_an_ack_frees_it():
     assert len(outbox) == 2
 
 
-def test_the_credit_in_bytes_binds_but_one_trajectory_always_fits():
+def test_the_credit_in_bytes_binds_and_acks_free_it_but_one_trajectory_always_fits():
     outbox = make_outbox(added=2, messages=10, size_bytes=1)
     assert ids(outbox.pop_sendable()) == ["0-0-0"]
     outbox.acknowledge(["0-0-0"])
     assert ids(outbox.pop_sendable()) == ["0-0-1"]
-
-
-def test_acknowledged_bytes_are_free_again():
     payload_bytes = len(make_packed(index=0)[1])
     outbox = make_outbox(added=6, messages=10, size_bytes=2 * payload_bytes)
     for first in (0, 2, 4):
@@ -44,12 +41,17 @@ def test_acknowledged_bytes_are_free_again():
         outbox.acknowledge(sent)
 
 
-def test_everything_unacknowledged_is_resent_to_a_new_broker():
+def test_everything_unacknowledged_is_resent_to_a_new_broker_and_a_late_nack_delays_nothing():
     outbox = make_outbox(added=2)
     outbox.pop_sendable()
     outbox.acknowledge(["0-0-1"])
     outbox.resend_all()
     assert ids(outbox.pop_sendable()) == ["0-0-0"]
+    outbox = make_outbox(added=2)
+    outbox.pop_sendable()
+    outbox.resend_all()
+    outbox.reject(Nack("0-0-0", "store_full", is_fatal=False, retry_after_s=60.0))
+    assert ids(outbox.pop_sendable()) == ["0-0-0", "0-0-1"]
 
 
 def test_a_nack_defers_a_trajectory_or_removes_it():
@@ -64,14 +66,6 @@ def test_a_nack_defers_a_trajectory_or_removes_it():
     assert ids(outbox.pop_sendable()) == ["0-0-2"], "what is deferred delays no other"
     clock.now = 1.0
     assert ids(outbox.pop_sendable()) == ["0-0-0"]
-
-
-def test_a_nack_that_comes_after_a_reconnect_delays_nothing():
-    outbox = make_outbox(added=2)
-    outbox.pop_sendable()
-    outbox.resend_all()
-    outbox.reject(Nack("0-0-0", "store_full", is_fatal=False, retry_after_s=60.0))
-    assert ids(outbox.pop_sendable()) == ["0-0-0", "0-0-1"]
 
 
 def test_it_is_over_credit_only_while_trajectories_wait():

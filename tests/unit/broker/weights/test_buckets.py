@@ -70,20 +70,20 @@ def test_a_tensor_larger_than_a_bucket_gets_its_own() -> None:
     assert sizes == [16, 4000, 80]
 
 
-def test_packing_casts_to_the_planned_dtype() -> None:
+def test_packing_casts_and_records_no_gradient_and_unpacked_tensors_are_views() -> None:
     source = torch.tensor([1.0, 2.5, 3.00001])
     slots, sizes = buckets.plan([("w", source.shape, torch.bfloat16)], bucket_bytes=64)
     (_, received) = buckets.unpack(buckets.pack([("w", source)], slots, sizes=sizes), slots)[0]
     assert received.dtype == torch.bfloat16
     assert torch.equal(received, source.to(torch.bfloat16))
-
-
-def test_unpacked_tensors_are_views() -> None:
     tensors = [("w", torch.ones(3))]
     slots, sizes = layout(tensors, bucket_bytes=64)
     packed = buckets.pack(tensors, slots, sizes=sizes)
     buckets.unpack(packed, slots)[0][1].fill_(7.0)
     assert torch.equal(buckets.unpack(packed, slots)[0][1], torch.full((3,), 7.0))
+    parameter = torch.nn.Parameter(torch.ones(3))
+    slots, sizes = layout([("w", parameter)], bucket_bytes=64)
+    assert not buckets.pack([("w", parameter)], slots, sizes=sizes)[0].requires_grad
 
 
 def test_buckets_are_reused_and_filled_in_any_order() -> None:
@@ -96,13 +96,7 @@ def test_buckets_are_reused_and_filled_in_any_order() -> None:
     assert same(buckets.unpack(repacked, slots), second[::-1])
 
 
-def test_packing_parameters_records_no_gradient() -> None:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    slots, sizes = layout([("w", parameter)], bucket_bytes=64)
-    assert not buckets.pack([("w", parameter)], slots, sizes=sizes)[0].requires_grad
-
-
-def test_equal_weights_have_equal_checksums_and_one_flipped_bit_changes_them() -> None:
+def test_a_checksum_is_xxh3_of_the_bytes_and_one_flipped_bit_changes_it() -> None:
     tensors = [("a", torch.ones(3)), ("b", torch.ones(100))]
     slots, sizes = layout(tensors, bucket_bytes=1024)
     left, right = (buckets.pack(tensors, slots, sizes=sizes) for _ in range(2))
@@ -110,9 +104,6 @@ def test_equal_weights_have_equal_checksums_and_one_flipped_bit_changes_them() -
     right[0][5] ^= 1
     with pytest.raises(WeightTransferError, match="bucket 0 of 1 must have checksum"):
         buckets.verify(right, expected=buckets.checksums(left))
-
-
-def test_a_checksum_is_xxh3_of_the_bytes() -> None:
     assert buckets.checksums([torch.zeros(0, dtype=torch.uint8)]) == [0x2D06800538D394C2]
 
 

@@ -53,7 +53,6 @@ def test_missing_or_smaller_buckets_cannot_be_mapped(tmp_path: Path) -> None:
             map_buckets(str(tmp_path / name), sizes=[4])
 
 
-# --- free memory -----------------------------------------------------------------------------------------------------
 MIB = 2**20
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 V2 = ("memory.max", "memory.current", "")
@@ -79,36 +78,27 @@ def mount(tmp_path: Path) -> Path:
     return tmp_path / "cgroup"
 
 
-def test_the_free_memory_is_the_limit_less_the_usage(mount: Path):
-    limit(mount, V2, allowed=100 * MIB, used=60 * MIB)
-    assert free(mount, "0::/") == 40 * MIB
+ANY_GROUP = "4:memory:/docker/1f"
 
 
-def test_the_page_cache_counts_as_free(mount: Path):
-    limit(mount, V2, allowed=100 * MIB, used=60 * MIB, cache=10 * MIB)
-    assert free(mount, "0::/") == 60 * MIB
-
-
-def test_the_tightest_of_nested_groups_counts(mount: Path):
-    limit(mount / "jobs", V2, allowed=50 * MIB, used=20 * MIB)
-    limit(mount / "jobs" / "mine", V2, allowed="max", used=10 * MIB)
-    limit(mount / "jobs" / "others", V2, allowed=MIB, used=0)
-    assert free(mount, "0::/jobs/mine") == 30 * MIB
-
-
-def test_cgroups_v1_are_understood(mount: Path):
-    limit(mount / "memory" / "docker" / "1f", V1, allowed=80 * MIB, used=70 * MIB, cache=5 * MIB)
-    assert free(mount, "5:cpu,cpuacct:/docker/1f", "4:memory:/docker/1f", "0::/") == 20 * MIB
-
-
-def test_a_path_of_the_host_falls_back_to_the_limit_of_the_mount(mount: Path):
-    limit(mount / "memory", V1, allowed=80 * MIB, used=70 * MIB)
-    assert free(mount, "4:memory:/docker/1f") == 10 * MIB
-
-
-def test_usage_above_the_limit_leaves_nothing(mount: Path):
-    limit(mount, V2, allowed=MIB, used=2 * MIB)
-    assert free(mount, "0::/") == 0
+@pytest.mark.parametrize(
+    ("lines", "free_mib", "groups"),
+    [
+        (["0::/"], 40, {".": (V2, 100, 60, 0)}),
+        # The page cache counts as free, and usage above the limit leaves nothing.
+        (["0::/"], 60, {".": (V2, 100, 60, 10)}),
+        (["0::/"], 0, {".": (V2, 1, 2, 0)}),
+        # The tightest of nested groups counts, and no other one.
+        (["0::/jobs/mine"], 30, {"jobs": (V2, 50, 20, 0), "jobs/mine": (V2, 999, 10, 0), "jobs/others": (V2, 1, 0, 0)}),
+        (["5:cpu,cpuacct:/docker/1f", ANY_GROUP, "0::/"], 20, {"memory/docker/1f": (V1, 80, 70, 5)}),
+        # A path of the host falls back to the limit of the mount.
+        ([ANY_GROUP], 10, {"memory": (V1, 80, 70, 0)}),
+    ],
+)
+def test_the_free_memory_is_what_the_limits_leave(mount: Path, lines: list[str], free_mib: int, groups: dict):
+    for name, (names, allowed, used, cache) in groups.items():
+        limit(mount / name, names, allowed=allowed * MIB, used=used * MIB, cache=cache * MIB)
+    assert free(mount, *lines) == free_mib * MIB
 
 
 @pytest.mark.parametrize("lines", [[], ["0::/gone"], ["4:memory:/gone", "0::/"]])

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +17,8 @@ from slipstream.broker.weights import host_weights, snapshots
 from slipstream.broker.weights.host_weights import HostWeights
 from slipstream.broker.weights.snapshots import Manifest, SnapshotStore
 from slipstream.runtime.clock import Deadline
-from tests.unit.broker.weight_versions import make_update, make_version
+from tests.fakes import no_file_above
+from tests.unit.broker.weight_versions import make_slots, make_update, make_version
 
 NUM_BYTES = 3 * 32 * 1024
 
@@ -58,7 +60,6 @@ def store(tmp_path: Path) -> SnapshotStore:
     return SnapshotStore(tmp_path / "weights", num_kept=2, num_deltas_kept=4)
 
 
-# --- store -----------------------------------------------------------------------------------------------------------
 def test_old_versions_lose_their_buckets_first(store: SnapshotStore) -> None:
     fill(store, range(6))
     step = ["delta", "delta.json", "manifest.json"]
@@ -66,14 +67,11 @@ def test_old_versions_lose_their_buckets_first(store: SnapshotStore) -> None:
     assert store.newest() == 5
 
 
-def test_a_version_is_found_by_its_checksum(store: SnapshotStore) -> None:
+def test_a_version_is_found_by_its_checksum_and_not_rewritten(store: SnapshotStore) -> None:
     assert (store.newest(), store.find("ab")) == (None, None)
     fill(store, [3, 7])
     assert store.find(flat.combine(make_version(3, moved=300)[0].checksums)) == 3
     assert store.find("ab") is None
-
-
-def test_an_existing_version_is_not_rewritten(store: SnapshotStore) -> None:
     fill(store, [1])
     before = (store.folder / "version-00000001").stat().st_ino
     fill(store, [1])
@@ -97,26 +95,17 @@ def test_buckets_that_do_not_match_the_update_are_refused(store: SnapshotStore) 
     assert store.newest() is None
 
 
-def test_only_files_of_a_version_can_be_opened(store: SnapshotStore) -> None:
+def test_only_files_of_a_held_version_can_be_opened(store: SnapshotStore) -> None:
     fill(store, [1])
     (store.folder / "version-00000001" / "secret").write_text("secret")
     for name in ("secret", "../../etc/passwd", "/etc/passwd", "bucket-0000.bin/../secret", "bucket-0000.bin\n", ""):
         with pytest.raises(WeightTransferError, match="must match"):
             store.read(1, name)
-
-
-def test_a_file_that_was_pruned_is_named(store: SnapshotStore) -> None:
-    fill(store, range(4))
+    fill(store, range(2, 5))
     with pytest.raises(
         WeightTransferError, match=r"bucket-0000\.bin of version-00000001 must be in the snapshot store"
     ):
         store.read(1, "bucket-0000.bin")
-
-
-# --- host weights ----------------------------------------------------------------------------------------------------
-def test_the_first_update_reads_the_snapshot(store: SnapshotStore) -> None:
-    fill(store, [1, 2])
-    assert update_to(HostWeights(), store, 2) >= NUM_BYTES
 
 
 def test_one_time_limit_covers_all_files_of_an_update(store: SnapshotStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,22 +124,15 @@ def test_one_time_limit_covers_all_files_of_an_update(store: SnapshotStore, monk
     assert limits == pytest.approx([1.0, 0.6, 0.2])
 
 
-def test_the_next_version_is_read_as_a_delta(store: SnapshotStore) -> None:
-    weights = held(store)
-    fill(store, [2])
-    assert update_to(weights, store, 2) < NUM_BYTES / 10
-
-
-def test_several_versions_are_read_as_a_chain_of_deltas(store: SnapshotStore) -> None:
-    weights = held(store)
-    fill(store, [2, 3, 5])
-    assert update_to(weights, store, 5) < NUM_BYTES / 10
-
-
-def test_an_incomplete_chain_falls_back_to_the_snapshot(store: SnapshotStore) -> None:
-    weights = held(store)
-    fill(store, range(2, 8))
-    assert update_to(weights, store, 7) >= NUM_BYTES
+def test_a_snapshot_is_read_first_then_chains_of_deltas_unless_they_are_incomplete(store: SnapshotStore) -> None:
+    weights = HostWeights()
+    fill(store, [0, 1])
+    assert update_to(weights, store, 1) >= NUM_BYTES
+    for versions in ([2], [3, 4, 6]):
+        fill(store, versions)
+        assert update_to(weights, store, versions[-1]) < NUM_BYTES / 10
+    fill(store, range(7, 13))
+    assert update_to(weights, store, 12) >= NUM_BYTES
 
 
 @pytest.mark.parametrize(("damaged", "share"), [("delta.json", 1), ("delta-0001.bin", 2 / 3)])
@@ -208,3 +190,125 @@ def test_a_damaged_snapshot_is_refused_and_no_version_is_held(store: SnapshotSto
     with pytest.raises(WeightTransferError, match="bucket 2 of 3"):
         update_to(weights, store, 2)
     assert weights.checksum == ""
+
+
+def write_version(path: Path, version: int = 12) -> tuple[Manifest, list[Tensor]]:
+    update, packed = make_version(version)
+    manifest = Manifest.of(update)
+    snapshots.write(path, manifest, packed)
+    return manifest, packed
+
+
+def read_all(path: Path) -> list[Tensor]:
+    manifest = snapshots.read_manifest(path)
+    mapped = [snapshots.map_bucket(path, manifest, index) for index in range(len(manifest.checksums))]
+    for index, bucket in enumerate(mapped):
+        flat.check_bucket(bucket, index, expected=manifest.checksums)
+    return mapped
+
+
+def test_a_snapshot_is_read_back_bit_for_bit_into_memory_of_its_own(tmp_path: Path) -> None:
+    manifest, packed = write_version(path := tmp_path / snapshots.folder_name(12))
+    files = [*(f"bucket-000{index}.bin" for index in range(3)), "manifest.json"]
+    assert sorted(file.name for file in path.iterdir()) == files
+    assert snapshots.read_manifest(path) == manifest
+    assert manifest.checksum == flat.combine(flat.checksums(packed))
+    read_all(path)[0].zero_()
+    assert all(torch.equal(got, expected) for got, expected in zip(read_all(path), packed, strict=True))
+    assert [name for name, _ in flat.unpack(read_all(path), manifest.slots)] == [slot.name for slot in make_slots()[0]]
+
+
+def test_empty_buckets_are_supported(tmp_path: Path) -> None:
+    empty = [torch.zeros(0, dtype=torch.uint8)]
+    sums = flat.checksums(empty)
+    snapshots.write(tmp_path / "version-00000001", Manifest(1, flat.combine(sums), [], [0], sums), empty)
+    assert [bucket.numel() for bucket in read_all(tmp_path / "version-00000001")] == [0]
+
+
+def test_only_complete_versions_are_listed(tmp_path: Path) -> None:
+    assert snapshots.versions(tmp_path / "absent") == []
+    for name in ("version-00000012", "version-00000002", ".version-00000013.tmp", "other", "version-3"):
+        (tmp_path / name).mkdir()
+    assert snapshots.versions(tmp_path) == [2, 12]
+
+
+@pytest.mark.parametrize("index", [0, 12345, -1])
+def test_a_changed_byte_is_refused(tmp_path: Path, index: int) -> None:
+    write_version(path := tmp_path / "version-00000012")
+    content = bytearray((path / "bucket-0001.bin").read_bytes())
+    content[index] ^= 1
+    (path / "bucket-0001.bin").write_bytes(content)
+    with pytest.raises(WeightTransferError, match=r"bucket 1 of 3 must have checksum .* nothing was loaded"):
+        read_all(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    write_version(path := tmp_path / "version-00000012")
+    (path / "bucket-0002.bin").unlink()
+    with pytest.raises(WeightTransferError, match=r"must have its file .*bucket-0002\.bin"):
+        read_all(path)
+    (path / "manifest.json").unlink()
+    with pytest.raises(WeightTransferError, match=r"must be at .* with its manifest\.json"):
+        read_all(path)
+
+
+@pytest.mark.parametrize("size", [0, 100, 40_000])
+def test_a_file_of_another_size_is_refused(tmp_path: Path, size: int) -> None:
+    write_version(path := tmp_path / "version-00000012")
+    (path / "bucket-0000.bin").write_bytes(bytes(size))
+    with pytest.raises(WeightTransferError, match=rf"bucket-0000\.bin must have 32768 bytes, got {size}"):
+        read_all(path)
+
+
+def test_an_inconsistent_manifest_is_refused(tmp_path: Path) -> None:
+    manifest, _ = write_version(tmp_path / "version-00000012")
+    for inconsistent in (
+        msgspec.structs.replace(manifest, checksum="0" * 16),
+        msgspec.structs.replace(manifest, checksums=[*manifest.checksums[:-1], 7]),
+        msgspec.structs.replace(manifest, bucket_bytes=[1]),
+    ):
+        with pytest.raises(WeightTransferError, match="it is damaged"):
+            snapshots.parse_manifest(msgspec.json.encode(inconsistent))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": "twelve"}'])
+def test_an_undecodable_manifest_is_refused(content: bytes) -> None:
+    with pytest.raises(WeightTransferError, match="must be readable"):
+        snapshots.parse_manifest(content)
+
+
+def test_a_full_disk_raises_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    before, _ = write_version(path := tmp_path / "version-00000012")
+    update, packed = make_version(13)
+    with (
+        no_file_above(1000),
+        pytest.raises(
+            WeightTransferError,
+            match=r"version 13 \(0 MiB\) must fit into .* free\), which holds .*, got .*: free some space",
+        ),
+    ):
+        snapshots.write(tmp_path / "version-00000013", Manifest.of(update), packed)
+    assert [file.name for file in tmp_path.iterdir()] == ["version-00000012"]
+    assert snapshots.read_manifest(path) == before
+
+
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    update, packed = make_version(13)
+    with pytest.raises(WeightTransferError, match=r"must fit into .*file"):
+        snapshots.write(tmp_path / "file" / "version-00000013", Manifest.of(update), packed)
+
+
+def test_leftovers_of_a_killed_writer_are_overwritten_and_a_version_can_be_replaced(tmp_path: Path) -> None:
+    left = tmp_path / ".version-00000012.tmp"
+    left.mkdir()
+    (left / "bucket-0000.bin").write_bytes(b"half")
+    assert snapshots.versions(tmp_path) == []
+    _, packed = write_version(tmp_path / "version-00000012")
+    assert [file.name for file in tmp_path.iterdir()] == ["version-00000012"]
+    assert torch.equal(read_all(tmp_path / "version-00000012")[0], packed[0])
+    update, packed = make_version(12, seed=1)
+    path = tmp_path / "version-00000012"
+    snapshots.write(path, Manifest.of(update), packed)
+    assert torch.equal(read_all(path)[2], packed[2])
+    assert [file.name for file in tmp_path.iterdir()] == ["version-00000012"]
