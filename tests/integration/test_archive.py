@@ -66,7 +66,7 @@ def groups_in(folder: Path) -> list[str]:
     return [stored.trajectory.group_id for stored in Archive(folder).read()]
 
 
-def test_retired_groups_move_from_the_store_to_the_archive(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+def test_retired_groups_move_from_the_store_to_the_archive(server, store, tmp_path):
     archiver = start_archiver(server, tmp_path)
     group_ids = retire(store, step=1, count=3) + retire(store, step=2, count=2)
     until(lambda: store.counts().unarchived == 0, what="the archiver")
@@ -81,7 +81,7 @@ def test_retired_groups_move_from_the_store_to_the_archive(server: EmbeddedRedis
     assert (gauges["state"], gauges["groups"], gauges["last_step"], gauges["reason"]) == ("gone", 5, 2, "")
 
 
-def test_rejected_groups_are_archived_with_their_reason(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+def test_rejected_groups_are_archived_with_their_reason(server, store, tmp_path):
     make_ready(store, 1)
     claimed = claim(store, 1, 1)
     store.reject(claimed, group_ids=claimed.group_ids, reason="all_equal")
@@ -92,7 +92,7 @@ def test_rejected_groups_are_archived_with_their_reason(server: EmbeddedRedis, s
     }
 
 
-def test_the_archiver_waits_for_a_killed_store_with_a_reason(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+def test_the_archiver_waits_for_a_killed_store_with_a_reason(server, store, tmp_path):
     archiver = start_archiver(server, tmp_path)
     first = retire(store, step=1, count=2)
     until(lambda: archiver.status().groups == 2, what="the first shard")
@@ -108,7 +108,7 @@ def test_the_archiver_waits_for_a_killed_store_with_a_reason(server: EmbeddedRed
     assert connect_to(server).audit().is_sound
 
 
-def test_a_second_archiver_waits_until_the_first_has_ended(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+def test_a_second_archiver_waits_until_the_first_has_ended(server, store, tmp_path):
     other = ShardWriter(tmp_path)
     archiver = start_archiver(server, tmp_path)
     retire(store, step=1, count=2)
@@ -118,9 +118,7 @@ def test_a_second_archiver_waits_until_the_first_has_ended(server: EmbeddedRedis
     assert archiver.stop(timeout_s=10)
 
 
-def test_groups_archived_but_not_forgotten_are_not_archived_again(
-    server: EmbeddedRedis, store: RedisStore, tmp_path: Path
-):
+def test_groups_archived_but_not_forgotten_are_not_archived_again(server, store, tmp_path):
     retire(store, step=1, count=3)
     # The state after a crash between the manifest and `forget`.
     dying = ShardWriter(tmp_path)
@@ -143,7 +141,7 @@ class FullDisk(ShardWriter):
         return super().write(groups)
 
 
-def test_a_full_disk_is_reported_and_loses_nothing(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+def test_a_full_disk_is_reported_and_loses_nothing(server, store, tmp_path):
     FullDisk.has_room.clear()
     archiver = ArchiverThread(lambda: connect_to(server), tmp_path, CONFIG, tick_s=0.02, open_writer=FullDisk)
     archiver.start()
@@ -161,7 +159,7 @@ def test_a_full_disk_is_reported_and_loses_nothing(server: EmbeddedRedis, store:
     assert Archive(tmp_path).check().is_sound
 
 
-def test_stopping_ends_also_when_the_store_is_gone(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+def test_stopping_ends_also_when_the_store_is_gone(server, store, tmp_path):
     retire(store, step=1, count=1)
     server.stop()
     archiver = start_archiver(server, tmp_path)

@@ -296,8 +296,7 @@ def test_the_page_keeps_working_while_every_role_and_then_the_store_dies(watched
         run.kill(name)
         watched.shows(name)
         watched.until(
-            lambda name=name: re.search(rf"{name}\s+silent", watched.text("table")),
-            f"{name} must be shown as silent",
+            lambda name=name: re.search(rf"{name}\s+silent", watched.text("table")), f"{name} must be shown as silent"
         )
     watched.page.keyboard.press("1")
     watched.shows("all roles for the broker")

@@ -65,26 +65,22 @@ LISTED = [
 ]
 
 
-def test_a_live_run_is_listed_by_its_name(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
+def test_a_live_run_is_listed_by_its_name(store, config, capsys):
     before = store.counts()
     assert run(capsys, "ls", *where(config)) == (0, LISTED)
     assert store.counts() == before, "reading changes nothing"
 
 
-def test_a_server_is_read_by_its_address(store: RedisStore, server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]):
+def test_a_server_is_read_by_its_address(store, server, capsys):
     assert run(capsys, "ls", server.url, "--run", "mine") == (0, LISTED)
 
 
-def test_a_run_whose_store_was_stopped_is_listed_too(
-    store: RedisStore, server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
-):
+def test_a_run_whose_store_was_stopped_is_listed_too(store, server, config, capsys):
     server.stop()
     assert run(capsys, "ls", str(RunFolder(config).path)) == (0, LISTED)
 
 
-def test_a_reader_that_ends_leaves_its_server_to_a_resumed_run(
-    store: RedisStore, server: EmbeddedRedis, config: RunConfig
-):
+def test_a_reader_that_ends_leaves_its_server_to_a_resumed_run(store, server, config):
     server.stop()
     folder = RunFolder(config)
     for is_resumed in (True, False):
@@ -98,19 +94,14 @@ def test_a_reader_that_ends_leaves_its_server_to_a_resumed_run(
 
 
 @pytest.mark.parametrize(
-    ("conditions", "groups"),
-    [("outcome=ready", "4"), ("outcome=retired", "01"), ("step=2", "2"), ("reward>=0.6", "")],
+    ("conditions", "groups"), [("outcome=ready", "4"), ("outcome=retired", "01"), ("step=2", "2"), ("reward>=0.6", "")]
 )
-def test_the_filters_are_those_of_an_archive(
-    store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str], conditions: str, groups: str
-):
+def test_the_filters_are_those_of_an_archive(store, config, capsys, conditions, groups):
     _, lines = run(capsys, "ls", *where(config), "--where", conditions)
     assert "".join(line.split()[0] for line in lines[1:]) == groups
 
 
-def test_groups_that_left_the_store_are_read_from_the_archive(
-    store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]
-):
+def test_groups_that_left_the_store_are_read_from_the_archive(store, config, capsys):
     assert run(capsys, "ls", *where(config), "--where", "reward>=7") == (0, ["nothing matches"])
     # Group 0 is being moved, so it is in both places.
     archive = write_archive(RunFolder(config).path / "archive", [make_finished("0"), make_finished("9")])
@@ -123,14 +114,14 @@ def test_groups_that_left_the_store_are_read_from_the_archive(
     assert run(capsys, "ls", *where(config)) == (1, LISTED)
 
 
-def test_one_trajectory_is_shown_with_its_lag(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
+def test_one_trajectory_is_shown_with_its_lag(store, config, capsys):
     code, lines = run(capsys, "show", "mine", "2-0-1", "--runs-dir", config.runs_dir)
     assert code == 0
     assert "group 2, member 1, attempt 0" in lines
     assert "step 2 trained on it at version 1: lag 1" in lines
 
 
-def test_stats_count_every_state(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
+def test_stats_count_every_state(store, config, capsys):
     code, lines = run(capsys, "stats", *where(config))
     assert code == 0
     counted = [line.split()[:3] for line in lines[1:6]]
@@ -143,9 +134,7 @@ def test_stats_count_every_state(store: RedisStore, config: RunConfig, capsys: p
     ]
 
 
-def test_stats_show_reasons_and_leave_greedy_baselines_out_of_rewards(
-    server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
-):
+def test_stats_show_reasons_and_leave_greedy_baselines_out_of_rewards(server, config, capsys):
     opened = RedisStore(connect(server.url), "mine")
     open_run(
         opened,
@@ -169,9 +158,7 @@ def test_stats_show_reasons_and_leave_greedy_baselines_out_of_rewards(
     assert [line.split()[-1] for line in lines[1:]] == ["zero_signal"] * 2
 
 
-def test_rejected_frames_are_shown_newest_first(
-    store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]
-):
+def test_rejected_frames_are_shown_newest_first(store, config, capsys):
     assert run(capsys, "refused", *where(config)) == (0, ["nothing was refused"])
     store.quarantine("malformed", b"\x93junk[bold]\x1b[31m")
     store.quarantine("malformed", b"")
@@ -189,9 +176,7 @@ def test_rejected_frames_are_shown_newest_first(
     assert (code, len(lines), lines[-1]) == (0, 4, "the newest 2; more with --limit")
 
 
-def test_rejected_frames_are_printed_as_json_with_all_stored_bytes(
-    store: RedisStore, server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
-):
+def test_rejected_frames_are_printed_as_json_with_all_stored_bytes(store, server, config, capsys):
     assert run(capsys, "refused", server.url, "--run", "mine", "--json") == (0, [])
     for frame in (b"x" * 5000, b"\xffjunk"):
         store.quarantine("malformed", frame)
@@ -203,7 +188,7 @@ def test_rejected_frames_are_printed_as_json_with_all_stored_bytes(
     ]
 
 
-def test_verify_prints_the_sums(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
+def test_verify_prints_the_sums(store, config, capsys):
     assert run(capsys, "verify", *where(config)) == (
         0,
         [
@@ -214,9 +199,7 @@ def test_verify_prints_the_sums(store: RedisStore, config: RunConfig, capsys: py
     )
 
 
-def test_verify_of_a_store_that_lost_something_ends_with_exit_code_1(
-    store: RedisStore, server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
-):
+def test_verify_of_a_store_that_lost_something_ends_with_exit_code_1(store, server, config, capsys):
     client = connect(server.url)
     client.delete("{mine}:payloads:4")
     client.close()
@@ -225,9 +208,7 @@ def test_verify_of_a_store_that_lost_something_ends_with_exit_code_1(
     assert f"lost={GROUP_SIZE} duplicated=0 skipped_prompts=0" in lines
 
 
-def test_groups_used_again_are_listed_with_all_their_steps(
-    server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
-):
+def test_groups_used_again_are_listed_with_all_their_steps(server, config, capsys):
     opened = RedisStore(connect(server.url), "mine")
     open_run(opened, config_json=msgspec.json.encode(config).decode(), max_uses=2)
     make_ready(opened, 1)
@@ -243,17 +224,16 @@ def test_groups_used_again_are_listed_with_all_their_steps(
     ]
 
 
-def test_a_server_without_the_run_is_refused(server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]):
+def test_a_server_without_the_run_is_refused(server, capsys):
     assert run_command("ls", server.url, "--run", "other") == 2
     assert "the store holds no such run" in capsys.readouterr().err
 
 
-# --- the catalog of a live run ---------------------------------------------------------------------------------------
 def outcomes(catalog: Catalog) -> list[tuple[str, str]]:
     return [(row.id, row.outcome) for row in catalog.page(CatalogQuery(sort_by="id")).rows]
 
 
-def test_a_catalog_follows_a_run_from_its_store_to_its_archive(store: RedisStore, config: RunConfig):
+def test_a_catalog_follows_a_run_from_its_store_to_its_archive(store, config):
     folder = RunFolder(config).path
     with open_catalog("mine", runs_dir=Path(config.runs_dir)) as catalog:
         before = outcomes(catalog)
@@ -279,7 +259,7 @@ def test_a_catalog_follows_a_run_from_its_store_to_its_archive(store: RedisStore
         assert outcomes(catalog) == [(name, "retired" if name[0] == "2" else state) for name, state in before]
 
 
-def test_a_catalog_keeps_what_it_had_when_the_store_dies(store: RedisStore, server: EmbeddedRedis, config: RunConfig):
+def test_a_catalog_keeps_what_it_had_when_the_store_dies(store, server, config):
     with open_catalog("mine", runs_dir=Path(config.runs_dir)) as catalog:
         before = outcomes(catalog)
         server.stop()
@@ -290,7 +270,7 @@ def test_a_catalog_keeps_what_it_had_when_the_store_dies(store: RedisStore, serv
         assert note.startswith("the store cannot be read: ")
 
 
-def test_versions_of_steps_that_are_done_again_after_a_roll_back_are_read_again(store: RedisStore):
+def test_versions_of_steps_that_are_done_again_after_a_roll_back_are_read_again(store):
     source = StoreSource(store, run_folder=None)
     assert source.step_versions() == {1: 0, 2: 1}
     store.roll_back(to_step=1, to_version=1)

@@ -121,7 +121,6 @@ class Command(NamedTuple):
         return f"{self.page}: {shlex.join(self.words)}"
 
 
-# --- finding them ----------------------------------------------------------------------------------------------------
 def find_commands(page: str) -> Iterator[Command]:
     """Every command of a page; of those within a sentence the ones with arguments: others are names.
 
@@ -174,7 +173,6 @@ def test_every_block_says_whether_it_holds_commands() -> None:
     assert len(COMMANDS) > 30
 
 
-# --- understanding them ----------------------------------------------------------------------------------------------
 def misunderstood(command: Command) -> str:
     """Return the reason for which its program would refuse the command; empty if it would not."""
     kind = command.words[0]
@@ -305,7 +303,6 @@ def test_the_options_of_every_other_program_are_known() -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
-# --- trying them -----------------------------------------------------------------------------------------------------
 ON_A_RUN = ("slipstream status", "slipstream scale", "slipstream explain", "slipstream data stats")
 
 

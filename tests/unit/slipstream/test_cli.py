@@ -51,9 +51,7 @@ class ImpatientUser:
             raise KeyboardInterrupt
 
 
-def test_ctrl_c_during_the_imports_prints_no_traceback(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_during_the_imports_prints_no_traceback(capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "slipstream.cli")
     monkeypatch.setattr(sys, "meta_path", [ImpatientUser(), *sys.meta_path])
     with pytest.raises(SystemExit) as end:
@@ -61,7 +59,7 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(
     assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")
 
 
-def test_the_help_groups_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_groups_every_command(capsys):
     code, printed, _ = call(capsys, "--help")
     assert code == 0
     sections = re.findall(r"^([A-Z][a-z]+):\n((?:  .+\n)+)", printed, re.MULTILINE)
@@ -70,12 +68,12 @@ def test_the_help_groups_every_command(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.parametrize("option", ["--version", "-V"])
-def test_the_version_is_that_of_the_installation(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_that_of_the_installation(option, capsys):
     assert call(capsys, option) == (0, f"slipstream {metadata.version('slipstream')}\n", "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_with_its_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_with_its_usage(command, capsys):
     code, printed, _ = call(capsys, command, "--help")
     assert code == 0
     assert f"Usage: slipstream {command}" in printed
@@ -83,9 +81,7 @@ def test_every_command_has_help_with_its_usage(command: str, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("command", ["run", "sft", "prepare", "config", "evaluate"])
-def test_commands_with_overrides_name_settings_and_where_all_are(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_with_overrides_name_settings_and_where_all_are(command, capsys):
     printed = call(capsys, command, "--help")[1]
     assert "Most used settings:" in printed
     assert "docs/settings.md" in printed
@@ -99,7 +95,7 @@ def known_settings() -> set[str]:
     return {setting.key for setting in settings()} | set(groups())
 
 
-def test_the_settings_named_in_the_help_exist() -> None:
+def test_the_settings_named_in_the_help_exist():
     assert named_settings(SETTINGS) <= known_settings()
     assert set(groups()["experiment"]) <= set(re.findall(r"\w+", SETTINGS))
 
@@ -125,9 +121,7 @@ def test_the_settings_named_in_the_help_exist() -> None:
         (["status", "learner.max_steps=3"], "got 'learner.max_steps=3'"),
     ],
 )
-def test_a_mistake_gets_one_sentence_of_advice(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_gets_one_sentence_of_advice(arguments, sentence, capsys):
     code, printed, error = call(capsys, *arguments)
     assert (code, printed) == (2, "")
     assert error.startswith("error: ")
@@ -135,19 +129,19 @@ def test_a_mistake_gets_one_sentence_of_advice(
     assert error.count("\n") == 1
 
 
-def test_overrides_without_a_command_mean_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_without_a_command_mean_run(capsys):
     assert "learner.max_steps" in call(capsys, "learner.max_step=3")[2]
     assert yaml.safe_load(call(capsys, "config", "learner.max_steps=3")[1]) == to_plain(load(["learner.max_steps=3"]))
 
 
-def test_sources_stand_beside_the_values(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sources_stand_beside_the_values(capsys):
     lines = [line.split() for line in call(capsys, "config", "learner.max_steps=3", "--sources")[1].splitlines()]
     assert ["learner.max_steps", "=", "3", "command", "line", "learner.max_steps=3"] in lines
     assert ["broker.lease_s", "=", "30.0", "default"] in lines
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["status", "--help"], ["status", "runs_dir=nowhere"]])
-def test_it_starts_without_torch(arguments: list[str]) -> None:
+def test_it_starts_without_torch(arguments):
     program = (
         "import sys\n"
         "from slipstream.cli import main\n"
@@ -162,7 +156,7 @@ def test_it_starts_without_torch(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("role", ["broker", "generators", "learner"])
-def test_every_role_has_help_with_settings_that_exist(role: str) -> None:
+def test_every_role_has_help_with_settings_that_exist(role):
     done = subprocess.run(
         [sys.executable, "-m", role, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
     )
@@ -173,7 +167,7 @@ def test_every_role_has_help_with_settings_that_exist(role: str) -> None:
 
 
 @pytest.mark.parametrize("program", [["run_async.py"], ["-m", "slipstream"]])
-def test_every_way_to_start_it_is_the_same_program(program: list[str]) -> None:
+def test_every_way_to_start_it_is_the_same_program(program):
     done = subprocess.run(
         [sys.executable, *program, "stat"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )

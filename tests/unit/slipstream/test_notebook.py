@@ -36,7 +36,6 @@ def test_every_name_is_there_and_has_types() -> None:
         slipstream.nosuch  # noqa: B018
 
 
-# --- functions -------------------------------------------------------------------------------------------------------
 def here(solution_str: str) -> float:
     return float(len(solution_str))
 
@@ -59,7 +58,6 @@ def test_functions_that_no_role_could_import_are_refused(tmp_path: Path, monkeyp
         path_of(here, folder=tmp_path)
 
 
-# --- a run that is there ---------------------------------------------------------------------------------------------
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run folder with an archive, a tokenizer and metrics; its store is gone."""
@@ -98,7 +96,6 @@ def test_a_run_without_a_step_has_no_metrics(folder: Path) -> None:
     assert Run(folder).metrics().num_rows == 0
 
 
-# --- runs that are started -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "overrides",
     [

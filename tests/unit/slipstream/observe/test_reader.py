@@ -110,7 +110,6 @@ def test_a_named_run_that_is_deleted_leaves_the_list_and_the_others_keep_their_n
     assert runs.lines() == []
 
 
-# --- health ----------------------------------------------------------------------------------------------------------
 def test_a_metric_outside_of_its_range_is_a_warning_until_it_has_returned():
     health = Health()
     for step in range(1, 4):
@@ -146,7 +145,6 @@ def test_a_run_that_is_rolled_back_is_judged_anew(tmp_path):
     assert reader.view().warnings == []
 
 
-# --- origins ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("overrides", [["experiment=digits_serial", "seed=3"], ["learner.max_steps=7"]])
 def test_the_origin_of_every_setting_is_recorded_with_the_run(tmp_path, overrides):
     from slipstream.observe.dashboard.payloads import read_settings

@@ -12,7 +12,6 @@ def role(status, name):
     return next(each for each in status.roles if each.name == name)
 
 
-# --- roles -----------------------------------------------------------------------------------------------------------
 def test_a_role_without_a_report_for_the_peer_timeout_is_silent():
     status = status_of()
     alive = {each.name: each.liveness for each in status.roles}
@@ -59,7 +58,6 @@ def test_gauges_of_unexpected_types_are_ignored():
     assert (status.tokens_per_s, status.running, status.capacity) == (None, None, 64)
 
 
-# --- waits -----------------------------------------------------------------------------------------------------------
 def test_a_paced_generator_waits_for_the_learner_and_a_training_learner_does_not_wait():
     assert status_of().waits == [Wait("generator-0", "the learner", "pacing: wait")]
 
@@ -112,7 +110,6 @@ def test_no_role_waits_once_the_run_has_ended():
     assert status_of({}, phase="finished").waits == []
 
 
-# --- the rest --------------------------------------------------------------------------------------------------------
 def test_ready_groups_are_counted_by_lag():
     assert list(status_of(ready_versions={0: 1, 3: 5, 2: 4}).ready_by_lag.items()) == [(0, 5), (1, 4), (3, 1)]
 

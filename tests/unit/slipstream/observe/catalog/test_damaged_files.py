@@ -95,7 +95,7 @@ def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_whole_archive_is_read(archive: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_a_whole_archive_is_read(archive, capsys, command):
     code, text = run(capsys, COMMANDS[command])
     assert (code, "damaged=1" in text, "warning" in text) == (0, False, False), text
 
@@ -110,9 +110,7 @@ def test_a_whole_archive_is_read(archive: Path, capsys: pytest.CaptureFixture[st
         if command not in UNREAD.get(name, ())
     ],
 )
-def test_damage_is_named_by_every_command_that_reads_the_file(
-    archive: Path, capsys: pytest.CaptureFixture[str], name: str, damage: Callable[[bytes], bytes | None], command: str
-) -> None:
+def test_damage_is_named_by_every_command_that_reads_the_file(archive, capsys, name, damage, command):
     damaged = damage((archive / name).read_bytes())
     if damaged is None:
         (archive / name).unlink()
@@ -123,7 +121,7 @@ def test_damage_is_named_by_every_command_that_reads_the_file(
     assert name in text
 
 
-def test_a_catalog_marks_damaged_shards_and_shows_the_rest(archive: Path) -> None:
+def test_a_catalog_marks_damaged_shards_and_shows_the_rest(archive):
     (archive / SHARD).write_bytes(flip_a_bit((archive / SHARD).read_bytes()))
     (archive / "ledger.jsonl").unlink()
     with open_catalog(str(archive)) as catalog:

@@ -223,7 +223,6 @@ def test_missing_unknown_and_empty_files_are_refused(archive, capsys):
     assert "FILE must hold at least one" in complaint(capsys, "import", write_lines(), "--into", "again")
 
 
-# --- fetch -----------------------------------------------------------------------------------------------------------
 def test_an_archive_is_copied_out_of_an_object_store_and_later_what_the_copy_lacks(archive, capsys):
     uri = f"file://{archive}"
     assert run("fetch", uri, "--into", "copy") == 0

@@ -36,7 +36,6 @@ def act(client, path, body):
     return client.post(path, content=json.dumps(body))
 
 
-# --- pages and files -------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("path", ["/", "/compare", "/metrics", "/runs/mine", "/runs/mine/pipeline"])
 def test_every_page_is_the_same_shell_with_its_own_scripts_only(client, path):
     answer = client.get(path)
@@ -78,7 +77,6 @@ def test_what_there_is_not_is_not_found(client, path):
     assert client.get(path).status_code == 404
 
 
-# --- runs ------------------------------------------------------------------------------------------------------------
 def test_runs_are_listed_newest_first_and_as_they_begin(tmp_path, client):
     (line,) = client.get("/api/runs").json()
     assert (line["id"], line["phase"], line["step"], line["max_steps"]) == ("mine", "finished", 30, 40)
@@ -123,7 +121,6 @@ def test_a_run_of_another_version_is_listed_with_what_is_known(tmp_path, client)
     assert [row["key"] for row in client.get("/api/runs/old/settings").json()] == ["name", "no_such_field"]
 
 
-# --- metrics ---------------------------------------------------------------------------------------------------------
 def test_columns_are_those_that_were_asked_for(client):
     found = client.get("/api/runs/mine/series?keys=step,eval/accuracy_sampled,nothing").json()
     assert (found["position"], found["length"]) == ("0.30", 30)
@@ -163,7 +160,6 @@ def test_every_documented_metric_has_its_meaning(client):
     assert "accuracy_before" not in meanings, "keys of the summary are none of a row"
 
 
-# --- settings --------------------------------------------------------------------------------------------------------
 def test_settings_have_value_origin_and_meaning(client):
     rows = {row["key"]: row for row in client.get("/api/runs/mine/settings").json()}
     steps = rows["learner.max_steps"]
@@ -172,7 +168,6 @@ def test_settings_have_value_origin_and_meaning(client):
     assert rows["seed"]["origin"] == "", "nothing was recorded of it"
 
 
-# --- actions ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("path", "body", "code"),
     [
@@ -197,7 +192,6 @@ def test_reading_has_no_other_method_and_acting_no_get(client):
     assert client.get("/api/runs/mine/scale").status_code == 405
 
 
-# --- the feed --------------------------------------------------------------------------------------------------------
 def test_rows_that_arrive_while_a_client_watches_are_sent_once_and_in_order(tmp_path):
     folder = record_run(tmp_path, steps=3)
     reader = Runs([f"runs_dir={tmp_path}"]).reader("mine")

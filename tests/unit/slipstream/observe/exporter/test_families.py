@@ -32,7 +32,7 @@ class Given:
 def scraped(metrics: list[Metric]) -> dict[str, list[tuple[dict[str, str], float]]]:
     """Samples by name, as Prometheus reads them."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Given(metrics))  # type: ignore[arg-type]
+    registry.register(Given(metrics))
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         assert family.documentation

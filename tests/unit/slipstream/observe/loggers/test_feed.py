@@ -46,7 +46,7 @@ def make_feed(tmp_path: Path, store: MemoryStore) -> Callable[..., tuple[Feed, K
 
     def make(clock: FakeClock, *, cursor: int = 0, **config: Any) -> tuple[Feed, Kept]:
         kept = Kept()
-        return Feed(reader, kept, config=LoggingConfig(**config), cursor=cursor, clock=clock), kept  # type: ignore[arg-type]
+        return Feed(reader, kept, config=LoggingConfig(**config), cursor=cursor, clock=clock), kept
 
     return make
 

@@ -144,7 +144,7 @@ def test_a_trajectory_is_shown_in_colors_and_as_messages(archive: Path) -> None:
         assert "trained on in step 300" in facts
         assert isinstance(tokens, Text)
         assert tokens.plain == "abcdefgh[red]↵\n\\x1bl", "nothing is markup, and no control character is left"
-        assert {str(span.style.bgcolor.name) for span in tokens.spans if span.style.bgcolor} == {"rgb(50,160,80)"}  # type: ignore[union-attr]
+        assert {str(span.style.bgcolor.name) for span in tokens.spans if span.style.bgcolor} == {"rgb(50,160,80)"}
         await keys(pilot, "c")
         assert "no colors" in shown(pilot, "#facts")
         await keys(pilot, "c")
@@ -184,7 +184,7 @@ def test_help_names_every_key(archive: Path) -> None:
     press(archive, steps)
     for screen_class in (ListScreen, TokenScreen, DetailScreen, RowList):
         for binding in screen_class.BINDINGS:
-            for key in binding.key.split(","):  # type: ignore[union-attr]
+            for key in binding.key.split(","):
                 word = NAMES_OF_KEYS.get(key, key)
                 assert word in HELP, f"{key} of {screen_class.__name__} must be in the help"
 
