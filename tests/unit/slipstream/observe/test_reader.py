@@ -9,7 +9,8 @@ from slipstream.configs.load import load, provenance
 from slipstream.observe import reader as run_reader
 from slipstream.observe.dashboard import app as module_of_runs
 from slipstream.observe.dashboard.app import Runs
-from slipstream.observe.metrics_rows import Health, read_tail
+from slipstream.observe.dashboard.payloads import read_settings
+from slipstream.observe.metrics_rows import read_tail
 from slipstream.observe.reader import RunReader
 from slipstream.runtime.run_folder import RunFolder, is_held, list_runs
 from tests.recorded_run import append_rows, make_config, make_row, record_run
@@ -46,6 +47,8 @@ def test_a_run_whose_process_is_gone_without_a_summary_has_stopped_until_it_is_r
     folder = record_run(tmp_path, steps=5, **SERIAL)
     (folder / "summary.json").unlink()
     reader = read(folder)
+    assert not is_held(folder)
+    assert not is_held(tmp_path / "nowhere")
     assert reader.view().phase == "stopped"
     held = RunFolder(make_config(tmp_path, **SERIAL))
     held.lock()
@@ -54,11 +57,6 @@ def test_a_run_whose_process_is_gone_without_a_summary_has_stopped_until_it_is_r
     assert (reader.view().phase, reader.view().step) == ("running", 6)
     held.unlock()
     assert reader.view().phase == "stopped"
-
-
-def test_a_folder_that_nobody_ever_held_is_not_held(tmp_path):
-    assert not is_held(tmp_path)
-    assert not is_held(tmp_path / "nowhere")
 
 
 def test_one_thread_at_a_time_reads_the_store(tmp_path, monkeypatch):
@@ -110,36 +108,13 @@ def test_a_named_run_that_is_deleted_leaves_the_list_and_the_others_keep_their_n
     assert runs.lines() == []
 
 
-def test_a_metric_outside_of_its_range_is_a_warning_until_it_has_returned():
-    health = Health()
-    for step in range(1, 4):
-        health.add({"step": step, "learner/ess": 0.9})
-    assert health.warnings == []
-    health.add({"step": 4, "learner/ess": 0.2})
-    health.add({"step": 5, "learner/ess": 0.1, "learner/failed_fraction": 0.5})
-    assert [(each.metric, each.value, each.since_step) for each in health.warnings] == [
-        ("learner/failed_fraction", 0.5, 5),
-        ("learner/ess", 0.1, 4),
-    ]
-    assert health.warnings[1].healthy == ">= 0.3"
-    assert "max_lag" in health.warnings[1].advice
-    for step in range(6, 9):
-        health.add({"step": step, "learner/ess": 0.9, "learner/failed_fraction": 0.0})
-    assert health.warnings == []
-
-
-def test_a_warning_quotes_the_figures_of_the_run(tmp_path):
+def test_a_warning_quotes_the_figures_of_the_run_and_a_rolled_back_run_is_judged_again(tmp_path):
     folder = record_run(tmp_path, steps=1, buffer={"staleness": {"max_lag": 7}}, **SERIAL)
     append_rows(folder, make_row(2, **{"learner/ess": 0.1, "lag/mean": 2.5}))
-    (warning,) = read(folder).view().warnings
-    assert "buffer.staleness.max_lag (now 7, mean lag 2.5)" in warning.advice
-
-
-def test_a_run_that_is_rolled_back_is_judged_anew(tmp_path):
-    folder = record_run(tmp_path, steps=1, **SERIAL)
-    append_rows(folder, make_row(2, **{"learner/ess": 0.1}))
     reader = read(folder)
-    assert [each.metric for each in reader.view().warnings] == ["learner/ess"]
+    (warning,) = reader.view().warnings
+    assert warning.metric == "learner/ess"
+    assert "buffer.staleness.max_lag (now 7, mean lag 2.5)" in warning.advice
     RunFolder(make_config(tmp_path, **SERIAL)).keep_metrics(up_to_step=1)
     reader.poll()
     assert reader.view().warnings == []
@@ -147,8 +122,6 @@ def test_a_run_that_is_rolled_back_is_judged_anew(tmp_path):
 
 @pytest.mark.parametrize("overrides", [["experiment=digits_serial", "seed=3"], ["learner.max_steps=7"]])
 def test_the_origin_of_every_setting_is_recorded_with_the_run(tmp_path, overrides):
-    from slipstream.observe.dashboard.payloads import read_settings
-
     run = load([*overrides, f"runs_dir={tmp_path}"])
     folder = RunFolder(run)
     folder.claim()

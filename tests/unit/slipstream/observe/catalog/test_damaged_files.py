@@ -45,15 +45,13 @@ def write_no_text(data: bytes) -> bytes:
     return data[:30] + b"\xff" + data[31:]
 
 
-def delete(_data: bytes) -> None:
-    return None
-
-
 SHARD = "shard-00000002.parquet"
-DAMAGES: dict[str, list[Callable[[bytes], bytes | None]]] = {
-    "ledger.jsonl": [halve, drop_two_lines, empty, zero, flip_a_bit, write_no_text, delete],
-    "manifest.jsonl": [halve, drop_two_lines, empty, zero, flip_a_bit, write_no_text, delete],
-    SHARD: [halve, empty, zero, flip_a_bit, delete],
+ANY_FILE = [halve, empty, zero, flip_a_bit, None]
+"""None deletes the file."""
+DAMAGES: dict[str, list[Callable[[bytes], bytes] | None]] = {
+    "ledger.jsonl": [*ANY_FILE, drop_two_lines, write_no_text],
+    "manifest.jsonl": [*ANY_FILE, drop_two_lines, write_no_text],
+    SHARD: ANY_FILE,
 }
 COMMANDS = {
     "verify": "data verify mine/archive",
@@ -94,28 +92,24 @@ def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str]:
     return code, "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
 def test_a_whole_archive_is_read(archive, capsys, command):
-    code, text = run(capsys, COMMANDS[command])
+    code, text = run(capsys, command)
     assert (code, "damaged=1" in text, "warning" in text) == (0, False, False), text
 
 
+CASES = [(name, damage, key) for name in DAMAGES for damage in DAMAGES[name] for key in COMMANDS]
+
+
 @pytest.mark.parametrize(
-    ("name", "damage", "command"),
-    [
-        (name, damage, command)
-        for name, damages in DAMAGES.items()
-        for damage in damages
-        for command in COMMANDS
-        if command not in UNREAD.get(name, ())
-    ],
+    ("name", "damage", "command"), [case for case in CASES if case[2] not in UNREAD.get(case[0], ())]
 )
 def test_damage_is_named_by_every_command_that_reads_the_file(archive, capsys, name, damage, command):
-    damaged = damage((archive / name).read_bytes())
-    if damaged is None:
-        (archive / name).unlink()
+    path = archive / name
+    if damage:
+        path.write_bytes(damage(path.read_bytes()))
     else:
-        (archive / name).write_bytes(damaged)
+        path.unlink()
     code, text = run(capsys, COMMANDS[command])
     assert code in (1, 2)
     assert name in text
