@@ -45,39 +45,32 @@ def test_every_page_is_the_same_shell_with_its_own_scripts_only(client, path):
     assert "style=" not in answer.text
 
 
-def test_the_files_of_the_pages_are_there_with_the_license_of_what_is_vendored(client):
-    for name, words in {
-        "app.js": "import",
-        "style.css": ":root",
-        "vendor/uPlot.iife.min.js": "uPlot",
-        "vendor/uPlot.LICENSE": "MIT License",
-    }.items():
-        answer = client.get(f"/static/{name}")
-        assert (answer.status_code, words in answer.text) == (200, True), name
-        assert answer.headers["cache-control"] == "no-cache"
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        *[("app.js", "import"), ("style.css", ":root"), ("vendor/uPlot.iife.min.js", "uPlot")],
+        ("vendor/uPlot.LICENSE", "MIT License"),
+    ],
+)
+def test_the_files_of_the_pages_are_there_with_the_license_of_what_is_vendored(client, name, words):
+    answer = client.get(f"/static/{name}")
+    assert (answer.status_code, words in answer.text) == (200, True)
+    assert answer.headers["cache-control"] == "no-cache"
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        "/runs/other",
-        "/runs/mine/nothing",
-        "/nothing",
-        "/api/nothing",
-        "/api/runs/other/series",
-        "/api/runs/../mine",
-        "/static/../app.py",
-        "/static/%2e%2e/app.py",
-        "/static/..%2fapp.py",
-        "/static/nothing.js",
-        "/runs/..%2f..%2fetc",
+        *["/runs/other", "/runs/mine/nothing", "/runs/..%2f..%2fetc", "/nothing"],
+        *["/api/nothing", "/api/runs/other/series", "/api/runs/../mine"],
+        *["/static/../app.py", "/static/%2e%2e/app.py", "/static/..%2fapp.py", "/static/nothing.js"],
     ],
 )
 def test_what_there_is_not_is_not_found(client, path):
     assert client.get(path).status_code == 404
 
 
-def test_runs_are_listed_newest_first_and_as_they_begin(tmp_path, client):
+def test_runs_are_listed_newest_first_and_as_they_begin_and_are_held(tmp_path, client):
     (line,) = client.get("/api/runs").json()
     assert (line["id"], line["phase"], line["step"], line["max_steps"]) == ("mine", "finished", 30, 40)
     assert line["accuracies"] == {"sampled": pytest.approx(make_row(30)["eval/accuracy_sampled"])}
@@ -86,15 +79,10 @@ def test_runs_are_listed_newest_first_and_as_they_begin(tmp_path, client):
         ("later", "stopped", None),
         ("mine", "finished", pytest.approx(make_row(30)["learner/reward_mean"])),
     ]
-
-
-def test_a_run_that_a_process_holds_is_running(tmp_path):
-    record_run(tmp_path, steps=0)
-    folder = RunFolder(make_config(tmp_path))
+    folder = RunFolder(make_config(tmp_path, "later"))
     folder.lock()
-    assert make_client(tmp_path).get("/api/runs").json()[0]["phase"] == "running"
+    assert client.get("/api/runs").json()[0]["phase"] == "running", "a process holds it"
     folder.unlock()
-    assert make_client(tmp_path).get("/api/runs").json()[0]["phase"] == "stopped"
 
 
 def test_named_runs_alone_are_shown_and_those_of_one_name_are_told_apart(tmp_path):
@@ -105,12 +93,9 @@ def test_named_runs_alone_are_shown_and_those_of_one_name_are_told_apart(tmp_pat
     assert (runs.reader("mine").folder, runs.reader("mine.2").folder) == (first, second)
     assert runs.reader("mine") is runs.reader("mine")
     assert runs.reader("other") is None
-
-
-def test_an_unknown_run_is_refused_and_a_folder_without_any_waits_for_them(tmp_path):
     with pytest.raises(ConfigError, match="mien"):
         Runs(["mien", f"runs_dir={tmp_path}"])
-    assert make_client(tmp_path).get("/api/runs").json() == []
+    assert make_client(tmp_path).get("/api/runs").json() == [], "a folder without runs waits for them"
 
 
 def test_a_run_of_another_version_is_listed_with_what_is_known(tmp_path, client):
@@ -128,6 +113,7 @@ def test_columns_are_those_that_were_asked_for(client):
     assert [index for index, value in enumerate(found["columns"]["eval/accuracy_sampled"]) if value] == [9, 19, 29]
     assert "nothing" not in found["columns"]
     assert "learner/entropy" in found["keys"]
+    assert client.get(f"/api/runs/mine/series?keys={','.join('x' * 201)}").status_code == 400
 
 
 def test_every_number_is_that_of_the_file(tmp_path, client):
@@ -137,13 +123,9 @@ def test_every_number_is_that_of_the_file(tmp_path, client):
     assert served.keys() == keys
     for key in keys:
         # Six digits are served.
-        assert served[key] == [
-            None if (value := row.get(key)) is None else pytest.approx(value, rel=5e-6) for row in rows
-        ]
-
-
-def test_too_many_columns_are_refused(client):
-    assert client.get(f"/api/runs/mine/series?keys={','.join('x' * 201)}").status_code == 400
+        numbers = [row.get(key, float("nan")) for row in rows]
+        found = [float("nan") if value is None else value for value in served[key]]
+        assert found == pytest.approx(numbers, rel=5e-6, nan_ok=True)
 
 
 def test_the_summary_is_empty_before_the_end(tmp_path, client):
@@ -185,11 +167,8 @@ def test_settings_have_value_origin_and_meaning(client):
 def test_an_action_that_cannot_be_done_is_one_sentence(client, path, body, code):
     answer = act(client, f"/api/runs/mine/{path}", body)
     assert (answer.status_code, answer.text.count("\n")) == (code, 1), answer.text
-
-
-def test_reading_has_no_other_method_and_acting_no_get(client):
-    assert act(client, "/api/runs", {}).status_code == 405
-    assert client.get("/api/runs/mine/scale").status_code == 405
+    assert client.get(f"/api/runs/mine/{path}").status_code == 405, "acting has no GET"
+    assert act(client, "/api/runs", {}).status_code == 405, "reading has no POST"
 
 
 def test_rows_that_arrive_while_a_client_watches_are_sent_once_and_in_order(tmp_path):
@@ -217,30 +196,18 @@ def test_rows_that_arrive_while_a_client_watches_are_sent_once_and_in_order(tmp_
     assert asyncio.run(watch()) == [("0.4", [3, 4]), ("0.6", [5, 6])]
 
 
-def test_a_stream_ends_with_the_server(tmp_path):
-    record_run(tmp_path)
+@pytest.mark.parametrize("position", ["7.2", "0.999999", "0.0", "x.y"])
+def test_a_client_that_cannot_be_caught_up_starts_over_and_its_stream_ends_with_the_server(tmp_path, position):
+    record_run(tmp_path, steps=300)
     feed = Feed(Runs([f"runs_dir={tmp_path}"]).reader("mine"))
 
-    async def watch() -> None:
-        ending = anyio.Event()
+    async def watch() -> list[str]:
+        ending, events = anyio.Event(), []
         async with asyncio.timeout(30):
-            async for _ in feed.messages("", ending=ending):
+            async for message in feed.messages(position, ending=ending):
+                events.append(message["event"])
                 ending.set()
         await feed.close()
+        return events
 
-    asyncio.run(watch())
-
-
-@pytest.mark.parametrize("position", ["7.2", "0.999999", "0.0", "x.y"])
-def test_a_client_that_cannot_be_caught_up_begins_anew(tmp_path, position):
-    record_run(tmp_path, steps=300)
-    reader = Runs([f"runs_dir={tmp_path}"]).reader("mine")
-
-    async def first() -> str:
-        messages = Feed(reader).messages(position, ending=anyio.Event())
-        async for message in messages:
-            await messages.aclose()
-            return message["event"]
-        return ""
-
-    assert asyncio.run(first()) == "reset"
+    assert asyncio.run(watch())[0] == "reset"

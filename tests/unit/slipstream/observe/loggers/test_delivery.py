@@ -39,12 +39,16 @@ class Hanging(Recorder):
         super().log(step, metrics)
 
 
-class Quota(Recorder):
-    """A logger whose disk has room for so many entries."""
+class Failing(Recorder):
+    """A logger that raises an error for some steps."""
+
+    def __init__(self, errors: dict[int, BaseException]) -> None:
+        super().__init__()
+        self.errors = errors
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        if len(self.steps) >= 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
+        if step in self.errors:
+            raise self.errors[step]
         super().log(step, metrics)
 
 
@@ -67,6 +71,14 @@ def test_entries_arrive_in_order_and_the_logger_is_closed():
     assert (counts(delivery), delivery.cursor) == ((5, 0, 0, 0), 5)
 
 
+def test_a_method_that_a_logger_lacks_has_nothing_to_do():
+    delivery = Delivery(Recorder, max_queue=10)
+    for kind in ("image", "table"):
+        delivery.put(Entry(1, kind, ("name", b"")))
+    assert delivery.close(timeout_s=WAIT_S)
+    assert counts(delivery) == (2, 0, 0, 0)
+
+
 def test_a_hanging_logger_blocks_nobody_and_the_oldest_entries_are_dropped_and_counted():
     logger, clock = Hanging(), FakeClock(0.0)
     delivery = Delivery(lambda: logger, max_queue=3, clock=clock)
@@ -82,21 +94,21 @@ def test_a_hanging_logger_blocks_nobody_and_the_oldest_entries_are_dropped_and_c
     assert logger.steps == [1, 99, 100, 101]
 
 
-def test_a_full_disk_costs_entries_and_nothing_else():
-    logger = Quota()
+@pytest.mark.parametrize(
+    ("errors", "kept"),
+    [
+        (dict.fromkeys(range(4, 11), OSError(errno.ENOSPC, "No space left on device")), [1, 2, 3]),
+        ({1: SystemExit(1)}, list(range(2, 11))),
+    ],
+    ids=["full disk", "ends its thread"],
+)
+def test_a_logger_that_fails_costs_entries_and_nothing_else(errors, kept):
+    logger = Failing(errors)
     delivery = Delivery(lambda: logger, max_queue=100)
     put(delivery, range(1, 11))
     assert delivery.close(timeout_s=WAIT_S)
-    assert (logger.steps, logger.is_closed) == ([1, 2, 3], True)
-    assert counts(delivery) == (3, 7, 0, 0)
-
-
-@pytest.mark.parametrize("kind", ["image", "table"])
-def test_a_method_that_a_logger_lacks_has_nothing_to_do(kind):
-    delivery = Delivery(Recorder, max_queue=10)
-    delivery.put(Entry(1, kind, ("name", b"")))
-    assert delivery.close(timeout_s=WAIT_S)
-    assert counts(delivery) == (1, 0, 0, 0)
+    assert (logger.steps, logger.is_closed) == (kept, True)
+    assert counts(delivery) == (len(kept), len(errors), 0, 0)
 
 
 def test_a_logger_that_cannot_start_is_known_by_its_error():
@@ -106,18 +118,3 @@ def test_a_logger_that_cannot_start_is_known_by_its_error():
     delivery = Delivery(refuse, max_queue=2)
     assert delivery.close(timeout_s=WAIT_S)
     assert str(delivery.error) == "no network"
-
-
-def test_a_logger_that_ends_its_thread_loses_one_entry():
-    class Exits(Recorder):
-        def log(self, step: int, metrics: dict[str, float]) -> None:
-            if step == 1:
-                raise SystemExit(1)
-            super().log(step, metrics)
-
-    logger = Exits()
-    delivery = Delivery(lambda: logger, max_queue=10)
-    put(delivery, [1, 2])
-    assert delivery.close(timeout_s=WAIT_S)
-    assert (logger.steps, logger.is_closed) == ([2], True)
-    assert counts(delivery) == (1, 1, 0, 0)
