@@ -4,10 +4,8 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
@@ -26,11 +24,11 @@ from textual.worker import get_current_worker
 from slipstream.buffer.archive.trajectory_filter import format_conditions, parse_conditions
 from slipstream.buffer.errors import ReplayBufferError, SearchCancelledError
 from slipstream.configs.base import ConfigError
-from slipstream.observe.catalog.catalog import Catalog, CatalogQuery, Page
+from slipstream.observe.catalog.catalog import Catalog, CatalogQuery, Page, open_catalog
 from slipstream.observe.catalog.detail import TrajectoryDetail
 from slipstream.observe.catalog.rows import CatalogRow
 from slipstream.observe.viewer.screens import DetailScreen, GroupScreen, HelpScreen, SortScreen
-from slipstream.runtime.command_line import printable, run_app
+from slipstream.runtime.command_line import printable
 
 _ROWS_READ = 256
 """Rows per read, so that scrolling by lines rarely reads."""
@@ -346,41 +344,11 @@ class ViewerApp(App[None]):
         self.push_screen(HelpScreen())
 
 
-def data(ctx: typer.Context) -> None:
-    """List, show, export, import, and verify stored trajectories."""
-    from slipstream.observe.catalog.commands import app
-
-    run_app(app, ctx.args, program=ctx.command_path)
-
-
-def view(
-    where: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE", help="A run's name or folder, an archive, a file of `data export`, or a redis:// address."
-        ),
-    ],
-    tokenizer: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A tokenizer.json or its folder, instead of the run's.")
-    ] = None,
-    run: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run, beside a redis:// address.")] = None,
-    runs_dir: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the run folders.")] = Path("runs"),
-) -> None:
-    """Look through trajectories in the terminal; `?` lists the keys.
-
-    Search, filter and sort; tokens colored by advantage or lag; a group side by side. Reads only, and works while
-    roles of the run are dead.
-
-    \b
-    slipstream view runs/mine
-    slipstream view good.parquet --tokenizer models/mine
-    """
+def view(where: str, *, tokenizer: Path | None, run: str | None, runs_dir: Path) -> None:
+    """Open a catalog in the terminal. Raises ConfigError."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(
             "slipstream view must run in a terminal, got a pipe or a file: `slipstream data ls` prints trajectories."
         )
-    # Arrow takes half a second to load.
-    from slipstream.observe.catalog.catalog import open_catalog
-
     with open_catalog(where, run_name=run, runs_dir=runs_dir, tokenizer=tokenizer) as catalog:
         ViewerApp(catalog, name=where).run()
