@@ -63,24 +63,14 @@ class LiveRun:
             return where | {"role": LAUNCHER, "restarts": {}, "generators_target": self._target, **self._answer}
         if not name.startswith("generator"):
             return where | {"role": name, "version": self.steps, "tokens": 5.0 * self.steps, "tokens_per_s": 4900.0}
-        return where | {
-            "role": "generator",
-            "version": 0,
-            "tokens": 9.0 * self.steps,
-            "tokens_per_s": 2600.0,
-            "running": 40,
-            "max_concurrency": 64,
-            "kv_usage": 0.42,
-        }
+        rates = {"version": 0, "tokens": 9.0 * self.steps, "tokens_per_s": 2600.0}
+        return where | rates | {"role": "generator", "running": 40, "max_concurrency": 64, "kv_usage": 0.42}
 
     def step(self, **values: Any) -> int:
         """Make a step and return its number."""
         self.steps += 1
         append_rows(self.path, make_row(self.steps, **values))
         return self.steps
-
-    def record(self, role: str, text: str) -> None:
-        self.store.record_event(role, text)
 
     def kill(self, name: str) -> None:
         """Silence a role."""
@@ -91,15 +81,11 @@ class LiveRun:
         self._folder.unlock()
 
     def kill_store(self) -> None:
-        self._end_reports()
-        self.server.stop()
-
-    def _end_reports(self) -> None:
         self._ending.set()
         self._thread.join(timeout=10)
+        self.server.stop()
 
     def stop(self) -> None:
-        self._end_reports()
+        self.kill_store()
         self.store.close()
-        self.server.stop()
         self.release()

@@ -66,30 +66,24 @@ def groups_in(folder: Path) -> list[str]:
     return [stored.trajectory.group_id for stored in Archive(folder).read()]
 
 
-def test_retired_groups_move_from_the_store_to_the_archive(server, store, tmp_path):
+def test_finished_groups_move_from_the_store_to_the_archive(server, store, tmp_path):
     archiver = start_archiver(server, tmp_path)
     group_ids = retire(store, step=1, count=3) + retire(store, step=2, count=2)
     until(lambda: store.counts().unarchived == 0, what="the archiver")
-    assert archiver.stop(timeout_s=10)
-    assert groups_in(tmp_path) == [group for group in group_ids for _ in range(2)]
-    assert {tuple(stored.steps) for stored in Archive(tmp_path).read()} == {(1,), (2,)}
-    assert Archive(tmp_path).check().is_sound
-    assert store.audit().is_sound
-    assert archiver.status().groups == 5
-    assert Archive(tmp_path).steps() == store.ledger()
-    gauges = store.roles()["archiver"]
-    assert (gauges["state"], gauges["groups"], gauges["last_step"], gauges["reason"]) == ("gone", 5, 2, "")
-
-
-def test_rejected_groups_are_archived_with_their_reason(server, store, tmp_path):
     make_ready(store, 1)
-    claimed = claim(store, 1, 1)
+    claimed = claim(store, 3, 1)
     store.reject(claimed, group_ids=claimed.group_ids, reason="all_equal")
-    archiver = start_archiver(server, tmp_path)
     assert archiver.stop(timeout_s=10), "a stopping archiver archives finished groups"
-    assert {(stored.state, stored.reason, *stored.steps) for stored in Archive(tmp_path).read()} == {
-        ("rejected", "all_equal")
-    }
+    archive = Archive(tmp_path)
+    assert groups_in(tmp_path) == [group for group in [*group_ids, *claimed.group_ids] for _ in range(2)]
+    endings = {("retired", "", (1,)), ("retired", "", (2,)), ("rejected", "all_equal", ())}
+    assert {(stored.state, stored.reason, tuple(stored.steps)) for stored in archive.read()} == endings
+    assert archive.check().is_sound
+    assert archive.steps() == store.ledger()
+    assert store.audit().is_sound
+    assert archiver.status().groups == 6
+    gauges = store.roles()["archiver"]
+    assert (gauges["state"], gauges["groups"], gauges["last_step"], gauges["reason"]) == ("gone", 6, 2, "")
 
 
 def test_the_archiver_waits_for_a_killed_store_with_a_reason(server, store, tmp_path):

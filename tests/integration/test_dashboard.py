@@ -49,7 +49,7 @@ def runs_dir() -> Iterator[Path]:
 def run(runs_dir: Path) -> Iterator[LiveRun]:
     config = make_run(name="mine", runs_dir=str(runs_dir), broker={"peer_timeout_s": 1.5}, learner={"max_steps": 200})
     live = LiveRun(runs_dir, config, steps=60)
-    live.record("generator-0", f"died: {MARKUP}")
+    live.store.record_event("generator-0", f"died: {MARKUP}")
     yield live
     live.stop()
 
@@ -156,28 +156,22 @@ def test_the_page_of_a_run_draws_its_charts_and_a_step_appears_while_it_is_open(
     assert watched.page.evaluate("document.querySelector('tr.chosen').id") == "learner/ess"
 
 
-def test_twenty_thousand_steps_are_drawn(watched: Watched):
+def test_twenty_thousand_steps_are_drawn_and_markup_of_a_run_stays_text(watched: Watched):
     watched.open("/runs/long")
     watched.until(lambda: drawn_charts(watched) >= 6, "charts must be drawn")
     watched.shows("step 20,000")
-
-
-def test_markup_of_a_run_stays_text(watched: Watched):
     watched.open("/runs/mine/events")
     watched.shows(MARKUP)
     assert watched.page.evaluate("document.querySelectorAll('main img, main script').length") == 0
     assert watched.page.title() != "hacked"
 
 
-def test_settings_show_their_origin_and_what_differs_between_runs(watched: Watched):
+def test_settings_show_their_origin_and_runs_are_compared_in_curves_values_and_settings(watched: Watched):
     watched.open("/runs/done/settings")
     watched.shows("learner.max_steps", "command line", "not recorded")
     watched.page.select_option("select[aria-label='compare with']", "mine")
     watched.until(lambda: "model.path" not in watched.text(), "equal settings must disappear")
     watched.shows("broker.peer_timeout_s", "seed")
-
-
-def test_runs_are_compared_in_curves_values_and_settings(watched: Watched):
     watched.open("/")
     watched.shows("mine", "done", "long")
     for name in ("mine", "done"):
@@ -254,19 +248,7 @@ def test_dark_and_light_follow_the_system_until_one_is_chosen_by_the_keyboard(wa
     watched.page.evaluate("localStorage.removeItem('theme')")
 
 
-def test_a_browser_without_the_token_sees_nothing(browser: Any, watched: Watched):
-    root = watched.root
-    watched.open("/")
-    assert browser.request.get(f"{root}/runs/mine").status == 200
-    assert watched.page.evaluate("document.cookie") == "", "scripts cannot read the cookie"
-    cookies = browser.cookies()
-    assert TOKEN not in str(cookies)
-    browser.clear_cookies()
-    assert browser.request.get(f"{root}/runs/mine").status == 401
-    browser.add_cookies(cookies)
-
-
-def test_a_server_at_another_port_receives_a_cookie_that_shows_it_no_run(browser: Any, watched: Watched):
+def test_a_browser_without_the_token_and_a_server_at_another_port_see_nothing(browser: Any, watched: Watched):
     heard: list[str] = []
 
     class Stranger(BaseHTTPRequestHandler):
@@ -288,6 +270,13 @@ def test_a_server_at_another_port_receives_a_cookie_that_shows_it_no_run(browser
     assert TOKEN not in heard[0]
     with pytest.raises(HTTPError, match="403"):
         urlopen(Request(f"{watched.root}/api/runs", headers={"cookie": heard[0]}), timeout=DEADLINE_S)
+    assert browser.request.get(f"{watched.root}/runs/mine").status == 200
+    assert watched.page.evaluate("document.cookie") == "", "scripts cannot read the cookie"
+    cookies = browser.cookies()
+    assert TOKEN not in str(cookies)
+    browser.clear_cookies()
+    assert browser.request.get(f"{watched.root}/runs/mine").status == 401
+    browser.add_cookies(cookies)
 
 
 def test_the_page_keeps_working_while_every_role_and_then_the_store_dies(watched: Watched, run: LiveRun):
