@@ -24,16 +24,6 @@ def read(folder):
     return reader
 
 
-def test_a_run_without_a_store_is_known_by_its_metrics(tmp_path):
-    folder = record_run(tmp_path, steps=5, **SERIAL)
-    reader = read(folder)
-    view = reader.view()
-    assert (view.phase, view.step, view.max_steps, view.status, view.is_live) == ("finished", 5, 40, None, False)
-    assert "mode=serial" in view.problem
-    assert view.times["roles"][0]["role"] == "learner"
-    assert view.lag_tokens == {"0": 210, "1": 420, "3": 90}
-
-
 def test_a_supervised_run_has_no_store_and_is_running_while_it_is_held(tmp_path):
     folder = record_run(tmp_path, steps=5, mode="sft", sft={"train_path": "demonstrations.jsonl"})
     (folder / "store").mkdir()
@@ -54,7 +44,11 @@ def test_a_run_whose_process_is_gone_without_a_summary_has_stopped_until_it_is_r
     held.lock()
     append_rows(folder, make_row(6))
     reader.poll()
-    assert (reader.view().phase, reader.view().step) == ("running", 6)
+    view = reader.view()
+    assert (view.phase, view.step, view.max_steps, view.status, view.is_live) == ("running", 6, 40, None, True)
+    assert "mode=serial" in view.problem
+    assert view.times["roles"][0]["role"] == "learner"
+    assert view.lag_tokens == {"0": 210, "1": 420, "3": 90}
     held.unlock()
     assert reader.view().phase == "stopped"
 

@@ -57,41 +57,45 @@ def test_a_paced_generator_waits_for_the_learner_and_a_training_learner_does_not
 
 def test_generators_with_room_wait_for_the_learner_while_nothing_is_admitted():
     reported = make_reports() | {"generator-0": (0, make_gauges())}
-    (wait,) = status_of(reported, phase="finishing").waits
-    assert wait == Wait("the generators", "the learner", "the run is finishing")
+    waits = status_of(reported, phase="finishing").waits
+    assert waits == [Wait("the generators", "the learner", "the run is finishing")]
     reported["generator-0"] = (0, make_gauges(running=64))
     assert status_of(reported, phase="finishing").waits == []
 
 
-def test_a_learner_short_of_groups_waits_for_the_generators():
-    reason = "waiting for the 2 groups of step 4: 1 of 2 groups are ready"
-    learner = {"role": "learner", "state": "ready", "reason": reason, "waits_for": "groups"}
-    assert Wait("learner", "the generators", reason) in status_of(make_reports() | {"learner": (0, learner)}).waits
+SHORT = "waiting for the 2 groups of step 4: 1 of 2 groups are ready"
 
 
-def test_all_roles_wait_for_a_silent_broker():
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({"learner": {"reason": SHORT, "waits_for": "groups"}}, [("learner", "the generators")]),
+        (
+            {
+                "broker": {"reason": "trajectories are deferred: store_full", "waits_for": "store"},
+                "learner": {"reason": "the store at x for 3 s of 60 s", "waits_for": "store"},
+            },
+            [("broker", "the store"), ("learner", "the store")],
+        ),
+    ],
+)
+def test_roles_wait_for_what_they_report(changes, waits):
+    reports = {name: (0, {"role": name, "state": "ready"} | gauges) for name, gauges in changes.items()}
+    found = {(wait.waiter, wait.blocked_on): wait.reason for wait in status_of(make_reports() | reports).waits}
+    assert set(waits) <= found.keys()
+    assert [found[wait] for wait in waits] == [gauges["reason"] for gauges in changes.values()]
+
+
+def test_dead_silent_and_missing_roles_are_waited_for():
     reported = make_reports() | {"broker": (43.0, make_reports()["broker"][1])}
     assert status_of(reported).waits[0] == Wait("all roles", "the broker", "the broker has been silent for 43 s")
-
-
-def test_dead_and_missing_roles_are_waited_for():
     reported = make_reports()
     reported["learner"] = (20.0, reported["learner"][1])
     del reported["generator-0"]
-    assert [(wait.waiter, wait.blocked_on) for wait in status_of(reported).waits] == [
-        ("the generators", "the learner"),
-        ("the learner", "the generators"),
-    ]
+    found = [(wait.waiter, wait.blocked_on) for wait in status_of(reported).waits]
+    assert found == [("the generators", "the learner"), ("the learner", "the generators")]
     assert status_of({}).waits == [Wait("all roles", "the broker", "no broker has joined yet")]
     assert status_of({}, phase="finished").waits == []
-
-
-def test_roles_blocked_by_the_store_wait_for_it():
-    blocked = {"state": "ready", "waits_for": "store"}
-    deferring = blocked | {"role": "broker", "reason": "trajectories are deferred: store_full"}
-    waiting = blocked | {"role": "learner", "reason": "the store at x for 3 s of 60 s"}
-    waits = status_of(make_reports() | {"broker": (0, deferring), "learner": (0, waiting)}).waits
-    assert {wait.waiter for wait in waits if wait.blocked_on == "the store"} == {"broker", "learner"}
 
 
 def test_ready_groups_are_counted_by_lag_and_events_have_their_age():

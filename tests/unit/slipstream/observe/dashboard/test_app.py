@@ -14,6 +14,7 @@ from slipstream.observe.dashboard.app import Runs, make_app
 from slipstream.observe.dashboard.feed import Feed
 from slipstream.observe.dashboard.guard import KEY_HEADER
 from slipstream.runtime.run_folder import RunFolder
+from tests.builders import make_finished, write_archive
 from tests.recorded_run import append_rows, make_config, make_row, record_run
 
 TOKEN = "a-token-of-sixteen-and-more"
@@ -211,3 +212,51 @@ def test_a_client_that_cannot_be_caught_up_starts_over_and_its_stream_ends_with_
         return events
 
     assert asyncio.run(watch())[0] == "reset"
+
+
+@pytest.fixture
+def archived(tmp_path, client):
+    write_archive(tmp_path / "mine/archive", [make_finished(str(number), members=4) for number in range(20)])
+    return client
+
+
+def trajectories(client, query=""):
+    return client.get(f"/api/runs/mine/trajectories?{query}").json()
+
+
+def test_a_page_of_the_list_tells_how_many_there_are_and_what_cannot_be_read(tmp_path, archived):
+    found = trajectories(archived)
+    assert (found["num_rows"], found["num_stored"], len(found["rows"]), found["notes"]) == (80, 80, 50, [])
+    assert len(trajectories(archived, "start=50")["rows"]) == 30
+    # A run that was killed may have more in its store.
+    (tmp_path / "mine" / "summary.json").unlink()
+    assert "slipstream view" in trajectories(archived)["notes"][0]
+
+
+def test_a_list_is_filtered_and_sorted(archived):
+    assert [row["group_id"] for row in trajectories(archived, "where=group%3D7")["rows"]] == ["7"] * 4
+    assert trajectories(archived, "where=step%3E%3D2")["num_rows"] == 0
+    indices = [row["index"] for row in trajectories(archived, "sort=index&descending=1")["rows"]]
+    assert indices == sorted(indices, reverse=True)
+
+
+@pytest.mark.parametrize("query", ["where=rewrd%3E1", "sort=nothing", "start=-1", "start=x", "where=outcome%3Dnone"])
+def test_a_question_that_makes_no_sense_is_one_sentence(archived, query):
+    answer = archived.get(f"/api/runs/mine/trajectories?{query}")
+    assert (answer.status_code, answer.text.count("\n")) == (400, 1)
+
+
+def test_a_group_is_shown_token_by_token_with_the_step_that_trained_on_it(archived):
+    members = archived.get("/api/runs/mine/groups/7").json()
+    assert [each["row"]["index"] for each in members] == [0, 1, 2, 3]
+    first = members[0]
+    assert first["uses"][0]["step"] == 1
+    assert len(first["numbers"]["logprob"]) == len(first["token_ids"])
+    assert archived.get("/api/runs/mine/groups/77").status_code == 404
+
+
+def test_a_run_that_archived_nothing_and_has_no_store_is_one_sentence(tmp_path, client):
+    record_run(tmp_path, "bare", mode="serial", weights={"transport": "memory"})
+    answer = client.get("/api/runs/bare/trajectories")
+    assert answer.status_code in (400, 503)
+    assert answer.text.count("\n") == 1

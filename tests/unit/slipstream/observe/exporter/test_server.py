@@ -27,8 +27,9 @@ def server() -> Iterator[MetricsServer]:
     found.close()
 
 
-def ask(port: int, path: str = "/metrics", *, method: str = "GET", **headers: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+def ask(port: int, path: str = "/metrics", *, method: str = "GET", at: str = "127.0.0.1", **headers: str):
+    """(status, body)."""
+    connection = http.client.HTTPConnection(at, port, timeout=10)
     try:
         connection.request(method, path, headers=headers)
         answer = connection.getresponse()
@@ -73,8 +74,6 @@ def test_on_a_loopback_address_a_foreign_name_is_a_page_in_a_browser(host, statu
 def test_it_listens_at_an_ipv6_address():
     server = MetricsServer("::1", 0, token="")
     try:
-        connection = http.client.HTTPConnection("::1", server.port, timeout=10)
-        connection.request("GET", "/metrics")
-        assert connection.getresponse().status == 200
+        assert ask(server.port, at="::1")[0] == 200
     finally:
         server.close()
