@@ -89,7 +89,6 @@ class RowList(ScrollView, can_focus=True):
         self.cursor = 0
 
     def show(self, first: Page, *, headings: str, keeps_cursor: bool) -> None:
-        """Show a new result, beginning with `first`."""
         self._page, self._headings = first, headings
         self.virtual_size = Size(WIDTH, first.num_rows + 1)
         self._go(min(self.cursor, max(0, first.num_rows - 1)) if keeps_cursor else 0)
@@ -100,7 +99,6 @@ class RowList(ScrollView, can_focus=True):
         return self._page.num_rows
 
     def row(self, index: int) -> CatalogRow | None:
-        """Return a row of the result; None beyond its end."""
         if not 0 <= index < self.num_rows:
             return None
         offset = index - self._page.start
@@ -131,7 +129,6 @@ class RowList(ScrollView, can_focus=True):
         self.post_message(self.Chosen())
 
     def on_click(self, event: Click) -> None:
-        """Move the cursor to the clicked row, or open the row under the cursor."""
         index = self.scroll_offset.y + event.y - 1
         if index == self.cursor:
             self.action_choose()
@@ -165,7 +162,7 @@ _FIRST_ROWS = 256
 
 
 class ListScreen(Screen[None]):
-    """The list of a catalog. Queries run in a thread, so that keys work during a long search."""
+    """The list of a catalog. Queries run in a thread, so that keys keep working."""
 
     # Not `CSS`, which Textual does not load for an application's first screen.
     DEFAULT_CSS = """
@@ -205,7 +202,6 @@ class ListScreen(Screen[None]):
         self._run_query(self._query, keeps_cursor=False)
         self.set_interval(_REFRESH_S, self.action_update)
 
-    # --- queries -----------------------------------------------------------------------------------------------------
     def _read(self, start: int, size: int) -> Page:
         return self._catalog.page(self._query, start=start, size=size)
 
@@ -247,7 +243,6 @@ class ListScreen(Screen[None]):
         elif self._catalog.notes:
             self.app.call_from_thread(self._tell, "")
 
-    # --- keys --------------------------------------------------------------------------------------------------------
     def action_edit(self, what: str) -> None:
         self._edited = what
         line = self.query_one("#line", Input)
