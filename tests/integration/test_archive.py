@@ -1,7 +1,5 @@
 """The archiver on a real store: both are killed and starved, and the archive has every group once."""
 
-import errno
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +8,8 @@ import pytest
 
 from slipstream.broker.archiver import ArchiverThread
 from slipstream.buffer.archive.archive import Archive
-from slipstream.buffer.archive.index import ShardEntry
 from slipstream.buffer.archive.shards import ShardWriter
 from slipstream.buffer.errors import StoreUnavailableError
-from slipstream.buffer.records import FinishedGroup
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
@@ -110,47 +106,6 @@ def test_a_second_archiver_waits_until_the_first_has_ended(server, store, tmp_pa
     other.close()
     until(lambda: archiver.status().groups == 2, what="the shard")
     assert archiver.stop(timeout_s=10)
-
-
-def test_groups_archived_but_not_forgotten_are_not_archived_again(server, store, tmp_path):
-    retire(store, step=1, count=3)
-    # The state after a crash between the manifest and `forget`.
-    dying = ShardWriter(tmp_path)
-    dying.write(store.finished(limit=2))
-    dying.close()
-    assert start_archiver(server, tmp_path).stop(timeout_s=10)
-    check = Archive(tmp_path).check()
-    assert (check.groups, check.trajectories, check.duplicated) == (3, 6, 0)
-    assert store.counts().unarchived == 0
-
-
-class FullDisk(ShardWriter):
-    """A writer with a full disk until space is freed."""
-
-    has_room = threading.Event()
-
-    def write(self, groups: list[FinishedGroup]) -> ShardEntry | None:
-        if not self.has_room.is_set():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(groups)
-
-
-def test_a_full_disk_is_reported_and_loses_nothing(server, store, tmp_path):
-    FullDisk.has_room.clear()
-    archiver = ArchiverThread(lambda: connect_to(server), tmp_path, CONFIG, tick_s=0.02, open_writer=FullDisk)
-    archiver.start()
-    group_ids = retire(store, step=1, count=3)
-    until(
-        lambda: "No space left" in store.roles().get("archiver", {}).get("reason", ""), what="the store to be told why"
-    )
-    assert store.roles()["archiver"]["state"] == "stuck"
-    assert store.counts().unarchived == 3
-    FullDisk.has_room.set()
-    until(lambda: store.counts().unarchived == 0, what="the archiver to go on")
-    assert archiver.stop(timeout_s=10)
-    assert groups_in(tmp_path) == [group for group in group_ids for _ in range(2)]
-    assert store.roles()["archiver"]["reason"] == ""
-    assert Archive(tmp_path).check().is_sound
 
 
 def test_stopping_ends_also_when_the_store_is_gone(server, store, tmp_path):

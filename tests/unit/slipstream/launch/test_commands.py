@@ -95,7 +95,7 @@ def test_scaling_a_run_that_does_not_exist_is_refused(tmp_path: Path):
 def test_every_command_says_that_a_run_has_ended(
     words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("slipstream.observe.terminal.COMMAND_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("slipstream.observe.reader.COMMAND_TIMEOUT_S", 0.05)
     folder = RunFolder(load(["name=mine", f"runs_dir={tmp_path}"]))
     folder.open()
 

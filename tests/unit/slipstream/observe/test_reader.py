@@ -76,22 +76,18 @@ def test_one_thread_at_a_time_reads_the_store(tmp_path, monkeypatch):
         thread.join(10)
 
 
-def test_a_list_reads_a_file_that_is_as_before_once(tmp_path, monkeypatch):
-    folder, reads = record_run(tmp_path, steps=5, **SERIAL), []
-    monkeypatch.setattr(run_reader, "read_tail", lambda path: reads.append(path) or read_tail(path))
-    reader = RunReader(folder)
-    assert (reader.line().step, reader.line().step, len(reads)) == (5, 5, 1)
-    append_rows(folder, make_row(6))
-    assert (reader.line().step, len(reads)) == (6, 2)
-
-
-def test_a_list_looks_for_runs_once(tmp_path, monkeypatch):
+def test_a_list_looks_for_runs_once_and_reads_a_file_that_is_as_before_once(tmp_path, monkeypatch):
     for name in ("mine", "yours", "theirs"):
-        record_run(tmp_path, name, steps=1)
-    looks = []
+        folder = record_run(tmp_path, name, steps=5, **SERIAL)
+    looks, reads = [], []
     monkeypatch.setattr(module_of_runs, "list_runs", lambda path: looks.append(path) or list_runs(path))
+    monkeypatch.setattr(run_reader, "read_tail", lambda path: reads.append(path) or read_tail(path))
     assert len(Runs([f"runs_dir={tmp_path}"]).lines()) == 3
-    assert looks == [tmp_path]
+    assert (looks, len(reads)) == ([tmp_path], 3)
+    reader = RunReader(folder)
+    assert (reader.line().step, reader.line().step, len(reads)) == (5, 5, 4)
+    append_rows(folder, make_row(6))
+    assert (reader.line().step, len(reads)) == (6, 5)
 
 
 def test_a_named_run_that_is_deleted_leaves_the_list_and_the_others_keep_their_names(tmp_path):

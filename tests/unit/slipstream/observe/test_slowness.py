@@ -67,8 +67,7 @@ def test_a_run_of_one_process_has_no_generator_to_ask():
     answer = explain(learner=WAITS)
     assert keys(answer)[0] == "learner/waiting"
     assert answer.headline.endswith("waiting for trajectories.")
-    fact = "the learner waits 70% of its time for trajectories; no generator has reported its time"
-    assert fact in answer.facts
+    assert "the learner waits 70% of its time for trajectories; no generator has reported its time" in answer.facts
 
 
 def test_steps_that_stand_out_are_named_with_their_part_and_what_happened():

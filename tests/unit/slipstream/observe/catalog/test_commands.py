@@ -96,13 +96,6 @@ def test_stats_count_and_distribute(archive, capsys):
     assert "lag of the oldest token 3.5 2 2 3.5 5 5" in lines
 
 
-def test_an_exported_parquet_file_has_the_columns_of_the_archive(archive, capsys):
-    lines = printed(capsys, "export", archive, "out.parquet", "--where", "reward>=0.6")
-    assert lines == ["2 trajectories in out.parquet"]
-    expected = pq.read_table(archive / "shard-00000001.parquet").slice(0, 2)
-    assert pq.read_table("out.parquet").equals(expected)
-
-
 def test_exported_lines_hold_the_texts_too(archive, capsys):
     printed(capsys, "export", archive, "out.jsonl", "--limit", 1)
     (row,) = map(json.loads, Path("out.jsonl").read_text().splitlines())
@@ -110,6 +103,10 @@ def test_exported_lines_hold_the_texts_too(archive, capsys):
     assert (row["prompt"], row["response"]) == ("abcdef", "ghijkl")
     assert (row["token_ids"], row["version_spans"]) == (list(range(12)), [[6, 2], [9, 3]])
     assert "step 5 trained on it" in printed(capsys, "show", "out.jsonl", "0-0-0")
+    lines = printed(capsys, "export", archive, "out.parquet", "--where", "reward>=0.6")
+    assert lines == ["2 trajectories in out.parquet"]
+    expected = pq.read_table(archive / "shard-00000001.parquet").slice(0, 2)
+    assert pq.read_table("out.parquet").equals(expected), "the columns of an archive"
     assert "a file has no accounts" in complaint(capsys, "verify", "out.jsonl")
 
 
@@ -127,11 +124,6 @@ def test_an_impossible_export_is_refused(archive, capsys, out, rule):
     assert Path("taken.jsonl").read_text() == "precious"
 
 
-def test_verify_of_a_sound_archive(archive, capsys):
-    lines = ["2 shards, 3 groups, 6 trajectories, 0 steps", "damaged=0 duplicated=0 missing=0"]
-    assert printed(capsys, "verify", archive) == lines
-
-
 def test_a_run_whose_store_cannot_be_read_is_read_from_its_archive_with_the_reason(archive, capsys):
     assert run("ls", "test", "--where", "outcome=retired") == 1
     out, err = capsys.readouterr()
@@ -141,7 +133,9 @@ def test_a_run_whose_store_cannot_be_read_is_read_from_its_archive_with_the_reas
     assert "only a store has rejected frames" in capsys.readouterr().err
 
 
-def test_a_damaged_shard_is_reported_and_the_others_are_shown(archive, capsys):
+def test_an_archive_is_verified_and_a_damaged_shard_is_reported_and_the_others_are_shown(archive, capsys):
+    lines = ["2 shards, 3 groups, 6 trajectories, 0 steps", "damaged=0 duplicated=0 missing=0"]
+    assert printed(capsys, "verify", archive) == lines
     shard = archive / "shard-00000001.parquet"
     shard.write_bytes(shard.read_bytes()[:-100])
     assert run("ls", archive) == 1

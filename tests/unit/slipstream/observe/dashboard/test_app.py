@@ -129,12 +129,6 @@ def test_every_number_is_that_of_the_file(tmp_path, client):
         assert found == pytest.approx(numbers, rel=5e-6, nan_ok=True)
 
 
-def test_the_summary_is_empty_before_the_end(tmp_path, client):
-    assert client.get("/api/runs/mine/summary").json()["accuracy_sampled"] == 0.71
-    (tmp_path / "mine" / "summary.json").unlink()
-    assert client.get("/api/runs/mine/summary").json() == {}
-
-
 def test_every_documented_metric_has_its_meaning(client):
     meanings = {each["key"]: each for each in client.get("/api/meanings").json()}
     assert meanings["learner/ess"]["healthy"] == ">= 0.3"
@@ -143,21 +137,21 @@ def test_every_documented_metric_has_its_meaning(client):
     assert "accuracy_before" not in meanings, "keys of the summary are none of a row"
 
 
-def test_settings_have_value_origin_and_meaning(client):
+def test_settings_have_value_origin_and_meaning_and_the_summary_is_empty_before_the_end(tmp_path, client):
     rows = {row["key"]: row for row in client.get("/api/runs/mine/settings").json()}
     steps = rows["learner.max_steps"]
     assert (steps["value"], steps["origin"]) == (40, "command line learner.max_steps=40")
     assert steps["meaning"]
     assert rows["seed"]["origin"] == "", "nothing was recorded of it"
+    assert client.get("/api/runs/mine/summary").json()["accuracy_sampled"] == 0.71
+    (tmp_path / "mine" / "summary.json").unlink()
+    assert client.get("/api/runs/mine/summary").json() == {}
 
 
 @pytest.mark.parametrize(
     ("path", "body", "code"),
     [
-        ("scale", {"generators": -1}, 400),
-        ("scale", {"generators": "two"}, 400),
-        ("scale", {"generators": 2, "more": 1}, 400),
-        ("scale", {}, 400),
+        *[("scale", body, 400) for body in ({}, {"generators": -1}, {"generators": "two"}, {"generators": 2, "a": 1})],
         ("scale", {"generators": 2}, 503),
         ("drain", {"generator": "generator-0"}, 503),
         ("drain", {"generator": "x" * 5000}, 413),

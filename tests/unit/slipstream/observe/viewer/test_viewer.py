@@ -110,6 +110,13 @@ async def test_rows_are_sorted_filtered_and_searched(pilot, archive):
     await keys(pilot, "s", *["down"] * 10, "enter", "r")
     assert "reward↓" in screen(pilot)[0]
     assert current(pilot) == "300-0-1"
+    await enter(pilot, "f", "stop")
+    assert "a condition must read NAME=VALUE" in shown(pilot, "#status")
+    assert pilot.app.screen.query_one(Input).has_focus, "it can be corrected"
+    await enter(pilot, "end", "stop=length")
+    assert "0 of 600  stop=length" in shown(pilot, "#status")
+    await keys(pilot, "f", "o", "escape", "x")
+    assert "600 of 600" in shown(pilot, "#status")
     await enter(pilot, "f", "step<=9 reward>=0.01")
     assert "12 of 600  reward>=0.01 step<=9" in shown(pilot, "#status")
     assert current(pilot) == "9-0-0"
@@ -119,17 +126,6 @@ async def test_rows_are_sorted_filtered_and_searched(pilot, archive):
     assert "0 of 600" in shown(pilot, "#status")
     await keys(pilot, "enter", "g", "down", "x", "r")
     assert current(pilot) == "300-0-0"
-
-
-@in_viewer
-async def test_a_wrong_condition_is_said_and_can_be_corrected(pilot, archive):
-    await enter(pilot, "f", "stop")
-    assert "a condition must read NAME=VALUE" in shown(pilot, "#status")
-    assert pilot.app.screen.query_one(Input).has_focus
-    await enter(pilot, "end", "stop=length")
-    assert "0 of 600  stop=length" in shown(pilot, "#status")
-    await keys(pilot, "f", "o", "escape", "x")
-    assert "600 of 600" in shown(pilot, "#status")
 
 
 @in_viewer
