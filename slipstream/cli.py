@@ -16,8 +16,6 @@ from slipstream.cluster.role_process import RoleDiedError
 from slipstream.configs.base import ConfigError
 from slipstream.generators.errors import GeneratorError
 from slipstream.learner.errors import LearnerError
-from slipstream.migration.command import import_config
-from slipstream.observe.viewer.list_screen import data, view
 from slipstream.runtime.command_line import WITH_OVERRIDES, Overrides, fail_cleanly, make_app, run_app, with_command
 
 app = make_app(
@@ -55,7 +53,6 @@ def _options(
 ) -> None: ...
 
 
-# --- train -----------------------------------------------------------------------------------------------------------
 @app.command(**WITH_OVERRIDES, rich_help_panel="Train")
 def run(ctx: typer.Context, overrides: Overrides = None) -> None:
     """Train: run all roles, and report and plot the result.
@@ -133,17 +130,34 @@ def check(
 
     Runs the checks of the built-in functions; docs/algorithms.md describes arguments and result.
 
-    Exit codes: 0, 1 if a required property does not hold, 2 if the function cannot be loaded.
+    Exit codes: 0, 1 if a required property does not hold, 2 if the function cannot be loaded or raises an error.
     """
     from slipstream.scripts.check_algorithm import print_findings
 
     print_findings(kind, function, arguments or [])
 
 
-app.command("import-config", rich_help_panel="Train")(import_config)
+@app.command("import-config", rich_help_panel="Train")
+def import_config(
+    trainer: Annotated[Literal["verl", "trl"], typer.Argument(metavar="TRAINER", help="Trainer of the settings.")],
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="YAML, JSON, Hydra's overrides.yaml, or a shell script.")
+    ],
+) -> None:
+    """Translate the settings of another trainer.
+
+    \b
+    slipstream import-config verl run_qwen2-7b.sh
+    slipstream import-config trl grpo.yaml
+
+    Prints the equivalent command, notes on different meanings, and settings without an equivalent; docs/migration.md
+    has a glossary.
+    """
+    from slipstream.migration.command import import_config as print_settings
+
+    print_settings(trainer, file)
 
 
-# --- inspect ---------------------------------------------------------------------------------------------------------
 @app.command(rich_help_panel="Inspect")
 def status(
     run: RunWords = None,
@@ -220,7 +234,6 @@ def plot(run: RunWords = None) -> None:
     print(plot_run(find_run(run or [], command="plot")))
 
 
-# --- control ---------------------------------------------------------------------------------------------------------
 @app.command(rich_help_panel="Control")
 def pause(
     run: RunWords = None, off: Annotated[bool, typer.Option("--off", help="Resume a paused run.")] = False
@@ -288,13 +301,42 @@ def profile(
     profile_run(run or [], num_steps=steps)
 
 
-# --- data ------------------------------------------------------------------------------------------------------------
-app.command(context_settings=_FORWARDED, rich_help_panel="Data")(data)
+@app.command(context_settings=_FORWARDED, rich_help_panel="Data")
+def data(ctx: typer.Context) -> None:
+    """List, show, export, import, and verify stored trajectories."""
+    from slipstream.observe.catalog.commands import app as data_app
 
-app.command(rich_help_panel="Data")(view)
+    run_app(data_app, ctx.args, program=ctx.command_path)
 
 
-# --- models ----------------------------------------------------------------------------------------------------------
+@app.command(rich_help_panel="Data")
+def view(
+    where: Annotated[
+        str,
+        typer.Argument(
+            metavar="SOURCE", help="A run's name or folder, an archive, a file of `data export`, or a redis:// address."
+        ),
+    ],
+    tokenizer: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A tokenizer.json or its folder, instead of the run's.")
+    ] = None,
+    run: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run, beside a redis:// address.")] = None,
+    runs_dir: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the run folders.")] = Path("runs"),
+) -> None:
+    """Look through trajectories in the terminal; `?` lists the keys.
+
+    Search, filter and sort; tokens colored by advantage or lag; a group side by side. Reads only, and works while
+    roles of the run are dead.
+
+    \b
+    slipstream view runs/mine
+    slipstream view good.parquet --tokenizer models/mine
+    """
+    from slipstream.observe.viewer.list_screen import view as open_viewer
+
+    open_viewer(where, tokenizer=tokenizer, run=run, runs_dir=runs_dir)
+
+
 Words = Annotated[
     list[str],
     typer.Argument(
@@ -379,7 +421,6 @@ def convert(
     print(write_model(source, target, base=base, dtype=dtype, max_shard_size=max_shard_size))
 
 
-# --- machines --------------------------------------------------------------------------------------------------------
 @app.command(**WITH_OVERRIDES, rich_help_panel="Machines")
 def plan(
     overrides: Overrides = None,

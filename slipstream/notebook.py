@@ -208,7 +208,6 @@ def _filter(conditions: dict[str, Any]) -> TrajectoryFilter:
     return TrajectoryFilter(**conditions)
 
 
-# --- its settings as overrides, from which a replay can be made -------------------------------------------------------
 _OF_A_REPLAY = (
     "name", "runs_dir", "resume", "mode", "replay", "generators.engine", "weights.transport", "buffer.store",
 )  # fmt: skip

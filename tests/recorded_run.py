@@ -17,6 +17,10 @@ from tests.builders import make_packed, make_run
 S = TypeVar("S", bound=Store)
 
 
+SHARES = {"waiting": 0.2, "compute": 0.7, "rest": 0.1}
+LEARNER = {"role": "learner", "count": 1, "shares": SHARES, "cpu_s": 0.3}
+
+
 def make_row(step: int, **values: Any) -> dict[str, Any]:
     """The metrics of a step of a run that learns; an evaluation in every tenth."""
     learned = 1 - math.exp(-step / 25)
@@ -39,13 +43,7 @@ def make_row(step: int, **values: Any) -> dict[str, Any]:
         "learner/wait_s": 0.1,
         "learner/train_s": 0.35,
         "learner/publish_s": 0.05,
-        "times": {
-            "steps": step,
-            "step_s": 0.5,
-            "roles": [
-                {"role": "learner", "count": 1, "shares": {"waiting": 0.2, "compute": 0.7, "rest": 0.1}, "cpu_s": 0.3}
-            ],
-        },
+        "times": {"steps": step, "step_s": 0.5, "roles": [LEARNER]},
     }
     return row | ({"eval/accuracy_sampled": 0.9 * learned} if step % 10 == 0 else {}) | values
 

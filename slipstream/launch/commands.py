@@ -13,7 +13,7 @@ from slipstream.buffer.control import (
 from slipstream.configs.base import ConfigError
 from slipstream.configs.learner import PROFILE_REQUEST
 from slipstream.configs.run import read_config
-from slipstream.observe.terminal import _opened
+from slipstream.observe.reader import read_run
 from slipstream.runtime.run_folder import find_run
 
 _SETTING = f"{GENERATORS}="
@@ -25,14 +25,16 @@ def scale(words: Sequence[str]) -> None:
     number = settings[0].removeprefix(_SETTING) if len(settings) == 1 else ""
     if not number.isdecimal():
         raise ConfigError(f"scale needs generators=N once, N >= 0, got {' '.join(settings) or 'none'}.")
-    with _opened([word for word in words if not word.startswith(_SETTING)], command="scale") as (folder, store):
+    with read_run([word for word in words if not word.startswith(_SETTING)], command="scale") as reader:
+        folder, store = reader.folder, reader.store
         previous = request_generators(store, int(number), run=folder.name)
     print(f"{folder.name}: the number of generators changes from {previous} to {number}; see `slipstream status`")
 
 
 def drain(generator_id: str, words: Sequence[str]) -> None:
     """Ask a generator, on any machine, to leave, and wait until it has left."""
-    with _opened(words, command="drain") as (folder, store):
+    with read_run(words, command="drain") as reader:
+        folder, store = reader.folder, reader.store
         request_drain(store, generator_id, run=folder.name)
         print(f"{generator_id} of {folder.name} is asked to leave", flush=True)
         wait_until_gone(store, generator_id)
@@ -41,7 +43,8 @@ def drain(generator_id: str, words: Sequence[str]) -> None:
 
 def pause(words: Sequence[str], *, is_off: bool) -> None:
     """Pause the learner of a run before its next step, or resume it."""
-    with _opened(words, command="pause") as (folder, store):
+    with read_run(words, command="pause") as reader:
+        folder, store = reader.folder, reader.store
         request_pause(store, is_off=is_off, run=folder.name)
     then = (
         "resumes" if is_off else f"pauses before its next step; resume it with `slipstream pause --off {folder.name}`"
@@ -56,7 +59,8 @@ def profile(words: Sequence[str], *, num_steps: int) -> None:
         raise ConfigError(
             f"profile needs a run with mode=async, got mode={run.mode}: start a run with profile.steps=[1, 3] instead."
         )
-    with _opened(words, command="profile") as (folder, store):
+    with read_run(words, command="profile") as reader:
+        folder, store = reader.folder, reader.store
         state, learner = store.run_state(), store.roles().get("learner", {})
         if state.phase not in ("starting", "training"):
             raise ConfigError(f"profile needs a run that trains, got run {folder.name!r}, which is {state.phase}.")

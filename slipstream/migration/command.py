@@ -4,9 +4,8 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import typer
 import yaml
 
 from slipstream.configs.base import ConfigError
@@ -98,21 +97,8 @@ def _leaves(document: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
 _IMPORTERS = {"verl": import_verl, "trl": import_trl}
 
 
-def import_config(
-    trainer: Annotated[Literal["verl", "trl"], typer.Argument(metavar="TRAINER", help="Trainer of the settings.")],
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="YAML, JSON, Hydra's overrides.yaml, or a shell script.")
-    ],
-) -> None:
-    """Translate the settings of another trainer.
-
-    \b
-    slipstream import-config verl run_qwen2-7b.sh
-    slipstream import-config trl grpo.yaml
-
-    Prints the equivalent command, notes on different meanings, and settings without an equivalent; docs/migration.md
-    has a glossary.
-    """
+def import_config(trainer: str, file: Path) -> None:
+    """Print the equivalent command, notes on different meanings, and settings without an equivalent."""
     imported = import_settings(trainer, file)
     settings = [shlex.quote(override) for override in imported.overrides]
     print(" \\\n  ".join(["slipstream run", *settings]))

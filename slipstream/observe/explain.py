@@ -56,7 +56,10 @@ def explain_step(reader: RunReader, entry: StepEntry, members: dict[str, Traject
     after = [f"version {each.version} (checksum {each.checksum})" for each in versions if each.step == entry.step]
     unknown = "not published" if versions else "not known without the store"
     yield f"weights after it: {', '.join(after) or unknown}"
-    yield from _deviations(entry)
+    reused = [group_id for group_id, is_reused in zip(entry.group_ids, entry.reused, strict=False) if is_reused]
+    weighted = [f"{group_id} x {weight:.3g}" for group_id, weight in zip(entry.group_ids, entry.weights, strict=False)]
+    lines = (("used again", reused), ("losses weighted", weighted), ("mixed in", entry.mixed_group_ids))
+    yield from (f"{label}: {', '.join(groups)}" for label, groups in lines if groups)
     found = list(members.values())
     if len(found) < num_trajectories:
         yield f"{num_trajectories - len(found)} of them: {_GONE}; what follows is of the others"
@@ -77,13 +80,6 @@ def explain_version(reader: RunReader, version: int) -> Iterator[str]:
     for entry in entries:
         origin = f"the weights after step {entry.step}" if entry.step else "the initial weights"
         yield f"version {version}: {origin}, checksum {entry.checksum}"
-
-
-def _deviations(entry: StepEntry) -> list[str]:
-    reused = [group_id for group_id, is_reused in zip(entry.group_ids, entry.reused, strict=False) if is_reused]
-    weighted = [f"{group_id} x {weight:.3g}" for group_id, weight in zip(entry.group_ids, entry.weights, strict=False)]
-    lines = (("used again", reused), ("losses weighted", weighted), ("mixed in", entry.mixed_group_ids))
-    return [f"{label}: {', '.join(groups)}" for label, groups in lines if groups]
 
 
 def _tasks(trajectories: list[Trajectory]) -> Iterator[str]:

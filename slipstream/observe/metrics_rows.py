@@ -41,7 +41,7 @@ class MetricsFile:
         self._inode = 0
 
     def read(self, after: int) -> RunChanges:
-        """Return the complete rows after a position, skipping damaged lines.
+        """Return the complete rows after a position without damaged lines.
 
         A missing file or an I/O error yields the rows read so far; call again later.
         """
@@ -109,18 +109,15 @@ class MetricsTable:
             changes = self._file.read(0)
         self._position = changes.position
         for row in changes.rows:
-            self._append(row)
+            for key, value in row.items():
+                if isinstance(value, int | float):
+                    column = self._columns.setdefault(key, array("d"))
+                    column.extend([math.nan] * (self._length - len(column)))
+                    column.append(value)
+                elif key in _NESTED:
+                    self.nested[key] = value
+            self._length += 1
         return changes.rows
-
-    def _append(self, row: Row) -> None:
-        for key, value in row.items():
-            if isinstance(value, int | float):
-                column = self._columns.setdefault(key, array("d"))
-                column.extend([math.nan] * (self._length - len(column)))
-                column.append(value)
-            elif key in _NESTED:
-                self.nested[key] = value
-        self._length += 1
 
     def series(self, keys: list[str]) -> dict[str, list[float | None]]:
         """Return the columns of the known keys, with None where a row lacks the value."""
@@ -136,7 +133,6 @@ class MetricsTable:
         return {key: value for key, value in found.items() if not math.isnan(value)}
 
     def newest(self, key: str) -> float | None:
-        """Return the newest value of a key; None if no row has it."""
         return next((value for value in reversed(self._columns.get(key, ())) if not math.isnan(value)), None)
 
 
@@ -149,7 +145,7 @@ class HealthWarning(Record):
     metric: str
     value: float
     since_step: int
-    """Step of detection; the violation may have begun a few steps earlier."""
+    """Step of detection; the violation may have begun earlier."""
     healthy: str
     advice: str
     """Effect and remedy."""

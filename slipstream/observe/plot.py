@@ -67,8 +67,16 @@ def draw(rows: Rows, *, title: str) -> Figure:
     reward, lag, mismatch, speed = (figure.add_subplot(grid[1, column]) for column in range(4))
     _draw_accuracy(by_step, rows, over="step")
     _draw_accuracy(by_time, rows, over="time_s")
-    _draw_reward(reward, rows)
-    _draw_lag(lag, rows)
+    positions, values = _series(rows, "learner/reward_mean", "step")
+    reward.plot(positions, values, color=GREY, alpha=0.4, linewidth=1)
+    reward.plot(positions, running_mean(values, width=10), color=GREEN)
+    reward.set(title="Reward, and its mean of 10 steps", xlabel="step")
+    lag.scatter(*_series(rows, "lag/max", "step"), color=ORANGE, s=9, label="oldest of a batch")
+    lag.plot(*_series(rows, "lag/mean", "step"), color=BLUE, label="mean of a batch")
+    lag.set(title="Lag, versions", xlabel="step")
+    lag.set_ylim(bottom=0)
+    lag.yaxis.set_major_locator(MaxNLocator(integer=True))
+    lag.legend(loc="lower right")
     _draw_mismatch(mismatch, rows)
     _draw_rates(speed, rows)
     return figure
@@ -82,22 +90,6 @@ def _draw_accuracy(axes: Axes, rows: Rows, *, over: str) -> None:
         positions, values = _series(rows, f"{ACCURACY}{label}", over)
         name = f"{label}, {values[-1]:.3f} at the end" if values else label
         axes.plot(positions, values, color=color, marker="o", markersize=3.5, label=name)
-    axes.legend(loc="lower right")
-
-
-def _draw_reward(axes: Axes, rows: Rows) -> None:
-    positions, values = _series(rows, "learner/reward_mean", "step")
-    axes.plot(positions, values, color=GREY, alpha=0.4, linewidth=1)
-    axes.plot(positions, running_mean(values, width=10), color=GREEN)
-    axes.set(title="Reward, and its mean of 10 steps", xlabel="step")
-
-
-def _draw_lag(axes: Axes, rows: Rows) -> None:
-    axes.scatter(*_series(rows, "lag/max", "step"), color=ORANGE, s=9, label="oldest of a batch")
-    axes.plot(*_series(rows, "lag/mean", "step"), color=BLUE, label="mean of a batch")
-    axes.set(title="Lag, versions", xlabel="step")
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="lower right")
 
 

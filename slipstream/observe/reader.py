@@ -5,7 +5,8 @@ import math
 import threading
 import time
 from bisect import bisect_left
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -14,10 +15,11 @@ from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.index import is_archive
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.codec import unpack
-from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StaleFenceError
+from slipstream.buffer.control import NoAnswerError
+from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StaleFenceError, StoreUnavailableError
 from slipstream.buffer.records import EVENTS_KEPT, Event, StepEntry, VersionEntry
 from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S
-from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Trajectory
@@ -36,7 +38,8 @@ from slipstream.observe.metrics_rows import (
     read_tail,
 )
 from slipstream.observe.run_status import Monitor, RunStatus
-from slipstream.runtime.run_folder import is_held
+from slipstream.runtime.command_line import NO_ANSWER, exit_with_error
+from slipstream.runtime.run_folder import find_run, is_held
 
 _CONNECT_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 30.0
@@ -143,12 +146,10 @@ class RunReader:
         self.close()
 
     def close(self) -> None:
-        """Close the store until the next read."""
         if self._store:
             self._store.close()
         self._store = self._monitor = None
 
-    # --- the run folder ------------------------------------------------------------------------------------------
     @property
     def config(self) -> RunConfig:
         """Settings, which a resume may change. Raises ConfigError if this version cannot read them."""
@@ -193,10 +194,9 @@ class RunReader:
             )
         return rows
 
-    # --- the store -----------------------------------------------------------------------------------------------
     @property
     def has_store(self) -> bool:
-        """Whether other processes can read the run's store. A run in one process has a private one."""
+        """Whether other processes can read the run's store."""
         return self.config.mode == "async"
 
     @property
@@ -207,14 +207,14 @@ class RunReader:
         return self._store
 
     def connect(self) -> Self:
-        """Open the store now, if `has_store` and the broker has begun the run. Raises as `store`."""
+        """Open the store if the broker has begun the run. Raises as `store`."""
         if self.has_store:
             with suppress(RunConflictError):
                 self._store = self.store
         return self
 
     def find_store(self) -> Store | None:
-        """Return the store; None with the reason in `problem` if it cannot be opened. Tries once."""
+        """Return the store; None and a `problem` if it cannot be opened. Tries once."""
         if self._store is None and not self.problem:
             try:
                 return self.store
@@ -251,9 +251,8 @@ class RunReader:
         # If the store was emptied, `last` is less than `after`.
         return RunChanges(found.rows, found.last, num_lost=max(0, found.last - after - len(found.rows)))
 
-    # --- store or archive ----------------------------------------------------------------------------------------
     def steps(self, *, first: int = 1) -> list[StepEntry]:
-        """Return the ledger's entries from step `first` on; without a store, only archived ones."""
+        """Return the ledger from step `first` on; without a store, the archived part."""
         if store := self.find_store():
             return store.ledger(first_step=first)
         return [entry for entry in (self.archive.steps() if self.archive else []) if entry.step >= first]
@@ -267,7 +266,7 @@ class RunReader:
         return store.versions() if store else []
 
     def members(self, entry: StepEntry) -> dict[str, Trajectory]:
-        """Return the trajectories of a step that are still stored or archived, by id."""
+        """Return the stored or archived trajectories of a step, by id."""
         names = {name for group in entry.trajectory_ids for name in group}
         stored = [each for group_id in entry.group_ids for each in self.group(group_id)]
         found = {each.id: each for each in stored if each.id in names}
@@ -278,7 +277,7 @@ class RunReader:
         return found
 
     def group(self, group_id: str) -> list[Trajectory]:
-        """Return the members of a group; none once a checkpoint has retired it and dropped its payloads."""
+        """Return the members of a group; none once a checkpoint has retired it."""
         store = self.find_store()
         try:
             (payloads,) = store.fetch([group_id]) if store else ([],)
@@ -287,9 +286,9 @@ class RunReader:
         return [unpack(payload) for payload in payloads]
 
     def events_by_step(self, rows: list[Row]) -> dict[int, list[str]]:
-        """Return step -> events during that step, since the learner last started; none without a store.
+        """Return step -> its events since the learner last started; none without a store.
 
-        Rows and events use different clocks. The end of the last step is known in both.
+        Rows and events use different clocks, which meet at the end of the last step.
         """
         store = self.find_store()
         stepped_at = store.run_state().stepped_at if store else None
@@ -305,10 +304,9 @@ class RunReader:
                 found.setdefault(timed[index]["step"], []).append(f"{event.role}: {event.text}")
         return found
 
-    # --- the state, followed -------------------------------------------------------------------------------------
     def poll(self) -> list[Row]:
         """Add new rows of metrics.jsonl to `table` and return them."""
-        # A client that disconnects cancels its task, but its thread goes on reading.
+        # A disconnecting client cancels its task, but not its thread.
         with self._polling:
             rows = self.table.poll()
             if self.table.generation != self._generation:
@@ -325,32 +323,26 @@ class RunReader:
             self._is_final = self._is_final and not is_live
             if not self._is_final:
                 self._read_store(is_live=is_live)
-            return self._make_view(is_live=is_live, now=time.monotonic())
-
-    def _make_view(self, *, is_live: bool, now: float) -> RunView:
-        summary, status, run = self.summary, self._status, self._known_config
-        step = int(self.table.newest("step") or 0)
-        return RunView(
-            id=self.id,
-            phase=self._phase(is_live=is_live),
-            step=max(step, status.step) if status and not self.problem else step,
-            max_steps=run.learner.max_steps if run else None,
-            max_lag=run.buffer.staleness.max_lag if run else None,
-            is_live=is_live,
-            status=status,
-            status_age_s=None if self._status_at is None else 0.0 if self._is_final else now - self._status_at,
-            problem=self.problem,
-            summary=summary,
-            times=summary.get("times") or self.table.nested.get("times") or {},
-            lag_tokens=self.table.nested.get("lag/histogram") or {},
-            warnings=self._health.warnings,
-            num_rows=len(self.table),
-        )
-
-    def _phase(self, *, is_live: bool) -> str:
-        if self._status and not self.problem and (is_live or not self._is_final or self._status.phase in _ENDED):
-            return self._status.phase
-        return self.folder_phase
+            summary, run, read = self.summary, self._known_config, None if self.problem else self._status
+            step = int(self.table.newest("step") or 0)
+            age_s = None if self._status_at is None else 0.0 if self._is_final else time.monotonic() - self._status_at
+            has_phase = is_live or not self._is_final or (read is not None and read.phase in _ENDED)
+            return RunView(
+                id=self.id,
+                phase=read.phase if read and has_phase else self.folder_phase,
+                step=max(step, read.step) if read else step,
+                max_steps=run.learner.max_steps if run else None,
+                max_lag=run.buffer.staleness.max_lag if run else None,
+                is_live=is_live,
+                status=self._status,
+                status_age_s=age_s,
+                problem=self.problem,
+                summary=summary,
+                times=summary.get("times") or self.table.nested.get("times") or {},
+                lag_tokens=self.table.nested.get("lag/histogram") or {},
+                warnings=self._health.warnings,
+                num_rows=len(self.table),
+            )
 
     def _read_store(self, *, is_live: bool) -> None:
         try:
@@ -364,9 +356,7 @@ class RunReader:
             # An embedded server stops only when it has no clients.
             self.close()
 
-    # --- a line of a list ----------------------------------------------------------------------------------------
     def line(self) -> RunLine:
-        """Summarize the run from its folder."""
         changed_at, last, accuracies = self._newest_rows()
         run = self._known_config
         return RunLine(
@@ -386,7 +376,7 @@ class RunReader:
         """Return (write time of the newest row, the row, newest accuracy by set)."""
         with suppress(OSError):
             found = self.table.path.stat()
-            # Every open page lists all runs every few seconds, so skip unchanged files.
+            # Pages list all runs every few seconds, so skip unchanged files.
             if (found.st_mtime_ns, found.st_size) != self._tail_read:
                 self._tail_read = found.st_mtime_ns, found.st_size
                 rows = read_tail(self.table.path)
@@ -399,3 +389,31 @@ class RunReader:
 @lru_cache(maxsize=1024)
 def _read_config(folder: Path, written_at: int) -> RunConfig:
     return read_config(folder)
+
+
+@contextmanager
+def read_run(words: Sequence[str], *, command: str) -> Iterator[RunReader]:
+    """Open a run, named as for `find_run`, without starting its store.
+
+    Raises ConfigError; exits with NO_ANSWER if the store or a role does not answer.
+    """
+    folder = find_run(words, command=command)
+    with RunReader(folder, timeout_s=COMMAND_TIMEOUT_S, answer_timeout_s=COMMAND_TIMEOUT_S) as reader:
+        try:
+            yield reader
+        except StoreUnavailableError as error:
+            exit_with_error(_describe_end(reader) or error, code=NO_ANSWER)
+        except (NoAnswerError, ReplayBufferError) as error:
+            exit_with_error(error, code=NO_ANSWER)
+
+
+def _describe_end(reader: RunReader) -> str:
+    name = reader.folder.name
+    if (summary := reader.folder / "summary.json").is_file():
+        return f"run {name!r} has ended and its store does not answer: its results are in {summary}."
+    if reader.is_live or not isinstance(reader.config.buffer.store, EmbeddedRedisConfig):
+        return ""
+    return (
+        f"no store answered, as run {name!r} is not in progress here: `slipstream run name={name} resume=true`, with "
+        "its settings, goes on with it."
+    )

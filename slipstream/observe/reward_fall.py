@@ -1,4 +1,4 @@
-"""Detects a drop of the reward beyond its noise and lists the metrics that changed with it, earliest first.
+"""Detects a drop of the reward beyond its noise and lists the metrics that changed with it.
 
 Compares the best window of steps before the drop with the worst window after it. Does not claim causes.
 """
@@ -51,7 +51,6 @@ class Windows(NamedTuple):
     width: int
 
     def of(self, values: Sequence[float]) -> tuple[list[float], list[float]]:
-        """Return the finite values of each window."""
         found = (values[start : start + self.width] for start in (self.before, self.after))
         early, late = ([value for value in window if math.isfinite(value)] for window in found)
         return early, late
@@ -105,8 +104,7 @@ def explain_reward(
             *mix,
             *_parts(rows, windows),
             *_heldout(rows, windows),
-            *_settings(rows, windows, entries),
-            *_events(rows, windows, events),
+            *_happened(rows, windows, entries, events),
             *_unchanged(changes),
         ],
         note=_NOTE if signs else "" if mix else "No watched metric changed with it.",
@@ -125,7 +123,6 @@ def largest_fall(values: Sequence[float]) -> Windows:
     return found
 
 
-# --- changes ---------------------------------------------------------------------------------------------------------
 def _column(rows: Sequence[Row], key: str) -> list[float]:
     return [number_in(row, key) for row in rows]
 
@@ -142,7 +139,6 @@ def _change(values: Sequence[float], windows: Windows) -> Change:
 
 
 def _departure(values: Sequence[float], windows: Windows, *, level: float, spread: float, is_rise: bool) -> int | None:
-    """Return the row where a change begins, or None."""
     streak = 0
     for index in range(windows.before, windows.after + windows.width):
         beyond = (values[index] - level) * (1 if is_rise else -1) > _DEVIATIONS * spread
@@ -194,7 +190,6 @@ def _unchanged(changes: Sequence[tuple[str, Range, Change]]) -> Iterator[str]:
         yield f"much the same before and after: {', '.join(texts)}"
 
 
-# --- trained data ---------------------------------------------------------------------------------------------
 class _Source(NamedTuple):
     share: float
     reward: float
@@ -250,14 +245,10 @@ def _heldout(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
             yield f"{key}, of the same prompts before and after: {shown(early[-1])} to {shown(late[-1])}"
 
 
-def _settings(rows: Sequence[Row], windows: Windows, entries: Sequence[StepEntry]) -> Iterator[str]:
+def _happened(rows: Sequence[Row], windows: Windows, entries: Sequence[StepEntry], events: Events) -> Iterator[str]:
     first, last = rows[windows.before]["step"], _steps(rows, windows.after, windows.width)[1]
     for before, entry in pairwise(entry for entry in entries if first <= entry.step <= last):
         if before.config_hash != entry.config_hash:
             yield f"from step {entry.step} on the run had other settings ({before.config_hash} to {entry.config_hash})"
-
-
-def _events(rows: Sequence[Row], windows: Windows, events: Events) -> Iterator[str]:
-    first, last = rows[windows.before]["step"], _steps(rows, windows.after, windows.width)[1]
     found = [(step, text) for step, texts in sorted(events.items()) if first <= step <= last for text in texts]
     yield from (f"event in step {step}: {text}" for step, text in found[-_EVENTS_NAMED:])

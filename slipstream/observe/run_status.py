@@ -62,7 +62,7 @@ def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: st
 
 
 def dead_end_cause(roles: dict[str, dict[str, Any]]) -> str:
-    """Return why the learner's wait cannot end without help, as it last reported, or an empty string."""
+    """Return why the learner's wait cannot end without help, or an empty string."""
     return str(roles.get("learner", {}).get("dead_end", ""))
 
 
@@ -71,7 +71,7 @@ def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
     broker = last_heard(roles, "broker")
     if broker is None or not broker.is_alive:
         waits.append(Wait(_ALL, _BROKER, _describe_absence("broker", broker)))
-        # The other roles report through the broker, so their reports are stale too.
+        # The other roles report through the broker.
         return waits
     learner = last_heard(roles, "learner")
     if learner is None or not learner.is_alive:
@@ -82,7 +82,7 @@ def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
 
 
 def _for_admission(roles: list[RoleStatus], own: list[Wait], reason: str) -> list[Wait]:
-    # A generator with free slots reports a wait only once it learns why it gets no prompts.
+    # A generator with free slots reports a wait only once it knows why.
     reported = {wait.waiter for wait in own}
     with_room = [role for role in roles if role.is_alive and role.capacity and (role.running or 0) < role.capacity]
     is_known = not with_room or any(role.name in reported for role in with_room)
@@ -115,7 +115,6 @@ class RunSnapshot(Record):
         return self.rows[-1] if self.rows else {}
 
     def newest(self, key: str) -> float | None:
-        """Return the newest value of a metric; None if no row has it."""
         return next((row[key] for row in reversed(self.rows) if key in row), None)
 
     @property
@@ -123,19 +122,12 @@ class RunSnapshot(Record):
         return {name for name, g in self.roles.items() if g.get("role") == "generator" and _is_alive(g)}
 
     def describe_waits(self) -> str:
-        """Return the waiting roles with their reasons in one line."""
         waiting = [
             f"{name}: {g.get('reason')}"
             for name, g in sorted(self.roles.items())
             if g.get("waits_for") and _is_alive(g)
         ]
         return "; ".join(waiting)
-
-
-def _since_rollback(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows since the last rollback, which repeats steps."""
-    starts = [i for i in range(1, len(rows)) if rows[i]["step"] <= rows[i - 1]["step"]]
-    return rows[starts[-1] if starts else 0 :]
 
 
 def _is_alive(gauges: dict[str, Any]) -> bool:
@@ -163,7 +155,7 @@ class Admission(Record):
     limit: int
     """Total that pacing allows, given the learner's consumption."""
     reason: str
-    """Reason that no more prompts are admitted now, or empty."""
+    """Reason that no more prompts are admitted, or empty."""
 
 
 class RunStatus(Record):
@@ -246,7 +238,10 @@ class Monitor:
         )
 
     def _eta_s(self) -> float | None:
-        recent = _since_rollback(self._rows[-_MONITORED_STEPS:])
+        recent = self._rows[-_MONITORED_STEPS:]
+        # A rollback repeats steps, so measure the pace since the last one.
+        starts = [i for i in range(1, len(recent)) if recent[i]["step"] <= recent[i - 1]["step"]]
+        recent = recent[starts[-1] if starts else 0 :]
         if len(recent) < 2:
             return None
         first, last = recent[0], recent[-1]
@@ -267,6 +262,8 @@ def make_status(
     """Build the status from a snapshot. `now`: seconds, by the store's clock."""
     state, counts = snapshot.state, snapshot.counts
     roles = role_statuses(snapshot.roles, run=run, now=now, announced_version=state.announced_version)
+    brokers = [role.name for role in roles if role.role == "broker" and role.is_alive]
+    addresses = [snapshot.roles[name].get("address") for name in brokers]
     admission = Admission(
         counts.admitted,
         limit=admission_limit(run, consumed=state.consumed),
@@ -287,7 +284,7 @@ def make_status(
         waits=find_waits(state, roles, admission_reason=admission.reason, full_disk=full_disk),
         learner_wait_fraction=wait_fraction(snapshot.rows[-_RECENT_STEPS:]),
         generators_target=snapshot.roles.get(LAUNCHER, {}).get("generators_target"),
-        address=_address_to_join(snapshot, roles),
+        address=next((str(address) for address in addresses if address), ""),
         generators_busy_fraction=busy_fraction(roles),
         admission=admission,
         counts=counts,
@@ -300,11 +297,6 @@ def make_status(
         events=[StatusEvent(max(0.0, now - event.at), event.role, event.text) for event in events],
         memory=memory,
     )
-
-
-def _address_to_join(snapshot: RunSnapshot, roles: list[RoleStatus]) -> str:
-    living = [role.name for role in roles if role.role == "broker" and role.is_alive]
-    return next((str(address) for name in living if (address := snapshot.roles[name].get("address"))), "")
 
 
 def wait_fraction(rows: Sequence[dict[str, Any]]) -> float | None:

@@ -1,4 +1,4 @@
-"""Explains slow steps: where the wall time goes, which side waits for which, and which steps are outliers."""
+"""Explains slow steps: where the time goes, which side waits, and which steps are outliers."""
 
 import math
 import statistics
@@ -110,6 +110,8 @@ def explain_slowness(rows: Sequence[Row], run: RunConfig, *, events: Events = Ma
         ) from None
     if times is None or not times.step_s:
         raise ConfigError("metrics.jsonl must hold the shares of the wall time (`times`), but no row has them.")
+    made, trained = number_in(rows[-1], "generators/tokens_per_s"), number_in(rows[-1], "learner/tokens_per_s")
+    rates = [f"tokens per second at the end: {made:.0f} generated, {trained:.0f} trained on"]
     learner = times.shares("learner")
     largest = max(learner, key=learner.__getitem__, default="rest")
     words = PHASE_WORDS["learner"].get(largest, largest)
@@ -119,7 +121,7 @@ def explain_slowness(rows: Sequence[Row], run: RunConfig, *, events: Events = Ma
         findings=list(_findings(times, figures_of(rows[-1], run))),
         facts=[
             *describe_times(held),
-            *_rates(rows),
+            *(rates if math.isfinite(made + trained) else ()),
             *_unused(rows[-1]),
             *_change_of_pace(rows),
             *_slow_steps(rows, events),
@@ -136,7 +138,7 @@ def _meanwhile(times: StepTimes) -> str:
 
 
 def _findings(times: StepTimes, figures: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the learner's phases, longest first. Its wait is replaced by the generators' phases."""
+    """Yield the learner's phases, longest first, with the generators' phases instead of its wait."""
     for phase, share in _sorted(times.shares("learner"), least=_LEAST_SHARE):
         seconds = f"{shown(share * times.step_s)} s of a step"
         causes = _sorted(times.shares("generator"), least=_LEAST_GENERATOR_SHARE) if phase == "waiting" else []
@@ -148,14 +150,6 @@ def _findings(times: StepTimes, figures: Mapping[str, str]) -> Iterator[Finding]
 
 def _sorted(shares: Mapping[str, float], *, least: float) -> list[tuple[str, float]]:
     return sorted(((phase, share) for phase, share in shares.items() if share >= least), key=lambda item: -item[1])
-
-
-# --- further measurements --------------------------------------------------------------------------------------------
-def _rates(rows: Sequence[Row]) -> Iterator[str]:
-    last = rows[-1]
-    made, trained = number_in(last, "generators/tokens_per_s"), number_in(last, "learner/tokens_per_s")
-    if math.isfinite(made + trained):
-        yield f"tokens per second at the end: {made:.0f} generated, {trained:.0f} trained on"
 
 
 def _unused(row: Row) -> Iterator[str]:

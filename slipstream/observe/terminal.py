@@ -4,7 +4,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,20 +15,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slipstream.buffer.control import _POLL_EVERY_S, NoAnswerError
-from slipstream.buffer.errors import ReplayBufferError, StoreUnavailableError
-from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S
+from slipstream.buffer.control import _POLL_EVERY_S
+from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.role_reports import Liveness, RoleStatus, describe_times, number_of
-from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
-from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.run import RunConfig
-from slipstream.observe.reader import RunReader
-from slipstream.observe.run_status import RunSnapshot, RunStatus, StatusEvent, dead_end_cause
-from slipstream.runtime.command_line import NO_ANSWER, add_row, exit_with_error, make_console, make_table, printable
+from slipstream.observe.reader import RunReader, read_run
+from slipstream.observe.run_status import RunSnapshot, RunStatus, dead_end_cause
+from slipstream.runtime.command_line import add_row, make_console, make_table, printable
 from slipstream.runtime.credentials import TOKEN_VARIABLE
 from slipstream.runtime.process import on_stop_signal
-from slipstream.runtime.run_folder import find_run
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 48
@@ -72,19 +67,21 @@ class LiveView:
             self.print_line(f"{snapshot.state.phase}: {waits or 'no role waits'}")
 
     def print_line(self, sentence: str) -> None:
-        """Print one line, above the panel if it is shown."""
         self._console.print(sentence, highlight=False, soft_wrap=True)
 
-    # --- the panel -----------------------------------------------------------------------------------------------
     def _panel(self, snapshot: RunSnapshot) -> Panel:
         waits, cause = snapshot.describe_waits() or "none", dead_end_cause(snapshot.roles)
+        histogram = {int(lag): count for lag, count in snapshot.last.get("lag/histogram", {}).items()}
+        total = sum(histogram.values()) or 1
+        shares = "  ".join(f"{lag}: {100 * histogram[lag] / total:.0f}%" for lag in sorted(histogram))
+        lags = f"lag     {shares or '…'}   (tokens of the last step, by versions behind)"
         return Panel(
             Group(
                 self._progress(snapshot),
                 Text(),
                 _numbers(snapshot),
                 Text(),
-                _lag_line(snapshot.last),
+                Text(lags, overflow="ellipsis", no_wrap=True),
                 _role_lines(snapshot),
                 Text(f"waits   {waits}", style="yellow", overflow="ellipsis", no_wrap=True),
                 # Never truncated: the text ends with the remedy.
@@ -144,15 +141,6 @@ def _numbers(snapshot: RunSnapshot) -> Table:
     return grid
 
 
-def _lag_line(row: dict[str, Any]) -> Text:
-    histogram = {int(lag): count for lag, count in row.get("lag/histogram", {}).items()}
-    total = sum(histogram.values()) or 1
-    shares = "  ".join(f"{lag}: {100 * histogram[lag] / total:.0f}%" for lag in sorted(histogram))
-    return Text(
-        f"lag     {shares or '…'}   (tokens of the last step, by versions behind)", overflow="ellipsis", no_wrap=True
-    )
-
-
 def _role_lines(snapshot: RunSnapshot) -> Table:
     table = Table(box=None, padding=(0, 2), header_style="dim")
     for column in ("role", "state", "version", "tokens/s", "running"):
@@ -194,6 +182,9 @@ _GROUP_STATES = ("leased", "returned", "open", "ready", "claimed", "used", "reus
 
 def draw_status(status: RunStatus) -> RenderableType:
     """Render the run, its roles, waits, buffer, and errors."""
+    events = Table.grid(padding=(0, 2))
+    for event in status.events:
+        add_row(events, f"{duration(event.age_s)} ago", event.role, event.text)
     return Group(
         Text(f"{status.run} · {status.phase}" + f": {printable(status.detail)}" * bool(status.detail), style="bold"),
         _facts(_run_facts(status)),
@@ -201,7 +192,7 @@ def draw_status(status: RunStatus) -> RenderableType:
         _titled("waits", _waits(status)),
         _titled("time", Text("\n".join(describe_times(status.last_row.get("times")) or ["no step yet"]))),
         _titled("buffer", _facts(_buffer_facts(status))),
-        _titled("last errors", _events(status.events)),
+        _titled("last errors", events if status.events else Text("none", style="green")),
     )
 
 
@@ -216,12 +207,16 @@ def _facts(facts: dict[str, str]) -> Table:
     return table
 
 
-# --- the run ---------------------------------------------------------------------------------------------------------
 def _run_facts(status: RunStatus) -> dict[str, str]:
     is_publishing = status.announced_version > status.version
+    step = f"{status.step} of {status.max_steps}"
+    if status.progress_age_s is not None:
+        step += f", the last {duration(status.progress_age_s)} ago"
+    if status.eta_s is not None and status.phase == "training":
+        step += f", at most {duration(status.eta_s)} left"
     return (
         {
-            "step": _step(status),
+            "step": step,
             "version": f"{status.version} committed" + f", {status.announced_version} being published" * is_publishing,
             "checkpoint": f"step {status.checkpoint.step}" if status.checkpoint else "none yet",
             "last step": _last_step(status.last_row),
@@ -247,15 +242,6 @@ def join_command(address: str) -> str:
     return f"{TOKEN_VARIABLE}=... python -m generators broker.address={address}, with the token of the run"
 
 
-def _step(status: RunStatus) -> str:
-    step = f"{status.step} of {status.max_steps}"
-    if status.progress_age_s is not None:
-        step += f", the last {duration(status.progress_age_s)} ago"
-    if status.eta_s is not None and status.phase == "training":
-        step += f", at most {duration(status.eta_s)} left"
-    return step
-
-
 def _last_step(row: dict[str, Any]) -> str:
     if not row:
         return "none yet"
@@ -266,7 +252,6 @@ def _last_step(row: dict[str, Any]) -> str:
     )
 
 
-# --- roles -----------------------------------------------------------------------------------------------------------
 def _roles(status: RunStatus) -> RenderableType:
     if not status.roles:
         return Text("no role has reported yet")
@@ -303,7 +288,6 @@ def _cell(value: float | None, form: str = "") -> str:
     return _NOTHING if value is None else format(value, form)
 
 
-# --- waits -----------------------------------------------------------------------------------------------------------
 def _waits(status: RunStatus) -> RenderableType:
     shares = []
     if status.learner_wait_fraction is not None:
@@ -318,7 +302,6 @@ def _waits(status: RunStatus) -> RenderableType:
     return Group(*lines, Text("; ".join(shares), style="dim")) if shares else Group(*lines)
 
 
-# --- the buffer ------------------------------------------------------------------------------------------------------
 def _buffer_facts(status: RunStatus) -> dict[str, str]:
     counts, admission, memory = status.counts, status.admission, status.memory
     limit = f" of {memory.max_bytes / 2**20:,.0f}" if memory.max_bytes else ""
@@ -345,54 +328,9 @@ def _format_counts(counts: dict[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in largest_first) or "none"
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
-def _events(events: list[StatusEvent]) -> RenderableType:
-    if not events:
-        return Text("none", style="green")
-    table = Table.grid(padding=(0, 2))
-    for event in events:
-        add_row(table, f"{duration(event.age_s)} ago", event.role, event.text)
-    return table
-
-
 _REFRESH_EVERY_S = 1.0
 
 
-@contextmanager
-def read_run(words: Sequence[str], *, command: str) -> Iterator[RunReader]:
-    """Open a run, named as for `find_run`, without starting its store.
-
-    Raises ConfigError; exits with NO_ANSWER if the store or a role does not answer.
-    """
-    folder = find_run(words, command=command)
-    with RunReader(folder, timeout_s=COMMAND_TIMEOUT_S, answer_timeout_s=COMMAND_TIMEOUT_S) as reader:
-        try:
-            yield reader
-        except StoreUnavailableError as error:
-            exit_with_error(_describe_end(reader) or error, code=NO_ANSWER)
-        except (NoAnswerError, ReplayBufferError) as error:
-            exit_with_error(error, code=NO_ANSWER)
-
-
-@contextmanager
-def _opened(words: Sequence[str], *, command: str) -> Iterator[tuple[Path, Store]]:
-    with read_run(words, command=command) as reader:
-        yield reader.folder, reader.store
-
-
-def _describe_end(reader: RunReader) -> str:
-    name = reader.folder.name
-    if (summary := reader.folder / "summary.json").is_file():
-        return f"run {name!r} has ended and its store does not answer: its results are in {summary}."
-    if reader.is_live or not isinstance(reader.config.buffer.store, EmbeddedRedisConfig):
-        return ""
-    return (
-        f"no store answered, as run {name!r} is not in progress here: `slipstream run name={name} resume=true`, with "
-        "its settings, goes on with it."
-    )
-
-
-# --- status ----------------------------------------------------------------------------------------------------------
 def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> None:
     """Print the status of a run. Raises and exits as `read_run` does."""
     if is_json and is_watching:

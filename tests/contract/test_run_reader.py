@@ -96,31 +96,24 @@ def test_the_state_is_known_and_a_missing_store_has_its_reason(scene, reader):
     assert bool(view.problem) == bool(expected.problem)
 
 
-def test_a_list_needs_the_folder_alone(scene, reader, monkeypatch):
+def test_a_list_needs_the_folder_alone_and_all_complete_rows_are_read(scene, reader, monkeypatch):
+    assert [row["step"] for row in reader.rows()] == list(range(1, STEPS + 1))
     monkeypatch.setattr(reader, "open_store", None)
     line = reader.line()
     assert (line.step, line.mode) == (STEPS, "async" if scene[1].is_readable else "")
     assert line.phase == ("running" if scene[1].phase == "starting" else scene[1].phase)
 
 
-def test_all_complete_rows_are_read(reader):
-    assert [row["step"] for row in reader.rows()] == list(range(1, STEPS + 1))
-
-
-def test_a_step_is_found_in_the_store_or_else_in_the_archive(scene, reader):
+def test_steps_are_found_in_the_store_or_else_in_the_archive_and_versions_and_events_need_a_store(scene, reader):
     source = scene[1].source
     entry = reader.find_step(1)
     assert (entry is not None) == bool(source)
     if entry:
         assert reader.find_step(2) is None
         assert sorted(reader.members(entry)) == ["0-0-0", "0-0-1"]
-
-
-def test_versions_and_events_need_a_store(scene, reader):
     checksums = [entry.checksum for entry in reader.versions()]
-    assert checksums == (["aaaa", "bbbb"] if scene[1].source == "store" else [])
-    events = reader.events_by_step(reader.rows())
-    assert events == {}
+    assert checksums == (["aaaa", "bbbb"] if source == "store" else [])
+    assert reader.events_by_step(reader.rows()) == {}
     assert scene[1].problem in reader.problem
 
 
@@ -172,9 +165,8 @@ def test_a_reader_follows_a_run_that_is_resumed_with_other_settings(tmp_path):
 
 
 def test_a_server_that_was_started_to_be_read_stops_with_the_reader(tmp_path):
-    folder = record_run(tmp_path, steps=STEPS)
-    server = record(folder, phase="finished", keeps_running=False)
-    with RunReader(folder, starts_server=True) as reader:
+    server = record(record_run(tmp_path, steps=STEPS), phase="finished", keeps_running=False)
+    with RunReader(tmp_path / "mine", starts_server=True) as reader:
         assert reader.find_store()
         assert server.is_listening
     assert not server.is_listening

@@ -1,7 +1,5 @@
 """The archiver on a real store: both are killed and starved, and the archive has every group once."""
 
-import errno
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +8,8 @@ import pytest
 
 from slipstream.broker.archiver import ArchiverThread
 from slipstream.buffer.archive.archive import Archive
-from slipstream.buffer.archive.index import ShardEntry
 from slipstream.buffer.archive.shards import ShardWriter
 from slipstream.buffer.errors import StoreUnavailableError
-from slipstream.buffer.records import FinishedGroup
 from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
@@ -66,33 +62,27 @@ def groups_in(folder: Path) -> list[str]:
     return [stored.trajectory.group_id for stored in Archive(folder).read()]
 
 
-def test_retired_groups_move_from_the_store_to_the_archive(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+def test_finished_groups_move_from_the_store_to_the_archive(server, store, tmp_path):
     archiver = start_archiver(server, tmp_path)
     group_ids = retire(store, step=1, count=3) + retire(store, step=2, count=2)
     until(lambda: store.counts().unarchived == 0, what="the archiver")
-    assert archiver.stop(timeout_s=10)
-    assert groups_in(tmp_path) == [group for group in group_ids for _ in range(2)]
-    assert {tuple(stored.steps) for stored in Archive(tmp_path).read()} == {(1,), (2,)}
-    assert Archive(tmp_path).check().is_sound
-    assert store.audit().is_sound
-    assert archiver.status().groups == 5
-    assert Archive(tmp_path).steps() == store.ledger()
-    gauges = store.roles()["archiver"]
-    assert (gauges["state"], gauges["groups"], gauges["last_step"], gauges["reason"]) == ("gone", 5, 2, "")
-
-
-def test_rejected_groups_are_archived_with_their_reason(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
     make_ready(store, 1)
-    claimed = claim(store, 1, 1)
+    claimed = claim(store, 3, 1)
     store.reject(claimed, group_ids=claimed.group_ids, reason="all_equal")
-    archiver = start_archiver(server, tmp_path)
     assert archiver.stop(timeout_s=10), "a stopping archiver archives finished groups"
-    assert {(stored.state, stored.reason, *stored.steps) for stored in Archive(tmp_path).read()} == {
-        ("rejected", "all_equal")
-    }
+    archive = Archive(tmp_path)
+    assert groups_in(tmp_path) == [group for group in [*group_ids, *claimed.group_ids] for _ in range(2)]
+    endings = {("retired", "", (1,)), ("retired", "", (2,)), ("rejected", "all_equal", ())}
+    assert {(stored.state, stored.reason, tuple(stored.steps)) for stored in archive.read()} == endings
+    assert archive.check().is_sound
+    assert archive.steps() == store.ledger()
+    assert store.audit().is_sound
+    assert archiver.status().groups == 6
+    gauges = store.roles()["archiver"]
+    assert (gauges["state"], gauges["groups"], gauges["last_step"], gauges["reason"]) == ("gone", 6, 2, "")
 
 
-def test_the_archiver_waits_for_a_killed_store_with_a_reason(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+def test_the_archiver_waits_for_a_killed_store_with_a_reason(server, store, tmp_path):
     archiver = start_archiver(server, tmp_path)
     first = retire(store, step=1, count=2)
     until(lambda: archiver.status().groups == 2, what="the first shard")
@@ -108,7 +98,7 @@ def test_the_archiver_waits_for_a_killed_store_with_a_reason(server: EmbeddedRed
     assert connect_to(server).audit().is_sound
 
 
-def test_a_second_archiver_waits_until_the_first_has_ended(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+def test_a_second_archiver_waits_until_the_first_has_ended(server, store, tmp_path):
     other = ShardWriter(tmp_path)
     archiver = start_archiver(server, tmp_path)
     retire(store, step=1, count=2)
@@ -118,50 +108,7 @@ def test_a_second_archiver_waits_until_the_first_has_ended(server: EmbeddedRedis
     assert archiver.stop(timeout_s=10)
 
 
-def test_groups_archived_but_not_forgotten_are_not_archived_again(
-    server: EmbeddedRedis, store: RedisStore, tmp_path: Path
-):
-    retire(store, step=1, count=3)
-    # The state after a crash between the manifest and `forget`.
-    dying = ShardWriter(tmp_path)
-    dying.write(store.finished(limit=2))
-    dying.close()
-    assert start_archiver(server, tmp_path).stop(timeout_s=10)
-    check = Archive(tmp_path).check()
-    assert (check.groups, check.trajectories, check.duplicated) == (3, 6, 0)
-    assert store.counts().unarchived == 0
-
-
-class FullDisk(ShardWriter):
-    """A writer with a full disk until space is freed."""
-
-    has_room = threading.Event()
-
-    def write(self, groups: list[FinishedGroup]) -> ShardEntry | None:
-        if not self.has_room.is_set():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(groups)
-
-
-def test_a_full_disk_is_reported_and_loses_nothing(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
-    FullDisk.has_room.clear()
-    archiver = ArchiverThread(lambda: connect_to(server), tmp_path, CONFIG, tick_s=0.02, open_writer=FullDisk)
-    archiver.start()
-    group_ids = retire(store, step=1, count=3)
-    until(
-        lambda: "No space left" in store.roles().get("archiver", {}).get("reason", ""), what="the store to be told why"
-    )
-    assert store.roles()["archiver"]["state"] == "stuck"
-    assert store.counts().unarchived == 3
-    FullDisk.has_room.set()
-    until(lambda: store.counts().unarchived == 0, what="the archiver to go on")
-    assert archiver.stop(timeout_s=10)
-    assert groups_in(tmp_path) == [group for group in group_ids for _ in range(2)]
-    assert store.roles()["archiver"]["reason"] == ""
-    assert Archive(tmp_path).check().is_sound
-
-
-def test_stopping_ends_also_when_the_store_is_gone(server: EmbeddedRedis, store: RedisStore, tmp_path: Path):
+def test_stopping_ends_also_when_the_store_is_gone(server, store, tmp_path):
     retire(store, step=1, count=1)
     server.stop()
     archiver = start_archiver(server, tmp_path)

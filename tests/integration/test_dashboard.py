@@ -10,17 +10,24 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+import msgspec
 import pytest
 
+from slipstream.buffer.control import GENERATORS
+from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.buffer.role_reports import LAUNCHER
+from slipstream.configs.run import RunConfig
 from slipstream.observe.dashboard.guard import TOKEN_VARIABLE
+from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_finished, make_run, write_archive
-from tests.integration.live_run import LiveRun
+from tests.contract.stores import lease, make_ready, open_run
 from tests.recorded_run import append_rows, make_row, record_run
 from tests.runs import ROOT
 
@@ -37,6 +44,82 @@ DEADLINE_S = 20.0
 PAGES = ("", "/pipeline", "/trajectories", "/events", "/settings")
 
 
+class LiveRun:
+    """A run folder with a real store; its roles are threads that report, die, and answer on command.
+
+    Life: start -> (step | kill | end of the store)* -> stop.
+    """
+
+    def __init__(self, runs_dir: Path, config: RunConfig, *, steps: int) -> None:
+        self.path = record_run(runs_dir, config.name, steps=steps)
+        (self.path / "config.yaml").write_bytes(msgspec.yaml.encode(config))
+        (self.path / "summary.json").unlink()
+        self.steps = steps
+        self._folder = RunFolder(config)
+        self._folder.lock()
+        self.server = EmbeddedRedis(self._folder.store, max_memory_mib=64)
+        self.server.start(timeout_s=20)
+        self.store = open_run_store(self.server.url, config.name, timeout_s=5)
+        open_run(self.store, config_json=msgspec.json.encode(config).decode())
+        self.store.set_phase("training")
+        make_ready(self.store, 3)
+        lease(self.store, 1)
+        self.alive = {"broker", "learner", LAUNCHER, "generator-0", "generator-1"}
+        self.requests: list[str] = []
+        self._target, self._answer = 2, {"answered": "", "refusal": ""}
+        self._ending = Event()
+        self._thread = Thread(target=self._report, daemon=True)
+        self._thread.start()
+
+    def _report(self) -> None:
+        while not self._ending.wait(0.2):
+            if LAUNCHER in self.alive:
+                self._take_requests()
+            for name in sorted(self.alive):
+                self.store.report_role(name, self._gauges(name))
+
+    def _take_requests(self) -> None:
+        for subject, value in self.store.take_requests("launcher").items():
+            number, _, request_id = value.partition(" ")
+            self.requests.append(f"{subject} {number}")
+            if subject == GENERATORS:
+                self._target, self._answer = int(number), {"answered": request_id, "refusal": ""}
+        self.requests += self.store.take_requests("broker")
+
+    def _gauges(self, name: str) -> dict[str, Any]:
+        where = {"state": "ready", "host": "node-1", "pid": 4711, "reason": ""}
+        if name == LAUNCHER:
+            return where | {"role": LAUNCHER, "restarts": {}, "generators_target": self._target, **self._answer}
+        if not name.startswith("generator"):
+            return where | {"role": name, "version": self.steps, "tokens": 5.0 * self.steps, "tokens_per_s": 4900.0}
+        rates = {"version": 0, "tokens": 9.0 * self.steps, "tokens_per_s": 2600.0}
+        return where | rates | {"role": "generator", "running": 40, "max_concurrency": 64, "kv_usage": 0.42}
+
+    def step(self, **values: Any) -> int:
+        """Make a step and return its number."""
+        self.steps += 1
+        append_rows(self.path, make_row(self.steps, **values))
+        return self.steps
+
+    def kill(self, name: str) -> None:
+        """Silence a role."""
+        self.alive.discard(name)
+
+    def release(self) -> None:
+        """Release the run, as its launcher does when it dies."""
+        self._folder.unlock()
+
+    def kill_store(self) -> None:
+        self._ending.set()
+        self._thread.join(timeout=10)
+        self.server.stop()
+
+    def stop(self) -> None:
+        self.kill_store()
+        self.store.close()
+        self.release()
+
+
 @pytest.fixture(scope="module")
 def runs_dir() -> Iterator[Path]:
     # A short path, because socket paths are limited in length.
@@ -49,7 +132,7 @@ def runs_dir() -> Iterator[Path]:
 def run(runs_dir: Path) -> Iterator[LiveRun]:
     config = make_run(name="mine", runs_dir=str(runs_dir), broker={"peer_timeout_s": 1.5}, learner={"max_steps": 200})
     live = LiveRun(runs_dir, config, steps=60)
-    live.record("generator-0", f"died: {MARKUP}")
+    live.store.record_event("generator-0", f"died: {MARKUP}")
     yield live
     live.stop()
 
@@ -156,28 +239,22 @@ def test_the_page_of_a_run_draws_its_charts_and_a_step_appears_while_it_is_open(
     assert watched.page.evaluate("document.querySelector('tr.chosen').id") == "learner/ess"
 
 
-def test_twenty_thousand_steps_are_drawn(watched: Watched):
+def test_twenty_thousand_steps_are_drawn_and_markup_of_a_run_stays_text(watched: Watched):
     watched.open("/runs/long")
     watched.until(lambda: drawn_charts(watched) >= 6, "charts must be drawn")
     watched.shows("step 20,000")
-
-
-def test_markup_of_a_run_stays_text(watched: Watched):
     watched.open("/runs/mine/events")
     watched.shows(MARKUP)
     assert watched.page.evaluate("document.querySelectorAll('main img, main script').length") == 0
     assert watched.page.title() != "hacked"
 
 
-def test_settings_show_their_origin_and_what_differs_between_runs(watched: Watched):
+def test_settings_show_their_origin_and_runs_are_compared_in_curves_values_and_settings(watched: Watched):
     watched.open("/runs/done/settings")
     watched.shows("learner.max_steps", "command line", "not recorded")
     watched.page.select_option("select[aria-label='compare with']", "mine")
     watched.until(lambda: "model.path" not in watched.text(), "equal settings must disappear")
     watched.shows("broker.peer_timeout_s", "seed")
-
-
-def test_runs_are_compared_in_curves_values_and_settings(watched: Watched):
     watched.open("/")
     watched.shows("mine", "done", "long")
     for name in ("mine", "done"):
@@ -254,19 +331,7 @@ def test_dark_and_light_follow_the_system_until_one_is_chosen_by_the_keyboard(wa
     watched.page.evaluate("localStorage.removeItem('theme')")
 
 
-def test_a_browser_without_the_token_sees_nothing(browser: Any, watched: Watched):
-    root = watched.root
-    watched.open("/")
-    assert browser.request.get(f"{root}/runs/mine").status == 200
-    assert watched.page.evaluate("document.cookie") == "", "scripts cannot read the cookie"
-    cookies = browser.cookies()
-    assert TOKEN not in str(cookies)
-    browser.clear_cookies()
-    assert browser.request.get(f"{root}/runs/mine").status == 401
-    browser.add_cookies(cookies)
-
-
-def test_a_server_at_another_port_receives_a_cookie_that_shows_it_no_run(browser: Any, watched: Watched):
+def test_a_browser_without_the_token_and_a_server_at_another_port_see_nothing(browser: Any, watched: Watched):
     heard: list[str] = []
 
     class Stranger(BaseHTTPRequestHandler):
@@ -288,6 +353,13 @@ def test_a_server_at_another_port_receives_a_cookie_that_shows_it_no_run(browser
     assert TOKEN not in heard[0]
     with pytest.raises(HTTPError, match="403"):
         urlopen(Request(f"{watched.root}/api/runs", headers={"cookie": heard[0]}), timeout=DEADLINE_S)
+    assert browser.request.get(f"{watched.root}/runs/mine").status == 200
+    assert watched.page.evaluate("document.cookie") == "", "scripts cannot read the cookie"
+    cookies = browser.cookies()
+    assert TOKEN not in str(cookies)
+    browser.clear_cookies()
+    assert browser.request.get(f"{watched.root}/runs/mine").status == 401
+    browser.add_cookies(cookies)
 
 
 def test_the_page_keeps_working_while_every_role_and_then_the_store_dies(watched: Watched, run: LiveRun):
@@ -296,8 +368,7 @@ def test_the_page_keeps_working_while_every_role_and_then_the_store_dies(watched
         run.kill(name)
         watched.shows(name)
         watched.until(
-            lambda name=name: re.search(rf"{name}\s+silent", watched.text("table")),
-            f"{name} must be shown as silent",
+            lambda name=name: re.search(rf"{name}\s+silent", watched.text("table")), f"{name} must be shown as silent"
         )
     watched.page.keyboard.press("1")
     watched.shows("all roles for the broker")

@@ -65,26 +65,24 @@ LISTED = [
 ]
 
 
-def test_a_live_run_is_listed_by_its_name(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
+def test_a_run_is_listed_by_name_by_address_and_after_its_store_was_stopped(store, server, config, capsys):
     before = store.counts()
     assert run(capsys, "ls", *where(config)) == (0, LISTED)
-    assert store.counts() == before, "reading changes nothing"
-
-
-def test_a_server_is_read_by_its_address(store: RedisStore, server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]):
     assert run(capsys, "ls", server.url, "--run", "mine") == (0, LISTED)
-
-
-def test_a_run_whose_store_was_stopped_is_listed_too(
-    store: RedisStore, server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
-):
+    code, lines = run(capsys, "ls", *where(config), "--where", "outcome=retired step<=1")
+    assert (code, lines) == (0, LISTED[:3])
+    code, lines = run(capsys, "show", "mine", "2-0-1", "--runs-dir", config.runs_dir)
+    assert code == 0
+    assert "group 2, member 1, attempt 0" in lines
+    assert "step 2 trained on it at version 1: lag 1" in lines
+    assert store.counts() == before, "reading changes nothing"
+    assert run_command("ls", server.url, "--run", "other") == 2
+    assert "the store holds no such run" in capsys.readouterr().err
     server.stop()
     assert run(capsys, "ls", str(RunFolder(config).path)) == (0, LISTED)
 
 
-def test_a_reader_that_ends_leaves_its_server_to_a_resumed_run(
-    store: RedisStore, server: EmbeddedRedis, config: RunConfig
-):
+def test_a_reader_that_ends_leaves_its_server_to_a_resumed_run(store, server, config):
     server.stop()
     folder = RunFolder(config)
     for is_resumed in (True, False):
@@ -97,20 +95,7 @@ def test_a_reader_that_ends_leaves_its_server_to_a_resumed_run(
         server.stop()
 
 
-@pytest.mark.parametrize(
-    ("conditions", "groups"),
-    [("outcome=ready", "4"), ("outcome=retired", "01"), ("step=2", "2"), ("reward>=0.6", "")],
-)
-def test_the_filters_are_those_of_an_archive(
-    store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str], conditions: str, groups: str
-):
-    _, lines = run(capsys, "ls", *where(config), "--where", conditions)
-    assert "".join(line.split()[0] for line in lines[1:]) == groups
-
-
-def test_groups_that_left_the_store_are_read_from_the_archive(
-    store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]
-):
+def test_groups_that_left_the_store_are_read_from_the_archive(store, config, capsys):
     assert run(capsys, "ls", *where(config), "--where", "reward>=7") == (0, ["nothing matches"])
     # Group 0 is being moved, so it is in both places.
     archive = write_archive(RunFolder(config).path / "archive", [make_finished("0"), make_finished("9")])
@@ -123,36 +108,18 @@ def test_groups_that_left_the_store_are_read_from_the_archive(
     assert run(capsys, "ls", *where(config)) == (1, LISTED)
 
 
-def test_one_trajectory_is_shown_with_its_lag(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
-    code, lines = run(capsys, "show", "mine", "2-0-1", "--runs-dir", config.runs_dir)
-    assert code == 0
-    assert "group 2, member 1, attempt 0" in lines
-    assert "step 2 trained on it at version 1: lag 1" in lines
-
-
-def test_stats_count_every_state(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
+def test_stats_count_every_state(store, config, capsys):
     code, lines = run(capsys, "stats", *where(config))
     assert code == 0
-    counted = [line.split()[:3] for line in lines[1:6]]
-    assert counted == [
-        ["open", "1", "1"],
-        ["ready", "1", "2"],
-        ["claimed", "1", "2"],
-        ["used", "1", "2"],
-        ["retired", "2", "4"],
-    ]
+    counted = [" ".join(line.split()[:3]) for line in lines[1:6]]
+    assert counted == ["open 1 1", "ready 1 2", "claimed 1 2", "used 1 2", "retired 2 4"]
 
 
-def test_stats_show_reasons_and_leave_greedy_baselines_out_of_rewards(
-    server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
-):
+def test_stats_show_reasons_and_leave_greedy_baselines_out_of_rewards(server, config, capsys):
     opened = RedisStore(connect(server.url), "mine")
-    open_run(
-        opened,
-        config_json=msgspec.json.encode(config).decode(),
-        keeps_finished=True,
-        group_filter=ZeroSignalConfig(min_spread=0.2),
-    )
+    group_filter = ZeroSignalConfig(min_spread=0.2)
+    config_json = msgspec.json.encode(config).decode()
+    open_run(opened, config_json=config_json, keeps_finished=True, group_filter=group_filter)
     wanted = {"owner": "g", "group_size": GROUP_SIZE, "has_baseline": True, "lease_s": 60.0, "admission_limit": 9}
     for each, greedy in zip(opened.lease(max_groups=3, **wanted), (0.5, 0.6, 1.0), strict=True):
         answers = [Reward(total=0.5), Reward(total=greedy, is_correct=greedy == 1)]
@@ -169,54 +136,35 @@ def test_stats_show_reasons_and_leave_greedy_baselines_out_of_rewards(
     assert [line.split()[-1] for line in lines[1:]] == ["zero_signal"] * 2
 
 
-def test_rejected_frames_are_shown_newest_first(
-    store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]
-):
+def test_rejected_frames_are_shown_newest_first_or_printed_as_json_with_all_stored_bytes(store, config, capsys):
     assert run(capsys, "refused", *where(config)) == (0, ["nothing was refused"])
+    assert run(capsys, "refused", *where(config), "--json") == (0, [])
     store.quarantine("malformed", b"\x93junk[bold]\x1b[31m")
     store.quarantine("malformed", b"")
     store.quarantine("frame_count", b"x" * 5000)
-    assert run(capsys, "refused", *where(config)) == (
-        0,
-        [
-            "reason bytes begins with as text",
-            f"frame_count 4096+ {' '.join(['78'] * 16)} {'x' * 64}",
-            "malformed 0",
-            "malformed 16 93 6a 75 6e 6b 5b 62 6f 6c 64 5d 1b 5b 33 31 6d .junk[bold].[31m",
-        ],
-    )
-    code, lines = run(capsys, "refused", *where(config), "--limit", "2")
-    assert (code, len(lines), lines[-1]) == (0, 4, "the newest 2; more with --limit")
-
-
-def test_rejected_frames_are_printed_as_json_with_all_stored_bytes(
-    store: RedisStore, server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
-):
-    assert run(capsys, "refused", server.url, "--run", "mine", "--json") == (0, [])
-    for frame in (b"x" * 5000, b"\xffjunk"):
-        store.quarantine("malformed", frame)
-    code, lines = run(capsys, "refused", server.url, "--run", "mine", "--json")
-    assert code == 0
-    assert [json.loads(line) for line in lines] == [
-        {"reason": "malformed", "num_bytes": 5, "is_cut": False, "hex": "ff6a756e6b"},
-        {"reason": "malformed", "num_bytes": 4096, "is_cut": True, "hex": "78" * 4096},
+    lines = [
+        "reason bytes begins with as text",
+        f"frame_count 4096+ {' '.join(['78'] * 16)} {'x' * 64}",
+        "malformed 0",
+        "malformed 16 93 6a 75 6e 6b 5b 62 6f 6c 64 5d 1b 5b 33 31 6d .junk[bold].[31m",
     ]
+    assert run(capsys, "refused", *where(config)) == (0, lines)
+    newest = [*lines[:3], "the newest 2; more with --limit"]
+    assert run(capsys, "refused", *where(config), "--limit", "2") == (0, newest)
+    code, lines = run(capsys, "refused", *where(config), "--json")
+    assert code == 0
+    whole = {"reason": "malformed", "num_bytes": 16, "is_cut": False, "hex": "936a756e6b5b626f6c645d1b5b33316d"}
+    cut = {"reason": "frame_count", "num_bytes": 4096, "is_cut": True, "hex": "78" * 4096}
+    assert [json.loads(lines[0]), json.loads(lines[2])] == [cut, whole]
 
 
-def test_verify_prints_the_sums(store: RedisStore, config: RunConfig, capsys: pytest.CaptureFixture[str]):
-    assert run(capsys, "verify", *where(config)) == (
-        0,
-        [
-            "accepted = buffered + claimed + used + retired + rejected + expired + quarantined",
-            "11 = 11 = buffered 3 + claimed 2 + used 2 + retired 4 + rejected 0 + expired 0 + quarantined 0",
-            "lost=0 duplicated=0 skipped_prompts=0",
-        ],
-    )
-
-
-def test_verify_of_a_store_that_lost_something_ends_with_exit_code_1(
-    store: RedisStore, server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
-):
+def test_verify_prints_the_sums_and_ends_with_exit_code_1_if_something_is_lost(store, server, config, capsys):
+    sums = [
+        "accepted = buffered + claimed + used + retired + rejected + expired + quarantined",
+        "11 = 11 = buffered 3 + claimed 2 + used 2 + retired 4 + rejected 0 + expired 0 + quarantined 0",
+        "lost=0 duplicated=0 skipped_prompts=0",
+    ]
+    assert run(capsys, "verify", *where(config)) == (0, sums)
     client = connect(server.url)
     client.delete("{mine}:payloads:4")
     client.close()
@@ -225,9 +173,7 @@ def test_verify_of_a_store_that_lost_something_ends_with_exit_code_1(
     assert f"lost={GROUP_SIZE} duplicated=0 skipped_prompts=0" in lines
 
 
-def test_groups_used_again_are_listed_with_all_their_steps(
-    server: EmbeddedRedis, config: RunConfig, capsys: pytest.CaptureFixture[str]
-):
+def test_groups_used_again_are_listed_with_all_their_steps(server, config, capsys):
     opened = RedisStore(connect(server.url), "mine")
     open_run(opened, config_json=msgspec.json.encode(config).decode(), max_uses=2)
     make_ready(opened, 1)
@@ -243,17 +189,11 @@ def test_groups_used_again_are_listed_with_all_their_steps(
     ]
 
 
-def test_a_server_without_the_run_is_refused(server: EmbeddedRedis, capsys: pytest.CaptureFixture[str]):
-    assert run_command("ls", server.url, "--run", "other") == 2
-    assert "the store holds no such run" in capsys.readouterr().err
-
-
-# --- the catalog of a live run ---------------------------------------------------------------------------------------
 def outcomes(catalog: Catalog) -> list[tuple[str, str]]:
     return [(row.id, row.outcome) for row in catalog.page(CatalogQuery(sort_by="id")).rows]
 
 
-def test_a_catalog_follows_a_run_from_its_store_to_its_archive(store: RedisStore, config: RunConfig):
+def test_a_catalog_follows_a_run_from_its_store_to_its_archive(store, config):
     folder = RunFolder(config).path
     with open_catalog("mine", runs_dir=Path(config.runs_dir)) as catalog:
         before = outcomes(catalog)
@@ -279,7 +219,7 @@ def test_a_catalog_follows_a_run_from_its_store_to_its_archive(store: RedisStore
         assert outcomes(catalog) == [(name, "retired" if name[0] == "2" else state) for name, state in before]
 
 
-def test_a_catalog_keeps_what_it_had_when_the_store_dies(store: RedisStore, server: EmbeddedRedis, config: RunConfig):
+def test_a_catalog_keeps_what_it_had_when_the_store_dies(store, server, config):
     with open_catalog("mine", runs_dir=Path(config.runs_dir)) as catalog:
         before = outcomes(catalog)
         server.stop()
@@ -290,7 +230,7 @@ def test_a_catalog_keeps_what_it_had_when_the_store_dies(store: RedisStore, serv
         assert note.startswith("the store cannot be read: ")
 
 
-def test_versions_of_steps_that_are_done_again_after_a_roll_back_are_read_again(store: RedisStore):
+def test_versions_of_steps_that_are_done_again_after_a_roll_back_are_read_again(store):
     source = StoreSource(store, run_folder=None)
     assert source.step_versions() == {1: 0, 2: 1}
     store.roll_back(to_step=1, to_version=1)

@@ -75,7 +75,7 @@ def move(folder: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_run_with_its_store_in_its_folder_goes_on_elsewhere(folder: Path) -> None:
+def test_a_run_with_its_store_in_its_folder_goes_on_elsewhere(folder):
     run_until_killed(folder)
     move(folder)
     server = EmbeddedRedis(folder / "elsewhere/mine/store")
@@ -93,9 +93,7 @@ def test_a_run_with_its_store_in_its_folder_goes_on_elsewhere(folder: Path) -> N
         server.stop()
 
 
-def test_a_run_on_a_managed_store_goes_on_elsewhere_with_another_address_of_a_copy(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_on_a_managed_store_goes_on_elsewhere_with_another_address_of_a_copy(folder, monkeypatch):
     first, certificate = EmbeddedRedis(folder / "first"), make_certificate(folder, "first")
     first.start()
     as_limited_user(first, keys="{mine}:*", password=PASSWORD)

@@ -24,16 +24,18 @@ def test_no_module_is_longer_than_600_lines() -> None:
     assert_none([f"{path}: {length} lines" for path, length in lengths.items() if length > MAX_MODULE_LINES])
 
 
+def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, ast.AST]]:
+    """(place, node) for every node of these kinds in the tree."""
+    for path in paths(".py"):
+        for node in ast.walk(syntax(path)):
+            if isinstance(node, kinds):
+                yield f"{path}:{node.lineno}", node
+
+
 def test_no_function_is_longer_than_60_lines() -> None:
-    assert_none([found for path in paths(".py") for found in long_functions(path)])
-
-
-def long_functions(path: str) -> Iterator[str]:
-    for node in ast.walk(syntax(path)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > MAX_FUNCTION_LINES:
-                yield f"{path}:{node.lineno} {node.name}: {length} lines"
+    functions = nodes(ast.FunctionDef, ast.AsyncFunctionDef)
+    lengths = [(f"{place} {node.name}", node.end_lineno - node.lineno + 1) for place, node in functions]
+    assert_none([f"{place}: {length} lines" for place, length in lengths if length > MAX_FUNCTION_LINES])
 
 
 def test_no_folder_holds_more_than_16_modules() -> None:
@@ -45,14 +47,8 @@ def test_no_folder_holds_more_than_16_modules() -> None:
 
 def test_no_command_line_takes_abbreviations() -> None:
     # `--jso` would become another option with the next one that begins so.
-    assert_none([found for path in paths(".py") for found in abbreviating_parsers(path)])
-
-
-def abbreviating_parsers(path: str) -> Iterator[str]:
-    for node in ast.walk(syntax(path)):
-        is_parser = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("ArgumentParser")
-        if is_parser and "allow_abbrev=False" not in ast.unparse(node):
-            yield f"{path}:{node.lineno}"
+    parsers = [(place, node) for place, node in nodes(ast.Call) if ast.unparse(node.func).endswith("ArgumentParser")]
+    assert_none([place for place, node in parsers if "allow_abbrev=False" not in ast.unparse(node)])
 
 
 def test_no_module_has_a_name_that_says_nothing() -> None:
@@ -61,36 +57,24 @@ def test_no_module_has_a_name_that_says_nothing() -> None:
 
 def test_every_module_has_a_docstring() -> None:
     # The names of tests are sentences: a test module may do without one more.
-    documented = [path for path in paths(".py") if text(path).strip() and not is_test_module(path)]
-    assert_none([path for path in documented if not ast.get_docstring(syntax(path))])
-
-
-def is_test_module(path: str) -> bool:
-    return PurePosixPath(path).name.startswith("test_")
+    modules = [path for path in paths(".py") if text(path).strip() and not PurePosixPath(path).name.startswith("test_")]
+    assert_none([path for path in modules if not ast.get_docstring(syntax(path))])
 
 
 def test_no_docstring_opens_with_a_question_word() -> None:
-    found = [(path, line, words) for path in paths(".py") for line, words in docstrings(syntax(path))]
-    assert_none([f"{path}:{line} {words.splitlines()[0]}" for path, line, words in found if QUESTION.match(words)])
-
-
-def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and content of every string that stands alone: of modules, classes, functions, fields and constants."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            yield node.lineno, node.value.value.strip()
+    # Every string that stands alone: of modules, classes, functions, fields and constants.
+    strings = [(place, node.value.value) for place, node in nodes(ast.Expr) if isinstance(node.value, ast.Constant)]
+    lines = [(place, words.strip().splitlines()[0]) for place, words in strings if isinstance(words, str)]
+    assert_none([f"{place} {line}" for place, line in lines if QUESTION.match(line)])
 
 
 def test_every_class_of_errors_ends_in_error() -> None:
-    assert_none([found for path in paths(".py") for found in misnamed_errors(path)])
-
-
-def misnamed_errors(path: str) -> Iterator[str]:
-    for node in ast.walk(syntax(path)):
-        if isinstance(node, ast.ClassDef) and not node.name.endswith("Error"):
-            bases = [ast.unparse(base) for base in node.bases]
-            if any(base.endswith(("Error", "Exception")) for base in bases):
-                yield f"{path}:{node.lineno} {node.name}({', '.join(bases)})"
+    violations = []
+    for place, node in nodes(ast.ClassDef):
+        bases = [ast.unparse(base) for base in node.bases]
+        if any(base.endswith(("Error", "Exception")) for base in bases) and not node.name.endswith("Error"):
+            violations.append(f"{place} {node.name}({', '.join(bases)})")
+    assert_none(violations)
 
 
 def test_nothing_unpickles_or_evaluates() -> None:
@@ -128,23 +112,32 @@ def is_dangerous(call: ast.Call) -> bool:
     return name in BANNED_CALLS
 
 
+DANGEROUS = """
+import pickle
+from dill import loads
+eval('1')
+yaml.load(text)
+torch.load(path)
+torch.load(path, weights_only=False)
+np.load(path, allow_pickle=True)
+np.load(path, None, True)
+from torch import load
+from yaml import unsafe_load
+importlib.import_module('pickle')
+"""
+HARMLESS = """
+model.eval()
+from torch import Tensor
+importlib.import_module(name)
+torch.load(path, weights_only=True)
+np.load(path)
+yaml.safe_load(x)
+"""
+
+
 def test_the_search_for_dangerous_lines_finds_them_and_no_others() -> None:
-    dangerous = ["import pickle", "from dill import loads", "eval('1')", "yaml.load(text)", "torch.load(path)"]
-    dangerous += [
-        "torch.load(path, weights_only=False)",
-        "np.load(path, allow_pickle=True)",
-        "np.load(path, None, True)",
-    ]
-    dangerous += ["from torch import load", "from yaml import unsafe_load", "importlib.import_module('pickle')"]
-    harmless = [
-        "model.eval()",
-        "from torch import Tensor",
-        "importlib.import_module(name)",
-        "torch.load(path, weights_only=True)",
-        "np.load(path)",
-        "yaml.safe_load(x)",
-    ]
-    assert [line for line in dangerous + harmless if list(dangerous_lines(ast.parse(line)))] == dangerous
+    found = [line for line in (DANGEROUS + HARMLESS).splitlines() if list(dangerous_lines(ast.parse(line)))]
+    assert found == DANGEROUS.split("\n")[1:-1]
 
 
 def test_no_file_names_a_path_of_one_machine() -> None:

@@ -39,62 +39,47 @@ EXAMPLES = {"N": "1", "K": "1", "KIND": "advantage", "SECONDS": "1"}
 """Values of placeholders that must be numbers or choices; all others may be any text."""
 ELSEWHERE = ("ssh", "rsync", "export")
 """Programs that are not ours."""
+
+
+def each_of(start: str, ends: str) -> list[str]:
+    return [start + end for end in ends.split()]
+
+
 TRIED_BY = {
-    "make run": ".ci/run",
-    "make check": ".ci/run",
-    "make test": ".ci/run",
-    "make setup": ".ci/run",
-    "make test-all": ".ci/run",
-    "make constraints": "tests/unit/scripts/test_setup.py",
-    "make docs": "tests/shape/test_documents.py",
-    "make site": "tests/integration/test_site.py",
-    "make gpu-bundle": "tests/integration/test_gpu_check.py",
-    "make gpu-check": "tests/integration/test_gpu_check.py",
-    "make chaos": "tests/integration/test_chaos.py",
-    "make mutants": "tests/shape/test_mutants.py",
-    "slipstream run": "tests/e2e/test_pipeline.py",
-    "slipstream sft": "tests/integration/test_sft.py",
-    "slipstream config": "tests/unit/slipstream/test_cli.py",
-    "slipstream plan": "tests/unit/slipstream/launch/test_plan.py",
-    "slipstream check": "tests/unit/scripts/test_check_algorithm.py",
-    "slipstream evaluate": "tests/e2e/test_pipeline.py",
-    "slipstream generate": "tests/unit/slipstream/launch/test_generate.py",
-    "slipstream convert": "tests/unit/slipstream/launch/test_convert.py",
-    "slipstream launch slurm": "tests/integration/test_slurm.py",
-    "slipstream launch kubernetes": "tests/unit/slipstream/cluster/test_kubernetes.py",
-    "slipstream diagnose": "tests/integration/test_diagnose.py",
-    "slipstream watch": "tests/integration/test_dashboard.py",
-    "slipstream drain": "tests/integration/test_scaling.py",
-    "slipstream pause": "tests/integration/test_scaling.py",
-    "slipstream profile": "tests/integration/test_scaling.py",
-    "slipstream view": "tests/unit/slipstream/observe/viewer/test_viewer.py",
-    "slipstream import-config": "tests/unit/slipstream/migration/test_migration.py",
-    "slipstream data ls": "tests/integration/test_data_commands.py",
-    "slipstream data show": "tests/integration/test_data_commands.py",
-    "slipstream data verify": "tests/integration/test_data_commands.py",
-    "slipstream data refused": "tests/integration/test_data_commands.py",
-    "slipstream data export": "tests/unit/slipstream/observe/catalog/test_transfer.py",
-    "slipstream data import": "tests/unit/slipstream/observe/catalog/test_transfer.py",
-    "slipstream data fetch": "tests/unit/slipstream/observe/catalog/test_transfer.py",
-    "python -m broker": "tests/integration/test_roles_die.py",
-    "python -m learner": "tests/integration/test_roles_die.py",
-    "python -m generators": "tests/integration/test_roles_die.py",
-    "python -m tests.chaos": "tests/integration/test_chaos.py",
-    "python -m tests.mutants": "tests/shape/test_mutants.py",
-    "python -m benchmarks.ingest": "tests/integration/test_benchmarks.py",
-    "python -m benchmarks.overhead": "tests/integration/test_benchmarks.py",
-    "python -m benchmarks.learner.packing": "tests/integration/test_benchmarks.py",
-    "python -m benchmarks.viewer": "tests/integration/test_benchmarks.py",
-    "python -m benchmarks.peers": "tests/unit/benchmarks/test_peers.py",
-    "python -m benchmarks.peers_at_scale": "tests/integration/test_benchmarks.py",
-    "python -m benchmarks.staleness": "tests/unit/benchmarks/test_staleness.py",
-    "python -m benchmarks.generators.slow_generator": "tests/integration/test_benchmarks.py",
-    "python -m benchmarks.generators.long_answers": "tests/integration/test_benchmarks.py",
-    "python -m slipstream.scripts.make_search_index": "tests/unit/generators/tools/test_search.py",
-    "python -m slipstream.scripts.make_prompts": "tests/unit/scripts/test_make_prompts.py",
-    "python -m docs.tools.write_docs": "tests/shape/test_documents.py",
+    ".ci/run": each_of("make ", "run check test setup test-all"),
+    "tests/unit/scripts/test_setup.py": ["make constraints"],
+    "tests/shape/test_documents.py": ["make docs", "python -m docs.tools.write_docs"],
+    "tests/integration/test_site.py": ["make site"],
+    "tests/integration/test_gpu_check.py": ["make gpu-bundle", "make gpu-check"],
+    "tests/integration/test_chaos.py": ["make chaos", "python -m tests.chaos"],
+    "tests/shape/test_mutants.py": ["make mutants", "python -m tests.mutants"],
+    "tests/e2e/test_pipeline.py": ["slipstream run", "slipstream evaluate"],
+    "tests/integration/test_sft.py": ["slipstream sft"],
+    "tests/unit/slipstream/test_cli.py": ["slipstream config"],
+    "tests/unit/slipstream/launch/test_plan.py": ["slipstream plan"],
+    "tests/unit/scripts/test_check_algorithm.py": ["slipstream check"],
+    "tests/unit/slipstream/launch/test_generate.py": ["slipstream generate"],
+    "tests/unit/slipstream/launch/test_convert.py": ["slipstream convert"],
+    "tests/integration/test_slurm.py": ["slipstream launch slurm"],
+    "tests/unit/slipstream/cluster/test_kubernetes.py": ["slipstream launch kubernetes"],
+    "tests/integration/test_diagnose.py": ["slipstream diagnose"],
+    "tests/integration/test_dashboard.py": ["slipstream watch"],
+    "tests/integration/test_scaling.py": each_of("slipstream ", "drain pause profile"),
+    "tests/unit/slipstream/observe/viewer/test_viewer.py": ["slipstream view"],
+    "tests/unit/slipstream/migration/test_migration.py": ["slipstream import-config"],
+    "tests/integration/test_data_commands.py": each_of("slipstream data ", "ls show verify refused"),
+    "tests/unit/slipstream/observe/catalog/test_transfer.py": each_of("slipstream data ", "export import fetch"),
+    "tests/integration/test_roles_die.py": each_of("python -m ", "broker learner generators"),
+    "tests/integration/test_benchmarks.py": each_of(
+        "python -m benchmarks.",
+        "ingest overhead learner.packing viewer peers_at_scale generators.slow_generator generators.long_answers",
+    ),
+    "tests/unit/benchmarks/test_peers.py": ["python -m benchmarks.peers"],
+    "tests/unit/benchmarks/test_staleness.py": ["python -m benchmarks.staleness"],
+    "tests/unit/generators/tools/test_search.py": ["python -m slipstream.scripts.make_search_index"],
+    "tests/unit/scripts/test_make_prompts.py": ["python -m slipstream.scripts.make_prompts"],
 }
-"""Test that runs the program in a short form, where `test_commands_on_a_run_work` does not."""
+"""Tests -> the programs that they run in a short form, where `test_commands_on_a_run_work` does not."""
 
 
 class Command(NamedTuple):
@@ -121,7 +106,6 @@ class Command(NamedTuple):
         return f"{self.page}: {shlex.join(self.words)}"
 
 
-# --- finding them ----------------------------------------------------------------------------------------------------
 def find_commands(page: str) -> Iterator[Command]:
     """Every command of a page; of those within a sentence the ones with arguments: others are names.
 
@@ -152,29 +136,16 @@ COMMANDS = [command for page in HAND_WRITTEN for command in find_commands(page)]
 
 def test_every_block_says_whether_it_holds_commands() -> None:
     marked = [(page, language, block) for page in HAND_WRITTEN for language, block in BLOCK.findall(text(page))]
-    assert_none(
-        [
-            f"{page}: a block must be marked as one of {', '.join(LANGUAGES)}, got {language!r}: {block[:40]!r}"
-            for page, language, block in marked
-            if language not in LANGUAGES
-        ]
-        + [
-            f"{page}: a command must stand in a block marked sh, got {line!r}"
-            for page in HAND_WRITTEN
-            for line in INDENTED.findall(BLOCK.sub("", text(page)))
-        ]
-        + [
-            f"{page}: a command must stand in a block marked sh, got one marked text: {line!r}"
-            for page, language, block in marked
-            if language == "text"
-            for line in block.splitlines()
-            if line.startswith(("make ", "slipstream ", "python ", "$ "))
-        ]
-    )
+    blocks = [f"{page}: {language!r}: {block[:40]!r}" for page, language, block in marked if language not in LANGUAGES]
+    assert_none([f"{block}: must be marked as one of {', '.join(LANGUAGES)}" for block in blocks])
+    starts = ("make ", "slipstream ", "python ", "$ ")
+    indented = [(page, line) for page in HAND_WRITTEN for line in INDENTED.findall(BLOCK.sub("", text(page)))]
+    as_text = [(page, line) for page, language, block in marked if language == "text" for line in block.splitlines()]
+    lines = indented + [(page, line) for page, line in as_text if line.startswith(starts)]
+    assert_none([f"{page}: a command must stand in a block marked sh, got {line!r}" for page, line in lines])
     assert len(COMMANDS) > 30
 
 
-# --- understanding them ----------------------------------------------------------------------------------------------
 def misunderstood(command: Command) -> str:
     """Return the reason for which its program would refuse the command; empty if it would not."""
     kind = command.words[0]
@@ -236,24 +207,24 @@ def test_every_command_is_understood_by_its_program() -> None:
     assert_none([reason for command in COMMANDS if (reason := misunderstood(command))])
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "slipstream stat",
-        "slipstream status --wacth",
-        "slipstream run learner.max_step=3",
-        "slipstream run recipe=dopa",
-        "slipstream explain steps 12",
-        "slipstream data lst runs/mine",
-        "make runs",
-        "make run ARGS='learner.max_step=3'",
-        "python -m brokers name=mine",
-        "python -m broker names=mine",
-        "python -m generators seed=3",
-        "curl https://example.org",
-        "python train.py",
-    ],
-)
+WRONG = """
+slipstream stat
+slipstream status --wacth
+slipstream run learner.max_step=3
+slipstream run recipe=dopa
+slipstream explain steps 12
+slipstream data lst runs/mine
+make runs
+make run ARGS='learner.max_step=3'
+python -m brokers name=mine
+python -m broker names=mine
+python -m generators seed=3
+curl https://example.org
+python train.py
+"""
+
+
+@pytest.mark.parametrize("line", WRONG.strip().splitlines())
 def test_a_wrong_command_would_be_found(line: str) -> None:
     (command,) = in_block("page", f"{line}  # comment\n", prompt="")
     assert misunderstood(command)
@@ -293,36 +264,24 @@ def test_the_options_of_every_other_program_are_known() -> None:
     programs = [command.words[2:] for command in COMMANDS if command.words[:2] == ("python", "-m")]
     others = [words for words in programs if words[0] not in ("broker", "learner", "generators")]
     assert others
-    done = subprocess.run(
-        [sys.executable, "-c", PARSE],
-        cwd=ROOT,
-        input=json.dumps(others),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    words, given = [sys.executable, "-c", PARSE], json.dumps(others)
+    done = subprocess.run(words, cwd=ROOT, input=given, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr
 
 
-# --- trying them -----------------------------------------------------------------------------------------------------
 ON_A_RUN = ("slipstream status", "slipstream scale", "slipstream explain", "slipstream data stats")
 
 
 def test_every_command_is_tried_somewhere() -> None:
-    untried = {command.program for command in COMMANDS} - {*TRIED_BY, *ON_A_RUN}
-    assert_none(
-        [
-            f"`{program}` must be tried by a test: name it in TRIED_BY, or add one"
-            for program in sorted(untried)
-            if program.split()[0] not in ELSEWHERE
-        ]
-        + [
-            f"{test} must be there and run `{program}`"
-            for program, test in TRIED_BY.items()
-            if not (ROOT / test).is_file() or re.split(r"[ .]", program)[-1] not in text(test)
-        ]
-    )
+    tried = [program for programs in TRIED_BY.values() for program in programs]
+    untried = sorted({command.program for command in COMMANDS} - {*tried, *ON_A_RUN})
+    must = "must be tried by a test: name it in TRIED_BY, or add one"
+    violations = [f"`{program}` {must}" for program in untried if program.split()[0] not in ELSEWHERE]
+    for test, programs in TRIED_BY.items():
+        words = text(test) if (ROOT / test).is_file() else ""
+        missing = [program for program in programs if re.split(r"[ .]", program)[-1] not in words]
+        violations += [f"{test} must be there and run `{program}`" for program in missing]
+    assert_none(violations)
 
 
 @pytest.mark.slow

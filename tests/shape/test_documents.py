@@ -3,6 +3,7 @@
 import re
 from pathlib import PurePosixPath
 
+import pytest
 import typer
 
 from docs.tools.write_docs import stale_pages
@@ -71,9 +72,7 @@ def exists(page: str, target: str) -> bool:
     """Whether the file is there, and the heading in it where the link names one."""
     file, _, anchor = target.partition("#")
     path = (ROOT / page).parent / file if file else ROOT / page
-    if not anchor:
-        return path.exists()
-    return path.is_file() and anchor in anchors(path.read_text(encoding="utf-8"))
+    return path.exists() and (not anchor or anchor in anchors(path.read_text(encoding="utf-8")))
 
 
 def anchors(page: str) -> set[str]:
@@ -88,50 +87,48 @@ def test_every_file_that_a_document_names_exists() -> None:
     assert_none([f"{page}: {path}" for page, path in named if not (ROOT / path).exists() and not exists(page, path)])
 
 
-def test_every_test_that_a_document_names_exists() -> None:
+def test_every_test_that_a_document_names_exists_and_every_attack_has_one() -> None:
     named = [(page, *found) for page in HAND_WRITTEN for found in TEST.findall(text(page))]
     assert_none([f"{page}: {path}::{name}" for page, path, name in named if f"def {name}(" not in text(path)])
-
-
-def test_every_attack_has_a_test() -> None:
     table = [line for line in text("docs/reliability.md").splitlines() if line.startswith("| ")]
     attacks = [line for line in table if not line.startswith("| attack |")]
     assert len(attacks) >= 50
     assert_none([line for line in attacks if not TEST.search(line.split("|")[-2])])
 
 
-def test_every_setting_that_a_document_names_exists() -> None:
+def unknown_commands(page: str) -> list[str]:
+    commands, data_commands = names_of(app), names_of(data_app)
+    named = COMMAND.findall(text(page))
+    unknown = [name for name, _ in named if name not in commands]
+    unknown += [f"data {word}" for name, word in named if name == "data" and word and word not in data_commands]
+    unknown += [f"python -m {name}" for name in MODULE.findall(text(page)) if not is_program(name)]
+    return unknown + [f"make {name}" for name in TARGET.findall(text(page)) if f"\n{name}:" not in text("Makefile")]
+
+
+def unknown_settings(page: str) -> list[str]:
     known = {setting.key for setting in settings()}
     roots = {key.split(".")[0] for key in known}
-    named = [(page, "".join(found)) for page in HAND_WRITTEN for found in SETTING.findall(text(page))]
-    keys = [(page, key) for page, key in named if key.split(".")[0] in roots and not key.endswith((".md", ".py"))]
+    keys = map("".join, SETTING.findall(text(page)))
+    named = [key for key in keys if key.split(".")[0] in roots and not key.endswith((".md", ".py"))]
     # Arguments of a user's own function are no settings of ours.
-    assert_none([f"{page}: {key}" for page, key in keys if key not in known and ".arguments." not in key])
+    return [key for key in named if key not in known and ".arguments." not in key]
 
 
-def test_every_option_that_a_document_names_exists() -> None:
+def unknown_options(page: str) -> list[str]:
     known = groups()
-    named = [(page, *found) for page in HAND_WRITTEN for found in OPTION.findall(text(page))]
-    assert_none(
-        [f"{page}: {group}={option}" for page, group, option in named if option not in known.get(group, option)]
-    )
+    return [
+        f"{group}={option}" for group, option in OPTION.findall(text(page)) if option not in known.get(group, option)
+    ]
 
 
-def test_every_command_that_a_document_names_exists() -> None:
-    commands, data_commands = names_of(app), names_of(data_app)
-    named = [(page, *found) for page in HAND_WRITTEN for found in COMMAND.findall(text(page))]
-    modules = [(page, name) for page in HAND_WRITTEN for name in MODULE.findall(text(page))]
-    targets = [(page, name) for page in HAND_WRITTEN for name in TARGET.findall(text(page))]
-    assert_none(
-        [f"{page}: {name}" for page, name, _ in named if name not in commands]
-        + [
-            f"{page}: data {word}"
-            for page, name, word in named
-            if name == "data" and word and word not in data_commands
-        ]
-        + [f"{page}: python -m {name}" for page, name in modules if not is_program(name)]
-        + [f"{page}: make {name}" for page, name in targets if f"\n{name}:" not in text("Makefile")]
-    )
+def unknown_metrics(page: str) -> list[str]:
+    known = {*keys_under(), *groups()} | {key for key, _ in rows("docs/sft.md")}
+    return [key for key in METRIC.findall(text(page)) if key not in known and not (ROOT / key).exists()]
+
+
+@pytest.mark.parametrize("unknown", [unknown_commands, unknown_settings, unknown_options, unknown_metrics])
+def test_every_command_setting_option_and_metric_that_a_document_names_exists(unknown) -> None:
+    assert_none([f"{page}: {name}" for page in HAND_WRITTEN for name in unknown(page)])
 
 
 def names_of(program: typer.Typer) -> set[str]:
@@ -142,12 +139,6 @@ def names_of(program: typer.Typer) -> set[str]:
 def is_program(module: str) -> bool:
     path = ROOT.joinpath(*module.split("."))
     return (path / "__main__.py").is_file() or path.with_suffix(".py").is_file()
-
-
-def test_every_metric_that_a_document_names_exists() -> None:
-    known = {*keys_under(), *groups()} | {key for key, _ in rows("docs/sft.md")}
-    named = [(page, key) for page in HAND_WRITTEN for key in METRIC.findall(text(page))]
-    assert_none([f"{page}: {key}" for page, key in named if key not in known and not (ROOT / key).exists()])
 
 
 def test_every_documented_metric_is_named_in_the_code() -> None:

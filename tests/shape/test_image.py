@@ -11,20 +11,16 @@ INSTRUCTIONS = [tuple(line.split(maxsplit=1)) for line in LINES]
 FINAL = INSTRUCTIONS[max(at for at, (word, _) in enumerate(INSTRUCTIONS) if word == "FROM") :]
 
 
-def test_every_instruction_is_one_of_docker() -> None:
+def test_the_image_is_made_of_instructions_stages_and_extras_that_there_are() -> None:
     known = {"ARG", "FROM", "WORKDIR", "RUN", "COPY", "ENV", "USER", "CMD"}
     assert {word for word, _ in INSTRUCTIONS} <= known
     stages = re.findall(r"AS (\w+)", " ".join(rest for word, rest in INSTRUCTIONS if word == "FROM"))
     copied = re.findall(r"--from=(\w+)", text("Dockerfile"))
     assert copied
     assert set(copied) <= set(stages)
-
-
-def test_the_image_is_made_of_extras_that_there_are() -> None:
     offered = set(tomllib.loads(text("pyproject.toml"))["project"]["optional-dependencies"])
     (installed,) = re.findall(r'"\.\[\$BUILD,([\w,]+)\]"', text("Dockerfile"))
-    assert set(installed.split(",")) <= offered
-    assert {"cpu", "gpu"} <= offered
+    assert {*installed.split(","), "cpu", "gpu"} <= offered
     assert '--constraints "constraints/$BUILD.txt"' in text("Dockerfile")
     assert "--constraints hashes.txt" in text("Dockerfile")
     assert ("ARG", "BUILD=gpu") in INSTRUCTIONS

@@ -87,7 +87,7 @@ class Catalog:
         """Read new trajectories; return whether there were any. Raises ArchiveError for a damaged manifest."""
         with self._refreshing:
             step_versions = self._read_step_versions()
-            # Read the store first: a group that moves to the archive in between is found twice instead of not at all.
+            # Read the store first: a group that moves to the archive in between is found twice, not lost.
             parts = self._source.parts
             read = [part.blocks(step_versions) for part in reversed(parts)]
             seen = [block for blocks in reversed(read) for block in blocks]
@@ -107,7 +107,7 @@ class Catalog:
         size: int = 50,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> Page:
-        """Return at most `size` rows of the result, from index `start`. Searching gigabytes of text takes minutes.
+        """Return at most `size` rows from index `start`. Searching gigabytes of text takes minutes.
 
         Raises the errors of `select`, and SearchCancelledError once `is_cancelled` returns true.
         """
@@ -178,7 +178,7 @@ class Catalog:
             return self._select(snapshot, query)
         if self.decoder is None:
             raise ConfigError("a condition on text needs a tokenizer to decode with, and none was found: name one.")
-        # Search separately from the fast conditions, so that another order does not search again.
+        # Search apart from the fast conditions, so that another order does not search again.
         has_text = self._find_text(snapshot, text, self.decoder, is_cancelled)
         where = msgspec.structs.replace(query.where, text=None)
         chosen = self._select(snapshot, msgspec.structs.replace(query, where=where))
@@ -191,7 +191,7 @@ class Catalog:
         # Cache the last text's matches per block, for other pages and orders.
         found = {id(block): known[id(block)] for block in snapshot.blocks if last == text and id(block) in known}
         if missing := [block for block in snapshot.blocks if id(block) not in found]:
-            # Compute the cached array before the threads share it. Arrow releases the GIL, so they run in parallel.
+            # Compute the cached array before the threads share it. Arrow releases the GIL.
             assert decoder.piece_array is not None
             search = partial(find_text, text=text, decoder=decoder, is_cancelled=is_cancelled)
             with _refusing(), ThreadPoolExecutor(_SEARCH_THREADS) as pool:
@@ -210,10 +210,9 @@ class Catalog:
             return self._snapshot.step_versions
 
 
-# --- queries ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Map errors of files that were readable when they were opened."""
+    """Map errors of files that have become unreadable."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -243,7 +242,6 @@ def _select(snapshot: _Snapshot, query: CatalogQuery) -> np.ndarray:
     return indices[order.to_numpy()]
 
 
-# --- opening ---------------------------------------------------------------------------------------------------------
 @contextmanager
 def open_catalog(
     where: str,

@@ -33,7 +33,6 @@ _UNSOUND = 1
 app = make_app("Inspect a run's store or an archive of it.")
 
 
-# --- options ---------------------------------------------------------------------------------------------------------
 SourceWord = Annotated[
     str,
     typer.Argument(
@@ -58,7 +57,6 @@ Conditions = Annotated[
 ]
 
 
-# --- commands --------------------------------------------------------------------------------------------------------
 @app.command("ls")
 def ls(
     where: SourceWord,
@@ -207,7 +205,6 @@ def verify(where: SourceWord, run: RunName = None, runs_dir: RunsDir = Path("run
         raise typer.Exit(_UNSOUND)
 
 
-# --- sources and decoders --------------------------------------------------------------------------------------------
 @contextmanager
 def _open(where: str, run_name: str | None, runs_dir: Path) -> Iterator[Source]:
     """Open the source; exit with 1 at the end if part of it could not be read."""

@@ -18,7 +18,7 @@ _CHATS = (
     re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<text>.*?)(?:<\|im_end\|>\n?|\Z)", re.DOTALL),
     re.compile(r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\n\n(?P<text>.*?)(?:<\|eot_id\|>|\Z)", re.DOTALL),
 )
-"""Messages in the chat templates of Qwen (ChatML) and Llama 3."""
+"""Chat templates of Qwen (ChatML) and Llama 3."""
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _SINGLE = "biuf"
 """numpy dtype kinds that are one real number."""
@@ -87,6 +87,7 @@ def describe(
 ) -> TrajectoryDetail:
     """Build the details of a trajectory. `recorded`: per-token numbers of the learner."""
     trajectory = stored.trajectory
+    used_at = [(step, step_versions.get(step)) for step in stored.steps]
     return TrajectoryDetail(
         row=row,
         token_ids=trajectory.token_ids.tolist(),
@@ -95,17 +96,13 @@ def describe(
         versions=trajectory.token_versions().tolist(),
         numbers=dict(_numbers(row, trajectory, step_versions)) | recorded,
         messages=list(_messages(trajectory, decoder)),
-        uses=[_use(step, step_versions.get(step), stored) for step in stored.steps],
+        uses=[Use(step, at, None if at is None else at - stored.oldest_version) for step, at in used_at],
         reward=trajectory.reward,
         sampling=trajectory.sampling,
         context_starts=trajectory.context_starts,
         metrics=trajectory.metrics,
         extras=trajectory.extras,
     )
-
-
-def _use(step: int, version: int | None, stored: StoredTrajectory) -> Use:
-    return Use(step, version, None if version is None else version - stored.oldest_version)
 
 
 def _numbers(
@@ -127,10 +124,10 @@ def _where(mask: np.ndarray, values: np.ndarray) -> list[float | None]:
     return [value if is_model else None for value, is_model in zip(values.tolist(), mask.tolist(), strict=True)]
 
 
-# --- messages --------------------------------------------------------------------------------------------------------
 def _messages(trajectory: Trajectory, decoder: TokenDecoder | None) -> Iterator[Message]:
     rewards = iter(trajectory.reward.turns)
-    for start, end in _stretches(trajectory):
+    borders = np.flatnonzero(np.diff(trajectory.model_mask)) + 1
+    for start, end in pairwise(sorted({*borders.tolist(), *trajectory.context_bounds()})):
         is_model = bool(trajectory.model_mask[start])
         text = decoder(trajectory.token_ids[start:end]) if decoder else ""
         if is_model:
@@ -142,14 +139,8 @@ def _messages(trajectory: Trajectory, decoder: TokenDecoder | None) -> Iterator[
                 yield Message(found_role, found, False, start, end - start)
 
 
-def _stretches(trajectory: Trajectory) -> Iterator[tuple[int, int]]:
-    borders = np.flatnonzero(np.diff(trajectory.model_mask)) + 1
-    starts = sorted({*borders.tolist(), *trajectory.context_bounds()})
-    yield from pairwise(starts)
-
-
 def _chat(text: str) -> list[tuple[str, str]]:
-    """Split templated text into (role, text), dropping an empty last message that the model is about to write."""
+    """Split templated text into (role, text), without an empty last message."""
     found = next((matches for pattern in _CHATS if (matches := list(pattern.finditer(text)))), [])
     messages = [(match["role"], match["text"]) for match in found]
     return messages[:-1] if messages and messages[-1] == ("assistant", "") else messages

@@ -1,7 +1,7 @@
 """Reads and checks files of rollouts: trajectories of `export` or another tool, and verl's dumps.
 
-verl's dumps (`trainer.rollout_data_dir`) hold texts and scores, without tokens or log-probabilities. They can be viewed
-but not trained on: each byte of the text becomes a token.
+verl's dumps (`trainer.rollout_data_dir`) hold texts and scores without tokens. They can be viewed but not trained on:
+each byte of the text becomes a token.
 """
 
 from collections import Counter
@@ -154,7 +154,7 @@ def _read_rows(path: Path) -> Iterator[SourcedTrajectory]:
 
 
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:
-    """Yield batches with an archive's columns and types: other tools write wider or narrower types."""
+    """Yield batches, cast to an archive's columns and types."""
     with refusing_parquet(path):
         file = pq.ParquetFile(path)
         schema = _known_schema(path, file.schema_arrow)
@@ -193,23 +193,19 @@ FORMATS = tuple(_READERS)
 def _checked(source: str, build: Callable[[], StoredTrajectory]) -> SourcedTrajectory:
     try:
         stored = build()
-        _check(stored)
+        # Run the codec, so that a file passes the same checks as in the broker.
+        trajectory = unpack(encode(stored.trajectory))
+        if stored.state != "evaluated":
+            _check_numbers(trajectory, stored.steps)
+        if trajectory.id != _id_of(trajectory):
+            raise ValueError(f"id must be <group_id>-<attempt>-<index>, got {trajectory.id!r}")
+        if stored.state not in _OVER:
+            raise ValueError(
+                f"outcome must be one of {', '.join(_OVER)}, got {stored.state!r}: a group must be over to be imported"
+            )
     except _NOT_A_TRAJECTORY as error:
         raise ConfigError(f"{source} must be a trajectory: {str(error) or type(error).__name__}.") from None
     return SourcedTrajectory(source, stored)
-
-
-def _check(stored: StoredTrajectory) -> None:
-    # Run the codec, so that a file passes the same checks as in the broker.
-    trajectory = unpack(encode(stored.trajectory))
-    if stored.state != "evaluated":
-        _check_numbers(trajectory, stored.steps)
-    if trajectory.id != _id_of(trajectory):
-        raise ValueError(f"id must be <group_id>-<attempt>-<index>, got {trajectory.id!r}")
-    if stored.state not in _OVER:
-        raise ValueError(
-            f"outcome must be one of {', '.join(_OVER)}, got {stored.state!r}: a group must be over to be imported"
-        )
 
 
 def _id_of(made: RolloutLine | Trajectory) -> str:

@@ -81,7 +81,9 @@ def read_rows(dataset: ds.Dataset, *, step_versions: dict[int, int]) -> pa.Table
     """
     table = dataset.to_table(columns=_READ)
     columns = {name: table[name] for name in _AS_ARCHIVED}
-    columns["versions"] = _versions(table["version_spans"].combine_chunks())
+    spans = table["version_spans"].combine_chunks()
+    versions = pc.struct_field(spans.flatten(), "version")
+    columns["versions"] = pa.ListArray.from_arrays(pc.subtract(spans.offsets, spans.offsets[0]), versions)
     columns["advantage"] = _advantages(table)
     columns["uses"] = pc.fill_null(pc.list_value_length(table["steps"]), 0)
     last_steps = _last_steps(table["steps"].combine_chunks())
@@ -115,12 +117,6 @@ def has_value_within(lists: pa.ChunkedArray, low: int | None, high: int | None) 
         mask[pc.list_parent_indices(chunk).to_numpy()[is_within]] = True
         masks.append(mask)
     return np.concatenate(masks)
-
-
-def _versions(spans: pa.ListArray) -> pa.ListArray:
-    versions = pc.struct_field(spans.flatten(), "version")
-    offsets = spans.offsets
-    return pa.ListArray.from_arrays(pc.subtract(offsets, offsets[0]), versions)
 
 
 def _advantages(table: pa.Table) -> pa.Array:

@@ -48,7 +48,7 @@ class Block(NamedTuple):
 
 
 class ArchiveSource:
-    """An archive, which may grow while it is read, and its run folder if that still exists."""
+    """An archive, which may grow while it is read."""
 
     def __init__(self, folder: Path, *, note: str = "") -> None:
         """`note`: why the run's store is not read. Raises ArchiveError if `folder` is not an archive."""
@@ -59,11 +59,11 @@ class ArchiveSource:
         self._versions: dict[int, int] = {}
         self._ledger_bytes = -1
         self.num_unreadable = 0
-        """Shards that `read` could not read; each is reported on stderr."""
+        """Shards that `read` could not read and reported on stderr."""
         # Archives of `slipstream evaluate` and `generate` contain their settings.
         has_settings = (folder / "config.yaml").is_file()
         self.run_folder = folder.resolve() if has_settings else folder.resolve().parent
-        """Folder with the run's other files, if they still exist."""
+        """Folder with the run's other files, if any."""
 
     @property
     def parts(self) -> "list[Source]":
@@ -107,11 +107,11 @@ class ArchiveSource:
         return ({1: 0} if rows else {}) | {row["step"] + 1: row["version"] for row in rows if "version" in row}
 
     def model_paths(self) -> list[Path]:
-        """Return folders that may hold the run's model, and so its tokenizer."""
+        """Return folders that may hold the run's tokenizer."""
         try:
             return _model_paths(read_config(self.run_folder), self.run_folder)
         except ConfigError:
-            # The settings are missing or from another version of Slipstream.
+            # Missing, or from another version of Slipstream.
             return [self.run_folder / "final_model"]
 
     def _warn(self, error: ShardError) -> None:
@@ -167,13 +167,13 @@ class StoreSource:
         for group in self.store.groups(group_ids=group_ids, state=selected.outcome):
             seen.add(group.id)
             yield from (stored for stored in _members(group) if selected.matches(stored, decode=decode))
-        # Read the archive last: a group that moves in between is then found twice instead of not at all.
+        # Read the archive last: a group that moves in between is found twice, not lost.
         for stored in self._archive.read(selected, decode=decode) if self._archive else ():
             if stored.trajectory.group_id not in seen:
                 yield stored
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
-        """Return one block with the store's groups; the previous one while the store does not answer."""
+        """Return one block; the previous one while the store does not answer."""
         try:
             places = self.store.group_places()
             changed = {
@@ -185,19 +185,16 @@ class StoreSource:
             return [self._block]
         self._problem = ""
         if changed or places.keys() != self._places.keys():
-            self._enter({name: _members(group) for name, group in found.items()}, places)
+            members = {name: _members(group) for name, group in found.items()}
+            table, start = tabulate([member for group in members.values() for member in group]), 0
+            for name, group in members.items():
+                self._groups[name] = table.slice(start, len(group))
+                start += len(group)
+            self._groups = {name: group for name, group in self._groups.items() if name in places}
+            self._places = places
             dataset = ds.dataset(pa.concat_tables([SCHEMA.empty_table(), *self._groups.values()]))
             self._block = Block(read_rows(dataset, step_versions=dict(step_versions)), dataset)
         return [self._block]
-
-    def _enter(self, changed: dict[str, list[StoredTrajectory]], places: dict[str, GroupPlace]) -> None:
-        table = tabulate([member for members in changed.values() for member in members])
-        start = 0
-        for name, members in changed.items():
-            self._groups[name] = table.slice(start, len(members))
-            start += len(members)
-        self._groups = {name: group for name, group in self._groups.items() if name in places}
-        self._places = places
 
     def step_versions(self) -> dict[int, int]:
         # After a rollback, the newest known step has no entry or one with a new fence: read the whole ledger again.
@@ -228,7 +225,6 @@ class FileSource:
         self.path = path
         self.notes: list[str] = []
         self.is_verl = path.suffix == ".jsonl" and is_verl_dump(path)
-        """Whether it holds texts without tokens."""
         self._block: Block | None = None
 
     @property

@@ -30,7 +30,6 @@ def distribution(values: list[float]) -> list[str]:
     return [f"{value:.4g}" for value in (np.mean(values), *points)]
 
 
-# --- ls --------------------------------------------------------------------------------------------------------------
 _COMMON = ("outcome", "tokens", "versions", "steps", "data source", "reason")
 _NUMBERS = ("members", "reward", "tokens", "index")
 
@@ -64,7 +63,6 @@ def _add(table: Table, stored: StoredTrajectory, *cells: object, tokens: float, 
     add_row(table, *cells, *common)
 
 
-# --- refused ---------------------------------------------------------------------------------------------------------
 _HEX_BYTES = 16
 _TEXT_BYTES = 64
 """First bytes shown in a line, as hex and as text."""
@@ -91,7 +89,6 @@ def _is_cut(kept: bytes) -> bool:
     return len(kept) >= FRAME_BYTES_KEPT
 
 
-# --- show ------------------------------------------------------------------------------------------------------------
 def show_facts(stored: StoredTrajectory, *, step_versions: dict[int, int]) -> Table:
     """Return a trajectory's origin, reward, and use in training."""
     table = make_table("", "")
@@ -170,7 +167,6 @@ def _moment(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, tz=UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-# --- verify ----------------------------------------------------------------------------------------------------------
 _ADDENDS = ("buffered", "claimed", "used", "retired", "rejected", "expired", "quarantined")
 
 
@@ -195,7 +191,6 @@ def describe_check(check: ArchiveCheck) -> list[str]:
     ]
 
 
-# --- stats -----------------------------------------------------------------------------------------------------------
 _POINTS = ("mean", "least", "10%", "median", "90%", "greatest")
 
 
@@ -211,12 +206,12 @@ class _Totals:
         self.tokens: list[float] = []
         self.response_tokens: list[float] = []
         self.lags: list[float] = []
-        """Lag of the oldest token, once per step that trained on the trajectory."""
+        """Lag of the oldest token, per step that trained on it."""
         self.lags_of_tokens = Counter[int]()
-        """Lag -> model-written tokens, once per step that trained on them."""
+        """Lag -> model-written tokens, per step that trained on them."""
 
     def add(self, stored: StoredTrajectory, *, step_versions: dict[int, int]) -> None:
-        # Exclude failed rewards, and greedy baselines, which would shift the mean.
+        # Exclude failed rewards and greedy baselines.
         trajectory = stored.trajectory
         self.groups.add(trajectory.group_id)
         is_ok = trajectory.reward.status == "ok"
@@ -254,12 +249,17 @@ class TrajectoryStats:
                 totals.add(stored, step_versions=step_versions)
 
     def tables(self) -> list[Table]:
-        """Return the counts and distributions; empty without trajectories."""
         if not self.all.tokens:
             return []
         outcomes = {state: self.by_outcome[state] for state in GROUP_STATES if state in self.by_outcome}
         kinds = {"outcome": outcomes, "reason": self.by_reason, "data source": self.by_data_source}
-        return [*(_counts(title, totals) for title, totals in kinds.items() if totals), _distributions(self.all)]
+        counts = [_counts(title, totals) for title, totals in kinds.items() if totals]
+        table = make_table("", *_POINTS, numbers=_POINTS)
+        measures = {"reward": self.all.rewards, "tokens": self.all.tokens, "response tokens": self.all.response_tokens}
+        for name, values in (measures | {"lag of the oldest token": self.all.lags}).items():
+            if values:
+                add_row(table, name, *distribution(values))
+        return [*counts, table]
 
 
 def _counts(title: str, kinds: dict[str, _Totals]) -> Table:
@@ -273,15 +273,6 @@ def _counts(title: str, kinds: dict[str, _Totals]) -> Table:
         right = f"{totals.num_correct / max(1, totals.num_sampled):.1%}"
         counts = (len(totals.groups), len(totals.tokens), _mean(totals.rewards), right, totals.num_failed)
         add_row(table, kind, *counts, *means)
-    return table
-
-
-def _distributions(totals: _Totals) -> Table:
-    table = make_table("", *_POINTS, numbers=_POINTS)
-    measures = {"reward": totals.rewards, "tokens": totals.tokens, "response tokens": totals.response_tokens}
-    for name, values in (measures | {"lag of the oldest token": totals.lags}).items():
-        if values:
-            add_row(table, name, *distribution(values))
     return table
 
 

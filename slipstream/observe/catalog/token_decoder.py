@@ -16,11 +16,11 @@ from slipstream.configs.base import ConfigError
 
 _FILE = "tokenizer.json"
 _FIRST_SHIFTED = 256
-"""Byte-level tokenizers map non-printable bytes to consecutive characters starting here."""
+"""Byte-level tokenizers map non-printable bytes to characters from here on."""
 _ROWS_AT_ONCE = 65536
 _TOKENS_AT_ONCE = 2**22
 _ROWS_TRIED = 16
-"""Rows to compare with their joined pieces before searching pieces instead of texts."""
+"""Rows that must equal their joined pieces to search pieces instead of texts."""
 
 
 class TokenDecoder:
@@ -58,7 +58,6 @@ class TokenDecoder:
 
     @cached_property
     def piece_array(self) -> pa.BinaryArray:
-        """The pieces by token id."""
         return pa.array(self.pieces, pa.binary())
 
     def texts(self, tokens: np.ndarray) -> list[str]:
@@ -97,7 +96,6 @@ def _byte_characters() -> dict[str, int]:
     }
 
 
-# --- search ----------------------------------------------------------------------------------------------------------
 def find_text(dataset: ds.Dataset, text: str, decoder: TokenDecoder, *, is_cancelled: Callable[[], bool]) -> np.ndarray:
     """Return whether the decoded tokens of each row contain `text`, bool[N].
 
@@ -114,7 +112,7 @@ def find_text(dataset: ds.Dataset, text: str, decoder: TokenDecoder, *, is_cance
 def _chunks(dataset: ds.Dataset) -> Iterator[pa.ListArray]:
     for batch in dataset.to_batches(columns=["token_ids"], batch_size=_ROWS_AT_ONCE):
         tokens = batch.column(0)
-        # `batch_size` bounds batches of short rows. Split batches of long rows further.
+        # `batch_size` bounds batches of short rows; split long rows further.
         parts = max(1, -(-len(tokens.flatten()) // _TOKENS_AT_ONCE))
         size = max(1, -(-len(tokens) // parts))
         yield from (tokens.slice(start, size) for start in range(0, len(tokens), size))

@@ -26,13 +26,12 @@ from slipstream.buffer.trajectory import SCHEMA_VERSION
 from slipstream.configs.base import ConfigError, Record, require_storage
 from slipstream.observe.catalog.rollout_files import SourcedTrajectory, read_rollouts
 
-# --- export ----------------------------------------------------------------------------------------------------------
 _ROWS_AT_ONCE = 1024
 _FORMATS = (".parquet", ".jsonl")
 
 
 def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | None) -> int:
-    """Write `target` atomically in the format of its suffix; return the number of trajectories.
+    """Write `target` atomically in its suffix's format; return the number of trajectories.
 
     Parquet has the columns of an archive. JSON lines have the same fields and, with `decode`, the texts. Raises
     ConfigError for another suffix or an existing file, RecordRefusedError for a value that does not fit its column.
@@ -97,7 +96,6 @@ def _as_list(value: Any) -> Any:
     raise TypeError(f"only plain values and arrays can be exported, got {type(value).__name__}")
 
 
-# --- import ----------------------------------------------------------------------------------------------------------
 _SHARD_BYTES = 256 * 2**20
 _SHARD_GROUPS = 1024
 
@@ -114,32 +112,26 @@ def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Importe
 
     Raises ConfigError for an unusable folder and for the first line that is not a trajectory.
     """
-    _check_no_run(where, runs_dir)
+    _check_target(where, runs_dir)
     into = Path(where)
-    _check_target(into)
     found = chain.from_iterable(map(read_rollouts, files))
     # Evaluation answers are never trained on.
     groups = _grouped(each for each in found if each.stored.state != "evaluated")
-    # In the target's parent, so that the rename stays within one file system.
+    # In the target's parent, so that it can be renamed.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{into.name}-", dir=into.parent))
     try:
-        imported = _write(groups, unfinished)
+        with closing(ShardWriter(unfinished)) as writer:
+            for chunk in _chunks(groups):
+                writer.write(chunk)
+            shards = writer.shards
+        if not shards:
+            raise ConfigError("FILE must hold at least one trajectory that is no answer to an evaluation, got none.")
         # `mkdtemp` restricts access to its user.
         unfinished.chmod(0o755)
         unfinished.rename(into)
     except BaseException:
         shutil.rmtree(unfinished)
         raise
-    return imported
-
-
-def _write(groups: Iterator[FinishedGroup], folder: Path) -> Imported:
-    with closing(ShardWriter(folder)) as writer:
-        for chunk in _chunks(groups):
-            writer.write(chunk)
-        shards = writer.shards
-    if not shards:
-        raise ConfigError("FILE must hold at least one trajectory that is no answer to an evaluation, got none.")
     return _content(shards)
 
 
@@ -155,10 +147,14 @@ def _grouped(found: Iterable[SourcedTrajectory]) -> Iterator[FinishedGroup]:
         if members and _group_id(sourced) != _group_id(members[0]):
             yield _finished(members)
             members = []
-        if not members:
-            _check_new(sourced, seen)
-        else:
+        if members:
             _check_fits(sourced, members)
+        elif _group_id(sourced) in seen:
+            raise ConfigError(
+                f"{sourced.source}: the members of a group must stand together, got another of group "
+                f"{_group_id(sourced)}: sort by group_id, and name each file once."
+            )
+        seen.add(_group_id(sourced))
         members.append(sourced)
     if members:
         yield _finished(members)
@@ -166,15 +162,6 @@ def _grouped(found: Iterable[SourcedTrajectory]) -> Iterator[FinishedGroup]:
 
 def _group_id(sourced: SourcedTrajectory) -> str:
     return sourced.stored.trajectory.group_id
-
-
-def _check_new(sourced: SourcedTrajectory, seen: set[str]) -> None:
-    if _group_id(sourced) in seen:
-        raise ConfigError(
-            f"{sourced.source}: the members of a group must stand together, got another of group {_group_id(sourced)}: "
-            "sort by group_id, and name each file once."
-        )
-    seen.add(_group_id(sourced))
 
 
 def _check_fits(sourced: SourcedTrajectory, members: list[SourcedTrajectory]) -> None:
@@ -216,26 +203,22 @@ def _chunks(groups: Iterator[FinishedGroup]) -> Iterator[list[FinishedGroup]]:
         yield chunk
 
 
-def _check_no_run(where: str, runs_dir: Path) -> None:
+def _check_target(where: str, runs_dir: Path) -> None:
     if "://" in where or any((folder / "config.yaml").is_file() for folder in (Path(where), runs_dir / where)):
         raise ConfigError(
             f"--into must be an archive to be made, got {where}, a run that has a store: import into a folder of its "
             "own, and train on it beside the run's own prompts with buffer.mix.archive=ARCHIVE, or alone with "
             "mode=replay replay.path=ARCHIVE."
         )
-
-
-def _check_target(into: Path) -> None:
-    if into.exists():
+    if Path(where).exists():
         raise ConfigError(
-            f"--into must not exist yet, got {into}: choose another name; to join archives, export each and name all "
+            f"--into must not exist yet, got {where}: choose another name; to join archives, export each and name all "
             "the files."
         )
-    if not into.parent.is_dir():
-        raise ConfigError(f"--into must lie in a folder that exists, got {into}.")
+    if not Path(where).parent.is_dir():
+        raise ConfigError(f"--into must lie in a folder that exists, got {where}.")
 
 
-# --- fetch -----------------------------------------------------------------------------------------------------------
 _STORAGE_TIMEOUT_S = 60.0
 
 

@@ -42,7 +42,7 @@ from slipstream.runtime.run_folder import find_run, list_runs
 
 _CONNECT_TIMEOUT_S = 1.0
 _IDLE_TIMEOUT_S = 30.0
-"""An embedded server that the dashboard started stops after this time without clients."""
+"""A server started by the dashboard stops after this time without clients."""
 
 
 class Runs:
@@ -157,7 +157,6 @@ class Dashboard:
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        """Close the feeds and stores on shutdown."""
         # Takes half a second: load it before a page needs it.
         preparing = asyncio.create_task(run_sync(read_setting_meanings))
         yield
@@ -225,13 +224,12 @@ class Dashboard:
         position = request.headers.get("last-event-id") or request.query_params.get("after", "")
         ending = anyio.Event()
         messages = self._feed(request).messages(position, ending=ending)
-        # The server reports a cancelled stream as an error, so end it by event.
+        # A cancelled stream would be reported as an error, so end it by event.
         return EventSourceResponse(messages, ping=_PING_S, shutdown_event=ending, shutdown_grace_period=_GRACE_S)
 
     async def _settings(self, request: Request) -> Response:
         return _json(await run_sync(read_settings, self._reader(request).folder))
 
-    # --- trajectories --------------------------------------------------------------------------------------------
     async def _list_trajectories(self, request: Request) -> Response:
         reader, asked = self._reader(request), request.query_params
         start = asked.get("start", "0")
@@ -249,7 +247,7 @@ class Dashboard:
         )
         listing = asyncio.ensure_future(run_sync(list_page))
         try:
-            # Cancel a search, which may scan gigabytes, when its client disconnects.
+            # Cancel a long search when its client disconnects.
             while not (await asyncio.wait({listing}, timeout=_WATCH_EVERY_S))[0] and not is_left.is_set():
                 if await request.is_disconnected():
                     is_left.set()
@@ -267,7 +265,6 @@ class Dashboard:
     async def _summary(self, request: Request) -> Response:
         return _json(self._reader(request).summary)
 
-    # --- actions -------------------------------------------------------------------------------------------------
     async def _act(self, kind: type[Scale | Pause | Drain], request: Request) -> Response:
         reader, asked = self._reader(request), await _body(request, kind)
 
@@ -292,7 +289,6 @@ def _json(value: object) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-# --- errors: one sentence each ---------------------------------------------------------------------------------------
 def _answering(status: int, words: str = "") -> Callable[[Request, Exception], Awaitable[Response]]:
     async def answer(_: Request, error: Exception) -> Response:
         return PlainTextResponse(f"{words}{error}\n", status)

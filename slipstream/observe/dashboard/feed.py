@@ -35,7 +35,6 @@ class Feed:
         self._events = b""
 
     async def refresh(self) -> None:
-        """Read new metrics and send them to all clients."""
         async with self._lock:
             await self._refresh()
 
@@ -89,7 +88,6 @@ class Feed:
 
     @property
     def position(self) -> str:
-        """Id of the newest message of rows."""
         return f"{self.reader.table.generation}.{len(self.reader.table)}"
 
     def _send(self, message: Message) -> None:

@@ -26,7 +26,6 @@ _PAGE = Path(__file__).with_name("metrics.md")
 _LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------------
 class Meaning(Record):
     """One metric in metrics.md.
 
@@ -58,7 +57,6 @@ def read_meanings() -> list[Meaning]:
     return found
 
 
-# --- settings ---------------------------------------------------------------------------------------------------------
 class SettingRow(Record):
     """A setting of a run.
 
@@ -73,7 +71,7 @@ class SettingRow(Record):
 
 
 def read_settings(folder: Path) -> list[SettingRow]:
-    """Return every setting of a run, including those unknown to this version of Slipstream. Raises ConfigError."""
+    """Return every setting of a run, including unknown ones. Raises ConfigError."""
     path = folder / "config.yaml"
     try:
         values = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any])
@@ -159,11 +157,11 @@ class Trajectories:
         is_live = reader.is_live
         with self._lock:
             known = self._opened.get(reader.id)
-            # Reopen when a run ends and its store goes away, or when it is resumed.
+            # Reopen when a run ends or is resumed.
             if known and known.was_live == is_live:
                 return known.catalog
             stack, archive = ExitStack(), reader.folder / "archive"
-            # Start no server: the archive of a run that is over has everything it trained on.
+            # Start no server: the archive of a run that is over is complete.
             where = reader.folder if is_live or not is_archive(archive) else archive
             catalog = stack.enter_context(open_catalog(str(where), starts_server=False))
             if known:

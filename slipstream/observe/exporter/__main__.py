@@ -37,7 +37,7 @@ from slipstream.runtime.process import on_stop_signal
 from slipstream.runtime.run_folder import find_run
 
 _TIMEOUT_S = 10.0
-"""Limit for a request, so that an idle connection does not hold a thread."""
+"""Limit for a request, so that idle connections hold no thread."""
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -179,7 +179,6 @@ class Outbox:
         self._sending: threading.Thread | None = None
 
     def poll(self) -> None:
-        """Start sending the trace if it is new and the previous one has been sent."""
         endpoint = self._run.exporter.otlp_endpoint
         if not endpoint or not self._path.is_file() or self._path.stat().st_mtime_ns == self._sent_at:
             return

@@ -7,7 +7,7 @@ The row key `learner/ess` becomes `slipstream_learner_ess`. Variable parts of a 
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -168,7 +168,13 @@ def _samples(status: RunStatus, context: Context) -> Iterator[Sample]:
     for role in status.roles:
         yield from _role_samples(role, context.roles.get(role.name, {}))
     yield from _count_samples(status)
-    yield from _row_samples(status.last_row)
+    row = status.last_row
+    yield from (("lag_tokens", {"lag": str(lag)}, n) for lag, n in row.get("lag/histogram", {}).items())
+    if times := row.get("times"):
+        yield "step_seconds", {}, times["step_s"]
+        for role in times["roles"]:
+            for phase, share in role["shares"].items():
+                yield "time_share", {"role": role["role"], "phase": phase}, share
 
 
 def _role_samples(role: RoleStatus, gauges: Mapping[str, Any]) -> Iterator[Sample]:
@@ -214,12 +220,3 @@ def _count_samples(status: RunStatus) -> Iterator[Sample]:
     # Start at 0, so that the first increase is visible.
     for reason, number in ({"": 0} | status.counts.refused).items():
         yield "refused_frames", {"reason": reason}, number
-
-
-def _row_samples(row: Mapping[str, Any]) -> Iterable[Sample]:
-    yield from (("lag_tokens", {"lag": str(lag)}, n) for lag, n in row.get("lag/histogram", {}).items())
-    if times := row.get("times"):
-        yield "step_seconds", {}, times["step_s"]
-        for role in times["roles"]:
-            for phase, share in role["shares"].items():
-                yield "time_share", {"role": role["role"], "phase": phase}, share

@@ -93,15 +93,17 @@ class LoggerProcess:
             log.info("waiting", reason=str(error))
         if self._delivery is None:
             return
-        if self._delivery.error:
-            self._give_up(self._delivery.error)
+        if error := self._delivery.error:
+            if isinstance(error, ConfigError | TypeError):
+                raise ConfigError(f"logging.options must fit logger {self._name!r}: {error}.") from None
+            exit_with_error(f"logger {self._name!r} cannot start: {type(error).__name__}: {error}", code=TRY_AGAIN)
         self._keep(self._delivery.cursor or self._bookmark.cursor)
 
     def _start(self) -> None:
         """Build the logger once the first row arrives, because the logger needs its step."""
         run, changes = self._run, self._reader.changes(after=self._bookmark.cursor)
         if not changes.rows:
-            # A resume may have truncated the file: move back to its end, so that repeated steps are logged.
+            # A resume may have truncated the file: move back to its end to log repeated steps.
             self._keep(changes.position)
             return
         cursor = self._bookmark.cursor
@@ -118,7 +120,7 @@ class LoggerProcess:
             self._bookmark.save(cursor)
 
     def close(self) -> bool:
-        """Pass on the last rows and close the logger; return whether it closed in time."""
+        """Pass on the last rows; return whether the logger closed in time."""
         ends_at = time.monotonic() + self._run.logging.close_timeout_s - _REPORT_TIME_S
         self.turn(is_last=True)
         is_whole, gauges = True, {}
@@ -140,11 +142,6 @@ class LoggerProcess:
             self._reader.store.report_role(
                 self._role, where | gauges | {"lost": self._feed.num_lost if self._feed else 0}
             )
-
-    def _give_up(self, error: Exception | SystemExit) -> None:
-        if isinstance(error, ConfigError | TypeError):
-            raise ConfigError(f"logging.options must fit logger {self._name!r}: {error}.") from None
-        exit_with_error(f"logger {self._name!r} cannot start: {type(error).__name__}: {error}", code=TRY_AGAIN)
 
 
 if __name__ == "__main__":

@@ -72,14 +72,13 @@ class Delivery:
         return {**counts, "queued": len(self._waiting), "reason": reason}
 
     def close(self, *, timeout_s: float) -> bool:
-        """Deliver the queued entries and close the logger; return whether it took less than `timeout_s`."""
+        """Deliver the queued entries; return whether the logger closed within `timeout_s`."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    # --- the logger's thread -----------------------------------------------------------------------------------------
     def _run(self) -> None:
         try:
             logger = self._make()
@@ -93,7 +92,7 @@ class Delivery:
 
     def _next(self) -> Entry | None:
         with self._changed:
-            # No deadline: an idle logger waits for the next entry or for close.
+            # No deadline: an idle logger waits for an entry or for close.
             self._changed.wait_for(lambda: self._waiting or self._is_closing)
             return self._waiting.popleft() if self._waiting else None
 
@@ -111,7 +110,7 @@ class Delivery:
         try:
             if call:
                 call()
-        # A library may raise anything or exit: only this entry is lost.
+        # A library may raise anything or exit.
         except (Exception, SystemExit) as error:
             self._limiter.log("logger_failed", name, error=f"{type(error).__name__}: {error}")
             return False
@@ -121,7 +120,7 @@ class Delivery:
 
 
 class Bookmark:
-    """Position after a logger's last row, and the run's id for the logger. Stored in the run folder."""
+    """Position after a logger's last row, and the run's id for it, in the run folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -176,21 +175,17 @@ class Feed:
         if self._curve:
             self._curve.add(changes.rows)
         # Read samples last: if the store fails here, no row is lost.
-        self._put_samples([row["step"] for row in changes.rows])
+        every = self._config.samples_every_steps
+        due = [row["step"] for row in changes.rows if every and row["step"] % every == 0]
+        # Only the newest step: the store no longer holds the answers of a backlog.
+        if due and (rows := read_samples(self._reader, due[-1], limit=self._config.num_samples)):
+            self._delivery.put(Entry(due[-1], "table", ("samples", SAMPLE_COLUMNS, rows)))
         if self._curve:
             is_due = is_last or self._clock() - self._drawn_at >= self._config.curve_every_s
             if is_due and self._curve.has_undrawn:
                 self._drawn_at = self._clock()
                 step, png = self._curve.draw()
                 self._delivery.put(Entry(step, "image", ("curve", png)))
-
-    def _put_samples(self, steps: list[int]) -> None:
-        every = self._config.samples_every_steps
-        # Only the newest step: the store no longer holds the answers of a backlog.
-        due = [step for step in steps if every and step % every == 0][-1:]
-        for step in due:
-            if rows := read_samples(self._reader, step, limit=self._config.num_samples):
-                self._delivery.put(Entry(step, "table", ("samples", SAMPLE_COLUMNS, rows)))
 
 
 def read_samples(reader: RunReader, step: int, *, limit: int) -> list[list[Cell]]:

@@ -4,10 +4,8 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.segment import Segment
 from rich.style import Style
 from rich.text import Text
@@ -26,11 +24,11 @@ from textual.worker import get_current_worker
 from slipstream.buffer.archive.trajectory_filter import format_conditions, parse_conditions
 from slipstream.buffer.errors import ReplayBufferError, SearchCancelledError
 from slipstream.configs.base import ConfigError
-from slipstream.observe.catalog.catalog import Catalog, CatalogQuery, Page
+from slipstream.observe.catalog.catalog import Catalog, CatalogQuery, Page, open_catalog
 from slipstream.observe.catalog.detail import TrajectoryDetail
 from slipstream.observe.catalog.rows import CatalogRow
 from slipstream.observe.viewer.screens import DetailScreen, GroupScreen, HelpScreen, SortScreen
-from slipstream.runtime.command_line import printable, run_app
+from slipstream.runtime.command_line import printable
 
 _ROWS_READ = 256
 """Rows per read, so that scrolling by lines rarely reads."""
@@ -91,7 +89,6 @@ class RowList(ScrollView, can_focus=True):
         self.cursor = 0
 
     def show(self, first: Page, *, headings: str, keeps_cursor: bool) -> None:
-        """Show a new result, beginning with `first`."""
         self._page, self._headings = first, headings
         self.virtual_size = Size(WIDTH, first.num_rows + 1)
         self._go(min(self.cursor, max(0, first.num_rows - 1)) if keeps_cursor else 0)
@@ -102,7 +99,6 @@ class RowList(ScrollView, can_focus=True):
         return self._page.num_rows
 
     def row(self, index: int) -> CatalogRow | None:
-        """Return a row of the result; None beyond its end."""
         if not 0 <= index < self.num_rows:
             return None
         offset = index - self._page.start
@@ -133,7 +129,6 @@ class RowList(ScrollView, can_focus=True):
         self.post_message(self.Chosen())
 
     def on_click(self, event: Click) -> None:
-        """Move the cursor to the clicked row, or open the row under the cursor."""
         index = self.scroll_offset.y + event.y - 1
         if index == self.cursor:
             self.action_choose()
@@ -167,7 +162,7 @@ _FIRST_ROWS = 256
 
 
 class ListScreen(Screen[None]):
-    """The list of a catalog. Queries run in a thread, so that keys work during a long search."""
+    """The list of a catalog. Queries run in a thread, so that keys keep working."""
 
     # Not `CSS`, which Textual does not load for an application's first screen.
     DEFAULT_CSS = """
@@ -207,7 +202,6 @@ class ListScreen(Screen[None]):
         self._run_query(self._query, keeps_cursor=False)
         self.set_interval(_REFRESH_S, self.action_update)
 
-    # --- queries -----------------------------------------------------------------------------------------------------
     def _read(self, start: int, size: int) -> Page:
         return self._catalog.page(self._query, start=start, size=size)
 
@@ -249,7 +243,6 @@ class ListScreen(Screen[None]):
         elif self._catalog.notes:
             self.app.call_from_thread(self._tell, "")
 
-    # --- keys --------------------------------------------------------------------------------------------------------
     def action_edit(self, what: str) -> None:
         self._edited = what
         line = self.query_one("#line", Input)
@@ -346,41 +339,11 @@ class ViewerApp(App[None]):
         self.push_screen(HelpScreen())
 
 
-def data(ctx: typer.Context) -> None:
-    """List, show, export, import, and verify stored trajectories."""
-    from slipstream.observe.catalog.commands import app
-
-    run_app(app, ctx.args, program=ctx.command_path)
-
-
-def view(
-    where: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE", help="A run's name or folder, an archive, a file of `data export`, or a redis:// address."
-        ),
-    ],
-    tokenizer: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A tokenizer.json or its folder, instead of the run's.")
-    ] = None,
-    run: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run, beside a redis:// address.")] = None,
-    runs_dir: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the run folders.")] = Path("runs"),
-) -> None:
-    """Look through trajectories in the terminal; `?` lists the keys.
-
-    Search, filter and sort; tokens colored by advantage or lag; a group side by side. Reads only, and works while
-    roles of the run are dead.
-
-    \b
-    slipstream view runs/mine
-    slipstream view good.parquet --tokenizer models/mine
-    """
+def view(where: str, *, tokenizer: Path | None, run: str | None, runs_dir: Path) -> None:
+    """Open a catalog in the terminal. Raises ConfigError."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise ConfigError(
             "slipstream view must run in a terminal, got a pipe or a file: `slipstream data ls` prints trajectories."
         )
-    # Arrow takes half a second to load.
-    from slipstream.observe.catalog.catalog import open_catalog
-
     with open_catalog(where, run_name=run, runs_dir=runs_dir, tokenizer=tokenizer) as catalog:
         ViewerApp(catalog, name=where).run()

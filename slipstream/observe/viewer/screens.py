@@ -36,7 +36,7 @@ def page_of(detail: TrajectoryDetail, *, name: str, first: int = 0, size: int = 
     page = Text(no_wrap=False)
     for index in range(first, min(first + size, len(texts))):
         is_model = detail.model_mask[index]
-        # Control characters and line ends become visible; lines still break.
+        # Make control characters and line ends visible.
         text = printable(texts[index]).replace("\n", "↵\n")
         page.append(text, scale.style(numbers[index]) if is_model else _WRITTEN_BY_OTHERS)
     return page
@@ -162,7 +162,7 @@ class DetailScreen(TokenScreen):
 
 
 def facts_of(detail: TrajectoryDetail, *, name: str, first: int) -> Text:
-    """Format origin, reward, and use of a trajectory, and the color legend."""
+    """Format origin, reward, use, and the color legend."""
     row, reward = detail.row, detail.reward
     parts = "".join(f", {part} {value:g}" for part, value in reward.parts.items())
     uses = [
@@ -219,7 +219,7 @@ class GroupScreen(TokenScreen):
         yield Footer()
 
     def draw(self) -> None:
-        # All members together show as many tokens as one trajectory.
+        # All members show as many tokens as one trajectory.
         size = max(1, TOKENS_AT_ONCE // len(self._members))
         for column, detail in zip(self.query(".member Static").results(Static), self._members, strict=True):
             row = detail.row

@@ -1,5 +1,6 @@
 """The command line: help, dispatch, and the advice on mistakes."""
 
+import json
 import re
 import subprocess
 import sys
@@ -51,9 +52,7 @@ class ImpatientUser:
             raise KeyboardInterrupt
 
 
-def test_ctrl_c_during_the_imports_prints_no_traceback(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_during_the_imports_prints_no_traceback(capsys, monkeypatch):
     monkeypatch.delitem(sys.modules, "slipstream.cli")
     monkeypatch.setattr(sys, "meta_path", [ImpatientUser(), *sys.meta_path])
     with pytest.raises(SystemExit) as end:
@@ -61,7 +60,7 @@ def test_ctrl_c_during_the_imports_prints_no_traceback(
     assert (end.value.code, capsys.readouterr().err) == (130, "interrupted\n")
 
 
-def test_the_help_groups_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_help_groups_every_command(capsys):
     code, printed, _ = call(capsys, "--help")
     assert code == 0
     sections = re.findall(r"^([A-Z][a-z]+):\n((?:  .+\n)+)", printed, re.MULTILINE)
@@ -69,39 +68,26 @@ def test_the_help_groups_every_command(capsys: pytest.CaptureFixture[str]) -> No
     assert found == PANELS | {"Options": []}
 
 
-@pytest.mark.parametrize("option", ["--version", "-V"])
-def test_the_version_is_that_of_the_installation(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert call(capsys, option) == (0, f"slipstream {metadata.version('slipstream')}\n", "")
+def test_the_version_is_that_of_the_installation(capsys: pytest.CaptureFixture[str]) -> None:
+    for option in ("--version", "-V"):
+        assert call(capsys, option) == (0, f"slipstream {metadata.version('slipstream')}\n", "")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help_with_its_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_has_help_with_its_usage_and_settings_that_exist(command, capsys):
     code, printed, _ = call(capsys, command, "--help")
     assert code == 0
     assert f"Usage: slipstream {command}" in printed
     assert not re.search(r"<(list|str|path)\b", printed), "types of Python tell a user nothing"
+    if command in ("run", "sft", "prepare", "config", "evaluate"):
+        assert "Most used settings:" in printed
+        assert "docs/settings.md" in printed
+        assert_settings_exist(SETTINGS)
+        assert set(groups()["experiment"]) <= set(re.findall(r"\w+", SETTINGS))
 
 
-@pytest.mark.parametrize("command", ["run", "sft", "prepare", "config", "evaluate"])
-def test_commands_with_overrides_name_settings_and_where_all_are(
-    command: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    printed = call(capsys, command, "--help")[1]
-    assert "Most used settings:" in printed
-    assert "docs/settings.md" in printed
-
-
-def named_settings(text: str) -> set[str]:
-    return set(re.findall(r"\b([a-z][a-z_./]*)=", text))
-
-
-def known_settings() -> set[str]:
-    return {setting.key for setting in settings()} | set(groups())
-
-
-def test_the_settings_named_in_the_help_exist() -> None:
-    assert named_settings(SETTINGS) <= known_settings()
-    assert set(groups()["experiment"]) <= set(re.findall(r"\w+", SETTINGS))
+def assert_settings_exist(text: str) -> None:
+    assert set(re.findall(r"\b([a-z][a-z_./]*)=", text)) <= {setting.key for setting in settings()} | set(groups())
 
 
 @pytest.mark.parametrize(
@@ -125,9 +111,7 @@ def test_the_settings_named_in_the_help_exist() -> None:
         (["status", "learner.max_steps=3"], "got 'learner.max_steps=3'"),
     ],
 )
-def test_a_mistake_gets_one_sentence_of_advice(
-    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_gets_one_sentence_of_advice(arguments, sentence, capsys):
     code, printed, error = call(capsys, *arguments)
     assert (code, printed) == (2, "")
     assert error.startswith("error: ")
@@ -135,46 +119,54 @@ def test_a_mistake_gets_one_sentence_of_advice(
     assert error.count("\n") == 1
 
 
-def test_overrides_without_a_command_mean_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_without_a_command_mean_run_and_sources_stand_next_to_the_values(capsys):
     assert "learner.max_steps" in call(capsys, "learner.max_step=3")[2]
     assert yaml.safe_load(call(capsys, "config", "learner.max_steps=3")[1]) == to_plain(load(["learner.max_steps=3"]))
-
-
-def test_sources_stand_beside_the_values(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split() for line in call(capsys, "config", "learner.max_steps=3", "--sources")[1].splitlines()]
     assert ["learner.max_steps", "=", "3", "command", "line", "learner.max_steps=3"] in lines
     assert ["broker.lease_s", "=", "30.0", "default"] in lines
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["status", "--help"], ["status", "runs_dir=nowhere"]])
-def test_it_starts_without_torch(arguments: list[str]) -> None:
-    program = (
-        "import sys\n"
-        "from slipstream.cli import main\n"
-        "try:\n"
-        f"    main({arguments})\n"
-        "except SystemExit:\n"
-        "    pass\n"
-        "sys.exit(sorted(sys.modules.keys() & {'torch', 'vllm', 'deepspeed', 'transformers'}) or 0)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
+START = """
+import json, sys
+from slipstream.cli import main
+arguments, *heavy = json.loads(sys.argv[1])
+try:
+    main(arguments.split())
+except SystemExit:
+    pass
+sys.exit(sorted(sys.modules.keys() & set(heavy)) or 0)
+"""
+HEAVY = ("torch", "vllm", "deepspeed", "transformers")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "heavy"),
+    [
+        *[(f"{command} --help", (*HEAVY, "numpy", "pyarrow", "textual", "tokenizers")) for command in ("", "status")],
+        ("status runs_dir=nowhere", HEAVY),
+    ],
+)
+def test_it_starts_without_heavy_modules(arguments, heavy):
+    run([sys.executable, "-c", START, json.dumps([arguments, *heavy])])
+
+
+def run(command: list[str], *, code: int = 0) -> str:
+    """Run a program in the checkout, check its exit code, and return all that it prints."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("role", ["broker", "generators", "learner"])
-def test_every_role_has_help_with_settings_that_exist(role: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", role, "--help"], cwd=ROOT, capture_output=True, text=True, timeout=90, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert f"python -m {role}" in done.stdout
-    assert "docs/settings.md" in done.stdout
-    assert named_settings(done.stdout) <= known_settings()
+def test_every_role_has_help_with_settings_that_exist(role):
+    printed = run([sys.executable, "-m", role, "--help"])
+    assert f"python -m {role}" in printed
+    assert "docs/settings.md" in printed
+    assert_settings_exist(printed)
 
 
 @pytest.mark.parametrize("program", [["run_async.py"], ["-m", "slipstream"]])
-def test_every_way_to_start_it_is_the_same_program(program: list[str]) -> None:
-    done = subprocess.run(
-        [sys.executable, *program, "stat"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.returncode, done.stderr) == (2, "error: no command `stat`, did you mean `status`?\n")
+def test_every_way_to_start_it_is_the_same_program(program):
+    printed = run([sys.executable, *program, "stat"], code=2)
+    assert printed == "error: no command `stat`, did you mean `status`?\n"

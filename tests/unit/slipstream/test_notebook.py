@@ -15,6 +15,7 @@ from slipstream.configs.load import load, to_plain
 from slipstream.notebook import Run, Trainer, load_run, path_of, replay_overrides, run
 from slipstream.runtime.import_path import find_function
 from tests.builders import make_run, write_archive
+from tests.recorded_run import append_rows
 from tests.shape.tree import ROOT
 from tests.unit.slipstream.observe.catalog.test_catalog import ALL, GROUPS, byte_tokenizer
 
@@ -36,30 +37,26 @@ def test_every_name_is_there_and_has_types() -> None:
         slipstream.nosuch  # noqa: B018
 
 
-# --- functions -------------------------------------------------------------------------------------------------------
 def here(solution_str: str) -> float:
     return float(len(solution_str))
 
 
-def test_functions_get_a_path_that_roles_can_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_get_a_path_that_roles_can_import_or_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert path_of("math_answer", folder=tmp_path) == "math_answer"
     assert path_of(here, folder=tmp_path) == f"{__name__}:here"
     monkeypatch.setattr(here, "__module__", "__main__")
     path = path_of(here, folder=tmp_path / "functions")
     assert path == path_of(here, folder=tmp_path / "functions"), "the same source is the same file"
     assert find_function(path, setting="reward")("abc") == 3.0
-
-
-def test_functions_that_no_role_could_import_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="must be defined by `def` at the top level"):
         path_of(lambda text: 1.0, folder=tmp_path)
-    monkeypatch.setattr(here, "__module__", "__main__")
     monkeypatch.setattr("inspect.getsource", lambda function: (_ for _ in ()).throw(OSError()))
     with pytest.raises(ConfigError, match="put it into a file"):
         path_of(here, folder=tmp_path)
 
 
-# --- a run that is there ---------------------------------------------------------------------------------------------
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A run folder with an archive, a tokenizer and metrics; its store is gone."""
@@ -67,10 +64,9 @@ def folder(tmp_path: Path) -> Path:
     archive = write_archive(tmp_path / "runs/mine/archive", GROUPS)
     config = make_run(name="mine", model={"path": str(tmp_path / "model")}, runs_dir=str(tmp_path / "runs"))
     (archive.parent / "config.yaml").write_bytes(msgspec.yaml.encode(config))
-    rows = [{"step": 1, "version": 1, "bins": {"0": 1}}, {"step": 2, "version": 2, "late": 0.5}]
-    (archive.parent / "metrics.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows) + "\0\0\n" + '{"step": 3'
-    )
+    append_rows(archive.parent, {"step": 1, "version": 1, "bins": {"0": 1}}, {"step": 2, "version": 2, "late": 0.5})
+    with (archive.parent / "metrics.jsonl").open("a") as file:
+        file.write('\0\0\n{"step": 3')
     return archive.parent
 
 
@@ -91,14 +87,10 @@ def test_a_run_is_read_as_arrow(folder: Path) -> None:
         found.trajectories(reward=1)
     with pytest.raises(ConfigError, match="nosuch"):
         load_run("nosuch", runs_dir=folder.parent)
-
-
-def test_a_run_without_a_step_has_no_metrics(folder: Path) -> None:
     (folder / "metrics.jsonl").unlink()
     assert Run(folder).metrics().num_rows == 0
 
 
-# --- runs that are started -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "overrides",
     [

@@ -33,21 +33,12 @@ def test_the_version_is_the_newest_tag(folder: Path) -> None:
     assert [Version(version).local for version in versions[1::2]] == [None, None]
 
 
-def commit(folder: Path) -> None:
-    git(folder, "commit", "--quiet", "--allow-empty", "--message=any")
-
-
 def versions_on_the_way(folder: Path) -> Iterator[str]:
-    commit(folder)
-    commit(folder)
-    yield get_version(folder)
-    git(folder, "tag", "v0.1.0")
-    yield get_version(folder)
-    commit(folder)
-    git(folder, "tag", "other")
-    yield get_version(folder)
-    git(folder, "tag", "v0.1.1")
-    yield get_version(folder)
+    commit = ("commit", "--quiet", "--allow-empty", "--message=any")
+    for steps in ([commit, commit], [("tag", "v0.1.0")], [commit, ("tag", "other")], [("tag", "v0.1.1")]):
+        for step in steps:
+            git(folder, *step)
+        yield get_version(folder)
 
 
 def test_without_git_it_is_that_of_the_sdist_or_unknown(folder: Path) -> None:

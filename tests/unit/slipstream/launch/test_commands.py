@@ -84,8 +84,10 @@ def test_scale_needs_one_number(words: list[str]):
 @pytest.mark.parametrize(
     "words", [["status"], ["scale", "generators=2"], ["drain", "generator-0"], ["pause"], ["profile"]]
 )
-def test_every_command_says_that_a_run_has_ended(words, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("slipstream.observe.terminal.COMMAND_TIMEOUT_S", 0.05)
+def test_every_command_says_that_a_run_has_ended(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("slipstream.observe.reader.COMMAND_TIMEOUT_S", 0.05)
     folder = RunFolder(load(["name=mine", f"runs_dir={tmp_path}"]))
     folder.open()
 

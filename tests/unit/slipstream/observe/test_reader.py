@@ -9,7 +9,8 @@ from slipstream.configs.load import load, provenance
 from slipstream.observe import reader as run_reader
 from slipstream.observe.dashboard import app as module_of_runs
 from slipstream.observe.dashboard.app import Runs
-from slipstream.observe.metrics_rows import Health, read_tail
+from slipstream.observe.dashboard.payloads import read_settings
+from slipstream.observe.metrics_rows import read_tail
 from slipstream.observe.reader import RunReader
 from slipstream.runtime.run_folder import RunFolder, is_held, list_runs
 from tests.recorded_run import append_rows, make_config, make_row, record_run
@@ -21,16 +22,6 @@ def read(folder):
     reader = RunReader(folder, starts_server=True, timeout_s=1.0)
     reader.poll()
     return reader
-
-
-def test_a_run_without_a_store_is_known_by_its_metrics(tmp_path):
-    folder = record_run(tmp_path, steps=5, **SERIAL)
-    reader = read(folder)
-    view = reader.view()
-    assert (view.phase, view.step, view.max_steps, view.status, view.is_live) == ("finished", 5, 40, None, False)
-    assert "mode=serial" in view.problem
-    assert view.times["roles"][0]["role"] == "learner"
-    assert view.lag_tokens == {"0": 210, "1": 420, "3": 90}
 
 
 def test_a_supervised_run_has_no_store_and_is_running_while_it_is_held(tmp_path):
@@ -46,19 +37,20 @@ def test_a_run_whose_process_is_gone_without_a_summary_has_stopped_until_it_is_r
     folder = record_run(tmp_path, steps=5, **SERIAL)
     (folder / "summary.json").unlink()
     reader = read(folder)
+    assert not is_held(folder)
+    assert not is_held(tmp_path / "nowhere")
     assert reader.view().phase == "stopped"
     held = RunFolder(make_config(tmp_path, **SERIAL))
     held.lock()
     append_rows(folder, make_row(6))
     reader.poll()
-    assert (reader.view().phase, reader.view().step) == ("running", 6)
+    view = reader.view()
+    assert (view.phase, view.step, view.max_steps, view.status, view.is_live) == ("running", 6, 40, None, True)
+    assert "mode=serial" in view.problem
+    assert view.times["roles"][0]["role"] == "learner"
+    assert view.lag_tokens == {"0": 210, "1": 420, "3": 90}
     held.unlock()
     assert reader.view().phase == "stopped"
-
-
-def test_a_folder_that_nobody_ever_held_is_not_held(tmp_path):
-    assert not is_held(tmp_path)
-    assert not is_held(tmp_path / "nowhere")
 
 
 def test_one_thread_at_a_time_reads_the_store(tmp_path, monkeypatch):
@@ -84,22 +76,18 @@ def test_one_thread_at_a_time_reads_the_store(tmp_path, monkeypatch):
         thread.join(10)
 
 
-def test_a_list_reads_a_file_that_is_as_before_once(tmp_path, monkeypatch):
-    folder, reads = record_run(tmp_path, steps=5, **SERIAL), []
-    monkeypatch.setattr(run_reader, "read_tail", lambda path: reads.append(path) or read_tail(path))
-    reader = RunReader(folder)
-    assert (reader.line().step, reader.line().step, len(reads)) == (5, 5, 1)
-    append_rows(folder, make_row(6))
-    assert (reader.line().step, len(reads)) == (6, 2)
-
-
-def test_a_list_looks_for_runs_once(tmp_path, monkeypatch):
+def test_a_list_looks_for_runs_once_and_reads_a_file_that_is_as_before_once(tmp_path, monkeypatch):
     for name in ("mine", "yours", "theirs"):
-        record_run(tmp_path, name, steps=1)
-    looks = []
+        folder = record_run(tmp_path, name, steps=5, **SERIAL)
+    looks, reads = [], []
     monkeypatch.setattr(module_of_runs, "list_runs", lambda path: looks.append(path) or list_runs(path))
+    monkeypatch.setattr(run_reader, "read_tail", lambda path: reads.append(path) or read_tail(path))
     assert len(Runs([f"runs_dir={tmp_path}"]).lines()) == 3
-    assert looks == [tmp_path]
+    assert (looks, len(reads)) == ([tmp_path], 3)
+    reader = RunReader(folder)
+    assert (reader.line().step, reader.line().step, len(reads)) == (5, 5, 4)
+    append_rows(folder, make_row(6))
+    assert (reader.line().step, len(reads)) == (6, 5)
 
 
 def test_a_named_run_that_is_deleted_leaves_the_list_and_the_others_keep_their_names(tmp_path):
@@ -110,47 +98,20 @@ def test_a_named_run_that_is_deleted_leaves_the_list_and_the_others_keep_their_n
     assert runs.lines() == []
 
 
-# --- health ----------------------------------------------------------------------------------------------------------
-def test_a_metric_outside_of_its_range_is_a_warning_until_it_has_returned():
-    health = Health()
-    for step in range(1, 4):
-        health.add({"step": step, "learner/ess": 0.9})
-    assert health.warnings == []
-    health.add({"step": 4, "learner/ess": 0.2})
-    health.add({"step": 5, "learner/ess": 0.1, "learner/failed_fraction": 0.5})
-    assert [(each.metric, each.value, each.since_step) for each in health.warnings] == [
-        ("learner/failed_fraction", 0.5, 5),
-        ("learner/ess", 0.1, 4),
-    ]
-    assert health.warnings[1].healthy == ">= 0.3"
-    assert "max_lag" in health.warnings[1].advice
-    for step in range(6, 9):
-        health.add({"step": step, "learner/ess": 0.9, "learner/failed_fraction": 0.0})
-    assert health.warnings == []
-
-
-def test_a_warning_quotes_the_figures_of_the_run(tmp_path):
+def test_a_warning_quotes_the_figures_of_the_run_and_a_rolled_back_run_is_judged_again(tmp_path):
     folder = record_run(tmp_path, steps=1, buffer={"staleness": {"max_lag": 7}}, **SERIAL)
     append_rows(folder, make_row(2, **{"learner/ess": 0.1, "lag/mean": 2.5}))
-    (warning,) = read(folder).view().warnings
-    assert "buffer.staleness.max_lag (now 7, mean lag 2.5)" in warning.advice
-
-
-def test_a_run_that_is_rolled_back_is_judged_anew(tmp_path):
-    folder = record_run(tmp_path, steps=1, **SERIAL)
-    append_rows(folder, make_row(2, **{"learner/ess": 0.1}))
     reader = read(folder)
-    assert [each.metric for each in reader.view().warnings] == ["learner/ess"]
+    (warning,) = reader.view().warnings
+    assert warning.metric == "learner/ess"
+    assert "buffer.staleness.max_lag (now 7, mean lag 2.5)" in warning.advice
     RunFolder(make_config(tmp_path, **SERIAL)).keep_metrics(up_to_step=1)
     reader.poll()
     assert reader.view().warnings == []
 
 
-# --- origins ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("overrides", [["experiment=digits_serial", "seed=3"], ["learner.max_steps=7"]])
 def test_the_origin_of_every_setting_is_recorded_with_the_run(tmp_path, overrides):
-    from slipstream.observe.dashboard.payloads import read_settings
-
     run = load([*overrides, f"runs_dir={tmp_path}"])
     folder = RunFolder(run)
     folder.claim()

@@ -43,7 +43,7 @@ def test_a_fall_is_told_with_its_figures_and_its_first_step():
     assert answer.note == "No watched metric changed with it."
 
 
-def test_a_fall_with_a_larger_lag():
+def test_a_fall_with_a_larger_lag_or_more_clipping():
     answer = explain(**{"lag/mean": 6.0})
     assert list(by_key(answer)) == ["lag/mean"]
     found = answer.findings[0]
@@ -53,13 +53,10 @@ def test_a_fall_with_a_larger_lag():
     (same,) = (fact for fact in answer.facts if fact.startswith("much the same"))
     assert "learner/idle_fraction (0.05" in same
     assert "do not tell which" in answer.note
-
-
-def test_a_fall_with_more_clipping():
-    answer = explain(**{"learner/idle_fraction": 0.7})
-    found = by_key(answer)["learner/idle_fraction"]
+    found = by_key(explain(**{"learner/idle_fraction": 0.7}))["learner/idle_fraction"]
     assert "healthy is <= 0.5" in found.figures
     assert "the policy loss clips most of the data" in found.advice
+    assert explain(**{"lag/mean": 0.2}).findings == [], "a change for the better is no sign"
 
 
 def test_what_changes_first_is_told_first():
@@ -73,37 +70,33 @@ def test_what_changes_first_is_told_first():
     assert "from step 53 on" in answer.findings[1].figures
 
 
-def test_what_changes_for_the_better_is_no_sign():
-    assert explain(**{"lag/mean": 0.2}).findings == []
-
-
-def mixed(*, easy, hard, hard_reward=0.2, easy_reward=1.0):
+def mixed(*, easy, hard, easy_reward=1.0):
+    """Metrics of two tasks; one without trajectories is left out."""
     found = {}
-    for name, count, reward in (("easy", easy, easy_reward), ("hard", hard, hard_reward)):
-        found |= {f"learner/by_source/{name}/trajectories": count} if count else {}
-        found |= {f"learner/by_source/{name}/reward_mean": reward} if count else {}
+    for name, count, reward in (("easy", easy, easy_reward), ("hard", hard, 0.2)):
+        if count:
+            found |= {f"learner/by_source/{name}/trajectories": count, f"learner/by_source/{name}/reward_mean": reward}
     return found
 
 
-def test_a_fall_by_other_data_is_split_into_mix_and_rewards():
-    answer = explain(change=lambda row: mixed(easy=75, hard=25) if row["step"] < FALLS_AT else mixed(easy=25, hard=75))
-    split, *tasks = answer.facts
-    assert split == "of a change of -0.4: -0.4 another mix of tasks, +0 rewards within them"
-    assert set(tasks[:2]) == {
-        "  easy: 75% to 25% of the answers, reward 1 to 1",
-        "  hard: 25% to 75% of the answers, reward 0.2 to 0.2",
-    }
-    assert answer.note == ""
-
-
-def test_a_fall_within_tasks_is_no_change_of_the_mix():
-    answer = explain(change=lambda row: mixed(easy=50, hard=50, easy_reward=1.0 if row["step"] < FALLS_AT else 0.4))
-    assert answer.facts[0] == "of a change of -0.3: +0 another mix of tasks, -0.3 rewards within them"
-
-
-def test_a_task_that_is_new_counts_as_mix():
-    answer = explain(change=lambda row: mixed(easy=100, hard=0) if row["step"] < FALLS_AT else mixed(easy=50, hard=50))
-    assert answer.facts[0] == "of a change of -0.4: -0.4 another mix of tasks, +0 rewards within them"
+@pytest.mark.parametrize(
+    ("before", "after", "split"),
+    [
+        ({"easy": 75, "hard": 25}, {"easy": 25, "hard": 75}, "-0.4: -0.4 another mix of tasks, +0"),
+        ({"easy": 50, "hard": 50}, {"easy": 50, "hard": 50, "easy_reward": 0.4}, "-0.3: +0 another mix of tasks, -0.3"),
+        ({"easy": 100, "hard": 0}, {"easy": 50, "hard": 50}, "-0.4: -0.4 another mix of tasks, +0"),
+    ],
+    ids=["another mix", "within tasks", "a new task"],
+)
+def test_a_fall_by_other_data_is_split_into_mix_and_rewards(before, after, split):
+    answer = explain(change=lambda row: mixed(**(before if row["step"] < FALLS_AT else after)))
+    assert answer.facts[0] == f"of a change of {split} rewards within them"
+    if before["easy"] == 75:
+        assert set(answer.facts[1:3]) == {
+            "  easy: 75% to 25% of the answers, reward 1 to 1",
+            "  hard: 25% to 75% of the answers, reward 0.2 to 0.2",
+        }
+        assert answer.note == ""
 
 
 def test_answers_that_are_cut_and_parts_that_fall_are_named():
@@ -136,12 +129,9 @@ def test_noise_and_a_rise_are_no_fall(slope):
     assert answer.findings == []
 
 
-def test_a_reward_that_only_rises_has_no_largest_fall():
+def test_a_reward_that_only_rises_few_steps_and_steps_without_a_reward_give_no_answer():
     rows = [{"step": step, "learner/reward_mean": 0.01 * step} for step in range(1, 41)]
     assert explain_reward(rows, make_run()).facts == ["no 5 steps have a lower mean than 5 steps before them"]
-
-
-def test_few_steps_and_steps_without_a_reward_give_no_answer():
     rows = [{"step": step, "learner/reward_mean": 0.5 if step < 12 else float("nan")} for step in range(1, 40)]
     assert explain_reward(rows, make_run()).headline.startswith("11 steps have a reward")
     assert explain_reward(rows[10:], make_run()).headline.startswith("1 step has a reward")

@@ -12,24 +12,17 @@ def role(status, name):
     return next(each for each in status.roles if each.name == name)
 
 
-# --- roles -----------------------------------------------------------------------------------------------------------
-def test_a_role_without_a_report_for_the_peer_timeout_is_silent():
+def test_roles_are_alive_silent_or_gone_and_generators_are_last():
     status = status_of()
-    alive = {each.name: each.liveness for each in status.roles}
-    assert (alive["generator-0"], alive["generator-1"], alive["generator-2"]) == ("alive", "silent", "gone")
+    names = ["broker", "launcher", "learner", "generator-0", "generator-1", "generator-2"]
+    assert [each.name for each in status.roles] == names
+    assert [each.liveness for each in status.roles[3:]] == ["alive", "silent", "gone"]
     assert role(status, "generator-1").report_age_s == 90.0
 
 
 @pytest.mark.parametrize(("age_s", "liveness"), [(8.0, "alive"), (8.01, "silent"), (-60.0, "silent")])
 def test_the_peer_timeout_comes_from_the_run(age_s, liveness):
     assert role(status_of({"generator-0": (age_s, make_gauges())}), "generator-0").liveness == liveness
-
-
-def test_a_generator_has_version_lag_throughput_capacity_and_restarts():
-    first = role(status_of(), "generator-0")
-    assert (first.version, first.version_lag, first.tokens_per_s) == (2, 1, 5210.25)
-    assert (first.running, first.capacity, first.restarts) == (32, 64, 2)
-    assert (first.host, first.pid, first.progress_age_s) == ("node", 7, 0.5)
 
 
 @pytest.mark.parametrize(("age_s", "address"), [(0.5, "tcp://10.0.0.5:20000"), (90.0, "")])
@@ -39,86 +32,70 @@ def test_the_address_to_join_is_that_of_a_living_broker(age_s, address):
     assert status_of().address == ""
 
 
-def test_a_reported_capacity_takes_precedence_over_the_settings():
-    assert role(status_of({"g": (0, make_gauges(max_concurrency=16))}), "g").capacity == 16
+def test_a_generator_has_version_lag_throughput_capacity_and_restarts_whatever_the_types_of_its_gauges():
+    first = role(status_of(), "generator-0")
+    assert (first.version, first.version_lag, first.tokens_per_s) == (2, 1, 5210.25)
+    assert (first.running, first.capacity, first.restarts) == (32, 64, 2)
+    assert (first.host, first.pid, first.progress_age_s) == ("node", 7, 0.5)
+    assert role(status_of(), "learner").version_lag is None
+    gauges = make_gauges(version=-1, tokens_per_s="fast", running=None, max_concurrency="many")
+    without_weights = role(status_of({"g": (0, gauges)}), "g")
+    assert (without_weights.version, without_weights.version_lag) == (None, None)
+    assert (without_weights.tokens_per_s, without_weights.running, without_weights.capacity) == (None, None, 64)
+    assert role(status_of({"g": (0, make_gauges(max_concurrency=16))}), "g").capacity == 16, "as reported"
 
 
-def test_only_generators_have_a_lag_and_a_peer_without_weights_has_no_version():
-    status = status_of({"learner": make_reports()["learner"], "g": (0, make_gauges(version=-1))})
-    assert role(status, "learner").version_lag is None
-    assert (role(status, "g").version, role(status, "g").version_lag) == (None, None)
-
-
-def test_generators_are_last_and_sorted_by_name():
-    names = [each.name for each in status_of().roles]
-    assert names == ["broker", "launcher", "learner", "generator-0", "generator-1", "generator-2"]
-
-
-def test_gauges_of_unexpected_types_are_ignored():
-    status = role(status_of({"g": (0, make_gauges(tokens_per_s="fast", running=None, max_concurrency="many"))}), "g")
-    assert (status.tokens_per_s, status.running, status.capacity) == (None, None, 64)
-
-
-# --- waits -----------------------------------------------------------------------------------------------------------
 def test_a_paced_generator_waits_for_the_learner_and_a_training_learner_does_not_wait():
     assert status_of().waits == [Wait("generator-0", "the learner", "pacing: wait")]
 
 
 def test_generators_with_room_wait_for_the_learner_while_nothing_is_admitted():
     reported = make_reports() | {"generator-0": (0, make_gauges())}
-    (wait,) = status_of(reported, phase="finishing").waits
-    assert wait == Wait("the generators", "the learner", "the run is finishing")
+    waits = status_of(reported, phase="finishing").waits
+    assert waits == [Wait("the generators", "the learner", "the run is finishing")]
     reported["generator-0"] = (0, make_gauges(running=64))
     assert status_of(reported, phase="finishing").waits == []
 
 
-def test_a_learner_short_of_groups_waits_for_the_generators():
-    reason = "waiting for the 2 groups of step 4: 1 of 2 groups are ready"
-    reported = make_reports() | {
-        "learner": (0, {"role": "learner", "state": "ready", "reason": reason, "waits_for": "groups"})
-    }
-    assert Wait("learner", "the generators", reason) in status_of(reported).waits
+SHORT = "waiting for the 2 groups of step 4: 1 of 2 groups are ready"
 
 
-def test_all_roles_wait_for_a_silent_broker():
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({"learner": {"reason": SHORT, "waits_for": "groups"}}, [("learner", "the generators")]),
+        (
+            {
+                "broker": {"reason": "trajectories are deferred: store_full", "waits_for": "store"},
+                "learner": {"reason": "the store at x for 3 s of 60 s", "waits_for": "store"},
+            },
+            [("broker", "the store"), ("learner", "the store")],
+        ),
+    ],
+)
+def test_roles_wait_for_what_they_report(changes, waits):
+    reports = {name: (0, {"role": name, "state": "ready"} | gauges) for name, gauges in changes.items()}
+    found = {(wait.waiter, wait.blocked_on): wait.reason for wait in status_of(make_reports() | reports).waits}
+    assert set(waits) <= found.keys()
+    assert [found[wait] for wait in waits] == [gauges["reason"] for gauges in changes.values()]
+
+
+def test_dead_silent_and_missing_roles_are_waited_for():
     reported = make_reports() | {"broker": (43.0, make_reports()["broker"][1])}
     assert status_of(reported).waits[0] == Wait("all roles", "the broker", "the broker has been silent for 43 s")
-
-
-def test_dead_and_missing_roles_are_waited_for():
     reported = make_reports()
     reported["learner"] = (20.0, reported["learner"][1])
     del reported["generator-0"]
-    assert [(wait.waiter, wait.blocked_on) for wait in status_of(reported).waits] == [
-        ("the generators", "the learner"),
-        ("the learner", "the generators"),
-    ]
+    found = [(wait.waiter, wait.blocked_on) for wait in status_of(reported).waits]
+    assert found == [("the generators", "the learner"), ("the learner", "the generators")]
     assert status_of({}).waits == [Wait("all roles", "the broker", "no broker has joined yet")]
-
-
-def test_roles_blocked_by_the_store_wait_for_it():
-    deferring = {
-        "role": "broker",
-        "state": "ready",
-        "reason": "trajectories are deferred: store_full",
-        "waits_for": "store",
-    }
-    waiting = {"role": "learner", "state": "ready", "reason": "the store at x for 3 s of 60 s", "waits_for": "store"}
-    waits = status_of(make_reports() | {"broker": (0, deferring), "learner": (0, waiting)}).waits
-    assert {wait.waiter for wait in waits if wait.blocked_on == "the store"} == {"broker", "learner"}
-
-
-def test_no_role_waits_once_the_run_has_ended():
     assert status_of({}, phase="finished").waits == []
 
 
-# --- the rest --------------------------------------------------------------------------------------------------------
-def test_ready_groups_are_counted_by_lag():
-    assert list(status_of(ready_versions={0: 1, 3: 5, 2: 4}).ready_by_lag.items()) == [(0, 5), (1, 4), (3, 1)]
-
-
-def test_events_have_their_age():
-    (event,) = status_of(events=[Event(990.0, "generator-1", "died")]).events
+def test_ready_groups_are_counted_by_lag_and_events_have_their_age():
+    status = status_of(ready_versions={0: 1, 3: 5, 2: 4}, events=[Event(990.0, "generator-1", "died")])
+    assert list(status.ready_by_lag.items()) == [(0, 5), (1, 4), (3, 1)]
+    (event,) = status.events
     assert (event.age_s, event.role, event.text) == (10.0, "generator-1", "died")
 
 

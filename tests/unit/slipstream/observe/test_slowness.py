@@ -49,14 +49,11 @@ def test_a_slow_learner():
     assert any("training is the slower side" in fact for fact in answer.facts)
 
 
-def test_a_publish_stall_of_the_generators():
+def test_a_publish_stall_of_the_generators_or_the_learner():
     rows = [make_row(step, **{"weights/sync_s": 4.0, "weights/pause_s": 3.5}) for step in range(1, 41)]
     answer = explain(learner=WAITS, generator={"working": 0.3, "updating": 0.7}, rows=rows)
     assert keys(answer)[:2] == ["generator/updating", "generator/working"]
     assert "(the newest version took 4 s, and 3.5 s of pause)" in answer.findings[0].advice
-
-
-def test_a_publish_stall_of_the_learner():
     assert keys(explain(learner={"publishing": 0.6, "compute": 0.4}))[0] == "learner/publishing"
 
 
@@ -70,6 +67,7 @@ def test_a_run_of_one_process_has_no_generator_to_ask():
     answer = explain(learner=WAITS)
     assert keys(answer)[0] == "learner/waiting"
     assert answer.headline.endswith("waiting for trajectories.")
+    assert "the learner waits 70% of its time for trajectories; no generator has reported its time" in answer.facts
 
 
 def test_steps_that_stand_out_are_named_with_their_part_and_what_happened():
@@ -105,33 +103,24 @@ def test_what_was_generated_in_vain_is_told():
     assert told == ["30% of the tokens left the buffer untrained (buffer/waste_fraction)"]
 
 
-def test_steps_that_are_missing_or_come_again_have_no_time():
+@pytest.mark.parametrize(
+    ("times", "rule"),
+    [(None, "must hold the shares of the wall time"), ({"steps": "many"}, "as this version of Slipstream writes it")],
+)
+def test_rows_without_shares_or_with_those_of_another_form_are_refused(times, rule):
+    with pytest.raises(ConfigError, match=rule):
+        explain_slowness([make_row(1, times=times)], make_run())
+
+
+def test_steps_that_are_missing_or_come_again_and_rows_without_a_time_or_numbers_are_left_out():
     rows = [make_row(step) for step in (1, 2, 3, 2, 3, 40)]
     assert "no step took more than 3 times the median of 0.5 s" in explain(learner=BUSY, rows=rows).facts
-
-
-def test_rows_without_shares_are_refused():
-    with pytest.raises(ConfigError, match="must hold the shares of the wall time"):
-        explain_slowness([{"step": 1, "time_s": 0.1, "times": None}], make_run())
-
-
-def test_shares_of_another_form_are_refused():
-    with pytest.raises(ConfigError, match="as this version of Slipstream writes it"):
-        explain_slowness([make_row(1, times={"steps": "many"})], make_run())
-
-
-def test_rows_without_a_time_or_with_words_for_numbers_are_left_out():
     rows = [make_row(step) for step in range(1, 41)]
     del rows[19]["time_s"]
     rows[-1] |= {"generators/tokens_per_s": "many", "buffer/waste_fraction": None, "learner/train_s": "long"}
     facts = explain(learner=BUSY, rows=rows).facts
     assert "no step took more than 3 times the median of 0.5 s" in facts
     assert not any("tokens per second" in fact for fact in facts)
-
-
-def test_generators_that_have_not_reported_are_not_said_to_wait():
-    facts = explain(learner=WAITS).facts
-    assert "the learner waits 70% of its time for trajectories; no generator has reported its time" in facts
 
 
 def test_every_phase_that_may_be_large_has_a_meaning():

@@ -36,7 +36,7 @@ def group(
         make_trajectory(group_id, index, reward=Reward(reward), **fields) for index, reward in enumerate(rewards)
     ]
     reason = "" if outcome == "retired" else "late"
-    return FinishedGroup(group_id, outcome, reason, steps, list(map(encode, members)))  # type: ignore[arg-type]
+    return FinishedGroup(group_id, outcome, reason, steps, list(map(encode, members)))
 
 
 GROUPS = [
@@ -82,9 +82,7 @@ ALL = ["0-0-0", "0-0-1", "1-0-0", "1-0-1", "1-0-2", "2-0-0"]
 
 
 @pytest.mark.parametrize("kind", ["archive", "run", "out.parquet", "out.jsonl"])
-def test_every_source_gives_the_same_rows(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_every_source_gives_the_same_rows(folder, tmp_path, monkeypatch, kind):
     monkeypatch.chdir(tmp_path)
     # A run without its store shows its archive.
     where = {"archive": str(folder), "run": "test"}.get(kind, kind)
@@ -97,10 +95,10 @@ def test_every_source_gives_the_same_rows(
         assert found(catalog, min_version=3, outcome="retired") == ALL[:2]
         assert found(catalog, prompt_uid="a", min_reward=0.5) == ["0-0-1"]
         assert bool(catalog.notes) == (kind == "run")
-        assert catalog.trajectory("1-0-1").row.steps == [5, 8]  # type: ignore[union-attr]
+        assert catalog.trajectory("1-0-1").row.steps == [5, 8]
 
 
-def test_rows_sort_by_every_column_and_keep_their_order_where_equal(folder: Path) -> None:
+def test_rows_sort_by_every_column_keep_their_order_where_equal_and_come_in_pages(folder):
     with open_catalog(str(folder)) as catalog:
         assert found(catalog, sort_by="reward_total") == ["0-0-0", "1-0-0", "1-0-1", "1-0-2", "0-0-1", "2-0-0"]
         assert found(catalog, sort_by="last_step", is_descending=True) == [*ALL[2:5], *ALL[:2], "2-0-0"], "unknown last"
@@ -110,17 +108,13 @@ def test_rows_sort_by_every_column_and_keep_their_order_where_equal(folder: Path
             assert sorted(found(catalog, sort_by=column)) == ALL
         with pytest.raises(ConfigError, match="sort_by must be one of id, group_id"):
             catalog.page(CatalogQuery(sort_by="steps"))
-
-
-def test_pages_are_pieces_of_the_result(folder: Path) -> None:
-    with open_catalog(str(folder)) as catalog:
         query = CatalogQuery(sort_by="reward_total", is_descending=True)
         pages = [catalog.page(query, start=start, size=4) for start in (0, 4, 8)]
-        assert [row.reward_total for page in pages for row in page.rows] == [1.0, 1.0, 0.8, 0.5, 0.5, 0.0]
-        assert [(page.num_rows, page.start, len(page.rows)) for page in pages] == [(6, 0, 4), (6, 4, 2), (6, 8, 0)]
+    assert [row.reward_total for page in pages for row in page.rows] == [1.0, 1.0, 0.8, 0.5, 0.5, 0.0]
+    assert [(page.num_rows, page.start, len(page.rows)) for page in pages] == [(6, 0, 4), (6, 4, 2), (6, 8, 0)]
 
 
-def test_a_row_shows_advantage_and_lag(tmp_path: Path, folder: Path) -> None:
+def test_a_row_shows_advantage_and_lag(tmp_path, folder):
     with open_catalog(str(folder)) as catalog:
         rows = {row.id: row for row in catalog.page(CatalogQuery()).rows}
     assert set(CatalogRow.__struct_fields__) == set(ROWS.names)
@@ -130,26 +124,17 @@ def test_a_row_shows_advantage_and_lag(tmp_path: Path, folder: Path) -> None:
     assert (rows["2-0-0"].last_step, rows["2-0-0"].lag, rows["2-0-0"].reason) == (None, None, "late")
 
 
-def test_greedy_failed_and_evaluated_members_have_no_advantage(tmp_path: Path) -> None:
-    members = [
-        make_trajectory("0", 0, reward=Reward(1.0)),
-        make_trajectory("0", 1, reward=Reward(0.0, status="timeout")),
-        make_trajectory("0", 2, reward=Reward(0.0), sampling=GREEDY),
-        make_trajectory("0", 3, reward=Reward(0.5)),
-    ]
+def test_greedy_failed_and_evaluated_members_have_no_advantage(tmp_path):
+    fields = [{"reward": Reward(1.0)}, {"reward": Reward(0.0, status="timeout")}]
+    fields += [{"reward": Reward(0.0), "sampling": GREEDY}, {"reward": Reward(0.5)}]
+    members = [encode(make_trajectory("0", index, **each)) for index, each in enumerate(fields)]
     evaluated = group("e:0", [0.0, 1.0], steps=[], outcome="evaluated")
-    retired = FinishedGroup("0", "retired", "", [1], list(map(encode, members)))
-    with open_catalog(str(write_archive(tmp_path / "a", [retired, evaluated]))) as catalog:
+    folder = write_archive(tmp_path / "a", [FinishedGroup("0", "retired", "", [1], members), evaluated])
+    with open_catalog(str(folder)) as catalog:
         assert [row.advantage for row in catalog.page(CatalogQuery()).rows] == [0.25, None, None, -0.25, None, None]
 
 
-def test_a_search_can_be_given_up(tmp_path: Path, folder: Path) -> None:
-    byte_tokenizer(tmp_path / "model", *"abcdefghijkl")
-    with open_catalog(str(folder)) as catalog, pytest.raises(SearchCancelledError, match="'abc' was given up"):
-        catalog.page(CatalogQuery(TrajectoryFilter(text="abc")), is_cancelled=lambda: True)
-
-
-def test_a_group_stands_side_by_side_token_by_token(folder: Path, tmp_path: Path) -> None:
+def test_a_group_stands_side_by_side_token_by_token(folder, tmp_path):
     byte_tokenizer(tmp_path / "model", *"abcdefghijkl")
     with open_catalog(str(folder)) as catalog:
         first, second = catalog.group("0")
@@ -169,16 +154,7 @@ def test_a_group_stands_side_by_side_token_by_token(folder: Path, tmp_path: Path
     assert msgspec.json.decode(msgspec.json.encode(second))["row"]["id"] == "0-0-1"
 
 
-def test_stored_numbers_of_tokens_are_shown(tmp_path: Path) -> None:
-    arrays = {"ratio": np.arange(12, dtype=np.float32), "experts": np.zeros((12, 2, 1), dtype=np.int16)}
-    folder = write_archive(tmp_path / "a", [group("0", [1.0], steps=[1], arrays=arrays)])
-    with open_catalog(str(folder)) as catalog:
-        numbers = catalog.trajectory("0-0-0").numbers  # type: ignore[union-attr]
-    assert numbers["ratio"] == [*[None] * 6, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
-    assert "experts" not in numbers
-
-
-def test_numbers_that_the_learner_recorded_are_those_of_the_last_step(folder: Path, tmp_path: Path) -> None:
+def test_numbers_of_tokens_are_those_stored_and_those_that_the_learner_recorded_in_the_last_step(folder, tmp_path):
     def write(step: int, *ids: str, value: float) -> None:
         count = 5 * len(ids)
         columns = {name: np.full(count, value, np.float32) for name in ("log_ratio", "entropy")}
@@ -186,20 +162,25 @@ def test_numbers_that_the_learner_recorded_are_those_of_the_last_step(folder: Pa
         tokens = StepTokens(list(ids), [12] * len(ids), positions, columns)
         write_step(folder.parent / "token_stats", step, tokens)
 
+    arrays = {"ratio": np.arange(12, dtype=np.float32), "experts": np.zeros((12, 2, 1), dtype=np.int16)}
+    write_archive(folder, [group("3", [1.0], steps=[1], arrays=arrays)])
     write(5, "0-0-0", "1-0-0", value=0.25)
     write(8, "1-0-0", value=-0.5)
     with open_catalog(str(folder)) as catalog:
-        numbers = {each: catalog.trajectory(each).numbers for each in ALL}  # type: ignore[union-attr]
+        numbers = {each: catalog.trajectory(each).numbers for each in ALL}
         assert [member.numbers["learner_entropy"][7] for member in catalog.group("1")[:1]] == [-0.5]
+        stored = catalog.trajectory("3-0-0").numbers
+    assert stored["ratio"] == [*[None] * 6, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0]
+    assert "experts" not in stored
     assert numbers["0-0-0"]["learner_log_ratio"] == [*[None] * 7, *[0.25] * 5], "the first was not trained on"
     assert numbers["1-0-0"]["learner_log_ratio"] == [*[None] * 7, *[-0.5] * 5]
     assert all("learner_entropy" not in numbers[each] for each in ("0-0-1", "1-0-1", "2-0-0"))
     assert run("export", folder, tmp_path / "out.parquet") == 0
     with open_catalog(str(tmp_path / "out.parquet")) as catalog:
-        assert "learner_entropy" not in catalog.trajectory("0-0-0").numbers, "a file has no run folder"  # type: ignore[union-attr]
+        assert "learner_entropy" not in catalog.trajectory("0-0-0").numbers, "a file has no run folder"
 
 
-def test_turns_and_tool_calls_are_messages(tmp_path: Path) -> None:
+def test_turns_and_tool_calls_are_messages(tmp_path):
     pieces = ["<|im_start|>user\nsum?<|im_end|>\n<|im_start|>assistant\n", '<tool_call>{"name": "sum"}</tool_call>']
     pieces += ["<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n", "7", "<|im_end|>"]
     tokenizer = Tokenizer(BPE({}, []))
@@ -216,7 +197,7 @@ def test_turns_and_tool_calls_are_messages(tmp_path: Path) -> None:
     made = make_trajectory("0", 0, reward=Reward(1.0, turns=[0.25, 0.75]), **tokens)
     folder = write_archive(tmp_path / "a", [FinishedGroup("0", "retired", "", [1], [encode(made)])])
     with open_catalog(str(folder), tokenizer=tmp_path) as catalog:
-        messages = catalog.trajectory("0-0-0").messages  # type: ignore[union-attr]
+        messages = catalog.trajectory("0-0-0").messages
     assert [(each.role, each.text, each.calls, each.reward) for each in messages] == [
         ("user", "sum?", [], None),
         ("assistant", pieces[1], ['{"name": "sum"}'], 0.25),
@@ -225,8 +206,7 @@ def test_turns_and_tool_calls_are_messages(tmp_path: Path) -> None:
     ]
 
 
-# --- text ------------------------------------------------------------------------------------------------------------
-def test_text_is_searched_in_bytes_and_not_in_broken_characters(tmp_path: Path, folder: Path) -> None:
+def test_text_is_searched_in_bytes_and_not_in_broken_characters(tmp_path, folder):
     # Tokens 6 and 7 are the two bytes of one letter, as byte-level vocabularies write them.
     path = byte_tokenizer(tmp_path / "model", *"abcdef", "Ã", "©", *"ijkl")
     decoder = TokenDecoder(path)
@@ -236,10 +216,12 @@ def test_text_is_searched_in_bytes_and_not_in_broken_characters(tmp_path: Path, 
     with open_catalog(str(folder)) as catalog:
         assert found(catalog, text="éi") == ALL
         assert found(catalog, text="éj") == []
+        with pytest.raises(SearchCancelledError, match="'ké' was given up"):
+            catalog.page(CatalogQuery(TrajectoryFilter(text="ké")), is_cancelled=lambda: True)
         assert found(catalog, text="fé", min_reward=0.9, sort_by="id", is_descending=True) == ["2-0-0", "0-0-1"]
 
 
-def test_text_search_works_with_context_dependent_tokenizers(tmp_path: Path, folder: Path) -> None:
+def test_text_search_works_with_context_dependent_tokenizers(tmp_path, folder):
     vocabulary = {letter: number for number, letter in enumerate(["[UNK]", *"bcdef", "##g", *"hijkl"])}
     path = write_tokenizer(tmp_path / "model", WordPiece(vocabulary, unk_token="[UNK]"), decoders.WordPiece())
     assert not TokenDecoder(path).joins_pieces(np.arange(12))
@@ -248,12 +230,7 @@ def test_text_search_works_with_context_dependent_tokenizers(tmp_path: Path, fol
         assert found(catalog, text="efgh") == []
 
 
-def test_a_condition_on_text_needs_a_tokenizer(folder: Path) -> None:
-    with open_catalog(str(folder)) as catalog, pytest.raises(ConfigError, match="needs a tokenizer"):
-        catalog.page(CatalogQuery(TrajectoryFilter(text="a")))
-
-
-def test_every_byte_has_its_character(tmp_path: Path) -> None:
+def test_every_byte_has_its_character(tmp_path):
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     decoder = TokenDecoder(byte_tokenizer(tmp_path / "model", *alphabet))
     assert sorted(decoder.pieces[:-1]) == [bytes([byte]) for byte in range(256)]
@@ -262,10 +239,7 @@ def test_every_byte_has_its_character(tmp_path: Path) -> None:
         assert piece.decode(errors="replace") == tokenizer.decode([number])
 
 
-# --- rollouts of verl ------------------------------------------------------------------------------------------------
-def test_rollouts_that_verl_dumped_are_looked_at_as_they_are(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rollouts_that_verl_dumped_are_looked_at_as_they_are(tmp_path, capsys):
     rows = [
         {"input": "user\n3 + 4?", "output": "é 7", "gts": "7", "score": 1.0, "step": 12, "acc": True},
         {"input": "user\n1 + 1?", "output": "2", "gts": "2", "score": 1.0, "step": 12},
@@ -290,8 +264,7 @@ def test_rollouts_that_verl_dumped_are_looked_at_as_they_are(
         pass
 
 
-# --- what is added, and what cannot be read --------------------------------------------------------------------------
-def test_new_shards_are_read_and_old_ones_are_not_read_again(folder: Path) -> None:
+def test_new_shards_are_read_and_old_ones_are_not_read_again(folder):
     with open_catalog(str(folder)) as catalog:
         before = catalog.rows
         assert not catalog.refresh()
@@ -302,9 +275,7 @@ def test_new_shards_are_read_and_old_ones_are_not_read_again(folder: Path) -> No
         assert before.num_rows == 6
 
 
-def test_a_repeated_text_search_reads_only_new_rows(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_repeated_text_search_reads_only_new_rows(tmp_path, folder, monkeypatch):
     byte_tokenizer(tmp_path / "model", *"abcdefghijkl")
     searched = []
     monkeypatch.setattr(
@@ -319,13 +290,3 @@ def test_a_repeated_text_search_reads_only_new_rows(
         assert len(searched) == shards + 1
         assert found(catalog, text="hg") == []
         assert found(catalog, text="gh", step=8) == [*ALL[2:5], "3-0-0"]
-
-
-def test_a_file_that_holds_no_trajectories_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.parquet").write_bytes(b"none")
-    (tmp_path / "mine.jsonl").write_text("{}\n")
-    for name, reason in (("mine.parquet", "must be a Parquet file"), ("mine.jsonl", "line 1 must be a trajectory")):
-        with pytest.raises(ConfigError, match=reason), open_catalog(str(tmp_path / name)):
-            pass
-    with pytest.raises(ConfigError, match="there is no such run, folder or file"), open_catalog("nosuch"):
-        pass

@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from tests.builders import make_finished, make_run, write_archive
-from tests.unit.slipstream.observe.catalog.data_command import run
+from tests.unit.slipstream.observe.catalog.data_command import complaint, printed, run
 
 LETTERS = "abcdefghijkl"
 """The tokenizer: token `n` is the `n`-th letter."""
@@ -23,14 +23,19 @@ LETTERS = "abcdefghijkl"
 def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Archive of a run with a tokenizer: two groups that were trained on, and one that was rejected."""
     monkeypatch.chdir(tmp_path)
-    write_tokenizer(Path("models/test"))
+    Path("models/test").mkdir(parents=True)
+    tokenizer = Tokenizer(WordLevel({letter: number for number, letter in enumerate(LETTERS)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save("models/test/tokenizer.json")
     folder = Path("runs/test/archive")
     spans = [VersionSpan(6, 2), VersionSpan(9, 3)]
     right = Reward(1.0, {"format": 0.25, "answer": 0.75}, is_correct=True)
+    late = {"outcome": "rejected", "reason": "late", "reward": Reward(0.0, status="timeout", detail="5 s")}
     write_archive(
         folder,
         [make_finished("0", reward=right, version_spans=spans, steps=[5]), make_finished("1", steps=[6])],
-        [make_finished("2", outcome="rejected", reason="late", steps=[], data_source="sums", reward=failed())],
+        [make_finished("2", steps=[], data_source="sums", **late)],
     )
     (folder.parent / "config.yaml").write_bytes(msgspec.yaml.encode(make_run()))
     rows = [{"step": step, "version": step} for step in range(1, 7)]
@@ -38,92 +43,31 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def write_tokenizer(folder: Path) -> None:
-    folder.mkdir(parents=True)
-    tokenizer = Tokenizer(WordLevel({letter: number for number, letter in enumerate(LETTERS)}))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.save(str(folder / "tokenizer.json"))
-
-
-def failed() -> Reward:
-    return Reward(0.0, status="timeout", detail="5 s")
-
-
-def printed(capsys: pytest.CaptureFixture[str], *arguments: object) -> list[str]:
-    """The lines of a command that ends well, blanks between words made one."""
-    assert run(*arguments) == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    return [" ".join(line.split()) for line in out.splitlines() if line.strip()]
-
-
-def complaint(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The sentence of a command that is refused."""
-    assert run(*arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("error: ")
-    assert len(err.splitlines()) == 1
-    return err
-
-
-def test_ls_has_a_line_per_group(archive, capsys):
-    assert printed(capsys, "ls", archive) == [
+def test_ls_has_a_line_per_group_or_per_trajectory(archive, capsys):
+    listed = printed(capsys, "ls", archive)
+    assert listed == [
         "group members reward outcome tokens versions steps data source reason",
         "0 2 1.000 retired 12 2-3 5 test",
         "1 2 0.500 retired 12 0 6 test",
         "2 2 0.000 rejected 12 0 sums late",
     ]
-
-
-def test_ls_has_a_line_per_trajectory_when_asked(archive, capsys):
+    assert printed(capsys, "ls", archive, "--limit", 1) == [*listed[:2], "the first 1; more with --limit"]
     lines = printed(capsys, "ls", archive, "-t", "--where", "outcome=rejected")
     assert lines[1:] == ["2-0-0 timeout rejected 12 0 sums late", "2-0-1 timeout rejected 12 0 sums late"]
 
 
-@pytest.mark.parametrize("name", ["out.parquet", "out.jsonl"])
-def test_an_exported_file_is_a_source_too(archive, capsys, name):
-    printed(capsys, "export", archive, name, "--where", "outcome=retired")
-    assert [line.split()[0] for line in printed(capsys, "ls", name, "--where", "step>=6")[1:]] == ["1"]
-    assert "step 5 trained on it" in printed(capsys, "show", name, "0-0-1")
-    assert "a file has no accounts" in complaint(capsys, "verify", name)
-
-
-def test_ls_says_when_there_may_be_more(archive, capsys):
-    assert printed(capsys, "ls", archive, "--limit", 1)[1:] == [
-        "0 2 1.000 retired 12 2-3 5 test",
-        "the first 1; more with --limit",
-    ]
-
-
 @pytest.mark.parametrize(
     ("conditions", "groups"),
-    [
-        ("reward>=0.6", "0"),
-        ("reward<=0.6", "12"),
-        ("tokens>=13", ""),
-        ("tokens<=12", "012"),
-        ("version=3", "0"),
-        ("step=6", "1"),
-        ("version>=3", "0"),
-        ("step<=5", "0"),
-        ("group=1", "1"),
-        ("prompt=test/2", "2"),
-        ("status=timeout", "2"),
-        ("source=sums", "2"),
-        ("outcome=retired version=0", "1"),
-        ("text=jkl", "012"),
-        ("text=lk", ""),
-    ],
+    [("reward>=0.6", "0"), ("outcome=retired version=0", "1"), ("text=jkl", "012"), ("text=lk", "")],
 )
-def test_every_condition_filters(archive, capsys, conditions, groups):
+def test_conditions_filter(archive, capsys, conditions, groups):
     lines = printed(capsys, "ls", archive, "--where", conditions)
     assert "".join(line.split()[0] for line in lines[1:]) == groups
     assert groups or lines == ["nothing matches"]
+    assert groups or printed(capsys, "stats", archive, "--where", conditions) == ["nothing matches"]
 
 
-def test_show_prints_origin_and_versions_of_a_trajectory(archive, capsys):
+def test_show_prints_origin_versions_and_tokens_of_a_trajectory(archive, capsys):
     lines = printed(capsys, "show", archive, "0-0-1")
     for expected in (
         "trajectory 0-0-1",
@@ -138,20 +82,8 @@ def test_show_prints_origin_and_versions_of_a_trajectory(archive, capsys):
         "9-11 version 3 -0.500 jkl",
     ):
         assert expected in lines
-
-
-def test_show_prints_each_token_when_asked(archive, capsys):
     lines = printed(capsys, "show", archive, "0-0-1", "--tokens")
-    assert lines[-12] == "0 0 a"
-    assert lines[-1] == "11 11 version 3 -0.5000 l"
-
-
-def test_without_a_tokenizer_token_ids_are_shown(archive, capsys):
-    Path("models/test/tokenizer.json").unlink()
-    assert "9-11 version 3 -0.500 9 10 11" in printed(capsys, "show", archive, "0-0-1")
-
-
-def test_show_of_an_unknown_trajectory_is_refused(archive, capsys):
+    assert (lines[-12], lines[-1]) == ("0 0 a", "11 11 version 3 -0.5000 l")
     assert "ID must be a trajectory in" in complaint(capsys, "show", archive, "9-0-0")
 
 
@@ -164,24 +96,18 @@ def test_stats_count_and_distribute(archive, capsys):
     assert "lag of the oldest token 3.5 2 2 3.5 5 5" in lines
 
 
-def test_stats_of_nothing_say_so(archive, capsys):
-    assert printed(capsys, "stats", archive, "--where", "reward>=7") == ["nothing matches"]
-
-
-def test_an_exported_parquet_file_has_the_columns_of_the_archive(archive, capsys):
-    lines = printed(capsys, "export", archive, "out.parquet", "--where", "reward>=0.6")
-    assert lines == ["2 trajectories in out.parquet"]
-    expected = pq.read_table(archive / "shard-00000001.parquet").slice(0, 2)
-    assert pq.read_table("out.parquet").equals(expected)
-
-
 def test_exported_lines_hold_the_texts_too(archive, capsys):
     printed(capsys, "export", archive, "out.jsonl", "--limit", 1)
     (row,) = map(json.loads, Path("out.jsonl").read_text().splitlines())
     assert (row["id"], row["outcome"], row["steps"]) == ("0-0-0", "retired", [5])
     assert (row["prompt"], row["response"]) == ("abcdef", "ghijkl")
-    assert row["token_ids"] == list(range(12))
-    assert row["version_spans"] == [[6, 2], [9, 3]]
+    assert (row["token_ids"], row["version_spans"]) == (list(range(12)), [[6, 2], [9, 3]])
+    assert "step 5 trained on it" in printed(capsys, "show", "out.jsonl", "0-0-0")
+    lines = printed(capsys, "export", archive, "out.parquet", "--where", "reward>=0.6")
+    assert lines == ["2 trajectories in out.parquet"]
+    expected = pq.read_table(archive / "shard-00000001.parquet").slice(0, 2)
+    assert pq.read_table("out.parquet").equals(expected), "the columns of an archive"
+    assert "a file has no accounts" in complaint(capsys, "verify", "out.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -198,13 +124,6 @@ def test_an_impossible_export_is_refused(archive, capsys, out, rule):
     assert Path("taken.jsonl").read_text() == "precious"
 
 
-def test_verify_of_a_sound_archive(archive, capsys):
-    assert printed(capsys, "verify", archive) == [
-        "2 shards, 3 groups, 6 trajectories, 0 steps",
-        "damaged=0 duplicated=0 missing=0",
-    ]
-
-
 def test_a_run_whose_store_cannot_be_read_is_read_from_its_archive_with_the_reason(archive, capsys):
     assert run("ls", "test", "--where", "outcome=retired") == 1
     out, err = capsys.readouterr()
@@ -214,22 +133,17 @@ def test_a_run_whose_store_cannot_be_read_is_read_from_its_archive_with_the_reas
     assert "only a store has rejected frames" in capsys.readouterr().err
 
 
-def test_a_damaged_shard_is_reported_and_the_others_are_shown(archive, capsys):
-    cut(archive / "shard-00000001.parquet")
+def test_an_archive_is_verified_and_a_damaged_shard_is_reported_and_the_others_are_shown(archive, capsys):
+    lines = ["2 shards, 3 groups, 6 trajectories, 0 steps", "damaged=0 duplicated=0 missing=0"]
+    assert printed(capsys, "verify", archive) == lines
+    shard = archive / "shard-00000001.parquet"
+    shard.write_bytes(shard.read_bytes()[:-100])
     assert run("ls", archive) == 1
     out, err = capsys.readouterr()
     assert err.startswith("warning: shard-00000001.parquet must have ")
     assert [line.split()[0] for line in out.splitlines()] == ["group", "2"]
-
-
-def test_verify_of_a_damaged_archive_ends_with_exit_code_1(archive, capsys):
-    cut(archive / "shard-00000002.parquet")
     assert run("verify", archive) == 1
     assert "damaged=1 duplicated=0 missing=0" in capsys.readouterr().out
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-100])
 
 
 @pytest.mark.parametrize(
@@ -246,8 +160,11 @@ def test_a_wrong_argument_is_refused_in_one_sentence(archive, capsys, arguments,
     assert rule in complaint(capsys, *(argument.format(archive=archive) for argument in arguments))
 
 
-def test_a_text_without_a_tokenizer_is_refused(archive, capsys):
+def test_without_a_tokenizer_ids_are_shown_and_texts_are_not_searched(archive, capsys):
+    Path("models/test/tokenizer.json").write_text("{}")
+    assert "must be a tokenizer of the `tokenizers` library" in complaint(capsys, "show", archive, "0-0-0")
     Path("models/test/tokenizer.json").unlink()
+    assert "9-11 version 3 -0.500 9 10 11" in printed(capsys, "show", archive, "0-0-1")
     assert "a condition on text needs a tokenizer" in complaint(capsys, "ls", archive, "--where", "text=x")
 
 
@@ -258,11 +175,6 @@ def test_an_archive_of_a_run_of_another_version_is_read_with_the_tokenizer_of_it
     assert printed(capsys, "ls", archive, "--where", "reward>=0.6")[1:]
     Path("models/test").rename(archive.parent / "final_model")
     assert "9-11 version 3 -0.500 jkl" in printed(capsys, "show", archive, "0-0-1")
-
-
-def test_a_broken_tokenizer_is_refused(archive, capsys):
-    Path("models/test/tokenizer.json").write_text("{}")
-    assert "must be a tokenizer of the `tokenizers` library" in complaint(capsys, "show", archive, "0-0-0")
 
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal(archive, capsys):

@@ -18,22 +18,6 @@ OFFSET = 450
 """A byte of the token ids: a shard with another one can still be read."""
 
 
-def halve(data: bytes) -> bytes:
-    return data[: len(data) // 2]
-
-
-def drop_two_lines(data: bytes) -> bytes:
-    return b"".join(data.splitlines(keepends=True)[:-2])
-
-
-def empty(_data: bytes) -> bytes:
-    return b""
-
-
-def zero(data: bytes) -> bytes:
-    return bytes(len(data))
-
-
 def flip_a_bit(data: bytes) -> bytes:
     """In a column of a shard, or in the last number of a first line: what is read is still a table, or JSON."""
     end = data.find(b"}\n")
@@ -41,20 +25,17 @@ def flip_a_bit(data: bytes) -> bytes:
     return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
 
 
-def write_no_text(data: bytes) -> bytes:
-    return data[:30] + b"\xff" + data[31:]
-
-
-def delete(_data: bytes) -> None:
-    return None
-
-
 SHARD = "shard-00000002.parquet"
-DAMAGES: dict[str, list[Callable[[bytes], bytes | None]]] = {
-    "ledger.jsonl": [halve, drop_two_lines, empty, zero, flip_a_bit, write_no_text, delete],
-    "manifest.jsonl": [halve, drop_two_lines, empty, zero, flip_a_bit, write_no_text, delete],
-    SHARD: [halve, empty, zero, flip_a_bit, delete],
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "halved": lambda data: data[: len(data) // 2],
+    "empty": lambda _: b"",
+    "zeroed": lambda data: bytes(len(data)),
+    "a flipped bit": flip_a_bit,
+    "deleted": lambda _: b"",
+    "two lines dropped": lambda data: b"".join(data.splitlines(keepends=True)[:-2]),
+    "no text": lambda data: data[:30] + b"\xff" + data[31:],
 }
+FILES = {"ledger.jsonl": DAMAGES, "manifest.jsonl": DAMAGES, SHARD: list(DAMAGES)[:5]}
 COMMANDS = {
     "verify": "data verify mine/archive",
     "stats": "data stats mine/archive",
@@ -94,36 +75,29 @@ def run(capsys: pytest.CaptureFixture[str], command: str) -> tuple[int, str]:
     return code, "".join(capsys.readouterr())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_whole_archive_is_read(archive: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
-    code, text = run(capsys, COMMANDS[command])
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_a_whole_archive_is_read(archive, capsys, command):
+    code, text = run(capsys, command)
     assert (code, "damaged=1" in text, "warning" in text) == (0, False, False), text
 
 
+CASES = [(name, damage, key) for name in FILES for damage in FILES[name] for key in COMMANDS]
+
+
 @pytest.mark.parametrize(
-    ("name", "damage", "command"),
-    [
-        (name, damage, command)
-        for name, damages in DAMAGES.items()
-        for damage in damages
-        for command in COMMANDS
-        if command not in UNREAD.get(name, ())
-    ],
+    ("name", "damage", "command"), [case for case in CASES if case[2] not in UNREAD.get(case[0], ())]
 )
-def test_damage_is_named_by_every_command_that_reads_the_file(
-    archive: Path, capsys: pytest.CaptureFixture[str], name: str, damage: Callable[[bytes], bytes | None], command: str
-) -> None:
-    damaged = damage((archive / name).read_bytes())
-    if damaged is None:
-        (archive / name).unlink()
-    else:
-        (archive / name).write_bytes(damaged)
+def test_damage_is_named_by_every_command_that_reads_the_file(archive, capsys, name, damage, command):
+    path = archive / name
+    path.write_bytes(DAMAGES[damage](path.read_bytes()))
+    if damage == "deleted":
+        path.unlink()
     code, text = run(capsys, COMMANDS[command])
     assert code in (1, 2)
     assert name in text
 
 
-def test_a_catalog_marks_damaged_shards_and_shows_the_rest(archive: Path) -> None:
+def test_a_catalog_marks_damaged_shards_and_shows_the_rest(archive):
     (archive / SHARD).write_bytes(flip_a_bit((archive / SHARD).read_bytes()))
     (archive / "ledger.jsonl").unlink()
     with open_catalog(str(archive)) as catalog:

@@ -1,6 +1,8 @@
+from types import SimpleNamespace
+
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -19,22 +21,11 @@ ROW = {
 }  # fmt: skip
 
 
-class Given:
-    """A collector of given metrics."""
-
-    def __init__(self, metrics: list[Metric]) -> None:
-        self._metrics = metrics
-
-    def collect(self) -> list[Metric]:
-        return self._metrics
-
-
 def scraped(metrics: list[Metric]) -> dict[str, list[tuple[dict[str, str], float]]]:
     """Samples by name, as Prometheus reads them."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(Given(metrics))  # type: ignore[arg-type]
+    text = generate_latest(SimpleNamespace(collect=lambda: metrics)).decode()
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+    for family in text_string_to_metric_families(text):
         assert family.documentation
         for sample in family.samples:
             found.setdefault(sample.name, []).append((dict(sample.labels), sample.value))
@@ -54,28 +45,28 @@ def test_a_run_is_scraped_with_its_name_on_every_sample(run):
     found = scraped(metrics_of(status, Context(run, roles, 3.5)))
     assert {labels["run"] for samples in found.values() for labels, _ in samples} == {"test"}
 
-    def value(metric: str, **labels: str) -> float:
-        (one,) = [number for given, number in found[f"slipstream_{metric}"] if labels.items() <= given.items()]
-        return one
-
-    assert value("up") == 1
-    assert value("max_lag") == 6
-    assert value("arrival_age_seconds") == 3.5
-    assert value("store_memory_limit_bytes") == 100
-    assert value("phase", phase="training") == 1
-    assert value("role_up", name="generator-1") == 0
-    assert value("role_restarts_total", name="generator-0") == 2
-    assert value("role_waiting", name="generator-0", waits_for="prompts") == 1
-    assert value("logger_entries_total", name="logger-wandb", outcome="dropped") == 2
-    assert value("learner_reward_mean") == 0.5
-    assert value("lag_tokens", lag="2") == 7
-    assert value("learner_by_lag_mismatch_k3", lag="4-7") == 0.25
-    assert value("learner_by_source_reward_mean", source="gsm8k") == 0.75
-    assert value("eval_accuracy", set="greedy") == 0.5
-    assert value("eval_pass_at_2", set="aime") == 0.25
-    assert value("eval_by_source_accuracy", source="math", set="greedy") == 0.125
-    assert value("time_share", role="learner", phase="waiting") == 0.25
-    assert value("refused_frames_total", reason="") == 0
+    for expected, metric, labels in (
+        (1, "up", {}),
+        (6, "max_lag", {}),
+        (3.5, "arrival_age_seconds", {}),
+        (100, "store_memory_limit_bytes", {}),
+        (1, "phase", {"phase": "training"}),
+        (0, "role_up", {"name": "generator-1"}),
+        (2, "role_restarts_total", {"name": "generator-0"}),
+        (1, "role_waiting", {"name": "generator-0", "waits_for": "prompts"}),
+        (2, "logger_entries_total", {"name": "logger-wandb", "outcome": "dropped"}),
+        (0.5, "learner_reward_mean", {}),
+        (7, "lag_tokens", {"lag": "2"}),
+        (0.25, "learner_by_lag_mismatch_k3", {"lag": "4-7"}),
+        (0.75, "learner_by_source_reward_mean", {"source": "gsm8k"}),
+        (0.5, "eval_accuracy", {"set": "greedy"}),
+        (0.25, "eval_pass_at_2", {"set": "aime"}),
+        (0.125, "eval_by_source_accuracy", {"source": "math", "set": "greedy"}),
+        (0.25, "time_share", {"role": "learner", "phase": "waiting"}),
+        (0, "refused_frames_total", {"reason": ""}),
+    ):
+        samples = [number for given, number in found[f"slipstream_{metric}"] if labels.items() <= given.items()]
+        assert samples == [expected], metric
 
 
 def test_a_label_of_a_stranger_stays_a_label(run):

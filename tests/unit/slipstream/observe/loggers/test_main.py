@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ class Scene:
         self.folder = record_run(folder, steps=0, loggers=[self.name], logging=logging, **serial)
 
     def write(self, *steps: int) -> None:
-        (self.folder / "metrics.jsonl").write_text("".join(json.dumps(row(step)) + "\n" for step in steps))
+        rows = [json.dumps({"step": step, "learner/reward_mean": 0.5}) + "\n" for step in steps]
+        (self.folder / "metrics.jsonl").write_text("".join(rows))
 
     def start(self) -> LoggerProcess:
         return LoggerProcess(self.name, RunReader(self.folder))
@@ -39,10 +40,6 @@ class Scene:
     def kept(self) -> list[int]:
         file = self.folder / "kept.txt"
         return [int(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def row(step: int) -> dict[str, Any]:
-    return {"step": step, "learner/reward_mean": 0.5}
 
 
 def until(is_met: Callable[[], Any]) -> None:
@@ -53,7 +50,7 @@ def until(is_met: Callable[[], Any]) -> None:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
+def scene(tmp_path: Path) -> Scene:
     return Scene(tmp_path)
 
 

@@ -17,8 +17,8 @@ def png(width: int, height: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + b"IHDR" + header + struct.pack(">I", zlib.crc32(header))
 
 
-def logged(folder: Path, *, first_step: int = 1) -> LoggedRun:
-    return LoggedRun("mine", "mine-1", folder, {}, first_step)
+def logger_in(folder: Path) -> Any:
+    return make_logger("tensorboard", LoggedRun("mine", "mine-1", folder, {}, 1), {})
 
 
 def read(folder: Path) -> Any:
@@ -28,7 +28,7 @@ def read(folder: Path) -> Any:
 
 
 def test_what_is_logged_is_what_tensorboard_reads(tmp_path):
-    logger = make_logger("tensorboard", logged(tmp_path), {})
+    logger = logger_in(tmp_path)
     for step in (1, 2):
         logger.log(step, {"learner/reward_mean": step / 4, "lag/max": 1.0})
     logger.image(2, "curve", png(30, 20))
@@ -45,12 +45,11 @@ def test_what_is_logged_is_what_tensorboard_reads(tmp_path):
 
 
 def test_steps_that_are_trained_again_replace_those_before(tmp_path):
-    logger = make_logger("tensorboard", logged(tmp_path), {})
-    for step, value in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.9)):
+    logger = logger_in(tmp_path)
+    for step, value in ((1, 0.125), (2, 0.25), (3, 0.5), (2, 0.75)):
         logger.log(step, {"reward": value})
     logger.close()
-    found = [(each.step, round(each.value, 3)) for each in read(tmp_path).Scalars("reward")]
-    assert found == [(1, 0.1), (2, 0.9)]
+    assert [(each.step, each.value) for each in read(tmp_path).Scalars("reward")] == [(1, 0.125), (2, 0.75)]
 
 
 def test_markup_of_a_model_stays_text():

@@ -27,7 +27,9 @@ from tests.unit.slipstream.observe.catalog.test_catalog import byte_tokenizer, g
 
 LETTERS = (*"abcdefgh", "[red]", "Ċ", "ě", "l")
 """Pieces of the tokens: markup of Textual, a line end and an escape character among them."""
-Steps = Callable[[Pilot[None]], Awaitable[None]]
+NAMES_OF_KEYS = {"slash": "/", "question_mark": "?", "pageup": "page up", "pagedown": "page down"}
+NAMES_OF_KEYS |= {"right_square_bracket": "]", "left_square_bracket": "["}
+Steps = Callable[[Pilot[None], Path], Awaitable[None]]
 
 
 @pytest.fixture
@@ -37,17 +39,19 @@ def archive(tmp_path: Path) -> Path:
     return write_archive(tmp_path / "a", [*groups, group("300", [0.0, 1.0], steps=[300])])
 
 
-def press(archive: Path, steps: Steps) -> None:
-    """Open the viewer on the archive and take the steps."""
+def in_viewer(steps: Steps) -> Callable[[Path], None]:
+    """Make a test of the steps, which are taken in a viewer of the archive."""
 
-    async def session() -> None:
+    async def session(archive: Path) -> None:
         with open_catalog(str(archive), tokenizer=archive.parent / "model") as catalog:
-            app = ViewerApp(catalog, name="a")
-            async with app.run_test(size=(160, 24)) as pilot:
+            async with ViewerApp(catalog, name="a").run_test(size=(160, 24)) as pilot:
                 await settle(pilot)
-                await steps(pilot)
+                await steps(pilot, archive)
 
-    asyncio.run(session())
+    def test(archive: Path) -> None:
+        asyncio.run(session(archive))
+
+    return test
 
 
 async def settle(pilot: Pilot[None]) -> None:
@@ -84,135 +88,106 @@ def screen(pilot: Pilot[None]) -> list[str]:
     return [rows.render_line(line).text for line in range(rows.scrollable_content_region.height)]
 
 
-def test_the_list_scrolls_to_any_row(archive: Path) -> None:
-    async def steps(pilot: Pilot[None]) -> None:
-        assert "600 of 600" in shown(pilot, "#status")
-        assert not pilot.app.screen.query_one(Input).display, "the line takes no room until it is opened"
-        assert screen(pilot)[0].split()[:3] == ["id", "reward", "advantage"]
-        assert screen(pilot)[1].split()[:2] == ["1-0-0", "0.003"]
-        await keys(pilot, "down", "j")
-        assert current(pilot) == "2-0-0"
-        await keys(pilot, "pagedown")
-        assert screen(pilot)[-1].split()[0] == current(pilot)
-        await keys(pilot, "end")
-        assert current(pilot) == "300-0-1"
-        assert screen(pilot)[-1].split()[:2] == ["300-0-1", "1.000"]
-        await keys(pilot, "up", "home", "pageup")
-        assert current(pilot) == "1-0-0"
-
-    press(archive, steps)
+@in_viewer
+async def test_the_list_scrolls_to_any_row(pilot, archive):
+    assert "600 of 600" in shown(pilot, "#status")
+    assert not pilot.app.screen.query_one(Input).display, "the line takes no room until it is opened"
+    assert screen(pilot)[0].split()[:3] == ["id", "reward", "advantage"]
+    assert screen(pilot)[1].split()[:2] == ["1-0-0", "0.003"]
+    await keys(pilot, "down", "j")
+    assert current(pilot) == "2-0-0"
+    await keys(pilot, "pagedown")
+    assert screen(pilot)[-1].split()[0] == current(pilot)
+    await keys(pilot, "end")
+    assert current(pilot) == "300-0-1"
+    assert screen(pilot)[-1].split()[:2] == ["300-0-1", "1.000"]
+    await keys(pilot, "up", "home", "pageup")
+    assert current(pilot) == "1-0-0"
 
 
-def test_rows_are_sorted_filtered_and_searched(archive: Path) -> None:
-    async def steps(pilot: Pilot[None]) -> None:
-        await keys(pilot, "s", *["down"] * 10, "enter", "r")
-        assert "reward↓" in screen(pilot)[0]
-        assert current(pilot) == "300-0-1"
-        await enter(pilot, "f", "step<=9 reward>=0.01")
-        assert "12 of 600  reward>=0.01 step<=9" in shown(pilot, "#status")
-        assert current(pilot) == "9-0-0"
-        await enter(pilot, "slash", "gh[red]")
-        assert "12 of 600  text='gh[red]'" in shown(pilot, "#status")
-        await enter(pilot, "slash", "x")
-        assert "0 of 600" in shown(pilot, "#status")
-        await keys(pilot, "enter", "g", "down", "x", "r")
-        assert current(pilot) == "300-0-0"
-
-    press(archive, steps)
-
-
-def test_a_wrong_condition_is_said_and_can_be_corrected(archive: Path) -> None:
-    async def steps(pilot: Pilot[None]) -> None:
-        await enter(pilot, "f", "stop")
-        assert "a condition must read NAME=VALUE" in shown(pilot, "#status")
-        assert pilot.app.screen.query_one(Input).has_focus
-        await enter(pilot, "end", "stop=length")
-        assert "0 of 600  stop=length" in shown(pilot, "#status")
-        await keys(pilot, "f", "o", "escape", "x")
-        assert "600 of 600" in shown(pilot, "#status")
-
-    press(archive, steps)
+@in_viewer
+async def test_rows_are_sorted_filtered_and_searched(pilot, archive):
+    await keys(pilot, "s", *["down"] * 10, "enter", "r")
+    assert "reward↓" in screen(pilot)[0]
+    assert current(pilot) == "300-0-1"
+    await enter(pilot, "f", "stop")
+    assert "a condition must read NAME=VALUE" in shown(pilot, "#status")
+    assert pilot.app.screen.query_one(Input).has_focus, "it can be corrected"
+    await enter(pilot, "end", "stop=length")
+    assert "0 of 600  stop=length" in shown(pilot, "#status")
+    await keys(pilot, "f", "o", "escape", "x")
+    assert "600 of 600" in shown(pilot, "#status")
+    await enter(pilot, "f", "step<=9 reward>=0.01")
+    assert "12 of 600  reward>=0.01 step<=9" in shown(pilot, "#status")
+    assert current(pilot) == "9-0-0"
+    await enter(pilot, "slash", "gh[red]")
+    assert "12 of 600  text='gh[red]'" in shown(pilot, "#status")
+    await enter(pilot, "slash", "x")
+    assert "0 of 600" in shown(pilot, "#status")
+    await keys(pilot, "enter", "g", "down", "x", "r")
+    assert current(pilot) == "300-0-0"
 
 
-def test_a_trajectory_is_shown_in_colors_and_as_messages(archive: Path) -> None:
-    async def steps(pilot: Pilot[None]) -> None:
-        await keys(pilot, "end", "enter")
-        assert isinstance(pilot.app.screen, DetailScreen)
-        facts, tokens = shown(pilot, "#facts"), pilot.app.screen.query_one("#tokens", Static).content
-        assert "300-0-1  member 1 of group 300" in facts
-        assert "advantage from  0.5  to  0.5" in facts
-        assert "trained on in step 300" in facts
-        assert isinstance(tokens, Text)
-        assert tokens.plain == "abcdefgh[red]↵\n\\x1bl", "nothing is markup, and no control character is left"
-        assert {str(span.style.bgcolor.name) for span in tokens.spans if span.style.bgcolor} == {"rgb(50,160,80)"}  # type: ignore[union-attr]
-        await keys(pilot, "c")
-        assert "no colors" in shown(pilot, "#facts")
-        await keys(pilot, "c")
-        assert "logprob from" in shown(pilot, "#facts")
-        await keys(pilot, "t")
-        assert "prompt  tokens 0-5\nabcdef\n\nassistant  tokens 6-11\ngh[red]" in shown(pilot, "#tokens")
-        await keys(pilot, "p", "p", "n", "n", "n")
-        assert "300-0-1" in shown(pilot, "#facts")
-        await keys(pilot, "p", "escape")
-        assert current(pilot) == "300-0-0", "the list follows"
-
-    press(archive, steps)
+@in_viewer
+async def test_a_trajectory_is_shown_in_colors_and_as_messages(pilot, archive):
+    await keys(pilot, "end", "enter")
+    assert isinstance(pilot.app.screen, DetailScreen)
+    facts, tokens = shown(pilot, "#facts"), pilot.app.screen.query_one("#tokens", Static).content
+    assert "300-0-1  member 1 of group 300" in facts
+    assert "advantage from  0.5  to  0.5" in facts
+    assert "trained on in step 300" in facts
+    assert isinstance(tokens, Text)
+    assert tokens.plain == "abcdefgh[red]↵\n\\x1bl", "nothing is markup, and no control character is left"
+    assert {str(span.style.bgcolor.name) for span in tokens.spans if span.style.bgcolor} == {"rgb(50,160,80)"}
+    await keys(pilot, "c")
+    assert "no colors" in shown(pilot, "#facts")
+    await keys(pilot, "c")
+    assert "logprob from" in shown(pilot, "#facts")
+    await keys(pilot, "t")
+    assert "prompt  tokens 0-5\nabcdef\n\nassistant  tokens 6-11\ngh[red]" in shown(pilot, "#tokens")
+    await keys(pilot, "p", "p", "n", "n", "n")
+    assert "300-0-1" in shown(pilot, "#facts")
+    await keys(pilot, "p", "escape")
+    assert current(pilot) == "300-0-0", "the list follows"
 
 
-def test_a_group_stands_side_by_side(archive: Path) -> None:
-    async def steps(pilot: Pilot[None]) -> None:
-        await keys(pilot, "end", "g")
-        assert isinstance(pilot.app.screen, GroupScreen)
-        columns = [str(column.content) for column in pilot.app.screen.query(".member Static").results(Static)]
-        assert [column.splitlines()[:2] for column in columns] == [
-            ["300-0-0", "reward 0  advantage -0.500"],
-            ["300-0-1", "reward 1  advantage +0.500"],
-        ]
-        await keys(pilot, "c", "t", "escape", "enter", "g", "q", "q")
-        assert current(pilot) == "300-0-1"
-
-    press(archive, steps)
+@in_viewer
+async def test_a_group_stands_side_by_side(pilot, archive):
+    await keys(pilot, "end", "g")
+    assert isinstance(pilot.app.screen, GroupScreen)
+    columns = [str(column.content) for column in pilot.app.screen.query(".member Static").results(Static)]
+    assert [column.splitlines()[:2] for column in columns] == [
+        ["300-0-0", "reward 0  advantage -0.500"],
+        ["300-0-1", "reward 1  advantage +0.500"],
+    ]
+    await keys(pilot, "c", "t", "escape", "enter", "g", "q", "q")
+    assert current(pilot) == "300-0-1"
 
 
-def test_help_names_every_key(archive: Path) -> None:
-    async def steps(pilot: Pilot[None]) -> None:
-        await keys(pilot, "question_mark")
-        assert isinstance(pilot.app.screen, HelpScreen)
-        await keys(pilot, "escape", "enter", "question_mark", "q")
-        assert isinstance(pilot.app.screen, DetailScreen)
-
-    press(archive, steps)
+@in_viewer
+async def test_help_names_every_key(pilot, archive):
+    await keys(pilot, "question_mark")
+    assert isinstance(pilot.app.screen, HelpScreen)
+    await keys(pilot, "escape", "enter", "question_mark", "q")
+    assert isinstance(pilot.app.screen, DetailScreen)
     for screen_class in (ListScreen, TokenScreen, DetailScreen, RowList):
         for binding in screen_class.BINDINGS:
-            for key in binding.key.split(","):  # type: ignore[union-attr]
-                word = NAMES_OF_KEYS.get(key, key)
-                assert word in HELP, f"{key} of {screen_class.__name__} must be in the help"
+            for key in binding.key.split(","):
+                assert NAMES_OF_KEYS.get(key, key) in HELP, f"{key} of {screen_class.__name__} must be in the help"
 
 
-NAMES_OF_KEYS = {
-    "slash": "/",
-    "question_mark": "?",
-    "right_square_bracket": "]",
-    "left_square_bracket": "[",
-    "pageup": "page up",
-    "pagedown": "page down",
-}
-
-
-def test_what_is_archived_meanwhile_appears(archive: Path) -> None:
-    async def steps(pilot: Pilot[None]) -> None:
-        await keys(pilot, "end")
-        write_archive(archive, [make_finished("301", steps=[301])])
-        await keys(pilot, "u")
-        await settle(pilot)
-        assert "602 of 602" in shown(pilot, "#status")
-        assert current(pilot) == "300-0-1", "the cursor stays"
-        for shard in archive.glob("*.parquet"):
-            shard.unlink()
-        await keys(pilot, "enter")
-        assert "the files must stay where they were opened" in shown(pilot, "#status")
-
-    press(archive, steps)
+@in_viewer
+async def test_what_is_archived_meanwhile_appears(pilot, archive):
+    await keys(pilot, "end")
+    write_archive(archive, [make_finished("301", steps=[301])])
+    await keys(pilot, "u")
+    await settle(pilot)
+    assert "602 of 602" in shown(pilot, "#status")
+    assert current(pilot) == "300-0-1", "the cursor stays"
+    for shard in archive.glob("*.parquet"):
+        shard.unlink()
+    await keys(pilot, "enter")
+    assert "the files must stay where they were opened" in shown(pilot, "#status")
 
 
 def test_a_long_trajectory_is_shown_in_pages(archive: Path, tmp_path: Path) -> None:
