@@ -46,7 +46,6 @@ def real(rig: Rig) -> Rig:
     return rig
 
 
-# --- requests --------------------------------------------------------------------------------------------------------
 def test_the_version_is_minus_one_before_the_first_update(rig: Rig):
     assert rig.engine.version == -1
     (completion,) = rig.run(rig.generate([PROMPT], [make_sampling()]))
@@ -108,7 +107,6 @@ def test_a_cancelled_request_does_not_disturb_the_others(rig: Rig):
     assert len(rig.run(rig.generate([PROMPT], [make_sampling()]))) == 1
 
 
-# --- load ------------------------------------------------------------------------------------------------------------
 def test_an_idle_engine_has_no_load(rig: Rig):
     rig.run(rig.generate([PROMPT], [make_sampling()]))
     load = rig.engine.current_load()
@@ -154,7 +152,6 @@ def test_a_text_ends_a_response_with_the_token_that_completes_it(real: Rig):
         assert ended.version_spans[0] == free.version_spans[0]
 
 
-# --- log-probabilities -----------------------------------------------------------------------------------------------
 def test_prompt_logprobs_are_one_fewer_than_tokens(rig: Rig):
     assert len(rig.run(rig.engine.prompt_logprobs(PROMPT))) == len(PROMPT) - 1
 
@@ -220,7 +217,6 @@ def test_greedy_takes_the_likeliest(real: Rig):
     assert completion.token_ids == logits.argmax(-1).tolist()
 
 
-# --- updates ---------------------------------------------------------------------------------------------------------
 def test_an_update_brings_version_and_weights(rig: Rig):
     pause = rig.run(rig.publish(make_tiny_module(seed=1), version=0))
     assert 0 <= pause < 20

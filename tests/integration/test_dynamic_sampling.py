@@ -123,7 +123,6 @@ def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_with_that_cause(tmp_p
     assert scene.store.audit().is_sound
 
 
-# --- curriculum ------------------------------------------------------------------------------------------------------
 BAND = {"curriculum": {"low": 0.2, "high": 0.8, "explore": 0.1, "min_answers": 2}}
 
 
@@ -201,7 +200,6 @@ def test_a_run_without_a_row_in_the_band_continues_and_reports_it_once(tmp_path:
     assert scene.store.audit().is_sound
 
 
-# --- the greedy member -----------------------------------------------------------------------------------------------
 @STORES
 def test_every_group_has_a_greedy_member_as_its_baseline(tmp_path: Path, make_store):
     scene = GeneratorScene(tmp_path, make_store=make_store, reward=f"{HERE}:mixed", generators={"baseline": "greedy"})

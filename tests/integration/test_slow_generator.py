@@ -67,12 +67,7 @@ class SimulatedRun:
         self.store.open_run("test", config_json=plain, num_rows=len(rows), seed=0)
         hub = MemoryBroker()
         self.router = Router(
-            hub.server(),
-            self.store,
-            run=self.run,
-            train=rows,
-            heldout={"sampled": rows},
-            clock=self.loop.time,
+            hub.server(), self.store, run=self.run, train=rows, heldout={"sampled": rows}, clock=self.loop.time
         )
         self.learner = SimulatedPeer(hub, "learner", "learner", self.loop)
         self.peers = [SimulatedPeer(hub, "generator", name, self.loop) for name in speeds]

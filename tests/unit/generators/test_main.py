@@ -14,13 +14,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
-from slipstream.generators.__main__ import (
-    accept_settings,
-    find_local_run,
-    ignored_settings,
-    split_id,
-    wait_for_token,
-)
+from slipstream.generators.__main__ import accept_settings, find_local_run, ignored_settings, split_id, wait_for_token
 from slipstream.runtime.clock import Deadline, WaitTimeoutError
 from slipstream.runtime.credentials import TOKEN_VARIABLE, make_token
 from slipstream.runtime.run_folder import RunFolder
@@ -58,7 +52,6 @@ def test_settings_of_the_run_have_no_effect_here() -> None:
     assert ignored_settings([ADDRESS, "weights.transport=delta", "seed=3"]) == ["seed=3"]
 
 
-# --- code ------------------------------------------------------------------------------------------------------------
 REWARD, PATH = "os:system", "hub/model"
 
 
@@ -145,7 +138,6 @@ def test_the_model_may_lie_elsewhere_here() -> None:
     assert accepted(received(), [make_run()], []) == received()
 
 
-# --- the run to join -------------------------------------------------------------------------------------------------
 def recorded(folder: Path, name: str, address: str | None = None) -> RunConfig:
     run = make_run(name=name, runs_dir=str(folder), broker={"address": address})
     RunFolder(run).open()

@@ -249,7 +249,6 @@ def test_a_machine_without_bubblewrap_is_told_how_to_get_it(monkeypatch: pytest.
         RewardFunctions(RewardConfig("code"))
 
 
-# --- code rewards ----------------------------------------------------------------------------------------------------
 ADD = "def add(a, b):\n    return a + b"
 READ = "print(sum(map(int, input().split())))"
 STDIN = {"inputs": ["3 4", "1 1"], "outputs": ["7\n", "2"]}
@@ -302,7 +301,6 @@ def test_code_may_be_rewarded_for_the_share_of_tests():
     assert "a ground truth of code must be statements, a list of them, or a record" in shares[4].detail
 
 
-# --- a remote sandbox ------------------------------------------------------------------------------------------------
 class Service(Handler):
     def answer(self) -> None:
         body = self.read()

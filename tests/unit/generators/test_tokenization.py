@@ -63,7 +63,6 @@ def test_messages_that_the_template_does_not_take_are_an_error(template: str | N
         PromptEncoder(tokenizer, max_prompt_tokens=8).encode(make_prompt([{"role": "user", "content": "1"}]))
 
 
-# --- between two turns -----------------------------------------------------------------------------------------------
 NUM_DIALOGUES = 1_700
 """For each of the six templates."""
 PIECES = [*"+Ä中🙂<:", "the", " answer", "\n", "\n\n", " ", "42", "tool", "</think>", "  ", "\t", "e\u0301"]

@@ -123,7 +123,6 @@ def test_an_environment_that_does_not_answer_is_named_and_ended():
     assert "must answer within 1.5 s, but did not" in trajectory.reward.detail
 
 
-# --- transcripts -----------------------------------------------------------------------------------------------------
 class RandomEngine(ScriptedEngine):
     """Writes random tokens of an alphabet with random log-probabilities, and records the versions."""
 
@@ -210,7 +209,6 @@ def test_transcripts_of_an_environment_are_those_of_the_door_over_weight_updates
     check_updates([versions for *_, versions in told.values()])
 
 
-# --- verifiers -------------------------------------------------------------------------------------------------------
 PYTHON = os.environ.get("SLIPSTREAM_VERIFIERS_PYTHON", "")
 
 

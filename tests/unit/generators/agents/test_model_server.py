@@ -86,7 +86,6 @@ def contexts(trajectory: Trajectory) -> list[tuple[str, list[str]]]:
     return found
 
 
-# --- one conversation ------------------------------------------------------------------------------------------------
 def test_two_turns_token_by_token():
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
         messages = [*QUESTION]
@@ -182,7 +181,6 @@ def test_a_stream_has_the_message_and_its_end():
     talk(loop, [CALL])
 
 
-# --- several contexts ------------------------------------------------------------------------------------------------
 def test_a_fork_is_a_context_in_which_earlier_turns_carry_no_loss():
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
         start = [*QUESTION, (await ask(QUESTION)).choices[0].message.to_dict()]
@@ -245,7 +243,6 @@ def test_the_same_request_without_a_mark_is_another_sample():
     assert len(contexts(talk(loop, ["one", "two"]))) == 2
 
 
-# --- token ids -------------------------------------------------------------------------------------------------------
 def test_ids_go_in_and_ids_logprobs_and_versions_come_out():
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
         token_ids = ids(opened("12 + 30?"))
@@ -269,7 +266,6 @@ def test_ids_go_in_and_ids_logprobs_and_versions_come_out():
     assert (len(contexts(trajectory)), trajectory.num_turns) == (1, 2)
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("limits", "reason"), [({"max_tokens": 28, "max_length": 60}, "context_overflow"), ({"max_tokens": 5}, "length")]
 )

@@ -159,7 +159,6 @@ def test_a_token_without_a_log_probability_is_refused():
         Transcript([5]).add_completion(Completion([3, 9], [-0.3], [VersionSpan(0, 6)], "stop"))
 
 
-# --- answers that are compared ---------------------------------------------------------------------------------------
 class Comparing(RecordingScorer):
     """Rewards the number of answers that are compared; records each call."""
 

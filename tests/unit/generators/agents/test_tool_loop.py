@@ -228,10 +228,7 @@ def test_a_template_without_tools_shows_results_as_the_users():
         ({"tools": ["calculator_2"]}, "generators.agent.tools\\[0\\].function must look like `module:function`"),
         ({"tools": ["calculator", "calculator"]}, "must have unique names, got calculator more than once"),
         ({"tools": [f"{HERE}:without_a_docstring"]}, "must have annotated parameters, and a docstring"),
-        (
-            {"tools": ["calculator"], "format": "xml"},
-            "agent.format must be hermes, json, react or vllm:NAME",
-        ),
+        ({"tools": ["calculator"], "format": "xml"}, "agent.format must be hermes, json, react or vllm:NAME"),
     ],
 )
 def test_what_cannot_be_a_tool_is_refused(agent: dict, complaint: str):

@@ -30,7 +30,6 @@ def score(config: RewardConfig, sample: RewardInput) -> Reward:
     return asyncio.run(functions.score_async(sample)) if functions.is_async else functions.score(sample)
 
 
-# --- choosing and adding ---------------------------------------------------------------------------------------------
 def test_functions_are_added_with_weights_and_each_has_a_part():
     config = several({"function": "exact_match", "weight": 2}, {"function": "position_match", "weight": -0.5})
     right, half = score(config, make_input()), score(config, make_input("31000"))
@@ -119,7 +118,6 @@ def test_a_function_may_lie_in_a_file(tmp_path: Path):
         RewardFunctions(RewardConfig(f"{tmp_path}/json.py:lengthy"))
 
 
-# --- answers that are compared ---------------------------------------------------------------------------------------
 def score_group(config: RewardConfig, *responses: str) -> list[Reward]:
     return scores(config, [make_input(response) for response in responses], compares=True)
 
@@ -150,11 +148,7 @@ def test_an_answer_without_a_reward_of_its_own_is_not_compared():
     ("functions", "responses", "words"),
     [
         (["exact_match", "rank"], ["a"], "rank: ValueError: rank requires at least two answers"),
-        (
-            [f"{SAMPLES}:too_few"],
-            ["a", "b"],
-            "too_few: ValueError: it must return one value per answer (2), got 1",
-        ),
+        ([f"{SAMPLES}:too_few"], ["a", "b"], "too_few: ValueError: it must return one value per answer (2), got 1"),
         ([f"{SAMPLES}:first_only"], ["a", "b"], ""),
     ],
 )
@@ -177,7 +171,6 @@ def test_an_answer_by_itself_is_scored_by_the_functions_that_do_not_compare():
     assert "requires a function that scores it individually" in alone.detail
 
 
-# --- forms of other libraries ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -247,7 +240,6 @@ def test_truths_of_every_form():
         truth_texts(make_input(truth=[1]), grader="qa")
 
 
-# --- async functions in workers --------------------------------------------------------------------------------------
 def score_all(responses: list[str], **settings: Any) -> tuple[list[Reward], float]:
     async def use(pool: RewardPool) -> tuple[list[Reward], float]:
         await pool.score(make_input(""))

@@ -27,7 +27,6 @@ def make_sample(response: str = "", *, truth: Any = "7", num_tokens: int = 0, **
     return RewardInput(prompt="?", response=response, ground_truth=truth, response_token_ids=ids, **fields)
 
 
-# --- mathematics -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("response", "method", "total"),
     [
@@ -107,7 +106,6 @@ def test_no_grader_rewards_more_than_a_few_wrong_answers(grader: str):
     assert counts["right"] > {"gsm8k": 80, "math_answer": 80, "dapo_math": 150, "math": 230}[grader]
 
 
-# --- answers to questions --------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("response", "exact", "sub"),
     [
@@ -142,7 +140,6 @@ def test_a_golden_answer_of_articles_alone_is_refused():
         qa_sub_match(make_sample("<answer>x</answer>", truth="the !"))
 
 
-# --- shape -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("response", "total"),
     [
@@ -176,7 +173,6 @@ def test_penalty_of_repetition(response: str, total: float):
     assert repetition_penalty(make_sample(response)).total == pytest.approx(total)
 
 
-# --- reasoning-gym ---------------------------------------------------------------------------------------------------
 def test_tasks_of_reasoning_gym_are_graded_by_their_verifiers():
     gym = pytest.importorskip("reasoning_gym")
     entry = next(iter(gym.create_dataset("chain_sum", size=1, seed=3)))

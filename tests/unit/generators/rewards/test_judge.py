@@ -93,7 +93,6 @@ def test_a_judge_without_a_score_is_an_error(address: str, answer: str, words: s
     assert words in reward.detail
 
 
-# --- pairs -----------------------------------------------------------------------------------------------------------
 def compare(
     address: str, answers: list[str], *, template: str = "ANSWER PAIR {a} {b}", **arguments: Any
 ) -> list[Reward]:
@@ -165,10 +164,7 @@ def test_a_dead_judge_is_masked_and_named_and_recovers(function: str):
         ({"pattern": "("}, "regular expression"),
         ({"pattern": "1"}, "a group"),
         ({"template": "no"}, "{response}"),
-        (
-            {"color": 1},
-            r"generators.reward.arguments must fit 'judge', .* unexpected keyword argument 'color'",
-        ),
+        ({"color": 1}, r"generators.reward.arguments must fit 'judge', .* unexpected keyword argument 'color'"),
     ],
 )
 def test_a_judge_that_cannot_score_is_refused(arguments: dict[str, Any], words: str):

@@ -89,7 +89,6 @@ def test_what_is_no_index_is_refused_at_the_start(tmp_path: Path):
         play({"kind": "tools", "tools": [{"function": "search", "arguments": {"index": str(tmp_path)}}]}, [])
 
 
-# --- the agent -------------------------------------------------------------------------------------------------------
 ASK = "who died at the danube? <search>danube</search>"
 FOUND = "\n\n<information>Doc 1(Title: Vienna) A city on the Danube, where Beethoven died.</information>\n\n"
 
@@ -154,7 +153,6 @@ def test_a_passage_cannot_end_a_turn(index: str):
     assert end not in trajectory.token_ids[observed:]
 
 
-# --- the tool, and a service -----------------------------------------------------------------------------------------
 class Service(Handler):
     """A small version of Search-R1's retrieval server."""
 
