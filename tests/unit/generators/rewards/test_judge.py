@@ -106,12 +106,8 @@ def test_every_pair_is_judged_in_both_orders_and_an_answer_gets_the_share_that_i
     assert [reward.total for reward in rewards] == pytest.approx([0, 2.5 / 3, 1 / 3, 2.5 / 3])
     assert len(_Judge.seen) == 4 * 3
     assert rewards[0].parts == {"pairs": 3}
-
-
-def test_a_judge_that_prefers_the_first_place_gives_all_the_same(address: str):
-    assert [reward.total for reward in compare(address, ["1", "2", "3"], template="{a}{b}ANSWER Verdict: A")] == [
-        0.5
-    ] * 3
+    prefers_the_first_place = compare(address, ["1", "2", "3"], template="{a}{b}ANSWER Verdict: A")
+    assert [reward.total for reward in prefers_the_first_place] == [0.5] * 3
 
 
 def test_with_fewer_opponents_bradley_terry_weighs_who_was_beaten(address: str):
