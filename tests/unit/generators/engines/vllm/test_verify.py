@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
+import pytest
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
@@ -105,6 +106,15 @@ def keep_old_kernel(model: Model) -> None:
     model.qk.cpu_linear = kernel
 
 
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (corrupt("norm.weight"), "norm.weight"),
+        (corrupt("head.weight"), "head.weight"),
+        (corrupt("experts.weight"), "experts.weight"),
+        (keep_old_kernel, "qk.weight"),
+    ],
+)
 def test_one_changed_element_is_found_in_any_parameter(change: Callable[[Model], None], name: str):
     model, sent = Model(), make_sent()
     record = load(model, sent)
