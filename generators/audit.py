@@ -165,19 +165,16 @@ class Auditor:
         Without own answers, 0 if the engine still holds the version, else None.
         """
         if (version, engine_version) not in self._own_diffs:
-            diffs = [diff for answer in [*self._own.get(version, ())] for diff in await self._diffs(answer)]
+            diffs: list[float] = []
+            for own in [*self._own.get(version, ())]:
+                scores, _ = await self._score(own)
+                if scores is not None:
+                    places = _newest(own)
+                    diffs += np.abs(np.array(scores.own)[places - 1] - own.generator_logprobs[places]).tolist()
             if not diffs:
                 return 0.0 if version == engine_version else None
             self._own_diffs[version, engine_version] = float(np.mean(diffs))
         return self._own_diffs[version, engine_version]
-
-    async def _diffs(self, own: Trajectory) -> list[float]:
-        scores, _ = await self._score(own)
-        places = _newest(own)
-        if scores is None:
-            return []
-        differences: list[float] = np.abs(np.array(scores.own)[places - 1] - own.generator_logprobs[places]).tolist()
-        return differences
 
 
 def _newest(trajectory: Trajectory) -> np.ndarray:

@@ -54,15 +54,12 @@ _DEVICES |= {"stdin", "stdout", "stderr"}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _is_served(*arguments: int) -> bool:
+def _is_call_served(number_x86_64: int, number_aarch64: int) -> bool:
+    # These arguments are invalid for every call, so an allowed call has no effect. 16 is PTRACE_ATTACH.
+    arguments = (number_x86_64 if platform.machine() == "x86_64" else number_aarch64, 16, 0, 0, 0, 0)
     ctypes.set_errno(0)
     _libc.syscall(*map(ctypes.c_long, arguments))
     return ctypes.get_errno() not in (errno.EPERM, errno.ENOSYS)
-
-
-def _is_call_served(number_x86_64: int, number_aarch64: int) -> bool:
-    # These arguments are invalid for every call, so an allowed call has no effect. 16 is PTRACE_ATTACH.
-    return _is_served(number_x86_64 if platform.machine() == "x86_64" else number_aarch64, 16, 0, 0, 0, 0)
 
 
 def _clone_into_new_namespace(_: Surroundings) -> bool:
@@ -199,12 +196,10 @@ def _type_into_terminal(_: Surroundings) -> bool:
         fcntl.ioctl(0, _TIOCSTI, b"x")
         return True
     except OSError as error:
-        return error.errno != errno.EPERM or _is_opened("/dev/tty")
-
-
-def _is_opened(path: str) -> bool:
+        if error.errno != errno.EPERM:
+            return True
     try:
-        os.close(os.open(path, os.O_RDWR))
+        os.close(os.open("/dev/tty", os.O_RDWR))
         return True
     except OSError:
         return False

@@ -100,7 +100,7 @@ _LOAD_POLL_INTERVAL_S = 1.0
 """A shorter interval would adjust the limit before the load reflects the last adjustment."""
 _IDLE_LOG_INTERVAL_S = 10.0
 _SERVING = ("ready", "updating")
-"""States in which the generator accepts prompts."""
+"""States that accept prompts."""
 
 log = structlog.get_logger(__name__)
 
@@ -201,7 +201,10 @@ class Generator:
             while self._is_running:
                 self._poll_load()
                 self._request_prompts()
-                self._log_idle()
+                if self._tasks or self._clock() >= self._next_idle_log_at:
+                    self._next_idle_log_at = self._clock() + _IDLE_LOG_INTERVAL_S
+                    if not self._tasks:
+                        log.info("waiting", state=self._state, reason=self._reason or "for prompts")
                 await self._wait_for_wake_up()
             self._raise_error()
         finally:
@@ -337,12 +340,6 @@ class Generator:
         if self._agent.waiting:
             return "agents"
         return "prompts" if self._state in _SERVING and self._reason else ""
-
-    def _log_idle(self) -> None:
-        if self._tasks or self._clock() >= self._next_idle_log_at:
-            self._next_idle_log_at = self._clock() + _IDLE_LOG_INTERVAL_S
-            if not self._tasks:
-                log.info("waiting", state=self._state, reason=self._reason or "for prompts")
 
     # --- prompts -------------------------------------------------------------------------------------------------
     def _poll_load(self) -> None:

@@ -271,7 +271,7 @@ def _system_call_filter() -> bytes:
 
 # --- memory of all processes -----------------------------------------------------------------------------------------
 def _find_groups() -> Path | None:
-    """Find a cgroup v2 in which this process may create groups with a memory limit."""
+    """Find a cgroup v2 where this process may create groups with a memory limit."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
         mount = next(words[1] for words in mounts if words[2] == "cgroup2")
@@ -328,7 +328,6 @@ def _memory_file(content: bytes) -> Iterator[int]:
 
 
 async def _watch(process: asyncio.subprocess.Process, stdin: bytes, limits: Limits) -> Execution:
-    """Wait for the process until `time_s`, then kill it with its descendants."""
     assert process.stdin is not None
     assert process.stdout is not None
     assert process.stderr is not None

@@ -49,7 +49,12 @@ class PromptEncoder:
         `tools`: JSON schemas for the template. Also returns the prompt's images, whose placeholder tokens are expanded.
         """
         if isinstance(prompt.prompt, str):
-            token_ids = self._encode_prompt_text(prompt)
+            try:
+                token_ids = self.tokenizer.encode(prompt.prompt, add_special_tokens=False)
+            except Exception as error:
+                raise PromptError(
+                    f"prompt {prompt.uid} must be encodable by the tokenizer, got {prompt.prompt[:60]!r}: {error}"
+                ) from error
         else:
             self._require_template(f"prompt {prompt.uid} is a list of chat messages")
             # The template has inserted special tokens, and rows may contain more.
@@ -154,14 +159,6 @@ class PromptEncoder:
         raise ConfigError(
             f"{setting}.format must fit the tokenizer's chat template, or be `react`, which needs none, but {reason}."
         )
-
-    def _encode_prompt_text(self, prompt: Prompt) -> list[int]:
-        try:
-            return self.tokenizer.encode(prompt.prompt, add_special_tokens=False)
-        except Exception as error:
-            raise PromptError(
-                f"prompt {prompt.uid} must be encodable by the tokenizer, got {prompt.prompt[:60]!r}: {error}"
-            ) from error
 
     def _require_template(self, reason: str) -> None:
         if not self.tokenizer.chat_template:

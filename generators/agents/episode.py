@@ -42,7 +42,6 @@ class AgentLoop(Protocol):
     """Alternates model turns and observations. One object serves all answers of a generator."""
 
     def tools(self, prompt: Prompt) -> list[dict[str, Any]] | None:
-        """JSON schemas of the tools to render with this prompt, if any."""
         return None
 
     async def run(self, episode: Any) -> None:
@@ -94,7 +93,6 @@ class Transcript:
         self._extend(completion.token_ids, completion.logprobs, is_model=True)
 
     def add_observation(self, token_ids: list[int]) -> None:
-        """Append tokens that the model did not write."""
         self._extend(token_ids, [0.0] * len(token_ids), is_model=False)
 
     def trim(self) -> None:

@@ -86,7 +86,12 @@ class AnswerQueue:
             while True:
                 offer = self._offered[access] = _Offer(episode, access)
                 self._changed.set()
-                await self._wait_for_agent(offer)
+                while not offer.taken.done():
+                    await asyncio.wait([offer.taken], timeout=_LOG_INTERVAL_S)
+                    now = time.monotonic()
+                    if self.waiting and now >= self._next_log_at:
+                        self._next_log_at = now + _LOG_INTERVAL_S
+                        log.warning("waiting_for_agents", reason=self.waiting)
                 problem = await self._wait_for_end(offer, silence_timeout_s=silence_timeout_s)
                 if not problem or episode.turns:
                     return
@@ -98,16 +103,7 @@ class AnswerQueue:
             self._offered.pop(access, None)
             self._lent.pop(access, None)
 
-    async def _wait_for_agent(self, offer: _Offer) -> None:
-        while not offer.taken.done():
-            await asyncio.wait([offer.taken], timeout=_LOG_INTERVAL_S)
-            now = time.monotonic()
-            if self.waiting and now >= self._next_log_at:
-                self._next_log_at = now + _LOG_INTERVAL_S
-                log.warning("waiting_for_agents", reason=self.waiting)
-
     async def _wait_for_end(self, offer: _Offer, *, silence_timeout_s: float) -> str:
-        """Return the problem, empty if the agent finished."""
         episode = offer.episode
         while not offer.ended.done():
             if (left_s := silence_timeout_s - offer.access.idle_s()) <= 0:

@@ -83,7 +83,11 @@ class ToolLoop:
                 episode.stop_reason = "turn_limit"
                 return
             if text is None:
-                self._observe(episode, await self._answer(episode, calls, tools))
+                results = await self._answer(episode, calls, tools)
+                if self._format.is_text:
+                    episode.observe(" " + "\n".join(results) + "\n")
+                else:
+                    episode.observe_messages([{"role": self._role, "content": result} for result in results])
             elif isinstance(episode.prompt.prompt, str):
                 episode.observe(text)
             else:
@@ -127,12 +131,6 @@ class ToolLoop:
         if len(names) != 1:
             raise ToolError(f"{call.name} needs a JSON record with {', '.join(names)}")
         return {names[0]: call.arguments[ONLY]}
-
-    def _observe(self, episode: Episode, results: list[str]) -> None:
-        if self._format.is_text:
-            episode.observe(" " + "\n".join(results) + "\n")
-        else:
-            episode.observe_messages([{"role": self._role, "content": result} for result in results])
 
     def _shortened(self, text: str) -> str:
         limit = self._config.max_result_characters

@@ -73,11 +73,9 @@ class Comparison:
 
     @property
     def size(self) -> int:
-        """Number of compared answers."""
         return len(self._samples)
 
     async def score(self, index: int, sample: RewardInput) -> Reward:
-        """Return the reward after all other answers have arrived or left."""
         self._samples[index] = sample
         self._drop(index)
         await self._is_over.wait()
@@ -184,7 +182,6 @@ class AgentRunner:
 
     @property
     def _address_file(self) -> Path | None:
-        """File with the model server's address for external agents; None if not needed."""
         folder = RunFolder(self._run)
         return folder.doors / self._generator_id if self._queue and folder.path.is_dir() else None
 
@@ -236,7 +233,14 @@ class AgentRunner:
         return trajectory
 
     def _episode(self, prompt: Prompt, index: int, *, tools: list[dict[str, Any]] | None) -> Episode:
-        token_ids, images = self._encode(prompt, tools)
+        # Encoded once per lease, whose members share the prompt object.
+        known, encoded = self._encoded.get(prompt.lease.id, (None, None))
+        if known is not prompt or encoded is None:
+            encoded = self._encoder.encode(prompt, tools=tools)
+            self._encoded[prompt.lease.id] = prompt, encoded
+            if len(self._encoded) > _CACHED:
+                del self._encoded[next(iter(self._encoded))]
+        token_ids, images = encoded
         return Episode(
             prompt=prompt,
             prompt_token_ids=token_ids,
@@ -248,16 +252,6 @@ class AgentRunner:
             request_id=make_trajectory_id(prompt.lease.id, index),
             seed_of=partial(self._seed, prompt.lease, index),
         )
-
-    def _encode(self, prompt: Prompt, tools: list[dict[str, Any]] | None) -> tuple[list[int], list[PromptImage]]:
-        # Encoded once per lease, whose members share the prompt object.
-        known, encoded = self._encoded.get(prompt.lease.id, (None, None))
-        if known is not prompt or encoded is None:
-            encoded = self._encoder.encode(prompt, tools=tools)
-            self._encoded[prompt.lease.id] = prompt, encoded
-            if len(self._encoded) > _CACHED:
-                del self._encoded[next(iter(self._encoded))]
-        return encoded
 
     def _trajectory(
         self, episode: Episode, index: int, *, own: Transcript, reward: Reward, started_at: float

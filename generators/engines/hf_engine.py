@@ -102,7 +102,6 @@ class HfRequest:
         tokenizer: Any = None,
         images: Sequence[PromptImage] = (),
     ) -> None:
-        """`tokenizer`: needed with `stop`."""
         self.prompt_token_ids = prompt_token_ids
         self.sampling = sampling
         self.images = images
@@ -117,7 +116,6 @@ class HfRequest:
         self.completion: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
 
     def append(self, token_id: int, logprob: float, *, version: int, end_token_ids: Sequence[int]) -> None:
-        """Append a sampled token, and complete the request at an end token, a stop string, or `max_tokens`."""
         if not self.version_spans or self.version_spans[-1].version != version:
             self.version_spans.append(VersionSpan(len(self.token_ids), version))
         self.token_ids.append(token_id)
@@ -368,7 +366,10 @@ class HfEngine:
                 # Let requests of the same loop iteration form one batch.
                 await asyncio.sleep(0)
                 batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._max_num_seqs))]
-                await self._decode_batch(batch)
+                decoded = self._make_batch(batch)
+                while not decoded.is_done:
+                    decoded.step(self._model, version=self._version, end_token_ids=self._end_token_ids)
+                    await asyncio.sleep(0)
         except Exception as error:
             log.error("decoding_failed", exc_info=error)
             # Fail the queue too, because nothing would restart decoding.
@@ -377,12 +378,6 @@ class HfEngine:
                     failure = EngineDiedError(f"decoding failed: {type(error).__name__}: {error}")
                     request.completion.set_exception(failure)
             self._queue.clear()
-
-    async def _decode_batch(self, requests: list[HfRequest]) -> None:
-        batch = self._make_batch(requests)
-        while not batch.is_done:
-            batch.step(self._model, version=self._version, end_token_ids=self._end_token_ids)
-            await asyncio.sleep(0)
 
     def _make_batch(self, requests: list[HfRequest]) -> HfBatch:
         return HfBatch(

@@ -114,7 +114,6 @@ class VerifiersEnvironment:
         self._tasks: list[Any] = []
 
     async def open(self) -> None:
-        """Start the tool servers and the interception of model calls."""
         await self._stack.enter_async_context(self._env.serving())
 
     def tasks(self, number: int) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@
          {"tasks": 100}                                                          answered by {"tasks": [...]}
     out  {"id": 7, "reward": 1.0, "parts": {...}, "metrics": {...}, "is_correct": true}, or {"id": 7, "error": "..."}
 
-It imports only the standard library and the environment, whose libraries may have any version.
+It imports only the standard library and the environment, so that any versions of libraries work.
 """
 
 import asyncio

@@ -73,7 +73,6 @@ class RewardFunction:
             start()
 
     def start(self, sample: RewardInput | list[RewardInput]) -> Any:
-        """Call the function. The result is awaitable if it is async."""
         return call(self._function, self._form, sample)
 
     def result(self, value: Any) -> Reward | None:
@@ -140,7 +139,6 @@ class RewardFunctions:
         return any(not function.compares and function.config.takes(data_source) for function in self._functions)
 
     async def compare(self, samples: list[RewardInput]) -> list[Reward]:
-        """Run the comparing functions on all answers to a prompt. The result includes `RewardInput.reward`."""
         chosen = [each for each in self._functions if each.compares and each.config.takes(samples[0].data_source)]
         try:
             async with asyncio.TaskGroup() as group:

@@ -94,7 +94,6 @@ class RewardWorker(asyncio.Protocol):
         self.error = ""
 
     def take_pending(self) -> list[ScoreRequest]:
-        """Remove and return the unanswered requests, oldest first."""
         requests = [request for _, request in self._pending.values()]
         self._pending.clear()
         return requests
@@ -173,7 +172,6 @@ class RewardWorker(asyncio.Protocol):
             self._on_failure(request, rewards)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Get the cause from the exit code, shortly after the connection closes."""
         self._stop_timer()
         is_ours, self._is_ending = self._is_ending, True
         loop = asyncio.get_running_loop()
@@ -187,9 +185,6 @@ class RewardWorker(asyncio.Protocol):
             return
         if code is None or code < 0:
             self._kill()
-        self._close(code, is_ours=is_ours)
-
-    def _close(self, code: int | None, *, is_ours: bool) -> None:
         self.is_closed = True
         status, error = _describe_exit(code, self._config)
         self.error = self.error or error
@@ -207,7 +202,7 @@ class RewardWorker(asyncio.Protocol):
             self._settle(request, [reward] * len(request.samples))
 
     def _kill(self) -> None:
-        """Kill a worker that does not exit, or the rest of one whose supervisor was killed."""
+        """Kill a worker that does not exit, or what a killed supervisor left."""
         self._process.kill()
         if self.pid:
             with suppress(ProcessLookupError, PermissionError):
@@ -243,7 +238,6 @@ class RewardWorker(asyncio.Protocol):
 
 
 def _describe_exit(code: int | None, config: RewardConfig) -> tuple[str, str]:
-    """Return status and detail for the request that a worker was scoring when it exited with this code."""
     number = code - SIGNAL_EXIT if code and code > SIGNAL_EXIT else -code if code and code < 0 else 0
     if number == signal.SIGXCPU:
         limit = f"generators.reward.max_cpu_s ({config.max_cpu_s} s)"
@@ -302,7 +296,6 @@ class RewardPool:
         return self._functions.compares(data_source)
 
     async def score_group(self, samples: list[RewardInput]) -> list[Reward]:
-        """Score each answer to a prompt individually, then compare those without failure."""
         rewards: list[Reward | None] = [None] * len(samples)
         if samples and self._functions.scores_alone(samples[0].data_source):
             rewards = [*await asyncio.gather(*map(self.score, samples))]

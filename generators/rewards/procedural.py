@@ -17,7 +17,7 @@ UNRELIABLE = {
 }
 """Task -> why its verifier does not give the reference answer a score of 1."""
 _OF_TUPLES = ("arc_agi", "rearc")
-"""Tasks whose verifiers expect tuples instead of lists."""
+"""Their verifiers expect tuples instead of lists."""
 
 
 class ReasoningGym:

@@ -129,7 +129,7 @@ class Form(NamedTuple):
     """Calling convention of a reward function."""
 
     keywords: Callable[[RewardInput], dict[str, Any]] | None
-    """Builds keyword arguments, of which the function gets those that it accepts. None = pass the sample itself."""
+    """Builds keyword arguments; the function gets those that it accepts. None = pass the sample itself."""
     result: Callable[[Any], Reward | None]
     """Converts the returned value to a reward, None = no opinion."""
     compares: bool = False
@@ -192,10 +192,6 @@ def _verl_keywords(sample: RewardInput) -> dict[str, Any]:
     }
 
 
-def _verl_batch_keywords(sample: RewardInput) -> dict[str, Any]:
-    return {f"{name}s": [value] for name, value in _verl_keywords(sample).items()}
-
-
 def _verl_reward(value: Any) -> Reward:
     """Convert a number, or a dict: `score` is the reward, `acc` decides correctness, `pred` is the extracted answer,
     and all numbers but `score` become parts."""
@@ -240,7 +236,10 @@ def _only(values: Any) -> Any:
 _OURS = Form(None, _as_reward)
 _FORMS = {
     "solution_str": Form(_verl_keywords, _verl_reward),
-    "solution_strs": Form(_verl_batch_keywords, lambda value: _verl_reward(_only(value))),
+    "solution_strs": Form(
+        lambda sample: {f"{name}s": [value] for name, value in _verl_keywords(sample).items()},
+        lambda value: _verl_reward(_only(value)),
+    ),
     "completions": Form(_trl_keywords, _trl_reward),
     "samples": Form(None, _as_reward, compares=True),
 }

@@ -62,7 +62,7 @@ decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply | int | str).decode
 """First the id of the scoring process once it is ready, or the error that prevents it. Then Replies."""
 MEMORY_EXIT = 77
-"""Exit code of a worker whose reward function ran out of memory."""
+"""Exit code after a reward function ran out of memory."""
 STUCK_EXIT = 78
 """Exit code of a worker with a call that ignores cancellation, which has already failed."""
 SIGNAL_EXIT = 128
@@ -82,7 +82,6 @@ class FrameDecoder:
         self._pending = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the bodies of the frames that `data` completes."""
         self._pending += data
         start = 0
         while (body_start := start + _LENGTH.size) <= len(self._pending):
@@ -108,7 +107,10 @@ def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
         if first is None:
             return  # the pool closed without sending anything
         config = decode_config(first)
-        _limit_memory(config.max_memory_mib)
+        if config.max_memory_mib is not None:
+            # Private writable memory of this process and, separately, of each child. Not the address space:
+            # runtimes such as Java's or Go's reserve far more of it than they use.
+            _lower(resource.RLIMIT_DATA, config.max_memory_mib * _MIB)
         try:
             # After running out of memory, a function's leftover data would fail the next calls too.
             functions = RewardFunctions(config, on_memory_error=_end_without_memory)
@@ -147,13 +149,6 @@ def _end_without_memory() -> NoReturn:
     os._exit(MEMORY_EXIT)
 
 
-def _limit_memory(limit_mib: int | None) -> None:
-    """Limit the private writable memory of this process and, separately, of each child."""
-    # Not the address space, of which runtimes such as Java's or Go's reserve far more than they use.
-    if limit_mib is not None:
-        _lower(resource.RLIMIT_DATA, limit_mib * _MIB)
-
-
 def _limit_cpu(limit_s: int | None) -> None:
     """Allow `limit_s` of CPU time from now. Beyond it, the kernel sends SIGXCPU."""
     if limit_s is not None:
@@ -173,7 +168,7 @@ _request_id: contextvars.ContextVar[int] = contextvars.ContextVar("request_id", 
 
 
 class Mark:
-    """Id of the request whose code runs now, 0 = none, in memory shared with the pool."""
+    """Id of the running request, 0 = none, in memory shared with the pool."""
 
     SIZE = 8
 
@@ -323,7 +318,6 @@ def main(fd: int, mark_fd: int, pool: int) -> None:
 
 
 def _wait(scorer: int) -> int:
-    """Return the scorer's wait status. Kills its group on SIGTERM."""
     while True:
         pid, status = os.waitpid(scorer, os.WNOHANG)
         if pid:
@@ -354,7 +348,6 @@ def _kill_group(scorer: int) -> None:
 
 
 def _kill_children() -> None:
-    """Kill and reap descendants until none is left."""
     ends_at = time.monotonic() + _REAP_TIMEOUT_S
     me = psutil.Process()
     while time.monotonic() < ends_at:

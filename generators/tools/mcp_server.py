@@ -101,7 +101,6 @@ class McpServer:
         return connection
 
     def _probe(self, connection: "_Connection") -> "asyncio.Task[None]":
-        """Start a liveness probe, or return the running one."""
         if connection.probe is None or connection.probe.done():
             connection.probe = asyncio.create_task(self._check(connection))
             # Retrieve the exception even if no call awaits the probe.
@@ -109,7 +108,6 @@ class McpServer:
         return connection.probe
 
     async def _check(self, connection: "_Connection") -> None:
-        """Drop the connection and raise ToolError unless the server answers."""
         try:
             await asyncio.wait_for(connection.client.list_tools(cache_mode="bypass"), self._hang_s)
         except Exception as error:

@@ -103,7 +103,10 @@ def read_corpus(path: Path) -> Iterator[Passage]:
     A row has `contents`, whose first line is the title, as in Search-R1's corpora; or `text` and optionally `title`.
     """
     try:
-        for number, values in enumerate(_parquet(path) if path.suffix == ".parquet" else _json_lines(path)):
+        rows: Iterator[Any] = _json_lines(path)
+        if path.suffix == ".parquet":
+            rows = (row for batch in pq.ParquetFile(path).iter_batches() for row in batch.to_pylist())
+        for number, values in enumerate(rows):
             row = values if isinstance(values, dict) else {}
             title, text = row.get("title") or "", row.get("text")
             if isinstance(contents := row.get("contents"), str):
@@ -116,11 +119,6 @@ def read_corpus(path: Path) -> Iterator[Passage]:
             yield Passage(title, text)
     except (OSError, pa.ArrowException, ValueError) as error:
         raise ConfigError(f"{path} must be JSON lines or a Parquet file, but cannot be read: {error}.") from error
-
-
-def _parquet(path: Path) -> Iterator[Any]:
-    for batch in pq.ParquetFile(path).iter_batches():
-        yield from batch.to_pylist()
 
 
 def _json_lines(path: Path) -> Iterator[Any]:

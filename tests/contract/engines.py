@@ -90,16 +90,13 @@ class Rig:
         self._sender_thread.shutdown()
         self._runner.close()
 
-    # --- the learner's end ---------------------------------------------------------------------------------------
     async def open_epoch(self) -> None:
         self.epoch += 1
         host, port = self._sender.address
         opening = OpenEpoch(
             self.epoch, members=[Member("generator-0", "0")], host=host, port=port, timeout_s=PATIENCE_S
         )
-        ours = self._in_sender_thread(
-            lambda: self._sender.open_epoch(self.epoch, num_members=1, timeout_s=PATIENCE_S),
-        )
+        ours = self._in_sender_thread(lambda: self._sender.open_epoch(self.epoch, num_members=1, timeout_s=PATIENCE_S))
         await asyncio.gather(ours, self.engine.open_epoch(opening, rank=1))
 
     async def publish(self, module: PreTrainedModel, *, version: int, is_corrupted: bool = False) -> float:
@@ -147,7 +144,6 @@ class Rig:
     def _in_sender_thread(self, work: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._sender_thread, work)
 
-    # --- requests ------------------------------------------------------------------------------------------------
     async def generate(
         self, prompts: list[list[int]], samplings: list[Sampling], *, stop: Sequence[str] = ()
     ) -> list[Completion]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from slipstream.broker.dataset import Dataset
-from slipstream.broker.messages import Member, Message, Update
+from slipstream.broker.messages import Member, Message, OpenEpoch, Update
 from slipstream.broker.router import Router
 from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.buffer.trajectory import Reward
@@ -29,6 +29,9 @@ CANARY = [-1.0, -2.0]
 """The fake engine's log-probabilities for any canary."""
 
 
+ALWAYS_ONE = f"{__name__}:always_one"
+
+
 class FakeEngine(ScriptedEngine):
     """A scripted engine with known canary log-probabilities, so that a probe can fail."""
 
@@ -44,7 +47,7 @@ class GeneratorScene:
         folder: Path,
         *,
         make_store: Callable[[Callable[[], float]], AnyStore] = make_memory_store,
-        reward: str = "tests.integration.generator_scene:always_one",
+        reward: str = ALWAYS_ONE,
         buffer: dict[str, Any] | None = None,
         generators: dict[str, Any] | None = None,
         **settings: Any,
@@ -70,14 +73,8 @@ class GeneratorScene:
     def start_broker(self) -> None:
         """Replace the router with a new one that knows only the store."""
         self.channel = self.hub.server()
-        self.router = Router(
-            self.channel,
-            self.store,
-            run=self.run,
-            train=self.rows,
-            heldout={"sampled": self.rows, "greedy": self.rows},
-            clock=self.clock,
-        )
+        rows = {"train": self.rows, "heldout": {"sampled": self.rows, "greedy": self.rows}}
+        self.router = Router(self.channel, self.store, run=self.run, clock=self.clock, **rows)
 
     async def turn(self, times: int = 20) -> None:
         for _ in range(times):
@@ -94,29 +91,24 @@ class GeneratorScene:
     def send(self, message: Message) -> None:
         self.learner.client.send(message)
 
+    def deliver(self) -> None:
+        """Open an epoch and send version 0 to the generator."""
+        self.send(OpenEpoch(1, [self.peer.member], "127.0.0.1", 1, 1.0))
+        self.send(make_update(self.peer.member, 0, CANARY))
+
     def received(self, kind: type) -> list:
         return [message for message in self.learner.received if isinstance(message, kind)]
 
 
-def make_generator(scene: GeneratorScene) -> Generator:
+def make_generator(scene: Any, peer: Any = None, engine: ScriptedEngine | None = None) -> Generator:
+    """A generator of the scene's run, for `peer` and `engine` or those of the scene."""
+    peer, engine = peer or scene.peer, engine or scene.engine
     pool = RewardPool(RewardConfig(scene.reward, num_workers=0))
-    agent = AgentRunner(
-        run=scene.run,
-        engine=scene.engine,
-        rewards=pool,
-        encoder=PromptEncoder(make_tokenizer(), max_prompt_tokens=16),
-        generator_id="generator-0",
-    )
-    generator = Generator(
-        run=scene.run,
-        member=scene.peer.member,
-        client=scene.peer.client,
-        engine=scene.engine,
-        agent=agent,
-        rewards=pool,
-        clock=scene.clock,
-    )
-    scene.peer.board.set_source(generator.status)
+    parts = {"run": scene.run, "engine": engine, "rewards": pool}
+    encoder = PromptEncoder(make_tokenizer(), max_prompt_tokens=16)
+    agent = AgentRunner(encoder=encoder, generator_id=peer.member.peer_id, **parts)
+    generator = Generator(member=peer.member, client=peer.client, agent=agent, clock=scene.clock, **parts)
+    peer.board.set_source(generator.status)
     return generator
 
 
@@ -125,18 +117,9 @@ def always_one(sample) -> Reward:
 
 
 def make_update(member: Member, version: int, canary_logprobs: list[float]) -> Update:
-    return Update(
-        epoch=1,
-        members=[member],
-        version=version,
-        slots=[],
-        bucket_bytes=[],
-        checksums=[],
-        canary_token_ids=[[1, 2, 3]],
-        canary_logprobs=[canary_logprobs],
-        max_probe_diff=1e-3,
-        timeout_s=1.0,
-    )
+    layout: dict[str, Any] = {"slots": [], "bucket_bytes": [], "checksums": []}
+    canary = {"canary_token_ids": [[1, 2, 3]], "canary_logprobs": [canary_logprobs], "max_probe_diff": 1e-3}
+    return Update(epoch=1, members=[member], version=version, timeout_s=1.0, **layout, **canary)
 
 
 def play(scene: GeneratorScene, script) -> None:

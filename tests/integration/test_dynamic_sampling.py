@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from slipstream.broker.messages import OpenEpoch
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.records import Claim, make_entry
 from slipstream.buffer.sampling import SamplingRules
@@ -36,8 +35,7 @@ def hopeless(sample) -> Reward:
 async def begin(scene: GeneratorScene) -> None:
     """Deliver version 0 to the generator."""
     await scene.turn()
-    scene.send(OpenEpoch(1, [scene.peer.member], "127.0.0.1", 1, 1.0))
-    scene.send(make_update(scene.peer.member, 0, CANARY))
+    scene.deliver()
 
 
 async def train(scene: GeneratorScene, *, step: int) -> list[list[Trajectory]]:
@@ -92,11 +90,8 @@ def test_groups_without_signal_are_replaced_and_never_claimed(tmp_path: Path, ma
 
 @STORES
 def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_with_that_cause(tmp_path: Path, make_store):
-    accuracy = {"kind": "accuracy"}
-    learner = {"dead_end": {"after_s": AFTER_S}}
-    scene = GeneratorScene(
-        tmp_path, make_store=make_store, reward=f"{HERE}:hopeless", buffer={"filter": accuracy}, learner=learner
-    )
+    settings = {"buffer": {"filter": {"kind": "accuracy"}}, "learner": {"dead_end": {"after_s": AFTER_S}}}
+    scene = GeneratorScene(tmp_path, make_store=make_store, reward=f"{HERE}:hopeless", **settings)
     progress = Progress(scene.run, clock=scene.clock)
     progress.begin(limit_s=10_000, limit_setting="learner.wait_timeout_s")
     causes = []
@@ -123,7 +118,6 @@ def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_with_that_cause(tmp_p
     assert scene.store.audit().is_sound
 
 
-# --- curriculum ------------------------------------------------------------------------------------------------------
 BAND = {"curriculum": {"low": 0.2, "high": 0.8, "explore": 0.1, "min_answers": 2}}
 
 
@@ -162,11 +156,7 @@ def test_a_run_settles_on_rows_of_middle_difficulty_and_explores_the_others(tmp_
     # Of ten rows, six are outside, and one in ten of those is explored: 0.6 * 0.1 / (0.4 + 0.6 * 0.1) = 13 %, not 60 %.
     assert 0 < outside <= 0.25 * len(settled), rows
     curriculum = counts.curriculum
-    assert {name: curriculum[name] for name in ("rows", "rows_too_easy", "rows_too_hard")} == {
-        "rows": 10,
-        "rows_too_easy": 3,
-        "rows_too_hard": 3,
-    }
+    assert [curriculum[name] for name in ("rows", "rows_too_easy", "rows_too_hard")] == [10, 3, 3]
     assert min(curriculum["skipped_too_easy"], curriculum["skipped_too_hard"]) > 20
     assert outside <= curriculum["explored"] <= outside + WINDOW
     metrics = counts.curriculum_metrics
@@ -195,13 +185,10 @@ def test_a_run_without_a_row_in_the_band_continues_and_reports_it_once(tmp_path:
     assert "every row of data.train lies outside data.curriculum.low and high" in warning["reason"]
     assert [event.text for event in scene.store.events(limit=99)] == [warning["reason"]]
     assert counts.curriculum["explored"] >= 20
-    assert scene.store.run_state().next_ordinal <= 40 + WINDOW + 16 * WINDOW, (
-        "skipping ends with the last row in the band"
-    )
+    assert scene.store.run_state().next_ordinal <= 40 + WINDOW + 16 * WINDOW, "skipping ends with the last row in it"
     assert scene.store.audit().is_sound
 
 
-# --- the greedy member -----------------------------------------------------------------------------------------------
 @STORES
 def test_every_group_has_a_greedy_member_as_its_baseline(tmp_path: Path, make_store):
     scene = GeneratorScene(tmp_path, make_store=make_store, reward=f"{HERE}:mixed", generators={"baseline": "greedy"})
@@ -213,26 +200,15 @@ def test_every_group_has_a_greedy_member_as_its_baseline(tmp_path: Path, make_st
             assert [[member.is_greedy for member in group] for group in groups] == [[False, False, True]] * 2
             assert all(group[2].sampling.top_k == -1 for group in groups)
             assert all(len({member.attempt for member in group}) == 1 for group in groups), "under the same lease"
-            assert_baselines(groups, version=step - 1)
+            # The learner gets each group's baseline and trains only on the sampled members.
+            settings = {"max_lags": [1, 1], "weights": [1, 1], "num_updates": 1, "vocab_size": 99, "has_baseline": True}
+            built = build_batch(groups, learner_version=step - 1, **settings)
+            trajectories = built.batch.trajectories
+            assert trajectories.greedy_rewards.tolist() == [group[2].reward.total for group in groups for _ in group]
+            assert trajectories.is_member.tolist() == [True, True, False] * 2
+            assert (trajectories.num_trained > 0).tolist() == [True, True, False] * 2
+            assert built.metrics["learner/trajectories"] == 4
 
     play(scene, script)
     counts = scene.store.counts()
     assert (counts.accepted % 3, counts.refused, scene.store.audit().is_sound) == (0, {}, True)
-
-
-def assert_baselines(groups: list[list[Trajectory]], *, version: int) -> None:
-    """Check that the learner gets each group's baseline and trains only on the sampled members."""
-    built = build_batch(
-        groups,
-        learner_version=version,
-        max_lags=[1, 1],
-        weights=[1, 1],
-        num_updates=1,
-        vocab_size=99,
-        has_baseline=True,
-    )
-    trajectories = built.batch.trajectories
-    assert trajectories.greedy_rewards.tolist() == [group[2].reward.total for group in groups for _ in group]
-    assert trajectories.is_member.tolist() == [True, True, False] * 2
-    assert (trajectories.num_trained > 0).tolist() == [True, True, False] * 2
-    assert built.metrics["learner/trajectories"] == 4

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
-from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
 from tests import runs
 from tests.runs import SMALL, end, start_role, until
@@ -40,15 +38,9 @@ def started(folder: Path) -> Iterator[list["subprocess.Popen[str]"]]:
         end(roles)
 
 
-@contextmanager
-def opened_store(folder: Path) -> Iterator[Store]:
-    with open_run_store(folder / "runs" / NAME, timeout_s=COMMAND_TIMEOUT_S) as store:
-        yield store
-
-
 def is_at_work(folder: Path) -> bool:
     try:
-        with opened_store(folder) as store:
+        with open_run_store(folder / "runs" / NAME, timeout_s=COMMAND_TIMEOUT_S) as store:
             # The generator's last report is older than its leases, so it may have answered them all since.
             running = store.roles().get("first", {}).get("running", 0) > 0
             return running and store.counts().leased > 0 and store.run_state().step > 0
@@ -57,21 +49,18 @@ def is_at_work(folder: Path) -> bool:
         return False
 
 
-def num_groups(counts: StoreCounts) -> int:
-    return counts.returned + counts.ready + counts.claimed + counts.used + sum(counts.outcomes.values())
-
-
 def test_sigterm_during_work_returns_the_leases_and_sends_bye(folder: Path):
     with started(folder) as (_, _, generator):
         until(lambda: is_at_work(folder), timeout_s=120, what="a generator at work")
         generator.terminate()
         assert generator.wait(timeout=30) == 0
-        with opened_store(folder) as store:
+        with open_run_store(folder / "runs" / NAME, timeout_s=COMMAND_TIMEOUT_S) as store:
             until(lambda: store.roles()["first"]["state"] == "gone", timeout_s=20, what="a Bye")
             counts = store.counts()
             assert counts.leased == 0
             assert counts.returned > 0
-            assert counts.admitted == num_groups(counts)
+            placed = counts.returned + counts.ready + counts.claimed + counts.used
+            assert counts.admitted == placed + sum(counts.outcomes.values())
             # A Bye is no event, unlike silence and expired leases. A generator that leaves in a broadcast is evicted,
             # and the learner may raise alerts about the scripted responses.
             texts = [event.text for event in store.events(limit=9) if event.role != "learner"]

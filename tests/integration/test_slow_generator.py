@@ -17,20 +17,14 @@ from slipstream.buffer.codec import unpack
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.engines import ScriptedEngineConfig
-from slipstream.configs.generators import RewardConfig
-from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
-from slipstream.generators.generator import Generator
-from slipstream.generators.rewards.pool import RewardPool
-from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_run
 from tests.fakes import write_rows
-from tests.integration.generator_scene import make_update
+from tests.integration.generator_scene import ALWAYS_ONE, make_generator, make_update
 from tests.integration.simulated_time import SimulatedLoop, simulate
 from tests.memory_store.store import MemoryStore
-from tests.tiny_model import make_tokenizer
 
-GROUPS_PER_STEP, GROUP_SIZE, TOKENS_PER_RESPONSE = 8, 2, 10
+GROUPS_PER_STEP, GROUP_SIZE = 8, 2
 STEPS, WARM_UP = 30, 12
 TICK_S = 0.02
 LONGEST_STEP_S = 600.0
@@ -55,7 +49,8 @@ class SimulatedRun:
     """A generator for each of `speeds` (name -> seconds per token), and a learner with instant steps."""
 
     def __init__(self, folder: Path, speeds: dict[str, float], *, max_lag: int, max_concurrency: int) -> None:
-        self.loop = SimulatedLoop()
+        self.loop, self.reward = SimulatedLoop(), ALWAYS_ONE
+        self.clock = self.loop.time
         self.run = make_run(
             buffer={"staleness": {"max_lag": max_lag}},
             generators={"group_size": GROUP_SIZE, "max_concurrency": max_concurrency},
@@ -67,36 +62,16 @@ class SimulatedRun:
         self.store.open_run("test", config_json=plain, num_rows=len(rows), seed=0)
         hub = MemoryBroker()
         self.router = Router(
-            hub.server(),
-            self.store,
-            run=self.run,
-            train=rows,
-            heldout={"sampled": rows},
-            clock=self.loop.time,
+            hub.server(), self.store, run=self.run, train=rows, heldout={"sampled": rows}, clock=self.loop.time
         )
         self.learner = SimulatedPeer(hub, "learner", "learner", self.loop)
         self.peers = [SimulatedPeer(hub, "generator", name, self.loop) for name in speeds]
-        self.generators = [self._generator(*pair) for pair in zip(self.peers, speeds.values(), strict=True)]
+        configs = [ScriptedEngineConfig(tokens_per_response=10, seconds_per_token=speed) for speed in speeds.values()]
+        engines = [ScriptedEngine(config) for config in configs]
+        self.generators = [make_generator(self, *pair) for pair in zip(self.peers, engines, strict=True)]
         self._ticked = asyncio.Event()
         self.committed_at: list[float] = []
         self.made_by: Counter[str] = Counter()
-
-    def _generator(self, peer: SimulatedPeer, seconds_per_token: float) -> Generator:
-        engine = ScriptedEngine(
-            ScriptedEngineConfig(tokens_per_response=TOKENS_PER_RESPONSE, seconds_per_token=seconds_per_token)
-        )
-        pool = RewardPool(RewardConfig("tests.integration.generator_scene:always_one", num_workers=0))
-        agent = AgentRunner(
-            run=self.run,
-            engine=engine,
-            rewards=pool,
-            encoder=PromptEncoder(make_tokenizer(), max_prompt_tokens=16),
-            generator_id=peer.member.peer_id,
-        )
-        parts = {"engine": engine, "agent": agent, "rewards": pool}
-        generator = Generator(run=self.run, member=peer.member, client=peer.client, clock=self.loop.time, **parts)
-        peer.board.set_source(generator.status)
-        return generator
 
     def play(self) -> float:
         """Run all steps. Returns seconds per step after the warm-up."""
@@ -176,11 +151,3 @@ def test_a_slow_generator_takes_the_work_beyond_the_fast_ones_capacity(tmp_path:
     both = SimulatedRun(tmp_path, {"slow": SLOW, "fast": FAST}, **settings)
     assert both.play() < 0.95 * alone.play()
     assert both.made_by["slow"] > 0.05 * both.made_by["fast"]
-
-
-def test_two_equal_generators_halve_the_time(tmp_path: Path):
-    settings = {"max_lag": 0, "max_concurrency": 4}
-    alone = SimulatedRun(tmp_path, {"first": FAST}, **settings)
-    both = SimulatedRun(tmp_path, {"first": FAST, "second": FAST}, **settings)
-    assert both.play() < 0.55 * alone.play()
-    assert both.made_by["first"] == both.made_by["second"]

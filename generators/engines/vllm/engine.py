@@ -196,7 +196,6 @@ class VllmEngine:
         return read_load(self._running)
 
     async def check_health(self) -> None:
-        """Raise EngineDiedError if the engine process died, does not answer, or has requests but makes no steps."""
         if self._running.errored:
             raise self._death()
         # During an update, a later call may still get an answer.

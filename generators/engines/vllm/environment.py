@@ -41,18 +41,7 @@ def engine_environment(config: VllmEngineConfig, *, device: str | None = None) -
     """Variables that `VllmEngine.start` requires."""
     if (device or detect_device()) == "cuda":
         return _ALWAYS | _GPU
-    return _ALWAYS | _CPU | _cpu_settings(config)
-
-
-def detect_device() -> str:
-    """Return `cuda` if the machine has an NVIDIA device and vLLM is not the CPU build, else `cpu`."""
-    # Without torch, which reads the environment at import.
-    has_device = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
-    return "cuda" if has_device and not _is_cpu_build() else "cpu"
-
-
-def _cpu_settings(config: VllmEngineConfig) -> dict[str, str]:
-    settings = {"VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib)}
+    settings = _ALWAYS | _CPU | {"VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib)}
     if config.enforce_eager:
         # Otherwise torch compiles a comparison with g++, which delays the first response by half a minute.
         settings["TORCHDYNAMO_DISABLE"] = "1"
@@ -62,8 +51,12 @@ def _cpu_settings(config: VllmEngineConfig) -> dict[str, str]:
     return settings
 
 
-def _is_cpu_build() -> bool:
+def detect_device() -> str:
+    """Return `cuda` if the machine has an NVIDIA device and vLLM is not the CPU build, else `cpu`."""
+    # Without torch, which reads the environment at import.
+    has_device = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
     try:
-        return "cpu" in metadata.version("vllm")
+        is_cpu_build = "cpu" in metadata.version("vllm")
     except metadata.PackageNotFoundError:
-        return True
+        is_cpu_build = True
+    return "cuda" if has_device and not is_cpu_build else "cpu"

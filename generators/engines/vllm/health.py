@@ -35,7 +35,6 @@ class StepWatchdog:
         self._progressed_at = clock()
 
     def check(self, load: EngineLoad, *, is_paused: bool) -> None:
-        """Raise EngineDiedError after `limit_s` without a step."""
         if is_paused or not load.num_open or load.num_steps != self._num_steps:
             self._num_steps, self._progressed_at = load.num_steps, self._clock()
         elif self._clock() - self._progressed_at > self._limit_s:

@@ -156,7 +156,6 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             self._received = [*tensors, *self._tied(dict(tensors), update_info.tied)]
 
     def finish_weight_update(self) -> None:
-        """Load the received tensors, if any."""
         received, self._received = self._received, []
         if not received:
             return
@@ -279,18 +278,17 @@ class SharedReceiver:
         path = self._run_on_first(
             lambda: self._receiver.receive(slots, bucket_bytes=bucket_bytes, checksums=checksums, timeout_s=timeout_s)
         )
-        held = self._receiver.staging
-        return buckets.unpack(held.tensors if held else self._map(path, bucket_bytes), slots)
+        if held := self._receiver.staging:
+            return buckets.unpack(held.tensors, slots)
+        mapping = Path(path).stat().st_ino, bucket_bytes
+        if mapping != self._mapping:
+            mapped = map_buckets(path, sizes=bucket_bytes, is_pinned=self._is_pinned)
+            self._mapped, self._mapping = mapped, mapping
+        return buckets.unpack(self._mapped, slots)
 
     def close(self) -> None:
         self._receiver.close()
         self._mapped, self._mapping = [], None
-
-    def _map(self, path: str, sizes: list[int]) -> list[Tensor]:
-        mapping = Path(path).stat().st_ino, sizes
-        if mapping != self._mapping:
-            self._mapped, self._mapping = map_buckets(path, sizes=sizes, is_pinned=self._is_pinned), mapping
-        return self._mapped
 
     def _run_on_first(self, action: Callable[[], object]) -> str:
         """Run on the first worker. Returns the path of its memory, or raises WeightTransferError, on every worker."""

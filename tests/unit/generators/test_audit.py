@@ -3,6 +3,8 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -33,16 +35,6 @@ def share_of_digits(sample: RewardInput) -> float:
     return sum(letter.isdigit() for letter in sample.response) / max(1, len(sample.response))
 
 
-class Peer:
-    """Receives the auditor's messages."""
-
-    def __init__(self) -> None:
-        self.sent: asyncio.Queue[Audited] = asyncio.Queue()
-
-    def send(self, message: Audited) -> None:
-        self.sent.put_nowait(message)
-
-
 class Scene:
     """An auditing generator with a model of seed 0, and a guest with the same model."""
 
@@ -51,14 +43,16 @@ class Scene:
         self.run = make_run(model={"path": str(model), "max_length": 64}, generators={"sampling": {"max_tokens": 16}})
         self.pool = RewardPool(RewardConfig(f"{__name__}:share_of_digits", num_workers=0))
         self.encoder = PromptEncoder(make_tokenizer(), max_prompt_tokens=32)
-        self.peer = Peer()
+        self.sent: asyncio.Queue[Audited] = asyncio.Queue()
         self.engine = self.make_engine()
         self.auditor = Auditor(
-            self.agent(self.engine),
+            AgentRunner(
+                run=self.run, engine=self.engine, rewards=self.pool, encoder=self.encoder, generator_id="auditor"
+            ),
             engine=self.engine,
             rewards=self.pool,
             encoder=self.encoder,
-            client=self.peer,  # type: ignore[arg-type]
+            client=SimpleNamespace(send=self.sent.put_nowait),
         )
 
     def make_engine(self, *, seed: int = 0) -> HfEngine:
@@ -68,17 +62,13 @@ class Scene:
         engine._version = 3
         return engine
 
-    def agent(self, engine: HfEngine, generator_id: str = "mallory") -> AgentRunner:
-        return AgentRunner(
-            run=self.run, engine=engine, rewards=self.pool, encoder=self.encoder, generator_id=generator_id
-        )
-
     def prompt(self, number: int) -> Prompt:
         lease = Lease(f"{number}-0", str(number), "train", number, number, 0, [0])
         return Prompt(f"test/{number}", f"{number}2+31=", "43", "test", lease=lease)
 
     def answers(self, engine: HfEngine) -> list[tuple[Prompt, Trajectory]]:
-        agent = self.agent(engine)
+        runner = {"run": self.run, "rewards": self.pool, "encoder": self.encoder}
+        agent = AgentRunner(engine=engine, generator_id="mallory", **runner)
 
         async def all_of_them() -> list[tuple[Prompt, Trajectory]]:
             prompts = [self.prompt(number) for number in range(NUM_ANSWERS)]
@@ -95,11 +85,15 @@ class Scene:
     def verdict(self, answers: list[tuple[Prompt, Trajectory]]) -> str:
         return convict(self.check(answers), max_logprob_diff=self.run.cluster.guests.max_logprob_diff)
 
-    def scored_by_the_policy(self, trajectory: Trajectory) -> Trajectory:
-        """The answer with the policy's log-probabilities."""
+    def scored_by_the_policy(self, trajectory: Trajectory) -> dict[str, Any]:
         scores = asyncio.run(self.engine.prompt_logprobs(trajectory.token_ids.tolist()))
         logprobs = np.where(trajectory.model_mask, np.array([0.0, *scores]), 0.0).astype(np.float32)
-        return msgspec.structs.replace(trajectory, generator_logprobs=logprobs)
+        return {"generator_logprobs": logprobs}
+
+
+def lying(answers: list, lie: Callable[[Trajectory], dict[str, Any]]) -> list:
+    """The answers with the fields that `lie` returns."""
+    return [(prompt, msgspec.structs.replace(each, **lie(each))) for prompt, each in answers]
 
 
 @pytest.fixture(scope="module")
@@ -115,24 +109,12 @@ def honest(scene: Scene) -> list[tuple[Prompt, Trajectory]]:
     return scene.answers(scene.make_engine())
 
 
-def lying(answers: list, lie: Callable[[Trajectory], Trajectory]) -> list:
-    return [(prompt, lie(trajectory)) for prompt, trajectory in answers]
-
-
 def test_honest_answers_of_another_engine_pass(scene: Scene, honest: list):
     checks = scene.check(honest)
     assert sum(check.num_tokens for check in checks) == sum(int(each.model_mask.sum()) for _, each in honest) > 200
     assert sum(check.logprob_diff for check in checks) < 0.01
     assert len({check.digest for check in checks}) == NUM_ANSWERS
     assert scene.verdict(honest) == ""
-
-
-def test_invented_log_probabilities_convict(scene: Scene, honest: list):
-    def invent(each: Trajectory) -> Trajectory:
-        logprobs = np.where(each.model_mask, -1.0, 0.0).astype(np.float32)
-        return msgspec.structs.replace(each, generator_logprobs=logprobs)
-
-    assert "its log-probabilities must be those of the policy" in scene.verdict(lying(honest, invent))
 
 
 def test_the_text_of_another_model_convicts_even_with_the_policys_log_probabilities(scene: Scene):
@@ -153,18 +135,29 @@ def test_the_likeliest_answers_convict_though_the_policy_wrote_them(scene: Scene
     assert " more often over " in scene.verdict(greedy)
 
 
-def test_a_reward_that_is_not_ones_own_is_a_lie(scene: Scene, honest: list):
-    def inflate(each: Trajectory) -> Trajectory:
-        return msgspec.structs.replace(each, reward=msgspec.structs.replace(each.reward, total=each.reward.total + 0.5))
-
-    assert "but the auditor's reward function gives" in scene.verdict(lying(honest, inflate))
-    masked = lying(honest, lambda each: msgspec.structs.replace(each, reward=Reward(0.0, status="timeout")))
-    assert scene.verdict(masked) == "", "it leaves the loss"
+def invented_logprobs(each: Trajectory) -> dict[str, Any]:
+    return {"generator_logprobs": np.where(each.model_mask, -1.0, 0.0).astype(np.float32)}
 
 
-def test_another_prompt_is_a_lie(scene: Scene, honest: list):
-    easier = [(scene.prompt(number + 40), trajectory) for number, (_, trajectory) in enumerate(honest)]
-    assert "the prompt tokens of" in scene.verdict(easier)
+def inflated_reward(each: Trajectory) -> dict[str, Any]:
+    return {"reward": msgspec.structs.replace(each.reward, total=each.reward.total + 0.5)}
+
+
+@pytest.mark.parametrize(
+    ("lie", "verdict"),
+    [
+        (invented_logprobs, "its log-probabilities must be those of the policy"),
+        (inflated_reward, "but the auditor's reward function gives"),
+        (lambda each: {"token_ids": np.roll(each.token_ids, 1)}, "the prompt tokens of"),
+    ],
+    ids=["logprobs", "reward", "prompt"],
+)
+def test_a_lie_convicts(scene: Scene, honest: list, lie: Callable[[Trajectory], dict[str, Any]], verdict: str):
+    assert verdict in scene.verdict(lying(honest, lie))
+
+
+def test_a_masked_reward_is_no_lie_because_it_leaves_the_loss(scene: Scene, honest: list):
+    assert scene.verdict(lying(honest, lambda each: {"reward": Reward(0.0, status="timeout")})) == ""
 
 
 def test_a_policy_that_has_changed_since_is_measured_by_answers_of_ones_own(scene: Scene, honest: list):
@@ -186,7 +179,7 @@ def test_a_policy_that_has_changed_since_is_measured_by_answers_of_ones_own(scen
         checks = scene.check(honest)
         assert sum(check.logprob_diff for check in checks) > 0.02 * sum(check.num_tokens for check in checks)
         assert scene.verdict(honest) == ""
-        unknown = lying(honest, lambda each: msgspec.structs.replace(each, version_spans=[VersionSpan(6, 2)]))
+        unknown = lying(honest, lambda each: {"version_spans": [VersionSpan(6, 2)]})
         assert {check.num_tokens for check in scene.check(unknown)} == {0}
     finally:
         scene.engine._model, scene.engine._version = weights, version
@@ -206,10 +199,10 @@ def test_orders_are_answered_in_turn_and_an_engine_that_fails_says_nothing_of_th
         orders = [Audit(prompt, encode(trajectory)) for prompt, trajectory in honest[:2]]
         model, scene.engine._model = scene.engine._model, None
         scene.auditor.submit(orders[0])
-        first = await scene.peer.sent.get()
+        first = await scene.sent.get()
         scene.engine._model = model
         scene.auditor.submit(orders[1])
-        second = await scene.peer.sent.get()
+        second = await scene.sent.get()
         await scene.auditor.close()
         return first.check, second.check
 

@@ -8,12 +8,12 @@ from slipstream.generators.engines.engine import EngineLoad
 from slipstream.generators.generator import ConcurrencyLimit
 
 
-def limits(loads: Iterable[EngineLoad], *, least: int = 8, most: int = 64, running: int | None = None) -> list[int]:
-    """Return the limit after each observation. `running` defaults to the limit."""
-    concurrency = ConcurrencyLimit(least=least, most=most)
+def limits(loads: Iterable[EngineLoad], *, most: int = 64) -> list[int]:
+    """Return the limit after each observation of a full engine."""
+    concurrency = ConcurrencyLimit(least=8, most=most)
     observed = []
     for load in loads:
-        concurrency.observe(load, running=concurrency.limit if running is None else running)
+        concurrency.observe(load, running=concurrency.limit)
         observed.append(concurrency.limit)
     return observed
 
@@ -27,9 +27,7 @@ CUT = (0.95, 0, 1)
         pytest.param([(0.0, 0, 0)] * 3, [64] * 3, id="an idle engine changes nothing"),
         pytest.param([(0.99, 0, 0)] * 3, [64] * 3, id="a full cache alone changes nothing"),
         # 64 * 3/4 = 48, 48 * 3/4 = 36; an unchanged total means no new preemption; 36 * 3/4 = 27.
-        pytest.param(
-            [(0.95, 0, n) for n in (0, 1, 5, 5, 6)], [64, 48, 36, 36, 27], id="new preemptions take a quarter"
-        ),
+        pytest.param([(0.95, 0, n) for n in (0, 1, 5, 5, 6)], [64, 48, 36, 36, 27], id="preemptions take a quarter"),
         pytest.param([(0.5, 0, n) for n in (0, 60, 120)], [64] * 3, id="preemptions in a cache with room are ignored"),
         # Queued twice in a row: 64 - 20. Then one group more per observation.
         pytest.param([(0.5, n, 0) for n in (20, 20, 0)], [64, 44, 52], id="a lasting queue is subtracted"),
@@ -48,25 +46,24 @@ def test_the_limit_stays_between_a_group_and_its_maximum():
     assert ConcurrencyLimit(least=8, most=64).limit == 64
     falling = [EngineLoad(kv_usage=0.95, num_preempted=total) for total in range(1, 12)]
     assert limits(falling)[-1] == 8
-    assert limits(falling, least=8, most=4)[-1] == 4
+    assert limits(falling, most=4)[-1] == 4
 
 
-def test_the_limit_does_not_grow_while_it_is_not_reached():
+@pytest.mark.parametrize(
+    "observed",
+    [
+        pytest.param([(0.95, 1, 32, 24)], id="a decrease starts from what was running"),
+        pytest.param([(0.95, 1, 64, 48), (0.1, 1, 40, 48), (0.1, 1, 41, 56)], id="grows only if it is reached"),
+        pytest.param(
+            [(0.95, 1, 64, 48), (0.95, 2, 60, 48), (0.95, 3, 50, 48), (0.95, 3, 48, 48), (0.95, 4, 48, 36)],
+            id="observations before a decrease takes effect are ignored",
+        ),
+    ],
+)
+def test_the_limit_follows_what_is_running(observed: list[tuple[float, int, int, int]]):
     concurrency = ConcurrencyLimit(least=8, most=64)
-    concurrency.observe(EngineLoad(kv_usage=0.95, num_preempted=1), running=64)
-    for running, limit in ((40, 48), (41, 56)):
-        concurrency.observe(EngineLoad(kv_usage=0.1, num_preempted=1), running=running)
-        assert concurrency.limit == limit
-
-
-def test_a_decrease_starts_from_what_was_running():
-    assert limits([EngineLoad(kv_usage=0.95, num_preempted=1)], running=32) == [24]
-
-
-def test_observations_before_a_decrease_takes_effect_are_ignored():
-    concurrency = ConcurrencyLimit(least=8, most=64)
-    for total, running, limit in ((1, 64, 48), (2, 60, 48), (3, 50, 48), (3, 48, 48), (4, 48, 36)):
-        concurrency.observe(EngineLoad(kv_usage=0.95, num_preempted=total), running=running)
+    for usage, total, running, limit in observed:
+        concurrency.observe(EngineLoad(kv_usage=usage, num_preempted=total), running=running)
         assert concurrency.limit == limit
 
 
@@ -77,10 +74,8 @@ def test_the_limit_settles_below_the_capacity_of_an_engine(room: int):
     for _ in range(100):
         running = concurrency.limit
         preempted += max(0, running - room)
-        concurrency.observe(
-            EngineLoad(min(1.0, running / room), num_waiting=max(0, running - room), num_preempted=preempted),
-            running=running,
-        )
+        load = EngineLoad(min(1.0, running / room), num_waiting=max(0, running - room), num_preempted=preempted)
+        concurrency.observe(load, running=running)
         seen.append(concurrency.limit)
     assert max(seen[20:]) <= room
     assert min(seen[20:]) >= 0.7 * room

@@ -2,22 +2,22 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from slipstream.broker.errors import ClientDiedError
-from slipstream.broker.messages import AnyMessage, Member, Message, Nack, Prompt, Prompts, Refuse, ReturnLeases
+from slipstream.broker.messages import AnyMessage, Member, Message, Nack, Prompt, Prompts, ReturnLeases
 from slipstream.broker.transport.client import PeerStatus
 from slipstream.broker.transport.outbox import Outbox
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.records import Lease
-from slipstream.buffer.trajectory import Trajectory, TrajectoryHeader
+from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
-from slipstream.generators.errors import EngineDiedError, EngineError, GeneratorError, PromptError
+from slipstream.generators.errors import EngineDiedError, EngineError
 from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.pool import RewardPool
 from tests.builders import make_run, make_trajectory
@@ -33,24 +33,21 @@ class FakeClient:
 
     def __init__(self) -> None:
         self.outbox = Outbox()
+        self.put = self.outbox.add
         self.sent: list[Message] = []
 
     def send(self, message: Message) -> None:
         self.sent.append(decode(encode(message), AnyMessage))
 
-    def send_status(self) -> None:
-        """No status is requested."""
-
-    def put(self, header: TrajectoryHeader, payload: bytes) -> None:
-        self.outbox.add(header, payload)
+    def send_status(self) -> None: ...
 
 
 class FakeAgent:
-    """Fails every prompt with the same error, or answers it with the same trajectory."""
+    """Fails every prompt with the same error, answers it with the same trajectory, or never answers (None)."""
 
     waiting = ""
 
-    def __init__(self, outcome: Exception | Trajectory) -> None:
+    def __init__(self, outcome: Exception | Trajectory | None) -> None:
         self.outcome = outcome
 
     async def start(self) -> None: ...
@@ -60,7 +57,9 @@ class FakeAgent:
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
         if isinstance(self.outcome, Exception):
             raise self.outcome
-        return self.outcome
+        if self.outcome is None:
+            await asyncio.Event().wait()
+        return msgspec.structs.replace(self.outcome, id=f"3-0-{index}", group_id="3", index=index)
 
 
 class Scene:
@@ -71,7 +70,7 @@ class Scene:
             member=Member("g", "1"),
             client=self.client,  # type: ignore[arg-type]
             engine=ScriptedEngine(ScriptedEngineConfig()),
-            agent=FakeAgent(outcome or PromptError("too long")),
+            agent=FakeAgent(outcome),
             rewards=RewardPool(RewardConfig("tests.unit.generators.rewards.samples:by_response", num_workers=0)),
         )
 
@@ -79,18 +78,22 @@ class Scene:
     def status(self) -> PeerStatus:
         return self.generator.status()
 
+    @property
     def last_return(self) -> ReturnLeases:
         return [message for message in self.client.sent if isinstance(message, ReturnLeases)][-1]
 
-    async def live(self, *messages: Message | ClientDiedError) -> None:
-        """Run until the generator ends. It receives `messages` after it has started."""
+    async def served(self, *messages: Message | ClientDiedError) -> "asyncio.Task[None]":
+        """The running generator, which has been ready and received the messages."""
         running = asyncio.create_task(self.generator.run())
-        # The scripted engine starts at once.
-        await asyncio.sleep(0.1)
+        await until(lambda: self.status.state == "unsynced")
         self.generator._set_state("ready", "")
         for message in messages:
             self.generator.receive(message)
-        await asyncio.wait_for(running, timeout=10)
+        await asyncio.sleep(0.05)
+        return running
+
+    async def live(self, *messages: Message | ClientDiedError) -> None:
+        await asyncio.wait_for(await self.served(*messages), timeout=10)
 
 
 def test_the_reason_for_unsynced_weights_outlasts_a_late_answer_of_the_broker():
@@ -106,51 +109,20 @@ def test_the_reason_for_unsynced_weights_outlasts_a_late_answer_of_the_broker():
 def test_a_long_reason_is_truncated_and_the_lease_returned():
     scene = Scene()
     scene.generator.receive(Nack(id="3-0-1", reason="x" * 400, is_fatal=True, lease_id="3-0"))
-    assert scene.last_return().lease_ids == ["3-0"]
-    assert len(scene.last_return().reason) == 256
+    assert (scene.last_return.lease_ids, len(scene.last_return.reason)) == (["3-0"], 256)
 
 
-@pytest.mark.parametrize(
-    "error", [KeyError("a bug"), EngineDiedError("the engine is gone"), EngineError("out of range")]
-)
+@pytest.mark.parametrize("error", [KeyError("a bug"), EngineDiedError("it is gone"), EngineError("out of range")])
 def test_an_error_other_than_of_the_prompt_ends_the_generator_unchanged(error: Exception):
     scene = Scene(error)
     with pytest.raises(type(error), match=str(error)):
         asyncio.run(scene.live(Prompts([PROMPT])))
-    assert scene.last_return().lease_ids == ["3-0"]
+    assert scene.last_return.lease_ids == ["3-0"]
 
 
 def test_a_dead_connection_ends_the_generator_so_that_it_is_restarted():
     with pytest.raises(ClientDiedError, match="KeyError"):
         asyncio.run(Scene().live(ClientDiedError("the link to the broker ended: KeyError: 1")))
-
-
-def test_a_refusal_of_the_broker_ends_the_generator_for_good():
-    with pytest.raises(GeneratorError, match="another model"):
-        asyncio.run(Scene().live(Refuse("another model")))
-
-
-class WritingAgent(FakeAgent):
-    """Answers every prompt immediately, or never."""
-
-    def __init__(self, *, answers: bool) -> None:
-        self._answers = answers
-
-    async def answer(self, prompt: Prompt, index: int) -> Any:
-        if not self._answers:
-            await asyncio.Event().wait()
-        return make_trajectory(prompt.lease.group_id, index)
-
-
-async def served(scene: Scene, agent: FakeAgent) -> "asyncio.Task[None]":
-    """The running generator, with two answers of one prompt in progress."""
-    scene.generator._agent = agent  # type: ignore[assignment]
-    running = asyncio.create_task(scene.generator.run())
-    await until(lambda: scene.status.state == "unsynced")
-    scene.generator._set_state("ready", "")
-    scene.generator.receive(Prompts([PROMPT]))
-    await asyncio.sleep(0.05)
-    return running
 
 
 async def until(holds: Callable[[], bool]) -> None:
@@ -161,9 +133,8 @@ async def until(holds: Callable[[], bool]) -> None:
 
 def test_answers_leave_once_the_weights_are_verified_and_keep_their_lease_until_they_are_acknowledged():
     async def scenario(scene: Scene) -> None:
-        running = await served(scene, WritingAgent(answers=True))
-        assert len(scene.client.outbox) == 0
-        assert scene.status.lease_ids == ["3-0"]
+        running = await scene.served(Prompts([PROMPT]))
+        assert (len(scene.client.outbox), scene.status.lease_ids) == (0, ["3-0"])
         scene.generator._weight_updates.is_verified.set()
         await until(lambda: len(scene.client.outbox) == 2)
         await until(lambda: scene.status.gauges["running"] == 0)
@@ -173,15 +144,15 @@ def test_answers_leave_once_the_weights_are_verified_and_keep_their_lease_until_
         scene.generator.drain("the test is over")
         await asyncio.wait_for(running, timeout=10)
 
-    asyncio.run(scenario(Scene()))
+    asyncio.run(scenario(Scene(make_trajectory())))
 
 
 def test_a_drained_generator_returns_what_it_has_not_answered():
     async def scenario(scene: Scene) -> None:
-        running = await served(scene, WritingAgent(answers=False))
+        running = await scene.served(Prompts([PROMPT]))
         scene.generator.drain("ordered to")
         await asyncio.wait_for(running, timeout=10)
-        assert scene.last_return().lease_ids == ["3-0"]
+        assert scene.last_return.lease_ids == ["3-0"]
         assert scene.status.gauges["running"] == 0
 
     asyncio.run(scenario(Scene()))
@@ -190,9 +161,8 @@ def test_a_drained_generator_returns_what_it_has_not_answered():
 @pytest.mark.parametrize(("num_tokens", "fits"), [(10, True), (4000, False)])
 def test_a_trajectory_over_the_message_limit_is_returned_with_its_size(num_tokens: int, fits: bool):
     mask = np.arange(num_tokens) >= 6
-    logprobs = np.where(mask, -0.5, 0.0).astype(np.float32)
-    tokens = np.arange(num_tokens, dtype=np.int32)
-    scene = Scene(make_trajectory(token_ids=tokens, model_mask=mask, generator_logprobs=logprobs))
+    arrays = {"token_ids": np.arange(num_tokens, dtype=np.int32), "model_mask": mask}
+    scene = Scene(make_trajectory(**arrays, generator_logprobs=np.where(mask, -0.5, 0.0).astype(np.float32)))
     scene.generator._weight_updates.is_verified.set()
     scene.generator._set_state("ready", "")
 
@@ -202,10 +172,9 @@ def test_a_trajectory_over_the_message_limit_is_returned_with_its_size(num_token
         await asyncio.sleep(0)
 
     asyncio.run(use())
-    # Both members of the group are one trajectory here.
-    assert len(scene.client.outbox) == int(fits)
+    assert len(scene.client.outbox) == (2 if fits else 0)
     if not fits:
-        assert scene.last_return().lease_ids == ["3-0"]
-        for reason in (scene.last_return().reason, scene.status.reason):
+        assert scene.last_return.lease_ids == ["3-0"]
+        for reason in (scene.last_return.reason, scene.status.reason):
             assert "must fit into broker.max_message_bytes (4096)" in reason
             assert f"with {num_tokens} tokens has" in reason

@@ -14,13 +14,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
-from slipstream.generators.__main__ import (
-    accept_settings,
-    find_local_run,
-    ignored_settings,
-    split_id,
-    wait_for_token,
-)
+from slipstream.generators.__main__ import accept_settings, find_local_run, ignored_settings, split_id, wait_for_token
 from slipstream.runtime.clock import Deadline, WaitTimeoutError
 from slipstream.runtime.credentials import TOKEN_VARIABLE, make_token
 from slipstream.runtime.run_folder import RunFolder
@@ -34,31 +28,21 @@ ADDRESS = "broker.address=tcp://127.0.0.1:5757"
 )
 def test_the_id_may_stand_anywhere(arguments: list[str]) -> None:
     assert split_id(arguments) == ("second", [ADDRESS])
-
-
-def test_without_an_id_it_is_named_after_host_and_process() -> None:
     name, overrides = split_id([ADDRESS])
     assert name.startswith("generator-")
     assert overrides == [ADDRESS]
 
 
-@pytest.mark.parametrize("arguments", [["--id"], ["--id="], ["--id", ADDRESS]])
-def test_an_id_needs_a_name(arguments: list[str]) -> None:
+@pytest.mark.parametrize("arguments", [[], ["--id="], [ADDRESS], ["a b"], ["a\n"], ["\x1b[2J"], [".x"]], ids=str)
+def test_an_id_is_a_printable_name_on_one_line(arguments: list[str]) -> None:
     with pytest.raises(ConfigError, match="--id"):
-        split_id(arguments)
-
-
-@pytest.mark.parametrize("name", ["a b", "a\n", "\x1b[2J", ".x"])
-def test_an_id_is_printable_and_on_one_line(name: str) -> None:
-    with pytest.raises(ConfigError, match="--id must be made of letters"):
-        split_id(["--id", name])
+        split_id(arguments if arguments == ["--id="] else ["--id", *arguments])
 
 
 def test_settings_of_the_run_have_no_effect_here() -> None:
     assert ignored_settings([ADDRESS, "weights.transport=delta", "seed=3"]) == ["seed=3"]
 
 
-# --- code ------------------------------------------------------------------------------------------------------------
 REWARD, PATH = "os:system", "hub/model"
 
 
@@ -77,9 +61,8 @@ def test_settings_of_another_version_are_named_as_such() -> None:
 
 def test_a_reward_function_of_the_brokers_alone_is_refused_with_the_setting_that_allows_it() -> None:
     run = received(generators={"reward": {"function": REWARD}})
-    with pytest.raises(
-        ConfigError, match=f"got '{REWARD}' only from the broker: .*generators.reward.function={REWARD}"
-    ):
+    complaint = f"got '{REWARD}' only from the broker: .*generators.reward.function={REWARD}"
+    with pytest.raises(ConfigError, match=complaint):
         accepted(run, [make_run()], [])
     given = make_run(generators={"reward": {"function": REWARD}})
     assert accepted(run, [make_run(), given], []) == run
@@ -101,18 +84,13 @@ def test_other_functions_of_our_own_package_are_not_rewards(function: str) -> No
         ({"kind": "tools", "tools": [{"function": "os:system"}]}, "os:system"),
         ({"kind": "tools", "tools": ["python"]}, "python"),
         ({"kind": "interaction", "interactions": [{"function": "my:User", "name": "a"}]}, "my:User"),
-        (
-            {"kind": "tools", "format": "react", "tools": [{"function": "mcp", "arguments": {"url": "a"}}]},
-            'mcp {"url":"a"}',
-        ),
+        ({"kind": "tools", "tools": [{"function": "mcp", "arguments": {"url": "a"}}]}, 'mcp {"url":"a"}'),
         ({"kind": "tools", "tools": [{"function": "http", "arguments": {"url": "a"}}]}, 'http {"url":"a"}'),
         ({"kind": "search", "index": "http://evil"}, 'search {"index":"http://evil"}'),
     ],
 )
 @pytest.mark.parametrize("is_named", [False, True])
-def test_code_of_agents_and_tools_never_comes_from_the_broker_alone(
-    agent: dict[str, Any], code: str, is_named: bool
-) -> None:
+def test_code_of_agents_and_tools_never_comes_from_the_broker_alone(agent: dict, code: str, is_named: bool) -> None:
     generators = {"agents": {"mine": agent}} if is_named else {"agent": agent}
     run = received(generators=generators)
     with pytest.raises(ConfigError, match=f"got '{code}' only from the broker: .*generators.agents"):
@@ -124,8 +102,7 @@ def test_code_of_agents_and_tools_never_comes_from_the_broker_alone(
 
 def test_addresses_in_the_arguments_of_a_tool_never_come_from_the_broker_alone() -> None:
     def tool(address: str) -> dict[str, Any]:
-        tools = [{"function": "python", "arguments": {"address": address}}]
-        return {"agent": {"kind": "tools", "tools": tools}}
+        return {"agent": {"kind": "tools", "tools": [{"function": "python", "arguments": {"address": address}}]}}
 
     with pytest.raises(ConfigError, match=r"got 'python {.address.:.http://evil.}' only from the broker"):
         accepted(received(generators=tool("http://evil")), [make_run(generators=tool("http://sandbox"))], [])
@@ -145,7 +122,6 @@ def test_the_model_may_lie_elsewhere_here() -> None:
     assert accepted(received(), [make_run()], []) == received()
 
 
-# --- the run to join -------------------------------------------------------------------------------------------------
 def recorded(folder: Path, name: str, address: str | None = None) -> RunConfig:
     run = make_run(name=name, runs_dir=str(folder), broker={"address": address})
     RunFolder(run).open()
@@ -184,9 +160,7 @@ def test_a_generator_joins_the_run_of_its_name_else_of_its_address_else_the_newe
     assert found("name=fourth") is None
 
 
-def test_without_a_token_it_waits_for_a_run_and_says_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_token_it_waits_and_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     words = [f"runs_dir={tmp_path}"]
     missing = r"missing: a run whose broker listens in .* \(start a broker .*, or broker.address and a token; set SLIP"
@@ -203,9 +177,7 @@ def test_without_a_token_it_waits_for_a_run_and_says_what_is_missing(
         wait_for_token(load([*words, "name=fifth"]), [*words, "name=fifth"], deadline=Deadline(0.1, what="a run"))
 
 
-def test_with_a_token_and_a_name_the_folder_of_the_run_need_not_exist_yet(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_token_and_name_the_folder_need_not_exist_yet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN_VARIABLE, "a token of one's own")
     monkeypatch.setenv(STORE_PASSWORD_VARIABLE, "that of the launcher's store")
     words = [f"runs_dir={tmp_path}", "name=mine"]

@@ -53,20 +53,19 @@ def test_code_runs_with_its_input():
     assert failed.stderr.endswith("ValueError: no\n")
 
 
+async def attempt(*groups: list[str]) -> dict[str, str]:
+    with module._surroundings() as around:
+        return {k: v for group in groups for k, v in (await module._try_escapes(local(), group, around)).items()}
+
+
 @cache
 def tried(*, is_sealed: bool) -> dict[str, str]:
     """Result of every escape, in the sandbox or in a bubblewrap that isolates only /tmp."""
     local()
-
-    async def session() -> dict[str, str]:
-        with module._surroundings() as around:
-            names = [[*escapes.TOGETHER], *([name] for name in escapes.ALONE)]
-            return {k: v for group in names for k, v in (await module._try_escapes(local(), group, around)).items()}
-
     with pytest.MonkeyPatch.context() as patch:
         if not is_sealed:
             patch.setattr(module, "_command", open_command)
-        return asyncio.run(session())
+        return asyncio.run(attempt([*escapes.TOGETHER], *([name] for name in escapes.ALONE)))
 
 
 def open_command(
@@ -100,12 +99,7 @@ def test_the_filter_refuses_namespaces_where_bubblewrap_cannot(monkeypatch: pyte
     local()
     monkeypatch.setattr(module, "_can_disable_user_namespaces", lambda: False)
     names = [name for name in escapes.TOGETHER if name.startswith("kernel: new namespaces")]
-
-    async def session() -> dict[str, str]:
-        with module._surroundings() as around:
-            return await module._try_escapes(local(), names, around)
-
-    assert asyncio.run(session()) == dict.fromkeys(names, "")
+    assert asyncio.run(attempt(names)) == dict.fromkeys(names, "")
 
 
 def test_each_run_has_its_own_user_id(monkeypatch: pytest.MonkeyPatch):
@@ -249,7 +243,6 @@ def test_a_machine_without_bubblewrap_is_told_how_to_get_it(monkeypatch: pytest.
         RewardFunctions(RewardConfig("code"))
 
 
-# --- code rewards ----------------------------------------------------------------------------------------------------
 ADD = "def add(a, b):\n    return a + b"
 READ = "print(sum(map(int, input().split())))"
 STDIN = {"inputs": ["3 4", "1 1"], "outputs": ["7\n", "2"]}
@@ -288,21 +281,19 @@ def test_code_is_rewarded_for_passing_all_tests():
     rewards = grade(cases)
     assert [reward.status for reward in rewards] == ["ok"] * len(cases)
     assert [reward.total for reward in rewards] == [1.0] * 6 + [0.0] * 7
+    half = fenced(wrong)
+    cases = [
+        (half, ASSERTS),
+        (half, CALLS),
+        (fenced("print(7)"), STDIN),
+        (half, [*ASSERTS, "assert False"]),
+        (half, {}),
+    ]
+    *shares, refused = grade(cases, mode="share")
+    assert [reward.total for reward in shares] == pytest.approx([0.5, 0.5, 0.5, 1 / 3])
+    assert "a ground truth of code must be statements, a list of them, or a record" in refused.detail
 
 
-@in_bubblewrap
-def test_code_may_be_rewarded_for_the_share_of_tests():
-    local()
-    half, tests = fenced("def add(a, b):\n    return 7"), [*ASSERTS, "assert False"]
-    shares = grade(
-        [(half, ASSERTS), (half, CALLS), (fenced("print(7)"), STDIN), (half, tests), (half, {})], mode="share"
-    )
-    assert [reward.total for reward in shares[:3]] == [0.5] * 3
-    assert shares[3].total == pytest.approx(1 / 3)
-    assert "a ground truth of code must be statements, a list of them, or a record" in shares[4].detail
-
-
-# --- a remote sandbox ------------------------------------------------------------------------------------------------
 class Service(Handler):
     def answer(self) -> None:
         body = self.read()

@@ -10,26 +10,12 @@ from tests.tiny_model import make_tokenizer
 from tests.unit.generators.chat import TEMPLATES, make_chat_tokenizer
 
 
-def make_prompting(max_prompt_tokens: int = 16) -> PromptEncoder:
-    return PromptEncoder(make_tokenizer(), max_prompt_tokens=max_prompt_tokens)
-
-
-def test_plain_text_is_encoded_without_special_tokens():
-    prompting = make_prompting()
-    token_ids, _ = prompting.encode(make_prompt("48213="))
-    assert len(token_ids) == 6
-    assert prompting.decode(token_ids) == "48213="
-
-
-def test_chat_messages_go_through_the_chat_template():
-    prompting = make_prompting()
-    token_ids, _ = prompting.encode(make_prompt([{"role": "user", "content": "1+2"}]))
-    assert prompting.decode(token_ids) == "1+2 ="
-
-
-def test_decoding_drops_special_tokens():
-    prompting = make_prompting()
-    assert prompting.decode([*prompting.encode(make_prompt("31284"))[0], 1]) == "31284"
+@pytest.mark.parametrize(("prompt", "text"), [("48213=", "48213="), ([{"role": "user", "content": "1+2"}], "1+2 =")])
+def test_text_has_no_special_tokens_and_messages_go_through_the_template(prompt: Any, text: str):
+    encoder = PromptEncoder(make_tokenizer(), max_prompt_tokens=16)
+    token_ids, _ = encoder.encode(make_prompt(prompt))
+    assert len(token_ids) == len(text)
+    assert encoder.decode([*token_ids, 1]) == text, "decoding drops special tokens"
 
 
 TOO_LONG = r"prompt test/0 .* data.max_prompt_tokens \(6\) tokens, got [78]"
@@ -46,24 +32,9 @@ TOO_LONG = r"prompt test/0 .* data.max_prompt_tokens \(6\) tokens, got [78]"
 )
 def test_a_prompt_that_cannot_be_encoded_is_an_error(prompt: Any, complaint: str):
     with pytest.raises(PromptError, match=complaint):
-        make_prompting(6).encode(make_prompt(prompt))
+        PromptEncoder(make_tokenizer(), max_prompt_tokens=6).encode(make_prompt(prompt))
 
 
-@pytest.mark.parametrize(
-    ("template", "complaint"),
-    [
-        (None, "must have a chat template"),
-        ("{{ raise_exception('roles must alternate') }}", "must fit the chat template: roles must alternate"),
-    ],
-)
-def test_messages_that_the_template_does_not_take_are_an_error(template: str | None, complaint: str):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = template
-    with pytest.raises(PromptError, match=complaint):
-        PromptEncoder(tokenizer, max_prompt_tokens=8).encode(make_prompt([{"role": "user", "content": "1"}]))
-
-
-# --- between two turns -----------------------------------------------------------------------------------------------
 NUM_DIALOGUES = 1_700
 """For each of the six templates."""
 PIECES = [*"+Ä中🙂<:", "the", " answer", "\n", "\n\n", " ", "42", "tool", "</think>", "  ", "\t", "e\u0301"]
@@ -100,44 +71,34 @@ def test_dialogues_are_the_tokens_of_the_template_around_the_tokens_of_the_model
             assert tokenizer.decode(token_ids) == rendered
 
 
-@pytest.mark.parametrize("family", ["chatml", "llama", "gemma", "mistral", "phi"])
-def test_tokens_of_a_dialogue_are_those_of_the_whole_text(family: str):
-    tokenizer, end = make_chat_tokenizer(family), TEMPLATES[family][1]
-    encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)
-    rng = random.Random(family)
-    for _ in range(300):
-        messages = [{"role": "user", "content": "what is 12 + 30?"}]
-        token_ids, _ = encoder.encode(make_prompt(messages))
-        for _ in range(rng.randint(1, 3)):
-            text = a_text(rng).strip() or "42"
-            token_ids += tokenizer.encode(text + end, add_special_tokens=False)
-            messages += [
-                {"role": "assistant", "content": text},
-                {"role": "user", "content": a_text(rng).strip() or "so"},
-            ]
-            token_ids += encoder.encode_between_turns(messages[-1:], last_token_id=token_ids[-1])
-        assert token_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+NO_ASSISTANT = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        (None, "must have a chat template"),
+        ("{{ raise_exception('roles must alternate') }}", "must fit the chat template: roles must alternate"),
+        (NO_ASSISTANT, "must render the text of assistant messages"),
+    ],
+)
+def test_messages_that_the_template_does_not_take_are_an_error(template: str | None, complaint: str):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens=8)
+    encode = (
+        encoder.encode if template != NO_ASSISTANT else lambda _: encoder.encode_between_turns([], last_token_id=None)
+    )
+    with pytest.raises(PromptError, match=complaint):
+        encode(make_prompt([{"role": "user", "content": "1"}]))
 
 
 def test_a_turn_without_its_end_token_is_ended():
     tokenizer = make_chat_tokenizer("chatml")
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)
-    between = encoder.encode_between_turns([{"role": "tool", "content": "7"}], last_token_id=5)
-    assert tokenizer.decode(between) == "<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_a_message_may_say_what_marks_the_turn_of_the_model():
-    encoder = PromptEncoder(make_chat_tokenizer("chatml"), max_prompt_tokens=1000)
-    said = "a SLIPSTREAM.TURN.OF.THE.MODEL b"
-    between = encoder.encode_between_turns([{"role": "tool", "content": said}], last_token_id=None)
-    assert said in encoder.decode(between)
-
-
-def test_a_template_without_the_text_of_the_assistant_is_an_error():
-    tokenizer = make_chat_tokenizer("chatml")
-    tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
-    with pytest.raises(PromptError, match="must render the text of assistant messages"):
-        PromptEncoder(tokenizer, max_prompt_tokens=8).encode_between_turns([], last_token_id=None)
+    said = "a SLIPSTREAM.TURN.OF.THE.MODEL b"  # what marks the turn of the model internally
+    between = encoder.encode_between_turns([{"role": "tool", "content": said}], last_token_id=5)
+    assert tokenizer.decode(between) == f"<|im_end|>\n<|im_start|>tool\n{said}<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

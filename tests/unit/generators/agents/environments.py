@@ -48,24 +48,20 @@ async def tokens(row: dict, model: SimpleNamespace, *, folder: str) -> float:
         logprobs += [entry["logprob"] for entry in choice["logprobs"]["content"]]
         if number < 2:
             token_ids, mask, logprobs, versions = [*token_ids, 6], [*mask, False], [*logprobs, 0.0], [*versions, -1]
-    file = Path(folder) / f"{row['uid'].replace('/', '-')}.json"
-    file.write_text(json.dumps([token_ids, mask, logprobs, versions]))
+    (Path(folder) / row["uid"].replace("/", "-")).write_text(json.dumps([token_ids, mask, logprobs, versions]))
     return 1.0
 
 
 async def failing(row: dict, model: SimpleNamespace) -> float:
-    """Fail after a turn."""
     await ask(model, row["prompt"])
     raise ValueError("no such page")
 
 
 async def forgetful(row: dict, model: SimpleNamespace) -> None:
-    """Return nothing."""
     await ask(model, row["prompt"])
 
 
 async def blocking(row: dict, model: SimpleNamespace) -> float:
-    """Block the whole process."""
     await ask(model, row["prompt"])
     time.sleep(60)  # noqa: ASYNC251
     return 1.0
@@ -78,7 +74,6 @@ async def odd(row: dict, model: SimpleNamespace, *, found: dict) -> dict:
 
 
 async def starting(row: dict, model: SimpleNamespace, *, file: str) -> float:
-    """Start a program and leave it running."""
     await ask(model, row["prompt"])
     program = await asyncio.create_subprocess_exec("sleep", "60")
     Path(file).write_text(str(program.pid))

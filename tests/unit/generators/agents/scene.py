@@ -43,11 +43,9 @@ class WritingEngine(ScriptedEngine):
         reason = "stop_string" if is_stopped else "stop"
         if len(token_ids) > sampling.max_tokens:
             token_ids, reason = token_ids[: sampling.max_tokens], "length"
-        spans = (
-            [VersionSpan(0, 1), VersionSpan(2, 2)]
-            if number == 1 and len(token_ids) > 2
-            else [VersionSpan(0, min(number + 1, 2))]
-        )
+        spans = [VersionSpan(0, min(number + 1, 2))]
+        if number == 1 and len(token_ids) > 2:
+            spans = [VersionSpan(0, 1), VersionSpan(2, 2)]
         return Completion(token_ids, [-0.5 - number - i / 100 for i in range(len(token_ids))], spans, reason)
 
 
@@ -57,13 +55,12 @@ REWARD = Reward(total=1.0, parts={"answer": 1.0})
 class RecordingScorer:
     """Gives the same reward to all samples and records them."""
 
-    def __init__(self, reward: Reward = REWARD) -> None:
+    def __init__(self) -> None:
         self.samples: list[RewardInput] = []
-        self._reward = reward
 
     async def score(self, sample: RewardInput) -> Reward:
         self.samples.append(sample)
-        return self._reward
+        return REWARD
 
     def compares(self, data_source: str) -> bool:
         return False
@@ -111,9 +108,9 @@ def play(
     return trajectory
 
 
-def written(trajectory: Trajectory, *, family: str = "chatml") -> list[tuple[str, bool]]:
+def written(trajectory: Trajectory) -> list[tuple[str, bool]]:
     """Text after the prompt in contiguous runs, with whether the model wrote it."""
     starts = [0, *(np.flatnonzero(np.diff(trajectory.model_mask)) + 1)]
-    tokenizer = make_chat_tokenizer(family)
+    tokenizer = make_chat_tokenizer("chatml")
     runs = zip(starts[1:], [*starts[2:], len(trajectory.token_ids)], strict=True)
     return [(tokenizer.decode(trajectory.token_ids[a:b]), bool(trajectory.model_mask[a])) for a, b in runs]

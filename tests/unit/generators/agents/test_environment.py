@@ -41,12 +41,9 @@ def environment(name: str, **settings: Any) -> dict[str, Any]:
 
 def test_an_environment_plays_and_scores():
     scorers: list[RecordingScorer] = []
-    trajectory = play(
-        environment("two_turns", arguments={"hint": "so?"}),
-        ["it is 41", "42"],
-        inspect=lambda engine, scorer: scorers.append(scorer),
-    )
-    trajectory = unpack(encode(trajectory))
+    agent = environment("two_turns", arguments={"hint": "so?"})
+    found = play(agent, ["it is 41", "42"], inspect=lambda _, scorer: scorers.append(scorer))
+    trajectory = unpack(encode(found))
     assert (trajectory.reward.total, trajectory.reward.parts) == (1.25, {"right": 1.0, "style": 0.25})
     assert (trajectory.reward.is_correct, trajectory.metrics["hints"], trajectory.num_turns) == (True, 1.0, 2)
     assert scorers[0].samples == []
@@ -55,38 +52,37 @@ def test_an_environment_plays_and_scores():
 
 
 @pytest.mark.parametrize(
-    ("name", "detail"),
+    ("name", "arguments", "detail"),
     [
-        ("failing", "the environment .*:failing failed: ValueError: no such page"),
-        ("forgetful", "TypeError: it must return a number, or a dict with a number `reward`, got None"),
-        ("dying", r"the environment .*:dying \(process \d+\) exited"),
+        ("failing", {}, "the environment .*:failing failed: ValueError: no such page"),
+        ("forgetful", {}, "TypeError: it must return a number, or a dict with a number `reward`, got None"),
+        ("dying", {}, r"the environment .*:dying \(process \d+\) exited"),
+        ("odd", {"found": {"reward": "nan"}}, "odd failed: ValueError: Out of range float values"),
     ],
 )
-def test_a_failure_costs_one_answer(name: str, detail: str):
-    trajectory = play(environment(name), ["it is 42"])
+def test_a_failure_costs_one_answer(name: str, arguments: dict[str, Any], detail: str):
+    trajectory = play(environment(name, arguments=arguments), ["it is 42"])
     assert (trajectory.reward.status, trajectory.stop_reason) == ("error", "tool_failure")
     assert re.search(detail, trajectory.reward.detail)
 
 
-@pytest.mark.parametrize(("found", "status"), [({"reward": "nan"}, "error"), ({"reward": "1", "id": "7"}, "ok")])
-def test_no_answer_of_an_environment_disturbs_its_process(found: dict[str, str], status: str):
-    trajectory = play(environment("odd", arguments={"found": found}), ["it is 42"])
-    assert trajectory.reward.status == status
-    assert ("odd failed: ValueError: Out of range float values" in trajectory.reward.detail) == (status == "error")
+def test_a_field_named_like_one_of_the_protocol_does_not_disturb_it():
+    trajectory = play(environment("odd", arguments={"found": {"reward": "1", "id": "7"}}), ["it is 42"])
+    assert trajectory.reward.status == "ok"
 
 
-def await_end(pid: int) -> None:
+def process_has_ended(pid_file: Path) -> None:
     """Wait until a process has ended, even if it is not reaped."""
-
-    def is_over() -> bool:
-        return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-    until(is_over, timeout_s=10, what=f"the end of process {pid}")
+    pid = int(pid_file.read_text())
+    zombie = psutil.STATUS_ZOMBIE
+    until(
+        lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == zombie, timeout_s=10, what=f"end of {pid}"
+    )
 
 
 def test_what_an_environment_started_ends_with_it(tmp_path: Path):
     play(environment("starting", arguments={"file": str(tmp_path / "pid")}), ["it is 42"])
-    await_end(int((tmp_path / "pid").read_text()))
+    process_has_ended(tmp_path / "pid")
 
 
 def test_an_environment_that_hangs_ends_with_its_generator(tmp_path: Path):
@@ -104,7 +100,7 @@ def test_an_environment_that_hangs_ends_with_its_generator(tmp_path: Path):
         process.stdin.flush()
         until(lambda: bool([*tmp_path.glob("pid")]), timeout_s=10, what="a program of the environment's")
         process.kill()
-        await_end(int((tmp_path / "pid").read_text()))
+        process_has_ended(tmp_path / "pid")
 
 
 def test_an_environment_that_cannot_be_loaded_ends_the_generator_with_its_reason():
@@ -123,32 +119,19 @@ def test_an_environment_that_does_not_answer_is_named_and_ended():
     assert "must answer within 1.5 s, but did not" in trajectory.reward.detail
 
 
-# --- transcripts -----------------------------------------------------------------------------------------------------
 class RandomEngine(ScriptedEngine):
-    """Writes random tokens of an alphabet with random log-probabilities, and records the versions."""
+    """Writes random tokens with random log-probabilities, while its version changes."""
 
-    def __init__(self, alphabet: Sequence[int], *, end: int) -> None:
+    def __init__(self) -> None:
         super().__init__(ScriptedEngineConfig(tokens_per_response=6, seconds_per_token=0.001))
-        self._alphabet = [*alphabet]
-        self._end = end
         self._version = 1
-        self.versions: dict[tuple[int, ...], list[int]] = {}
-        """Prompt and answer -> versions of the tokens of the answer."""
 
     async def generate(
         self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
     ) -> Completion:
         found = await super().generate(prompt_token_ids, sampling, request_id=request_id)
         rng = random.Random(sampling.seed)
-        found = msgspec.structs.replace(found, logprobs=[-rng.expovariate(1.0) for _ in found.token_ids])
-        ends = [*(span.first_token for span in found.version_spans[1:]), len(found.token_ids)]
-        versions = [
-            span.version
-            for span, end in zip(found.version_spans, ends, strict=True)
-            for _ in range(span.first_token, end)
-        ]
-        self.versions[(*prompt_token_ids, *found.token_ids)] = versions
-        return found
+        return msgspec.structs.replace(found, logprobs=[-rng.expovariate(1.0) for _ in found.token_ids])
 
     async def keep_updating(self) -> None:
         """Change the version in the middle of answers and of turns."""
@@ -158,7 +141,7 @@ class RandomEngine(ScriptedEngine):
 
     def _script(self, seed: int) -> list[int]:
         rng = random.Random(seed)
-        return [*rng.choices(self._alphabet, k=rng.randint(4, 8)), self._end]
+        return [*rng.choices(range(2, 12), k=rng.randint(4, 8)), 1]
 
 
 async def _answer_all(engine: RandomEngine, agent: dict[str, Any], number: int) -> list[Trajectory]:
@@ -182,23 +165,11 @@ async def _answer_all(engine: RandomEngine, agent: dict[str, Any], number: int) 
         await runner.close()
 
 
-def check_updates(transcripts: list[list[int]]) -> None:
-    """Fail unless updates fell within most answers and many turns."""
-    within_answers = sum(len({*versions} - {-1}) > 1 for versions in transcripts)
-    within_turns = sum(any(a != b and -1 not in (a, b) for a, b in itertools.pairwise(each)) for each in transcripts)
-    assert within_answers > len(transcripts) / 2
-    assert within_turns > len(transcripts) / 10
-
-
-SOME_AND_MANY = pytest.mark.parametrize("number", [50, pytest.param(1000, marks=pytest.mark.long)])
-
-
-@SOME_AND_MANY
-def test_transcripts_of_an_environment_are_those_of_the_door_over_weight_updates(tmp_path: Path, number: int):
-    engine = RandomEngine(range(2, 12), end=1)
+@pytest.mark.parametrize("number", [50, pytest.param(1000, marks=pytest.mark.long)])
+def test_transcripts_of_an_environment_are_those_of_the_endpoint_over_weight_updates(tmp_path: Path, number: int):
     agent = environment("tokens", arguments={"folder": str(tmp_path)})
-    trajectories = asyncio.run(_answer_all(engine, agent, number))
-    told = {file.stem: json.loads(file.read_text()) for file in tmp_path.iterdir()}
+    trajectories = asyncio.run(_answer_all(RandomEngine(), agent, number))
+    told = {file.name: json.loads(file.read_text()) for file in tmp_path.iterdir()}
     assert len(told) == number
     for trajectory in trajectories:
         token_ids, mask, logprobs, versions = told[trajectory.prompt_uid.replace("/", "-")]
@@ -207,10 +178,13 @@ def test_transcripts_of_an_environment_are_those_of_the_door_over_weight_updates
         assert trajectory.generator_logprobs == pytest.approx(np.array(logprobs, dtype=np.float32), abs=0)
         assert trajectory.token_versions().tolist() == versions
         assert trajectory.context_starts == []
-    check_updates([versions for *_, versions in told.values()])
+    transcripts = [versions for *_, versions in told.values()]
+    within_answers = sum(len({*versions} - {-1}) > 1 for versions in transcripts)
+    within_turns = sum(any(a != b and -1 not in (a, b) for a, b in itertools.pairwise(each)) for each in transcripts)
+    assert within_answers > number / 2
+    assert within_turns > number / 10
 
 
-# --- verifiers -------------------------------------------------------------------------------------------------------
 PYTHON = os.environ.get("SLIPSTREAM_VERIFIERS_PYTHON", "")
 
 
@@ -224,43 +198,3 @@ def test_a_verifiers_environment_with_a_rubric(texts: list[str], reward: float, 
     assert (trajectory.reward.total, trajectory.num_turns) == (reward, 2)
     assert trajectory.reward.parts == {"right": reward - 0.25, "short": 0.25}
     assert trajectory.metrics["words"] == 3.0
-
-
-@pytest.mark.skipif(not PYTHON, reason="SLIPSTREAM_VERIFIERS_PYTHON names no Python with verifiers")
-@SOME_AND_MANY
-def test_transcripts_of_verifiers_are_those_of_the_door_over_weight_updates(
-    tmp_path: Path, number: int, monkeypatch: pytest.MonkeyPatch
-):
-    examples = Path(__file__).parents[4] / "examples" / "verifiers_environment"
-    monkeypatch.setenv("PYTHONPATH", f"{examples}{os.pathsep}{Path(__file__).parent}")
-    tokenizer = make_chat_tokenizer("chatml")
-    texts = {tokenizer.decode([token_id]): token_id for token_id in range(len(tokenizer))}
-    plain = [token_id for text, token_id in texts.items() if text.isascii() and text.isalnum()]
-    engine = RandomEngine(plain, end=tokenizer.eos_token_id)
-    arguments = {"size": number, "folder": str(tmp_path)}
-    agent = {"kind": "environment", "environment": "told_v1", "python": PYTHON, "max_turns": 4, "arguments": arguments}
-    trajectories = asyncio.run(_answer_all(engine, agent, number))
-    assert len(trajectories) == len([*tmp_path.iterdir()]) == number
-    for trajectory in trajectories:
-        told = json.loads((tmp_path / f"{trajectory.metrics['number']:.0f}.json").read_text())
-        (_, _, question), (_, _, first), (_, _, doubt), (_, _, second) = told["messages"]
-        assert [sampled for sampled, _, _ in told["messages"]] == [False, True, False, True]
-        assert doubt == "are you sure?"
-        token_ids = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
-        )
-        between = tokenizer.encode(f"\n<|im_start|>user\n{doubt}<|im_end|>\n<|im_start|>assistant\n")
-        mask, logprobs, versions = [False] * len(token_ids), [0.0] * len(token_ids), [-1] * len(token_ids)
-        for turn, content, observed in zip(told["turns"], (first, second), (between, []), strict=True):
-            own = [texts[text] for text, _ in turn]
-            assert "".join(text for text, _ in turn) == content + tokenizer.eos_token
-            token_ids += own
-            versions += [*engine.versions[tuple(token_ids)], *[-1] * len(observed)]
-            token_ids += observed
-            mask += [True] * len(own) + [False] * len(observed)
-            logprobs += [logprob for _, logprob in turn] + [0.0] * len(observed)
-        assert trajectory.token_ids.tolist() == token_ids
-        assert trajectory.model_mask.tolist() == mask
-        assert trajectory.generator_logprobs == pytest.approx(np.array(logprobs, dtype=np.float32), abs=0)
-        assert trajectory.token_versions().tolist() == versions
-    check_updates([trajectory.token_versions().tolist() for trajectory in trajectories])

@@ -39,17 +39,12 @@ class Outside:
         assert answer.status_code == 200, answer.text
 
 
-def play(agent: Agent, *, silence_timeout_s: float = 5.0, texts: int = 3, **settings: Any) -> tuple[Trajectory, Any]:
+def play(agent: Agent, *, silence_timeout_s: float = 5.0, **settings: Any) -> tuple[Trajectory, Any]:
     """Run an external agent; returns the trajectory and the scorer."""
-    engine, scorer = WritingEngine(["it is 42"] * texts), RecordingScorer()
+    engine, scorer = WritingEngine(["it is 42"] * 3), RecordingScorer()
     external = {"kind": "external", "silence_timeout_s": silence_timeout_s, **settings}
-    runner = make_runner(
-        engine,
-        scorer=scorer,
-        token=TOKEN,
-        generators={"agent": external, "sampling": {"max_tokens": 400}},
-        model={"max_length": 2000},
-    )
+    run = {"generators": {"agent": external, "sampling": {"max_tokens": 400}}, "model": {"max_length": 2000}}
+    runner = make_runner(engine, scorer=scorer, token=TOKEN, **run)
 
     async def both() -> Trajectory:
         await runner.start()
@@ -81,22 +76,9 @@ def test_an_agent_takes_a_row_talks_and_posts_its_reward():
         assert (await outside.post("/v1/reward", lease["api_key"], reward=9.0)).status_code == 401
 
     trajectory, scorer = play(agent)
-    assert (trajectory.reward.total, trajectory.reward.parts, trajectory.reward.is_correct) == (
-        0.5,
-        {"style": 0.5},
-        True,
-    )
+    reward = trajectory.reward
+    assert (reward.total, reward.parts, reward.is_correct) == (0.5, {"style": 0.5}, True)
     assert (trajectory.metrics["clicks"], trajectory.num_turns, scorer.samples) == (2.0, 1, [])
-
-
-def test_without_a_reward_of_the_agents_the_runs_function_scores():
-    async def agent(outside: Outside) -> None:
-        lease = await outside.take()
-        await outside.ask(lease)
-        await outside.post("/v1/reward", lease["api_key"])
-
-    trajectory, scorer = play(agent)
-    assert (trajectory.reward.total, scorer.samples[0].response) == (1.0, "it is 42")
 
 
 @pytest.mark.parametrize("leaves", ["returns", "dies"])
@@ -105,9 +87,6 @@ def test_an_answer_without_a_turn_goes_to_the_next_agent_with_another_key(leaves
         first = await outside.take()
         if leaves == "returns":
             await outside.post("/v1/return", first["api_key"], reason="no time")
-            await asyncio.sleep(0.05)
-            late = await outside.post("/v1/chat/completions", first["api_key"], messages=QUESTION)
-            assert late.status_code == 401
         second = await outside.take()
         assert second["uid"] == first["uid"]
         late = await outside.post("/v1/chat/completions", first["api_key"], messages=QUESTION)
@@ -117,7 +96,7 @@ def test_an_answer_without_a_turn_goes_to_the_next_agent_with_another_key(leaves
 
     trajectory, scorer = play(agent, silence_timeout_s=0.4)
     assert (trajectory.reward.total, trajectory.reward.status, trajectory.num_turns) == (1.0, "ok", 1)
-    assert len(scorer.samples) == 1
+    assert [sample.response for sample in scorer.samples] == ["it is 42"], "scored by the function of the run"
 
 
 @pytest.mark.parametrize(
@@ -154,17 +133,15 @@ def test_an_agent_is_not_silent_while_the_model_writes(monkeypatch: pytest.Monke
 def test_the_wait_for_agents_is_told(monkeypatch: pytest.MonkeyPatch):
     async def agent(outside: Outside) -> None:
         await asyncio.sleep(0.3)
-        told.append(outside.runner.waiting)
+        waits = "1 answers wait for an agent, the oldest for 0 s; 0 are taken: start an agent"
+        assert outside.runner.waiting.startswith(waits)
         lease = await outside.take()
-        told.append(outside.runner.waiting)
+        assert outside.runner.waiting == ""
         await outside.ask(lease)
         await outside.post("/v1/reward", lease["api_key"], reward=1.0)
 
-    told: list[str] = []
     monkeypatch.setattr(external, "_REPORT_AFTER_S", 0.2)
     play(agent)
-    assert told[0].startswith("1 answers wait for an agent, the oldest for 0 s; 0 are taken: start an agent")
-    assert told[1] == ""
 
 
 def test_an_answer_that_no_agent_takes_goes_back():

@@ -1,6 +1,6 @@
 import asyncio
+import itertools
 from collections.abc import Sequence
-from itertools import count
 
 import msgspec
 import pytest
@@ -37,7 +37,7 @@ SPANS = [VersionSpan(0, 2), VersionSpan(3, 3)]
 
 
 def make_agent(engine: ScriptedEngine, scorer: RecordingScorer, **run: object) -> AgentRunner:
-    ticks = count(100)
+    ticks = itertools.count(100)
     return AgentRunner(
         run=make_run(**run),
         engine=engine,
@@ -54,17 +54,19 @@ def answer(prompt: Prompt, index: int = 1, **run: object) -> tuple[Trajectory, R
 
 
 def test_a_trajectory_holds_prompt_and_completion_unchanged():
-    trajectory, engine, _ = answer(make_prompt())
+    trajectory, engine, scorer = answer(make_prompt(extra_info={"index": 7}))
     assert trajectory.token_ids.tolist() == [*engine.requests[0][0], 5, 3, 4, 10, 6, 1]
     assert trajectory.model_mask.tolist() == [False] * 6 + [True] * 6
     assert trajectory.generator_logprobs == pytest.approx([0] * 6 + [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6])
     assert trajectory.version_spans == [VersionSpan(6, 2), VersionSpan(9, 3)]
-    assert trajectory.token_versions().tolist() == [-1] * 6 + [2, 2, 2, 3, 3, 3]
     assert (trajectory.id, trajectory.prompt_uid, trajectory.stop_reason) == ("0-0-1", "test/0", "stop")
     assert (trajectory.started_at, trajectory.finished_at) == (100.0, 101.0)
     header, _ = pack(trajectory, lease_id="0-0", purpose="train", group_size=2)
     assert (header.num_tokens, header.oldest_version, header.newest_version) == (12, 2, 3)
     assert trajectory.reward == REWARD
+    (sample,) = scorer.samples
+    assert (sample.response, sample.ground_truth, sample.stop_reason) == ("31284", "31284", "stop")
+    assert (sample.prompt, sample.data_source, sample.extra_info) == ("48213=", "test", {"index": 7})
 
 
 def test_members_of_a_lease_share_one_encoding_and_other_leases_have_their_own():
@@ -79,13 +81,6 @@ def test_members_of_a_lease_share_one_encoding_and_other_leases_have_their_own()
         asyncio.run(agent.answer(asked, index))
     assert calls == [prompt, other, prompt]
     assert [len(request[0]) for request in engine.requests] == [6, 6, 3, 6]
-
-
-def test_the_reward_function_gets_text_and_row():
-    _, _, scorer = answer(make_prompt(extra_info={"index": 7}))
-    (sample,) = scorer.samples
-    assert (sample.response, sample.ground_truth, sample.stop_reason) == ("31284", "31284", "stop")
-    assert (sample.prompt, sample.data_source, sample.extra_info) == ("48213=", "test", {"index": 7})
 
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.9, "top_k": 5, "max_tokens": 6}
@@ -124,34 +119,15 @@ def test_the_last_member_of_a_group_is_its_greedy_baseline_if_configured():
     assert header.is_greedy
 
 
-def test_every_request_has_its_own_seed():
+def test_every_request_has_its_own_seed_which_is_the_same_on_every_machine():
     def seeds(run_seed: int) -> set[int]:
-        return {
-            request_seed(run_seed, group_id=str(group), attempt=attempt, index=index)
-            for group in range(20)
-            for attempt in range(2)
-            for index in range(8)
-        }
+        members = itertools.product(range(20), range(2), range(8))
+        return {request_seed(run_seed, group_id=str(g), attempt=attempt, index=i) for g, attempt, i in members}
 
     assert len(seeds(0)) == 320
     assert not seeds(0) & seeds(1)
     assert all(0 <= seed < 2**63 for seed in seeds(0))
-
-
-def test_seeds_are_the_same_on_every_machine():
     assert request_seed(0, group_id="17", attempt=0, index=3) == 4131806719348820673
-
-
-def test_a_transcript_of_two_turns():
-    transcript = Transcript([5, 7])
-    transcript.add_completion(Completion([3, 9], [-0.3, -0.9], [VersionSpan(0, 6)], "stop"))
-    transcript.add_observation([4])
-    transcript.add_completion(Completion([8, 1], [-0.8, -0.1], [VersionSpan(0, 6), VersionSpan(1, 7)], "stop"))
-    assert transcript.token_ids == [5, 7, 3, 9, 4, 8, 1]
-    assert transcript.model_mask.tolist() == [False, False, True, True, False, True, True]
-    assert transcript.generator_logprobs == pytest.approx([0, 0, -0.3, -0.9, 0, -0.8, -0.1])
-    assert transcript.version_spans == [VersionSpan(2, 6), VersionSpan(6, 7)]
-    assert transcript.num_turns == 2
 
 
 def test_a_token_without_a_log_probability_is_refused():
@@ -159,7 +135,6 @@ def test_a_token_without_a_log_probability_is_refused():
         Transcript([5]).add_completion(Completion([3, 9], [-0.3], [VersionSpan(0, 6)], "stop"))
 
 
-# --- answers that are compared ---------------------------------------------------------------------------------------
 class Comparing(RecordingScorer):
     """Rewards the number of answers that are compared; records each call."""
 
@@ -182,14 +157,12 @@ class Gated(RecordingEngine):
         super().__init__()
         self.gate = asyncio.Event()
 
-    async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
-    ) -> Completion:
+    async def generate(self, *arguments, request_id: str, **rest) -> Completion:
         if request_id.endswith("-1"):
             await self.gate.wait()
         if request_id.endswith("-2"):
             raise EngineError("no answer")
-        return await super().generate(prompt_token_ids, sampling, request_id=request_id, stop=stop)
+        return await super().generate(*arguments, request_id=request_id, **rest)
 
 
 def compare(indices: list[int], *, purpose: str = "train", cancelled: int | None = None):
@@ -213,26 +186,23 @@ def compare(indices: list[int], *, purpose: str = "train", cancelled: int | None
     return asyncio.run(session())
 
 
-def test_answers_to_a_lease_are_compared_when_the_last_of_them_has_ended():
-    found, scorer, num_waiting = compare([0, 1, 3])
-    assert num_waiting == 3
-    assert [member.reward.total for member in found] == [3.0, 3.1, 3.2]
-    assert [member.metrics["compared_answers"] for member in found] == [3.0] * 3
+@pytest.mark.parametrize(
+    ("indices", "cancelled", "num_waiting", "rewards"),
+    [
+        pytest.param([0, 1, 3], None, 3, [3.0, 3.1, 3.2], id="when the last of them has ended"),
+        pytest.param([0, 1, 2, 3], None, 3, [3.0, 3.1, EngineError, 3.2], id="without one that fails"),
+        pytest.param([0, 1, 3], 0, 3, [asyncio.CancelledError, 2.0, 2.1], id="without one that is cancelled"),
+        pytest.param([3], None, 0, [1.0], id="the rest of a group in its own lease"),
+    ],
+)
+def test_answers_to_a_lease_are_compared(indices: list[int], cancelled: int | None, num_waiting: int, rewards: list):
+    found, scorer, waiting = compare(indices, cancelled=cancelled)
+    assert waiting == num_waiting
+    totals = [type(one) if isinstance(one, BaseException) else one.reward.total for one in found]
+    assert totals == rewards
+    compared = [one.metrics["compared_answers"] for one in found if not isinstance(one, BaseException)]
+    assert compared == [len(compared)] * len(compared)
     assert (len(scorer.groups), scorer.samples) == (1, [])
-
-
-def test_an_answer_that_fails_or_is_cancelled_leaves_the_others_to_be_compared():
-    found, _, _ = compare([0, 1, 2, 3])
-    assert isinstance(found[2], EngineError)
-    assert [member.reward.total for member in (found[0], found[1], found[3])] == [3.0, 3.1, 3.2]
-    found, _, _ = compare([0, 1, 3], cancelled=0)
-    assert isinstance(found[0], asyncio.CancelledError)
-    assert [member.reward.total for member in found[1:]] == [2.0, 2.1]
-
-
-def test_the_rest_of_a_group_is_compared_within_its_own_lease():
-    found, _, _ = compare([3])
-    assert (found[0].reward.total, found[0].metrics["compared_answers"]) == (1.0, 1.0)
 
 
 def test_answers_of_an_evaluation_are_scored_by_themselves():

@@ -40,9 +40,8 @@ def observed(texts: list[str], agent: dict, **settings) -> str:
 
 def test_the_trajectory_of_a_call():
     seen: list[tuple[WritingEngine, RecordingScorer]] = []
-    trajectory = play(
-        {"kind": "tools", "tools": ["calculator"]}, [CALL, "it is 42"], inspect=lambda *both: seen.append(both)
-    )
+    agent = {"kind": "tools", "tools": ["calculator"]}
+    trajectory = play(agent, [CALL, "it is 42"], inspect=lambda *both: seen.append(both))
     ((engine, scorer),) = seen
     shown = "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
     assert written(trajectory) == [(f"{CALL}<|im_end|>", True), (shown, False), ("it is 42<|im_end|>", True)]
@@ -52,7 +51,6 @@ def test_the_trajectory_of_a_call():
     (sample,) = scorer.samples
     assert sample.response == "it is 42"
     assert [message["role"] for message in sample.messages] == ["assistant", "tool", "assistant"]
-    assert (trajectory.num_turns, trajectory.stop_reason) == (2, "stop")
     assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (1, 0)
 
 
@@ -69,6 +67,7 @@ def test_calls_of_one_turn_are_answered_in_their_order_and_no_more_than_allowed(
     [
         (call("weather", '{"city": "Bonn"}'), '{"city": "Bonn", "temperature": 21, "unit": "F"}'),
         (call("weather", '{"town": "Bonn"}'), "error: TypeError: weather() got an unexpected keyword argument 'town'"),
+        (call("weather", '{"city": "Bonn", "unit": "C"}'), "error: weather has no parameter unit"),
         (call("whether", "{}"), "error: unknown tool 'whether', available: weather, calculator, slow, stuck, cut"),
         ("<tool_call>{oh}</tool_call>", "error: a call must be JSON, got {oh}"),
         (call("calculator", '{"expression": "2 ** 10 / 0"}'), "error: '2 ** 10 / 0' cannot be calculated: "),
@@ -116,25 +115,10 @@ def test_calls_that_never_return_are_counted_named_and_bounded():
     assert [entry["threads"] for entry in logged if entry["event"] == "tool_still_runs"] == [2, 2, 4, 4]
 
 
-def test_the_model_does_not_reach_what_the_settings_bind():
-    weather = {"function": f"{HERE}:weather", "arguments": {"unit": "F"}}
-    shown = observed([call("weather", '{"city": "Bonn", "unit": "C"}'), "so"], {"tools": [weather]})
-    assert "error: weather has no parameter unit" in shown
-
-
 def test_a_long_result_loses_its_middle():
     agent = {"tools": ["calculator"], "max_result_characters": 10}
     shown = observed([call("calculator", '{"expression": "10 ** 40"}'), "so"], agent)
     assert "10000\n[... 31 characters left out ...]\n00000" in shown
-
-
-def test_an_instance_is_closed_if_another_one_cannot_be_made():
-    tools.closed.clear()
-    agent = {"kind": "tools", "tools": [f"{HERE}:Counter", {"function": f"{HERE}:Counter", "name": "other"}]}
-    kwargs = {"tools_kwargs": {"other": {"create_kwargs": {"begin": 10}}}}
-    with pytest.raises(PromptError, match="unexpected keyword argument 'begin'"):
-        play(agent, [], prompt=make_prompt(QUESTION, extra_info=kwargs))
-    assert tools.closed == ["at 0"]
 
 
 def test_an_instance_belongs_to_one_answer_and_is_closed():
@@ -143,9 +127,14 @@ def test_an_instance_belongs_to_one_answer_and_is_closed():
     agent = {"tools": [{"function": f"{HERE}:Counter", "arguments": {"start": 1}}]}
     kwargs = {"tools_kwargs": {"Counter": {"create_kwargs": {"start": 10}}}}
     shown = observed([text, text, "so"], agent, prompt=make_prompt(QUESTION, extra_info=kwargs))
-    assert "12<|im_end|>" in shown
-    assert "14<|im_end|>" in shown
+    assert re.findall(r"(\d+)<", shown) == ["12", "14"]
     assert tools.closed == ["at 14"]
+    # Also if another one cannot be made.
+    agent["tools"].append({"function": f"{HERE}:Counter", "name": "other"})
+    kwargs = {"tools_kwargs": {"other": {"create_kwargs": {"begin": 10}}}}
+    with pytest.raises(PromptError, match="unexpected keyword argument 'begin'"):
+        observed([], agent, prompt=make_prompt(QUESTION, extra_info=kwargs))
+    assert tools.closed == ["at 14", "at 1"]
 
 
 def test_a_row_chooses_its_tools():
@@ -155,36 +144,52 @@ def test_a_row_chooses_its_tools():
     assert "unknown tool 'weather', available: calculator" in shown
 
 
-def test_calls_may_be_marked_by_special_tokens():
+def test_calls_may_be_marked_by_special_tokens(monkeypatch: pytest.MonkeyPatch):
     # The tokenizer of this family has [RESULT] among its special tokens, which the text of a turn leaves out.
     def parse(text: str) -> list[ToolCall]:
         return [ToolCall("calculator", {"expression": found}) for found in re.findall(r"\[RESULT\](.*)$", text)]
 
-    loop_formats = {"hermes": CallFormat(parse)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(call_format, "_FORMATS", loop_formats)
-        trajectory = play({"kind": "tools", "tools": ["calculator"]}, ["[RESULT]12 + 30", "42"], family="mistral")
+    monkeypatch.setattr(call_format, "_FORMATS", {"hermes": CallFormat(parse)})
+    trajectory = play({"kind": "tools", "tools": ["calculator"]}, ["[RESULT]12 + 30", "42"], family="mistral")
     assert trajectory.metrics["tool_failures"] == 0
-    assert make_chat_tokenizer("mistral").decode(trajectory.token_ids).endswith("[RESULT]42[/RESULT]42</s>")
 
 
-def test_limits_of_calls_and_turns():
+@pytest.mark.parametrize(
+    ("settings", "question", "call", "stop", "text"),
+    [
+        (
+            {"format": "react"},
+            "what is 12 + 30?\n",
+            "I see.\nAction: calculator\nAction Input: 12 + 30\nObservation:",
+            ("\nObservation:",),
+            "what is 12 + 30?\nI see.\nAction: calculator\nAction Input: 12 + 30\nObservation: 42\nit is 42<|/turn|>",
+        ),
+        ({}, QUESTION, CALL, (), "<|/turn|>\n<|turn|>user\n42<|/turn|>\n<|turn|>model\nit is 42<|/turn|>"),
+    ],
+    ids=["react", "as the user's"],
+)
+def test_tools_need_no_template_for_results(settings: dict, question: Any, call: str, stop: tuple, text: str):
+    seen: list[WritingEngine] = []
+    agent = {"kind": "tools", "tools": ["calculator"], **settings}
+    prompt = make_prompt(question)
+    answer = [call, "it is 42"]
+    trajectory = play(agent, answer, prompt=prompt, family="gemma", inspect=lambda engine, _: seen.append(engine))
+    assert seen[0].stops == [stop] * 2
+    assert seen[0].tokenizer.decode(trajectory.token_ids).endswith(text)
+
+
+def test_limits_of_calls_turns_and_tokens():
     agent = {"kind": "tools", "tools": [{"function": "calculator", "max_calls": 1}], "max_turns": 3}
     trajectory = play(agent, [CALL, CALL, CALL])
     assert (trajectory.num_turns, trajectory.stop_reason) == (3, "turn_limit")
     assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (2, 1)
-
-
-def test_a_call_that_was_cut_off_is_not_answered():
-    trajectory = play({"kind": "tools", "tools": ["calculator"]}, [CALL], max_tokens=20)
-    assert (trajectory.num_turns, trajectory.stop_reason, int(trajectory.model_mask.sum())) == (1, "length", 20)
+    cut_off = play(agent, [CALL], max_tokens=20)
+    assert (cut_off.num_turns, cut_off.stop_reason, int(cut_off.model_mask.sum())) == (1, "length", 20)
 
 
 def test_the_mark_of_a_call_may_stand_in_its_arguments():
     notes = "<tool_call> opens a call", "so"
-    first, second = (
-        f'<tool_call>\n{{"name": "note", "arguments": {{"text": "{note}"}}}}\n</tool_call>' for note in notes
-    )
+    first, second = (call("note", json.dumps({"text": note})) for note in notes)
     found = call_format.parse_hermes(f"I call {first} </tool_call> and {second}<tool_call>")
     assert found == [ToolCall("note", {"text": note}) for note in notes]
 
@@ -203,35 +208,13 @@ def test_no_text_of_a_model_keeps_its_parser_busy(parse: Callable[[str], Any], t
     assert parse(text) == calls
 
 
-def test_react_needs_no_template():
-    texts = ["I calculate.\nAction: calculator\nAction Input: 12 + 30\nObservation:", "Answer: 42"]
-    seen = []
-    trajectory = play(
-        {"kind": "tools", "format": "react", "tools": ["calculator"]},
-        texts,
-        prompt=make_prompt("what is 12 + 30?\n"),
-        inspect=lambda engine, _: seen.append(engine),
-    )
-    assert seen[0].stops == [("\nObservation:",)] * 2
-    assert seen[0].tokenizer.decode(trajectory.token_ids) == f"what is 12 + 30?\n{texts[0]} 42\n{texts[1]}<|im_end|>"
-
-
-def test_a_template_without_tools_shows_results_as_the_users():
-    trajectory = play({"kind": "tools", "tools": ["calculator"]}, [CALL, "42"], family="gemma")
-    text = make_chat_tokenizer("gemma").decode(trajectory.token_ids)
-    assert text.endswith("<|/turn|>\n<|turn|>user\n42<|/turn|>\n<|turn|>model\n42<|/turn|>")
-
-
 @pytest.mark.parametrize(
     ("agent", "complaint"),
     [
         ({"tools": ["calculator_2"]}, "generators.agent.tools\\[0\\].function must look like `module:function`"),
         ({"tools": ["calculator", "calculator"]}, "must have unique names, got calculator more than once"),
         ({"tools": [f"{HERE}:without_a_docstring"]}, "must have annotated parameters, and a docstring"),
-        (
-            {"tools": ["calculator"], "format": "xml"},
-            "agent.format must be hermes, json, react or vllm:NAME",
-        ),
+        ({"tools": ["calculator"], "format": "xml"}, "agent.format must be hermes, json, react or vllm:NAME"),
     ],
 )
 def test_what_cannot_be_a_tool_is_refused(agent: dict, complaint: str):
@@ -239,21 +222,20 @@ def test_what_cannot_be_a_tool_is_refused(agent: dict, complaint: str):
         play({"kind": "tools", **agent}, [])
 
 
+PARAMETER = "<tool_call>\n<function=calculator>\n<parameter=expression>\n3 + 4</parameter></function></tool_call>"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("hermes", '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3 + 4"}}\n</tool_call>'),
-        (
-            "qwen3_coder",
-            "<tool_call>\n<function=calculator>\n<parameter=expression>\n3 + 4</parameter></function></tool_call>",
-        ),
+        ("hermes", call("calculator", '{"expression": "3 + 4"}')),
+        ("qwen3_coder", PARAMETER),
         ("pythonic", '[calculator(expression="3 + 4")]'),
     ],
 )
 def test_parsers_of_vllms_read_calls(name: str, text: str):
-    vllm_format = call_format.load_format(
-        f"vllm:{name}", tokenizer=make_chat_tokenizer("chatml"), setting="generators.agent"
-    )
+    tokenizer = make_chat_tokenizer("chatml")
+    vllm_format = call_format.load_format(f"vllm:{name}", tokenizer=tokenizer, setting="generators.agent")
     assert vllm_format.parse(text) == [ToolCall("calculator", {"expression": "3 + 4"})]
     assert vllm_format.parse("Seven, without any call.") == []

@@ -82,9 +82,7 @@ CASES: list[tuple[dict[str, Any], list[str], Any]] = [
 
 
 @pytest.mark.parametrize(("agent", "texts", "question"), CASES, ids=[agent["kind"] for agent, _, _ in CASES])
-def test_mask_logprobs_and_versions_are_the_engines(
-    agent: dict[str, Any], texts: list[str], question: Any, monkeypatch: pytest.MonkeyPatch
-):
+def test_mask_logprobs_and_versions_are_the_engines(agent: dict, texts: list[str], question: Any, monkeypatch):
     written.clear()
     for module in (scene, test_external):
         monkeypatch.setattr(module, "WritingEngine", UpdatedEngine)

@@ -99,7 +99,6 @@ async def endless(episode: Episode) -> None:
 
 
 async def wordless(episode: Episode) -> None:
-    """Ask for a turn without a token."""
     await episode.generate()
     await episode.generate(max_tokens=0)
 
@@ -109,13 +108,11 @@ async def ended(episode: Episode, *, stop: Any) -> None:
 
 
 async def impatient(episode: Episode) -> None:
-    """Raise its own TimeoutError."""
     await episode.generate()
     raise TimeoutError("the page must load within 5 s")
 
 
 async def forsaken(episode: Episode) -> None:
-    """Wait for a canceled task."""
     await episode.generate()
     task = asyncio.create_task(asyncio.sleep(60))
     task.cancel()
@@ -123,7 +120,6 @@ async def forsaken(episode: Episode) -> None:
 
 
 async def leaving(episode: Episode) -> None:
-    """Raise SystemExit, as command-line libraries do."""
     await episode.generate()
     raise SystemExit(0)
 
@@ -153,7 +149,6 @@ class Teacher:
     def __init__(self, config: dict[str, Any]) -> None:
         self.word = config.get("word", "wrong")
         self.open: dict[str, Any] = {}
-        self.read: list[list[dict[str, Any]]] = []
 
     async def start_interaction(self, instance_id: str, **kwargs: Any) -> str:
         self.open[instance_id] = kwargs["ground_truth"]
@@ -162,7 +157,6 @@ class Teacher:
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        self.read.append(messages)
         is_right = self.open[instance_id] in messages[-1]["content"]
         return is_right, self.word, 1.0 if is_right else -0.25, {"corrections": int(not is_right)}
 

@@ -8,10 +8,8 @@ from slipstream.buffer.trajectory import Sampling
 from slipstream.generators.engines.hf_engine import draw_uniforms, sample
 
 
-def make_sampling(
-    temperature: float = 1.0, *, top_p: float = 1.0, top_k: int = -1, max_tokens: int = 4, seed: int = 0
-) -> Sampling:
-    return Sampling(temperature, top_p, top_k, max_tokens, seed)
+def make_sampling(temperature: float = 1.0, *, top_p: float = 1.0, top_k: int = -1, seed: int = 0) -> Sampling:
+    return Sampling(temperature, top_p, top_k, 4, seed)
 
 
 def logits_of(*probabilities: float) -> Tensor:
@@ -29,26 +27,11 @@ def test_token_frequencies_match_their_probabilities():
     assert logprobs.exp().tolist() == pytest.approx([[0.5, 0.3, 0.2][token] for token in tokens.tolist()], abs=1e-6)
 
 
-def test_the_log_probability_includes_the_temperature():
-    _, logprobs = draw(logits_of(0.5, 0.25, 0.25), make_sampling(0.5), num_draws=1)
-    assert logprobs.item() == pytest.approx(math.log(0.25 / (0.25 + 0.0625 + 0.0625)), abs=1e-6)
-
-
-def test_top_k_keeps_the_likeliest_tokens():
-    tokens, logprobs = draw(logits_of(0.5, 0.3, 0.2), make_sampling(top_k=2))
-    assert set(tokens.tolist()) == {0, 1}
-    assert logprobs[0].item() == pytest.approx(math.log(0.5 / 0.8), abs=1e-6)
-
-
-def test_top_p_keeps_the_smallest_set_that_holds_the_mass():
-    assert set(draw(logits_of(0.5, 0.3, 0.2), make_sampling(top_p=0.6))[0].tolist()) == {0, 1}
-    assert set(draw(logits_of(0.5, 0.3, 0.2), make_sampling(top_p=0.4))[0].tolist()) == {0}
-
-
-def test_temperature_zero_is_greedy_and_reports_the_unfiltered_log_probability():
-    tokens, logprobs = draw(logits_of(0.3, 0.5, 0.2), make_sampling(0.0, top_k=1, top_p=0.1))
-    assert set(tokens.tolist()) == {1}
-    assert logprobs[0].item() == pytest.approx(math.log(0.5), abs=1e-6)
+@pytest.mark.parametrize(
+    ("filters", "kept"), [({"top_k": 2}, {0, 1}), ({"top_p": 0.6}, {0, 1}), ({"top_p": 0.4}, {0})], ids=str
+)
+def test_filters_keep_the_likeliest_tokens(filters: dict, kept: set[int]):
+    assert set(draw(logits_of(0.5, 0.3, 0.2), make_sampling(**filters))[0].tolist()) == kept
 
 
 def test_greedy_and_random_rows_mix_in_a_batch():

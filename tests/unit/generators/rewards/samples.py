@@ -139,7 +139,6 @@ def first_only(samples: list[RewardInput]) -> list[float | None]:
     return [1.0, *[None] * (len(samples) - 1)]
 
 
-# --- conventions of other libraries ----------------------------------------------------------------------------------
 def as_verl(data_source, solution_str, ground_truth, extra_info=None):
     """Return a dict with more numbers, and a text, which must not become a part."""
     assert data_source == "digits/reverse"
@@ -186,7 +185,6 @@ def as_trl_two(completions, **kwargs):
     return [1.0, 2.0]
 
 
-# --- async -----------------------------------------------------------------------------------------------------------
 _in_flight = 0
 
 

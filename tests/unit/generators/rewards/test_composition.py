@@ -1,4 +1,5 @@
 import asyncio
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,9 @@ from slipstream.buffer.trajectory import Reward
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import RewardConfig
 from slipstream.configs.load import load
-from slipstream.generators.rewards.composition import BUILT_IN, RewardFunctions, full_path
+from slipstream.generators.rewards.composition import RewardFunctions
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput, truth_text, truth_texts
-from slipstream.runtime.import_path import find_function
 from tests.unit.generators.rewards.scene import SAMPLES, in_pool, sample, scores
 
 
@@ -30,7 +30,6 @@ def score(config: RewardConfig, sample: RewardInput) -> Reward:
     return asyncio.run(functions.score_async(sample)) if functions.is_async else functions.score(sample)
 
 
-# --- choosing and adding ---------------------------------------------------------------------------------------------
 def test_functions_are_added_with_weights_and_each_has_a_part():
     config = several({"function": "exact_match", "weight": 2}, {"function": "position_match", "weight": -0.5})
     right, half = score(config, make_input()), score(config, make_input("31000"))
@@ -71,9 +70,7 @@ def test_a_row_that_no_function_takes_is_an_error_with_its_data_source_and_no_ze
     ("decides", "is_correct"),
     [((False, False), True), ((False, True), False), ((True, False), True), ((True, True), False)],
 )
-def test_correctness_is_decided_by_the_marked_functions_and_else_by_the_first(
-    decides: tuple[bool, bool], is_correct: bool
-):
+def test_correctness_is_decided_by_the_marked_functions_and_else_by_the_first(decides: tuple, is_correct: bool):
     config = several(
         {"function": "exact_match", "decides": decides[0]},
         {"function": f"{SAMPLES}:by_response", "decides": decides[1]},
@@ -90,36 +87,38 @@ def test_rewards_of_turns_are_added_with_weights():
     assert score(config, make_input()).turns == [2.0, -0.5, 0.5]
 
 
-def test_one_function_that_fails_fails_the_row_by_its_name():
-    config = several({"function": "exact_match"}, {"function": f"{SAMPLES}:by_response", "name": "mine"})
-    reward = score(config, make_input("raise x"))
-    assert (reward.status, reward.total, reward.detail) == ("error", 0.0, "mine: ValueError: no good: x")
-
-
 def test_names_of_functions_differ():
     with pytest.raises(ConfigError, match=r"functions must have unique names, got exact_match more than once"):
         load(["generators.reward.functions=[{function: exact_match}, {function: exact_match}]"])
-
-
-def test_a_function_of_several_that_cannot_be_loaded_is_named_by_its_place():
-    with pytest.raises(ConfigError, match=r"generators\.reward\.functions\[1\]\.function must .* Did you mean 'exact"):
-        RewardFunctions(several({"function": "exact_match"}, {"function": "exact_mach"}))
-
-
-def test_every_short_name_is_a_function():
-    for name in BUILT_IN:
-        assert callable(find_function(full_path(name), setting="generators.reward"))
 
 
 def test_a_function_may_lie_in_a_file(tmp_path: Path):
     (tmp_path / "json.py").write_text("def length(sample, *, factor):\n    return len(sample.response) * factor\n")
     config = RewardConfig(f"{tmp_path}/json.py:length", arguments={"factor": 2})
     assert score(config, make_input()).total == 10
-    with pytest.raises(ConfigError, match=r"json\.py' has no 'lengthy'. Did you mean 'length'\?"):
-        RewardFunctions(RewardConfig(f"{tmp_path}/json.py:lengthy"))
+    assert score(RewardConfig(f"{SAMPLES}:Lengths", arguments={"factor": 3}), make_input()).total == 15, "or be a class"
 
 
-# --- answers that are compared ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"function": "positions_match"}, r"generators\.reward\.function must .* Did you mean 'position_match'"),
+        ({"function": "no_such_module:f"}, "no module 'no_such_module'"),
+        ({"function": f"{SAMPLES}:by_respons"}, "Did you mean 'by_response'"),
+        ({"function": f"{SAMPLES}:NOT_A_FUNCTION"}, "it is a int"),
+        ({"function": __file__ + ":lengthy"}, r"test_composition\.py' has no 'lengthy'"),
+        ({"functions": [{"function": "exact_mach"}]}, r"reward\.functions\[0\]\.function must .* Did you mean 'exact"),
+        ({"function": f"{SAMPLES}:Lengths"}, r"arguments must fit .* missing 1 required .*'factor'"),
+        ({"function": f"{SAMPLES}:Lengths", "arguments": {"factor": 0}}, "ValueError: no such factor"),
+        ({"function": f"{SAMPLES}:with_arguments"}, r"arguments must fit .* missing a required argument: 'bonus'"),
+        ({"function": f"{SAMPLES}:by_response", "arguments": {"size": 3}}, "unexpected keyword argument 'size'"),
+    ],
+)
+def test_a_function_that_cannot_be_loaded_is_a_config_error_with_its_key(settings: dict[str, Any], complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        RewardFunctions(msgspec.convert(settings, RewardConfig))
+
+
 def score_group(config: RewardConfig, *responses: str) -> list[Reward]:
     return scores(config, [make_input(response) for response in responses], compares=True)
 
@@ -132,9 +131,8 @@ def test_answers_are_ranked_by_the_part_of_a_function_that_is_measured_only(num_
         {"function": "rank", "weight": 10, "arguments": {"by": "score"}},
         num_workers=num_workers,
     )
-    best, tied, also, worst = score_group(config, "31284", "31000", "31200"[:2] + "000", "x")
-    assert best.parts["score"] == 1.0
-    assert (best.total, best.is_correct, best.parts["rank"]) == (12.0, True, 10.0)
+    best, tied, also, worst = score_group(config, "31284", "31000", "31000", "x")
+    assert (best.total, best.is_correct, best.parts["rank"], best.parts["score"]) == (12.0, True, 10.0, 1.0)
     assert tied.total == also.total == pytest.approx(10 * 1.5 / 3)
     assert (worst.total, worst.parts["score"] < tied.parts["score"], worst.is_correct) == (0.0, True, False)
 
@@ -142,7 +140,7 @@ def test_answers_are_ranked_by_the_part_of_a_function_that_is_measured_only(num_
 def test_an_answer_without_a_reward_of_its_own_is_not_compared():
     config = several({"function": f"{SAMPLES}:by_response", "name": "score"}, {"function": "rank"}, num_workers=0)
     first, failed, last = score_group(config, "", "raise x", "")
-    assert (failed.status, failed.detail) == ("error", "score: ValueError: no good: x")
+    assert (failed.status, failed.total, failed.detail) == ("error", 0.0, "score: ValueError: no good: x")
     assert first == last == Reward(total=1.0, parts={"score": 0.5, "rank": 0.5})
 
 
@@ -150,17 +148,11 @@ def test_an_answer_without_a_reward_of_its_own_is_not_compared():
     ("functions", "responses", "words"),
     [
         (["exact_match", "rank"], ["a"], "rank: ValueError: rank requires at least two answers"),
-        (
-            [f"{SAMPLES}:too_few"],
-            ["a", "b"],
-            "too_few: ValueError: it must return one value per answer (2), got 1",
-        ),
+        ([f"{SAMPLES}:too_few"], ["a", "b"], "too_few: ValueError: it must return one value per answer (2), got 1"),
         ([f"{SAMPLES}:first_only"], ["a", "b"], ""),
     ],
 )
-def test_an_answer_that_cannot_be_compared_is_an_error_and_no_zero(
-    functions: list[str], responses: list[str], words: str
-):
+def test_an_answer_that_cannot_be_compared_is_an_error_and_no_zero(functions: list, responses: list, words: str):
     config = several(*({"function": function} for function in functions), num_workers=0)
     rewards = score_group(config, *responses)
     if words:
@@ -177,7 +169,6 @@ def test_an_answer_by_itself_is_scored_by_the_functions_that_do_not_compare():
     assert "requires a function that scores it individually" in alone.detail
 
 
-# --- forms of other libraries ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
@@ -197,19 +188,8 @@ def test_functions_of_other_libraries_are_recognized_by_their_parameters(functio
 def test_functions_of_trl_get_messages_for_chat_prompts():
     sample = msgspec.structs.replace(make_input(), prompt=[{"role": "user", "content": "48213="}])
     assert score(RewardConfig(f"{SAMPLES}:as_trl_chat"), sample).total == 5.0
-    turns = [
-        {"role": "assistant", "content": "a"},
-        {"role": "tool", "content": "b"},
-        {"role": "assistant", "content": "cd"},
-    ]
+    turns = [{"role": role, "content": text} for role, text in (("assistant", "a"), ("tool", "b"), ("assistant", "cd"))]
     assert score(RewardConfig(f"{SAMPLES}:as_trl_chat"), msgspec.structs.replace(sample, messages=turns)).total == 2.0
-
-
-def test_a_function_without_an_opinion_leaves_the_row_to_the_others():
-    config = several({"function": f"{SAMPLES}:as_trl_none"}, {"function": "exact_match"})
-    assert score(config, make_input()) == Reward(total=1.0, parts={"exact_match": 1.0}, is_correct=True)
-    alone = score(RewardConfig(f"{SAMPLES}:as_trl_none"), make_input())
-    assert (alone.status, "every one returned None" in alone.detail) == ("error", True)
 
 
 @pytest.mark.parametrize(
@@ -217,6 +197,7 @@ def test_a_function_without_an_opinion_leaves_the_row_to_the_others():
     [
         ("as_trl_two", "must return one value per answer, got [1.0, 2.0] for 1"),
         ("as_verl_without_score", "must have a number `score`, got acc"),
+        ("as_trl_none", "every one returned None"),
     ],
 )
 def test_wrong_values_of_these_forms_are_errors(function: str, words: str):
@@ -225,18 +206,9 @@ def test_wrong_values_of_these_forms_are_errors(function: str, words: str):
     assert words in reward.detail
 
 
-def test_a_class_is_instantiated_with_the_arguments_and_called():
-    assert score(RewardConfig(f"{SAMPLES}:Lengths", arguments={"factor": 3}), make_input()).total == 15
-    with pytest.raises(ConfigError, match=r"arguments must fit .* missing 1 required .*'factor'"):
-        RewardFunctions(RewardConfig(f"{SAMPLES}:Lengths"))
-    with pytest.raises(ConfigError, match="ValueError: no such factor"):
-        RewardFunctions(RewardConfig(f"{SAMPLES}:Lengths", arguments={"factor": 0}))
-
-
-@pytest.mark.parametrize("truth", [{"a": 1}, ["a"], None, True])
-def test_a_truth_in_a_form_that_a_grader_does_not_take_is_described(truth: object):
-    with pytest.raises(TypeError, match="a ground truth of gsm8k must be a text or a number, got "):
-        truth_text(make_input(truth=truth), grader="gsm8k")
+def test_a_function_without_an_opinion_leaves_the_row_to_the_others():
+    config = several({"function": f"{SAMPLES}:as_trl_none"}, {"function": "exact_match"})
+    assert score(config, make_input()) == Reward(total=1.0, parts={"exact_match": 1.0}, is_correct=True)
 
 
 def test_truths_of_every_form():
@@ -245,9 +217,11 @@ def test_truths_of_every_form():
         assert truth_texts(make_input(truth=truth), grader="") == texts
     with pytest.raises(TypeError, match="a list of texts, or a record with either as `target`, got a list"):
         truth_texts(make_input(truth=[1]), grader="qa")
+    for truth in [{"a": 1}, ["a"], None, True]:
+        with pytest.raises(TypeError, match="a ground truth of gsm8k must be a text or a number, got "):
+            truth_text(make_input(truth=truth), grader="gsm8k")
 
 
-# --- async functions in workers --------------------------------------------------------------------------------------
 def score_all(responses: list[str], **settings: Any) -> tuple[list[Reward], float]:
     async def use(pool: RewardPool) -> tuple[list[Reward], float]:
         await pool.score(make_input(""))
@@ -313,3 +287,48 @@ def test_failures_are_tried_again(num_workers: int, retries: int, status: str, t
     (reward,) = scores(config, [make_input(str(tmp_path / "tries"))])
     assert reward.status == status
     assert len((tmp_path / "tries").read_text()) == min(3, 1 + retries)
+
+
+RECORD = {"total": 0.75, "parts": {"a": 0.5, "b": 0.25}, "is_correct": True}
+
+
+def run_sample(name: str, response: str = "", **arguments: Any) -> Reward:
+    return RewardFunctions(RewardConfig(f"{SAMPLES}:{name}", arguments=arguments)).score(sample(response))
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "reward"),
+    [
+        ("by_response", {}, Reward(total=0.5)),
+        ("with_arguments", {"bonus": 0.75}, Reward(total=1.0, is_correct=True)),
+        ("returning", {"value": RECORD}, Reward(total=0.75, parts={"a": 0.5, "b": 0.25}, is_correct=True)),
+    ],
+)
+def test_a_number_or_a_dict_is_a_reward_and_1_is_correct(name: str, arguments: dict[str, Any], reward: Reward):
+    assert run_sample(name, **arguments) == reward
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("nan", "finite"),
+        ({"total": 0.75, "parts": {"a": math.inf}}, "finite number, got a=inf"),
+        ("text", "got str"),
+        ({"score": 1.0}, "score"),
+        ("raise now", "ValueError: no good: now"),
+        ("exit", "must return, it called sys.exit(3)"),
+        ("shout", "ValueError: no good: no good:"),
+        ({"total": 0.75, "parts": {str(index): 0.0 for index in range(10**4)}}, "at most 64 parts"),
+    ],
+)
+def test_an_invalid_reward_is_an_error_with_one_line_of_detail(given: Any, words: str):
+    reward = run_sample("by_response", given) if isinstance(given, str) else run_sample("returning", value=given)
+    assert reward.status == "error"
+    assert words in reward.detail
+    assert "\n" not in reward.detail
+    assert len(reward.detail) <= 300
+
+
+def test_the_detail_of_a_reward_is_cut():
+    reward = run_sample("returning", value={"total": 0.75, "detail": "wordy " * 10**6})
+    assert (reward.total, reward.detail) == (0.75, ("wordy " * 50)[:300])

@@ -93,7 +93,6 @@ def test_a_judge_without_a_score_is_an_error(address: str, answer: str, words: s
     assert words in reward.detail
 
 
-# --- pairs -----------------------------------------------------------------------------------------------------------
 def compare(
     address: str, answers: list[str], *, template: str = "ANSWER PAIR {a} {b}", **arguments: Any
 ) -> list[Reward]:
@@ -107,12 +106,8 @@ def test_every_pair_is_judged_in_both_orders_and_an_answer_gets_the_share_that_i
     assert [reward.total for reward in rewards] == pytest.approx([0, 2.5 / 3, 1 / 3, 2.5 / 3])
     assert len(_Judge.seen) == 4 * 3
     assert rewards[0].parts == {"pairs": 3}
-
-
-def test_a_judge_that_prefers_the_first_place_gives_all_the_same(address: str):
-    assert [reward.total for reward in compare(address, ["1", "2", "3"], template="{a}{b}ANSWER Verdict: A")] == [
-        0.5
-    ] * 3
+    prefers_the_first_place = compare(address, ["1", "2", "3"], template="{a}{b}ANSWER Verdict: A")
+    assert [reward.total for reward in prefers_the_first_place] == [0.5] * 3
 
 
 def test_with_fewer_opponents_bradley_terry_weighs_who_was_beaten(address: str):
@@ -165,10 +160,7 @@ def test_a_dead_judge_is_masked_and_named_and_recovers(function: str):
         ({"pattern": "("}, "regular expression"),
         ({"pattern": "1"}, "a group"),
         ({"template": "no"}, "{response}"),
-        (
-            {"color": 1},
-            r"generators.reward.arguments must fit 'judge', .* unexpected keyword argument 'color'",
-        ),
+        ({"color": 1}, r"generators.reward.arguments must fit 'judge', .* unexpected keyword argument 'color'"),
     ],
 )
 def test_a_judge_that_cannot_score_is_refused(arguments: dict[str, Any], words: str):

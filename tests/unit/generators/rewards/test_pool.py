@@ -69,13 +69,10 @@ def test_a_hang_is_a_timeout_and_costs_only_the_culprit():
         rewards = await asyncio.gather(*(pool.score(sample(answer)) for answer in answers))
         assert [r.status for r in rewards] == ["timeout" if answer else "ok" for answer in answers]
         assert "generators.reward.timeout_s (0.3 s)" in rewards[2].detail
+        again = await asyncio.gather(*(pool.score(sample(answer)) for answer in ["sleep 60", "sleep 60", ""]))
+        assert [r.status for r in again] == ["timeout", "timeout", "ok"], "two hangs in a row"
 
     use_pool(use, timeout_s=0.3)
-
-
-def test_two_hangs_in_a_row_are_two_timeouts():
-    found = statuses(["sleep 60", "sleep 60", ""], timeout_s=0.3)
-    assert [status for status, _ in found] == ["timeout", "timeout", "ok"]
 
 
 def test_time_in_the_queue_does_not_count():
@@ -134,11 +131,19 @@ def test_what_a_function_started_ends_with_its_worker(response: str, status: str
 
 
 def test_a_copy_that_the_function_forked_does_not_answer():
-    async def use(pool: RewardPool) -> None:
-        rewards = [(await pool.score(sample(response))).total for response in ["fork", "", "fork", ""]]
-        assert rewards == [0.5] * 4
+    assert [reward.total for reward in scores(RewardConfig(FUNCTION), [*map(sample, ["fork", ""] * 2)])] == [0.5] * 4
 
-    use_pool(use)
+
+def test_several_workers_share_the_samples():
+    async def use(pool: RewardPool) -> None:
+        seen: set[float] = set()
+        deadline = time.monotonic() + 20
+        while len(seen) < 3 and time.monotonic() < deadline:
+            seen |= {reward.total for reward in await asyncio.gather(*(pool.score(sample("pid")) for _ in range(6)))}
+        assert seen == {float(pid) for pid in pool.worker_pids}
+        assert len(seen) == 3
+
+    use_pool(use, num_workers=3)
 
 
 def test_a_worker_that_cannot_be_ended_holds_nothing_up(monkeypatch: pytest.MonkeyPatch):
@@ -172,19 +177,6 @@ def test_a_worker_killed_from_outside_is_replaced():
         assert pool.worker_pids != [victim]
 
     use_pool(use)
-
-
-def test_several_workers_share_the_samples():
-    async def use(pool: RewardPool) -> None:
-        seen: set[float] = set()
-        deadline = time.monotonic() + 20
-        while len(seen) < 3 and time.monotonic() < deadline:
-            rewards = await asyncio.gather(*(pool.score(sample("pid")) for _ in range(6)))
-            seen |= {reward.total for reward in rewards}
-        assert seen == {float(pid) for pid in pool.worker_pids}
-        assert len(seen) == 3
-
-    use_pool(use, num_workers=3)
 
 
 def test_a_worker_ignores_ctrl_c_and_imports_nothing_large():
@@ -230,7 +222,6 @@ import asyncio, sys
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
-from slipstream.generators.rewards.worker import SIGNAL_EXIT
 
 async def main():
     pool = RewardPool(RewardConfig("tests.unit.generators.rewards.samples:by_response", timeout_s=60))

@@ -89,11 +89,7 @@ def test_a_server_that_is_lost_is_named_and_started_again(tools: dict[str, Tool]
 
 
 def test_a_call_that_is_given_up_before_the_server_is_found_to_hang(tools: dict[str, Tool]):
-    quick = load_tools(
-        [ToolConfig(function="mcp", arguments={"command": [sys.executable, PROGRAM], **LIMITS}, timeout_s=0.3)],
-        setting="agent",
-    )
-    found = {tool.name: tool for tool in quick}
+    found = load({"command": [sys.executable, PROGRAM], **LIMITS}, timeout_s=0.3)
 
     async def calls() -> str:
         with pytest.raises(ToolError, match=r"hang must answer within 0.3 s, but did not"):
@@ -108,15 +104,12 @@ def test_a_call_that_is_given_up_before_the_server_is_found_to_hang(tools: dict[
     assert asyncio.run(calls()) == "3"
 
 
-def test_the_model_calls_them(tools: dict[str, Tool]):
-    def written(name: str, **arguments: Any) -> str:
-        return f'<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
-
+def test_the_model_calls_them():
     agent = {"kind": "tools", "tools": [{"function": "mcp", "arguments": {"command": [sys.executable, PROGRAM]}}]}
-    texts = [written("add", left=12, right=30) + written("die"), "so"]
-    trajectory = play(agent, texts, max_length=4000, max_tokens=2000)
-    text = make_chat_tokenizer("chatml").decode(trajectory.token_ids)
-    assert "error: " in text
+    calls = [{"name": "add", "arguments": {"left": 12, "right": 30}}, {"name": "die", "arguments": {}}]
+    text = "".join(f"<tool_call>{json.dumps(call)}</tool_call>" for call in calls)
+    trajectory = play(agent, [text, "so"], max_length=4000, max_tokens=2000)
+    assert "error: " in make_chat_tokenizer("chatml").decode(trajectory.token_ids)
     assert trajectory.metrics["tool_failures"] in (1, 2)  # both calls, if the server died before it added
 
 

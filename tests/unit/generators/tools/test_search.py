@@ -17,7 +17,7 @@ from slipstream.generators.rewards.functions import qa_exact_match
 from slipstream.generators.tools.search import LocalIndex, Passage, Search, open_index
 from slipstream.scripts import make_search_index
 from tests.builders import make_prompt
-from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
+from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play, written
 from tests.unit.generators.chat import make_chat_tokenizer
 from tests.unit.generators.servers import Handler, serve
 
@@ -81,34 +81,22 @@ def test_a_wrong_corpus_is_named_and_leaves_the_index_as_it_was(
 
 def test_what_is_no_index_is_refused_at_the_start(tmp_path: Path):
     pytest.importorskip("tantivy")
-    with pytest.raises(
-        ConfigError, match=r"index must be a folder written by `python -m slipstream.scripts.make_search_ind"
-    ):
-        play({"kind": "search", "index": str(tmp_path)}, [])
-    with pytest.raises(ConfigError, match="index must be a folder"):
-        play({"kind": "tools", "tools": [{"function": "search", "arguments": {"index": str(tmp_path)}}]}, [])
+    tool = {"function": "search", "arguments": {"index": str(tmp_path)}}
+    for agent in ({"kind": "search", "index": str(tmp_path)}, {"kind": "tools", "tools": [tool]}):
+        with pytest.raises(ConfigError, match=r"index must be a folder written by `python -m slipstream.scripts.make_"):
+            play(agent, [])
 
 
-# --- the agent -------------------------------------------------------------------------------------------------------
 ASK = "who died at the danube? <search>danube</search>"
 FOUND = "\n\n<information>Doc 1(Title: Vienna) A city on the Danube, where Beethoven died.</information>\n\n"
 
 
-def test_the_trajectory_of_a_search_token_by_token(index: str):
+def test_the_trajectory_of_a_search(index: str):
     seen: list[tuple[WritingEngine, RecordingScorer]] = []
     answer = "<answer>Beethoven</answer>"
     trajectory = play({"kind": "search", "index": index}, [ASK, answer], inspect=lambda *both: seen.append(both))
     ((engine, scorer),) = seen
-    tokenizer = engine.tokenizer
-    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False)
-    parts = [(prompt, False)]
-    parts += [(tokenizer.encode(text), is_own) for text, is_own in [(ASK, True), (FOUND, False), (answer, True)]]
-    assert trajectory.token_ids.tolist() == [token for part, _ in parts for token in part]
-    assert trajectory.model_mask.tolist() == [is_own for part, is_own in parts for _ in part]
-    assert trajectory.generator_logprobs[~trajectory.model_mask].tolist() == [0.0] * int((~trajectory.model_mask).sum())
-    start = sum(len(part) for part, _ in parts[:3])
-    assert [span.version for span in trajectory.version_spans] == [1, 2]
-    assert trajectory.version_spans[1].first_token == start + 2
+    assert written(trajectory) == [(ASK, True), (FOUND, False), (answer, True)]
     assert engine.stops == [("</search>", "</answer>")] * 2
     assert (trajectory.num_turns, trajectory.stop_reason) == (2, "stop_string")
     assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (1, 0)
@@ -116,6 +104,7 @@ def test_the_trajectory_of_a_search_token_by_token(index: str):
     assert scorer.samples[0].response == answer
     sample = msgspec.structs.replace(scorer.samples[0], ground_truth={"target": ["beethoven"]})
     assert qa_exact_match(sample).total == 1.0
+    assert Search(index=index)._index is Search(index=index)._index, "answers of a generator share an index"
 
 
 def shown(index: str, texts: list[str], **settings) -> tuple[str, object]:
@@ -154,7 +143,6 @@ def test_a_passage_cannot_end_a_turn(index: str):
     assert end not in trajectory.token_ids[observed:]
 
 
-# --- the tool, and a service -----------------------------------------------------------------------------------------
 class Service(Handler):
     """A small version of Search-R1's retrieval server."""
 
@@ -196,7 +184,3 @@ def test_the_search_is_a_tool_whose_index_no_row_chooses(index: str):
     kwargs = {"tools_kwargs": {"search": {"create_kwargs": {"index": "http://127.0.0.1:9"}}}}
     with pytest.raises(PromptError, match=r"takes arguments only from the settings, got {.index"):
         play(agent, [call, "so"], prompt=make_prompt(QUESTION, extra_info=kwargs))
-
-
-def test_answers_of_a_generator_share_an_index(index: str):
-    assert Search(index=index)._index is Search(index=index)._index

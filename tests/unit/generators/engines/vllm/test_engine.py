@@ -20,10 +20,6 @@ async def never() -> None:
     await asyncio.Event().wait()
 
 
-async def now() -> int:
-    return 3
-
-
 def test_an_engine_that_left_one_call_unanswered_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # Five calls of half a minute each would outlast the learner's patience with a run without weights.
     monkeypatch.setattr("slipstream.generators.engines.vllm.engine._SECOND_CHANCE_S", 0.01)
@@ -34,25 +30,23 @@ def test_an_engine_that_left_one_call_unanswered_is_not_waited_for_again(monkeyp
             with pytest.raises(EngineError, match=r"within 0\.02 s"):
                 await engine._call(never(), timeout_s=limit_s)
         # An answer shows that it was only late.
-        assert await engine._call(now()) == 3
+        assert await engine._call(asyncio.sleep(0, 3)) == 3
         with pytest.raises(EngineError, match=r"within 0\.5 s"):
             await engine._call(never(), timeout_s=0.5)
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
+def arguments_of(*, reads_text: bool = False, **settings: Any) -> AsyncEngineArgs:
+    config = VllmEngineConfig(**settings)
+    return engine_arguments(ModelConfig(path="none"), config, seed=0, max_positions=64, reads_text=reads_text)
+
+
 @pytest.mark.parametrize(
     ("chosen", "reads_text", "is_on"), [(None, True, True), (None, False, False), (False, True, False)]
 )
 def test_prefixes_are_cached_where_an_answer_may_have_several_turns(chosen: bool | None, reads_text: bool, is_on: bool):
-    config = VllmEngineConfig(enable_prefix_caching=chosen)
-    arguments = engine_arguments(ModelConfig(path="none"), config, seed=0, max_positions=64, reads_text=reads_text)
-    assert arguments.enable_prefix_caching is is_on
-
-
-def arguments_of(**settings: Any) -> AsyncEngineArgs:
-    config = VllmEngineConfig(**settings)
-    return engine_arguments(ModelConfig(path="none"), config, seed=0, max_positions=64, reads_text=False)
+    assert arguments_of(enable_prefix_caching=chosen, reads_text=reads_text).enable_prefix_caching is is_on
 
 
 def test_a_cache_of_a_given_size_does_not_depend_on_free_memory():
@@ -80,9 +74,6 @@ def test_settings_reach_vllm_and_so_do_its_other_arguments() -> None:
     assert (arguments.max_num_batched_tokens, arguments.kv_cache_dtype) == (512, "fp8")
     assert (arguments.quantization, arguments.distributed_executor_backend) == ("fp8_per_tensor", "mp")
     assert (arguments.block_size, arguments.async_scheduling) == (32, False)
-
-
-def test_chunked_prefill_is_refused_on_a_cpu() -> None:
     with pytest.raises(EngineError, match=r"chunked_prefill must be false or null on a CPU"):
         arguments_of(chunked_prefill=True)
 
@@ -98,9 +89,7 @@ def test_chunked_prefill_is_refused_on_a_cpu() -> None:
         ({"blok_size": 32}, r"got blok_size: did you mean block_size\?"),
     ],
 )
-def test_an_argument_that_a_setting_decides_or_that_may_change_sampling_is_refused(
-    extra: dict[str, Any], advice: str
-) -> None:
+def test_an_argument_that_a_setting_decides_or_that_may_change_sampling_is_refused(extra: dict, advice: str) -> None:
     with pytest.raises(ConfigError, match=advice):
         VllmEngineConfig(extra=extra)
 

@@ -118,14 +118,10 @@ def keep_old_kernel(model: Model) -> None:
 def test_one_changed_element_is_found_in_any_parameter(change: Callable[[Model], None], name: str):
     model, sent = Model(), make_sent()
     record = load(model, sent)
+    kept = [call.arguments["param"] for calls in record._calls.values() for _, call in calls.kept]
+    assert [parameter.is_meta for parameter in kept] == [True] * 5, "a record keeps no second copy of the model"
     change(model)
     assert record.first_mismatch(sent) == name
-
-
-def test_another_tensor_than_the_one_that_was_sent_is_found():
-    model, sent = Model(), make_sent()
-    record = load(model, [(name, tensor + 1e-6 if name == "norm.weight" else tensor) for name, tensor in sent])
-    assert record.first_mismatch(sent) == "norm.weight"
 
 
 def test_what_could_not_be_compared_is_named():
@@ -134,11 +130,3 @@ def test_what_could_not_be_compared_is_named():
     assert record.first_mismatch(sent) == ""
     # Sent, but no loader got it; and a parameter that nothing was loaded into.
     assert record.uncompared == ["experts", "experts.weight", "q"]
-
-
-def test_a_record_keeps_no_second_copy_of_the_model():
-    model, sent = Model(), make_sent()
-    record = load(model, sent)
-    kept = [call.arguments["param"] for calls in record._calls.values() for _, call in calls.kept]
-    assert len(kept) == 5
-    assert all(parameter.is_meta for parameter in kept)
