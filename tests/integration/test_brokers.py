@@ -14,15 +14,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.broker.messages import (
-    NO_EPOCH,
-    LeaseRequest,
-    Members,
-    Prompts,
-    Update,
-    UpdateApplied,
-    Welcome,
-)
+from slipstream.broker.messages import NO_EPOCH, LeaseRequest, Members, Prompts, Update, UpdateApplied, Welcome
 from slipstream.broker.transport.client import PeerStatus, preferred
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.buffer.archive.archive import Archive
