@@ -24,7 +24,7 @@ def test_a_model_is_loaded_with_its_visual_encoder(engines: Engines, tmp_path: P
     policy, vision = load(folder), VisionModel(str(folder))
 
     def logprobs() -> torch.Tensor:
-        """Of transformers, with its own positions."""
+        """Log-probabilities from transformers, with its own positions."""
         expanded, placed = vision.expand(TOKEN_IDS, PICTURES)
         ids = torch.tensor([expanded])
         with torch.no_grad():
