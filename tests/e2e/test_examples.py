@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,10 @@ def short_run(folder: Path, name: str) -> list[dict[str, float]]:
     return runs.metrics(folder, name)
 
 
+def long(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
 @pytest.mark.long
 def test_mathematics(folder: Path):
     sums = ("--task=addition", "--train-rows=200", "--heldout-rows=40", "--out=data/addition")
@@ -58,12 +63,29 @@ def test_mathematics(folder: Path):
         assert row["learner/mismatch_max"] < 1e-4
 
 
-def test_calculator(folder: Path):
-    for row in short_run(folder, "calculator"):
+@pytest.mark.parametrize(
+    ("name", "source", "bounds", "library"),
+    [
         # A quarter of the demonstrations call it.
-        assert 0.05 < row["learner/by_source/multiplication/agent_tool_calls"] < 0.6
-        assert row["learner/by_source/multiplication/turns_mean"] > 1
+        ("calculator", "multiplication", {"agent_tool_calls": (0.05, 0.6), "turns_mean": (1.01, 3)}, "transformers"),
+        # A quarter of the demonstrations search, and no answer is right without a search.
+        long("search", "codes", {"turns_mean": (1.05, 1.6), "agent_tool_failures": (0, 0)}, "tantivy"),
+        # Each correction costs part of the reward.
+        long("interaction", "correction", {"turns_mean": (1.2, 2), "part_turns": (-0.6, -0.001)}, "transformers"),
+        # Its verifier gives a share of the reward for each correctly placed letter.
+        long("reasoning_gym", "reasoning_gym/spell_backward", {"reward_mean": (0.01, 0.9)}, "reasoning_gym"),
+    ],
+)
+def test_demonstrations_then_rewards(
+    folder: Path, name: str, source: str, bounds: dict[str, tuple[float, float]], library: str
+):
+    pytest.importorskip(library)
+    for row in short_run(folder, name):
         assert row["learner/mismatch_max"] < 1e-4
+        own = {key: row[f"learner/by_source/{source}/{key}"] for key in (*bounds, "failed_fraction")}
+        assert own.pop("failed_fraction") == 0
+        for key, (low, high) in bounds.items():
+            assert low <= own[key] <= high, key
 
 
 def test_a_black_box_agent_through_the_door(folder: Path):
@@ -100,36 +122,6 @@ def test_a_reward_model_is_trained_from_pairs_and_rewards(folder: Path):
         # The taste is measured separately and not added to the score.
         assert row[REVERSE + "reward_mean"] == pytest.approx(row[REVERSE + "part_reward_model"])
         assert -1 <= row[REVERSE + "part_taste"] <= 1
-
-
-@pytest.mark.long
-def test_search(folder: Path):
-    pytest.importorskip("tantivy")
-    for row in short_run(folder, "search"):
-        # A quarter of the demonstrations search, and no answer is right without a search.
-        assert 1.05 < row["learner/by_source/codes/turns_mean"] < 1.6
-        assert row["learner/by_source/codes/agent_tool_failures"] == 0
-        assert row["learner/mismatch_max"] < 1e-4
-
-
-@pytest.mark.long
-def test_interaction(folder: Path):
-    for row in short_run(folder, "interaction"):
-        # Each correction costs part of the reward.
-        assert 1.2 < row["learner/by_source/correction/turns_mean"] <= 2
-        assert -0.6 < row["learner/by_source/correction/part_turns"] < 0
-        assert row["learner/mismatch_max"] < 1e-4
-
-
-@pytest.mark.long
-def test_reasoning_gym(folder: Path):
-    pytest.importorskip("reasoning_gym")
-    for row in short_run(folder, "reasoning_gym"):
-        own = "learner/by_source/reasoning_gym/spell_backward/"
-        assert row[own + "failed_fraction"] == 0
-        # Its verifier gives a share of the reward for each correctly placed letter.
-        assert row[own + "correct_fraction"] < row[own + "reward_mean"] < 0.9
-        assert row["learner/mismatch_max"] < 1e-4
 
 
 VERIFIERS = os.environ.get("SLIPSTREAM_VERIFIERS_PYTHON", "")
