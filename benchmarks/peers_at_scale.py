@@ -296,7 +296,9 @@ def measure(served: ServedRun, num_peers: int, arguments: argparse.Namespace) ->
         theirs.close()
         pipes.append(ours)
     _gather(pipes)
-    idle = _cores(served, min(5.0, arguments.seconds))
+    before, idle_s = served.cpu_s(), min(5.0, arguments.seconds)
+    time.sleep(idle_s)
+    idle = _cores_since(before, served, idle_s)
     _release(pipes)
     burst = [wait for waits in _gather(pipes) for wait in waits]
     before, started_at = served.cpu_s(), time.perf_counter()
@@ -326,12 +328,6 @@ def measure(served: ServedRun, num_peers: int, arguments: argparse.Namespace) ->
         "rejected": rejected,
         "rejoined": rejoined,
     }
-
-
-def _cores(served: ServedRun, seconds: float) -> dict[str, float]:
-    before = served.cpu_s()
-    time.sleep(seconds)
-    return _cores_since(before, served, seconds)
 
 
 def _cores_since(before: dict[str, float], served: ServedRun, seconds: float) -> dict[str, float]:

@@ -37,9 +37,6 @@ class FakeClock:
         return self.now
 
 
-# --- a router and its peers ---
-
-
 class RouterScene:
     """A router that admits two groups, over a store in memory, on a fake clock."""
 
@@ -52,8 +49,7 @@ class RouterScene:
         rows: Path | None = None,
         **buffer: object,
     ) -> None:
-        """`buffer`: its settings in addition to `max_lag=0`; `settings`: those of other parts. `rows`: file of prompts
-        in place of ten."""
+        """`buffer`: its settings in addition to `max_lag=0`; `settings`: those of other parts."""
         self.clock = FakeClock()
         self.store_is_ahead_s = 0.0
         self.store = MemoryStore(clock=lambda: self.clock() + self.store_is_ahead_s)
@@ -63,15 +59,8 @@ class RouterScene:
         self.config_json = msgspec.json.encode(self.run).decode()
         curriculum = self.run.data.curriculum
         self.store.open_run("test", config_json=self.config_json, num_rows=len(data), seed=0, curriculum=curriculum)
-        self.router = Router(
-            self.hub.server(),
-            self.store,
-            run=self.run,
-            train=data,
-            heldout={each.name: data for each in self.run.data.heldout_sets},
-            model=model,
-            clock=self.clock,
-        )
+        sets = {"train": data, "heldout": {each.name: data for each in self.run.data.heldout_sets}}
+        self.router = Router(self.hub.server(), self.store, run=self.run, model=model, clock=self.clock, **sets)
 
     def step(self) -> None:
         self.router.step(timeout_s=0)
@@ -140,20 +129,12 @@ class FakePeer:
 
 def write_rows(path: Path) -> Path:
     """Write ten prompts, `0=` to `9=`; returns the path."""
-    rows = [
-        {
-            "data_source": "test",
-            "prompt": f"{n}=",
-            "reward_model": {"style": "rule", "ground_truth": str(n)},
-            "extra_info": {"index": n},
-        }
-        for n in range(10)
-    ]
+    same = {"data_source": "test"}
+    truth = [{"style": "rule", "ground_truth": str(n)} for n in range(10)]
+    rows = [{"prompt": f"{n}=", "reward_model": truth[n], "extra_info": {"index": n}} | same for n in range(10)]
     pq.write_table(pa.Table.from_pylist(rows), path)
     return path
 
-
-# --- a run as its roles report it ---
 
 STATUS_RUN = make_run(generators={"max_concurrency": 64}, learner={"groups_per_step": 2, "max_steps": 40})
 STATUS_ROW = {
@@ -173,16 +154,8 @@ STATUS_ROW = {
 
 def make_gauges(pid: int = 7, **overrides: Any) -> dict[str, Any]:
     """Gauges of a generator that holds version 3."""
-    gauges = {
-        "role": "generator",
-        "state": "ready",
-        "version": 3,
-        "host": "node",
-        "pid": pid,
-        "running": 32,
-        "reason": "",
-    }
-    return gauges | overrides
+    gauges = {"role": "generator", "state": "ready", "version": 3, "running": 32, "reason": ""}
+    return gauges | {"host": "node", "pid": pid} | overrides
 
 
 def make_reports() -> dict[str, tuple[float, dict[str, Any]]]:
@@ -209,7 +182,6 @@ def status_of(
     rows: tuple[dict[str, Any], ...] = (),
     full_disk: str = "",
 ) -> RunStatus:
-    """The status of a run with these reports."""
     clock, now = FakeClock(0.0), 1000.0
     store = MemoryStore(clock=clock)
     store.open_run("test", config_json="{}", num_rows=4, seed=0)
@@ -224,9 +196,6 @@ def status_of(
     return make_status(
         snapshot, run=run, now=now, ready_versions=ready_versions or {}, events=events or [], full_disk=full_disk
     )
-
-
-# --- a full disk ---
 
 
 @contextmanager

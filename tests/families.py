@@ -29,7 +29,8 @@ LINEAR = {
     "layer_types": ["linear_attention", "full_attention"],
 }
 CONVOLVED = {"layer_types": ["conv", "full_attention"]}
-WINDOWS = {"window_size": 16}
+LONG = {"original_max_position_embeddings": 64}
+ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
 LATENT = EXPERTS | {
     "kv_lora_rank": 512,
     "q_lora_rank": 16,
@@ -78,10 +79,7 @@ FAMILIES = {
         "one_per_row",
         {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "expand": 2, "chunk_size": 16},
     ),
-    "qwen3_next": (
-        "one_per_row",
-        LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32},
-    ),
+    "qwen3_next": ("one_per_row", LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32}),
     "qwen3_5_text": ("one_per_row", LINEAR),
     "qwen3_5_moe_text": ("one_per_row", LINEAR | EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 32}),
     "falcon_h1": (
@@ -123,23 +121,14 @@ FAMILIES = {
         | {"layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"], "bos_token_id": 0},
     ),
     # Its mask has as many columns as it has positions.
-    "gpt_neo": ("one_row", {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]} | WINDOWS),
+    "gpt_neo": (
+        "one_row",
+        {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]} | {"window_size": 16},
+    ),
     # The threshold of its router is called jitter, and is used without noise, too.
     "phimoe": ("shared_rows", {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.1}),
     # Rotary embeddings that depend on the longest sequence of a pass.
-    "phi3-longrope": (
-        "one_at_a_time",
-        {
-            "original_max_position_embeddings": 64,
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": [1.0] * 16,
-                "long_factor": [4.0] * 16,
-                "original_max_position_embeddings": 64,
-            },
-        },
-    ),
+    "phi3-longrope": ("one_at_a_time", LONG | {"rope_parameters": LONG | ROPE}),
     # They see what follows: no layout is exact, because none of their numbers is one of a causal language model.
     "bert": ("", {}),
     "ernie": ("", {}),

@@ -46,6 +46,11 @@ SMALL = (
     "evaluation.final_prompts=4",
 )
 """Overrides of a run with the scripted engine, a random model and small steps."""
+RANDOM = ("prepare=[]", "model.path=models/digits-random")
+FEW = (
+    *("learner.groups_per_step=4", "evaluation.every_steps=0"),
+    *("evaluation.monitor_prompts=4", "evaluation.final_prompts=8"),
+)
 
 
 def make_task(folder: Path, *, warm: bool) -> Path:
@@ -68,16 +73,25 @@ def _made_task(*, warm: bool) -> Path:
 
 
 def run_script(folder: Path, module: str, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = call([sys.executable, "-m", module, *arguments], folder, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
+
+
+def call(
+    command: Sequence[str], folder: Path, *, timeout_s: float = 240, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end in a folder, with variables added to the environment."""
+    variables = os.environ | environment
+    return subprocess.run(
+        command, cwd=folder, env=variables, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+def start(log: Path, command: Sequence[str], folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """Start a command in a folder; its output is appended to `log`."""
+    with log.open("a") as output:
+        variables = os.environ | environment
+        return subprocess.Popen(command, cwd=folder, env=variables, stdout=output, stderr=output, text=True)
 
 
 def command(*overrides: str) -> list[str]:
@@ -86,9 +100,7 @@ def command(*overrides: str) -> list[str]:
 
 def train(folder: Path, *overrides: str, timeout_s: float = 240) -> str:
     """Run to the end; returns the output."""
-    done = subprocess.run(
-        command(*overrides), cwd=folder, capture_output=True, text=True, timeout=timeout_s, check=False
-    )
+    done = call(command(*overrides), folder, timeout_s=timeout_s)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
@@ -127,20 +139,15 @@ def assert_traced(folder: Path, name: str, *, steps: Iterable[int], per_step: in
         if each["ph"] == "X" and isinstance(each["tid"], int):
             assert ("thread_name", each["pid"], each["tid"]) in named, each
     spans: dict[str, list[tuple[str, str, float]]] = {}
-    trained = Counter[int]()
+    trained: dict[str, int] = {}
     for each in (each for each in events if each.get("cat") == "trajectory"):
         spans.setdefault(each["id"], []).append((each["ph"], each["name"], each["ts"]))
         if each["ph"] == "b" and each["name"] == "train" and each["args"]["step"] in steps:
-            trained[each["args"]["step"]] += 1
-    assert trained == dict.fromkeys(steps, per_step)
-    of_steps = {
-        each["id"]
-        for each in events
-        if each.get("name") == "train" and each["ph"] == "b" and each["args"]["step"] in steps
-    }
-    for each in of_steps:
-        assert [(ph, span) for ph, span, _ in spans[each]] == [(ph, span) for span in SPANS for ph in "be"], spans[each]
-        times = [ts for _, _, ts in spans[each]]
+            trained[each["id"]] = each["args"]["step"]
+    assert Counter(trained.values()) == dict.fromkeys(steps, per_step)
+    for found in (spans[each] for each in trained):
+        assert [(ph, span) for ph, span, _ in found] == [(ph, span) for span in SPANS for ph in "be"], found
+        times = [ts for _, _, ts in found]
         assert times == sorted(times)
 
 
@@ -182,14 +189,10 @@ class Run:
     """A run under the launcher, observed from outside."""
 
     def __init__(self, folder: Path, name: str, *overrides: str, base: Sequence[str] = SMALL) -> None:
-        self._folder = folder
         self.name = name
         self.path = folder / "runs" / name
         self._printed = folder / f"{name}.out"
-        with self._printed.open("a") as output:
-            self.launcher = subprocess.Popen(
-                command(*base, f"name={name}", *overrides), cwd=folder, stdout=output, stderr=output
-            )
+        self.launcher = start(self._printed, command(*base, f"name={name}", *overrides), folder)
 
     @property
     def printed(self) -> str:
@@ -209,11 +212,6 @@ class Run:
         roles = [role for keeper in keepers for role in keeper.children()]
         (found,) = [role for role in roles if role.cmdline()[1:3] == ["-m", module]]
         return found
-
-    def kill(self, module: str) -> float:
-        """Send SIGKILL; returns the monotonic time."""
-        self.role(module).kill()
-        return time.monotonic()
 
     def await_end(self, *, timeout_s: float = 150) -> int:
         return self.launcher.wait(timeout=timeout_s)
@@ -271,9 +269,9 @@ def assert_all_steps_once(run: Run, steps: int) -> None:
 def start_role(folder: Path, role: str, *arguments: str) -> subprocess.Popen[str]:
     """Start `python -m slipstream.ROLE`; its output is in `by-hand-ROLE….log`."""
     words = [role, *(word for word in arguments if "=" not in word and word != "--id")]
-    command = [sys.executable, "-m", f"slipstream.{role}", *arguments]
-    with (folder / f"by-hand-{'-'.join(words)}.log").open("w") as output:
-        return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, text=True)
+    log = folder / f"by-hand-{'-'.join(words)}.log"
+    log.unlink(missing_ok=True)
+    return start(log, [sys.executable, "-m", f"slipstream.{role}", *arguments], folder)
 
 
 def end(roles: Sequence["subprocess.Popen[Any]"]) -> None:

@@ -88,7 +88,9 @@ class Steering:
                     if due and store.run_state().step >= due[0][1]:
                         number, step = due.pop(0)
                         console.print(f"step {step}: {number} generators")
-                        self._scale(number)
+                        settings = [f"generators={number}", f"name={_NAME}", f"runs_dir={self._folder.parent}"]
+                        command = [sys.executable, "-m", "slipstream", "scale", *settings]
+                        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
                 time.sleep(_POLL_INTERVAL_S)
         return self._first
 
@@ -107,10 +109,6 @@ class Steering:
             key = f"{name}, process {gauges.get('pid')}"
             if gauges.get("role") == "generator" and gauges.get("trajectories") and key not in self._first:
                 self._first[key] = time.time() - psutil.Process(gauges["pid"]).create_time()
-
-    def _scale(self, number: int) -> None:
-        settings = [f"generators={number}", f"name={_NAME}", f"runs_dir={self._folder.parent}"]
-        subprocess.run([sys.executable, "-m", "slipstream", "scale", *settings], check=True, stdout=subprocess.DEVNULL)
 
 
 def by_phase(rows: list[dict[str, Any]], phases: list[tuple[int, int]]) -> list[dict[str, Any]]:

@@ -104,7 +104,11 @@ class FleetRun:
             step += 1
             claim = self._claim(step)
             time.sleep(step_s)
-            self._train_on(claim)
+            groups = [[unpack(payload) for payload in group] for group in self._store.fetch(claim.group_ids)]
+            self.batches.append([trajectory for group in groups for trajectory in group])
+            ids = [[trajectory.id for trajectory in group] for group in groups]
+            self._store.commit(claim, StepEntry(step, step - 1, claim.fence, 0, "", claim.group_ids, ids))
+            self.committed_at.append(time.monotonic())
             used_at = time.monotonic()
             self._publish(step)
             self.publishing_s.append(time.monotonic() - used_at)
@@ -129,13 +133,6 @@ class FleetRun:
                 raise RuntimeError(f"a batch must be ready within {_TIMEOUT_S:g} s: {outcome.reason}")
             self._store.wait_ready(num_groups=self._run.learner.groups_per_step, timeout_s=1.0)
         return outcome
-
-    def _train_on(self, claim: Claim) -> None:
-        groups = [[unpack(payload) for payload in group] for group in self._store.fetch(claim.group_ids)]
-        self.batches.append([trajectory for group in groups for trajectory in group])
-        ids = [[trajectory.id for trajectory in group] for group in groups]
-        self._store.commit(claim, StepEntry(claim.step, claim.step - 1, claim.fence, 0, "", claim.group_ids, ids))
-        self.committed_at.append(time.monotonic())
 
     def _publish(self, version: int) -> None:
         """Publish a version without weights and wait until every generator has applied it."""

@@ -60,7 +60,9 @@ class ServedRun:
     def start(self) -> None:
         """Block until broker and store serve."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        rows = _write_rows(self._folder / "rows.parquet")
+        rows = self._folder / "rows.parquet"
+        row = {"data_source": "benchmark", "prompt": "?", "reward_model": {"style": "rule", "ground_truth": "!"}}
+        pq.write_table(pa.Table.from_pylist([row | {"extra_info": {"index": n}} for n in range(_NUM_ROWS)]), rows)
         settings = [
             f"name={_NAME}",
             f"runs_dir={self._folder}/runs",
@@ -127,9 +129,3 @@ class ServedRun:
 def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])
-
-
-def _write_rows(path: Path) -> Path:
-    row = {"data_source": "benchmark", "prompt": "?", "reward_model": {"style": "rule", "ground_truth": "!"}}
-    pq.write_table(pa.Table.from_pylist([row | {"extra_info": {"index": n}} for n in range(_NUM_ROWS)]), path)
-    return path

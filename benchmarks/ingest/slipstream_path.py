@@ -53,7 +53,11 @@ class SlipstreamPath:
     def pass_through(self, count: int) -> Passage:
         packed = self._make(count)
         before, own_before = self._served.cpu_s(), time.process_time()
-        put_s = self._put(packed)
+        started_at = time.perf_counter()
+        for header, payload in packed:
+            self._session.client.put(header, payload)
+        self._wait_until(lambda: not len(self._session.client.outbox))
+        put_s = time.perf_counter() - started_at
         used = {name: seconds - before[name] for name, seconds in self._served.cpu_s().items()}
         used["generator"] = time.process_time() - own_before
         take_s = self._take(count)
@@ -77,13 +81,6 @@ class SlipstreamPath:
         packed = [pack(each, lease_id=lease.id, purpose="train", group_size=GROUP_SIZE) for lease, each in made]
         self.encode_us.append(1e6 * (time.process_time() - started_at) / count)
         return packed
-
-    def _put(self, packed: list[Packed]) -> float:
-        started_at = time.perf_counter()
-        for header, payload in packed:
-            self._session.client.put(header, payload)
-        self._wait_until(lambda: not len(self._session.client.outbox))
-        return time.perf_counter() - started_at
 
     def _take(self, count: int) -> float:
         """Return the time of claim, fetch, and decode. Appends that of commit and checkpoint to `commit_us`."""

@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -37,7 +36,9 @@ def main(arguments: argparse.Namespace) -> None:
     prepare(run)
     result: dict[str, Any] = {"run": to_plain(run), "load_averages": {}}
     with tempfile.TemporaryDirectory(prefix="overhead-") as folder:
-        result["versions"] = _versions(run, Path(folder))
+        run_folder = RunFolder(msgspec.structs.replace(run, runs_dir=folder, name="versions"))
+        run_folder.open()
+        result["versions"] = json.loads((run_folder.path / "versions.json").read_text())
         try:
             for part in arguments.parts:
                 console.print(f"measuring {part} ...", highlight=False)
@@ -67,13 +68,6 @@ def _side(
     if done.returncode:
         raise RuntimeError(f"{_PARTS[part]} must succeed, got exit code {done.returncode}:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def _versions(run: RunConfig, folder: Path) -> dict[str, str]:
-    """Return the versions that every run folder records."""
-    run_folder = RunFolder(msgspec.structs.replace(run, runs_dir=str(folder), name="versions"))
-    run_folder.open()
-    return json.loads((run_folder.path / "versions.json").read_text())
 
 
 def _print_tables(parts: dict[str, dict[str, Any]]) -> None:

@@ -119,7 +119,9 @@ class BareLoop:
         logits = self._engine(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]
         logprobs = logits.log_softmax(dim=-1).gather(-1, token_ids[:, 1:, None])[..., 0]
         ratio = (logprobs - generator_logprobs).exp()
-        advantages = _advantages(groups)[:, None]
+        rewards = torch.tensor([[member.reward.total for member in group] for group in groups])
+        centered, spread = rewards - rewards.mean(dim=1, keepdim=True), rewards.std(dim=1, keepdim=True)
+        advantages = (centered / (spread + 1e-4)).flatten()[:, None]
         losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         self._engine.backward((losses * mask).sum() / mask.sum())
         self._engine.step()
@@ -127,11 +129,6 @@ class BareLoop:
 
 def _pad(rows: list[Tensor]) -> Tensor:
     return nn.utils.rnn.pad_sequence(rows, batch_first=True)
-
-
-def _advantages(groups: Sequence[Sequence[Trajectory]]) -> Tensor:
-    rewards = torch.tensor([[member.reward.total for member in group] for group in groups])
-    return ((rewards - rewards.mean(dim=1, keepdim=True)) / (rewards.std(dim=1, keepdim=True) + 1e-4)).flatten()
 
 
 class LearnerStep:

@@ -112,16 +112,13 @@ class LaggingGenerator:
         answers = decode(
             self._model, torch.tensor(prompts), group_size=group_size, num_tokens=num_tokens, random=random
         )
-        responses = [self._cut(tokens) for tokens in answers.token_ids.tolist()]
+        end, token_ids = self._tokenizer.eos_token_id, answers.token_ids.tolist()
+        responses = [tokens[: tokens.index(end) + 1] if end in tokens else tokens for tokens in token_ids]
         texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
         for row, (response, text) in enumerate(zip(responses, texts, strict=True)):
             group, index = divmod(row, group_size)
             logprobs = answers.logprobs[row, : len(response)].numpy()
             yield self._trajectory(rows[group], (group, index), prompts[group], response, text, logprobs, version)
-
-    def _cut(self, tokens: list[int]) -> list[int]:
-        end = self._tokenizer.eos_token_id
-        return tokens[: tokens.index(end) + 1] if end in tokens else tokens
 
     def _trajectory(
         self,

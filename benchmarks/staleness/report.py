@@ -122,7 +122,7 @@ def plot(rows: Rows, target: Path) -> Path:
 def _draw_grid(axes: Axes, rows: Rows) -> None:
     methods, lags = methods_of(rows), sorted({row["lag"] for row in rows})
     cells = [[select(rows, method=m, lag=lag) for lag in lags] for m in methods]
-    values = [[min(map(_lowest, cell), default=float("nan")) for cell in line] for line in cells]
+    values = [[min((lowest(row) or 0.0 for row in cell), default=float("nan")) for cell in line] for line in cells]
     axes.imshow(values, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto", alpha=0.6)
     for y, line in enumerate(cells):
         for x, cell in enumerate(line):
@@ -134,11 +134,6 @@ def _draw_grid(axes: Axes, rows: Rows) -> None:
     axes.set_yticks(range(len(methods)), [METHODS[name].title for name in methods])
     axes.set(title="Final accuracy, and the lowest on the way", xlabel="versions behind")
     axes.grid(visible=False)
-
-
-def _lowest(row: dict[str, Any]) -> float:
-    found = lowest(row)
-    return 0.0 if found is None else found
 
 
 def _draw_curves(axes: Axes, rows: Rows) -> None:

@@ -265,8 +265,12 @@ class PlantedFaults:
         states, is_verified = list(self.states), self._updates.is_verified.is_set()
         is_loaded = self.rig.engine.version != before
         healing = await self._publish(self._moved(_LARGE_STEP))
-        is_healed = not healing.error and self._updates.is_verified.is_set() and await self._agrees()
-        return Outcome(answer.error, _check_behind(answer.error), is_loaded, is_verified, states, seconds, is_healed)
+        is_healed = not healing.error and self._updates.is_verified.is_set()
+        ours, theirs = await self.rig.engine.prompt_logprobs(_PROMPT), prompt_logprobs(self._module, _PROMPT)
+        is_healed = is_healed and max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
+        checks = [check for phrase, check in _CHECKS.items() if phrase in answer.error]
+        caught_by = next(iter(checks), answer.error or "nothing")
+        return Outcome(answer.error, caught_by, is_loaded, is_verified, states, seconds, is_healed)
 
     async def _publish(self, module: Qwen2ForCausalLM, fault: Fault | None = None) -> UpdateApplied:
         """Publish the module's weights as the next version, with the fault planted."""
@@ -302,17 +306,8 @@ class PlantedFaults:
             parameter.add_(distance * torch.randn(parameter.shape, generator=generator).sign())
         return module
 
-    async def _agrees(self) -> bool:
-        ours = await self.rig.engine.prompt_logprobs(_PROMPT)
-        theirs = prompt_logprobs(self._module, _PROMPT)
-        return max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) < 1e-4
-
     async def _release(self, _: str) -> None:
         self.states.append("released")
-
-
-def _check_behind(error: str) -> str:
-    return next((check for phrase, check in _CHECKS.items() if phrase in error), error or "nothing")
 
 
 def main(arguments: argparse.Namespace) -> None:

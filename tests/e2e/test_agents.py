@@ -12,13 +12,10 @@ pytestmark = pytest.mark.slow
 AGENT = (
     "generators/agent=custom",
     "generators.agent.function=my_agents:ask_twice",
-    "learner.groups_per_step=4",
     "learner.optimizer.learning_rate=3e-4",
-    "evaluation.monitor_prompts=4",
-    "evaluation.final_prompts=8",
-    "evaluation.every_steps=0",
+    *runs.RANDOM,
+    *runs.FEW,
 )
-RANDOM = ("prepare=[]", "model.path=models/digits-random")
 ANSWERS = "learner/by_source/digits/reverse/"
 
 
@@ -30,20 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("advantage", ["grpo", pytest.param("gae", marks=pytest.mark.long)])
-def test_a_synchronous_run_is_exactly_on_policy_over_both_turns(folder: Path, advantage: str):
-    runs.train(
-        folder,
-        "experiment=digits_serial",
-        *RANDOM,
-        f"algorithm/advantage={advantage}",
-        "algorithm.masks=[]",
-        "buffer.staleness.max_lag=0",
-        "learner.max_steps=3",
-        f"name={advantage}",
-        *AGENT,
-    )
-    for row in runs.metrics(folder, advantage):
+def test_a_synchronous_run_is_exactly_on_policy_over_both_turns(folder: Path):
+    own = ("algorithm/advantage=grpo", "algorithm.masks=[]", "buffer.staleness.max_lag=0", "learner.max_steps=3")
+    runs.train(folder, "experiment=digits_serial", "name=serial", *own, *AGENT)
+    for row in runs.metrics(folder, "serial"):
         assert row["lag/max"] == 0
         assert row["learner/mismatch_max"] < 1e-4
         assert 1 < row[ANSWERS + "turns_mean"] <= 2
@@ -51,10 +38,11 @@ def test_a_synchronous_run_is_exactly_on_policy_over_both_turns(folder: Path, ad
         assert 0.09 < row[ANSWERS + "part_turns"] < 0.11
 
 
+@pytest.mark.long
 def test_two_turns_go_through_the_whole_pipeline(folder: Path):
     # With the cache kept, a turn interrupted by an update continues with keys of the previous version.
     exact = "generators.engine.kv_on_update=recompute"
-    runs.train(folder, *RANDOM, "name=whole", "learner.max_steps=8", exact, *AGENT)
+    runs.train(folder, "name=whole", "learner.max_steps=8", exact, *AGENT)
     rows = runs.metrics(folder, "whole")
     assert len(rows) == 8
     assert all(row[ANSWERS + "failed_fraction"] == 0 for row in rows)

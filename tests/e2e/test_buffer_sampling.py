@@ -6,20 +6,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from slipstream.buffer.archive.archive import Archive
-from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
+from slipstream.buffer.archive.trajectory_filter import StoredTrajectory, TrajectoryFilter
 from tests import runs
 
 pytestmark = pytest.mark.slow
 
-SMALL = (
-    "experiment=digits_serial",
-    "model.path=models/digits-random",
-    "prepare=[]",
-    "learner.groups_per_step=4",
-    "learner.max_steps=4",
-    "evaluation.monitor_prompts=4",
-    "evaluation.final_prompts=8",
-)
+SMALL = ("experiment=digits_serial", *runs.RANDOM, *runs.FEW, "learner.max_steps=4")
+# Of four rows, one is always right and one never.
+GRADED = """
+def score(sample):
+    kind = sample.extra_info["index"] % 4
+    return float(kind == 0 or (kind > 1 and sample.response_token_ids[0] % 2))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +30,10 @@ def train(folder: Path, name: str, *overrides: str) -> list[dict[str, float]]:
     return runs.metrics(folder, name)
 
 
-def steps_of_groups(folder: Path, name: str) -> dict[str, list[int]]:
+def retired(folder: Path, name: str) -> dict[str, StoredTrajectory]:
+    """One trajectory of each trained group."""
     archive = Archive(folder / "runs" / name / "archive")
-    return {stored.trajectory.group_id: stored.steps for stored in archive.read(TrajectoryFilter(outcome="retired"))}
+    return {stored.trajectory.group_id: stored for stored in archive.read(TrajectoryFilter(outcome="retired"))}
 
 
 @pytest.fixture(scope="module")
@@ -44,33 +43,23 @@ def reused(folder: Path) -> list[dict[str, float]]:
 
 def test_used_groups_fill_half_of_each_step(folder: Path, reused: list[dict[str, float]]):
     assert [row["buffer/reused_fraction"] for row in reused] == [0, 0.5, 0.5, 0.5]
-    steps = steps_of_groups(folder, "reused")
+    steps = [stored.steps for stored in retired(folder, "reused").values()]
     assert len(steps) == 4 + 2 + 2 + 2
-    assert all(len(used_in) in (1, 2) and len(set(used_in)) == len(used_in) for used_in in steps.values())
-    assert sum(map(len, steps.values())) == 4 * 4
+    assert all(len(used_in) in (1, 2) and len(set(used_in)) == len(used_in) for used_in in steps)
+    assert sum(map(len, steps)) == 4 * 4
 
 
 @pytest.mark.long
 def test_stored_rollouts_are_mixed_in(folder: Path, reused: list[dict[str, float]]):
-    mixed = ("buffer.mix.archive=runs/reused/archive", "buffer.mix.fraction=0.25")
-    rows = train(folder, "mixed", *mixed)
+    rows = train(folder, "mixed", "buffer.mix.archive=runs/reused/archive", "buffer.mix.fraction=0.25")
     assert [row["learner/trajectories"] for row in rows] == [row["learner/trajectories"] for row in reused]
-    assert len(steps_of_groups(folder, "mixed")) == 4 * 3, "a quarter of each step came from the archive"
+    assert len(retired(folder, "mixed")) == 4 * 3, "a quarter of each step came from the archive"
     assert max(row["lag/max"] for row in rows) <= 4, "another run's versions have no lag"
-    assert [row["learner/loss"] for row in train(folder, "mixed-again", *mixed)] == [
-        row["learner/loss"] for row in rows
-    ]
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("prioritized-drop", ("buffer/sampler=prioritized", "buffer.staleness.on_stale=drop")),
-        pytest.param("freshest-mask", ("buffer/sampler=freshest",), marks=pytest.mark.long),
-    ],
-)
-def test_every_policy_trains_to_the_end(folder: Path, name: str, overrides: tuple[str, ...]):
-    rows = train(folder, name, "buffer.staleness.max_lag=1", *overrides)
+def test_a_prioritized_sampler_that_drops_stale_groups_trains_to_the_end(folder: Path):
+    policy = ("buffer/sampler=prioritized", "buffer.staleness.on_stale=drop", "buffer.staleness.max_lag=1")
+    rows = train(folder, "prioritized", *policy)
     assert len(rows) == 4
     for row in rows:
         assert row["buffer/length_bias"] > 0
@@ -78,32 +67,21 @@ def test_every_policy_trains_to_the_end(folder: Path, name: str, overrides: tupl
         assert split >= row["lag/mean"] - 1e-9, "a trajectory's oldest token is at least as old as its mean token"
 
 
-# Of four rows, one is always right and one never.
-GRADED = """
-def score(sample):
-    kind = sample.extra_info["index"] % 4
-    return float(kind == 0 or (kind > 1 and sample.response_token_ids[0] % 2))
-"""
-
-
 def test_a_curriculum_skips_and_counts_prompts_that_are_always_or_never_right(folder: Path):
     (folder / "graded.py").write_text(GRADED)
     pq.write_table(pq.read_table(folder / "data" / "digits" / "train.parquet").slice(0, 12), folder / "twelve.parquet")
     rules = ("data.curriculum.explore=0", "data.curriculum.low=0.05", "data.curriculum.high=0.95")
-    few = ("data.train=twelve.parquet", "learner.max_steps=8", "buffer.staleness.max_lag=0", "evaluation.every_steps=0")
+    few = ("data.train=twelve.parquet", "learner.max_steps=8", "buffer.staleness.max_lag=0")
     # Too low a rate to learn from the odd tokens, so prompts that are right half the time stay so.
     fixed = ("generators.reward.function=graded.py:score", "learner.optimizer.learning_rate=1e-6", "learner.stop=null")
-    rows = train(folder, "skipping", *rules, *few, *fixed)
-    last = rows[-1]
+    first, *_, last = train(folder, "skipping", *rules, *few, *fixed)
     assert last["buffer/skipped_too_easy"] > 3
     assert last["buffer/skipped_too_hard"] > 3
     assert last["buffer/explored"] == 0
     assert last["buffer/in_band_fraction"] == pytest.approx(0.5)
-    assert rows[0]["buffer/skipped_too_hard"] == 0, "nothing was known"
-    archive = Archive(folder / "runs" / "skipping" / "archive")
-    retired = archive.read(TrajectoryFilter(outcome="retired"))
-    groups = {int(each.trajectory.group_id): each.trajectory.prompt_uid for each in retired}
+    assert first["buffer/skipped_too_hard"] == 0, "nothing was known"
+    groups = sorted((int(name), stored.trajectory.prompt_uid) for name, stored in retired(folder, "skipping").items())
     assert len(groups) == 8 * 4
-    kinds = [int(uid.rpartition("/")[2]) % 4 for _, uid in sorted(groups.items())]
+    kinds = [int(uid.rpartition("/")[2]) % 4 for _, uid in groups]
     assert sorted(kinds[:12]) == sorted([0, 1, 2, 3] * 3), "the first pass takes every row"
     assert set(kinds[12:]) == {2, 3}

@@ -33,7 +33,7 @@ def make_version(seed: int) -> Qwen2ForCausalLM:
 
 
 class Scene:
-    """An engine with a prefix cache. `module` holds the expected weights."""
+    """An engine with a prefix cache. `module` holds the expected weights, `versions` those of each version."""
 
     def __init__(self, folder: Path, *, kv_on_update: Any) -> None:
         config = VllmEngineConfig(max_num_seqs=32, enable_prefix_caching=True, kv_on_update=kv_on_update)
@@ -41,6 +41,7 @@ class Scene:
         with pytest.MonkeyPatch.context() as patch:
             self.rig = EngineAndLearner(folder, module=self.module, config=config, set_variable=patch.setenv)
         self.kv_on_update = kv_on_update
+        self.versions: dict[int, Qwen2ForCausalLM] = {}
         self._num_requests = 0
 
     async def publish(self, module: Qwen2ForCausalLM, *, is_corrupted: bool = False) -> None:
@@ -54,18 +55,28 @@ class Scene:
         )
         if isinstance(error, BaseException):
             raise error
-        self.module = module
+        self.module = self.versions[self.rig.engine.version] = module
 
     async def generate(self, seed: int, *, prompt: list[int] = PROMPT) -> Completion:
         self._num_requests += 1
         sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=100, seed=seed)
         return await self.rig.engine.generate(prompt, sampling, request_id=f"request-{self._num_requests}")
 
-    async def until_running(self) -> None:
+    async def crossed_by(
+        self, prompts: list[list[int]], module: Qwen2ForCausalLM, *, is_corrupted: bool = False
+    ) -> list[Completion]:
+        """Answers to prompts during which these weights are published, or rejected if they are corrupted."""
+        running = [asyncio.create_task(self.generate(seed, prompt=prompt)) for seed, prompt in enumerate(prompts)]
         deadline = time.monotonic() + PATIENCE_S
         while self.rig.engine.current_load().kv_usage == 0:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.002)
+        if is_corrupted:
+            with pytest.raises(WeightTransferError, match="checksum"):
+                await self.publish(module, is_corrupted=True)
+        else:
+            await self.publish(module)
+        return await asyncio.gather(*running)
 
     async def num_cached(self) -> int:
         """Number of the prompt's tokens that a request finds in the cache."""
@@ -105,14 +116,8 @@ def test_a_prefix_is_computed_once_per_version(scene: Scene):
 def test_spans_mark_the_version_of_each_token_and_recompute_rebuilds_the_cache(scene: Scene):
     scene.rig.run(scene.publish(make_version(3)))
     old, before = scene.module, scene.rig.engine.version
-
-    async def scenario() -> list[Completion]:
-        running = [asyncio.create_task(scene.generate(seed)) for seed in range(12)]
-        await scene.until_running()
-        await scene.publish(make_version(4))
-        return await asyncio.gather(*running)
-
-    crossing = [done for done in scene.rig.run(scenario()) if len(done.version_spans) == 2]
+    completions = scene.rig.run(scene.crossed_by([PROMPT] * 12, make_version(4)))
+    crossing = [done for done in completions if len(done.version_spans) == 2]
     assert crossing
     for completion in crossing:
         first, second = completion.version_spans
@@ -127,45 +132,19 @@ def test_spans_mark_the_version_of_each_token_and_recompute_rebuilds_the_cache(s
 
 def test_queued_requests_start_under_the_new_version_only(scene: Scene):
     scene.rig.run(scene.publish(make_version(5)))
-    versions = {scene.rig.engine.version: scene.module}
-
-    async def scenario() -> list[Completion]:
-        await scene.generate(0)
-        running = [asyncio.create_task(scene.generate(seed)) for seed in range(64)]
-        await scene.until_running()
-        await scene.publish(make_version(6))
-        return await asyncio.gather(*running)
-
-    completions = scene.rig.run(scenario())
-    versions[scene.rig.engine.version] = scene.module
+    scene.rig.run(scene.generate(0))
+    completions = scene.rig.run(scene.crossed_by([PROMPT] * 64, make_version(6)))
     assert any(done.version_spans == [VersionSpan(0, scene.rig.engine.version)] for done in completions)
     for completion in completions:
         first, *rest = completion.version_spans
         end = rest[0].first_token if rest else len(completion.token_ids)
-        assert diffs(completion, versions[first.version])[:end].max() < TOLERANCE
-
-
-def test_more_prompts_than_fit_into_one_step_are_all_answered(scene: Scene):
-    # 32 x 300 tokens. One vLLM step takes 8192.
+        assert diffs(completion, scene.versions[first.version])[:end].max() < TOLERANCE
+    # 32 x 300 tokens without a shared prefix. One vLLM step takes 8192.
     rotated = [PROMPT[start:] + PROMPT[:start] for start in range(48)]
-
-    async def scenario() -> None:
-        running = [asyncio.create_task(scene.generate(seed, prompt=rotated[seed])) for seed in range(48)]
-        await scene.until_running()
-        await scene.publish(make_version(8))
-        assert all(done.token_ids for done in await asyncio.gather(*running))
-
-    scene.rig.run(scenario())
+    assert all(done.token_ids for done in scene.rig.run(scene.crossed_by(rotated, make_version(8))))
 
 
 def test_a_rejected_update_leaves_requests_and_their_cache_unchanged(scene: Scene):
-    async def scenario() -> list[Completion]:
-        running = [asyncio.create_task(scene.generate(seed)) for seed in range(12)]
-        await scene.until_running()
-        with pytest.raises(WeightTransferError, match="checksum"):
-            await scene.publish(make_version(7), is_corrupted=True)
-        return await asyncio.gather(*running)
-
-    for completion in scene.rig.run(scenario()):
+    for completion in scene.rig.run(scene.crossed_by([PROMPT] * 12, make_version(7), is_corrupted=True)):
         assert completion.version_spans == [VersionSpan(0, scene.rig.engine.version)]
         assert diffs(completion, scene.module).max() < TOLERANCE

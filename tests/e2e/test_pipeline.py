@@ -2,12 +2,12 @@
 
 import json
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
 
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from tests import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
@@ -28,7 +28,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def printed(folder: Path) -> str:
     """The output of a 40-step run, `learns`."""
-    return runs.train(folder, *SMALL, "name=learns", "learner.max_steps=40", "profile.steps=[20,21]", timeout_s=400)
+    best = ("learner.checkpoint.best.metric=eval/reward_sampled", "learner.checkpoint.keep=1")
+    own = ("name=learns", "learner.max_steps=40", "profile.steps=[20,21]", *best)
+    return runs.train(folder, *SMALL, *own, timeout_s=400)
 
 
 @pytest.mark.core
@@ -72,6 +74,24 @@ def test_the_recorded_steps_show_every_trajectory_from_its_lease_to_the_version_
     runs.assert_traced(folder, "learns", steps=(20, 21), per_step=32 * 8, processes=roles)
 
 
+def test_every_answer_of_an_evaluation_is_of_its_version_and_the_best_checkpoint_is_kept(folder: Path, printed: str):
+    run = folder / "runs" / "learns"
+    versions: dict[str, list[int]] = {}
+    for stored in Archive(run / "archive").read(TrajectoryFilter(outcome="evaluated")):
+        versions.setdefault(stored.trajectory.group_id.rpartition(":")[0], []).extend(stored.versions)
+    monitored = {name: set(found) for name, found in versions.items() if name.startswith("step-")}
+    assert len(monitored) == 4 * 2
+    assert monitored == {name: {int(name.split("-")[1])} for name in monitored}
+    assert {len(found) for found in versions.values()} == {32, 64}, "the monitored and the final rows"
+    rows = [row for row in runs.metrics(folder, "learns") if "eval/version" in row]
+    assert {row["eval/version"] for row in rows} <= {10, 20, 30, 40}
+    chosen = json.loads((run / "best.json").read_text())
+    assert chosen["value"] >= max(row["eval/reward_sampled"] for row in rows)
+    assert (run / "checkpoints" / chosen["checkpoint"]["name"]).is_dir()
+    assert (run / "best_model" / "config.json").is_file()
+    assert f"step {chosen['checkpoint']['step']}, eval/reward_sampled" in printed
+
+
 @pytest.mark.usefixtures("printed")
 def test_the_final_model_measures_as_the_run_reported_it(folder: Path):
     model = "runs/learns/final_model"
@@ -84,37 +104,10 @@ def test_the_final_model_measures_as_the_run_reported_it(folder: Path):
     )
 
 
-def test_a_used_name_is_refused(folder: Path):
-    (folder / "runs" / "taken").mkdir(parents=True)
-    (folder / "runs" / "taken" / "config.yaml").write_text("")
-    done = subprocess.run(
-        runs.command(*SMALL, "name=taken"), cwd=folder, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 2
-    assert "taken" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.long
 def test_ctrl_c_ends_everything_within_ten_seconds(folder: Path):
-    with (folder / "interrupted.out").open("w") as output:
-        started = subprocess.Popen(
-            runs.command(*SMALL, "name=interrupted"),
-            cwd=folder,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,
-        )
-    try:
-        runs.until(lambda: metrics_exist(folder, "interrupted"), timeout_s=180, what="the first step")
-        started.send_signal(signal.SIGINT)
-        sent_at = time.monotonic()
-        assert started.wait(timeout=30) == 130
-        assert time.monotonic() - sent_at < 10
+    with runs.Run(folder, "interrupted", base=SMALL).ended_at_last() as run:
+        runs.until(lambda: run.steps > 0, timeout_s=180, what="the first step")
+        run.launcher.send_signal(signal.SIGINT)
+        assert run.await_end(timeout_s=10) == 130
         runs.assert_none_left(folder)
-    finally:
-        runs.kill_tree(started)
-
-
-def metrics_exist(folder: Path, name: str) -> bool:
-    return (folder / "runs" / name / "metrics.jsonl").exists()

@@ -51,16 +51,19 @@ def routed(module: Any, token_ids: list[int]) -> tuple[np.ndarray, torch.Tensor]
     policy = Policy(module)
     with torch.no_grad():
         logits = policy.causal_lm(input_ids=torch.tensor([token_ids[:-1]]), use_cache=False).logits[0]
-    return policy.routers.chosen().numpy(), logits.log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])[
-        :, 0
-    ]
+    values = logits.log_softmax(-1).gather(-1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+    return policy.routers.chosen().numpy(), values
 
 
-def check(module: Any, prompt: list[int], answer: Completion, *, first: int = 0) -> None:
-    """The engine's experts from token `first` on and its log-probabilities match the module's."""
+def same_experts(experts: np.ndarray, expected: np.ndarray) -> bool:
+    """vLLM does not sort a token's experts."""
+    return np.array_equal(np.sort(experts), np.sort(expected))
+
+
+def check(module: Any, prompt: list[int], answer: Completion) -> None:
+    """The engine's experts and its log-probabilities match the module's."""
     experts, values = routed(module, prompt + answer.token_ids)
-    # vLLM does not sort a token's experts.
-    assert np.array_equal(np.sort(answer.experts[first:]), np.sort(experts[first:]))
+    assert same_experts(answer.experts, experts)
     assert np.abs(values[len(prompt) - 1 :].numpy() - answer.logprobs).max() < 1e-4
 
 
@@ -88,8 +91,8 @@ def test_turns_and_updates_between_them_keep_what_sampled_each_token(rig: Rig):
     assert transcript.experts.shape == (len(transcript.token_ids), 2, 2)
     experts = transcript.experts[:-1]
     for module, span in ((before, slice(first)), (rig.module, slice(first, None))):
-        assert np.array_equal(np.sort(experts[span]), np.sort(routed(module, transcript.token_ids)[0][span]))
-    assert not np.array_equal(np.sort(experts[:first]), np.sort(routed(rig.module, transcript.token_ids)[0][:first]))
+        assert same_experts(experts[span], routed(module, transcript.token_ids)[0][span])
+    assert not same_experts(experts[:first], routed(rig.module, transcript.token_ids)[0][:first])
 
 
 def test_an_update_amid_an_answer_keeps_the_experts_that_sampled_its_tokens(rig: Rig):
@@ -98,10 +101,8 @@ def test_an_update_amid_an_answer_keeps_the_experts_that_sampled_its_tokens(rig:
     samplings = [make_sampling(seed, max_tokens=60) for seed in range(8)]
 
     async def interrupt() -> list[Completion]:
-        steps, generating = (
-            rig.engine.current_load().num_steps,
-            asyncio.create_task(rig.generate([PROMPT] * len(samplings), samplings)),
-        )
+        steps = rig.engine.current_load().num_steps
+        generating = asyncio.create_task(rig.generate([PROMPT] * len(samplings), samplings))
         while not generating.done() and rig.engine.current_load().num_steps < steps + 10:  # noqa: ASYNC110
             await asyncio.sleep(0.002)
         await rig.publish(after, version=rig.engine.version + 1)
@@ -113,7 +114,7 @@ def test_an_update_amid_an_answer_keeps_the_experts_that_sampled_its_tokens(rig:
         switch = len(PROMPT) + answer.version_spans[1].first_token - 1
         tokens = PROMPT + answer.token_ids
         for module, span in ((before, slice(switch)), (after, slice(switch, None))):
-            assert np.array_equal(np.sort(answer.experts[span]), np.sort(routed(module, tokens)[0][span]))
+            assert same_experts(answer.experts[span], routed(module, tokens)[0][span])
 
 
 def test_the_learner_replays_what_the_engine_recorded(rig: Rig):
@@ -132,14 +133,11 @@ def test_the_learner_replays_what_the_engine_recorded(rig: Rig):
     assert differences[0] < 1e-4 < 0.1 < differences[1]
 
 
-def test_a_dense_model_is_refused_by_name(rig: Rig, tmp_path: Path):
-    engine = make_engine("vllm", make_tiny_model(tmp_path), vllm=VLLM_CONFIG, records=True)
+def test_a_dense_model_and_an_adapter_on_a_cpu_are_refused_by_name(rig: Rig, tmp_path: Path):
+    dense = make_engine("vllm", make_tiny_model(tmp_path / "dense"), vllm=VLLM_CONFIG, records=True)
     with pytest.raises(EngineError, match=r"model.router_replay must be false .* Qwen2ForCausalLM"):
-        rig.run(engine.start())
-
-
-def test_an_adapter_on_a_mixture_is_refused_by_name_on_a_cpu(rig: Rig, tmp_path: Path):
-    path = make_family(tmp_path, "qwen3_moe")
-    engine = make_engine("vllm", path, vllm=VLLM_CONFIG, lora=LoraConfig(rank=4))
+        rig.run(dense.start())
+    mixture = make_family(tmp_path, "qwen3_moe")
+    adapted = make_engine("vllm", mixture, vllm=VLLM_CONFIG, lora=LoraConfig(rank=4))
     with pytest.raises(EngineError, match=r"model.lora must be null .* on a CPU, got Qwen3MoeForCausalLM"):
-        rig.run(engine.start())
+        rig.run(adapted.start())

@@ -1,19 +1,14 @@
 """Vision models: published by the learner, loaded by vLLM with their visual encoder, and trained."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from slipstream.configs.broker import WeightsConfig
-from slipstream.configs.data import ModelConfig
-from slipstream.configs.learner import OptimizerConfig
-from slipstream.learner.engines.torch_engine import TorchEngine
-from slipstream.learner.publishing.staging import Stager
-from slipstream.learner.training.model import Policy, load_policy
 from slipstream.runtime.images import VisionModel
 from tests import runs
-from tests.e2e.test_model_families import TOLERANCE, Engines, engines, move, write
+from tests.e2e.test_model_families import TOLERANCE, Engines, engines, load, move, publish_and_adopt
 from tests.pictures import PLACE, make_picture, make_vision_model
 
 pytestmark = pytest.mark.slow
@@ -23,51 +18,37 @@ TOKEN_IDS = [3, *PLACE, 5, 6, *PLACE, 13, 4, 7, 9, 1]
 PICTURES = [make_picture(24, 16), make_picture(40, 8, seed=1)]
 
 
-def logprobs(policy: Policy, vision: VisionModel) -> torch.Tensor:
-    """Log-probabilities from transformers, with its own positions."""
-    expanded, placed = vision.expand(TOKEN_IDS, PICTURES)
-    ids = torch.tensor([expanded])
-    with torch.no_grad():
-        logits = policy.causal_lm(
-            input_ids=ids,
-            pixel_values=torch.cat([torch.from_numpy(vision.patches(image.data)) for image in placed]),
-            image_grid_thw=torch.tensor([image.grid for image in placed]),
-            mm_token_type_ids=(ids == vision.token_id).int(),
-        ).logits[0]
-    return logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
-
-
 @pytest.mark.parametrize("family", ["qwen2_5_vl", pytest.param("qwen2_vl", marks=pytest.mark.long)])
 def test_a_model_is_loaded_with_its_visual_encoder(engines: Engines, tmp_path: Path, family: str) -> None:
     folder = make_vision_model(tmp_path / "model", family)
-    policy, vision = load_policy(ModelConfig(path=str(folder)), device=torch.device("cpu")), VisionModel(str(folder))
-    policy.eval()
-    learner = TorchEngine(policy, optimizer=OptimizerConfig(), device=torch.device("cpu"))
-    stager = Stager(WeightsConfig(bucket_bytes=1 << 20), metadata=policy.checkpoint_names.metadata(torch.float32))
-    expected, updates = [logprobs(policy, vision)], []
-    for version in range(2):
-        before = {name: tensor.clone() for name, tensor in policy.causal_lm.state_dict().items()}
-        move(policy, seed=version)
-        if version:
-            # Only the visual encoder, so that a stale encoder or cached picture shows.
-            kept = {name: tensor for name, tensor in before.items() if "visual" not in name}
-            policy.causal_lm.load_state_dict(kept, strict=False)
-        expected.append(logprobs(policy, vision))
-        weights = policy.checkpoint_names.convert(learner.gather_parameters())
-        updates.append(write(stager.stage(version=version, weights=weights, canary=([], [])), tmp_path / str(version)))
-    paths = []
-    for number, data in enumerate(PICTURES):
-        paths.append(str(tmp_path / f"{number}.png"))
-        Path(paths[-1]).write_bytes(data)
-    answer = engines.run(folder=str(folder), dtype="float32", token_ids=TOKEN_IDS, updates=updates, images=paths)
-    assert "failure" not in answer, answer
-    assert answer["outcomes"] == [["", True, []]] * 2
-    for one, other in zip(expected[1:], expected, strict=False):
-        assert float((one - other).abs().mean()) > 0.1
-    found = [torch.tensor(row) for row in answer["logprobs"]]
-    differences = [float((row - other).abs().max()) for row, other in zip(found, expected, strict=True)]
-    print(family, answer["architecture"], *(f"{each:.2g}" for each in differences))
-    assert max(differences) < TOLERANCE
+    policy, vision = load(folder), VisionModel(str(folder))
+
+    def logprobs() -> torch.Tensor:
+        """Log-probabilities from transformers, with its own positions."""
+        expanded, placed = vision.expand(TOKEN_IDS, PICTURES)
+        ids = torch.tensor([expanded])
+        with torch.no_grad():
+            logits = policy.causal_lm(
+                input_ids=ids,
+                pixel_values=torch.cat([torch.from_numpy(vision.patches(image.data)) for image in placed]),
+                image_grid_thw=torch.tensor([image.grid for image in placed]),
+                mm_token_type_ids=(ids == vision.token_id).int(),
+            ).logits[0]
+        return logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+
+    def move_encoder() -> None:
+        """Change only the visual encoder, so that a stale encoder or cached picture shows."""
+        kept = {name: t.clone() for name, t in policy.causal_lm.state_dict().items() if "visual" not in name}
+        move(policy, seed=1)
+        policy.causal_lm.load_state_dict(kept, strict=False)
+
+    images = [tmp_path / f"{number}.png" for number in range(len(PICTURES))]
+    for path, data in zip(images, PICTURES, strict=True):
+        path.write_bytes(data)
+    moves = [partial(move, policy, seed=0), move_encoder]
+    given = {"token_ids": TOKEN_IDS, "images": [str(path) for path in images]}
+    found = publish_and_adopt(engines, folder, policy, logprobs=logprobs, moves=moves, min_moved=0.1, **given)
+    assert found < TOLERANCE
 
 
 SERIAL = (
@@ -79,11 +60,9 @@ SERIAL = (
     "generators.reward.num_workers=0",
     "model.path=models/random",
     "prepare=[]",
-    "learner.groups_per_step=4",
     "learner.max_steps=3",
     "learner.stop=null",
-    "evaluation.monitor_prompts=4",
-    "evaluation.final_prompts=8",
+    *runs.FEW,
 )
 
 

@@ -28,12 +28,6 @@ pytestmark = pytest.mark.slow
 PROMPT = [6, 10, 4, 3, 5, 12]
 
 
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in engine_environment(VLLM_CONFIG).items():
-        monkeypatch.setenv(name, value)
-
-
 @pytest.fixture(scope="module")
 def tied(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     with pytest.MonkeyPatch.context() as patch:
@@ -51,14 +45,16 @@ def probe_diff(rig: Rig, prompt: list[int] = PROMPT) -> float:
     return (torch.tensor(rig.run(rig.engine.prompt_logprobs(prompt))) - expected).abs().max().item()
 
 
+def publish_next(rig: Rig, *, seed: int) -> None:
+    rig.run(rig.publish(make_tiny_module(seed=seed, is_tied=rig.is_tied), version=rig.engine.version + 1))
+
+
 def test_updates_reach_the_tied_head(tied: Rig):
     assert probe_diff(tied) < 1e-4
-    for version in range(3):
-        tied.run(tied.publish(make_tiny_module(seed=version + 1, is_tied=True), version=version))
+    for seed in (1, 2, 3):
+        publish_next(tied, seed=seed)
         assert probe_diff(tied) < 1e-4
-
-
-def test_a_probe_may_be_as_long_as_the_longest_trajectory(tied: Rig):
+    # As long as the longest trajectory.
     assert probe_diff(tied, [2 + i % 30 for i in range(112)]) < 1e-4
 
 
@@ -75,12 +71,12 @@ def test_a_missing_broadcast_leaves_the_old_version_and_decoding_continues(tied:
     assert tied.engine.version == before
     assert probe_diff(tied) < 1e-4
     tied.run(tied.open_epoch())
-    tied.run(tied.publish(make_tiny_module(seed=8, is_tied=True), version=before + 1))
+    publish_next(tied, seed=8)
     assert probe_diff(tied) < 1e-4
 
 
 def test_an_update_answered_too_late_does_not_block_the_next(tied: Rig, monkeypatch: pytest.MonkeyPatch):
-    version, llm = tied.engine.version + 1, tied.engine._llm
+    llm, version = tied.engine._llm, tied.engine.version
     update_weights = llm.update_weights
 
     async def late(request: Any) -> None:
@@ -90,8 +86,8 @@ def test_an_update_answered_too_late_does_not_block_the_next(tied: Rig, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(llm, "update_weights", late)
         with pytest.raises(UnverifiedWeightsError, match="it was not: vLLM's engine process must answer"):
-            tied.run(tied.publish(make_tiny_module(seed=10, is_tied=True), version=version))
-    tied.run(tied.publish(make_tiny_module(seed=11, is_tied=True), version=version + 1))
+            publish_next(tied, seed=10)
+    tied.run(tied.publish(make_tiny_module(seed=11, is_tied=True), version=version + 2))
     assert probe_diff(tied) < 1e-4
 
 
@@ -106,7 +102,7 @@ def test_an_engine_that_does_not_answer_a_pause_is_dead(tied: Rig, monkeypatch: 
             tied.run(tied.update_without_sender(version=tied.engine.version + 1, timeout_s=0.5))
     with pytest.raises(EngineDiedError, match="got no answer"):
         tied.run(tied.engine.check_health())
-    tied.run(tied.publish(make_tiny_module(seed=12, is_tied=True), version=tied.engine.version + 1))
+    publish_next(tied, seed=12)
     tied.run(tied.engine.check_health())
 
 
@@ -133,11 +129,10 @@ def test_an_update_completes_although_its_caller_is_cancelled(tied: Rig):
 
 def test_a_dead_engine_process_fails_every_open_request(tied: Rig):
     async def scenario() -> list[Any]:
+        engine, samplings = tied.engine, [make_sampling(seed, max_tokens=100) for seed in range(40)]
         requests = [
-            asyncio.create_task(
-                tied.engine.generate(PROMPT, make_sampling(seed, max_tokens=100), request_id=f"open-{seed}")
-            )
-            for seed in range(40)
+            asyncio.create_task(engine.generate(PROMPT, sampling, request_id=f"open-{sampling.seed}"))
+            for sampling in samplings
         ]
         await asyncio.sleep(0.02)
         for child in engine_processes():
@@ -155,32 +150,30 @@ def test_a_dead_engine_process_fails_every_open_request(tied: Rig):
     assert time.monotonic() - started < 5
 
 
-def test_a_start_beyond_its_limit_fails_and_leaves_no_process(tmp_path: Path, environment: None):
+def test_a_failed_start_is_an_error_that_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from slipstream.generators.engines.vllm.engine import VllmEngine
+
+    def start() -> None:
+        config = VllmEngineConfig(max_num_seqs=64, start_timeout_s=3.0)
+        asyncio.run(VllmEngine(ModelConfig(path=str(tmp_path)), config, seed=0).start())
+
+    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
+    with pytest.raises(EngineError, match="environment must have the variables of vllm_environment"):
+        start()
+    for name, value in engine_environment(VLLM_CONFIG).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EngineError, match=r"model\.path must hold a transformers checkpoint"):
+        start()
+    make_tiny_model(tmp_path)
     with pytest.raises(EngineError, match=r"within generators.engine.start_timeout_s \(3 s\)"):
-        start_engine(make_tiny_model(tmp_path), start_timeout_s=3.0)
+        start()
     assert engine_processes() == []
 
 
-def test_a_folder_without_a_model_is_an_error(tmp_path: Path, environment: None):
-    with pytest.raises(EngineError, match=r"model\.path must hold a transformers checkpoint"):
-        start_engine(tmp_path)
-
-
-def test_the_environment_must_be_set_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
-    with pytest.raises(EngineError, match="environment must have the variables of vllm_environment"):
-        start_engine(tmp_path)
-
-
 def test_the_engine_process_ignores_ctrl_c_and_dies_with_its_role(tmp_path: Path):
-    role = subprocess.Popen(
-        [sys.executable, "-m", "tests.e2e.engine_session", str(make_tiny_model(tmp_path))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
+    command = [sys.executable, "-m", "tests.e2e.engine_session", str(make_tiny_model(tmp_path))]
+    pipe = subprocess.PIPE
+    role = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, process_group=0)
     assert role.stdin is not None
     assert role.stdout is not None
     assert role.stderr is not None
@@ -196,13 +189,6 @@ def test_the_engine_process_ignores_ctrl_c_and_dies_with_its_role(tmp_path: Path
     assert "Traceback" not in role.stderr.read()
 
 
-def start_engine(folder: Path, *, start_timeout_s: float = 200.0) -> None:
-    from slipstream.generators.engines.vllm.engine import VllmEngine
-
-    config = VllmEngineConfig(max_num_seqs=64, start_timeout_s=start_timeout_s)
-    asyncio.run(VllmEngine(ModelConfig(path=str(folder)), config, seed=0).start())
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["tensor", "pipeline"])
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -216,13 +202,13 @@ def test_an_engine_of_two_workers_is_one_member_of_broadcasts(
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING", raising=False)
     rig = Rig("vllm", tmp_path, is_tied=is_tied, vllm=config)
     try:
-        for version in range(3):
-            rig.run(rig.publish(make_tiny_module(seed=version + 1, is_tied=is_tied), version=version))
+        for seed in (1, 2, 3):
+            publish_next(rig, seed=seed)
             assert probe_diff(rig) < 1e-4
         with pytest.raises(WeightTransferError, match="checksum"):
             rig.run(rig.publish(make_tiny_module(seed=9, is_tied=is_tied), version=3, is_corrupted=True))
         assert probe_diff(rig) < 1e-4
-        rig.run(rig.publish(make_tiny_module(seed=9, is_tied=is_tied), version=3))
+        publish_next(rig, seed=9)
         assert probe_diff(rig) < 1e-4
     finally:
         rig.close()

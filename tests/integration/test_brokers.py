@@ -1,28 +1,20 @@
 """Two brokers on one store. One is killed under load, and every trajectory is trained on once and archived once."""
 
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slipstream.broker.messages import (
-    NO_EPOCH,
-    LeaseRequest,
-    Members,
-    Prompts,
-    Update,
-    UpdateApplied,
-    Welcome,
-)
+from slipstream.broker.messages import NO_EPOCH, LeaseRequest, Members, Prompts, Update, UpdateApplied, Welcome
 from slipstream.broker.transport.client import PeerStatus, preferred
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.buffer.archive.archive import Archive
@@ -32,7 +24,7 @@ from slipstream.buffer.records import CheckpointPointer, Claim, StepEntry
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
-from slipstream.buffer.sampling import NotReady, SamplingRules
+from slipstream.buffer.sampling import SamplingRules
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.observe.run_status import Monitor
@@ -41,7 +33,7 @@ from slipstream.runtime.process import LAUNCHER_VARIABLE
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_packed
 from tests.fakes import write_rows
-from tests.runs import until
+from tests.runs import start, until
 
 GROUP_SIZE, GENERATORS = 4, [f"generator-{number}" for number in range(10)]
 PUT_EVERY_S = 0.05
@@ -134,17 +126,16 @@ class ScriptedLearner:
                     self._states, self.members = states, [each.member.peer_id for each in states]
                 case UpdateApplied(version=version):
                     self.applied[version] += 1
-        while isinstance(claim := self._claim(), Claim):
-            (members,) = self._store.fetch(claim.group_ids)
+        claim = partial(self._store.claim, version=0, num_groups=1, rules=SamplingRules(), lease_s=60)
+        while isinstance(claimed := claim(step=self.step + 1), Claim):
+            (members,) = self._store.fetch(claimed.group_ids)
             ids = [unpack(member).id for member in members]
-            self._store.commit(claim, StepEntry(claim.step, 0, claim.fence, 0, "hash", claim.group_ids, [ids]))
+            entry = StepEntry(claimed.step, 0, claimed.fence, 0, "hash", claimed.group_ids, [ids])
+            self._store.commit(claimed, entry)
             self.step += 1
             self.trained += ids
             if self.step % 5 == 0:
                 self.checkpoint()
-
-    def _claim(self) -> Claim | NotReady:
-        return self._store.claim(step=self.step + 1, version=0, num_groups=1, rules=SamplingRules(), lease_s=60)
 
     def checkpoint(self) -> None:
         pointer = CheckpointPointer(self.step, 0, f"step-{self.step}")
@@ -172,7 +163,7 @@ class Scene:
         self.keys = derive_keys(make_token(self.run))
         self.server = EmbeddedRedis(self.folder.store, max_memory_mib=256)
         self.server.start(timeout_s=20)
-        self.brokers: dict[str, subprocess.Popen[bytes]] = {}
+        self.brokers: dict[str, subprocess.Popen[str]] = {}
         for name in self.run.broker.names:
             self.start(name)
         self.store = open_run_store(self.server.url, self.run.name, timeout_s=20)
@@ -183,9 +174,8 @@ class Scene:
     def start(self, name: str) -> None:
         shard = self.run.broker.names.index(name)
         command = [sys.executable, "-m", "slipstream.broker", "--shard", str(shard), *self.settings]
-        environment = os.environ | {LAUNCHER_VARIABLE: str(os.getpid())}
-        with (self.folder.path / f"{name}.log").open("ab") as log:
-            self.brokers[name] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        log, launcher = self.folder.path / f"{name}.log", {LAUNCHER_VARIABLE: str(os.getpid())}
+        self.brokers[name] = start(log, command, self.folder.path, **launcher)
 
     def live(self) -> dict[str, bool]:
         """Brokers that reported within 3 s, and whether each is the chief."""
@@ -203,18 +193,17 @@ class Scene:
             if gauges.get("role") == "generator" and now - gauges["reported_at"] < 3
         }
 
-    def is_met(self, condition: Any) -> bool:
-        self.learner.poll()
-        return bool(condition())
-
     def await_(self, condition: Any, what: str) -> None:
-        until(lambda: self.is_met(condition), timeout_s=40, what=what)
+        def is_met() -> bool:
+            self.learner.poll()
+            return bool(condition())
+
+        until(is_met, timeout_s=40, what=what)
 
     def close(self) -> None:
         self.learner.session.clients.stop()
         for process in self.brokers.values():
-            process.send_signal(signal.SIGTERM)
-        for process in self.brokers.values():
+            process.terminate()
             process.wait(timeout=20)
         self.store.close()
         self.server.stop()
@@ -222,11 +211,8 @@ class Scene:
 
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
-    made = Scene(tmp_path)
-    try:
+    with closing(Scene(tmp_path)) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.mark.slow
@@ -267,10 +253,6 @@ def test_a_broker_is_killed_under_load_and_nothing_is_lost_or_trained_on_twice(s
     scene.await_(lambda: scene.store.counts().unarchived == 0, "all is archived")
     steps = list(range(1, scene.learner.step + 1))
     scene.await_(lambda: [entry.step for entry in Archive(scene.folder.archive).steps()] == steps, "so is the ledger")
-    assert_books_reconcile(scene)
-
-
-def assert_books_reconcile(scene: Scene) -> None:
     put = Counter(each for generator in scene.generators for each in generator.put)
     trained = Counter(scene.learner.trained)
     assert (len(put - trained), len(trained - put)) == (0, 0), "lost, or of unknown origin"

@@ -1,11 +1,9 @@
 """A real run with guests that use their own models: the lying one is detected and removed, the honest one continues."""
 
-import os
 import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,6 +11,7 @@ from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.runtime.credentials import TOKEN_VARIABLE
+from tests import runs
 from tests.runs import SMALL, Run, end, left_behind, until
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -50,19 +49,8 @@ def start_guest(run: Run, folder: Path, name: str, *program: str) -> "subprocess
     """A guest has an address and a token, but no run folder."""
     token = (run.path / "guests" / name).read_text().strip()
     address = f"broker.address=ipc://{(run.path / 'sockets').resolve()}/broker.sock"
-    with (folder / f"{name}.log").open("w") as output:
-        return subprocess.Popen(
-            [sys.executable, *program, address, "runs_dir=elsewhere"],
-            cwd=folder,
-            env=os.environ | {TOKEN_VARIABLE: token},
-            stdout=output,
-            stderr=output,
-            text=True,
-        )
-
-
-def store_of(run: Run) -> Any:
-    return open_run_store(EmbeddedRedis(run.path / "store").url, run.name, timeout_s=20)
+    command = [sys.executable, *program, address, "runs_dir=elsewhere"]
+    return runs.start(folder / f"{name}.log", command, folder, **{TOKEN_VARIABLE: token})
 
 
 def written_by(run: Run, name: str) -> int:
@@ -78,11 +66,10 @@ def test_a_liar_among_guests_is_quarantined_and_nothing_of_it_is_trained_on_any_
         try:
             until(lambda: liar.poll() is not None, timeout_s=DEADLINE_S, what=f"the end of the liar: {run.printed}")
             assert liar.returncode == 0, "drained"
-            with closing(store_of(run)) as store:
-                (quarantined,) = store.quarantined_guests().items()
+            with closing(open_run_store(EmbeddedRedis(run.path / "store").url, run.name, timeout_s=20)) as store:
+                ((name, sentence),) = store.quarantined_guests().items()
                 step = store.run_state().step
                 events = [event.text for event in store.events(limit=256) if event.role == "mallory"]
-            name, sentence = quarantined
             assert name == "mallory"
             assert sentence.startswith("its log-probabilities must be those of the policy within 0.05 nats on average")
             assert any(text.startswith("quarantined, with ") and text.endswith(sentence) for text in events), events

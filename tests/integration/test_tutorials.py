@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -31,15 +30,7 @@ def test_tutorial(name: str, task: Path, tmp_path: Path) -> None:
     for file, _, text in pieces:
         if file:
             (tmp_path / file).write_text(text, encoding="utf-8")
-    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    search = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     for text in commands:
-        done = subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", text],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        done = runs.call(["bash", "-euo", "pipefail", "-c", text], tmp_path, timeout_s=300, PATH=search)
         assert done.returncode == 0, f"{text}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
