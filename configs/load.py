@@ -73,7 +73,8 @@ def load_with_models(words: list[str]) -> tuple[list[str], RunConfig]:
     if not models:
         raise ConfigError("MODEL must be a folder in transformers format or a name on the hub, got none.")
     overrides = [word for word in words if word not in models]
-    folders = [folder for model in map(Path, models) for folder in (model, *model.parents[:2])]
+    local = [Path(model) for model in models if Path(model).is_dir()]
+    folders = [folder for model in local for folder in (model, *model.parents[:2])]
     if runs := [folder for folder in folders if (folder / "config.yaml").is_file()]:
         overrides = with_stored(overrides, runs[0])
     models = [f"{model}/final_model" if Path(model) in runs else model for model in models]
