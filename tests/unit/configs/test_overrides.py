@@ -6,6 +6,7 @@ import pytest
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
+from slipstream.configs.schema import PEER_NAMES, groups, settings
 
 
 def refusal(line: str) -> str:
@@ -21,8 +22,6 @@ def refusal(line: str) -> str:
         ("learner.max_step=1", "learner.max_steps"),
         ("learner.optimizr.learning_rate=1", "learner.optimizer.learning_rate"),
         ("max_steps=5", "learner.max_steps"),
-        ("optimizer.lr=1e-4", "learner.optimizer.learning_rate"),
-        ("kl_coef=0.1", "algorithm.kl.coefficient"),
         ("temperature=0.7", "generators.sampling.temperature"),
         ("algorithm.clip_high=0.3", "algorithm.policy_loss.clip_high"),
         ("buffer.samplr=fifo", "buffer/sampler"),
@@ -39,8 +38,8 @@ def test_an_unknown_key_names_the_nearest_of_the_whole_tree(line: str, meant: st
 
 
 def test_an_unknown_key_that_is_like_no_other_lists_those_beside_it() -> None:
-    assert refusal("learner.batch_size=3").startswith(
-        "unknown key learner.batch_size; learner has num_ranks, rank_timeout_s, "
+    assert refusal("learner.qqq=3").startswith(
+        "unknown key learner.qqq; learner has num_ranks, rank_timeout_s, "
     )
 
 
@@ -102,3 +101,11 @@ def test_a_variant_is_chosen_as_an_option_only(override: str) -> None:
 
 def test_a_role_is_not_replaced_as_a_whole() -> None:
     assert refusal("learner=3").startswith("learner is a record")
+
+
+@pytest.mark.parametrize("name", PEER_NAMES)
+def test_a_name_of_another_trainer_leads_to_a_setting_that_exists(name: str):
+    trainer, ours = PEER_NAMES[name]
+    assert refusal(f"actor.{name}=1") == f"unknown key actor.{name}: {name} is {trainer} name; here it is {ours}."
+    assert ours in groups() or any(setting.key == ours for setting in settings())
+    assert refusal(f"--{name} 1") == f"a setting must read key=value, got `--{name}`: write {ours}=1."
