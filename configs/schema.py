@@ -275,6 +275,8 @@ def _peer_name(key: str) -> str:
 def unknown_option(group: str, option: object) -> str:
     """Error message for `group=option`, with the option meant (also of another group), or all options."""
     options = groups()[group]
+    if group == "model" and "/" in str(option):
+        return f"unknown option model={option}; a folder or hub name is set as model.path={option}."
     # A prefix within this group wins over a name in another: experiment=gsm8k does not mean data=gsm8k.
     meant = [f"{group}={name}" for name in options if name.startswith(f"{option}_")]
     elsewhere = [f"{other}={option}" for other in groups() if option in groups()[other]]

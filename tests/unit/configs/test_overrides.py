@@ -38,9 +38,7 @@ def test_an_unknown_key_names_the_nearest_of_the_whole_tree(line: str, meant: st
 
 
 def test_an_unknown_key_that_is_like_no_other_lists_those_beside_it() -> None:
-    assert refusal("learner.qqq=3").startswith(
-        "unknown key learner.qqq; learner has num_ranks, rank_timeout_s, "
-    )
+    assert refusal("learner.qqq=3").startswith("unknown key learner.qqq; learner has num_ranks, rank_timeout_s, ")
 
 
 def test_a_key_of_another_variant_names_the_variant() -> None:
