@@ -4,8 +4,11 @@ Without a command it trains: `python run_async.py learner.max_steps=50` is `slip
 """
 
 import sys
+from importlib.util import find_spec
 
 from slipstream.__main__ import main
 
 if __name__ == "__main__":
+    if not find_spec("msgspec"):
+        sys.exit(f"error: {sys.executable} must have Slipstream's libraries: run `make setup`, then .venv/bin/python.")
     main(sys.argv[1:] or ["run"], program="python run_async.py")

@@ -145,7 +145,7 @@ class Dataset:
 
 def _short_names(paths: list[Path]) -> list[str]:
     """Return the paths without suffixes, shortened while they stay unique: gsm8k/train and math/train."""
-    parts = [path.with_suffix("").resolve().parts for path in paths]
+    parts = [path.resolve().with_suffix("").parts for path in paths]
     for depth in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(each[-depth:]) for each in parts]
         if len(set(names)) == len(names):

@@ -127,8 +127,8 @@ class DataConfig(Config):
     """Prompts: Parquet or JSON lines files with `prompt` and `reward_model.ground_truth`, or `question` and `answer`;
     see `docs/data.md`."""
 
-    train: str | list[TrainFile]
-    """Training prompts: a file, or a list of files with weights, such as `[{path: a.parquet, weight: 2}, {path:
+    train: str | list[str | TrainFile]
+    """Training prompts: a file, a list of files, or a list with weights, such as `[{path: a.parquet, weight: 2}, {path:
     b.jsonl, weight: 1}]`."""
     heldout: str | list[HeldoutSet]
     """Evaluation prompts, never trained on: a file, answered as the sets `sampled` (temperature 1) and `greedy`
@@ -149,10 +149,10 @@ class DataConfig(Config):
             return
         why = "there would be nothing to train on"
         require(bool(self.train), "data.train", "name a file", got="an empty list", why=why)
-        paths = [file.path for file in self.train]
+        paths = [file.path for file in self.train_files]
         repeated = next((path for path in paths if paths.count(path) > 1), "")
         require(not repeated, "data.train", "name each file once", got=f"{repeated} twice", why="give it a weight")
-        given = [file.weight is not None for file in self.train]
+        given = [file.weight is not None for file in self.train_files]
         is_fit, key, got = all(given) or not any(given), "data.train[].weight", f"it for {sum(given)} of {len(given)}"
         why = "without it the share follows from the number of rows"
         require(is_fit, key, "be set for every file or for none", got=got, why=why)
@@ -168,7 +168,8 @@ class DataConfig(Config):
 
     @property
     def train_files(self) -> list[TrainFile]:
-        return [TrainFile(self.train)] if isinstance(self.train, str) else self.train
+        files = [self.train] if isinstance(self.train, str) else self.train
+        return [TrainFile(file) if isinstance(file, str) else file for file in files]
 
 
 class PrepareStep(Config):

@@ -59,14 +59,34 @@ def load(overrides: list[str]) -> RunConfig:
     return convert(data, RunConfig)
 
 
+_UNUSED_BY_MODELS = ("learner.stop=null", "evaluation.goals=[]", "learner.checkpoint.best=null")
+"""Settings of training that would refuse another `data.heldout`."""
+
+
 def load_with_models(words: list[str]) -> tuple[list[str], RunConfig]:
-    """Return the models named among the overrides, and the settings with the first of them. Raises ConfigError."""
+    """Return the models named among the overrides, and the settings with the first of them.
+
+    A run folder stands for its final model. Unless an experiment is named, the settings are those of the first run that
+    holds one of the models, under the overrides. Raises ConfigError.
+    """
     models = [word for word in words if "=" not in word and not word.startswith(("-", "~"))]
     if not models:
         raise ConfigError("MODEL must be a folder in transformers format or a name on the hub, got none.")
-    settings = load([word for word in words if word not in models])
+    overrides = [word for word in words if word not in models]
+    local = [Path(model) for model in models if Path(model).is_dir()]
+    folders = [folder for model in local for folder in (model, *model.parents[:2])]
+    if runs := [folder for folder in folders if (folder / "config.yaml").is_file()]:
+        overrides = with_stored(overrides, runs[0])
+    models = [f"{model}/final_model" if Path(model) in runs else model for model in models]
+    settings = load([*_UNUSED_BY_MODELS, *overrides])
     model = msgspec.structs.replace(settings.model, path=models[0], lora=None)
     return models, msgspec.structs.replace(settings, model=model)
+
+
+def with_stored(overrides: list[str], folder: Path) -> list[str]:
+    """Put overrides on top of a run folder's settings, unless they name an experiment."""
+    is_chosen = any(text.startswith("experiment=") for text in overrides)
+    return overrides if is_chosen else [f"experiment={folder}/config.yaml", *overrides]
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -153,19 +153,129 @@ def preset_of_file(group: str, file: Path) -> str:
     return name
 
 
+_TRL, _VERL, _OPENRLHF, _PRIME = "TRL's", "verl's", "OpenRLHF's", "prime-rl's"
+PEER_NAMES = {
+    # model and data
+    "model_name_or_path": (_TRL, "model.path"),
+    "pretrain": (_OPENRLHF, "model.path"),
+    "bf16": (_TRL, "model.dtype"),
+    "torch_dtype": (_TRL, "model.dtype"),
+    "lora_r": (_TRL, "model.lora.rank"),
+    "lora_rank": (_VERL, "model.lora.rank"),
+    "lora_alpha": (_VERL, "model.lora.alpha"),
+    "max_model_len": (_VERL, "model.max_length"),
+    "seq_len": (_PRIME, "model.max_length"),
+    "dataset_name": (_TRL, "data.train"),
+    "train_files": (_VERL, "data.train"),
+    "prompt_data": (_OPENRLHF, "data.train"),
+    "val_files": (_VERL, "data.heldout"),
+    "eval_dataset": (_OPENRLHF, "data.heldout"),
+    "max_prompt_length": (_VERL, "data.max_prompt_tokens"),
+    "prompt_max_len": (_OPENRLHF, "data.max_prompt_tokens"),
+    # generation
+    "num_generations": (_TRL, "generators.group_size"),
+    "rollout.n": (_VERL, "generators.group_size"),
+    "n_samples_per_prompt": (_OPENRLHF, "generators.group_size"),
+    "rollouts_per_example": (_PRIME, "generators.group_size"),
+    "max_completion_length": (_TRL, "generators.sampling.max_tokens"),
+    "max_response_length": (_VERL, "generators.sampling.max_tokens"),
+    "generate_max_len": (_OPENRLHF, "generators.sampling.max_tokens"),
+    "max_new_tokens": ("transformers'", "generators.sampling.max_tokens"),
+    "reward_funcs": (_TRL, "generators.reward.functions"),
+    "custom_reward_function": (_VERL, "generators.reward.function"),
+    "remote_rm_url": (_OPENRLHF, "generators.reward.function"),
+    "tensor_model_parallel_size": (_VERL, "generators.engine.tensor_parallel_size"),
+    "vllm_tensor_parallel_size": (_OPENRLHF, "generators.engine.tensor_parallel_size"),
+    "vllm_gpu_memory_utilization": (_OPENRLHF, "generators.engine.gpu_memory_utilization"),
+    "vllm_num_engines": (_OPENRLHF, "generators.count"),
+    # batches and steps
+    "per_device_train_batch_size": (_TRL, "learner.groups_per_step"),
+    "train_batch_size": (_VERL, "learner.groups_per_step"),
+    "rollout_batch_size": (_OPENRLHF, "learner.groups_per_step"),
+    "batch_size": (_PRIME, "learner.groups_per_step"),
+    "ppo_mini_batch_size": (_VERL, "algorithm.updates_per_step"),
+    "steps_per_generation": (_TRL, "algorithm.updates_per_step"),
+    "ppo_epochs": (_VERL, "buffer.reuse.max_uses"),
+    "num_iterations": (_TRL, "buffer.reuse.max_uses"),
+    "gradient_accumulation_steps": (_TRL, "learner.tokens_per_microbatch"),
+    "ppo_micro_batch_size_per_gpu": (_VERL, "learner.tokens_per_microbatch"),
+    "micro_train_batch_size": (_OPENRLHF, "learner.tokens_per_microbatch"),
+    "num_train_epochs": (_TRL, "learner.max_steps"),
+    "total_epochs": (_VERL, "learner.max_steps"),
+    "total_training_steps": (_VERL, "learner.max_steps"),
+    "num_episodes": (_OPENRLHF, "learner.max_steps"),
+    "save_steps": (_TRL, "learner.checkpoint.every_steps"),
+    "save_freq": (_VERL, "learner.checkpoint.every_steps"),
+    "eval_steps": (_TRL, "evaluation.every_steps"),
+    "test_freq": (_VERL, "evaluation.every_steps"),
+    "evaluation.interval": (_PRIME, "evaluation.every_steps"),
+    # optimizer
+    "lr": (_VERL, "learner.optimizer.learning_rate"),
+    "lr_scheduler_type": (_TRL, "learner.optimizer.schedule"),
+    "warmup_ratio": (_TRL, "learner.optimizer.warmup_steps"),
+    "lr_warmup_steps": (_VERL, "learner.optimizer.warmup_steps"),
+    "grad_clip": (_VERL, "learner.optimizer.max_grad_norm"),
+    # objective
+    "adv_estimator": (_VERL, "algorithm/advantage"),
+    "advantage_estimator": (_OPENRLHF, "algorithm/advantage"),
+    "scale_rewards": (_TRL, "algorithm/advantage"),
+    "loss_mode": (_VERL, "algorithm/policy_loss"),
+    "loss_type": (_TRL, "algorithm.aggregation"),
+    "loss_agg_mode": (_VERL, "algorithm.aggregation"),
+    "clip_ratio": (_VERL, "algorithm.policy_loss.clip_high"),
+    "clip_ratio_high": (_VERL, "algorithm.policy_loss.clip_high"),
+    "clip_ratio_low": (_VERL, "algorithm.policy_loss.clip_low"),
+    "eps_clip": (_OPENRLHF, "algorithm.policy_loss.clip_high"),
+    "policy_loss.epsilon": (_TRL, "algorithm.policy_loss.clip_high"),
+    "epsilon_high": (_TRL, "algorithm.policy_loss.clip_high"),
+    "beta": (_TRL, "algorithm.kl.coefficient"),
+    "kl_loss_coef": (_VERL, "algorithm.kl.coefficient"),
+    "kl_coef": (_VERL, "algorithm.kl.coefficient"),
+    "init_kl_coef": (_OPENRLHF, "algorithm.kl.coefficient"),
+    "entropy_coeff": (_VERL, "algorithm.entropy_coefficient"),
+    "dynamic_filtering": (_OPENRLHF, "buffer/filter"),
+    "filter_groups": (_VERL, "buffer/filter"),
+    # staleness
+    "max_async_level": (_PRIME, "buffer.staleness.max_lag"),
+    "max_off_policy_steps": (_PRIME, "buffer.staleness.max_lag"),
+    "staleness_threshold": (_VERL, "buffer.staleness.max_lag"),
+    "max_staleness": (_TRL, "buffer.staleness.max_lag"),
+    "max_head_offpolicyness": ("AReaL's", "buffer.staleness.max_lag"),
+    "weight_sync_steps": (_TRL, "weights.publish_every_steps"),
+    # the run
+    "output_dir": (_TRL, "runs_dir"),
+    "run_name": (_TRL, "name"),
+    "experiment_name": (_VERL, "name"),
+    "resume_from_checkpoint": (_TRL, "resume"),
+    "report_to": (_TRL, "loggers"),
+    "trainer.logger": (_VERL, "loggers"),
+}
+"""Other trainers' names, as ends of dotted keys -> trainer, our key or group."""
+
+
 def unknown_key(key: str) -> str:
     """Error message for `key`, with the key meant, the variants that have it, or its siblings."""
     owners = {setting.variant for setting in settings() if setting.key == key}
     if owners:
         return f"unknown key {key}: it belongs to {' and '.join(sorted(owners))}."
+    if name := _peer_name(key):
+        trainer, ours = PEER_NAMES[name]
+        return f"unknown key {key}: {name} is {trainer} name; here it is {ours}."
     if found := nearest_key(key):
         return f"unknown key {key}; did you mean {found}?"
     return f"unknown key {key}; {_siblings(key)}."
 
 
+def _peer_name(key: str) -> str:
+    path = key.split(".")
+    return next((name for name in (".".join(path[-2:]), path[-1]) if name in PEER_NAMES), "")
+
+
 def unknown_option(group: str, option: object) -> str:
     """Error message for `group=option`, with the option meant (also of another group), or all options."""
     options = groups()[group]
+    if group == "model" and "/" in str(option):
+        return f"unknown option model={option}; a folder or hub name is set as model.path={option}."
     # A prefix within this group wins over a name in another: experiment=gsm8k does not mean data=gsm8k.
     meant = [f"{group}={name}" for name in options if name.startswith(f"{option}_")]
     elsewhere = [f"{other}={option}" for other in groups() if option in groups()[other]]
@@ -185,6 +295,8 @@ def nearest_key(wrong: str) -> str | None:
     Candidates have a similar last part (`max_step`, `lr`, `kl_coef`); the whole path ranks them.
     """
     path = wrong.replace("/", ".")
+    if name := _peer_name(path):
+        return PEER_NAMES[name][1]
     names = {name.replace("/", "."): name for name in groups()}
     names = {setting.key: setting.key for setting in settings()} | names
     scores = {name: _similarity(path, key) for key, name in names.items()}

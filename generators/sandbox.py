@@ -105,8 +105,9 @@ class LocalSandbox:
 
     _run_numbers = itertools.count()
 
-    def __init__(self, *, python: str = "python3") -> None:
-        """Run the escape probe, which takes a few seconds. `python`: program below /usr.
+    def __init__(self, *, python: str = "python3", warns: bool = True) -> None:
+        """Run the escape probe, which takes a few seconds. `python`: program below /usr. `warns`: log if memory is
+        only limited by process.
 
         Raises ConfigError if programs are missing or an escape succeeds.
         """
@@ -131,7 +132,7 @@ class LocalSandbox:
                 "as root or where unprivileged user namespaces are allowed (sysctl kernel.unprivileged_userns_clone=1; "
                 "in Docker, --security-opt seccomp=unconfined), or name a remote sandbox (`address`)."
             )
-        if not self.limits_all_processes:
+        if warns and not self.limits_all_processes:
             log.warning(
                 "sandbox_memory_per_process",
                 reason="no writable cgroup v2 with the memory controller",

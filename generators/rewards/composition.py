@@ -3,8 +3,11 @@
 import asyncio
 import difflib
 import inspect
+import sysconfig
+import traceback
 from collections.abc import Callable
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NoReturn
 
 from slipstream.buffer.trajectory import Reward
@@ -231,7 +234,14 @@ class RewardFunctions:
             return failed_reward("error", f"{where}the reward function must return, it called sys.exit({error.code!r})")
         # The message of a ConfigError is a complete sentence.
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
-        return failed_reward("error", f"{where}{kind}{error}".removesuffix(": "))
+        return failed_reward("error", f"{where}{kind}{error}".removesuffix(": ") + _place(error))
+
+
+def _place(error: BaseException) -> str:
+    """Describe the last line of the user's own code that raised an error; empty if none did."""
+    libraries = (str(Path(__file__).parents[2]), *sysconfig.get_paths().values())
+    frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(libraries)]
+    return f", at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
 
 
 class _CallFailedError(Exception):

@@ -178,9 +178,14 @@ def _as_reward(value: Any) -> Reward:
         return value
     if isinstance(value, Real):
         return Reward(total=float(value), is_correct=float(value) >= 1)
-    if isinstance(value, dict):
+    if isinstance(value, dict) and "total" in value:
         return msgspec.convert(value, Reward)
-    raise TypeError(f"a reward must be a Reward, a number or a dict with Reward's fields, got {type(value).__name__}")
+    if isinstance(value, dict) and "score" in value:
+        return _verl_reward(value)
+    raise TypeError(
+        "a reward must be a Reward, a number, or a dict with `total` (Reward's fields) or `score` (verl's), got "
+        f"{value!r:.60}, a {type(value).__name__}"
+    )
 
 
 def _verl_keywords(sample: RewardInput) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rich.console import Console
 from slipstream.broker.transport.endpoints import find_last_port
 from slipstream.buffer.errors import RunConflictError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S
-from slipstream.buffer.redis.embedded import EmbeddedRedis
+from slipstream.buffer.redis.embedded import IDLE_TIMEOUT_S, EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
@@ -210,7 +210,13 @@ class Launcher:
             with self._opened(store_url(self._run, self._folder.path)) as store:
                 yield store
             return
-        server = EmbeddedRedis(self._folder.store, durability=config.durability, max_memory_mib=config.max_memory_mib)
+        server = EmbeddedRedis(
+            self._folder.store,
+            durability=config.durability,
+            max_memory_mib=config.max_memory_mib,
+            # Nobody connects while the inputs are prepared.
+            idle_timeout_s=IDLE_TIMEOUT_S + preparation_limit_s(self._run),
+        )
         self._supervisor = RedisSupervisor(server, start_timeout_s=self._run.buffer.retry_timeout_s)
         try:
             self._supervisor.start()

@@ -1,25 +1,39 @@
 """Preflight: prepare missing inputs and check the environment of a run before its folder and roles exist."""
 
+import asyncio
 import runpy
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
+import msgspec
 from msgspec import json
 
 from slipstream.broker.dataset import Dataset, describe_shortages, read_heldout, read_train
+from slipstream.broker.messages import Row
 from slipstream.broker.transport.endpoints import find_interface
 from slipstream.broker.transport.zmq_channels import check_free
 from slipstream.buffer.archive.replay import plan_replay
 from slipstream.buffer.object_folder import check_storage
 from slipstream.buffer.redis.run_store import open_run_store, store_url
+from slipstream.buffer.trajectory import Reward
 from slipstream.cluster.observers import check_observers
 from slipstream.cluster.seat import run_kept
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.data import PrepareStep
+from slipstream.configs.generators import (
+    GeneratorsConfig,
+    RewardConfig,
+    SearchAgentConfig,
+    SingleTurnConfig,
+    ToolsAgentConfig,
+)
 from slipstream.configs.run import RunConfig
-from slipstream.generators.rewards.composition import RewardFunctions
+from slipstream.generators.rewards.composition import REACHING_OUT, RewardFunctions
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.rewards.reward import RewardInput
 from slipstream.launch.generator_pool import check_placement
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.credentials import find_token
@@ -97,6 +111,7 @@ def make_inputs(run: RunConfig) -> None:
     for rows in dict.fromkeys([train, *heldout.values()]):
         rows.check_images(VisionModel(run.model.path))
     read_chat_template(run.model)
+    try_rewards(run.generators, train)
     if run.mode == "replay":
         plan_replay(run)
 
@@ -109,6 +124,52 @@ def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
             for source in sorted({row.data_source for row in rows}):
                 run.generators.reward.check_data_source(source, found_in=rows.paths)
     return train, heldout
+
+
+_MADE_UP = "I do not know."
+_TRIED_ROWS = 256
+"""Rows among which the trial looks for one of each data source."""
+
+
+def try_rewards(generators: GeneratorsConfig, dataset: Dataset) -> None:
+    """Score a made-up answer and the ground truth of a row of each data source. Raises ConfigError if a call fails.
+
+    Functions that contact an address or load a model are left out, and so are rows whose agent may score itself.
+    """
+    config = generators.reward
+    if not isinstance(generators.agent, SingleTurnConfig | ToolsAgentConfig | SearchAgentConfig):
+        return
+    if any(function.function in REACHING_OUT for function in config.chosen):
+        return
+    rows = (dataset.row(index) for index in range(min(len(dataset), _TRIED_ROWS)))
+    by_source = {row.data_source: row for row in rows if not row.agent_name}
+    for row in by_source.values():
+        truth = row.ground_truth if isinstance(row.ground_truth, str) else json.encode(row.ground_truth).decode()
+        for answer, reward in asyncio.run(_score(config, row, [_MADE_UP, truth])).items():
+            if reward.status != "ok":
+                raise ConfigError(
+                    f"generators.reward ({config.summary}) must score every answer, but {reward.detail}; the call was "
+                    f"for row {row.uid} of {dataset.paths} and the answer {answer!r:.60}."
+                )
+
+
+async def _score(config: RewardConfig, row: Row, answers: list[str]) -> dict[str, Reward]:
+    """Score answers to a row in one worker process, with the limits of the run."""
+    samples = [
+        RewardInput(
+            prompt=row.prompt,
+            response=answer,
+            ground_truth=row.ground_truth,
+            data_source=row.data_source,
+            extra_info=row.extra_info,
+            messages=[{"role": "assistant", "content": answer}],
+        )
+        for answer in answers
+    ]
+    with closing(RewardPool(msgspec.structs.replace(config, num_workers=1))) as pool:
+        compares = pool.compares(row.data_source)
+        scored = pool.score_group(samples) if compares else asyncio.gather(*map(pool.score, samples))
+        return dict(zip(answers, await scored, strict=True))
 
 
 def missing_steps(run: RunConfig) -> list[PrepareStep]:

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -16,8 +17,8 @@ from slipstream.buffer.role_reports import describe_times
 from slipstream.cluster.observers import observed
 from slipstream.cluster.seat import Places
 from slipstream.configs.base import ConfigError
-from slipstream.configs.load import load, provenance
-from slipstream.configs.run import RunConfig
+from slipstream.configs.load import load, provenance, with_stored
+from slipstream.configs.run import RunConfig, read_config
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.preflight import check_surroundings, make_inputs, missing_steps, prepare
 from slipstream.runtime.command_line import make_console
@@ -31,12 +32,16 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
 
     Raises ConfigError and the errors of every role.
     """
+    overrides = with_stored_settings(overrides)
     run = load(overrides)
     if run.mode == "sft":
         start_sft(overrides)
     run, overrides = with_free_name(run, overrides)
     folder = RunFolder(run)
     folder.check_name()
+    if run.resume and (done := describe_finished(run, folder)):
+        console.print(done, soft_wrap=True)
+        return
     check_surroundings(run)
     # Generators load their libraries during preparation, which takes seconds to minutes. Check everything else first,
     # so that a rejected run starts no process and leaves no folder.
@@ -56,6 +61,29 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
         finally:
             folder.unlock()
     report(run, folder, overrides=overrides, program=program)
+
+
+def with_stored_settings(overrides: list[str]) -> list[str]:
+    """With `resume` and a run's name, start from the settings in its folder."""
+    given = dict(text.partition("=")[::2] for text in overrides)
+    folder = Path(given.get("runs_dir", "runs")) / given.get("name", "")
+    is_resumed = given.get("resume") in ("true", "auto") and "name" in given and (folder / "config.yaml").is_file()
+    return with_stored(overrides, folder) if is_resumed else overrides
+
+
+def describe_finished(run: RunConfig, folder: RunFolder) -> str:
+    """Describe a run that has nothing left to train; empty if it has."""
+    if not folder.summary.is_file():
+        return ""
+    steps, stored = json.loads(folder.summary.read_text())["steps"], read_config(folder.path).learner
+    has_stopped = (stored.stop, stored.max_steps) == (run.learner.stop, run.learner.max_steps)
+    if steps < run.learner.max_steps and not has_stopped:
+        return ""
+    why = "" if steps >= run.learner.max_steps else ", because learner.stop was met"
+    return (
+        f"{run.name} is finished: it ended after {steps} of {run.learner.max_steps} steps{why}. To continue it, set "
+        f"learner.max_steps above {steps}{' or change learner.stop' if why else ''}."
+    )
 
 
 def _run_here(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> None:

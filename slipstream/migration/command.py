@@ -1,5 +1,6 @@
 """The command `slipstream import-config`."""
 
+import asyncio
 import json
 import re
 import shlex
@@ -10,6 +11,7 @@ import yaml
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
+from slipstream.generators.sandbox import Limits, LocalSandbox
 from slipstream.migration.translation import Imported
 from slipstream.migration.trl import import_trl
 from slipstream.migration.verl import import_verl
@@ -20,15 +22,19 @@ _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 
 
-def read_settings(path: Path) -> dict[str, Any]:
-    """Return dotted key -> value; the last value of a key wins. Raises ConfigError."""
+def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return dotted key -> value, and notes on how they were found. Raises ConfigError."""
     if not path.is_file():
         raise ConfigError(f"FILE must exist, got {path}.")
     if path.stat().st_size > _LARGEST_BYTES:
         raise ConfigError(f"FILE must be a file of settings of at most 1 MiB, got {path}.")
+    notes: list[str] = []
     try:
         text = path.read_text(encoding="utf-8")
-        found = _from_script(text) if path.suffix in (".sh", ".bash") else _from_document(path, text)
+        if path.suffix in (".sh", ".bash"):
+            found, notes = _from_script(path, text)
+        else:
+            found = _from_document(path, text)
     except (UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(f"FILE must be YAML, JSON or a shell script, got {path}: {reason}.") from None
@@ -36,7 +42,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ConfigError(f"FILE must hold settings, got none in {path}.")
     return {
         key: float(each) if isinstance(each, str) and _NUMBER.fullmatch(each) else each for key, each in found.items()
-    }
+    }, notes
 
 
 def _from_document(path: Path, text: str) -> dict[str, Any]:
@@ -49,29 +55,74 @@ def _from_document(path: Path, text: str) -> dict[str, Any]:
     return dict(_leaves(document, ""))
 
 
-def _from_script(text: str) -> dict[str, Any]:
-    """Return `key=value` and `--key value` arguments, with the script's own variables expanded."""
-    words = [word for line in text.replace("\\\n", " ").splitlines() for word in shlex.split(line, comments=True)]
-    variables: dict[str, str] = {}
-    for word in words:
-        if match := re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word, re.DOTALL):
-            variables[match[1]] = _filled_in(match[2], variables)
-    filled = [_filled_in(word, variables) for word in words]
+_RECORD = r"""
+import json, os, subprocess, sys
+job = json.load(sys.stdin)
+for folder in ("bin", "script", "here"):
+    os.mkdir(f"/tmp/{folder}")
+stub = '#!/bin/sh\n{ printf "%s\\0" "${0##*/}" "$@"; printf "\\0"; } >>/tmp/calls\n[ "$1" != -c ]\n'
+for name in job["programs"]:
+    with open(os.open(f"/tmp/bin/{name}", os.O_CREAT | os.O_WRONLY, 0o755), "w") as file:
+        file.write(stub)
+with open("/tmp/functions", "w") as file:
+    file.write('cd() { builtin cd "$@" 2>/dev/null || true; }\n')
+    file.write('source() { [ ! -f "$1" ] || builtin source "$@"; }\n')
+    file.write('command_not_found_handle() { printf "%s\\0" "$1" >>/tmp/missing; }\n')
+with open("/tmp/script/" + job["name"], "w") as file:
+    file.write(job["text"])
+variables = os.environ | {"PATH": "/tmp/bin:" + os.environ["PATH"], "HOME": job["home"], "BASH_ENV": "/tmp/functions"}
+done = subprocess.run(["bash", "/tmp/script/" + job["name"]], cwd="/tmp/here", env=variables, capture_output=True)
+def read(path):
+    return open(path, errors="replace").read() if os.path.exists(path) else ""
+calls = [call.split("\0") for call in read("/tmp/calls").split("\0\0")[:-1]]
+missing = sorted(set(read("/tmp/missing").split("\0")) - {""})
+print(json.dumps([calls, missing, done.returncode, done.stderr.decode(errors="replace")[-300:]]))
+"""
+"""Runs a script in the sandbox with programs that only record their arguments.
+
+`python -c CODE` fails, because scripts use it to test for other accelerators than GPUs.
+"""
+_PROGRAMS = (
+    *("python", "python3", "uv", "ray", "torchrun", "accelerate", "deepspeed", "trl", "srun", "pip", "pip3"),
+    *("huggingface-cli", "hf", "wget", "curl", "git"),
+)
+
+
+def _from_script(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
+    """Execute a script in a sandbox and read the last command with `key=value` or `--key value` arguments.
+
+    The script sees HOME and none of the other environment variables, which may be secrets. Raises ConfigError.
+    """
+    job = {"name": path.name, "text": text, "home": str(Path.home()), "programs": _PROGRAMS}
+    try:
+        sandbox = LocalSandbox(warns=False)
+    except ConfigError as error:
+        raise ConfigError(
+            f"FILE must not be a shell script on this machine, got {path}: give the trainer's own YAML file, such as "
+            f".hydra/overrides.yaml in its output folder; {error}"
+        ) from None
+    done = asyncio.run(sandbox.run(_RECORD, stdin=json.dumps(job), limits=Limits(time_s=20, cpu_s=10, processes=64)))
+    if done.status != "ok":
+        raise ValueError(f"it did not end in the sandbox ({done.status}) {done.stderr.strip()[-200:]}")
+    output = done.stdout.replace("/tmp/script/", f"{path.parent.resolve()}/").replace("/tmp/here", str(Path.cwd()))
+    calls, missing, code, complaint = json.loads(output)
+    found = max(map(_arguments, calls), key=len, default={})
+    if not found:
+        raise ValueError(f"the script must call a trainer, it ended with exit code {code} and {complaint.strip()!r}.")
+    notes = [f"the script called {', '.join(missing)}, which did not run: check values that depend on it."]
+    return found, notes if missing else []
+
+
+def _arguments(words: list[str]) -> dict[str, Any]:
+    """Read `key=value`, `--key=value`, `--key value`, and `--flag` after the name of a Python program."""
+    starts = [number for number, word in enumerate(words) if word.endswith(".py") or words[number - 1] == "-m"]
+    words = words[max(starts, default=0) + 1 :]
     options = {
-        word[2:].replace("-", "_"): _value(following)
-        for word, following in zip(filled, [*filled[1:], ""], strict=True)
-        if word.startswith("--") and "=" not in word and not following.startswith("-")
+        word[2:].replace("-", "_"): True if following.startswith("--") or not following else _value(following)
+        for word, following in zip(words, [*words[1:], ""], strict=True)
+        if word.startswith("--") and "=" not in word
     }
-    # A key without a dot is a shell variable.
-    return options | {
-        key: value for key, value in _overrides([word.lstrip("-") for word in filled]).items() if "." in key
-    }
-
-
-def _filled_in(text: str, variables: dict[str, str]) -> str:
-    """Expand the script's variables and $HOME; other environment variables may be secrets."""
-    known = {"HOME": str(Path.home())} | variables
-    return re.sub(r"\$\{?(\w+)(?::?-([^}]*))?\}?", lambda match: known.get(match[1], match[2] or match[0]), text)
+    return options | _overrides([word.removeprefix("--") for word in words])
 
 
 def _overrides(words: list[str]) -> dict[str, Any]:
@@ -109,7 +160,7 @@ def import_config(trainer: str, file: Path) -> None:
 
 def import_settings(trainer: str, file: Path) -> Imported:
     """Translate a file; invalid combinations become a note. Raises ConfigError."""
-    given = read_settings(file)
+    given, notes = read_settings(file)
     try:
         imported = _IMPORTERS[trainer](given)
     except ConfigError:
@@ -121,9 +172,9 @@ def import_settings(trainer: str, file: Path) -> Imported:
             f"FILE must contain plain values, got {file} with {', '.join(unset) or error}: replace variables that it "
             "does not set by numbers."
         ) from None
+    notes = [*notes, *imported.notes]
     try:
         load(imported.overrides)
     except ConfigError as error:
-        problems = " ".join(str(error).splitlines())
-        return Imported(imported.overrides, [*imported.notes, f"to resolve first: {problems}"], imported.untranslated)
-    return imported
+        notes.append(f"to resolve first: {' '.join(str(error).splitlines())}")
+    return Imported(imported.overrides, notes, imported.untranslated)

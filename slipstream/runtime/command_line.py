@@ -3,6 +3,7 @@
 import argparse
 import errno
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -188,10 +189,34 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
         raise SystemExit(code)
 
 
+_OTHER_NAMES = {"train": "run", "doctor": "diagnose", "version": "--version"}
+_RESUMING = ("resume", "restart", "continue")
+_TAKE_EXPERIMENTS = ("run", "config", "prepare", "plan")
+_EXPERIMENT_FILE = re.compile(r"^(--config=)?([^=]+\.ya?ml)$")
+_ELSEWHERE = {
+    "stop": "press Ctrl-C where the run was started, or send SIGTERM to its launcher, whose pid `status` shows",
+    "logs": "a run's logs are runs/NAME/logs/ROLE.log; `slipstream status` shows the last errors",
+    "export": "`slipstream convert` writes a model, `slipstream data export` trajectories",
+    "ls": "`slipstream watch` lists the runs, `slipstream data ls` the trajectories of one",
+    "compare": "`slipstream watch` compares runs, `slipstream evaluate MODEL MODEL` compares models",
+}
+"""Commands of other tools -> what to use."""
+
+
 def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
-    """Insert `run` before overrides. Raises ConfigError for an unknown command."""
-    first = arguments[0] if arguments else "--help"
+    """Insert `run` before overrides, and replace commands of other tools. Raises ConfigError for an unknown command."""
+    first, *others = arguments or ["--help"]
+    if first == "help":
+        return [*others[:1], "--help"]
+    if first in _OTHER_NAMES:
+        return [_OTHER_NAMES[first], *others]
+    if first in _RESUMING and others:
+        return ["run", *(word if "=" in word else f"name={word}" for word in others), "resume=true"]
+    if first in _ELSEWHERE:
+        raise ConfigError(f"no command `{first}`: {_ELSEWHERE[first]}.")
     commands = [each.name or each.callback.__name__ for each in app.registered_commands if each.callback]
+    if first in _TAKE_EXPERIMENTS:
+        return [first, *(_EXPERIMENT_FILE.sub(r"experiment=\2", word) for word in others)]
     if first in (*commands, "-h", "--help", "-V", "--version"):
         return arguments
     if "=" in first or first.startswith(("-", "~")):

@@ -305,7 +305,11 @@ def make_private(folder: Path) -> None:
     if folder.parent == _SHORT_FOLDERS and folder.is_symlink():
         # Any user can write there.
         raise ConfigError(f"{folder} must be a folder, got a symbolic link: delete it.")
-    folder.mkdir(parents=True, exist_ok=True, mode=_OWNER_ONLY)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=_OWNER_ONLY)
+    except FileNotFoundError:
+        # As below /proc, where no folder can be made.
+        raise ConfigError(f"{folder} must be a path where a folder can be made: choose another runs_dir.") from None
     found = folder.stat()
     if os.getuid() not in (found.st_uid, 0):
         raise ConfigError(f"{folder} must belong to this user, got one of user {found.st_uid}: choose another folder.")

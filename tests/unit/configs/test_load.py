@@ -14,6 +14,7 @@ from slipstream.configs.generators import ToolsAgentConfig
 from slipstream.configs.learner import TorchEngineConfig
 from slipstream.configs.load import convert, load, provenance, to_plain, to_yaml
 from slipstream.configs.run import RunConfig
+from slipstream.configs.schema import PEER_NAMES, groups, settings
 
 
 @pytest.mark.parametrize(
@@ -121,8 +122,6 @@ def refusal(line: str) -> str:
         ("learner.max_step=1", "learner.max_steps"),
         ("learner.optimizr.learning_rate=1", "learner.optimizer.learning_rate"),
         ("max_steps=5", "learner.max_steps"),
-        ("optimizer.lr=1e-4", "learner.optimizer.learning_rate"),
-        ("kl_coef=0.1", "algorithm.kl.coefficient"),
         ("temperature=0.7", "generators.sampling.temperature"),
         ("algorithm.clip_high=0.3", "algorithm.policy_loss.clip_high"),
         ("buffer.samplr=fifo", "buffer/sampler"),
@@ -153,9 +152,7 @@ def test_an_unknown_option_names_the_one_meant(line: str, meant: str) -> None:
 
 
 def test_other_unknown_keys_and_options_list_those_there_are() -> None:
-    assert refusal("learner.batch_size=3").startswith(
-        "unknown key learner.batch_size; learner has num_ranks, rank_timeout_s, "
-    )
+    assert refusal("learner.qqq=3").startswith("unknown key learner.qqq; learner has num_ranks, rank_timeout_s, ")
     assert refusal("learner=3").startswith("learner is a record")
     message = refusal("buffer/store=sqlite")
     assert message == "unknown option buffer/store=sqlite; choose one of embedded, embedded_large, redis."
@@ -234,3 +231,11 @@ def test_a_variant_without_a_kind_names_the_kinds() -> None:
     del data["buffer"]["store"]["kind"]
     with pytest.raises(ConfigError, match=r"buffer\.store\.kind must be one of embedded, redis, got 'nothing'"):
         convert(data, RunConfig)
+
+
+@pytest.mark.parametrize("name", PEER_NAMES)
+def test_a_name_of_another_trainer_leads_to_a_setting_that_exists(name: str):
+    trainer, ours = PEER_NAMES[name]
+    assert refusal(f"actor.{name}=1") == f"unknown key actor.{name}: {name} is {trainer} name; here it is {ours}."
+    assert ours in groups() or any(setting.key == ours for setting in settings())
+    assert refusal(f"--{name} 1") == f"a setting must read key=value, got `--{name}`: write {ours}=1."

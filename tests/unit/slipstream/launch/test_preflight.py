@@ -1,13 +1,16 @@
 """Prepare steps: only what is missing, in order, and the failing one by name."""
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from slipstream.broker.dataset import Dataset
 from slipstream.configs.base import ConfigError
+from slipstream.configs.generators import GeneratorsConfig, RewardConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
-from slipstream.launch.preflight import check_surroundings, make_inputs, missing_steps, prepare
+from slipstream.launch.preflight import check_surroundings, make_inputs, missing_steps, prepare, try_rewards
 from slipstream.scripts.make_digits_data import make_row, write_pair
 
 PROGRAMS = {
@@ -77,3 +80,26 @@ def test_a_launcher_of_one_machine_refuses_ranks_on_others() -> None:
     network = ["cluster.interface=127.0.0.0/8", "cluster.trusted_network=true"]
     with pytest.raises(ConfigError, match=r"^cluster\.core\.machines must be 1 with cluster\.kind=local, got 2: this"):
         check_surroundings(load(["learner.num_ranks=2", "cluster.core.machines=2", *network]))
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise ValueError('boom')", r"ValueError: boom, at .*mine\.py:2: `raise ValueError\('boom'\)`; the call was"),
+        ("return '1.0'", "a reward must be a Reward, a number, .* got '1.0', a str"),
+        ("return None", "got None, a NoneType"),
+        ("return float('nan')", "a reward must be a finite number, got total=nan"),
+        ("return 1, 2", r"got \(1, 2\), a tuple"),
+        ("return {'reward': 1}", "got {'reward': 1}, a dict"),
+        ("import sys; sys.exit(3)", r"the reward function must return, it called sys\.exit\(3\)"),
+        ("return 1.0 if int(sample.response) == 2 else 0.0", r"invalid literal for int.* the answer 'I do not know\.'"),
+        ("return {'score': 1}", ""),
+        ("return {'total': 0.5}", ""),
+    ],
+)
+def test_a_reward_that_fails_is_refused_before_the_start(tmp_path: Path, body: str, reason: str):
+    (tmp_path / "mine.py").write_text(f"def reward(sample):\n    {body}\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}\n')
+    generators = GeneratorsConfig(reward=RewardConfig(function=f"{tmp_path}/mine.py:reward"))
+    with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
+        try_rewards(generators, Dataset(tmp_path / "rows.jsonl"))
