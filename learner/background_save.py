@@ -153,7 +153,7 @@ class BackgroundSaver:
 
     @property
     def reason(self) -> str:
-        """Why the save in flight waits for disk space or other ranks; else empty. Thread-safe."""
+        """Reason that the save in flight waits: disk space or other ranks; else empty. Thread-safe."""
         return self._disk.reason or self._waits_for_ranks
 
     @property

@@ -200,7 +200,7 @@ class Checkpoints:
         return DivergenceError(f"{error} The newest checkpoint is finite: {begin}.")
 
     def newest_model(self) -> str:
-        """Where the newest finite checkpoint's model is, for messages. Empty without one."""
+        """Location of the newest finite checkpoint's model, for messages; empty without one."""
         if not (names := [name for name in self.names() if name not in self._poisoned]):
             return ""
         folder = self._folder / names[-1]

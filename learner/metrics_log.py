@@ -183,7 +183,7 @@ class MetricsLog:
         )
 
     def _generated_per_s(self, version: int) -> float:
-        """Of the live generators. Also updates the growth of all counters."""
+        """Rate of the live generators. Also updates the growth of all counters."""
         gauges = self._store.roles()
         self._generated.update(_generated_tokens(gauges))
         self._times.update(self._time_counters(gauges))

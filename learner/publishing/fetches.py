@@ -37,9 +37,9 @@ from slipstream.learner.publishing.staging import Staged
 from slipstream.runtime.clock import Clock
 
 _REST_S = 60.0
-"""How long a failed lender rests."""
+"""Rest of a failed lender."""
 _CATCH_UP_S = 5.0
-"""How long a member that has just fetched waits for a broadcast, to catch up with the others."""
+"""Longest wait for a broadcast of a member that has just fetched, to catch up with the others."""
 _RESEND_AFTER_S = 5.0
 """A request can be lost with a broker. Generators ignore repeats."""
 

@@ -151,50 +151,35 @@ class Objective:
         correction = correction._replace(is_kept=correction.is_kept & is_possible)
         is_trusted = self._trusted(tokens, learner.detach(), num_sequences=len(numbers))
         is_counted = correction.is_kept & (correction.weights > 0) & is_trusted
-        policy_losses, is_idle = self._counted_losses(inputs, is_counted)
+        # 0 * log_ratio, because ranks call backward together: a loss without counted tokens needs a graph too.
+        policy_losses, is_idle = 0 * inputs.log_ratio, ~is_trusted
+        if is_counted.any():
+            # Uncounted tokens must not affect the ratio of their sequence.
+            counted = inputs if is_counted.all() else inputs.take(is_counted)
+            losses = self._policy_loss(counted)
+            self._check_shape(losses, counted)
+            policy_losses = torch.zeros_like(inputs.log_ratio).masked_scatter(is_counted, losses)
+            # On a leaf, to keep the first graph intact for the backward pass.
+            leaf = counted.log_ratio.detach().requires_grad_()
+            with torch.enable_grad():
+                again = self._policy_loss(counted.with_log_ratio(leaf))
+            is_idle = is_idle.masked_scatter(is_counted, idle_tokens(again, leaf, counted.advantages))
         divergence = self._reference_kl(tokens, measured)
-        token_losses = correction.weights * policy_losses + self._regularisers(tokens, measured, divergence)
+        token_losses = correction.weights * policy_losses + self._regularizers(tokens, measured, divergence)
         # A sum: the token weights include the denominator of the whole update.
         loss = (known(tokens.token_weights) * correction.is_kept * token_losses).sum()
         if tokens.nll_weights is not None:
             loss = loss - (tokens.nll_weights * correction.is_kept * learner.masked_fill(~is_possible, 0.0)).sum()
-        stats = TokenStats(
-            log_ratio=inputs.log_ratio,
-            learner_logprobs=inputs.learner_logprobs if tokens.start_logprobs is None else tokens.start_logprobs,
-            generator_logprobs=tokens.generator_logprobs,
-            weights=correction.weights,
-            is_bounded=correction.is_bounded,
-            is_kept=correction.is_kept,
-            is_idle=is_idle | ~is_trusted,
-            entropies=measured["entropies"],
-            reference_kl=divergence,
-            lags=tokens.lags,
-            sequences=tokens.contexts,
-            num_sequences=inputs.num_sequences,
-        )
+        stats = _token_stats(tokens, inputs, correction, is_idle=is_idle, measured=measured, divergence=divergence)
         metrics.add(stats, loss=loss)
         return loss
 
-    def _counted_losses(self, inputs: LossInputs, is_counted: Tensor) -> tuple[Tensor, Tensor]:
-        """Policy losses [N], 0 for uncounted tokens, and the counted tokens that they leave without gradient."""
-        is_idle = torch.zeros_like(is_counted)
-        if not is_counted.any():
-            # Ranks call backward together: a loss without counted tokens needs a graph too.
-            return 0 * inputs.log_ratio, is_idle
-        # Uncounted tokens must not affect the ratio of their sequence.
-        counted = inputs if is_counted.all() else inputs.take(is_counted)
-        losses = self._policy_loss(counted)
-        if not isinstance(losses, Tensor) or losses.shape != counted.log_ratio.shape:
+    def _check_shape(self, losses: object, inputs: LossInputs) -> None:
+        if not isinstance(losses, Tensor) or losses.shape != inputs.log_ratio.shape:
             raise BatchError(
                 f"algorithm.policy_loss={self._config.policy_loss.kind} must return one loss per token "
-                f"({len(counted.log_ratio)}), got {losses!r:.200}."
+                f"({len(inputs.log_ratio)}), got {losses!r:.200}."
             )
-        # On a leaf, to keep the first graph intact for the backward pass.
-        leaf = counted.log_ratio.detach().requires_grad_()
-        with torch.enable_grad():
-            again = self._policy_loss(counted.with_log_ratio(leaf))
-        is_idle = is_idle.masked_scatter(is_counted, idle_tokens(again, leaf, counted.advantages))
-        return torch.zeros_like(inputs.log_ratio).masked_scatter(is_counted, losses), is_idle
 
     def _loss_inputs(self, tokens: Tokens, learner: Tensor, *, num_sequences: int) -> tuple[LossInputs, Correction]:
         anchor = self._proximal_logprobs(tokens, learner.detach())
@@ -227,7 +212,7 @@ class Objective:
             alpha = importance.interpolation(-tokens.lags, proximal_version=0, learner_version=1)
             return importance.loglinear(tokens.generator_logprobs, learner_logprobs, alpha=alpha)
         if self._config.proximal == "reuse" or tokens.start_logprobs is None:
-            # With one update per step, these are the values at its start.
+            # With one update per step, these are the values at its start: ratio 1 with the gradient of log pi.
             return learner_logprobs
         return tokens.start_logprobs
 
@@ -236,7 +221,8 @@ class Objective:
     ) -> Correction:
         """Correction of the whole batch if known, else from current values.
 
-        Rejection uses the distance between learner and generator, because an interpolated proximal policy drifts less.
+        Rejection uses the distance between learner and generator. The drift of an interpolated proximal policy is
+        smaller.
         """
         if tokens.correction_weights is not None:
             return Correction(tokens.correction_weights, known(tokens.is_kept), known(tokens.is_bounded))
@@ -254,7 +240,7 @@ class Objective:
         inputs = KlInputs(measured["logprobs"], tokens.reference_logprobs, tokens.generator_logprobs)
         return kl.KL_ESTIMATORS[self._config.kl.estimator](inputs)
 
-    def _regularisers(self, tokens: Tokens, measured: dict[str, Tensor], divergence: Tensor) -> Tensor:
+    def _regularizers(self, tokens: Tokens, measured: dict[str, Tensor], divergence: Tensor) -> Tensor:
         price = 0.0 if self._config.kl.charged_in == "reward" else self.kl_coefficient
         losses = price * divergence - self._config.entropy_coefficient * measured["entropies"]
         if penalty := self._config.correction.log_ratio_penalty:
@@ -263,6 +249,31 @@ class Objective:
         if self._config.distillation:
             losses = losses + _teacher_losses(tokens, measured, config=self._config.distillation)
         return losses
+
+
+def _token_stats(
+    tokens: Tokens,
+    inputs: LossInputs,
+    correction: Correction,
+    *,
+    is_idle: Tensor,
+    measured: dict[str, Tensor],
+    divergence: Tensor,
+) -> TokenStats:
+    return TokenStats(
+        log_ratio=inputs.log_ratio,
+        learner_logprobs=inputs.learner_logprobs if tokens.start_logprobs is None else tokens.start_logprobs,
+        generator_logprobs=tokens.generator_logprobs,
+        weights=correction.weights,
+        is_bounded=correction.is_bounded,
+        is_kept=correction.is_kept,
+        is_idle=is_idle,
+        entropies=measured["entropies"],
+        reference_kl=divergence,
+        lags=tokens.lags,
+        sequences=tokens.contexts,
+        num_sequences=inputs.num_sequences,
+    )
 
 
 def _teacher_losses(tokens: Tokens, measured: dict[str, Tensor], *, config: DistillationConfig) -> Tensor:
