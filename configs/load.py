@@ -209,7 +209,9 @@ def hydra_arguments(overrides: list[str]) -> list[str]:
     Keys are forced in with `++`, because the records know which keys exist, the YAML files don't. So users need no `+`,
     and `convert` reports misspelled keys.
     """
-    return [_hydra_argument(text, override) for text, override in zip(overrides, parse(overrides), strict=True)]
+    parsed = parse(overrides)
+    chosen = {each.key_or_group for each in parsed if each.key_or_group in groups()}
+    return [_hydra_argument(text, each, chosen=chosen) for text, each in zip(overrides, parsed, strict=True)]
 
 
 def parse(overrides: list[str]) -> list[Override]:
@@ -251,7 +253,7 @@ def _advice(texts: list[str], index: int) -> str:
     return f"a setting must read key=value, got `{text}`{advice}"
 
 
-def _hydra_argument(text: str, override: Override) -> str:
+def _hydra_argument(text: str, override: Override, *, chosen: set[str]) -> str:
     key = override.key_or_group
     bare = text.lstrip("+")
     if override.type is OverrideType.DEL or key.startswith("hydra."):
@@ -259,7 +261,7 @@ def _hydra_argument(text: str, override: Override) -> str:
     if key in groups():
         option = str(override.value())
         if option.endswith(".yaml"):
-            return f"{key}={preset_of_file(key, Path(option))}"
+            return f"{key}={preset_of_file(key, Path(option), chosen=chosen)}"
         if option not in groups()[key]:
             raise ConfigError(unknown_option(key, option))
         return bare

@@ -8,7 +8,7 @@ more options (`buffer/store=embedded_large`) or form their own groups (`recipe=d
 import ast
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from difflib import SequenceMatcher
 from functools import cache
 from pathlib import Path
@@ -134,10 +134,11 @@ def groups() -> dict[str, list[str]]:
     return {group: sorted(names) for group, names in sorted(options.items())}
 
 
-def preset_of_file(group: str, file: Path) -> str:
+def preset_of_file(group: str, file: Path, *, chosen: Collection[str] = ()) -> str:
     """Register a user's YAML file as an option of the group; return the option's name.
 
-    The file has the format of the presets. Raises ConfigError.
+    The file has the format of the presets, or is the resolved configuration of a run. `chosen`: groups that the command
+    line chooses, which replace the file's choice. Raises ConfigError.
     """
     try:
         node = OmegaConf.load(file)
@@ -145,6 +146,12 @@ def preset_of_file(group: str, file: Path) -> str:
         raise ConfigError(f"{group}={file} must be a readable YAML file: {' '.join(str(error).split())}.") from None
     if not isinstance(node, DictConfig):
         raise ConfigError(f"{group}={file} must contain settings as key: value, got a list.")
+    is_resolved = {setting.key for setting in settings() if "." not in setting.key} <= set(node)
+    for other in chosen:
+        parent, _, name = other.replace("/", ".").rpartition(".")
+        record = OmegaConf.select(node, parent) if parent else node
+        if record is not None and name in record and (is_resolved or "kind" in record[name]):
+            del record[name]
     is_record = any(setting.group == group for setting in settings())
     name = file.as_posix().replace("/", "|")
     ConfigStore.instance().store(
