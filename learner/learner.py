@@ -11,7 +11,7 @@ that no checkpoint covers return to the buffer.
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 
 import msgspec
@@ -41,6 +41,10 @@ from slipstream.runtime.disk import DiskWait
 _POLL_EVERY_S = 0.2
 
 log = structlog.get_logger(__name__)
+
+
+class _StopRequestedError(Exception):
+    """Ends a wait of a learner that was asked to stop."""
 
 
 @contextmanager
@@ -121,8 +125,11 @@ class Learner:
         self._committing = threading.Lock()
         """Held while `_fence` and the store's fencing token change or must agree."""
         self._version = 0
+        self._version_step = 0
+        """Step whose weights are the version's."""
         self._reason = "starting"
         self._must_stop = False
+        self._is_asked_to_stop = False
         self._checkpoint_s = 0.0
 
     def status(self) -> PeerStatus:
@@ -132,10 +139,15 @@ class Learner:
         waits = {"waits_for": "disk" if full else "storage"} if full or away else {}
         return PeerStatus("ready", version=self._version, reason=full or away or self._reason, gauges=gauges | waits)
 
+    def request_stop(self) -> None:
+        """Make `run` save and end after the current step or wait. Safe in a signal handler."""
+        self._is_asked_to_stop = True
+
     def run(self) -> None:
         """Train from the newest checkpoint or the beginning.
 
-        Raises DeadEndError after trying to save all steps, and DivergenceError without saving non-finite ones.
+        Raises DeadEndError after trying to save all steps, DivergenceError without saving non-finite ones, and
+        KeyboardInterrupt after `request_stop`, once all steps are saved.
         """
         try:
             self._start()
@@ -143,16 +155,27 @@ class Learner:
                 self._end_run(self._evaluate_fully("before"))
                 return
             while self._step < self._run.learner.max_steps and not self._must_stop:
+                self._check_stop()
                 with self._account.phase("paused"):
                     for reason in self._stall.while_paused():
+                        self._check_stop()
                         self._reason = reason
                         self._saver.raise_error()
                         self._publisher.sync_members(timeout_s=0)
                 self._train_one_step()
             self._finish()
         except DeadEndError as dead_end:
-            self._save_failed(dead_end)
+            # Errors of the save must not hide the dead end.
+            try:
+                self._save_all_steps()
+                self._store.set_phase("failed", detail=str(dead_end))
+            except (ReplayBufferError, LearnerError, OSError) as error:
+                log.warning("not_saved", error=str(error))
             raise
+        except _StopRequestedError:
+            self._save_all_steps()
+            log.info("stopped", step=self._step, version=self._version)
+            raise KeyboardInterrupt from None
         except DivergenceError as error:
             raise self._rank_group.checkpoints.with_remedy(error) from None
 
@@ -167,6 +190,7 @@ class Learner:
         if state.checkpoint:
             restored = self._rank_group.restore(state.checkpoint)
             self._step, self._version = restored.step, restored.version
+            self._version_step = self._step
             self._best.resume()
         elif not self._store.versions():
             self._check_new()
@@ -203,13 +227,14 @@ class Learner:
             )
 
     def _finish(self) -> None:
+        self._check_stop()
         self._metrics_log.end_training()
         self._store.set_phase("finishing")
         self._await_monitored()
         if evaluated := self._evaluator.take_finished():
             self._best.judge(self._evaluator.metrics(evaluated))
-        if not self._is_due(self._run.weights.publish_every_steps):
-            self._version += 1
+        if self._version_step != self._step:
+            self._begin_version()
             self._publish()
         self._publisher.flush()
         self._profiler.close()
@@ -234,19 +259,23 @@ class Learner:
         self._reason = "finished"
         log.info("finished", step=self._step, version=self._version)
 
-    def _save_failed(self, dead_end: DeadEndError) -> None:
-        """Checkpoint the steps so far. Logs errors, to not hide the dead end."""
-        try:
+    def _save_all_steps(self) -> None:
+        """Checkpoint the steps so far, unless the newest checkpoint covers them."""
+        self._rank_group.flush_checkpoint()
+        covered = self._store.run_state().checkpoint
+        if self._step > (covered.step if covered else 0):
+            if self._version_step != self._step:
+                self._begin_version()
+            self._checkpoint()
             self._rank_group.flush_checkpoint()
-            covered = self._store.run_state().checkpoint
-            if self._step > (covered.step if covered else 0):
-                if not self._is_due(self._run.weights.publish_every_steps):
-                    self._version += 1
-                self._checkpoint()
-                self._rank_group.flush_checkpoint()
-            self._store.set_phase("failed", detail=str(dead_end))
-        except (ReplayBufferError, LearnerError, OSError) as error:
-            log.warning("not_saved", error=str(error))
+
+    def _begin_version(self) -> None:
+        self._version += 1
+        self._version_step = self._step
+
+    def _check_stop(self) -> None:
+        if self._is_asked_to_stop:
+            raise _StopRequestedError
 
     # --- one step ------------------------------------------------------------------------------------------------
     def _train_one_step(self) -> None:
@@ -297,16 +326,20 @@ class Learner:
     def _complete_step(self, claim: Claim, metrics: Row, times: dict[str, float]) -> None:
         trained_at = self._clock()
         if self._is_due(self._run.weights.publish_every_steps):
-            self._await_monitored()
-            self._version += 1
-            self._publish()
-        is_evaluated = self._is_due(self._run.evaluation.every_steps)
+            # A stop must not lose the row of this step.
+            with suppress(_StopRequestedError):
+                self._await_monitored()
+            self._begin_version()
+            if not self._is_asked_to_stop:
+                self._publish()
+        is_evaluated = self._is_due(self._run.evaluation.every_steps) and not self._is_asked_to_stop
         if is_evaluated:
             with self._account.phase("evaluating"):
                 name = self._evaluator.open_monitor(step=self._step, fence=self._fence, version=self._version)
                 if self._run.mode == "replay":
                     # A replay never waits for groups, so answers would arrive many steps later.
-                    self._await_evaluation(name)
+                    with suppress(_StopRequestedError):
+                        self._await_evaluation(name)
         evaluated, published = self._evaluator.take_finished(), self._publisher.take_published()
         self._profiler.end_step(self._step, published=published.version if published else -1)
         times |= {"learner/publish_s": self._clock() - trained_at, "learner/checkpoint_s": self._checkpoint_s}
@@ -340,6 +373,7 @@ class Learner:
             limit_setting="learner.wait_timeout_s",
         )
         while True:
+            self._check_stop()
             self._saver.raise_error()
             self._reason = self._stall.poll(missing)
             claim = self._store.claim(
@@ -412,6 +446,7 @@ class Learner:
         )
         with self._account.phase("evaluating"):
             while (result := self._evaluator.result(name)) is None:
+                self._check_stop()
                 answered = self._evaluator.num_answered(name)
                 self._reason = self._stall.poll(f"{answered} answers are in", answered=answered)
                 self._publisher.sync_members(timeout_s=0.05)

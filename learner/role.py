@@ -35,7 +35,7 @@ from slipstream.runtime.clock import Deadline
 from slipstream.runtime.credentials import Keys, derive_keys, find_token
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_same_model
-from slipstream.runtime.process import exempt_from_collection, raise_on_stop_signal
+from slipstream.runtime.process import exempt_from_collection, on_stop_signal, raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder, describe_others
 
 _LOOK_EVERY_S = 0.2
@@ -80,6 +80,8 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
         folder.make()
         rank_group = build_rank_group(run, folder=folder, device=device, rank=rank)
         exempt_from_collection()
+        # Rank 0 ends the others after it has saved.
+        on_stop_signal(lambda: None)
         rank_group.worker_loop()
     if is_rank:
         exit_rank()
@@ -153,7 +155,12 @@ def _run_first_rank(run: RunConfig, *, device: torch.device) -> None:
         )
         board.set_source(lambda: _status(learner, store, lends_at=snapshots.address))
         exempt_from_collection()
-        learner.run()
+        on_stop_signal(learner.request_stop)
+        try:
+            learner.run()
+        except KeyboardInterrupt:
+            rank_group.shutdown()
+            raise
         rank_group.shutdown()
         store.close()
 

@@ -54,6 +54,8 @@ _REMIND_EVERY_S = 20.0
 """Interval of reminders while the broker, which may read large files, opens the run."""
 _STOP_TIMEOUT_S = 6.0
 """Time for all roles to end before they are killed."""
+_SAVE_TIMEOUT_S = 120.0
+"""Time for the learner to end its step and save a checkpoint before it is killed."""
 
 
 class Launcher:
@@ -266,10 +268,22 @@ class Launcher:
         # Brokers end last, because the other roles sign off with them.
         for role in reversed(self._roles[len(self._brokers) :]):
             role.terminate()
+        if self._learner.is_running and self._step:
+            self._save_progress()
+            ends_at = time.monotonic() + _STOP_TIMEOUT_S
         for role in reversed(self._roles):
             role.terminate()
             is_uploading = role in self._brokers and self._run.storage_uri
             role.stop(ends_at=ends_at + UPLOAD_TIMEOUT_S if is_uploading else ends_at)
+
+    def _save_progress(self) -> None:
+        self._view.print_line("stopping: the learner ends its step and saves a checkpoint; Ctrl-C again kills it")
+        upload_s = UPLOAD_TIMEOUT_S if self._run.storage_uri else 0.0
+        self._learner.stop(ends_at=time.monotonic() + _SAVE_TIMEOUT_S + upload_s)
+        names = [path.name for path in self._folder.checkpoints.glob("step-*")]
+        if steps := [int(name.removeprefix("step-").partition(".")[0]) for name in names]:
+            command = f"slipstream run name={self._run.name} resume=true"
+            self._view.print_line(f"stopped; the newest checkpoint is that of step {max(steps)}; continue: {command}")
 
     def _start_pool(self) -> list[Event]:
         self._is_pool_started = True
@@ -315,6 +329,11 @@ class Launcher:
         return {role.name: role.num_restarts for role in self._roles}
 
     def _record_work(self, snapshot: RunSnapshot) -> None:
+        state = snapshot.state
+        if self._step is None and self._run.resume and state.step:
+            covered = state.checkpoint.step if state.checkpoint else 0
+            again = f"; steps {covered + 1} to {state.step} are trained again" if covered < state.step else ""
+            self._view.print_line(f"resuming after step {covered}, the newest checkpoint{again}")
         # A rollback lowers the step, so only a rising step shows that the learner works.
         if self._step is not None and snapshot.state.step > self._step:
             self._learner.record_work()

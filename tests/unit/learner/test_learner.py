@@ -256,3 +256,38 @@ def test_an_evaluation_that_is_open_at_the_end_is_waited_for_before_the_last_ver
     (name,) = [name for name in store._evaluations if name.startswith("step-9-") and "greedy" in name]
     assert [each.version for each in store.evaluation_answers(name)] == [4]
     assert store.run_state().version == 5
+
+
+@pytest.mark.parametrize("publish_every", [1, 2])
+def test_a_stop_saves_all_steps_and_a_resumed_run_continues_after_them(run: RunConfig, publish_every: int):
+    learner_config = msgspec.structs.replace(run.learner, stop=None)
+    weights = msgspec.structs.replace(run.weights, publish_every_steps=publish_every)
+    run = msgspec.structs.replace(run, learner=learner_config, weights=weights)
+    store, ranks = make_store(), FakeRanks(RunFolder(run))
+    learner = make_learner(run, store, ranks, FakePublisher)
+
+    def stop_at_three(*, step: int, **_: Any) -> dict[str, Any]:
+        if step == 3:
+            learner.request_stop()
+        return FakeRanks.train(ranks)
+
+    ranks.train = stop_at_three  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        learner.run()
+    state = store.run_state()
+    assert state.step == 3
+    assert state.checkpoint == CheckpointPointer(3, 3 if publish_every == 1 else 2, "step-00000003")
+    assert train(msgspec.structs.replace(run, resume=True), store) == list(range(1, 10)), "each step once"
+
+
+def test_a_stop_ends_every_wait(run: RunConfig):
+    store, learners = make_store(), []
+
+    class Silent(FakePublisher):
+        def sync_members(self, *, timeout_s: float) -> None:
+            learners[0].request_stop()
+
+    learners.append(make_learner(run, store, FakeRanks(RunFolder(run)), Silent))
+    with pytest.raises(KeyboardInterrupt):
+        learners[0].run()
+    assert store.run_state().checkpoint is None, "nothing was trained"
