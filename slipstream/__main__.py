@@ -4,7 +4,7 @@ import sys
 
 
 def main(arguments: list[str] | None = None, *, program: str = "slipstream") -> None:
-    """Run the command line. Ctrl-C ends it without a traceback, also during its imports, which take a second."""
+    """Run the command line. Ctrl-C ends it without a traceback, even during imports."""
     try:
         from slipstream.cli import main as run
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 """Slipstream from Python: start runs and read their records.
 
-Runs are child processes, so that a notebook shares no memory, signals, or random state with them. Their roles import
-notebook functions from files.
+Runs are child processes: a notebook shares no memory, signals, or random state with them. Roles import notebook
+functions from files.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ _STOP_TIMEOUT_S = 60.0
 
 
 def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Mapping[str, Function | None]) -> Path:
-    """Run an experiment to its end, printing its output; return its folder. An interrupt ends the run.
+    """Run an experiment, printing its output; return its folder. An interrupt ends the run.
 
     Raises ConfigError for invalid settings, RuntimeError if the run fails.
     """
@@ -83,7 +83,7 @@ def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Map
 def path_of(function: Function, *, folder: Path) -> str:
     """Return the import path of a function for roles. Raises ConfigError for a function without source or name.
 
-    The source of a function defined in the notebook or script is written into `folder`.
+    The source of a notebook's or script's own function is written into `folder`.
     """
     if isinstance(function, str):
         return function
@@ -109,7 +109,7 @@ def path_of(function: Function, *, folder: Path) -> str:
 
 
 class Run:
-    """Read-only access to a run by its folder. Data is read on access.
+    """Read-only access to a run. Data is read on access.
 
     Example: run = load_run("runs/mine"); run.trajectories(min_reward=1.0, sort_by="num_tokens").to_pandas()
     """
@@ -155,11 +155,11 @@ class Run:
         )
 
     def catalog(self) -> AbstractContextManager[Catalog]:
-        """Open the trajectory catalog for several queries: docs/trajectories.md."""
+        """Open the catalog for several queries: docs/trajectories.md."""
         return open_catalog(str(self.folder))
 
     def trajectories(self, *, sort_by: str = "", is_descending: bool = False, **conditions: Any) -> pa.Table:
-        """Return one row per trajectory that matches `conditions`, fields of TrajectoryFilter. Raises ConfigError."""
+        """One row per trajectory that matches `conditions`, fields of TrajectoryFilter. Raises ConfigError."""
         with self.catalog() as catalog:
             return catalog.select(CatalogQuery(_filter(conditions), sort_by, is_descending))
 
@@ -169,7 +169,7 @@ class Run:
             yield from catalog.stored(CatalogQuery(_filter(conditions)))
 
     def group(self, group_id: str) -> list[TrajectoryDetail]:
-        """Return the members of a group token by token; empty for an unknown group."""
+        """Return a group's members token by token; empty for an unknown group."""
         with self.catalog() as catalog:
             return catalog.group(group_id)
 
@@ -182,10 +182,9 @@ class Run:
         reward: Function | None = None,
         runs_dir: str | Path | None = None,
     ) -> "Run":
-        """Train again on the archived trajectories, in the same batches, with another loss, advantage, or reward.
+        """Train again on the archive, in the same batches, with another loss, advantage, or reward.
 
-        The initial model and the held-out data must still exist at their paths. Raises ConfigError, and RuntimeError if
-        the replay fails.
+        Initial model and held-out data must still exist. Raises ConfigError, and RuntimeError if the replay fails.
         """
         archive = self.folder / "archive"
         own = [*replay_overrides(self.config), f"replay.path={archive}", *overrides]
@@ -257,9 +256,9 @@ def run(
 ) -> Run:
     """Train like `slipstream run OVERRIDES`, printing its progress, and return the run.
 
-    `reward`, `loss`, `advantage`, `agent`: user functions with the signatures in docs/rewards.md, docs/algorithms.md,
-    and docs/agents.md; given as a function, `module:function`, or `FILE.py:function`. A function defined in the
-    notebook must import its dependencies in its body.
+    `reward`, `loss`, `advantage`, `agent`: functions with the signatures in docs/rewards.md, docs/algorithms.md, and
+    docs/agents.md, or their import paths, as in Function. A notebook's function must import its dependencies in its
+    body.
 
     Raises ConfigError for invalid settings, RuntimeError if the run fails.
 

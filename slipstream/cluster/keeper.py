@@ -1,4 +1,4 @@
-"""Keeper: program between a role and its starter. When either ends, no process of the role survives.
+"""Keeper: program between a role and its starter. When either ends, so do all processes of the role.
 
 Consumes: requests on stdin: `t` (SIGTERM to the role) or `k` (SIGKILL to all); EOF means that the starter is gone.
 Produces: on file descriptor STATUS the line `started PID` and, once no descendant of the role is left, `ended CODE`; a
@@ -48,7 +48,7 @@ class Keeper:
         _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def start(self, command: list[str]) -> None:
-        """Start the role in a new session, out of reach of Ctrl-C and a closing terminal."""
+        """Start the role in a new session, which Ctrl-C and a closing terminal don't reach."""
         keeper = os.getpid()
         # Until exec, the child has the keeper's signal handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -72,7 +72,7 @@ class Keeper:
                 _say(f"the role did not end within {self._grace_s:g} s and is killed")
                 self._kill()
                 continue
-            # No deadline while the starter lives, because it decides when the role must end.
+            # No deadline while the starter lives: it decides when the role must end.
             ready, _, _ = select.select(inputs, [], [], None if left_s == float("inf") else left_s)
             if self._wakeup in ready and {signal.SIGTERM, signal.SIGINT} & set(os.read(self._wakeup, 512)):
                 self._end(because="it was asked to end")
@@ -137,11 +137,11 @@ class Keeper:
 
 def _become(command: list[str], *, keeper: int) -> None:
     os.setsid()
-    # Fallback: the kernel signals the role if the keeper dies, even by SIGKILL.
+    # The kernel signals the role if the keeper dies, even by SIGKILL.
     _call_prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != keeper:
         return
-    # The role would inherit that Python ignores SIGPIPE and SIGXFSZ.
+    # Python ignores SIGPIPE and SIGXFSZ; the role must not inherit this.
     for number in (signal.SIGPIPE, signal.SIGXFSZ, *_SIGNALS):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)

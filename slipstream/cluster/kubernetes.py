@@ -15,7 +15,7 @@ Kind = Literal["rayjob", "jobset"]
 Manifest = dict[str, Any]
 
 ANY_INTERFACE = "0.0.0.0/0"
-"""`cluster.interface` of a pod, which has only one address besides loopback."""
+"""For pods, which have only one address besides loopback."""
 SECRET_KEY = "token"
 _MAX_NAME = 40
 """JobSet and KubeRay append suffixes, and labels have at most 63 characters."""
@@ -24,7 +24,7 @@ _WORKSPACE = "/workspace"
 _VOLUMES = {"workspace": _WORKSPACE, "shared-memory": "/dev/shm"}
 _SHARED_MEMORY = "8Gi"
 _RESTARTS = 6
-"""Restarts of a container before its pod fails, and of all pods before the run."""
+"""Restarts of a container before its pod fails, and of all pods before the run fails."""
 _START_S = 600
 """Limit for the broker to load the store and the data."""
 _KEPT_S = 3600
@@ -35,7 +35,7 @@ _INSTANCE = "app.kubernetes.io/instance"
 
 
 def secret_name(recipe: Recipe) -> str:
-    """Name the Secret with the run's token."""
+    """Name the token's Secret."""
     return f"{object_name(recipe)}-token"
 
 
@@ -51,7 +51,7 @@ def object_name(recipe: Recipe) -> str:
 
 
 def secret(recipe: Recipe, token: str) -> Manifest:
-    """Return the Secret with the token."""
+    """Return the token's Secret."""
     metadata = _metadata(recipe, secret_name(recipe))
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {SECRET_KEY: token}}
 
@@ -63,7 +63,7 @@ def manifest(recipe: Recipe, kind: Kind, *, image: str, claim: str | None, ray_v
 
 
 class _Dumper(yaml.SafeDumper):
-    """Dumper that repeats values instead of using anchors."""
+    """Repeats values instead of using anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -135,7 +135,7 @@ class _Pods:
 
 # --- JobSet ----------------------------------------------------------------------------------------------------------
 def _jobset(recipe: Recipe, pods: _Pods) -> Manifest:
-    """One pod for broker, store, and first ranks, one per further machine of ranks, one per generator."""
+    """One pod for broker, store, and first ranks; one per further machine of ranks; one per generator."""
     name, machines = object_name(recipe), recipe.run.cluster.core.machines
     jobs = [_job("core", 1, _core_pod(recipe, pods))]
     if machines > 1:
@@ -184,7 +184,7 @@ def _core_pod(recipe: Recipe, pods: _Pods) -> Manifest:
     learner = pods.container(
         "learner",
         _role("learner", recipe),
-        # The broker uses one.
+        # The broker needs one.
         cpus=max(1, recipe.core_cpus - 1),
         gpus=core.gpus,
         ports={"weights": ports[1]} | ({"meeting": ports[-1]} if core.machines > 1 else {}),

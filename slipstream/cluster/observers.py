@@ -1,4 +1,4 @@
-"""Observers: processes that send a run's metrics to loggers and Prometheus. Their failures never end the run."""
+"""Observers: processes that send metrics to loggers and Prometheus. Their failures never end the run."""
 
 import inspect
 import re
@@ -20,7 +20,7 @@ _EXPORTER_TIMEOUT_S = 3.0
 
 
 def check_observers(run: RunConfig) -> None:
-    """Check the requirements of a run's observers. Raises ConfigError."""
+    """Check the requirements of observers. Raises ConfigError."""
     check_loggers(run)
     exporter = run.exporter
     if exporter.port is not None:
@@ -36,7 +36,7 @@ def check_observers(run: RunConfig) -> None:
 
 
 def check_loggers(run: RunConfig) -> None:
-    """Check that built-in loggers are installed and import user loggers. Raises ConfigError."""
+    """Check that loggers are installed; import user loggers. Raises ConfigError."""
     for name in run.loggers:
         if ":" in name:
             _check_own(name, run)
@@ -53,7 +53,7 @@ def _check_own(name: str, run: RunConfig) -> None:
     try:
         found = find_function(name, setting="loggers")
     except ConfigError as error:
-        # `find_function` assumes a record with a `function` field.
+        # `find_function` assumes a `function` field.
         raise ConfigError(str(error).replace("loggers.function", "loggers")) from None
     if not callable(getattr(found, "log", None)):
         raise ConfigError(f"loggers must name classes with a method log(step, metrics), got {name!r}, which has none.")
@@ -65,7 +65,7 @@ def _check_own(name: str, run: RunConfig) -> None:
 
 
 def role_of(logger: str) -> str:
-    """Return the role name of a logger, such as `logger-wandb`."""
+    """Role name, such as `logger-wandb`."""
     return f"logger-{re.sub('[^A-Za-z0-9_.-]+', '-', logger)[-64:]}"
 
 
@@ -100,7 +100,7 @@ class Observers:
         return sentences
 
     def stop(self) -> list[str]:
-        """Let the processes finish the last rows; kill those that exceed their timeout."""
+        """Let the processes finish the last rows; kill them after their timeouts."""
         began_at = time.monotonic()
         for process in self._processes:
             process.terminate()
@@ -114,7 +114,7 @@ class Observers:
 
 @contextmanager
 def observed(run: RunConfig, *, logs: Path) -> Iterator[Observers]:
-    """Run the observers of a run during the block."""
+    """Run observers during the block."""
     observers = Observers(run, logs=logs)
     try:
         observers.start()

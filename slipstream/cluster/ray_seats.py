@@ -1,8 +1,7 @@
 """Ray seats: roles on machines that Ray chooses and watches. The only module that imports Ray.
 
-Ray only places roles. Each generator has its own placement group, so that losing one does not affect others. The
-learner's machines form one group. On each machine an actor holds the pipe of the role's keeper, so that the role ends
-when the actor does.
+Each generator has its own placement group, so that losing one does not affect others. The learner's machines form one
+group. On each machine an actor holds the pipe of the role's keeper, so that the role ends when the actor does.
 """
 
 import logging
@@ -31,7 +30,7 @@ from slipstream.configs.cluster import ClusterConfig, SeatConfig
 
 _POLL_EVERY_S = 0.1
 _OLDEST = (2, 52)
-"""First version of Ray with token authentication."""
+"""First version with token authentication."""
 _MAX_LOOK_BYTES = 2**20
 _MAX_LOG_BYTES = 8 * 2**20
 """A seat's local log is truncated at this size, once read."""
@@ -49,13 +48,13 @@ GcsClient(address=sys.argv[1]).internal_kv_keys(b"", b"slipstream", timeout=10)
 
 # --- on the machine of a role ----------------------------------------------------------------------------------------
 class Host:
-    """Actor on a seat's machine: holds the role's keeper and forwards the role's log.
+    """Actor on a seat's machine: holds the role's keeper and forwards its log.
 
     It ends, with the role, when Ray's local process ends or the launcher is silent for `UNWATCHED_S`.
     """
 
     def __init__(self, name: str, directory: str) -> None:
-        """`directory`: the launcher's working directory, used here if it exists."""
+        """`directory`: the launcher's working directory, used if it exists here."""
         if Path(directory).is_dir():
             os.chdir(directory)
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-seat-"))
@@ -76,7 +75,7 @@ class Host:
         own = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus())}
         root = str(Path(slipstream.__file__).parents[1])
         if Path(root).name != "site-packages":
-            # Pass on the import path of a checkout.
+            # A checkout's import path.
             own["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
         self._seat.start(arguments, variables={**variables, **own})
         assert self._seat.pid is not None
@@ -176,7 +175,7 @@ class RayBundle(RayCluster):
         self._bundle = bundle
 
     def request(self, name: str, bundles: list[dict[str, float]], *, labels: list[dict[str, str]]) -> Any:
-        # Ray replaces a bundle whose machine is lost, and the group then becomes ready again.
+        # Ray replaces a lost machine's bundle, and the group becomes ready again.
         return self._group, self._group.ready()
 
     def release(self, group: Any) -> None:
@@ -247,7 +246,7 @@ class RayPlaces:
 # --- the connection --------------------------------------------------------------------------------------------------
 @contextmanager
 def join_cluster(config: ClusterConfig, *, run: str) -> Iterator[RayPlaces]:
-    """Connect this process to the Ray cluster and reserve the core of a run. Raises ConfigError."""
+    """Connect to the Ray cluster and reserve a run's core. Raises ConfigError."""
     _check_version(ray.__version__)
     try:
         ray.init(address=config.address, namespace="slipstream", log_to_driver=False, logging_level=logging.ERROR)
@@ -271,7 +270,7 @@ def _check_version(version: str) -> None:
 
 
 def _check_access(address: str) -> None:
-    """Reject a cluster without authentication, where anyone could run code as this user."""
+    """Reject a cluster without authentication: anyone could run code as this user."""
     # With any other address, Ray listens on all interfaces.
     if address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost"):
         return

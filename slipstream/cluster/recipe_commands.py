@@ -88,7 +88,7 @@ def kubernetes(
 
 
 def _call(command: list[str], document: str, *, where: str, is_shown: bool = True) -> str:
-    """Pass a document, which may be secret, to a program; return stdout.
+    """Pipe a document, which may be secret, to a program; return stdout.
 
     Raises ConfigError without the program; exits with 1 if it fails.
     """

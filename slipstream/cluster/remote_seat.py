@@ -11,8 +11,8 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.command_line import BAD_INPUT
 
 UNWATCHED_S = 60.0
-"""Silence after which a seat ends its role, or the launcher gives up a seat. Longer than an outage that the role
-survives."""
+"""Silence after which a seat ends its role, or the launcher gives up the seat. Longer than an outage that roles
+survive."""
 _EXPLAIN_AFTER_S = 20.0
 """Wait for a place after which the message lists free resources."""
 _KILL_TIMEOUT_S = 8.0
@@ -43,7 +43,7 @@ class Cluster(Protocol):
         ...
 
     def host(self, name: str, group: Any, *, gpus: int) -> Any:
-        """Start a host in the first bundle of a group."""
+        """Start a host in a group's first bundle."""
         ...
 
     def call(self, host: Any, method: str, *arguments: Any) -> Any:
@@ -62,7 +62,7 @@ class Cluster(Protocol):
 
 
 class RemoteSeat:
-    """A group with one bundle runs a host, which keeps the role.
+    """A one-bundle group runs a host, which keeps the role.
 
     Life: (start -> wait for a place -> wait for the start -> run -> end | loss)* -> stop. Keeps the place until `stop`
     or a loss, because its machine has the role's model.
@@ -79,7 +79,7 @@ class RemoteSeat:
         remedy: str = "change cluster.generator, ask for fewer generators, or add machines",
         clock: Clock = time.monotonic,
     ) -> None:
-        """`timeout_s` bounds the wait for a place; `remedy`: advice if it passes."""
+        """`timeout_s`: limit of the wait for a place; `remedy`: advice if it passes."""
         self._name = name
         self._log = log
         self._cluster = cluster
@@ -121,7 +121,7 @@ class RemoteSeat:
             try:
                 self._advance()
             except SeatAwayError as away:
-                # The role may survive the outage. The cluster raises SeatLostError once it gives up on the machine.
+                # The role may survive. The cluster raises SeatLostError once it gives up on the machine.
                 if self._pid is not None:
                     self._ask("look", self._num_bytes)
                 else:

@@ -1,4 +1,4 @@
-"""RoleProcess: starts, watches, restarts, and stops one role for its launcher."""
+"""RoleProcess: starts, watches, restarts, and stops one role."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ role was asked to end."""
 
 
 class RoleDiedError(RuntimeError):
-    """The message quotes the role's error or the end of its log."""
+    """Quotes the role's error or the end of its log."""
 
 
 class RoleProcess:
@@ -50,8 +50,8 @@ class RoleProcess:
         variables: Mapping[str, str] | None = None,
         max_log_bytes: int = _MAX_LOG_BYTES,
     ) -> None:
-        """`arguments` follow `python -m`; `seat` makes a seat from the log; `variables` extend the environment;
-        `restart_arguments` are added at the first restart."""
+        """`arguments` follow `python -m`; `seat` makes a seat from the log; `variables`: added environment;
+        `restart_arguments`: added at the first restart."""
         self.name = name
         self._variables = dict(variables or {})
         self._arguments = list(arguments)
@@ -101,7 +101,7 @@ class RoleProcess:
         self._has_worked = True
 
     def poll(self) -> list[str]:
-        """Detect a death, restart after the backoff, trim the log; return messages for the user.
+        """Detect a death, restart after the backoff, trim the log; return user messages.
 
         Raises RoleDiedError if the role must not be restarted.
         """
@@ -110,13 +110,12 @@ class RoleProcess:
             return self._restart_if_due()
         code = self._seat.poll()
         if code is None or (code == 0 and (self._restart != "always" or self._is_asked_to_end)):
-            # The place changes when a machine is found.
             before, self._announced = self._announced, self.place
             return [f"{self.name}: {self.place}"] * (self._announced != before)
         if time.monotonic() - self._started_at > _HEALTHY_AFTER_S:
             self._num_deaths_in_a_row = 0
         # Only these two are start errors: other exit codes define their own restarts, and signals come from outside.
-        # Mask numbers, such as a pid or memory size, to compare errors.
+        # Mask numbers, such as a pid, to compare errors.
         is_of_the_start = code == TRY_ONCE or (code == _UNCAUGHT and not self._has_worked)
         error = re.sub(r"\d+", "0", self._find_error()) if is_of_the_start else ""
         recurs, self._start_error = error != "" and error == self._start_error, error
@@ -126,7 +125,7 @@ class RoleProcess:
             end = f"The end of {self._log}:\n{self.log_tail()}"
             raise RoleDiedError(f"{self.name} ended with {_describe_exit(code)}. {end}")
         lines = [line for line in self.log_tail().splitlines() if not line.startswith(LOG_PREFIX)]
-        # The last line may be a library's that aborts during interpreter exit, so search for the error.
+        # Search for the error: a library may print the last line when it aborts at exit.
         words = self._find_error() or f"last line of its log: {lines[-1].strip() if lines else ''}"
         return self._restart_later(f"died ({_describe_exit(code)}); {words}")
 
@@ -192,7 +191,7 @@ class RoleProcess:
 
 
 def find_error(lines: Sequence[str]) -> str:
-    """Return the last printed error: a sentence of the process, or of the last traceback, or nothing."""
+    """Return the last printed error, or the last traceback's; empty without one."""
     if errors := [line.removeprefix(_ERROR_PREFIX) for line in lines if line.startswith(_ERROR_PREFIX)]:
         return errors[-1]
     last = next((at for at in reversed(range(len(lines))) if _TRACEBACK in lines[at]), None)

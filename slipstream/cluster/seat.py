@@ -1,4 +1,4 @@
-"""Seat: a place where a role runs; LocalSeat: on this machine; SpreadSeat: over several machines."""
+"""Seat: place where a role runs; LocalSeat: on this machine; SpreadSeat: over several machines."""
 
 import os
 import select
@@ -27,14 +27,14 @@ _REPORT_BYTES = 4096
 
 
 class Seat(Protocol):
-    """Place where a role runs, one process at a time; its output is appended to a log.
+    """Runs one role process at a time; its output is appended to a log.
 
     Life: (start -> (poll | terminate)* -> stop)*.
     """
 
     @property
     def pid(self) -> int | None:
-        """Process id on the role's machine; None before the start."""
+        """Process id on its machine; None before the start."""
         ...
 
     @property
@@ -43,7 +43,7 @@ class Seat(Protocol):
         ...
 
     def start(self, arguments: Sequence[str], *, variables: Mapping[str, str]) -> None:
-        """Start `python -m ARGUMENTS` with `variables` added to the environment. Raises OSError."""
+        """Start `python -m ARGUMENTS`; `variables` extend the environment. Raises OSError."""
         ...
 
     def poll(self) -> int | None:
@@ -51,7 +51,7 @@ class Seat(Protocol):
         ...
 
     def terminate(self) -> None:
-        """Send the role SIGTERM; no-op after its end."""
+        """Send SIGTERM; no-op after the role's end."""
         ...
 
     def stop(self, *, ends_at: float) -> None:
@@ -82,7 +82,7 @@ class LocalSeat:
     def __init__(
         self, log: Path | None, *, is_detached: bool = False, environment: Mapping[str, str] = os.environ
     ) -> None:
-        """Without `log`, the role shares this process's output. A detached keeper is not a child of this process."""
+        """Without `log`, the role shares this process's output. A detached keeper is no child of this process."""
         self._log = log
         self._environment = environment
         self._attachment = "detached" if is_detached else "attached"
@@ -215,7 +215,7 @@ def run_kept(arguments: Sequence[str], *, timeout_s: float = inf) -> int | None:
 MACHINE_VARIABLES = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Number of a role's machine, from 0, and the rendezvous address and port on machine 0."""
 _SETTLE_S = 20.0
-"""Time for the other parts to report their errors after one part has ended."""
+"""Time for other parts to report their errors after one has ended."""
 
 
 class SpreadSeat:

@@ -1,4 +1,4 @@
-"""Slurm batch script: broker, store, and rank 0 on the first node, further ranks and generators as tasks."""
+"""Slurm batch script: broker, store, and rank 0 on the first node; further ranks and generators as tasks."""
 
 import shlex
 from collections.abc import Sequence
@@ -84,7 +84,7 @@ exit "$code"
 
 
 def sbatch_script(recipe: Recipe, *, python: str, options: Sequence[str] = ()) -> str:
-    """Return the script. `options`: sbatch options for both job parts."""
+    """Return the script; `options`: sbatch options for both job parts."""
     run = recipe.run
     core, generator, count = run.cluster.core, run.cluster.generator, run.generators.count
     # Roles use the first ports. Rendezvous ports vary by job, because jobs may share a node.

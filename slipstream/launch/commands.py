@@ -1,4 +1,4 @@
-"""Commands that control a live run through its store: scale, drain, pause, and profile."""
+"""Commands that control a live run through its store."""
 
 from collections.abc import Sequence
 
@@ -32,7 +32,7 @@ def scale(words: Sequence[str]) -> None:
 
 
 def drain(generator_id: str, words: Sequence[str]) -> None:
-    """Ask a generator, on any machine, to leave, and wait until it has left."""
+    """Ask a generator, on any machine, to leave; wait until it has left."""
     with read_run(words, command="drain") as reader:
         folder, store = reader.folder, reader.store
         request_drain(store, generator_id, run=folder.name)
@@ -42,7 +42,7 @@ def drain(generator_id: str, words: Sequence[str]) -> None:
 
 
 def pause(words: Sequence[str], *, is_off: bool) -> None:
-    """Pause the learner of a run before its next step, or resume it."""
+    """Pause a run before its next step, or resume it."""
     with read_run(words, command="pause") as reader:
         folder, store = reader.folder, reader.store
         request_pause(store, is_off=is_off, run=folder.name)
@@ -53,7 +53,7 @@ def pause(words: Sequence[str], *, is_off: bool) -> None:
 
 
 def profile(words: Sequence[str], *, num_steps: int) -> None:
-    """Ask the learner of a run to record its next steps. Raises ConfigError if it cannot."""
+    """Ask a run's learner to record its next steps. Raises ConfigError if it cannot."""
     run = read_config(find_run(words, command="profile"))
     if run.mode != "async":
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Convert checkpoints of this and other trainers to transformers format, without executing code from them."""
+"""Convert checkpoints to transformers format, without executing code from them."""
 
 import contextlib
 import os
@@ -110,13 +110,13 @@ def _base(base: Path | None, *others: Path) -> Path:
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turn library errors into one sentence, and library output to stderr."""
+    """Turn library errors into one sentence; redirect output to stderr."""
     try:
         with contextlib.redirect_stdout(sys.stderr), torch.no_grad():
             yield
     except ConfigError:
         raise
-    # The libraries raise arbitrary errors for damaged files.
+    # For damaged files, libraries raise arbitrary errors.
     except Exception as error:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{what}, got {type(error).__name__}: {first}") from error
@@ -181,9 +181,9 @@ def _latest(source: Path) -> str:
 
 
 def _gather_zero(folder: Path) -> dict[str, Tensor]:
-    """Gather the float32 master weights of a ZeRO 1-3 checkpoint with DeepSpeed, without unpickling objects."""
+    """Gather the float32 master weights of a ZeRO 1-3 checkpoint, without unpickling objects."""
     before = os.environ.get(_FORCE)
-    # DeepSpeed calls torch.load with weights_only=False; this variable overrides it.
+    # Overrides DeepSpeed's torch.load(weights_only=False).
     os.environ[_FORCE] = "1"
     try:
         with _reading(f"{folder} must hold a whole checkpoint of ZeRO 1, 2 or 3"):
@@ -208,7 +208,6 @@ def _common_dtype(weights: Mapping[str, Tensor]) -> torch.dtype:
 
 
 def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, source: Path) -> PreTrainedModel:
-    """Build the model of the config in `folder`."""
     logging.disable_progress_bar()
     with _reading(f"{folder} must hold the config of a model that transformers knows"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)

@@ -1,4 +1,4 @@
-"""Evaluate model folders on held-out sets and compare their scores, with intervals."""
+"""Evaluate models on held-out sets and compare their scores, with intervals."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,7 +44,7 @@ class Evaluation(Record):
 
 
 def show_evaluations(words: Sequence[str], *, out: Path | None, is_json: bool, is_whole: bool) -> None:
-    """Evaluate models and print the scores. Raises the errors of `evaluate`."""
+    """Evaluate models and print scores. Raises the errors of `evaluate`."""
     models, settings = load_with_models(list(words))
     found = evaluate(settings, models, out=out, is_whole=is_whole)
     if is_json:
@@ -58,10 +58,10 @@ def show_evaluations(words: Sequence[str], *, out: Path | None, is_json: bool, i
 def evaluate(
     run: RunConfig, models: Sequence[str], *, out: Path | None = None, is_whole: bool = False
 ) -> list[Evaluation]:
-    """Evaluate each model in turn on the prompts of a run's final evaluation or, with `is_whole`, all held-out prompts.
+    """Evaluate models on the prompts of a run's final evaluation or, with `is_whole`, all held-out prompts.
 
-    `out`: folder for the answers, with a folder per model if there are several. Raises ConfigError, GeneratorError,
-    RunConflictError, ArchiveError.
+    `out`: folder for answers; several models get one folder each. Raises ConfigError, GeneratorError, RunConflictError,
+    ArchiveError.
     """
     found: list[Evaluation] = []
     base: Answers = {}
@@ -128,7 +128,7 @@ def _jobs(heldout: HeldoutSet, dataset: Dataset, is_whole: bool, *, run: RunConf
 
 # --- the tables ------------------------------------------------------------------------------------------------------
 def tables(evaluations: Sequence[Evaluation]) -> list[Table]:
-    """Return one table per set, with columns for models and their differences to the first."""
+    """One table per set, with columns for models and differences to the first."""
     sets: dict[str, list[Evaluation]] = {}
     for each in evaluations:
         sets.setdefault(each.set, []).append(each)

@@ -1,4 +1,4 @@
-"""Answer prompts with a model, using a run's engine, agent, and reward, and store an archive."""
+"""Answer prompts with a run's engine, agent, and reward; store an archive."""
 
 import asyncio
 import os
@@ -56,7 +56,7 @@ class AnswerFolder:
     """
 
     def __init__(self, folder: Path, *, run: RunConfig, outcome: Outcome, **settings: Any) -> None:
-        """`settings`: in addition to the run's. Raises RunConflictError if any changed, ConfigError, ArchiveError."""
+        """`settings`: beyond the run's. Raises RunConflictError if any changed, ConfigError, ArchiveError."""
         self._folder = folder
         self._outcome: Outcome = outcome
         self._members: dict[str, dict[int, bytes]] = {}
@@ -105,7 +105,7 @@ class AnswerFolder:
 
 
 class Unscored:
-    """Scorer that marks answers as failed: training must not take them for a reward of 0."""
+    """Scorer that marks answers as failed, so that training does not take them for a reward of 0."""
 
     async def score(self, sample: RewardInput) -> Reward:
         return failed_reward("error", "no reward was asked for")
@@ -145,7 +145,7 @@ def answer(
 async def _answer(
     run: RunConfig, jobs: Iterable[Job], on_answer: Callable[[Job, Trajectory], None], *, is_scored: bool
 ) -> None:
-    # The receiver stays unused: the engine samples from the weights in the folder.
+    # The receiver stays unused: the engine loads the folder's weights.
     engine = build_engine(run, receiver=MemoryReceiver(MemoryWeights()))
     pool = RewardPool(run.generators.reward) if is_scored else None
     vision = VisionModel(run.model.path)
@@ -156,7 +156,7 @@ async def _answer(
     async def work() -> None:
         for job in waiting:
             trajectory = await agent.answer(job.prompt, job.member)
-            # An engine reports version -1 until it receives weights. The folder's weights are version 0.
+            # Engines report version -1 until they receive weights. The folder's weights are version 0.
             spans = [VersionSpan(span.first_token, max(0, span.version)) for span in trajectory.version_spans]
             on_answer(job, msgspec.structs.replace(trajectory, version_spans=spans))
 

@@ -1,4 +1,4 @@
-"""GeneratorPool: the generator processes of a launcher; placement: the GPUs of each role."""
+"""GeneratorPool: a launcher's generator processes; placement: GPUs of each role."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ _LEAVE_TIMEOUT_S = 30.0
 
 
 def visible_gpus(variables: Mapping[str, str] = os.environ, *, torch_version: str | None = None) -> list[str]:
-    """Return the GPUs that this process may use, by number or UUID, without loading torch.
+    """Return the GPUs available to this process, by number or UUID, without loading torch.
 
     Without CUDA_VISIBLE_DEVICES: all GPUs that the driver lists. Empty for a CPU build of torch.
     """
@@ -46,7 +46,7 @@ def gpu_gib(name: str) -> float:
 
 
 def ask_gpus(field: str, *options: str) -> list[str]:
-    """Query nvidia-smi; return one line per GPU, none without a driver."""
+    """Query nvidia-smi: one line per GPU, none without a driver."""
     command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", *options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
@@ -56,7 +56,7 @@ def ask_gpus(field: str, *options: str) -> list[str]:
 
 
 def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
-    """Return role -> its GPUs, first the learner's; empty without GPUs. Raises ConfigError if there are too few.
+    """Return role -> GPUs, first the learner's; empty without GPUs. Raises ConfigError for too few.
 
     All roles share a single GPU. With learner.device=cpu only vLLM gets GPUs.
     """
@@ -118,7 +118,7 @@ def check_target(run: RunConfig, target: int, *, num_cores: int) -> None:
 
 
 class Event(NamedTuple):
-    """An event of a role. Example: Event("generator-1", "generator-1 left")."""
+    """An event of a role: Event("generator-1", "generator-1 left")."""
 
     role: str
     message: str
@@ -131,7 +131,7 @@ class GeneratorPool:
     """
 
     def __init__(self, make: Callable[[str], RoleProcess], *, has_others: Callable[[], bool] = lambda: False) -> None:
-        """`make(name)` builds a process. `has_others`: whether the run has generators outside this pool."""
+        """`make(name)` builds a process. `has_others`: whether other generators run outside this pool."""
         self._make = make
         self._has_others = has_others
         self._active: dict[str, RoleProcess] = {}
@@ -162,7 +162,7 @@ class GeneratorPool:
         return leaving + self._start_missing()
 
     def poll(self) -> list[Event]:
-        """Restart, reap, and start processes. Raises RoleDiedError when the last generator cannot run."""
+        """Restart, reap, and start processes. Raises RoleDiedError if the last generator cannot run."""
         events = [event for name in list(self._active) for event in self._poll_active(name)]
         events += [event for name in list(self._leaving) for event in self._reap(name)]
         return events + self._start_missing()
@@ -170,7 +170,7 @@ class GeneratorPool:
     def _poll_active(self, name: str) -> list[Event]:
         role = self._active[name]
         if role.has_finished:
-            # The user drained it, so do not replace it.
+            # The user drained it.
             self._remove(name)
             return [Event(name, f"{name} left; the target is {self.target} now")]
         try:

@@ -51,7 +51,7 @@ _POLL_EVERY_S = 0.5
 _ANSWER_TIMEOUT_S = 3.0
 """The launcher polls no role meanwhile."""
 _REMIND_EVERY_S = 20.0
-"""Interval of reminders while the broker, which may read large files, opens the run."""
+"""Interval while the broker, which may read large files, opens the run."""
 _STOP_TIMEOUT_S = 6.0
 """Time for all roles to end before they are killed."""
 _SAVE_TIMEOUT_S = 120.0
@@ -78,7 +78,7 @@ class Launcher:
         self._view = LiveView(run, console=console)
         self._outage = StoreOutage(report=lambda sentence: self._view.print_line(sentence))
         self._supervisor: RedisSupervisor | None = None
-        # Read once, so that later generators get GPUs from the same list.
+        # Read once: later generators get GPUs from the same list.
         self._places = places
         self._visible_gpus = [] if places else visible_gpus()
         self._gpus = {LEARNER: places.gpus} if places else place(run, gpus=self._visible_gpus)
@@ -114,7 +114,7 @@ class Launcher:
         return max(self._run.generators.count, scale.max if scale else 0)
 
     def _share_gpu(self) -> None:
-        """Set the KV cache size if learner and engines share one GPU. Raises ConfigError if they do not fit.
+        """Set the KV cache size if all roles share one GPU. Raises ConfigError if they do not fit.
 
         vLLM cannot measure the free memory, because the learner starts at the same time.
         """
@@ -122,7 +122,7 @@ class Launcher:
         is_shared = len(self._visible_gpus) == 1 == len(gpus)
         if not is_shared or not isinstance(engine, VllmEngineConfig) or engine.kv_cache_gib is not None:
             return
-        # Loads torch, which the launcher otherwise does not need.
+        # Loads torch, which the launcher seldom needs.
         from slipstream.launch.plan import shared_cache_gib
 
         generators = msgspec.structs.replace(self._run.generators, count=self._most_generators)
@@ -133,7 +133,7 @@ class Launcher:
 
     def _generator(self, name: str) -> RoleProcess:
         if self._places:
-            # Its machine lacks the run folder, so pass it the address and token.
+            # Its machine lacks the run folder, which has address and token.
             where = (f"name={self._run.name}", f"broker.address={self._address}")
             limit = f"broker.join_timeout_s={self._run.broker.join_timeout_s}"
             arguments = ["slipstream.generators", "--id", name, *own_settings(self._overrides), *where, limit]
@@ -143,7 +143,7 @@ class Launcher:
             return RoleProcess(name, arguments, logs=self._folder.logs, seat=seat, variables=variables)
         # Address and token are in the run folder; the broker sends the other settings.
         where = (f"name={self._run.name}", f"runs_dir={json.dumps(self._run.runs_dir)}")
-        # The broker starts to listen once the inputs are prepared.
+        # The broker listens once inputs are prepared.
         limit_s = self._run.broker.join_timeout_s + preparation_limit_s(self._run)
         return self._role(name, ["slipstream.generators", "--id", name, *where, f"broker.join_timeout_s={limit_s}"])
 
@@ -184,14 +184,14 @@ class Launcher:
     def launch(self, *, prepare: Callable[[], None] | None = None) -> None:
         """Start all roles, watch them until the learner finishes, and stop them.
 
-        `prepare` makes missing inputs before the brokers and the learner start, while generators load libraries.
+        `prepare` makes missing inputs before brokers and learner start, while generators load libraries.
         """
         make_output_lossy()
         raise_on_stop_signal()
         make_token(self._run)
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         try:
-            # In this order, the store outlives the roles, observers get the last rows, and the view shows the end.
+            # In this order, the store outlives roles, observers get the last rows, and the view shows the end.
             logs = self._folder.logs
             with (
                 self._store() as store,
@@ -216,7 +216,7 @@ class Launcher:
             self._folder.store,
             durability=config.durability,
             max_memory_mib=config.max_memory_mib,
-            # Nobody connects while the inputs are prepared.
+            # No role connects during preparation.
             idle_timeout_s=IDLE_TIMEOUT_S + preparation_limit_s(self._run),
         )
         self._supervisor = RedisSupervisor(server, start_timeout_s=self._run.buffer.retry_timeout_s)
@@ -259,7 +259,7 @@ class Launcher:
             try:
                 self._end_roles(ends_at=time.monotonic() + _STOP_TIMEOUT_S)
             except KeyboardInterrupt:
-                # Second Ctrl-C: kill everything, so that no role survives into the next run.
+                # Second Ctrl-C: no role may survive into the next run.
                 for role in self._roles:
                     role.stop(ends_at=0.0)
                 raise
@@ -312,7 +312,7 @@ class Launcher:
         self._remind_at = time.monotonic() + _REMIND_EVERY_S
         while not self._learner.has_finished:
             self._update(store, monitor, scaling, report)
-            # After the update, so that a store outage is reported before the role deaths that it causes.
+            # After the update, so that a store outage is reported before the deaths it causes.
             events = [Event("store", message) for message in (self._supervisor.poll() if self._supervisor else [])]
             events += [Event(role.name, words) for role in (*self._brokers, self._learner) for words in role.poll()]
             events += [Event("observers", message) for message in self._observers.poll()]

@@ -1,4 +1,4 @@
-"""Plan: estimate the memory of a run by process and cause, from its settings and the model's config.json.
+"""Plan: estimate a run's memory by process and cause, from its settings and the model's config.json.
 
 Activations are traced on meta tensors. Estimates exclude fragmentation and the processes of tools and rewards.
 """
@@ -73,7 +73,7 @@ _ADVICE = {
 
 
 class Need(msgspec.Struct, frozen=True):
-    """Memory of one process for one cause. Example: Need("learner rank 0", "gpu 0", "gradients", 14.2)"""
+    """Memory of one process for one cause: Need("learner rank 0", "gpu 0", "gradients", 14.2)"""
 
     process: str
     place: str
@@ -83,7 +83,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Available memory. Example: Machine(host_gib=64.0, gpus=8, gpu_gib=80.0)"""
+    """Available memory."""
 
     host_gib: float
     gpus: int = 0
@@ -169,7 +169,7 @@ def _meta(config: ModelConfig, *, setting: str) -> PreTrainedModel:
 def show_plan(
     overrides: list[str], *, gpus: int | None, gpu_gib: float | None, host_gib: float | None, is_json: bool
 ) -> None:
-    """Print needs and sizes; exit with TOO_LARGE and the problems. Raises ConfigError."""
+    """Print needs and sizes; exit with TOO_LARGE if they do not fit. Raises ConfigError."""
     run = load(overrides)
     check_model_path(run.model.path)
     plan = make_plan(run, Machine.here(host_gib=host_gib, gpus=gpus, gpu_gib=gpu_gib))
@@ -186,7 +186,7 @@ def show_plan(
 
 
 def tables(plan: Plan) -> list[Table]:
-    """Return tables of needs, and of sums by place."""
+    """Tables of needs, and of sums by place."""
     by_cause = make_table("process", "place", "cause", "GiB", numbers=("GiB",))
     alike: dict[tuple[tuple[str, str, float], ...], list[str]] = {}
     for name in dict.fromkeys(need.process for need in plan.needs):
@@ -235,12 +235,12 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
         yield Need(name, device, "activations of the largest microbatch", activations - on_host)
         if on_host:
             yield Need(name, HOST, "inputs of layers", on_host)
-        # Copied between two steps and written during the following ones.
+        # Copied between steps and written during later ones.
         copied = 2 * sum(moved for _, moved in models.values()) / size
         copied += sum(elements for elements, moved in models.values() if moved) if rank == 0 else 0
         yield Need(name, HOST, "checkpoint being written", copied * _FLOAT / GIB)
         if rank == 0 and run.mode != "sft":
-            # One version is being sent while the next one is queued.
+            # One version is sent while the next is queued.
             yield Need(name, HOST, "published versions, two", 2 * _published_gib(run, policy))
 
 
@@ -309,7 +309,7 @@ def _cache_gib(
         taken = sum(need.gib for need in needs if need.place == where)
         return max(0.0, machine.gpu_gib * engine.gpu_memory_utilization - taken)
     left = machine.gpu_gib * _SHARED_FRACTION - sum(need.gib for need in needs if need.place == where)
-    # Cap it at the size of all sequences, and leave the rest to the learner.
+    # Cap it at all sequences, and leave the rest to the learner.
     most = (engine.max_num_seqs + PROBE_SEQUENCES) * _sequence_gib(run, model) + _SPARE_CACHE_GIB
     return max(0.0, min(left / num_engines, most))
 
@@ -345,7 +345,7 @@ def _sequence_gib(run: RunConfig, model: PreTrainedModel) -> float:
 
 
 def shared_cache_gib(run: RunConfig, *, gpu_gib: float) -> float:
-    """Return the KV cache per engine on a GPU that all roles share, GiB. Raises ConfigError if they do not fit."""
+    """Return the KV cache per engine on a shared GPU, GiB. Raises ConfigError if the roles do not fit."""
     plan = make_plan(run, Machine(host_gib=inf, gpus=1, gpu_gib=gpu_gib))
     if plan.problems:
         raise ConfigError(plan.problems[0])
@@ -353,7 +353,7 @@ def shared_cache_gib(run: RunConfig, *, gpu_gib: float) -> float:
 
 
 def kv_bytes(model: PreTrainedModel, *, width: int) -> int:
-    """Return KV cache bytes per token. Linear attention layers store nothing per token."""
+    """Return KV cache bytes per token; linear attention layers store none."""
     text = model.config.get_text_config()
     kinds = getattr(text, "layer_types", None) or [_KV_LAYER_KINDS[0]] * text.num_hidden_layers
     layers = sum(kind in _KV_LAYER_KINDS for kind in kinds)

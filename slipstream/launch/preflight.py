@@ -1,4 +1,4 @@
-"""Preflight: prepare missing inputs and check the environment of a run before its folder and roles exist."""
+"""Preflight: prepare missing inputs and check the environment before a run's folder and roles exist."""
 
 import asyncio
 import runpy
@@ -53,7 +53,7 @@ def check_surroundings(run: RunConfig) -> None:
 
 
 def surroundings(run: RunConfig) -> dict[str, Callable[[], object]]:
-    """Return environment checks: name -> function that raises an error, within ten seconds."""
+    """Return name -> environment check, which may raise an error, within ten seconds."""
     checks: dict[str, Callable[[], object]] = {
         "observers": lambda: check_observers(run),
         "object store": lambda: check_storage(run, has_folder=RunFolder(run).has_run),
@@ -70,7 +70,7 @@ def surroundings(run: RunConfig) -> dict[str, Callable[[], object]]:
 
 
 def _check_rewards(run: RunConfig) -> None:
-    # In a generator's worker process, an import error would appear a minute later.
+    # In a generator's worker, an import error would appear a minute later.
     for reward in filter(None, (run.generators.reward, run.replay.reward)):
         RewardFunctions(reward)
 
@@ -87,8 +87,7 @@ def _check_local(run: RunConfig) -> None:
 
 
 def _check_address(run: RunConfig) -> None:
-    # If another run's broker used the address, our generators would connect to it. The run lock protects the unix
-    # socket.
+    # At a used address, our generators would connect to another run's broker. The run lock protects the unix socket.
     if run.cluster.network:
         find_interface(run.cluster)
     for address in RunFolder(run).broker_addresses.values() if run.broker.address else ():
@@ -102,7 +101,7 @@ def _check_store(run: RunConfig) -> None:
 
 
 def make_inputs(run: RunConfig) -> None:
-    """Run the missing preparation steps; check data, model, and a replay's archive. Raises ConfigError."""
+    """Run missing preparation steps; check data, model, and a replay's archive. Raises ConfigError."""
     prepare(run)
     train, heldout = read_data(run)
     for shortage in describe_shortages(run, heldout):
@@ -128,13 +127,13 @@ def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
 
 _MADE_UP = "I do not know."
 _TRIED_ROWS = 256
-"""Rows among which the trial looks for one of each data source."""
+"""Rows searched for one of each data source."""
 
 
 def try_rewards(generators: GeneratorsConfig, dataset: Dataset) -> None:
-    """Score a made-up answer and the ground truth of a row of each data source. Raises ConfigError if a call fails.
+    """Score a made-up answer and the ground truth of one row per data source. Raises ConfigError if a call fails.
 
-    Functions that contact an address or load a model are left out, and so are rows whose agent may score itself.
+    Skips functions that contact an address or load a model, and rows whose agent may score itself.
     """
     config = generators.reward
     if not isinstance(generators.agent, SingleTurnConfig | ToolsAgentConfig | SearchAgentConfig):
@@ -154,7 +153,7 @@ def try_rewards(generators: GeneratorsConfig, dataset: Dataset) -> None:
 
 
 async def _score(config: RewardConfig, row: Row, answers: list[str]) -> dict[str, Reward]:
-    """Score answers to a row in one worker process, with the limits of the run."""
+    """Score answers in one worker process, with the run's limits."""
     samples = [
         RewardInput(
             prompt=row.prompt,
@@ -173,7 +172,7 @@ async def _score(config: RewardConfig, row: Row, answers: list[str]) -> dict[str
 
 
 def missing_steps(run: RunConfig) -> list[PrepareStep]:
-    """Return the preparation steps without their file."""
+    """Return preparation steps without their file."""
     return [step for step in run.prepare if not Path(step.creates).exists()]
 
 
@@ -183,7 +182,7 @@ def preparation_limit_s(run: RunConfig) -> float:
 
 
 def prepare(run: RunConfig) -> int:
-    """Run the missing preparation steps in order; return their number. Raises ConfigError with the failed step."""
+    """Run missing preparation steps in order; return their number. Raises ConfigError."""
     if not (steps := missing_steps(run)):
         return 0
     # One process for all steps imports torch once, and the launcher never does.

@@ -1,7 +1,7 @@
-"""Replay: train on the trajectories of a stored run, in the same batches as that run.
+"""Replay: train on a stored run's trajectories, in the same batches.
 
 A serial run over a store filled from an archive, on one or more ranks; its generator answers held-out prompts. With the
-settings, seed, and initial weights of the stored run, batches repeat bit for bit, as do losses of a serial run.
+stored run's settings, seed, and initial weights, batches repeat bit for bit, as do losses of a serial run.
 """
 
 import asyncio
@@ -105,7 +105,7 @@ _MAX_DECODED = 1024
 def rescore(
     groups: list[FinishedGroup], reward: RewardConfig, *, prompts: Dataset, prompting: PromptEncoder
 ) -> list[FinishedGroup]:
-    """Score the trajectories of `groups` again. A failure becomes the reward's status, which training masks.
+    """Score trajectories again. A failure becomes the reward's status, which training masks.
 
     Raises ConfigError if the function cannot be imported or `prompts` lacks a prompt.
     """

@@ -43,8 +43,8 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
         console.print(done, soft_wrap=True)
         return
     check_surroundings(run)
-    # Generators load their libraries during preparation, which takes seconds to minutes. Check everything else first,
-    # so that a rejected run starts no process and leaves no folder.
+    # Generators load libraries during preparation, which takes up to minutes. Check everything else first, so that a
+    # rejected run starts no process and leaves no folder.
     is_to_prepare = run.mode == "async" and bool(missing_steps(run))
     if not is_to_prepare:
         make_inputs(run)
@@ -72,7 +72,7 @@ def with_stored_settings(overrides: list[str]) -> list[str]:
 
 
 def describe_finished(run: RunConfig, folder: RunFolder) -> str:
-    """Describe a run that has nothing left to train; empty if it has."""
+    """Describe a run with nothing left to train; empty otherwise."""
     if not folder.summary.is_file():
         return ""
     steps, stored = json.loads(folder.summary.read_text())["steps"], read_config(folder.path).learner
@@ -87,7 +87,7 @@ def describe_finished(run: RunConfig, folder: RunFolder) -> str:
 
 
 def _run_here(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> None:
-    # Both load torch, which takes seconds and which mode=async does not need.
+    # Both load torch, which takes seconds; mode=async does not need it.
     if run.mode == "serial":
         from slipstream.launch.serial import run_serial
 
@@ -134,7 +134,7 @@ def with_sft_preset(overrides: list[str]) -> list[str]:
 
 
 def with_free_name(run: RunConfig, overrides: list[str]) -> tuple[RunConfig, list[str]]:
-    """Append a number to a default name that is in use."""
+    """Append a number to a default name in use."""
     is_chosen = any(override.startswith("name=") for override in overrides)
     if is_chosen or run.resume:
         return run, overrides
@@ -161,7 +161,7 @@ REPORTED = {
 
 
 def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> None:
-    """Print the results of a finished run and draw its curve."""
+    """Print a finished run's results and draw its curve."""
     # matplotlib takes a second to load.
     from slipstream.observe.plot import plot_run
 
@@ -199,7 +199,7 @@ def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: 
 
 
 def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> dict[str, str]:
-    """Return command to try next, with this run's settings -> comment."""
+    """Return command to try next -> comment."""
     own = [text for text in overrides if text.partition("=")[0] not in ("name", "resume")]
     again = shlex.join([*program.split(), "run", *own])
     others = {

@@ -1,4 +1,4 @@
-"""Scaling: changes the number of generators of a live run, on request or from measured waits."""
+"""Scaling: changes a live run's number of generators, on request or from measured waits."""
 
 import os
 import socket
@@ -74,7 +74,7 @@ class Autoscaler:
         else:
             change = self._scale_up(seconds, target=target)
             change = change or self._scale_down(seconds, num_ready=num_ready, target=target)
-        # Extend a window with too few steps; otherwise slow steps would never be measured.
+        # Extend a window with too few steps, or slow steps would never be measured.
         if not 0 < len(self._rows) < _MIN_STEPS:
             self.start_window()
         return change
@@ -92,7 +92,7 @@ class Autoscaler:
         waited, config = self._learner_wait_fraction(), self._config
         if target <= config.min or not self._busy or len(self._rows) < _MIN_STEPS:
             return None
-        # Never while the learner waits: at `max`, a generator would leave and return repeatedly.
+        # Not while the learner waits: at `max`, a generator would leave and return repeatedly.
         if waited is None or waited > config.more_above:
             return None
         busy = sum(self._busy) / len(self._busy)
@@ -144,7 +144,7 @@ class LauncherReport:
         self._unsent: deque[Event] = deque(maxlen=EVENTS_KEPT)
 
     def record(self, event: Event) -> None:
-        """Queue an event, without the role name at the start of its message."""
+        """Queue an event, without the role name that starts its message."""
         self._unsent.append(Event(event.role, event.message.removeprefix(f"{event.role} ")))
 
     def answer(self, request_id: str, refusal: str) -> None:
@@ -154,7 +154,7 @@ class LauncherReport:
     def send(self, *, restarts: Mapping[str, int], generators_target: int) -> None:
         """Raises StoreUnavailableError, RunConflictError."""
         while self._unsent:
-            # Dequeue after the call, so that a lost answer repeats an event instead of losing it.
+            # Dequeue after the call: a lost answer then repeats an event instead of losing it.
             self._store.record_event(*self._unsent[0])
             self._unsent.popleft()
         self._report("ready", {"restarts": dict(restarts), "generators_target": generators_target, **self._answer})
@@ -230,7 +230,7 @@ class Scaling:
         is_starving = learner is not None and learner.waits_for == "groups"
         is_training = learner is not None and (state.step > 0 or is_starving)
         if not (is_training and self._absences.is_complete):
-            # Waits during a role's start say nothing about the number needed.
+            # Waits during a start say nothing about the number needed.
             self._autoscaler.start_window()
             return events
         change = self._autoscaler.observe(
@@ -258,7 +258,7 @@ class Scaling:
             return self._set_target(change.target, reason=change.reason)
         except ConfigError as error:
             previous, self._refused = self._refused, (change.target, str(error))
-            # Report it once: repeats would push other events out of the store.
+            # Once: repeats would push other events out of the store.
             if previous == self._refused:
                 return []
             return [

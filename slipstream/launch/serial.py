@@ -1,8 +1,8 @@
 """Serial run: all roles in one process, stepped in a fixed order, deterministic.
 
-It uses the roles of an asynchronous run, with in-memory channels and weight transport. Whenever the learner waits, the
-pump takes one turn: the learner's client, the router, the generator's client, then the generator's asyncio tasks. Its
-clock counts turns. One seed therefore gives one run, bit for bit; with `max_lag=0` it is the synchronous oracle.
+Roles of an asynchronous run, with in-memory channels and weight transport. Whenever the learner waits, the pump takes
+one turn: the learner's client, the router, the generator's client, then the generator's asyncio tasks. The clock counts
+turns. One seed therefore gives one run, bit for bit; with `max_lag=0` it is the synchronous oracle.
 """
 
 import asyncio
@@ -55,7 +55,7 @@ class SerialPeer:
     """Broker client of a role, stepped by the pump instead of a thread."""
 
     def __init__(self, hub: MemoryBroker, role: str, clock: TurnClock) -> None:
-        # A run has one learner, and the broker knows it by that name.
+        # The broker knows the learner by this name.
         self.member = Member(role if role == "learner" else f"{role}-0", "serial")
         self.board = StatusBoard()
         self.received: deque[Message] = deque()
@@ -96,12 +96,12 @@ class Pump:
         self._router.step(timeout_s=0)
         self._peer.client.step(timeout_s=0)
         self._loop.run_until_complete(self._run_tasks())
-        # Pings, which carry the gauges, would be too rare on this clock.
+        # Pings, which carry gauges, would be too rare on this clock.
         status = self._peer.board()
         gauges = {"role": "generator", "state": status.state, "version": status.version}
         self._store.report_role(self._peer.member.peer_id, status.gauges | gauges)
         if self._running and self._running.done():
-            # Raises the generator's error, so that the learner does not continue alone.
+            # Raises the generator's error, because the learner must not continue alone.
             self._running.result()
 
     def get(self, *, timeout_s: float) -> Message | None:
@@ -140,8 +140,8 @@ def run_serial(
     prepare_store: Callable[[RedisStore], None] = lambda _store: None,
     device: torch.device = _CPU,
 ) -> None:
-    """Train to the end in this process. `prepare_store` may fill the store. `device`: that of the learner's rank 0."""
-    # The store server is a child process and must end with this one.
+    """Train to the end in this process. `prepare_store` may fill the store. `device`: of the learner's rank 0."""
+    # The store server is a child and must end with this process.
     raise_on_stop_signal()
     # With several threads, sums depend on the work split.
     torch.set_num_threads(1)

@@ -23,7 +23,7 @@ _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 
 
 def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return dotted key -> value, and notes on how they were found. Raises ConfigError."""
+    """Return (dotted key -> value, notes). Raises ConfigError."""
     if not path.is_file():
         raise ConfigError(f"FILE must exist, got {path}.")
     if path.stat().st_size > _LARGEST_BYTES:
@@ -89,9 +89,9 @@ _PROGRAMS = (
 
 
 def _from_script(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
-    """Execute a script in a sandbox and read the last command with `key=value` or `--key value` arguments.
+    """Execute a script in a sandbox; return the arguments of its call with most settings.
 
-    The script sees HOME and none of the other environment variables, which may be secrets. Raises ConfigError.
+    Of the environment, which may have secrets, the script sees only HOME. Raises ConfigError.
     """
     job = {"name": path.name, "text": text, "home": str(Path.home()), "programs": _PROGRAMS}
     try:
@@ -149,7 +149,7 @@ _IMPORTERS = {"verl": import_verl, "trl": import_trl}
 
 
 def import_config(trainer: str, file: Path) -> None:
-    """Print the equivalent command, notes on different meanings, and settings without an equivalent."""
+    """Print the equivalent command, notes, and settings without an equivalent."""
     imported = import_settings(trainer, file)
     settings = [shlex.quote(override) for override in imported.overrides]
     print(" \\\n  ".join(["slipstream run", *settings]))
@@ -165,7 +165,7 @@ def import_settings(trainer: str, file: Path) -> Imported:
         imported = _IMPORTERS[trainer](given)
     except ConfigError:
         raise
-    # Text instead of a number, such as an environment variable, which is not expanded.
+    # Text instead of a number, such as an unexpanded variable.
     except (TypeError, ValueError) as error:
         unset = [f"{key}={value}" for key, value in given.items() if isinstance(value, str) and "$" in value]
         raise ConfigError(

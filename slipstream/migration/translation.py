@@ -1,4 +1,4 @@
-"""Translation: maps settings of another trainer to overrides, notes, and untranslated settings."""
+"""Translation: maps another trainer's settings to overrides, notes, and untranslated settings."""
 
 import re
 from collections.abc import Callable, Iterator

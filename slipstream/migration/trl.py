@@ -52,7 +52,7 @@ _DECIDED_HERE = (
     "overwrite_output_dir", "save_strategy", "do_", "distributed_type", "machine_rank", "mixed_precision",
     "num_machines",
 )  # fmt: skip
-"""Prefixes of keys that Slipstream decides itself, or that are about reporting."""
+"""Prefixes of keys that Slipstream decides itself, or about reporting."""
 _AGGREGATIONS = {
     "grpo": "seq_mean_token_mean",
     "dr_grpo": "seq_mean_token_sum_norm",

@@ -222,7 +222,7 @@ _DECIDED_HERE = (
 
 
 def import_verl(given: dict[str, Any]) -> Imported:
-    """Translate a configuration of `verl.trainer.main_ppo` or of verl's asynchronous trainers. Raises ConfigError."""
+    """Translate settings of `verl.trainer.main_ppo` or verl's asynchronous trainers. Raises ConfigError."""
     if not any(key.startswith(("actor_rollout_ref.", "algorithm.", "data.", "trainer.")) for key in given):
         raise ConfigError("FILE must hold settings of verl, such as actor_rollout_ref.model.path, got none of them.")
     config = Translation(given, _DEFAULTS)

@@ -1,1 +1,1 @@
-"""Read a run without taking part in it: reader, status, explain, dashboard, viewer, exporter, loggers, catalog."""
+"""Observe a run without taking part in it."""

@@ -27,7 +27,7 @@ _NAMED = 8
 
 
 def missing_store(reader: RunReader) -> str:
-    """Explain in one sentence why the store is missing, if it is."""
+    """Say why the store is missing; empty if it is not."""
     if reader.find_store():
         return ""
     return f"events and versions must be read from the store, which is not there: {reader.problem}"
@@ -45,7 +45,7 @@ def find_entry(reader: RunReader, step: int) -> StepEntry:
 
 
 def explain_step(reader: RunReader, entry: StepEntry, members: dict[str, Trajectory]) -> Iterator[str]:
-    """Yield lines on the trajectories of a step and the weights after it."""
+    """Yield lines on a step's trajectories and the weights after it."""
     num_trajectories = sum(map(len, entry.trajectory_ids))
     yield (
         f"step {entry.step}: {num_trajectories} trajectories in {len(entry.group_ids)} groups, learner at version "
@@ -182,7 +182,7 @@ def _health(reader: RunReader) -> Answer:
     health, rows = Health(reader.config), reader.rows()
     for row in rows:
         health.add(row)
-    # Metrics with the same advice are one finding, as in the events of the run.
+    # Metrics with the same advice are one finding, as in the run's events.
     by_advice: dict[str, list[HealthWarning]] = {}
     for warning in health.warnings:
         by_advice.setdefault(warning.advice, []).append(warning)

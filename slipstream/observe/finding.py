@@ -1,4 +1,4 @@
-"""Answer: the findings in the records of a run, with the figures behind them."""
+"""Answer: findings in the records of a run, with figures."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -9,6 +9,6 @@ def is_equal(given: str, secret: str) -> bool:
 
 
 def host_of(header: str) -> str:
-    """Return the host name of a Host header, such as `[::1]:8420`, in lower case, without the port."""
+    """Return the name in a Host header, such as `[::1]:8420`, in lower case, without the port."""
     name = header.lower()
     return name[1 : name.find("]")] if name.startswith("[") else name.partition(":")[0]

@@ -1,4 +1,4 @@
-"""Rows of metrics.jsonl: read incrementally, kept as columns, and checked against their healthy ranges."""
+"""Rows of metrics.jsonl: read incrementally, kept as columns, and checked against healthy ranges."""
 
 import math
 import os
@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 
 class RunChanges(Record):
-    """Rows added since a position. Example: RunChanges([{"step": 12}], position=4096)."""
+    """Rows added since a position."""
 
     rows: list[Row]
     position: int
@@ -34,7 +34,7 @@ class RunChanges(Record):
 
 
 class MetricsFile:
-    """Reads the rows of a metrics.jsonl after a byte position. Not thread-safe."""
+    """Reads a metrics.jsonl after a byte position. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -64,12 +64,12 @@ class MetricsFile:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return all complete rows of a metrics.jsonl; none without a file."""
+    """Return all complete rows; none without a file."""
     return MetricsFile(path).read(0).rows
 
 
 def read_tail(path: Path) -> list[Row]:
-    """Return the last rows of a metrics.jsonl without reading the rest."""
+    """Return the last rows without reading the rest."""
     with suppress(OSError):
         return MetricsFile(path).read(max(0, path.stat().st_size - _TAIL_BYTES)).rows
     return []
@@ -120,7 +120,7 @@ class MetricsTable:
         return changes.rows
 
     def series(self, keys: list[str]) -> dict[str, list[float | None]]:
-        """Return the columns of the known keys, with None where a row lacks the value."""
+        """Return the columns of known keys, with None where a row lacks the value."""
         found: dict[str, list[float | None]] = {}
         for key in keys:
             if (column := self._columns.get(key)) is not None:

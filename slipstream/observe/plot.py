@@ -1,4 +1,4 @@
-"""Plots the metrics of a run; `plot_run` writes `curve.png` into its folder."""
+"""Plots a run's metrics; `plot_run` writes `curve.png` into its folder."""
 
 import itertools
 import re
@@ -49,7 +49,7 @@ def is_drawn(key: str) -> bool:
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draw the curves of a run; return the picture's path. Raises ConfigError if the run has no step."""
+    """Draw a run's curves; return the picture's path. Raises ConfigError without a step."""
     rows = RunReader(run_dir).rows()
     target = run_dir / "curve.png"
     with mpl.rc_context(STYLE):

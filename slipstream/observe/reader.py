@@ -67,7 +67,7 @@ class RunView(Record):
     status_age_s: float | None
     """Seconds since the status was read; 0 once the run is over."""
     problem: str
-    """Reason that the store cannot be read, or empty."""
+    """Why the store cannot be read, or empty."""
     summary: dict[str, Any]
     """summary.json; empty before the end."""
     times: dict[str, Any]
@@ -78,7 +78,7 @@ class RunView(Record):
 
 
 class RunLine(Record):
-    """A run in a list. Example: RunLine("digits_cpu", phase="finished", mode="async", step=80, max_steps=80, ...)."""
+    """A run in a list."""
 
     id: str
     phase: str
@@ -96,7 +96,7 @@ class RunLine(Record):
 
 
 class RunReader:
-    """Reads one run without changing it. Opens the store on first use. Threads may share a reader."""
+    """Reads one run without changing it. Opens the store on first use. Thread-safe."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class RunReader:
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
         idle_timeout_s: float | None = None,
     ) -> None:
-        """`run_id`: defaults to the folder's name. `store`: an open store to read.
+        """`run_id`: default: the folder's name. `store`: an open store to read.
 
         `starts_server`: start the embedded server of a run that is over. It stops when the reader is closed or, with
         `idle_timeout_s`, after that time without clients. `timeout_s`: limit for connecting to a running server.
@@ -117,7 +117,7 @@ class RunReader:
         self.folder = folder
         self.id = run_id or folder.resolve().name
         self.problem = ""
-        """Reason that the store cannot be read, or empty."""
+        """Why the store cannot be read, or empty."""
         self._store = store
         self._starts_server = starts_server
         self._timeout_s = timeout_s
@@ -187,7 +187,7 @@ class RunReader:
         return self._archive
 
     def rows(self) -> list[Row]:
-        """Return all rows of metrics.jsonl, in order. Raises ConfigError if it has none."""
+        """Return all rows of metrics.jsonl. Raises ConfigError if it has none."""
         if not (rows := read_rows(self._file.path)):
             raise ConfigError(
                 f"{self._file.path} must hold a whole step, but holds none: name the folder of a run that has made one."
@@ -214,7 +214,7 @@ class RunReader:
         return self
 
     def find_store(self) -> Store | None:
-        """Return the store; None and a `problem` if it cannot be opened. Tries once."""
+        """Return the store; None and a `problem` if it cannot open. Tries once."""
         if self._store is None and not self.problem:
             try:
                 return self.store
@@ -241,7 +241,7 @@ class RunReader:
         return self._monitor.status()
 
     def changes(self, *, after: int) -> RunChanges:
-        """Return the rows after a position, from the store or, for a run in one process, from metrics.jsonl.
+        """Return the rows after a position, from the store or, unless `has_store`, from metrics.jsonl.
 
         Raises ConfigError, ReplayBufferError.
         """
@@ -252,7 +252,7 @@ class RunReader:
         return RunChanges(found.rows, found.last, num_lost=max(0, found.last - after - len(found.rows)))
 
     def steps(self, *, first: int = 1) -> list[StepEntry]:
-        """Return the ledger from step `first` on; without a store, the archived part."""
+        """Return the ledger from `first` on; without a store, the archived part."""
         if store := self.find_store():
             return store.ledger(first_step=first)
         return [entry for entry in (self.archive.steps() if self.archive else []) if entry.step >= first]
@@ -266,7 +266,7 @@ class RunReader:
         return store.versions() if store else []
 
     def members(self, entry: StepEntry) -> dict[str, Trajectory]:
-        """Return the stored or archived trajectories of a step, by id."""
+        """Return a step's stored or archived trajectories, by id."""
         names = {name for group in entry.trajectory_ids for name in group}
         stored = [each for group_id in entry.group_ids for each in self.group(group_id)]
         found = {each.id: each for each in stored if each.id in names}
@@ -277,7 +277,7 @@ class RunReader:
         return found
 
     def group(self, group_id: str) -> list[Trajectory]:
-        """Return the members of a group; none once a checkpoint has retired it."""
+        """Return a group's members; none once a checkpoint has retired it."""
         store = self.find_store()
         try:
             (payloads,) = store.fetch([group_id]) if store else ([],)
@@ -286,7 +286,7 @@ class RunReader:
         return [unpack(payload) for payload in payloads]
 
     def events_by_step(self, rows: list[Row]) -> dict[int, list[str]]:
-        """Return step -> its events since the learner last started; none without a store.
+        """Return step -> events since the learner last started; none without a store.
 
         Rows and events use different clocks, which meet at the end of the last step.
         """
@@ -316,7 +316,7 @@ class RunReader:
             return rows
 
     def view(self) -> RunView:
-        """Read the state. Blocks for seconds at most if the store does not answer."""
+        """Blocks for seconds at most if the store does not answer."""
         with self._viewing:
             is_live = self.is_live
             # The run may have been resumed.
@@ -376,7 +376,7 @@ class RunReader:
         """Return (write time of the newest row, the row, newest accuracy by set)."""
         with suppress(OSError):
             found = self.table.path.stat()
-            # Pages list all runs every few seconds, so skip unchanged files.
+            # Pages list all runs every few seconds.
             if (found.st_mtime_ns, found.st_size) != self._tail_read:
                 self._tail_read = found.st_mtime_ns, found.st_size
                 rows = read_tail(self.table.path)
@@ -393,7 +393,7 @@ def _read_config(folder: Path, written_at: int) -> RunConfig:
 
 @contextmanager
 def read_run(words: Sequence[str], *, command: str) -> Iterator[RunReader]:
-    """Open a run, named as for `find_run`, without starting its store.
+    """Open a run, as for `find_run`, without starting its store.
 
     Raises ConfigError; exits with NO_ANSWER if the store or a role does not answer.
     """

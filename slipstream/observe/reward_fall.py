@@ -1,4 +1,4 @@
-"""Detects a drop of the reward beyond its noise and lists the metrics that changed with it.
+"""Detects a drop of the reward beyond its noise; lists metrics that changed with it.
 
 Compares the best window of steps before the drop with the worst window after it. Does not claim causes.
 """
@@ -21,8 +21,7 @@ Row = Mapping[str, Any]
 _MIN_STEPS = 20
 _MIN_WIDTH, _MAX_WIDTH = 5, 50
 _ERRORS = 6.0
-"""Standard errors by which windows differ. In a thousand steps of slightly correlated noise, the largest drop is about
-five."""
+"""Standard errors. In a thousand steps of slightly correlated noise, the largest drop is about five."""
 _LEAST_CHANGE = 0.2
 """Smallest reported change, relative to the larger mean."""
 _DEPARTED_STEPS = 3
@@ -42,7 +41,7 @@ _NOTE = (
 
 
 class Windows(NamedTuple):
-    """Windows before and after a drop, as row indices. Example: Windows(30, 70, width=10)."""
+    """Windows before and after a drop, as row indices."""
 
     before: int
     """Start of the window with the best mean."""
@@ -75,7 +74,7 @@ class Change(NamedTuple):
 def explain_reward(
     rows: Sequence[Row], run: RunConfig, *, entries: Sequence[StepEntry] = (), events: Events = MappingProxyType({})
 ) -> Answer:
-    """Return whether the reward fell and what changed with it. `entries`: step ledger, which shows changed settings."""
+    """Return whether the reward fell and what changed with it. `entries`: step ledger, for changed settings."""
     rows = [row for row in rows if math.isfinite(number_in(row, _REWARD))]
     if len(rows) < _MIN_STEPS:
         have = "1 step has" if len(rows) == 1 else f"{len(rows)} steps have"
@@ -172,7 +171,7 @@ def _changes(rows: Sequence[Row], windows: Windows) -> Iterator[tuple[str, Range
 def _signs(
     rows: Sequence[Row], changes: Sequence[tuple[str, Range, Change]], figures: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Yield the metrics that changed in the harmful direction, earliest first."""
+    """Yield metrics that changed harmfully, earliest first."""
     for key, known, change in sorted(changes, key=lambda each: math.inf if each[2].begins is None else each[2].begins):
         is_rise = change.now > change.was
         is_harmful = known.high is not None if is_rise else known.low is not None
@@ -211,13 +210,13 @@ def _sources(rows: Sequence[Row]) -> dict[str, _Source]:
 
 
 def _mix(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
-    """Split the drop exactly into changes of the mix of tasks and of rewards within tasks."""
+    """Split the drop exactly into changes of the task mix and of rewards within tasks."""
     early, late = (_sources(rows[start : start + windows.width]) for start in (windows.before, windows.after))
     if len(names := sorted(early.keys() | late.keys())) < 2:
         return
     by_mix, lines = 0.0, []
     for name in names:
-        # If a window lacks a task, assume the reward of the other window.
+        # If a window lacks a task, assume the other's reward.
         was, now = early.get(name) or _Source(0, late[name].reward), late.get(name) or _Source(0, early[name].reward)
         by_mix += (now.share - was.share) * (was.reward + now.reward) / 2
         line = f"  {name}: {was.share:.0%} to {now.share:.0%} of the answers, reward {shown(was.reward)} to "

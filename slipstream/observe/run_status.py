@@ -1,4 +1,4 @@
-"""RunStatus: the complete status of a run, read from its store."""
+"""RunStatus: the complete status of a run, from its store."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ _BLOCKED_ON: dict[str, str] = {
     "storage": "the object store",
     "user": "whoever paused the run",
 }
-"""WaitsFor -> side that can end the wait."""
+"""WaitsFor -> who can end the wait."""
 _ENDED_PHASES = ("finished", "failed")
 
 
@@ -43,9 +43,9 @@ class Wait(Record):
 
 
 def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: str, full_disk: str = "") -> list[Wait]:
-    """Return the waits, waits for dead roles first; none once the run has ended.
+    """Return waits, those for dead roles first; none once the run has ended.
 
-    `admission_reason`: why no prompt is admitted now, or empty. `full_disk`: the store's full disk, or empty.
+    `admission_reason`: why no prompt is admitted, or empty. `full_disk`: the store's, or empty.
     """
     if state.phase in _ENDED_PHASES:
         return []
@@ -62,7 +62,7 @@ def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: st
 
 
 def dead_end_cause(roles: dict[str, dict[str, Any]]) -> str:
-    """Return why the learner's wait cannot end without help, or an empty string."""
+    """Return why the learner's wait cannot end without help, or empty."""
     return str(roles.get("learner", {}).get("dead_end", ""))
 
 
@@ -140,7 +140,7 @@ _RECENT_STEPS = 20
 
 
 class StatusEvent(Record):
-    """A recorded problem. Example: StatusEvent(age_s=12.5, role="generator-1", text="died (signal SIGKILL)")."""
+    """A recorded problem: StatusEvent(12.5, role="generator-1", text="died (signal SIGKILL)")."""
 
     age_s: float
     role: str
@@ -148,14 +148,14 @@ class StatusEvent(Record):
 
 
 class Admission(Record):
-    """State of prompt admission. Example: Admission(admitted=96, limit=96, reason="pacing: ...")."""
+    """State of prompt admission."""
 
     admitted: int
     """Prompts leased for the first time, minus returned budget."""
     limit: int
     """Total that pacing allows, given the learner's consumption."""
     reason: str
-    """Reason that no more prompts are admitted, or empty."""
+    """Why no more prompts are admitted, or empty."""
 
 
 class RunStatus(Record):
@@ -181,11 +181,11 @@ class RunStatus(Record):
     roles: list[RoleStatus]
     waits: list[Wait]
     learner_wait_fraction: float | None
-    """Share of the learner's time spent waiting for groups in the last 20 steps; None before the first."""
+    """Share of the learner's time spent waiting for groups, last 20 steps; None before the first."""
     generators_target: int | None
     """Generators that the launcher keeps running; None without a launcher."""
     address: str
-    """Address for generators on other machines; empty if the broker listens on no port."""
+    """For generators on other machines; empty if the broker listens on no port."""
     generators_busy_fraction: float | None
     """Trajectories in progress / capacity of the live generators; None without any."""
     admission: Admission
@@ -239,7 +239,7 @@ class Monitor:
 
     def _eta_s(self) -> float | None:
         recent = self._rows[-_MONITORED_STEPS:]
-        # A rollback repeats steps, so measure the pace since the last one.
+        # A rollback repeats steps: measure since the last one.
         starts = [i for i in range(1, len(recent)) if recent[i]["step"] <= recent[i - 1]["step"]]
         recent = recent[starts[-1] if starts else 0 :]
         if len(recent) < 2:
@@ -259,7 +259,7 @@ def make_status(
     full_disk: str = "",
     memory: StoreMemory = _NO_MEMORY,
 ) -> RunStatus:
-    """Build the status from a snapshot. `now`: seconds, by the store's clock."""
+    """Build the status. `now`: seconds, by the store's clock."""
     state, counts = snapshot.state, snapshot.counts
     roles = role_statuses(snapshot.roles, run=run, now=now, announced_version=state.announced_version)
     brokers = [role.name for role in roles if role.role == "broker" and role.is_alive]

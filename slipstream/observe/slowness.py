@@ -1,4 +1,4 @@
-"""Explains slow steps: where the time goes, which side waits, and which steps are outliers."""
+"""Explains slow steps: where time goes, which side waits, and outliers."""
 
 import math
 import statistics
@@ -21,13 +21,13 @@ Row = Mapping[str, Any]
 _LEAST_SHARE = 0.1
 """Share of the learner's time that makes a phase a finding."""
 _LEAST_GENERATOR_SHARE = 0.2
-"""The same for the generators' time, while the learner waits."""
+"""The same for generators, while the learner waits."""
 _SLOW = 3.0
 """Multiple of the median step time that makes an outlier."""
 _STEPS_NAMED = 5
 _EVENTS_NAMED = 3
 _CHANGED = 1.5
-"""Smallest reported ratio of the median step times of the first and last quarter."""
+"""Smallest reported ratio of median step times, first and last quarter."""
 _MIN_QUARTER = 5
 _UNUSED = 0.05
 """Smallest reported share of unused tokens or groups."""
@@ -138,7 +138,7 @@ def _meanwhile(times: StepTimes) -> str:
 
 
 def _findings(times: StepTimes, figures: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the learner's phases, longest first, with the generators' phases instead of its wait."""
+    """Yield the learner's phases, longest first, with generators' phases instead of its wait."""
     for phase, share in _sorted(times.shares("learner"), least=_LEAST_SHARE):
         seconds = f"{shown(share * times.step_s)} s of a step"
         causes = _sorted(times.shares("generator"), least=_LEAST_GENERATOR_SHARE) if phase == "waiting" else []
@@ -167,7 +167,7 @@ class _Step(NamedTuple):
 
 
 def _durations(rows: Sequence[Row]) -> list[_Step]:
-    """Return the steps with their durations, skipping the first step after a resume."""
+    """Return steps with durations, without those whose previous step has no row."""
     found = []
     for before, row in pairwise(rows):
         seconds = number_in(row, "time_s") - number_in(before, "time_s")

@@ -238,7 +238,7 @@ def _brokers(roles: list[RoleStatus]) -> dict[str, str]:
 
 
 def join_command(address: str) -> str:
-    """Show how to start a generator on another machine."""
+    """Command for a generator on another machine."""
     return f"{TOKEN_VARIABLE}=... python -m generators broker.address={address}, with the token of the run"
 
 
@@ -332,7 +332,7 @@ _REFRESH_EVERY_S = 1.0
 
 
 def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> None:
-    """Print the status of a run. Raises and exits as `read_run` does."""
+    """Print a run's status. Raises and exits as `read_run`."""
     if is_json and is_watching:
         raise ConfigError("--json prints once: leave --watch away.")
     with read_run(words, command="status") as reader:

@@ -1,4 +1,4 @@
-"""Clocks for role loops, deadlines that name what they wait for, rates, and counter growth."""
+"""Clocks, deadlines that name what they wait for, rates, and counter growth."""
 
 import time
 from collections import deque
@@ -15,7 +15,7 @@ class WaitTimeoutError(TimeoutError):
 
 
 class Deadline:
-    """A point in time after which a wait raises an error."""
+    """Time after which a wait raises an error."""
 
     def __init__(self, timeout_s: float, *, what: str, clock: Clock = time.monotonic) -> None:
         self._clock = clock
@@ -41,7 +41,7 @@ class Deadline:
 
 
 class Rate:
-    """Amount per second over the last `window_s` seconds. Safe to read from another thread.
+    """Amount per second over the last `window_s` seconds. Thread-safe.
 
     Example: tokens = Rate(); tokens.add(512); tokens.per_s
     """
@@ -72,14 +72,14 @@ class Rate:
 
 
 class Growth:
-    """Total growth of several counters, each of which may vanish and restart at 0.
+    """Total growth of counters, which may vanish and restart at 0.
 
     Example: growth = Growth({"generator-0": 500.0}); growth.update({"generator-0": 700.0, "generator-1": 100.0});
         growth.total == 300.0
     """
 
     def __init__(self, counters: Mapping[Any, float]) -> None:
-        """`counters`: current values. A counter that appears later started at 0."""
+        """`counters`: current values; later counters start at 0."""
         self._last = dict(counters)
         self.each: dict[Any, float] = {}
         """Growth per counter. Growth between the last update and a restart is lost."""
@@ -91,6 +91,6 @@ class Growth:
     def update(self, counters: Mapping[Any, float]) -> None:
         for name, count in counters.items():
             last = self._last.get(name, 0.0)
-            # A smaller value means a restart from 0, so the whole value is growth.
+            # After a restart from 0, the whole value is growth.
             self.each[name] = self.each.get(name, 0.0) + (count - last if count >= last else count)
         self._last |= counters

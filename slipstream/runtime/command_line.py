@@ -1,4 +1,4 @@
-"""Conventions shared by all command lines: exit codes, one-sentence errors, `--help`, tables."""
+"""Conventions of all command lines: exit codes, one-sentence errors, `--help`, tables."""
 
 import argparse
 import errno
@@ -24,13 +24,13 @@ from slipstream.runtime.disk import is_disk_full
 from slipstream.runtime.process import launcher_pid
 
 NO_ANSWER = 1
-"""Exit code if the store, broker, or launcher did not answer."""
+"""Exit code: store, broker, or launcher did not answer."""
 BAD_INPUT = 2
-"""Exit code of an error that the user can correct."""
+"""Exit code: the user can correct the error."""
 TRY_AGAIN = 75
-"""Exit code of an error that a restart may fix: EX_TEMPFAIL of sysexits.h."""
+"""Exit code: a restart may fix the error; EX_TEMPFAIL of sysexits.h."""
 TRY_ONCE = 76
-"""Exit code of an error that a restart may fix, unless it recurs."""
+"""Exit code: a restart may fix the error, unless it recurs."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 
@@ -54,8 +54,7 @@ Most used settings:
 All settings: docs/settings.md; `slipstream config` prints them with their values.
 """
 WITH_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}, "epilog": SETTINGS}
-"""Options of commands with settings. Unknown options become overrides, so that `--learner.max_steps=5` gets a helpful
-error."""
+"""For commands with settings. Unknown options become overrides: `--learner.max_steps=5` gets a helpful error."""
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")
 ]
@@ -68,7 +67,7 @@ _UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 def exit_with_error(sentence: object, *, code: int) -> NoReturn:
-    """Print one sentence to stderr and end the process."""
+    """Print one sentence to stderr and exit."""
     print(f"error: {sentence}", file=sys.stderr)
     raise SystemExit(code) from None
 
@@ -86,7 +85,7 @@ def fail_cleanly(
     restartable: tuple[type[Exception], ...] = (),
     restartable_once: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Turn expected errors and Ctrl-C into a message and an exit code; other exceptions are bugs and propagate.
+    """Turn expected errors and Ctrl-C into a message and an exit code; others are bugs and propagate.
 
     Expected: ConfigError, WaitTimeoutError, `errors`, an inaccessible path, a full disk, too many open files, a missing
     library. `restartable` errors exit with TRY_AGAIN, `restartable_once` with TRY_ONCE. Also works as a decorator.
@@ -132,7 +131,7 @@ def _exit_for_path(error: OSError) -> None:
         exit_with_error(
             f"{error.filename} must be a path that this user may read and write, got {error.strerror}: correct it, its "
             "permissions or its disk.",
-            # A network disk may come back, so let a launcher restart the role once.
+            # A network disk may come back: a launcher restarts the role once.
             code=TRY_ONCE if launcher_pid() not in (0, os.getpid()) else BAD_INPUT,
         )
 
@@ -204,7 +203,7 @@ _ELSEWHERE = {
 
 
 def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
-    """Insert `run` before overrides, and replace commands of other tools. Raises ConfigError for an unknown command."""
+    """Insert `run` before overrides; replace commands of other tools. Raises ConfigError for unknown commands."""
     first, *others = arguments or ["--help"]
     if first == "help":
         return [*others[:1], "--help"]
@@ -220,7 +219,7 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
     if first in (*commands, "-h", "--help", "-V", "--version"):
         return arguments
     if "=" in first or first.startswith(("-", "~")):
-        # An override, a deletion (~), or an override mistyped with dashes.
+        # An override, a deletion (~), or one mistyped with dashes.
         return ["run", *arguments]
     close = get_close_matches(first, commands, n=1)
     if close:
@@ -248,7 +247,7 @@ def make_console() -> Console:
 
 
 def make_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Return a table with the columns in `numbers` right-aligned."""
+    """Return a table; columns in `numbers` are right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
@@ -261,5 +260,5 @@ def add_row(table: Table, *cells: Any) -> None:
 
 
 def printable(text: str) -> str:
-    """Escape nonprintable characters except line ends, such as control sequences in model output."""
+    """Escape nonprintable characters except line ends, such as control sequences."""
     return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)

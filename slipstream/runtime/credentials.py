@@ -1,8 +1,8 @@
-"""Credentials: the run's token, the CURVE key pairs that sockets derive from it, and masking.
+"""Credentials: the run's token, CURVE key pairs derived from it, and masking.
 
-Only a holder of the token can compute both pairs, so a socket ignores peers without it, and a peer knows that it talks
-to its own run. The token is in the run folder; roles elsewhere get it in the environment or in a file. A guest's token
-does not reveal the run's: it lets the guest connect to servers that admit it, but not serve.
+Only holders of the token can compute both pairs, so a socket ignores peers without it, and a peer knows that it talks
+to its own run. The token is in the run folder; roles elsewhere get it in the environment or a file. A guest's token
+does not reveal the run's: the guest can connect to servers that admit it, but not serve.
 """
 
 import base64
@@ -33,7 +33,7 @@ TOKEN_REMEDY = (
 )
 _TOKEN_LENGTHS = range(16, 1025)
 _MIN_OPEN_LENGTH = 32
-"""Minimum token length if other machines can try to guess it."""
+"""Minimum length if other machines can guess."""
 _MAKE_TOKEN = "make a token with `python -c 'import secrets; print(secrets.token_urlsafe())'`."
 _ACCESS_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _SCRYPT_COST = 2**15
@@ -59,7 +59,7 @@ class Keys(Record):
 # --- the token -------------------------------------------------------------------------------------------------------
 # The token appears in no command line, setting, log, or answer.
 def find_token(run: RunConfig) -> str:
-    """Return `given_token`, or else the token in the run folder, or else nothing. Raises ConfigError."""
+    """Return `given_token`, or else the run folder's, or else nothing. Raises ConfigError."""
     token = given_token(run.broker) or _token_in_folder(RunFolder(run))
     if token and run.cluster.is_open and len(token) < _MIN_OPEN_LENGTH:
         raise ConfigError(
@@ -84,7 +84,7 @@ def make_token(run: RunConfig) -> str:
     unfinished.touch(mode=0o600)
     unfinished.write_text(secrets.token_urlsafe(32) + "\n")
     try:
-        # Link instead of rename, so that concurrent roles all use the first one's token.
+        # Link instead of rename: concurrent roles all use the first one's token.
         os.link(unfinished, folder.token)
     except FileExistsError:
         pass
@@ -94,7 +94,7 @@ def make_token(run: RunConfig) -> str:
 
 
 def given_token(config: BrokerConfig) -> str:
-    """Return the token from the environment, or else `broker.token_file`, or else nothing. Raises ConfigError."""
+    """Return the token from environment or `broker.token_file`, or else nothing. Raises ConfigError."""
     if token := os.environ.get(TOKEN_VARIABLE, ""):
         return _check_format(token.strip(), origin=f"the environment variable {TOKEN_VARIABLE}")
     if config.token_file is None:
@@ -124,7 +124,7 @@ def _read_private(path: Path) -> str:
 
 
 def _check_format(token: str, *, origin: str) -> str:
-    # Reveal only the length of the token.
+    # Reveal only the length.
     if len(token) not in _TOKEN_LENGTHS or not token.isascii() or not token.isprintable():
         raise ConfigError(
             f"{origin} must hold {_TOKEN_LENGTHS[0]} to {_TOKEN_LENGTHS[-1]} printable ASCII characters, got "
@@ -155,7 +155,7 @@ def guest_token(keys: Keys, name: str) -> str:
 
 
 def write_guest_tokens(folder: RunFolder, keys: Keys) -> None:
-    """Write each guest's token, readable only by the owner."""
+    """Write guests' tokens, readable only by the owner."""
     folder.guests.mkdir(mode=0o700, exist_ok=True)
     for name in keys.guests.values():
         path = folder.guests / name
@@ -199,7 +199,7 @@ _KEY = (
 _SECRET_KEY = re.compile(rf"(?:^|[-_.a-z]){_KEY}$|^(?:headers|cookie)$", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(rf"{_KEY}|_KEY$|COOKIE|^AWS_|HEADERS", re.IGNORECASE)
 _MIN_KNOWN = 6
-"""Shorter values are not masked, because they occur by accident."""
+"""Shorter values occur by accident."""
 _NO_VALUE = rf"(?!None|null|\(|{re.escape(LEFT_OUT)})"
 _ISSUED = (
     r"\b(?:sk|pk|rk)-[\w-]{16,}", r"\bhf_\w{16,}", r"\bgh[opsru]_\w{16,}", r"\bgithub_pat_\w{16,}",

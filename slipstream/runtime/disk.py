@@ -1,4 +1,4 @@
-"""Full disks: detect, describe, and wait for space; without a deadline, because a person must free it."""
+"""Full disks: detect, describe, and wait for space, without a deadline, because a person must free it."""
 
 import errno
 import os
@@ -32,7 +32,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def describe_disk(path: Path) -> str:
-    """Describe the disk of a file, existing or not: `/data (12 MiB of 9216 MiB free), which holds /data/runs/x`."""
+    """Describe the disk of a path, which need not exist: `/data (12 MiB of 9216 MiB free), which holds /data/x`."""
     path = path.absolute()
     existing = nearest_folder(path)
     mount = next(folder for folder in (existing, *existing.parents) if folder.is_mount())
@@ -61,7 +61,7 @@ class DiskWait:
         self._retry_every_s = retry_every_s
         self._log_at = 0.0
         self.reason = ""
-        """The current wait, such as `waiting 12 s for room for metrics on the disk /data (...)`, or empty."""
+        """The current wait, such as `waiting 12 s for room for metrics ...`, or empty."""
 
     def retry(self, write: Callable[[], T], *, what: str, path: Path) -> T:
         """Retry `write`, which must be atomic, until the disk has room."""
@@ -73,7 +73,7 @@ class DiskWait:
                 if not is_disk_full(error):
                     raise
                 self._await_room(what, path, error, began_at=began_at, at_most_s=delay_s)
-                # A checkpoint may take minutes to fail, so back off while the disk stays full.
+                # A checkpoint may take minutes to fail.
                 delay_s = min(2 * delay_s, _MAX_DELAY_S)
             else:
                 if self.reason:
@@ -82,7 +82,7 @@ class DiskWait:
                 return result
 
     def _await_room(self, what: str, path: Path, error: Exception, *, began_at: float, at_most_s: float) -> None:
-        """Wait until free space grows, or for `at_most_s`, because a quota may be the limit."""
+        """Wait until free space grows or, because a quota may be the limit, for `at_most_s`."""
         free, ends_at = _free_bytes(path), time.monotonic() + at_most_s
         while (now := time.monotonic()) < ends_at and _free_bytes(path) < free + _MORE_ROOM_BYTES:
             self.reason = f"waiting {now - began_at:.0f} s for room for {what} on the disk {describe_disk(path)}"

@@ -1,4 +1,4 @@
-"""Healthy ranges of metrics, with meaning and remedy of a value outside. Imports without torch."""
+"""Healthy ranges of metrics, with meaning and remedy of values outside. Imports without torch."""
 
 import math
 import re
@@ -34,14 +34,14 @@ class Range:
     only_stale: bool = False
     """Skip steps without stale tokens."""
     of_median: bool = False
-    """The bounds are multiples of the metric's median over previous steps."""
+    """Bounds are multiples of the metric's median over previous steps."""
 
     def holds(self, value: float) -> bool:
         """Return whether the value is in the range; False for NaN."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def explain(self, figures: Mapping[str, str] | None = None) -> str:
-        """Return meaning and remedy, with the figures of a run if given."""
+        """Return meaning and remedy, with figures if given."""
         if figures is None:
             return ": ".join(filter(None, self.plain()))
         return ": ".join(filter(None, (self.meaning, self.advice))).format_map(figures)
@@ -174,7 +174,7 @@ RANGES = {
 
 
 def explain_value(value: float, healthy: Range, figures: Mapping[str, str] | None) -> str:
-    """Return meaning and remedy of a value outside its range, which may be NaN."""
+    """Return meaning and remedy of an unhealthy value, which may be NaN."""
     return (RANGES["learner/nonfinite_fraction"] if math.isnan(value) else healthy).explain(figures)
 
 
@@ -204,7 +204,7 @@ SIGNS = RANGES | {
         "raise buffer.staleness.max_lag (now {max_lag}); `slipstream data stats` shows why groups ended untrained",
     ),
 }  # fmt: skip
-"""RANGES, plus metrics whose changes may accompany a falling reward."""
+"""RANGES, plus metrics that may change with a falling reward."""
 
 
 _STEPS_TO_RECOVER = 3
@@ -214,7 +214,7 @@ log = structlog.get_logger(__name__)
 
 
 class MetricAlerts:
-    """Logs metrics that leave or reenter their range. `on_alert` gets one text per step for those that leave."""
+    """Logs metrics that leave or reenter their range. `on_alert` gets one text per step on those that leave."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ class MetricAlerts:
         self._watched = {key: Watched(healthy) for key, healthy in ranges.items()}
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Check the metrics of a step. A metric missing from the row keeps its state."""
+        """Check a step's metrics. Missing metrics keep their state."""
         figures = figures_of(row, self._run) if self._run else None
         found: dict[str, list[str]] = {}
         for key, watched in changed(self._watched, row):
@@ -239,7 +239,7 @@ class MetricAlerts:
                 found.setdefault(text, []).append(f"{key} is {value:.3g}, healthy is {healthy}")
             else:
                 log.info("healthy_again", metric=key, value=value, healthy=str(healthy))
-        # Events are short, so metrics with the same meaning share one sentence.
+        # Events are short: metrics with the same meaning share one sentence.
         if found:
             self._on_alert("; ".join(f"{', '.join(values)}: {text}" for text, values in found.items()))
 
@@ -254,7 +254,7 @@ class Watched:
         self._recent: deque[float] = deque(maxlen=_MEDIAN_STEPS)
 
     def update(self, value: float) -> bool:
-        """Add the value of a step; return whether the metric left or reentered its range."""
+        """Add a step's value; return whether the metric left or reentered its range."""
         median = 1.0
         if self.healthy.of_median:
             median = statistics.median(self._recent) if len(self._recent) >= _MIN_MEDIAN_STEPS else 0.0
@@ -269,7 +269,7 @@ class Watched:
 
 
 def changed(watched: Mapping[str, Watched], row: Mapping[str, Any]) -> list[tuple[str, Watched]]:
-    """Add the metrics of a step; return those that left or reentered their range."""
+    """Add a step's metrics; return those that left or reentered their range."""
     is_stale = row.get("lag/max", 0) > 0
     found = {key: each for key, each in watched.items() if key in row and (is_stale or not each.healthy.only_stale)}
     return [(key, each) for key, each in found.items() if each.update(float(row[key]))]

@@ -1,4 +1,4 @@
-"""Images in prompts: input checks, and tokens, positions, and patches for Qwen-VL models.
+"""Images in prompts: checks, and tokens, positions, and patches for Qwen-VL models.
 
 Roles share this code, so that token counts and pixel values agree. Only `VisionModel.patches` needs torch.
 """
@@ -19,9 +19,9 @@ from slipstream.configs.base import ConfigError
 from slipstream.runtime.model_files import read_json
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl")
-"""Supported values of `model_type` in config.json."""
+"""Supported `model_type` in config.json."""
 PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
-"""Text of an image in these models' chat templates."""
+"""An image in these models' chat templates."""
 MAX_BYTES = 32 * 2**20
 MAX_PIXELS = 64 * 2**20
 """A few bytes can decode to gigabytes."""
@@ -43,7 +43,7 @@ class PromptImage(NamedTuple):
 
 
 def image_id(data: bytes) -> str:
-    """Return the hexadecimal SHA-256 of the bytes, the key of an image."""
+    """Return an image's key, the hexadecimal SHA-256 of its bytes."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -87,14 +87,14 @@ def takes_images(path: str) -> bool:
 
 
 class VisionModel:
-    """Image tokens, positions, and patches of a checkpoint. Reads its small files on demand."""
+    """Image tokens, positions, and patches of a checkpoint."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     @cached_property
     def token_id(self) -> int:
-        """Placeholder token of image parts. Raises ConfigError if the model does not support images."""
+        """Placeholder of image parts. Raises ConfigError if the model does not support images."""
         settings = read_json(self._path, "config.json")
         if settings.get("model_type") not in FAMILIES:
             kind = settings.get("model_type", "unknown")
@@ -113,13 +113,13 @@ class VisionModel:
 
     @property
     def merge_size(self) -> int:
-        """Side length, in patches, of the square that one token covers."""
+        """Side length, in patches, of a token's square."""
         return int(self._settings.get("merge_size", 2))
 
     def grid(self, data: bytes) -> Grid:
         """Return the patch grid of an image, from its header. Raises ConfigError.
 
-        Resizing makes both sides multiples of a token's side and fits the area to the checkpoint's limits.
+        Both sides become multiples of a token's side, and the area fits the checkpoint's limits.
         """
         patch = int(self._settings.get("patch_size", 14))
         unit, size = patch * self.merge_size, self._settings.get("size") or {}
@@ -162,8 +162,7 @@ class VisionModel:
     def positions(self, num_tokens: int, images: Sequence[tuple[int, Grid]]) -> np.ndarray:
         """Return positions along time, height, and width, int64[3, T]; `images`: (first token, grid) in order.
 
-        Text increments all three. An image counts its rows and columns, and the text after it continues from the
-        largest position.
+        Text increments all three. An image counts rows and columns; text after it continues from the largest position.
 
         Source: M-RoPE, arXiv:2409.12191, section 2.1.
         """

@@ -1,4 +1,4 @@
-"""Import user functions that settings name as `module:function` or `file.py:function`."""
+"""Import user functions named as `module:function` or `file.py:function`."""
 
 import difflib
 import importlib
@@ -14,7 +14,7 @@ from slipstream.configs.base import ConfigError
 
 
 def load_function(path: str, *, setting: str, num_values: int, arguments: dict[str, Any]) -> Callable[..., Any]:
-    """Import a function that takes `num_values` positional arguments and `arguments` by keyword. Raises ConfigError."""
+    """Import a function of `num_values` positional arguments and keyword `arguments`. Raises ConfigError."""
     function = find_function(path, setting=setting)
     try:
         inspect.signature(function).bind(*[None] * num_values, **arguments)
@@ -56,7 +56,7 @@ def _import(module_name: str, path: str, setting: str) -> ModuleType:
 
 
 def _import_file(file: Path) -> ModuleType:
-    # The full path separates files with the same name, and from installed modules.
+    # The full path separates files of the same name, also from installed modules.
     name = f"slipstream_user.{file.resolve()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)

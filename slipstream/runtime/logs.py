@@ -1,4 +1,4 @@
-"""Logs: one line per event on stderr, which the launcher redirects to one file per role."""
+"""Logs: one line per event on stderr, which the launcher redirects to a file per role."""
 
 import logging
 import sys
@@ -86,7 +86,7 @@ class _LossyStream:
 
 
 def make_output_lossy() -> None:
-    """Drop output that cannot be written, as to a full disk or closed terminal."""
+    """Drop output that a full disk or closed terminal does not take."""
     if not isinstance(sys.stdout, _LossyStream):
         sys.stdout = cast(TextIO, _LossyStream(sys.stdout))
     if not isinstance(sys.stderr, _LossyStream):
@@ -94,14 +94,14 @@ def make_output_lossy() -> None:
 
 
 def escape_control_characters(_logger: object, _method: str, event: EventDict) -> EventDict:
-    """Keep each event on one line and escape control sequences from peers; a structlog processor."""
+    """Keep events on one line and escape control sequences from peers; a structlog processor."""
     return {
         key: printable(value).replace("\n", r"\n") if isinstance(value, str) else value for key, value in event.items()
     }
 
 
 def configure_logs(role: str) -> None:
-    """Configure structlog and stdlib logging for this process; call once, from a `__main__` module."""
+    """Configure structlog and stdlib logging; call once, from a `__main__` module."""
     make_output_lossy()
     structlog.configure(
         processors=[

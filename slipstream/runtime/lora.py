@@ -1,4 +1,4 @@
-"""LoRA: attach an adapter to a transformers model, name its tensors as in peft files, and merge it into the base."""
+"""LoRA: attach an adapter to a model, name its tensors as in peft files, and merge it into the base."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ _HEAD = "score"
 
 
 def find_targets(module: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """Return the modules for an adapter. Raises ConfigError for a missing or unsupported target."""
+    """Return modules for an adapter. Raises ConfigError for a missing or unsupported target."""
     why = "vLLM does not serve adapters with images here yet: train all weights, or a text-only model"
     require(not hasattr(module.base_model, "visual"), "model.lora", "be null with images", got="an adapter", why=why)
     heads = [module.get_output_embeddings(), getattr(module, _HEAD, None)]
@@ -51,7 +51,7 @@ def find_targets(module: PreTrainedModel, lora: LoraConfig) -> list[str]:
 def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> None:
     """Attach a new adapter with B A = 0 and freeze all else. `base`: model path for peft files. Raises ConfigError."""
     try:
-        # Takes most of a second, which only runs with an adapter need.
+        # Takes most of a second.
         import peft
     except ImportError as error:
         raise ConfigError(f"model.lora needs peft, got {error}: install the `cpu` or `gpu` extra.") from error
@@ -79,7 +79,7 @@ def adapted_layers(module: nn.Module) -> list[str]:
 
 
 def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of the adapter and of a trained head, with their peft names."""
+    """Yield the parameters of adapter and trained head, with peft names."""
     for name, parameter in module.named_parameters():
         if ".lora_" in name or name.startswith(f"{_HEAD}."):
             yield _PREFIX + name.replace(".default.", "."), parameter
@@ -99,7 +99,7 @@ def adapter_off(module: nn.Module) -> Iterator[None]:
 
 
 def merge(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the merged weights by base name; `weights`: all weights of `module`.
+    """Return merged weights by base name; `weights`: all weights of `module`.
 
     W + scaling * B A
     """
@@ -117,7 +117,7 @@ def merge(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def save_adapter(module: nn.Module, folder: Path, *, weights: Mapping[str, Tensor]) -> None:
-    """Write the adapter in peft format below a model folder; `weights`: all weights of `module`."""
+    """Write the adapter in peft format below a model folder; `weights`: as in `merge`."""
     file = folder / ADAPTER_FILE
     file.parent.mkdir(parents=True, exist_ok=True)
     names = {id(parameter): name for name, parameter in module.named_parameters()}

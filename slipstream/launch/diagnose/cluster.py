@@ -1,4 +1,4 @@
-"""`slipstream diagnose cluster`: check a machine, and its connection to a broker without joining it."""
+"""`slipstream diagnose cluster`: check a machine, and its connection to a broker, without joining."""
 
 import socket
 import time
@@ -46,7 +46,7 @@ def report(findings: Sequence[Result], *, is_json: bool) -> None:
 
 
 def find_all(overrides: list[str]) -> list[Result]:
-    """Check this machine, and the broker at `broker.address` if set. Raises ConfigError."""
+    """Check this machine and, if `broker.address` is set, that broker. Raises ConfigError."""
     given = load(overrides)
     address = given.broker.address
     token = machine.check_token(given, is_joining=address is not None)

@@ -1,4 +1,4 @@
-"""Diagnosis: all checks of installation, machine, inputs, and last run, each with a deadline."""
+"""Diagnosis: checks of installation, machine, inputs, and last run, each with a deadline."""
 
 import contextlib
 import sys
@@ -39,7 +39,7 @@ _DEAD_MOUNT = "look for a dead mount or server behind it (`mount`, `dmesg`), and
 
 
 class Check(NamedTuple):
-    """A check and its deadline. Example: Check("memory", check_memory, fix="end other processes")"""
+    """A check and its deadline."""
 
     name: str
     find: Callable[[], Result | list[Result]]
@@ -61,8 +61,8 @@ _SURROUNDINGS = {
 def diagnose(words: Sequence[str], *, is_json: bool, bundle: Path | None = None) -> None:
     """Print the findings of all checks; exit with 1 if any failed. Raises ConfigError.
 
-    `words`: settings as for `slipstream run`; or a run as for `find_run`, by default the newest, to check with its own
-    settings; or `cluster` and settings. `bundle`: file to write for a bug report.
+    `words`: settings as for `slipstream run`; or a run as for `find_run`, to check with its own settings; or `cluster`
+    and settings. `bundle`: bug report to write.
     """
     if bundle:
         check_bundle(bundle)
@@ -94,7 +94,7 @@ def choose(words: Sequence[str]) -> Subject:
             is_live, has_ended = is_held(folder), (folder / "summary.json").is_file()
             return Subject(run, folder, is_live, f"settings of {folder}", is_over=has_ended and not is_live)
         except ConfigError:
-            # The run is from another version, or the name is a new run's.
+            # The run is from another version, or does not exist yet.
             if any("=" not in word for word in words):
                 raise
     run = load(list(words))
@@ -106,7 +106,7 @@ def choose(words: Sequence[str]) -> Subject:
 
 
 def find_all(subject: Subject) -> list[Result]:
-    """Run all checks concurrently, each with its deadline."""
+    """Run all checks concurrently."""
     started_at = time.monotonic()
     running = [(check, _start(check.find)) for check in list_checks(subject)]
     return [finding for check, future in running for finding in _await(check, future, started_at=started_at)]
@@ -115,7 +115,7 @@ def find_all(subject: Subject) -> list[Result]:
 def list_checks(subject: Subject) -> list[Check]:
     """List checks in display order."""
     run, folder = subject.run, RunFolder(subject.run)
-    # A live run matters only if it is the one that the settings describe.
+    # A live run matters only if the settings describe it.
     is_live = subject.is_live and subject.folder is not None and folder.path.resolve() == subject.folder.resolve()
     return [
         Check("settings", lambda: Result("settings", "ok", subject.origin)),
@@ -186,7 +186,7 @@ def _last_run(subject: Subject) -> Result | list[Result]:
 
 
 def _start(function: Callable[[], T]) -> "Future[T]":
-    """Call in a daemon thread, because a call that hangs on a dead mount cannot be stopped."""
+    """Call in a daemon thread, because a call that hangs on a dead mount cannot end."""
     future: Future[T] = Future()
 
     def work() -> None:

@@ -33,7 +33,7 @@ _COPY_AGAIN = "copy or download the folder again, and compare its checksums with
 
 
 def check_store(run: RunConfig, folder: Path, *, is_live: bool) -> list[Result]:
-    """Query the run's server; an embedded one only while the run is live. Raises StoreUnavailableError."""
+    """Query the run's server, an embedded one only during the run. Raises StoreUnavailableError."""
     config = run.buffer.store
     if run.mode == "sft":
         return [Result("store", "skipped", "mode=sft has none")]
@@ -50,7 +50,7 @@ def check_store(run: RunConfig, folder: Path, *, is_live: bool) -> list[Result]:
 
 
 def judge_server(info: Mapping[str, Any], *, address: str, is_durable: bool) -> list[Result]:
-    """Judge the INFO of a usable server; `is_durable`: data must survive a restart."""
+    """Judge the INFO of a server; `is_durable`: data must survive a restart."""
     found = f"Redis {info.get('redis_version')} at {address}"
     server = Result("store", "ok", found)
     if info.get("role", "master") != "master":
@@ -99,7 +99,7 @@ def _check_weights(path: str) -> Result:
             problems.append(f"{name} is missing")
             continue
         try:
-            # Validates the file size against the header, without reading tensors.
+            # Compares file size and header, without reading tensors.
             with safe_open(file, framework="numpy") as opened:
                 lacking = tensors - set(opened.keys())
         except (SafetensorError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Checks of the installation: tested versions, and builds that match this machine."""
+"""Installation checks: tested versions, and builds that match this machine."""
 
 import importlib.util
 import platform
@@ -29,7 +29,7 @@ _KERNELS = ({"avx512f", "avx512_bf16"}, "_C"), ({"avx512f"}, "_C_AVX512"), ({"av
 
 
 def installed_packages() -> dict[str, str]:
-    """Return the versions of all distributions and of Python."""
+    """Return the versions of distributions and Python."""
     found: dict[str, str] = {
         canonicalize_name(each.name): each.version for each in metadata.distributions() if each.name
     }
@@ -40,7 +40,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def requirements() -> list[Requirement]:
-    """Return the tested requirements: a checkout's pyproject.toml may be newer than the installed metadata."""
+    """Return the tested requirements. A checkout's pyproject.toml may be newer than installed metadata."""
     file = _folder_of("slipstream").parent / "pyproject.toml"
     stated = tomllib.loads(file.read_text()).get("project", {}) if file.is_file() else {}
     if stated.get("name") != "slipstream":
@@ -72,7 +72,7 @@ def check_packages(run: RunConfig, installed: Installed, stated: Sequence[Requir
 
 
 def torch_cuda() -> str:
-    """Return torch's CUDA version, such as `13.0`, without loading it; empty without CUDA."""
+    """Return torch's CUDA version, such as `13.0`, without loading torch; empty without CUDA."""
     try:
         text = (_folder_of("torch") / "version.py").read_text()
     except OSError:
@@ -82,7 +82,7 @@ def torch_cuda() -> str:
 
 
 def check_wheels(run: RunConfig, installed: Installed, *, cuda: str, num_gpus: int) -> Result:
-    """Compare the builds of torch and vLLM with each other and with the GPUs."""
+    """Compare builds of torch and vLLM with each other and the GPUs."""
     verdict, found, build = _judge_wheels(run, installed, cuda=cuda, num_gpus=num_gpus)
     return Result("wheels", verdict, found, fix="" if verdict == "ok" else _OTHER_BUILD.format(build=build))
 
@@ -106,7 +106,7 @@ def _judge_wheels(run: RunConfig, installed: Installed, *, cuda: str, num_gpus: 
 
 
 def find_kernels(installed: Installed, *, cpu_info: Path = _CPU_INFO) -> list[Path]:
-    """Return the compiled kernels that vLLM loads here; empty without vLLM or without the CPU flags."""
+    """Return the compiled kernels that vLLM loads here; empty without vLLM or the CPU flags."""
     folder = _folder_of("vllm")
     if "vllm" in installed:
         return sorted(folder.glob("_C*.so"))
@@ -136,6 +136,6 @@ def _instructions(path: Path) -> set[str]:
 
 
 def _folder_of(package: str) -> Path:
-    """Return a package's folder without importing it, or a nonexistent path."""
+    """Find a package without importing it; a nonexistent path if not installed."""
     found = importlib.util.find_spec(package)
     return Path((found.submodule_search_locations or ["/nonexistent"])[0]) if found else Path("/nonexistent")

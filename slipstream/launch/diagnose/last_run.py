@@ -1,4 +1,4 @@
-"""Findings about the last run: how it ended, deaths of its roles, and errors in its logs."""
+"""Findings about the last run: its end, deaths of roles, and errors in logs."""
 
 import re
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ def read_events(folder: Path, *, is_live: bool) -> tuple[list[Event], str]:
 
 
 def log_tail(path: Path, *, num_bytes: int = _READ_BYTES) -> list[str]:
-    """Return the complete last lines of a log."""
+    """Return a log's last complete lines."""
     with path.open("rb") as file:
         start = max(0, path.stat().st_size - num_bytes)
         if start:
@@ -74,7 +74,7 @@ def log_tail(path: Path, *, num_bytes: int = _READ_BYTES) -> list[str]:
 
 
 def read_or_nothing(path: Path) -> str:
-    """Return the text of a file; empty if it cannot be read."""
+    """Return a file's text; empty if unreadable."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -96,7 +96,7 @@ def _judge_logs(folder: Path, *, is_over: bool) -> list[Result]:
     for path in sorted((folder / "logs").glob("*.log")):
         lines = log_tail(path)
         if error := find_error(lines):
-            # The error is not fatal if the run continued or finished.
+            # Not fatal if the run continued or finished.
             verdict: Verdict = "fail" if is_over else "warn"
             fix = _remedy(error, f"see the end of {path}")
             found.append(Result(f"log of {path.stem}", verdict, error, fix=fix))

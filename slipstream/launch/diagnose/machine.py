@@ -1,4 +1,4 @@
-"""Checks of this machine: versions, network, memory, disks, limits, GPUs. Imports without torch."""
+"""Machine checks: versions, network, memory, disks, limits, GPUs. Imports without torch."""
 
 import os
 import platform
@@ -26,7 +26,7 @@ from slipstream.runtime.model_files import ModelFingerprint, check_same_model, f
 from slipstream.runtime.process import GROUPS, OWN_GROUPS, group_limits, read_text
 
 Verdict = Literal["ok", "warn", "fail", "skipped"]
-"""Good | may cause problems | will not work | not checked, with the reason in `found`."""
+"""Good | may cause problems | will not work | not checked; `found` has the reason."""
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _SHARED_MEMORY = Path("/dev/shm")
 _MIN_SHARED_MEMORY = 2**30
@@ -51,12 +51,12 @@ class Result(Record):
 
 
 def judge(name: str, is_ok: bool, found: str, *, fix: str, verdict: Verdict = "warn") -> Result:
-    """Return an ok finding, or `verdict` with `fix`."""
+    """Return ok, or `verdict` with `fix`."""
     return Result(name, "ok", found) if is_ok else Result(name, verdict, found, fix=fix)
 
 
 def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, str] | None = None) -> Result:
-    """Compare versions with the broker's, and check for the run's engine."""
+    """Compare versions with the broker's; check for the run's engine."""
     ours, expected = _merged(own), _merged(theirs or {})
     shown = ", ".join(f"{name} {ours[name]}" for name in _COMPARED if name in ours)
     if isinstance(run.generators.engine, VllmEngineConfig) and "vllm" not in ours:
@@ -73,7 +73,7 @@ def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, 
 
 
 def _release(versions: Mapping[str, str]) -> str:
-    """Drop the commit, which is that of the installation, not of the checkout."""
+    """Drop the commit: it is the installation's, not the checkout's."""
     return re.split(r"\.dev|\+", versions["slipstream"])[0]
 
 
@@ -126,7 +126,7 @@ def check_interface(cluster: ClusterConfig) -> Result:
 
 
 def check_ports(cluster: ClusterConfig, *, ephemeral: Path = _EPHEMERAL) -> Result:
-    """Count the free ports of `cluster.ports`, and check for ephemeral ones."""
+    """Count free ports of `cluster.ports`; check for ephemeral ones."""
     ports = cluster.port_range
     try:
         host = find_interface(cluster).address if cluster.network else "127.0.0.1"
@@ -222,7 +222,7 @@ def check_memory(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Result:
 
 
 def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Result:
-    """Check how many more processes and threads the limits allow."""
+    """Check how many more processes and threads may start."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limits = [each.left for each in group_limits("pids", root=root, own=own)]
     # RLIMIT_NPROC does not limit root.
@@ -234,7 +234,7 @@ def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Result:
 
 
 def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: bool = False) -> Result:
-    """Check that a folder, which may not exist yet, is writable and has room for the run's checkpoints."""
+    """Check that a folder, which may not exist yet, is writable and has room for checkpoints."""
     folder = nearest_folder(path)
     stats = os.statvfs(folder)
     free, found = stats.f_bavail * stats.f_frsize, describe_disk(path)
@@ -258,7 +258,7 @@ def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: 
 
 @cache
 def count_gpus() -> int:
-    """Count the GPUs that the driver lists, or else the device files."""
+    """Count the driver's GPUs, or else the device files."""
     return len(ask_gpus("index")) or len([each for each in _DEVICES.glob("nvidia*") if each.name[6:].isdecimal()])
 
 
@@ -275,7 +275,7 @@ def check_gpus(*, cuda: str, is_live: bool) -> Result:
 
 
 def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, is_live: bool) -> Result:
-    """Judge nvidia-smi's lines: name, memory (MiB), memory in use (MiB), driver version."""
+    """Judge nvidia-smi's lines: name, memory (MiB), used memory (MiB), driver version."""
     if not num_gpus:
         return Result("GPUs", "skipped", "no NVIDIA GPU here")
     if not lines:

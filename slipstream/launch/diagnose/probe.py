@@ -1,4 +1,4 @@
-"""Probe: load libraries and use GPUs in a separate process, because each part may hang or crash it.
+"""Probe: load libraries and use GPUs in a separate process, which each part may hang or crash.
 
 The process prints one line of JSON per finished part.
 """
@@ -24,7 +24,7 @@ _NCCL_TIMEOUT_S = 30.0
 
 
 def _load_torch() -> Result:
-    # Imported here because it may crash the process.
+    # May crash the process.
     import torch
 
     assert float((torch.ones(64, 64) @ torch.ones(64, 64)).sum()) == 64**3
@@ -71,7 +71,7 @@ def _try_nccl() -> Result:
 
 
 def all_reduce(backend: str, device: str) -> float:
-    """All-reduce over a process group of one rank; return the seconds taken. Raises RuntimeError."""
+    """All-reduce over one rank; return seconds taken. Raises RuntimeError."""
     import torch
     import torch.distributed as dist
 
@@ -114,7 +114,7 @@ def main() -> None:
 
 
 def run_probe(*, timeout_s: float, program: Path = Path(__file__)) -> list[Result]:
-    """Try all parts in another process. A part that crashes it or takes too long fails; later ones are skipped."""
+    """Try all parts in another process. A part that crashes or hangs fails; later ones are skipped."""
     module = ["-m", __name__] if program == Path(__file__) else [str(program)]
     try:
         done = subprocess.run([sys.executable, *module], capture_output=True, timeout=timeout_s, check=False)

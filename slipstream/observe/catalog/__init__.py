@@ -1,1 +1,1 @@
-"""The catalog: trajectories of stores, archives and files, searched, filtered, sorted and paged."""
+"""The catalog of stored trajectories, and `slipstream data`."""

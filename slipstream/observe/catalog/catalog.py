@@ -1,4 +1,4 @@
-"""Catalog: trajectories of a run, an archive, or a file as one table to search, filter, sort, and page."""
+"""Catalog: trajectories of a run, archive, or file as one table to search, filter, sort, and page."""
 
 import os
 import threading
@@ -29,7 +29,7 @@ _SEARCH_THREADS = min(4, os.cpu_count() or 1)
 
 
 class CatalogQuery(Record):
-    """Selection and order of rows. Example: CatalogQuery(TrajectoryFilter(min_step=10), sort_by="reward_total")."""
+    """Selection and order of rows: CatalogQuery(TrajectoryFilter(min_step=10), sort_by="reward_total")."""
 
     where: TrajectoryFilter = TrajectoryFilter()
     sort_by: str = ""
@@ -38,7 +38,7 @@ class CatalogQuery(Record):
 
 
 class Page(Record):
-    """Consecutive rows of a result. Example: Page(num_rows=20000, start=100, rows=[CatalogRow(...), ...])."""
+    """Consecutive rows of a result."""
 
     num_rows: int
     """In the whole result."""
@@ -67,7 +67,7 @@ class Catalog:
         self._seen: list[Block] = []
         self._unread = ""
         self.decoder = decoder
-        """Tokenizer of the model, required to search text; None if not found."""
+        """Required to search text; None if not found."""
         self._refreshing = threading.Lock()
         self._snapshot = _Snapshot([], {})
         self._select = lru_cache(_QUERIES_KEPT)(_select)
@@ -84,7 +84,7 @@ class Catalog:
         return self._snapshot.rows
 
     def refresh(self) -> bool:
-        """Read new trajectories; return whether there were any. Raises ArchiveError for a damaged manifest."""
+        """Read new trajectories; return whether any came. Raises ArchiveError for a damaged manifest."""
         with self._refreshing:
             step_versions = self._read_step_versions()
             # Read the store first: a group that moves to the archive in between is found twice, not lost.
@@ -107,7 +107,7 @@ class Catalog:
         size: int = 50,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> Page:
-        """Return at most `size` rows from index `start`. Searching gigabytes of text takes minutes.
+        """Return up to `size` rows from index `start`. Searching gigabytes takes minutes.
 
         Raises the errors of `select`, and SearchCancelledError once `is_cancelled` returns true.
         """
@@ -119,19 +119,19 @@ class Catalog:
     def select(self, query: CatalogQuery) -> pa.Table:
         """Return the rows of the result.
 
-        Raises ConfigError for a column outside SORTABLE and for a condition on text without a tokenizer, ArchiveError
-        for files that can no longer be read.
+        Raises ConfigError for a column outside SORTABLE and for a text condition without a tokenizer, ArchiveError for
+        files that have become unreadable.
         """
         snapshot = self._snapshot
         return snapshot.rows.take(pa.array(self._indices(snapshot, query)))
 
     def group(self, group_id: str) -> list[TrajectoryDetail]:
-        """Return the members of a group in index order; empty for an unknown group. Raises ArchiveError."""
+        """Return a group's members in index order; empty for an unknown group. Raises ArchiveError."""
         found = self._details(pc.field("group_id") == group_id)
         return sorted(found, key=lambda detail: detail.row.index)
 
     def trajectory(self, trajectory_id: str) -> TrajectoryDetail | None:
-        """Return a trajectory token by token; None for an unknown id. Raises ArchiveError."""
+        """None for an unknown id. Raises ArchiveError."""
         return next(iter(self._details(pc.field("id") == trajectory_id)), None)
 
     def stored(self, query: CatalogQuery) -> Iterator[StoredTrajectory]:
@@ -178,7 +178,7 @@ class Catalog:
             return self._select(snapshot, query)
         if self.decoder is None:
             raise ConfigError("a condition on text needs a tokenizer to decode with, and none was found: name one.")
-        # Search apart from the fast conditions, so that another order does not search again.
+        # Separate from the fast conditions, so that another order does not search again.
         has_text = self._find_text(snapshot, text, self.decoder, is_cancelled)
         where = msgspec.structs.replace(query.where, text=None)
         chosen = self._select(snapshot, msgspec.structs.replace(query, where=where))
@@ -188,7 +188,7 @@ class Catalog:
         self, snapshot: _Snapshot, text: str, decoder: TokenDecoder, is_cancelled: Callable[[], bool]
     ) -> np.ndarray:
         last, known = self._found
-        # Cache the last text's matches per block, for other pages and orders.
+        # Cache the last matches per block, for other pages and orders.
         found = {id(block): known[id(block)] for block in snapshot.blocks if last == text and id(block) in known}
         if missing := [block for block in snapshot.blocks if id(block) not in found]:
             # Compute the cached array before the threads share it. Arrow releases the GIL.
@@ -221,7 +221,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _select(snapshot: _Snapshot, query: CatalogQuery) -> np.ndarray:
-    """Return the rows that meet all conditions except on text, in the query's order, int64[n]."""
+    """Indices of rows that meet all conditions except on text, in the query's order, int64[n]."""
     rows, where = snapshot.rows, query.where
     mask = np.ones(rows.num_rows, dtype=bool)
     for column, bounds in (("steps", where.steps), ("versions", where.versions)):

@@ -1,4 +1,4 @@
-"""Details of a trajectory: tokens with numbers, messages, and the steps that trained on it."""
+"""Details of a trajectory: tokens, messages, and the steps that trained on it."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -25,7 +25,7 @@ _SINGLE = "biuf"
 
 
 class Message(Record):
-    """A message of the conversation, or consecutive tokens by one writer if the chat template is unknown.
+    """A message, or consecutive tokens by one writer if the chat template is unknown.
 
     Example: Message(role="assistant", text="<tool_call>...", calls=["{...}"], first_token=40, num_tokens=18, ...)
     """
@@ -45,13 +45,13 @@ class Message(Record):
 
 
 class Use(Record):
-    """A step that trained on the trajectory. Example: Use(step=12, version=11, lag=2)."""
+    """A step that trained on the trajectory."""
 
     step: int
     version: int | None
     """Learner's version at its start; None if unknown."""
     lag: int | None
-    """`version` minus the oldest version of the trajectory."""
+    """`version` minus the trajectory's oldest version."""
 
 
 class TrajectoryDetail(Record):
@@ -63,7 +63,7 @@ class TrajectoryDetail(Record):
     """Text of each token; empty without a tokenizer."""
     model_mask: list[bool]
     versions: list[int]
-    """Version that sampled each token; -1 for tokens that the model did not write."""
+    """Version that sampled each token; -1 if the model did not write it."""
     numbers: dict[str, list[float | None]]
     """Per-token numbers by name, None where absent: the generator's `logprob`; `lag`, `learner_log_ratio`, and
     `learner_entropy` of the last step that trained on it; `advantage`; and stored arrays such as `ratio`."""
@@ -85,7 +85,7 @@ def describe(
     step_versions: Mapping[int, int],
     recorded: TokenNumbers,
 ) -> TrajectoryDetail:
-    """Build the details of a trajectory. `recorded`: per-token numbers of the learner."""
+    """Build details. `recorded`: the learner's per-token numbers."""
     trajectory = stored.trajectory
     used_at = [(step, step_versions.get(step)) for step in stored.steps]
     return TrajectoryDetail(

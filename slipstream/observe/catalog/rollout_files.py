@@ -1,7 +1,7 @@
-"""Reads and checks files of rollouts: trajectories of `export` or another tool, and verl's dumps.
+"""Reads and checks rollout files: trajectories of `export` or another tool, and verl's dumps.
 
-verl's dumps (`trainer.rollout_data_dir`) hold texts and scores without tokens. They can be viewed but not trained on:
-each byte of the text becomes a token.
+verl's dumps (`trainer.rollout_data_dir`) hold texts and scores without tokens. They can be viewed, with one token per
+byte of text, but not trained on.
 """
 
 from collections import Counter
@@ -67,7 +67,7 @@ class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Must be `<group_id>-<attempt>-<index>`, which is also the default."""
     attempt: int = 0
     prompt_uid: str = ""
-    """Name of the prompt's row in the training data; required for rescoring."""
+    """Row in the training data; required for rescoring."""
     version_spans: list[VersionSpan] = []
     """Versions that sampled the tokens; empty if version 0 sampled all."""
     stop_reason: str = "stop"
@@ -100,7 +100,7 @@ _DECODER = msgspec.json.Decoder(RolloutLine)
 
 
 class SourcedTrajectory(NamedTuple):
-    """A trajectory and its position in a file."""
+    """A trajectory from a file."""
 
     source: str
     """Position for error messages, such as `rollouts.jsonl line 3`."""
@@ -108,7 +108,7 @@ class SourcedTrajectory(NamedTuple):
 
 
 def read_rollouts(path: Path) -> Iterator[SourcedTrajectory]:
-    """Yield the trajectories of a .jsonl or .parquet file. Raises ConfigError with the line (or row) and its defect."""
+    """Yield the trajectories of a .jsonl or .parquet file. Raises ConfigError with line or row, and defect."""
     if path.suffix not in _READERS:
         raise ConfigError(f"FILE must end in {' or '.join(_READERS)}, got {path}.")
     if not path.is_file():
@@ -163,7 +163,7 @@ def _batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def open_parquet(path: Path) -> ds.Dataset:
-    """Open a Parquet file with an archive's columns, without copying it. Raises ConfigError."""
+    """Open a Parquet file with an archive's columns, in place. Raises ConfigError."""
     with refusing_parquet(path):
         return ds.dataset(path, format="parquet", schema=_known_schema(path, pq.read_schema(path)))
 
@@ -176,7 +176,7 @@ def _known_schema(path: Path, schema: pa.Schema) -> pa.Schema:
 
 @contextmanager
 def refusing_parquet(path: Path) -> Iterator[None]:
-    """Map the errors of the Parquet reader to ConfigError."""
+    """Map errors of the Parquet reader to ConfigError."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:
@@ -193,7 +193,7 @@ FORMATS = tuple(_READERS)
 def _checked(source: str, build: Callable[[], StoredTrajectory]) -> SourcedTrajectory:
     try:
         stored = build()
-        # Run the codec, so that a file passes the same checks as in the broker.
+        # Run the codec, which makes the broker's checks.
         trajectory = unpack(encode(stored.trajectory))
         if stored.state != "evaluated":
             _check_numbers(trajectory, stored.steps)
@@ -260,7 +260,7 @@ class ByteDecoder(TokenDecoder):
 
 
 def is_verl_dump(path: Path) -> bool:
-    """Return whether the first line of a file is a verl rollout."""
+    """Return whether the first line is a verl rollout."""
     with path.open("rb") as file:
         try:
             _VERL_DECODER.decode(file.readline())

@@ -1,4 +1,4 @@
-"""Rows of a catalog: one row of columns per trajectory, without its tokens."""
+"""Rows of a catalog: one per trajectory, without tokens."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -56,7 +56,7 @@ class CatalogRow(Record):
     num_turns: int
     stop_reason: str
     oldest_version: int
-    """Smallest version that sampled one of its tokens."""
+    """Smallest version that sampled a token."""
     newest_version: int
     steps: list[int]
     started_at: float
@@ -75,7 +75,7 @@ class CatalogRow(Record):
 
 
 def read_rows(dataset: ds.Dataset, *, step_versions: dict[int, int]) -> pa.Table:
-    """Return the rows of a dataset, which must hold whole groups for correct advantages.
+    """Return the rows of a dataset. Advantages need whole groups.
 
     `step_versions`: step -> the learner's version at its start. Raises pa.ArrowException, OSError.
     """
@@ -95,7 +95,7 @@ def read_rows(dataset: ds.Dataset, *, step_versions: dict[int, int]) -> pa.Table
 
 
 def read_stored(dataset: ds.Dataset, ids: list[str]) -> Iterator[StoredTrajectory]:
-    """Yield the trajectories with these ids, in the dataset's order."""
+    """Yield trajectories in the dataset's order."""
     wanted = pc.field("id").isin(ids)
     columns = known_columns(dataset.schema)
     for batch in dataset.to_table(columns=columns, filter=wanted).to_batches():
@@ -103,7 +103,7 @@ def read_stored(dataset: ds.Dataset, ids: list[str]) -> Iterator[StoredTrajector
 
 
 def to_records(rows: pa.Table) -> list[CatalogRow]:
-    """Build a record of each row."""
+    """Build one record per row."""
     return [CatalogRow(**row) for row in rows.to_pylist()]
 
 

@@ -1,4 +1,4 @@
-"""Sources of trajectories with the same methods: a run's store, an archive, or a file of rollouts."""
+"""Sources of trajectories: a run's store, an archive, or a rollout file."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -51,7 +51,7 @@ class ArchiveSource:
     """An archive, which may grow while it is read."""
 
     def __init__(self, folder: Path, *, note: str = "") -> None:
-        """`note`: why the run's store is not read. Raises ArchiveError if `folder` is not an archive."""
+        """`note`: why the store is not read. Raises ArchiveError if `folder` is not an archive."""
         self.archive = Archive(folder)
         self._note = note
         self._blocks: dict[str, Block] = {}
@@ -75,7 +75,7 @@ class ArchiveSource:
         return [note for note in (self._note, self.archive.note, *self._refused.values()) if note]
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories, group by group. A condition on text needs `decode`."""
+        """Yield trajectories, group by group. A text condition needs `decode`."""
         return self.archive.read(selected, decode=decode, on_refused=self._warn)
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
@@ -95,7 +95,7 @@ class ArchiveSource:
     def step_versions(self) -> dict[int, int]:
         """Return known step -> the learner's version at its start. Raises ArchiveError."""
         ledger = self.archive.folder / LEDGER
-        # The ledger is long and only grows, so read it only when its size changes.
+        # Read the long ledger only when its size changes.
         size = ledger.stat().st_size if ledger.is_file() else 0
         if size != self._ledger_bytes:
             self._versions = {entry.step: entry.version for entry in self.archive.steps()}
@@ -120,7 +120,7 @@ class ArchiveSource:
 
 
 class StoreSource:
-    """The store of a run, live or over, and the run's archive."""
+    """The store and archive of a run, live or over."""
 
     def __init__(self, store: RedisStore, *, run_folder: Path | None) -> None:
         """`run_folder`: None if only the server is known."""
@@ -159,7 +159,7 @@ class StoreSource:
         return self._archive.num_unreadable if self._archive else 0
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories, the store's before the archive's."""
+        """Yield the store's trajectories, then the archive's."""
         self.store.run_state()
         group_id = group_of(lease_of(selected.id)) if selected.id else selected.group_id
         group_ids = None if group_id is None else {group_id}
@@ -197,7 +197,7 @@ class StoreSource:
         return [self._block]
 
     def step_versions(self) -> dict[int, int]:
-        # After a rollback, the newest known step has no entry or one with a new fence: read the whole ledger again.
+        # After a rollback, the newest known step has no entry or a new fence: read the whole ledger again.
         first = self._newest.step if self._newest else 1
         entries = self.store.ledger(first_step=first)
         if self._newest and entries[:1] != [self._newest]:
@@ -216,7 +216,7 @@ class StoreSource:
 
 
 class FileSource:
-    """A file of rollouts, as `export` or verl writes it."""
+    """A rollout file of `export` or verl."""
 
     run_folder = None
     num_unreadable = 0
@@ -236,7 +236,7 @@ class FileSource:
         return (stored for stored in found if selected.matches(stored, decode=decode))
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
-        """Return a block: Parquet in place, JSON lines in memory. Raises ConfigError if there are no trajectories."""
+        """Return a block: Parquet in place, JSON lines in memory. Raises ConfigError."""
         if self._block is None:
             if self.path.suffix == ".parquet":
                 dataset = open_parquet(self.path)
@@ -262,7 +262,7 @@ def _members(group: StoredGroup) -> list[StoredTrajectory]:
 
 
 def decoder_of(source: Source, tokenizer: Path | None) -> TokenDecoder | None:
-    """Return the given tokenizer or that of the source; None without one. Raises ConfigError."""
+    """Return the given tokenizer, or else the source's; None without one. Raises ConfigError."""
     if isinstance(source, FileSource) and source.is_verl:
         return ByteDecoder()
     return find_decoder(tokenizer, candidates=source.model_paths())
@@ -270,10 +270,10 @@ def decoder_of(source: Source, tokenizer: Path | None) -> TokenDecoder | None:
 
 @contextmanager
 def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_server: bool = True) -> Iterator[Source]:
-    """Open an archive, a run folder, a run of `runs_dir` by name, a file, or a server's address with `run_name`.
+    """Open an archive, a run by folder or name, a file, or a server's address with `run_name`.
 
-    If a run's store does not answer, opens its archive with a note. `starts_server`: start the embedded server of a run
-    that is over, until the end of the block. Raises ConfigError, and the errors of `open_run_store` and `Archive`.
+    If a store does not answer, opens the archive with a note. `starts_server`: start a finished run's embedded server
+    during the block. Raises ConfigError, and the errors of `open_run_store` and `Archive`.
     """
     require_folder("SOURCE", where)
     if "://" in where:
@@ -320,7 +320,7 @@ def _model_paths(config: RunConfig, run_folder: Path | None) -> list[Path]:
 
 
 def without(live: Block, archived: list[Block]) -> Block:
-    """Return the live block without the groups that are archived already."""
+    """Drop archived groups from the live block."""
     groups = live.rows["group_id"].combine_chunks().unique()
     both = [block.rows["group_id"].filter(pc.is_in(block.rows["group_id"], groups)) for block in archived]
     moved = pa.chunked_array([chunk for column in both for chunk in column.chunks], pa.string())

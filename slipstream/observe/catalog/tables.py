@@ -1,4 +1,4 @@
-"""Terminal tables of stored trajectories and their statistics."""
+"""Terminal tables of trajectories and their statistics."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -35,7 +35,7 @@ _NUMBERS = ("members", "reward", "tokens", "index")
 
 
 def list_groups(found: Iterable[StoredTrajectory], *, limit: int) -> tuple[Table, int]:
-    """Return (table with a line per group, number of lines), over the selected members."""
+    """Return (table with a line per group of selected members, number of lines)."""
     table = make_table("group", "members", "reward", *_COMMON, numbers=_NUMBERS)
     groups = (list(members) for _, members in groupby(found, key=lambda stored: stored.trajectory.group_id))
     for group in islice(groups, limit):
@@ -69,7 +69,7 @@ _TEXT_BYTES = 64
 
 
 def list_frames(frames: Iterable[tuple[str, bytes]]) -> Table:
-    """Return a table with a line per (reason, first bytes)."""
+    """Table with a line per (reason, first bytes)."""
     table = make_table("reason", "bytes", "begins with", "as text", numbers=("bytes",))
     for reason, kept in frames:
         size = f"{len(kept)}+" if _is_cut(kept) else len(kept)
@@ -90,7 +90,7 @@ def _is_cut(kept: bytes) -> bool:
 
 
 def show_facts(stored: StoredTrajectory, *, step_versions: dict[int, int]) -> Table:
-    """Return a trajectory's origin, reward, and use in training."""
+    """Table of a trajectory's origin, reward, and use."""
     table = make_table("", "")
     for name, value in _facts(stored, step_versions):
         add_row(table, name, value)
@@ -98,7 +98,7 @@ def show_facts(stored: StoredTrajectory, *, step_versions: dict[int, int]) -> Ta
 
 
 def show_segments(trajectory: Trajectory, *, decode: Decode | None) -> Table:
-    """Return a table of token ranges by sampling version."""
+    """Table of token ranges by sampling version."""
     table = make_table("tokens", "written by", "mean logprob", "text" if decode else "token ids", numbers=("tokens",))
     for start, end, version in _segments(trajectory):
         tokens = trajectory.token_ids[start:end]
@@ -109,7 +109,7 @@ def show_segments(trajectory: Trajectory, *, decode: Decode | None) -> Table:
 
 
 def show_tokens(trajectory: Trajectory, *, decode: Decode | None) -> Table:
-    """Return a table with a line per token."""
+    """Table with a line per token."""
     table = make_table("index", "id", "written by", "logprob", "text", numbers=("index", "id", "logprob"))
     versions = trajectory.token_versions().tolist()
     logprobs = trajectory.generator_logprobs.tolist()
@@ -152,7 +152,7 @@ def _facts(stored: StoredTrajectory, step_versions: dict[int, int]) -> Iterator[
 
 
 def _segments(trajectory: Trajectory) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, end, version), with version -1 for tokens that the model did not write."""
+    """Yield (start, end, version); -1 for tokens that the model did not write."""
     versions = trajectory.token_versions()
     borders = np.flatnonzero(np.diff(versions)) + 1
     for start, end in pairwise([0, *borders.tolist(), len(versions)]):

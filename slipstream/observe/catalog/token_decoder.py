@@ -24,13 +24,13 @@ _ROWS_TRIED = 16
 
 
 class TokenDecoder:
-    """The decoding half of a tokenizer. Example: TokenDecoder(Path("models/mine/tokenizer.json"))(token_ids)."""
+    """The decoding half of a tokenizer."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if the file is not a tokenizer."""
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        # The library raises a bare Exception for any defect of the file.
+        # The library raises a bare Exception.
         except Exception as error:
             raise ConfigError(
                 f"{path} must be a tokenizer of the `tokenizers` library, but cannot be read: {error}"
@@ -61,20 +61,20 @@ class TokenDecoder:
         return pa.array(self.pieces, pa.binary())
 
     def texts(self, tokens: np.ndarray) -> list[str]:
-        """Return the text of each token. A character of several tokens belongs to the token that completes it."""
+        """Return each token's text. A character of several tokens belongs to the last."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         nothing = len(self.pieces) - 1
         return [decoder.decode(self.pieces[min(token, nothing)]) for token in tokens.tolist()]
 
     def joins_pieces(self, tokens: np.ndarray) -> bool:
-        """Return whether the text equals the joined pieces, as with every byte-level tokenizer."""
+        """Return whether the text equals the joined pieces, as with byte-level tokenizers."""
         nothing = len(self.pieces) - 1
         joined = b"".join(self.pieces[min(token, nothing)] for token in tokens.tolist())
         return joined.decode(errors="replace") == self(tokens)
 
 
 def find_decoder(given: Path | None, *, candidates: list[Path]) -> TokenDecoder | None:
-    """Return the tokenizer `given` as folder or file, or the first of `candidates`, or None.
+    """Return the tokenizer `given` as folder or file, or else the first of `candidates`, or None.
 
     Raises ConfigError if `given` has none or a tokenizer cannot be read.
     """

@@ -1,4 +1,4 @@
-"""Exports trajectories to a file, imports such files as an archive, and copies archives from an object store."""
+"""Exports trajectories to files, imports files as an archive, and fetches archives from an object store."""
 
 import shutil
 import tempfile
@@ -33,8 +33,8 @@ _FORMATS = (".parquet", ".jsonl")
 def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | None) -> int:
     """Write `target` atomically in its suffix's format; return the number of trajectories.
 
-    Parquet has the columns of an archive. JSON lines have the same fields and, with `decode`, the texts. Raises
-    ConfigError for another suffix or an existing file, RecordRefusedError for a value that does not fit its column.
+    Parquet has an archive's columns. JSON lines have the same fields and, with `decode`, texts. Raises ConfigError for
+    another suffix or an existing file, RecordRefusedError for a value that does not fit its column.
     """
     if target.suffix not in _FORMATS:
         raise ConfigError(f"OUT must end in {' or '.join(_FORMATS)}, got {target}.")
@@ -42,7 +42,7 @@ def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | 
         raise ConfigError(f"OUT must not exist yet, got {target}: choose another name, or delete it.")
     if not target.parent.is_dir():
         raise ConfigError(f"OUT must lie in a folder that exists, got {target}.")
-    # Rename once complete, so that a reader never sees a partial file.
+    # Renamed once complete: readers never see a partial file.
     temporary = target.with_name(f"{target.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -101,7 +101,7 @@ _SHARD_GROUPS = 1024
 
 
 class Imported(Record):
-    """Size of an imported or copied archive. Example: Imported(groups=1024, trajectories=8192)."""
+    """Size of an imported or fetched archive."""
 
     groups: int
     trajectories: int
@@ -110,7 +110,7 @@ class Imported(Record):
 def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Imported:
     """Create the archive `where` from `files`, or leave nothing behind.
 
-    Raises ConfigError for an unusable folder and for the first line that is not a trajectory.
+    Raises ConfigError for an unusable folder and the first line that is no trajectory.
     """
     _check_target(where, runs_dir)
     into = Path(where)

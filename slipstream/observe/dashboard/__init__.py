@@ -1,1 +1,1 @@
-"""`slipstream watch`: runs in a web browser, live and finished, from their stores and folders."""
+"""`slipstream watch`: runs in a web browser."""

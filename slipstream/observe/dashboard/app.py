@@ -49,7 +49,7 @@ class Runs:
     """The runs named on the command line, or all runs of a folder."""
 
     def __init__(self, words: Sequence[str]) -> None:
-        """`words`: any number of runs, as for `find_run`, and runs_dir=FOLDER. Raises ConfigError."""
+        """`words`: runs, as for `find_run`, and runs_dir=FOLDER. Raises ConfigError."""
         folders = [word for word in words if word.startswith("runs_dir=")]
         names = [word for word in words if word not in folders]
         self.runs_dir = Path(folders[-1].removeprefix("runs_dir=") if folders else "runs")
@@ -216,7 +216,7 @@ class Dashboard:
         feed = self._feed(request)
         await feed.refresh()
         table = feed.reader.table
-        # No await from here on, so that the columns end at `position`.
+        # No await from here on: the columns end at `position`.
         found = {"position": feed.position, "length": len(table), "keys": table.keys, "columns": table.series(keys)}
         return _json(found)
 
@@ -224,7 +224,7 @@ class Dashboard:
         position = request.headers.get("last-event-id") or request.query_params.get("after", "")
         ending = anyio.Event()
         messages = self._feed(request).messages(position, ending=ending)
-        # A cancelled stream would be reported as an error, so end it by event.
+        # A cancelled stream would be reported as an error.
         return EventSourceResponse(messages, ping=_PING_S, shutdown_event=ending, shutdown_grace_period=_GRACE_S)
 
     async def _settings(self, request: Request) -> Response:
@@ -247,7 +247,7 @@ class Dashboard:
         )
         listing = asyncio.ensure_future(run_sync(list_page))
         try:
-            # Cancel a long search when its client disconnects.
+            # Cancel the search when its client disconnects.
             while not (await asyncio.wait({listing}, timeout=_WATCH_EVERY_S))[0] and not is_left.is_set():
                 if await request.is_disconnected():
                     is_left.set()

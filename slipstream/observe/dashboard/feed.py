@@ -1,4 +1,4 @@
-"""Feed: polls a run while clients watch it and sends them the changes as server-sent events."""
+"""Feed: polls a run while clients watch it; sends them changes as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -13,7 +13,7 @@ from slipstream.observe.reader import RunReader
 _ROWS_EVERY_S = 0.25
 _VIEW_EVERY_S = 1.0
 _MAX_ROWS = 200
-"""Rows per message; a client that is further behind reads the columns again."""
+"""Rows per message; a client further behind reads the columns again."""
 _QUEUE_LENGTH = 64
 """Queued messages at which a slow client is disconnected."""
 
@@ -21,10 +21,10 @@ Message = dict[str, str]
 
 
 class Feed:
-    """Feed of one run, in the event loop. Polls only while it has clients.
+    """Feed of one run, in the event loop.
 
     Messages: `rows` (first index, rows), `reset` (rows must be read again), `view` (RunView), `events` (all events).
-    The id of a `rows` message is `<generation>.<number of rows so far>`; a client that reconnects resumes there.
+    The id of a `rows` message is `<generation>.<number of rows so far>`, where a reconnecting client resumes.
     """
 
     def __init__(self, reader: RunReader) -> None:
@@ -71,7 +71,7 @@ class Feed:
                     task.cancel()
 
     def _since(self, position: str) -> Message | None:
-        """Return a message with the rows after a position; None if there are none."""
+        """Return what a client missed since its position; None if nothing, or without a position."""
         generation, _, number = position.partition(".")
         first, table = int(number) if number.isdecimal() else 0, self.reader.table
         if generation != str(table.generation) or not 0 <= len(table) - first <= _MAX_ROWS:

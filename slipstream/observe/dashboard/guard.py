@@ -1,9 +1,8 @@
-"""Guard: admits only browsers that have the dashboard's token, and only requests from its own pages.
+"""Guard: admits only browsers with the dashboard's token, and only requests from its own pages.
 
-Opening the printed address, which contains the token, starts a session. Its random id becomes a cookie that scripts
-cannot read and other sites cannot send. Browsers send cookies to every port of a host, so pages also send a key, kept
-in storage that other ports cannot read. Run data requires both. The Host header must name the dashboard, which stops
-DNS rebinding.
+Opening the printed address, which contains the token, starts a session. Its id is a cookie that scripts cannot read and
+other sites cannot send. Browsers send cookies to every port of a host, so pages also send a key, kept in storage that
+other ports cannot read. Run data requires both. The Host header must name the dashboard, against DNS rebinding.
 """
 
 import os
@@ -21,12 +20,12 @@ from slipstream.configs.base import ConfigError
 from slipstream.observe.http_guard import host_of, is_equal
 
 TOKEN_VARIABLE = "SLIPSTREAM_WATCH_TOKEN"
-"""The user's token; by default, each start generates one."""
+"""By default, each start generates a token."""
 KEY_HEADER = "x-slipstream-key"
 _MAX_SESSIONS = 64
 """A new session replaces the oldest; all end with the server."""
 _MIN_LENGTH, _MIN_OPEN_LENGTH = 16, 32
-"""Shortest token on the loopback interface, and on others, in characters."""
+"""Shortest token on loopback and on other interfaces."""
 _READING = ("GET", "HEAD")
 _ENTER = """<!doctype html><meta charset="utf-8"><title>slipstream</title><link rel="icon" href="/static/favicon.svg">
 <meta name="key" content="{key}"><script src="/static/enter.js"></script><a href="/">slipstream</a>"""
@@ -43,11 +42,11 @@ HEADERS = {
 
 
 def find_token(*, is_open: bool) -> str:
-    """Return the token of the environment or a new one. `is_open`: other machines can reach the dashboard.
+    """Return the environment's token or a new one. `is_open`: other machines can reach the dashboard.
 
     Raises ConfigError if the token is too short.
     """
-    # Remove it from the environment, so that no child process inherits it.
+    # No child process may inherit it.
     token = os.environ.pop(TOKEN_VARIABLE, "") or secrets.token_urlsafe(32)
     least = _MIN_OPEN_LENGTH if is_open else _MIN_LENGTH
     if len(token) < least or not token.isascii() or not token.replace("-", "").replace("_", "").isalnum():
@@ -94,7 +93,7 @@ class Guard:
         await (answer or self._app)(scope, receive, send_with_headers)
 
     def _enter(self, scope: Scope) -> Response | None:
-        """Start a session at the printed address, and lead to an address without the token."""
+        """Start a session; lead to an address without the token."""
         if scope["path"] != "/" or not is_equal(_query(scope, "token"), self._token):
             return None
         # Not an HTTP redirect: after a click on another site, browsers send it no strict cookie.

@@ -1,4 +1,4 @@
-"""Payloads of the dashboard: meanings of metrics and settings, and pages of trajectories."""
+"""Dashboard payloads: meanings of metrics and settings, and pages of trajectories."""
 
 import json
 import re
@@ -33,7 +33,7 @@ class Meaning(Record):
     """
 
     key: str
-    """`<...>` stands for any text, such as a lag or a data source."""
+    """`<...>` stands for any text, such as a lag."""
     section: str
     meaning: str
     unit: str = ""
@@ -71,7 +71,7 @@ class SettingRow(Record):
 
 
 def read_settings(folder: Path) -> list[SettingRow]:
-    """Return every setting of a run, including unknown ones. Raises ConfigError."""
+    """Return all settings, including unknown ones. Raises ConfigError."""
     path = folder / "config.yaml"
     try:
         values = msgspec.yaml.decode(path.read_bytes(), type=dict[str, Any])
@@ -89,7 +89,7 @@ def read_settings(folder: Path) -> list[SettingRow]:
 
 @cache
 def read_setting_meanings() -> dict[str, str]:
-    """Return key -> meaning, from the docstrings of the config records."""
+    """Return key -> meaning, from the config records."""
     return {setting.key: setting.meaning for setting in settings()}
 
 
@@ -161,7 +161,7 @@ class Trajectories:
             if known and known.was_live == is_live:
                 return known.catalog
             stack, archive = ExitStack(), reader.folder / "archive"
-            # Start no server: the archive of a run that is over is complete.
+            # Start no server: a finished run's archive is complete.
             where = reader.folder if is_live or not is_archive(archive) else archive
             catalog = stack.enter_context(open_catalog(str(where), starts_server=False))
             if known:

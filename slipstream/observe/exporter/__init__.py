@@ -1,1 +1,1 @@
-"""Exporter: metrics of a run for Prometheus, and recorded steps as OpenTelemetry spans."""
+"""Exporter: metrics for Prometheus, and OpenTelemetry spans."""

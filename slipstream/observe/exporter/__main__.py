@@ -37,7 +37,7 @@ from slipstream.runtime.process import on_stop_signal
 from slipstream.runtime.run_folder import find_run
 
 _TIMEOUT_S = 10.0
-"""Limit for a request, so that idle connections hold no thread."""
+"""Request limit, so that idle connections hold no thread."""
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -75,7 +75,7 @@ class MetricsServer:
 
 
 def guarded(application: Application, *, token: str, is_local: bool) -> Application:
-    """Admit only GET /metrics, with the token and, for a local server, under a local host name (DNS rebinding)."""
+    """Admit only GET /metrics, with the token and, on a local server, a local host name (DNS rebinding)."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         refusal = _refusal(environ, token=token, is_local=is_local)
@@ -170,7 +170,7 @@ class RunMetrics:
 
 
 class Outbox:
-    """Sends each recorded trace once, on its own thread, so that it delays no metric. Life: poll* -> close."""
+    """Sends each recorded trace once, on its own thread, to delay no metric. Life: poll* -> close."""
 
     def __init__(self, folder: Path, run: RunConfig) -> None:
         self._path = folder / "profile" / "trace.json.gz"

@@ -1,4 +1,4 @@
-"""Prometheus metric families of a run and their samples, from its status.
+"""Prometheus metric families of a run and their samples.
 
 The row key `learner/ess` becomes `slipstream_learner_ess`. Variable parts of a key become labels:
 `learner/by_lag/4-7/ess` is `slipstream_learner_by_lag_ess{lag="4-7"}`, `eval/accuracy_greedy` is
@@ -26,7 +26,7 @@ _ROW = "`{key}` of the newest step, see docs/metrics.md"
 
 
 class Family(NamedTuple):
-    """Name and meaning of a metric family. Example: Family("step", "steps committed", is_counter=False)."""
+    """Name and meaning of a metric family."""
 
     name: str
     """Without the prefix and `_total`."""
@@ -128,7 +128,7 @@ def metrics_of(status: RunStatus, context: Context) -> list[Metric]:
 
 
 def unreachable(run: str) -> list[Metric]:
-    """Return the metrics of a run without a responding store: `up 0`."""
+    """Return the metrics without a responding store: `up 0`."""
     families: dict[str, Metric] = {}
     _add(families, FAMILIES["up"], {}, 0.0, run=run)
     return list(families.values())
@@ -207,7 +207,7 @@ def _count_samples(status: RunStatus) -> Iterator[Sample]:
         yield "ready_groups", {"lag": str(lag)}, number
     ends: Counter[tuple[str, str]] = Counter()
     for reason, number in status.counts.reasons.items():
-        # Drop the rest of the reason, which would create a series per group.
+        # The whole reason would create a series per group.
         outcome, why, *_ = f"{reason}: ".split(": ")
         ends[outcome, why] += number
     yield from (("group_ends", {"outcome": outcome, "reason": why}, number) for (outcome, why), number in ends.items())

@@ -1,4 +1,4 @@
-"""Sends a recorded trace of a run over OTLP: one trace per trajectory, with ids derived from the trajectory id."""
+"""Sends a recorded trace over OTLP: one trace per trajectory, with ids derived from the trajectory id."""
 
 import gzip
 import hashlib
@@ -37,7 +37,7 @@ def send_trace(path: Path, *, run: str, endpoint: str) -> tuple[int, bool]:
 
 
 def read_spans(path: Path, *, run: str) -> Iterator[ReadableSpan]:
-    """Yield a root span per trajectory of a trace, followed by its child spans."""
+    """Yield a root span per trajectory, followed by its children."""
     with gzip.open(path) as file:
         trace = msgspec.json.decode(file.read())
     began_at = trace["otherData"]["began_at_ns"]
@@ -77,7 +77,7 @@ def _spans_of(
 
 
 def _context(run: str, trajectory: str, name: str) -> SpanContext:
-    """Derive span ids from names, so that a resent span has the same id."""
+    """Derive ids from names: a resent span has the same id."""
     trace = int.from_bytes(hashlib.sha256(f"{run}/{trajectory}".encode()).digest()[:16])
     span = int.from_bytes(hashlib.sha256(f"{run}/{trajectory}/{name}".encode()).digest()[:8])
     return SpanContext(trace, span, is_remote=False, trace_flags=TraceFlags(TraceFlags.SAMPLED))

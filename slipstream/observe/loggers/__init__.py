@@ -1,1 +1,1 @@
-"""Loggers: send the metrics of a run to trackio, Weights & Biases, TensorBoard, or a user-defined class."""
+"""Loggers: send metrics to trackio, Weights & Biases, TensorBoard, or a user's class."""

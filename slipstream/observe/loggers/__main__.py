@@ -103,7 +103,7 @@ class LoggerProcess:
         """Build the logger once the first row arrives, because the logger needs its step."""
         run, changes = self._run, self._reader.changes(after=self._bookmark.cursor)
         if not changes.rows:
-            # A resume may have truncated the file: move back to its end to log repeated steps.
+            # A resume may have truncated the file: move back to log repeated steps.
             self._keep(changes.position)
             return
         cursor = self._bookmark.cursor

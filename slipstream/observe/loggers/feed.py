@@ -1,4 +1,4 @@
-"""Feed: turns the rows of a run into entries for a logger: metrics, the curve, and tables of samples."""
+"""Feed: turns a run's rows into logger entries: metrics, the curve, and tables of samples."""
 
 import json
 import threading
@@ -47,7 +47,7 @@ class Delivery:
         self.num_sent = self.num_failed = self.num_dropped = 0
         """Entries delivered | failed in the logger | dropped from a full queue."""
         self.cursor = 0
-        """Position after the last row passed to the logger; 0 before the first."""
+        """Position after the last delivered row; 0 before the first."""
         self.error: Exception | SystemExit | None = None
         """Raised by the logger's start."""
         self._thread = threading.Thread(target=self._run, name="logger", daemon=True)
@@ -120,7 +120,7 @@ class Delivery:
 
 
 class Bookmark:
-    """Position after a logger's last row, and the run's id for it, in the run folder."""
+    """File with the position after a logger's last row, and the run's id for it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -132,7 +132,7 @@ class Bookmark:
         self.id = str(known.get("id") or uuid.uuid4().hex[:12])
 
     def save(self, cursor: int) -> None:
-        """Store a position. On a full disk, the old one stays and a restart repeats rows."""
+        """On a full disk, the old position stays and a restart repeats rows."""
         self.cursor = cursor
         draft = self._path.with_suffix(".new")
         with suppress(OSError):
@@ -164,7 +164,7 @@ class Feed:
         """Rows that the store dropped before they were read."""
 
     def turn(self, *, is_last: bool = False) -> None:
-        """Pass on new rows and, when it is due or `is_last`, the curve. Raises ConfigError, ReplayBufferError."""
+        """Pass on new rows and, when due or `is_last`, the curve. Raises ConfigError, ReplayBufferError."""
         changes = self._reader.changes(after=self._cursor)
         self.num_lost += changes.num_lost
         self._cursor = changes.position
@@ -189,7 +189,7 @@ class Feed:
 
 
 def read_samples(reader: RunReader, step: int, *, limit: int) -> list[list[Cell]]:
-    """Return stored answers of a step as rows of SAMPLE_COLUMNS. Raises ConfigError, ReplayBufferError."""
+    """Return a step's stored answers as rows of SAMPLE_COLUMNS. Raises ConfigError, ReplayBufferError."""
     entry = reader.find_step(step) if reader.has_store else None
     if entry is None:
         return []

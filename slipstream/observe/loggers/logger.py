@@ -19,7 +19,7 @@ class LoggedRun(Record):
 
     name: str
     id: str
-    """Unique to the run; unchanged by a restart or resume."""
+    """Unique to the run, also after a resume."""
     folder: Path
     settings: dict[str, Any]
     """Resolved settings without secrets."""
@@ -30,12 +30,12 @@ class LoggedRun(Record):
 class RunLogger(Protocol):
     """Destination for a run's metrics. Life: (log | image | table)* -> close.
 
-    A user-defined class is called with the LoggedRun and its `logging.options`; only `log` is required. It may block
-    and raise.
+    A user's class is called with the LoggedRun and its `logging.options`; only `log` is required. It may block and
+    raise.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of a step. A step is repeated after a rollback."""
+        """A step is repeated after a rollback."""
         ...
 
     def image(self, step: int, name: str, png: bytes) -> None:
@@ -84,6 +84,6 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def as_text(text: str) -> str:
-    """Escape Markdown, so that markup in a model's answer is shown literally."""
+    """Escape Markdown, so that markup in answers is shown literally."""
     escaped = "".join(f"&#{ord(each)};" if each in "\\`*_{}[]()#+-.!|~" else html.escape(each) for each in text)
     return escaped.replace("\n", "<br>")

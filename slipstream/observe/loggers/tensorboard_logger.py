@@ -1,4 +1,4 @@
-"""TensorboardLogger: event files for TensorBoard, written without torch and TensorFlow."""
+"""TensorboardLogger: TensorBoard's event files, without torch and TensorFlow."""
 
 import struct
 import time

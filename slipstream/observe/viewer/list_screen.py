@@ -137,7 +137,7 @@ class RowList(ScrollView, can_focus=True):
 
     def _go(self, index: int) -> None:
         self.cursor = max(0, min(index, self.num_rows - 1))
-        # Two lines high, because the headings cover the line above.
+        # Two lines high: the headings cover the line above.
         self.scroll_to_region(Region(self.scroll_offset.x, self.cursor, 1, 2), animate=False, force=True)
         self.refresh()
 
@@ -162,7 +162,7 @@ _FIRST_ROWS = 256
 
 
 class ListScreen(Screen[None]):
-    """The list of a catalog. Queries run in a thread, so that keys keep working."""
+    """The list. Queries run in a thread, so that keys keep working."""
 
     # Not `CSS`, which Textual does not load for an application's first screen.
     DEFAULT_CSS = """
@@ -308,7 +308,7 @@ class ListScreen(Screen[None]):
             self.app.push_screen(DetailScreen(found, self._find_beside, self.show_group))
 
     def _find_beside(self, rows: int) -> TrajectoryDetail | None:
-        """Move the cursor by `rows` and return that trajectory; None beyond the ends."""
+        """Move the cursor; return that trajectory, None beyond the ends."""
         index = self._list.cursor + rows
         row = self._list.row(index)
         if row is None:

@@ -26,7 +26,7 @@ _WRITTEN_BY_OTHERS = Style(dim=True)
 
 
 def page_of(detail: TrajectoryDetail, *, name: str, first: int = 0, size: int = TOKENS_AT_ONCE) -> Text:
-    """Return `size` tokens from `first` on, or their ids without a tokenizer, colored by the number `name`.
+    """Return `size` tokens from `first` on, or ids without a tokenizer, colored by the number `name`.
 
     Tokens of other writers are dim.
     """
@@ -43,7 +43,7 @@ def page_of(detail: TrajectoryDetail, *, name: str, first: int = 0, size: int = 
 
 
 def legend(detail: TrajectoryDetail, *, name: str) -> Text:
-    """Return the name and range of a number, with the colors of both ends."""
+    """Return a number's name and range, with the colors of both ends."""
     numbers = [number for number in detail.numbers.get(name, []) if number is not None]
     if not numbers:
         return Text("no colors: press c to choose a number" if detail.numbers else "no numbers are stored")
@@ -125,7 +125,7 @@ class DetailScreen(TokenScreen):
         find: Callable[[int], TrajectoryDetail | None],
         show_group: Callable[[str], None],
     ) -> None:
-        """`find(offset)` moves by `offset` rows and returns that trajectory; None beyond the list."""
+        """`find(offset)` moves by rows and returns that trajectory; None beyond the list."""
         super().__init__(detail)
         self._find = find
         self._show_group = show_group
@@ -185,7 +185,7 @@ def facts_of(detail: TrajectoryDetail, *, name: str, first: int) -> Text:
 
 
 def messages_of(detail: TrajectoryDetail) -> Text:
-    """Return the conversation, each message with its role and token range."""
+    """Return the messages, with roles and token ranges."""
     return Text("\n\n").join(map(_message, detail.messages))
 
 
