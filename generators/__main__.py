@@ -112,7 +112,7 @@ async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, tok
     os.environ.update(vllm_environment(run))
     check_model_path(run.model.path)
     check_same_model(run.model.path, session.welcome.model)
-    # Imported after the config arrives, because torch and vLLM read the environment at import.
+    # Local imports, because torch and vLLM read the environment at import.
     from slipstream.broker.weights.collective import CollectiveReceiver
     from slipstream.generators.build import assemble, make_fetcher
     from slipstream.generators.tokenization import load_tokenizer
@@ -136,13 +136,12 @@ async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, tok
 
 
 def start_loading(run: RunConfig | None) -> threading.Thread:
-    """Import vLLM in a thread while waiting for the broker, if the local `run` uses it. This takes ten seconds.
+    """Import vLLM, which takes ten seconds, in a thread, if the local `run` uses it.
 
     Ignores errors, which recur at the later import.
     """
     modules = []
     if run and isinstance(run.generators.engine, VllmEngineConfig):
-        # torch and vLLM read these at import.
         os.environ.update(vllm_environment(run))
         modules.append("slipstream.generators.engines.vllm.engine")
 
@@ -186,9 +185,9 @@ def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline
 
 
 def find_local_run(given: RunConfig, overrides: list[str]) -> RunConfig | None:
-    """Return the settings of the run in `runs_dir` to join, None if there is none, as on another machine.
+    """Return the settings of the run in `runs_dir` to join, None without one, as on another machine.
 
-    This is the named run, else the newest run at the given address, else the newest run with a listening broker.
+    The named run, else the newest at the given address, else the newest with a listening broker.
     """
     is_named, address = "name" in _keys(overrides), given.broker.address
     folders = [Path(given.runs_dir) / given.name] if is_named else list_runs(Path(given.runs_dir))

@@ -1,11 +1,10 @@
-"""Auditor: checks guests' answers with this generator's engine and reward functions.
+"""Auditor: checks guests' answers with the engine and the reward functions.
 
-Consumes: Audit, and a few answers of this generator.
+Consumes: Audit, and a few own answers.
 Produces: Audited, one per Audit.
-Waits for: audits; within an audit, the engine and the reward functions.
-Woken by: an audit.
-Invariant: if the engine no longer holds the policy version that wrote an answer, the log-probability difference is
-reported together with that of this generator's own answers of the same version.
+Waits for: audits; within one, the engine and the reward functions.
+Invariant: if the engine no longer holds the version that wrote an answer, the log-probability difference is reported
+together with that of own answers of the same version.
 """
 
 import asyncio
@@ -30,14 +29,14 @@ _VERSIONS_KEPT = 16
 _ANSWERS_KEPT = 4
 """Own answers kept per version."""
 _TRIES = 3
-"""Scoring passes to try, until one is not interrupted by a weight update."""
+"""Tries for a scoring pass without an interrupting weight update."""
 _MAX_REWARD_DIFF = 1e-6
 
 log = structlog.get_logger(__name__)
 
 
 class Auditor:
-    """Wraps another Agent in a run with guests, and remembers its answers."""
+    """Wraps another Agent and remembers its answers."""
 
     def __init__(
         self, agent: Agent, *, engine: Engine, rewards: Scorer, encoder: PromptEncoder, client: BrokerClient
@@ -121,7 +120,7 @@ class Auditor:
         )
 
     async def _find_lie(self, prompt: Prompt, trajectory: Trajectory) -> str:
-        """Return a mismatch of prompt or reward; empty if they match or the reward cannot be recomputed."""
+        """Return a mismatch of prompt or reward; empty without one, or if the reward cannot be recomputed."""
         first = int(np.argmax(trajectory.model_mask))
         expected, _ = self._encoder.encode(prompt)
         if trajectory.token_ids[:first].tolist() != expected:

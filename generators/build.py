@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 
 def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
     """Build the configured engine. vLLM ignores `receiver`, because its workers build their own."""
-    # Local imports: torch and vLLM read the environment at import, and the scripted engine needs neither.
+    # Local imports, because torch and vLLM read the environment at import.
     match run.generators.engine:
         case VllmEngineConfig() as config:
             from slipstream.generators.engines.vllm.engine import VllmEngine
@@ -49,7 +49,7 @@ def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
 
 
 def make_fetcher(run: RunConfig, keys: Keys, *, broker_address: str) -> Fetcher:
-    """Build the fetcher of weights. If `cluster.network` is set, it also lends fetched weights to other generators.
+    """Build a fetcher, which with `cluster.network` also lends weights to other generators.
 
     Guests, generators that reach the broker over ipc, and machines outside the network never lend.
     """

@@ -1,8 +1,8 @@
 """Escape attempts that run inside the sandbox before any other code.
 
-A program for the Python below /usr with only its standard library. It reads a JSON record from stdin: `names` of
-attempts, and their targets in `around`. It prints a JSON record: attempt -> "" (the sandbox holds), "escaped", or an
-error. A successful attempt uses at most 256 MiB of memory, 12 MiB of files, and 40 processes for 3 s.
+A program for the Python below /usr, without other libraries. It reads a JSON record from stdin: `names` of attempts,
+and their targets in `around`. It prints a JSON record: attempt -> "" (the sandbox holds), "escaped", or an error. A
+successful attempt uses at most 256 MiB of memory, 12 MiB of files, and 40 processes for 3 s.
 """
 
 import ctypes
@@ -47,7 +47,7 @@ _FORBIDDEN_CALLS = {
     "files by handle": ("open_by_handle_at", 304, 265),
     "the kernel log": ("syslog", 103, 116),
 }
-"""Attempt -> name of the system call, and its number on x86_64 and on aarch64."""
+"""Attempt -> system call, and its number on x86_64 and on aarch64."""
 _CLONE_NEWUSER, _TIOCSTI = 0x10000000, 0x5412
 _DEVICES = {"null", "zero", "full", "random", "urandom", "tty", "console", "ptmx", "pts", "shm", "fd", "core"}
 _DEVICES |= {"stdin", "stdout", "stderr"}

@@ -52,7 +52,7 @@ from slipstream.runtime.trace import ProcessorTime, TimeAccount, Trace
 class ConcurrencyLimit:
     """Adapts the number of concurrent trajectories to the engine: additive increase, multiplicative decrease.
 
-    Grows by one group while the limit is reached, the queue is empty, and the KV cache has room. Shrinks on preemptions
+    Grows by a group while the limit is reached, the queue is empty, and the KV cache has room. Shrinks on preemptions
     in a full cache, and on requests that stay queued, which another generator could start sooner. Ignores a shrinking
     queue (a burst of prompts) and preemptions in a cache with room (a weight update).
 
@@ -61,7 +61,7 @@ class ConcurrencyLimit:
     """
 
     ROOM_BELOW = 0.8
-    """The limit grows only below this KV cache usage. Running sequences need the rest to grow."""
+    """KV cache usage below which the limit grows. Running sequences need the rest."""
     DECREASE = 0.75
     """Factor after a preemption."""
 
@@ -79,7 +79,7 @@ class ConcurrencyLimit:
         lasting_queue = self._num_waiting if load.num_waiting >= self._num_waiting else 0
         self._num_preempted, self._num_waiting = load.num_preempted, load.num_waiting
         if running > self.limit:
-            # The last decrease has not taken effect yet.
+            # The last decrease is still pending.
             return
         has_room = load.kv_usage < self.ROOM_BELOW
         if preempted > 0 and not has_room:
@@ -94,10 +94,10 @@ class ConcurrencyLimit:
 
 
 _REQUEST_TIMEOUT_S = 5.0
-"""Time after which an unanswered lease request is resent, because the broker may have restarted."""
+"""After it, an unanswered lease request is resent, because the broker may have restarted."""
 _HEALTH_CHECK_INTERVAL_S = 1.0
 _LOAD_POLL_INTERVAL_S = 1.0
-"""A shorter interval would adjust the limit before the load reflects the last adjustment."""
+"""Long enough for the load to reflect the last adjustment."""
 _IDLE_LOG_INTERVAL_S = 10.0
 _SERVING = ("ready", "updating")
 """States that accept prompts."""
@@ -144,7 +144,7 @@ class Generator:
         self._load = EngineLoad()
         self._next_load_poll_at = 0.0
         self._next_idle_log_at = 0.0
-        # Uses real time even in a serial run, whose clock counts turns.
+        # Real time, because a serial run's clock counts turns.
         self._tokens = Rate()
         self._trace = trace or Trace(member.peer_id, RunFolder(run).profile)
         self._account = TimeAccount("starting", trace=self._trace)
@@ -243,7 +243,7 @@ class Generator:
             raise self._error
 
     def _set_state(self, state: str, reason: str) -> None:
-        # Draining is final, although an engine start or a weight update may still complete.
+        # Draining is final, although a start or an update may still complete.
         if self._state != "draining":
             self._state, self._reason = state, reason
         self.wake()
@@ -255,7 +255,7 @@ class Generator:
         match message:
             case Prompts(prompts=prompts, reason=reason):
                 if self._state in _SERVING:
-                    # In other states the generator knows a more specific reason than the broker.
+                    # In other states the generator has a more specific reason.
                     self._reason = reason
                 self._accept(prompts)
             case OpenEpoch() | Update():
@@ -275,7 +275,7 @@ class Generator:
         self.wake()
 
     async def _profile(self, stage: Literal["events", "engine", "end"]) -> None:
-        """Start or write a recording. The engine's comes first, because the learner waits for the event file."""
+        """Start or write a recording; the engine's first, because the learner waits for the event file."""
         if stage != "events" and (profile := getattr(self._engine, "profile", None)):
             try:
                 self._trace.adopt(await profile(is_on=stage == "engine"))
@@ -284,7 +284,7 @@ class Generator:
         await asyncio.to_thread(self._trace.obey, stage)
 
     def wake(self) -> None:
-        """Run another iteration of the serving loop. Serial runs call this every turn."""
+        """Run another iteration of the serving loop."""
         self._wake_up.set()
 
     def drain(self, reason: str) -> None:
@@ -312,8 +312,7 @@ class Generator:
                 "cpu_s": round(self._processor.seconds, 3),
             }
         )
-        # `list` copies atomically, because the loop may change the dict. A lease is held until its last trajectory is
-        # acknowledged.
+        # `list` copies atomically. A lease is held until its last trajectory is acknowledged.
         held = {prompt.lease.id for prompt in list(self._tasks.values())} | outbox.lease_ids()
         reason = self._prompt_error or self._agent.waiting or self._reason
         if outbox.deferral_reason:
@@ -347,7 +346,7 @@ class Generator:
             return
         self._next_load_poll_at = self._clock() + _LOAD_POLL_INTERVAL_S
         self._load = self._engine.current_load()
-        # Skipped during an update, because paused requests look like a full engine.
+        # Not during an update: paused requests look like a full engine.
         if self._state == "ready":
             self._concurrency.observe(self._load, running=len(self._tasks))
 
@@ -373,12 +372,12 @@ class Generator:
         self._trace.mark("started", make_trajectory_id(prompt.lease.id, index))
         trajectory = await self._agent.answer(prompt, index)
         self._trace.mark("scored", trajectory.id)
-        # Hold back a response that ends during an update. If verification fails, this task is canceled here.
+        # Hold back a response that ends during an update. A failed verification cancels this task.
         await self._weight_updates.is_verified.wait()
         lease, group_size = prompt.lease, self._group_size if prompt.lease.purpose == "train" else 1
         header, payload = pack(trajectory, lease_id=lease.id, purpose=lease.purpose, group_size=group_size)
         if len(payload) > self._max_payload_bytes:
-            # Sending it would drop the connection after every reconnect.
+            # It would drop the connection after every reconnect.
             raise PromptError(
                 f"a trajectory must fit into broker.max_message_bytes ({self._max_payload_bytes}), {header.id} with "
                 f"{len(trajectory.token_ids)} tokens has {len(payload)} bytes: raise the limit in a new run, or lower "
@@ -405,14 +404,14 @@ class Generator:
 
     def _handle_nack(self, nack: Nack) -> None:
         if not nack.is_fatal:
-            # The outbox resends it. Log once per reason.
+            # Log once per reason.
             if nack.reason != self._deferred_reason:
                 log.warning("trajectories_deferred", reason=nack.reason)
             self._deferred_reason = nack.reason
             return
         log.warning("trajectory_rejected", id=nack.id, reason=nack.reason)
         if nack.lease_id:
-            # Otherwise the prompt would wait until the lease lapses.
+            # Rather than wait until the lease lapses.
             self._return_leases([nack.lease_id], f"{nack.id} was rejected: {nack.reason}")
 
     async def _release(self, reason: str) -> None:

@@ -3,7 +3,7 @@
 The local sandbox has new namespaces without network, an empty file system with /usr read-only, a system call filter,
 none of the generator's environment, and Limits. If the generator is root, the code gets an unused user id, because root
 is exempt from the process limit. A cgroup v2 memory controller limits all processes of a run and their files in /tmp
-together. Without one, a run can use `processes` times `memory_mib`, which is logged.
+together. Without one, a run can use `processes` times `memory_mib`.
 Invariant: no code runs before a probe has tried the escapes in `escapes.py` on this machine.
 """
 
@@ -40,10 +40,7 @@ class SandboxError(Exception):
 
 
 class Limits(Config):
-    """Limits of one run.
-
-    Example: Limits(time_s=10, cpu_s=5, memory_mib=512)
-    """
+    """Limits of one run."""
 
     time_s: float = 10.0
     """Wall-clock time."""
@@ -65,10 +62,7 @@ DEFAULT_LIMITS = Limits()
 
 
 class Execution(msgspec.Struct, frozen=True):
-    """Result of a run.
-
-    Example: Execution("ok", stdout="3\\n")
-    """
+    """Result of a run."""
 
     status: Literal["ok", "error", "timeout", "output"]
     """Exit code 0 | another exit code or a signal | exceeded `time_s` or `cpu_s` | exceeded `output_bytes`."""
@@ -76,7 +70,7 @@ class Execution(msgspec.Struct, frozen=True):
     stderr: str = ""
     exit_code: int | None = None
     is_out_of_memory: bool = False
-    """Whether the kernel killed a process for lack of memory in its cgroup."""
+    """Whether the cgroup's memory limit killed a process."""
 
 
 class Sandbox(Protocol):
@@ -91,7 +85,7 @@ class Sandbox(Protocol):
 _PROGRAMS = "/usr/local/bin:/usr/bin:/bin"
 _VARIABLES = {"PATH": _PROGRAMS, "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
 _FIRST_UID, _NUM_UIDS = 60100, 4800
-"""User ids above user accounts, below systemd's ids, and within the id range of most containers."""
+"""User ids between user accounts and systemd's, in the id range of most containers."""
 _MIB = 2**20
 _CPU_EXITS = (128 + 9, 128 + 24, -9, -24)
 """Exit codes after SIGKILL and SIGXCPU."""
@@ -106,8 +100,8 @@ class LocalSandbox:
     _run_numbers = itertools.count()
 
     def __init__(self, *, python: str = "python3", warns: bool = True) -> None:
-        """Run the escape probe, which takes a few seconds. `python`: program below /usr. `warns`: log if memory is
-        only limited by process.
+        """Run the escape probe, which takes seconds. `python`: program below /usr. `warns`: log if memory is only
+        limited by process.
 
         Raises ConfigError if programs are missing or an escape succeeds.
         """
@@ -198,7 +192,7 @@ def _command(python: str, number: int, limits: Limits, group: Path | None, *, fd
 
 @cache
 def _can_disable_user_namespaces() -> bool:
-    """Whether bubblewrap is version 0.8 or newer. The system call filter refuses user namespaces anyway."""
+    """Whether bubblewrap is at least 0.8. The system call filter refuses user namespaces anyway."""
     help_text = subprocess.run(["bwrap", "--help"], capture_output=True, env={"PATH": _PROGRAMS}, timeout=_END_S).stdout
     return b"--disable-userns" in help_text
 
@@ -255,7 +249,7 @@ def _system_call_filter() -> bytes:
 
     for name in _REFUSED.split():
         refuse(name)
-    # A filter cannot see clone3's arguments, which are in memory. The C library falls back to clone.
+    # A filter cannot see clone3's arguments. The C library falls back to clone.
     refuse("clone3", error=errno.ENOSYS)
     for flag in _NAMESPACES:
         refuse("clone", _Condition(0, _MASKED_EQUAL, flag, flag))
@@ -272,7 +266,7 @@ def _system_call_filter() -> bytes:
 
 # --- memory of all processes -----------------------------------------------------------------------------------------
 def _find_groups() -> Path | None:
-    """Find a cgroup v2 where this process may create groups with a memory limit."""
+    """Find a cgroup v2 where groups with a memory limit may be created."""
     try:
         mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
         mount = next(words[1] for words in mounts if words[2] == "cgroup2")
@@ -307,7 +301,7 @@ async def _memory_group(parent: Path | None, number: int, limits: Limits) -> Asy
         while group.exists() and time.monotonic() < until:
             try:
                 group.rmdir()
-            except OSError:  # its last process is still ending
+            except OSError:  # a process is still ending
                 await asyncio.sleep(0.01)
 
 
@@ -342,8 +336,8 @@ async def _watch(process: asyncio.subprocess.Process, stdin: bytes, limits: Limi
     try:
         _, late = await asyncio.wait(tasks, timeout=limits.time_s)
     finally:
-        # Killing bubblewrap kills every process of its namespace, which closes the pipes. Only then does asyncio report
-        # the exit, so the tasks are not canceled.
+        # Killing bubblewrap kills its namespace, which closes the pipes. Only then does asyncio report the exit, so the
+        # tasks are not canceled.
         _kill(process)
         _, left = await asyncio.wait([*tasks, feeder], timeout=_END_S)
         for task in left:
@@ -367,7 +361,7 @@ def _kill(process: asyncio.subprocess.Process) -> None:
 async def _read(
     stream: asyncio.StreamReader, output: bytearray, process: asyncio.subprocess.Process, *, most: int
 ) -> None:
-    """Keep the output up to its limit. Beyond it, kill the process and keep reading until the pipe is empty."""
+    """Keep the output up to its limit. Beyond it, kill the process and empty the pipe."""
     while data := await stream.read(_READ_BYTES):
         if len(output) <= most:
             output += data
@@ -381,7 +375,7 @@ async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
         await stream.drain()
         stream.close()
     except (BrokenPipeError, ConnectionResetError):
-        pass  # the code ended without reading its input
+        pass  # the code did not read its input
 
 
 # --- the probe -------------------------------------------------------------------------------------------------------
@@ -402,11 +396,11 @@ time.sleep(6)
 """,
     ("output: more can be printed than allowed", "output"): "print('x' * 2**18)",
 }
-"""(escape, status of a run that is stopped as intended) -> code, which ends within six seconds even if it escapes."""
+"""(escape, status of a stopped run) -> code, which ends within six seconds even if it escapes."""
 
 
 async def _probe(sandbox: LocalSandbox) -> list[str]:
-    """Try all escapes that the limits should prevent. Returns a phrase for each that succeeds."""
+    """Try all escapes. Returns a phrase for each that succeeds."""
 
     async def escaped(names: list[str]) -> list[str]:
         try:
@@ -471,7 +465,7 @@ class RemoteSandbox:
     """
 
     def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
-        """`address`: base URL, e.g. http://sandbox:8080. `timeout_s`: time for a response, in addition to the run's."""
+        """`address`: base URL, e.g. http://sandbox:8080. `timeout_s`: added to the run's time limit."""
         self._address = address.rstrip("/")
         self._timeout_s = timeout_s
         self._client: httpx.AsyncClient | None = None

@@ -46,7 +46,7 @@ class PromptEncoder:
     ) -> tuple[list[int], list[PromptImage]]:
         """Encode plain text without special tokens, or chat messages with the chat template. Raises PromptError.
 
-        `tools`: JSON schemas for the template. Also returns the prompt's images, whose placeholder tokens are expanded.
+        `tools`: JSON schemas for the template. Also returns the prompt's images, with expanded placeholder tokens.
         """
         if isinstance(prompt.prompt, str):
             try:
@@ -57,7 +57,7 @@ class PromptEncoder:
                 ) from error
         else:
             self._require_template(f"prompt {prompt.uid} is a list of chat messages")
-            # The template has inserted special tokens, and rows may contain more.
+            # The template and the row may contain special tokens.
             text = self._render(prompt.prompt, tools=tools, subject=f"prompt {prompt.uid}")
             token_ids = self.encode_text(text, special_tokens=True)
         images: list[PromptImage] = []
@@ -66,7 +66,7 @@ class PromptEncoder:
                 assert self._vision, "prompts with images require a vision model"
                 token_ids, images = self._vision.expand(token_ids, prompt.images)
                 for image in images:
-                    # Decode now, because damaged pixels in the engine would fail every request.
+                    # Damaged pixels in the engine would fail every request.
                     self._vision.patches(image.data)
             except ConfigError as error:
                 raise PromptError(f"prompt {prompt.uid}: {error}") from error
@@ -83,10 +83,7 @@ class PromptEncoder:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def encode_text(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Encode text without adding special tokens.
-
-        `special_tokens`: encode names of special tokens in the text as those tokens, not as plain text.
-        """
+        """Adds no special tokens. `special_tokens`: encode their names in the text as those tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special_tokens)
 
     def shortened(self, text: str, max_tokens: int) -> str:
@@ -98,15 +95,14 @@ class PromptEncoder:
         """Encode everything between two model turns: end of the first, `messages`, header of the next.
 
         Names of special tokens in messages are plain text, so that no tool result can end or start a turn.
-        `last_token_id`: the model's last token, which is not repeated if it is the template's end token. Raises
-        PromptError.
+        `last_token_id`: the model's last token, not repeated if it is the template's end token. Raises PromptError.
         """
         self._require_template("an agent answers with chat messages")
-        # A marker replaces the model's turn, because the text after the turn does not depend on it.
+        # A marker replaces the model's turn, which the text after it does not depend on.
         opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         hidden = self._hide_names(messages)
         text = self._render([*opening, *hidden], tools=None, subject="the messages of an agent")
-        # `partition` takes the first marker, because a message may contain it too.
+        # The first marker, because a message may contain it too.
         _, mark, rest = text.partition(_MARK)
         if not mark:
             raise PromptError("the chat template must render the text of assistant messages, but it omits it")

@@ -3,7 +3,6 @@
 Consumes: OpenEpoch, Update; the weights, broadcast or fetched.
 Produces: EpochOpened, UpdateApplied.
 Waits for: commands; within a command, at most its time limit.
-Woken by: a command.
 Invariant: `is_verified` is set only while the engine holds a version that passed the probe.
 """
 
@@ -31,18 +30,18 @@ log = structlog.get_logger(__name__)
 
 _PROBE_TIMEOUT_S = 30.0
 _SAMPLED_TOKENS = 4
-"""Tokens that a probe samples after a prefix of each canary sequence. Each costs a decoding step."""
+"""Tokens to sample after a prefix of each canary sequence. Each costs a decoding step."""
 _GIVEN_UP_S = 20.0
-"""Time for the engine to end an abandoned broadcast. Must be shorter than `learner.dead_end.after_s`, after which the
+"""Time for the engine to end an abandoned broadcast. Must be below `learner.dead_end.after_s`, after which the
 learner ends a run without generators that have weights."""
 
 
 class _UnendedBroadcastError(EngineDiedError):
-    """The engine hangs in a broadcast. This ends the generator."""
+    """The engine hangs in a broadcast. Ends the generator."""
 
 
 class ProbeResult(Record):
-    """Absolute log-probability differences, nats. Example: ProbeResult(mean=2.1e-7, largest=9.5e-7)."""
+    """Absolute log-probability differences, nats."""
 
     mean: float = 0.0
     """The larger of the means over canary tokens and over sampled tokens."""
@@ -104,7 +103,7 @@ class WeightUpdates:
     """Executes weight commands for one engine in order, skipping superseded ones, on one asyncio loop.
 
     The learner repeats each command until it is answered, because messages may be lost. A repeated command is answered
-    again but not executed again.
+    again, but not executed again.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class WeightUpdates:
         fetcher: Fetcher | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """`release(reason)`: cancel the generator's requests in flight. `fetcher`: closed at the end; may be None."""
+        """`release(reason)`: cancel requests in flight. `fetcher`: closed at the end."""
         self._trace = trace or Trace(member.peer_id)
         self._member = member
         self._client = client
@@ -134,7 +133,7 @@ class WeightUpdates:
         self._given_up = asyncio.Event()
         self._received: Update | None = None
         self.version = -1
-        """Newest verified version, initially -1."""
+        """Newest verified version; -1 without one."""
         self.is_fetching = False
         self.is_verified = asyncio.Event()
         """Set while the engine's weights have passed the probe."""
@@ -197,7 +196,7 @@ class WeightUpdates:
         try:
             with self._trace.timed("fetch", version=update.version):
                 fetched = await self._fetch(update)
-            # Cleared before the swap, to hold back responses that end before the probe.
+            # First, to hold back responses that end before the probe.
             self.is_verified.clear()
             self._set_state("updating", "")
             with self._trace.timed("receive and load", version=update.version):
@@ -225,8 +224,8 @@ class WeightUpdates:
     async def _receive(self, update: Update) -> float:
         """Have the engine receive and load a broadcast. Returns the pause, seconds. Raises EngineDiedError if it hangs.
 
-        The engine's limit applies per bucket, which adds up to hours for a large model. Therefore the engine must also
-        end soon after a command for another epoch, which shows that the learner has abandoned this broadcast.
+        The engine's limit applies per bucket, which adds up to hours for a large model. A command for another epoch
+        shows that the learner has abandoned the broadcast, so the engine must end soon after it.
         """
         self._received = update
         self._given_up.clear()
@@ -252,7 +251,7 @@ class WeightUpdates:
             return None
         if self.version < 0:
             self._set_state("unsynced", f"fetching version {update.version}")
-        # `submit` has set the event of older updates, which are abandoned.
+        # `submit` has set the event of older updates.
         if update is self._newest:
             self._abandoned = Event()
         fetch = partial(self._fetcher.fetch, update, cancelled=self._abandoned)

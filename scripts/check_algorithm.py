@@ -25,7 +25,7 @@ _TOLERANCE = 1e-5
 
 
 class Finding(NamedTuple):
-    """A property, whether it holds, and whether training needs it: Finding("finite", True, True)."""
+    """A property, whether it holds, and whether training needs it."""
 
     name: str
     holds: bool

@@ -46,7 +46,7 @@ def save_model(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTok
     tokenizer.save_pretrained(unfinished)
     if takes_images(str(unfinished)):
         (unfinished / IMAGE_FILES[0]).write_text(json.dumps(_PICTURES, indent=2))
-    # Preparation steps only check whether the folder exists, so it must appear complete.
+    # Preparation only checks whether the folder exists, so it must appear complete.
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 

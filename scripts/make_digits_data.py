@@ -50,7 +50,7 @@ def write_file(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     pq.write_table(pa.Table.from_pylist(rows), unfinished, compression="zstd")
-    # Rename when complete, so that an interrupted preparation is repeated.
+    # Atomic, so that an interrupted preparation is repeated.
     unfinished.replace(path)
 
 

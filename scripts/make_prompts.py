@@ -161,7 +161,7 @@ def _read(split: Split, *, folder: Path | None) -> list[Values]:
 
 
 def _find(folder: Path, split: Split) -> list[Path]:
-    """At the published path, else anywhere by name; Parquet before JSON lines."""
+    """At the published path, else by name; Parquet before JSON lines."""
     for pattern in (split.file, f"**/{split.file}", f"**/{Path(split.file).name}"):
         for suffix in ("parquet", "jsonl"):
             if found := sorted(folder.glob(f"{pattern}*.{suffix}")):
@@ -267,7 +267,7 @@ def make_gym_task(task: str, *, arguments: dict[str, Any], rows: int, heldout_ro
 def _entries(task: str, arguments: dict[str, Any], *, size: int, seed: int) -> Iterator[Values]:
     """Each question once."""
     try:
-        # An optional dependency, which takes seconds to import.
+        # Local import, because it is optional and takes seconds.
         import reasoning_gym
     except ImportError as error:
         raise ConfigError(f"{_GYM}{task} needs the library, got {error}: pip install 'slipstream[tasks]'.") from error

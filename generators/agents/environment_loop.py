@@ -1,4 +1,4 @@
-"""EnvironmentLoop: runs an environment that acts as the agent and scores the answer in a separate process."""
+"""EnvironmentLoop: runs an environment, which acts as agent and grader, in a separate process."""
 
 import asyncio
 import itertools
@@ -111,7 +111,7 @@ class EnvironmentLoop(AgentLoop):
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LONGEST_LINE,
-                # A separate group, so that its tool servers, browsers, etc. can be killed with it.
+                # A separate group, so that its tool servers, browsers, etc. can be killed too.
                 process_group=0,
                 # Requests to the model server must bypass any proxy.
                 env=os.environ | {"NO_PROXY": "127.0.0.1,localhost", "PYTHONUNBUFFERED": "1"},

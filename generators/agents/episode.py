@@ -25,7 +25,7 @@ class Agent(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start servers and processes of loops. Raises GeneratorError."""
+        """Start the loops' servers and processes. Raises GeneratorError."""
         ...
 
     async def close(self) -> None:
@@ -57,7 +57,7 @@ class Scorer(Protocol):
         ...
 
     def compares(self, data_source: str) -> bool:
-        """Return whether answers of this source are compared, so that `score_group` must be called."""
+        """Whether answers of this source are compared, by `score_group`."""
         ...
 
     async def score_group(self, samples: list[RewardInput]) -> list[Reward]:
@@ -145,13 +145,10 @@ class Transcript:
 
 
 class Turn(Record):
-    """One model turn.
-
-    Example: Turn(text="The sum is <tool_call>", token_ids=[5, 3, 9], stop_reason="stop_string")
-    """
+    """One model turn."""
 
     text: str
-    """Text without special tokens, but with the stop string that ended the turn."""
+    """Without special tokens, but with the stop string that ended the turn."""
     token_ids: list[int]
     """Includes the end token."""
     stop_reason: str
@@ -172,7 +169,7 @@ class Access(Protocol):
         ...
 
     def renew(self) -> None:
-        """Replace the key, and forget the responses to requests with the old one."""
+        """Replace the key, and forget responses under the old one."""
         ...
 
 
@@ -208,17 +205,17 @@ class Episode:
         """The context of `generate`, then those of requests to the model server. Contexts without model tokens are
         dropped at the end."""
         self.door: Access | None = None
-        """Address and key for HTTP requests to the model, if the loop may make them."""
+        """For HTTP requests to the model, if the loop may make them."""
         self.fault: GeneratorError | None = None
-        """Engine failure in any request of this answer."""
+        """Engine failure in any request."""
         self.turns: list[Turn] = []
         """Model turns in all contexts, in order of completion."""
         self.reward: Reward | None = None
-        """Reward from the loop, which replaces the reward function."""
+        """From the loop; replaces the reward function."""
         self.messages: list[dict[str, Any]] = []
         """Chat messages after the prompt, for the reward function."""
         self.turn_rewards: list[float] = []
-        """Rewards from the loop, one per turn or none."""
+        """From the loop, one per turn or none."""
         self.metrics: Counter[str] = Counter()
         """Reported numbers, such as `tool_calls`."""
         self.extras: dict[str, Any] = {}
@@ -240,7 +237,7 @@ class Episode:
         return self.room_after(self.transcript.token_ids)
 
     def room_after(self, token_ids: list[int]) -> int:
-        """Number of tokens that the model may write after these."""
+        """Tokens that the model may write after these."""
         written = sum(len(turn.token_ids) for turn in self.turns)
         return min(self.sampling.max_tokens - written, self._max_length - len(token_ids))
 
@@ -251,8 +248,7 @@ class Episode:
     async def generate(self, *, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> Turn:
         """Let the model write a turn, up to its end token, a stop string in `stop`, or a limit. Raises EngineError.
 
-        Without room, sets the stop reason to `length` (`max_tokens` used up) or `context_overflow` (full context), and
-        returns an empty turn, which is not recorded.
+        Without room, sets the stop reason (`reason_of_no_room`) and returns an empty turn, which is not recorded.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens of a turn must be >= 1, got {max_tokens}")
@@ -284,7 +280,7 @@ class Episode:
             self.fault = error
             raise
         except Exception as error:
-            # The engine is at fault, so every prompt would fail.
+            # Every prompt would fail.
             self.fault = EngineError(f"request {request_id} failed: {type(error).__name__}: {error}")
             raise self.fault from error
 

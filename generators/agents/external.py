@@ -25,9 +25,9 @@ from slipstream.generators.rewards.reward import checked, failed_reward
 
 _LONGEST_WAIT_S = 60.0
 _LOOK_EVERY_S = 1.0
-"""Interval of checks that a waiting agent is still connected, because a disconnected one must not get an answer."""
+"""Interval of connection checks, because a disconnected agent must not get an answer."""
 _REPORT_AFTER_S = 5.0
-"""Shorter waits for an agent are normal between two answers, and not reported."""
+"""Shorter waits are normal between two answers."""
 _LOG_INTERVAL_S = 30.0
 
 log = structlog.get_logger(__name__)
@@ -61,7 +61,7 @@ class AnswerQueue:
 
     @property
     def waiting(self) -> str:
-        """Reason that answers wait; empty if none has waited long. Thread-safe."""
+        """Empty unless an answer has waited long. Thread-safe."""
         waits = [time.monotonic() - offer.since for offer in list(self._offered.values())]
         if not waits or max(waits) < _REPORT_AFTER_S:
             return ""
@@ -96,7 +96,6 @@ class AnswerQueue:
                 if not problem or episode.turns:
                     return
                 log.warning("lease_offered_again", prompt=episode.prompt.uid, reason=problem)
-                # Discard the reward of the failure.
                 episode.reward = None
                 access.renew()
         finally:

@@ -35,8 +35,7 @@ _SHORTENED = "\n[... {left_out} characters left out ...]\n"
 class ToolLoop:
     """Agent loop with tools.
 
-    The model reads the error of a failed call (unknown name, invalid arguments, exception, time limit) as the call's
-    result. Failed calls count in `tool_failures`.
+    The model reads the error of a failed call (unknown name, invalid arguments, exception, time limit) as its result.
     """
 
     def __init__(self, config: ToolsAgentConfig, *, encoder: PromptEncoder, setting: str) -> None:
@@ -123,7 +122,7 @@ class ToolLoop:
             return self._shortened(f"error: {error}"), True
 
     def _named(self, call: ToolCall) -> dict[str, Any]:
-        """Add the name of a tool's only argument, which some call formats omit."""
+        """Name a tool's only argument, which some call formats omit."""
         if set(call.arguments) != {ONLY}:
             return call.arguments
         tool = next(tool for tool in self._tools if tool.name == call.name)
@@ -154,7 +153,7 @@ _METHODS = ("start_interaction", "generate_response", "finalize_interaction")
 
 
 class InteractionLoop(ToolLoop):
-    """Agent loop with a simulated user. One user object serves all answers and distinguishes them by id."""
+    """Agent loop with a simulated user. One object serves all answers and distinguishes them by id."""
 
     def __init__(self, config: InteractionAgentConfig, *, encoder: PromptEncoder, setting: str) -> None:
         """Raises ConfigError."""
@@ -193,7 +192,7 @@ class InteractionLoop(ToolLoop):
 
 
 async def _answer(user: Any, own_id: str, given: dict[str, Any], episode: Episode) -> str | None:
-    """Have the user score and answer the last turn. Returns None if the conversation has ended."""
+    """Have the user score and answer the last turn. None = the conversation has ended."""
     prompt = episode.prompt.prompt
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     found = await call_either(partial(user.generate_response, own_id, [*asked, *episode.messages], **given))
@@ -211,7 +210,7 @@ async def _answer(user: Any, own_id: str, given: dict[str, Any], episode: Episod
 
 
 def _pay(episode: Episode, score: float) -> None:
-    """Add the last turn's score, and 0 for earlier turns without one, which called tools."""
+    """Add the last turn's score, and 0 for earlier turns, which called tools."""
     missing = episode.transcript.num_turns - len(episode.turn_rewards)
     episode.turn_rewards += [0.0] * (missing - 1) + [score] * (missing > 0)
 
@@ -301,7 +300,7 @@ class SearchLoop(AgentLoop):
 
 
 def read_action(text: str) -> tuple[str, str]:
-    """Return name and content of the tag that ends a turn; both empty without a complete tag."""
+    """Return name and content of the tag that ends a turn; empty without a complete tag."""
     for name in ("search", "answer"):
         # Takes linear time even with thousands of opening tags.
         before, end, _ = text.partition(f"</{name}>")

@@ -1,7 +1,7 @@
-"""HTTP server in the generator that gives agents the model through an OpenAI-compatible API.
+"""OpenAI-compatible HTTP server that gives agents the model.
 
-It listens on loopback and requires the key of an answer in progress. Sampling parameters come from the run, not from
-the client.
+It listens on loopback and requires the key of an answer in progress. Sampling parameters come from the run, not the
+client.
 
     GET  /v1/models
     POST /v1/chat/completions                          messages in, a message out; tools, stop, logprobs, stream
@@ -42,7 +42,7 @@ from slipstream.generators.agents.session import ChatForm, NoRoomError, Session,
 from slipstream.generators.errors import GeneratorError, PromptError
 
 KEY_HEADER = "x-slipstream-key"
-"""Header for the key if the client needs Authorization for something else."""
+"""Header for the key if Authorization is taken."""
 _STOP_TIMEOUT_S = 2.0
 _FINISH = {"stop_string": "stop"}
 log = structlog.get_logger(__name__)
@@ -79,9 +79,9 @@ class AgentAccess:
         return 0.0 if is_open else time.monotonic() - self._seen_at
 
     async def answer(self, request: Request, body: bytes, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Run the work of a request, or return the earlier response if the request is marked as a retry.
+        """Do the work of a request, or return the earlier response to a request marked as a retry.
 
-        The mark is the SDK's retry count or an Idempotency-Key. An unmarked request gets a new sample.
+        The mark is the SDK's retry count or an Idempotency-Key.
         """
         mark = request.headers.get("idempotency-key", "")
         digest = hashlib.sha256(f"{request.url.path}\n{mark}\n".encode() + body).digest()
@@ -89,7 +89,7 @@ class AgentAccess:
         known = self._answers.get(digest)
         if not (is_repeated and known and not (known.done() and (known.cancelled() or known.exception()))):
             known = self._answers[digest] = asyncio.ensure_future(work())
-        # Shielded, because a client that disconnects may retry, and the transcript keeps sampled tokens.
+        # Shielded, because a disconnected client may retry, and the transcript keeps sampled tokens.
         return await asyncio.shield(known)
 
     async def leave(self) -> None:
@@ -151,7 +151,7 @@ class ModelServer:
 
     @asynccontextmanager
     async def open(self, episode: Episode, form: ChatForm) -> AsyncIterator[AgentAccess]:
-        """Give this answer's agent access within the context, through `episode.door`."""
+        """Give this answer's agent access, through `episode.door`."""
         access = AgentAccess(Session(episode, form), base_url=f"{self.address}/v1", model=self._model)
         episode.door = self._accesses[access.name] = access
         try:
@@ -287,7 +287,7 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 class _Server(uvicorn.Server):
-    """Installs no signal handlers, because the generator handles signals."""
+    """Leaves signals to the generator."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

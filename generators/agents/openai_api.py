@@ -16,7 +16,7 @@ _UNSUPPORTED = {
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
 }
-"""Request fields that would change sampling -> accepted values, which have no effect."""
+"""Request fields that would change sampling -> accepted values, without effect."""
 
 
 class ApiError(Exception):
@@ -48,7 +48,7 @@ class _Part(msgspec.Struct):
 
 
 class _Message(msgspec.Struct):
-    """Message fields that this code reads. Chat templates may use more."""
+    """The fields read here. Chat templates may use more."""
 
     role: str
     content: str | list[_Part] | None = None
@@ -78,7 +78,7 @@ class SamplingParams(msgspec.Struct):
 
 
 class GenerateRequest(msgspec.Struct):
-    """Request in the format of vLLM's `/inference/v1/generate`."""
+    """Request to vLLM's `/inference/v1/generate`."""
 
     token_ids: list[int]
     sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
@@ -105,7 +105,7 @@ def decode_json(body: bytes, kind: Any) -> Any:
 
 
 def bearer_token(request: Request) -> str:
-    """Bearer token of the Authorization header; empty if missing."""
+    """Return the Authorization header's bearer token, or empty."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
@@ -131,7 +131,7 @@ def logprob_entries(texts: list[str], logprobs: list[float]) -> list[dict[str, A
 
 
 def stream_chunks(answer: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
-    """Server-sent events of a response: the whole message, the finish reason, then usage."""
+    """Server-sent events: the whole message, the finish reason, then usage."""
     usage, (choice,) = answer.pop("usage"), answer.pop("choices")
     base = {**answer, "object": "chat.completion.chunk"}
     delta = choice["message"]

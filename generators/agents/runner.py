@@ -40,13 +40,12 @@ log = structlog.get_logger(__name__)
 _CACHED = 256
 """Size of the caches of encoded prompts and of data sources."""
 _SINGLE_TURN = ("single_turn", "single_turn_agent")
-"""Agent names that rows may use without an entry in `generators.agents`."""
+"""Agent names that need no entry in `generators.agents`."""
 
 
 def request_seed(run_seed: int, *, group_id: str, attempt: int, index: int, turn: int = 0) -> int:
     """Derive the seed of one request: 63 bits, identical on every machine."""
-    # The index distinguishes group members. The attempt gives a prompt that is leased again fresh samples. A sum would
-    # collide for different (group, attempt, index).
+    # The attempt gives a prompt that is leased again fresh samples. A sum of the parts would collide.
     key = f"{run_seed}/{group_id}/{attempt}/{index}" + (f"/{turn}" if turn else "")
     return xxhash.xxh3_64_intdigest(key.encode()) & (2**63 - 1)
 
@@ -55,7 +54,7 @@ class _ReadyLoop(NamedTuple):
     loop: AgentLoop
     timeout_s: float
     form: ChatForm | None
-    """Chat format of requests to the model server, if the loop makes any."""
+    """Chat format, if the loop may query the model server."""
 
 
 class Comparison:
@@ -80,11 +79,11 @@ class Comparison:
         self._drop(index)
         await self._is_over.wait()
         assert self._rewards is not None
-        # Shielded, so that canceling one answer does not cancel the others' rewards.
+        # Shielded, because the other answers need their rewards.
         return (await asyncio.shield(self._rewards))[index]
 
     def leave(self, index: int) -> bool:
-        """Stop waiting for this answer. Returns whether no answers are pending. Idempotent."""
+        """Stop waiting for this answer. Returns whether none is pending. Idempotent."""
         if not self._is_over.is_set():
             self._samples.pop(index, None)
             self._drop(index)
@@ -186,10 +185,7 @@ class AgentRunner:
         return folder.doors / self._generator_id if self._queue and folder.path.is_dir() else None
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
-        """Generate and score member `index` of the prompt's group. Raises GeneratorError.
-
-        If the reward compares answers, this waits for all members of the lease.
-        """
+        """See `Agent.answer`. If the reward compares answers, this waits for all members of the lease."""
         if prompt.lease.purpose != "train" or not self._compares(prompt.data_source):
             return await self._answer(prompt, index, None)
         lease = prompt.lease
@@ -233,7 +229,7 @@ class AgentRunner:
         return trajectory
 
     def _episode(self, prompt: Prompt, index: int, *, tools: list[dict[str, Any]] | None) -> Episode:
-        # Encoded once per lease, whose members share the prompt object.
+        # Encoded once per lease: its members share the prompt object.
         known, encoded = self._encoded.get(prompt.lease.id, (None, None))
         if known is not prompt or encoded is None:
             encoded = self._encoder.encode(prompt, tools=tools)
@@ -256,9 +252,8 @@ class AgentRunner:
     def _trajectory(
         self, episode: Episode, index: int, *, own: Transcript, reward: Reward, started_at: float
     ) -> Trajectory:
-        """`own`: context of the prompt, which is not in the episode if the model wrote nothing in it."""
+        """`own`: the prompt's context, which is not in the episode if the model wrote nothing in it."""
         prompt, transcript, starts = episode.prompt, Transcript([]), []
-        # Only the prompt's context contains images.
         images = episode.images if episode.contexts[0] is own else ()
         for context in episode.contexts:
             starts.append(len(transcript.token_ids))
@@ -341,7 +336,7 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
             raise episode.fault from error
         if isinstance(error, GeneratorError):
             raise
-        # An error in the loop fails only this answer, which is masked and counted.
+        # Fails only this answer, which is masked and counted.
         problem = "the agent failed: " + f"{type(error).__name__}: {error}".removesuffix(": ")
         status, episode.stop_reason = "error", "tool_failure"
         if limit.expired():
@@ -356,7 +351,7 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
 
 
 def _with_turns(reward: Reward, episode: Episode, *, num_turns: int) -> Reward:
-    """Add the loop's turn rewards. Fails a reward whose turn rewards do not match the turns."""
+    """Add the loop's turn rewards. Fails a reward if turn rewards do not match the turns."""
     earned = episode.turn_rewards
     for giver, turns in (("agent", earned), ("reward function", reward.turns)):
         if reward.status == "ok" and turns and len(turns) != num_turns:

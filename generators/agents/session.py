@@ -31,7 +31,7 @@ class ChatForm:
             raise ConfigError(f"{setting}.format must put calls into messages, got {format_name!r}: use hermes.")
 
     def rendered(self, message: Message) -> Message:
-        """Convert a message for chat templates. Raises PromptError."""
+        """Convert for chat templates. Raises PromptError."""
         role = {"developer": "system"}.get(message["role"], message["role"])
         shown = {**message, "role": self._result_role if role == "tool" else role, "content": text_of(message)}
         if calls := message.get("tool_calls"):
@@ -42,8 +42,8 @@ class ChatForm:
         return shown
 
     def answer(self, turn: Turn, *, has_tools: bool, stop: Sequence[str]) -> Message:
-        """Convert the model's turn to a message. A malformed call stays text."""
-        # Like other servers, omit the stop string. It stays in the model's context.
+        """Convert a turn. A malformed call stays text."""
+        # Like other servers, omit the stop string, which stays in the context.
         text = turn.text[: min((at for each in stop if (at := turn.text.find(each)) >= 0), default=len(turn.text))]
         calls: list[ToolCall] = []
         # A truncated turn may end inside a call.
@@ -69,7 +69,7 @@ class ChatForm:
 
 
 class Written(NamedTuple):
-    """A model turn and its message to the agent."""
+    """A model turn and its message."""
 
     turn: Turn
     completion: Completion
@@ -82,7 +82,7 @@ class NoRoomError(Exception):
 
 
 class Context:
-    """One conversation as the agent's messages and as the engine's tokens."""
+    """One conversation, as messages and as tokens."""
 
     def __init__(self, transcript: Transcript, tools: list[Message] | None, num_given: int) -> None:
         """`num_given`: messages in the request that opened it."""
@@ -91,11 +91,11 @@ class Context:
         self.num_given = num_given
         self.messages: list[Message] = []
         self.ends: list[tuple[int, int]] = []
-        """(number of messages, number of tokens) at the end of each model turn."""
+        """(messages, tokens) at the end of each model turn."""
         self.is_busy = False
 
     def shared_end(self, messages: list[Message], tools: list[Message] | None) -> tuple[int, int]:
-        """Latest turn end up to which `messages` match this context, or (0, 0)."""
+        """Latest turn end where all earlier `messages` match, or (0, 0)."""
         if tools != self.tools:
             return (0, 0)
         known = [compared(message) for message in self.messages]
@@ -144,7 +144,7 @@ class Session:
         return await self._write(context, observed, messages=[], max_tokens=max_tokens, stop=stop)
 
     def _continued(self, messages: list[Message], tools: list[Message] | None) -> tuple[Context, list[int]]:
-        """Return the context, perhaps new, and the tokens to add to it."""
+        """Return a known or new context, and the tokens to add to it."""
         shared = [(context.shared_end(messages, tools), context) for context in self._contexts]
         (num_messages, num_tokens), found = max(shared, key=lambda each: each[0], default=((0, 0), None))
         rendered = [self._form.rendered(message) for message in messages[num_messages:]]
@@ -188,13 +188,13 @@ class Session:
         message = self._form.answer(turn, has_tools=bool(context.tools), stop=stop)
         context.messages = [*messages, message]
         context.ends.append((len(context.messages), len(transcript.token_ids)))
-        # The reward function gets the most recent conversation.
+        # The most recent conversation, for the reward function.
         episode.messages = context.messages[context.num_given :]
         return Written(turn, completion, message, len(prompt))
 
 
 def text_of(message: Message) -> str:
-    """Text of a message. Raises PromptError for other kinds of parts."""
+    """Raises PromptError for parts other than text."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -205,7 +205,7 @@ def text_of(message: Message) -> str:
 
 
 def compared(message: Message) -> tuple[Any, ...]:
-    """Fields that identify a message, normalized because clients strip text and change other fields."""
+    """Fields that identify a message, although clients strip text and change other fields."""
     calls = [
         (call.get("function", {}).get("name"), _decoded(call.get("function", {}).get("arguments")))
         for call in message.get("tool_calls") or []

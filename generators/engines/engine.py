@@ -21,11 +21,7 @@ from slipstream.runtime.routers import Router, find_routers
 
 
 class Completion(Record):
-    """Response to one request.
-
-    Example: Completion(token_ids=[3, 1, 2, 8, 4, 11], logprobs=[-0.1, ...], version_spans=[(0, 2), (3, 3)],
-        stop_reason="stop")
-    """
+    """Response to one request."""
 
     token_ids: list[int]
     """Includes the end token."""
@@ -41,17 +37,14 @@ class Completion(Record):
 
 
 class PromptScores(NamedTuple):
-    """Log-probabilities of the actual and the likeliest token at all positions except the first, at temperature 1."""
+    """Log-probabilities of the actual and the likeliest token at all positions but the first, at temperature 1."""
 
     own: list[float]
     likeliest: list[float]
 
 
 class EngineLoad(Record):
-    """Utilization of an engine.
-
-    Example: EngineLoad(kv_usage=0.42, num_waiting=0, num_preempted=3, num_open=64, num_steps=1201)
-    """
+    """Utilization of an engine."""
 
     kv_usage: float = 0.0
     """Fraction of the KV cache in use, 0..1; 0 if it is unbounded."""
@@ -96,8 +89,8 @@ class Engine(Protocol):
     ) -> Completion:
         """Generate one response, possibly across updates. Canceling aborts the request. Raises EngineError.
 
-        The token that completes a stop string in `stop` ends the response and may extend past the string. `images`: in
-        token order.
+        The token that completes a string in `stop` ends the response and may extend past the string. `images`: in token
+        order.
         """
         ...
 
@@ -120,14 +113,13 @@ class Engine(Protocol):
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
         """Receive and verify an update, pause requests to load it, and switch the version.
 
-        `fetched`: the bytes of an update that is not broadcast. Returns the pause, seconds. Raises WeightTransferError
-        if generation continues with the previous weights, UnverifiedWeightsError if the new weights are loaded
-        incorrectly.
+        `fetched`: the bytes, unless they are broadcast. Returns the pause, seconds. Raises WeightTransferError if
+        generation continues with the previous weights, UnverifiedWeightsError if the new ones are loaded incorrectly.
         """
         ...
 
     def current_load(self) -> EngineLoad:
-        """Return the latest known utilization without a call to the engine. Valid between `start` and `stop`."""
+        """Return the latest known utilization without calling the engine. Valid between `start` and `stop`."""
         ...
 
     async def check_health(self) -> None:
@@ -135,7 +127,7 @@ class Engine(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Stop everything that `start` started, within bounded time."""
+        """Stop within bounded time."""
         ...
 
 
@@ -150,17 +142,17 @@ def require_routers(module: Any) -> list[Router]:
 
 
 def end_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
-    """Return the end tokens of tokenizer and generation config, at which all engines stop."""
+    """Return the end tokens of tokenizer and generation config."""
     configured = getattr(generation_config, "eos_token_id", None)
     configured = configured if isinstance(configured, list) else [configured]
     return sorted({token_id for token_id in [tokenizer.eos_token_id, *configured] if token_id is not None})
 
 
 class WeightLayout:
-    """Names, order, shapes, and dtypes of the tensors in a complete update, for an engine that computes in `dtype`.
+    """Names, order, shapes, and dtypes of a complete update's tensors, for an engine that computes in `dtype`.
 
     Finds errors that the checksum misses (intact bytes of other tensors) or the probe (a small tensor that was not
-    sent and keeps its old value).
+    sent).
     """
 
     def __init__(self, names: CheckpointNames, *, dtype: str) -> None:

@@ -41,8 +41,8 @@ log = structlog.get_logger(__name__)
 
 # --- sampling --------------------------------------------------------------------------------------------------------
 def draw_uniforms(sampling: Sampling) -> Tensor:
-    """Draw a request's random numbers: float64[max_tokens] in [0, 1)."""
-    # One stream per request, so that the response does not depend on the batch.
+    """Draw float64[max_tokens] in [0, 1)."""
+    # Per request, so that the response does not depend on the batch.
     generator = torch.Generator().manual_seed(sampling.seed)
     return torch.rand(sampling.max_tokens, generator=generator, dtype=torch.float64)
 
@@ -73,7 +73,7 @@ def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _nucleus(logits: Tensor, top_p: float) -> Tensor:
-    """bool[V]: the smallest set of likeliest tokens with a total probability of at least `top_p`."""
+    """bool[V]: the fewest tokens with a total probability of at least `top_p`."""
     ordered, order = logits.softmax(-1).sort(descending=True)
     mass_before = ordered.cumsum(-1) - ordered
     kept = torch.zeros_like(logits, dtype=torch.bool)
@@ -82,8 +82,7 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def _invert_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
-    # Scaled to the rounded sum and clamped one rounding step below it, so that a token with probability zero is never
-    # drawn.
+    # Scaled to the rounded sum and clamped one rounding step below it, so that no token of probability zero is drawn.
     cdf = logprobs.double().exp().cumsum(-1)
     targets = uniforms.clamp(max=1 - 2**-52)[:, None] * cdf[:, -1:]
     return torch.searchsorted(cdf, targets, right=True)[:, 0]
@@ -209,8 +208,7 @@ class HfBatch:
         return output.logits[:, -1].cpu()
 
     def _read_images(self, positions: Tensor, vision: VisionModel) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the prompts' 3-axis positions, and model inputs for the images. Their `input_ids` are -1 except at
-        image tokens."""
+        """Return 3-axis positions, and model inputs for the images. Their `input_ids` are -1 except at image tokens."""
         positions, ids = positions.repeat(3, 1, 1), torch.full_like(self._input_ids, -1)
         for row, request in enumerate(self._requests):
             length = len(request.prompt_token_ids)
@@ -229,7 +227,7 @@ class HfBatch:
         open_rows = [row for row, request in enumerate(self._requests) if not request.completion.done()]
         if len(open_rows) == len(self._requests):
             return
-        # Also drop finished rows from the cache, which makes steps cheaper.
+        # Fewer cached rows make steps cheaper.
         self._requests = [self._requests[row] for row in open_rows]
         self._uniforms = self._uniforms[open_rows]
         index = torch.tensor(open_rows, dtype=torch.long, device=self._mask.device)
@@ -239,7 +237,7 @@ class HfBatch:
 
 
 class HfEngine:
-    """Implements Engine. Decodes one batch at a time; later requests wait for the next batch.
+    """Implements Engine. Decodes one batch at a time; later requests wait.
 
     Decoding and loading share the loop's thread, so an update always falls between two tokens.
     """
@@ -340,13 +338,12 @@ class HfEngine:
         return time.perf_counter() - paused_at
 
     async def _receive(self, call: Callable[[], T]) -> T:
-        # Transfers within the process never block, and a thread would make the version of each token nondeterministic.
+        # Transfers within the process never block, and a thread would make token versions nondeterministic.
         if isinstance(self._receiver, MemoryReceiver):
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._receiver_thread, call)
 
     def current_load(self) -> EngineLoad:
-        """Always 0, because the cache is unbounded."""
         return EngineLoad()
 
     async def check_health(self) -> None:
@@ -363,7 +360,7 @@ class HfEngine:
         batch: list[HfRequest] = []
         try:
             while self._queue:
-                # Let requests of the same loop iteration form one batch.
+                # Requests of one loop iteration form a batch.
                 await asyncio.sleep(0)
                 batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._max_num_seqs))]
                 decoded = self._make_batch(batch)
@@ -372,7 +369,7 @@ class HfEngine:
                     await asyncio.sleep(0)
         except Exception as error:
             log.error("decoding_failed", exc_info=error)
-            # Fail the queue too, because nothing would restart decoding.
+            # The queue too, because nothing would restart decoding.
             for request in [*batch, *self._queue]:
                 if not request.completion.done():
                     failure = EngineDiedError(f"decoding failed: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""ScriptedEngine: pseudo-random tokens at a simulated speed, for protocol and chaos tests."""
+"""ScriptedEngine: pseudo-random tokens at a simulated speed, for tests."""
 
 import asyncio
 import math
@@ -19,7 +19,7 @@ VOCABULARY = range(2, 12)
 
 
 class ScriptedEngine:
-    """Implements Engine. Tokens depend only on the seed, and are drawn uniformly.
+    """Implements Engine. Tokens are uniform and depend only on the seed.
 
     Probes always pass, because canaries get the log-probabilities in the last update.
     """
@@ -51,10 +51,7 @@ class ScriptedEngine:
         stop: Sequence[str] = (),
         images: Sequence[PromptImage] = (),
     ) -> Completion:
-        """Return `tokens_per_response` tokens, varied by `length_sigma`, with the end token last.
-
-        `stop` has no effect, because the tokens have no text.
-        """
+        """Return `tokens_per_response` tokens, varied by `length_sigma`, with the end token last. Ignores `stop`."""
         script = self._script(sampling.seed)
         length = min(len(script), sampling.max_tokens)
         spans: list[VersionSpan] = []

@@ -1,7 +1,7 @@
 """slipstream_harness: runs verifiers environments (0.4) in this process, with a chat loop instead of a program.
 
-A verifiers plugin, found by its name. Model calls go to the generator's model server, with the answer's key in a
-separate header, so that all answers share one client.
+A verifiers plugin, found by name. Model calls carry the answer's key in a separate header, so that all answers share
+one client.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _key: ContextVar[str] = ContextVar("key")
 
 
 class SlipstreamHarness(vf.Harness[vf.HarnessConfig]):
-    """Chat loop with tools, in this process, so that no runtime has to start per answer."""
+    """Chat loop with tools. No runtime has to start per answer."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_MCP = True

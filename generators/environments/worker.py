@@ -59,12 +59,12 @@ class FunctionEnvironment:
 
 
 def load(environment: str, arguments: dict[str, Any], max_turns: int) -> Any:
-    """Import and build an environment."""
+    """Build an environment."""
     # The user's modules are in the working directory.
     sys.path.append(str(Path.cwd()))
     if ":" in environment:
         return FunctionEnvironment(environment, arguments)
-    # Local import, because most processes do not have verifiers.
+    # Local import, because verifiers is optional.
     from slipstream_harness import VerifiersEnvironment
 
     return VerifiersEnvironment(environment, arguments, max_turns=max_turns)
@@ -111,14 +111,14 @@ class Worker:
 
 
 def end() -> None:
-    """Exit even if threads still run. Also kills the process group if this process leads it."""
+    """Exit even if threads still run, and kill the process group if this process leads it."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 
 def end_after(parent: int) -> None:
-    """Exit when the parent does, which a hanging environment would not notice."""
+    """Exit with the parent, which a hanging environment would not notice."""
     while os.getppid() == parent:
         time.sleep(_LOOK_EVERY_S)
     end()
@@ -131,7 +131,7 @@ async def main() -> None:
     os.dup2(2, 1)
 
     def send(message: dict[str, Any]) -> None:
-        # The generator would reject NaN, which is not valid JSON, and kill this process.
+        # NaN is not JSON: the generator would kill this process.
         answers.write(json.dumps(message, allow_nan=False) + "\n")
 
     lines = asyncio.StreamReader(limit=64 * 2**20)

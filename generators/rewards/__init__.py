@@ -1,1 +1,1 @@
-"""Reward functions, run in worker processes that are killed at a time limit."""
+"""Reward functions and the worker processes that run them."""

@@ -15,8 +15,7 @@ from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.sandbox import Limits, LocalSandbox, RemoteSandbox, Sandbox
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-# The secret comes from stdin, and the code runs in its own namespace, so code that exits early, e.g. with os._exit(0),
-# has not printed the secret.
+# Code that exits early, e.g. with os._exit(0), has not printed the secret, because its namespace lacks it.
 _HARNESS = """
 import json, sys
 job = json.loads(sys.stdin.read())
@@ -33,7 +32,7 @@ else:
 
 
 class TestCase(NamedTuple):
-    """One test. Example: TestCase(stdin="3 4\\n", stdout="7\\n")"""
+    """One test."""
 
     stdin: str = ""
     stdout: str | None = None
@@ -46,7 +45,7 @@ class TestCase(NamedTuple):
 
 
 class CodeTests:
-    """Reward 1 if the code in a response passes all its tests; with mode `share`, the fraction of tests that pass.
+    """Reward 1 if the code in a response passes all tests; with mode `share`, the fraction that pass.
 
     The code is the last fenced block. The ground truth, optionally as JSON text, is one of
     {"inputs": ["3 4\\n"], "outputs": ["7\\n"]}: programs that read stdin and write stdout, compared word by word;

@@ -38,8 +38,7 @@ BUILT_IN = {
 }
 """Short name -> import path of built-in functions."""
 REACHING_OUT = {"code", "judge", "pairwise_judge", "reward_model"}
-"""Built-in functions that run model-written code, contact an address, or load a checkpoint. A broker alone may not
-enable them."""
+"""Those that run model-written code, contact an address, or load a checkpoint. A broker alone may not enable them."""
 
 
 def full_path(function: str, *, setting: str = "generators.reward") -> str:
@@ -67,7 +66,7 @@ class RewardFunction:
         is_async = inspect.iscoroutinefunction
         self.compares = self._form.compares
         """Whether it scores all answers to a prompt together."""
-        # Comparing functions are always awaited, so that comparisons for many prompts can run concurrently.
+        # Comparing functions are awaited, so that comparisons for many prompts can run concurrently.
         self.is_async = self.compares or is_async(self._function) or is_async(type(self._function).__call__)
         self.config = config
 
@@ -87,7 +86,7 @@ class RewardFunction:
 class RewardFunctions:
     """Scores a sample with every function that accepts its data source.
 
-    Reward of a row = sum over its functions of weight * value, with a part per function. A single function in
+    Reward = sum over these functions of weight * value, with a part per function. A single function in
     `generators.reward.function` keeps its own parts. Functions that compare answers run after the others.
     Invariant: every call returns a Reward. Exceptions become rewards with status `error` and a one-line detail.
     """
@@ -102,7 +101,7 @@ class RewardFunctions:
             for one, setting in zip(config.chosen, settings or ["generators.reward"], strict=True)
         ]
         self.is_async = any(function.is_async for function in self._functions)
-        """Whether to use `score_async`, because a function is async."""
+        """Whether to use `score_async`."""
 
     def start(self) -> None:
         for function in self._functions:
@@ -197,7 +196,7 @@ class RewardFunctions:
         own: Reward | None = None,
         own_decides: bool = False,
     ) -> Reward:
-        """Weighted sum of rewards, plus an earlier sum `own`. `own_decides`: `own` counts for `is_correct`."""
+        """Weighted sum, plus an earlier sum `own`. `own_decides`: `own` counts for `is_correct`."""
         known = [(function.config, reward) for function, reward in values if reward is not None]
         if not known:
             raise ValueError("a reward function must return a number for this row, every one returned None")
@@ -238,11 +237,11 @@ class RewardFunctions:
 
 
 def _place(error: BaseException) -> str:
-    """Describe the last line of the user's own code that raised an error; empty if none did."""
+    """Last line of the user's own code that raised an error, or empty."""
     libraries = (str(Path(__file__).parents[2]), *sysconfig.get_paths().values())
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(libraries)]
     return f", at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
 
 
 class _CallFailedError(Exception):
-    """Exception of a function, as cause. The message is the function's part."""
+    """A function's exception is the cause, its part the message."""

@@ -23,7 +23,7 @@ def exact_match(sample: RewardInput, *, strip: bool = True, ignore_case: bool = 
 def position_match(sample: RewardInput) -> Reward:
     """Reward the fraction of matching positions: matches / (max(len(answer), len(truth)) + 1).
 
-    The extra position is the end, which matches if the model wrote its end token where the truth ends.
+    The extra position matches if the model wrote its end token where the truth ends.
     """
     answer, truth = sample.response, truth_text(sample, grader="position_match")
     is_end_right = sample.stop_reason == "stop" and len(answer) == len(truth)

@@ -81,7 +81,7 @@ class ChatClient:
             self._next_at = max(now, self._next_at) + self._interval_s
             await asyncio.sleep(self._next_at - self._interval_s - now)
         if self._client is None:
-            # Created here, because it must belong to the running event loop. The pool limits calls.
+            # It must belong to the running event loop. The pool limits calls.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
             answer = await self._client.post(
@@ -140,9 +140,9 @@ class Judge:
 class PairwiseJudge:
     """Reward from pairwise comparisons of the answers to a prompt, each pair judged in both orders.
 
-    `method`: `win_rate` is the fraction of comparisons that an answer wins, with ties counting half. `bradley_terry` is
-    its probability of beating an answer of average strength. Position bias cancels only with both orders, so a pair
-    without both verdicts is skipped. An answer without any pair is an error, which is masked rather than scored 0.
+    `method`: `win_rate` is the fraction of comparisons that an answer wins; ties count half. `bradley_terry` is its
+    probability of beating an answer of average strength. Position bias cancels only with both orders, so a pair without
+    both verdicts is skipped. An answer without any pair is an error, which is masked rather than scored 0.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class PairwiseJudge:
 
 
 def bradley_terry(wins: list[list[float]]) -> list[float]:
-    """Probability that each answer beats one of average strength, given `wins[i][j]` of answer i against answer j.
+    """Probability that each answer beats one of average strength, given `wins[i][j]` of i against j.
 
     P(i beats j) = p_i / (p_i + p_j), with the iteration p_i = W_i / sum_j n_ij / (p_i + p_j); result p_i / (p_i + 1).
     Each answer also gets a virtual tie against strength 1, which fixes the scale and keeps p finite.
@@ -228,7 +228,7 @@ def bradley_terry(wins: list[list[float]]) -> list[float]:
 
 
 def _as_text(value: Any) -> str:
-    """Convert a prompt or ground truth to text: chat messages separated by blank lines, other values as JSON."""
+    """Keep text, join chat messages with blank lines, and convert other values to JSON."""
     if isinstance(value, list) and value and all(isinstance(item, dict) and "content" in item for item in value):
         return "\n\n".join(f"{item.get('role', '')}: {item['content']}" for item in value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

@@ -60,8 +60,8 @@ def true_number(text: str) -> Fraction:
 def final_number(text: str) -> tuple[Fraction | None, bool]:
     """Return the final number of a response, or None, and whether it was in a known format.
 
-    Tries in order: `#### 42`, a boxed LaTeX answer, "the answer is 42", the last number in the text. The last match of
-    a kind counts. If it is part of a formula or list, the result is None.
+    Tries in order: `#### 42`, a boxed LaTeX answer, "the answer is 42", the last number. The last match of a kind
+    counts. If it is part of a formula or list, the result is None.
     """
     text = _plain(text)
     if mark := _last(_HASHES, text):
@@ -104,7 +104,7 @@ def _number(text: str) -> Fraction | None:
 
 
 _TAIL = 300
-"""Characters at the end of a response that gsm8k and dapo_math read, as in verl."""
+"""Last characters of a response that gsm8k and dapo_math read, as in verl."""
 _STRICT = re.compile(r"####\s*([^\n]*)")
 _SEVERAL = re.compile(rf"(?>{_NUMBER}).*?[^\w.,]{_NUMBER}")
 _ANY_NUMBER = re.compile(r"-?[\d.,]*\d")
@@ -159,7 +159,7 @@ _UNWRAPPED = [
 def dapo_math(sample: RewardInput) -> Reward:
     """Reward 1 if the last `Answer:` line equals the ground truth after normalization, else -1.
 
-    Source: DAPO, arXiv:2503.14476, section 3.4 and its prompt; normalization of Minerva, arXiv:2206.14858, appendix D.
+    Source: DAPO, arXiv:2503.14476, eq. 7 and its prompt; normalization of Minerva, arXiv:2206.14858, appendix D.
     """
     found = _last(_ANSWER_LINE, sample.response[-_TAIL:])
     answer = normalized(found.group(1)) if found else None
@@ -184,8 +184,8 @@ def normalized(answer: str) -> str:
 class MathVerify:
     """Reward 1 if math-verify finds the answer equal to the ground truth, else 0.
 
-    It reads LaTeX and plain formulas, boxed or in the text, and compares them by value. A ground truth needs no box.
-    docs/rewards.md lists disagreements with the other graders.
+    It reads LaTeX and plain formulas, boxed or in the text, and compares values. A ground truth needs no box.
+    docs/rewards.md lists disagreements with other graders.
 
     Source: https://github.com/huggingface/Math-Verify
     """
@@ -194,7 +194,7 @@ class MathVerify:
         # Local import, because it takes seconds.
         from math_verify import parse, verify
 
-        # Silence its warning about disabled timeouts. The pool limits the time.
+        # It warns about disabled timeouts. The pool limits the time.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
         self._parse, self._verify = parse, verify
         self._float_rounding = float_rounding

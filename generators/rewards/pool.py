@@ -1,7 +1,7 @@
 """RewardPool: scores samples in worker processes that are killed when they take too long.
 
-Workers import the reward function but no large modules, and talk to the event loop over socket pairs. An executor
-library's threads would compete with the loop for the GIL, and it could not identify a hanging call among several.
+Workers import the reward function but no large modules. An executor library's threads would compete with the event
+loop for the GIL, and it could not identify a hanging call among several.
 """
 
 import asyncio
@@ -65,8 +65,8 @@ class RewardWorker(asyncio.Protocol):
 
     A worker with synchronous functions replies in order, so its oldest request is to blame for a timeout or crash. A
     worker with async functions cancels slow calls itself. Its Mark identifies a call that blocks or crashes it.
-    `on_change(worker)`: called when it may have capacity, and when it is closed. `on_failure(request, rewards)`: called
-    for a request whose samples all failed.
+    `on_change(worker)`: it may have capacity, or is closed. `on_failure(request, rewards)`: all samples of a request
+    failed.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class RewardWorker(asyncio.Protocol):
         self._transport.write(b"".join(frames))
 
     def end(self) -> None:
-        """Ask the process to exit with its descendants. Unanswered requests stay for `take_pending`."""
+        """Ask the process to exit. Unanswered requests stay for `take_pending`."""
         # Then `connection_lost` blames no request.
         self._is_ending = True
         self._process.terminate()
@@ -202,7 +202,7 @@ class RewardWorker(asyncio.Protocol):
             self._settle(request, [reward] * len(request.samples))
 
     def _kill(self) -> None:
-        """Kill a worker that does not exit, or what a killed supervisor left."""
+        """Kill a worker that does not exit, or a killed supervisor's scorer."""
         self._process.kill()
         if self.pid:
             with suppress(ProcessLookupError, PermissionError):
@@ -212,11 +212,11 @@ class RewardWorker(asyncio.Protocol):
     def _start_timer(self) -> None:
         loop, limit_s = asyncio.get_running_loop(), self._config.timeout_s
         if self._is_concurrent:
-            # The worker should have canceled late calls after `timeout_s`.
+            # The worker cancels late calls after `timeout_s`.
             submitted_at, _ = next(iter(self._pending.values()))
             ends_at = submitted_at + 2 * limit_s
         else:
-            # The worker began the oldest request when it sent its last reply.
+            # The oldest request began at the last reply.
             ends_at = loop.time() + limit_s
         self._timer = loop.call_at(ends_at, self._on_timeout)
 
@@ -258,7 +258,7 @@ def _launch() -> tuple[socket.socket, subprocess.Popen[bytes], Mark]:
             [sys.executable, "-m", "slipstream.generators.rewards.worker", *map(str, [*fds, os.getpid()])],
             pass_fds=fds,
             stdin=subprocess.DEVNULL,
-            # Ctrl-C in the terminal does not reach a separate process group.
+            # Out of reach of Ctrl-C in the terminal.
             process_group=0,
         )
         return ours, process, Mark(mark.fileno())
@@ -270,7 +270,7 @@ _MAX_FAILED_STARTS = 3
 class RewardPool:
     """Implements Scorer, on one asyncio loop. Workers start with the first sample or with `start`.
 
-    Invariant: every `score` call returns a Reward. A failure is its `status`, never an exception.
+    Invariant: a failure is a Reward's `status`, never an exception.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -284,7 +284,7 @@ class RewardPool:
         self._is_dispatch_scheduled = False
 
     async def start(self) -> None:
-        """Does not wait until the workers are ready."""
+        """Does not wait for the workers."""
         self._start_workers()
 
     async def score(self, sample: RewardInput) -> Reward:
@@ -357,7 +357,7 @@ class RewardPool:
         return [worker.pid for worker in self._workers if worker.is_ready]
 
     def _schedule_dispatch(self) -> None:
-        # Once per loop iteration, so that samples that arrive together are sent together.
+        # Once per loop iteration, so that samples travel together.
         if not self._is_dispatch_scheduled:
             self._is_dispatch_scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
@@ -373,7 +373,7 @@ class RewardPool:
             worker = max(ready, key=lambda worker: worker.capacity)
             if (capacity := worker.capacity) <= 0:
                 return
-            # At most an even share, so that no worker stays idle.
+            # An even share at most, so that no worker idles.
             share = min(capacity, -(-len(self._queue) // len(ready)))
             worker.submit([self._queue.popleft() for _ in range(share)])
 
@@ -398,7 +398,7 @@ class RewardPool:
     def _on_change(self, worker: RewardWorker) -> None:
         if worker.is_closed and worker in self._workers:
             self._workers.remove(worker)
-            # Requests behind the failed one return to the head of the queue.
+            # The other requests return to the head of the queue.
             self._queue.extendleft(reversed(worker.take_pending()))
             self._record_start(has_failed=not worker.pid, error=worker.error)
         elif worker.is_ready:
@@ -407,7 +407,7 @@ class RewardPool:
             self._schedule_dispatch()
 
     def _record_start(self, *, has_failed: bool, error: str = "") -> None:
-        """Fail the whole queue after repeated failed starts, because no worker would ever answer it."""
+        """Fail the queue after repeated failed starts, because no worker would ever answer it."""
         self._failed_starts = self._failed_starts + 1 if has_failed else 0
         if self._failed_starts < _MAX_FAILED_STARTS:
             return

@@ -21,7 +21,7 @@ _OF_TUPLES = ("arc_agi", "rearc")
 
 
 class ReasoningGym:
-    """Score from 0 to 1 of a reasoning-gym task's verifier for the text in the last <answer>.
+    """Score, 0..1, of a reasoning-gym task's verifier for the text in the last <answer>.
 
     The ground truth is a record with `answer` and `metadata`, or the answer with `metadata` in `extra_info`. The task's
     name is `metadata.source_dataset`, or the last part of `data_source`.

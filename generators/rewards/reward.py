@@ -6,8 +6,7 @@
 
 Select a function by module or file, as in `generators.reward.function=my_module:my_reward`. It may be `async def`. Its
 keyword arguments come from `generators.reward.arguments`. A class is instantiated once with these arguments, and its
-instance is called. At the wall-clock limit, the worker process is killed with every process that it started, and
-restarted, so functions should not import large libraries.
+instance is called. Functions should not import large libraries, because workers restart after a timeout.
 """
 
 import inspect
@@ -71,7 +70,7 @@ def truth_text(sample: RewardInput, *, grader: str) -> str:
 
 
 def truth_texts(sample: RewardInput, *, grader: str) -> list[str]:
-    """Return the alternatives in a ground truth: a string, a list of strings, or a record with either as `target`.
+    """Return a ground truth's alternatives: a string, a list of strings, or a record with either as `target`.
 
     Raises TypeError.
     """
@@ -94,18 +93,18 @@ def _describe(value: object) -> str:
 
 # --- results ---------------------------------------------------------------------------------------------------------
 _MAX_DETAIL = 300
-"""Maximum length of a `detail`, which is archived with the trajectory."""
+"""Maximum length of a `detail`."""
 _MAX_PARTS = 64
 _MAX_PART_NAME = 64
 
 
 def failed_reward(status: str, detail: str) -> Reward:
-    """Build the reward of a failed call, which training masks instead of using 0. `status`: error | timeout."""
+    """Build the reward of a failed call, which training masks. `status`: error | timeout."""
     return Reward(total=0.0, status=status, detail=_one_line(detail))  # type: ignore[arg-type]
 
 
 def _one_line(text: str) -> str:
-    # Truncated before dropping blanks too, because a message may be gigabytes long. Lone surrogates cannot be sent.
+    # Truncated first, because a message may be gigabytes long. Lone surrogates cannot be sent.
     return " ".join(text[: 2 * _MAX_DETAIL].split())[:_MAX_DETAIL].encode(errors="replace").decode()
 
 
@@ -129,7 +128,7 @@ class Form(NamedTuple):
     """Calling convention of a reward function."""
 
     keywords: Callable[[RewardInput], dict[str, Any]] | None
-    """Builds keyword arguments; the function gets those that it accepts. None = pass the sample itself."""
+    """Builds keyword arguments; the function gets those that it accepts. None = pass the sample."""
     result: Callable[[Any], Reward | None]
     """Converts the returned value to a reward, None = no opinion."""
     compares: bool = False
@@ -159,7 +158,7 @@ def bind(
 
 
 def call(function: RewardFunction, form: Form, sample: RewardInput | list[RewardInput]) -> Any:
-    """Call the function by its convention. The result is awaitable if it is async."""
+    """Call the function by its convention. An async function's result is awaitable."""
     if form.keywords is None or isinstance(sample, list):
         return function(sample)
     keywords, parameters = form.keywords(sample), inspect.signature(function).parameters

@@ -1,6 +1,6 @@
 """Reward from a model that scores answers: transformers' sequence classification with one label.
 
-Each of the RewardPool's workers runs a copy, so the pool's handling of dead and hanging workers applies.
+Each of the RewardPool's workers runs a copy.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from slipstream.runtime.model_files import answer_token_ids, check_model_path
 
 
 class RewardModel:
-    """The model's score of prompt and answer. Calls that arrive during a forward pass form the next batch.
+    """Score of prompt and answer. Calls that arrive during a forward pass form the next batch.
 
     A call canceled during a forward pass waits for it, so that a hanging model gets the worker replaced.
     """
@@ -41,7 +41,7 @@ class RewardModel:
         self._runner: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Load the model, outside the time limit of a call."""
+        """Load the model, outside a call's time limit."""
         # Local import, because the generator also builds this object to check its arguments.
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer

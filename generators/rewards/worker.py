@@ -41,7 +41,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Request(msgspec.Struct, array_like=True):
-    """Samples to score. Example: Request(17, [RewardInput(...)])"""
+    """Samples to score."""
 
     id: int
     """Counts from 1."""
@@ -51,7 +51,7 @@ class Request(msgspec.Struct, array_like=True):
 
 
 class Reply(msgspec.Struct, array_like=True):
-    """The rewards of a request. Example: Reply(17, [Reward(...)])"""
+    """The rewards of a request."""
 
     id: int
     rewards: list[Reward]
@@ -60,13 +60,13 @@ class Reply(msgspec.Struct, array_like=True):
 decode_config = msgspec.msgpack.Decoder(RewardConfig).decode
 decode_request = msgspec.msgpack.Decoder(Request).decode
 decode_reply = msgspec.msgpack.Decoder(Reply | int | str).decode
-"""First the id of the scoring process once it is ready, or the error that prevents it. Then Replies."""
+"""First the id of the ready scoring process, or its error. Then Replies."""
 MEMORY_EXIT = 77
 """Exit code after a reward function ran out of memory."""
 STUCK_EXIT = 78
-"""Exit code of a worker with a call that ignores cancellation, which has already failed."""
+"""Exit code of a worker with a failed call that ignores cancellation."""
 SIGNAL_EXIT = 128
-"""Exit codes above it mean that a signal killed the scorer: 128 + signal number."""
+"""Exit code of a scorer killed by a signal: this plus the signal number."""
 
 
 def frame(record: RewardConfig | Request | Reply | int | str) -> bytes:
@@ -105,14 +105,14 @@ def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
         bodies = _receive(pool)
         first = next(bodies, None)
         if first is None:
-            return  # the pool closed without sending anything
+            return
         config = decode_config(first)
         if config.max_memory_mib is not None:
-            # Private writable memory of this process and, separately, of each child. Not the address space:
-            # runtimes such as Java's or Go's reserve far more of it than they use.
+            # Private writable memory, of each child separately. Not the address space, because runtimes such as
+            # Java's or Go's reserve far more of it than they use.
             _lower(resource.RLIMIT_DATA, config.max_memory_mib * _MIB)
         try:
-            # After running out of memory, a function's leftover data would fail the next calls too.
+            # A function's leftover data would fail the next calls too.
             functions = RewardFunctions(config, on_memory_error=_end_without_memory)
             functions.start()
         except MemoryError:
@@ -227,7 +227,7 @@ class _ConcurrentServer:
         return [await self._functions.score_async(request.samples[0])]
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
-        # Tasks that a function starts inherit the request id with its context.
+        # Tasks inherit the request id with the context.
         context = options.get("context") or contextvars.copy_context()
         request_id = context.get(_request_id, 0)
         marked = _run_marked(work, request_id, self._mark, self._config.max_cpu_s) if request_id else work
@@ -284,7 +284,7 @@ def main(fd: int, mark_fd: int, pool: int) -> None:
     Exits with the scorer's exit code, or SIGNAL_EXIT + the number of the signal that killed it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Make orphaned descendants children of this process, even if they left the process group.
+    # Orphaned descendants become children, even if they left the process group.
     adopt_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     output, printed = os.pipe()
@@ -312,7 +312,7 @@ def main(fd: int, mark_fd: int, pool: int) -> None:
     code = os.waitstatus_to_exitcode(_wait(scorer))
     _kill_group(scorer)
     _kill_children()
-    # Forward the last output, such as the traceback of a failed import.
+    # The last output may be the traceback of a failed import.
     forwarder.join(timeout=_REAP_TIMEOUT_S)
     raise SystemExit(code if code >= 0 else SIGNAL_EXIT - code)
 
@@ -336,13 +336,13 @@ def _forward_output(source: int) -> None:
         room -= len(kept)
         if len(kept) < len(data) and not has_said_so:
             kept, has_said_so = kept + _LEFT_OUT.encode(), True
-        # On a full disk, drop the output: the reward function must not block on a full pipe.
+        # On a full disk, drop the output: a full pipe would block the reward function.
         with suppress(OSError):
             os.write(_STDOUT, kept)
 
 
 def _kill_group(scorer: int) -> None:
-    # One call, so that a process that keeps forking cannot escape.
+    # One call, so that no forking process escapes.
     with suppress(ProcessLookupError):
         os.killpg(scorer, signal.SIGKILL)
 

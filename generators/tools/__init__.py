@@ -1,1 +1,1 @@
-"""Tools that a model may call while it answers, and call formats."""
+"""Tools that a model may call, and call formats."""

@@ -11,7 +11,7 @@ from slipstream.generators.errors import ToolError
 
 
 class ToolCall(NamedTuple):
-    """A parsed tool call. Example: ToolCall("calculator", {"expression": "3 + 4"})."""
+    """A parsed tool call."""
 
     name: str
     arguments: dict[str, Any]

@@ -21,7 +21,7 @@ _MAX_SHOWN = 200
 
 
 def from_environment(values: dict[str, str], *, found_in: str) -> dict[str, str]:
-    """Replace $NAME in values by environment variables. Raises ConfigError."""
+    """Replace $NAME by environment variables. Raises ConfigError."""
     try:
         return {key: Template(value).substitute(os.environ) for key, value in values.items()}
     except (KeyError, ValueError) as error:
@@ -75,7 +75,7 @@ class HttpTool:
         if missing := [name for name in self._required if name not in arguments]:
             raise ToolError(f"the parameter {missing[0]} is required")
         if self._client is None:
-            # Created here, because it must belong to the running event loop. `Tool` limits number and time of calls.
+            # It must belong to the running event loop. `Tool` limits number and time of calls.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         for number in range(self._retries + 1):
             is_last = number == self._retries or self._method not in _REPEATABLE
@@ -110,7 +110,7 @@ class HttpTool:
 
 
 def _quoted(value: Any) -> str:
-    """Quote a value, so that it cannot change the path of a URL."""
+    """Quote a value, so that it cannot change a URL's path."""
     text = str(value)
     if text in (".", "..", ""):
         raise ToolError(f"a parameter in the address must be a name, got {text!r}")

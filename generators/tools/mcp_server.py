@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 
 class McpServer:
-    """A server and its tools. Calls run concurrently, on an event loop in a separate thread."""
+    """A server and its tools. Calls run concurrently, on a separate thread's event loop."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class McpServer:
         self.tools = [McpTool(self, each) for each in found if only is None or each.name in only]
 
     def run(self, work: Coroutine[Any, Any, T]) -> Any:
-        """Run a coroutine on the separate loop. Returns a concurrent future."""
+        """Run on the separate loop. Returns a concurrent future."""
         return asyncio.run_coroutine_threadsafe(work, _event_loop())
 
     async def call(self, name: str, arguments: dict[str, Any]) -> CallToolResult:
@@ -93,7 +93,7 @@ class McpServer:
         connection = self._connection
         try:
             async with asyncio.timeout(self._start_timeout_s):
-                # Shielded, because other calls may wait for it.
+                # Other calls may wait for it.
                 await asyncio.shield(connection.opened)
         except Exception as error:
             self._drop(connection)

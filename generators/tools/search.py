@@ -20,7 +20,7 @@ from slipstream.generators.errors import ToolError
 
 
 class Passage(NamedTuple):
-    """A passage of a corpus. Example: Passage("Bonn", "A city on the Rhine.")."""
+    """A passage of a corpus."""
 
     title: str
     text: str
@@ -65,7 +65,7 @@ def _analyzer(language: str) -> Any:
 
 
 def write_index(corpus: Path, folder: Path, *, language: str = "english") -> int:
-    """Index the passages of a file and return their number. Never leaves a partial index. Raises ConfigError.
+    """Index a file's passages and return their number. Never leaves a partial index. Raises ConfigError.
 
     `language`: for stop words and stemming; empty = neither.
     """
@@ -81,7 +81,7 @@ def write_index(corpus: Path, folder: Path, *, language: str = "english") -> int
         index.register_tokenizer(_ANALYZER, _analyzer(language))
     except ValueError as error:
         raise ConfigError(f"--language must be one that tantivy knows, such as english, got {language!r}.") from error
-    # A single thread makes the index deterministic, including the order of equal scores.
+    # One thread makes the order of equal scores deterministic.
     writer = index.writer(_WRITER_BYTES, num_threads=1)
     count = 0
     for passage in read_corpus(corpus):
@@ -100,7 +100,7 @@ def write_index(corpus: Path, folder: Path, *, language: str = "english") -> int
 def read_corpus(path: Path) -> Iterator[Passage]:
     """Read the passages of a JSON lines or Parquet file. Raises ConfigError.
 
-    A row has `contents`, whose first line is the title, as in Search-R1's corpora; or `text` and optionally `title`.
+    A row has `contents` with the title in the first line, as in Search-R1's corpora; or `text` and optionally `title`.
     """
     try:
         rows: Iterator[Any] = _json_lines(path)
@@ -173,7 +173,7 @@ class RemoteIndex:
     async def find(self, query: str, topk: int) -> list[Passage]:
         """Raises ToolError."""
         if self._client is None:
-            # Created here, because it must belong to the running event loop. `Tool` limits number and time of calls.
+            # As in HttpTool.
             self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
             body = {"queries": [query], "topk": topk, "return_scores": True}
@@ -190,7 +190,7 @@ class RemoteIndex:
 
 @cache
 def open_index(index: str) -> Retriever:
-    """Open the index at an address or in a folder, which all answers share. Raises ConfigError."""
+    """Open the index at an address or in a folder. Raises ConfigError."""
     return RemoteIndex(index) if index.startswith(("http://", "https://")) else LocalIndex(Path(index))
 
 

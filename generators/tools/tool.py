@@ -109,7 +109,7 @@ class Python:
 
 _CLOSE_S = 5.0
 _MOST_THREADS = 2
-"""Maximum threads of a tool, as a multiple of `max_concurrency`. Threads of hanging calls cannot be killed."""
+"""Maximum threads, as a multiple of `max_concurrency`. Threads of hanging calls cannot be killed."""
 log = structlog.get_logger(__name__)
 
 
@@ -119,14 +119,14 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "search": Search,
     "http": HttpTool,
 }
-"""Tools that a config names without a module, like `mcp`, which means all tools of a server."""
+"""Tools that a config names without a module, like `mcp`: all tools of a server."""
 
 
 class Tool:
     """A configured tool, shared by all answers of a generator."""
 
     def __init__(self, config: ToolConfig, *, setting: str, shared: Any = None) -> None:
-        """Import the function. `shared`: use this object with a schema instead. Raises ConfigError."""
+        """`shared`: object with a schema, instead of the function. Raises ConfigError."""
         self._config = config
         self._is_built_in = shared is not None or config.function in BUILT_IN
         self._slots = asyncio.Semaphore(config.max_concurrency)
@@ -172,7 +172,7 @@ class OpenTool:
         self._thread = f"tool {name}"
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """Return the result as text or raise ToolError within the tool's time limit."""
+        """Return the result as text, within the time limit. Raises ToolError."""
         self._num_calls += 1
         if self._config.max_calls is not None and self._num_calls > self._config.max_calls:
             raise ToolError(f"{self._name} may be called {self._config.max_calls} times, this call exceeds the limit")
@@ -206,7 +206,7 @@ class OpenTool:
 
 
 async def call_either(function: Callable[[], Any], *, thread: str = "user") -> Any:
-    """Await a coroutine function, or call any other function in a thread with this name."""
+    """Await a coroutine function, or call another function in a thread with this name."""
     called: Any = function
     while isinstance(called, partial):
         called = called.func
@@ -240,7 +240,7 @@ async def _in_thread(function: Callable[[], Any], *, name: str) -> Any:
             failure = error
         except SystemExit as error:
             failure = ToolError(f"it called sys.exit({error.code!r})")
-        # The loop may already be closed when a late call returns.
+        # The loop may be closed when a late call returns.
         with suppress(RuntimeError):
             loop.call_soon_threadsafe(resolve, result, failure)
 

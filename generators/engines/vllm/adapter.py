@@ -20,7 +20,7 @@ ADAPTER = LoRARequest("policy", 1, lora_path="updated in memory")
 
 
 def lora_arguments(lora: LoraConfig | None, *, targets: Sequence[str]) -> dict[str, Any]:
-    """vLLM arguments for an adapter slot in the layers `targets`, if any."""
+    """vLLM arguments for an adapter slot, if any, in the layers `targets`."""
     if lora is None:
         return {}
     rank = next(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank)
@@ -37,7 +37,7 @@ def check_experts(module: Any) -> None:
 
 
 def describe(lora: LoraConfig | None) -> dict[str, Any]:
-    """Adapter settings for the workers in peft's format, if any."""
+    """Settings in peft's format; empty without an adapter."""
     if lora is None:
         return {}
     return {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "target_modules": []}
@@ -45,7 +45,7 @@ def describe(lora: LoraConfig | None) -> dict[str, Any]:
 
 def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> None:
     """Replace the adapter in the slot. Raises WeightTransferError for any error in vLLM."""
-    # Local imports, here and below, because vLLM's LoRA layers take most of a second to import.
+    # Local imports, because vLLM's LoRA layers take most of a second.
     from vllm.lora.lora_model import LoRAModel
 
     manager = model.lora_manager
@@ -67,7 +67,7 @@ def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings:
 
 
 def first_adapter_mismatch(model: Any, sent: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> str:
-    """Return the name of the first tensor that differs from the slot's; empty if all match."""
+    """Return the name of the first tensor that differs from the slot's, or empty."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     manager = model.lora_manager
@@ -90,7 +90,7 @@ def first_adapter_mismatch(model: Any, sent: Sequence[tuple[str, Tensor]], *, se
 
 
 def serve_adapters_of_gpt2() -> None:
-    """Declare GPT-2, the default task's model, as LoRA-capable in vLLM. Its layers are standard ones."""
+    """Declare GPT-2, the default task's model, as LoRA-capable in vLLM. Its layers are standard."""
     from vllm.model_executor.models.gpt2 import GPT2LMHeadModel
     from vllm.model_executor.models.interfaces import SupportsLoRA
 

@@ -54,14 +54,14 @@ T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 _CALL_TIMEOUT_S = 30.0
-"""Limit of a call to the engine process, in addition to the duration of its work."""
+"""Limit of a call to the engine process, in addition to its work."""
 _MAX_PROFILED_STEPS = 24
-"""The engine blocks while it writes the steps, 0.1 s each on a CPU."""
+"""The engine blocks while writing them, 0.1 s each on a CPU."""
 _PROFILE_TIMEOUT_S = 120.0
 """Includes writing the recording."""
 _SECOND_CHANCE_S = 2.0
-"""Limit of a call after an unanswered one. A slow engine has recovered by then. A dead one must be replaced within
-`learner.dead_end.after_s`, see `weight_updates.py`."""
+"""Limit of a call after an unanswered one: a slow engine has recovered by then, and a dead one must be replaced within
+`learner.dead_end.after_s`."""
 
 
 class VllmEngine:
@@ -95,7 +95,7 @@ class VllmEngine:
         return self._version
 
     async def start(self) -> None:
-        """Start the engine process, which takes half a minute on a CPU. Raises EngineError."""
+        """Takes half a minute on a CPU. Raises EngineError."""
         check_environment(engine_environment(self._config))
         self._end_token_ids, module = read_checkpoint(self._model)
         try:
@@ -134,7 +134,7 @@ class VllmEngine:
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
             stop_token_ids=self._end_token_ids,
-            # Only the sampled token's. Flat lists and a single final output save most of vLLM's per-token work.
+            # The sampled token's. Flat lists and a single output save most of vLLM's per-token work.
             logprobs=0,
             flat_logprobs=True,
             # Detokenize only for stop strings, which may be special tokens.
@@ -188,7 +188,7 @@ class VllmEngine:
             raise WeightTransferError(error)
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
-        """See `Engine.update`. Also raises EngineError if the engine does not answer."""
+        """Also raises EngineError if the engine does not answer."""
         # Shielded, because an update canceled halfway would leave the engine paused.
         return await asyncio.shield(asyncio.create_task(self._update(update, fetched)))
 
@@ -225,10 +225,10 @@ class VllmEngine:
     async def _update(self, update: Update, fetched: SharedBuckets | None) -> float:
         llm = self._running
         paused_at = time.perf_counter()
-        # mode="keep" does not abort requests. AsyncLLM.pause_generation would sleep another 20 ms to order outputs,
-        # which carry their versions here.
+        # mode="keep" does not abort requests. AsyncLLM.pause_generation would sleep 20 ms to order outputs, which carry
+        # their versions here.
         await self._call(llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
-        # Set after the answer, so that until then `check_health` detects a stall.
+        # Only now, so that `check_health` detects a stall until then.
         self._is_paused = True
         try:
             await self._receive_and_load(update, fetched)
@@ -244,7 +244,7 @@ class VllmEngine:
 
     async def _receive_and_load(self, update: Update, fetched: SharedBuckets | None) -> None:
         llm = self._running
-        # `WeightUpdates` ends an abandoned broadcast long before this limit.
+        # `WeightUpdates` ends an abandoned broadcast long before.
         limit_s = update.timeout_s * (1 if fetched else len(update.bucket_bytes)) + _CALL_TIMEOUT_S
         try:
             request = self._update_request(update, fetched)
@@ -281,20 +281,20 @@ class VllmEngine:
         # Before resuming, because vLLM labels each token with the version at sampling time.
         await self._call(llm.update_weight_version(str(version)))
         if self._vision:
-            # For requests that read their prompts again. New requests use salted image ids.
+            # For restarted requests. New ones use salted image ids.
             await self._call(llm.reset_encoder_cache())
         if self._config.kv_on_update == "recompute":
-            # Preempts running requests, so that vLLM prefills their prompts and tokens again.
+            # Preempts running requests, so that vLLM prefills them again.
             await self._call(llm.reset_prefix_cache(reset_running_requests=True))
             return
-        # Restart requests without tokens, whose prompts the previous weights processed.
+        # Restart requests without tokens: the previous weights processed their prompts.
         states = llm.output_processor.request_states.values()
         self._to_restart = self._open_requests - {s.external_req_id for s in states if not s.is_prefilling}
         if self._to_restart:
             await self._call(llm.abort(list(self._to_restart)))
 
     async def _pop_weight_outcome(self) -> tuple[str, bool]:
-        """Return the workers' first error (empty = none) and whether any worker wrote to its model."""
+        """Return the workers' first error, or empty, and whether any worker changed its model."""
         outcomes = await self._call(self._running.collective_rpc("pop_weight_outcome"))
         errors, is_changed, uncompared = zip(*outcomes, strict=True)
         kinds = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in sorted({*chain(*uncompared)}))
@@ -304,7 +304,7 @@ class VllmEngine:
         return next(filter(None, errors), ""), any(is_changed)
 
     def _update_request(self, update: Update, fetched: SharedBuckets | None) -> WeightTransferUpdateRequest:
-        # A layout error is not raised here, because the worker must still take part in the broadcast.
+        # A layout error is not raised, because the worker must still take part in the broadcast.
         names, rejection = self._names, ""
         try:
             WeightLayout(names, dtype=self._model.dtype).check(update.slots)
@@ -327,11 +327,11 @@ class VllmEngine:
     async def _final_output(
         self, token_ids: list[int], params: SamplingParams, request_id: str, images: Sequence[PromptImage] = ()
     ) -> RequestOutput:
-        """Submit a request, again after every update that restarts it. Raises EngineError."""
+        """Submit a request, again after updates that restart it. Raises EngineError."""
         self._open_requests.add(request_id)
         try:
             while True:
-                # The update number rather than the version, which may be loaded twice, the first time incorrectly.
+                # Not the version, which may be loaded twice, the first time incorrectly.
                 salt = str(self._num_updates)
                 if images and self._vision:
                     prompt: EngineInput = image_input(token_ids, images, vision=self._vision, salt=salt)

@@ -17,7 +17,7 @@ _ALWAYS = {
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore:resource_tracker:UserWarning",
 }
 _CPU = {
-    # All roles share a few cores. More threads per role, or spinning threads, reduce throughput tenfold.
+    # All roles share a few cores. More or spinning threads reduce throughput tenfold.
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -43,7 +43,7 @@ def engine_environment(config: VllmEngineConfig, *, device: str | None = None) -
         return _ALWAYS | _GPU
     settings = _ALWAYS | _CPU | {"VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib)}
     if config.enforce_eager:
-        # Otherwise torch compiles a comparison with g++, which delays the first response by half a minute.
+        # Otherwise torch compiles a comparison with g++ for half a minute.
         settings["TORCHDYNAMO_DISABLE"] = "1"
     if config.num_workers == 1:
         # On a CPU, this saves a process: vLLM runs the model in the engine process.
@@ -53,7 +53,7 @@ def engine_environment(config: VllmEngineConfig, *, device: str | None = None) -
 
 def detect_device() -> str:
     """Return `cuda` if the machine has an NVIDIA device and vLLM is not the CPU build, else `cpu`."""
-    # Without torch, which reads the environment at import.
+    # Without torch, which would read the environment.
     has_device = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
     try:
         is_cpu_build = "cpu" in metadata.version("vllm")

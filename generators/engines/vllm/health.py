@@ -23,7 +23,7 @@ from slipstream.runtime.clock import Clock
 
 
 class StepWatchdog:
-    """Detects an engine that has requests but makes no steps, although it still answers health checks.
+    """Detects an engine that has requests but makes no steps, although it answers health checks.
 
     Call `check` about once a second. Time without requests or during a pause does not count.
     """
@@ -45,7 +45,7 @@ class StepWatchdog:
 
 
 class LoadRecorder(PrometheusStatLogger):
-    """Keeps the newest statistics. Replaces vLLM's Prometheus metrics, which cost more and are unused here."""
+    """Keeps the newest statistics. Replaces vLLM's Prometheus metrics, which cost more."""
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
         # No super().__init__(), which would register the Prometheus metrics.
@@ -56,7 +56,7 @@ class LoadRecorder(PrometheusStatLogger):
 
     @property
     def load(self) -> EngineLoad:
-        """Load as of the newest step, without `num_open`."""
+        """As of the newest step, without `num_open`."""
         return EngineLoad(self._kv_usage, self._num_waiting, self._num_preempted, num_steps=self._num_steps)
 
     def record(
@@ -69,7 +69,7 @@ class LoadRecorder(PrometheusStatLogger):
         if iteration_stats is not None:
             self._num_preempted += iteration_stats.num_preempted_reqs
 
-    # The rest of vLLM's logger interface would write to unregistered metrics.
+    # The inherited methods would write to unregistered metrics.
     def log_engine_initialized(self) -> None: ...
 
     def record_admission_rejection(self, reason: str) -> None: ...
@@ -83,7 +83,7 @@ def read_load(llm: AsyncLLM) -> EngineLoad:
     newest = recorder.load
     if num_open := llm.output_processor.get_num_unfinished_requests():
         return msgspec.structs.replace(newest, num_open=num_open)
-    # An idle engine makes no steps, so its statistics still show the last request.
+    # An idle engine's statistics still show the last request.
     return msgspec.structs.replace(newest, kv_usage=0.0, num_waiting=0)
 
 
@@ -109,7 +109,7 @@ def report_fatal_errors() -> None:
 
 
 def read_fatal_error() -> str:
-    """Return the fatal error of this process's engine as one line; empty without one."""
+    """Return the fatal error of this process's engine, one line, or empty."""
     try:
         return _path().read_text(errors="replace")
     except OSError:

@@ -25,7 +25,7 @@ _PACKAGE = "transformers.models.qwen2_vl"
 def image_input(
     token_ids: list[int], images: Sequence[PromptImage], *, vision: VisionModel, salt: str
 ) -> MultiModalInput:
-    """Build the input that vLLM's processor would build, from token ids with expanded image tokens.
+    """Build what vLLM's processor would build, from token ids with expanded image tokens.
 
     `salt`: separates cache entries of different weights.
     """
@@ -62,7 +62,6 @@ def image_arguments(*, is_cpu: bool) -> dict[str, Any]:
 def serve_images_without_torchvision() -> None:
     """Make vLLM use transformers' PIL image processor, without videos, if torchvision is missing."""
     name = f"{_PACKAGE}.image_processing_qwen2_vl"
-    # vLLM may call the entry point twice in a process.
     if find_spec("torchvision") or name in sys.modules:
         return
     # vLLM imports this module, which imports torchvision.
@@ -74,7 +73,7 @@ def serve_images_without_torchvision() -> None:
             return original(self, *arguments, **settings)
         pil = importlib.import_module(f"{_PACKAGE}.image_processing_pil_qwen2_vl")
         made = pil.Qwen2VLImageProcessorPil.from_pretrained(self.model_config.model)
-        # vLLM needs only these attributes, at startup, because requests contain finished patches.
+        # vLLM needs only these attributes, because requests contain finished patches.
         kwargs = importlib.import_module(f"{_PACKAGE}.processing_qwen2_vl").Qwen2VLProcessorKwargs
         return SimpleNamespace(image_processor=made, video_processor=made, valid_processor_kwargs=kwargs)
 
@@ -88,7 +87,7 @@ class _PilModule(ModuleType):
 
 
 def select_experts(output: RequestOutput, *, layers: Sequence[int]) -> np.ndarray | None:
-    """Select the experts of these layers, see `Completion.experts`. None without layers.
+    """Return `Completion.experts` of these layers. None without layers.
 
     Raises EngineError unless vLLM returned a row for each token except the last.
     """
@@ -103,11 +102,11 @@ def select_experts(output: RequestOutput, *, layers: Sequence[int]) -> np.ndarra
 
 
 def record_routed_experts() -> None:
-    """Make CPU workers in this process call vLLM's recording of routed experts, as GPU workers do."""
+    """Make CPU workers in this process record routed experts, as GPU workers do."""
     # Local import, because it needs libraries of the CPU build.
     from vllm.v1.worker import cpu_worker
 
-    # This check rejects all but the GPU model runner. `VllmEngine` and the settings check everything else.
+    # This rejects all but the GPU model runner. `VllmEngine` and the settings check the rest.
     VllmConfig._verify_aux_output_compatibility = lambda self: None
 
     class Runner(cpu_worker.CPUModelRunner):

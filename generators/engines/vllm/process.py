@@ -1,4 +1,4 @@
-"""Starts and stops AsyncLLM and its engine process, without leaving a process behind."""
+"""Starts and stops AsyncLLM, without leaving a process behind."""
 
 import asyncio
 import multiprocessing
@@ -71,19 +71,19 @@ def engine_arguments(
         trust_remote_code=model.trust_remote_code,
         # vLLM requires a tokenizer for images.
         skip_tokenizer_init=not (reads_text or has_images),
-        # One more than a full trajectory, because a probe generates one token after its prompt.
+        # One extra, because a probe generates a token after its prompt.
         max_model_len=min(model.max_length + 1, max_positions),
-        # Spare slots, so that a probe never waits for a response.
+        # So that a probe never waits for a response.
         max_num_seqs=engine.max_num_seqs + PROBE_SEQUENCES,
         tensor_parallel_size=engine.tensor_parallel_size,
         pipeline_parallel_size=engine.pipeline_parallel_size,
         enable_expert_parallel=engine.expert_parallel,
         distributed_executor_backend="uni" if engine.num_workers == 1 else "mp",
-        # With a given cache size, vLLM only checks at startup that this share of the GPU is free.
+        # With a cache size, vLLM only checks at startup that this share of the GPU is free.
         gpu_memory_utilization=engine.gpu_memory_utilization if engine.kv_cache_gib is None else _LEAST_SHARE,
         kv_cache_memory_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * 2**30),
         enforce_eager=engine.enforce_eager,
-        # Pays off for multi-turn answers, whose requests share a prefix. Required to record experts, which vLLM stores
+        # Pays off for multi-turn answers: their requests share a prefix. Required to record experts, which vLLM stores
         # per block of cached prefixes.
         enable_prefix_caching=records
         or (reads_text if engine.enable_prefix_caching is None else engine.enable_prefix_caching),
@@ -133,7 +133,7 @@ def check_environment(required: Mapping[str, str]) -> None:
 async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
     """Raises EngineError."""
     forget_fatal_error()
-    # The constructor blocks. Its thread cannot be canceled, so it is shielded below.
+    # The constructor blocks, and its thread cannot be canceled.
     starting = asyncio.create_task(asyncio.to_thread(_start, arguments))
     try:
         return await asyncio.wait_for(asyncio.shield(starting), timeout_s)
@@ -152,7 +152,7 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
 
 
 async def stop_llm(llm: AsyncLLM) -> None:
-    """Shut down the engine process, then kill remaining processes, within seconds."""
+    """Shut down the engine process, then kill the rest, within seconds."""
     await asyncio.to_thread(llm.shutdown, _STOP_GRACE_S)
     _kill_engine_processes()
     envs.disable_envs_cache()
@@ -173,7 +173,7 @@ def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[LoadRecorder])
-        # A request reads a dozen of these variables. The engine process already caches them.
+        # A request reads a dozen of these variables.
         envs.enable_envs_cache()
         return llm
     finally:

@@ -1,7 +1,7 @@
 """Verifies that a loaded model holds exactly the tensors that were sent.
 
-vLLM loads layer by layer: parameter loaders place tensors, then the layer may repack them. RecordedLoad records the
-loader calls, replays them into a copy of one layer at a time, and compares bit for bit.
+In vLLM, parameter loaders place tensors, then each layer may repack them. RecordedLoad records the loader calls,
+replays them into a copy of one layer at a time, and compares bit for bit.
 """
 
 from bisect import bisect_right
@@ -28,7 +28,7 @@ Call = tuple[str, BoundArguments]
 
 
 class _Calls(list[Call]):
-    """Replaces vLLM's list of a layer's loader calls, which vLLM empties after loading."""
+    """Replaces vLLM's list of a layer's loader calls, which is emptied after loading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class RecordedLoad(TorchDispatchMode):
 
     @torch.no_grad()
     def first_mismatch(self, sent: Sequence[tuple[str, Tensor]]) -> str:
-        """Return the name of the first tensor that differs from the model's; empty if all match."""
+        """Return the name of the first tensor that differs from the model's, or empty."""
         compared = set[int]()
         for path, layer in self._layers.items():
             for name, is_held in _compare(layer, self._calls[path].kept):
@@ -86,7 +86,7 @@ class RecordedLoad(TorchDispatchMode):
                 if is_held:
                     compared.add(id(layer._parameters[name]))
         held = dict(self._layers[""].named_parameters(remove_duplicate=False))
-        # The model may have transformed or replaced the tensors that no loader received.
+        # The model may have transformed the tensors that no loader received.
         calls = (arguments for calls in self._calls.values() for _, arguments in calls.kept)
         tensors = dict(sent)
         missed = _not_passed(tensors, [v for c in calls for k, v in c.arguments.items() if k != "param"])
@@ -103,7 +103,7 @@ class RecordedLoad(TorchDispatchMode):
 
 
 def _compare(layer: nn.Module, calls: Sequence[Call]) -> Iterator[tuple[str, bool | None]]:
-    """Yield the name of each parameter, and whether it matches the replayed calls; None = unknown."""
+    """Yield each parameter's name, and whether it matches the replayed calls; None = unknown."""
     expected = _place(layer, calls)
     kernel = getattr(layer, "cpu_linear", nn.functional.linear)
     is_held = {name: _is_same(layer._parameters[name], tensor) for name, tensor in expected.items()}
@@ -118,7 +118,7 @@ def _compare(layer: nn.Module, calls: Sequence[Call]) -> Iterator[tuple[str, boo
     for name, tensor in repacked.named_parameters():
         yield name, _is_same(layer._parameters.get(name), tensor)
     if kernel is not nn.functional.linear:
-        # A kernel's packed weights can only be compared through its output.
+        # Only a kernel's output shows its packed weights.
         row = torch.randn(1, expected["weight"].shape[1], generator=torch.Generator().manual_seed(0))
         row = row.to(expected["weight"].dtype)
         yield "weight", torch.equal(*(made.cpu_linear(row, made.weight, None) for made in (layer, repacked)))
@@ -140,7 +140,7 @@ def _place(layer: nn.Module, calls: Sequence[Call]) -> dict[str, Tensor]:
 
 
 def _repack(layer: Any, placed: dict[str, Tensor]) -> Any:
-    """Build a layer from these parameters and repack it as vLLM does; None if parameters alone are not enough."""
+    """Build a layer from these parameters and repack it as vLLM does; None if that needs more than parameters."""
     if any(tensor.isnan().any() for tensor in placed.values()):
         return None
     other, method = nn.Module(), layer.quant_method
@@ -154,7 +154,7 @@ def _repack(layer: Any, placed: dict[str, Tensor]) -> Any:
     try:
         method.process_weights_after_loading(other)
     except Exception:
-        # Arbitrary vLLM code may need attributes that this bare layer lacks.
+        # vLLM's code may need attributes that this bare layer lacks.
         return None
     return other
 
@@ -166,7 +166,7 @@ def _is_same(held: Tensor | None, expected: Tensor) -> bool:
 
 
 def _not_passed(sent: dict[str, Tensor], passed: Sequence[Any]) -> list[str]:
-    """Names of sent tensors that loaders did not receive, even with their elements reordered."""
+    """Names of tensors that no loader received, even with reordered elements."""
     first_at = {tensor.data_ptr(): name for name, tensor in reversed(sent.items())}
     starts = sorted(first_at)
     missing = {name: tensor.numel() for name, tensor in sent.items()}

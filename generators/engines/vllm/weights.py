@@ -73,8 +73,7 @@ def die_with_parent() -> None:
 
 
 def _kill_at_parent_exit(sentinel: int) -> None:
-    # Only the parent holds the other end of the sentinel pipe, so it becomes ready when the parent ends. No deadline,
-    # because this thread has no other purpose.
+    # The sentinel pipe becomes ready when the parent ends. No deadline, because this thread has no other purpose.
     connection.wait([sentinel])
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -87,12 +86,12 @@ class EpochInfo(WeightTransferInitInfo):
     opening: dict[str, Any]
     """An OpenEpoch as builtins, which vLLM can serialize."""
     rank: int
-    """This generator's rank in the weight group, where the learner has rank 0."""
+    """Rank in the weight group. The learner has rank 0."""
 
 
 @dataclass
 class BroadcastInfo(WeightTransferUpdateInfo):
-    """Argument of `receive_weights`: fields of an Update that describe its bytes."""
+    """Argument of `receive_weights`."""
 
     slots: list[Any]
     """TensorSlots as builtins, in parameter order."""
@@ -102,13 +101,13 @@ class BroadcastInfo(WeightTransferUpdateInfo):
     timeout_s: float
     """Limit per bucket."""
     fetched_path: str = ""
-    """Shared memory with fetched buckets; empty = the buckets are broadcast."""
+    """Shared memory with fetched buckets; empty = broadcast."""
     tied: list[list[str]] = field(default_factory=list)
-    """Groups of names of one tensor, which is sent under the first (CheckpointNames.tied)."""
+    """CheckpointNames.tied; a tensor is sent under its first name."""
     lora: dict[str, Any] = field(default_factory=dict)
-    """Settings of the adapter; empty = the tensors are the model's weights."""
+    """Adapter settings; empty = the model's weights."""
     rejection: str = ""
-    """Reason not to load this update even if it arrives intact; empty = load it."""
+    """Reason not to load an intact update; empty = load it."""
 
 
 class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
@@ -133,8 +132,8 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
         self._uncompared: list[str] = []
 
     def pop_outcome(self) -> tuple[str, bool, list[str]]:
-        """Return and reset the last error (empty = none), whether the model was written to, and the names of tensors
-        that could not be compared after loading."""
+        """Return and reset the last error (empty = none), whether the model changed, and the names of tensors that
+        could not be compared."""
         outcome = self._error, self._is_model_changed, self._uncompared
         self._error, self._is_model_changed, self._uncompared = "", False, []
         return outcome
@@ -144,11 +143,10 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             self._receiver.open_epoch(msgspec.convert(init_info.opening, OpenEpoch), rank=init_info.rank)
 
     def start_weight_update(self) -> None:
-        """Leaves the model unchanged, because loading starts after all bytes are verified."""
         self._received = []
 
     def receive_weights(self, update_info: BroadcastInfo) -> None:
-        """Receive and verify, even a rejected update, because the broadcast needs every group member."""
+        """Receives even a rejected update, because the broadcast needs every member."""
         with self._recording_errors():
             tensors = self._receive(update_info, msgspec.convert(update_info.slots, list[TensorSlot]))
             if update_info.rejection:
@@ -191,7 +189,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
 
     def _receive(self, info: BroadcastInfo, slots: list[TensorSlot]) -> list[tuple[str, Tensor]]:
         if info.fetched_path:
-            # Fetched once per generator. All its workers map the memory.
+            # Fetched once per generator, mapped by all its workers.
             mapped = map_buckets(info.fetched_path, sizes=info.bucket_bytes)
             buckets.verify(mapped, expected=info.checksums)
             return buckets.unpack(mapped, slots)
@@ -200,8 +198,8 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
         )
 
     def _tied(self, sent: dict[str, Tensor], tied: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tied tensors for layers that hold a separate copy, such as the packed head in vLLM's CPU build."""
-        # `named_modules` lists a shared layer once, so a head that is the embedding itself is not included.
+        """Yield tied tensors for layers with a separate copy, such as the packed head of vLLM's CPU build."""
+        # `named_modules` lists a shared layer once, so it omits a head that is the embedding itself.
         own = {f"{path}.{name}" for path, layer in self.model.named_modules() for name in layer._parameters}
         for first, *others in tied:
             yield from ((name, sent[first]) for name in others if name in own)
@@ -222,7 +220,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             with load:
                 loaded = self.model.load_weights(tensors)
         except Exception as error:
-            # A model's loader may raise anything. The engine stays alive but unverified until an update succeeds.
+            # A loader may raise anything. The engine stays alive but unverified until an update succeeds.
             raise WeightTransferError(f"the engine could not load it: {type(error).__name__}: {error}") from error
         finally:
             finalize_layerwise_reload(self.model, self.model_config)
@@ -244,7 +242,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
 
 
 class OutcomeReport:
-    """Mixin of vLLM's worker class, so that `collective_rpc` can call methods of BroadcastWeights."""
+    """Mixin of vLLM's worker class, so that `collective_rpc` can call BroadcastWeights."""
 
     def weight_device(self) -> str:
         return device_name(self.weight_transfer_engine.device)  # type: ignore[attr-defined]
@@ -257,7 +255,7 @@ class OutcomeReport:
 
 
 class SharedReceiver:
-    """Represents all workers of one engine as a single member of the weight group. Implements WeightReceiver.
+    """Represents all workers of an engine as one member of the weight group. Implements WeightReceiver.
 
     The first worker receives and verifies in host memory, which the others map, so that an update needs GPU memory only
     for the layer being loaded. Every worker must make the same calls, and gets the first worker's errors.
@@ -291,7 +289,7 @@ class SharedReceiver:
         self._mapped, self._mapping = [], None
 
     def _run_on_first(self, action: Callable[[], object]) -> str:
-        """Run on the first worker. Returns the path of its memory, or raises WeightTransferError, on every worker."""
+        """Run on the first worker. Returns its memory's path, or raises WeightTransferError, on every worker."""
         group = get_world_group()
         path, error = "", ""
         if group.is_first_rank:
