@@ -55,6 +55,8 @@ def network(folder: Path, names: Sequence[str], *, subnet: str) -> Iterator[list
         yield machines
     finally:
         for machine in machines:
+            # A namespace without a name lives as long as its processes, and so would its end of the link.
+            _ip("link", "del", f"{machine.name}-o")
             _ip("netns", "del", machine.name)
         _ip("link", "del", bridge)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 from msgspec import json
+from tokenizers import Tokenizer
 
 from slipstream.broker.dataset import Dataset, describe_shortages, read_heldout, read_train
 from slipstream.broker.messages import Row
@@ -24,7 +25,6 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.data import PrepareStep
 from slipstream.configs.generators import (
-    GeneratorsConfig,
     RewardConfig,
     SearchAgentConfig,
     SingleTurnConfig,
@@ -38,7 +38,7 @@ from slipstream.launch.generator_pool import check_placement
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.credentials import find_token
 from slipstream.runtime.images import VisionModel
-from slipstream.runtime.model_files import check_model_path, read_chat_template
+from slipstream.runtime.model_files import check_model_path, find_file, read_chat_template
 from slipstream.runtime.run_folder import RunFolder
 
 _STEP_TIMEOUT_S = 3600.0
@@ -110,7 +110,7 @@ def make_inputs(run: RunConfig) -> None:
     for rows in dict.fromkeys([train, *heldout.values()]):
         rows.check_images(VisionModel(run.model.path))
     read_chat_template(run.model)
-    try_rewards(run.generators, train)
+    try_rewards(run, train)
     if run.mode == "replay":
         plan_replay(run)
 
@@ -126,25 +126,28 @@ def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
 
 
 _MADE_UP = "I do not know."
-_TRIED_ROWS = 256
+_TRIED_ROWS = 64
 """Rows searched for one of each data source."""
 
 
-def try_rewards(generators: GeneratorsConfig, dataset: Dataset) -> None:
+def try_rewards(run: RunConfig, dataset: Dataset) -> None:
     """Score a made-up answer and the ground truth of one row per data source. Raises ConfigError if a call fails.
 
     Skips functions that contact an address or load a model, and rows whose agent may score itself.
     """
-    config = generators.reward
-    if not isinstance(generators.agent, SingleTurnConfig | ToolsAgentConfig | SearchAgentConfig):
+    config = run.generators.reward
+    if not isinstance(run.generators.agent, SingleTurnConfig | ToolsAgentConfig | SearchAgentConfig):
         return
     if any(function.function in REACHING_OUT for function in config.chosen):
         return
     rows = (dataset.row(index) for index in range(min(len(dataset), _TRIED_ROWS)))
-    by_source = {row.data_source: row for row in rows if not row.agent_name}
+    by_source = {row.data_source: row for row in reversed([*rows]) if not row.agent_name}
+    file = find_file(run.model.path, "tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(file)) if file else None
     for row in by_source.values():
         truth = row.ground_truth if isinstance(row.ground_truth, str) else json.encode(row.ground_truth).decode()
-        for answer, reward in asyncio.run(_score(config, row, [_MADE_UP, truth])).items():
+        answers = {text: tokenizer.encode(text).ids if tokenizer else [0] for text in (_MADE_UP, truth)}
+        for answer, reward in asyncio.run(_score(config, row, answers)).items():
             if reward.status != "ok":
                 raise ConfigError(
                     f"generators.reward ({config.summary}) must score every answer, but {reward.detail}; the call was "
@@ -152,18 +155,19 @@ def try_rewards(generators: GeneratorsConfig, dataset: Dataset) -> None:
                 )
 
 
-async def _score(config: RewardConfig, row: Row, answers: list[str]) -> dict[str, Reward]:
-    """Score answers in one worker process, with the run's limits."""
+async def _score(config: RewardConfig, row: Row, answers: dict[str, list[int]]) -> dict[str, Reward]:
+    """Score answers (text -> token ids) in one worker process, with the run's limits."""
     samples = [
         RewardInput(
             prompt=row.prompt,
             response=answer,
+            response_token_ids=token_ids,
             ground_truth=row.ground_truth,
             data_source=row.data_source,
             extra_info=row.extra_info,
             messages=[{"role": "assistant", "content": answer}],
         )
-        for answer in answers
+        for answer, token_ids in answers.items()
     ]
     with closing(RewardPool(msgspec.structs.replace(config, num_workers=1))) as pool:
         compares = pool.compares(row.data_source)

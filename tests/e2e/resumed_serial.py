@@ -5,6 +5,7 @@ A serial run's store ends with the run. Here it outlives the first of two runs.
 
 import sys
 from contextlib import closing
+from pathlib import Path
 
 import msgspec
 
@@ -12,7 +13,6 @@ from slipstream.buffer.redis.connection import connect
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.load import load
-from slipstream.configs.run import RunConfig
 from slipstream.launch import serial
 from slipstream.launch.serial import TurnClock
 from slipstream.learner.learner import Learner
@@ -30,15 +30,15 @@ def main(overrides: list[str]) -> None:
     server = EmbeddedRedis(folder.store, durability="fast")
     server.start()
 
-    def open_store(run: RunConfig, _folder: RunFolder, clock: TurnClock) -> closing[RedisStore]:
-        return closing(RedisStore(connect(server.url), run.name, max_attempts=run.buffer.max_attempts, clock=clock))
+    def open_store(_folder: Path, name: str, *, max_attempts: int, clock: TurnClock, **_: int) -> closing[RedisStore]:
+        return closing(RedisStore(connect(server.url), name, max_attempts=max_attempts, clock=clock))
 
     def stop_behind_checkpoint(learner: Learner, **options: bool) -> None:
         checkpoint(learner, **options)
         learner._rank_group.flush_checkpoint()
         raise _StoppedError
 
-    serial._open_store = open_store  # type: ignore[assignment]
+    serial.open_own_store = open_store  # type: ignore[assignment]
     Learner._checkpoint = stop_behind_checkpoint  # type: ignore[method-assign]
     try:
         serial.run_serial(run, folder)

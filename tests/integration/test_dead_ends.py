@@ -23,7 +23,9 @@ SOON = ("learner.dead_end.after_s=6", "learner.checkpoint.every_steps=1000")
 REWARDS = """
 import pathlib
 def succeeds_when_repaired(sample):
-    if not pathlib.Path("repaired").exists(): raise RuntimeError("no opinion")
+    # The launcher's trial before the start gets a score.
+    is_trial = sample.response in ("I do not know.", sample.ground_truth)
+    if not is_trial and not pathlib.Path("repaired").exists(): raise RuntimeError("no opinion")
     return 1.0
 """
 FAULTY = """

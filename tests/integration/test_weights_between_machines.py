@@ -23,8 +23,7 @@ class Scene:
 
     def __init__(self, folder: Path, here: Machine, there: Machine) -> None:
         self.folder, self.here, self.there = folder, here, there
-        for name in ("unseen", "elsewhere"):
-            (folder / name).mkdir()
+        (folder / "elsewhere").mkdir()
 
     @property
     def learner(self) -> str:
@@ -43,7 +42,7 @@ class Scene:
         network = ("name=mine", "cluster.interface=10.77.0.0/24", "cluster.ports=21000-21009")
         steps = ("learner.max_steps=500", "generators.engine.seconds_per_token=0.05", "weights.bucket_bytes=65536")
         command = runs.command(*SMALL, *network, *steps, *settings)
-        processes = [self.here.start(self.folder, *command, hidden=self.folder / "unseen")]
+        processes = [self.here.start(self.here.name, *command, hidden=[], environment={})]
         printed = self.folder / f"{self.here.name}.out"
         try:
             until(lambda: bool(_ADDRESS.search(printed.read_text())), timeout_s=90, what="an address")
@@ -52,8 +51,9 @@ class Scene:
             token = (self.folder / "runs/mine/token").read_text().strip()
             join = f"{sys.executable} -m slipstream.generators {found[0]} runs_dir=elsewhere"
             all_of_them = " & ".join(f"{join} {arguments}" for arguments in generators) + " & wait"
-            hidden, token = self.folder / "runs", {TOKEN_VARIABLE: token}
-            processes.append(self.there.start(self.folder, "sh", "-c", all_of_them, hidden=hidden, **token))
+            hidden, variables = [self.folder / "runs"], {TOKEN_VARIABLE: token}
+            joiners = ("sh", "-c", all_of_them)
+            processes.append(self.there.start(self.there.name, *joiners, hidden=hidden, environment=variables))
             yield
         finally:
             for process in reversed(processes):
@@ -61,9 +61,14 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path: Path, machines: tuple[Machine, Machine]) -> Iterator[Scene]:  # noqa: F811
-    yield Scene(runs.make_task(tmp_path, warm=False), *machines)
-    runs.kill_processes_of(tmp_path)
+def folder(tmp_path: Path) -> Path:
+    return runs.make_task(tmp_path, warm=False)
+
+
+@pytest.fixture
+def scene(folder: Path, machines: list[Machine]) -> Iterator[Scene]:  # noqa: F811
+    yield Scene(folder, *machines)
+    runs.kill_processes_of(folder)
 
 
 def test_without_trust_generators_elsewhere_fetch_and_lend_and_one_that_insists_on_broadcasts_is_refused(

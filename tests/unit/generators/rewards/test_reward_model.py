@@ -77,7 +77,9 @@ def test_calls_share_batches_and_a_model_that_dies_or_hangs_costs_its_answers_al
     tokens = [torch.tensor([make_tokenizer()(f"12={answer}")["input_ids"] + [1]]) for answer in answers]
     with torch.inference_mode():
         expected = [float(module(input_ids=own).logits) for own in tokens]
-    assert [reward.total for reward in first] == pytest.approx(expected, abs=1e-5)
+    # Padding changes the order of sums: a few roundings of products over 64 channels.
+    bound = 64 * torch.finfo(torch.float32).eps * max(map(abs, expected))
+    assert [reward.total for reward in first] == pytest.approx(expected, abs=bound)
     sizes = list(map(int, (tmp_path / "batches").read_text().split()))
     assert max(sizes) == 16
     assert len(sizes) < 12

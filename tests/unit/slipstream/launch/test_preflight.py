@@ -7,7 +7,6 @@ import pytest
 
 from slipstream.broker.dataset import Dataset
 from slipstream.configs.base import ConfigError
-from slipstream.configs.generators import GeneratorsConfig, RewardConfig
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.launch.preflight import check_surroundings, make_inputs, missing_steps, prepare, try_rewards
@@ -100,6 +99,6 @@ def test_a_launcher_of_one_machine_refuses_ranks_on_others() -> None:
 def test_a_reward_that_fails_is_refused_before_the_start(tmp_path: Path, body: str, reason: str):
     (tmp_path / "mine.py").write_text(f"def reward(sample):\n    {body}\n")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "reward_model": {"ground_truth": "2"}}\n')
-    generators = GeneratorsConfig(reward=RewardConfig(function=f"{tmp_path}/mine.py:reward"))
+    run = load([f"generators.reward.function={tmp_path}/mine.py:reward", "prepare=[]"])
     with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
-        try_rewards(generators, Dataset(tmp_path / "rows.jsonl"))
+        try_rewards(run, Dataset(tmp_path / "rows.jsonl"))
