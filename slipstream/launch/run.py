@@ -206,7 +206,7 @@ def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], prog
         f"{again} name={run.name}-sync buffer.staleness.max_lag=0": "the synchronous oracle",
         f"{again} name={run.name}-two generators.count=2": "two generators",
     }
-    measure = shlex.join([*program.split(), "evaluate", str(folder.final_model), *own])
+    measure = shlex.join([*program.split(), "evaluate", str(folder.path)])
     return (others if run.mode == "async" else {}) | {
         measure: "measure the final model again",
         shlex.join([*program.split(), "plan", *own]): "its memory, by process and cause",
