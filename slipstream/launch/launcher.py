@@ -268,7 +268,7 @@ class Launcher:
         # Brokers end last, because the other roles sign off with them.
         for role in reversed(self._roles[len(self._brokers) :]):
             role.terminate()
-        if self._learner.is_running and self._step:
+        if self._step and self._learner.is_running:
             self._save_progress()
             ends_at = time.monotonic() + _STOP_TIMEOUT_S
         for role in reversed(self._roles):

@@ -67,7 +67,7 @@ class RunView(Record):
     status_age_s: float | None
     """Seconds since the status was read; 0 once the run is over."""
     problem: str
-    """Why the store cannot be read, or empty."""
+    """Reason that the store cannot be read; else empty."""
     summary: dict[str, Any]
     """summary.json; empty before the end."""
     times: dict[str, Any]
@@ -117,7 +117,7 @@ class RunReader:
         self.folder = folder
         self.id = run_id or folder.resolve().name
         self.problem = ""
-        """Why the store cannot be read, or empty."""
+        """Reason that the store cannot be read; else empty."""
         self._store = store
         self._starts_server = starts_server
         self._timeout_s = timeout_s

@@ -155,7 +155,7 @@ class Admission(Record):
     limit: int
     """Total that pacing allows, given the learner's consumption."""
     reason: str
-    """Why no more prompts are admitted, or empty."""
+    """Reason that no more prompts are admitted; else empty."""
 
 
 class RunStatus(Record):

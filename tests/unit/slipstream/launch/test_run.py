@@ -70,8 +70,10 @@ def test_the_commands_suggested_keep_the_settings_of_the_run(tmp_path: Path) -> 
     overrides = ["experiment=addition_cpu", "generators.reward.function=my:reward", "name=mine"]
     run = load(overrides)
     commands = list(suggestions(run, RunFolder(run), overrides=overrides, program="slipstream"))
-    assert all("experiment=addition_cpu generators.reward.function=my:reward" in line for line in commands[:3])
+    with_settings = [line for line in commands if "experiment=addition_cpu generators.reward.function=my:reward" in line]
+    assert [line.split()[1] for line in with_settings] == ["run", "run", "plan"]
     assert "name=mine-sync" in commands[0]
+    assert "slipstream evaluate runs/mine" in commands, "it takes the settings of the run"
     serial = ["experiment=digits_serial"]
     commands = list(suggestions(load(serial), RunFolder(run), overrides=serial, program="slipstream"))
     assert not [line for line in commands if "generators.count" in line]
