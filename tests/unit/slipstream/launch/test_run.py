@@ -70,7 +70,8 @@ def test_the_commands_suggested_keep_the_settings_of_the_run(tmp_path: Path) -> 
     overrides = ["experiment=addition_cpu", "generators.reward.function=my:reward", "name=mine"]
     run = load(overrides)
     commands = list(suggestions(run, RunFolder(run), overrides=overrides, program="slipstream"))
-    with_settings = [line for line in commands if "experiment=addition_cpu generators.reward.function=my:reward" in line]
+    settings = "experiment=addition_cpu generators.reward.function=my:reward"
+    with_settings = [line for line in commands if settings in line]
     assert [line.split()[1] for line in with_settings] == ["run", "run", "plan"]
     assert "name=mine-sync" in commands[0]
     assert "slipstream evaluate runs/mine" in commands, "it takes the settings of the run"
