@@ -109,7 +109,7 @@ def geometric_level(inputs: RatioInputs) -> Float[Tensor, "N"]:
 
     w_i = (prod_t exp(x_t))^(1 / T) = exp(mean_t x_t)
 
-    Biased, but independent of the length. GSPO clips the same ratio.
+    Biased, but independent of the length.
 
     Source: GSPO, arXiv:2507.18071, eq. 7.
     """
@@ -158,7 +158,7 @@ def normalize(weights: Float[Tensor, "N"], *, mean: Float[Tensor, ""]) -> Float[
 
     w = w / mean(w)
 
-    `mean` is over all microbatches and ranks: over tokens at the token level, otherwise over `one_per_sequence`.
+    `mean`: over all microbatches and ranks, of tokens at the token level, else of `one_per_sequence`.
 
     Source: self-normalized importance sampling, Kong 1992; after truncation, Liu, Li et al. 2025.
     """

@@ -19,7 +19,7 @@ def known(column: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """The B >= 1 trajectories of a step that count in a baseline, and their N trained tokens in order.
+    """A step's B >= 1 trajectories that count in a baseline, and their N trained tokens in order.
 
     Excludes trajectories without a valid reward, so group sizes vary.
 
@@ -73,9 +73,9 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The N >= 1 tokens of a microbatch that count in the policy loss.
+    """A microbatch's N >= 1 tokens that count in the policy loss.
 
-    Sequences are sampling contexts without their rejected and masked tokens. A trajectory may have several.
+    Sequences are sampling contexts without rejected and masked tokens. A trajectory may have several.
 
     Example: LossInputs(log_ratio=[0.1, -0.2, 0], advantages=[1, 1, -1], learner_logprobs=[-0.5, -1, -2],
     sequences=[0, 0, 1], num_sequences=2)
@@ -111,7 +111,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class MaskInputs:
-    """The N tokens of an optimizer update, over all microbatches and ranks, before the update. Without gradient.
+    """An optimizer update's N tokens, over all microbatches and ranks, before the update, without gradient.
 
     Local masks (`MaskConfig.is_local`) get one microbatch instead.
     """
@@ -158,7 +158,7 @@ class KlInputs:
 
 @dataclass(frozen=True, slots=True)
 class AggregationInputs:
-    """The B trajectories of an optimizer update, over all microbatches and ranks."""
+    """An optimizer update's B trajectories, over all microbatches and ranks."""
 
     num_tokens: Int[Tensor, "B"]
     """Tokens in the denominator, with or without rejected ones (`correction.denominator`)."""

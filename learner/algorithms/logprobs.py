@@ -1,7 +1,7 @@
 """Log-probabilities and other numbers per token, computed from logits in at least float32.
 
-More than `chunk_elements` logits are processed in chunks of tokens. With `DeferredLogits`, only one chunk of logits is
-in memory at a time, computed from hidden states and recomputed in the backward pass.
+More than `chunk_elements` logits are processed in chunks of tokens. With `DeferredLogits`, only one chunk is in memory
+at a time, computed from hidden states in either pass.
 """
 
 from collections.abc import Callable

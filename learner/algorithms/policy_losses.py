@@ -50,7 +50,7 @@ def reinforce(inputs: LossInputs) -> Float[Tensor, "N"]:
 
     loss = -A * log pi_learner
 
-    Source: REINFORCE, Williams 1992, eq. 11. GPG, arXiv:2504.02546, uses this loss with its own advantages.
+    Source: REINFORCE, Williams 1992, eq. 11; GPG, arXiv:2504.02546, with its own advantages.
     """
     # Value of log pi_learner, gradient of the log-ratio.
     learner_logprobs = inputs.learner_logprobs + (inputs.log_ratio - inputs.log_ratio.detach())

@@ -43,8 +43,8 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: 
     W_{i,t} = sum_{s<=t} norm_{i,s} * w_{i,s}^2, w = importance weights if known, else 1
     B_t = sum_i (W_{i,t} + epsilon) * G_{i,t} / sum_i (W_{i,t} + epsilon),  A_{i,t} = G_{i,t} - B_t
 
-    Position t is the t-th model-written token, or that of the turn with `per_turn`. A token at a position that no other
-    member reaches has advantage 0.
+    Positions count model-written tokens of the trajectory, or of the turn with `per_turn`. Tokens at positions that no
+    other member reaches have advantage 0.
 
     Source: Optimal Token Baseline, arXiv:2602.07078, with the logit-gradient proxy and the squared weights of its
     off-policy form.

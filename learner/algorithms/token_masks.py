@@ -82,9 +82,9 @@ def clip_cov_mask(
 
 
 def kl_cov_mask(inputs: MaskInputs, *, share: float) -> Bool[Tensor, "N"]:
-    """Tokens with the largest covariance, which `policy_losses.kl_cov` penalizes.
+    """Tokens with the largest covariance, for `policy_losses.kl_cov`.
 
-    True: the max(1, floor(share * N)) largest cov_t, earlier tokens first among equals; none if share is 0
+    True: the max(1, floor(share * N)) largest cov_t, earlier ones first if equal; none if share is 0
 
     Source: KL-Cov, arXiv:2505.22617, eq. 13.
     Differs: at least one token, as in `clip_cov_mask`.

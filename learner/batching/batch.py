@@ -72,7 +72,7 @@ class Tokens(_Columns):
     contexts: Int[Tensor, "N"]
     """Index of the sampling context in the batch. A trajectory has one or more."""
     turns: Int[Tensor, "N"]
-    """Turn (run of model-written tokens) in the trajectory."""
+    """Turn (run of model-written tokens)."""
     positions: Int[Tensor, "N"]
     """Position among the trajectory's model-written tokens, trained or not."""
     positions_in_turn: Int[Tensor, "N"]

@@ -102,7 +102,7 @@ def _make_member(
     trajectory: Trajectory, group: int, *, learner_version: int, max_lag: int | None, masks_truncated: bool
 ) -> _Member:
     stale, spans = None, trajectory.version_spans
-    # In most trajectories, all tokens are fresh, and one version sampled them.
+    # Most trajectories are fresh and from one version.
     if max_lag is not None and any(learner_version - span.version > max_lag for span in spans):
         stale = stale_mask(trajectory, learner_version=learner_version, max_lag=max_lag)
     mask = trajectory.model_mask if stale is None else trajectory.model_mask & ~stale

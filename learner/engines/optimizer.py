@@ -148,7 +148,7 @@ def restore_moments(
                         f"{folder} must hold each element of {shard.name} once, got {num_read} of {shard.size} from "
                         f"element {shard.begin} in {field}: restore the files of all ranks, or start a new run."
                     )
-            # A flat tensor has one update count. Parameters without gradients may lag behind.
+            # A flat tensor has one count. Parameters without gradients may lag.
             counts = [piece.file.get_tensor(piece.key).to(master.device) for piece in pieces[_STEP][shard.name]]
             state[_STEP] = torch.stack([state[_STEP], *(count[0] for count in counts)]).max()
 

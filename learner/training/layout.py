@@ -78,7 +78,7 @@ class LayoutChooser:
         if not model_check.is_packed:
             self._needs_masks, self._positions = True, min(self._positions, model_check.positions)
         self._model_checks.append(model_check)
-        # Earlier models must also be exact in the sparser layout.
+        # Earlier models must be exact in the sparser layout, too.
         while not all(each.is_exact(self._layout(self._kinds[0])) for each in self._model_checks):
             self._kinds.pop(0)
             if not self._kinds:

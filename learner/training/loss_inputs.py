@@ -62,7 +62,7 @@ def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConf
     bound = importance.mask if config.bound == "mask" else importance.truncate
     weights = bound(ratios, low=low, high=high)
     if config.normalize:
-        # The mean must count each sequence once, not each of its tokens.
+        # The mean must count sequences, not their tokens.
         counted = weights if config.level == "token" else importance.one_per_sequence(weights, inputs)
         weights = importance.normalize(weights, mean=counted.mean())
     return Correction(weights, is_kept, is_bounded=(ratios > high) | (ratios < low))
@@ -88,7 +88,7 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
     )
     if not config.correction.rebaseline:
         return batch
-    # Trajectories without trained tokens, such as truncated ones, stay in the baseline.
+    # Trajectories without trained tokens (such as truncated ones) stay.
     is_rejected = (batch.trajectories.num_trained > 0) & (_num_kept(batch) == 0)
     is_left = batch.trajectories.is_member & ~is_rejected
     return batch.replace(trajectories=batch.trajectories.replace(is_member=is_left))
@@ -132,7 +132,7 @@ def _normalized(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> 
 def fill_advantages(
     batch: Batch, function: Callable[[AdvantageInputs], Any], *, config: AdvantageConfig, state: dict[str, float]
 ) -> Batch:
-    """Fill `advantages`, and `returns` for a critic; 0 for trajectories outside the baseline. Raises BatchError."""
+    """Fill `advantages`, and `returns` for a critic; 0 outside the baseline. Raises BatchError."""
     members = batch.select(batch.trajectories.is_member)
     inputs = _advantage_inputs(members, state=state)
     advantages = returns = inputs.token_rewards

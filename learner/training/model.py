@@ -47,7 +47,7 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 """`model.dtype` -> dtype of matrix products. float16 gradients would underflow."""
 
 _HEAD_TOLERANCE = 1e-5
-"""Difference relative to the largest float32 logit: 84 epsilon for a reordered dot product."""
+"""Relative to the largest float32 logit: 84 epsilon for a reordered dot product."""
 _HEAD_LOGITS = 64.0
 """Magnitude of compared logits. On small ones, a soft cap has less effect than rounding."""
 
@@ -127,7 +127,7 @@ class Policy(nn.Module):
     def probe(self, microbatch: Microbatch) -> Tensor:
         """Hidden states scaled to about 1, [N, D], for comparing layouts. Without a trunk: log-probabilities, [N, 1].
 
-        Hidden states reveal leaks even if the policy is certain of its tokens.
+        Hidden states reveal leaks even if the policy is certain.
         """
         if not self.has_trunk:
             return self(microbatch)["logprobs"][:, None]
@@ -393,7 +393,7 @@ def _disable_dropout(settings: PreTrainedConfig) -> None:
 
 
 def _disable_noise(module: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Set evaluation mode, because some routers are random in training mode."""
+    """Set evaluation mode, also below recomputing layers, because some routers are random in training mode."""
     module.eval()
     if gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})

@@ -108,7 +108,7 @@ class Objective:
     def prepare(self, batch: Batch) -> Batch:
         """Fill the columns that the loss needs, without gradient. Raises BatchError."""
         config = self._config
-        # First the correction, because rejected trajectories may leave baselines.
+        # The correction comes first: rejected trajectories may leave baselines.
         batch = loss_inputs.correct_batch(batch, config=config)
         batch = loss_inputs.shape_rewards(
             batch, config=config, kl_coefficient=self.kl_coefficient, max_tokens=self._max_tokens
@@ -212,7 +212,7 @@ class Objective:
             alpha = importance.interpolation(-tokens.lags, proximal_version=0, learner_version=1)
             return importance.loglinear(tokens.generator_logprobs, learner_logprobs, alpha=alpha)
         if self._config.proximal == "reuse" or tokens.start_logprobs is None:
-            # With one update per step, these are the values at its start.
+            # With one update per step, these are its starting values: ratio 1.
             return learner_logprobs
         return tokens.start_logprobs
 

@@ -3,8 +3,8 @@
 Ranks of a group get the same microbatches and gather the outputs of all trained tokens. Each has its slice's gradient,
 and gradients add up over ranks.
 
-Source: DeepSpeed Ulysses, arXiv:2309.14509. Differs: rows may hold several sequences, and key/value heads are repeated
-if the ranks do not divide them.
+Source: DeepSpeed Ulysses, arXiv:2309.14509. Differs: rows may hold several sequences, and key/value heads that ranks
+cannot share evenly are repeated.
 """
 
 import dataclasses

@@ -59,7 +59,7 @@ def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) 
         if is_recomputed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         policy = Policy(model.train(), compute_dtype=compute_dtype)
-        # Counting tokens per expert is data-dependent and needs almost no memory.
+        # Counts of tokens per expert are data-dependent and small.
         policy.routers = None
         if model.get_output_embeddings() is not None:
             policy.head = OutputHead(model)

@@ -172,7 +172,7 @@ def _sum_by(buckets: Tensor, columns: list[Tensor]) -> Tensor:
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 def describe(counts: Counts) -> dict[str, float]:
-    """Name -> metric over all buckets; without those that lack tokens or trajectories."""
+    """Name -> metric over all buckets, if it has a token or trajectory."""
     described: dict[str, float] = {}
     if counts.tokens[0].any():
         tokens = dict(zip(TOKEN_SUMS, counts.tokens.sum(1).tolist(), strict=True))
@@ -237,7 +237,7 @@ class StepMetrics:
     @torch.no_grad()
     def add(self, stats: TokenStats, *, loss: Tensor) -> None:
         """`loss`: the microbatch's part. May be without tokens."""
-        # Sums stay on the device: reading them would wait for the forward pass.
+        # Reading the sums here would wait for the forward pass.
         self._counts = self._counts.merge(count_tokens(stats))
         self._loss = self._loss.to(loss.device) + loss.double()
 

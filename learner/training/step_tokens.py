@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 
 
 class TokenRecorder:
-    """Records log-probability and entropy of each token of a step. Life: add* -> collect, on every rank."""
+    """Records log-probability and entropy per token. Life: add* -> collect, on every rank."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -105,7 +105,7 @@ class StepTokensWriter:
     def _write(self, step: int, tokens: StepTokens) -> None:
         try:
             self._unswept_bytes += write_step(self._folder, step, tokens)
-            # Not every step: listing 100,000 files takes longer than a step.
+            # Listing 100,000 files takes longer than a step.
             if self._unswept_bytes > self._max_bytes / _SWEEPS:
                 keep_newest(self._folder, max_bytes=self._max_bytes)
                 self._unswept_bytes = 0.0

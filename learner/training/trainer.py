@@ -227,7 +227,7 @@ class Trainer:
         """Returns the gradient norm. Raises DivergenceError."""
         total = torch.stack(list(losses)).sum()
         check_loss(total, what="the loss", step=step, setting="learner.optimizer", ranks=self._ranks)
-        # Timed after the check, which waits for the backward passes.
+        # Timed after the check, which waits for backward passes.
         with self.account.phase("optimizer"):
             norm = take_step(self.engine, learning_rate=learning_rate, step=step)
             self.gradients.end_update()
