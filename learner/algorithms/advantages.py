@@ -86,7 +86,7 @@ def opo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
 
 
 def gpg(inputs: AdvantageInputs, *, normalizer: float) -> Float[Tensor, "B"]:
-    """Rewards minus the group mean, scaled up for trajectories without gradient.
+    """Rewards minus the group mean, scaled up to offset trajectories without gradient.
 
     A_i = alpha * (r_i - mean(r)) / normalizer, alpha = B / (trajectories in groups of unequal rewards)
 

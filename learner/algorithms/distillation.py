@@ -1,7 +1,7 @@
 """Distillation: learner and teacher log-probabilities -> one number per token.
 
 `teacher_advantages` and `sampled_k3` use the sampled token. The others use K candidates per token, the teacher's most
-likely, and are exact with K = V. The remaining probability counts as one more outcome or, with `renormalize`, not.
+likely, and are exact with K = V. The remaining probability is one more outcome or, with `renormalize`, dropped.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Token masks: which tokens of an update keep their gradient.
 
 True = keep, except for `kl_cov_mask`. Means, counts, and N in formulas, except in `opsm`, exclude tokens that the
-correction rejected (`is_counted` false). The result for these does not matter.
+correction rejected (`is_counted` false). Their results do not matter.
 """
 
 import torch

@@ -53,7 +53,7 @@ class Trajectories(_Columns):
     is_correct: Bool[Tensor, "B"]
     """True if entirely right."""
     is_member: Bool[Tensor, "B"]
-    """True if it counts in its group's baseline: it has a reward and is not greedy."""
+    """True if it counts in its group's baseline: has a reward, is not greedy, and passes any `rebaseline`."""
     lengths: Int[Tensor, "B"]
     """Model-written tokens, trained on or not."""
     num_trained: Int[Tensor, "B"]
@@ -80,7 +80,7 @@ class Tokens(_Columns):
     lags: Int[Tensor, "N"]
     """Learner's version minus the sampling version, at least 0. 2**20 for another run's tokens."""
     generator_logprobs: Float[Tensor, "N"]
-    """float32, from the distribution that was sampled."""
+    """float32, under the sampled distribution."""
 
     turn_rewards: Float[Tensor, "N"] | None = None
     """float64, turn rewards at the turns' last trained tokens, 0 elsewhere. None without any."""

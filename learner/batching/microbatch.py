@@ -28,7 +28,7 @@ class SampleImages:
     """In the order of their tokens."""
     grids: list[Grid]
     merge_size: int
-    """Patches per side of a token's square."""
+    """Patches per side of the square that a token represents."""
     is_image: np.ndarray
     """bool[T]. Excludes image token ids written by the model."""
     positions: np.ndarray
@@ -72,7 +72,7 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Runs of tokens that fill the flattened rows. A token attends to its run up to itself and to the parent run.
+    """Runs of tokens that fill the flattened rows. A token attends to its run up to itself and to the whole parent run.
 
     Example, a prompt of 4 tokens with responses of 2 and 3: Spans(lengths=[4, 2, 3], parents=[0, 0, 0])
     """
@@ -141,7 +141,7 @@ class Microbatch:
     spans: Spans | None
     """None: each token attends to all earlier ones in its row."""
     sources: Int[Tensor, "N"]
-    """Index in the flattened rows of the token before each trained token."""
+    """Index in the flattened rows of the token that predicts each trained token."""
     targets: Int[Tensor, "N"]
     temperatures: Float[Tensor, "N"]
     """Divisor of the logits."""

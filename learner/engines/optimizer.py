@@ -60,7 +60,7 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set it for all parameter groups."""
+    """Apply it to all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
@@ -161,7 +161,7 @@ class _Piece(NamedTuple):
 
 
 def _find_pieces(folder: Path, files: ExitStack) -> dict[str, dict[str, list[_Piece]]]:
-    """Stored pieces by field and parameter. `files` closes the opened files."""
+    """Stored pieces by field and parameter. `files` closes them."""
     pieces: dict[str, dict[str, list[_Piece]]] = {field: defaultdict(list) for field in (*_FIELDS, _STEP)}
     for path in sorted(folder.glob(STATE_FILE.format("*"))):
         try:

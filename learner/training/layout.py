@@ -368,7 +368,7 @@ def _short_row(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _end_of(sample: Sample) -> np.ndarray:
-    """Positions of the response, at least `_END_TOKENS` inputs, but no images."""
+    """Positions of the response, at least the last `_END_TOKENS` inputs, but no images."""
     start = min(int(sample.trained[0]), max(0, sample.num_inputs - _END_TOKENS))
     if sample.images:
         start = max(start, int(np.flatnonzero(sample.images.is_image)[-1]) + 1)

@@ -221,7 +221,7 @@ class Policy(nn.Module):
 
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
-        """Names for inference engines. Raises WeightTransferError if a tensor cannot be published."""
+        """Tensor names for inference engines. Raises WeightTransferError if a tensor cannot be published."""
         return AdapterNames(self.causal_lm) if self.has_adapter else CheckpointNames(self.causal_lm)
 
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -393,11 +393,11 @@ def _disable_dropout(settings: PreTrainedConfig) -> None:
 
 
 def _disable_noise(module: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Set evaluation mode, also below recomputing layers, because some routers are random in training mode."""
+    """Set evaluation mode, because some routers are random in training mode."""
     module.eval()
     if gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
-        # transformers recomputes activations only in training mode.
+        # transformers recomputes activations only in training mode. Submodules stay in evaluation mode.
         for part in module.modules():
             part.training = getattr(part, "gradient_checkpointing", False)
 
