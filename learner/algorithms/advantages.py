@@ -1,7 +1,7 @@
 """Advantages: group rewards -> one number per trajectory.
 
 Group sizes may differ. A group of one has advantage 0, except with `remax` and `moving_baseline`. `lite_ppo`, `gpg`,
-`gdpo`, `reinforce_plus_plus_baseline`, and `moving_baseline` use statistics of the whole batch. epsilon > 0.
+`gdpo`, `reinforce_plus_plus_baseline`, and `moving_baseline` use whole-batch statistics. epsilon > 0.
 """
 
 import torch
@@ -49,7 +49,7 @@ def lite_ppo(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
 
     A_i = (r_i - mean_group(r)) / (std_batch(r) + epsilon)
 
-    Dividing by the group's deviation would amplify groups of almost equal rewards.
+    The group's deviation would amplify groups of almost equal rewards.
 
     Source: Tricks or Traps (Lite PPO), arXiv:2508.08221.
     """
@@ -63,7 +63,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, epsilon: float) -> 
     d_i = r_i - mean_group(r)
     A_i = (d_i - mean_tokens(d)) / (std_tokens(d) + epsilon), d_i repeated for each trained token
 
-    Source: REINFORCE++, arXiv:2501.03262, the variant with a group baseline.
+    Source: REINFORCE++, arXiv:2501.03262, group-baseline variant.
     Differs: excludes groups of one from the whitening.
     """
     has_baseline = segments.own_sizes(inputs.groups) > 1
@@ -74,7 +74,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, epsilon: float) -> 
 def opo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
     """Rewards minus the length-weighted group mean, the minimum-variance baseline for similar tokens.
 
-    A_i = r_i - sum_j(T_j r_j) / sum_j(T_j), T_i = number of model-written tokens, including rejected ones
+    A_i = r_i - sum_j(T_j r_j) / sum_j(T_j), T_i = model-written tokens, including rejected ones
 
     Source: On-Policy RL with Optimal Reward Baseline (OPO), arXiv:2505.23585.
     """
@@ -86,7 +86,7 @@ def opo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
 
 
 def gpg(inputs: AdvantageInputs, *, normalizer: float) -> Float[Tensor, "B"]:
-    """Rewards minus the group mean, scaled up to compensate for trajectories without gradient.
+    """Rewards minus the group mean, scaled up to offset trajectories without gradient.
 
     A_i = alpha * (r_i - mean(r)) / normalizer, alpha = B / (trajectories in groups of unequal rewards)
 
@@ -113,12 +113,12 @@ def maxrl(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
 
 
 def win_rate(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
-    """Win rate of a trajectory against the other group members, minus one half.
+    """Win rate against the other group members, minus one half.
 
     A_i = (wins_i + ties_i / 2) / (n - 1) - 1/2 = (wins_i - losses_i) / (2 (n - 1))
 
     Source: SPPO, arXiv:2405.00675, the estimate of P(y beats pi) - 1/2.
-    Differs: excludes comparisons of a trajectory with itself, which would pull win rates toward one half.
+    Differs: excludes self-comparisons, which would pull win rates toward one half.
     """
     groups, num_groups = inputs.groups, segments.count(inputs.groups)
     rows = segments.to_rows(inputs.rewards, groups, num_sequences=num_groups)
@@ -164,7 +164,7 @@ def moving_baseline(inputs: AdvantageInputs, *, decay: float) -> Float[Tensor, "
 
     A_i = r_i - baseline, then baseline <- decay * baseline + (1 - decay) * mean(r), starting at the first mean
 
-    Source: SPIRAL, arXiv:2506.24119, which keeps one moving baseline per role.
+    Source: SPIRAL, arXiv:2506.24119 (one moving baseline per role).
     """
     mean = float(inputs.rewards.mean())
     baseline = inputs.state.get("baseline", mean)
@@ -196,8 +196,7 @@ def pass_at_k(inputs: AdvantageInputs, *, k: int) -> Float[Tensor, "B"]:
     A_i = (1 - p) / s                                          if correct
     A_i = (1 - p - C(n_wrong - 1, k - 1) / C(n - 1, k - 1)) / s   if wrong
 
-    A group smaller than k counts as one subset of all members. Advantages are 0 in a group of one, of equal rewards, or
-    without a k-subset that fails.
+    A group smaller than k counts as one subset. Advantages are 0 if all subsets fail or none does.
 
     Source: Pass@k Training, arXiv:2508.10751, analytical derivation.
     """
@@ -221,7 +220,7 @@ def _miss_rate(num_wrong: Int[Tensor, "G"], num_samples: Int[Tensor, "G"], *, k:
 
 
 def overlong_penalty(lengths: Int[Tensor, "B"], *, max_length: int, buffer: int) -> Float[Tensor, "B"]:
-    """Penalty to add to the reward of long answers: falls from 0 to -1 over the last `buffer` > 0 tokens.
+    """Penalty on long answers, falling from 0 to -1 over the last `buffer` > 0 tokens.
 
     penalty = clamp((max_length - buffer - T) / buffer, -1, 0)
 
@@ -248,8 +247,8 @@ def kl_in_reward(
     total_i = r_i - coefficient * sum_t kl_it
     token_it = u_it + [t is last] * (r_i - sum_t u_it) - coefficient * kl_it
 
-    u (`turn_rewards`) has the reward of each turn at its last token. Token rewards add up to the total, unless the
-    trajectory has no tokens. No gradient flows through kl.
+    u (`turn_rewards`) has each turn's reward at its last token. Token rewards add up to the total, unless the
+    trajectory has no tokens. kl gets no gradient.
 
     Source: Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593, eq. 2; kl is k1 there. Turns: ours.
     """

@@ -51,7 +51,7 @@ def seq_mean_token_sum(inputs: AggregationInputs) -> Float[Tensor, "B"]:
 
     weight = 1 / B
 
-    Source: Dr. GRPO, arXiv:2503.20783, section 3.2 (which also divides by a constant length).
+    Source: Dr. GRPO, arXiv:2503.20783, section 3.2 (also divides by a constant length).
     """
     return _present(inputs) / _num_present(inputs.num_tokens)
 
@@ -67,9 +67,9 @@ def seq_mean_token_sum_norm(inputs: AggregationInputs) -> Float[Tensor, "B"]:
 
 
 def prompt_mean(inputs: AggregationInputs) -> Float[Tensor, "B"]:
-    """Equal weight for every prompt, divided evenly over all tokens of its sequences.
+    """Equal weight per prompt, divided evenly over its sequences' tokens.
 
-    weight_i = 1 / (G * sum_{j in group of i} T_j), G = number of groups with at least one token
+    weight_i = 1 / (G * sum_{j in group of i} T_j), G = number of groups with tokens
 
     Source: ScaleRL, arXiv:2510.13786 (prompt average); per prompt as in DAPO, arXiv:2503.14476, eq. 8.
     """

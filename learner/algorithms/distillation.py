@@ -1,8 +1,7 @@
 """Distillation: learner and teacher log-probabilities -> one number per token.
 
-`teacher_advantages` and `sampled_k3` use the sampled token. The other functions use K candidates per token (the
-teacher's most likely tokens), and are exact with K = V. The remaining probability counts as one more outcome or, with
-`renormalize`, is dropped from both distributions.
+`teacher_advantages` and `sampled_k3` use the sampled token. The others use K candidates per token, the teacher's most
+likely, and are exact with K = V. The remaining probability is one more outcome or, with `renormalize`, dropped.
 """
 
 import math
@@ -18,7 +17,7 @@ from slipstream.learner.algorithms.inputs import KlInputs
 def teacher_advantages(
     learner_logprobs: Float[Tensor, "N"], teacher_logprobs: Float[Tensor, "N"], *, bound: float
 ) -> Float[Tensor, "N"]:
-    """Advantages with which the policy gradient minimizes KL(learner || teacher) token by token. No gradient.
+    """Advantages that make the policy gradient minimize KL(learner || teacher) per token. No gradient.
 
     A_t = -clip(log pi_learner - log pi_teacher, -bound, bound)
 
@@ -48,7 +47,7 @@ def forward_kl_topk(
 
     loss = sum_k q_k * (log q_k - log p_k), k = 1..K+1, or 1..K with renormalize; q = teacher, p = learner
 
-    With the rest, it is at most the KL over the vocabulary.
+    At most the KL over the vocabulary, unless renormalized.
 
     Source: GKD, arXiv:2306.13649, section 2.
     Differs: includes the rest or renormalizes, because a plain sum over K candidates has a nonzero gradient for equal

@@ -3,12 +3,12 @@
 Log-ratios are clamped, in at least float32, and 0 if not finite. x_t is the `log_ratio` of the inputs.
 
 Importance weights correct for drift, x_t = log pi_proximal - log pi_generator. They have no gradient, because
-grad(w log pi) would add an unwanted term log pi * grad w. They are computed in up to three steps: a level (LEVELS),
-bounds (`truncate` or `mask`), and optionally `normalize`.
+grad(w log pi) would add an unwanted term log pi * grad w. The steps are a level (LEVELS), bounds (`truncate` or
+`mask`), and optionally `normalize`.
 
 Rejection removes tokens from an update, based on x_t = log pi_learner - log pi_generator. Each function returns one
-bool per token, True = keep. A statistic is evaluated per token (`over="token"`) or once per sequence as "sum", "mean",
-or, for k2 and k3, "max". `veto` is the counterpart of "max" for ratios, which have two bounds.
+bool per token, True = keep. Statistics are per token (`over="token"`) or per sequence: "sum", "mean", or, for k2 and
+k3, "max". `veto` replaces "max" for ratios, which have two bounds.
 """
 
 import math
@@ -28,9 +28,9 @@ def interpolation(
 ) -> Float[Tensor, "N"]:
     """Position of the proximal policy between generator (0) and learner (1), from policy versions.
 
-    alpha = (v_proximal - v_token) / (v_learner - v_token), within [0, 1]; 0 for a token of the proximal version
+    alpha = (v_proximal - v_token) / (v_learner - v_token), within [0, 1]
 
-    `learner_version` is the version that the current step produces.
+    The current step produces `learner_version`.
 
     Source: A-3PO, arXiv:2512.06547.
     Differs: v_proximal is the start of the step, as in decoupled PPO, so alpha is k / (k + 1) at lag k. In the authors'
@@ -54,7 +54,7 @@ def loglinear(
 
 # --- ratios ----------------------------------------------------------------------------------------------------------
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to +- this bound, nats."""
+"""Bound on |log-ratio|, nats."""
 
 
 def bounded(log_ratio: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
@@ -109,7 +109,7 @@ def geometric_level(inputs: RatioInputs) -> Float[Tensor, "N"]:
 
     w_i = (prod_t exp(x_t))^(1 / T) = exp(mean_t x_t)
 
-    Biased, but independent of the length. GSPO clips the same ratio.
+    Biased, but independent of the length.
 
     Source: GSPO, arXiv:2507.18071, eq. 7.
     """
@@ -154,11 +154,11 @@ def one_per_sequence(weights: Float[Tensor, "N"], inputs: RatioInputs) -> Float[
 
 
 def normalize(weights: Float[Tensor, "N"], *, mean: Float[Tensor, ""]) -> Float[Tensor, "N"]:
-    """Weights divided by their mean, so that bounds do not shrink the step. Unchanged if all are 0.
+    """Weights divided by their mean, so that bounds do not shrink the step; unchanged if all 0.
 
     w = w / mean(w)
 
-    `mean` is over all microbatches and ranks: over tokens at the token level, otherwise over `one_per_sequence`.
+    `mean`: over all microbatches and ranks, of tokens at the token level, else of `one_per_sequence`.
 
     Source: self-normalized importance sampling, Kong 1992; after truncation, Liu, Li et al. 2025.
     """
@@ -166,7 +166,7 @@ def normalize(weights: Float[Tensor, "N"], *, mean: Float[Tensor, ""]) -> Float[
 
 
 def effective_sample_size(weights: Float[Tensor, "N"]) -> Float[Tensor, ""]:
-    """Effective fraction of the samples: 1 if all weights are equal, 1/N if one dominates.
+    """Effective fraction of samples: 1 if weights are equal, 1/N if one dominates.
 
     ESS = (sum w)^2 / (N * sum w^2); 0 if all weights are 0
 
@@ -246,7 +246,7 @@ def veto(inputs: RatioInputs, *, low: float, high: float) -> Bool[Tensor, "N"]:
 
 
 def num_kept(keep: Bool[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int) -> Int[Tensor, "S"]:
-    """Number of kept tokens per sequence."""
+    """Kept tokens per sequence."""
     return segments.sizes(sequences[keep], num_segments=num_sequences)
 
 

@@ -12,16 +12,16 @@ from torch import Tensor
 
 
 def known(column: Tensor | None) -> Tensor:
-    """Assert that an optional column is filled, as the settings guarantee."""
+    """Assert that a column is filled, as the settings guarantee."""
     assert column is not None, "a column is filled before it is read"
     return column
 
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """The B >= 1 trajectories of a step that count in a baseline, and their N trained tokens in order.
+    """A step's B >= 1 trajectories that count in a baseline, and their N trained tokens in order.
 
-    Trajectories without a valid reward are excluded, so group sizes vary.
+    Excludes trajectories without a valid reward, so group sizes vary.
 
     Example, token columns left out: AdvantageInputs(rewards=[1, 0, 1], groups=[0, 0, 1], lengths=[4, 2, 3],
     num_trained=[4, 2, 3], is_correct=[True, False, True], greedy_rewards=[nan, nan, nan], parts={}, ...)
@@ -32,10 +32,10 @@ class AdvantageInputs:
     groups: Int[Tensor, "B"]
     """From 0 without gaps."""
     lengths: Int[Tensor, "B"]
-    """Number of model-written tokens, trained or not."""
+    """Model-written tokens, trained or not."""
     num_trained: Int[Tensor, "B"]
     is_correct: Bool[Tensor, "B"]
-    """Whether the answer is entirely correct."""
+    """True if entirely correct."""
     greedy_rewards: Float[Tensor, "B"]
     """float64, reward of the greedy answer to the same prompt, or NaN."""
     parts: dict[str, Tensor]
@@ -47,12 +47,12 @@ class AdvantageInputs:
     turns: Int[Tensor, "N"]
     """From 0 in each trajectory."""
     positions: Int[Tensor, "N"]
-    """Among all model-written tokens of the trajectory, trained or not."""
+    """Among the trajectory's model-written tokens, trained or not."""
     positions_in_turn: Int[Tensor, "N"]
     """Among those of the turn."""
     token_rewards: Float[Tensor, "N"]
-    """float64: each turn's reward at its last token, the rest at the last token of the trajectory, minus the KL penalty
-    if the KL is charged in the reward."""
+    """float64: each turn's reward at its last token, the rest at the trajectory's, minus any KL penalty in the
+    reward."""
     generator_logprobs: Float[Tensor, "N"]
     """float32, under the sampled distribution."""
     learner_logprobs: Float[Tensor, "N"] | None = None
@@ -73,9 +73,9 @@ class AdvantageInputs:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The N >= 1 tokens of a microbatch that count in the policy loss.
+    """A microbatch's N >= 1 tokens that count in the policy loss.
 
-    Sequences are sampling contexts without their rejected and masked tokens. A trajectory may have several.
+    Sequences are sampling contexts without rejected and masked tokens. A trajectory may have several.
 
     Example: LossInputs(log_ratio=[0.1, -0.2, 0], advantages=[1, 1, -1], learner_logprobs=[-0.5, -1, -2],
     sequences=[0, 0, 1], num_sequences=2)
@@ -88,13 +88,13 @@ class LossInputs:
     learner_logprobs: Float[Tensor, "N"]
     """float32, without gradient: formulas differentiate `log_ratio`."""
     sequences: Int[Tensor, "N"]
-    """Context of each token, numbered from 0 without gaps."""
+    """Context of each token, from 0 without gaps."""
     num_sequences: int
     is_selected: Bool[Tensor, "N"] | None = None
     """Tokens picked by the loss's selector from the whole update; None without a selector."""
 
     def take(self, is_taken: Bool[Tensor, "N"]) -> "LossInputs":
-        """Select the tokens where `is_taken` is true and renumber their contexts."""
+        """Select tokens and renumber their contexts."""
         numbers, sequences = torch.unique(self.sequences[is_taken], return_inverse=True)
         return LossInputs(
             self.log_ratio[is_taken],
@@ -111,7 +111,7 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class MaskInputs:
-    """The N tokens of an optimizer update, over all microbatches and ranks, before the update. Without gradient.
+    """An optimizer update's N tokens, over all microbatches and ranks, before the update, without gradient.
 
     Local masks (`MaskConfig.is_local`) get one microbatch instead.
     """
@@ -158,7 +158,7 @@ class KlInputs:
 
 @dataclass(frozen=True, slots=True)
 class AggregationInputs:
-    """The B trajectories of an optimizer update, over all microbatches and ranks."""
+    """An optimizer update's B trajectories, over all microbatches and ranks."""
 
     num_tokens: Int[Tensor, "B"]
     """Tokens in the denominator, with or without rejected ones (`correction.denominator`)."""

@@ -49,7 +49,7 @@ def k3_off_policy(inputs: KlInputs) -> Float[Tensor, "N"]:
 
     pi_learner / pi_generator * k3
 
-    The ratio is differentiated. Don't multiply by an importance weight again.
+    The ratio is differentiated. Don't multiply by another importance weight.
 
     Source: DeepSeek-V3.2, arXiv:2512.02556, unbiased KL estimate.
     """
@@ -90,7 +90,7 @@ def exact(first_logprobs: Float[Tensor, "N V"], second_logprobs: Float[Tensor, "
 
 
 def adaptive_coefficient(coefficient: float, *, kl: float, target: float, num_sequences: int, horizon: int) -> float:
-    """Raise the KL coefficient while the measured KL is above its target, and lower it while below.
+    """Raise the KL coefficient while the KL is above its target, lower it while below.
 
     beta <- beta * (1 + clip(kl / target - 1, -0.2, 0.2) * num_sequences / horizon)
 

@@ -1,7 +1,7 @@
 """Log-probabilities and other numbers per token, computed from logits in at least float32.
 
-More than `chunk_elements` logits are processed in chunks of tokens. With `DeferredLogits`, only one chunk of logits is
-in memory at a time, computed from hidden states and recomputed in the backward pass.
+More than `chunk_elements` logits are processed in chunks of tokens. With `DeferredLogits`, only one chunk is in memory
+at a time, computed from hidden states in either pass.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _CHUNK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class Requested:
-    """Numbers to compute per token in addition to the target's log-probability (see `measure_tokens`)."""
+    """Numbers per token besides the target's log-probability (see `measure_tokens`)."""
 
     entropy: bool = False
     differentiate_entropy: bool = False
@@ -94,7 +94,7 @@ def measure_tokens(
         parameters = (logits.states, logits.weight, logits.bias)
         columns = _MeasureDeferred.apply(*parameters, logits, chunks, measure, requested, names)
         return dict(zip(names, columns, strict=True))
-    # `split`, because the backward pass of each slice would allocate a gradient of the size of all logits.
+    # `split`, because each slice's backward pass would allocate a gradient as large as all logits.
     found = [
         checkpoint(measure, part, index, use_reentrant=False) for index, part in enumerate(logits.split(chunk_tokens))
     ]
@@ -145,7 +145,7 @@ _CONSTANT = {"collisions", "top_tokens", "top_logprobs"}
 
 
 class _MeasureDeferred(torch.autograd.Function):
-    """`measure` for all tokens, with one chunk of logits in memory in either pass."""
+    """`measure` for all tokens, one chunk at a time in both passes."""
 
     @staticmethod
     def forward(

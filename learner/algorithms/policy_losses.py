@@ -18,7 +18,7 @@ from slipstream.learner.algorithms.inputs import LossInputs, known
 def idle_tokens(
     losses: Float[Tensor, "N"], log_ratio: Float[Tensor, "N"], advantages: Float[Tensor, "N"]
 ) -> Bool[Tensor, "N"]:
-    """Tokens with a nonzero advantage but no gradient with respect to `log_ratio`, such as clipped ones."""
+    """Tokens with a nonzero advantage but no gradient, such as clipped ones."""
     with torch.enable_grad():
         (gradient,) = torch.autograd.grad(losses.sum(), log_ratio)
     return (gradient == 0) & (advantages != 0)
@@ -50,7 +50,7 @@ def reinforce(inputs: LossInputs) -> Float[Tensor, "N"]:
 
     loss = -A * log pi_learner
 
-    Source: REINFORCE, Williams 1992, eq. 11. GPG, arXiv:2504.02546, uses this loss with its own advantages.
+    Source: REINFORCE, Williams 1992, eq. 11; GPG, arXiv:2504.02546, with its own advantages.
     """
     # Value of log pi_learner, gradient of the log-ratio.
     learner_logprobs = inputs.learner_logprobs + (inputs.log_ratio - inputs.log_ratio.detach())
@@ -168,7 +168,7 @@ def dppo(
 
 # --- ratios of whole sequences ---------------------------------------------------------------------------------------
 def sppo(inputs: LossInputs, *, eta: float) -> Float[Tensor, "N"]:
-    """Squared distance between a sequence's log-ratio and a target from its win rate.
+    """Squared distance of a sequence's log-ratio from a target set by its win rate.
 
     loss = (log pi_learner(y) - log pi_anchor(y) - eta * (P(y beats pi_anchor) - 1/2))^2, P = A + 1/2
 
@@ -186,8 +186,7 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float, form: str = "
     """PPO-clip on the geometric mean of a sequence's ratios.
 
     sequence:       loss = -min(s * A, clip(s, 1 - clip_low, 1 + clip_high) * A), s = exp(mean_t log ratio_t)
-    token:          the same with A_t and s_t = sg(s) * pi_learner,t / sg(pi_learner,t), for advantages that differ per
-                    token
+    token:          the same with A_t and s_t = sg(s) * pi_learner,t / sg(pi_learner,t), for advantages per token
     length_scaled:  loss * length, to cancel the 1/length of a mean over the sequence's tokens
 
     Source: GSPO, arXiv:2507.18071, eq. 5 to 7; GSPO-token, eq. 13 and 14; LUSPO, arXiv:2602.05261.
@@ -203,7 +202,7 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float, form: str = "
 
 
 def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[Tensor, "N"]:
-    """Geometric mean of ratios clipped per token, so that an outlier does not clip its whole sequence.
+    """Geometric mean of ratios clipped per token, so that outliers do not clip whole sequences.
 
     loss = -A * exp(mean_t d_t), d_t = min(log ratio_t, clip_high) if A > 0 else max(log ratio_t, -clip_low)
 
@@ -252,6 +251,6 @@ def vespo(
 
 
 def _sequence_log_ratio(inputs: LossInputs) -> Float[Tensor, "N"]:
-    """sum_t log ratio_t of each token's sequence, clamped, without gradient."""
+    """sum_t log ratio_t per sequence, clamped, without gradient."""
     totals = segments.sums(inputs.log_ratio.detach(), inputs.sequences, num_segments=inputs.num_sequences)
     return totals.clamp(-importance.LOG_RATIO_BOUND, importance.LOG_RATIO_BOUND)[inputs.sequences]

@@ -28,7 +28,7 @@ def returns_to_go(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"
     G_t = r_t + gamma * G_{t+1}
     """
     rows = segments.to_rows(inputs.token_rewards, inputs.sequences, num_sequences=inputs.num_sequences)
-    # After an iteration, entries are sums of 2 * shift rewards: log2(length) iterations in all.
+    # Each iteration doubles the rewards per sum.
     shift = 1
     while shift < rows.shape[1]:
         rows[:, :-shift] += gamma**shift * rows[:, shift:]
@@ -43,8 +43,8 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: 
     W_{i,t} = sum_{s<=t} norm_{i,s} * w_{i,s}^2, w = importance weights if known, else 1
     B_t = sum_i (W_{i,t} + epsilon) * G_{i,t} / sum_i (W_{i,t} + epsilon),  A_{i,t} = G_{i,t} - B_t
 
-    Position t is the t-th model-written token, or that of the turn with `per_turn`. A token at a position that no other
-    member reaches has advantage 0.
+    Positions count model-written tokens of the trajectory, or of the turn with `per_turn`. Tokens at positions that no
+    other member reaches have advantage 0.
 
     Source: Optimal Token Baseline, arXiv:2602.07078, with the logit-gradient proxy and the squared weights of its
     off-policy form.
@@ -56,7 +56,7 @@ def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: 
         norms = norms * inputs.correction_weights.square()
     rows = segments.to_rows(norms, inputs.sequences, num_sequences=inputs.num_sequences)
     energy = segments.from_rows(rows.cumsum(1), inputs.sequences) + epsilon
-    # The tokens of a group at one position share a cell.
+    # A group's tokens at one position share a cell.
     turns = inputs.turns if per_turn else torch.zeros_like(inputs.turns)
     positions = inputs.positions_in_turn if per_turn else inputs.positions
     rows_of_group = inputs.groups[inputs.sequences] * segments.count(turns) + turns
@@ -84,7 +84,7 @@ def gae(
     length_adaptive: float | None,
     epsilon: float | None,
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    """Generalized advantages with lambda `lam`, whitened if `epsilon` is given, and returns with lambda `critic_lam`.
+    """Generalized advantages with `lam`, whitened if `epsilon` is given, and returns with `critic_lam`.
 
     delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = delta_t + gamma * lambda * A_{t+1},  return_t = A_t + V_t
 
@@ -110,7 +110,7 @@ def generalized_advantages(
 
 
 def length_adaptive_lambda(lengths: Int[Tensor, "B"], *, alpha: float) -> Float[Tensor, "B"]:
-    """Lambda for which the weights lambda^k add up to alpha times the length.
+    """Lambda with weights lambda^k that add up to alpha times the length.
 
     lambda = max(0, 1 - 1 / (alpha * length))
 
@@ -145,7 +145,6 @@ def vtrace(
 
 
 def _following(rows: Float[Tensor, "B L"]) -> Float[Tensor, "B L"]:
-    """Rows shifted left by one, with 0 at the end."""
     following = torch.zeros_like(rows)
     following[:, :-1] = rows[:, 1:]
     return following
@@ -172,7 +171,7 @@ def clipped_value_loss(
 
     loss = 1/2 * max((V - R)^2, (clip(V, V_before - clip, V_before + clip) - R)^2); without clip 1/2 * (V - R)^2
 
-    V_before: the values from which the advantages were computed.
+    V_before: values used for the advantages.
 
     Source: OpenAI baselines' PPO; without clip, PPO, arXiv:1707.06347, eq. 9.
     """

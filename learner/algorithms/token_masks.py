@@ -1,7 +1,7 @@
 """Token masks: which tokens of an update keep their gradient.
 
-True = keep, except for `kl_cov_mask`. Means and counts, except in `opsm`, exclude tokens that the correction rejected
-(`is_counted` false); N is the number of the others. The result for rejected tokens does not matter.
+True = keep, except for `kl_cov_mask`. Means, counts, and N in formulas, except in `opsm`, exclude tokens that the
+correction rejected (`is_counted` false). Their results do not matter.
 """
 
 import torch
@@ -13,7 +13,7 @@ from slipstream.learner.algorithms.inputs import MaskInputs
 
 
 def m2po(inputs: MaskInputs, *, threshold: float) -> Bool[Tensor, "N"]:
-    """Drop candidates with large squared log-ratios until the mean of the rest is at most `threshold`.
+    """Drop the candidates with the largest squared log-ratios.
 
     candidates: (A > 0 and ratio > 1) or (A < 0 and ratio < 1), ratio = pi_learner / pi_generator
     dropped: the fewest candidates, largest (log ratio)^2 first, such that the mean of the rest is <= threshold
@@ -26,7 +26,7 @@ def m2po(inputs: MaskInputs, *, threshold: float) -> Bool[Tensor, "N"]:
     moves_away = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
     candidates = (moves_away & inputs.is_counted).nonzero().squeeze(1)
     squares, order = log_ratio[candidates].double().square().sort(stable=True)
-    # The running mean of sorted values increases, so the tokens within the threshold form a prefix.
+    # The running mean of sorted values increases, so kept tokens form a prefix.
     running_mean = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
     kept = torch.ones_like(advantages, dtype=torch.bool)
     kept[candidates[order[running_mean > threshold]]] = False
@@ -64,8 +64,8 @@ def clip_cov_mask(
 ) -> Bool[Tensor, "N"]:
     """Drop random tokens with high covariance to prevent entropy collapse.
 
-    dropped: max(1, floor(share * N)) tokens drawn from {t: covariance_low <= cov_t <= covariance_high}, or all of them
-    if fewer; none if share is 0
+    dropped: max(1, floor(share * N)) tokens drawn from {t: covariance_low <= cov_t <= covariance_high}, all if fewer,
+    none if share is 0
 
     Source: Clip-Cov, arXiv:2505.22617, eq. 11 and 12.
     Differs: drops at least one token, like the authors' code, which also excludes clipped tokens.
@@ -82,9 +82,9 @@ def clip_cov_mask(
 
 
 def kl_cov_mask(inputs: MaskInputs, *, share: float) -> Bool[Tensor, "N"]:
-    """Tokens with the largest covariance, which `policy_losses.kl_cov` penalizes.
+    """Tokens with the largest covariance, for `policy_losses.kl_cov`.
 
-    True: the max(1, floor(share * N)) largest cov_t, earlier tokens first among equals; none if share is 0
+    True: the max(1, floor(share * N)) largest cov_t, earlier ones first if equal; none if share is 0
 
     Source: KL-Cov, arXiv:2505.22617, eq. 13.
     Differs: at least one token, as in `clip_cov_mask`.
@@ -97,5 +97,4 @@ def kl_cov_mask(inputs: MaskInputs, *, share: float) -> Bool[Tensor, "N"]:
 
 
 def _share_of(inputs: MaskInputs, share: float) -> int:
-    """`share` of the counted tokens, at least one if share > 0."""
     return max(1, int(share * int(inputs.is_counted.sum()))) if share else 0

@@ -2,7 +2,7 @@
 
 Everything without a gradient is computed on whole columns, identically on every rank. Columns are filled in field
 order: trajectory data (`build_batch`), model outputs (`microbatch.recompute`), and loss inputs (`Objective.prepare`).
-Columns that the settings do not need are None.
+Unneeded columns are None.
 """
 
 import dataclasses
@@ -45,15 +45,15 @@ class Trajectories(_Columns):
     updates: Int[Tensor, "B"]
     """Optimizer update of the step."""
     rewards: Float[Tensor, "B"]
-    """float64, total from the reward function, which `Objective.prepare` replaces with the shaped reward."""
+    """float64, from the reward function; `Objective.prepare` shapes them."""
     parts: Float[Tensor, "B K"]
-    """float64, components of the reward, in the order of `Batch.part_names`. NaN if missing."""
+    """float64, reward components in the order of `Batch.part_names`. NaN if missing."""
     greedy_rewards: Float[Tensor, "B"]
     """float64, reward of the group's greedy answer. NaN without one."""
     is_correct: Bool[Tensor, "B"]
-    """Whether the response is entirely right."""
+    """True if entirely right."""
     is_member: Bool[Tensor, "B"]
-    """Whether it counts in its group's baseline: it has a reward and is not greedy."""
+    """True if it counts in its group's baseline: has a reward, is not greedy, and passes any `rebaseline`."""
     lengths: Int[Tensor, "B"]
     """Model-written tokens, trained on or not."""
     num_trained: Int[Tensor, "B"]
@@ -70,9 +70,9 @@ class Tokens(_Columns):
     sequences: Int[Tensor, "N"]
     """Index of the trajectory."""
     contexts: Int[Tensor, "N"]
-    """Index of the sampling context in the batch, from 0. A trajectory has one or more."""
+    """Index of the sampling context in the batch. A trajectory has one or more."""
     turns: Int[Tensor, "N"]
-    """Turn (run of model-written tokens) in the trajectory."""
+    """Turn (run of model-written tokens)."""
     positions: Int[Tensor, "N"]
     """Position among the trajectory's model-written tokens, trained or not."""
     positions_in_turn: Int[Tensor, "N"]
@@ -80,43 +80,43 @@ class Tokens(_Columns):
     lags: Int[Tensor, "N"]
     """Learner's version minus the sampling version, at least 0. 2**20 for another run's tokens."""
     generator_logprobs: Float[Tensor, "N"]
-    """float32, from the distribution that was sampled."""
+    """float32, under the sampled distribution."""
 
     turn_rewards: Float[Tensor, "N"] | None = None
-    """float64, the turn's reward at its last trained token, 0 elsewhere. None without turn rewards."""
+    """float64, turn rewards at the turns' last trained tokens, 0 elsewhere. None without any."""
     start_logprobs: Float[Tensor, "N"] | None = None
     """float32, from the learner at the start of the step."""
     reference_logprobs: Float[Tensor, "N"] | None = None
-    """float32, from the reference policy, if the KL needs them."""
+    """float32, from the reference, if the KL needs them."""
     current_logprobs: Float[Tensor, "N"] | None = None
     """float32, from the learner at the start of the optimizer update."""
     teacher_logprobs: Float[Tensor, "N"] | None = None
     """float32, from the teacher, if distillation needs them."""
     collisions: Float[Tensor, "N"] | None = None
-    """Probability that two draws from the learner's distribution are equal: sum of squared probabilities."""
+    """Probability that two draws from the learner are equal: sum of squared probabilities."""
     values: Float[Tensor, "N"] | None = None
-    """float32, the critic's value of the state before the token, at the start of the step."""
+    """float32, critic's value of the state before the token, at the start of the step."""
 
     rewards: Float[Tensor, "N"] | None = None
     """float64: turn rewards, plus the remaining shaped reward at the trajectory's last token, minus the KL penalty."""
     advantages: Float[Tensor, "N"] | None = None
     """float32, 0 for trajectories outside the group baseline."""
     returns: Float[Tensor, "N"] | None = None
-    """float32, the critic's target for the state before the token."""
+    """float32, targets for `values`."""
     correction_weights: Float[Tensor, "N"] | None = None
     """float32, importance weights. None if they are computed with the loss."""
     is_kept: Bool[Tensor, "N"] | None = None
-    """Whether the correction keeps the token in the loss. Set together with `correction_weights`."""
+    """False if the correction rejects the token. Set together with `correction_weights`."""
     is_bounded: Bool[Tensor, "N"] | None = None
-    """Whether the importance weight was truncated or masked."""
+    """True if the importance weight was truncated or masked."""
     is_trusted: Bool[Tensor, "N"] | None = None
-    """Whether the masks keep the token in the policy loss. None if all are kept."""
+    """False if a mask drops the token from the policy loss. None if all are kept."""
     is_selected: Bool[Tensor, "N"] | None = None
-    """Whether the policy loss's selector picked the token from its update. None without a selector or mask."""
+    """True if the policy loss's selector picked the token from its update. None without a selector or mask."""
     nll_weights: Float[Tensor, "N"] | None = None
     """float32, factor of the negative log-likelihood. None without that term."""
     token_weights: Float[Tensor, "N"] | None = None
-    """float32, factor of the token's loss, from the aggregation over the optimizer update."""
+    """float32, factor of the token's loss, from the aggregation over its update."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Batch building: fetched groups -> the batch as columns, plus the samples of each optimizer update.
 
-A trajectory with a failed reward is excluded from the loss and from its group's baseline, a token that is too old only
-from the loss. A greedy answer only serves as a baseline.
+Trajectories with a failed reward leave the loss and their group's baseline, stale tokens only the loss. A greedy answer
+only serves as a baseline.
 """
 
 from collections import Counter
@@ -22,7 +22,7 @@ from slipstream.learner.errors import BatchError
 from slipstream.runtime.routers import EXPERTS, Routers
 
 _UNKNOWN_LAG = 1 << 20
-"""Lag of another run's tokens: they count as older than all of this run's."""
+"""Lag of another run's tokens: older than all of this run's."""
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 _MOST_SOURCES = 32
 
@@ -35,7 +35,7 @@ class BuiltBatch:
     updates: list[list[Sample]]
     """Samples per optimizer update."""
     trained: list[np.ndarray]
-    """int64[W] per trajectory: indices of its trained tokens."""
+    """int64[W] per trajectory: indices of trained tokens."""
     metrics: dict[str, float]
 
 
@@ -47,7 +47,7 @@ class _Member(NamedTuple):
     lags: np.ndarray
     """int64[W]."""
     num_stale: int
-    """Model-written tokens that are too old."""
+    """Stale model-written tokens."""
 
 
 def build_batch(
@@ -64,11 +64,11 @@ def build_batch(
     images: PromptImages | None = None,
     routers: Routers | None = None,
 ) -> BuiltBatch:
-    """Distribute groups over `num_updates` updates and build their columns. Raises BatchError.
+    """Distribute groups over updates and build their columns. Raises BatchError.
 
     `max_lags` (None: no bound) and `weights` have one entry per group. `has_baseline`: groups may contain a greedy
-    answer. `masks_truncated`: responses cut off at the maximum length count only in the baseline. `num_mixed`: groups
-    from another run, at the end. `routers`: routers that replay the recorded experts.
+    answer. `masks_truncated`: responses cut off at the maximum length count only in the baseline. `num_mixed`: final
+    groups from another run. `routers` replay recorded experts.
     """
     num_own = len(groups) - num_mixed
     members = []
@@ -102,7 +102,7 @@ def _make_member(
     trajectory: Trajectory, group: int, *, learner_version: int, max_lag: int | None, masks_truncated: bool
 ) -> _Member:
     stale, spans = None, trajectory.version_spans
-    # In most trajectories, all tokens are fresh, and one version sampled them.
+    # Most trajectories are fresh and from one version.
     if max_lag is not None and any(learner_version - span.version > max_lag for span in spans):
         stale = stale_mask(trajectory, learner_version=learner_version, max_lag=max_lag)
     mask = trajectory.model_mask if stale is None else trajectory.model_mask & ~stale
@@ -120,7 +120,7 @@ def _make_member(
 
 
 def _check_vocabulary(members: Sequence[_Member], *, vocab_size: int) -> None:
-    # One maximum per trajectory would cost as much as all its other checks.
+    # A maximum per trajectory would cost as much as all other checks.
     if not members or np.concatenate([member.trajectory.token_ids for member in members]).max() < vocab_size:
         return
     largest, trajectory = next(
@@ -220,7 +220,7 @@ def _greedy_rewards(members: Sequence[_Member]) -> Tensor:
 
 
 def _positions(members: Sequence[_Member]) -> dict[str, Tensor]:
-    """Position columns of `Tokens`, int64[N]: cumulative sums over the batch minus those at each trajectory's start."""
+    """Position columns of `Tokens`: cumulative sums over the batch minus those at each trajectory's start."""
     sequences = np.repeat(np.arange(len(members)), [len(member.trained) for member in members])
     if not len(sequences):
         return dict.fromkeys(
@@ -248,7 +248,7 @@ def _positions(members: Sequence[_Member]) -> dict[str, Tensor]:
 
 
 def _turn_rewards(members: Sequence[_Member], sequences: np.ndarray, turns: np.ndarray) -> Tensor | None:
-    """float64[N]: each turn's reward at its last trained token. None without turn rewards."""
+    """`Tokens.turn_rewards`."""
     earned = [member.trajectory.reward.turns for member in members]
     if not any(earned):
         return None
@@ -286,7 +286,7 @@ def _metrics(members: Sequence[_Member], trajectories: Trajectories) -> dict[str
 
 
 def describe_answers(trajectories: Iterable[Trajectory]) -> dict[str, float]:
-    """Metrics by data source. Beyond 32 sources, the smallest are merged into `others`."""
+    """Metrics by data source. Beyond 32, merges the smallest into `others`."""
     by_source: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         by_source.setdefault(trajectory.data_source or "unnamed", []).append(trajectory)

@@ -21,7 +21,7 @@ Row = list["Bundle"]
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Samples with a common prefix of `num_shared` tokens (may be 0), which the row holds once."""
+    """Samples that share a prefix of `num_shared` >= 0 tokens, which the row holds once."""
 
     samples: tuple[Sample, ...]
     num_shared: int
@@ -30,7 +30,7 @@ class Bundle:
 
 
 def bundle_by_prompt(samples: Sequence[Sample], *, max_tokens: int) -> list[Bundle]:
-    """Bundles of at most `max_tokens`, unless a single sample is longer, each of samples of one group."""
+    """Bundles within groups, of at most `max_tokens` unless a single sample is longer."""
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.group_id, []).append(sample)
@@ -56,10 +56,10 @@ def distribute(bundles: Sequence[Bundle], *, num_ranks: int) -> list[list[Bundle
 def pack(bundles: Sequence[Bundle], *, row_tokens: int, microbatch_tokens: int) -> list[list[Row]]:
     """Pack bundles into rows and rows into microbatches, first fit decreasing.
 
-    A row holds at most `row_tokens` and a microbatch at most `microbatch_tokens`, padding included, unless a single
-    bundle or row is longer.
+    A row holds at most `row_tokens` and a microbatch at most `microbatch_tokens`, padding included, unless one bundle
+    or row is longer.
     """
-    # Rows of similar length share a microbatch, because all are padded to the longest, which comes first.
+    # Rows of similar length share a microbatch, because all are padded to the first, the longest.
     microbatches: list[list[Row]] = []
     for row in sorted(_fill_rows(bundles, row_tokens=row_tokens), key=row_length, reverse=True):
         if not microbatches or (len(microbatches[-1]) + 1) * row_length(microbatches[-1][0]) > microbatch_tokens:
@@ -74,7 +74,7 @@ def row_length(row: Row) -> int:
 
 
 def _split(group: list[Sample], *, max_tokens: int) -> list[Bundle]:
-    """Bundles of a group, which share the prefix before the first trained token if it is equal in all samples."""
+    """Bundles of a group. They share the prefix before the first trained token if equal in all samples."""
     # A trained token has a loss in each sample, so it cannot be shared.
     num_untrained = min(int(sample.trained[0]) for sample in group)
     first = group[0].token_ids[:num_untrained]
@@ -118,7 +118,7 @@ _SINGLE = ("one_per_row", "one_at_a_time")
 
 
 class MicrobatchBuilder:
-    """Arrays of one microbatch, R empty rows of L tokens. Life: fill_row for each row in order -> build."""
+    """Builds a microbatch of R rows of L tokens. Life: fill_row for each row in order -> build."""
 
     def __init__(self, *, num_rows: int, length: int) -> None:
         shape = (num_rows, length)
@@ -167,7 +167,7 @@ class MicrobatchBuilder:
 
     def _put_bundle(self, row: int, column: int, bundle: Bundle) -> int:
         shared = bundle.num_shared if len(bundle.samples) > 1 else 0
-        # The shared prompt is in the row once. Each branch continues the prompt's positions, not the row's.
+        # Each branch continues the prompt's positions, not the row's.
         trunk = self._add_run(shared)
         self._put(row, column, bundle.samples[0], 0, shared, copies=len(bundle.samples))
         trunk_end = column = column + shared
@@ -176,7 +176,7 @@ class MicrobatchBuilder:
             self._add_run(end - shared, parent=trunk if shared else None)
             self._put(row, column, sample, shared, end, copies=1)
             sources = sample.trained - 1 + column - shared
-            # The last prompt token predicts the first token of each branch, wherever that is in the row.
+            # The last prompt token predicts the first token of each branch.
             sources[sample.trained == shared] = trunk_end - 1
             self._samples.append(sample)
             self._sources.append(sources + row * self._length)
@@ -189,11 +189,11 @@ class MicrobatchBuilder:
         self._position_ids[row, span] = np.arange(start, end)
         if images := sample.images:
             if self._axes is None:
-                # Outside images, positions along all axes are equal. Covers earlier rows, too.
+                # Outside images, as in earlier rows, positions along all axes are equal.
                 self._axes = np.repeat(self._position_ids[None], 3, axis=0)
             self._axes[:, row, span] = images.positions[:, start:end]
             self._is_image[row, span] = images.is_image[start:end]
-            # Images belong to the prompt, so they are in the part that starts at 0.
+            # Images are in the prompt, so in the part that starts at 0.
             if start == 0 and end > start:
                 self._images += [
                     (grid, images.patches(name)) for name, grid in zip(images.ids, images.grids, strict=True)
@@ -249,7 +249,7 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
     bundles = bundle_by_prompt(trained, max_tokens=row_tokens) if is_shared else bundle_singly(trained)
     row_tokens = 1 if layout.kind in _SINGLE else row_tokens
     microbatch_tokens = 1 if layout.kind == "one_at_a_time" else layout.microbatch_tokens
-    # Pack all shares to know how many microbatches the other ranks have.
+    # Pack all shares to know how many microbatches other ranks have.
     packed = [
         pack(share, row_tokens=row_tokens, microbatch_tokens=microbatch_tokens)
         for share in distribute(bundles, num_ranks=num_ranks)

@@ -28,13 +28,13 @@ class SampleImages:
     """In the order of their tokens."""
     grids: list[Grid]
     merge_size: int
-    """Patches per side of the square that one token represents."""
+    """Patches per side of the square that a token represents."""
     is_image: np.ndarray
     """bool[T]. Excludes image token ids written by the model."""
     positions: np.ndarray
     """int64[3, T], see `VisionModel.positions`."""
     patches: Callable[[str], np.ndarray]
-    """Image name -> float32[P, D]. Computed when a microbatch needs them."""
+    """Image name -> float32[P, D], computed on demand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +50,29 @@ class Sample:
     trained: np.ndarray
     """int64[W], ascending indices. Never 0, which nothing predicts. May be empty."""
     first_index: int
-    """Index of the first trained token in the columns of `Tokens`. The others follow."""
+    """Index of the first trained token in `Tokens`. The others follow."""
     group_id: str
-    """Samples of one group may share a prompt, which is then computed once."""
+    """Samples of a group may share a prompt, computed once."""
     temperature: float = 1.0
     """Divisor of the logits, > 0."""
     images: SampleImages | None = None
     experts: np.ndarray | None = None
-    """uint8 or int16[T, M, K], K experts of each token in each of M routers. None lets the routers choose."""
+    """uint8 or int16[T, M, K], K experts per token in each of M routers. None lets the routers choose."""
 
     @property
     def indices(self) -> np.ndarray:
-        """int64[W]: indices in the columns of `Tokens`."""
+        """int64[W], in `Tokens`."""
         return np.arange(self.first_index, self.first_index + len(self.trained))
 
     @property
     def num_inputs(self) -> int:
-        """Input tokens: all before the last trained token, which is only a target."""
+        """Excludes the last trained token, which is only a target."""
         return int(self.trained[-1])
 
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Runs of tokens that fill the flattened rows. A token attends to its run up to itself and to its whole parent run.
+    """Runs of tokens that fill the flattened rows. A token attends to its run up to itself and to the whole parent run.
 
     Example, a prompt of 4 tokens with responses of 2 and 3: Spans(lengths=[4, 2, 3], parents=[0, 0, 0])
     """
@@ -82,7 +82,7 @@ class Spans:
     parents: list[int]
     """Run in the same row that each run continues; itself without a parent."""
     has_shared: bool = True
-    """Whether runs may have parents, which only a mask can express."""
+    """True if runs may have parents, which only a mask can express."""
 
     @cached_property
     def num_keys(self) -> list[int]:
@@ -116,7 +116,7 @@ class Spans:
         return wide
 
     def mask(self, shape: torch.Size, device: torch.device) -> Bool[Tensor, "R 1 L L"]:
-        """Whether a token attends to another (last axis)."""
+        """True where a token attends to another (last axis)."""
         lengths = torch.tensor(self.lengths, device=device)
         runs, parents = (
             torch.repeat_interleave(numbers, lengths, output_size=shape.numel()).view(shape)
@@ -128,9 +128,9 @@ class Spans:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One forward pass: R rows of L tokens, each with one or more sequences, and the N tokens that have a loss.
+    """One forward pass: R rows of L tokens with one or more sequences each, and N tokens with a loss.
 
-    A shared prompt appears once in its row; positions count along prompt and response.
+    Positions count along prompt and response, also after a shared prompt.
     """
 
     token_ids: Int[Tensor, "R L"]
@@ -141,12 +141,12 @@ class Microbatch:
     spans: Spans | None
     """None: each token attends to all earlier ones in its row."""
     sources: Int[Tensor, "N"]
-    """Index, in the flattened rows, of the token that predicts each trained token."""
+    """Index in the flattened rows of the token that predicts each trained token."""
     targets: Int[Tensor, "N"]
     temperatures: Float[Tensor, "N"]
     """Divisor of the logits."""
     indices: Int[Tensor, "N"]
-    """Index in the columns of `Tokens`."""
+    """Index in `Tokens`."""
     copies: Int[Tensor, "R L"]
     """Samples that use each input token: 0 for padding."""
     pixel_values: Float[Tensor, "P D"] | None = None
@@ -180,7 +180,7 @@ def recompute(
 ) -> dict[str, Tensor]:
     """Outputs `names` of forward passes over a whole step as columns, float32[N]. Collective.
 
-    Ranks hold the same number of microbatches and together each token at most once. Tokens that none holds are 0.
+    Ranks hold equally many microbatches and together each token at most once. Missing tokens are 0.
     """
     columns = {name: torch.zeros_like(batch.tokens.generator_logprobs) for name in names}
     for microbatch in microbatches:
@@ -191,7 +191,7 @@ def recompute(
 
 
 _KEPT_BYTES = 2**30
-"""Limit on encoded images, except those of the current step."""
+"""Limit on encoded images, besides the current step's."""
 
 
 class PromptImages:
@@ -221,7 +221,7 @@ class PromptImages:
             self._images.popitem(last=False)
 
     def of(self, trajectory: Trajectory, start: int, end: int) -> SampleImages | None:
-        """Images among the tokens from `start` to `end`, or None. Raises BatchError."""
+        """Images between tokens `start` and `end`, or None. Raises BatchError."""
         media = [each for each in trajectory.media if start <= each.first_token < end]
         if not media:
             return None

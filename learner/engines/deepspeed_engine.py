@@ -31,14 +31,14 @@ from slipstream.learner.errors import TrainEngineError
 from slipstream.learner.ranks import Ranks
 
 _GATHER_BYTES = 256 * 1024 * 1024
-"""Size of the parameters that ZeRO-3 gathers at once for export and import."""
+"""Parameters that ZeRO-3 gathers at once for export and import."""
 BUCKET_ELEMENTS = 50_000_000
 """Elements that ZeRO reduces or gathers at once, and the size of its gradient buffer."""
 
 
 # --- DeepSpeed's configuration ---------------------------------------------------------------------------------------
 def deepspeed_environment(device: torch.device) -> dict[str, str]:
-    """Environment variables that `deepspeed` reads when it is first imported."""
+    """Environment variables that `deepspeed` reads on import."""
     return {"DS_ACCELERATOR": device.type, "LOCAL_RANK": str(device.index or 0)}
 
 
@@ -59,11 +59,11 @@ def deepspeed_config(
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     return {
         "train_micro_batch_size_per_gpu": 1,
-        # The number of microbatches varies, so `step` always ends the update.
+        # Microbatches vary in number, so `step` always ends the update.
         "gradient_accumulation_steps": 1,
         "train_batch_size": num_ranks,
         "managed_gradient_accumulation": False,
-        # At stage 0 DeepSpeed clips without reporting the norm, so an optimizer hook clips instead.
+        # At stage 0 DeepSpeed does not report the norm, so an optimizer hook clips instead.
         "gradient_clipping": optimizer.max_grad_norm if optimizer and config.zero_stage else 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -85,7 +85,7 @@ def sharded_loading(
     # Imports DeepSpeed, which needs its environment variables.
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-    # transformers keeps only a weak reference to the config, and loads whole models if it is collected.
+    # transformers keeps only a weak reference, and loads whole models if it is collected.
     settings = HfDeepSpeedConfig(deepspeed_config(config, num_ranks=ranks.size))
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -131,7 +131,7 @@ class ShardedModel(Generic[M]):
         for bucket in _buckets(self.model.weights(is_whole=is_whole)):
             with self._gathered([parameter for _, parameter in bucket]):
                 whole = [(name, parameter.detach()) for name, parameter in bucket]
-                # ZeRO-3 frees the gathered memory when the context ends.
+                # ZeRO-3 frees gathered memory when the context ends.
                 yield from [(name, tensor.clone() if self._stage == 3 else tensor) for name, tensor in whole]
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -145,7 +145,7 @@ class ShardedModel(Generic[M]):
 
     @torch.no_grad()
     def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        # All ranks must consume the iterator, which may be collective. ZeRO-3 distributes the shards of rank 0.
+        # All ranks must consume the iterator, which may be collective. ZeRO-3 distributes rank 0's values.
         is_copied = self._stage < 3 or self._ranks.is_first
         given = {name: tensor if is_copied else None for name, tensor in tensors}
         for bucket in _buckets(self.model.weights()):
@@ -170,10 +170,10 @@ class ShardedModel(Generic[M]):
             _set_comm_dtypes(self._comm_dtypes)
 
     def _lossless_in_compute_dtype(self) -> list[nn.Parameter]:
-        """Weights of linear layers, which autocast rounds anyway: gathering them rounded halves traffic.
+        """Linear layers' weights, which autocast rounds anyway: gathering them rounded halves traffic.
 
-        Excludes biases, which ZeRO-3 adds in float32, and small weights, which DeepSpeed keeps gathered and `_gathered`
-        would export rounded.
+        Excludes biases, which ZeRO-3 adds in float32, and small weights, which stay gathered and would be exported
+        rounded.
         """
         if self._stage < 3 or self.model.compute_dtype == torch.float32:
             return []
@@ -207,7 +207,7 @@ class DeepSpeedEngine(ShardedModel[M]):
         super().__init__(model, config=config, device=device, ranks=ranks, optimizer=optimizer, adamw=self.optimizer)
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages gradients over ranks, but losses add up over ranks.
+        # DeepSpeed averages gradients over ranks, but losses add up.
         self._engine.backward(loss * self._ranks.size)
 
     def step(self, *, learning_rate: float) -> float:
@@ -229,14 +229,14 @@ class DeepSpeedEngine(ShardedModel[M]):
         restore_moments(folder, self._shards(), self.optimizer, names=trained_names(self.model).values())
 
     def _shards(self) -> list[Shard]:
-        """Slices of parameters that AdamW updates on this rank."""
+        """Slices that AdamW updates on this rank."""
         if not self._stage:
             return whole_shards(self.model)
         names, zero, shards = trained_names(self.model), self._engine.optimizer, list[Shard]()
         if self._stage < 3:
             for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
                 for parameter in group:
-                    # The flat tensor is split evenly over ranks, also within a parameter. None: not on this rank.
+                    # Ranks split the flat tensor evenly, also within parameters. None: not on this rank.
                     if held := parameter._hp_mapping:
                         part, within = held.lp_fragment_address, held.hp_fragment_address
                         shards.append(Shard(names[id(parameter)], part.start, part.numel, flat, within.start))
@@ -244,7 +244,7 @@ class DeepSpeedEngine(ShardedModel[M]):
         for group, flat in zip(zero.fp16_groups, zero.fp32_partitioned_groups_flat, strict=True):
             offset = 0
             for parameter in group:
-                # Each parameter is split evenly over ranks, with padding at the end.
+                # Ranks split each parameter evenly, with padding at the end.
                 length = parameter.partition_numel()
                 begin = self._ranks.rank * length
                 if (size := min(length, parameter.ds_numel - begin)) > 0:
@@ -260,7 +260,7 @@ class DeepSpeedEngine(ShardedModel[M]):
 
 
 def _set_comm_dtypes(dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> None:
-    """Set the dtype that ZeRO-3 gathers for each parameter, None for its own."""
+    """Set the dtype that ZeRO-3 gathers per parameter, None for its own."""
     for parameter, dtype in dtypes.items():
         if dtype is None:
             vars(parameter).pop("comm_dtype", None)

@@ -16,9 +16,9 @@ from slipstream.learner.ranks import Ranks
 def check_loss(loss: Tensor, *, what: str, step: int, setting: str, ranks: Ranks) -> None:
     """Raise DivergenceError on all ranks if the loss of any is not finite. Collective.
 
-    `what`: name of the loss. `setting`: config section of its optimizer.
+    `what`: name of the loss. `setting`: its optimizer's config section.
     """
-    # A rank that raised alone would leave the others blocked in `TrainEngine.step`.
+    # A rank that raised alone would block the others in `TrainEngine.step`.
     is_bad = ranks.max((~loss.isfinite()).float().reshape(1))
     if is_bad.item():
         raise DivergenceError(
@@ -33,7 +33,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], *, what: str, step: int,
     `what`: name of the tensors. `step`: last finished step, 0 before the first.
     """
     named = list(tensors)
-    # A sum takes no copy. A non-finite one may be an overflow of finite terms, so check again.
+    # A sum takes no copy, but may overflow with finite terms, so check again.
     sums = [tensor.detach().sum().float().to(named[0][1].device) for _, tensor in named]
     are_finite = torch.stack(sums).isfinite().tolist() if sums else []
     broken = [
@@ -72,7 +72,7 @@ class Trainable(Protocol):
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield parameters and persistent buffers by name, tied ones under each name.
 
-        With an adapter, yields only it and a trained head unless `is_whole`, which also selects the module's names.
+        With an adapter, only it and a trained head, unless `is_whole`, which also selects the module's names.
         """
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -83,11 +83,11 @@ M = TypeVar("M", bound=Trainable, covariant=True)
 
 
 class ModelEngine(Protocol[M]):
-    """Holds the parameters of a model. Every method is collective (see TrainEngine)."""
+    """Holds a model's parameters. Every method is collective (see TrainEngine)."""
 
     @property
     def model(self) -> M:
-        """The module. With ZeRO-3 its parameters are sharded."""
+        """With ZeRO-3, its parameters are sharded."""
 
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
         """Outputs of `model` for the trained tokens, differentiable unless under no_grad."""
@@ -99,7 +99,7 @@ class ModelEngine(Protocol[M]):
         """
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the `Trainable.weights` that this rank holds: with ZeRO-3, its shards."""
+        """Yield this rank's `Trainable.weights`: with ZeRO-3, shards."""
 
     def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Inverse of `gather_parameters`. With ZeRO-3, ranks other than 0 may pass no tensors."""
@@ -120,10 +120,10 @@ class TrainEngine(ModelEngine[M], Protocol[M]):
         """Device for microbatches."""
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of `loss`. Losses are summed, not averaged, over microbatches and ranks."""
+        """Accumulate the gradient. Losses are summed, not averaged, over microbatches and ranks."""
 
     def step(self, *, learning_rate: float) -> float:
-        """Clip the gradients, update the parameters, and clear the gradients. Returns the norm before clipping.
+        """Clip gradients, update parameters, and clear gradients. Returns the norm before clipping.
 
         Raises DivergenceError if the norm is not finite: parameters are unchanged, but the engine is unusable.
         """

@@ -18,7 +18,7 @@ from slipstream.learner.errors import CheckpointError
 
 
 def learning_rate(update: int, *, config: OptimizerConfig, num_steps: int, updates_per_step: int = 1) -> float:
-    """Learning rate of an update, counted from 0: linear warm-up to the peak, then the configured schedule.
+    """Learning rate of an update, counted from 0: linear warm-up, then the configured schedule.
 
     `linear` and `cosine` reach zero after `num_steps`.
     """
@@ -60,35 +60,35 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Ad
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Set the learning rate of all parameter groups."""
+    """Apply it to all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
 
 # --- state on disk ---------------------------------------------------------------------------------------------------
 STATE_FILE = "optimizer-rank-{}.safetensors"
-"""Adam moments of the elements that a rank updates, float32[elements], and `step`, the number of updates, float32[1].
+"""Adam moments of a rank's elements, float32[elements], and `step`, the number of updates, float32[1].
 
-Keys are `<field>/<first element>/<parameter>`. The model is saved separately, in float32.
+Keys are `<field>/<first element>/<parameter>`. The model is saved separately.
 """
 _FIELDS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"
 
 
 class Shard(NamedTuple):
-    """Consecutive elements of a flattened parameter, located in a tensor that the optimizer updates.
+    """Consecutive elements of a flattened parameter, in a tensor that the optimizer updates.
 
     Example: Shard("model.norm.weight", begin=64, size=64, master=<float32[4096]>, offset=128)
     """
 
     name: str
     begin: int
-    """Index of the first element in the flattened parameter."""
+    """First element in the flattened parameter."""
     size: int
     master: Tensor
     """The parameter, or a flat tensor with slices of many parameters and padding."""
     offset: int
-    """Index of the first element in the flattened `master`."""
+    """First element in the flattened `master`."""
 
 
 def trained_names(model: Trainable) -> dict[int, str]:
@@ -106,10 +106,10 @@ def whole_shards(model: Trainable) -> list[Shard]:
 
 
 def copy_moments(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copy the state of these shards to host memory under the keys of `STATE_FILE`."""
+    """Copy the shards' state to host memory under the keys of `STATE_FILE`."""
     copies = {}
     for shard in shards:
-        # A parameter without gradients so far has no state, so save the state of zero updates.
+        # A parameter without gradients so far has no state. Save zeros.
         state = optimizer.state.get(shard.master, {})
         for field in _FIELDS:
             whole = state[field].detach().flatten() if state else torch.zeros_like(shard.master).flatten()
@@ -123,7 +123,7 @@ def copy_moments(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> d
 def restore_moments(
     folder: Path, shards: Sequence[Shard], optimizer: torch.optim.Optimizer, *, names: Collection[str]
 ) -> None:
-    """Read the state of these shards from the files of all ranks, however it was sharded when saved.
+    """Read the shards' state from the files of all ranks, however it was sharded when saved.
 
     `names`: trained parameters of all ranks. Raises CheckpointError.
     """
@@ -148,7 +148,7 @@ def restore_moments(
                         f"{folder} must hold each element of {shard.name} once, got {num_read} of {shard.size} from "
                         f"element {shard.begin} in {field}: restore the files of all ranks, or start a new run."
                     )
-            # A flat tensor has one update count. Parameters without gradients may lag behind.
+            # A flat tensor has one count. Parameters without gradients may lag.
             counts = [piece.file.get_tensor(piece.key).to(master.device) for piece in pieces[_STEP][shard.name]]
             state[_STEP] = torch.stack([state[_STEP], *(count[0] for count in counts)]).max()
 
@@ -161,7 +161,7 @@ class _Piece(NamedTuple):
 
 
 def _find_pieces(folder: Path, files: ExitStack) -> dict[str, dict[str, list[_Piece]]]:
-    """Stored pieces by field and parameter. `files` closes the opened files."""
+    """Stored pieces by field and parameter. `files` closes them."""
     pieces: dict[str, dict[str, list[_Piece]]] = {field: defaultdict(list) for field in (*_FIELDS, _STEP)}
     for path in sorted(folder.glob(STATE_FILE.format("*"))):
         try:
@@ -182,7 +182,7 @@ def _find_pieces(folder: Path, files: ExitStack) -> dict[str, dict[str, list[_Pi
 
 
 def _read_overlap(piece: _Piece, shard: Shard, *, into: Tensor) -> int:
-    """Copy the elements that piece and shard share, and return their number."""
+    """Copy the shared elements and return their number."""
     first, end = max(piece.begin, shard.begin), min(piece.begin + piece.size, shard.begin + shard.size)
     if first >= end:
         return 0

@@ -1,7 +1,7 @@
 """Maskless attention for packed rows, and compiled layers.
 
 Each run of tokens is a separate sequence for the kernel: torch's variable-length flash attention on GPUs in half
-precision, otherwise SDPA called once per run.
+precision, otherwise one SDPA call per run.
 """
 
 import math
@@ -23,7 +23,7 @@ from slipstream.learner.errors import ModelError
 from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup
 
 PACKED = "slipstream_packed"
-"""transformers' name of `packed_attention`, for which it builds no mask."""
+"""transformers' name of `packed_attention`, which gets no mask."""
 
 BACKEND = "inductor"
 
@@ -37,7 +37,7 @@ Masks = dict[tuple[int, int, int], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
-    """Argument of every attention layer."""
+    """Argument of all attention layers."""
 
     spans: Spans | None
     """None if each row is one sequence."""
@@ -61,7 +61,7 @@ def packed_attention(
     if attention_mask is not None or not getattr(module, "is_causal", True):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
     packed_rows, kind = packed_rows or PackedRows(None, SINGLE_RANK), query.device.type
-    # Like SDPA under autocast. Normalized queries may be float32 while values are in half precision.
+    # Like SDPA under autocast. Normalized queries may be float32, values in half precision.
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     # Repeat key/value heads so that each rank gets complete query-head groups.
     repeats = math.lcm(key.shape[1], packed_rows.group.size) // key.shape[1]
@@ -110,7 +110,7 @@ def _by_kernel(states: list[Tensor], spans: Spans, *, masks: Masks, window: int,
         torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(states[0].device)
         for counts in (spans.lengths, spans.num_keys)
     )
-    # Queries and keys align at their ends: if keys are more, a run also sees the tokens before it.
+    # Queries and keys align at their ends: with more keys, a run also sees earlier tokens.
     sides = (window - 1 if window else -1, 0)
     longest = max(spans.lengths), max(spans.num_keys)
     return varlen_attn(*states, *ends, *longest, scale=scale, window_size=sides, enable_gqa=True)
@@ -133,7 +133,7 @@ def _run_by_run(states: list[Tensor], spans: Spans, *, masks: Masks, window: int
 
 
 def _mask(num_queries: int, num_keys: int, window: int, *, like: Tensor) -> Tensor:
-    """Additive mask [Q, K]. SDPA would convert a boolean one in each layer and keep the copy for the backward pass."""
+    """Additive mask [Q, K]. SDPA would convert a boolean one per layer and keep the copies for the backward pass."""
     last = num_keys - num_queries
     sees = torch.ones(num_queries, num_keys, dtype=torch.bool, device=like.device).tril(last)
     if window:
@@ -143,9 +143,9 @@ def _mask(num_queries: int, num_keys: int, window: int, *, like: Tensor) -> Tens
 
 # --- compiled layers -------------------------------------------------------------------------------------------------
 def compile_layers(backbone: nn.Module, *, has_routers: bool) -> None:
-    """Compile the layers of a transformers model in place. Raises ModelError.
+    """Compile a transformers model's layers in place. Raises ModelError.
 
-    Packed attention is excluded, because its runs of tokens would require a graph per microbatch.
+    Excludes packed attention, which would require a graph per microbatch.
     """
     layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
     if has_routers or not layers:
@@ -156,5 +156,5 @@ def compile_layers(backbone: nn.Module, *, has_routers: bool) -> None:
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
     for layer in layers:
-        # Compiles only `forward`, not the recomputation for gradient_checkpointing around it.
+        # Compiles only `forward`, not the gradient checkpointing around it.
         layer.compile(dynamic=True, backend=BACKEND)

@@ -2,8 +2,8 @@
 
     loss = sum over tokens of weight * clipped_value_loss(V(state before the token), return)
 
-Token weights, updates, and microbatches are those of the policy's loss. Tokens that the correction rejected for the
-whole step have no loss.
+Token weights, updates, and microbatches are the policy's. Tokens that the correction rejected for the whole step have
+no loss.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +32,7 @@ from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceG
 
 
 def describe_values(tokens: Tokens) -> dict[str, float]:
-    """`learner/...` metrics of the values at the start of a step, over tokens in the loss."""
+    """Metrics of the values at the start of a step, over tokens in the loss."""
     values, returns = known(tokens.values), known(tokens.returns)
     if tokens.is_kept is not None:
         values, returns = values[tokens.is_kept], returns[tokens.is_kept]
@@ -57,7 +57,7 @@ class ValueModel(nn.Module):
         super().__init__()
         self.trunk = trunk
         self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1)
-        # With zeros, advantages equal returns until the critic has learned something.
+        # With zeros, advantages equal returns until the critic has learned.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.compute_dtype = compute_dtype
@@ -68,7 +68,7 @@ class ValueModel(nn.Module):
         return self.trunk.config.get_text_config().vocab_size
 
     def forward(self, microbatch: Microbatch) -> dict[str, Tensor]:
-        """`values`, float32[N], from the hidden states that predict the trained tokens."""
+        """`values`, float32[N]."""
         values = self.head(self._hidden(self.group.take(microbatch))).squeeze(-1)
         return self.group.gather({"values": values}, microbatch)
 
@@ -126,7 +126,7 @@ def load_value_model(
 
 
 def save_value_model(model: ValueModel, folder: Path, *, weights: dict[str, Tensor]) -> None:
-    """Write the trunk in transformers format, and the head to a file."""
+    """Write the trunk in transformers format, and the head."""
     parts: dict[str, dict[str, Tensor]] = {"trunk": {}, "head": {}}
     for name, tensor in weights.items():
         part, _, rest = name.partition(".")
@@ -137,7 +137,7 @@ def save_value_model(model: ValueModel, folder: Path, *, weights: dict[str, Tens
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Silence transformers' report of the policy's unused lm_head."""
+    """Silence transformers' report of the unused lm_head."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -162,7 +162,7 @@ class Critic:
         num_steps: int,
         updates_per_step: int,
     ) -> None:
-        """`num_steps`: steps of the whole run."""
+        """`num_steps`: of the whole run."""
         self._config = config
         self._ranks = ranks
         self._learning_rate = partial(
@@ -177,9 +177,9 @@ class Critic:
         return batch.with_tokens(**columns)
 
     def learn(self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int) -> dict[str, float]:
-        """Make one optimizer update per entry of `updates`, and return `learner/critic_...` metrics.
+        """Make one optimizer update per entry of `updates`, and return metrics.
 
-        `batch` must be prepared by the objective. Raises DivergenceError.
+        `batch`: from `Objective.prepare`. Raises DivergenceError.
         """
         sums, norms = torch.zeros(3, dtype=torch.float64), []
         for microbatches in updates:

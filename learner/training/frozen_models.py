@@ -21,13 +21,13 @@ from slipstream.runtime.lora import adapter_off
 
 
 class AdapterOff:
-    """The policy with its adapter disabled, as a reference without a second model in memory."""
+    """The policy with its adapter disabled, a reference without a second model in memory."""
 
     def __init__(self, engine: TrainEngine[Policy]) -> None:
         self._engine = engine
 
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Any]:
-        """Outputs of the base model. Collective."""
+        """Collective."""
         with adapter_off(self._engine.model.causal_lm):
             return self._engine.forward(microbatch, **options)
 
@@ -66,7 +66,7 @@ class FrozenModels:
 
     @torch.no_grad()
     def aux_inputs(self, microbatch: Microbatch) -> tuple[dict[str, Tensor | DeferredLogits], dict[str, Tensor]]:
-        """Arguments for the learner's forward pass, and more outputs, too large for the whole batch."""
+        """Arguments for the learner's forward pass, and outputs, too large for the whole batch."""
         arguments, outputs = dict[str, Tensor | DeferredLogits](), dict[str, Tensor]()
         microbatch = replace(microbatch, experts=None)
         if self._reference and self._config.kl.estimator == "full":

@@ -1,12 +1,12 @@
-"""LayoutChooser: the densest layout in which every model computes packed samples as if each were alone.
+"""LayoutChooser: the densest layout that lets every model compute packed samples as if alone.
 
 Some models ignore masks or windows, or leak recurrent states into the next sample. A layout is exact if rounding
 explains, on the run's prompts,
 
     |packed - alone| and |packed - packed with other neighbors|, relative to the standard deviation of `alone`,
 
-and a model is causal if rounding explains the effect of the last token on earlier ones. `check_rows` repeats the test
-during training.
+and a model is causal if rounding explains the last token's effect on earlier ones. `check_rows` repeats the test during
+training.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class LayoutChooser:
         self.check(policy, setting="model.path", path=run.model.path)
 
     def check(self, model: ProbedModel, *, setting: str, path: str) -> None:
-        """Replace packed attention by SDPA if inexact, then drop layouts until all models are exact in the first one.
+        """Replace packed attention by SDPA if inexact, then drop layouts until all models are exact.
 
         `model` must be unsharded. Raises ModelError if no layout is left or it isn't causal.
         """
@@ -78,7 +78,7 @@ class LayoutChooser:
         if not model_check.is_packed:
             self._needs_masks, self._positions = True, min(self._positions, model_check.positions)
         self._model_checks.append(model_check)
-        # Earlier models must also be exact in the sparser layout.
+        # Earlier models must be exact in the sparser layout, too.
         while not all(each.is_exact(self._layout(self._kinds[0])) for each in self._model_checks):
             self._kinds.pop(0)
             if not self._kinds:
@@ -101,7 +101,7 @@ class LayoutChooser:
         learner = self._run.learner
         row_tokens = budget = learner.tokens_per_microbatch
         if kind == "shared_rows" and self._needs_masks:
-            # Per token, attention costs row length x width and the rest 12 x width^2, so short rows are cheap.
+            # Per token, attention costs row length x width, the rest 12 x width^2, so short rows are cheap.
             row_tokens = min(budget, max(_MIN_ROW_TOKENS, self._hidden_size // 2))
         return Layout(kind, budget, min(row_tokens, self._positions), learner.sequence_parallel)
 
@@ -127,7 +127,7 @@ class _ModelCheck:
         self._device = device
         self.name = type(model.backbone).__name__
         self.found: dict[Layout, tuple[float, str]] = {}
-        """Layout -> largest difference relative to rounding, and the error, if any."""
+        """Layout -> largest difference relative to rounding, and any error."""
 
     @property
     def is_packed(self) -> bool:
@@ -145,7 +145,7 @@ class _ModelCheck:
 
     @torch.no_grad()
     def check_causality(self, *, setting: str, path: str) -> None:
-        """Raise ModelError if the last token of a sample changes predictions of earlier tokens."""
+        """Raise ModelError if a sample's last token changes predictions of earlier tokens."""
         samples = indexed([sample for sample in self._samples(0)[:2] if len(_before_last(sample, self._model))])
         if not samples:
             return
@@ -178,17 +178,17 @@ class _ModelCheck:
 
     @torch.no_grad()
     def is_exact(self, layout: Layout) -> bool:
-        """Whether samples in this layout are computed as if alone."""
+        """True if samples in this layout are computed as if alone."""
         if layout not in self.found:
             found = 0.0, ""
-            # float32 reveals small leaks, but half precision uses other kernels. Full-length rows, which are expensive,
-            # show whether the model counts positions along the row.
+            # float32 reveals small leaks, but half precision uses other kernels. Full-length rows, though expensive,
+            # reveal positions counted along the row.
             dtypes = dict.fromkeys((torch.float32, self._model.compute_dtype))
             for dtype, fills_row in product(dtypes, (False, True)):
                 if found[0] > 1:
                     break
                 best = self._compare(layout, dtype, 0, fills_row=fills_row)
-                # Rounding may change routing in one draw, but leaks occur in all.
+                # Rounding may change routing in one draw; leaks occur in all.
                 for draw in range(1, _DRAWS):
                     if 1 < best[0] < torch.inf:
                         best = min(best, self._compare(layout, dtype, draw, fills_row=fills_row))
@@ -197,7 +197,7 @@ class _ModelCheck:
         return self.found[layout][0] <= 1
 
     def _compare(self, layout: Layout, dtype: torch.dtype, draw: int, *, fills_row: bool) -> tuple[float, str]:
-        """Difference over all ranks relative to rounding, and the error, if any. `fills_row`: rows as in training."""
+        """Difference over all ranks relative to rounding, and any error. `fills_row`: rows as in training."""
         samples, others = self._samples(draw), self._samples(draw + _DRAWS)
         total = sum(sample.num_inputs for sample in samples)
         fillers = self._fillers(layout, total, samples[0].num_inputs) if fills_row else []
@@ -205,7 +205,7 @@ class _ModelCheck:
             return 0.0, ""
         is_new = [int(sample.group_id) % 2 == 1 for sample in samples]
         exchanged = [b if new else a for a, b, new in zip(samples, others, is_new, strict=True)]
-        # As few rows as possible, so that each sample has neighbors.
+        # Few rows, so that each sample has neighbors.
         row_tokens = max(layout.row_tokens, min(total, layout.microbatch_tokens, self.positions))
         rows = dataclasses.replace(layout, row_tokens=row_tokens)
         found, error = torch.inf, ""
@@ -242,16 +242,16 @@ class _ModelCheck:
 
     # --- samples -----------------------------------------------------------------------------------------------------
     def _samples(self, draw: int) -> list[Sample]:
-        """Groups with shared prompts, longest first: the run's text in draw 0, otherwise random tokens."""
+        """Groups with shared prompts, longest first: the run's text in draw 0, else random tokens."""
         config = self._model.backbone.config.get_text_config()
         longest = min(self._run.model.max_length, positions_of(config))
-        # Attention windows, and the length beyond which rotary positions are scaled; 0 = unlimited.
+        # Attention windows, and the largest unscaled rotary position; 0 = unlimited.
         windows = [getattr(config, name, None) or 0 for name in _WINDOWS]
         rope = getattr(config, "rope_parameters", None) or {}
         windows.append(rope.get("original_max_position_embeddings") or 0)
         window = min(longest, max(_SHORTEST_PROBE, max(windows) + 2 * _RESPONSE_TOKENS))
         response = max(1, min(_RESPONSE_TOKENS, window // 4))
-        # Responses to the first prompt do not see its start through the attention window.
+        # Responses to the first prompt do not see its start through the window.
         groups = [(window - response, 2), (min(24, window - response), 3), (1, 1)]
         random = np.random.default_rng([self._run.seed, self._model.vocab_size, draw])
         text = [] if draw else list(self._text)
@@ -304,7 +304,7 @@ class _ModelCheck:
         return samples
 
     def _fillers(self, layout: Layout, total: int, length: int) -> list[Sample]:
-        """Samples of `length` inputs that extend a row of `total` tokens to its length in training."""
+        """Samples of `length` inputs that extend a row of `total` tokens to training length."""
         if layout.kind not in ("shared_rows", "one_row"):
             return []
         random, trained = np.random.default_rng([self._run.seed, length]), np.array([length])
@@ -330,8 +330,8 @@ def check_rows(
 ) -> None:
     """Verify that a sample depends neither on its row neighbors nor on its last token, in training precision.
 
-    Costs three to seven forward passes over at most three short samples. All ranks must pass the same samples.
-    Collective. Raises DivergenceError.
+    Costs three to seven forward passes over at most three short samples, the same on all ranks. Collective. Raises
+    DivergenceError.
     """
     samples = [sample for sample in samples if len(sample.trained)]
     if not samples:
@@ -362,7 +362,7 @@ def _short_row(samples: Sequence[Sample]) -> list[Sample]:
     subject = ordered[0]
     sibling = [each for each in ordered[1:] if each.group_id == subject.group_id][:1]
     other = [each for each in ordered if each.group_id != subject.group_id][:1]
-    # A reward model trains a single token, but earlier tokens must not change either.
+    # A reward model trains one token, but earlier tokens must not change either.
     trained = np.arange(max(1, _end_of(subject)[0]), subject.trained[-1] + 1)
     return indexed([*other, *sibling, dataclasses.replace(subject, trained=trained)])
 
@@ -408,14 +408,14 @@ def _with_changed_tokens(sample: Sample, positions: np.ndarray, *, vocab_size: i
 
 
 def _before_last(sample: Sample, model: ProbedModel) -> np.ndarray:
-    """Indices of probe outputs that must not depend on the last token."""
+    """Probe outputs that must not depend on the last token."""
     # Its log-probability depends on it, unlike the hidden state that predicts it.
     end = sample.num_inputs if model.has_trunk else sample.num_inputs - 1
     return sample.indices[sample.trained < end]
 
 
 def indexed(samples: Sequence[Sample]) -> list[Sample]:
-    """Number the trained tokens of the samples consecutively."""
+    """Number the samples' trained tokens consecutively."""
     ends = np.cumsum([len(sample.trained) for sample in samples])
     return [
         dataclasses.replace(sample, first_index=int(end) - len(sample.trained))

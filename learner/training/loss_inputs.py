@@ -1,7 +1,7 @@
 """Loss inputs: correction weights, rewards, advantages, token weights, and selected tokens.
 
-Computed without gradient on the batch of a step or update, identically on every rank. Only `correct` and `mask_inputs`
-may get a microbatch.
+Computed without gradient on a step's or update's batch, identically on every rank. Only `correct` and `mask_inputs` may
+get a microbatch.
 """
 
 import math
@@ -43,7 +43,7 @@ class Correction(NamedTuple):
     is_kept: Tensor
     """bool[N], false for tokens excluded from the loss."""
     is_bounded: Tensor
-    """bool[N], whether the weight was truncated or masked."""
+    """bool[N], true if the weight was truncated or masked."""
 
 
 @torch.no_grad()
@@ -62,7 +62,7 @@ def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConf
     bound = importance.mask if config.bound == "mask" else importance.truncate
     weights = bound(ratios, low=low, high=high)
     if config.normalize:
-        # The mean must count each sequence once, not each of its tokens.
+        # The mean must count sequences, not their tokens.
         counted = weights if config.level == "token" else importance.one_per_sequence(weights, inputs)
         weights = importance.normalize(weights, mean=counted.mean())
     return Correction(weights, is_kept, is_bounded=(ratios > high) | (ratios < low))
@@ -76,7 +76,7 @@ Mask = Callable[[MaskInputs], Tensor]
 
 
 def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
-    """Fill weights and rejections if known before the first gradient, and apply `rebaseline`."""
+    """Fill weights and rejections if known before the first gradient; apply `rebaseline`."""
     tokens = batch.tokens
     if tokens.start_logprobs is None or config.proximal in ("reuse", "interpolate"):
         return batch
@@ -88,7 +88,7 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
     )
     if not config.correction.rebaseline:
         return batch
-    # Trajectories without trained tokens, such as truncated ones, stay in the baseline.
+    # Trajectories without trained tokens (such as truncated ones) stay.
     is_rejected = (batch.trajectories.num_trained > 0) & (_num_kept(batch) == 0)
     is_left = batch.trajectories.is_member & ~is_rejected
     return batch.replace(trajectories=batch.trajectories.replace(is_member=is_left))
@@ -96,7 +96,7 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
 
 # --- rewards ---------------------------------------------------------------------------------------------------------
 def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: float, max_tokens: int) -> Batch:
-    """Shape the rewards of trajectories and fill those of tokens. `max_tokens`: maximum response length."""
+    """Shape trajectory rewards and fill token rewards. `max_tokens`: maximum response length."""
     rewards, shaping = batch.trajectories.rewards, config.reward
     if shaping.parts:
         parts = batch.parts(tuple(shaping.parts), setting="algorithm.reward.parts").nan_to_num()
@@ -132,7 +132,7 @@ def _normalized(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> 
 def fill_advantages(
     batch: Batch, function: Callable[[AdvantageInputs], Any], *, config: AdvantageConfig, state: dict[str, float]
 ) -> Batch:
-    """Fill `advantages`, and `returns` for a critic; 0 for trajectories outside the baseline. Raises BatchError."""
+    """Fill `advantages`, and `returns` for a critic; 0 outside the baseline. Raises BatchError."""
     members = batch.select(batch.trajectories.is_member)
     inputs = _advantage_inputs(members, state=state)
     advantages = returns = inputs.token_rewards
@@ -183,14 +183,13 @@ def _advantage_inputs(members: Batch, *, state: dict[str, float]) -> AdvantageIn
 
 
 def _spread(values: Tensor, is_filled: Tensor) -> Tensor:
-    """float32[N]: the values where `is_filled`, 0 elsewhere."""
     column = torch.zeros(len(is_filled), dtype=torch.float32, device=is_filled.device)
     column[is_filled] = values.float()
     return column
 
 
 def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch:
-    """Replace the advantages by those of the teacher (0 unless the divergence is k1), or add them if `with_rewards`."""
+    """Replace advantages by the teacher's (0 unless the divergence is k1), or add these if `with_rewards`."""
     advantages = known(batch.tokens.advantages)
     if not config.with_rewards:
         advantages = torch.zeros_like(advantages)
@@ -202,7 +201,7 @@ def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch
 
 # --- token weights ---------------------------------------------------------------------------------------------------
 def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> Tensor:
-    """float32[N]: weight of each token's loss. `max_tokens`: maximum response length."""
+    """float32[N]: weight of each token's loss. `max_tokens`: as in `shape_rewards`."""
     trajectories = batch.trajectories
     counts = _num_kept(batch) if config.correction.denominator == "kept" else trajectories.num_trained
     weights = torch.zeros(batch.num_trajectories, dtype=torch.float64, device=counts.device)
@@ -232,7 +231,7 @@ def _num_kept(batch: Batch) -> Tensor:
 
 
 def learning_rate_scale(batch: Batch, *, config: EssLearningRateConfig | None) -> float:
-    """Factor from the effective sample size of a step."""
+    """Factor from a step's effective sample size."""
     if config is None:
         return 1.0
     tokens = batch.tokens
@@ -260,7 +259,7 @@ def describe_advantages(batch: Batch) -> dict[str, float]:
 # --- selected tokens -------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def select_tokens(batch: Batch, *, masks: Sequence[Mask], selector: Mask | None, update: int, seed: int) -> Batch:
-    """Fill `is_trusted` from the masks and `is_selected` from the selector for one update, given `current_logprobs`."""
+    """Fill `is_trusted` from `masks` and `is_selected` from `selector` for one update, given `current_logprobs`."""
     own = batch.trajectories.updates[batch.tokens.sequences] == update
     tokens = batch.tokens.take(own)
     inputs = mask_inputs(tokens, known(tokens.current_logprobs), num_sequences=batch.num_contexts, seed=seed)

@@ -44,17 +44,17 @@ from slipstream.runtime.model_files import IMAGE_FILES, find_file, read_chat_tem
 from slipstream.runtime.routers import Routers, check_layers, find_routers
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
-"""`model.dtype` -> dtype of matrix products. float16 gradients would underflow without loss scaling."""
+"""`model.dtype` -> dtype of matrix products. float16 gradients would underflow."""
 
 _HEAD_TOLERANCE = 1e-5
-"""Difference relative to the largest float32 logit: 84 epsilon for a reordered dot product."""
+"""Relative to the largest float32 logit: 84 epsilon for a reordered dot product."""
 _HEAD_LOGITS = 64.0
 """Magnitude of compared logits. On small ones, a soft cap has less effect than rounding."""
 
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 LONG = 2048
-"""Sequence length from which masks cost more on CPUs than one kernel call per run of tokens."""
+"""Shortest sequences for which masks cost more on CPUs than a kernel call per run of tokens."""
 
 UNLIMITED = 2**31
 """Row length of a model without a limit."""
@@ -62,7 +62,7 @@ UNLIMITED = 2**31
 _PROBE_TOKENS = 32
 
 FAILURES = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
-"""Errors of a model that does not support its inputs."""
+"""Errors of models that do not support their inputs."""
 
 
 class OutputHead(nn.Module):
@@ -71,7 +71,7 @@ class OutputHead(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
         projection = causal_lm.get_output_embeddings()
-        # Registered here too, because ZeRO-3 gathers the parameters of the called module.
+        # Registered here too, because ZeRO-3 gathers parameters of the called module.
         self.weight, self.bias = projection.weight, getattr(projection, "bias", None)
         self._cap = getattr(causal_lm.config.get_text_config(), "final_logit_softcapping", None)
 
@@ -81,7 +81,7 @@ class OutputHead(nn.Module):
         """`measure_tokens` from hidden states, float[N, D], or deferred `logits` if `requested` is None."""
         weight = self.weight
         if not requested and is_sharded(self):
-            # A sharded parameter is gathered only within this call.
+            # Sharded parameters are gathered only within this call.
             weight = weight.clone()
         logits = DeferredLogits(states, weight, self.bias, self._soft_cap if self._cap else None, dtype)
         return measure_tokens(logits, *inputs, requested=requested, **options) if requested else {"logits": logits}
@@ -103,7 +103,7 @@ class Policy(nn.Module):
         self.has_adapter = has_adapter
         self.compute_dtype = compute_dtype
         self.head: OutputHead | None = None
-        """Computes logits in chunks. None: the model computes all logits at once."""
+        """Computes logits in chunks. None: the model computes all at once."""
         found = find_routers(causal_lm)
         self.routers = Routers(found) if found else None
 
@@ -121,13 +121,13 @@ class Policy(nn.Module):
 
     @property
     def has_trunk(self) -> bool:
-        """Whether the transformers class separates layers and head."""
+        """True if the transformers class separates layers and head."""
         return self.causal_lm.base_model is not self.causal_lm
 
     def probe(self, microbatch: Microbatch) -> Tensor:
         """Hidden states scaled to about 1, [N, D], for comparing layouts. Without a trunk: log-probabilities, [N, 1].
 
-        Hidden states reveal leaks even if the policy is certain of its tokens.
+        Hidden states reveal leaks even if the policy is certain.
         """
         if not self.has_trunk:
             return self(microbatch)["logprobs"][:, None]
@@ -146,8 +146,8 @@ class Policy(nn.Module):
     ) -> dict[str, Any]:
         """Return `logprobs` of the trained tokens, float32[N], and the requested numbers (see `measure_tokens`).
 
-        If `requested` is None, return `logits` [N, V] instead, which cover this rank's slice, like `reference_logits`.
-        A mixture of experts adds `expert_load` [M, E] and, given `prices` (see `Trainer.expert_prices`), `aux_loss`.
+        If `requested` is None, return this rank's `logits` [N, V] instead. `reference_logits` are also this rank's. A
+        mixture of experts adds `expert_load` [M, E] and, given `prices` (see `Trainer.expert_prices`), `aux_loss`.
         """
         part = self.group.take(microbatch)
         columns = part.targets, part.temperatures
@@ -213,7 +213,7 @@ class Policy(nn.Module):
             with self.causal_lm.get_output_embeddings().register_forward_pre_hook(enlarge):
                 expected = self.causal_lm(**inputs).logits
             is_same = is_close(seen[0], states) and is_close(compute(states * scale), expected)
-        # The model's head has more layers than a projection.
+        # The head has more layers than a projection.
         except (RuntimeError, AttributeError, IndexError):
             is_same = False
         if not is_same:
@@ -221,7 +221,7 @@ class Policy(nn.Module):
 
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
-        """Names under which engines load tensors. Raises WeightTransferError if a tensor cannot be published."""
+        """Tensor names for inference engines. Raises WeightTransferError if a tensor cannot be published."""
         return AdapterNames(self.causal_lm) if self.has_adapter else CheckpointNames(self.causal_lm)
 
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -231,7 +231,7 @@ class Policy(nn.Module):
 
 
 class RewardModel(Policy):
-    """Policy with a single-label sequence classifier as its model."""
+    """Policy on a single-label sequence classifier."""
 
     def forward(self, microbatch: Microbatch, *, prices: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
         """Return `scores`, float32[N], at the tokens before the trained tokens, and router outputs."""
@@ -250,13 +250,13 @@ def scaled(states: Tensor) -> Tensor:
 def forward_pass(
     module: nn.Module, part: Microbatch, *, compute_dtype: torch.dtype, group: SequenceGroup, **arguments: Any
 ) -> Any:
-    """Forward pass of a transformers model over this rank's part of a microbatch."""
+    """Forward pass over this rank's part of a microbatch."""
     is_mixed = compute_dtype != torch.float32
     inputs = {"position_ids": part.position_ids, "pixel_values": part.pixel_values, "image_grid_thw": part.image_grids}
     arguments |= {name: tensor for name, tensor in inputs.items() if tensor is not None}
     token_ids = part.token_ids
     if part.is_image is not None:
-        # transformers inserts images at image tokens, but the model may also generate such tokens.
+        # transformers inserts images at image tokens, but models may also generate such tokens.
         arguments["inputs_embeds"] = module.get_input_embeddings()(token_ids)
         token_ids = torch.where(part.is_image, module.config.image_token_id, -1)
     if module.config._attn_implementation == PACKED:
@@ -268,9 +268,9 @@ def forward_pass(
 
 
 def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, Tensor] | None:
-    """Mask with the window, which transformers adds only to masks that it builds; None without a shared prompt.
+    """Mask with the window, which transformers adds only to its own masks; None without a shared prompt.
 
-    One per layer type if only some layers have a window.
+    One per layer type if only some have a window.
     """
     if microbatch.spans is None or not microbatch.spans.has_shared:
         return None
@@ -279,7 +279,7 @@ def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, T
     window = getattr(text, "sliding_window", None)
     kinds = set(getattr(text, "layer_types", None) or [_WINDOWED])
     if window and mask.shape[-1] > window and kinds in ({_WINDOWED}, {_WINDOWED, _FULL}):
-        # Distances along the sequence, not the row: siblings may be between a response and its prompt.
+        # Distances along the sequence: in the row, siblings may be between a response and its prompt.
         positions = known(microbatch.position_ids)
         positions = positions if positions.dim() == 2 else positions[0]
         near = mask & (positions[:, None, :, None] - positions[:, None, None, :] < window)
@@ -304,10 +304,9 @@ def load_policy(
     group: SequenceGroup = SINGLE_RANK,
     setting: str = "model.path",
 ) -> Policy:
-    """Load a checkpoint with float32 weights and without dropout, and attach an adapter if `config.lora` is set.
+    """Load a checkpoint with float32 weights and without dropout, and attach any adapter.
 
-    `loading`: context for reading the checkpoint, such as `sharded_loading`. `setting`: config key of the path. Raises
-    ModelError, ConfigError.
+    `loading`: context such as `sharded_loading`. `setting`: config key of the path. Raises ModelError, ConfigError.
     """
     check_layers(config)
     kind = AutoModelForSequenceClassification if is_reward_model else language_model_class(config.path)
@@ -328,7 +327,7 @@ def load_policy(
         if not is_sharded(module):
             policy.check_head()
     try:
-        # Cache the names before an engine shards the parameters, which changes their shapes.
+        # Cache the names before sharding changes the shapes.
         policy.checkpoint_names  # noqa: B018
     except WeightTransferError as error:
         raise ModelError(f"model.path: {error}") from error
@@ -344,10 +343,10 @@ def load_module(
     group: SequenceGroup = SINGLE_RANK,
     gradient_checkpointing: bool = False,
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load a model with a transformers Auto class (`kind`), and list the weights that the checkpoint lacks.
+    """Load a model with a transformers Auto class (`kind`), and list weights that the checkpoint lacks.
 
-    `setting`: config key of the path. Raises ModelError if the model, unless sharded, computes something else than
-    transformers in evaluation mode.
+    `setting`: config key of the path. Raises ModelError if the model, unless sharded, differs from transformers in
+    evaluation mode.
     """
     logging.disable_progress_bar()
     try:
@@ -385,7 +384,7 @@ def load_module(
 
 
 def _disable_dropout(settings: PreTrainedConfig) -> None:
-    """Set all dropout rates to 0: layers that recompute activations are in training mode."""
+    """Disable dropout: layers that recompute activations are in training mode."""
     for part in (settings, settings.get_text_config()):
         for name, value in vars(part).items():
             # For example `resid_pdrop` (GPT-2) and `layerdrop` (OPT).
@@ -405,7 +404,7 @@ def _disable_noise(module: PreTrainedModel, *, gradient_checkpointing: bool) -> 
 
 @torch.no_grad()
 def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: str) -> None:
-    """Raise ModelError unless a model that transformers builds from the unmodified config computes the same."""
+    """Raise ModelError unless a model built from the unmodified config computes the same."""
     settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     settings.num_labels = module.config.num_labels
     untouched = type(module).from_pretrained(
@@ -420,7 +419,7 @@ def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: s
     token_ids, limit = probe_tokens(module), LIMIT
 
     def compute(model: PreTrainedModel) -> Tensor:
-        # A classifier's output is a single score, so compare hidden states.
+        # A classifier outputs a single score, so compare hidden states.
         part = model.base_model if hasattr(model, "score") else model
         return part(input_ids=token_ids, use_cache=False)[0]
 
@@ -451,7 +450,7 @@ def probe_tokens(module: PreTrainedModel) -> Tensor:
 
 
 def positions_of(config: PreTrainedConfig) -> int:
-    """Maximum row length that the config declares, else UNLIMITED."""
+    """Maximum row length in the config, else UNLIMITED."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None)
     # XLNet uses -1 for no limit.
     return found if found and found > 0 else UNLIMITED
@@ -476,16 +475,16 @@ def choose_attention(
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Whether ZeRO-3 has sharded the module's parameters."""
+    """True if ZeRO-3 has sharded the parameters."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def save_pretrained(
     policy: Policy, folder: Path, *, weights: dict[str, Tensor], config: ModelConfig, max_shard_size: str = "50GB"
 ) -> None:
-    """Write a checkpoint in transformers format, with the tokenizer, if any, of `config.path`.
+    """Write a checkpoint in transformers format, with any tokenizer of `config.path`.
 
-    `weights`: all weights of the module. An adapter is merged and also saved separately.
+    `weights`: all of the module. An adapter is merged and also saved separately.
     """
     if policy.has_adapter:
         save_adapter(policy.causal_lm, folder, weights=weights)

@@ -7,8 +7,8 @@ Per token, with sg = stop gradient and w = correction(pi_proximal / pi_generator
            - entropy_coefficient * entropy + positive_nll_coefficient * [correct] * (-log pi_learner)
            + distillation.coefficient * divergence(learner, teacher)
 
-`algorithm.proximal` selects pi_proximal. Rejected tokens (`is_kept` false) have no loss. Masked tokens (`is_trusted`
-false) have no policy loss.
+`algorithm.proximal` selects pi_proximal. Rejected tokens (`is_kept` false) have no loss, masked ones (`is_trusted`
+false) no policy loss.
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ from slipstream.runtime.import_path import load_function
 
 
 def load_formula(record: Formula, *, setting: str) -> Callable[[Any], Any]:
-    """Return the function that a config record selects, with its settings bound.
+    """Return the function that `record` selects, with its settings bound.
 
-    `setting`: config key of the record. Raises ConfigError.
+    `setting`: its config key. Raises ConfigError.
     """
     if isinstance(record, CustomAdvantageConfig | CustomPolicyLossConfig):
         function = load_function(record.function, setting=setting, num_values=1, arguments=record.arguments)
@@ -69,7 +69,7 @@ class ObjectiveState:
     """State carried across steps and checkpoints, equal on every rank."""
 
     kl_coefficient: float | None = None
-    """None before the first step or if the coefficient is fixed."""
+    """None before the first step or if fixed."""
     advantage: dict[str, float] = dataclasses.field(default_factory=dict)
     """See `AdvantageInputs.state`."""
 
@@ -108,7 +108,7 @@ class Objective:
     def prepare(self, batch: Batch) -> Batch:
         """Fill the columns that the loss needs, without gradient. Raises BatchError."""
         config = self._config
-        # First the correction, because rejected trajectories may leave baselines.
+        # The correction comes first: rejected trajectories may leave baselines.
         batch = loss_inputs.correct_batch(batch, config=config)
         batch = loss_inputs.shape_rewards(
             batch, config=config, kl_coefficient=self.kl_coefficient, max_tokens=self._max_tokens
@@ -136,17 +136,17 @@ class Objective:
 
     # --- with gradient -------------------------------------------------------------------------------------------
     def loss(self, tokens: Tokens, measured: dict[str, Tensor], *, metrics: StepMetrics) -> Tensor:
-        """Part of the update's loss for these tokens, in complete contexts. Adds statistics to `metrics`.
+        """Part of the update's loss for `tokens`, in complete contexts. Adds statistics to `metrics`.
 
         `measured`: outputs of the forward pass. Raises BatchError.
         """
         learner = measured["logprobs"]
-        # Otherwise sums over a microbatch's few contexts would be as long as the batch.
+        # Otherwise sums over a microbatch's contexts would be as long as the batch.
         numbers, contexts = torch.unique(tokens.contexts, return_inverse=True)
         tokens = tokens.replace(contexts=contexts)
         inputs, correction = self._loss_inputs(tokens, learner, num_sequences=len(numbers))
-        # Tokens that are impossible under the learner (-inf) would make the loss infinite. NaN stays and ends the run,
-        # because it means that the model is broken.
+        # Tokens that are impossible under the learner (-inf) would make the loss infinite. NaN stays and ends the run:
+        # the model is broken.
         is_possible = learner.detach() != -torch.inf
         correction = correction._replace(is_kept=correction.is_kept & is_possible)
         is_trusted = self._trusted(tokens, learner.detach(), num_sequences=len(numbers))
@@ -154,12 +154,12 @@ class Objective:
         # 0 * log_ratio, because ranks call backward together: a loss without counted tokens needs a graph too.
         policy_losses, is_idle = 0 * inputs.log_ratio, ~is_trusted
         if is_counted.any():
-            # Uncounted tokens must not affect the ratio of their sequence.
+            # Uncounted tokens must not affect their sequence's ratio.
             counted = inputs if is_counted.all() else inputs.take(is_counted)
             losses = self._policy_loss(counted)
             self._check_shape(losses, counted)
             policy_losses = torch.zeros_like(inputs.log_ratio).masked_scatter(is_counted, losses)
-            # On a leaf, to keep the first graph intact for the backward pass.
+            # On a leaf, to keep the first graph for the backward pass.
             leaf = counted.log_ratio.detach().requires_grad_()
             with torch.enable_grad():
                 again = self._policy_loss(counted.with_log_ratio(leaf))
@@ -212,7 +212,7 @@ class Objective:
             alpha = importance.interpolation(-tokens.lags, proximal_version=0, learner_version=1)
             return importance.loglinear(tokens.generator_logprobs, learner_logprobs, alpha=alpha)
         if self._config.proximal == "reuse" or tokens.start_logprobs is None:
-            # With one update per step, these are the values at its start: ratio 1 with the gradient of log pi.
+            # With one update per step, these are its starting values: ratio 1.
             return learner_logprobs
         return tokens.start_logprobs
 
@@ -221,8 +221,7 @@ class Objective:
     ) -> Correction:
         """Correction of the whole batch if known, else from current values.
 
-        Rejection uses the distance between learner and generator. The drift of an interpolated proximal policy is
-        smaller.
+        Rejection compares learner and generator, because the drift of an interpolated proximal policy is smaller.
         """
         if tokens.correction_weights is not None:
             return Correction(tokens.correction_weights, known(tokens.is_kept), known(tokens.is_bounded))

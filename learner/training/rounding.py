@@ -1,4 +1,4 @@
-"""Rounding: whether two computations of the same numbers differ by more than rounding errors."""
+"""Rounding: differences between computations of the same numbers that rounding explains."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 LIMIT = 64 * torch.finfo(torch.float32).eps
-"""Difference relative to the spread that float32 rounding can explain in any model, 7.6e-6.
+"""Difference relative to the spread that float32 rounding explains in any model, 7.6e-6.
 
 Measured in small models: at most 7e-7 in exact layouts, at least 1.7e-5 in leaking ones at initialization.
 """
 
 MARGIN = 4
-"""Factor on the effect of `rounded`: both computations round, and in more operations than it perturbs."""
+"""Factor on the effect of `rounded`: both computations round, in more operations than it perturbs."""
 
 
 def difference(
     found: Tensor, expected: Tensor, *, parts: Sequence[Any] = (slice(None),), spread_of: Tensor | None = None
 ) -> float:
-    """Largest mean distance within any of `parts` (indices of the first axis); infinity if a number isn't finite.
+    """Largest mean distance within any of `parts` (indices of the first axis); infinity if not finite.
 
     Relative to the standard deviation of `expected` or, if given, `spread_of`.
     """
@@ -34,7 +34,7 @@ def difference(
 
 @contextmanager
 def rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Perturb the output of every leaf module by at most epsilon of `dtype`: the change estimates the rounding error.
+    """Perturb every leaf module's output by at most epsilon of `dtype`: the change estimates the rounding error.
 
     Source: Monte Carlo arithmetic, Parker 1997. Differs: one perturbation per module instead of per operation.
     """

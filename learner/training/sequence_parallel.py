@@ -1,10 +1,10 @@
 """SequenceGroup: ranks that each compute a slice of every sequence and exchange heads for tokens in attention.
 
-All ranks of a group get the same microbatches and gather the outputs of all trained tokens. Each has the gradient of
-its slice, and gradients add up over ranks.
+Ranks of a group get the same microbatches and gather the outputs of all trained tokens. Each has its slice's gradient,
+and gradients add up over ranks.
 
-Source: DeepSpeed Ulysses, arXiv:2309.14509. Differs: rows may hold several sequences, and key/value heads are repeated
-if the ranks do not divide them.
+Source: DeepSpeed Ulysses, arXiv:2309.14509. Differs: rows may hold several sequences, and key/value heads that ranks
+cannot share evenly are repeated.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from slipstream.learner.errors import ModelError
 
 _SOFTMAX = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
-"""Rotary embeddings that depend on the longest position of a forward pass, unknown to a slice."""
+"""Rotary embeddings that depend on a forward pass's longest position, unknown to a slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class SequenceGroup:
     """None for a group of one."""
 
     def take(self, microbatch: Microbatch) -> Microbatch:
-        """A slice of each row, and the trained tokens predicted there. `spans` still describe whole rows."""
+        """Slice each row and keep the trained tokens predicted there. `spans` still describe whole rows."""
         if self.size == 1:
             return microbatch
         rows, length = microbatch.token_ids.shape
@@ -62,7 +62,7 @@ class SequenceGroup:
         return column if column is None or self.size == 1 else column[self._mine(microbatch)]
 
     def gather(self, measured: dict[str, Any], microbatch: Microbatch) -> dict[str, Any]:
-        """Outputs of all ranks' trained tokens, with gradients only for this rank's."""
+        """Outputs of all ranks, with gradients only for this rank's."""
         if self.size == 1:
             return measured
         mine, found = self._mine(microbatch), {}
@@ -82,7 +82,7 @@ class SequenceGroup:
         return whole + (part - part.detach())
 
     def _mine(self, microbatch: Microbatch) -> Tensor:
-        """Indices of the trained tokens predicted in this rank's slice."""
+        """Indices of trained tokens predicted in this rank's slice."""
         length = microbatch.token_ids.shape[1]
         return (microbatch.sources % length * self.size // length == self.rank).nonzero()[:, 0]
 
@@ -140,7 +140,7 @@ def check_sequence_parallel(
 
 
 def can_pack(settings: PreTrainedConfig, model_class: Any) -> bool:
-    """Whether a transformers class supports `packed_attention`."""
+    """True if a transformers class supports `packed_attention`."""
     is_capped = getattr(settings.get_text_config(), "attn_logit_softcapping", None)
     supported = (getattr(model_class, name, False) for name in ("_supports_attention_backend", "_supports_sdpa"))
     return not hasattr(settings, "vision_config") and not is_capped and all(supported)

@@ -39,11 +39,11 @@ _UNTRACED = (
 
 
 def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) -> int:
-    """Peak memory allocated by a forward and backward pass over the largest microbatch, without gradients.
+    """Peak memory of a forward and backward pass over the largest microbatch, without gradients.
 
     `model` must be on the meta device. With sequence parallelism, sums over the ranks that share a sequence. If
-    data-dependent operations prevent tracing, estimates 34 bytes per token, unit of width, and layer (a single one with
-    gradient checkpointing), or twice that in float32 (Korthikanti et al., arXiv:2205.05198).
+    data-dependent operations prevent tracing, estimates 34 bytes per token, unit of width, and layer (one with gradient
+    checkpointing), twice that in float32 (Korthikanti et al., arXiv:2205.05198).
     """
     microbatch = largest_microbatch(run, model)
     engine, compute_dtype = run.learner.engine, COMPUTE_DTYPES[run.model.dtype]
@@ -59,7 +59,7 @@ def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) 
         if is_recomputed:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         policy = Policy(model.train(), compute_dtype=compute_dtype)
-        # Counting tokens per expert is data-dependent and needs almost no memory.
+        # Counts of tokens per expert are data-dependent and small.
         policy.routers = None
         if model.get_output_embeddings() is not None:
             policy.head = OutputHead(model)
@@ -76,14 +76,14 @@ def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) 
             num_kept = 1 if is_recomputed else text.num_hidden_layers
             return 17 * compute_dtype.itemsize * text.hidden_size * num_kept * microbatch.num_tokens
     if is_sharded and compute_dtype != torch.float32 and not is_recomputed:
-        # With ZeRO-3, linear layers gather and cast weights again instead of saving the cast.
+        # With ZeRO-3, linear layers cast weights again instead of saving the cast.
         return allocations.peak - compute_dtype.itemsize * sum(each.numel() for each in model.parameters())
     return allocations.peak
 
 
 @contextmanager
 def _autocast_cache(*, enabled: bool) -> Iterator[None]:
-    """Whether autocast keeps cast weights during the forward pass. With ZeRO-3 it does not."""
+    """Set whether autocast keeps cast weights. With ZeRO-3 it does not."""
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(enabled)
     try:
@@ -93,7 +93,7 @@ def _autocast_cache(*, enabled: bool) -> Iterator[None]:
 
 
 def _run_experts(experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Experts with the memory footprint of grouped matrix products, without data-dependent shapes."""
+    """Experts with the memory of grouped matrix products, without data-dependent shapes."""
     repeated = states.repeat_interleave(chosen.shape[-1], dim=0)
 
     def project(inputs: Tensor, matrices: Tensor) -> Tensor:
@@ -109,13 +109,13 @@ ExpertsInterface.register(_EXPERTS, _run_experts)
 
 
 def layer_input_bytes(run: RunConfig, model: PreTrainedModel) -> int:
-    """Size of all layer inputs for the largest microbatch, float32."""
+    """Size of all float32 layer inputs for the largest microbatch."""
     text, num_tokens = model.config.get_text_config(), largest_microbatch(run, model).num_tokens
     return num_tokens * text.hidden_size * text.num_hidden_layers * torch.float32.itemsize
 
 
 class Allocations(TorchDispatchMode):
-    """Tracks the size of storages allocated in its context."""
+    """Tracks storages allocated in its context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def largest_microbatch(run: RunConfig, model: PreTrainedModel) -> Microbatch:
 
 
 def _materialize(model: nn.Module) -> None:
-    """Replace tensors on the meta device with fake tensors on the CPU."""
+    """Replace meta tensors with fake tensors on the CPU."""
     made: dict[int, Tensor] = {}
     for part in model.modules():
         for table in (part._parameters, part._buffers):

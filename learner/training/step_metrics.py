@@ -1,10 +1,10 @@
 """Metrics of a training step, overall and by lag, described in docs/metrics.md.
 
-Ratios are computed once, from sums over microbatches, updates, and ranks. A token counts at its lag. A trajectory
-counts once per context, at the lag of the oldest token.
+Ratios come from sums over microbatches, updates, and ranks. A token counts at its lag, a trajectory once per context,
+at its oldest token's lag.
 
-GradientSimilarity measures consecutive gradients, which are nearly orthogonal in stable training, but stay aligned for
-many steps before too much staleness makes a run collapse.
+GradientSimilarity compares consecutive gradients, which are nearly orthogonal in stable training, but stay aligned for
+many steps before staleness makes a run collapse.
 
     cos(g_t, g_{t-1}) = <g_t, g_{t-1}> / (|g_t| |g_{t-1}|)
 
@@ -33,7 +33,7 @@ _LOG_2 = math.log(2.0)
 
 @dataclass(frozen=True, slots=True)
 class TokenStats:
-    """Columns over the N tokens of one loss, in complete contexts, without gradient."""
+    """Columns over one loss's N tokens, in complete contexts, without gradient."""
 
     log_ratio: Float[Tensor, "N"]
     """log(pi_learner / pi_proximal), nats."""
@@ -43,10 +43,10 @@ class TokenStats:
     """Under the sampled distribution."""
     weights: Float[Tensor, "N"]
     is_bounded: Bool[Tensor, "N"]
-    """Whether a bound of the correction changed the weight."""
+    """True if a bound of the correction changed the weight."""
     is_kept: Bool[Tensor, "N"]
     is_idle: Bool[Tensor, "N"]
-    """Whether the policy loss or a mask removed the gradient."""
+    """True if the policy loss or a mask removed the gradient."""
     entropies: Float[Tensor, "N"]
     """Nats."""
     reference_kl: Float[Tensor, "N"]
@@ -84,7 +84,7 @@ TOKEN_SUMS = (
     "mismatch_ratio_mean", "mismatch_ratio_squared", "probability_gap_mean", "nonfinite_fraction", "entropy",
     "reference_kl",
 )  # fmt: skip
-"""The mean of each is the metric of that name, except for `tokens` and the two squares."""
+"""Each mean is the metric of that name, except for `tokens` and the squares."""
 TRAJECTORY_SUMS = ("count", "drift", "drift_squared", "perplexity_ratio", "kept", "idle")
 MAXIMA = ("ratio", "weight", "negative_weight", "distance", "probability_gap")
 
@@ -103,8 +103,8 @@ def no_counts() -> Counts:
 
 
 def count_tokens(stats: TokenStats) -> Counts:
-    """Counts of one microbatch, possibly without tokens."""
-    # In float32, exp(x) - 1 - x of small x would be only rounding error.
+    """Counts of a microbatch, possibly without tokens."""
+    # In float32, exp(x) - 1 - x of small x is only rounding error.
     mismatch = importance.token_log_ratio(stats.learner_logprobs.double(), stats.generator_logprobs.double())
     unknown = importance.nonfinite(stats.learner_logprobs, stats.generator_logprobs)
     learner, generator = (x.double().clamp(max=0.0).exp() for x in (stats.learner_logprobs, stats.generator_logprobs))
@@ -237,7 +237,7 @@ class StepMetrics:
     @torch.no_grad()
     def add(self, stats: TokenStats, *, loss: Tensor) -> None:
         """`loss`: the microbatch's part. May be without tokens."""
-        # Sums stay on the device: reading them would wait for the forward pass.
+        # Reading the sums here would wait for the forward pass.
         self._counts = self._counts.merge(count_tokens(stats))
         self._loss = self._loss.to(loss.device) + loss.double()
 
@@ -258,7 +258,7 @@ class StepMetrics:
 
 
 def describe_experts(load: Float[Tensor, "M E"], layers: Sequence[int]) -> dict[str, float]:
-    """`learner/...` metrics of the tokens per router and expert. `layers`: layer index of each router.
+    """Metrics of the tokens per router and expert. `layers`: as in `report`.
 
     violation = max over experts of tokens / mean over experts of tokens - 1
 
@@ -287,12 +287,12 @@ _MAX_UNREPORTED = 1024
 class GradientSimilarity:
     """Records an optimizer's gradients. Life: ((optimizer step)+ -> end_update)* -> report, repeatedly.
 
-    Samples the same random entries of every gradient: at most 17 MB per optimizer step of an update. Each rank may hold
-    a piece or a copy of the gradients.
+    Samples the same random entries of every gradient: at most 17 MB per optimizer step of an update. Ranks may hold
+    pieces or copies of the gradients.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, seed: int, max_entries: int = _MAX_ENTRIES) -> None:
-        """`max_entries`: to sample per optimizer step on this rank."""
+        """`max_entries`: per optimizer step on this rank."""
         self._seed = seed
         self._max_entries = max_entries
         self._indices: list[list[Tensor]] = []
@@ -342,7 +342,7 @@ class GradientSimilarity:
         self._keep(sampled).mul_(math.sqrt(total / sum(len(index) for index in indices)))
 
     def _keep(self, pieces: list[Tensor]) -> Tensor:
-        """Reuse the buffer of the gradient before the previous one: allocation would dominate the cost."""
+        """Reuse the buffer of the gradient before the previous: allocation would dominate the cost."""
         index = len(self._current)
         self._current.append(torch.cat(pieces, out=self._spare[index] if self._spare else None))
         return self._current[index]

@@ -19,16 +19,16 @@ from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.ranks import Ranks
 
 _MAX_WAITING = 4
-"""Maximum number of steps that wait for the thread."""
+"""Maximum steps that wait for the thread."""
 _SWEEPS = 64
-"""Number of deletions of old files per `max_gib` of new ones."""
+"""Deletions of old files per `max_gib` of new ones."""
 _CLOSE_S = 60.0
 
 log = structlog.get_logger(__name__)
 
 
 class TokenRecorder:
-    """Records log-probability and entropy of each token of a step. Life: add* -> collect, on every rank."""
+    """Records log-probability and entropy per token. Life: add* -> collect, on every rank."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -42,10 +42,10 @@ class TokenRecorder:
     def collect(self, members: Iterable[tuple[Trajectory, np.ndarray]], *, ranks: Ranks) -> StepTokens | None:
         """Return statistics on rank 0, None on other ranks. Collective.
 
-        `members`: first trajectories of the batch with the positions of their trained tokens. Log-ratios are from the
-        start of the step if known, otherwise from the loss's forward pass, like the entropies.
+        `members`: first trajectories of the batch with positions of trained tokens. Log-ratios are from the start of
+        the step if known, otherwise from the loss's forward pass, like entropies.
         """
-        # Each token is in one share, so a sum over shares assembles the columns.
+        # Each token is in one share, so a sum assembles the columns.
         logprobs, entropies = ranks.sum(self._values)
         if not ranks.is_first:
             return None
@@ -63,9 +63,9 @@ class TokenRecorder:
 
 
 class StepTokensWriter:
-    """Writes one file per step and deletes the oldest files.
+    """Writes one file per step and deletes the oldest.
 
-    If too many steps wait for the background thread or the disk fails, logs a warning and skips the step.
+    If too many steps wait or the disk fails, logs a warning and skips the step.
     """
 
     def __init__(self, folder: Path, *, max_gib: float, in_background: bool) -> None:
@@ -84,7 +84,7 @@ class StepTokensWriter:
             self._write(step, tokens)
             return
         if self._thread is None:
-            # A daemon thread: unwritten steps are lost when the learner stops.
+            # A daemon: unwritten steps are lost when the learner stops.
             self._thread = Thread(target=self._run, name="token-stats", daemon=True)
             self._thread.start()
         try:
@@ -105,7 +105,7 @@ class StepTokensWriter:
     def _write(self, step: int, tokens: StepTokens) -> None:
         try:
             self._unswept_bytes += write_step(self._folder, step, tokens)
-            # Not every step: listing 100,000 files takes longer than a step.
+            # Listing 100,000 files takes longer than a step.
             if self._unswept_bytes > self._max_bytes / _SWEEPS:
                 keep_newest(self._folder, max_bytes=self._max_bytes)
                 self._unswept_bytes = 0.0

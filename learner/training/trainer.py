@@ -1,9 +1,9 @@
-"""Trainer: from fetched groups to a finished training step.
+"""Trainer: from fetched groups to a finished step.
 
 Consumes: groups of trajectories, the learner's version.
 Produces: updated parameters, metrics, the canary.
 Waits for: other ranks, in collective operations.
-Invariant: all ranks make the same updates, and gradients do not depend on the split into microbatches and ranks.
+Invariant: all ranks make the same updates, and gradients are independent of microbatches and ranks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -93,8 +93,8 @@ class Trainer:
     ) -> dict[str, float]:
         """Train on the claimed groups. Returns `learner/...` metrics, equal on all ranks.
 
-        `weights`: factor of each group's loss, default 1. `max_lags`: per group, the lag above which tokens leave the
-        loss, None = no limit, default `buffer.staleness.max_lag`. `num_mixed`: number of final groups from another run.
+        `weights`: factor of each group's loss, default 1. `max_lags`: lag above which a group's tokens leave the loss,
+        None = no limit, default `buffer.staleness.max_lag`. `num_mixed`: final groups from another run.
 
         Raises BatchError, RankGroupError, DivergenceError. The trainer is then unusable.
         """
@@ -112,7 +112,7 @@ class Trainer:
         metrics = built.metrics | describe_advantages(batch) | {"learner/kl_coefficient": self.objective.kl_coefficient}
         metrics |= step_metrics.report(self._ranks, num_updates=len(norms), layers=self._router_layers)
         if step_metrics.recorder:
-            # The ids of another run's trajectories may collide with this run's.
+            # Another run's trajectory ids may collide with this run's.
             own = zip(chain.from_iterable(groups[: len(groups) - num_mixed]), built.trained, strict=False)
             self.step_tokens = step_metrics.recorder.collect(own, ranks=self._ranks)
         moved = [norm for norm in norms if norm is not None]
@@ -172,7 +172,7 @@ class Trainer:
     ) -> float | None:
         """Make one optimizer update of the policy and return the gradient norm.
 
-        Only metrics, and None, during the critic's warm-up or if the correction rejects every token.
+        Only metrics, and None, during the critic's warm-up or without kept tokens.
         """
         is_moving = (not self.critic or step > self._run.algorithm.critic.warmup_steps) and self._has_loss(batch, index)
         if self._run.algorithm.needs_current_logprobs:
@@ -181,7 +181,7 @@ class Trainer:
             batch = self.objective.select_tokens(batch, update=index, seed=self._run.seed + self.num_updates)
         losses = []
         prices = self.expert_prices(microbatches) if is_moving else {}
-        # One backward pass per microbatch, so that only one graph is in memory.
+        # One backward pass per microbatch keeps only one graph in memory.
         with torch.set_grad_enabled(is_moving):
             for microbatch in microbatches:
                 arguments, extra = self._frozen_models.aux_inputs(microbatch)
@@ -203,8 +203,8 @@ class Trainer:
 
         loss = coefficient * mean over routers of E * sum over experts of f * P = sum(prices * token probabilities)
 
-        f = fraction of tokens routed to the expert, without gradient, and P = its mean probability, both over this
-        update on all ranks, so f must be known before the first loss. A shared prompt counts once per sample.
+        f = fraction of tokens routed to the expert, without gradient, and P = its mean probability, over this update on
+        all ranks, so f must be known before the first loss. A shared prompt counts once per sample.
 
         Source: Switch Transformers, arXiv:2101.03961, eq. 4-6; over the whole batch: arXiv:2501.11873.
         Differs: f counts each of a token's K experts, so that the loss is K * coefficient for an even load.
@@ -227,7 +227,7 @@ class Trainer:
         """Returns the gradient norm. Raises DivergenceError."""
         total = torch.stack(list(losses)).sum()
         check_loss(total, what="the loss", step=step, setting="learner.optimizer", ranks=self._ranks)
-        # Timed after the check, which waits for the backward passes.
+        # Timed after the check, which waits for backward passes.
         with self.account.phase("optimizer"):
             norm = take_step(self.engine, learning_rate=learning_rate, step=step)
             self.gradients.end_update()
@@ -241,7 +241,7 @@ class Trainer:
         return self.critic.learn(batch, own, step=step)
 
     def _has_loss(self, batch: Batch, index: int) -> bool:
-        """Whether the correction keeps any token of the update."""
+        """True if the correction keeps any token of the update."""
         own, is_kept = self._tokens_of(batch, index), batch.tokens.is_kept
         return bool((own if is_kept is None else own & is_kept).any())
 
@@ -260,11 +260,11 @@ class Trainer:
         return [microbatch.to(self.engine.device) for microbatch in microbatches]
 
     def check_rows(self, samples: Sequence[Sample], *, step: int) -> None:
-        """Check that samples are independent, because leaks may grow with the weights. Raises DivergenceError."""
+        """Check that samples are independent: leaks may grow with the weights. Raises DivergenceError."""
         if step % CHECK_EVERY_STEPS != 1:
             return
         device, models = self.engine.device, [self.engine.model, *([self.critic.engine.model] if self.critic else [])]
-        # Not worth compiling for these few samples.
+        # Too few samples to compile for.
         with torch.compiler.set_stance("force_eager") if self._run.learner.compile else nullcontext():
             for model in models:
                 check_rows(model, samples, layout=self._layout, ranks=self._ranks, device=device, step=step)
@@ -289,7 +289,7 @@ class Trainer:
         )
 
     def canary(self, *, step: int = 0) -> tuple[list[list[int]], list[list[float]]]:
-        """Token ids of probe sequences, and the log-probabilities of all tokens but the first.
+        """Token ids of probe sequences, and log-probabilities of all but the first.
 
         Raises DivergenceError unless log-probabilities and weights are finite after `step`.
         """
