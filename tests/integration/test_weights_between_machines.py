@@ -40,7 +40,8 @@ class Scene:
     def running(self, *settings: str, generators: tuple[str, ...]) -> Iterator[None]:
         """Start the run, then a generator on the second machine for each of these arguments."""
         network = ("name=mine", "cluster.interface=10.77.0.0/24", "cluster.ports=21000-21009")
-        steps = ("learner.max_steps=500", "generators.engine.seconds_per_token=0.05", "weights.bucket_bytes=65536")
+        # More steps than any generator needs to join; the run is killed.
+        steps = ("learner.max_steps=100000", "generators.engine.seconds_per_token=0.05", "weights.bucket_bytes=65536")
         command = runs.command(*SMALL, *network, *steps, *settings)
         processes = [self.here.start(self.here.name, *command, hidden=[], environment={})]
         printed = self.folder / f"{self.here.name}.out"
