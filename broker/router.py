@@ -180,11 +180,10 @@ class Router:
         self._handshake = Handshake(locate_duplicate=self._locate_duplicate, trusts_network=run.cluster.trusted_network)
         self._outage = StoreOutage(report=log.warning, clock=clock)
         self._log_limiter = LogLimiter(log.warning, clock=clock)
-        vocab_size = model.vocab_size if model else None
+        vocab, limit = model.vocab_size if model else None, run.broker.max_message_bytes
         self._guests = Guests(
-            run, store, self._peers, send=self._send, depart=self._depart, clock=clock, vocab_size=vocab_size
+            run, store, self._peers, send=self._send, depart=self._depart, clock=clock, vocab_size=vocab
         )
-        limit = run.broker.max_message_bytes
         self._ingest = Ingest(store, self._outage, self._guests.check, self._log_limiter, max_payload_bytes=limit)
         self._num_heldout = {name: len(rows) for name, rows in heldout.items()}
         self._leases = LeaseScheduler(

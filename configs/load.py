@@ -75,18 +75,26 @@ def load_with_models(words: list[str]) -> tuple[list[str], RunConfig]:
     overrides = [word for word in words if word not in models]
     local = [Path(model) for model in models if Path(model).is_dir()]
     folders = [folder for model in local for folder in (model, *model.parents[:2])]
-    if runs := [folder for folder in folders if (folder / "config.yaml").is_file()]:
-        overrides = with_stored(overrides, runs[0])
+    # Every run folder has both files, whoever started its roles.
+    runs = [each for each in folders if (each / "config.yaml").is_file() and (each / "versions.json").is_file()]
+    if runs and not any(text.startswith("experiment=") for text in overrides):
+        overrides = [f"experiment={runs[0]}/config.yaml", *overrides]
     models = [f"{model}/final_model" if Path(model) in runs else model for model in models]
     settings = load([*_UNUSED_BY_MODELS, *overrides])
     model = msgspec.structs.replace(settings.model, path=models[0], lora=None)
     return models, msgspec.structs.replace(settings, model=model)
 
 
-def with_stored(overrides: list[str], folder: Path) -> list[str]:
-    """Put overrides on top of a run folder's settings, unless they name an experiment."""
-    is_chosen = any(text.startswith("experiment=") for text in overrides)
-    return overrides if is_chosen else [f"experiment={folder}/config.yaml", *overrides]
+def merge_overrides(earlier: list[str], later: list[str]) -> list[str]:
+    """Put overrides on top of earlier ones, of which those of the same keys and of replaced variants are dropped."""
+    keys = {each.key_or_group for each in parse(later)}
+    replaced = tuple(key.replace("/", ".") + "." for key in keys if key in groups())
+    kept = [
+        text
+        for text, each in zip(earlier, parse(earlier), strict=True)
+        if each.key_or_group not in keys and not each.key_or_group.startswith(replaced)
+    ]
+    return [*kept, *later]
 
 
 def to_yaml(config: RunConfig) -> str:

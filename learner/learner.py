@@ -111,11 +111,7 @@ class Learner:
         self._clock = clock
         self._evaluator = Evaluator(store, run.evaluation, sets=run.data.heldout_sets, num_rows=num_heldout)
         self._stall = StallDetector(
-            run=run,
-            store=store,
-            who_is_missing=lambda: f"{store.counts().leased} prompts are leased; {publisher.describe_members()}",
-            keep_alive=rank_group.keep_alive,
-            clock=clock,
+            run=run, store=store, who_is_missing=self._who_is_missing, keep_alive=rank_group.keep_alive, clock=clock
         )
         self._best = BestCheckpoint(run.learner.checkpoint.best, metrics_log.folder, flush=rank_group.flush_checkpoint)
         self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.buffer.staleness)
@@ -390,6 +386,9 @@ class Learner:
                 return claim
             self._publisher.sync_members(timeout_s=0)
             self._wait(num_ready, _POLL_EVERY_S)
+
+    def _who_is_missing(self) -> str:
+        return f"{self._store.counts().leased} prompts are leased; {self._publisher.describe_members()}"
 
     def _publish(self) -> None:
         self._reason = f"publishing version {self._version}"

@@ -129,16 +129,9 @@ def _run_first_rank(run: RunConfig, *, device: torch.device) -> None:
         check_same_model(run.model.path, session.welcome.model)
         folder = RunFolder(run)
         folder.open()
-        timeout_s, max_attempts = run.buffer.retry_timeout_s, run.buffer.max_attempts
         # A Redis elsewhere is reached with this machine's settings, such as its CA file.
         is_elsewhere = isinstance(run.buffer.store, RedisConfig)
-        store = open_run_store(
-            store_url(run, folder.path) if is_elsewhere else session.welcome.store_url,
-            run.name,
-            timeout_s=timeout_s,
-            retry_timeout_s=timeout_s,
-            max_attempts=max_attempts,
-        )
+        store = _open_store(run, store_url(run, folder.path) if is_elsewhere else session.welcome.store_url)
         rank_group = build_rank_group(run, folder=folder, device=device)
         snapshots = _make_snapshot_server(run, keys, folder)
         learner = build_learner(
@@ -163,6 +156,11 @@ def _run_first_rank(run: RunConfig, *, device: torch.device) -> None:
             raise
         rank_group.shutdown()
         store.close()
+
+
+def _open_store(run: RunConfig, url: str) -> RedisStore:
+    timeout_s, max_attempts = run.buffer.retry_timeout_s, run.buffer.max_attempts
+    return open_run_store(url, run.name, timeout_s=timeout_s, retry_timeout_s=timeout_s, max_attempts=max_attempts)
 
 
 def wait_for_token(run: RunConfig, *, deadline: Deadline) -> str:

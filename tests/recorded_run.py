@@ -61,7 +61,7 @@ def record_run(
     folder = RunFolder(run)
     folder.make()
     (folder.path / "config.yaml").write_bytes(msgspec.yaml.encode(run))
-    folder.write_origins(origins or {"learner.max_steps": "command line learner.max_steps=40"})
+    folder.write_origins(origins or {"learner.max_steps": "command line learner.max_steps=40"}, overrides=[])
     append_rows(folder.path, *map(make_row, range(1, steps + 1)))
     if steps:
         folder.write_summary({"accuracy_sampled": 0.71, "steps": steps, "mode": "async"})

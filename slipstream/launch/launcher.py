@@ -280,6 +280,8 @@ class Launcher:
         self._view.print_line("stopping: the learner ends its step and saves a checkpoint; Ctrl-C again kills it")
         upload_s = UPLOAD_TIMEOUT_S if self._run.storage_uri else 0.0
         self._learner.stop(ends_at=time.monotonic() + _SAVE_TIMEOUT_S + upload_s)
+        if self._learner.has_finished:
+            return
         names = [path.name for path in self._folder.checkpoints.glob("step-*")]
         if steps := [int(name.removeprefix("step-").partition(".")[0]) for name in names]:
             command = f"slipstream run name={self._run.name} resume=true"

@@ -133,7 +133,7 @@ _TRIED_ROWS = 64
 def try_rewards(run: RunConfig, dataset: Dataset) -> None:
     """Score a made-up answer and the ground truth of one row per data source. Raises ConfigError if a call fails.
 
-    Skips functions that contact an address or load a model, and rows whose agent may score itself.
+    Tries nothing if a function contacts an address or loads a model, and skips rows whose agent may score itself.
     """
     config = run.generators.reward
     if not isinstance(run.generators.agent, SingleTurnConfig | ToolsAgentConfig | SearchAgentConfig):

@@ -17,12 +17,12 @@ from slipstream.buffer.role_reports import describe_times
 from slipstream.cluster.observers import observed
 from slipstream.cluster.seat import Places
 from slipstream.configs.base import ConfigError
-from slipstream.configs.load import load, provenance, with_stored
+from slipstream.configs.load import load, merge_overrides, provenance
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.preflight import check_surroundings, make_inputs, missing_steps, prepare
 from slipstream.runtime.command_line import make_console
-from slipstream.runtime.run_folder import RunFolder, is_held
+from slipstream.runtime.run_folder import OVERRIDES, RunFolder, is_held
 
 console = make_console()
 
@@ -32,7 +32,7 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
 
     Raises ConfigError and the errors of every role.
     """
-    overrides = with_stored_settings(overrides)
+    overrides = with_stored_overrides(overrides)
     run = load(overrides)
     if run.mode == "sft":
         start_sft(overrides)
@@ -51,7 +51,7 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
     with _open_places(run) as places:
         try:
             folder.claim()
-            folder.write_origins(provenance(overrides, run))
+            folder.write_origins(provenance(overrides, run), overrides=overrides)
             if run.mode == "async":
                 launcher = Launcher(run, folder, overrides=overrides, console=console, places=places)
                 launcher.launch(prepare=(lambda: make_inputs(run)) if is_to_prepare else None)
@@ -63,17 +63,19 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
     report(run, folder, overrides=overrides, program=program)
 
 
-def with_stored_settings(overrides: list[str]) -> list[str]:
-    """With `resume` and a run's name, start from the settings in its folder."""
+def with_stored_overrides(overrides: list[str]) -> list[str]:
+    """With `resume`, a run's name, and no experiment, add the overrides that started the run."""
     given = dict(text.partition("=")[::2] for text in overrides)
-    folder = Path(given.get("runs_dir", "runs")) / given.get("name", "")
-    is_resumed = given.get("resume") in ("true", "auto") and "name" in given and (folder / "config.yaml").is_file()
-    return with_stored(overrides, folder) if is_resumed else overrides
+    if given.get("resume", "").lower() not in ("true", "auto") or "name" not in given or "experiment" in given:
+        return overrides
+    # Not the resolved configuration: roles on other machines get the overrides, but not the run folder.
+    file = Path(given.get("runs_dir", "runs")) / given["name"] / OVERRIDES
+    return merge_overrides(json.loads(file.read_text()), overrides) if file.is_file() else overrides
 
 
 def describe_finished(run: RunConfig, folder: RunFolder) -> str:
     """Describe a run with nothing left to train; empty otherwise."""
-    if not folder.summary.is_file():
+    if run.evaluation.only or not folder.summary.is_file():
         return ""
     steps, stored = json.loads(folder.summary.read_text())["steps"], read_config(folder.path).learner
     has_stopped = (stored.stop, stored.max_steps) == (run.learner.stop, run.learner.max_steps)

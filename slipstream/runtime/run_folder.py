@@ -9,6 +9,7 @@ runs/<name>/            accessible only to its owner
     sockets/            unix sockets of broker and learner
     config.yaml         the resolved configuration
     origins.json        origin of each value: preset, command line, or default
+    overrides.json      overrides of the command that started or last resumed the run
     versions.json       versions of Python and libraries that affect results
     untrained           no weights are published yet, so the name may be reused
     logs/<role>.log     one per role
@@ -52,6 +53,7 @@ _CONFIG = "config.yaml"
 _LOCK = "run.lock"
 _UNTRAINED = "untrained"
 ORIGINS = "origins.json"
+OVERRIDES = "overrides.json"
 _OWNER_ONLY = 0o700
 _NAMES_SHOWN = 5
 _MAX_SOCKETS_BYTES = 85
@@ -233,8 +235,9 @@ class RunFolder:
     def _address_file(self, broker: str) -> Path:
         return self.path / ("address" if broker == FIRST_BROKER else f"address-{broker}")
 
-    def write_origins(self, origins: dict[str, str]) -> None:
-        _replace(self.path / ORIGINS, json.dumps(origins, indent=2).encode() + b"\n")
+    def write_origins(self, origins: dict[str, str], *, overrides: list[str]) -> None:
+        for name, content in ((ORIGINS, origins), (OVERRIDES, overrides)):
+            _replace(self.path / name, json.dumps(content, indent=2).encode() + b"\n")
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Append a row atomically. Raises OSError; safe to retry."""

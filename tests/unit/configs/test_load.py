@@ -12,7 +12,7 @@ from slipstream.configs.buffer import EmbeddedRedisConfig, RedisConfig
 from slipstream.configs.engines import HfEngineConfig, VllmEngineConfig
 from slipstream.configs.generators import ToolsAgentConfig
 from slipstream.configs.learner import TorchEngineConfig
-from slipstream.configs.load import convert, load, load_with_models, provenance, to_plain, to_yaml, with_stored
+from slipstream.configs.load import convert, load, load_with_models, merge_overrides, provenance, to_plain, to_yaml
 from slipstream.configs.run import RunConfig
 from slipstream.configs.schema import PEER_NAMES, groups, settings
 
@@ -241,12 +241,31 @@ def test_a_name_of_another_trainer_leads_to_a_setting_that_exists(name: str):
     assert refusal(f"--{name} 1") == f"a setting must read key=value, got `--{name}`: write {ours}=1."
 
 
+@pytest.mark.parametrize(
+    ("earlier", "later", "merged"),
+    [
+        (["seed=3", "learner.max_steps=3"], ["learner.max_steps=9"], ["seed=3", "learner.max_steps=9"]),
+        (["buffer/sampler=uniform"], ["buffer/sampler=newest"], ["buffer/sampler=newest"]),
+        # A field of a variant would be refused by another one.
+        (
+            ["buffer/sampler=newest", "buffer.sampler.x=1", "buffer.y=2"],
+            ["buffer/sampler=uniform"],
+            ["buffer.y=2", "buffer/sampler=uniform"],
+        ),
+        (["~data.heldout", "+a.b='{c: [1, 2]}'"], ["data.heldout=x"], ["+a.b='{c: [1, 2]}'", "data.heldout=x"]),
+    ],
+)
+def test_later_overrides_replace_earlier_ones_of_the_same_keys(earlier, later, merged):
+    assert merge_overrides(earlier, later) == merged
+
+
 @pytest.mark.parametrize("experiment", ["digits_serial", "gsm8k_lora_1gpu", "retool_1gpu"])
 def test_the_settings_of_a_run_compose_to_themselves_and_a_chosen_group_replaces_theirs(tmp_path, experiment: str):
     run = load([f"experiment={experiment}"])
     (tmp_path / "config.yaml").write_text(to_yaml(run))
-    assert load(with_stored([], tmp_path)) == run
-    chosen = load(with_stored(["buffer/sampler=uniform", "learner.max_steps=999"], tmp_path))
+    stored = f"experiment={tmp_path}/config.yaml"
+    assert load([stored]) == run
+    chosen = load([stored, "buffer/sampler=uniform", "learner.max_steps=999"])
     assert (to_plain(chosen)["buffer"]["sampler"]["kind"], chosen.learner.max_steps) == ("uniform", 999)
     assert chosen.model == run.model
 
@@ -255,6 +274,7 @@ def test_models_of_a_run_are_evaluated_with_its_settings(tmp_path):
     run = load(["data.train=mine.jsonl", "learner.max_steps=3"])
     (tmp_path / "final_model").mkdir()
     (tmp_path / "config.yaml").write_text(to_yaml(run))
+    (tmp_path / "versions.json").write_text("{}")
     heldout = "data.heldout=[{name: X, path: F, samples: 16}]"
     for models in ([f"{tmp_path}"], [f"{tmp_path}/final_model"], ["Qwen/Qwen3-0.6B", f"{tmp_path}/final_model"]):
         found, settings = load_with_models([*models, heldout])

@@ -6,9 +6,18 @@ from typing import Any
 import pytest
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.load import load
+from slipstream.configs.load import load, to_yaml
 from slipstream.launch import run as run_module
-from slipstream.launch.run import REPORTED, start_sft, suggestions, verdict, with_free_name, with_sft_preset
+from slipstream.launch.run import (
+    REPORTED,
+    describe_finished,
+    start_sft,
+    suggestions,
+    verdict,
+    with_free_name,
+    with_sft_preset,
+    with_stored_overrides,
+)
 from slipstream.observe.terminal import LiveView
 from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import no_file_above
@@ -64,6 +73,42 @@ def test_sft_on_a_file_of_the_users_own_takes_nothing_from_the_default_task(give
     assert (run.mode, run.name) == ("sft", experiment)
     if experiment == "sft":
         assert (run.prepare, run.sft.heldout_path, run.sft.response) == ([], "", "response")
+
+
+def test_a_resumed_run_starts_from_the_overrides_that_started_it(tmp_path: Path) -> None:
+    started = [f"runs_dir={tmp_path}", "name=mine", "experiment=addition_cpu", "learner.max_steps=3"]
+    folder = RunFolder(load(started))
+    folder.claim()
+    folder.write_origins({}, overrides=started)
+    given = [f"runs_dir={tmp_path}", "name=mine", "resume=true", "learner.max_steps=9"]
+    resumed = load(with_stored_overrides(given))
+    assert (resumed.data, resumed.learner.max_steps, resumed.resume) == (load(started).data, 9, True)
+    for unchanged in (given[:2], [*given, "experiment=digits_cpu"], [given[0], "name=other", "resume=auto"]):
+        assert with_stored_overrides(unchanged) == unchanged
+    folder.unlock()
+
+
+@pytest.mark.parametrize(
+    ("steps", "changed", "expected"),
+    [
+        (3, [], "ended after 3 of 3 steps. To continue it, set learner.max_steps above 3."),
+        (2, ["learner.max_steps=1"], "ended after 2 of 1 steps. To"),
+        (2, [], "because learner.stop was met. To continue it, set learner.max_steps above 2 or change learner.stop."),
+        (3, ["learner.max_steps=9"], ""),
+        (2, ["learner.stop=null"], ""),
+        (3, ["evaluation.only=true"], ""),
+    ],
+)
+def test_a_finished_run_is_described(tmp_path: Path, steps: int, changed: list[str], expected: str) -> None:
+    started = [f"runs_dir={tmp_path}", "name=mine", "learner.max_steps=3"]
+    run = load(started)
+    folder = RunFolder(run)
+    folder.make()
+    assert describe_finished(run, folder) == ""
+    (folder.path / "config.yaml").write_text(to_yaml(run))
+    folder.write_summary({"steps": steps})
+    described = describe_finished(load([*started, *changed]), folder)
+    assert expected in described if expected else described == ""
 
 
 def test_the_commands_suggested_keep_the_settings_of_the_run(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_the_origin_of_every_setting_is_recorded_with_the_run(tmp_path, override
     run = load([*overrides, f"runs_dir={tmp_path}"])
     folder = RunFolder(run)
     folder.claim()
-    folder.write_origins(provenance([*overrides, f"runs_dir={tmp_path}"], run))
+    folder.write_origins(provenance([*overrides, f"runs_dir={tmp_path}"], run), overrides=overrides)
     rows = {row.key: row for row in read_settings(folder.path)}
     assert all(row.origin for row in rows.values())
     assert rows[overrides[-1].split("=")[0]].origin == f"command line {overrides[-1]}"
