@@ -15,7 +15,7 @@ from slipstream.broker.messages import Row
 from slipstream.broker.prompt_rows import PromptText, image_sources, make_row, open_rows, place_images
 from slipstream.buffer.codec import encode
 from slipstream.buffer.sampling import FileShare, RowCount
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.images import VisionModel
@@ -145,7 +145,8 @@ class Dataset:
 
 def _short_names(paths: list[Path]) -> list[str]:
     """Return the paths without suffixes, shortened while they stay unique: gsm8k/train and math/train."""
-    parts = [path.resolve().with_suffix("").parts for path in paths]
+    # A link keeps its name: its target may be a hash.
+    parts = [(path.parent.resolve() / path.name).with_suffix("").parts for path in paths]
     for depth in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(each[-depth:]) for each in parts]
         if len(set(names)) == len(names):
@@ -237,6 +238,8 @@ class _PromptFile:
 
 def read_train(run: RunConfig) -> Dataset:
     """Open the training prompts without a length limit. Raises ConfigError."""
+    must, why = "name files of prompts", "there would be nothing to train on"
+    require(bool(run.data.train), "data.train", must, got="nothing", why=why)
     files = run.data.train_files
     weights = [file.weight for file in files if file.weight is not None]
     return Dataset(*(file.path for file in files), weights=weights)
@@ -244,6 +247,8 @@ def read_train(run: RunConfig) -> Dataset:
 
 def read_heldout(run: RunConfig) -> dict[str, Dataset]:
     """Open the prompts of each held-out set, shared files once, without a length limit. Raises ConfigError."""
+    must, why = "name files of prompts", "there would be nothing to evaluate on"
+    require(bool(run.data.heldout), "data.heldout", must, got="nothing", why=why)
     sets = run.data.heldout_sets
     paths = list(dict.fromkeys(each.path for each in sets))
     names = _short_names(list(map(Path, paths)))

@@ -219,7 +219,7 @@ class RunState(Record):
     version: int
     """Newest version that all members applied and verified."""
     announced_version: int
-    """Newest version being broadcast. Later tokens are rejected."""
+    """Newest version whose broadcast has begun. Later tokens are rejected."""
     consumed: int = 0
     """Groups first trained on in the steps up to `version`; the base of pacing."""
     checkpoint: CheckpointPointer | None = None

@@ -77,7 +77,8 @@ class Store(Protocol):
     def record_version(self, entry: VersionEntry) -> None:
         """Record a set of weights before it is announced. Repeating the last entry is a no-op."""
 
-    def versions(self) -> list[VersionEntry]: ...
+    def versions(self) -> list[VersionEntry]:
+        """Return every recorded set of weights, in order."""
 
     # --- leases ------------------------------------------------------------------------------------------------------
     def lease(
@@ -142,7 +143,8 @@ class Store(Protocol):
     def put_images(self, images: Mapping[str, bytes]) -> None:
         """Store images by name for the rest of the run, skipping existing names."""
 
-    def images(self, names: list[str]) -> dict[str, bytes]: ...
+    def images(self, names: list[str]) -> dict[str, bytes]:
+        """Return name -> bytes of those that are stored."""
 
     # --- trajectories ------------------------------------------------------------------------------------------------
     def insert(self, trajectories: list[tuple[TrajectoryHeader, bytes]], *, guest: str = "") -> list[Insertion]:
@@ -214,7 +216,8 @@ class Store(Protocol):
         arrive. A live claim counts as an attempt, so a group that crashes every learner ends in quarantine.
         """
 
-    def ledger(self, *, first_step: int = 1) -> list[StepEntry]: ...
+    def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
+        """Return the entries of committed steps, in order."""
 
     # --- finished groups ---------------------------------------------------------------------------------------------
     def finished(self, *, limit: int) -> list[FinishedGroup]:
@@ -259,7 +262,8 @@ class Store(Protocol):
     def record_event(self, role_id: str, text: str) -> None:
         """Append an event; see `EVENTS_KEPT`."""
 
-    def events(self, *, limit: int) -> list[Event]: ...
+    def events(self, *, limit: int) -> list[Event]:
+        """Return the newest `limit` events, oldest first."""
 
     def request(self, addressee: Addressee, subject: str, value: str) -> None:
         """Leave a request for a role, replacing any on the same subject."""

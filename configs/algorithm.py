@@ -105,9 +105,9 @@ class RewardShapingConfig(Config):
 
     parts: dict[str, float] = {}
     """Reward part -> weight in a sum that replaces the total; empty = the total."""
-    overlong_buffer: Annotated[int, Meta(ge=1)] | None = None
+    overlong_buffer: Positive | None = None
     """Soft overlong penalty of DAPO: over the last N tokens of the longest response, the reward falls linearly by up to
-    1; null = off."""
+    1; below 1, a fraction of `generators.sampling.max_tokens`. null = off."""
     normalize: Literal["none", "batch", "group"] = "none"
     """Normalize to mean 0 and standard deviation 1: over the `batch`, or within each `group`."""
     epsilon: Positive = 1e-6

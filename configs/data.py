@@ -27,10 +27,11 @@ class ModelConfig(Config):
 
     path: str
     """Folder or hub name of the initial weights and tokenizer, in transformers format."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type of engine computation and weight transfer; the learner keeps float32 master weights."""
-    max_length: Annotated[int, Meta(ge=2)] = 64
-    """Maximum length of prompt plus response, tokens."""
+    max_length: Annotated[int, Meta(ge=2)] = 2048
+    """Maximum length of prompt plus response, tokens; by default `data.max_prompt_tokens` +
+    `generators.sampling.max_tokens`."""
     chat_template: str = ""
     """Jinja template file for chat messages, needed on every machine, copied into the final model; empty = the
     tokenizer's."""
@@ -127,13 +128,13 @@ class DataConfig(Config):
     """Prompts: Parquet or JSON lines files with `prompt` and `reward_model.ground_truth`, or `question` and `answer`;
     see `docs/data.md`."""
 
-    train: str | list[str | TrainFile]
-    """Training prompts: a file, a list of files, or a list with weights, such as `[{path: a.parquet, weight: 2}, {path:
-    b.jsonl, weight: 1}]`."""
-    heldout: str | list[HeldoutSet]
-    """Evaluation prompts, never trained on: a file, answered as the sets `sampled` (temperature 1) and `greedy`
-    (temperature 0), or a list of sets with their own settings."""
-    max_prompt_tokens: Annotated[int, Meta(ge=1)] = 32
+    train: str | list[str | TrainFile] = ""
+    """Training prompts, required except by `mode=sft` and evaluations: a file, a list of files, or a list with weights,
+    such as `[{path: a.parquet, weight: 2}, {path: b.jsonl, weight: 1}]`."""
+    heldout: str | list[HeldoutSet] = ""
+    """Evaluation prompts, required except by `mode=sft`, never trained on: a file, answered as the sets `sampled`
+    (temperature 1) and `greedy` (temperature 0), or a list of sets with their own settings."""
+    max_prompt_tokens: Annotated[int, Meta(ge=1)] = 1024
     """Longest prompt, tokens."""
     too_long: Literal["refuse", "drop"] = "refuse"
     """Longer prompts: `refuse` the file, or `drop` these rows and log their number."""

@@ -97,15 +97,15 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     quantization: Quantization | None = None
     """Quantization of the weights at startup and at every update, by vLLM on GPUs. `weights.max_probe_diff` must allow
     the resulting difference from the learner, which `algorithm.correction` corrects."""
-    enforce_eager: bool = True
-    """Run without compiled graphs: starts within seconds but decodes more slowly on GPUs."""
+    enforce_eager: bool | None = None
+    """Run without compiled graphs: starts within seconds but decodes more slowly on GPUs; null = only on a CPU."""
     kv_on_update: Literal["keep", "recompute"] = "keep"
     """KV cache of running requests at a weight update: `keep` it, or `recompute` it with a prefill, after which every
     token has exactly the distribution of its version."""
     enable_prefix_caching: bool | None = None
     """Compute shared prompt prefixes once per version. null = on if an agent can have several turns, since each turn
     starts with the previous ones."""
-    start_timeout_s: Positive = 300.0
+    start_timeout_s: Positive = 1800.0
     """Longest startup of the engine, seconds."""
     stall_timeout_s: Positive = 120.0
     """Longest time without an engine step while requests are open, seconds; then the generator restarts."""

@@ -37,7 +37,7 @@ class SamplingConfig(Config):
     """Probability mass of nucleus sampling; 1 = all tokens."""
     top_k: Annotated[int, Meta(ge=-1)] = -1
     """Number of most likely tokens to sample from; -1 = all."""
-    max_tokens: Annotated[int, Meta(ge=1)] = 16
+    max_tokens: Annotated[int, Meta(ge=1)] = 1024
     """Maximum tokens that the model writes in an answer, over all turns."""
 
 
@@ -73,7 +73,7 @@ class RewardFunctionConfig(Config):
 class RewardConfig(Config):
     """Reward functions and their limits."""
 
-    function: str = "position_match"
+    function: str = "exact_match"
     """A built-in function (docs/rewards.md), `module:function`, or `file.py:function`."""
     arguments: dict[str, Any] = {}
     """Keyword arguments bound to the function."""
@@ -84,7 +84,7 @@ class RewardConfig(Config):
     """Worker processes; 0 = score inside the generator process without a time limit (serial mode)."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 64
     """Maximum calls in flight per worker of `async def` functions; others take one call at a time."""
-    timeout_s: Positive = 5.0
+    timeout_s: Positive = 30.0
     """Wall-clock limit of one call, seconds. Beyond it, `reward_status` is `timeout`, and the call is canceled, or the
     worker and its processes are killed."""
     start_timeout_s: Positive = 60.0
@@ -173,7 +173,7 @@ class ToolConfig(Config):
     """Name for the model; empty = the function's name."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the function or class, hidden from the model."""
-    timeout_s: Positive = 10.0
+    timeout_s: Positive = 30.0
     """Longest call, seconds; beyond it, the model reads an error."""
     max_calls: Annotated[int, Meta(ge=1)] | None = None
     """Maximum calls per answer; null = no limit."""
@@ -192,7 +192,7 @@ class ToolsAgentConfig(AgentConfig, tag="tools", kw_only=True):
     """Tools; a string is short for a `function`. A row's `extra_info.tool_selection` (names) excludes all others."""
     format: str = "hermes"
     """Format of a tool call in the text: `hermes`, `json`, `react`, or `vllm:NAME` for a vLLM tool parser."""
-    max_turns: Annotated[int, Meta(ge=1)] = 8
+    max_turns: Annotated[int, Meta(ge=1)] = 16
     """Maximum turns of the model."""
     max_parallel_calls: Annotated[int, Meta(ge=1)] = 4
     """Maximum calls executed per turn; for the others, the model reads an error."""
@@ -241,7 +241,7 @@ class SearchAgentConfig(AgentConfig, tag="search", kw_only=True):
     Search-R1 retrieval server, such as http://127.0.0.1:8000/retrieve."""
     topk: Annotated[int, Meta(ge=1)] = 3
     """Passages per search."""
-    max_turns: Annotated[int, Meta(ge=1)] = 5
+    max_turns: Annotated[int, Meta(ge=1)] = 16
     """Maximum turns of the model, including the final answer."""
     max_turn_tokens: Annotated[int, Meta(ge=1)] | None = None
     """Maximum tokens per turn; null = the rest of `sampling.max_tokens`."""
@@ -253,7 +253,7 @@ class SearchAgentConfig(AgentConfig, tag="search", kw_only=True):
         "again.\n"
     )
     """Text after a turn that neither searches nor answers; empty = end the answer."""
-    search_timeout_s: Positive = 10.0
+    search_timeout_s: Positive = 30.0
     """Longest search, seconds; beyond it, the model reads an error."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 64
     """Maximum concurrent searches over all answers of a generator."""
@@ -287,7 +287,7 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
 class ExternalAgentConfig(AgentConfig, tag="external"):
     """Agents outside the generator that take answers over HTTP."""
 
-    silence_timeout_s: Positive = 60.0
+    silence_timeout_s: Positive = 300.0
     """Longest time between two requests of an agent, seconds. Then another agent gets the answer, or, if the model has
     already written something, the answer is masked in training and counted."""
     format: str = "hermes"
@@ -313,7 +313,7 @@ class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
     """Maximum turns of the model in a verifiers environment."""
     start_timeout_s: Positive = 120.0
     """Longest startup of the process, seconds."""
-    silence_timeout_s: Positive = 8.0
+    silence_timeout_s: Positive = 60.0
     """Longest time without a sign of life, seconds. Then the process is reported, killed, and restarted; its answers in
     progress are masked in training and counted."""
     format: str = "hermes"

@@ -38,7 +38,7 @@ class MetricBound(Config):
 class EvaluationConfig(Config):
     """Evaluation on held-out prompts, answered by the generators during training."""
 
-    every_steps: Annotated[int, Meta(ge=0)] = 10
+    every_steps: Annotated[int, Meta(ge=0)] = 20
     """Steps between two monitored evaluations; 0 = only before and after training. The next version is published once
     all answers have arrived, so all of them come from the evaluated version."""
     before_training: bool = True
@@ -50,7 +50,7 @@ class EvaluationConfig(Config):
     monitor_prompts: Annotated[int, Meta(ge=1)] = 128
     """Rows at the start of the held-out file, evaluated during training and for early stopping. A file with fewer rows
     than `monitor_prompts` + `final_prompts` is split in that proportion."""
-    final_prompts: Annotated[int, Meta(ge=1)] = 512
+    final_prompts: Annotated[int, Meta(ge=1)] = 256
     """Rows after them, evaluated before and after training."""
     goals: list[MetricBound] = []
     """Conditions on the final evaluation, all required for a positive verdict, such as `[{metric: eval/accuracy_greedy,
@@ -79,8 +79,8 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]
 class OptimizerConfig(Config):
     """AdamW and its learning rate schedule."""
 
-    learning_rate: Positive = 1e-4
-    """Peak of the learning rate schedule."""
+    learning_rate: Positive = 1e-6
+    """Peak of the learning rate schedule. By default 1e-6, or 1e-5 with `model.lora`."""
     betas: tuple[Decay, Decay] = (0.9, 0.99)
     """Decay of the first and second moment."""
     epsilon: Positive = 1e-8
@@ -159,11 +159,12 @@ class DeadEndConfig(Config):
     policy: Literal["fail", "wait"] = "fail"
     """`fail`: save a checkpoint and exit with an error that names the cause. `wait`: until the cause, shown in status,
     live view, and log, is removed."""
-    after_s: Positive = 120.0
-    """Time without any useful arrival, seconds; must exceed the duration of the longest trajectory."""
+    after_s: Positive = 600.0
+    """Time without any useful arrival, seconds; must exceed the duration of the longest trajectory. By default at least
+    `generators.agent.timeout_s` plus the time limit of all attempts of the reward."""
     start_after_s: Positive = 600.0
     """The same limit while a live generator starts or fetches weights, and for training without any generator applying
-    newer weights, seconds. With vLLM at least `generators.engine.start_timeout_s` + `after_s`."""
+    newer weights, seconds; by default at least `generators.engine.start_timeout_s` + `after_s`."""
 
 
 PAUSE_REQUEST = "pause"
@@ -203,7 +204,8 @@ class LearnerConfig(Config):
     max_steps: Annotated[int, Meta(ge=1)] = 200
     """Total number of steps of the run."""
     tokens_per_microbatch: Annotated[int, Meta(ge=16)] = 8192
-    """Maximum tokens of a microbatch, including padding. Larger: more memory, fewer passes."""
+    """Maximum tokens of a microbatch, including padding; by default at least `model.max_length`. Larger: more memory,
+    fewer passes."""
     packing: bool = True
     """Pack several sequences into a row, if the model keeps them apart; false = one per row."""
     stop: list[MetricBound] | None = None

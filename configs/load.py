@@ -49,16 +49,67 @@ _TYPE_NAMES = {
 
 def load(overrides: list[str]) -> RunConfig:
     """Compose the presets with `overrides` (`a.b=c`, `group=option`). Raises ConfigError."""
-    arguments = hydra_arguments(overrides)
     groups()  # registers the generated options before Hydra looks them up
-    try:
-        with initialize_config_dir(str(PRESETS), version_base=None):
-            data = OmegaConf.to_container(compose(PRIMARY, overrides=arguments), resolve=True)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"the config cannot be composed: {str(error).strip().splitlines()[0]}") from None
+    data = _compose(overrides)
+    if alone := _without_experiment(overrides):
+        chosen = _compose(alone)
+        data["algorithm"], data["buffer"]["filter"] = chosen["algorithm"], chosen["buffer"]["filter"]
+    _derive(data)
     return convert(data, RunConfig)
 
 
+def _compose(overrides: list[str]) -> Any:
+    try:
+        with initialize_config_dir(str(PRESETS), version_base=None):
+            return OmegaConf.to_container(compose(PRIMARY, overrides=hydra_arguments(overrides)), resolve=True)
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"the config cannot be composed: {str(error).strip().splitlines()[0]}") from None
+
+
+_OF_RECIPES = ("algorithm.", "buffer.filter.")
+
+
+def _without_experiment(overrides: list[str]) -> list[str]:
+    """Overrides that determine `_OF_RECIPES` if one is chosen, because an experiment's values don't fit; else empty."""
+    if not any(text.startswith("recipe=") and text != "recipe=none" for text in overrides):
+        return []
+    return [text for text in overrides if not text.startswith("experiment=")]
+
+
+def _derive(data: dict[str, Any]) -> None:
+    """Fill in settings with defaults that depend on other settings."""
+    flat, defaults = dict(leaves(data)), {setting.key: setting.field.default for setting in settings()}
+
+    def value(key: str) -> Any:
+        given, default = flat.get(key), defaults[key]
+        # `convert` refuses a value of another type.
+        return given if isinstance(given, int | float | str) and type(given) in (type(default), int) else default
+
+    def put(key: str, derived: object) -> None:
+        if flat.get(key) is None:
+            flat[key] = derived
+            *parents, name = key.split(".")
+            record = data
+            for parent in parents:
+                record = record.setdefault(parent, {})
+            record[name] = derived
+
+    put("model.max_length", value("data.max_prompt_tokens") + value("generators.sampling.max_tokens"))
+    put("learner.tokens_per_microbatch", max(value("learner.tokens_per_microbatch"), value("model.max_length")))
+    if data["model"].get("lora"):
+        put("learner.optimizer.learning_rate", _LORA_LEARNING_RATE)
+    if value("model.dtype") != "float32":
+        put("weights.max_probe_diff", _HALF_PRECISION_DIFF)
+    attempts = 1 + value("generators.reward.retries")
+    answer_s = value("generators.agent.timeout_s") + attempts * value("generators.reward.timeout_s")
+    put("learner.dead_end.after_s", max(value("learner.dead_end.after_s"), answer_s))
+    start_s = value("generators.engine.start_timeout_s") + value("learner.dead_end.after_s")
+    put("learner.dead_end.start_after_s", max(value("learner.dead_end.start_after_s"), start_s))
+
+
+_LORA_LEARNING_RATE = 1e-5
+_HALF_PRECISION_DIFF = 0.05
+"""The kernels of engine and learner differ in the third digit of a log-probability."""
 _UNUSED_BY_MODELS = ("learner.stop=null", "evaluation.goals=[]", "learner.checkpoint.best=null")
 """Settings of training that would refuse another `data.heldout`."""
 
@@ -150,6 +201,14 @@ def derived_sizes(run: RunConfig) -> dict[str, str]:
 
 def provenance(overrides: list[str], run: RunConfig) -> dict[str, str]:
     """Map the dotted key of each leaf to its origin: preset file, `command line a.b=c`, or `default`."""
+    origins = _origins(overrides)
+    if alone := _without_experiment(overrides):
+        origins = {key: origin for key, origin in origins.items() if not key.startswith(_OF_RECIPES)}
+        origins |= {key: origin for key, origin in _origins(alone).items() if key.startswith(_OF_RECIPES)}
+    return {key: origins.get(key, "default") for key, _ in leaves(to_plain(run))}
+
+
+def _origins(overrides: list[str]) -> dict[str, str]:
     origins: dict[str, str] = {}
     layers = [*_preset_layers(overrides)]
     for text, override in zip(overrides, parse(overrides), strict=True):
@@ -157,7 +216,7 @@ def provenance(overrides: list[str], run: RunConfig) -> dict[str, str]:
             layers.append((f"command line {text}", _nest(override.key_or_group, override.value())))
     for origin, values in layers:
         origins.update(dict.fromkeys((key for key, _ in leaves(values)), origin))
-    return {key: origins.get(key, "default") for key, _ in leaves(to_plain(run))}
+    return origins
 
 
 def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -210,6 +269,11 @@ def _nest(package: str, value: Any) -> dict[str, Any]:
     return value
 
 
+_DEMO = "digits_cpu"
+_TASK = {"experiment", "model", "model.path", "data", "data.train", "data.heldout", "sft.train_path"}
+"""Overrides that choose a task; without any, the task is `_DEMO`, and no other task inherits its settings."""
+
+
 # --- command line overrides, checked and converted to Hydra arguments ------------------------------------------------
 def hydra_arguments(overrides: list[str]) -> list[str]:
     """Convert `overrides` to the form that Hydra accepts. Raises ConfigError.
@@ -217,6 +281,8 @@ def hydra_arguments(overrides: list[str]) -> list[str]:
     Keys are forced in with `++`, because the records know which keys exist, the YAML files don't. So users need no `+`,
     and `convert` reports misspelled keys.
     """
+    if not {each.key_or_group for each in parse(overrides)} & _TASK:
+        overrides = [*overrides, f"experiment={_DEMO}"]
     parsed = parse(overrides)
     chosen = {each.key_or_group for each in parsed if each.key_or_group in groups()}
     return [_hydra_argument(text, each, chosen=chosen) for text, each in zip(overrides, parsed, strict=True)]

@@ -127,6 +127,9 @@ def _check_bounds(run: RunConfig) -> None:
     must = f"be a multiple of algorithm.updates_per_step ({updates})"
     why = "the optimizer updates of a step would see unequal batches"
     require(groups % updates == 0, "learner.groups_per_step", must, got=groups, why=why)
+    buffer, tokens = run.algorithm.reward.overlong_buffer, run.generators.sampling.max_tokens
+    must, why = f"be < generators.sampling.max_tokens ({tokens})", "every response would be penalized"
+    require(buffer is None or buffer < tokens, "algorithm.reward.overlong_buffer", must, got=buffer, why=why)
     every, publish = run.learner.checkpoint.every_steps, run.weights.publish_every_steps
     # A run resumed within a version would count its steps for that version and for the next.
     must, why = f"be a multiple of weights.publish_every_steps ({publish})", "a checkpoint covers whole policy versions"

@@ -150,8 +150,13 @@ def preset_of_file(group: str, file: Path, *, chosen: Collection[str] = ()) -> s
     for other in chosen:
         parent, _, name = other.replace("/", ".").rpartition(".")
         record = OmegaConf.select(node, parent) if parent else node
-        if record is not None and name in record and (is_resolved or "kind" in record[name]):
+        if not record or name not in record:
+            continue
+        if is_resolved or (isinstance(record[name], DictConfig) and "kind" in record[name]):
             del record[name]
+        if is_resolved and parent == "algorithm":
+            # The file holds the policy that `auto` chose for its own variants.
+            record.pop("proximal", None)
     is_record = any(setting.group == group for setting in settings())
     name = file.as_posix().replace("/", "|")
     ConfigStore.instance().store(
@@ -275,7 +280,10 @@ def unknown_key(key: str) -> str:
 
 def _peer_name(key: str) -> str:
     path = key.split(".")
-    return next((name for name in (".".join(path[-2:]), path[-1]) if name in PEER_NAMES), "")
+    name = next((name for name in (".".join(path[-2:]), path[-1]) if name in PEER_NAMES), "")
+    # `policy_loss.beta` is nearer to our setting with that end.
+    is_ours = len(path) > 1 and any(setting.key.endswith("." + ".".join(path[-2:])) for setting in settings())
+    return "" if is_ours else name
 
 
 def unknown_option(group: str, option: object) -> str:

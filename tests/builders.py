@@ -70,10 +70,20 @@ def make_run(**overrides: Any) -> RunConfig:
     """A small valid run; dicts override nested fields: make_run(learner={"max_steps": 3})."""
     plain = {
         "name": "test",
-        "model": {"path": "models/test"},
-        "data": {"train": "train.parquet", "heldout": "heldout.parquet"},
-        "generators": {"group_size": 2, "engine": {"kind": "scripted"}, "reward": {"num_workers": 0}},
-        "learner": {"groups_per_step": 2, "max_steps": 4, "engine": {"kind": "torch"}},
+        "model": {"path": "models/test", "dtype": "float32", "max_length": 64},
+        "data": {"train": "train.parquet", "heldout": "heldout.parquet", "max_prompt_tokens": 32},
+        "generators": {
+            "group_size": 2,
+            "sampling": {"max_tokens": 16},
+            "engine": {"kind": "scripted"},
+            "reward": {"num_workers": 0},
+        },
+        "learner": {
+            "groups_per_step": 2,
+            "max_steps": 4,
+            "engine": {"kind": "torch"},
+            "dead_end": {"after_s": 120.0},
+        },
         "evaluation": {"monitor_prompts": 2, "final_prompts": 2},
     }
     return msgspec.convert(_merge(plain, overrides), RunConfig)

@@ -33,6 +33,7 @@ from slipstream.runtime.trace import SPANS
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
+    "experiment=digits_cpu",
     "generators/engine=scripted",
     "generators.engine.seconds_per_token=0.02",
     "learner/engine=torch",
@@ -46,7 +47,7 @@ SMALL = (
     "evaluation.final_prompts=4",
 )
 """Overrides of a run with the scripted engine, a random model and small steps."""
-RANDOM = ("prepare=[]", "model.path=models/digits-random")
+RANDOM = ("experiment=digits_cpu", "prepare=[]", "model.path=models/digits-random")
 FEW = (
     *("learner.groups_per_step=4", "evaluation.every_steps=0"),
     *("evaluation.monitor_prompts=4", "evaluation.final_prompts=8"),

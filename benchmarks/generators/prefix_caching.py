@@ -39,7 +39,9 @@ def main(arguments: argparse.Namespace) -> None:
         for number, name in rotate(["cached", "computed again"], rounds=arguments.rounds):
             config = VllmEngineConfig(enable_prefix_caching=name == "cached", max_num_seqs=arguments.conversations)
             os.environ.update(engine_environment(config))
-            taken = asyncio.run(_converse(ModelConfig(path=str(path), max_length=length), config, arguments, number))
+            taken = asyncio.run(
+                _converse(ModelConfig(dtype="float32", path=str(path), max_length=length), config, arguments, number)
+            )
             seconds[name].append(taken)
     table = Table("prefixes", "s, median", "turns/s")
     for name, values in seconds.items():

@@ -42,6 +42,7 @@ class Task(NamedTuple):
     def settings(self) -> list[str]:
         """Return the settings of a Slipstream run."""
         return [
+            "experiment=digits_cpu",
             f"model.path={self.model}",
             f"generators.group_size={self.group_size}",
             f"generators.sampling.max_tokens={self.max_tokens}",

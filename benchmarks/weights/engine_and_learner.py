@@ -99,7 +99,7 @@ class EngineAndLearner:
         from slipstream.generators.engines.vllm.engine import VllmEngine
 
         save_model(folder, model=module, tokenizer=make_tokenizer())
-        model = ModelConfig(path=str(folder), max_length=module.config.max_position_embeddings - 1)
+        model = ModelConfig(dtype="float32", path=str(folder), max_length=module.config.max_position_embeddings - 1)
         self.engine = VllmEngine(model, config, seed=0)
         self.epoch = 0
         self._runner = asyncio.Runner()

@@ -81,7 +81,7 @@ class AgentAccess:
     async def answer(self, request: Request, body: bytes, work: Callable[[], Awaitable[Any]]) -> Any:
         """Do the work of a request, or return the earlier response to a request marked as a retry.
 
-        The mark is the SDK's retry count or an Idempotency-Key.
+        The mark is the SDK's retry count or an Idempotency-Key. An unmarked request gets a new sample.
         """
         mark = request.headers.get("idempotency-key", "")
         digest = hashlib.sha256(f"{request.url.path}\n{mark}\n".encode() + body).digest()

@@ -239,7 +239,7 @@ class RewardFunctions:
 def _place(error: BaseException) -> str:
     """Last line of the user's own code that raised an error, or empty."""
     paths = map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib"))
-    libraries = (str(Path(__file__).parents[2]), *paths)
+    libraries = ("<frozen ", str(Path(__file__).parents[2]), *paths)
     frames = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(libraries)]
     return f", at {frames[-1].filename}:{frames[-1].lineno}: `{frames[-1].line}`" if frames else ""
 

@@ -219,7 +219,7 @@ def _miss_rate(num_wrong: Int[Tensor, "G"], num_samples: Int[Tensor, "G"], *, k:
     return factors.prod(1)
 
 
-def overlong_penalty(lengths: Int[Tensor, "B"], *, max_length: int, buffer: int) -> Float[Tensor, "B"]:
+def overlong_penalty(lengths: Int[Tensor, "B"], *, max_length: int, buffer: float) -> Float[Tensor, "B"]:
     """Penalty on long answers, falling from 0 to -1 over the last `buffer` > 0 tokens.
 
     penalty = clamp((max_length - buffer - T) / buffer, -1, 0)

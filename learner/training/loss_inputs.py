@@ -103,6 +103,7 @@ def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: floa
         rewards = advantages.mix(parts, weights=parts.new_tensor(list(shaping.parts.values())))
     if shaping.overlong_buffer is not None:
         lengths, buffer = batch.trajectories.lengths, shaping.overlong_buffer
+        buffer *= max_tokens if buffer < 1 else 1
         rewards = rewards + advantages.overlong_penalty(lengths, max_length=max_tokens, buffer=buffer)
     rewards = _normalized(rewards, batch, shaping)
     price = kl_coefficient if config.kl.charged_in == "reward" else 0.0

@@ -51,6 +51,8 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
     with _open_places(run) as places:
         try:
             folder.claim()
+            # Otherwise an interrupted continuation would look finished.
+            folder.summary.unlink(missing_ok=True)
             folder.write_origins(provenance(overrides, run), overrides=overrides)
             if run.mode == "async":
                 launcher = Launcher(run, folder, overrides=overrides, console=console, places=places)

@@ -60,7 +60,7 @@ import json, os, subprocess, sys
 job = json.load(sys.stdin)
 for folder in ("bin", "script", "here"):
     os.mkdir(f"/tmp/{folder}")
-stub = '#!/bin/sh\n{ printf "%s\\0" "${0##*/}" "$@"; printf "\\0"; } >>/tmp/calls\n[ "$1" != -c ]\n'
+stub = '#!/bin/sh\n{ printf "%s\\0" "${0##*/}" "$@"; printf "\\036"; } >>/tmp/calls\n[ "$1" != -c ]\n'
 for name in job["programs"]:
     with open(os.open(f"/tmp/bin/{name}", os.O_CREAT | os.O_WRONLY, 0o755), "w") as file:
         file.write(stub)
@@ -74,7 +74,7 @@ variables = os.environ | {"PATH": "/tmp/bin:" + os.environ["PATH"], "HOME": job[
 done = subprocess.run(["bash", "/tmp/script/" + job["name"]], cwd="/tmp/here", env=variables, capture_output=True)
 def read(path):
     return open(path, errors="replace").read() if os.path.exists(path) else ""
-calls = [call.split("\0") for call in read("/tmp/calls").split("\0\0")[:-1]]
+calls = [call.split("\0")[:-1] for call in read("/tmp/calls").split("\036")[:-1]]
 missing = sorted(set(read("/tmp/missing").split("\0")) - {""})
 print(json.dumps([calls, missing, done.returncode, done.stderr.decode(errors="replace")[-300:]]))
 """
@@ -115,8 +115,12 @@ def _from_script(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
 
 def _arguments(words: list[str]) -> dict[str, Any]:
     """Read `key=value`, `--key=value`, `--key value`, and `--flag` after the name of a Python program."""
-    starts = [number for number, word in enumerate(words) if word.endswith(".py") or words[number - 1] == "-m"]
-    words = words[max(starts, default=0) + 1 :]
+    programs = (
+        number
+        for number, word in enumerate(words)
+        if number and ((word.endswith(".py") and "=" not in word) or words[number - 1] == "-m")
+    )
+    words = words[next(programs, 0) + 1 :]
     options = {
         word[2:].replace("-", "_"): True if following.startswith("--") or not following else _value(following)
         for word, following in zip(words, [*words[1:], ""], strict=True)

@@ -48,14 +48,6 @@ class Translation:
         value = self.take(theirs)
         self.put(ours, None if value is None else convert(value))
 
-    def leave_default_task(self, *, max_length: int, tokens_per_microbatch: int) -> None:
-        """Also fits microbatches to the longest trajectory."""
-        self.put("prepare", [])
-        self.put("evaluation.goals", [])
-        self._ours["learner.stop"] = "null"
-        self.put("model.max_length", max_length)
-        self.put("learner.tokens_per_microbatch", max(max_length, tokens_per_microbatch))
-
     def note(self, key: str, sentence: str) -> None:
         if self.given.get(key) is not None:
             self._taken.add(key)

@@ -91,7 +91,8 @@ def _model(config: Translation) -> None:
     prompt = prompt if config.given.get("max_prompt_length") or prompt <= response else prompt - response
     config.put("data.max_prompt_tokens", prompt)
     config.put("generators.sampling.max_tokens", response)
-    config.leave_default_task(max_length=prompt + response, tokens_per_microbatch=16384)
+    config.put("model.max_length", prompt + response)
+    config.put("learner.tokens_per_microbatch", max(prompt + response, 16384))
     config.note("dataset_name", "name its rows as files: data.train=FILE, data.heldout=FILE (docs/data.md).")
 
 

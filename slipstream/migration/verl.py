@@ -249,7 +249,8 @@ def _data(config: Translation) -> None:
     config.put("data.max_prompt_tokens", prompt)
     config.put("generators.sampling.max_tokens", response)
     budget = config.take(f"{_ACTOR}.ppo_max_token_len_per_gpu")
-    config.leave_default_task(max_length=prompt + response, tokens_per_microbatch=budget)
+    config.put("model.max_length", prompt + response)
+    config.put("learner.tokens_per_microbatch", max(prompt + response, budget))
     drops = config.take("data.filter_overlong_prompts")
     config.put("data.too_long", "drop" if drops else "refuse")
     if config.take("data.truncation") != "error":

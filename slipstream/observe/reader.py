@@ -414,6 +414,6 @@ def _describe_end(reader: RunReader) -> str:
     if reader.is_live or not isinstance(reader.config.buffer.store, EmbeddedRedisConfig):
         return ""
     return (
-        f"no store answered, as run {name!r} is not in progress here: `slipstream run name={name} resume=true`, with "
-        "its settings, goes on with it."
+        f"no store answered, as run {name!r} is not in progress here: `slipstream run name={name} resume=true` "
+        "continues it."
     )

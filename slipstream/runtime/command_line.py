@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -191,7 +192,7 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
 _OTHER_NAMES = {"train": "run", "doctor": "diagnose", "version": "--version"}
 _RESUMING = ("resume", "restart", "continue")
 _TAKE_EXPERIMENTS = ("run", "config", "prepare", "plan")
-_EXPERIMENT_FILE = re.compile(r"^(--config=)?([^=]+\.ya?ml)$")
+_EXPERIMENT_FILE = re.compile(r"^(--config=)?([^=]+\.yaml)$")
 _ELSEWHERE = {
     "stop": "press Ctrl-C where the run was started, or send SIGTERM to its launcher, whose pid `status` shows",
     "logs": "a run's logs are runs/NAME/logs/ROLE.log; `slipstream status` shows the last errors",
@@ -207,10 +208,10 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
     first, *others = arguments or ["--help"]
     if first == "help":
         return [*others[:1], "--help"]
-    if first in _OTHER_NAMES:
-        return [_OTHER_NAMES[first], *others]
+    arguments = [first := _OTHER_NAMES.get(first, first), *others]
     if first in _RESUMING and others:
-        return ["run", *(word if "=" in word else f"name={word}" for word in others), "resume=true"]
+        names = (word if "=" in word or word.startswith("-") else f"name={Path(word).name}" for word in others)
+        return ["run", *names, "resume=true"]
     if first in _ELSEWHERE:
         raise ConfigError(f"no command `{first}`: {_ELSEWHERE[first]}.")
     commands = [each.name or each.callback.__name__ for each in app.registered_commands if each.callback]

@@ -40,7 +40,9 @@ QUICK = CriticOptimizerConfig(learning_rate=1e-3)
 ENGINES = {"torch": TorchEngineConfig(), **{f"zero-{stage}": zero(stage) for stage in range(4)}}
 SETTINGS = {
     "whole": {},
-    "split": {"learner": {"tokens_per_microbatch": 64, "optimizer": OptimizerConfig(weight_decay=10.0)}},
+    "split": {
+        "learner": {"tokens_per_microbatch": 64, "optimizer": OptimizerConfig(learning_rate=1e-4, weight_decay=10.0)}
+    },
     "reference": {"algorithm": AlgorithmConfig(kl=KlConfig(coefficient=0.1, estimator="full", refresh_every_steps=2))},
     "critic": {"algorithm": AlgorithmConfig(advantage=GaeConfig(), critic=CriticConfig(optimizer=QUICK))},
 }

@@ -17,7 +17,7 @@ async def main(folder: str) -> None:
     """Print the engine's process ids, then answer one request per line of input."""
     from slipstream.generators.engines.vllm.engine import VllmEngine
 
-    engine = VllmEngine(ModelConfig(path=folder), VLLM_CONFIG, seed=0)
+    engine = VllmEngine(ModelConfig(max_length=64, dtype="float32", path=folder), VLLM_CONFIG, seed=0)
     await engine.start()
     write(pids=[child.pid for child in psutil.Process().children(recursive=True)])
     while line := await asyncio.to_thread(sys.stdin.readline):

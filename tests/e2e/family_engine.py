@@ -51,7 +51,7 @@ def run(
     from slipstream.generators.engines.vllm.weights import register
 
     register()
-    model = ModelConfig(path=folder, dtype=dtype)
+    model = ModelConfig(max_length=64, path=folder, dtype=dtype)
     _, module = read_checkpoint(model)
     names, max_positions = CheckpointNames(module), module.config.get_text_config().max_position_embeddings
     arguments = engine_arguments(model, CONFIG, seed=0, max_positions=max_positions, reads_text=False)

@@ -98,7 +98,7 @@ def write(staged: Staged, path: Path) -> dict[str, Any]:
 
 
 def load(path: Path) -> Policy:
-    policy = load_policy(ModelConfig(path=str(path)), device=torch.device("cpu"))
+    policy = load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path)), device=torch.device("cpu"))
     policy.eval()
     return policy
 

@@ -155,7 +155,7 @@ def test_a_failed_start_is_an_error_that_leaves_no_process(tmp_path: Path, monke
 
     def start() -> None:
         config = VllmEngineConfig(max_num_seqs=64, start_timeout_s=3.0)
-        asyncio.run(VllmEngine(ModelConfig(path=str(tmp_path)), config, seed=0).start())
+        asyncio.run(VllmEngine(ModelConfig(max_length=64, dtype="float32", path=str(tmp_path)), config, seed=0).start())
 
     monkeypatch.delenv("VLLM_NO_USAGE_STATS", raising=False)
     with pytest.raises(EngineError, match="environment must have the variables of vllm_environment"):

@@ -33,7 +33,9 @@ def make_layout_run(args: argparse.Namespace) -> RunConfig:
     learner = {"engine": engine, "num_ranks": args.ranks, "optimizer": OptimizerConfig(**SMOOTH)}
     critic = CriticConfig(optimizer=CriticOptimizerConfig(**SMOOTH))
     algorithm = AlgorithmConfig(advantage=GaeConfig() if args.critic else GrpoConfig(), critic=critic)
-    model = ModelConfig(path=str(args.folder / "model"), lora=LoraConfig(rank=4) if args.lora else None)
+    model = ModelConfig(
+        dtype="float32", path=str(args.folder / "model"), lora=LoraConfig(rank=4) if args.lora else None
+    )
     return make_run(model.path, model=model, learner=learner, algorithm=algorithm)
 
 

@@ -95,7 +95,9 @@ def main() -> None:
     learner = {"engine": zero(args.zero), "num_ranks": args.ranks, "tokens_per_microbatch": args.microbatch}
     algorithm = AlgorithmConfig(advantage=GaeConfig() if args.critic else GrpoConfig())
     dtype = "bfloat16" if args.bfloat16 else "float32"
-    model = ModelConfig(path=str(args.folder / "model"), dtype=dtype, lora=LoraConfig(rank=4) if args.lora else None)
+    model = ModelConfig(
+        max_length=64, path=str(args.folder / "model"), dtype=dtype, lora=LoraConfig(rank=4) if args.lora else None
+    )
     model = msgspec.structs.replace(model, router_aux_loss=args.aux_loss)
     run = make_run(model.path, model=model, learner=learner, algorithm=algorithm, storage_uri=args.storage)
     torch.manual_seed(run.seed)

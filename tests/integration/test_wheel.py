@@ -31,7 +31,7 @@ CONFIG = VllmEngineConfig(max_num_seqs=4)
 
 async def main():
     from slipstream.generators.engines.vllm.engine import VllmEngine
-    engine = VllmEngine(ModelConfig(path="models/tiny", max_length=64), CONFIG, seed=0)
+    engine = VllmEngine(ModelConfig(dtype="float32", path="models/tiny", max_length=64), CONFIG, seed=0)
     await engine.start()
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=4, seed=0)
     completion = await engine.generate([4, 5], sampling, request_id="0")

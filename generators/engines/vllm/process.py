@@ -82,7 +82,7 @@ def engine_arguments(
         # With a cache size, vLLM only checks at startup that this share of the GPU is free.
         gpu_memory_utilization=engine.gpu_memory_utilization if engine.kv_cache_gib is None else _LEAST_SHARE,
         kv_cache_memory_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * 2**30),
-        enforce_eager=engine.enforce_eager,
+        enforce_eager=is_cpu if engine.enforce_eager is None else engine.enforce_eager,
         # Pays off for multi-turn answers: their requests share a prefix. Required to record experts, which vLLM stores
         # per block of cached prefixes.
         enable_prefix_caching=records
@@ -112,7 +112,7 @@ def _check_arguments(engine: VllmEngineConfig, *, is_cpu: bool, records: bool) -
             "generators.engine.chunked_prefill must be false or null on a CPU, got true: vLLM does not support seeded "
             "requests with chunked prompts there"
         )
-    if is_cpu and records and not engine.enforce_eager:
+    if is_cpu and records and engine.enforce_eager is False:
         raise EngineError(
             "generators.engine.enforce_eager must be true on a CPU with model.router_replay, got false: compiled "
             "graphs do not record experts there"

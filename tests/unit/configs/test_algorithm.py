@@ -1,9 +1,10 @@
 """Combinations of algorithm settings that cannot be right are refused."""
 
+import msgspec
 import pytest
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.load import load, to_plain
+from slipstream.configs.load import load, provenance, to_plain
 from slipstream.configs.schema import PRESETS
 
 
@@ -49,12 +50,28 @@ def test_a_recipe_is_its_papers_method_without_the_terms_of_the_default():
     default = load([]).algorithm
     assert default.masks
     assert default.correction.log_ratio_penalty > 0
-    recipes = {path.stem for path in (PRESETS / "recipe").glob("*.yaml")} - {"none"}
+    recipes = {path.stem for path in (PRESETS / "recipe").glob("*.yaml")} - {"none", "async_grpo"}
     own = {"opsm": ["opsm"], "m2po": ["m2po"]}
     for recipe in sorted(recipes):
         found = load([f"recipe={recipe}"]).algorithm
         assert [mask.kind for mask in found.masks] == own.get(recipe, []), recipe
         assert found.correction.log_ratio_penalty == 0, recipe
+
+
+@pytest.mark.parametrize("recipe", ["dapo", "gspo", "decoupled_ppo", "vapo", "m2po"])
+def test_a_recipe_replaces_the_algorithm_and_the_filter_of_an_experiment(recipe):
+    alone, chosen = load([f"recipe={recipe}"]), [f"recipe={recipe}", "experiment=math_1gpu"]
+    run = load(chosen)
+    assert (run.algorithm, run.buffer.filter) == (alone.algorithm, alone.buffer.filter)
+    assert run.data == load(["experiment=math_1gpu"]).data
+    origins = {
+        origin for key, origin in provenance(chosen, run).items() if key.startswith(("algorithm.", "buffer.filter."))
+    }
+    presets = {origin.removeprefix("configs/presets/").partition("/")[0] for origin in origins if origin != "default"}
+    assert presets <= {"config.yaml", "algorithm", "recipe"}
+    assert {origin for origin in origins if "/recipe/" in origin} == {f"configs/presets/recipe/{recipe}.yaml"}
+    changed = load([*chosen, "algorithm.entropy_coefficient=0.5"])
+    assert changed.algorithm == msgspec.structs.replace(alone.algorithm, entropy_coefficient=0.5)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +94,7 @@ def test_a_recipe_is_its_papers_method_without_the_terms_of_the_default():
         (["recipe=m2po", "algorithm.proximal=auto", "algorithm/correction=icepop"], "recompute"),
         (["recipe=vcpo"], "recompute"),
         (["recipe=a3po"], "interpolate"),
-        (["recipe=gspo"], "generator"),
+        (["recipe=gspo"], "recompute"),
         (["algorithm.proximal=recompute"], "recompute"),
     ],
 )

@@ -143,7 +143,7 @@ def test_an_unknown_key_names_the_nearest_of_the_whole_tree(line: str, meant: st
         ("experiment=digit_cpu", "experiment=digits_cpu"),
         ("algorithm/advantage=gropo", "algorithm/advantage=grpo"),
         ("recipe=dappo", "recipe=dapo or recipe=dppo"),
-        ("recipe=grpo", "algorithm/advantage=grpo"),
+        ("recipe=maxrl", "algorithm/advantage=maxrl"),
         ("experiment=gsm8k_1gp", "experiment=gsm8k_1gpu"),
     ],
 )
@@ -270,8 +270,45 @@ def test_the_settings_of_a_run_compose_to_themselves_and_a_chosen_group_replaces
     assert chosen.model == run.model
 
 
+OWN_TASK = ["model.path=Qwen/Qwen3-0.6B", "data.train=mine.jsonl", "data.heldout=h.jsonl"]
+
+
+@pytest.mark.parametrize("overrides", [OWN_TASK, ["model=qwen2_5_7b"], [*OWN_TASK, "recipe=dapo"]])
+def test_a_users_own_task_takes_nothing_from_the_demo(overrides: list[str]):
+    run = load(overrides)
+    optimizer, sampling = run.learner.optimizer, run.generators.sampling
+    assert (run.name, run.model.dtype, optimizer.learning_rate, sampling.max_tokens) == ("run", "bfloat16", 1e-6, 1024)
+    assert (run.prepare, run.learner.stop, run.evaluation.goals) == ([], None, [])
+    assert run.generators.reward.function == "exact_match"
+
+
+def test_defaults_that_depend_on_other_settings_follow_them():
+    run = load(
+        [*OWN_TASK, "generators.sampling.max_tokens=9000", "model.lora.rank=4", "generators.agent.timeout_s=1800"]
+    )
+    assert (run.model.max_length, run.learner.tokens_per_microbatch) == (10024, 10024)
+    assert run.learner.optimizer.learning_rate == 1e-5
+    assert (run.weights.max_probe_diff, load([*OWN_TASK, "model.dtype=float32"]).weights.max_probe_diff) == (0.05, 1e-3)
+    assert run.learner.dead_end.after_s == 1800 + run.generators.reward.timeout_s
+    assert run.learner.dead_end.start_after_s == run.learner.dead_end.after_s + run.generators.engine.start_timeout_s
+    given = load(
+        [
+            *OWN_TASK,
+            "model.max_length=4096",
+            "learner.dead_end.after_s=7",
+            "model.lora.rank=4",
+            "learner.optimizer.learning_rate=1e-4",
+        ]
+    )
+    assert (given.model.max_length, given.learner.dead_end.after_s) == (4096, 7)
+    assert given.learner.optimizer.learning_rate == 1e-4
+    for wrong in ("generators.sampling.max_tokens=many", "generators.reward.retries=[1]", "model.dtype=[a]"):
+        with pytest.raises(ConfigError, match="must be"):
+            load([*OWN_TASK, wrong])
+
+
 def test_models_of_a_run_are_evaluated_with_its_settings(tmp_path):
-    run = load(["data.train=mine.jsonl", "learner.max_steps=3"])
+    run = load(["model.path=m", "data.train=mine.jsonl", "learner.max_steps=3"])
     (tmp_path / "final_model").mkdir()
     (tmp_path / "config.yaml").write_text(to_yaml(run))
     (tmp_path / "versions.json").write_text("{}")

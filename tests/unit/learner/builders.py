@@ -12,6 +12,7 @@ from msgspec.inspect import LiteralType, type_info
 from slipstream.buffer.trajectory import Reward, Sampling, Trajectory, VersionSpan
 from slipstream.configs.base import Formula
 from slipstream.configs.data import DataConfig, ModelConfig
+from slipstream.configs.generators import GeneratorsConfig, SamplingConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, LearnerConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.learner.batching.build_batch import BuiltBatch, build_batch
@@ -41,7 +42,12 @@ def make_run(model_path: Path | str, *, learner: dict[str, Any] | None = None, *
     """A run with two groups of four, the torch engine, three steps, and the optimizer `SMOOTH`."""
     settings: dict[str, Any] = {"groups_per_step": 2, "max_steps": 3, "engine": TorchEngineConfig(), "device": "cpu"}
     config = LearnerConfig(**(settings | {"optimizer": SMOOTH} | (learner or {})))
-    base = {"model": ModelConfig(path=str(model_path)), "data": DataConfig(train="a", heldout="b"), "learner": config}
+    base = {
+        "model": ModelConfig(dtype="float32", path=str(model_path), max_length=64),
+        "data": DataConfig(train="a", heldout="b", max_prompt_tokens=32),
+        "generators": GeneratorsConfig(sampling=SamplingConfig(max_tokens=16)),
+        "learner": config,
+    }
     return RunConfig(**({"name": "test"} | base | overrides))
 
 

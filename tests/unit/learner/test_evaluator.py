@@ -51,7 +51,7 @@ def reply(store: MemoryStore, *, status: str) -> int:
     ],
 )
 def test_a_small_file_is_shared_between_monitored_and_final_rows(num_rows: int, monitored: range, final: range):
-    assert EvaluationConfig().rows(num_rows) == (monitored, final)
+    assert EvaluationConfig(final_prompts=512).rows(num_rows) == (monitored, final)
 
 
 def test_only_rows_that_exist_are_requested(store):

@@ -16,7 +16,7 @@ from slipstream.configs import advantages, policy_losses
 from slipstream.configs import algorithm as configs
 from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, CriticConfig, DistillationConfig, KlConfig
 from slipstream.configs.base import ConfigError
-from slipstream.configs.generators import GeneratorsConfig
+from slipstream.configs.generators import GeneratorsConfig, SamplingConfig
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.training.objective import Objective
@@ -80,7 +80,8 @@ def make_algorithm_run(folder: Path, name: str, *, num_updates: int = 1, learner
         teacher = str(make_model(folder, seed=7))
         algorithm["distillation"] = DistillationConfig(teacher, **algorithm["distillation"])
     settings = {"groups_per_step": 4} | (learner or {})
-    generators = GeneratorsConfig(baseline="greedy") if name == "advantage-remax" else GeneratorsConfig()
+    baseline = "greedy" if name == "advantage-remax" else "none"
+    generators = GeneratorsConfig(baseline=baseline, sampling=SamplingConfig(max_tokens=16))
     return make_run(make_model(folder), learner=settings, algorithm=AlgorithmConfig(**algorithm), generators=generators)
 
 

@@ -304,7 +304,9 @@ TEMPLATE = "{% for message in messages %}{{ message.content + message.content }}
 def test_a_template_of_ones_own_is_used_by_whoever_measures_and_renders(content: str, tmp_path: Path) -> None:
     (tmp_path / "mine.jinja").write_text(TEMPLATE)
     make_tokenizer().save_pretrained(tmp_path / "model")
-    model = ModelConfig(path=str(tmp_path / "model"), chat_template=str(tmp_path / "mine.jinja"))
+    model = ModelConfig(
+        max_length=64, dtype="float32", path=str(tmp_path / "model"), chat_template=str(tmp_path / "mine.jinja")
+    )
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     tokenizer = load_tokenizer(model)
     token_ids, _ = PromptEncoder(tokenizer, max_prompt_tokens=99).encode(make_prompt(messages))
@@ -318,7 +320,7 @@ def test_a_template_that_cannot_be_read_is_named(content: bytes | None, tmp_path
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(ConfigError, match=r"model.chat_template must be a file .*mine.jinja"):
-        read_chat_template(ModelConfig(path="none", chat_template=str(file)))
+        read_chat_template(ModelConfig(max_length=64, dtype="float32", path="none", chat_template=str(file)))
 
 
 def write_two(folder: Path) -> list[str]:

@@ -255,9 +255,9 @@ def test_the_overlong_penalty_falls_over_a_buffer_of_one_token_up_to_everything(
     overlong_penalty = checked(advantages.overlong_penalty)
     lengths = whole(0, 79, 80, 85, 90, 99, 100, 101, 5000)
     expected = [0, 0, 0, -0.25, -0.5, -0.95, -1, -1, -1]
-    assert overlong_penalty(lengths, max_length=100, buffer=20).tolist() == pytest.approx(expected)
-    assert overlong_penalty(whole(8, 9, 10, 11), max_length=10, buffer=1).tolist() == [0, 0, -1, -1]
-    assert overlong_penalty(whole(0, 5, 10), max_length=10, buffer=10).tolist() == [0, -0.5, -1]
+    assert overlong_penalty(lengths, max_length=100, buffer=20.0).tolist() == pytest.approx(expected)
+    assert overlong_penalty(whole(8, 9, 10, 11), max_length=10, buffer=1.0).tolist() == [0, 0, -1, -1]
+    assert overlong_penalty(whole(0, 5, 10), max_length=10, buffer=10.0).tolist() == [0, -0.5, -1]
 
 
 def test_parts_are_added_up_by_weight():

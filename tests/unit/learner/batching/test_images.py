@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(folder: Path) -> Policy:
-    return load_policy(ModelConfig(path=str(folder)), device=CPU)
+    return load_policy(ModelConfig(max_length=64, dtype="float32", path=str(folder)), device=CPU)
 
 
 def make_answer(folder: Path, group: int, index: int, pictures: list[bytes], **overrides: Any) -> Any:
@@ -150,7 +150,9 @@ def test_an_image_that_a_group_shares_is_read_once_and_different_images_share_no
 
 def test_the_visual_encoder_is_trained_unless_it_is_frozen(folder: Path) -> None:
     for freezes in (False, True):
-        loaded = load_policy(ModelConfig(path=str(folder), freeze_vision=freezes), device=CPU)
+        loaded = load_policy(
+            ModelConfig(max_length=64, dtype="float32", path=str(folder), freeze_vision=freezes), device=CPU
+        )
         moves = {name.split(".")[2] for name, parameter in loaded.named_parameters() if parameter.requires_grad}
         assert ("visual" in moves) == (not freezes)
         assert "language_model" in moves

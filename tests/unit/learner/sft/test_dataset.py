@@ -46,7 +46,7 @@ def sft_run(folder: Path, rows=ROWS, *, max_length=64, template: str | None = No
             (model / "chat_template.jinja").unlink(missing_ok=True)
     sft = SftConfig(train_path=make_file(folder, rows), **settings)
     run = make_run(model, mode="sft", sft=sft)
-    return msgspec.structs.replace(run, model=ModelConfig(path=str(model), max_length=max_length))
+    return msgspec.structs.replace(run, model=ModelConfig(dtype="float32", path=str(model), max_length=max_length))
 
 
 def refusal(folder, rows=ROWS, **settings) -> str:

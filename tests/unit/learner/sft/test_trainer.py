@@ -108,7 +108,7 @@ def test_the_gradient_matches_plain_cross_entropy(tmp_path, tokens_per_microbatc
 def test_three_steps_match_a_plain_loop(tmp_path, engine):
     batches = [make_demonstrations(seed=seed) for seed in range(3)]
     losses, norms, module = plain_steps(batches, lr=1e-4)
-    sft, trainer = make_sft_trainer(tmp_path, engine=engine, tokens_per_microbatch=64)
+    sft, trainer = make_sft_trainer(tmp_path, engine=engine, tokens_per_microbatch=64, learning_rate=1e-4)
     rows = [sft.step(batch, step=index + 1) for index, batch in enumerate(batches)]
     assert [row["learner/loss"] for row in rows] == pytest.approx(losses, rel=1e-5)
     assert [row["learner/grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)

@@ -232,7 +232,7 @@ def test_consecutive_failed_rewards_are_an_immediate_dead_end(scene, sums, faile
     assert (causes[-1] and causes[-1].kind) == (failed and "rewards")
     if failed:
         assert f"last {failed} trajectories" in causes[-1].problem
-        assert "position_match" in causes[-1].problem
+        assert "exact_match" in causes[-1].problem
 
 
 def test_failed_rewards_explain_a_standstill_before_the_filter_does(scene):

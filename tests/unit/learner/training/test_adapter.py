@@ -38,7 +38,7 @@ ENGINES = {"torch": TORCH, "zero-2": RECOMPUTING, "zero-3": zero(3)}
 def make_lora_run(path, *, engine=TORCH, kl=0.0, estimator="k3", **lora):
     return make_run(
         path,
-        model=ModelConfig(path=str(path), lora=LoraConfig(**({"rank": 4} | lora))),
+        model=ModelConfig(max_length=64, dtype="float32", path=str(path), lora=LoraConfig(**({"rank": 4} | lora))),
         learner={"engine": engine, "optimizer": OptimizerConfig(learning_rate=1e-2)},
         algorithm=AlgorithmConfig(kl=KlConfig(coefficient=kl, estimator=estimator)),
     )
@@ -137,7 +137,7 @@ def test_the_reference_is_the_base_without_a_second_model(tmp_path, engine, esti
     first, *_, last = steps(trainer, range(3))
     assert first["learner/reference_kl"] == pytest.approx(0.0, abs=1e-6)
     assert last["learner/reference_kl"] > 1e-4
-    twin = load_policy(ModelConfig(path=str(path)), device=CPU)
+    twin = load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU)
     samples = trainer.collate(trainer._build(make_groups(), 0, max_lags=(), weights=(), num_mixed=0).updates[0])
     reference = trainer._frozen_models._reference
     with torch.no_grad():
@@ -158,17 +158,23 @@ def test_targets_that_cannot_be_are_refused_before_anything_is_loaded(tmp_path, 
     path = make_model(tmp_path)
     (path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=rf"model\.lora\.targets must {words}"):
-        load_policy(ModelConfig(path=str(path), lora=LoraConfig(targets=targets)), device=CPU)
+        load_policy(
+            ModelConfig(max_length=64, dtype="float32", path=str(path), lora=LoraConfig(targets=targets)), device=CPU
+        )
 
 
 def test_only_chosen_layers_get_an_adapter_and_a_reward_models_head_is_trained_whole(tmp_path):
-    config = ModelConfig(path=str(make_model(tmp_path)), lora=LoraConfig(targets=["q_proj", "layers.1.mlp.up_proj"]))
+    config = ModelConfig(
+        dtype="float32", path=str(make_model(tmp_path)), lora=LoraConfig(targets=["q_proj", "layers.1.mlp.up_proj"])
+    )
     names = [
         name.removeprefix("base_model.model.model.layers.") for name, _ in load_policy(config, device=CPU).weights()
     ]
     layers = ("0.self_attn.q_proj", "1.self_attn.q_proj", "1.mlp.up_proj")
     assert names == [f"{layer}.lora_{matrix}.weight" for layer in layers for matrix in "AB"]
-    config = ModelConfig(path=str(make_model(tmp_path)), lora=LoraConfig(targets=["q_proj"]))
+    config = ModelConfig(
+        max_length=64, dtype="float32", path=str(make_model(tmp_path)), lora=LoraConfig(targets=["q_proj"])
+    )
     policy = load_policy(config, device=CPU, is_reward_model=True)
     trained = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
     assert {name for name, _ in policy.weights() if ".lora_" not in name} == {"base_model.model.score.weight"}

@@ -178,7 +178,10 @@ def test_a_model_that_packed_attention_does_not_fit_keeps_its_own(tmp_path, alwa
 
 def test_only_long_sequences_are_packed_on_a_cpu(tmp_path):
     path = str(make_family(tmp_path, "qwen3"))
-    names = [load_policy(ModelConfig(path=path, max_length=n), device=CPU).causal_lm.config for n in (2047, 2048)]
+    names = [
+        load_policy(ModelConfig(dtype="float32", path=path, max_length=n), device=CPU).causal_lm.config
+        for n in (2047, 2048)
+    ]
     assert [config._attn_implementation for config in names] == ["sdpa", PACKED]
 
 
@@ -215,7 +218,7 @@ def test_a_model_that_cannot_be_sliced_is_refused_before_it_is_loaded(tmp_path, 
     path = make_family(tmp_path, family)
     (path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=f"model.path must .*sequence_parallel={size} .*{complaint}") as caught:
-        load_policy(ModelConfig(path=str(path)), device=CPU, group=SequenceGroup(size))
+        load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU, group=SequenceGroup(size))
     assert "\n" not in str(caught.value)
 
 
@@ -229,7 +232,7 @@ def train(folder: Path, engine, *, is_compiled: bool, max_length: int = LONG):
         "optimizer": OptimizerConfig(learning_rate=0.1, epsilon=1.0),
         "tokens_per_microbatch": LONG,
     }
-    model = ModelConfig(path=str(make_model(folder)), max_length=max_length)
+    model = ModelConfig(dtype="float32", path=str(make_model(folder)), max_length=max_length)
     trainer = make_trainer(make_run(model.path, model=model, learner=learner))
     before = weights(trainer)
     for i in range(3):

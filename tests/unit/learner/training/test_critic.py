@@ -244,7 +244,8 @@ WHOLE = Layout("shared_rows", 8192)
 
 
 def load(path, **settings):
-    return load_value_model(ModelConfig(path=str(path), **settings), device=CPU)
+    model = {"dtype": "float32"} | settings
+    return load_value_model(ModelConfig(path=str(path), max_length=64, **model), device=CPU)
 
 
 def make_value_model(**settings):

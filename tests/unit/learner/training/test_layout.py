@@ -56,7 +56,7 @@ def families(*, is_exact):
 def test_a_family_is_packed_as_densely_as_is_exact(tmp_path, name):
     # transformers' initialization, in which a leak is 1e-5 of its later size.
     path = make_family(tmp_path, name, spread=0.02)
-    policy, layout = choose(path, model=ModelConfig(path=str(path), max_length=200))
+    policy, layout = choose(path, model=ModelConfig(dtype="float32", path=str(path), max_length=200))
     assert layout.kind == FAMILIES[name][0]
     samples = make_samples([m for group in make_groups(group_size=3, longest=20) for m in group])
     packed, alone = measure(policy, samples, layout).detach(), measure_alone(policy, samples)
@@ -90,15 +90,15 @@ def test_a_window_that_the_mask_ignores_is_seen_if_a_sequence_is_longer(tmp_path
     # Without a mask, transformers builds its own with the window.
     assert choose(path)[1].kind == "one_row"
     change_config(path, sliding_window=90)
-    assert choose(path, model=ModelConfig(path=str(path), max_length=128))[1].kind == "one_row"
+    assert choose(path, model=ModelConfig(dtype="float32", path=str(path), max_length=128))[1].kind == "one_row"
     # The window has no effect if all sequences fit into it.
-    assert choose(path, model=ModelConfig(path=str(path), max_length=64))[1].kind == "shared_rows"
+    assert choose(path, model=ModelConfig(dtype="float32", path=str(path), max_length=64))[1].kind == "shared_rows"
 
 
 def test_a_run_of_the_shortest_sequences_can_be_probed(tmp_path):
     path = make_model(tmp_path)
     settings = {
-        "model": ModelConfig(path=str(path), max_length=2),
+        "model": ModelConfig(dtype="float32", path=str(path), max_length=2),
         "data": DataConfig(train="a", heldout="b", max_prompt_tokens=1),
         "generators": GeneratorsConfig(sampling=SamplingConfig(max_tokens=1)),
     }
@@ -125,7 +125,7 @@ def test_a_kernel_that_is_wrong_in_bfloat16_alone_is_seen(tmp_path, monkeypatch)
 
     monkeypatch.setattr(layout_module._ModelCheck, "_compare", compare)
     path = make_family(tmp_path, "mistral")
-    assert choose(path, model=ModelConfig(path=str(path), dtype="bfloat16"))[1].kind == "one_row"
+    assert choose(path, model=ModelConfig(max_length=64, path=str(path), dtype="bfloat16"))[1].kind == "one_row"
 
 
 def test_the_probe_is_of_the_runs_text_and_of_random_tokens_beyond_it(tmp_path):
@@ -220,7 +220,9 @@ def test_a_leak_that_appears_during_training_stops_the_run(tmp_path, places, wha
 
 
 def test_a_leak_between_the_answers_that_a_reward_model_scores_stops_the_run(tmp_path):
-    policy = load_policy(ModelConfig(path=str(make_model(tmp_path))), device=CPU, is_reward_model=True)
+    policy = load_policy(
+        ModelConfig(max_length=64, dtype="float32", path=str(make_model(tmp_path))), device=CPU, is_reward_model=True
+    )
     samples = [Sample(np.arange(2, 8), np.array([5]), index, group_id=str(index)) for index in range(2)]
     settings = {"layout": Layout("shared_rows", 64), "ranks": make_alone(), "device": CPU, "step": 1}
     check_rows(policy, samples, **settings)
@@ -248,4 +250,9 @@ def test_the_soft_cap_of_attention_scores_is_kept(tmp_path):
     token_ids = torch.arange(2, 40)[None]
     # Eager attention is the reference, because SDPA ignores the cap.
     expected = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")(token_ids).logits
-    assert torch.allclose(load_policy(ModelConfig(path=str(path)), device=CPU).causal_lm(token_ids).logits, expected)
+    assert torch.allclose(
+        load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU)
+        .causal_lm(token_ids)
+        .logits,
+        expected,
+    )

@@ -17,7 +17,7 @@ from tests.unit.learner.builders import CPU, VOCABULARY, make_groups, make_model
 
 
 def load(path):
-    return load_policy(ModelConfig(path=str(path)), device=CPU)
+    return load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU)
 
 
 def configure(path, **settings):
@@ -41,7 +41,7 @@ def test_a_broken_checkpoint_is_one_sentence(tmp_path, setting, broken):
     path = make_model(tmp_path)
     BREAK[broken](path)
     with pytest.raises(ModelError, match=rf"^{setting} ?must be a readable transformers checkpoint") as caught:
-        LOADERS[setting](ModelConfig(path=str(path)), device=CPU)
+        LOADERS[setting](ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -50,7 +50,7 @@ def test_a_broken_checkpoint_is_one_sentence(tmp_path, setting, broken):
 def test_weights_are_float32_and_dropout_is_off(tmp_path, loader):
     path = make_model(tmp_path)
     configure(path, attention_dropout=0.5)
-    model = loader(ModelConfig(path=str(path)), device=CPU)
+    model = loader(ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.backbone.config.attention_dropout == 0.0
     assert model.training
@@ -62,7 +62,9 @@ def test_the_policy_computes_what_the_untouched_checkpoint_does(tmp_path, name, 
     path = make_family(tmp_path, name)
     configure(path, hidden_dropout=0.5, attention_dropout=0.5, router_jitter_noise=0.1, input_jitter_noise=0.1)
     untouched = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    policy = load_policy(ModelConfig(path=str(path)), device=CPU, gradient_checkpointing=is_recomputed)
+    policy = load_policy(
+        ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU, gradient_checkpointing=is_recomputed
+    )
     inputs = {"input_ids": torch.arange(2, 40)[None], "use_cache": False}
     assert policy.causal_lm(**inputs).logits.equal(untouched(**inputs).logits)
 
@@ -85,7 +87,7 @@ def test_what_is_saved_is_what_transformers_loads_with_a_template_of_ones_own(tm
         policy.causal_lm.lm_head.weight.add_(1)
     saved = {name: p.detach() for name, p in policy.causal_lm.named_parameters()}
     for folder, template in (("saved", None), ("templated", str(tmp_path / "mine.jinja"))):
-        config = ModelConfig(path=str(path), chat_template=template)
+        config = ModelConfig(max_length=64, dtype="float32", path=str(path), chat_template=template)
         save_pretrained(policy, tmp_path / folder, weights=saved, config=config)
     again = Qwen2ForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     assert all(p.equal(saved[name]) for name, p in again.named_parameters())
@@ -104,11 +106,13 @@ def score(policy):
 
 def test_recomputed_activations_change_nothing_and_bfloat16_is_near_with_float32_weights_and_gradients(tmp_path):
     path = str(make_model(tmp_path))
-    exact, expected = score(load_policy(ModelConfig(path=path), device=CPU))
-    recomputed, gradients = score(load_policy(ModelConfig(path=path), device=CPU, gradient_checkpointing=True))
+    exact, expected = score(load_policy(ModelConfig(max_length=64, dtype="float32", path=path), device=CPU))
+    recomputed, gradients = score(
+        load_policy(ModelConfig(max_length=64, dtype="float32", path=path), device=CPU, gradient_checkpointing=True)
+    )
     assert exact.equal(recomputed)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, gradients, strict=True))
-    policy = load_policy(ModelConfig(path=path, dtype="bfloat16"), device=CPU)
+    policy = load_policy(ModelConfig(max_length=64, path=path, dtype="bfloat16"), device=CPU)
     rough, gradients = score(policy)
     assert rough.dtype == torch.float32
     assert {gradient.dtype for gradient in gradients} == {torch.float32}

@@ -62,7 +62,7 @@ def moe_run(folder: Path, *, algorithm: AlgorithmConfig | None = None, learner: 
     path = folder / "qwen3_moe"
     if not path.exists():
         make_family(folder, "qwen3_moe")
-    config = ModelConfig(path=str(path), **model)
+    config = ModelConfig(max_length=64, dtype="float32", path=str(path), **model)
     return make_run(path, model=config, learner=learner, algorithm=algorithm or AlgorithmConfig())
 
 
@@ -243,12 +243,16 @@ def test_an_engine_records_what_the_learner_would_choose(tmp_path: Path):
     from slipstream.generators.engines.hf_engine import HfEngine
 
     path = make_family(tmp_path, "qwen3_moe")
-    policy = load_policy(ModelConfig(path=str(path)), device=CPU)
+    policy = load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU)
     prompts = [[6, 10, 4], [3, 5, 12, 7, 8, 2, 20], [9]]
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=9, seed=3)
 
     async def generate() -> list:
-        engine = HfEngine(ModelConfig(path=str(path), router_replay=True), HfEngineConfig(), receiver=Receiver())
+        engine = HfEngine(
+            ModelConfig(max_length=64, dtype="float32", path=str(path), router_replay=True),
+            HfEngineConfig(),
+            receiver=Receiver(),
+        )
         await engine.start()
         answers = [engine.generate(prompt, sampling, request_id=str(i)) for i, prompt in enumerate(prompts)]
         found = await asyncio.gather(*answers)
@@ -292,13 +296,17 @@ def test_trajectories_without_fitting_experts_are_refused(tmp_path: Path):
 def test_models_that_a_setting_does_not_fit_are_refused(tmp_path: Path, name: str, settings: dict, message: str):
     path = make_family(tmp_path, name) if name else make_tiny_model(tmp_path / "dense")
     with pytest.raises(ConfigError, match=message):
-        load_policy(ModelConfig(path=str(path), **settings), device=CPU)
+        load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path), **settings), device=CPU)
 
 
 def test_engines_that_cannot_record_are_refused():
     engine = VllmEngineConfig(pipeline_parallel_size=2)
     with pytest.raises(ConfigError, match=r"router_replay must be false .* pipeline_parallel_size > 1"):
-        make_run("x", model=ModelConfig(path="x", router_replay=True), generators=GeneratorsConfig(engine=engine))
+        make_run(
+            "x",
+            model=ModelConfig(max_length=64, dtype="float32", path="x", router_replay=True),
+            generators=GeneratorsConfig(engine=engine),
+        )
 
 
 def test_an_adapter_leaves_experts_and_routers_alone(tmp_path: Path):

@@ -162,7 +162,7 @@ def test_a_rayjob_starts_the_run_on_a_head_that_is_its_core():
 
 def test_one_machine_needs_no_rendezvous_and_settings_reach_a_role_as_they_were_written():
     odd = "data.train='a $(HOME) b.jsonl'"
-    pods = pods_of(jobset("name=mine", odd))
+    pods = pods_of(jobset("name=mine", "experiment=digits_cpu", odd))
     assert list(pods) == ["core", "generators"]
     (learner,) = pods["core"].spec.containers
     assert not {"MASTER_ADDR", "NODE_RANK"} & {each.name for each in learner.env}

@@ -38,7 +38,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def settings(model: Path, *overrides: str) -> RunConfig:
     sizes = ["model.max_length=256", "data.max_prompt_tokens=64", "generators.sampling.max_tokens=192"]
-    return load([f"model.path={model}", *sizes, "learner.tokens_per_microbatch=1024", *overrides])
+    sizes.append("learner.tokens_per_microbatch=1024")
+    return load(["experiment=digits_cpu", f"model.path={model}", *sizes, *overrides])
 
 
 def plan_of(model: Path, *overrides: str, machine: Machine = LARGE) -> Plan:

@@ -72,7 +72,7 @@ def test_a_data_source_that_no_reward_function_takes_is_refused_before_the_run(t
     functions = "generators.reward.functions=[{function: exact_match, data_sources: ['digits/*']}]"
     paths = [f"data.{split}={tmp_path}/{split}.parquet" for split in ("train", "heldout")]
     with pytest.raises(ConfigError, match=r"got none for data_source 'qa' of .*train\.parquet \(they take digits/\*\)"):
-        make_inputs(load([*paths, functions, "prepare=[]"]))
+        make_inputs(load(["experiment=digits_cpu", *paths, functions, "prepare=[]"]))
 
 
 def test_a_launcher_of_one_machine_refuses_ranks_on_others() -> None:

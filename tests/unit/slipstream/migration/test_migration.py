@@ -49,7 +49,8 @@ def translated(folder: Path, trainer: str, text: str, *, suffix: str = ".yaml") 
 
 
 def verl(folder: Path, *lines: str) -> tuple[RunConfig, Imported]:
-    return translated(folder, "verl", json.dumps(["actor_rollout_ref.rollout.n=4", *lines]))
+    shared = ["actor_rollout_ref.rollout.n=4", "actor_rollout_ref.model.path=m"]
+    return translated(folder, "verl", json.dumps([*shared, *lines]))
 
 
 @needs_bubblewrap
@@ -193,6 +194,6 @@ def test_what_is_no_file_of_settings_is_refused(tmp_path: Path, trainer: str, te
 @pytest.mark.parametrize("value", ["plain", "with space", "it's", "null", "a,b", "back\\slash", [1, "x y"], 1e-6, True])
 def test_values_are_read_as_they_were_written(value: object) -> None:
     if isinstance(value, str):
-        assert load([f"data.train={format_value(value)}"]).data.train == value
+        assert load(["model.path=m", f"data.train={format_value(value)}"]).data.train == value
     else:
         assert format_value(value) in ("[1, 'x y']", "1e-6", "true")

@@ -23,7 +23,7 @@ async def never() -> None:
 def test_an_engine_that_left_one_call_unanswered_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # Five calls of half a minute each would outlast the learner's patience with a run without weights.
     monkeypatch.setattr("slipstream.generators.engines.vllm.engine._SECOND_CHANCE_S", 0.01)
-    engine = VllmEngine(ModelConfig(path="none"), VllmEngineConfig(), seed=0)
+    engine = VllmEngine(ModelConfig(max_length=64, dtype="float32", path="none"), VllmEngineConfig(), seed=0)
 
     async def scenario() -> None:
         for limit_s in (0.02, 60.0, 60.0):
@@ -39,7 +39,13 @@ def test_an_engine_that_left_one_call_unanswered_is_not_waited_for_again(monkeyp
 
 def arguments_of(*, reads_text: bool = False, **settings: Any) -> AsyncEngineArgs:
     config = VllmEngineConfig(**settings)
-    return engine_arguments(ModelConfig(path="none"), config, seed=0, max_positions=64, reads_text=reads_text)
+    return engine_arguments(
+        ModelConfig(max_length=64, dtype="float32", path="none"),
+        config,
+        seed=0,
+        max_positions=64,
+        reads_text=reads_text,
+    )
 
 
 @pytest.mark.parametrize(
