@@ -1,6 +1,7 @@
 """PromptEncoder: converts prompts and observations to token ids, and responses to text."""
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -8,10 +9,10 @@ from transformers import AutoTokenizer
 
 from slipstream.broker.messages import Prompt
 from slipstream.configs.base import ConfigError
-from slipstream.configs.data import ModelConfig
+from slipstream.configs.data import ModelConfig, require_template_variables
 from slipstream.generators.errors import EngineError, PromptError
 from slipstream.runtime.images import PromptImage, VisionModel
-from slipstream.runtime.model_files import read_chat_template
+from slipstream.runtime.model_files import check_template_variables, read_chat_template
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
@@ -23,6 +24,7 @@ def load_tokenizer(model: ModelConfig) -> Any:
         raise EngineError(f"model.path must hold a tokenizer, got {model.path!r}: {first_line}") from error
     if template := read_chat_template(model):
         tokenizer.chat_template = template
+    check_template_variables(tokenizer, model)
     return tokenizer
 
 
@@ -35,10 +37,18 @@ _HIDDEN_NUMBER = re.compile("\ue000([0-9]+)\ue001")
 class PromptEncoder:
     """Encodes prompts and observations. Model output is never tokenized again."""
 
-    def __init__(self, tokenizer: Any, *, max_prompt_tokens: int, vision: VisionModel | None = None) -> None:
-        """`vision`: needed for prompts with images."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        max_prompt_tokens: int,
+        template_variables: Mapping[str, Any] | None = None,
+        vision: VisionModel | None = None,
+    ) -> None:
+        """`template_variables`: see `model.chat_template_kwargs`. `vision`: needed for prompts with images."""
         self.tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
+        self._variables = dict(template_variables or {})
         self._vision = vision
 
     def encode(
@@ -58,7 +68,8 @@ class PromptEncoder:
         else:
             self._require_template(f"prompt {prompt.uid} is a list of chat messages")
             # The template and the row may contain special tokens.
-            text = self._render(prompt.prompt, tools=tools, subject=f"prompt {prompt.uid}")
+            variables = self.row_variables(prompt)
+            text = self._render(prompt.prompt, tools=tools, variables=variables, subject=f"prompt {prompt.uid}")
             token_ids = self.encode_text(text, special_tokens=True)
         images: list[PromptImage] = []
         if prompt.images:
@@ -79,6 +90,19 @@ class PromptEncoder:
             )
         return token_ids, images
 
+    def row_variables(self, prompt: Prompt, *, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the row's template variables (`extra_info.chat_template_kwargs`), and `asked` over them.
+
+        Raises PromptError.
+        """
+        row = prompt.extra_info.get("chat_template_kwargs") or {}
+        try:
+            for given in (row, asked or {}):
+                require_template_variables(given, setting="chat_template_kwargs")
+        except ConfigError as error:
+            raise PromptError(f"prompt {prompt.uid}: {error}") from None
+        return {**row, **(asked or {})}
+
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
@@ -91,17 +115,24 @@ class PromptEncoder:
         # The cut may split a character.
         return text if len(token_ids) <= max_tokens else self.decode(token_ids[:max_tokens]).rstrip("\ufffd")
 
-    def encode_between_turns(self, messages: list[dict[str, Any]], *, last_token_id: int | None) -> list[int]:
+    def encode_between_turns(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        last_token_id: int | None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Encode everything between two model turns: end of the first, `messages`, header of the next.
 
         Names of special tokens in messages are plain text, so that no tool result can end or start a turn.
-        `last_token_id`: the model's last token, not repeated if it is the template's end token. Raises PromptError.
+        `last_token_id`: the model's last token, not repeated if it is the template's end token. `variables`: of the
+        template. Raises PromptError.
         """
         self._require_template("an agent answers with chat messages")
         # A marker replaces the model's turn, which the text after it does not depend on.
         opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         hidden = self._hide_names(messages)
-        text = self._render([*opening, *hidden], tools=None, subject="the messages of an agent")
+        text = self._render([*opening, *hidden], tools=None, variables=variables, subject="the messages of an agent")
         # The first marker, because a message may contain it too.
         _, mark, rest = text.partition(_MARK)
         if not mark:
@@ -109,14 +140,21 @@ class PromptEncoder:
         token_ids = self._encode_hidden(rest)
         return token_ids[1:] if token_ids[:1] == [last_token_id] else token_ids
 
-    def encode_messages(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None) -> list[int]:
+    def encode_messages(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Encode a conversation up to the header of the model's next turn, with names of special tokens as plain text.
 
         Raises PromptError.
         """
         self._require_template("an agent sends chat messages")
         hidden = self._hide_names(messages)
-        return self._encode_hidden(self._render(hidden, tools=tools, subject="the messages of an agent"))
+        text = self._render(hidden, tools=tools, variables=variables, subject="the messages of an agent")
+        return self._encode_hidden(text)
 
     def _encode_hidden(self, text: str) -> list[int]:
         token_ids = []
@@ -163,8 +201,16 @@ class PromptEncoder:
                 "use plain text in the prompt column, set model.chat_template, or use an instruction-tuned checkpoint"
             )
 
-    def _render(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None, subject: str) -> str:
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        subject: str,
+    ) -> str:
+        own = {**self._variables, **(variables or {}), "add_generation_prompt": True, "tokenize": False}
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+            return self.tokenizer.apply_chat_template(messages, tools=tools, **own)
         except Exception as error:
             raise PromptError(f"{subject} must fit the chat template: {error}") from error

@@ -302,7 +302,8 @@ class Episode:
     def observe_messages(self, messages: list[dict[str, Any]]) -> None:
         """Append chat messages with the chat template's text around them. Raises PromptError."""
         last = self.transcript.token_ids[-1] if self.turns else None
-        self._append(self._encoder.encode_between_turns(messages, last_token_id=last))
+        variables = self._encoder.row_variables(self.prompt)
+        self._append(self._encoder.encode_between_turns(messages, last_token_id=last, variables=variables))
         self.messages += messages
 
     def _append(self, token_ids: list[int]) -> None:

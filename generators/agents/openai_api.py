@@ -67,6 +67,7 @@ class ChatRequest(msgspec.Struct):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     logprobs: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class SamplingParams(msgspec.Struct):

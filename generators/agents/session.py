@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -122,10 +122,17 @@ class Session:
         return text
 
     async def chat(
-        self, messages: list[Message], *, tools: list[Message] | None, max_tokens: int | None, stop: Sequence[str]
+        self,
+        messages: list[Message],
+        *,
+        tools: list[Message] | None,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        variables: Mapping[str, Any] | None = None,
     ) -> Written:
-        """Raises NoRoomError, PromptError, EngineError."""
-        context, observed = self._continued(messages, tools)
+        """`variables`: of the chat template. Raises NoRoomError, PromptError, EngineError."""
+        variables = self._form.encoder.row_variables(self.episode.prompt, asked=variables)
+        context, observed = self._continued(messages, tools, variables)
         return await self._write(context, observed, messages=messages, max_tokens=max_tokens, stop=stop)
 
     async def complete(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> Written:
@@ -143,16 +150,19 @@ class Session:
             raise PromptError(f"token_ids must be below {self._form.vocabulary_size}, got {stranger}")
         return await self._write(context, observed, messages=[], max_tokens=max_tokens, stop=stop)
 
-    def _continued(self, messages: list[Message], tools: list[Message] | None) -> tuple[Context, list[int]]:
+    def _continued(
+        self, messages: list[Message], tools: list[Message] | None, variables: Mapping[str, Any]
+    ) -> tuple[Context, list[int]]:
         """Return a known or new context, and the tokens to add to it."""
         shared = [(context.shared_end(messages, tools), context) for context in self._contexts]
         (num_messages, num_tokens), found = max(shared, key=lambda each: each[0], default=((0, 0), None))
         rendered = [self._form.rendered(message) for message in messages[num_messages:]]
         encoder = self._form.encoder
         if found is None or not num_messages:
-            return Context(Transcript([]), tools, len(messages)), encoder.encode_messages(rendered, tools=tools)
+            opened = encoder.encode_messages(rendered, tools=tools, variables=variables)
+            return Context(Transcript([]), tools, len(messages)), opened
         tokens = found.transcript.token_ids[:num_tokens]
-        between = encoder.encode_between_turns(rendered, last_token_id=tokens[-1])
+        between = encoder.encode_between_turns(rendered, last_token_id=tokens[-1], variables=variables)
         if found.is_busy or found.ends[-1][1] != num_tokens:
             return Context(Transcript([]), tools, found.num_given), [*tokens, *between]
         return found, between

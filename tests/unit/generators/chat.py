@@ -1,4 +1,4 @@
-"""Chat templates of six forms, in the manner of six families, and a byte-level tokenizer that knows their tokens."""
+"""Chat templates in the manner of several families, and a byte-level tokenizer that knows their tokens."""
 
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
@@ -44,6 +44,20 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
         "<|im_end|>",
     ),
+    # Qwen 3: variables of the template, reasoning as a field, and reasoning kept only after the last user message
+    "qwen3": (
+        "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+        "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
+        "{% set thought = m.reasoning_content or m.content.split('</think>')[0].split('<think>')[-1].strip()"
+        " if '</think>' in m.content or m.reasoning_content else '' %}"
+        "{% if loop.index0 > ns.last and (loop.last or thought) %}<think>\n{{ thought }}\n</think>\n\n{% endif %}"
+        "{{ m.content.split('</think>')[-1].lstrip('\n') }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}",
+        "<|im_end|>",
+    ),
 }
 """Family -> template, end token of the model's turn."""
 _SPECIAL = ["<|im_start|>", "<|begin|>", "<|header|>", "<|/header|>", "<bos>", "<|turn|>", "<s>", "[INST]", "[/INST]"]
@@ -65,4 +79,6 @@ def make_chat_tokenizer(family: str) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(["the answer is\n\nwhat the tool said: 12 + 30 = 42\n"] * 8, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=end, pad_token=end)
     fast.chat_template = template
+    if family == "qwen3":
+        fast.add_tokens(["<think>", "</think>"])
     return fast

@@ -14,6 +14,7 @@ from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.generators.agents.episode import Episode
 from slipstream.generators.errors import EngineError
+from tests.builders import make_prompt
 from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
 from tests.unit.generators.chat import make_chat_tokenizer
 
@@ -104,6 +105,22 @@ def test_two_turns():
     (sample,) = Scene.scorer.samples
     assert sample.response == "42 it is"
     assert [message["role"] for message in sample.messages] == ["assistant", "user", "assistant"]
+
+
+def test_a_request_and_a_row_set_variables_of_the_template():
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        off = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+        first = (await ask(QUESTION, **off)).choices[0].message.to_dict()
+        await ask([*QUESTION, first, user("sure?")])
+        with pytest.raises(openai.BadRequestError, match="chat_template_kwargs must hold variables"):
+            await ask(QUESTION, extra_body={"chat_template_kwargs": {"chat_template": "{{ 1 }}"}})
+
+    row = {"chat_template_kwargs": {"enable_thinking": True}}
+    trajectory = talk(loop, ["42", "yes"], prompt=make_prompt(QUESTION, extra_info=row), family="qwen3")
+    tokenizer = make_chat_tokenizer("qwen3")
+    first, second = tokenizer.decode(trajectory.token_ids).split("42<|im_end|>")
+    assert first.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert second == "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>"
 
 
 def test_tokens_that_no_text_is_encoded_to_stay_as_they_were_sampled():
