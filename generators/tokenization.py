@@ -11,6 +11,7 @@ from slipstream.broker.messages import Prompt
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig, require_template_variables
 from slipstream.generators.errors import EngineError, PromptError
+from slipstream.generators.reasoning import Reasoning, find_reasoning
 from slipstream.runtime.images import PromptImage, VisionModel
 from slipstream.runtime.model_files import check_template_variables, read_chat_template
 
@@ -29,6 +30,8 @@ def load_tokenizer(model: ModelConfig) -> Any:
 
 
 _PROBE = "42"
+_HEADER_TOKENS = 16
+"""Enough for the mark and blanks that end the header of a turn."""
 _MARK = "SLIPSTREAM.TURN.OF.THE.MODEL"
 _HIDDEN = "\ue000{}\ue001"
 _HIDDEN_NUMBER = re.compile("\ue000([0-9]+)\ue001")
@@ -109,6 +112,24 @@ class PromptEncoder:
     def encode_text(self, text: str, *, special_tokens: bool = False) -> list[int]:
         """Adds no special tokens. `special_tokens`: encode their names in the text as those tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special_tokens)
+
+    @cached_property
+    def reasoning(self) -> Reasoning:
+        return find_reasoning(self.tokenizer)
+
+    def split_reasoning(self, token_ids: list[int], *, context: list[int], is_ended: bool) -> tuple[str | None, str]:
+        """Split a turn after `context` into its reasoning (None without marks) and the rest, with special tokens.
+
+        `is_ended`: the last token is the end token, which is left out.
+        """
+        header = self.tokenizer.decode(context[-_HEADER_TOKENS:], skip_special_tokens=False)
+        text = self.tokenizer.decode(token_ids[: len(token_ids) - is_ended], skip_special_tokens=False)
+        return self.reasoning.split(text, is_open=self.reasoning.is_opened_by(header))
+
+    def without_special_tokens(self, text: str) -> str:
+        for name in self._special_names:
+            text = text.replace(name, "")
+        return text
 
     def shortened(self, text: str, max_tokens: int) -> str:
         token_ids = self.encode_text(text)

@@ -27,6 +27,8 @@ class ChatForm:
         self.vocabulary_size = max(encoder.tokenizer.get_vocab().values()) + 1
         self._setting = setting
         self._format = load_format(format_name, tokenizer=encoder.tokenizer, setting=setting)
+        # Logs the choice at startup.
+        encoder.reasoning  # noqa: B018
         if self._format.is_text:
             raise ConfigError(f"{setting}.format must put calls into messages, got {format_name!r}: use hermes.")
 
@@ -41,22 +43,28 @@ class ChatForm:
             ]
         return shown
 
-    def answer(self, turn: Turn, *, has_tools: bool, stop: Sequence[str]) -> Message:
-        """Convert a turn. A malformed call stays text."""
+    def answer(self, turn: Turn, *, context: list[int], has_tools: bool, stop: Sequence[str]) -> Message:
+        """Convert a turn after `context`. A malformed call stays text."""
+        is_ended = turn.stop_reason == "stop"
+        thought, rest = self.encoder.split_reasoning(turn.token_ids, context=context, is_ended=is_ended)
+        shown: Message = {"role": "assistant"}
+        text = turn.text
+        if thought is not None and self.encoder.reasoning.is_separate:
+            text = self.encoder.without_special_tokens(rest).lstrip()
+            shown["reasoning_content"] = self.encoder.without_special_tokens(thought).strip()
         # Like other servers, omit the stop string, which stays in the context.
-        text = turn.text[: min((at for each in stop if (at := turn.text.find(each)) >= 0), default=len(turn.text))]
+        text = text[: min((at for each in stop if (at := text.find(each)) >= 0), default=len(text))]
         calls: list[ToolCall] = []
         # A truncated turn may end inside a call.
         if has_tools and turn.stop_reason != "length":
             with suppress(ToolError):
-                is_ended = turn.stop_reason == "stop"
-                calls = self._format.read(turn.token_ids, is_ended=is_ended, tokenizer=self.encoder.tokenizer)
+                calls = self._format.parse(rest)
         if not calls:
-            return {"role": "assistant", "content": text}
+            return {**shown, "content": text}
         before, mark, _ = text.partition("<tool_call>")
         called = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
         return {
-            "role": "assistant",
+            **shown,
             "content": (before.strip() if mark else "") or None,
             "tool_calls": [
                 {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function} for function in called
@@ -195,7 +203,7 @@ class Session:
             episode.metrics["observation_tokens"] += len(observed)
         transcript.add_observation(observed)
         turn = episode.record(transcript, completion)
-        message = self._form.answer(turn, has_tools=bool(context.tools), stop=stop)
+        message = self._form.answer(turn, context=prompt, has_tools=bool(context.tools), stop=stop)
         context.messages = [*messages, message]
         context.ends.append((len(context.messages), len(transcript.token_ids)))
         # The most recent conversation, for the reward function.

@@ -107,6 +107,34 @@ def test_two_turns():
     assert [message["role"] for message in sample.messages] == ["assistant", "user", "assistant"]
 
 
+@pytest.mark.parametrize("family", ["qwen3", "chatml"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_separate_where_the_model_has_marks_for_it(family: str, stream: bool):
+    thought = f"<think>\nmaybe {CALL}\n</think>\n\n"
+
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        for text, reason in (("it is 42", "stop"), ("", "tool_calls")):
+            found = await ask(QUESTION, tools=TOOLS, stream=stream)
+            choice = (await anext(aiter(found))).choices[0] if stream else found.choices[0]
+            message = choice.delta.to_dict() if stream else choice.message.to_dict()
+            assert ("tool_calls" in message) == (reason == "tool_calls")
+            if family == "qwen3":
+                assert message["reasoning_content"] == f"maybe {CALL}"
+                assert (message["content"] or "") == text
+            else:
+                assert "reasoning_content" not in message
+                assert (message["content"] or thought).startswith("<think>")
+        # With or without its reasoning, the message continues the conversation.
+        again = {"role": "assistant", "content": "it is 42", "reasoning_content": "?"} if family == "qwen3" else None
+        if again:
+            await ask([*QUESTION, again, user("sure?")], tools=TOOLS)
+
+    trajectory = talk(
+        loop, [f"{thought}it is 42", thought + CALL, "yes"][: 3 if family == "qwen3" else 2], family=family
+    )
+    assert len(trajectory.context_starts) == 1
+
+
 def test_a_request_and_a_row_set_variables_of_the_template():
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
         off = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}

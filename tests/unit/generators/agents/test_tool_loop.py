@@ -154,6 +154,24 @@ def test_calls_may_be_marked_by_special_tokens(monkeypatch: pytest.MonkeyPatch):
     assert trajectory.metrics["tool_failures"] == 0
 
 
+@pytest.mark.parametrize("format_name", ["hermes", "json", "react", "vllm:hermes"])
+@pytest.mark.parametrize("family", ["qwen3", "chatml"])
+def test_a_call_inside_the_reasoning_is_not_executed(format_name: str, family: str):
+    if format_name == "vllm:hermes":
+        pytest.importorskip("vllm")
+    calls = {
+        "json": '{"name": "calculator", "arguments": {"expression": "12 + 30"}}',
+        "react": "Action: calculator\nAction Input: 12 + 30",
+    }
+    said = calls.get(format_name, CALL)
+    agent = {"kind": "tools", "tools": ["calculator"], "format": format_name}
+    thought = f"<think>\nI could write\n{said}\n</think>\n\n"
+    prompt = make_prompt(QUESTION if format_name != "react" else "what is 12 + 30?")
+    for text, count in ((thought + "it is 42", 0), (thought + said, 1), (f"<think>{said}", 0)):
+        trajectory = play(agent, [text, "42"], prompt=prompt, family=family)
+        assert trajectory.metrics["tool_calls"] == count, text
+
+
 @pytest.mark.parametrize(
     ("settings", "question", "call", "stop", "text"),
     [
