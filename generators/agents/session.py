@@ -203,6 +203,7 @@ class Session:
             episode.metrics["observation_tokens"] += len(observed)
         transcript.add_observation(observed)
         turn = episode.record(transcript, completion)
+        stop = [*stop, *(each for each in episode.stop if isinstance(each, str))]
         message = self._form.answer(turn, context=prompt, has_tools=bool(context.tools), stop=stop)
         context.messages = [*messages, message]
         context.ends.append((len(context.messages), len(transcript.token_ids)))
