@@ -1,5 +1,6 @@
 """Reasoning of a turn, between marks such as `<think>` and `</think>`, which holds no tool calls."""
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import structlog
@@ -48,6 +49,7 @@ class Reasoning(NamedTuple):
         return "".join(thought for thought, _, _ in parts), before + "".join(rest for _, _, rest in parts)
 
 
+@lru_cache(maxsize=2)
 def find_reasoning(tokenizer: Any) -> Reasoning:
     """Choose the marks that the vocabulary or the chat template has, else `<think>`, and log them."""
     unknown = (None, getattr(tokenizer, "unk_token_id", None))

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 import structlog
 
-from slipstream.generators.reasoning import Reasoning, find_reasoning
 from slipstream.generators.tokenization import PromptEncoder
+from slipstream.runtime.reasoning import Reasoning, find_reasoning
 from tests.unit.generators.chat import make_chat_tokenizer
 
 THINK = Reasoning("<think>", "</think>", "vocabulary")
