@@ -201,8 +201,17 @@ class PromptEncoder:
         return {key: self._hide_names(item) for key, item in value.items()} if isinstance(value, dict) else value
 
     def result_role(self, *, setting: str) -> str:
-        """Role for tool results: `tool`, or `user` if the template does not support it. Raises ConfigError."""
+        """Role for tool results: `tool`, or `user` if the template does not support it.
+
+        Raises ConfigError, also for a template that shows results only after `tool_calls`, which turns here don't have.
+        """
         for role in ("tool", "user"):
+            if role == "user" and self._shows_results_of_calls():
+                reason = (
+                    "the template shows results only after a message with `tool_calls` (as those of gpt-oss and "
+                    "Gemma 4 do), while the model's turns here stay text"
+                )
+                break
             try:
                 shown = self.encode_between_turns([{"role": role, "content": _PROBE}], last_token_id=None)
             except PromptError as error:
@@ -214,6 +223,19 @@ class PromptEncoder:
         raise ConfigError(
             f"{setting}.format must fit the tokenizer's chat template, or be `react`, which needs none, but {reason}."
         )
+
+    def _shows_results_of_calls(self) -> bool:
+        call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
+        result = {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": _PROBE}
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            result,
+        ]
+        try:
+            return _PROBE in self._render(messages, tools=None, variables=None, subject="a tool result")
+        except PromptError:
+            return False
 
     def _require_template(self, reason: str) -> None:
         if not self.tokenizer.chat_template:

@@ -73,7 +73,10 @@ class ChatForm:
 
     @cached_property
     def _result_role(self) -> str:
-        return self.encoder.result_role(setting=self._setting)
+        try:
+            return self.encoder.result_role(setting=self._setting)
+        except ConfigError as error:
+            raise PromptError(str(error)) from None
 
 
 class Written(NamedTuple):

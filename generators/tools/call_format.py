@@ -86,14 +86,16 @@ def _vllm_parser(name: str, *, tokenizer: Any, setting: str) -> Callable[[str], 
     # Local import, because it takes seconds.
     from vllm.tool_parsers import ToolParserManager
 
+    # The parsers read only these attributes.
+    request = SimpleNamespace(tools=None, tool_choice="auto", skip_special_tokens=False)
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+        # Some are stubs.
+        parser.extract_tool_calls("", request)
     except Exception as error:
         raise ConfigError(
             f"{setting}.format must name a vLLM tool parser that fits the tokenizer, got {name!r}: {error}."
         ) from error
-    # The parsers read only these attributes.
-    request = SimpleNamespace(tools=None, tool_choice="auto", skip_special_tokens=False)
 
     def parse(text: str) -> list[ToolCall]:
         found = parser.extract_tool_calls(text, request)

@@ -44,6 +44,25 @@ TEMPLATES = {
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
         "<|im_end|>",
     ),
+    # gpt-oss: a result needs the call before it
+    "gpt-oss": (
+        "{% for m in messages %}{% if m.role == 'tool' %}{% if not messages[loop.index0 - 1].tool_calls %}"
+        "{{ raise_exception('no previous assistant message with a tool call') }}{% endif %}"
+        "<|header|>{{ messages[loop.index0 - 1].tool_calls[0].function.name }}<|/header|>"
+        "{{ m.content | tojson }}<|eot|>"
+        "{% else %}<|header|>{{ m.role }}<|/header|>{{ m.content }}<|eot|>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|header|>assistant<|/header|>{% endif %}",
+        "<|eot|>",
+    ),
+    # Gemma 4: results are part of the turn that calls, and are left out without it
+    "gemma4": (
+        "<bos>{% for m in messages %}{% if m.role != 'tool' %}<|turn|>"
+        "{{ 'model' if m.role == 'assistant' else m.role }}\n"
+        "{% if m.tool_calls %}{% for r in messages if r.role == 'tool' %}[RESULT]{{ r.content }}[/RESULT]{% endfor %}"
+        "{% endif %}{{ m.content | trim }}<|/turn|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<|turn|>model\n{% endif %}",
+        "<|/turn|>",
+    ),
     # Qwen 3: variables of the template, reasoning as a field, and reasoning kept only after the last user message
     "qwen3": (
         "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"

@@ -53,7 +53,7 @@ def test_dialogues_are_the_tokens_of_the_template_around_the_tokens_of_the_model
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)
     rng = random.Random(family)
     end_id = tokenizer.convert_tokens_to_ids(end)
-    roles = ["user"] if family == "gemma" else ["user", "tool"]
+    roles = ["user"] if family in ("gemma", "gpt-oss", "gemma4") else ["user", "tool"]
     for _ in range(NUM_DIALOGUES):
         messages = [{"role": "user", "content": a_text(rng)}]
         token_ids, _ = encoder.encode(make_prompt(messages))
@@ -69,7 +69,7 @@ def test_dialogues_are_the_tokens_of_the_template_around_the_tokens_of_the_model
             token_ids += encoder.encode_between_turns(results, last_token_id=token_ids[-1])
         for start, own in turns:
             assert token_ids[start : start + len(own)] == own
-        if family not in ("llama", "gemma", "thinking", "qwen3") and "\ufffd" not in str(messages):
+        if family not in ("llama", "gemma", "gemma4", "thinking", "qwen3") and "\ufffd" not in str(messages):
             rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             assert tokenizer.decode(token_ids) == rendered
 
@@ -94,6 +94,19 @@ def test_messages_that_the_template_does_not_take_are_an_error(template: str | N
     )
     with pytest.raises(PromptError, match=complaint):
         encode(make_prompt([{"role": "user", "content": "1"}]))
+
+
+@pytest.mark.parametrize(
+    ("family", "role"),
+    [("chatml", "tool"), ("qwen3", "tool"), ("mistral", "tool"), ("gemma", "user"), ("gpt-oss", ""), ("gemma4", "")],
+)
+def test_results_have_the_role_of_the_template_or_are_refused(family: str, role: str):
+    encoder = PromptEncoder(make_chat_tokenizer(family), max_prompt_tokens=100)
+    if role:
+        assert encoder.result_role(setting="generators.agent") == role
+    else:
+        with pytest.raises(ConfigError, match=r"generators.agent.format must fit .* only after a message with `tool_c"):
+            encoder.result_role(setting="generators.agent")
 
 
 def test_a_turn_without_its_end_token_is_ended():

@@ -135,6 +135,15 @@ def test_reasoning_is_separate_where_the_model_has_marks_for_it(family: str, str
     assert len(trajectory.context_starts) == 1
 
 
+def test_a_result_that_the_template_would_not_show_is_refused():
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        first = (await ask(QUESTION, tools=TOOLS)).choices[0].message.to_dict()
+        with pytest.raises(openai.BadRequestError, match="only after a message with `tool_calls`"):
+            await ask([*QUESTION, first, {"role": "tool", "content": "42"}], tools=TOOLS)
+
+    talk(loop, [CALL], family="gpt-oss")
+
+
 def test_a_request_and_a_row_set_variables_of_the_template():
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
         off = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}

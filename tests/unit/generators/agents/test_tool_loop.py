@@ -196,6 +196,16 @@ def test_tools_need_no_template_for_results(settings: dict, question: Any, call:
     assert seen[0].tokenizer.decode(trajectory.token_ids).endswith(text)
 
 
+def test_a_template_that_shows_results_only_after_tool_calls_takes_no_tools():
+    for family in ("gpt-oss", "gemma4"):
+        with pytest.raises(ConfigError, match="only after a message with `tool_calls`"):
+            play({"kind": "tools", "tools": ["calculator"]}, [], family=family)
+        asked = make_prompt("what is 12 + 30?")
+        agent = {"kind": "tools", "tools": ["calculator"], "format": "react"}
+        said = "Action: calculator\nAction Input: 12 + 30\nObservation:"
+        assert play(agent, [said, "42"], prompt=asked, family=family).metrics["tool_calls"] == 1
+
+
 def test_limits_of_calls_turns_and_tokens():
     agent = {"kind": "tools", "tools": [{"function": "calculator", "max_calls": 1}], "max_turns": 3}
     trajectory = play(agent, [CALL, CALL, CALL])
@@ -257,3 +267,9 @@ def test_parsers_of_vllms_read_calls(name: str, text: str):
     vllm_format = call_format.load_format(f"vllm:{name}", tokenizer=tokenizer, setting="generators.agent")
     assert vllm_format.parse(text) == [ToolCall("calculator", {"expression": "3 + 4"})]
     assert vllm_format.parse("Seven, without any call.") == []
+
+
+@pytest.mark.slow
+def test_a_parser_of_vllms_without_content_is_refused():
+    with pytest.raises(ConfigError, match=r"agent.format must name a vLLM tool parser .* got 'openai': .* is a stub"):
+        call_format.load_format("vllm:openai", tokenizer=make_chat_tokenizer("chatml"), setting="generators.agent")
