@@ -24,7 +24,7 @@ class Reasoning(NamedTuple):
     start: str
     end: str
     source: str
-    """Where the marks were found: `vocabulary`, `chat template`, or `default`."""
+    """Origin of the marks: `vocabulary`, `chat template`, or `default`."""
 
     @property
     def is_separate(self) -> bool:
