@@ -58,6 +58,7 @@ def chat_renderer(model: ModelConfig) -> Callable[[Any], str]:
     template, settings = find_template(model), read_json(model.path, "tokenizer_config.json")
     found = {key: value for key, value in settings.items() if key.endswith("_token")}
     tokens = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
+    tokens |= model.chat_template_kwargs
 
     def render(messages: Any) -> str:
         try:

@@ -332,7 +332,13 @@ def _check_plain(trajectory: Trajectory) -> None:
     for number in (sampling.top_k, sampling.max_tokens, sampling.seed, trajectory.num_turns):
         if not -_INT64 <= number < _INT64:
             raise RecordRefusedError("large_number", f"numbers must fit into signed 64 bits, got {number}")
-    seconds = (trajectory.started_at, trajectory.finished_at, sampling.temperature, sampling.top_p)
+    seconds = (
+        trajectory.started_at,
+        trajectory.finished_at,
+        sampling.temperature,
+        sampling.top_p,
+        sampling.min_p or 0.0,
+    )
     if not all(map(math.isfinite, seconds)):
         raise RecordRefusedError("nonfinite_number", f"times and sampling must be finite, got {seconds}")
     if trajectory.extras and not _is_plain(trajectory.extras):

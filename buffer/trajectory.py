@@ -93,7 +93,7 @@ class Media(Record):
     num_tokens: int
 
 
-class Sampling(Record):
+class Sampling(Record, omit_defaults=True):
     """Sampling parameters of a response.
 
     Example: Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=16, seed=77)
@@ -108,6 +108,10 @@ class Sampling(Record):
     max_tokens: int
     seed: int
     """Seed of this request only."""
+    min_p: float | None = None
+    """Least probability as a fraction of the likeliest token's; None = off."""
+    ignore_eos: bool = False
+    """Whether end tokens don't end the response."""
 
 
 class TrajectoryHeader(Record):

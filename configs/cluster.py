@@ -138,6 +138,10 @@ class ClusterConfig(Config):
             f"generators.sampling.temperature={own.temperature:g}": own.temperature != 1,
             f"generators.sampling.top_p={own.top_p:g}": own.top_p != 1,
             f"generators.sampling.top_k={own.top_k}": own.top_k > 0,
+            f"generators.sampling.min_p={own.min_p:g}": own.min_p > 0,
+            "generators.sampling.stop, stop_token_ids, or ignore_eos": bool(
+                own.stop or own.stop_token_ids or own.ignore_eos
+            ),
             f"generators.baseline={generators.baseline}": generators.has_baseline,
             "an agent that is not single_turn": not all(isinstance(agent, SingleTurnConfig) for agent in agents),
             "model.router_replay=true": router_replay,

@@ -1,10 +1,11 @@
 """Settings of model, prompts, demonstrations, and stored rollouts."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, Positive, Share, require, require_folder
+from slipstream.configs.base import Config, ConfigError, Positive, Share, require, require_folder
 from slipstream.configs.generators import RewardConfig
 
 
@@ -22,6 +23,20 @@ class LoraConfig(Config):
     except the head and a mixture's experts."""
 
 
+_RENDERING = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "messages",
+    "return_dict", "tokenize", "tools",
+}  # fmt: skip
+
+
+def require_template_variables(given: Any, *, setting: str) -> None:
+    """Raise ConfigError unless `given` is a record without the names that rendering itself sets."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{setting} must be a record of template variables, got {str(given)[:60]!r}.")
+    if reserved := sorted(_RENDERING & set(given)):
+        raise ConfigError(f"{setting} must hold variables of the template only, got {reserved[0]!r}: remove it.")
+
+
 class ModelConfig(Config):
     """The policy: a transformers checkpoint."""
 
@@ -35,6 +50,9 @@ class ModelConfig(Config):
     chat_template: str = ""
     """Jinja template file for chat messages, needed on every machine, copied into the final model; empty = the
     tokenizer's."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as `{enable_thinking: false}` for Qwen3; a row's `chat_template_kwargs` adds
+    to them."""
     trust_remote_code: bool = False
     """Whether code from the checkpoint may run."""
     freeze_vision: bool = False
@@ -47,6 +65,9 @@ class ModelConfig(Config):
     router_aux_loss: Annotated[float, Meta(ge=0)] | Literal["checkpoint"] = 0.0
     """Coefficient of the load-balancing loss of a mixture of experts; `checkpoint` = `router_aux_loss_coef` from its
     config; 0 = off."""
+
+    def __post_init__(self) -> None:
+        require_template_variables(self.chat_template_kwargs, setting="model.chat_template_kwargs")
 
 
 class ReplayConfig(Config):

@@ -37,8 +37,22 @@ class SamplingConfig(Config):
     """Probability mass of nucleus sampling; 1 = all tokens."""
     top_k: Annotated[int, Meta(ge=-1)] = -1
     """Number of most likely tokens to sample from; -1 = all."""
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Least probability of a token, as a fraction of the likeliest token's; 0 = all tokens. Evaluations use it too."""
     max_tokens: Annotated[int, Meta(ge=1)] = 1024
     """Maximum tokens that the model writes in an answer, over all turns."""
+    stop: list[Annotated[str, Meta(min_length=1)]] = []
+    """Texts that end a turn, with the token that completes one; kept in the answer."""
+    stop_token_ids: list[Annotated[int, Meta(ge=0)]] = []
+    """Tokens that end a turn, in addition to the end tokens of tokenizer and generation config; kept in the answer."""
+    ignore_eos: bool = False
+    """Whether answers continue after an end token, for measurements."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens are never sampled, so that log-probabilities are of another distribution than the
+        learner's."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
 class RewardFunctionConfig(Config):
@@ -365,7 +379,7 @@ class GeneratorsConfig(Config):
 
     @property
     def reads_text(self) -> bool:
-        return any(agent.reads_text for agent in (self.agent, *self.agents.values()))
+        return bool(self.sampling.stop) or any(agent.reads_text for agent in (self.agent, *self.agents.values()))
 
     @property
     def executed(self) -> set[str]:

@@ -265,11 +265,17 @@ PEER_NAMES = {
 """Other trainers' names, as ends of dotted keys -> trainer, our key or group."""
 
 
+_PENALTY = "the learner could not compute the probabilities that tokens were sampled with; give the reward a penalty"
+_UNSUPPORTED = dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _PENALTY)
+
+
 def unknown_key(key: str) -> str:
     """Error message for `key`, with the key meant, the variants that have it, or its siblings."""
     owners = {setting.variant for setting in settings() if setting.key == key}
     if owners:
         return f"unknown key {key}: it belongs to {' and '.join(sorted(owners))}."
+    if (name := key.rpartition(".")[2]) in _UNSUPPORTED:
+        return f"unknown key {key}: {name} is not supported, because {_UNSUPPORTED[name]}."
     if name := _peer_name(key):
         trainer, ours = PEER_NAMES[name]
         return f"unknown key {key}: {name} is {trainer} name; here it is {ours}."

@@ -78,7 +78,12 @@ def assemble(
     pool = RewardPool(run.generators.reward)
     trace = Trace(member.peer_id, RunFolder(run).profile)
     vision = VisionModel(run.model.path)
-    encoder = PromptEncoder(tokenizer, max_prompt_tokens=run.data.max_prompt_tokens, vision=vision)
+    encoder = PromptEncoder(
+        tokenizer,
+        max_prompt_tokens=run.data.max_prompt_tokens,
+        template_variables=run.model.chat_template_kwargs,
+        vision=vision,
+    )
     agent: Agent = AgentRunner(
         run=run,
         engine=engine,

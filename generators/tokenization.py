@@ -1,6 +1,7 @@
 """PromptEncoder: converts prompts and observations to token ids, and responses to text."""
 
 import re
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -8,10 +9,11 @@ from transformers import AutoTokenizer
 
 from slipstream.broker.messages import Prompt
 from slipstream.configs.base import ConfigError
-from slipstream.configs.data import ModelConfig
+from slipstream.configs.data import ModelConfig, require_template_variables
 from slipstream.generators.errors import EngineError, PromptError
 from slipstream.runtime.images import PromptImage, VisionModel
-from slipstream.runtime.model_files import read_chat_template
+from slipstream.runtime.model_files import check_template_variables, read_chat_template
+from slipstream.runtime.reasoning import Reasoning, find_reasoning
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
@@ -23,10 +25,13 @@ def load_tokenizer(model: ModelConfig) -> Any:
         raise EngineError(f"model.path must hold a tokenizer, got {model.path!r}: {first_line}") from error
     if template := read_chat_template(model):
         tokenizer.chat_template = template
+    check_template_variables(tokenizer, model)
     return tokenizer
 
 
 _PROBE = "42"
+_HEADER_TOKENS = 16
+"""Enough for the mark and blanks that end the header of a turn."""
 _MARK = "SLIPSTREAM.TURN.OF.THE.MODEL"
 _HIDDEN = "\ue000{}\ue001"
 _HIDDEN_NUMBER = re.compile("\ue000([0-9]+)\ue001")
@@ -35,10 +40,18 @@ _HIDDEN_NUMBER = re.compile("\ue000([0-9]+)\ue001")
 class PromptEncoder:
     """Encodes prompts and observations. Model output is never tokenized again."""
 
-    def __init__(self, tokenizer: Any, *, max_prompt_tokens: int, vision: VisionModel | None = None) -> None:
-        """`vision`: needed for prompts with images."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        max_prompt_tokens: int,
+        template_variables: Mapping[str, Any] | None = None,
+        vision: VisionModel | None = None,
+    ) -> None:
+        """`template_variables`: see `model.chat_template_kwargs`. `vision`: needed for prompts with images."""
         self.tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
+        self._variables = dict(template_variables or {})
         self._vision = vision
 
     def encode(
@@ -58,7 +71,8 @@ class PromptEncoder:
         else:
             self._require_template(f"prompt {prompt.uid} is a list of chat messages")
             # The template and the row may contain special tokens.
-            text = self._render(prompt.prompt, tools=tools, subject=f"prompt {prompt.uid}")
+            variables = self.row_variables(prompt)
+            text = self._render(prompt.prompt, tools=tools, variables=variables, subject=f"prompt {prompt.uid}")
             token_ids = self.encode_text(text, special_tokens=True)
         images: list[PromptImage] = []
         if prompt.images:
@@ -79,6 +93,19 @@ class PromptEncoder:
             )
         return token_ids, images
 
+    def row_variables(self, prompt: Prompt, *, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the row's template variables (`extra_info.chat_template_kwargs`), and `asked` over them.
+
+        Raises PromptError.
+        """
+        row = prompt.extra_info.get("chat_template_kwargs") or {}
+        try:
+            for given in (row, asked or {}):
+                require_template_variables(given, setting="chat_template_kwargs")
+        except ConfigError as error:
+            raise PromptError(f"prompt {prompt.uid}: {error}") from None
+        return {**row, **(asked or {})}
+
     def decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
@@ -86,22 +113,47 @@ class PromptEncoder:
         """Adds no special tokens. `special_tokens`: encode their names in the text as those tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special_tokens)
 
+    @cached_property
+    def reasoning(self) -> Reasoning:
+        return find_reasoning(self.tokenizer)
+
+    def split_reasoning(self, token_ids: list[int], *, context: list[int], is_ended: bool) -> tuple[str | None, str]:
+        """Split a turn after `context` into its reasoning (None without marks) and the rest, with special tokens.
+
+        `is_ended`: the last token is the end token, which is left out.
+        """
+        header = self.tokenizer.decode(context[-_HEADER_TOKENS:], skip_special_tokens=False)
+        text = self.tokenizer.decode(token_ids[: len(token_ids) - is_ended], skip_special_tokens=False)
+        return self.reasoning.split(text, is_open=self.reasoning.is_opened_by(header))
+
+    def without_special_tokens(self, text: str) -> str:
+        for name in self._special_names:
+            text = text.replace(name, "")
+        return text
+
     def shortened(self, text: str, max_tokens: int) -> str:
         token_ids = self.encode_text(text)
         # The cut may split a character.
         return text if len(token_ids) <= max_tokens else self.decode(token_ids[:max_tokens]).rstrip("\ufffd")
 
-    def encode_between_turns(self, messages: list[dict[str, Any]], *, last_token_id: int | None) -> list[int]:
+    def encode_between_turns(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        last_token_id: int | None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Encode everything between two model turns: end of the first, `messages`, header of the next.
 
         Names of special tokens in messages are plain text, so that no tool result can end or start a turn.
-        `last_token_id`: the model's last token, not repeated if it is the template's end token. Raises PromptError.
+        `last_token_id`: the model's last token, not repeated if it is the template's end token. `variables`: of the
+        template. Raises PromptError.
         """
         self._require_template("an agent answers with chat messages")
         # A marker replaces the model's turn, which the text after it does not depend on.
         opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         hidden = self._hide_names(messages)
-        text = self._render([*opening, *hidden], tools=None, subject="the messages of an agent")
+        text = self._render([*opening, *hidden], tools=None, variables=variables, subject="the messages of an agent")
         # The first marker, because a message may contain it too.
         _, mark, rest = text.partition(_MARK)
         if not mark:
@@ -109,14 +161,21 @@ class PromptEncoder:
         token_ids = self._encode_hidden(rest)
         return token_ids[1:] if token_ids[:1] == [last_token_id] else token_ids
 
-    def encode_messages(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None) -> list[int]:
+    def encode_messages(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
         """Encode a conversation up to the header of the model's next turn, with names of special tokens as plain text.
 
         Raises PromptError.
         """
         self._require_template("an agent sends chat messages")
         hidden = self._hide_names(messages)
-        return self._encode_hidden(self._render(hidden, tools=tools, subject="the messages of an agent"))
+        text = self._render(hidden, tools=tools, variables=variables, subject="the messages of an agent")
+        return self._encode_hidden(text)
 
     def _encode_hidden(self, text: str) -> list[int]:
         token_ids = []
@@ -142,8 +201,17 @@ class PromptEncoder:
         return {key: self._hide_names(item) for key, item in value.items()} if isinstance(value, dict) else value
 
     def result_role(self, *, setting: str) -> str:
-        """Role for tool results: `tool`, or `user` if the template does not support it. Raises ConfigError."""
+        """Role for tool results: `tool`, or `user` if the template does not support it.
+
+        Raises ConfigError, also for a template that shows results only after `tool_calls`, which turns here don't have.
+        """
         for role in ("tool", "user"):
+            if role == "user" and self._shows_results_of_calls():
+                reason = (
+                    "the template shows results only after a message with `tool_calls` (as those of gpt-oss and "
+                    "Gemma 4 do), while the model's turns here stay text"
+                )
+                break
             try:
                 shown = self.encode_between_turns([{"role": role, "content": _PROBE}], last_token_id=None)
             except PromptError as error:
@@ -156,6 +224,19 @@ class PromptEncoder:
             f"{setting}.format must fit the tokenizer's chat template, or be `react`, which needs none, but {reason}."
         )
 
+    def _shows_results_of_calls(self) -> bool:
+        call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
+        result = {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": _PROBE}
+        messages = [
+            {"role": "user", "content": "?"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            result,
+        ]
+        try:
+            return _PROBE in self._render(messages, tools=None, variables=None, subject="a tool result")
+        except PromptError:
+            return False
+
     def _require_template(self, reason: str) -> None:
         if not self.tokenizer.chat_template:
             raise PromptError(
@@ -163,8 +244,16 @@ class PromptEncoder:
                 "use plain text in the prompt column, set model.chat_template, or use an instruction-tuned checkpoint"
             )
 
-    def _render(self, messages: list[dict[str, Any]], *, tools: list[dict[str, Any]] | None, subject: str) -> str:
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        subject: str,
+    ) -> str:
+        own = {**self._variables, **(variables or {}), "add_generation_prompt": True, "tokenize": False}
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+            return self.tokenizer.apply_chat_template(messages, tools=tools, **own)
         except Exception as error:
             raise PromptError(f"{subject} must fit the chat template: {error}") from error

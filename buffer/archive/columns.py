@@ -33,6 +33,9 @@ _SAMPLING = pa.struct(
         "top_k": pa.int64(),
         "max_tokens": pa.int64(),
         "seed": pa.int64(),
+        # Absent from older archives.
+        "min_p": pa.float64(),
+        "ignore_eos": pa.bool_(),
     }
 )
 _ARRAY = pa.struct({"dtype": pa.string(), "shape": pa.list_(pa.int64()), "data": pa.binary()})
@@ -209,7 +212,7 @@ def _stored(row: dict[str, Any], arrays: dict[str, Any]) -> StoredTrajectory:
         **arrays,
         version_spans=[VersionSpan(**span) for span in row["version_spans"]],
         reward=reward,
-        sampling=Sampling(**row["sampling"]),
+        sampling=Sampling(**{name: value for name, value in row["sampling"].items() if value is not None}),
         extras=msgspec.msgpack.decode(row["extras"]),
         context_starts=row.get("context_starts") or [],
         arrays={name: from_wire(**array) for name, array in row.get("arrays") or ()},

@@ -152,7 +152,7 @@ class Turn(Record):
     token_ids: list[int]
     """Includes the end token."""
     stop_reason: str
-    """`stop` (end token) | `stop_string` | `length` | `context_overflow`."""
+    """`stop` (end token) | `stop_string` (also a stop token) | `length` | `context_overflow`."""
 
 
 class Access(Protocol):
@@ -190,15 +190,18 @@ class Episode:
         encoder: PromptEncoder,
         request_id: str,
         seed_of: Callable[[int], int],
+        stop: Sequence[str | int] = (),
         images: Sequence[PromptImage] = (),
     ) -> None:
-        """`max_length`: limit on prompt plus answer, tokens. `seed_of`: request number, from 0 -> seed. `images`: the
-        prompt's images, which only the context of `generate` contains."""
+        """`max_length`: limit on prompt plus answer, tokens. `seed_of`: request number, from 0 -> seed. `stop`: texts
+        and token ids that end every turn. `images`: the prompt's images, which only the context of `generate` contains.
+        """
         self.id = request_id
         """Unique within the run."""
         self.prompt = prompt
         """Dataset row: `prompt`, `ground_truth`, `data_source`, `extra_info`."""
         self.images = images
+        self.stop = stop
         self.sampling = sampling
         """Sampling of the first turn. Later turns get the remaining `max_tokens` and another seed."""
         self.contexts = [Transcript(prompt_token_ids)]
@@ -273,9 +276,9 @@ class Episode:
         request_id = f"{self.id}-turn-{number}" if number else self.id
         shown: dict[str, Any] = {"images": images} if images else {}
         # vLLM rejects empty stop strings.
-        stop = tuple(text for text in stop if text)
+        ends = (*self.stop, *(text for text in stop if text))
         try:
-            return await self._engine.generate(token_ids, sampling, request_id=request_id, stop=stop, **shown)
+            return await self._engine.generate(token_ids, sampling, request_id=request_id, stop=ends, **shown)
         except GeneratorError as error:
             self.fault = error
             raise
@@ -302,7 +305,8 @@ class Episode:
     def observe_messages(self, messages: list[dict[str, Any]]) -> None:
         """Append chat messages with the chat template's text around them. Raises PromptError."""
         last = self.transcript.token_ids[-1] if self.turns else None
-        self._append(self._encoder.encode_between_turns(messages, last_token_id=last))
+        variables = self._encoder.row_variables(self.prompt)
+        self._append(self._encoder.encode_between_turns(messages, last_token_id=last, variables=variables))
         self.messages += messages
 
     def _append(self, token_ids: list[int]) -> None:

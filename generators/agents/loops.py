@@ -43,7 +43,10 @@ class ToolLoop:
         self._config = config
         self._tools = load_tools(config.tools, setting=setting)
         self._format = load_format(config.format, tokenizer=encoder.tokenizer, setting=setting)
-        self._tokenizer = encoder.tokenizer
+        self._encoder = encoder
+        if self._tools:
+            # Logs the choice at startup.
+            encoder.reasoning  # noqa: B018
         is_text = self._format.is_text or not self._tools
         self._role = "" if is_text else encoder.result_role(setting=setting)
 
@@ -74,7 +77,7 @@ class ToolLoop:
             # A truncated turn may end inside a call, so it gets no reply.
             if turn.stop_reason in ("length", "context_overflow"):
                 return
-            calls = self._calls(turn) if self._tools else []
+            calls = self._calls(turn, episode) if self._tools else []
             text = None if calls else await answer(episode)
             if not calls and text is None:
                 return
@@ -92,10 +95,12 @@ class ToolLoop:
             else:
                 episode.observe_messages([{"role": "user", "content": text}])
 
-    def _calls(self, turn: Turn) -> list[ToolCall | ToolError]:
+    def _calls(self, turn: Turn, episode: Episode) -> list[ToolCall | ToolError]:
+        before = episode.transcript.token_ids[: -len(turn.token_ids)]
         is_ended = turn.stop_reason == "stop"
+        _, text = self._encoder.split_reasoning(turn.token_ids, context=before, is_ended=is_ended)
         try:
-            return [*self._format.read(turn.token_ids, is_ended=is_ended, tokenizer=self._tokenizer)]
+            return [*self._format.parse(text)]
         except ToolError as error:
             return [error]
 

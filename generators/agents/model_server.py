@@ -194,7 +194,9 @@ class ModelServer:
         tools = None if asked.tool_choice == "none" else asked.tools or None
         written = await self._write(
             access, request, body,
-            lambda: access.session.chat(asked.messages, tools=tools, max_tokens=most, stop=stop),
+            lambda: access.session.chat(
+                asked.messages, tools=tools, max_tokens=most, stop=stop, variables=asked.chat_template_kwargs
+            ),
         )  # fmt: skip
         answer = self._chat_answer(asked, written, access)
         if not asked.stream:

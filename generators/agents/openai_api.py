@@ -15,6 +15,11 @@ _UNSUPPORTED = {
     "logit_bias": (None, {}),
     "presence_penalty": (None, 0),
     "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_tokens": (None, 0),
+    "stop_token_ids": (None, []),
+    "ignore_eos": (None, False),
+    "bad_words": (None, []),
 }
 """Request fields that would change sampling -> accepted values, without effect."""
 
@@ -67,6 +72,7 @@ class ChatRequest(msgspec.Struct):
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     logprobs: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class SamplingParams(msgspec.Struct):

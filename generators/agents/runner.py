@@ -242,6 +242,7 @@ class AgentRunner:
             prompt_token_ids=token_ids,
             images=images,
             sampling=self._sampling(prompt.lease, index),
+            stop=[*self._run.generators.sampling.stop, *self._run.generators.sampling.stop_token_ids],
             max_length=self._run.model.max_length,
             engine=self._engine,
             encoder=self._encoder,
@@ -290,7 +291,7 @@ class AgentRunner:
         training = self._run.generators.sampling
         # Evaluations have a separate temperature, so that accuracies are comparable between runs.
         config = training if lease.purpose == "train" else self._run.data.heldout_set(lease.purpose) or training
-        # ReMax: the last member of a training group is the greedy baseline, decoded without top-p or top-k.
+        # ReMax: the last member of a training group is the greedy baseline, decoded without filters.
         is_baseline = lease.purpose == "train" and index >= self._run.generators.group_size
         return Sampling(
             temperature=0.0 if is_baseline else config.temperature,
@@ -298,6 +299,8 @@ class AgentRunner:
             top_k=-1 if is_baseline else training.top_k if config.top_k is None else config.top_k,
             max_tokens=config.max_tokens or training.max_tokens,
             seed=self._seed(lease, index),
+            min_p=None if is_baseline else training.min_p or None,
+            ignore_eos=training.ignore_eos,
         )
 
     def _seed(self, lease: Lease, index: int, turn: int = 0) -> int:

@@ -2,7 +2,7 @@
 
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -27,6 +27,8 @@ class ChatForm:
         self.vocabulary_size = max(encoder.tokenizer.get_vocab().values()) + 1
         self._setting = setting
         self._format = load_format(format_name, tokenizer=encoder.tokenizer, setting=setting)
+        # Logs the choice at startup.
+        encoder.reasoning  # noqa: B018
         if self._format.is_text:
             raise ConfigError(f"{setting}.format must put calls into messages, got {format_name!r}: use hermes.")
 
@@ -41,22 +43,28 @@ class ChatForm:
             ]
         return shown
 
-    def answer(self, turn: Turn, *, has_tools: bool, stop: Sequence[str]) -> Message:
-        """Convert a turn. A malformed call stays text."""
+    def answer(self, turn: Turn, *, context: list[int], has_tools: bool, stop: Sequence[str]) -> Message:
+        """Convert a turn after `context`. A malformed call stays text."""
+        is_ended = turn.stop_reason == "stop"
+        thought, rest = self.encoder.split_reasoning(turn.token_ids, context=context, is_ended=is_ended)
+        shown: Message = {"role": "assistant"}
+        text = turn.text
+        if thought is not None and self.encoder.reasoning.is_separate:
+            text = self.encoder.without_special_tokens(rest).lstrip()
+            shown["reasoning_content"] = self.encoder.without_special_tokens(thought).strip()
         # Like other servers, omit the stop string, which stays in the context.
-        text = turn.text[: min((at for each in stop if (at := turn.text.find(each)) >= 0), default=len(turn.text))]
+        text = text[: min((at for each in stop if (at := text.find(each)) >= 0), default=len(text))]
         calls: list[ToolCall] = []
         # A truncated turn may end inside a call.
         if has_tools and turn.stop_reason != "length":
             with suppress(ToolError):
-                is_ended = turn.stop_reason == "stop"
-                calls = self._format.read(turn.token_ids, is_ended=is_ended, tokenizer=self.encoder.tokenizer)
+                calls = self._format.parse(rest)
         if not calls:
-            return {"role": "assistant", "content": text}
+            return {**shown, "content": text}
         before, mark, _ = text.partition("<tool_call>")
         called = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
         return {
-            "role": "assistant",
+            **shown,
             "content": (before.strip() if mark else "") or None,
             "tool_calls": [
                 {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function} for function in called
@@ -65,7 +73,10 @@ class ChatForm:
 
     @cached_property
     def _result_role(self) -> str:
-        return self.encoder.result_role(setting=self._setting)
+        try:
+            return self.encoder.result_role(setting=self._setting)
+        except ConfigError as error:
+            raise PromptError(str(error)) from None
 
 
 class Written(NamedTuple):
@@ -122,10 +133,17 @@ class Session:
         return text
 
     async def chat(
-        self, messages: list[Message], *, tools: list[Message] | None, max_tokens: int | None, stop: Sequence[str]
+        self,
+        messages: list[Message],
+        *,
+        tools: list[Message] | None,
+        max_tokens: int | None,
+        stop: Sequence[str],
+        variables: Mapping[str, Any] | None = None,
     ) -> Written:
-        """Raises NoRoomError, PromptError, EngineError."""
-        context, observed = self._continued(messages, tools)
+        """`variables`: of the chat template. Raises NoRoomError, PromptError, EngineError."""
+        variables = self._form.encoder.row_variables(self.episode.prompt, asked=variables)
+        context, observed = self._continued(messages, tools, variables)
         return await self._write(context, observed, messages=messages, max_tokens=max_tokens, stop=stop)
 
     async def complete(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> Written:
@@ -143,16 +161,19 @@ class Session:
             raise PromptError(f"token_ids must be below {self._form.vocabulary_size}, got {stranger}")
         return await self._write(context, observed, messages=[], max_tokens=max_tokens, stop=stop)
 
-    def _continued(self, messages: list[Message], tools: list[Message] | None) -> tuple[Context, list[int]]:
+    def _continued(
+        self, messages: list[Message], tools: list[Message] | None, variables: Mapping[str, Any]
+    ) -> tuple[Context, list[int]]:
         """Return a known or new context, and the tokens to add to it."""
         shared = [(context.shared_end(messages, tools), context) for context in self._contexts]
         (num_messages, num_tokens), found = max(shared, key=lambda each: each[0], default=((0, 0), None))
         rendered = [self._form.rendered(message) for message in messages[num_messages:]]
         encoder = self._form.encoder
         if found is None or not num_messages:
-            return Context(Transcript([]), tools, len(messages)), encoder.encode_messages(rendered, tools=tools)
+            opened = encoder.encode_messages(rendered, tools=tools, variables=variables)
+            return Context(Transcript([]), tools, len(messages)), opened
         tokens = found.transcript.token_ids[:num_tokens]
-        between = encoder.encode_between_turns(rendered, last_token_id=tokens[-1])
+        between = encoder.encode_between_turns(rendered, last_token_id=tokens[-1], variables=variables)
         if found.is_busy or found.ends[-1][1] != num_tokens:
             return Context(Transcript([]), tools, found.num_given), [*tokens, *between]
         return found, between
@@ -185,7 +206,8 @@ class Session:
             episode.metrics["observation_tokens"] += len(observed)
         transcript.add_observation(observed)
         turn = episode.record(transcript, completion)
-        message = self._form.answer(turn, has_tools=bool(context.tools), stop=stop)
+        stop = [*stop, *(each for each in episode.stop if isinstance(each, str))]
+        message = self._form.answer(turn, context=prompt, has_tools=bool(context.tools), stop=stop)
         context.messages = [*messages, message]
         context.ends.append((len(context.messages), len(transcript.token_ids)))
         # The most recent conversation, for the reward function.

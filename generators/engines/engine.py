@@ -26,11 +26,11 @@ class Completion(Record):
     token_ids: list[int]
     """Includes the end token."""
     logprobs: list[float]
-    """One per token, under the sampled distribution (after temperature, top-p, and top-k)."""
+    """One per token, under the sampled distribution (after temperature, top-p, top-k, and min-p)."""
     version_spans: list[VersionSpan]
     """Policy version of each token; `first_token` counts from the start of the response."""
     stop_reason: str
-    """`stop` (end token) | `stop_string` | `length`."""
+    """`stop` (end token) | `stop_string` (also a stop token) | `length`."""
     experts: np.ndarray | None = None
     """uint8 or int16[T - 1, M, K]: K experts in each of M routers for each token of prompt and response except the
     last, as chosen in the forward pass that sampled the next token. None unless `model.router_replay`."""
@@ -84,13 +84,13 @@ class Engine(Protocol):
         sampling: Sampling,
         *,
         request_id: str,
-        stop: Sequence[str] = (),
+        stop: Sequence[str | int] = (),
         images: Sequence[PromptImage] = (),
     ) -> Completion:
         """Generate one response, possibly across updates. Canceling aborts the request. Raises EngineError.
 
-        The token that completes a string in `stop` ends the response and may extend past the string. `images`: in token
-        order.
+        A token id in `stop`, or the token that completes a string in it, ends the response. That token may extend past
+        the string. `images`: in token order.
         """
         ...
 

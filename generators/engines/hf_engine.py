@@ -1,6 +1,7 @@
 """HfEngine: transformers in this process. Engine of serial runs and reference for the other engines."""
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -48,7 +49,7 @@ def draw_uniforms(sampling: Sampling) -> Tensor:
 
 
 def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample like vLLM: temperature, then top-k, then top-p. Log-probabilities are of the filtered distribution.
+    """Sample like vLLM: temperature, then min-p, top-k, and top-p. Log-probabilities are of the filtered distribution.
 
     Temperature 0 picks the likeliest token, with its unfiltered log-probability at temperature 1. Takes logits
     float[B, V] and uniforms float64[B] in [0, 1). Returns tokens int64[B] and log-probabilities float32[B].
@@ -57,7 +58,8 @@ def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Tensor) -> t
     is_greedy = temperatures == 0
     logits = logits.float() / temperatures.masked_fill(is_greedy, 1.0)[:, None]
     for row, sampling in enumerate(samplings):
-        if (sampling.top_k > 0 or sampling.top_p < 1) and sampling.temperature != 0:
+        is_filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p
+        if is_filtered and sampling.temperature != 0:
             logits[row] = _filtered(logits[row], sampling)
     logprobs = logits.log_softmax(-1)
     tokens = torch.where(is_greedy, logprobs.argmax(-1), _invert_cdf(logprobs, uniforms))
@@ -65,6 +67,8 @@ def sample(logits: Tensor, samplings: Sequence[Sampling], uniforms: Tensor) -> t
 
 
 def _filtered(logits: Tensor, sampling: Sampling) -> Tensor:
+    if sampling.min_p:
+        logits = logits.masked_fill(logits < logits.max() + math.log(sampling.min_p), -torch.inf)
     if 0 < sampling.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
     if sampling.top_p < 1:
@@ -97,14 +101,15 @@ class HfRequest:
         prompt_token_ids: list[int],
         sampling: Sampling,
         *,
-        stop: Sequence[str] = (),
+        stop: Sequence[str | int] = (),
         tokenizer: Any = None,
         images: Sequence[PromptImage] = (),
     ) -> None:
         self.prompt_token_ids = prompt_token_ids
         self.sampling = sampling
         self.images = images
-        self._stop = stop
+        self._stop = [each for each in stop if isinstance(each, str)]
+        self._stop_ids = {each for each in stop if isinstance(each, int)}
         self._tokenizer = tokenizer
         self.uniforms = draw_uniforms(sampling)
         self.token_ids: list[int] = []
@@ -120,7 +125,13 @@ class HfRequest:
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
         is_full = len(self.token_ids) == self.sampling.max_tokens
-        if reason := "stop" if token_id in end_token_ids else self._stop_string() or ("length" if is_full else ""):
+        if token_id in end_token_ids and not self.sampling.ignore_eos:
+            reason = "stop"
+        else:
+            reason = (
+                "stop_string" if token_id in self._stop_ids else self._stop_string() or ("length" if is_full else "")
+            )
+        if reason:
             experts = torch.cat(self.experts).numpy() if self.experts else None
             completed = Completion(self.token_ids, self.logprobs, self.version_spans, reason, experts)
             self.completion.set_result(completed)
@@ -294,7 +305,7 @@ class HfEngine:
         sampling: Sampling,
         *,
         request_id: str,
-        stop: Sequence[str] = (),
+        stop: Sequence[str | int] = (),
         images: Sequence[PromptImage] = (),
     ) -> Completion:
         self._check_started()

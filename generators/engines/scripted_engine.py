@@ -48,7 +48,7 @@ class ScriptedEngine:
         sampling: Sampling,
         *,
         request_id: str,
-        stop: Sequence[str] = (),
+        stop: Sequence[str | int] = (),
         images: Sequence[PromptImage] = (),
     ) -> Completion:
         """Return `tokens_per_response` tokens, varied by `length_sigma`, with the end token last. Ignores `stop`."""

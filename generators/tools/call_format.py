@@ -25,15 +25,10 @@ class CallFormat(NamedTuple):
     """A syntax of tool calls."""
 
     parse: Callable[[str], list[ToolCall]]
-    """Text of a turn -> its calls. Raises ToolError."""
+    """Text of a turn with special tokens, but without reasoning and end token -> its calls. Raises ToolError."""
     stop: tuple[str, ...] = ()
     is_text: bool = False
     """Whether results are plain text rather than chat messages."""
-
-    def read(self, token_ids: list[int], *, is_ended: bool, tokenizer: Any) -> list[ToolCall]:
-        """Parse the calls of a turn; `is_ended`: its last token is the end token. Raises ToolError."""
-        # Keep special tokens, because some mark calls, but drop the end token.
-        return self.parse(tokenizer.decode(token_ids[: len(token_ids) - is_ended], skip_special_tokens=False))
 
 
 # Takes linear time even for long blanks and partial calls, because it runs on the event loop.
@@ -91,14 +86,16 @@ def _vllm_parser(name: str, *, tokenizer: Any, setting: str) -> Callable[[str], 
     # Local import, because it takes seconds.
     from vllm.tool_parsers import ToolParserManager
 
+    # The parsers read only these attributes.
+    request = SimpleNamespace(tools=None, tool_choice="auto", skip_special_tokens=False)
     try:
         parser = ToolParserManager.get_tool_parser(name)(tokenizer)
+        # Some are stubs.
+        parser.extract_tool_calls("", request)
     except Exception as error:
         raise ConfigError(
             f"{setting}.format must name a vLLM tool parser that fits the tokenizer, got {name!r}: {error}."
         ) from error
-    # The parsers read only these attributes.
-    request = SimpleNamespace(tools=None, tool_choice="auto", skip_special_tokens=False)
 
     def parse(text: str) -> list[ToolCall]:
         found = parser.extract_tool_calls(text, request)

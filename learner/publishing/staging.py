@@ -110,7 +110,7 @@ def check_first_step(row: Mapping[str, Any], *, run: RunConfig, limit: float) ->
         run.mode != "replay"
         and not isinstance(run.generators.engine, ScriptedEngineConfig)
         # Otherwise the engine reports the truncated distribution and the learner the full one.
-        and (sampling.top_p, max(sampling.top_k, 0)) == (1, 0)
+        and not sampling.is_truncated
         # Otherwise some metrics are measured after the first of several updates.
         and (algorithm.updates_per_step == 1 or algorithm.needs_start_logprobs)
         # A guest must not be able to stop the run. Its answers are audited instead.

@@ -1,29 +1,27 @@
 """Demonstrations: conversations from a Parquet file as token ids, with a mask of the tokens that the model learns."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from transformers import AutoConfig, AutoTokenizer
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.data import ModelConfig
+from slipstream.configs.data import ModelConfig, require_template_variables
 from slipstream.configs.run import RunConfig
-from slipstream.runtime.model_files import answer_token_ids, read_chat_template
+from slipstream.learner.sft.conversation import Piece, chat_pieces, without_nulls
+from slipstream.runtime.model_files import answer_token_ids, check_template_variables, read_chat_template
 
 _ROWS_AT_ONCE = 1024
 
 Row = dict[str, Any]
-
-
-Message = dict[str, Any]
-"""`role`, `content`, and other fields of the chat template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,39 +68,6 @@ class Pair:
         return np.array([len(self.chosen) - 1, len(self.rejected) - 1])
 
 
-class Piece(NamedTuple):
-    """Text that is tokenized separately. Example: Piece("31284", is_model=True)."""
-
-    text: str
-    is_model: bool
-
-
-def chat_pieces(messages: Sequence[Message], *, tokenizer: Any) -> list[Piece]:
-    """Split a conversation at the start and end of each assistant turn.
-
-    Empty without an assistant turn, or if one is empty. Raises ConfigError.
-    """
-    # Parquet stores absent fields as null, but templates test whether a field is defined.
-    messages = [{key: value for key, value in message.items() if value is not None} for message in messages]
-    turns = [index for index, message in enumerate(messages) if message.get("role") == "assistant"]
-    if not all(any(value for key, value in messages[index].items() if key != "role") for index in turns):
-        return []
-    pieces: list[Piece] = []
-    rendered = ""
-    for index in turns:
-        for end, is_model in ((index, False), (index + 1, True)):
-            longer = _render(messages[:end], tokenizer=tokenizer, opens_turn=not is_model)
-            if not longer.startswith(rendered):
-                raise ConfigError(
-                    "the chat template must render the beginning of a conversation the same regardless of later turns, "
-                    "but rewrites it: tokenize the conversation yourself and provide the columns token_ids and "
-                    "model_mask."
-                )
-            pieces.append(Piece(longer[len(rendered) :], is_model))
-            rendered = longer
-    return pieces
-
-
 def tokenize(pieces: Sequence[Piece], *, tokenizer: Any, end_token: int | None = None) -> Demonstration:
     """Tokenize and concatenate the pieces, appending `end_token` to each model piece."""
     # A generator's prompt ends where the model's turn begins, so no token may span both.
@@ -117,14 +82,6 @@ def tokenize(pieces: Sequence[Piece], *, tokenizer: Any, end_token: int | None =
         token_ids += own
         mask += [True] * num_trained + [False] * (len(own) - num_trained)
     return Demonstration(np.array(token_ids, dtype=np.int32), np.array(mask, dtype=np.bool_))
-
-
-def _render(messages: Sequence[Message], *, tokenizer: Any, opens_turn: bool) -> str:
-    try:
-        return tokenizer.apply_chat_template(list(messages), add_generation_prompt=opens_turn, tokenize=False)
-    # A template is code shipped with the model and may raise anything.
-    except Exception as error:
-        raise ConfigError(f"the messages must fit the chat template: {error}") from error
 
 
 @dataclass(slots=True)
@@ -237,17 +194,23 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
             "lists of booleans",
         )
         return _Form(["token_ids", "model_mask"], _from_tokens)
+    variables = run.model.chat_template_kwargs
+    rendering = [name for name in ("tools", "chat_template_kwargs") if name in schema.names]
     if "messages" in schema.names:
         _check_type(schema, "messages", _is_chat, "lists of records with `role` and `content`")
-        return _Form(["messages"], partial(_from_messages, tokenizer=_load_tokenizer(run, is_chat=True)))
+        tokenizer = _load_tokenizer(run, is_chat=True)
+        return _Form(["messages", *rendering], partial(_from_messages, tokenizer=tokenizer, variables=variables))
     _check_type(schema, prompt, lambda kind: _is_text(kind) or _is_chat(kind), "text or lists of messages")
     _check_type(schema, response, _is_text, "text")
     tokenizer = _load_tokenizer(run, is_chat=_is_chat(_type(schema, prompt)))
-    return _Form([prompt, response], partial(_from_response, tokenizer=tokenizer, prompt=prompt, response=response))
+    read = partial(_from_response, tokenizer=tokenizer, variables=variables, prompt=prompt, response=response)
+    return _Form([prompt, response, *rendering], read)
 
 
 def _find_pairs(schema: pa.Schema, *, run: RunConfig) -> _Form:
     prompt = run.sft.prompt
+    if run.model.chat_template_kwargs:
+        raise ConfigError("model.chat_template_kwargs must be empty for pairs, which reward models read without them.")
     has_prompt = _type(schema, prompt) is not None
     columns = [*([prompt] if has_prompt else []), "chosen", "rejected"]
     for column in columns:
@@ -277,12 +240,31 @@ def _from_tokens(row: Row) -> Demonstration:
     return Demonstration(np.array(token_ids, dtype=np.int64), np.array(mask, dtype=np.bool_))
 
 
-def _from_messages(row: Row, *, tokenizer: Any) -> Demonstration | None:
-    pieces = chat_pieces(row["messages"] or [], tokenizer=tokenizer)
+def _rendering(row: Row, variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row's tools, as schemas or their JSON text, and its variables of the template. Raises ConfigError."""
+    found = {}
+    for name, kind, what in (("tools", list, "a list of schemas"), ("chat_template_kwargs", dict, "a record")):
+        value = row.get(name)
+        try:
+            found[name] = msgspec.json.decode(value or "null") if isinstance(value, str) else without_nulls(value)
+            msgspec.convert(found[name], kind | None)
+        except msgspec.MsgspecError as error:
+            raise ConfigError(
+                f"`{name}` must hold {what}, or its JSON text, got {str(value)[:60]!r}: {error}."
+            ) from None
+    own = found["chat_template_kwargs"] or {}
+    require_template_variables(own, setting="chat_template_kwargs")
+    return {"tools": found["tools"] or None, "variables": {**variables, **own}}
+
+
+def _from_messages(row: Row, *, tokenizer: Any, variables: Mapping[str, Any]) -> Demonstration | None:
+    pieces = chat_pieces(row["messages"] or [], tokenizer=tokenizer, **_rendering(row, variables))
     return tokenize(pieces, tokenizer=tokenizer) if pieces else None
 
 
-def _from_response(row: Row, *, tokenizer: Any, prompt: str, response: str) -> Demonstration | None:
+def _from_response(
+    row: Row, *, tokenizer: Any, variables: Mapping[str, Any], prompt: str, response: str
+) -> Demonstration | None:
     question, answer = _value(row, prompt), _value(row, response)
     if question is None:
         raise ConfigError(f"`{prompt}` must be filled, got nothing.")
@@ -291,7 +273,8 @@ def _from_response(row: Row, *, tokenizer: Any, prompt: str, response: str) -> D
     if isinstance(question, str):
         pieces = [Piece(question, is_model=False), Piece(answer, is_model=True)]
         return tokenize(pieces, tokenizer=tokenizer, end_token=tokenizer.eos_token_id)
-    pieces = chat_pieces([*question, {"role": "assistant", "content": answer}], tokenizer=tokenizer)
+    messages = [*question, {"role": "assistant", "content": answer}]
+    pieces = chat_pieces(messages, tokenizer=tokenizer, **_rendering(row, variables))
     if not pieces:
         return None
     # Assistant turns in the prompt are context.
@@ -308,6 +291,7 @@ def _load_tokenizer(run: RunConfig, *, is_chat: bool) -> Any:
     tokenizer = _load(AutoTokenizer, run.model)
     if template := read_chat_template(run.model):
         tokenizer.chat_template = template
+    check_template_variables(tokenizer, run.model)
     if is_chat and not tokenizer.chat_template:
         raise ConfigError(
             "lists of messages need a chat template, but the tokenizer of model.path has none: name one with "

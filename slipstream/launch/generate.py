@@ -149,7 +149,12 @@ async def _answer(
     engine = build_engine(run, receiver=MemoryReceiver(MemoryWeights()))
     pool = RewardPool(run.generators.reward) if is_scored else None
     vision = VisionModel(run.model.path)
-    encoder = PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens, vision=vision)
+    encoder = PromptEncoder(
+        load_tokenizer(run.model),
+        max_prompt_tokens=run.data.max_prompt_tokens,
+        template_variables=run.model.chat_template_kwargs,
+        vision=vision,
+    )
     agent = AgentRunner(run=run, engine=engine, rewards=pool or Unscored(), encoder=encoder, generator_id="generate")
     waiting = iter(jobs)
 

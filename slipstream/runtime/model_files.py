@@ -181,6 +181,15 @@ def read_chat_template(model: ModelConfig) -> str:
     )
 
 
+def check_template_variables(tokenizer: Any, model: ModelConfig) -> None:
+    """Raise ConfigError if the tokenizer's chat template never mentions a variable of `model.chat_template_kwargs`."""
+    if unknown := [name for name in model.chat_template_kwargs if name not in str(tokenizer.chat_template or "")]:
+        raise ConfigError(
+            f"model.chat_template_kwargs must name variables that the chat template reads, but it never mentions "
+            f"{unknown[0]!r}: correct the name, or remove it."
+        )
+
+
 def find_file(path: str, name: str) -> Path | None:
     """Find a checkpoint file in a folder or the hub cache; None if missing."""
     if Path(path).is_dir():

@@ -138,6 +138,29 @@ def test_a_text_ends_a_response_with_the_token_that_completes_it(real: Rig):
         assert ended.version_spans[0] == free.version_spans[0]
 
 
+def test_a_stop_token_ends_a_response_and_an_end_token_may_be_ignored(real: Rig):
+    samplings = [make_sampling(seed, max_tokens=40) for seed in range(24)]
+    whole = real.run(real.generate([PROMPT] * 24, samplings))
+    sampling, free = next(pair for pair in zip(samplings, whole, strict=True) if len(pair[1].token_ids) >= 8)
+    token = free.token_ids[3]
+    (ended,) = real.run(real.generate([PROMPT], [sampling], stop=[token]))
+    assert (ended.token_ids, ended.stop_reason) == (free.token_ids[: free.token_ids.index(token) + 1], "stop_string")
+    assert "stop" in {free.stop_reason for free in whole}
+    endless = [make_sampling(seed, max_tokens=40, ignore_eos=True) for seed in range(24)]
+    for free, longer in zip(whole, real.run(real.generate([PROMPT] * 24, endless)), strict=True):
+        assert (len(longer.token_ids), longer.stop_reason) == (40, "length")
+        assert longer.token_ids[: len(free.token_ids)] == free.token_ids
+
+
+def test_log_probabilities_are_those_of_the_tokens_that_min_p_keeps(real: Rig):
+    sampling = make_sampling(max_tokens=1, min_p=0.5)
+    samplings = [make_sampling(seed, max_tokens=1, min_p=0.5) for seed in range(32)]
+    logits = reference_logits(real.module, [*PROMPT, 0])[-1]
+    kept = logits.masked_fill(logits < logits.max() + math.log(sampling.min_p), -math.inf).log_softmax(-1)
+    for found in real.run(real.generate([PROMPT] * 32, samplings)):
+        assert found.logprobs == pytest.approx([kept[found.token_ids[0]].item()], abs=TOLERANCE)
+
+
 def test_a_probe_beside_running_requests_gives_the_same_values(real: Rig):
     async def scenario() -> tuple[list[float], list[float]]:
         alone = await real.engine.prompt_logprobs(PROMPTS[3])

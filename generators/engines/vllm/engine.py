@@ -124,24 +124,28 @@ class VllmEngine:
         sampling: Sampling,
         *,
         request_id: str,
-        stop: Sequence[str] = (),
+        stop: Sequence[str | int] = (),
         images: Sequence[PromptImage] = (),
     ) -> Completion:
+        texts = [each for each in stop if isinstance(each, str)]
+        end_ids = [] if sampling.ignore_eos else self._end_token_ids
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
+            min_p=sampling.min_p or 0.0,
+            ignore_eos=sampling.ignore_eos,
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
-            stop_token_ids=self._end_token_ids,
+            stop_token_ids=[*end_ids, *(each for each in stop if isinstance(each, int))],
             # The sampled token's. Flat lists and a single output save most of vLLM's per-token work.
             logprobs=0,
             flat_logprobs=True,
             # Detokenize only for stop strings, which may be special tokens.
-            detokenize=bool(stop),
-            stop=list(stop),
+            detokenize=bool(texts),
+            stop=texts,
             include_stop_str_in_output=True,
-            skip_special_tokens=not stop,
+            skip_special_tokens=not texts,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
@@ -149,11 +153,12 @@ class VllmEngine:
         answer = output.outputs[0]
         if answer.finish_reason not in ("stop", "length") or answer.weight_versions is None:
             raise EngineError(f"request {request_id} must run to its end, vLLM ended it with {answer.finish_reason!r}")
+        is_end = answer.finish_reason != "stop" or (answer.stop_reason or answer.token_ids[-1]) in self._end_token_ids
         return Completion(
             token_ids=list(answer.token_ids),
             logprobs=answer.logprobs.logprobs,
             version_spans=[VersionSpan(span.start, int(span.version)) for span in answer.weight_versions],
-            stop_reason="stop_string" if isinstance(answer.stop_reason, str) else answer.finish_reason,
+            stop_reason=answer.finish_reason if is_end else "stop_string",
             experts=select_experts(output, layers=self._routed_layers),
         )
 

@@ -141,8 +141,9 @@ def _facts(stored: StoredTrajectory, step_versions: dict[int, int]) -> Iterator[
     yield "tokens", f"{trajectory.num_tokens}, of which the model wrote {stored.response_tokens}"
     yield "ended by", f"{trajectory.stop_reason} after {trajectory.num_turns} turn(s)"
     yield "versions", ", ".join(map(str, stored.versions))
-    limits = f"top_p {sampling.top_p:g}, top_k {sampling.top_k}, at most {sampling.max_tokens} tokens"
-    yield "sampling", f"temperature {sampling.temperature:g}, {limits}, seed {sampling.seed}"
+    filters = f"top_p {sampling.top_p:g}, top_k {sampling.top_k}, min_p {sampling.min_p or 0:g}"
+    limits = f"at most {sampling.max_tokens} tokens, seed {sampling.seed}"
+    yield "sampling", f"temperature {sampling.temperature:g}, {filters}, {limits}"
     seconds = trajectory.finished_at - trajectory.started_at
     yield "generator", f"{trajectory.generator_id}, {_moment(trajectory.started_at)}, {seconds:.2f} s"
     if stored.archived_at is not None:

@@ -105,6 +105,8 @@ def test_the_place_and_the_guests_of_a_run_are_no_part_of_its_identity() -> None
             "must be empty with generators.sampling.temperature=0.7, got",
         ),
         ([GUESTS, "generators.sampling.top_p=0.9"], "must be empty with generators.sampling.top_p=0.9, got"),
+        ([GUESTS, "generators.sampling.min_p=0.1"], "must be empty with generators.sampling.min_p=0.1, got"),
+        ([GUESTS, "generators.sampling.stop=[x]"], "must be empty with generators.sampling.stop, stop_token_ids, or"),
         ([GUESTS, "generators.baseline=greedy"], "must be empty with generators.baseline=greedy, got"),
         (
             [GUESTS, "generators/agent=custom", "generators.agent.function=a:b"],

@@ -161,6 +161,14 @@ def test_other_unknown_keys_and_options_list_those_there_are() -> None:
     assert len(refusal("learner.max_step=1 buffer.samplr=1").splitlines()) == 2
 
 
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_a_penalty_is_refused_with_its_reason(name: str) -> None:
+    assert refusal(f"generators.sampling.{name}=1.1") == (
+        f"unknown key generators.sampling.{name}: {name} is not supported, because the learner could not compute the "
+        "probabilities that tokens were sampled with; give the reward a penalty."
+    )
+
+
 @pytest.mark.parametrize(
     ("line", "advice"),
     [

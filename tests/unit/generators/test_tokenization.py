@@ -1,10 +1,13 @@
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slipstream.configs.base import ConfigError
+from slipstream.configs.data import ModelConfig
 from slipstream.generators.errors import PromptError
-from slipstream.generators.tokenization import PromptEncoder
+from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
 from tests.builders import make_prompt
 from tests.tiny_model import make_tokenizer
 from tests.unit.generators.chat import TEMPLATES, make_chat_tokenizer
@@ -36,7 +39,7 @@ def test_a_prompt_that_cannot_be_encoded_is_an_error(prompt: Any, complaint: str
 
 
 NUM_DIALOGUES = 1_700
-"""For each of the six templates."""
+"""For each template."""
 PIECES = [*"+Ä中🙂<:", "the", " answer", "\n", "\n\n", " ", "42", "tool", "</think>", "  ", "\t", "e\u0301"]
 
 
@@ -50,7 +53,7 @@ def test_dialogues_are_the_tokens_of_the_template_around_the_tokens_of_the_model
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)
     rng = random.Random(family)
     end_id = tokenizer.convert_tokens_to_ids(end)
-    roles = ["user"] if family == "gemma" else ["user", "tool"]
+    roles = ["user"] if family in ("gemma", "gpt-oss", "gemma4") else ["user", "tool"]
     for _ in range(NUM_DIALOGUES):
         messages = [{"role": "user", "content": a_text(rng)}]
         token_ids, _ = encoder.encode(make_prompt(messages))
@@ -66,7 +69,7 @@ def test_dialogues_are_the_tokens_of_the_template_around_the_tokens_of_the_model
             token_ids += encoder.encode_between_turns(results, last_token_id=token_ids[-1])
         for start, own in turns:
             assert token_ids[start : start + len(own)] == own
-        if family not in ("llama", "gemma", "thinking") and "\ufffd" not in str(messages):
+        if family not in ("llama", "gemma", "gemma4", "thinking", "qwen3") and "\ufffd" not in str(messages):
             rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             assert tokenizer.decode(token_ids) == rendered
 
@@ -91,6 +94,19 @@ def test_messages_that_the_template_does_not_take_are_an_error(template: str | N
     )
     with pytest.raises(PromptError, match=complaint):
         encode(make_prompt([{"role": "user", "content": "1"}]))
+
+
+@pytest.mark.parametrize(
+    ("family", "role"),
+    [("chatml", "tool"), ("qwen3", "tool"), ("mistral", "tool"), ("gemma", "user"), ("gpt-oss", ""), ("gemma4", "")],
+)
+def test_results_have_the_role_of_the_template_or_are_refused(family: str, role: str):
+    encoder = PromptEncoder(make_chat_tokenizer(family), max_prompt_tokens=100)
+    if role:
+        assert encoder.result_role(setting="generators.agent") == role
+    else:
+        with pytest.raises(ConfigError, match=r"generators.agent.format must fit .* only after a message with `tool_c"):
+            encoder.result_role(setting="generators.agent")
 
 
 def test_a_turn_without_its_end_token_is_ended():
@@ -133,3 +149,50 @@ def test_the_beginning_of_a_text_has_at_most_so_many_tokens():
         assert text.startswith(short)
         assert len(encoder.encode_text(short)) <= limit
     assert encoder.shortened(text, 1000) == text
+
+
+NO_THOUGHT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(
+    ("everywhere", "row", "ending"),
+    [
+        ({}, {}, "<|im_start|>assistant\n"),
+        ({"enable_thinking": False}, {}, NO_THOUGHT),
+        ({}, {"enable_thinking": False}, NO_THOUGHT),
+        ({"enable_thinking": False}, {"enable_thinking": True}, "<|im_start|>assistant\n"),
+    ],
+)
+def test_variables_of_the_template_come_from_the_settings_and_the_row(
+    everywhere: dict[str, Any], row: dict[str, Any], ending: str
+):
+    tokenizer = make_chat_tokenizer("qwen3")
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens=100, template_variables=everywhere)
+    prompt = make_prompt([{"role": "user", "content": "1"}], extra_info={"chat_template_kwargs": row})
+    token_ids, _ = encoder.encode(prompt)
+    assert tokenizer.decode(token_ids) == f"<|im_start|>user\n1<|im_end|>\n{ending}"
+    variables = encoder.row_variables(prompt)
+    between = encoder.encode_between_turns([{"role": "tool", "content": "2"}], last_token_id=None, variables=variables)
+    assert tokenizer.decode(between).endswith(f"tool\n2<|im_end|>\n{ending}")
+    whole = encoder.encode_messages(prompt.prompt, tools=None, variables=variables)
+    assert whole == token_ids
+
+
+@pytest.mark.parametrize("wrong", ["off", {"tokenize": True}, {"chat_template": "{{ 1 }}"}, {"tools": []}])
+def test_a_row_sets_only_variables_of_the_template(wrong: Any):
+    encoder = PromptEncoder(make_chat_tokenizer("qwen3"), max_prompt_tokens=100)
+    prompt = make_prompt([{"role": "user", "content": "1"}], extra_info={"chat_template_kwargs": wrong})
+    with pytest.raises(PromptError, match="prompt test/0: chat_template_kwargs must"):
+        encoder.encode(prompt)
+
+
+def test_a_variable_that_the_template_never_mentions_is_refused(tmp_path: Path):
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.save_pretrained(tmp_path)
+    good, wrong = (ModelConfig(path=str(tmp_path), chat_template_kwargs={name: False}) for name in WORDS)
+    assert load_tokenizer(good).chat_template == tokenizer.chat_template
+    with pytest.raises(ConfigError, match="never mentions 'thinking_enabled'"):
+        load_tokenizer(wrong)
+
+
+WORDS = ("enable_thinking", "thinking_enabled")

@@ -297,7 +297,7 @@ def test_prompts_that_nobody_can_measure_here_are_left_to_the_generators(tmp_pat
     assert len(open_datasets(make_run(model={"path": str(tmp_path / "elsewhere")}, data=data))[0]) == 1
 
 
-TEMPLATE = "{% for message in messages %}{{ message.content + message.content }}{% endfor %}="
+TEMPLATE = "{% for message in messages %}{{ message.content + message.content }}{% endfor %}{{ ending }}"
 
 
 @pytest.mark.parametrize("content", ["1" * 5, "1" * 6])
@@ -305,11 +305,17 @@ def test_a_template_of_ones_own_is_used_by_whoever_measures_and_renders(content:
     (tmp_path / "mine.jinja").write_text(TEMPLATE)
     make_tokenizer().save_pretrained(tmp_path / "model")
     model = ModelConfig(
-        max_length=64, dtype="float32", path=str(tmp_path / "model"), chat_template=str(tmp_path / "mine.jinja")
+        max_length=64,
+        dtype="float32",
+        path=str(tmp_path / "model"),
+        chat_template=str(tmp_path / "mine.jinja"),
+        chat_template_kwargs={"ending": "="},
     )
     messages: list[dict[str, Any]] = [{"role": "user", "content": content}]
     tokenizer = load_tokenizer(model)
-    token_ids, _ = PromptEncoder(tokenizer, max_prompt_tokens=99).encode(make_prompt(messages))
+    token_ids, _ = PromptEncoder(tokenizer, max_prompt_tokens=99, template_variables=model.chat_template_kwargs).encode(
+        make_prompt(messages)
+    )
     assert tokenizer.decode(token_ids) == f"{content}{content}="
     assert count_tokens([messages], model) == [len(token_ids)] == [2 * len(content) + 1]
 

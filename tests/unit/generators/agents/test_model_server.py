@@ -14,6 +14,7 @@ from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.generators.agents.episode import Episode
 from slipstream.generators.errors import EngineError
+from tests.builders import make_prompt
 from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
 from tests.unit.generators.chat import make_chat_tokenizer
 
@@ -104,6 +105,59 @@ def test_two_turns():
     (sample,) = Scene.scorer.samples
     assert sample.response == "42 it is"
     assert [message["role"] for message in sample.messages] == ["assistant", "user", "assistant"]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "chatml"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_separate_where_the_model_has_marks_for_it(family: str, stream: bool):
+    thought = f"<think>\nmaybe {CALL}\n</think>\n\n"
+
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        for text, reason in (("it is 42", "stop"), ("", "tool_calls")):
+            found = await ask(QUESTION, tools=TOOLS, stream=stream)
+            choice = (await anext(aiter(found))).choices[0] if stream else found.choices[0]
+            message = choice.delta.to_dict() if stream else choice.message.to_dict()
+            assert ("tool_calls" in message) == (reason == "tool_calls")
+            if family == "qwen3":
+                assert message["reasoning_content"] == f"maybe {CALL}"
+                assert (message["content"] or "") == text
+            else:
+                assert "reasoning_content" not in message
+                assert (message["content"] or thought).startswith("<think>")
+        # With or without its reasoning, the message continues the conversation.
+        again = {"role": "assistant", "content": "it is 42", "reasoning_content": "?"} if family == "qwen3" else None
+        if again:
+            await ask([*QUESTION, again, user("sure?")], tools=TOOLS)
+
+    trajectory = talk(
+        loop, [f"{thought}it is 42", thought + CALL, "yes"][: 3 if family == "qwen3" else 2], family=family
+    )
+    assert len(trajectory.context_starts) == 1
+
+
+def test_a_result_that_the_template_would_not_show_is_refused():
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        first = (await ask(QUESTION, tools=TOOLS)).choices[0].message.to_dict()
+        with pytest.raises(openai.BadRequestError, match="only after a message with `tool_calls`"):
+            await ask([*QUESTION, first, {"role": "tool", "content": "42"}], tools=TOOLS)
+
+    talk(loop, [CALL], family="gpt-oss")
+
+
+def test_a_request_and_a_row_set_variables_of_the_template():
+    async def loop(ask: Any, client: Any, episode: Episode) -> None:
+        off = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+        first = (await ask(QUESTION, **off)).choices[0].message.to_dict()
+        await ask([*QUESTION, first, user("sure?")])
+        with pytest.raises(openai.BadRequestError, match="chat_template_kwargs must hold variables"):
+            await ask(QUESTION, extra_body={"chat_template_kwargs": {"chat_template": "{{ 1 }}"}})
+
+    row = {"chat_template_kwargs": {"enable_thinking": True}}
+    trajectory = talk(loop, ["42", "yes"], prompt=make_prompt(QUESTION, extra_info=row), family="qwen3")
+    tokenizer = make_chat_tokenizer("qwen3")
+    first, second = tokenizer.decode(trajectory.token_ids).split("42<|im_end|>")
+    assert first.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+    assert second == "\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\nyes<|im_end|>"
 
 
 def test_tokens_that_no_text_is_encoded_to_stay_as_they_were_sampled():

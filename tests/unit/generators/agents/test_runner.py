@@ -25,10 +25,12 @@ class RecordingEngine(ScriptedEngine):
 
     def __init__(self) -> None:
         self.requests: list[tuple[list[int], Sampling, str]] = []
+        self.stops: list[Sequence[str | int]] = []
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str | int] = ()
     ) -> Completion:
+        self.stops.append(stop)
         self.requests.append((prompt_token_ids, sampling, request_id))
         return Completion([5, 3, 4, 10, 6, 1], [-0.1, -0.2, -0.3, -0.4, -0.5, -0.6], SPANS, "stop")
 
@@ -67,6 +69,20 @@ def test_a_trajectory_holds_prompt_and_completion_unchanged():
     (sample,) = scorer.samples
     assert (sample.response, sample.ground_truth, sample.stop_reason) == ("31284", "31284", "stop")
     assert (sample.prompt, sample.data_source, sample.extra_info) == ("48213=", "test", {"index": 7})
+
+
+def test_filters_and_ends_of_turns_come_from_the_settings_but_not_for_the_baseline():
+    generators = {
+        "sampling": {"min_p": 0.1, "top_p": 0.9, "stop": ["</answer>"], "stop_token_ids": [7], "ignore_eos": True},
+        "baseline": "greedy",
+    }
+    for index, filters in ((0, (0.1, 0.9)), (2, (None, 1.0))):
+        trajectory, engine, _ = answer(
+            make_prompt(), index, generators=generators, algorithm={"advantage": {"kind": "remax"}}
+        )
+        assert engine.stops == [("</answer>", 7)]
+        assert (trajectory.sampling.min_p, trajectory.sampling.top_p) == filters
+        assert trajectory.sampling.ignore_eos
 
 
 def test_members_of_a_lease_share_one_encoding_and_other_leases_have_their_own():

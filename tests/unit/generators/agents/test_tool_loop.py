@@ -154,6 +154,24 @@ def test_calls_may_be_marked_by_special_tokens(monkeypatch: pytest.MonkeyPatch):
     assert trajectory.metrics["tool_failures"] == 0
 
 
+@pytest.mark.parametrize("format_name", ["hermes", "json", "react", "vllm:hermes"])
+@pytest.mark.parametrize("family", ["qwen3", "chatml"])
+def test_a_call_inside_the_reasoning_is_not_executed(format_name: str, family: str):
+    if format_name == "vllm:hermes":
+        pytest.importorskip("vllm")
+    calls = {
+        "json": '{"name": "calculator", "arguments": {"expression": "12 + 30"}}',
+        "react": "Action: calculator\nAction Input: 12 + 30",
+    }
+    said = calls.get(format_name, CALL)
+    agent = {"kind": "tools", "tools": ["calculator"], "format": format_name}
+    thought = f"<think>\nI could write\n{said}\n</think>\n\n"
+    prompt = make_prompt(QUESTION if format_name != "react" else "what is 12 + 30?")
+    for text, count in ((thought + "it is 42", 0), (thought + said, 1), (f"<think>{said}", 0)):
+        trajectory = play(agent, [text, "42"], prompt=prompt, family=family)
+        assert trajectory.metrics["tool_calls"] == count, text
+
+
 @pytest.mark.parametrize(
     ("settings", "question", "call", "stop", "text"),
     [
@@ -176,6 +194,16 @@ def test_tools_need_no_template_for_results(settings: dict, question: Any, call:
     trajectory = play(agent, answer, prompt=prompt, family="gemma", inspect=lambda engine, _: seen.append(engine))
     assert seen[0].stops == [stop] * 2
     assert seen[0].tokenizer.decode(trajectory.token_ids).endswith(text)
+
+
+def test_a_template_that_shows_results_only_after_tool_calls_takes_no_tools():
+    for family in ("gpt-oss", "gemma4"):
+        with pytest.raises(ConfigError, match="only after a message with `tool_calls`"):
+            play({"kind": "tools", "tools": ["calculator"]}, [], family=family)
+        asked = make_prompt("what is 12 + 30?")
+        agent = {"kind": "tools", "tools": ["calculator"], "format": "react"}
+        said = "Action: calculator\nAction Input: 12 + 30\nObservation:"
+        assert play(agent, [said, "42"], prompt=asked, family=family).metrics["tool_calls"] == 1
 
 
 def test_limits_of_calls_turns_and_tokens():
@@ -239,3 +267,9 @@ def test_parsers_of_vllms_read_calls(name: str, text: str):
     vllm_format = call_format.load_format(f"vllm:{name}", tokenizer=tokenizer, setting="generators.agent")
     assert vllm_format.parse(text) == [ToolCall("calculator", {"expression": "3 + 4"})]
     assert vllm_format.parse("Seven, without any call.") == []
+
+
+@pytest.mark.slow
+def test_a_parser_of_vllms_without_content_is_refused():
+    with pytest.raises(ConfigError, match=r"agent.format must name a vLLM tool parser .* got 'openai': .* is a stub"):
+        call_format.load_format("vllm:openai", tokenizer=make_chat_tokenizer("chatml"), setting="generators.agent")

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from slipstream.buffer.trajectory import Sampling
 from slipstream.generators.engines.hf_engine import draw_uniforms, sample
 
 
-def make_sampling(temperature: float = 1.0, *, top_p: float = 1.0, top_k: int = -1, seed: int = 0) -> Sampling:
-    return Sampling(temperature, top_p, top_k, 4, seed)
+def make_sampling(
+    temperature: float = 1.0, *, top_p: float = 1.0, top_k: int = -1, seed: int = 0, **others: Any
+) -> Sampling:
+    return Sampling(temperature, top_p, top_k, 4, seed, **others)
 
 
 def logits_of(*probabilities: float) -> Tensor:
@@ -28,10 +31,24 @@ def test_token_frequencies_match_their_probabilities():
 
 
 @pytest.mark.parametrize(
-    ("filters", "kept"), [({"top_k": 2}, {0, 1}), ({"top_p": 0.6}, {0, 1}), ({"top_p": 0.4}, {0})], ids=str
+    ("filters", "kept"),
+    [
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.6}, {0, 1}),
+        ({"top_p": 0.4}, {0}),
+        ({"min_p": 0.5}, {0, 1}),
+        ({"min_p": 0.7}, {0}),
+        ({"min_p": 0.3, "temperature": 0.5}, {0, 1}),
+    ],
+    ids=str,
 )
 def test_filters_keep_the_likeliest_tokens(filters: dict, kept: set[int]):
-    assert set(draw(logits_of(0.5, 0.3, 0.2), make_sampling(**filters))[0].tolist()) == kept
+    tokens, logprobs = draw(logits_of(0.5, 0.3, 0.2), make_sampling(**filters))
+    assert set(tokens.tolist()) == kept
+    # Of the distribution that was sampled from.
+    weights = {token: (0.5, 0.3, 0.2)[token] ** (1 / filters.get("temperature", 1.0)) for token in kept}
+    expected = [weights[token] / sum(weights.values()) for token in tokens.tolist()]
+    assert logprobs.exp().tolist() == pytest.approx(expected, abs=1e-6)
 
 
 def test_greedy_and_random_rows_mix_in_a_batch():

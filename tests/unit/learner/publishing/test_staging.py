@@ -163,6 +163,7 @@ def test_log_probabilities_that_the_learner_does_not_confirm_stop_the_first_step
     "unlike",
     [
         ["generators.sampling.top_p=0.9"],
+        ["generators.sampling.min_p=0.1"],
         ["algorithm.updates_per_step=2", "algorithm.proximal=generator", "algorithm/correction=none"],
         ["generators/engine=scripted"],
     ],

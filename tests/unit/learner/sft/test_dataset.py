@@ -9,7 +9,8 @@ from slipstream.buffer.archive.columns import tabulate
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig, SftConfig
-from slipstream.learner.sft.dataset import Piece, chat_pieces, read_heldout, read_train, tokenize
+from slipstream.learner.sft.conversation import Piece, chat_pieces
+from slipstream.learner.sft.dataset import read_heldout, read_train, tokenize
 from tests.builders import make_trajectory
 from tests.tiny_model import make_tokenizer
 from tests.unit.learner.builders import make_model, make_run
@@ -38,7 +39,7 @@ def make_file(folder: Path, rows, name="train.parquet") -> str:
     return str(path)
 
 
-def sft_run(folder: Path, rows=ROWS, *, max_length=64, template: str | None = None, **settings):
+def sft_run(folder: Path, rows=ROWS, *, max_length=64, template: str | None = None, variables=None, **settings):
     model = make_model(folder)
     if template is not None:
         chat_tokenizer(template or None).save_pretrained(model)
@@ -46,7 +47,8 @@ def sft_run(folder: Path, rows=ROWS, *, max_length=64, template: str | None = No
             (model / "chat_template.jinja").unlink(missing_ok=True)
     sft = SftConfig(train_path=make_file(folder, rows), **settings)
     run = make_run(model, mode="sft", sft=sft)
-    return msgspec.structs.replace(run, model=ModelConfig(dtype="float32", path=str(model), max_length=max_length))
+    model = ModelConfig(dtype="float32", path=str(model), max_length=max_length, chat_template_kwargs=variables or {})
+    return msgspec.structs.replace(run, model=model)
 
 
 def refusal(folder, rows=ROWS, **settings) -> str:
@@ -81,6 +83,50 @@ def test_responses_are_trained_whatever_form_the_rows_have(tmp_path, rows, setti
     tokenizer, found = make_tokenizer(), read_train(sft_run(tmp_path, rows, **settings)).demonstrations
     assert [tokenizer.decode(each.token_ids) for each in found] == texts
     assert [tokenizer.decode(each.token_ids[each.model_mask]) for each in found] == trained
+
+
+SHOWING = "{% if tools %}{{ tools | length }}{{ tools[0].name }}{% endif %}{{ level }}={% for m in messages %}"
+SHOWING += "{{ m.content }}<eos>{% endfor %}"
+SCHEMAS = [{"name": "7"}, {"name": "8", "parameters": {"a": {"type": "9"}}}]
+
+
+@pytest.mark.parametrize("form", ["messages", "prompt"])
+@pytest.mark.parametrize(
+    ("columns", "start"),
+    [
+        ({"tools": SCHEMAS}, "275="),
+        ({"tools": '[{"name": "7"}]'}, "175="),
+        ({"tools": None}, "5="),
+        ({"tools": []}, "5="),
+        ({"chat_template_kwargs": {"level": "6"}}, "6="),
+        ({"chat_template_kwargs": '{"level": "6"}'}, "6="),
+    ],
+)
+def test_rows_show_their_tools_and_set_variables_of_the_template(tmp_path, form, columns, start):
+    row = {"messages": ANSWERED} if form == "messages" else {"prompt": ANSWERED[:1], "response": "3"}
+    run = sft_run(tmp_path, [row | columns], template=SHOWING, variables={"level": "5"})
+    (found,) = read_train(run).demonstrations
+    assert make_tokenizer().decode(found.token_ids) == f"{start}1+2<eos>3<eos>"
+
+
+@pytest.mark.parametrize(
+    ("columns", "complaint"),
+    [
+        ({"tools": "add"}, "row 0: `tools` must hold a list of schemas, or its JSON text, got 'add'"),
+        ({"tools": "{}"}, "row 0: `tools` must hold a list of schemas, or its JSON text, got '{}'"),
+        ({"chat_template_kwargs": [1]}, "row 0: `chat_template_kwargs` must hold a record, or its JSON text"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "row 0: chat_template_kwargs must hold variables of the templ"),
+    ],
+)
+def test_tools_and_variables_of_the_wrong_kind_are_refused(tmp_path, columns, complaint):
+    assert complaint in refusal(tmp_path, [{"messages": ANSWERED} | columns], template=SHOWING)
+
+
+def test_variables_that_cannot_apply_are_refused(tmp_path):
+    messages = [{"messages": ANSWERED}]
+    assert "never mentions 'lvl'" in refusal(tmp_path, messages, template=SHOWING, variables={"lvl": "5"})
+    found = refusal(tmp_path, [TEXT], template=SHOWING, variables={"level": "5"}, objective="pairs")
+    assert "model.chat_template_kwargs must be empty for pairs" in found
 
 
 def test_token_ids_need_no_tokenizer(tmp_path):

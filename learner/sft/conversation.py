@@ -1,0 +1,135 @@
+"""Conversations as pieces of text: what the model learns to write, and the chat template's text around it."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from slipstream.configs.base import ConfigError
+from slipstream.runtime.reasoning import Reasoning, find_reasoning
+
+Message = dict[str, Any]
+"""`role`, `content`, and other fields of the chat template."""
+_Render = Callable[..., str]
+_MARK = "SLIPSTREAM.TURN.OF.THE.MODEL"
+
+
+class Piece(NamedTuple):
+    """Text that is tokenized separately. Example: Piece("31284", is_model=True)."""
+
+    text: str
+    is_model: bool
+
+
+def chat_pieces(
+    messages: Sequence[Message],
+    *,
+    tokenizer: Any,
+    tools: Sequence[Any] | None = None,
+    variables: Mapping[str, Any] | None = None,
+) -> list[Piece]:
+    """Split a conversation at the start and end of each assistant turn.
+
+    A template that rewrites earlier turns (Qwen 3 drops their reasoning) renders each turn as the last one, followed by
+    the text up to the next turn, as generators do. `tools`: schemas. `variables`: of the template. Empty without an
+    assistant turn, or if one is empty. Raises ConfigError.
+    """
+    shown: list[Message] = without_nulls(list(messages))
+    turns = [index for index, message in enumerate(shown) if message.get("role") == "assistant"]
+    if not all(any(value for key, value in shown[index].items() if key != "role") for index in turns):
+        return []
+    render = partial(_render, tokenizer=tokenizer, tools=tools, variables=variables or {})
+    texts = [render(shown[:end], opens_turn=end == index) for index in turns for end in (index, index + 1)]
+    starts = ["", *texts]
+    if all(text.startswith(start) for start, text in zip(starts, texts, strict=False)):
+        lengths = map(len, starts)
+        return [
+            Piece(text[length:], bool(number % 2))
+            for number, (length, text) in enumerate(zip(lengths, texts, strict=False))
+        ]
+    return _turn_by_turn(shown, turns, texts, render=render, tokenizer=tokenizer)
+
+
+def _turn_by_turn(
+    messages: list[Message], turns: list[int], texts: list[str], *, render: _Render, tokenizer: Any
+) -> list[Piece]:
+    """`texts`: the conversation up to the header, and up to the end, of each turn."""
+    reasoning = find_reasoning(tokenizer)
+    special = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    names = [*special, reasoning.start, reasoning.end]
+    pieces: list[Piece] = []
+    for number, (index, opened, closed) in enumerate(zip(turns, texts[::2], texts[1::2], strict=True)):
+        pieces += [] if pieces else [Piece(opened, is_model=False)]
+        written = _written(messages[index], opened, closed, names=names, reasoning=reasoning)
+        if number + 1 == len(turns):
+            return [*pieces, Piece(written, is_model=True)]
+        # A mark replaces the turn's text, which the text after it does not depend on.
+        marked = {**messages[index], "content": _MARK}
+        marked.pop("reasoning_content", None)
+        known = [*messages[:index], marked]
+        _, _, ending = render(known, opens_turn=False).partition(_MARK)
+        _, mark, rest = render([*known, *messages[index + 1 : turns[number + 1]]], opens_turn=True).partition(_MARK)
+        if not mark:
+            raise ConfigError("the chat template must render the text of assistant messages, but it omits it.")
+        shared = _shared(ending, rest, names=names)
+        if shared:
+            written = written.removesuffix(ending[len(shared) :])
+        pieces += [Piece(written, is_model=True), Piece(rest[len(shared) :], is_model=False)]
+    return pieces
+
+
+def _written(message: Message, opened: str, closed: str, *, names: list[str], reasoning: Reasoning) -> str:
+    """Return what the model writes after `opened`, the text up to the header of its turn. Raises ConfigError."""
+    if closed.startswith(opened):
+        return closed[len(opened) :]
+    shared = _shared(opened, closed, names=names)
+    header = opened[len(shared) :].replace(reasoning.start, "").replace(reasoning.end, "")
+    if header.strip():
+        raise ConfigError(
+            "the chat template must render a turn of the model with the header that it opens the turn with, but they "
+            f"differ after {shared[-40:]!r}: tokenize the conversation yourself and provide the columns token_ids and "
+            "model_mask."
+        )
+    # Templates such as DeepSeek-R1's open the reasoning in the header, and drop it from finished turns.
+    thought, rest = reasoning.split(closed[len(shared) :], is_open=reasoning.is_opened_by(shared))
+    if not reasoning.is_opened_by(opened):
+        return rest.lstrip("\n")
+    given, _ = reasoning.split(str(message.get("content") or ""), is_open=False)
+    thought = str(message.get("reasoning_content") or thought or given or "").strip()
+    return f"{thought}\n{reasoning.end}\n\n{rest.lstrip()}".lstrip("\n")
+
+
+def _shared(first: str, second: str, *, names: list[str]) -> str:
+    """Return the common beginning, without a part of a special token."""
+    shared = os.path.commonprefix([first, second])  # noqa: RUF071, texts rather than paths
+    cuts = [
+        start
+        for text in (first, second)
+        for name in names
+        for start in range(max(0, len(shared) - len(name) + 1), len(shared))
+        if text.startswith(name, start)
+    ]
+    return shared[: min(cuts, default=len(shared))]
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop null fields: Parquet stores absent fields as null, but templates test whether a field is defined."""
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _render(
+    messages: Sequence[Message],
+    *,
+    tokenizer: Any,
+    tools: Sequence[Any] | None,
+    variables: Mapping[str, Any],
+    opens_turn: bool,
+) -> str:
+    settings = {**variables, "add_generation_prompt": opens_turn, "tokenize": False}
+    try:
+        return str(tokenizer.apply_chat_template(list(messages), tools=tools, **settings))
+    # A template is code shipped with the model and may raise anything.
+    except Exception as error:
+        raise ConfigError(f"the messages must fit the chat template: {error}") from error

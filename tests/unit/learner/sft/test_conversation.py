@@ -1,0 +1,133 @@
+"""Conversations with templates that don't render a turn the same way in every place."""
+
+from typing import Any
+
+import pytest
+
+from slipstream.configs.base import ConfigError
+from slipstream.generators.tokenization import PromptEncoder
+from slipstream.learner.sft.conversation import chat_pieces
+from slipstream.learner.sft.dataset import tokenize
+from tests.builders import make_prompt
+from tests.unit.generators.chat import TEMPLATES, make_chat_tokenizer
+
+HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+QWEN3 = TEMPLATES["qwen3"][0]
+# Drops the reasoning of every finished turn, which its header opens.
+DEEPSEEK_R1 = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+) + HEADER
+# A finished turn without reasoning has an empty one on the same line.
+NEMOTRON = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think></think>{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}"
+) + HEADER
+# Ends a finished conversation with the end of the text.
+PHI = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}</s>{% endif %}"
+)
+# Ends the last turn with another token than the earlier ones.
+GPT_OSS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}<|header|>{{ m.content }}"
+    "{{ '<|/turn|>' if loop.last and m.role == 'assistant' and not add_generation_prompt else '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant<|header|>{% endif %}"
+)
+# As a turn that the model could not have written after its header.
+OTHER = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+MESSAGES = [
+    {"role": "user", "content": "1"},
+    {"role": "assistant", "content": "<think>\nA\n</think>\n\n2"},
+    {"role": "user", "content": "3"},
+    {"role": "assistant", "content": "4"},
+]
+OPENED = "<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n"
+BETWEEN = "<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n"
+THINK = "<think>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "pieces"),
+    [
+        (
+            QWEN3,
+            [OPENED, "<think>\nA\n</think>\n\n2<|im_end|>\n", BETWEEN, "<think>\n\n</think>\n\n4<|im_end|>\n"],
+        ),
+        (DEEPSEEK_R1, [OPENED + THINK, "A\n</think>\n\n2<|im_end|>\n", BETWEEN + THINK, "</think>\n\n4<|im_end|>\n"]),
+        (
+            PHI,
+            [
+                "<|user|>\n1<|im_end|>\n<|assistant|>\n",
+                "2<|im_end|>\n",
+                "<|user|>\n3<|im_end|>\n<|assistant|>\n",
+                "4<|im_end|>\n</s>",
+            ],
+        ),
+        (
+            GPT_OSS,
+            [
+                "<|im_start|>user<|header|>1<|im_end|><|im_start|>assistant<|header|>",
+                "2<|/turn|>",
+                "<|im_end|><|im_start|>user<|header|>3<|im_end|><|im_start|>assistant<|header|>",
+                "4<|/turn|>",
+            ],
+        ),
+    ],
+    ids=["qwen3", "deepseek-r1", "phi", "gpt-oss"],
+)
+def test_each_turn_is_rendered_as_the_last_one(template: str, pieces: list[str]):
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = template
+    messages = MESSAGES
+    if template in (PHI, GPT_OSS):
+        messages = [m | {"content": m["content"].split("\n")[-1]} for m in MESSAGES]
+    found = chat_pieces(messages, tokenizer=tokenizer)
+    assert [piece.text for piece in found] == pieces
+    assert [piece.is_model for piece in found] == [False, True, False, True]
+
+
+def test_a_turn_without_reasoning_ends_the_reasoning_that_its_header_opens():
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = NEMOTRON
+    found = chat_pieces([MESSAGES[0], MESSAGES[3]], tokenizer=tokenizer)
+    assert [piece.text for piece in found] == [OPENED + THINK, "</think>\n\n4<|im_end|>\n"]
+    reasoned = {**MESSAGES[3], "reasoning_content": "B"}
+    found = chat_pieces([MESSAGES[0], reasoned], tokenizer=tokenizer)
+    assert found[1].text == "B\n</think>\n\n4<|im_end|>\n"
+
+
+def test_variables_and_tools_reach_the_template():
+    tokenizer = make_chat_tokenizer("qwen3")
+    tools: list[Any] = [{"type": "function", "function": {"name": "add"}}]
+    off = chat_pieces(MESSAGES, tokenizer=tokenizer, tools=tools, variables={"enable_thinking": False})
+    assert off[0].text.startswith('<|im_start|>system\n[{"type": "function", ')
+    assert off[2].text.endswith("<think>\n\n</think>\n\n")
+    assert off[3].text == "4<|im_end|>\n"
+
+
+def test_a_turn_that_does_not_follow_its_header_is_refused():
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = OTHER
+    with pytest.raises(ConfigError, match="with the header that it opens the turn with, but they differ after"):
+        chat_pieces(MESSAGES, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_a_demonstration_has_the_tokens_of_a_generator(family: str):
+    tokenizer, end = make_chat_tokenizer(family), TEMPLATES[family][1]
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)
+    messages = [m | {"content": m["content"].split("\n")[-1]} for m in MESSAGES]
+    found = tokenize(chat_pieces(messages, tokenizer=tokenizer), tokenizer=tokenizer)
+    expected, _ = encoder.encode(make_prompt(messages[:1]))
+    thought = "<think>\n\n</think>\n\n" if family == "qwen3" else ""
+    for number, text in enumerate(("2", "4")):
+        expected += encoder.encode_text(f"{thought}{text}{end}", special_tokens=True)
+        if not number:
+            expected += encoder.encode_between_turns(messages[2:3], last_token_id=expected[-1])
+    # A demonstration also has the template's text after the last end token, untrained.
+    assert found.token_ids[: len(expected)].tolist() == expected
+    trained = tokenizer.decode(found.token_ids[found.model_mask])
+    assert trained == f"{thought}2{end}{thought}4{end}"
