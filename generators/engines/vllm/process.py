@@ -126,7 +126,8 @@ def check_environment(required: Mapping[str, str]) -> None:
         name, value = next(iter(wrong.items()))
         raise EngineError(
             f"the environment must have the variables of vllm_environment() before vLLM is imported, got {name}="
-            f"{os.environ.get(name)!r} instead of {value!r} ({len(wrong)} differ): start with `python -m generators`"
+            f"{os.environ.get(name)!r} instead of {value!r} ({len(wrong)} differ): start with "
+            "`python -m slipstream.generators`"
         )
 
 
