@@ -21,8 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from slipstream.configs.base import Config, ConfigError
 from slipstream.configs.cluster import PLACE
-from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.data import HELDOUT_PATTERN
+from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.learner import SHARD_SIZE
 from slipstream.configs.run import NAME_PATTERN, RunConfig
 from slipstream.configs.schema import (

@@ -1,8 +1,8 @@
 """Conversion into transformers folders: round trips, adapters, shards of other trainers, and bad input."""
 
 import json
-import shutil
 import os
+import shutil
 
 import pytest
 import torch
@@ -90,7 +90,7 @@ def test_a_run_folder_stands_for_its_final_model_or_its_newest_checkpoint(tmp_pa
     shutil.rmtree(run_folder / "checkpoints" / "step-00000005" / "model")
     run(run_folder, tmp_path / "newest")
     assert_same(held(tmp_path / "newest"), held(checkpoint / "model"))
-    final = make_family(run_folder / "final_model", "llama")
+    final = shutil.copytree(make_family(tmp_path / "other", "llama"), run_folder / "final_model")
     run(run_folder, tmp_path / "final")
     assert_same(held(tmp_path / "final"), held(final))
 

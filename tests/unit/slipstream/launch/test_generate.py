@@ -170,7 +170,7 @@ def test_what_an_engine_prints_before_it_fails_is_in_a_file(tmp_path, monkeypatc
     with generate_module._engine_output():
         os.write(1, b"weights loaded")
     assert not list(tmp_path.iterdir())
-    refused = pytest.raises(GeneratorError, match="^no memory; the engine's output is in ")
+    refused = pytest.raises(GeneratorError, match=r"^no memory; the engine's output is in ")
     with refused as caught, generate_module._engine_output():
         subprocess.run(["sh", "-c", "echo Traceback >&2"], check=True)
         raise GeneratorError("no memory")
