@@ -6,9 +6,9 @@ Without a command it trains: `python run_async.py learner.max_steps=50` is `slip
 import sys
 from importlib.util import find_spec
 
-from slipstream.__main__ import main
+from slipstream.__main__ import as_typed, main
 
 if __name__ == "__main__":
     if not find_spec("msgspec"):
         sys.exit(f"error: {sys.executable} must have Slipstream's libraries: run `make setup`, then .venv/bin/python.")
-    main(sys.argv[1:] or ["run"], program="python run_async.py")
+    main(sys.argv[1:] or ["run"], program=f"{as_typed(sys.executable)} {sys.argv[0]}")

@@ -1,7 +1,7 @@
-"""python -m broker [--shard N] [KEY=VALUE]...: start a broker and, without a launcher, the embedded store.
+"""python -m slipstream.broker [--shard N] [KEY=VALUE]...: start a broker and, without a launcher, the embedded store.
 
-python -m broker experiment=digits_cpu name=mine                         on this machine
-python -m broker name=mine broker.token_file=token                       with your own token
+python -m slipstream.broker experiment=digits_cpu name=mine                         on this machine
+python -m slipstream.broker name=mine broker.token_file=token                       with your own token
 
 --shard N                       number of this broker, from 0, in a run with several; number 0 starts the store
 
@@ -14,7 +14,6 @@ Common settings, which must match the learner's:
   data.train=FILE               prompts, in Parquet or JSON lines
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.
-Outside a checkout, the module is slipstream.broker.
 """
 
 import sys

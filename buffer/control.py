@@ -39,7 +39,7 @@ def request_generators(store: Store, target: int, *, run: str) -> int:
     # A killed launcher leaves its last report behind, so check the report's age.
     if before.get("state") != "ready" or store.now() - before["reported_at"] > _LAUNCHER_TIMEOUT_S:
         raise NoAnswerError(
-            f"run {run!r} must have a live launcher, got none: start generators with `python -m generators`"
+            f"run {run!r} must have a live launcher, got none: start generators with `python -m slipstream.generators`"
         )
     # The id distinguishes the answer from that to an earlier command.
     request_id = uuid.uuid4().hex

@@ -29,6 +29,9 @@ class CoreConfig(Config):
     """CPU cores per machine, for all roles on it."""
     gpus: Annotated[int, Meta(ge=0)] = 0
     """GPUs per machine, one for each rank on it; 0 = the learner trains on the CPU."""
+    memory_gib: Positive | None = None
+    """Main memory per machine, for Slurm and Kubernetes, GiB; null = the partition's default, or in a manifest 16, and
+    64 for each GPU."""
 
 
 class SeatConfig(Config):
@@ -38,6 +41,8 @@ class SeatConfig(Config):
     """CPU cores of the generator and its engine."""
     gpus: Annotated[int, Meta(ge=0)] = 0
     """GPUs of the engine, one per worker; 0 = none."""
+    memory_gib: Positive | None = None
+    """Main memory, as `cluster.core.memory_gib`."""
     labels: dict[str, str] = {}
     """Labels that the machine must have, such as `{accelerator: H100}`; set with `ray start --labels`."""
 

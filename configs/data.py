@@ -121,10 +121,13 @@ class CurriculumConfig(Config):
         require(self.low < self.high, "data.curriculum.low", f"be < high ({self.high:g})", got=self.low, why=why)
 
 
+HELDOUT_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,47}\Z"
+
+
 class HeldoutSet(Config):
     """Evaluation prompts with their own sampling settings; the accuracy is the metric `eval/accuracy_NAME`."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,47}\Z")]
+    name: Annotated[str, Meta(pattern=HELDOUT_PATTERN)]
     """Name in metrics and results, such as `aime_2024`; not `train`."""
     path: str
     """Parquet file, or JSON lines according to its extension; several sets can share a file."""

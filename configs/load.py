@@ -21,8 +21,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from slipstream.configs.base import Config, ConfigError
 from slipstream.configs.cluster import PLACE
+from slipstream.configs.data import HELDOUT_PATTERN
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.configs.run import RunConfig
+from slipstream.configs.learner import SHARD_SIZE
+from slipstream.configs.run import NAME_PATTERN, RunConfig
 from slipstream.configs.schema import (
     PRESETS,
     groups,
@@ -432,6 +434,13 @@ def _record_errors(expected: StructType, value: dict[str, Any], path: str) -> It
             yield f"{path}.{name}".lstrip(".") + " must be set, got nothing."
 
 
+_PATTERNS = {
+    NAME_PATTERN: "1 to 80 letters, digits, ., _ and -, and not start with a dot, because it names a folder",
+    HELDOUT_PATTERN: "1 to 48 letters, digits, ., _ and -, and start with a letter or digit",
+    SHARD_SIZE: "a number and a unit, such as 5GB",
+}
+
+
 def _sentence(error: msgspec.ValidationError, data: object) -> str:
     """Turn `Expected `int` >= 1, got `str` - at `$.a.b`` into `a.b must be an integer >= 1, got 'x'.`."""
     if isinstance(error.__cause__, ConfigError):
@@ -440,8 +449,9 @@ def _sentence(error: msgspec.ValidationError, data: object) -> str:
     path = place.rstrip("`").lstrip(".")
     rule = re.sub(r", got .*$", "", message).removeprefix("Expected ")
     types = re.search(r"`([^`]*)`", rule)
-    expected = rule
-    if types:
+    # msgspec quotes a pattern as Python does.
+    expected = next((words for pattern, words in _PATTERNS.items() if repr(pattern) in rule), rule)
+    if types and expected == rule:
         named = " or ".join(_TYPE_NAMES.get(name, name) for name in types[1].split(" | "))
         expected = rule.replace(types[0], named, 1)
     got: Any = data

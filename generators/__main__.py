@@ -1,7 +1,7 @@
-"""python -m generators [--id NAME] [KEY=VALUE]...: start a generator; the broker sends it the run's settings.
+"""python -m slipstream.generators [--id NAME] [KEY=VALUE]...: start a generator; the broker sends the run's settings.
 
-python -m generators name=mine                                           on the machine of the run, in its folder
-python -m generators broker.address=tcp://127.0.0.1:5757 broker.token_file=token    elsewhere, through a tunnel
+python -m slipstream.generators name=mine                                       on the machine of the run, in its folder
+python -m slipstream.generators broker.address=tcp://127.0.0.1:5757 broker.token_file=token  elsewhere, through a tunnel
 
 Most used settings:
   --id NAME                     name in status, logs, and trajectories; default: host and process id, or the name of a
@@ -176,8 +176,8 @@ def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline
         run = f"run {given.name!r}" if is_named else "a run whose broker listens"
         others = f"{describe_others(Path(given.runs_dir), given.name)}; " if is_named and known is None else ""
         missing = (
-            f"{run} in {given.runs_dir}/ ({others}start a broker with `python -m broker`), or broker.address and a "
-            f"token; {TOKEN_REMEDY}"
+            f"{run} in {given.runs_dir}/ ({others}start a broker with `python -m slipstream.broker`), or "
+            f"broker.address and a token; {TOKEN_REMEDY}"
         )
         deadline.check(missing=missing)
         log.info("waiting", for_=missing)

@@ -1,7 +1,7 @@
-"""python -m learner [KEY=VALUE]...: start the learner; with learner.num_ranks > 1, all its ranks.
+"""python -m slipstream.learner [KEY=VALUE]...: start the learner; with learner.num_ranks > 1, all its ranks.
 
-python -m learner experiment=digits_cpu name=mine    with the same settings as the broker
-python -m learner experiment=digits_sft              mode=sft: train on demonstrations, without any other role
+python -m slipstream.learner experiment=digits_cpu name=mine    with the same settings as the broker
+python -m slipstream.learner experiment=digits_sft              mode=sft: train on demonstrations, without other roles
 
 Most used settings, which must match the broker's:
   experiment=PRESET, name=NAME  the run; resume=true continues it
@@ -14,7 +14,6 @@ Most used settings, which must match the broker's:
   sft.train_path=FILE           demonstrations, in Parquet, for mode=sft
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.
-Outside a checkout, the module is slipstream.learner.
 """
 
 import sys

@@ -254,7 +254,8 @@ def _broker_dead(progress: Progress) -> StallCause | None:
     if broker and broker.is_alive:
         return None
     since = f"has been silent for {broker.report_age_s:.0f} s" if broker else "has never reported"
-    return StallCause("broker", f"the broker {since}", "start it with `python -m broker` and the settings of this run")
+    remedy = "start it with `python -m slipstream.broker` and the settings of this run"
+    return StallCause("broker", f"the broker {since}", remedy)
 
 
 def _generators_dead(progress: Progress) -> StallCause | None:
@@ -264,7 +265,7 @@ def _generators_dead(progress: Progress) -> StallCause | None:
     problem = f"no generator is alive, and nothing has arrived for {progress.idle_s:.0f} s ({known})"
     run = progress.run
     where = f"name={run.name}" if run.runs_dir == "runs" else f"name={run.name} runs_dir={run.runs_dir}"
-    return StallCause("generators", problem, f"start one with `python -m generators {where}`")
+    return StallCause("generators", problem, f"start one with `python -m slipstream.generators {where}`")
 
 
 def _weights_missing(progress: Progress) -> StallCause | None:

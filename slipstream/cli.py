@@ -414,7 +414,8 @@ def convert(
 
     slipstream convert runs/mine/checkpoints/step-00000050 models/mine --dtype bfloat16
 
-    Also reads adapters, verl's FSDP shards, and ZeRO checkpoints: see docs/weights.md.
+    A run folder stands for its final model or newest checkpoint. Also reads adapters, verl's FSDP shards, and ZeRO
+    checkpoints: see docs/weights.md.
     """
     from slipstream.launch.convert import convert as write_model
 

@@ -354,7 +354,7 @@ def _wait_for_welcome(
 
 def _diagnose(address: str, keys: Keys) -> str:
     if not is_listening(address):
-        return "no process listens there; start a broker with `python -m broker`, or correct broker.address"
+        return "no process listens there; start a broker with `python -m slipstream.broker`, or correct broker.address"
     if is_refused(address, keys):
         raise RefusedByBrokerError(
             f"the token must be that of the broker at {address}, got another one: {TOKEN_REMEDY}"

@@ -50,11 +50,14 @@ def _rows() -> dict[str, list[Panel]]:
             Panel("Tokens per second", (name_of("role_tokens_per_second"),)),
             Panel("Trajectories in progress", (name_of("role_running"), name_of("role_capacity"))),
             Panel("Versions behind", (name_of("role_version_lag"),)),
+            Panel("Generators", (name_of("generators_alive"), name_of("generators_target"))),
             Panel("Restarts", (name_of("role_restarts"),)),
             Panel("Entries of loggers", (name_of("logger_entries"), name_of("logger_queued"))),
         ],
         "Store": [
             Panel("Memory", (name_of("store_memory_bytes"), name_of("store_memory_limit_bytes")), unit="bytes"),
+            Panel("Free disk", (name_of("disk_free_bytes"),), unit="bytes"),
+            Panel("Since the checkpoint", (name_of("checkpoint_age_seconds"),), unit="s"),
             Panel("Refused frames", (f"rate({name_of('refused_frames')}[5m])",)),
             Panel("Finished groups", (f"rate({name_of('group_ends')}[5m])",)),
         ],
@@ -154,7 +157,9 @@ def _promises() -> Sequence[Alert]:
     """Return the alerts for the guarantees of a run."""
     phase, training = name_of("phase"), 'phase="training"'
     waiting = f'{name_of("role_waiting")}{{role="learner",waits_for=~"groups|evaluation"}}'
-    arrival, end = name_of("arrival_age_seconds"), name_of("dead_end_after_seconds")
+    arrival, dead_end = name_of("arrival_age_seconds"), name_of("dead_end_after_seconds")
+    disk, progress, ends = name_of("disk_free_bytes"), name_of("progress_age_seconds"), name_of("group_ends")
+    trains = f" and on (run) {phase}{{{training}}} == 1"
     memory, limit = name_of("store_memory_bytes"), name_of("store_memory_limit_bytes")
     return (
         Alert("SlipstreamDown", f"{name_of('up')} == 0", "2m", "page", "its store does not answer"),
@@ -163,7 +168,7 @@ def _promises() -> Sequence[Alert]:
             "it has failed: `slipstream status` has the cause, resume=true continues from the checkpoint",
         ),
         Alert(
-            "SlipstreamDeadEndNear", f"{arrival} > 0.5 * {end} and on (run) {waiting} == 1", "0m", "page",
+            "SlipstreamDeadEndNear", f"{arrival} > 0.5 * {dead_end} and on (run) {waiting} == 1", "0m", "page",
             "the learner waits, and nothing has arrived for half of learner.dead_end.after_s: see `slipstream status`",
         ),
         Alert(
@@ -183,8 +188,34 @@ def _promises() -> Sequence[Alert]:
             "the store is nearly full: raise buffer.store.max_memory_mib, or lower buffer.staleness.max_lag",
         ),
         Alert(
-            "SlipstreamRoleSilent", f'{name_of("role_up")}{{role=~"broker|learner"}} == 0 and on (run) '
-            f"{phase}{{{training}}} == 1", "1m", "page", "broker or learner is silent or gone while the run trains",
+            "SlipstreamDiskFull", f"{disk} < 5e9 or predict_linear({disk}[1h], 4 * 3600) < 0", "5m", "page",
+            "the disk of the run folder is nearly full, or will be within four hours: make room",
+        ),
+        Alert(
+            "SlipstreamCheckpointOld", f"{name_of('checkpoint_age_seconds')} > 3600{trains}", "1m", "warn",
+            "an hour of training has no checkpoint: lower learner.checkpoint.every_steps, or see the learner's log",
+        ),
+        Alert(
+            "SlipstreamNoStep", f"({progress} > 1800 unless {progress} < 5 * {name_of('step_seconds')}){trains}", "1m",
+            "page", "no step for half an hour, and for five times the usual: see `slipstream status`",
+        ),
+        Alert(
+            "SlipstreamZeroSignal", f'sum by (run) (increase({ends}{{reason="zero_signal"}}[30m])) > 0.8 * '
+            f"sum by (run) (increase({ends}[30m]))", "0m", "warn",
+            "four of five groups have equal rewards: choose prompts of another difficulty, or raise "
+            "generators.group_size",
+        ),
+        Alert(
+            "SlipstreamGeneratorsMissing", f"{name_of('generators_alive')} < {name_of('generators_target')}{trains}",
+            "10m", "warn", "fewer generators report than wanted: see `slipstream status` and their logs",
+        ),
+        Alert(
+            "SlipstreamRestartLoop", f"sum by (run, name) (increase({name_of('role_restarts')}[30m])) >= 3", "0m",
+            "warn", "a role was restarted three times within half an hour: see its log",
+        ),
+        Alert(
+            "SlipstreamRoleSilent", f'{name_of("role_up")}{{role=~"broker|learner"}} == 0{trains}', "1m",
+            "page", "broker or learner is silent or gone while the run trains",
         ),
         Alert(
             "SlipstreamLoggerDrops", f'increase({name_of("logger_entries")}{{outcome=~"dropped|failed"}}[10m]) > 0',

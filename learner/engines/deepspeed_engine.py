@@ -303,7 +303,7 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
     if found != expected:
         raise TrainEngineError(
             f"the environment must hold {expected} before DeepSpeed starts on {device}, got {found}: "
-            "start the learner with `python -m learner` or set it."
+            "start the learner with `python -m slipstream.learner` or set it."
         )
     try:
         with contextlib.redirect_stdout(sys.stderr):

@@ -362,7 +362,7 @@ class BackgroundPublisher:
     def describe_members(self) -> str:
         alive, holding = self._publisher.num_alive, self._publisher.num_holding
         if alive == 0:
-            return "no generator is alive (start one with `python -m generators`)"
+            return "no generator is alive (start one with `python -m slipstream.generators`)"
         return f"{alive} generators alive, {holding} of them hold version {self._publisher.version}"
 
     def close(self) -> None:

@@ -3,12 +3,16 @@
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from math import ceil
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from slipstream.cluster.recipe import Recipe
-from slipstream.configs.base import ConfigError
+from slipstream.cluster.recipe import STOP_TIMEOUT_S, Recipe
+from slipstream.configs.base import ConfigError, require
+from slipstream.configs.buffer import EmbeddedRedisConfig
+from slipstream.configs.cluster import CoreConfig, SeatConfig
 from slipstream.runtime.credentials import TOKEN_VARIABLE
 
 Kind = Literal["rayjob", "jobset"]
@@ -23,6 +27,11 @@ _USER = 1000
 _WORKSPACE = "/workspace"
 _VOLUMES = {"workspace": _WORKSPACE, "shared-memory": "/dev/shm"}
 _SHARED_MEMORY = "8Gi"
+"""Counts toward the memory of the containers that fill it."""
+_BASE_GIB, _GPU_GIB = 16, 64
+"""Memory of a machine, and what each GPU adds."""
+_BROKER_GIB, _SUBMITTER_GIB = 4, 1
+_GPU = "nvidia.com/gpu"
 _RESTARTS = 6
 """Restarts of a container before its pod fails, and of all pods before the run fails."""
 _START_S = 600
@@ -32,6 +41,30 @@ _KEPT_S = 3600
 _SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _INSTANCE = "app.kubernetes.io/instance"
 """Label of all objects of a run."""
+_COMPONENT = "app.kubernetes.io/component"
+_LIST_KEYS = ("mountPath", "groupName", "name")
+"""Fields that identify an item of a list, the first that all items have."""
+
+
+class Options(NamedTuple):
+    """What the pods need of their cluster, besides the settings of the run.
+
+    Example: Options("registry/slipstream:gpu", claim="shared", namespace="research", secrets=["aws"])
+    """
+
+    image: str
+    claim: str | None = None
+    """PersistentVolumeClaim of every pod; None: empty volumes."""
+    ray_version: str = ""
+    namespace: str = ""
+    secrets: Sequence[str] = ()
+    """Secrets of the core, whose keys become environment variables."""
+    generator_secrets: Sequence[str] = ()
+    pull_secrets: Sequence[str] = ()
+    service_account: str = ""
+    node_selector: Mapping[str, str] = {}
+    tolerations: Sequence[str] = ()
+    """Taints of nodes: KEY, KEY=VALUE, with or without :EFFECT."""
 
 
 def secret_name(recipe: Recipe) -> str:
@@ -56,10 +89,55 @@ def secret(recipe: Recipe, token: str) -> Manifest:
     return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {SECRET_KEY: token}}
 
 
-def manifest(recipe: Recipe, kind: Kind, *, image: str, claim: str | None, ray_version: str = "") -> Manifest:
-    """Return a run's manifest. `claim`: PersistentVolumeClaim of every pod; None: empty volumes. Raises ConfigError."""
-    pods = _Pods(recipe, image=image, claim=claim)
-    return _jobset(recipe, pods) if kind == "jobset" else _rayjob(recipe, pods, ray_version=ray_version)
+def manifests(recipe: Recipe, kind: Kind, options: Options, *, patches: Sequence[Manifest] = ()) -> list[Manifest]:
+    """Return a run's job, and a Service with `exporter.port`. Raises ConfigError.
+
+    `patches`: documents merged into that of the same kind; those of kind Pod into every pod.
+    """
+    port = recipe.run.exporter.port
+    if port is not None and not recipe.run.exporter.is_open:
+        recipe = recipe._replace(settings=[*recipe.settings, "exporter.host=0.0.0.0"])
+    pods = _Pods(recipe, options, [patch for patch in patches if patch.get("kind") == "Pod"])
+    documents = [_jobset(recipe, pods) if kind == "jobset" else _rayjob(recipe, pods, ray_version=options.ray_version)]
+    if port is not None:
+        documents.append(_metrics_service(recipe, port))
+    for patch in patches:
+        others = [each for each in documents if each["kind"] == patch.get("kind")]
+        must = f"have the kind {' | '.join(str(each['kind']) for each in documents)} | Pod"
+        is_fit = bool(others) or patch.get("kind") == "Pod"
+        require(is_fit, "a document of --patch", must, got=patch.get("kind"), why="it is merged into that one")
+        for each in others:
+            each.update(merged(each, patch))
+    for each in documents if options.namespace else ():
+        each["metadata"]["namespace"] = options.namespace
+    return documents
+
+
+def read_patches(file: Path) -> list[Manifest]:
+    """Return the documents of a YAML file. Raises ConfigError."""
+    try:
+        documents = [each for each in yaml.safe_load_all(file.read_text("utf-8")) if each is not None]
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"--patch must be a readable YAML file, got {file}: {' '.join(str(error).split())}") from None
+    why = "it is merged into a manifest"
+    require(all(isinstance(each, dict) for each in documents), "--patch", "hold mappings", got=str(file), why=why)
+    return documents
+
+
+def merged(document: Any, patch: Any) -> Any:
+    """Merge as `kubectl patch` does: mappings by key, lists of named items by name; null removes, others replace."""
+    if isinstance(document, dict) and isinstance(patch, dict):
+        both = {key: merged(document.get(key), value) for key, value in patch.items()}
+        return {key: value for key, value in (document | both).items() if value is not None}
+    if isinstance(patch, dict):
+        return merged({}, patch)
+    if isinstance(document, list) and isinstance(patch, list):
+        items = [*document, *patch]
+        fits = (key for key in _LIST_KEYS if all(isinstance(each, dict) and key in each for each in items))
+        if key := next(fits, ""):
+            own = {each[key]: each for each in document}
+            return [*(own | {each[key]: merged(own.get(each[key]), each) for each in patch}).values()]
+    return patch
 
 
 class _Dumper(yaml.SafeDumper):
@@ -79,14 +157,15 @@ def _metadata(recipe: Recipe, name: str) -> Manifest:
 
 
 class _Pods:
-    def __init__(self, recipe: Recipe, *, image: str, claim: str | None) -> None:
-        self._image = image
-        self._claim = claim
+    def __init__(self, recipe: Recipe, options: Options, patches: Sequence[Manifest]) -> None:
+        self._options = options
+        self._patches = patches
         self._labels = {_INSTANCE: object_name(recipe)}
         self._token = {
             "name": TOKEN_VARIABLE,
             "valueFrom": {"secretKeyRef": {"name": secret_name(recipe), "key": SECRET_KEY}},
         }
+        self.secrets, self.generator_secrets = options.secrets, options.generator_secrets
 
     def container(
         self,
@@ -94,43 +173,91 @@ class _Pods:
         command: Sequence[str] = (),
         *,
         cpus: int,
+        memory_gib: float,
         gpus: int = 0,
         ports: Mapping[str, int] | None = None,
         variables: Mapping[str, str] | None = None,
         has_token: bool = False,
+        secrets: Sequence[str] = (),
     ) -> Manifest:
         """KubeRay supplies a missing command."""
-        amounts = {"cpu": str(cpus)} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+        # A namespace with a quota rejects containers without requests or limits.
+        amounts = {"cpu": str(cpus), "memory": f"{ceil(memory_gib * 1024)}Mi"} | ({_GPU: str(gpus)} if gpus else {})
         given = {"HOME": _WORKSPACE} | dict(variables or {})
         variables_of_it: list[Manifest] = [{"name": key, "value": value} for key, value in given.items()]
-        container: Manifest = {"name": name, "image": self._image, "workingDir": _WORKSPACE}
+        container: Manifest = {"name": name, "image": self._options.image, "workingDir": _WORKSPACE}
         # Escape $(NAME), which Kubernetes would expand.
         container |= {"command": [word.replace("$(", "$$(") for word in command]} if command else {}
         return container | {
             "env": [*variables_of_it, *([self._token] if has_token else [])],
+            **({"envFrom": [{"secretRef": {"name": each}} for each in secrets]} if secrets else {}),
             **({"ports": [{"name": key, "containerPort": port} for key, port in ports.items()]} if ports else {}),
             "resources": {"requests": amounts, "limits": amounts},
             "securityContext": _SECURITY,
             "volumeMounts": [{"name": volume, "mountPath": path} for volume, path in _VOLUMES.items()],
         }
 
-    def pod(self, container: Manifest, **more: Any) -> Manifest:
+    def pod(self, component: str, container: Manifest, **more: Any) -> Manifest:
         """`more`: further spec fields."""
-        workspace = {"persistentVolumeClaim": {"claimName": self._claim}} if self._claim else {"emptyDir": {}}
+        options = self._options
+        workspace = {"persistentVolumeClaim": {"claimName": options.claim}} if options.claim else {"emptyDir": {}}
         memory = {"emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}}
+        selector = dict(options.node_selector) | more.pop("nodeSelector", {})
+        tolerations = [_toleration(each) for each in options.tolerations]
+        if _GPU in container["resources"]["limits"]:
+            tolerations.append({"key": _GPU, "operator": "Exists", "effect": "NoSchedule"})
+        placed = {
+            "nodeSelector": selector,
+            "tolerations": tolerations,
+            "imagePullSecrets": [{"name": each} for each in options.pull_secrets],
+            "serviceAccountName": options.service_account,
+        }
         spec = {
             "securityContext": {
                 "runAsNonRoot": True,
                 "runAsUser": _USER,
                 "runAsGroup": _USER,
                 "fsGroup": _USER,
+                # Otherwise each start changes the owner of every file on the claim.
+                "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
+            "terminationGracePeriodSeconds": STOP_TIMEOUT_S,
+            **{key: value for key, value in placed.items() if value},
             **more,
             "containers": [container],
             "volumes": [{"name": "workspace", **workspace}, {"name": "shared-memory", **memory}],
         }
-        return {"metadata": {"labels": self._labels}, "spec": spec}
+        pod = {"metadata": {"labels": self._labels | {_COMPONENT: component}}, "spec": spec}
+        for patch in self._patches:
+            pod = merged(pod, {key: value for key, value in patch.items() if key in ("metadata", "spec")})
+        return pod
+
+
+def _toleration(taint: str) -> Manifest:
+    name, _, effect = taint.partition(":")
+    key, has_value, value = name.partition("=")
+    matched = {"operator": "Equal", "value": value} if has_value else {"operator": "Exists"}
+    return {"key": key} | matched | ({"effect": effect} if effect else {})
+
+
+def _memory_gib(machine: CoreConfig | SeatConfig) -> float:
+    return machine.memory_gib or _BASE_GIB + _GPU_GIB * machine.gpus
+
+
+def _metrics_service(recipe: Recipe, port: int) -> Manifest:
+    """The exporter's port. `selector`: the pod of the broker, or of the launcher."""
+    selector = {_INSTANCE: object_name(recipe), _COMPONENT: "core"}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": _metadata(recipe, f"{object_name(recipe)}-metrics"),
+        "spec": {"selector": selector, "ports": [{"name": "metrics", "port": port, "targetPort": "metrics"}]},
+    }
+
+
+_READY = {"readinessProbe": {"tcpSocket": {"port": "weights"}, "periodSeconds": 10, "failureThreshold": 6}}
+"""Shows which roles have loaded their model. Not a liveness probe, because the port may change with an epoch."""
 
 
 # --- JobSet ----------------------------------------------------------------------------------------------------------
@@ -141,9 +268,16 @@ def _jobset(recipe: Recipe, pods: _Pods) -> Manifest:
     if machines > 1:
         start = 'export NODE_RANK=$((JOB_COMPLETION_INDEX + 1)); exec "$@"'
         command = ["bash", "-c", start, "ranks", *_role("learner", recipe)]
-        gpus, variables = recipe.run.cluster.core.gpus, _ranks_variables(recipe)
-        learner = pods.container("learner", command, cpus=recipe.core_cpus, gpus=gpus, variables=variables)
-        jobs.append(_job("ranks", machines - 1, _role_pod(pods, learner)))
+        learner = pods.container(
+            "learner",
+            command,
+            cpus=recipe.core_cpus,
+            memory_gib=_memory_gib(recipe.run.cluster.core),
+            gpus=recipe.run.cluster.core.gpus,
+            variables=_ranks_variables(recipe),
+            secrets=pods.secrets,
+        )
+        jobs.append(_job("ranks", machines - 1, _role_pod(pods, "ranks", learner)))
     jobs.append(_job("generators", recipe.run.generators.count, _generator_pod(recipe, pods)))
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -172,7 +306,20 @@ def _core_host(recipe: Recipe) -> str:
 
 def _core_pod(recipe: Recipe, pods: _Pods) -> Manifest:
     core, ports = recipe.run.cluster.core, recipe.run.cluster.port_range
-    broker = pods.container("broker", _role("broker", recipe), cpus=1, ports={"broker": ports[0]}, has_token=True)
+    store, metrics = recipe.run.buffer.store, recipe.run.exporter.port
+    broker_gib = _BROKER_GIB + (store.max_memory_mib / 1024 if isinstance(store, EmbeddedRedisConfig) else 0)
+    learner_gib = _memory_gib(core) - broker_gib
+    must, why = f"be > {broker_gib:g}", "broker and store need that much"
+    require(learner_gib > 0, "cluster.core.memory_gib", must, got=core.memory_gib, why=why)
+    broker = pods.container(
+        "broker",
+        _role("broker", recipe),
+        cpus=1,
+        memory_gib=broker_gib,
+        ports={"broker": ports[0]} | ({"metrics": metrics} if metrics else {}),
+        has_token=True,
+        secrets=pods.secrets,
+    )
     listens = {"tcpSocket": {"port": "broker"}}
     # A sidecar starts before the learner, restarts independently, and ends with it.
     broker |= {
@@ -180,18 +327,22 @@ def _core_pod(recipe: Recipe, pods: _Pods) -> Manifest:
         "startupProbe": listens | {"periodSeconds": 2, "failureThreshold": _START_S // 2},
         "livenessProbe": listens | {"periodSeconds": 10, "failureThreshold": 6},
     }
-    prepare = pods.container("prepare", ["python", "-m", "slipstream", "prepare", *recipe.settings], cpus=1)
+    # The broker needs one core.
+    cpus = max(1, recipe.core_cpus - 1)
+    make = ["python", "-m", "slipstream", "prepare", *recipe.settings]
+    prepare = pods.container("prepare", make, cpus=cpus, memory_gib=learner_gib, secrets=pods.secrets)
     learner = pods.container(
         "learner",
         _role("learner", recipe),
-        # The broker needs one.
-        cpus=max(1, recipe.core_cpus - 1),
+        cpus=cpus,
+        memory_gib=learner_gib,
         gpus=core.gpus,
         ports={"weights": ports[1]} | ({"meeting": ports[-1]} if core.machines > 1 else {}),
         variables=_ranks_variables(recipe) | ({"NODE_RANK": "0"} if core.machines > 1 else {}),
         has_token=True,
+        secrets=pods.secrets,
     )
-    return _role_pod(pods, learner, initContainers=[prepare, broker])
+    return _role_pod(pods, "core", learner | _READY, initContainers=[prepare, broker])
 
 
 def _generator_pod(recipe: Recipe, pods: _Pods) -> Manifest:
@@ -202,13 +353,15 @@ def _generator_pod(recipe: Recipe, pods: _Pods) -> Manifest:
         "generator",
         ["bash", "-c", start, "generator", *role],
         cpus=recipe.generator_cpus,
+        memory_gib=_memory_gib(generator),
         gpus=generator.gpus,
         ports={"weights": port},
         variables={"OMP_NUM_THREADS": str(recipe.generator_cpus)},
         has_token=True,
+        secrets=pods.generator_secrets,
     )
     selector = {"nodeSelector": dict(generator.labels)} if generator.labels else {}
-    return _role_pod(pods, container, **selector)
+    return _role_pod(pods, "generators", container | _READY, **selector)
 
 
 def _role(role: str, recipe: Recipe) -> list[str]:
@@ -223,15 +376,27 @@ def _ranks_variables(recipe: Recipe) -> dict[str, str]:
     return threads | (meeting if machines > 1 else {})
 
 
-def _role_pod(pods: _Pods, container: Manifest, **more: Any) -> Manifest:
-    return pods.pod(container, restartPolicy="OnFailure", automountServiceAccountToken=False, **more)
+def _role_pod(pods: _Pods, component: str, container: Manifest, **more: Any) -> Manifest:
+    return pods.pod(component, container, restartPolicy="OnFailure", automountServiceAccountToken=False, **more)
 
 
 # --- RayJob ----------------------------------------------------------------------------------------------------------
 def _rayjob(recipe: Recipe, pods: _Pods, *, ray_version: str) -> Manifest:
     cluster, ports = recipe.run.cluster, recipe.run.cluster.port_range
+    memory_gib, metrics = _memory_gib(cluster.core), recipe.run.exporter.port
     own = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "broker": ports[0], "weights": ports[1]}
-    head = pods.container("ray-head", cpus=recipe.core_cpus, gpus=cluster.core.gpus, ports=own, has_token=True)
+    own |= {"metrics": metrics} if metrics else {}
+    head = pods.container(
+        "ray-head",
+        cpus=recipe.core_cpus,
+        memory_gib=memory_gib,
+        gpus=cluster.core.gpus,
+        ports=own,
+        has_token=True,
+        secrets=pods.secrets,
+    )
+    submitter = pods.container("ray-job-submitter", cpus=1, memory_gib=_SUBMITTER_GIB)
+    autoscaler = {"cpu": "1", "memory": "1Gi"}
     return {
         "apiVersion": "ray.io/v1",
         "kind": "RayJob",
@@ -241,15 +406,18 @@ def _rayjob(recipe: Recipe, pods: _Pods, *, ray_version: str) -> Manifest:
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": _KEPT_S,
             "backoffLimit": _RESTARTS,
-            "submitterPodTemplate": pods.pod(pods.container("ray-job-submitter", cpus=1), restartPolicy="Never"),
+            "submitterPodTemplate": pods.pod("submitter", submitter, restartPolicy="Never"),
             "rayClusterSpec": {
                 "rayVersion": ray_version,
                 # KubeRay makes Ray's own token and gives it to every pod.
                 "authOptions": {"mode": "token"},
                 "enableInTreeAutoscaling": recipe.run.generators.autoscale is not None,
-                "autoscalerOptions": {"securityContext": _SECURITY},
+                "autoscalerOptions": {
+                    "securityContext": _SECURITY,
+                    "resources": {"requests": autoscaler, "limits": autoscaler},
+                },
                 # Jobs are submitted to the dashboard, which Ray's token protects.
-                "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": pods.pod(head)},
+                "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": pods.pod("core", head)},
                 "workerGroupSpecs": _workers(recipe, pods),
             },
         },
@@ -258,13 +426,25 @@ def _rayjob(recipe: Recipe, pods: _Pods, *, ray_version: str) -> Manifest:
 
 def _workers(recipe: Recipe, pods: _Pods) -> list[Manifest]:
     cluster, count, scale = recipe.run.cluster, recipe.run.generators.count, recipe.run.generators.autoscale
-    ranks = pods.container("ray-worker", cpus=recipe.core_cpus, gpus=cluster.core.gpus)
-    lends = {"weights": cluster.port_range[0]}
-    engine = pods.container("ray-worker", cpus=recipe.generator_cpus, gpus=cluster.generator.gpus, ports=lends)
+    ranks = pods.container(
+        "ray-worker",
+        cpus=recipe.core_cpus,
+        memory_gib=_memory_gib(cluster.core),
+        gpus=cluster.core.gpus,
+        secrets=pods.secrets,
+    )
+    engine = pods.container(
+        "ray-worker",
+        cpus=recipe.generator_cpus,
+        memory_gib=_memory_gib(cluster.generator),
+        gpus=cluster.generator.gpus,
+        ports={"weights": cluster.port_range[0]},
+        secrets=pods.generator_secrets,
+    )
     further = cluster.core.machines - 1
-    groups = [_worker_group("ranks", pods.pod(ranks), further, least=further, most=further)] if further else []
+    groups = [_worker_group("ranks", pods.pod("ranks", ranks), further, least=further, most=further)] if further else []
     least, most = (scale.min, scale.max) if scale else (count, count)
-    engines = _worker_group("generators", pods.pod(engine), count, least=least, most=most)
+    engines = _worker_group("generators", pods.pod("generators", engine), count, least=least, most=most)
     return [*groups, engines | ({"labels": dict(cluster.generator.labels)} if cluster.generator.labels else {})]
 
 

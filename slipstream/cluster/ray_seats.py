@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray._private import worker
 from ray.exceptions import ActorUnavailableError, RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -245,8 +246,11 @@ class RayPlaces:
 
 # --- the connection --------------------------------------------------------------------------------------------------
 @contextmanager
-def join_cluster(config: ClusterConfig, *, run: str) -> Iterator[RayPlaces]:
-    """Connect to the Ray cluster and reserve a run's core. Raises ConfigError."""
+def join_cluster(config: ClusterConfig, *, run: str, log: Path) -> Iterator[RayPlaces]:
+    """Connect to the Ray cluster and reserve a run's core. Raises ConfigError.
+
+    `log`: file for Ray's messages, which the launcher's own would drown in.
+    """
     _check_version(ray.__version__)
     try:
         ray.init(address=config.address, namespace="slipstream", log_to_driver=False, logging_level=logging.ERROR)
@@ -256,10 +260,27 @@ def join_cluster(config: ClusterConfig, *, run: str) -> Iterator[RayPlaces]:
             f"{' '.join(str(error).split())[:_MAX_ERROR_LENGTH]}: start one with `ray start`, or join it."
         ) from error
     try:
-        _check_access(ray.get_runtime_context().gcs_address)
-        yield RayPlaces(config, run=run)
+        with _messages_in(log):
+            _check_access(ray.get_runtime_context().gcs_address)
+            yield RayPlaces(config, run=run)
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _messages_in(log: Path) -> Iterator[None]:
+    """Write Ray's messages to a file: a lost machine prints dozens of lines, and Ray has no setting for them."""
+
+    def write(data: Mapping[str, Any], ignore_prefix: bool) -> None:
+        with suppress(OSError), log.open("a") as file:
+            file.writelines(f"{line}\n" for line in data["lines"])
+
+    printing = worker.print_to_stdstream
+    worker.print_to_stdstream = write
+    try:
+        yield
+    finally:
+        worker.print_to_stdstream = printing
 
 
 def _check_version(version: str) -> None:

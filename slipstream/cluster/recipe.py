@@ -7,6 +7,9 @@ from slipstream.configs.base import require
 from slipstream.configs.load import load, own_settings
 from slipstream.configs.run import RunConfig
 
+STOP_TIMEOUT_S = 180
+"""Time that a cluster gives the roles to stop, of which a checkpoint may take most."""
+
 
 class Recipe(NamedTuple):
     """A run to start by Slurm or Kubernetes.

@@ -5,14 +5,26 @@ import shutil
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from slipstream.cluster.kubernetes import ANY_INTERFACE, SECRET_KEY, Kind, dump, manifest, secret, secret_name
+from slipstream.cluster.kubernetes import (
+    ANY_INTERFACE,
+    SECRET_KEY,
+    Kind,
+    Options,
+    dump,
+    manifests,
+    read_patches,
+    secret,
+    secret_name,
+)
 from slipstream.cluster.recipe import read_recipe
 from slipstream.cluster.slurm import sbatch_script
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
+from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.runtime.command_line import NO_ANSWER, WITH_OVERRIDES, Overrides, exit_with_error, make_app
 
 _SUBMIT_TIMEOUT_S = 120.0
@@ -28,17 +40,30 @@ def slurm(
     option: Annotated[
         list[str] | None, typer.Option("--sbatch", metavar="OPTION", help="An option of sbatch; repeatable.")
     ] = None,
+    core_option: Annotated[
+        list[str] | None, typer.Option("--sbatch-core", metavar="OPTION", help="One for the learner's nodes alone.")
+    ] = None,
+    generator_option: Annotated[
+        list[str] | None, typer.Option("--sbatch-generators", metavar="OPTION", help="One for the generators alone.")
+    ] = None,
     python: Annotated[str, typer.Option(metavar="FILE", help="Python of the nodes.")] = sys.executable,
 ) -> None:
     """Submit a run to Slurm as a batch job, from a folder that all nodes share.
 
     \b
     slipstream launch slurm cluster.interface=10.0.0.0/8 --sbatch=--partition=gpu --sbatch=--time=24:00:00
+    slipstream launch slurm cluster.interface=10.0.0.0/8 --sbatch-core=--partition=h200 --sbatch-generators=--mem=200G
     slipstream launch slurm cluster.interface=10.0.0.0/8 generators.count=8 cluster.generator.gpus=1 --print
 
     Exit codes: 0, 1 if sbatch rejects the job, 2 for invalid settings or without sbatch.
     """
-    script = sbatch_script(read_recipe(overrides or [], kind="local"), python=python, options=option or ())
+    script = sbatch_script(
+        read_recipe(overrides or [], kind="local"),
+        python=python,
+        options=option or (),
+        core_options=core_option or (),
+        generator_options=generator_option or (),
+    )
     if print_only:
         print(script, end="")
         return
@@ -54,18 +79,47 @@ def kubernetes(
     claim: Annotated[
         str | None, typer.Option(metavar="NAME", help="PersistentVolumeClaim with data, models and runs, of all pods.")
     ] = None,
+    namespace: Annotated[str, typer.Option(metavar="NAME", help="Namespace (default: kubectl's).")] = "",
+    secret_names: Annotated[
+        list[str] | None,
+        typer.Option("--secret", metavar="NAME", help="Secret of environment variables for the core; repeatable."),
+    ] = None,
+    generator_secret: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="The same for generators, which run other code; repeatable."),
+    ] = None,
+    pull_secret: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Secret of the image's registry; repeatable.")
+    ] = None,
+    service_account: Annotated[str, typer.Option(metavar="NAME", help="Service account of the pods.")] = "",
+    node_selector: Annotated[
+        list[str] | None, typer.Option(metavar="LABEL=VALUE", help="Label of the nodes; repeatable.")
+    ] = None,
+    toleration: Annotated[
+        list[str] | None, typer.Option(metavar="KEY[=VALUE][:EFFECT]", help="Tolerated taint of nodes; repeatable.")
+    ] = None,
+    patch: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="YAML to merge into the manifest; see docs/cluster.md.")
+    ] = None,
 ) -> None:
     """Start a run on Kubernetes, as a RayJob or a JobSet.
 
     \b
     slipstream launch kubernetes --image registry/slipstream:gpu --claim shared experiment=gsm8k_8gpu name=mine
     slipstream launch kubernetes --image registry/slipstream:gpu --kind jobset --print name=mine
+    slipstream launch kubernetes --image registry/slipstream:gpu --namespace research --secret aws name=mine
 
     Exit codes: 0, 1 if kubectl rejects the manifest, 2 for invalid settings or without kubectl.
     """
     recipe = read_recipe(overrides or [], kind="ray" if kind == "rayjob" else "local", interface=ANY_INTERFACE)
     if claim is None and recipe.run.storage_uri is None:
         print("note: without --claim and storage_uri, what the run writes is lost with its pods.", file=sys.stderr)
+    if claim and isinstance(recipe.run.buffer.store, EmbeddedRedisConfig):
+        print(
+            f"note: the embedded store writes to the claim {claim}. Claims for several nodes (ReadWriteMany) are "
+            "network disks, on which writes can be slow or lost: prefer buffer/store=redis buffer.store.url=...",
+            file=sys.stderr,
+        )
     try:
         ray_version = metadata.version("ray") if kind == "rayjob" else ""
     except metadata.PackageNotFoundError:
@@ -73,18 +127,36 @@ def kubernetes(
             "launch kubernetes --kind rayjob needs Ray, in the version of the image, but it is not installed: "
             "`pip install 'slipstream[ray]'`, or choose --kind jobset."
         ) from None
-    document = manifest(recipe, kind, image=image, claim=claim, ray_version=ray_version)
+    wrong = [each for each in node_selector or () if not each.partition("=")[0] or "=" not in each]
+    require(not wrong, "--node-selector", "be LABEL=VALUE", got=wrong, why="nodes are chosen by labels")
+    options = Options(
+        image,
+        claim=claim,
+        ray_version=ray_version,
+        namespace=namespace,
+        secrets=secret_names or (),
+        generator_secrets=generator_secret or (),
+        pull_secrets=pull_secret or (),
+        service_account=service_account,
+        node_selector=dict(each.split("=", 1) for each in node_selector or ()),
+        tolerations=toleration or (),
+    )
+    documents = manifests(recipe, kind, options, patches=read_patches(patch) if patch else ())
+    text = "---\n".join(map(dump, documents))
+    place = [f"--namespace={namespace}"] if namespace else []
     if print_only:
         make = "python -c 'import secrets; print(secrets.token_urlsafe())'"
+        create = ["kubectl", *place, "create", "secret", "generic", secret_name(recipe)]
         print(f"# The Secret with the run's token, once: {make} |")
-        print(f"#   kubectl create secret generic {secret_name(recipe)} --from-file={SECRET_KEY}=/dev/stdin")
-        print(dump(document), end="")
+        print(f"#   {' '.join(create)} --from-file={SECRET_KEY}=/dev/stdin")
+        print(text, end="")
         return
-    there = ["kubectl", "get", "secret", secret_name(recipe), "--ignore-not-found", "--output=name"]
+    there = ["kubectl", "get", "secret", secret_name(recipe), "--ignore-not-found", "--output=name", *place]
     where = "where kubectl reaches the cluster"
     if not _call(there, "", where=where, is_shown=False):
-        _call(["kubectl", "create", "-f", "-"], dump(secret(recipe, secrets.token_urlsafe(32))), where=where)
-    _call(["kubectl", "apply", "-f", "-"], dump(document), where=where)
+        token = dump(secret(recipe, secrets.token_urlsafe(32)))
+        _call(["kubectl", "create", "-f", "-", *place], token, where=where)
+    _call(["kubectl", "apply", "-f", "-", *place], text, where=where)
 
 
 def _call(command: list[str], document: str, *, where: str, is_shown: bool = True) -> str:

@@ -2,23 +2,21 @@
 
 import shlex
 from collections.abc import Sequence
+from math import ceil
 
-from slipstream.cluster.recipe import Recipe
+from slipstream.cluster.recipe import STOP_TIMEOUT_S, Recipe
 from slipstream.runtime.run_folder import RunFolder
-
-_STOP_BEFORE_S = 180
-"""Time before the job's limit at which the roles end and the job is requeued."""
 
 _BODY = r"""
 set -um
 umask 077
-stopping= requeue=
+stopping='' requeue=''
 trap 'stopping=1 requeue=1' USR1
 trap 'stopping=1' TERM
 
 # Runs a role, and restarts it after errors that a restart may fix: NAME COMMAND...
 restarted() {
-    local name=$1 code delay stopped=
+    local name=$1 code delay stopped=''
     shift
     trap 'stopped=1' TERM
     for delay in 1 2 4 8 16 0; do
@@ -54,9 +52,12 @@ export MASTER_ADDR=${meeting%:*} MASTER_PORT=$((meet_from + SLURM_JOB_ID % meet_
 # In the environment, because every user of a node can read command lines.
 export SLIPSTREAM_TOKEN=${SLIPSTREAM_TOKEN:-$(<"$folder/token")}
 
+# The tasks expand these scripts.
+# shellcheck disable=SC2016
 restarted learner srun "${core[@]}" --label --kill-on-bad-exit=1 \
     bash -c 'NODE_RANK=$SLURM_PROCID exec "$@"' learner "$python" -m slipstream.learner "${settings[@]}" &
 learner=$!
+# shellcheck disable=SC2016
 srun "${generators[@]}" --label --kill-on-bad-exit=0 --wait=0 \
     bash -c "$(declare -f restarted)"'
         export OMP_NUM_THREADS=${SLURM_CPUS_PER_TASK:-1}
@@ -83,8 +84,15 @@ exit "$code"
 """
 
 
-def sbatch_script(recipe: Recipe, *, python: str, options: Sequence[str] = ()) -> str:
-    """Return the script; `options`: sbatch options for both job parts."""
+def sbatch_script(
+    recipe: Recipe,
+    *,
+    python: str,
+    options: Sequence[str] = (),
+    core_options: Sequence[str] = (),
+    generator_options: Sequence[str] = (),
+) -> str:
+    """Return the script; `options`: sbatch options for both job parts, the others for one."""
     run = recipe.run
     core, generator, count = run.cluster.core, run.cluster.generator, run.generators.count
     # Roles use the first ports. Rendezvous ports vary by job, because jobs may share a node.
@@ -92,12 +100,17 @@ def sbatch_script(recipe: Recipe, *, python: str, options: Sequence[str] = ()) -
     meet = ports[len(ports) // 2 :]
     nodes = [f"--nodes={core.machines}", f"--ntasks={core.machines}", "--ntasks-per-node=1"]
     nodes += [f"--cpus-per-task={recipe.core_cpus}", *([f"--gpus-per-node={core.gpus}"] if core.gpus else [])]
+    nodes += [f"--mem={ceil(core.memory_gib * 1024)}M"] if core.memory_gib else []
     tasks = [f"--ntasks={count}", f"--cpus-per-task={recipe.generator_cpus}"]
     tasks += [f"--gpus-per-task={generator.gpus}"] if generator.gpus else []
+    if generator.memory_gib:
+        # Slurm knows no memory of a task.
+        tasks.append(f"--mem-per-cpu={ceil(generator.memory_gib * 1024 / recipe.generator_cpus)}M")
     # Slurm selects nodes by features, which have no values.
     tasks += [f"--constraint={'&'.join(generator.labels.values())}"] if generator.labels else []
     job = [f"--job-name={run.name}", f"--output={run.name}-%j.log", "--open-mode=append", "--requeue"]
-    job += [f"--signal=B:USR1@{_STOP_BEFORE_S}"]
+    # The roles end and the job is requeued this long before its limit.
+    job += [f"--signal=B:USR1@{STOP_TIMEOUT_S}"]
     variables = {
         "python": shlex.quote(python),
         "folder": shlex.quote(str(RunFolder(run).path)),
@@ -108,8 +121,9 @@ def sbatch_script(recipe: Recipe, *, python: str, options: Sequence[str] = ()) -
         "meet_from": str(meet[0]),
         "meet_ports": str(len(meet)),
     }
-    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in (*job, *nodes, *options)), "#SBATCH hetjob"]
-    lines += [f"#SBATCH {option}" for option in (*tasks, *options)]
+    first, second = (*job, *nodes, *options, *core_options), (*tasks, *options, *generator_options)
+    lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in first), "#SBATCH hetjob"]
+    lines += [f"#SBATCH {option}" for option in second]
     lines += [
         f"# Run {run.name}, by `slipstream launch slurm`: learner on {core.machines} nodes, {count} generators.",
         "",

@@ -44,6 +44,7 @@ def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None,
     require(dtype is None or dtype in COMPUTE_DTYPES, "--dtype", must, got=dtype, why="models are written in these")
     fits = re.fullmatch(SHARD_SIZE, max_shard_size) is not None
     require(fits, "--max-shard-size", "be a number and a unit, 5GB or 500MB", got=max_shard_size, why="it limits files")
+    source = _model_of(source)
     kind, weights, settings, found = _read(source, base)
     chosen = COMPUTE_DTYPES[dtype] if dtype else found
     module = _build(settings, weights, dtype=chosen, source=source)
@@ -74,6 +75,14 @@ def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None,
         shutil.rmtree(draft, ignore_errors=True)
     size = sum(tensor.nbytes for tensor in tensors.values())
     return f"{kind} -> {target}: {len(tensors)} tensors, {size / 2**20:.1f} MiB, {str(chosen).removeprefix('torch.')}"
+
+
+def _model_of(source: Path) -> Path:
+    """Return a run's final model, or its newest checkpoint; any other folder as it is."""
+    if not (source / "config.yaml").is_file():
+        return source
+    others = (source / "final_model", *sorted(source.glob("checkpoints/step-*"), reverse=True))
+    return next((folder for folder in others if folder.is_dir()), source)
 
 
 def _read(source: Path, base: Path | None) -> tuple[str, dict[str, Tensor], Path, torch.dtype]:

@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.build import build_engine
 from slipstream.generators.engines.vllm.environment import vllm_environment
+from slipstream.generators.errors import GeneratorError
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput, failed_reward
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
@@ -170,7 +173,8 @@ async def _answer(
         if pool:
             await pool.start()
         await agent.start()
-        await engine.start()
+        with _engine_output():
+            await engine.start()
         workers = [asyncio.create_task(work()) for _ in range(run.generators.max_concurrency)]
         await asyncio.gather(*workers)
     finally:
@@ -182,6 +186,28 @@ async def _answer(
         if pool:
             pool.close()
         await engine.stop()
+
+
+@contextmanager
+def _engine_output() -> Iterator[None]:
+    """Divert what an engine and its processes print at the start to a file, which is kept only if the start fails."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    streams = {number: os.dup(number) for number in (1, 2)}
+    file, name = tempfile.mkstemp(prefix="slipstream-engine-", suffix=".log")
+    try:
+        for number in streams:
+            os.dup2(file, number)
+        yield
+    except GeneratorError as error:
+        raise GeneratorError(f"{error}; the engine's output is in {name}") from error
+    else:
+        Path(name).unlink(missing_ok=True)
+    finally:
+        for number, stream in streams.items():
+            os.dup2(stream, number)
+        for each in (file, *streams.values()):
+            os.close(each)
 
 
 def generate(

@@ -24,6 +24,9 @@ from slipstream.launch.preflight import check_surroundings, make_inputs, missing
 from slipstream.runtime.command_line import make_console
 from slipstream.runtime.run_folder import OVERRIDES, RunFolder, is_held
 
+_MAX_OVERRIDES = 60
+"""Characters of overrides in a suggested command; more are replaced by a file."""
+
 console = make_console()
 
 
@@ -113,7 +116,7 @@ def _open_places(run: RunConfig) -> Iterator[Places | None]:
         from slipstream.cluster.ray_seats import join_cluster
     except ImportError as error:
         raise ConfigError(f"cluster.kind=ray needs Ray, got {error}: `pip install 'slipstream[ray]'`.") from None
-    with join_cluster(run.cluster, run=run.name) as places:
+    with join_cluster(run.cluster, run=run.name, log=RunFolder(run).logs / "ray.log") as places:
         yield places
 
 
@@ -205,6 +208,9 @@ def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: 
 def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> dict[str, str]:
     """Return command to try next -> comment."""
     own = [text for text in overrides if text.partition("=")[0] not in ("name", "resume")]
+    if len(shlex.join(own)) > _MAX_OVERRIDES:
+        # The same settings, as a file.
+        own = [f"experiment={folder.path}/config.yaml", *(["resume=false"] if run.resume else [])]
     again = shlex.join([*program.split(), "run", *own])
     others = {
         f"{again} name={run.name}-sync buffer.staleness.max_lag=0": "the synchronous oracle",

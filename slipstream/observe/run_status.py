@@ -77,7 +77,8 @@ def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
     if learner is None or not learner.is_alive:
         waits.append(Wait(_GENERATORS, _LEARNER, _describe_absence("learner", learner)))
     if not any(role.role == "generator" and role.is_alive for role in roles):
-        waits.append(Wait(_LEARNER, _GENERATORS, "no generator is alive: start one with `python -m generators`"))
+        why = "no generator is alive: start one with `python -m slipstream.generators`"
+        waits.append(Wait(_LEARNER, _GENERATORS, why))
     return waits
 
 

@@ -239,7 +239,7 @@ def _brokers(roles: list[RoleStatus]) -> dict[str, str]:
 
 def join_command(address: str) -> str:
     """Command for a generator on another machine."""
-    return f"{TOKEN_VARIABLE}=... python -m generators broker.address={address}, with the token of the run"
+    return f"{TOKEN_VARIABLE}=... python -m slipstream.generators broker.address={address}, with the token of the run"
 
 
 def _last_step(row: dict[str, Any]) -> str:

@@ -129,7 +129,7 @@ def test_roles_started_by_hand_in_any_order_name_the_dead_generator_keep_their_s
     settings = ("learner.max_steps=100000", "broker.peer_timeout_s=3", "weights.publish_every_steps=2")
     with ManualRun(folder, "hand", *settings).ended_at_last() as run:
         generator = run.start("generators")
-        asks = "start a broker with `python -m broker`"
+        asks = "start a broker with `python -m slipstream.broker`"
         until(lambda: asks in run.printed("generators"), timeout_s=40, what="a waiting line")
         learner, broker = run.start("learner"), run.start("broker")
         metrics = run.path / "metrics.jsonl"

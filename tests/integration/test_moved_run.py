@@ -85,7 +85,7 @@ def test_a_run_with_its_store_in_its_folder_goes_on_elsewhere(folder):
     here = ("runs_dir=elsewhere", "cluster.interface=127.0.0.0/8", "cluster.ports=22000-22099")
     from_step, run = resumed_from(folder, *here)
     assert 10 <= from_step < STEPS
-    assert "python -m generators broker.address=tcp://127.0.0.1:220" in run.printed
+    assert "python -m slipstream.generators broker.address=tcp://127.0.0.1:220" in run.printed
     server.start()
     try:
         assert_went_on(server, before, from_step=from_step)

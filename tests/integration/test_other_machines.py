@@ -57,9 +57,7 @@ def test_a_generator_on_another_machine_needs_an_address_and_the_token_alone(fol
     generator = None
     try:
         printed = folder / "launcher.out"
-        join = re.compile(
-            rf"{TOKEN_VARIABLE}=\.\.\. python -m generators (broker\.address=tcp://10\.77\.0\.1:2100\d), with"
-        )
+        join = re.compile(rf"{TOKEN_VARIABLE}=\.\.\. python -m \S+ (broker\.address=tcp://10\.77\.0\.1:2100\d), with")
         is_told = lambda: launcher.poll() is not None or bool(join.search(printed.read_text()))  # noqa: E731
         until(is_told, timeout_s=90, what="a join")
         found = join.search(printed.read_text())

@@ -192,7 +192,7 @@ def check_cli(command: Command) -> None:
 
 def check_module(command: Command) -> None:
     """Compose the settings of a role; the options of other programs are checked in a process of their own."""
-    module = command.words[2]
+    module = command.words[2].removeprefix("slipstream.")
     if module in ("broker", "learner"):
         load(command.arguments if module == "learner" else split_shard(command.arguments)[1])
     elif module == "generators":
@@ -200,7 +200,7 @@ def check_module(command: Command) -> None:
         load(overrides)
         assert not ignored_settings(overrides), "a generator takes none of these settings"
     else:
-        assert is_program(module.replace("slipstream.", "", 1)), f"no program {module}"
+        assert is_program(module), f"no program {module}"
 
 
 def test_every_command_is_understood_by_its_program() -> None:
@@ -217,8 +217,8 @@ slipstream data lst runs/mine
 make runs
 make run ARGS='learner.max_step=3'
 python -m brokers name=mine
-python -m broker names=mine
-python -m generators seed=3
+python -m slipstream.broker names=mine
+python -m slipstream.generators seed=3
 curl https://example.org
 python train.py
 """
@@ -262,7 +262,9 @@ for module, *arguments in json.load(sys.stdin):
 @pytest.mark.slow
 def test_the_options_of_every_other_program_are_known() -> None:
     programs = [command.words[2:] for command in COMMANDS if command.words[:2] == ("python", "-m")]
-    others = [words for words in programs if words[0] not in ("broker", "learner", "generators")]
+    others = [
+        words for words in programs if words[0].removeprefix("slipstream.") not in ("broker", "learner", "generators")
+    ]
     assert others
     words, given = [sys.executable, "-c", PARSE], json.dumps(others)
     done = subprocess.run(words, cwd=ROOT, input=given, capture_output=True, text=True, timeout=120, check=False)

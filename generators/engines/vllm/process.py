@@ -36,6 +36,10 @@ _STOP_GRACE_S = 1.0
 """Short, because the engine process holds no state worth waiting for."""
 _ABANDON_TIMEOUT_S = 5.0
 PROFILES = Path(tempfile.gettempdir()) / f"slipstream-profile-{os.getpid()}"
+_SOCKETS, _SOCKETS_PREFIX = "VLLM_RPC_BASE_PATH", "slipstream-vllm-"
+"""Folder for Unix sockets of vLLM's processes, which vLLM does not remove."""
+_MAX_TEMPDIR_BYTES = 45
+"""The kernel allows 107 bytes with the names of this folder and the socket, a UUID."""
 # Costs nothing until a profile starts. Call stacks would be most of the file.
 _PROFILER = ProfilerConfig(
     profiler="torch",
@@ -126,13 +130,16 @@ def check_environment(required: Mapping[str, str]) -> None:
         name, value = next(iter(wrong.items()))
         raise EngineError(
             f"the environment must have the variables of vllm_environment() before vLLM is imported, got {name}="
-            f"{os.environ.get(name)!r} instead of {value!r} ({len(wrong)} differ): start with `python -m generators`"
+            f"{os.environ.get(name)!r} instead of {value!r} ({len(wrong)} differ): start with "
+            "`python -m slipstream.generators`"
         )
 
 
 async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
     """Raises EngineError."""
     forget_fatal_error()
+    if _SOCKETS not in os.environ and len(tempfile.gettempdir().encode()) <= _MAX_TEMPDIR_BYTES:
+        os.environ[_SOCKETS] = tempfile.mkdtemp(prefix=_SOCKETS_PREFIX)
     # The constructor blocks, and its thread cannot be canceled.
     starting = asyncio.create_task(asyncio.to_thread(_start, arguments))
     try:
@@ -147,6 +154,7 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
         await _abandon(starting)
         raise
     except Exception as error:
+        _remove_sockets()
         cause = read_fatal_error() or one_line(error)
         raise EngineError(f"vLLM did not start with model.path={arguments.model!r}: {cause}") from error
 
@@ -157,7 +165,15 @@ async def stop_llm(llm: AsyncLLM) -> None:
     _kill_engine_processes()
     envs.disable_envs_cache()
     forget_fatal_error()
+    _remove_sockets()
     shutil.rmtree(PROFILES, ignore_errors=True)
+
+
+def _remove_sockets() -> None:
+    folder = Path(os.environ.get(_SOCKETS, ""))
+    if folder.name.startswith(_SOCKETS_PREFIX):
+        del os.environ[_SOCKETS]
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def one_line(error: BaseException) -> str:

@@ -6,6 +6,7 @@ Invariant: a scrape reads memory only, so it does not load the store or a role.
 """
 
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -154,8 +155,8 @@ class RunMetrics:
 
     def __init__(self, reader: RunReader) -> None:
         self._reader = reader
-        self._accepted = -1
-        self._arrived_at = time.monotonic()
+        self._accepted, self._checkpoint = -1, ""
+        self._arrived_at = self._saved_at = time.monotonic()
 
     def read(self) -> list[Metric]:
         """Return the current metrics; only `up 0` while the store does not answer."""
@@ -166,7 +167,10 @@ class RunMetrics:
             return unreachable(run.name)
         if status.counts.accepted != self._accepted:
             self._accepted, self._arrived_at = status.counts.accepted, time.monotonic()
-        return metrics_of(status, Context(run, roles, time.monotonic() - self._arrived_at))
+        if status.checkpoint and status.checkpoint.name != self._checkpoint:
+            self._checkpoint, self._saved_at = status.checkpoint.name, time.monotonic()
+        now, free = time.monotonic(), shutil.disk_usage(self._reader.folder).free
+        return metrics_of(status, Context(run, roles, now - self._arrived_at, now - self._saved_at, free))
 
 
 class Outbox:

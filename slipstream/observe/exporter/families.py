@@ -48,6 +48,8 @@ FAMILIES = {
         Family("version", "newest policy version that every generator has verified"),
         Family("announced_version", "newest policy version of the learner"),
         Family("checkpoint_step", "step of the checkpoint that a resume starts from"),
+        Family("checkpoint_age_seconds", "since that checkpoint changed, as seen by the exporter"),
+        Family("disk_free_bytes", "free space on the disk of the run folder"),
         Family("progress_age_seconds", "since the newest step was committed"),
         Family("arrival_age_seconds", "since a trajectory was last accepted, as seen by the exporter"),
         Family("eta_seconds", "until the last step at the present pace"),
@@ -55,6 +57,8 @@ FAMILIES = {
         Family("dead_end_after_seconds", "learner.dead_end.after_s: time without an arrival that ends the run"),
         Family("max_lag", "buffer.staleness.max_lag: versions that a token may be old"),
         Family("learner_wait_fraction", "share of the learner's time spent waiting for groups, last 20 steps"),
+        Family("generators_alive", "generators that report"),
+        Family("generators_target", "generators that the launcher keeps running, or generators.count without one"),
         Family("generators_busy_fraction", "trajectories in progress / capacity of the living generators"),
         Family("role_up", "1 while the role reports, 0 once it is silent or gone"),
         Family("role_report_age_seconds", "since the last report of a role"),
@@ -93,6 +97,8 @@ class Context(NamedTuple):
     run: RunConfig
     roles: Roles
     arrival_age_s: float
+    checkpoint_age_s: float
+    disk_free_bytes: int
 
 
 Sample = tuple[str, Mapping[str, str], float]
@@ -149,6 +155,8 @@ def _samples(status: RunStatus, context: Context) -> Iterator[Sample]:
         "version": status.version,
         "announced_version": status.announced_version,
         "checkpoint_step": status.checkpoint.step if status.checkpoint else None,
+        "checkpoint_age_seconds": context.checkpoint_age_s,
+        "disk_free_bytes": context.disk_free_bytes,
         "progress_age_seconds": status.progress_age_s,
         "arrival_age_seconds": context.arrival_age_s,
         "eta_seconds": status.eta_s,
@@ -156,6 +164,8 @@ def _samples(status: RunStatus, context: Context) -> Iterator[Sample]:
         "dead_end_after_seconds": run.learner.dead_end.after_s,
         "max_lag": run.buffer.staleness.max_lag,
         "learner_wait_fraction": status.learner_wait_fraction,
+        "generators_alive": sum(role.role == "generator" and role.is_alive for role in status.roles),
+        "generators_target": run.generators.count if status.generators_target is None else status.generators_target,
         "generators_busy_fraction": status.generators_busy_fraction,
         "admitted_prompts": status.admission.admitted,
         "admission_limit": status.admission.limit,

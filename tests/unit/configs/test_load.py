@@ -223,6 +223,25 @@ def test_a_variant_is_chosen_as_an_option_only(override: str) -> None:
         ("learner.stop=3", "learner.stop must be a list or null, got 3."),
         ("learner.optimizer.betas=[1,2,3]", "learner.optimizer.betas must be a list of length 2, got [1, 2, 3]."),
         ("name=2", "name must be a string, got 2. Quote it: \"name='2'\"."),
+        (
+            "name=a/b",
+            "name must be 1 to 80 letters, digits, ., _ and -, and not start with a dot, because it names a folder, "
+            "got 'a/b'.",
+        ),
+        (
+            "learner.checkpoint.max_shard_size=5",
+            "learner.checkpoint.max_shard_size must be a string, got 5. Quote it: "
+            "\"learner.checkpoint.max_shard_size='5'\".",
+        ),
+        (
+            "learner.checkpoint.max_shard_size='5'",
+            "learner.checkpoint.max_shard_size must be a number and a unit, such as 5GB, got '5'.",
+        ),
+        (
+            "data.heldout=[{name: a/b, path: x.jsonl}]",
+            "data.heldout[0].name must be 1 to 48 letters, digits, ., _ and -, and start with a letter or digit, "
+            "got 'a/b'.",
+        ),
         ("~name", "name must be set, got nothing."),
         ("prepare=[{creates: a, module: b, arg: []}]", "unknown key prepare[0].arg; did you mean prepare[].args?"),
         ("model.max_length=${nowhere}", "the config cannot be composed: Interpolation key 'nowhere' not found"),

@@ -73,6 +73,12 @@ def test_every_promise_has_an_alert():
         ("SlipstreamDeadEndNear", "slipstream_dead_end_after_seconds"),
         ("SlipstreamLagAtBound", "slipstream_max_lag"),
         ("SlipstreamRefusedFrames", "slipstream_refused_frames_total"),
+        ("SlipstreamDiskFull", "slipstream_disk_free_bytes"),
+        ("SlipstreamCheckpointOld", "slipstream_checkpoint_age_seconds"),
+        ("SlipstreamNoStep", "slipstream_progress_age_seconds"),
+        ("SlipstreamZeroSignal", "slipstream_group_ends_total"),
+        ("SlipstreamGeneratorsMissing", "slipstream_generators_target"),
+        ("SlipstreamRestartLoop", "slipstream_role_restarts_total"),
         ("SlipstreamStoreMemory", "slipstream_store_memory_limit_bytes"),
     ):
         assert name in expressions[alert]

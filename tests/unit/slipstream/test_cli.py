@@ -161,9 +161,21 @@ def run(command: list[str], *, code: int = 0) -> str:
 @pytest.mark.parametrize("role", ["broker", "generators", "learner"])
 def test_every_role_has_help_with_settings_that_exist(role):
     printed = run([sys.executable, "-m", role, "--help"])
-    assert f"python -m {role}" in printed
+    assert f"python -m slipstream.{role}" in printed
     assert "docs/settings.md" in printed
     assert_settings_exist(printed)
+
+
+def test_programs_are_named_as_a_shell_finds_them(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    own = tmp_path / ".venv" / "bin" / "slipstream"
+    own.parent.mkdir(parents=True)
+    own.touch(mode=0o755)
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert program.as_typed(str(own)) == ".venv/bin/slipstream" == program.as_typed(".venv/bin/slipstream")
+    assert program.as_typed("/opt/slipstream") == "/opt/slipstream"
+    monkeypatch.setenv("PATH", str(own.parent))
+    assert program.as_typed(str(own)) == "slipstream"
 
 
 @pytest.mark.parametrize("program", [["run_async.py"], ["-m", "slipstream"]])

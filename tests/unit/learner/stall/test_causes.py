@@ -66,7 +66,7 @@ STARTING = snapshot(role(state="starting", version=None))
 WITHOUT_WEIGHTS = role(state="unsynced", version=None, waits_for="weights")
 FETCHING = role(state="unsynced", version=None, reason="fetching", waits_for="transfer")
 STILL = {
-    "nobody_joined": (snapshot(), "generators", AFTER_S, ["none ever joined", "python -m generators name="]),
+    "nobody_joined": (snapshot(), "generators", AFTER_S, ["none ever joined", "python -m slipstream.generators name="]),
     "dead_generators": (
         snapshot(dead("generator-1", liveness="gone", reason="killed"), dead(age_s=40)),
         "generators", AFTER_S, ["generator-1 has been gone for 95 s: killed", "generator-0 has been silent for 40 s"],
@@ -75,7 +75,7 @@ STILL = {
         snapshot(*(dead(f"generator-{n}", age_s=100 - n) for n in range(5))),
         "generators", AFTER_S, ["generator-4", "generator-2", "and 2 more"],
     ),
-    "dead_broker": (snapshot(dead(), broker=dead("broker", "broker")), "broker", AFTER_S, ["95 s", "python -m broker"]),
+    "dead_broker": (snapshot(dead(), broker=dead("broker", "broker")), "broker", AFTER_S, ["95 s", "m.broker"]),
     "starting": (snapshot(role(state="starting", version=None, reason="loading")), "start", START_AFTER_S, ["loading"]),
     "fetching": (snapshot(FETCHING), "weights", START_AFTER_S, ["generator-0 is unsynced with no weights: fetching"]),
     "unsynced": (snapshot(*UNSYNCED), "weights", AFTER_S, ["probe differs by 0.1", "probe differs by 0.2"]),

@@ -81,7 +81,7 @@ def test_a_dead_end_fails_with_cause_remedy_and_the_last_events_in_one_line():
         scene.wait(AFTER_S, state="gone", reason="silent for 8 s")
     (line,) = str(caught.value).splitlines()
     assert line.startswith("the 2 groups of step 1 must come, but no generator is alive")
-    expected = ["python -m generators", "resume=true", "120 s ago generator-0: died for the 1. time | "]
+    expected = ["python -m slipstream.generators", "resume=true", "120 s ago generator-0: died for the 1. time | "]
     assert [part for part in expected if part not in line] == []
     assert line.endswith("generator-0: died for the 3. time.")
     assert [part for part in ("for the 0. time", "not concerned") if part in line] == []

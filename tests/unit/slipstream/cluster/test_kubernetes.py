@@ -2,6 +2,8 @@
 
 import re
 import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,7 +11,17 @@ import pytest
 import yaml
 
 from slipstream.cli import main
-from slipstream.cluster.kubernetes import ANY_INTERFACE, Kind, Manifest, dump, manifest, secret
+from slipstream.cluster.kubernetes import (
+    ANY_INTERFACE,
+    Kind,
+    Manifest,
+    Options,
+    dump,
+    manifests,
+    merged,
+    read_patches,
+    secret,
+)
 from slipstream.cluster.recipe import Recipe, read_recipe
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
@@ -38,19 +50,20 @@ def recipe_of(kind: Kind, *overrides: str) -> Recipe:
     return read_recipe(list(overrides), kind="ray" if kind == "rayjob" else "local", interface=ANY_INTERFACE)
 
 
-def written(kind: Kind, *overrides: str) -> Manifest:
-    """The manifest as Kubernetes reads it."""
-    recipe, image = recipe_of(kind, *overrides), "registry/slipstream:gpu"
-    made = manifest(recipe, kind, image=image, claim="shared", ray_version="2.60.0")
-    return yaml.safe_load(dump(made))
+OPTIONS = Options("registry/slipstream:gpu", claim="shared", ray_version="2.60.0")
 
 
-def jobset(*overrides: str) -> Any:
-    return msgspec.convert(written("jobset", *overrides), fields.JobSet)
+def written(kind: Kind, *overrides: str, options: Options = OPTIONS, patches: Sequence[Manifest] = ()) -> Manifest:
+    """The first manifest as Kubernetes reads it."""
+    return yaml.safe_load(dump(manifests(recipe_of(kind, *overrides), kind, options, patches=patches)[0]))
 
 
-def rayjob(*overrides: str) -> Any:
-    return msgspec.convert(written("rayjob", *overrides), fields.RayJob)
+def jobset(*overrides: str, **more: Any) -> Any:
+    return msgspec.convert(written("jobset", *overrides, **more), fields.JobSet)
+
+
+def rayjob(*overrides: str, **more: Any) -> Any:
+    return msgspec.convert(written("rayjob", *overrides, **more), fields.RayJob)
 
 
 def pods_of(document: Any) -> dict[str, Any]:
@@ -81,6 +94,10 @@ def test_every_reference_leads_somewhere_and_no_container_has_more_rights_or_few
         security = pod.spec.security_context
         assert (security.run_as_non_root, security.seccomp_profile.type) == (True, "RuntimeDefault")
         assert security.run_as_user == 1000 == security.fs_group, "the user of the Dockerfile"
+        assert security.fs_group_change_policy == "OnRootMismatch"
+        assert pod.spec.termination_grace_period_seconds == 180
+        tolerated = [each.key for each in pod.spec.tolerations]
+        assert tolerated == (["nvidia.com/gpu"] if name in ("core", "head", "ranks", "generators") else [])
         memory = next(volume.empty_dir for volume in pod.spec.volumes if volume.name == "shared-memory")
         assert memory.medium == "Memory"
         gpus = {"core": "2", "head": "2", "ranks": "2", "generators": "1"}.get(name)
@@ -92,14 +109,16 @@ def test_every_reference_leads_somewhere_and_no_container_has_more_rights_or_few
         for container in containers_of(pod):
             assert container.security_context == fields.ContainerSecurity(False, fields.Capabilities(["ALL"]))
             assert container.resources.requests == container.resources.limits
-            assert all(re.fullmatch("[1-9][0-9]*", amount) for amount in container.resources.limits.values())
+            # A namespace with a quota admits no container without these.
+            assert {"cpu", "memory"} <= set(container.resources.limits)
+            assert all(re.fullmatch("[1-9][0-9]*(Mi)?", amount) for amount in container.resources.limits.values())
             mounted = {mount.name: mount.mount_path for mount in container.volume_mounts}
             assert (set(mounted), mounted["shared-memory"]) == (set(volumes), "/dev/shm")
             assert container.working_dir in {mount.mount_path for mount in container.volume_mounts}
             ports = [port.name for port in container.ports]
             assert len(ports) == len(set(ports)) == len({port.container_port for port in container.ports})
             assert all(len(port) <= 15 and NAME.fullmatch(port) for port in ports)
-            probes = filter(None, (container.startup_probe, container.liveness_probe))
+            probes = filter(None, (container.startup_probe, container.liveness_probe, container.readiness_probe))
             assert all(probe.tcp_socket.port in ports for probe in probes)
             assert all((each.value is None) != (each.value_from is None) for each in container.env)
             refs = {each.name: each.value_from.secret_key_ref for each in container.env if each.value_from}
@@ -171,6 +190,127 @@ def test_one_machine_needs_no_rendezvous_and_settings_reach_a_role_as_they_were_
     assert "$$(HOME)" in " ".join(learner.command)
 
 
+@pytest.mark.parametrize("make", [jobset, rayjob])
+def test_memory_follows_the_settings_and_grows_with_gpus_without_them(make):
+    def mib(*overrides: str) -> dict[str, int]:
+        pods = pods_of(make("name=mine", *overrides))
+        sums = {name: [int(each.resources.limits["memory"][:-2]) for each in containers_of(pod)
+                       if each.name != "prepare"] for name, pod in pods.items()}  # fmt: skip
+        return {name: sum(sums[name]) for name in sums if name != "submitter"}
+
+    own = mib("cluster.core.memory_gib=100", "cluster.generator.memory_gib=20")
+    assert [*own.values()] == [100 * 1024, 20 * 1024]
+    assert [*mib("cluster.core.gpus=1", "cluster.generator.gpus=1").values()] == [80 * 1024, 80 * 1024]
+
+
+@pytest.mark.parametrize("make", [jobset, rayjob])
+def test_options_reach_every_pod_and_secrets_only_the_roles_that_need_them(make):
+    options = OPTIONS._replace(
+        namespace="research",
+        secrets=["store", "aws"],
+        generator_secrets=["hub"],
+        pull_secrets=["registry"],
+        service_account="trainer",
+        node_selector={"pool": "gpu"},
+        tolerations=["team=rl:NoSchedule", "spot"],
+    )
+    document = make(*SPREAD, options=options)
+    assert document.metadata.namespace == "research"
+    secrets = {"submitter": [], "generators": ["hub"]}
+    for name, pod in pods_of(document).items():
+        spec = pod.spec
+        assert ([each.name for each in spec.image_pull_secrets], spec.service_account_name) == (["registry"], "trainer")
+        assert spec.node_selector["pool"] == "gpu"
+        assert spec.tolerations[:2] == [
+            fields.Toleration("team", "Equal", "rl", "NoSchedule"),
+            fields.Toleration("spot", "Exists"),
+        ]
+        for container in containers_of(pod):
+            given = [each.secret_ref.name for each in container.env_from]
+            assert given == secrets.get(name, ["store", "aws"])
+
+
+@pytest.mark.parametrize(("kind", "container"), [("jobset", "broker"), ("rayjob", "ray-head")])
+def test_the_exporter_listens_behind_a_service(kind: Kind, container: str):
+    recipe = recipe_of(kind, "name=mine", "exporter.port=9400")
+    job, service = manifests(recipe, kind, OPTIONS)
+    assert "exporter.host=0.0.0.0" in dump(job)
+    (port,) = service["spec"]["ports"]
+    pods = pods_of(msgspec.convert(job, fields.JobSet if kind == "jobset" else fields.RayJob))
+    served = [
+        each.name
+        for pod in pods.values()
+        if service["spec"]["selector"].items() <= pod.metadata.labels.items()
+        for each in containers_of(pod)
+        if {own.name: own.container_port for own in each.ports}.get(port["targetPort"]) == port["port"] == 9400
+    ]
+    assert served == [container]
+
+
+def test_a_patch_changes_what_no_option_does(tmp_path):
+    file = tmp_path / "patch.yaml"
+    file.write_text("""
+kind: Pod
+metadata: {annotations: {sidecar.istio.io/inject: "false"}}
+spec: {priorityClassName: high}
+---
+kind: JobSet
+spec:
+  ttlSecondsAfterFinished: 60
+  failurePolicy: null
+  replicatedJobs:
+    - name: generators
+      template: {spec: {template: {spec: {containers: [{name: generator, env: [{name: EXTRA, value: "1"}]}]}}}}
+""")
+    document = written("jobset", "name=mine", patches=read_patches(file))
+    assert document["spec"]["ttlSecondsAfterFinished"] == 60
+    assert "failurePolicy" not in document["spec"]
+    core, generators = (job["template"]["spec"]["template"] for job in document["spec"]["replicatedJobs"])
+    for pod in (core, generators):
+        assert pod["spec"]["priorityClassName"] == "high"
+        assert pod["metadata"]["annotations"] == {"sidecar.istio.io/inject": "false"}
+    (container,) = generators["spec"]["containers"]
+    assert {"EXTRA", "HOME"} < {each["name"] for each in container["env"]}
+    assert container["image"] == OPTIONS.image
+    # Of the same document, only that which the patch names differs.
+    assert core["spec"]["containers"] == written("jobset", "name=mine")["spec"]["replicatedJobs"][0]["template"][
+        "spec"]["template"]["spec"]["containers"]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("document", "patch", "expected"),
+    [
+        ({"a": {"b": 1, "c": 2}}, {"a": {"b": None, "d": 3}}, {"a": {"c": 2, "d": 3}}),
+        (
+            [{"name": "x", "v": 1}],
+            [{"name": "y"}, {"name": "x", "w": 2}],
+            [{"name": "x", "v": 1, "w": 2}, {"name": "y"}],
+        ),
+        ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
+        ({}, {"a": {"b": None, "c": 1}}, {"a": {"c": 1}}),
+    ],
+)
+def test_merging_follows_the_names_of_items(document: Any, patch: Any, expected: Any):
+    assert merged(document, patch) == expected
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("[1, 2", "--patch must be a readable YAML file"),
+        ("- 1", "--patch must hold mappings"),
+        ("kind: Deployment", r"a document of --patch must have the kind JobSet \| Pod, got Deployment"),
+        (None, "--patch must be a readable YAML file"),
+    ],
+)
+def test_an_unfit_patch_is_refused(content: str | None, sentence: str, tmp_path: Path):
+    file = tmp_path / "patch.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=sentence):
+        written("jobset", "name=mine", patches=read_patches(file))
+
+
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
@@ -178,6 +318,7 @@ def test_one_machine_needs_no_rendezvous_and_settings_reach_a_role_as_they_were_
         ([f"name={'n' * 41}"], "name must begin with a letter and have <= 40 characters"),
         (["experiment=digits_serial", "name=mine"], "cluster.kind must be local with mode=serial"),
         (["learner.device=cuda", "name=mine"], "cluster.core.gpus must be 1"),
+        (["cluster.core.memory_gib=5", "name=mine"], "cluster.core.memory_gib must be > 5, got 5"),
     ],
 )
 def test_a_run_that_cannot_be_placed_is_refused(overrides: list[str], sentence: str):
@@ -208,6 +349,10 @@ def test_kubectl_gets_the_secret_once_and_no_token_is_in_a_command_line(tmp_path
     printed = capsys.readouterr()
     assert yaml.safe_load(printed.out)["kind"] == "JobSet"
     assert "without --claim and storage_uri, what the run writes is lost" in printed.err
+    main([*call, "--print", "--claim=shared", "--namespace=research"])
+    printed = capsys.readouterr()
+    assert "note: the embedded store writes to the claim shared." in printed.err
+    assert "kubectl --namespace=research create secret" in printed.out
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (tmp_path / "kubectl").write_text(KUBECTL)
     (tmp_path / "kubectl").chmod(0o755)

@@ -2,6 +2,7 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 
 import pytest
@@ -34,7 +35,9 @@ def variable(text: str, name: str) -> list[str]:
 
 def test_a_job_asks_for_the_nodes_of_the_learner_and_for_the_tasks_of_generators():
     text = script(*SPREAD, options=["--partition=gpu"])
-    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    for checker in (["bash", "-n"], ["shellcheck", "--shell=bash", "-"]):
+        if shutil.which(checker[0]):
+            assert subprocess.run(checker, input=text, text=True, check=False).returncode == 0
     options = re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE)
     at = options.index("hetjob")
     core, generators = options[:at], options[at + 1 :]
@@ -47,6 +50,18 @@ def test_a_job_asks_for_the_nodes_of_the_learner_and_for_the_tasks_of_generators
     assert variable(text, "generators") == ["--het-group=1", *tasks]
     assert variable(text, "python") == ["/opt/a b/python"]
     assert (variable(text, "meet_from"), variable(text, "meet_ports")) == (["20500"], ["500"])
+
+
+def test_both_parts_of_a_job_have_their_own_options_and_memory():
+    sizes = ("cluster.core.memory_gib=512", "cluster.generator.memory_gib=60")
+    text = script(*SPREAD, *sizes, core_options=["--partition=h200"], generator_options=["--partition=l40s"])
+    options = re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE)
+    at = options.index("hetjob")
+    core, generators = options[:at], options[at + 1 :]
+    assert {"--partition=h200", "--mem=524288M"} <= set(core)
+    assert {"--partition=l40s", "--mem-per-cpu=7680M"} <= set(generators)
+    assert "--mem=524288M" in variable(text, "core")
+    assert "--partition=l40s" not in core
 
 
 def test_the_roles_get_the_settings_of_the_run_and_go_on_where_they_were():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 import torch
@@ -81,6 +82,19 @@ def test_a_checkpoint_is_written_in_another_dtype_with_its_tokenizer(tmp_path):
     one, other = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "base", tmp_path / "target"))
     assert (one.chat_template, one.get_vocab()) == (other.chat_template, other.get_vocab())
     assert not list(tmp_path.glob("*.draft"))
+
+
+def test_a_run_folder_stands_for_its_final_model_or_its_newest_checkpoint(tmp_path):
+    run_folder, checkpoint = tmp_path / "runs" / "mine", trained(tmp_path)[1]
+    for step in (5, 10):
+        shutil.copytree(checkpoint, run_folder / "checkpoints" / f"step-{step:08}")
+    (run_folder / "config.yaml").touch()
+    shutil.rmtree(run_folder / "checkpoints" / "step-00000005" / "model")
+    run(run_folder, tmp_path / "newest")
+    assert_same(held(tmp_path / "newest"), held(checkpoint / "model"))
+    final = shutil.copytree(make_family(tmp_path / "other", "llama"), run_folder / "final_model")
+    run(run_folder, tmp_path / "final")
+    assert_same(held(tmp_path / "final"), held(final))
 
 
 def test_an_adapter_is_merged_into_its_base(tmp_path):

@@ -1,9 +1,11 @@
 """`slipstream generate` and `evaluate`: every answer once, even after interruptions; changed settings are refused."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.errors import RunConflictError
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
+from slipstream.generators.errors import GeneratorError
+from slipstream.launch import generate as generate_module
 from slipstream.launch.evaluate import evaluate, tables
 from slipstream.launch.generate import generate
 from slipstream.runtime.command_line import make_console
@@ -159,3 +163,17 @@ def test_commands_without_a_model_say_so(capsys: pytest.CaptureFixture[str]) -> 
     printed = capsys.readouterr().err
     assert "MODEL must be a folder" in printed
     assert "generate must have one model, got a, b." in printed
+
+
+def test_what_an_engine_prints_before_it_fails_is_in_a_file(tmp_path, monkeypatch, capfd) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with generate_module._engine_output():
+        os.write(1, b"weights loaded")
+    assert not list(tmp_path.iterdir())
+    refused = pytest.raises(GeneratorError, match=r"^no memory; the engine's output is in ")
+    with refused as caught, generate_module._engine_output():
+        subprocess.run(["sh", "-c", "echo Traceback >&2"], check=True)
+        raise GeneratorError("no memory")
+    assert Path(str(caught.value).rpartition(" ")[2]).read_text() == "Traceback\n"
+    os.write(1, b"shown")
+    assert (*capfd.readouterr(),) == ("shown", "")

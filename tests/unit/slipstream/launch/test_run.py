@@ -1,5 +1,6 @@
 """A run as a whole: its name, and its verdict."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,15 @@ def test_the_commands_suggested_keep_the_settings_of_the_run(tmp_path: Path) -> 
     assert [line.split()[1] for line in with_settings] == ["run", "run", "plan"]
     assert "name=mine-sync" in commands[0]
     assert "slipstream evaluate runs/mine" in commands, "it takes the settings of the run"
+    overrides += ["learner.max_steps=7", "buffer/filter=zero_signal"]
+    run = load([*overrides, f"runs_dir={tmp_path}"])
+    folder = RunFolder(run)
+    folder.make()
+    (folder.path / "config.yaml").write_text(to_yaml(run))
+    commands = list(suggestions(run, folder, overrides=overrides, program="slipstream"))
+    again = load(shlex.split(commands[0])[2:])
+    assert (again.learner.max_steps, again.name, again.buffer.staleness.max_lag) == (7, "mine-sync", 0)
+    assert not [line for line in commands if "max_steps" in line], "a file says the same in fewer characters"
     serial = ["experiment=digits_serial"]
     commands = list(suggestions(load(serial), RunFolder(run), overrides=serial, program="slipstream"))
     assert not [line for line in commands if "generators.count" in line]

@@ -196,6 +196,6 @@ def test_reported_text_cannot_add_markup_or_control_characters(width):
 
 def test_a_broker_that_other_machines_reach_is_shown_with_the_command_that_joins():
     text = drawn(status_of({"broker": (0.5, {"role": "broker", "state": "ready", "address": "tcp://10.0.0.5:20000"})}))
-    command = "SLIPSTREAM_TOKEN=... python -m generators broker.address=tcp://10.0.0.5:20000"
+    command = "SLIPSTREAM_TOKEN=... python -m slipstream.generators broker.address=tcp://10.0.0.5:20000"
     assert f"{command}, with the token of the run" in text
     assert "join" not in drawn(status_of())

@@ -34,7 +34,7 @@ def scraped(metrics: list[Metric]) -> dict[str, list[tuple[dict[str, str], float
 
 @pytest.fixture
 def run() -> RunConfig:
-    return make_run(buffer={"staleness": {"max_lag": 6}})
+    return make_run(buffer={"staleness": {"max_lag": 6}}, generators={"count": 2})
 
 
 def test_a_run_is_scraped_with_its_name_on_every_sample(run):
@@ -42,13 +42,17 @@ def test_a_run_is_scraped_with_its_name_on_every_sample(run):
     reports = make_reports() | {"logger-wandb": (0.5, logger)}
     roles = {name: gauges for name, (_, gauges) in reports.items()}
     status = msgspec.structs.replace(status_of(reports, rows=(ROW,)), memory=StoreMemory(10, 100))
-    found = scraped(metrics_of(status, Context(run, roles, 3.5)))
+    found = scraped(metrics_of(status, Context(run, roles, 3.5, 70.0, 4096)))
     assert {labels["run"] for samples in found.values() for labels, _ in samples} == {"test"}
 
     for expected, metric, labels in (
         (1, "up", {}),
         (6, "max_lag", {}),
         (3.5, "arrival_age_seconds", {}),
+        (70, "checkpoint_age_seconds", {}),
+        (4096, "disk_free_bytes", {}),
+        (1, "generators_alive", {}),
+        (2, "generators_target", {}),
         (100, "store_memory_limit_bytes", {}),
         (1, "phase", {"phase": "training"}),
         (0, "role_up", {"name": "generator-1"}),
@@ -72,7 +76,7 @@ def test_a_run_is_scraped_with_its_name_on_every_sample(run):
 def test_a_label_of_a_stranger_stays_a_label(run):
     name = 'gen"} evil 1\n# HELP x'
     roles = {name: {"role": "generator", "state": "ready"}}
-    found = scraped(metrics_of(status_of({name: (0.1, roles[name])}), Context(run, roles, 0.0)))
+    found = scraped(metrics_of(status_of({name: (0.1, roles[name])}), Context(run, roles, 0.0, 0.0, 0)))
     assert [labels["name"] for labels, _ in found["slipstream_role_up"]] == [name]
     assert "slipstream_store_memory_limit_bytes" not in found
 
@@ -91,6 +95,6 @@ def test_what_is_told_of_single_groups_makes_no_labels(run):
     status = status_of({})
     reasons = {f"quarantined: lease_attempts: {n}-0-0 was refused: too_long": 1 for n in range(5)} | {"expired: x": 2}
     counts = msgspec.structs.replace(status.counts, reasons=reasons)
-    found = scraped(metrics_of(msgspec.structs.replace(status, counts=counts), Context(run, {}, 0.0)))
+    found = scraped(metrics_of(msgspec.structs.replace(status, counts=counts), Context(run, {}, 0.0, 0.0, 0)))
     ends = {(each["outcome"], each["reason"]): n for each, n in found["slipstream_group_ends_total"]}
     assert ends == {("quarantined", "lease_attempts"): 5, ("expired", "x"): 2, ("retired", ""): 0}
