@@ -133,7 +133,7 @@ def load_with_models(words: list[str]) -> tuple[list[str], RunConfig]:
     if runs and not any(text.startswith("experiment=") for text in overrides):
         overrides = [f"experiment={runs[0]}/config.yaml", *overrides]
     models = [f"{model}/final_model" if Path(model) in runs else model for model in models]
-    settings = load([*_UNUSED_BY_MODELS, *overrides])
+    settings = load([*_UNUSED_BY_MODELS, f"model.path={models[0]}", *overrides])
     model = msgspec.structs.replace(settings.model, path=models[0], lora=None)
     return models, msgspec.structs.replace(settings, model=model)
 
@@ -272,7 +272,7 @@ def _nest(package: str, value: Any) -> dict[str, Any]:
 
 
 _DEMO = "digits_cpu"
-_TASK = {"experiment", "model", "model.path", "data", "data.train", "data.heldout", "sft.train_path"}
+_TASK = {"experiment", "model", "model.path", "data", "data.train", "sft.train_path"}
 """Overrides that choose a task; without any, the task is `_DEMO`, and no other task inherits its settings."""
 
 

@@ -225,9 +225,9 @@ class PromptEncoder:
         )
 
     def _shows_results_of_calls(self) -> bool:
-        call = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
+        call: dict[str, Any] = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
         result = {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": _PROBE}
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
             result,

@@ -155,11 +155,9 @@ class Alert(NamedTuple):
 
 def _promises() -> Sequence[Alert]:
     """Return the alerts for the guarantees of a run."""
-    phase, training = name_of("phase"), 'phase="training"'
+    phase = name_of("phase")
     waiting = f'{name_of("role_waiting")}{{role="learner",waits_for=~"groups|evaluation"}}'
     arrival, dead_end = name_of("arrival_age_seconds"), name_of("dead_end_after_seconds")
-    disk, progress, ends = name_of("disk_free_bytes"), name_of("progress_age_seconds"), name_of("group_ends")
-    trains = f" and on (run) {phase}{{{training}}} == 1"
     memory, limit = name_of("store_memory_bytes"), name_of("store_memory_limit_bytes")
     return (
         Alert("SlipstreamDown", f"{name_of('up')} == 0", "2m", "page", "its store does not answer"),
@@ -187,6 +185,14 @@ def _promises() -> Sequence[Alert]:
             "SlipstreamStoreMemory", f"{memory} > 0.8 * {limit}", "1m", "page",
             "the store is nearly full: raise buffer.store.max_memory_mib, or lower buffer.staleness.max_lag",
         ),
+    )  # fmt: skip
+
+
+def _progress() -> Sequence[Alert]:
+    """Return the alerts for disk, checkpoints, steps, and roles."""
+    disk, progress, ends = name_of("disk_free_bytes"), name_of("progress_age_seconds"), name_of("group_ends")
+    trains = f' and on (run) {name_of("phase")}{{phase="training"}} == 1'
+    return (
         Alert(
             "SlipstreamDiskFull", f"{disk} < 5e9 or predict_linear({disk}[1h], 4 * 3600) < 0", "5m", "page",
             "the disk of the run folder is nearly full, or will be within four hours: make room",
@@ -241,7 +247,7 @@ def _health() -> Iterator[Alert]:
 
 def alerts() -> str:
     """Return the alert rules in the format that Prometheus reads."""
-    groups = {"slipstream-promises": _promises(), "slipstream-health": [*_health()]}
+    groups = {"slipstream-promises": [*_promises(), *_progress()], "slipstream-health": [*_health()]}
     made = {"groups": [{"name": name, "rules": [_rule(each) for each in rules]} for name, rules in groups.items()]}
     return yaml.safe_dump(made, sort_keys=False, width=120)
 

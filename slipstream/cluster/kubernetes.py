@@ -47,7 +47,7 @@ _LIST_KEYS = ("mountPath", "groupName", "name")
 
 
 class Options(NamedTuple):
-    """What the pods need of their cluster, besides the settings of the run.
+    """Cluster resources of the pods, besides the settings of the run.
 
     Example: Options("registry/slipstream:gpu", claim="shared", namespace="research", secrets=["aws"])
     """

@@ -21,7 +21,7 @@ from slipstream.cluster.kubernetes import (
     secret,
     secret_name,
 )
-from slipstream.cluster.recipe import read_recipe
+from slipstream.cluster.recipe import Recipe, read_recipe
 from slipstream.cluster.slurm import sbatch_script
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.buffer import EmbeddedRedisConfig
@@ -112,27 +112,13 @@ def kubernetes(
     Exit codes: 0, 1 if kubectl rejects the manifest, 2 for invalid settings or without kubectl.
     """
     recipe = read_recipe(overrides or [], kind="ray" if kind == "rayjob" else "local", interface=ANY_INTERFACE)
-    if claim is None and recipe.run.storage_uri is None:
-        print("note: without --claim and storage_uri, what the run writes is lost with its pods.", file=sys.stderr)
-    if claim and isinstance(recipe.run.buffer.store, EmbeddedRedisConfig):
-        print(
-            f"note: the embedded store writes to the claim {claim}. Claims for several nodes (ReadWriteMany) are "
-            "network disks, on which writes can be slow or lost: prefer buffer/store=redis buffer.store.url=...",
-            file=sys.stderr,
-        )
-    try:
-        ray_version = metadata.version("ray") if kind == "rayjob" else ""
-    except metadata.PackageNotFoundError:
-        raise ConfigError(
-            "launch kubernetes --kind rayjob needs Ray, in the version of the image, but it is not installed: "
-            "`pip install 'slipstream[ray]'`, or choose --kind jobset."
-        ) from None
+    _note_losses(recipe, claim)
     wrong = [each for each in node_selector or () if not each.partition("=")[0] or "=" not in each]
     require(not wrong, "--node-selector", "be LABEL=VALUE", got=wrong, why="nodes are chosen by labels")
     options = Options(
         image,
         claim=claim,
-        ray_version=ray_version,
+        ray_version=_ray_version() if kind == "rayjob" else "",
         namespace=namespace,
         secrets=secret_names or (),
         generator_secrets=generator_secret or (),
@@ -143,8 +129,33 @@ def kubernetes(
     )
     documents = manifests(recipe, kind, options, patches=read_patches(patch) if patch else ())
     text = "---\n".join(map(dump, documents))
+    _start(recipe, text, namespace=namespace, is_printed=print_only)
+
+
+def _note_losses(recipe: Recipe, claim: str | None) -> None:
+    if claim is None and recipe.run.storage_uri is None:
+        print("note: without --claim and storage_uri, what the run writes is lost with its pods.", file=sys.stderr)
+    if claim and isinstance(recipe.run.buffer.store, EmbeddedRedisConfig):
+        print(
+            f"note: the embedded store writes to the claim {claim}. Claims for several nodes (ReadWriteMany) are "
+            "network disks, on which writes can be slow or lost: prefer buffer/store=redis buffer.store.url=...",
+            file=sys.stderr,
+        )
+
+
+def _ray_version() -> str:
+    try:
+        return metadata.version("ray")
+    except metadata.PackageNotFoundError:
+        raise ConfigError(
+            "launch kubernetes --kind rayjob needs Ray, in the version of the image, but it is not installed: "
+            "`pip install 'slipstream[ray]'`, or choose --kind jobset."
+        ) from None
+
+
+def _start(recipe: Recipe, text: str, *, namespace: str, is_printed: bool) -> None:
     place = [f"--namespace={namespace}"] if namespace else []
-    if print_only:
+    if is_printed:
         make = "python -c 'import secrets; print(secrets.token_urlsafe())'"
         create = ["kubectl", *place, "create", "secret", "generic", secret_name(recipe)]
         print(f"# The Secret with the run's token, once: {make} |")

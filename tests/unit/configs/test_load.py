@@ -345,4 +345,4 @@ def test_models_of_a_run_are_evaluated_with_its_settings(tmp_path):
         assert found == [*models[:-1], f"{tmp_path}/final_model"]
         assert (settings.data.train, settings.learner.max_steps) == ("mine.jsonl", 3)
         assert [each.name for each in settings.data.heldout_sets] == ["X"]
-    assert load_with_models(["Qwen/Qwen3-0.6B"])[1].data.train == load([]).data.train
+    assert load_with_models(["Qwen/Qwen3-0.6B"])[1].data.train == ""
