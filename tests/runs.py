@@ -47,7 +47,7 @@ SMALL = (
     "evaluation.final_prompts=4",
 )
 """Overrides of a run with the scripted engine, a random model and small steps."""
-RANDOM = ("experiment=digits_cpu", "prepare=[]", "model.path=models/digits-random")
+RANDOM = ("prepare=[]", "model.path=models/digits-random")
 FEW = (
     *("learner.groups_per_step=4", "evaluation.every_steps=0"),
     *("evaluation.monitor_prompts=4", "evaluation.final_prompts=8"),

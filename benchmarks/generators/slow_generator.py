@@ -65,6 +65,8 @@ class FleetRun:
     def __init__(self, settings: list[str], stack: ExitStack) -> None:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="fleet-"))
         common = ["generators/engine=scripted", "model.path=models/digits-gpt2", "learner.max_steps=1000000"]
+        if not any(each.startswith("experiment=") for each in settings):
+            common.append("experiment=digits_cpu")
         self._run = run = load([*common, f"broker.address=ipc://{folder}/broker.sock", *settings])
         # The scripted engine needs a vocabulary, but no trained model.
         untrained = [step for step in run.prepare if not step.module.endswith("warm_up")]

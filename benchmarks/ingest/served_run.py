@@ -64,6 +64,7 @@ class ServedRun:
         row = {"data_source": "benchmark", "prompt": "?", "reward_model": {"style": "rule", "ground_truth": "!"}}
         pq.write_table(pa.Table.from_pylist([row | {"extra_info": {"index": n}} for n in range(_NUM_ROWS)]), rows)
         settings = [
+            "experiment=digits_cpu",
             f"name={_NAME}",
             f"runs_dir={self._folder}/runs",
             f"data.train={rows}",

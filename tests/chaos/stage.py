@@ -140,7 +140,15 @@ class Stage:
         lapse_after_s, max_lag = self.pace.lapse_after_s, self.pace.max_lag
         transfer_timeout_s = self.pace.transfer_timeout_s or lapse_after_s
         return [
-            *(self.address, f"name={NAME}", f"seed={self.seed}", "resume=true", "prepare=[]", "model.path=models/tiny"),
+            *(
+                "experiment=digits_cpu",
+                self.address,
+                f"name={NAME}",
+                f"seed={self.seed}",
+                "resume=true",
+                "prepare=[]",
+                "model.path=models/tiny",
+            ),
             *("data.train=data/train.parquet", "data.heldout=data/heldout.parquet"),
             *("buffer/store=redis", f"buffer.store.url='{self.store.url}'"),
             *("buffer.archive.groups_per_shard=64", "buffer.archive.flush_s=2.0"),

@@ -42,7 +42,7 @@ def test_a_synchronous_run_is_exactly_on_policy_over_both_turns(folder: Path):
 def test_two_turns_go_through_the_whole_pipeline(folder: Path):
     # With the cache kept, a turn interrupted by an update continues with keys of the previous version.
     exact = "generators.engine.kv_on_update=recompute"
-    runs.train(folder, "name=whole", "learner.max_steps=8", exact, *AGENT)
+    runs.train(folder, "experiment=digits_cpu", "name=whole", "learner.max_steps=8", exact, *AGENT)
     rows = runs.metrics(folder, "whole")
     assert len(rows) == 8
     assert all(row[ANSWERS + "failed_fraction"] == 0 for row in rows)

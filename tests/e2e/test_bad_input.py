@@ -113,7 +113,7 @@ def test_a_role_started_by_hand_says_it_in_one_sentence(
 
 
 def test_the_serial_run_says_it_in_one_sentence_too(folder: Path) -> None:
-    serial = ("experiment=digits_serial", *SMALL[1:], "model.path=models/no-weights", "name=serial")
+    serial = ("experiment=digits_serial", *SMALL[2:], "model.path=models/no-weights", "name=serial")
     done = runs.call(runs.command(*serial), folder)
     assert_ends_with_one_sentence(done, folder, "model.path", "models/no-weights")
 

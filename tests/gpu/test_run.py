@@ -11,6 +11,7 @@ def test_a_run_trains_with_verified_weights(tmp_path: Path) -> None:
     steps = 3 if IS_SMALL else 12
     output = runs.train(
         folder,
+        "experiment=digits_cpu",
         "name=run",
         "prepare=[]",
         "model.path=models/digits-random",

@@ -38,6 +38,7 @@ class Target:
         """Block until the broker serves; returns its store for inspection."""
         rows = write_rows(self._folder / "rows.parquet")
         settings = [
+            "experiment=digits_cpu",
             f"name={_NAME}",
             f"runs_dir={self._folder}/runs",
             f"data.train={rows}",

@@ -8,7 +8,7 @@ import pytest
 
 from tests import runs
 
-TINY = "prepare=[] model.path=models/digits-random"
+TINY = "experiment=digits_cpu prepare=[] model.path=models/digits-random"
 RUN = (
     f"{TINY} generators/engine=scripted learner/engine=torch learner.groups_per_step=2 learner.stop=null "
     "learner.checkpoint.every_steps=50 evaluation.monitor_prompts=2 evaluation.final_prompts=4"
