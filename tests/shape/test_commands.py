@@ -69,7 +69,7 @@ TRIED_BY = {
     "tests/unit/slipstream/migration/test_migration.py": ["slipstream import-config"],
     "tests/integration/test_data_commands.py": each_of("slipstream data ", "ls show verify refused"),
     "tests/unit/slipstream/observe/catalog/test_transfer.py": each_of("slipstream data ", "export import fetch"),
-    "tests/integration/test_dead_ends.py": each_of("python -m ", "broker learner generators"),
+    "tests/integration/test_dead_ends.py": each_of("python -m slipstream.", "broker learner generators"),
     "tests/integration/test_benchmarks.py": each_of(
         "python -m benchmarks.",
         "ingest overhead learner.packing viewer peers_at_scale generators.slow_generator generators.long_answers",
