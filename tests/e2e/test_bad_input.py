@@ -14,7 +14,7 @@ from tests import runs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
-SMALL = ("generators/engine=scripted", *runs.SMALL[2:], "learner.max_steps=2")
+SMALL = ("experiment=digits_cpu", "generators/engine=scripted", *runs.SMALL[3:], "learner.max_steps=2")
 
 
 @pytest.fixture(scope="module")
