@@ -258,22 +258,34 @@ def read_heldout(run: RunConfig) -> dict[str, Dataset]:
 
 
 def open_datasets(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
-    """Open the training and held-out prompts and apply `data.max_prompt_tokens`.
+    """Open the training and held-out prompts as `open_train` and `open_heldout` do. Raises ConfigError."""
+    return open_train(run), open_heldout(run)
 
-    Logs dropped prompts and held-out files with too few rows. Raises ConfigError.
-    """
-    train, heldout = read_train(run), read_heldout(run)
-    for dataset in dict.fromkeys([train, *heldout.values()]):
-        dataset.check_images(VisionModel(run.model.path))
-        dataset.keep_short(
-            lambda prompts: count_tokens(prompts, run.model),
-            most=run.data.max_prompt_tokens,
-            drops=run.data.too_long == "drop",
-        )
-        dataset.check_row_sizes(max_message_bytes=run.broker.max_message_bytes)
+
+def open_train(run: RunConfig) -> Dataset:
+    """Open the training prompts and apply `data.max_prompt_tokens`; logs dropped ones. Raises ConfigError."""
+    return _checked(read_train(run), run)
+
+
+def open_heldout(run: RunConfig) -> dict[str, Dataset]:
+    """Open each held-out set likewise; also logs files with too few rows. Raises ConfigError."""
+    heldout = read_heldout(run)
+    for dataset in dict.fromkeys(heldout.values()):
+        _checked(dataset, run)
     for shortage in describe_shortages(run, heldout):
         log.warning("few_heldout_prompts", reason=shortage)
-    return train, heldout
+    return heldout
+
+
+def _checked(dataset: Dataset, run: RunConfig) -> Dataset:
+    dataset.check_images(VisionModel(run.model.path))
+    dataset.keep_short(
+        lambda prompts: count_tokens(prompts, run.model),
+        most=run.data.max_prompt_tokens,
+        drops=run.data.too_long == "drop",
+    )
+    dataset.check_row_sizes(max_message_bytes=run.broker.max_message_bytes)
+    return dataset
 
 
 def describe_shortages(run: RunConfig, heldout: Mapping[str, Dataset]) -> list[str]:

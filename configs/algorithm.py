@@ -215,7 +215,7 @@ class EssLearningRateConfig(Config):
 
 
 class AlgorithmConfig(Config):
-    """The objective."""
+    """Objective: shaping of rewards, advantages, policy loss, corrections, masks, and penalties."""
 
     reward: RewardShapingConfig = RewardShapingConfig()
     advantage: AdvantageConfig = GrpoConfig()

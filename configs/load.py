@@ -55,7 +55,9 @@ def load(overrides: list[str]) -> RunConfig:
     data = _compose(overrides)
     if alone := _without_experiment(overrides):
         chosen = _compose(alone)
-        data["algorithm"], data["buffer"]["filter"] = chosen["algorithm"], chosen["buffer"]["filter"]
+        data["algorithm"] = chosen["algorithm"]
+        if isinstance(data["buffer"], dict):
+            data["buffer"]["filter"] = chosen["buffer"]["filter"]
     _derive(data)
     return convert(data, RunConfig)
 
@@ -79,26 +81,26 @@ def _without_experiment(overrides: list[str]) -> list[str]:
 
 
 def _derive(data: dict[str, Any]) -> None:
-    """Fill in settings with defaults that depend on other settings."""
+    """Fill in settings with defaults that depend on other settings. Leaves what is no record to `convert`."""
     flat, defaults = dict(leaves(data)), {setting.key: setting.field.default for setting in settings()}
 
     def value(key: str) -> Any:
         given, default = flat.get(key), defaults[key]
-        # `convert` refuses a value of another type.
         return given if isinstance(given, int | float | str) and type(given) in (type(default), int) else default
 
     def put(key: str, derived: object) -> None:
         if flat.get(key) is None:
             flat[key] = derived
             *parents, name = key.split(".")
-            record = data
+            record: Any = data
             for parent in parents:
-                record = record.setdefault(parent, {})
-            record[name] = derived
+                record = record.setdefault(parent, {}) if isinstance(record, dict) else None
+            if isinstance(record, dict):
+                record[name] = derived
 
     put("model.max_length", value("data.max_prompt_tokens") + value("generators.sampling.max_tokens"))
     put("learner.tokens_per_microbatch", max(value("learner.tokens_per_microbatch"), value("model.max_length")))
-    if data["model"].get("lora"):
+    if isinstance(data["model"], dict) and data["model"].get("lora") is not None:
         put("learner.optimizer.learning_rate", _LORA_LEARNING_RATE)
     if value("model.dtype") != "float32":
         put("weights.max_probe_diff", _HALF_PRECISION_DIFF)
@@ -133,7 +135,8 @@ def load_with_models(words: list[str]) -> tuple[list[str], RunConfig]:
     if runs and not any(text.startswith("experiment=") for text in overrides):
         overrides = [f"experiment={runs[0]}/config.yaml", *overrides]
     models = [f"{model}/final_model" if Path(model) in runs else model for model in models]
-    settings = load([*_UNUSED_BY_MODELS, f"model.path={models[0]}", *overrides])
+    # A path may have characters that Hydra doesn't read.
+    settings = load([*_UNUSED_BY_MODELS, "model.path=set-below", *overrides])
     model = msgspec.structs.replace(settings.model, path=models[0], lora=None)
     return models, msgspec.structs.replace(settings, model=model)
 

@@ -44,9 +44,6 @@ class ToolLoop:
         self._tools = load_tools(config.tools, setting=setting)
         self._format = load_format(config.format, tokenizer=encoder.tokenizer, setting=setting)
         self._encoder = encoder
-        if self._tools:
-            # Logs the choice at startup.
-            encoder.reasoning  # noqa: B018
         is_text = self._format.is_text or not self._tools
         self._role = "" if is_text else encoder.result_role(setting=setting)
 

@@ -27,8 +27,7 @@ class ChatForm:
         self.vocabulary_size = max(encoder.tokenizer.get_vocab().values()) + 1
         self._setting = setting
         self._format = load_format(format_name, tokenizer=encoder.tokenizer, setting=setting)
-        # Logs the choice at startup.
-        encoder.reasoning  # noqa: B018
+        self._reasoning = encoder.reasoning
         if self._format.is_text:
             raise ConfigError(f"{setting}.format must put calls into messages, got {format_name!r}: use hermes.")
 
@@ -49,7 +48,7 @@ class ChatForm:
         thought, rest = self.encoder.split_reasoning(turn.token_ids, context=context, is_ended=is_ended)
         shown: Message = {"role": "assistant"}
         text = turn.text
-        if thought is not None and self.encoder.reasoning.is_separate:
+        if thought is not None and self._reasoning.is_separate:
             text = self.encoder.without_special_tokens(rest).lstrip()
             shown["reasoning_content"] = self.encoder.without_special_tokens(thought).strip()
         # Like other servers, omit the stop string, which stays in the context.

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 from rich.table import Table
 
-from slipstream.broker.dataset import Dataset, open_datasets
+from slipstream.broker.dataset import Dataset, open_heldout
 from slipstream.broker.lease_scheduler import make_prompt
 from slipstream.buffer.records import EvaluationAnswer, make_answer
 from slipstream.buffer.store_rules import asked_answers, evaluation_group_id, make_lease
@@ -81,7 +81,7 @@ def evaluate(
 
 def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
     check_model_path(run.model.path)
-    _, heldout = open_datasets(run)
+    heldout = open_heldout(run)
     jobs = {each.name: _jobs(each, heldout[each.name], is_whole, run=run) for each in run.data.heldout_sets}
     answers: Answers = {name: [] for name in jobs}
     tokenizer = load_tokenizer(run.model)

@@ -14,7 +14,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from slipstream.broker.dataset import open_datasets
+from slipstream.broker.dataset import open_train
 from slipstream.broker.lease_scheduler import make_prompt
 from slipstream.broker.messages import Prompt
 from slipstream.broker.weights.transport import MemoryReceiver, MemoryWeights
@@ -218,7 +218,7 @@ def generate(
     `num_prompts`: only the first N. Raises ConfigError, RunConflictError, ArchiveError, GeneratorError.
     """
     check_model_path(run.model.path)
-    train, _ = open_datasets(run)
+    train = open_train(run)
     rows = range(len(train))[:num_prompts]
     jobs = []
     for row in rows:

@@ -208,8 +208,8 @@ def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: 
 def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> dict[str, str]:
     """Return command to try next -> comment."""
     own = [text for text in overrides if text.partition("=")[0] not in ("name", "resume")]
-    if len(shlex.join(own)) > _MAX_OVERRIDES:
-        # The same settings, as a file.
+    if len(shlex.join(own)) > _MAX_OVERRIDES and run.cluster.kind == "local":
+        # The same settings, as a file. Other machines don't have it.
         own = [f"experiment={folder.path}/config.yaml", *(["resume=false"] if run.resume else [])]
     again = shlex.join([*program.split(), "run", *own])
     others = {

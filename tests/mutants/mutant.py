@@ -130,6 +130,8 @@ class Copy:
     def _python(self, arguments: list[str], *, timeout_s: float) -> "subprocess.CompletedProcess[str]":
         # No bytecode: Python would not notice a change within one second that keeps the file size.
         own = {"PYTHONPATH": str(self._folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        # A sandbox with a planted bug refuses to start, and its tests would be skipped.
+        own |= {"SLIPSTREAM_REQUIRE_SANDBOX": "1"} if shutil.which("bwrap") else {}
         return subprocess.run(
             [sys.executable, *arguments],
             cwd=self._folder,

@@ -1,5 +1,6 @@
 """Loading a config: what wins over what, where each value comes from, and the advice that each wrong argument gets."""
 
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -300,6 +301,23 @@ def test_the_settings_of_a_run_compose_to_themselves_and_a_chosen_group_replaces
 OWN_TASK = ["model.path=Qwen/Qwen3-0.6B", "data.train=mine.jsonl", "data.heldout=h.jsonl"]
 
 
+@pytest.mark.parametrize("recipe", [[], ["recipe=dapo"]])
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("model: null", "model"),
+        ("{model: {path: x}, learner: 3}", "learner"),
+        ("{model: {path: x}, learner: {dead_end: 3}}", "learner.dead_end"),
+        ("{model: {path: x}, weights: [1]}", "weights"),
+        ("{model: {path: x}, buffer: null}", "buffer"),
+    ],
+)
+def test_a_file_with_a_value_in_place_of_a_record_is_one_sentence(tmp_path: Path, text: str, key: str, recipe):
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)} must be a record"):
+        load([f"experiment={tmp_path}/mine.yaml", *recipe])
+
+
 @pytest.mark.parametrize("overrides", [OWN_TASK, ["model=qwen2_5_7b"], [*OWN_TASK, "recipe=dapo"]])
 def test_a_users_own_task_takes_nothing_from_the_demo(overrides: list[str]):
     run = load(overrides)
@@ -310,9 +328,7 @@ def test_a_users_own_task_takes_nothing_from_the_demo(overrides: list[str]):
 
 
 def test_defaults_that_depend_on_other_settings_follow_them():
-    run = load(
-        [*OWN_TASK, "generators.sampling.max_tokens=9000", "model.lora.rank=4", "generators.agent.timeout_s=1800"]
-    )
+    run = load([*OWN_TASK, "generators.sampling.max_tokens=9000", "model.lora={}", "generators.agent.timeout_s=1800"])
     assert (run.model.max_length, run.learner.tokens_per_microbatch) == (10024, 10024)
     assert run.learner.optimizer.learning_rate == 1e-5
     assert (run.weights.max_probe_diff, load([*OWN_TASK, "model.dtype=float32"]).weights.max_probe_diff) == (0.05, 1e-3)
@@ -345,4 +361,6 @@ def test_models_of_a_run_are_evaluated_with_its_settings(tmp_path):
         assert found == [*models[:-1], f"{tmp_path}/final_model"]
         assert (settings.data.train, settings.learner.max_steps) == ("mine.jsonl", 3)
         assert [each.name for each in settings.data.heldout_sets] == ["X"]
-    assert load_with_models(["Qwen/Qwen3-0.6B"])[1].data.train == ""
+    for model in ("Qwen/Qwen3-0.6B", "/models/a,b (1)"):
+        found, settings = load_with_models([model])
+        assert (found, settings.model.path, settings.data.train) == ([model], model, "")

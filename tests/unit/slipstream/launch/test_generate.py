@@ -54,6 +54,7 @@ def all_ids(*, prompts: int, samples: int) -> list[str]:
 
 
 def test_every_prompt_is_answered_and_more_of_them_the_next_time(run: RunConfig, tmp_path: Path) -> None:
+    run = msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, heldout=""))
     out = tmp_path / "out"
     stored, made = generate(run, out, samples=3, num_prompts=5, is_scored=True)
     assert (stored, made, ids(out)) == ([], 15, all_ids(prompts=5, samples=3))
@@ -131,6 +132,7 @@ def test_a_killed_call_goes_on_with_the_answers_that_it_lacks(run: RunConfig, tm
 
 
 def test_models_are_measured_on_the_same_prompts_and_compared(run: RunConfig, tmp_path: Path) -> None:
+    run = msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, train=""))
     reported = evaluate(run, [run.model.path])
     assert [each.score.num_prompts for each in reported] == [len(run.evaluation.rows(12)[1])] * 2
     other = str(make_tiny_model(tmp_path / "other", seed=1))

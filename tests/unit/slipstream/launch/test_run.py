@@ -130,6 +130,9 @@ def test_the_commands_suggested_keep_the_settings_of_the_run(tmp_path: Path) -> 
     again = load(shlex.split(commands[0])[2:])
     assert (again.learner.max_steps, again.name, again.buffer.staleness.max_lag) == (7, "mine-sync", 0)
     assert not [line for line in commands if "max_steps" in line], "a file says the same in fewer characters"
+    run = load([*overrides, "cluster.kind=ray", "cluster.interface=10.0.0.0/8"])
+    commands = list(suggestions(run, folder, overrides=overrides, program="slipstream"))
+    assert "max_steps" in commands[0], "other machines do not have the file"
     serial = ["experiment=digits_serial"]
     commands = list(suggestions(load(serial), RunFolder(run), overrides=serial, program="slipstream"))
     assert not [line for line in commands if "generators.count" in line]
