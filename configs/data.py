@@ -227,9 +227,9 @@ class PrepareStep(Config):
 class SftConfig(Config):
     """Supervised fine-tuning, `mode=sft`.
 
-    A Parquet file has one of three forms, tried in this order: `token_ids` with `model_mask`; `messages`, rendered with
-    the chat template; `prompt` (text or messages) with `response` (text). A file of pairs has `prompt`, `chosen`, and
-    `rejected`.
+    A file (Parquet, CSV, JSON lines) has one of three forms, tried in this order: `token_ids` with `model_mask`;
+    `messages`, rendered with the chat template; `prompt` (text or messages) with `response` (text). A file of pairs has
+    `prompt`, `chosen`, and `rejected`.
     """
 
     train_path: str = ""

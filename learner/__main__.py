@@ -11,7 +11,7 @@ Most used settings, which must match the broker's:
   learner.optimizer.learning_rate=3e-3
   learner.num_ranks=1           processes that share a step; learner/engine=deepspeed_zero3 shards the model
   learner.checkpoint.every_steps=20
-  sft.train_path=FILE           demonstrations, in Parquet, for mode=sft
+  sft.train_path=FILE           demonstrations, for mode=sft
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.
 """
