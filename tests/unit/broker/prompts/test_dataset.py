@@ -506,7 +506,9 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path, m
     text = make_tiny_model(tmp_path / "text")
     assert "a text-only model (qwen2)" in image_refusal(tmp_path, text, [good])
     run = make_run(
-        model={"path": str(text)}, data={name: str(tmp_path / f"{name}.parquet") for name in ("train", "heldout")}
+        model={"path": str(text)},
+        data={name: str(tmp_path / f"{name}.parquet") for name in ("train", "heldout")},
+        evaluation={"only": True},
     )
     with pytest.raises(ConfigError, match="a text-only model"):
         make_inputs(run)
