@@ -5,9 +5,11 @@ would import torch into the broker.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 from tokenizers import Tokenizer
 
@@ -263,6 +265,19 @@ def read_train(run: RunConfig) -> Dataset:
     weights = [file.weight for file in files if file.weight is not None]
     paths = [file.path for file in files]
     return Dataset(*paths, weights=weights, columns=run.data.columns, max_rows=run.data.max_rows)
+
+
+def with_epochs(run: RunConfig) -> RunConfig:
+    """Derive `learner.max_steps` from `learner.epochs` and the rows of the training files. Raises ConfigError.
+
+    Every role does so by itself. Supervised training counts its demonstrations instead.
+    """
+    epochs = run.learner.epochs
+    if epochs is None or run.mode == "sft" or run.evaluation.only:
+        return run
+    # Rows over `data.max_prompt_tokens` count, because a learner may lack the tokenizer to find them.
+    max_steps = ceil(epochs * len(read_train(run)) / run.claimed_groups_per_step)
+    return msgspec.structs.replace(run, learner=msgspec.structs.replace(run.learner, max_steps=max_steps))
 
 
 def read_heldout(run: RunConfig) -> dict[str, Dataset]:

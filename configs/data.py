@@ -244,8 +244,6 @@ class SftConfig(Config):
     """Rows with an empty response or more than `model.max_length` tokens: refuse the file, or skip and count them."""
     trajectories_per_step: Annotated[int, Meta(ge=1)] = 64
     """Demonstrations per optimizer update, over all ranks."""
-    epochs: Annotated[int, Meta(ge=1)] | None = None
-    """Passes over the training file; null = by `learner.max_steps`."""
     heldout_every_steps: Annotated[int, Meta(ge=0)] = 20
     """Steps between two measurements of the held-out loss; 0 = only before and after training."""
     heldout_rows: Annotated[int, Meta(ge=1)] | None = None

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from slipstream.broker.dataset import with_epochs
 from slipstream.buffer.role_reports import describe_times
 from slipstream.cluster.observers import observed
 from slipstream.cluster.seat import Places
@@ -40,6 +41,10 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
     run = load(overrides)
     if run.mode == "sft":
         start_sft(overrides)
+    if run.learner.epochs:
+        # The rows are counted.
+        prepare(run)
+        run = with_epochs(run)
     run, overrides = with_free_name(run, overrides)
     folder = RunFolder(run)
     folder.check_name()
@@ -88,9 +93,14 @@ def describe_finished(run: RunConfig, folder: RunFolder) -> str:
     if steps < run.learner.max_steps and not has_stopped:
         return ""
     why = "" if steps >= run.learner.max_steps else ", because learner.stop was met"
+    more = (
+        f"raise learner.epochs above {run.learner.epochs}"
+        if run.learner.epochs
+        else f"set learner.max_steps above {steps}"
+    )
     return (
-        f"{run.name} is finished: it ended after {steps} of {run.learner.max_steps} steps{why}. To continue it, set "
-        f"learner.max_steps above {steps}{' or change learner.stop' if why else ''}."
+        f"{run.name} is finished: it ended after {steps} of {run.learner.max_steps} steps{why}. To continue it, "
+        f"{more}{' or change learner.stop' if why else ''}."
     )
 
 

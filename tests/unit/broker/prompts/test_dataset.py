@@ -15,7 +15,15 @@ import pytest
 from structlog.testing import capture_logs
 
 from slipstream.broker import lease_scheduler
-from slipstream.broker.dataset import Dataset, count_tokens, describe_shortages, open_datasets, read_heldout, read_train
+from slipstream.broker.dataset import (
+    Dataset,
+    count_tokens,
+    describe_shortages,
+    open_datasets,
+    read_heldout,
+    read_train,
+    with_epochs,
+)
 from slipstream.broker.messages import Row
 from slipstream.buffer.codec import decode, encode, pack, unpack
 from slipstream.buffer.records import Lease, image_names
@@ -254,6 +262,25 @@ def test_a_row_limit_applies_to_each_training_file_and_skips_the_check_of_the_re
     paths = [str(write(tmp_path, rows, suffix, name=name)) for name in ("first", "second")]
     run = make_run(data={"train": paths, "max_rows": 2})
     assert [row.prompt for row in read_train(run)] == ["a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_steps"),
+    [
+        ({"learner": {"epochs": 3, "groups_per_step": 4}}, 6),
+        ({"learner": {"epochs": 3, "groups_per_step": 4}, "data": {"max_rows": 2}}, 3),
+        ({"learner": {"epochs": 1, "groups_per_step": 9}}, 1),
+        ({"learner": {"epochs": 3, "groups_per_step": 4}, "buffer": {"mix": {"archive": "a", "fraction": 0.5}}}, 12),
+        ({"learner": {"groups_per_step": 4}}, 4),
+        ({"learner": {"epochs": 3}, "evaluation": {"only": True}}, 4),
+    ],
+)
+def test_passes_over_all_training_files_give_the_number_of_steps(
+    tmp_path: Path, settings: dict[str, Any], max_steps: int
+) -> None:
+    data = {"train": [str(write(tmp_path, [ROW] * 4, name=name)) for name in ("first", "second")]}
+    run = make_run(**settings | {"data": data | settings.get("data", {})})
+    assert with_epochs(run).learner.max_steps == max_steps
 
 
 def test_only_the_fields_of_a_row_can_be_named() -> None:
