@@ -25,7 +25,7 @@ import structlog
 
 from slipstream.broker.archiver import ArchiverThread
 from slipstream.broker.chief import Chief
-from slipstream.broker.dataset import Dataset, open_datasets
+from slipstream.broker.dataset import Dataset, open_datasets, with_epochs
 from slipstream.broker.errors import BrokerError
 from slipstream.broker.router import Router
 from slipstream.broker.transport.zmq_channels import ZmqServerChannel, listen
@@ -70,7 +70,7 @@ def main(overrides: list[str]) -> None:
     """Run until SIGTERM or SIGINT."""
     exit_after_help(overrides, __doc__)
     shard, overrides = split_shard(overrides)
-    run = load(overrides)
+    run = with_epochs(load(overrides))
     name = _name_of(run, shard)
     configure_logs(name)
     # Check the configuration before the store starts.

@@ -5,14 +5,24 @@ would import torch into the broker.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 from tokenizers import Tokenizer
 
 from slipstream.broker.messages import Row
-from slipstream.broker.prompt_rows import PromptText, image_sources, make_row, open_rows, place_images
+from slipstream.broker.prompt_rows import (
+    JsonRows,
+    PromptText,
+    TableRows,
+    image_sources,
+    make_row,
+    open_rows,
+    place_images,
+)
 from slipstream.buffer.codec import encode
 from slipstream.buffer.sampling import FileShare, RowCount
 from slipstream.configs.base import ConfigError, require
@@ -84,20 +94,30 @@ def find_template(model: ModelConfig) -> str:
 
 
 _MOST_OVERHEAD = 8
-"""Bound on a row's bytes in a message, as a multiple of `ParquetRows.num_bytes`."""
+"""Bound on a row's bytes in a message, as a multiple of `TableRows.num_bytes`."""
 
 
 class Dataset:
     """The rows of one or more files, numbered consecutively and held in memory."""
 
-    def __init__(self, *paths: str | Path, weights: Sequence[float] = (), names: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        *paths: str | Path,
+        weights: Sequence[float] = (),
+        names: Sequence[str] = (),
+        columns: Mapping[str, str] | None = None,
+        max_rows: int | None = None,
+    ) -> None:
         """Open and validate the files. Raises ConfigError, naming the file and its first problem.
 
         `weights`: shares of the files in the prompt order; default: their numbers of rows. `names`: prefixes of the
-        rows' uids; default: file names.
+        rows' uids; default: file names. `columns`: `data.columns`. `max_rows`: of each file.
         """
         names = names or _short_names(list(map(Path, paths)))
-        self._files = [_PromptFile(Path(path), name=name) for path, name in zip(paths, names, strict=True)]
+        self._files = [
+            _PromptFile(Path(path), name=name, rows=open_rows(Path(path), columns=columns or {}, max_rows=max_rows))
+            for path, name in zip(paths, names, strict=True)
+        ]
         self._weights = weights
 
     def __len__(self) -> int:
@@ -147,7 +167,7 @@ class Dataset:
 def _short_names(paths: list[Path]) -> list[str]:
     """Return the paths without suffixes, shortened while they stay unique: gsm8k/train and math/train."""
     # A link keeps its name: its target may be a hash.
-    parts = [(path.parent.resolve() / path.name).with_suffix("").parts for path in paths]
+    parts = [(path.parent.resolve() / path.name.removesuffix(".gz")).with_suffix("").parts for path in paths]
     for depth in range(1, max(map(len, parts), default=0) + 1):
         names = ["/".join(each[-depth:]) for each in parts]
         if len(set(names)) == len(names):
@@ -158,11 +178,11 @@ def _short_names(paths: list[Path]) -> list[str]:
 class _PromptFile:
     """The kept rows of one file."""
 
-    def __init__(self, path: Path, *, name: str) -> None:
+    def __init__(self, path: Path, *, name: str, rows: TableRows | JsonRows) -> None:
         """`name`: prefix of the rows' uids, and default `data_source`."""
         self.path = path
         self._name = name
-        self._file = open_rows(path)
+        self._file = rows
         self._rows: Sequence[int] = range(len(self._file))
         self._images: dict[int, tuple[int, int]] = {}
         """Row -> bytes of its images, and tokens they add beyond one placeholder each."""
@@ -243,7 +263,21 @@ def read_train(run: RunConfig) -> Dataset:
     require(bool(run.data.train), "data.train", must, got="nothing", why=why)
     files = run.data.train_files
     weights = [file.weight for file in files if file.weight is not None]
-    return Dataset(*(file.path for file in files), weights=weights)
+    paths = [file.path for file in files]
+    return Dataset(*paths, weights=weights, columns=run.data.columns, max_rows=run.data.max_rows)
+
+
+def with_epochs(run: RunConfig) -> RunConfig:
+    """Derive `learner.max_steps` from `learner.epochs` and the rows of the training files. Raises ConfigError.
+
+    Every role does so by itself. Supervised training counts its demonstrations instead.
+    """
+    epochs = run.learner.epochs
+    if epochs is None or run.mode == "sft" or run.evaluation.only:
+        return run
+    # Rows over `data.max_prompt_tokens` count, because a learner may lack the tokenizer to find them.
+    max_steps = ceil(epochs * len(read_train(run)) / run.claimed_groups_per_step)
+    return msgspec.structs.replace(run, learner=msgspec.structs.replace(run.learner, max_steps=max_steps))
 
 
 def read_heldout(run: RunConfig) -> dict[str, Dataset]:
@@ -253,7 +287,8 @@ def read_heldout(run: RunConfig) -> dict[str, Dataset]:
     sets = run.data.heldout_sets
     paths = list(dict.fromkeys(each.path for each in sets))
     names = _short_names(list(map(Path, paths)))
-    files = {path: Dataset(path, names=[name]) for path, name in zip(paths, names, strict=True)}
+    columns = run.data.columns
+    files = {path: Dataset(path, names=[name], columns=columns) for path, name in zip(paths, names, strict=True)}
     return {each.name: files[each.path] for each in sets}
 
 

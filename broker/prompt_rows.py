@@ -1,32 +1,41 @@
-"""Rows of a prompt file in Parquet or JSON lines: validation and conversion to prompts.
+"""Rows of a prompt file: validation and conversion to prompts.
 
-A row has a prompt (`prompt`, else `question`) and a truth (`reward_model.ground_truth`, else `answer`). `data_source`,
-`agent_name`, `images` and `extra_info` are optional. Other columns go into `extra_info`.
+A row has a prompt and a truth, under the names in `data.columns` or common ones (`runtime/row_files.py`).
+`data_source`, `agent_name`, `images` and `extra_info` are optional. Other columns go into `extra_info`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from slipstream.broker.messages import Row
 from slipstream.buffer.codec import encode
 from slipstream.configs.base import ConfigError
+from slipstream.configs.data import NAMED_COLUMNS
 from slipstream.runtime.images import PLACEHOLDER, load_image
+from slipstream.runtime.row_files import (
+    CHATS,
+    KINDS,
+    PROMPTS,
+    TRUTHS,
+    chat_messages,
+    is_json,
+    read_lines,
+    read_table,
+    value_at,
+    with_input,
+)
 
 Values = dict[str, Any]
 """Column -> value, without nulls."""
 PromptText = str | list[dict[str, Any]]
 """Plain text, or chat messages; a message's content is text or a list of text and image parts."""
 
-_JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-_PROMPTS = ("prompt", "question")
-_TRUTHS = ("reward_model", "answer")
-_OWN = ("data_source", "agent_name", "extra_info", "images")
+_COMMON = {name: (name,) for name in NAMED_COLUMNS} | {"prompt": PROMPTS, "ground_truth": TRUTHS}
 _PLACE = "<image>"
 """Placeholder in a text prompt."""
 _IMAGE = {"type": "image"}
@@ -36,50 +45,87 @@ _SHOWN = 60
 
 
 def make_row(values: Values, *, uid: str, file_name: str, folder: Path = Path()) -> Row:
-    """Build the prompt of a row that has passed `check_values`; `file_name` replaces a missing `data_source`.
+    """Build the prompt of a row from `standardize`; `file_name` replaces a missing `data_source`.
 
     Image paths are relative to `folder`. Raises ConfigError for an unreadable image.
     """
-    prompt, truth = _first(_PROMPTS, values), _first(_TRUTHS, values)
-    used = {prompt, truth, *_OWN}
-    further = {name: value for name, value in values.items() if name not in used}
-    if truth == "reward_model":
-        judging = values["reward_model"]
-        if extra := {name: value for name, value in judging.items() if name not in ("ground_truth", "style")}:
-            further["reward_model"] = extra
     return Row(
         uid=uid,
         prompt=place_images(values),
         images=[load_image(source, folder=folder) for source in image_sources(values)],
-        ground_truth=values["reward_model"]["ground_truth"] if truth == "reward_model" else values["answer"],
+        ground_truth=values["ground_truth"],
         data_source=values.get("data_source", file_name),
-        extra_info=further | values.get("extra_info", {}),
+        extra_info=values["extra_info"],
         agent_name=values.get("agent_name", ""),
     )
 
 
-def check_values(values: Values) -> None:
-    """Validate a row. Raises ConfigError naming the column."""
-    for names in (_PROMPTS, _TRUTHS):
-        if _first(names, values) not in values:
-            found = ", ".join(values) or "nothing"
-            raise ConfigError(f"`{names[0]}` or `{names[1]}` must be filled, got only {found}.")
-    prompt = _first(_PROMPTS, values)
-    if problem := _prompt_problem(values[prompt]):
-        must = "be text or a list of chat messages, and not be empty" if prompt == "prompt" else "be text, not empty"
-        raise _wrong(prompt, must, problem)
-    if prompt == "question" and not isinstance(values[prompt], str):
-        raise _wrong(prompt, "be text", _show(values[prompt]))
-    judging = values.get("reward_model")
-    if judging is not None and not (isinstance(judging, dict) and judging.get("ground_truth") is not None):
-        raise _wrong("reward_model", "be a record with a filled `ground_truth`", _show(judging))
-    for name, kind, must in (
+def standardize(values: Values, columns: Mapping[str, str]) -> Values:
+    """Validate a row; return prompt, ground truth, and optional fields under their standard names.
+
+    `columns`: `data.columns`. Raises ConfigError naming the column.
+    """
+    prompt_name, (prompt, last) = _column("prompt", values, columns), _prompt(values, columns)
+    truth_name = _column("ground_truth", values, columns)
+    truth = value_at(values, truth_name)
+    if truth_name == TRUTHS[0] and truth is not None:
+        if not (isinstance(truth, dict) and truth.get("ground_truth") is not None):
+            raise _wrong(truth_name, "be a record with a filled `ground_truth`", _show(truth))
+        truth = truth["ground_truth"]
+    truth = last if truth is None else truth
+    for field, name, value in (("prompt", prompt_name, prompt), ("ground_truth", truth_name, truth)):
+        if value is None:
+            names = (name,) if field in columns else _COMMON[field]
+            got = ", ".join(values) or "nothing"
+            raise ConfigError(f"`{'` or `'.join(names)}` must be filled, got only {got}: {_advice(field)}")
+    if problem := _prompt_problem(prompt):
+        raise _wrong(prompt_name, "be text or a list of chat messages, and not be empty", problem)
+    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
+        got = f"the model's own turn at the end: {_show(prompt[-1].get('content'))}"
+        raise _wrong(prompt_name, "end with a turn that the model answers", f"{got}; remove that message")
+    result: Values = {"prompt": prompt, "ground_truth": truth}
+    for field, kind, must in (
         ("data_source", str, "be text"),
         ("agent_name", str, "be text"),
+        ("images", object, ""),
         ("extra_info", dict, "be a record"),
     ):
-        if name in values and not isinstance(values[name], kind):
-            raise _wrong(name, must, _show(values[name]))
+        name = _column(field, values, columns)
+        if (value := value_at(values, name)) is not None:
+            if not isinstance(value, kind):
+                raise _wrong(name, must, _show(value))
+            result[field] = value
+    return result | {"extra_info": _further(values, columns, prompt_name) | result.get("extra_info", {})}
+
+
+def _further(values: Values, columns: Mapping[str, str], prompt: str) -> Values:
+    """Return the other columns. A truth stays, because TRL's reward functions read it under its column's name."""
+    used = {prompt, *(_column(field, values, columns) for field in _COMMON if field != "ground_truth"), "extra_info"}
+    used |= {"input"} if prompt == "instruction" else set()
+    further = {name: value for name, value in values.items() if name not in used}
+    if isinstance(judging := further.pop("reward_model", None), dict):
+        extra = {name: value for name, value in judging.items() if name not in ("ground_truth", "style")}
+        further |= {"reward_model": extra} if extra else {}
+    elif judging is not None:
+        further["reward_model"] = judging
+    return further
+
+
+def _column(field: str, values: Mapping[str, Any] | Sequence[str], columns: Mapping[str, str]) -> str:
+    """Return the column of a field: the named one, else the first common one that is there, else the first."""
+    common = _COMMON.get(field, (field,))
+    return columns.get(field) or next((name for name in common if name in values), common[0])
+
+
+def _prompt(values: Values, columns: Mapping[str, str]) -> tuple[Any, Any]:
+    """Return the prompt, and the text of a conversation's last turn if the model wrote it; None if absent."""
+    name = _column("prompt", values, columns)
+    prompt = chat_messages(value_at(values, name))
+    if name == "instruction":
+        return with_input(prompt, values), None
+    if name in CHATS and isinstance(prompt, list) and not _prompt_problem(prompt) and prompt[-1]["role"] == "assistant":
+        return prompt[:-1], prompt[-1].get("content")
+    return prompt, None
 
 
 # --- images ----------------------------------------------------------------------------------------------------------
@@ -87,7 +133,7 @@ def image_sources(values: Values) -> list[Any]:
     """Return the images as stored: the column `images`, else the image parts of the messages."""
     if (column := values.get("images")) is not None:
         return column if isinstance(column, list) else [column]
-    prompt = values[_first(_PROMPTS, values)]
+    prompt = values["prompt"]
     contents = [message.get("content") for message in prompt] if isinstance(prompt, list) else []
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     return [part["image"] for part in parts if part.get("type") == "image" and "image" in part]
@@ -98,7 +144,7 @@ def place_images(values: Values) -> PromptText:
 
     Raises ConfigError unless the numbers of placeholders and images match.
     """
-    prompt: PromptText = values[_first(_PROMPTS, values)]
+    prompt: PromptText = values["prompt"]
     if not (count := len(image_sources(values))):
         return prompt
     if isinstance(prompt, str):
@@ -117,10 +163,6 @@ def _parts(content: str | list[Any]) -> list[Any]:
         return [_IMAGE if isinstance(part, dict) and part.get("type") == "image" else part for part in content]
     pairs = [[_IMAGE, {"type": "text", "text": text}] for text in content.split(_PLACE)]
     return [part for pair in pairs for part in pair if part.get("text") != ""][1:]
-
-
-def _first(names: tuple[str, str], values: Values) -> str:
-    return names[0] if names[0] in values else names[1]
 
 
 def _prompt_problem(prompt: Any) -> str:
@@ -147,49 +189,60 @@ def _show(value: Any) -> str:
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
-class ParquetRows:
-    """Rows of a Parquet file, kept as Arrow columns. Every row has passed `check_values`."""
+class TableRows:
+    """Rows of a Parquet or CSV file, kept as Arrow columns. `standardize` accepts every row."""
 
-    def __init__(self, path: Path) -> None:
-        self._table = _read_table(path)
+    def __init__(self, path: Path, *, columns: Mapping[str, str], max_rows: int | None = None) -> None:
+        self._table = _as_json(read_table(path), path).slice(0, max_rows)
+        self._columns = columns
         names = self._table.schema.names
-        for wanted in (_PROMPTS, _TRUTHS):
-            if not set(wanted) & set(names):
-                raise ConfigError(
-                    f"{path} must have the column `{wanted[0]}` or `{wanted[1]}`, but has only {', '.join(names)}."
-                )
-        for number in _unproven_rows(self._table):
-            _check(self.values(number), path=path, number=number)
+        for field in ("prompt", "ground_truth"):
+            column = _column(field, names, columns)
+            is_answered = field == "ground_truth" and _column("prompt", names, columns) in CHATS
+            if column.split(".")[0] in names or (is_answered and field not in columns):
+                continue
+            wanted = (column,) if field in columns else _COMMON[field]
+            must = f"the column `{'` or `'.join(wanted)}`"
+            raise ConfigError(f"{path} must have {must}, but has only {', '.join(names)}: {_advice(field)}")
+        for number in _unproven_rows(self._table, columns):
+            _check(self._values(number), columns, path=path, number=number)
 
     def __len__(self) -> int:
         return int(self._table.num_rows)
 
     def values(self, number: int) -> Values:
+        return standardize(self._values(number), self._columns)
+
+    def _values(self, number: int) -> Values:
         values: Values = _without_nulls(self._table.slice(number, 1).to_pylist()[0])
         return values
 
     def prompts(self) -> list[PromptText]:
-        table = self._table.select([name for name in _PROMPTS if name in self._table.schema.names])
+        wanted = {*PROMPTS, "input", self._columns.get("prompt", "").split(".")[0]}
+        table = self._table.select([name for name in self._table.schema.names if name in wanted])
         batches = (batch.to_pylist() for batch in table.to_batches(max_chunksize=1024))
-        return [values[_first(_PROMPTS, values)] for batch in batches for values in map(_without_nulls, batch)]
+        return [_prompt(_without_nulls(values), self._columns)[0] for batch in batches for values in batch]
 
     @property
     def may_have_images(self) -> bool:
         """Whether any row may have an image, without decoding all rows."""
-        kind = _type(self._table, _PROMPTS[0]) if _PROMPTS[0] in self._table.schema.names else pa.string()
+        names = self._table.schema.names
+        prompt = _column("prompt", names, self._columns)
+        kind = _type(self._table, prompt) if prompt in names else pa.string()
         is_parts = pa.types.is_list(kind) and not _has_texts(kind)
-        return "images" in self._table.schema.names or is_parts
+        return _column("images", names, self._columns).split(".")[0] in names or is_parts
 
     def num_bytes(self, start: int, end: int) -> int:
         """Return the Arrow size of rows, without decoding them; at least an eighth of their size in a message."""
         return int(self._table.slice(start, end - start).nbytes)
 
 
-def _read_table(path: Path) -> pa.Table:
-    try:
-        table = pq.read_table(path)
-    except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} must be a Parquet file of prompts, but cannot be read: {error}") from None
+def _advice(field: str) -> str:
+    return f"name the column of your file with data.columns.{field}=NAME."
+
+
+def _as_json(table: pa.Table, path: Path) -> pa.Table:
+    """Convert dates and decimals to text. Raises ConfigError for types that JSON lacks."""
     for number, field in enumerate(table.schema):
         if pa.types.is_temporal(field.type) or pa.types.is_decimal(field.type):
             table = table.set_column(number, field.name, table.column(number).cast(pa.string()))
@@ -201,19 +254,35 @@ def _read_table(path: Path) -> pa.Table:
     return table
 
 
-def _unproven_rows(table: pa.Table) -> Sequence[int]:
+def _unproven_rows(table: pa.Table, columns: Mapping[str, str]) -> Sequence[int]:
     """Return the rows that column types and null counts do not prove valid, usually none."""
-    prompt, truth = (next(name for name in names if name in table.schema.names) for names in (_PROMPTS, _TRUTHS))
-    kinds = {name: (pa.types.is_struct if name == "extra_info" else pa.types.is_string) for name in _OWN}
-    is_proven = all(is_kind(_type(table, name)) for name, is_kind in kinds.items() if name in table.schema.names)
-    if not is_proven or not _are_filled(table.column(prompt)):
-        return range(table.num_rows)
+    names, everything = table.schema.names, range(table.num_rows)
+    prompt, truth = (_column(field, names, columns) for field in ("prompt", "ground_truth"))
+    kinds = {name: (pa.types.is_struct if name == "extra_info" else pa.types.is_string) for name in _PLAIN}
+    is_proven = all(is_kind(_type(table, name)) for name, is_kind in kinds.items() if name in names)
+    # Named columns are rare, and may be fields of records.
+    if columns or truth not in names or not is_proven or not _are_filled(table.column(prompt)):
+        return everything
     truths = table.column(truth)
-    if truth == "reward_model":
+    if truth == TRUTHS[0]:
         if not pa.types.is_struct(truths.type) or truths.type.get_field_index("ground_truth") < 0:
-            return range(table.num_rows)
+            return everything
         truths = pc.struct_field(truths, "ground_truth")
-    return pc.indices_nonzero(truths.is_null()).to_pylist() if truths.null_count else []
+    lacking = pc.indices_nonzero(truths.is_null()).to_pylist() if truths.null_count else []
+    return [*lacking, *_ending_with_answers(table.column(prompt))]
+
+
+_PLAIN = ("data_source", "agent_name", "extra_info", "images")
+
+
+def _ending_with_answers(prompts: pa.ChunkedArray) -> list[int]:
+    """Return the rows of chats that end with a turn of the model."""
+    if not pa.types.is_list(prompts.type):
+        return []
+    ends = pc.subtract(pc.cumulative_sum(pc.list_value_length(prompts)), 1)
+    last_roles = pc.take(pc.struct_field(pc.list_flatten(prompts), "role"), ends)
+    rows: list[int] = pc.indices_nonzero(pc.equal(last_roles, "assistant")).to_pylist()
+    return rows
 
 
 def _type(table: pa.Table, column: str) -> pa.DataType:
@@ -240,8 +309,8 @@ def _are_filled(prompts: pa.ChunkedArray) -> bool:
 
 def _has_texts(messages: pa.DataType) -> bool:
     message = messages.value_type
-    index = message.get_field_index("content") if pa.types.is_struct(message) else -1
-    return index >= 0 and pa.types.is_string(message.field(index).type)
+    fields = [message.get_field_index(name) for name in ("content", "value")] if pa.types.is_struct(message) else []
+    return any(index >= 0 and pa.types.is_string(message.field(index).type) for index in fields)
 
 
 def _is_json(kind: pa.DataType) -> bool:
@@ -253,17 +322,14 @@ def _is_json(kind: pa.DataType) -> bool:
 
 
 class JsonRows:
-    """Rows of a file of JSON lines or one JSON list, with the interface of ParquetRows.
+    """Rows of a file of JSON lines or one JSON list, with the interface of TableRows.
 
     Kept as text, because rows may have different columns.
     """
 
-    def __init__(self, path: Path) -> None:
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{path} must be a file of JSON lines, but cannot be read: {error}") from None
-        self._lines = _split(data.removeprefix(b"\xef\xbb\xbf"), path)
+    def __init__(self, path: Path, *, columns: Mapping[str, str], max_rows: int | None = None) -> None:
+        self._columns = columns
+        self._lines = read_lines(path)[:max_rows]
         for number, line in enumerate(self._lines):
             try:
                 values = msgspec.json.decode(line)
@@ -274,51 +340,47 @@ class JsonRows:
                 raise ConfigError(f"{path}, row {number}: it must be a JSON record, got `{shown}`: {error}.") from None
             if not isinstance(values, dict):
                 raise ConfigError(f"{path}, row {number}: it must be a JSON record, got {_show(values)}.")
-            _check(_filled(values), path=path, number=number)
+            _check(_filled(values), columns, path=path, number=number)
 
     def __len__(self) -> int:
         return len(self._lines)
 
-    def values(self, number: int) -> Values:
+    def _values(self, number: int) -> Values:
         return _filled(msgspec.json.decode(self._lines[number]))
 
+    def values(self, number: int) -> Values:
+        return standardize(self._values(number), self._columns)
+
     def prompts(self) -> list[PromptText]:
-        found = (self.values(number) for number in range(len(self)))
-        return [values[_first(_PROMPTS, values)] for values in found]
+        return [_prompt(self._values(number), self._columns)[0] for number in range(len(self))]
 
     @property
     def may_have_images(self) -> bool:
-        return any(b'"image' in line for line in self._lines)
+        key = f'"{self._columns["images"].split(".")[-1]}"' if "images" in self._columns else '"image'
+        return any(key.encode() in line or b'"image"' in line for line in self._lines)
 
     def num_bytes(self, start: int, end: int) -> int:
         return sum(map(len, self._lines[start:end]))
 
 
-def open_rows(path: Path) -> ParquetRows | JsonRows:
-    """Read a file: JSON by its suffix (.jsonl, .ndjson, .json), else Parquet.
+def open_rows(path: Path, *, columns: Mapping[str, str], max_rows: int | None = None) -> TableRows | JsonRows:
+    """Read a file, in the format of its extension. `columns`: `data.columns`; `max_rows`: rows to keep, the first ones.
 
     Raises ConfigError naming the file and its first problem.
     """
     if not path.is_file():
-        raise ConfigError(f"{path} must be a file of prompts, Parquet or JSON lines, but there is no such file.")
-    rows: ParquetRows | JsonRows = JsonRows(path) if path.suffix.lower() in _JSON_SUFFIXES else ParquetRows(path)
+        what = "it is a folder" if path.is_dir() else "there is no such file"
+        raise ConfigError(f"{path} must be a file of prompts ({KINDS}), but {what}.")
+    kind = JsonRows if is_json(path) else TableRows
+    rows: TableRows | JsonRows = kind(path, columns=columns, max_rows=max_rows)
     if not len(rows):
         raise ConfigError(f"{path} must hold at least one prompt, but is empty.")
     return rows
 
 
-def _split(data: bytes, path: Path) -> list[bytes]:
-    if not data.lstrip().startswith(b"["):
-        return [line for line in data.splitlines() if line.strip()]
+def _check(values: Values, columns: Mapping[str, str], *, path: Path, number: int) -> None:
     try:
-        return [bytes(each) for each in msgspec.json.decode(data, type=list[msgspec.Raw])]
-    except ValueError as error:
-        raise ConfigError(f"{path} must be JSON lines or one JSON list, but is neither: {error}.") from None
-
-
-def _check(values: Values, *, path: Path, number: int) -> None:
-    try:
-        check_values(values)
+        standardize(values, columns)
     except ConfigError as error:
         raise ConfigError(f"{path}, row {number}: {error}") from None
 

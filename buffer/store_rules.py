@@ -21,7 +21,7 @@ PHASES: tuple[str, ...] = get_args(get_type_hints(RunState)["phase"])
 
 MAY_CHANGE = (
     *PLACE,
-    "learner.max_steps", "learner.stop",
+    "learner.max_steps", "learner.epochs", "learner.stop",
     "learner.num_ranks", "learner.engine", "learner.device", "learner.tokens_per_microbatch", "learner.packing",
     "generators.count", "generators.reward.num_workers", "generators.reward.timeout_s",
     "learner.dead_end", "learner.wait_timeout_s", "evaluation.timeout_s",

@@ -92,7 +92,7 @@ class TrainFile(Config):
     """One of several files with training prompts."""
 
     path: str
-    """Parquet file, or JSON lines according to its extension."""
+    """Parquet file, or JSON lines or CSV according to its extension."""
     weight: Positive | None = None
     """Relative share of prompts, regardless of the file's length; null for every file = proportional to rows."""
 
@@ -130,7 +130,7 @@ class HeldoutSet(Config):
     name: Annotated[str, Meta(pattern=HELDOUT_PATTERN)]
     """Name in metrics and results, such as `aime_2024`; not `train`."""
     path: str
-    """Parquet file, or JSON lines according to its extension; several sets can share a file."""
+    """Parquet file, or JSON lines or CSV according to its extension; several sets can share a file."""
     samples: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Answers per prompt; the accuracy is the mean over all of them."""
     temperature: Annotated[float, Meta(ge=0)] = 1.0
@@ -148,9 +148,13 @@ class HeldoutSet(Config):
         return "accuracy_before" if self.name == "sampled" else f"accuracy_before_{self.name}"
 
 
+NAMED_COLUMNS = ("prompt", "ground_truth", "images", "data_source", "agent_name")
+"""Fields of a row that `data.columns` can name."""
+
+
 class DataConfig(Config):
-    """Prompts: Parquet or JSON lines files with `prompt` and `reward_model.ground_truth`, or `question` and `answer`;
-    see `docs/data.md`."""
+    """Prompts: Parquet, JSON lines, or CSV files with a prompt and a reference answer in each row; see
+    `docs/data.md`."""
 
     train: str | list[str | TrainFile] = ""
     """Training prompts, required except by `mode=sft` and evaluations: a file, a list of files, or a list with weights,
@@ -158,6 +162,11 @@ class DataConfig(Config):
     heldout: str | list[HeldoutSet] = ""
     """Evaluation prompts, required except by `mode=sft`, never trained on: a file, answered as the sets `sampled`
     (temperature 1) and `greedy` (temperature 0), or a list of sets with their own settings."""
+    columns: dict[str, str] = {}
+    """Columns of these files with other names than the common ones, such as `{prompt: query, ground_truth: gold}`;
+    `record.field` is a field of a record."""
+    max_rows: Annotated[int, Meta(ge=1)] | None = None
+    """Rows to train on from the start of each training file, in supervised training too; null = all."""
     max_prompt_tokens: Annotated[int, Meta(ge=1)] = 1024
     """Longest prompt, tokens."""
     too_long: Literal["refuse", "drop"] = "refuse"
@@ -166,6 +175,9 @@ class DataConfig(Config):
     """Skip prompts that are too easy or too hard according to earlier answers; null = use every row in turn."""
 
     def __post_init__(self) -> None:
+        unknown = next((field for field in self.columns if field not in NAMED_COLUMNS), "")
+        why = "all other columns go into extra_info under their own names"
+        require(not unknown, "data.columns", f"name columns for {', '.join(NAMED_COLUMNS)}", got=unknown, why=why)
         names = [each.name for each in self.heldout_sets]
         require(bool(names), "data.heldout", "name a set", got="an empty list", why="nothing would be evaluated")
         unfit = next((name for name in names if name == "train" or names.count(name) > 1), "")
@@ -215,9 +227,9 @@ class PrepareStep(Config):
 class SftConfig(Config):
     """Supervised fine-tuning, `mode=sft`.
 
-    A Parquet file has one of three forms, tried in this order: `token_ids` with `model_mask`; `messages`, rendered with
-    the chat template; `prompt` (text or messages) with `response` (text). A file of pairs has `prompt`, `chosen`, and
-    `rejected`.
+    A file (Parquet, CSV, JSON lines) has one of three forms, tried in this order: `token_ids` with `model_mask`;
+    `messages`, rendered with the chat template; `prompt` (text or messages) with `response` (text). A file of pairs has
+    `prompt`, `chosen`, and `rejected`.
     """
 
     train_path: str = ""
@@ -232,8 +244,6 @@ class SftConfig(Config):
     """Rows with an empty response or more than `model.max_length` tokens: refuse the file, or skip and count them."""
     trajectories_per_step: Annotated[int, Meta(ge=1)] = 64
     """Demonstrations per optimizer update, over all ranks."""
-    epochs: Annotated[int, Meta(ge=1)] | None = None
-    """Passes over the training file; null = by `learner.max_steps`."""
     heldout_every_steps: Annotated[int, Meta(ge=0)] = 20
     """Steps between two measurements of the held-out loss; 0 = only before and after training."""
     heldout_rows: Annotated[int, Meta(ge=1)] | None = None

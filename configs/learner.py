@@ -203,6 +203,9 @@ class LearnerConfig(Config):
     """Groups claimed per step."""
     max_steps: Annotated[int, Meta(ge=1)] = 200
     """Total number of steps of the run."""
+    epochs: Annotated[int, Meta(ge=1)] | None = None
+    """Passes over the training data instead of `max_steps`, which becomes `epochs` x rows / `groups_per_step` (of the
+    store), rounded up: as many groups are trained as these passes have prompts. null = by `max_steps`."""
     tokens_per_microbatch: Annotated[int, Meta(ge=16)] = 8192
     """Maximum tokens of a microbatch, including padding; by default at least `model.max_length`. Larger: more memory,
     fewer passes."""

@@ -58,6 +58,7 @@ def load(overrides: list[str]) -> RunConfig:
         data["algorithm"] = chosen["algorithm"]
         if isinstance(data["buffer"], dict):
             data["buffer"]["filter"] = chosen["buffer"]["filter"]
+    _choose_end(data, overrides)
     _derive(data)
     return convert(data, RunConfig)
 
@@ -78,6 +79,19 @@ def _without_experiment(overrides: list[str]) -> list[str]:
     if not any(text.startswith("recipe=") and text != "recipe=none" for text in overrides):
         return []
     return [text for text in overrides if not text.startswith("experiment=")]
+
+
+def _choose_end(data: dict[str, Any], overrides: list[str]) -> None:
+    """On the command line, `learner.max_steps` replaces `learner.epochs` of a file. Raises ConfigError for both."""
+    given, learner = {each.key_or_group for each in parse(overrides)}, data["learner"]
+    if not isinstance(learner, dict) or learner.get("epochs") is None or "learner.max_steps" not in given:
+        return
+    if "learner.epochs" in given:
+        raise ConfigError(
+            "learner.max_steps must not be set with learner.epochs, which determines it: remove one, or set "
+            "learner.epochs=null."
+        )
+    learner["epochs"] = None
 
 
 def _derive(data: dict[str, Any]) -> None:
@@ -196,8 +210,9 @@ def derived_sizes(run: RunConfig) -> dict[str, str]:
         f"{run.groups_per_version}",
         "trajectories in flight": f"<= {generators.count * generators.max_concurrency} = {generators.count} generators "
         f"x {generators.max_concurrency}",
-        "prompts of the whole run": f"{learner.max_steps * learner.groups_per_step:,} = {learner.max_steps} steps x "
-        f"{learner.groups_per_step}",
+        "prompts of the whole run": f"{learner.epochs} x the rows of data.train"
+        if learner.epochs
+        else f"{learner.max_steps * learner.groups_per_step:,} = {learner.max_steps} steps x {learner.groups_per_step}",
         "devices of all generators": f"{generators.count * gpus}",
         "devices of the learner": f"{learner.num_ranks}",
         "config hash": config_hash(run),

@@ -11,13 +11,14 @@ Most used settings, which must match the broker's:
   learner.optimizer.learning_rate=3e-3
   learner.num_ranks=1           processes that share a step; learner/engine=deepspeed_zero3 shards the model
   learner.checkpoint.every_steps=20
-  sft.train_path=FILE           demonstrations, in Parquet, for mode=sft
+  sft.train_path=FILE           demonstrations, for mode=sft
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.
 """
 
 import sys
 
+from slipstream.broker.dataset import with_epochs
 from slipstream.broker.errors import BrokerError, ClientDiedError
 from slipstream.buffer.errors import ReplayBufferError, StaleFenceError
 from slipstream.configs.load import load
@@ -33,7 +34,7 @@ from slipstream.runtime.process import ended_beside
 def main(overrides: list[str]) -> None:
     """Check the settings, then train."""
     exit_after_help(overrides, __doc__)
-    run = load(overrides)
+    run = with_epochs(load(overrides))
     check_model_path(run.model.path)
     # Deferred: torch takes seconds to load, and help or a wrong setting should not wait for it.
     from slipstream.learner.role import run_learner

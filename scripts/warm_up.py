@@ -17,14 +17,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from slipstream.broker.prompt_rows import make_row
+from slipstream.broker.dataset import Dataset
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.command_line import fail_cleanly, make_parser
 from slipstream.runtime.images import Grid, VisionModel, takes_images
@@ -77,7 +76,7 @@ def read_problems(
         raise ConfigError(
             f"{path} must be a prompt file, but there is none: make it with slipstream.scripts.make_digits_data."
         )
-    rows = [make_row(row, uid="", file_name="", folder=path.parent) for row in pq.read_table(path).to_pylist()]
+    rows = [*Dataset(path)]
     problems = []
     for row in rows:
         prompt, answer = str(row.prompt), row.ground_truth

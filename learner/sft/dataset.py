@@ -1,8 +1,8 @@
-"""Demonstrations: conversations from a Parquet file as token ids, with a mask of the tokens that the model learns."""
+"""Demonstrations: conversations from a file as token ids, with a mask of the tokens that the model learns."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,19 @@ from slipstream.configs.data import ModelConfig, require_template_variables
 from slipstream.configs.run import RunConfig
 from slipstream.learner.sft.conversation import Piece, chat_pieces, without_nulls
 from slipstream.runtime.model_files import answer_token_ids, check_template_variables, read_chat_template
+from slipstream.runtime.row_files import (
+    CHATS,
+    KINDS,
+    PROMPTS,
+    RESPONSES,
+    chat_messages,
+    extension,
+    is_json,
+    read_lines,
+    read_table,
+    value_at,
+    with_input,
+)
 
 _ROWS_AT_ONCE = 1024
 
@@ -96,8 +109,8 @@ class SftFile:
 
 
 def read_train(run: RunConfig) -> SftFile:
-    """Read the training file. Raises ConfigError, also without a usable row."""
-    return _read(Path(run.sft.train_path), run=run, max_rows=None)
+    """Read the training file, or its first `data.max_rows`. Raises ConfigError, also without a usable row."""
+    return _read(Path(run.sft.train_path), run=run, max_rows=run.data.max_rows)
 
 
 def read_heldout(run: RunConfig) -> SftFile:
@@ -149,17 +162,47 @@ def _add(demonstration: Demonstration | Pair | None, *, file: SftFile, run: RunC
 def _open(path: Path, *, run: RunConfig) -> tuple[Iterator[Row], "_Form"]:
     if not path.is_file():
         raise ConfigError(
-            f"{path} must be a Parquet file of demonstrations, but does not exist: correct sft.train_path and "
+            f"{path} must be a file of demonstrations, {KINDS}, but does not exist: correct sft.train_path and "
             "sft.heldout_path, or create a preset's files with `slipstream prepare` and the same overrides."
         )
     try:
-        file = pq.ParquetFile(path)
-        form = _find_form(file.schema_arrow, run=run)
+        if is_parquet := not is_json(path) and extension(path) != ".csv":
+            file = pq.ParquetFile(path)
+        else:
+            table = _read_json(path) if is_json(path) else read_table(path)
+        form = _find_form(file.schema_arrow if is_parquet else table.schema, run=run)
     except (pa.ArrowException, OSError) as error:
         raise ConfigError(f"{path} must be a Parquet file of demonstrations, but cannot be read: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
+    if not is_parquet:
+        batches = table.select(form.columns).to_batches(max_chunksize=_ROWS_AT_ONCE)
+        return (row for batch in batches for row in batch.to_pylist()), form
     return _rows(file, path, columns=form.columns), form
+
+
+def _read_json(path: Path) -> pa.Table:
+    """Read JSON lines. Unlike a file of prompts, every column must have one type. Raises ConfigError."""
+    columns: dict[str, list[Any]] = {}
+    for number, line in enumerate(read_lines(path)):
+        try:
+            row = msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"row {number} must be a JSON record, got {line[:60]!r}: {error}.") from None
+        for name in [each for each in row if each not in columns]:
+            columns[name] = [None] * number
+        for name, values in columns.items():
+            values.append(row.get(name))
+    arrays = {}
+    for name, values in columns.items():
+        try:
+            arrays[name] = pa.array(values)
+        except (pa.ArrowException, OverflowError) as error:
+            raise ConfigError(
+                f"the column `{name}` must hold values of one type, got a mixture ({str(error).splitlines()[0]}): "
+                "write records that differ as JSON text, or leave the column out."
+            ) from None
+    return pa.table(arrays)
 
 
 def _rows(file: pq.ParquetFile, path: Path, *, columns: list[str]) -> Iterator[Row]:
@@ -181,7 +224,8 @@ class _Form(NamedTuple):
 
 
 def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
-    prompt, response = run.sft.prompt, run.sft.response
+    prompt = _column(schema, run.sft.prompt, common=PROMPTS)
+    response = _column(schema, run.sft.response, common=RESPONSES)
     if run.sft.objective == "pairs":
         return _find_pairs(schema, run=run)
     # A run's archive and exported trajectories have these columns, too.
@@ -196,19 +240,28 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
         return _Form(["token_ids", "model_mask"], _from_tokens)
     variables = run.model.chat_template_kwargs
     rendering = [name for name in ("tools", "chat_template_kwargs") if name in schema.names]
-    if "messages" in schema.names:
-        _check_type(schema, "messages", _is_chat, "lists of records with `role` and `content`")
+    if chat := next((name for name in CHATS if name in schema.names), ""):
+        _check_type(schema, chat, _is_chat, "lists of records with `role` and `content`")
         tokenizer = _load_tokenizer(run, is_chat=True)
-        return _Form(["messages", *rendering], partial(_from_messages, tokenizer=tokenizer, variables=variables))
+        read = partial(_from_messages, tokenizer=tokenizer, variables=variables, column=chat)
+        return _Form([chat, *rendering], read)
     _check_type(schema, prompt, lambda kind: _is_text(kind) or _is_chat(kind), "text or lists of messages")
     _check_type(schema, response, _is_text, "text")
     tokenizer = _load_tokenizer(run, is_chat=_is_chat(_type(schema, prompt)))
     read = partial(_from_response, tokenizer=tokenizer, variables=variables, prompt=prompt, response=response)
-    return _Form([prompt, response, *rendering], read)
+    given = ["input"] if prompt == "instruction" and "input" in schema.names else []
+    return _Form([prompt, response, *given, *rendering], read)
+
+
+def _column(schema: pa.Schema, name: str, *, common: Sequence[str]) -> str:
+    """Return the column, or for a missing default one its first common equivalent."""
+    if name != common[0] or name in schema.names:
+        return name
+    return next((each for each in common if each in schema.names and each not in CHATS), name)
 
 
 def _find_pairs(schema: pa.Schema, *, run: RunConfig) -> _Form:
-    prompt = run.sft.prompt
+    prompt = _column(schema, run.sft.prompt, common=PROMPTS)
     if run.model.chat_template_kwargs:
         raise ConfigError("model.chat_template_kwargs must be empty for pairs, which reward models read without them.")
     has_prompt = _type(schema, prompt) is not None
@@ -224,7 +277,7 @@ def _find_pairs(schema: pa.Schema, *, run: RunConfig) -> _Form:
 
 
 def _from_pair(row: Row, *, tokenizer: Any, prompt: str) -> Pair | None:
-    question = (_value(row, prompt) or "") if prompt else []
+    question = (value_at(row, prompt) or "") if prompt else []
     if not row["chosen"] or not row["rejected"]:
         return None
     sides = [answer_token_ids(tokenizer, question, row[side]) for side in ("chosen", "rejected")]
@@ -257,15 +310,17 @@ def _rendering(row: Row, variables: Mapping[str, Any]) -> dict[str, Any]:
     return {"tools": found["tools"] or None, "variables": {**variables, **own}}
 
 
-def _from_messages(row: Row, *, tokenizer: Any, variables: Mapping[str, Any]) -> Demonstration | None:
-    pieces = chat_pieces(row["messages"] or [], tokenizer=tokenizer, **_rendering(row, variables))
+def _from_messages(row: Row, *, tokenizer: Any, variables: Mapping[str, Any], column: str) -> Demonstration | None:
+    pieces = chat_pieces(chat_messages(row[column]) or [], tokenizer=tokenizer, **_rendering(row, variables))
     return tokenize(pieces, tokenizer=tokenizer) if pieces else None
 
 
 def _from_response(
     row: Row, *, tokenizer: Any, variables: Mapping[str, Any], prompt: str, response: str
 ) -> Demonstration | None:
-    question, answer = _value(row, prompt), _value(row, response)
+    question, answer = chat_messages(value_at(row, prompt)), value_at(row, response)
+    if prompt == "instruction":
+        question = with_input(question, row)
     if question is None:
         raise ConfigError(f"`{prompt}` must be filled, got nothing.")
     if not answer:
@@ -280,11 +335,6 @@ def _from_response(
     # Assistant turns in the prompt are context.
     context = Piece("".join(piece.text for piece in pieces[:-1]), is_model=False)
     return tokenize([context, pieces[-1]], tokenizer=tokenizer)
-
-
-def _value(row: Row, column: str) -> Any:
-    """Value of a column or of a nested field `record.field`."""
-    return row[column] if column in row else reduce(lambda at, name: at and at[name], column.split("."), row)
 
 
 def _load_tokenizer(run: RunConfig, *, is_chat: bool) -> Any:
@@ -346,4 +396,5 @@ def _is_list_of(holds: Any) -> Any:
 
 
 def _is_chat(kind: pa.DataType) -> bool:
-    return _is_list_of(lambda item: pa.types.is_struct(item) and {"role", "content"} <= {f.name for f in item})(kind)
+    forms = ({"role", "content"}, {"from", "value"})
+    return _is_list_of(lambda item: pa.types.is_struct(item) and any(f <= {x.name for x in item} for f in forms))(kind)

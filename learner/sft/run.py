@@ -406,14 +406,14 @@ class SftRun:
 
 def count_steps(run: RunConfig, *, num_rows: int) -> int:
     """Steps of the run. The last one is smaller if the last epoch ends within it."""
-    epochs = run.sft.epochs
+    epochs = run.learner.epochs
     return ceil(epochs * num_rows / run.sft.trajectories_per_step) if epochs else run.learner.max_steps
 
 
 def count_seen(run: RunConfig, *, num_rows: int, step: int) -> int:
     """Demonstrations in the first `step` steps, counted once per epoch."""
     seen = step * run.sft.trajectories_per_step
-    return min(seen, run.sft.epochs * num_rows) if run.sft.epochs else seen
+    return min(seen, run.learner.epochs * num_rows) if run.learner.epochs else seen
 
 
 def choose_rows(run: RunConfig, train: Sequence[Any], *, step: int) -> list[Any]:

@@ -1,9 +1,10 @@
 """Preflight: prepare missing inputs and check the environment before a run's folder and roles exist."""
 
 import asyncio
+import filecmp
 import runpy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -38,7 +39,7 @@ from slipstream.launch.generator_pool import check_placement
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.credentials import find_token
 from slipstream.runtime.images import VisionModel
-from slipstream.runtime.model_files import check_model_path, find_file, read_chat_template
+from slipstream.runtime.model_files import check_model_files, check_model_path, find_file, read_chat_template
 from slipstream.runtime.run_folder import RunFolder
 
 _STEP_TIMEOUT_S = 3600.0
@@ -70,9 +71,12 @@ def surroundings(run: RunConfig) -> dict[str, Callable[[], object]]:
 
 
 def _check_rewards(run: RunConfig) -> None:
+    # `make_inputs` checks those that read a file that a preparation step still has to create.
+    made = [step.creates for step in missing_steps(run)]
     # In a generator's worker, an import error would appear a minute later.
     for reward in filter(None, (run.generators.reward, run.replay.reward)):
-        RewardFunctions(reward)
+        if not any(path in json.encode(reward).decode() for path in made):
+            RewardFunctions(reward)
 
 
 def _check_local(run: RunConfig) -> None:
@@ -102,11 +106,14 @@ def _check_store(run: RunConfig) -> None:
 
 def make_inputs(run: RunConfig) -> None:
     """Run missing preparation steps; check data, model, and a replay's archive. Raises ConfigError."""
-    prepare(run)
+    if prepare(run):
+        _check_rewards(run)
     train, heldout = read_data(run)
-    for shortage in describe_shortages(run, heldout):
-        print(f"note: {shortage}", flush=True)
+    _check_unseen(run)
     check_model_path(run.model.path)
+    check_model_files(run.model)
+    for note in (*describe_shortages(run, heldout), *describe_doubts(run, num_rows=len(train))):
+        print(f"note: {note}", flush=True)
     for rows in dict.fromkeys([train, *heldout.values()]):
         rows.check_images(VisionModel(run.model.path))
     read_chat_template(run.model)
@@ -123,6 +130,44 @@ def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
             for source in sorted({row.data_source for row in rows}):
                 run.generators.reward.check_data_source(source, found_in=rows.paths)
     return train, heldout
+
+
+def _check_unseen(run: RunConfig) -> None:
+    """Raise ConfigError if a held-out file is a training file or its copy, unless nothing is trained."""
+    files = [(file.path, each.path) for file in run.data.train_files for each in run.data.heldout_sets]
+    for trained, heldout in files if not run.evaluation.only else []:
+        if filecmp.cmp(trained, heldout, shallow=False):
+            same = "the same file" if trained == heldout else f"a copy of {trained}"
+            raise ConfigError(
+                f"data.heldout must hold prompts that are not trained on, got {heldout}, {same} as data.train: an "
+                "evaluation would measure memory. Split the file, or measure on another one."
+            )
+
+
+_LEARNING_RATES = (1e-8, 1e-2)
+"""Bounds outside of which a learning rate is almost certainly a mistake."""
+
+
+def describe_doubts(run: RunConfig, *, num_rows: int | None = None) -> Iterator[str]:
+    """Describe settings that are allowed but probably mistaken. `num_rows`: training prompts."""
+    rate, (low, high) = run.learner.optimizer.learning_rate, _LEARNING_RATES
+    if not low <= rate <= high:
+        effect = "diverge" if rate > high else "barely change"
+        yield (
+            f"learner.optimizer.learning_rate is {rate:g}, and the model will probably {effect}: 1e-7 to 1e-5 is "
+            "typical for all weights of a pretrained model, 1e-6 to 1e-4 for model.lora"
+        )
+    groups = run.claimed_groups_per_step
+    if num_rows and run.mode != "sft" and groups > num_rows:
+        yield (
+            f"learner.groups_per_step is {run.learner.groups_per_step}, but there are only {num_rows} training "
+            f"prompts: every step trains each of them about {groups / num_rows:.3g} times"
+        )
+    if run.mode == "async" and not run.generators.count:
+        yield (
+            "generators.count is 0, and training waits until you start a generator: `python -m slipstream.generators "
+            f"name={run.name}`, or `slipstream scale generators=1`"
+        )
 
 
 _MADE_UP = "I do not know."
@@ -146,13 +191,20 @@ def try_rewards(run: RunConfig, dataset: Dataset) -> None:
     tokenizer = Tokenizer.from_file(str(file)) if file else None
     for row in by_source.values():
         truth = row.ground_truth if isinstance(row.ground_truth, str) else json.encode(row.ground_truth).decode()
-        answers = {text: tokenizer.encode(text).ids if tokenizer else [0] for text in (_MADE_UP, truth)}
+        answers = {text: _token_ids(tokenizer, text) for text in (_MADE_UP, truth)}
         for answer, reward in asyncio.run(_score(config, row, answers)).items():
             if reward.status != "ok":
                 raise ConfigError(
                     f"generators.reward ({config.summary}) must score every answer, but {reward.detail}; the call was "
                     f"for row {row.uid} of {dataset.paths} and the answer {answer!r:.60}."
                 )
+
+
+def _token_ids(tokenizer: Tokenizer | None, text: str) -> list[int]:
+    try:
+        return list(tokenizer.encode(text).ids) if tokenizer else [0]
+    except Exception:  # bare, for characters that a tokenizer without an unknown token lacks
+        return [0]
 
 
 async def _score(config: RewardConfig, row: Row, answers: dict[str, list[int]]) -> dict[str, Reward]:

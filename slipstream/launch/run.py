@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from rich.table import Table
 
+from slipstream.broker.dataset import with_epochs
 from slipstream.buffer.role_reports import describe_times
 from slipstream.cluster.observers import observed
 from slipstream.cluster.seat import Places
@@ -20,8 +21,9 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load, merge_overrides, provenance
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.launch.launcher import Launcher
-from slipstream.launch.preflight import check_surroundings, make_inputs, missing_steps, prepare
+from slipstream.launch.preflight import check_surroundings, describe_doubts, make_inputs, missing_steps, prepare
 from slipstream.runtime.command_line import make_console
+from slipstream.runtime.model_files import check_model_files, check_model_path
 from slipstream.runtime.run_folder import OVERRIDES, RunFolder, is_held
 
 _MAX_OVERRIDES = 60
@@ -39,6 +41,10 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
     run = load(overrides)
     if run.mode == "sft":
         start_sft(overrides)
+    if run.learner.epochs:
+        # The rows are counted.
+        prepare(run)
+        run = with_epochs(run)
     run, overrides = with_free_name(run, overrides)
     folder = RunFolder(run)
     folder.check_name()
@@ -87,9 +93,14 @@ def describe_finished(run: RunConfig, folder: RunFolder) -> str:
     if steps < run.learner.max_steps and not has_stopped:
         return ""
     why = "" if steps >= run.learner.max_steps else ", because learner.stop was met"
+    more = (
+        f"raise learner.epochs above {run.learner.epochs}"
+        if run.learner.epochs
+        else f"set learner.max_steps above {steps}"
+    )
     return (
-        f"{run.name} is finished: it ended after {steps} of {run.learner.max_steps} steps{why}. To continue it, set "
-        f"learner.max_steps above {steps}{' or change learner.stop' if why else ''}."
+        f"{run.name} is finished: it ended after {steps} of {run.learner.max_steps} steps{why}. To continue it, "
+        f"{more}{' or change learner.stop' if why else ''}."
     )
 
 
@@ -127,6 +138,10 @@ def start_sft(overrides: list[str]) -> None:
         raise ConfigError(f"mode must be sft, got {run.mode}: choose experiment=digits_sft or set mode and sft.*.")
     _, overrides = with_free_name(run, overrides)
     prepare(run)
+    check_model_path(run.model.path)
+    check_model_files(run.model)
+    for note in describe_doubts(run):
+        print(f"note: {note}")
     # exec, because torch must load under the learner's environment variables.
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "slipstream.learner", *overrides])

@@ -10,8 +10,9 @@ from typing import Any
 import huggingface_hub
 import msgspec
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 
-from slipstream.configs.base import Config, ConfigError
+from slipstream.configs.base import Config, ConfigError, require
 from slipstream.configs.data import ModelConfig
 
 _HUB_TIMEOUT_S = 10.0
@@ -46,6 +47,45 @@ def _invalid_path(path: str, reason: str) -> ConfigError:
         f"model.path must be a folder with a transformers checkpoint, or the name of one on the Hugging Face hub, "
         f"got {path!r}: {reason.rstrip('.')}."
     )
+
+
+def check_model_files(model: ModelConfig) -> None:
+    """Look for weights and tokenizer in a checkpoint folder, and compare its limits with the settings.
+
+    Loads no weights, and skips files that this machine lacks of a model of the hub. Raises ConfigError.
+    """
+    folder, path = Path(model.path), model.path
+    if folder.is_dir():
+        lacking = [name for name in sorted(weight_map(path)) if not find_file(path, name)]
+        if lacking:
+            raise _invalid_path(path, f"{lacking[0]} is missing: copy or download the folder again")
+        if not any(found for pattern in ("*.safetensors", "*.bin") for found in folder.glob(pattern)):
+            raise _invalid_path(path, f"the folder has no weights ({_WEIGHTS})")
+        if not any(found for name in (*TOKENIZER_FILES[:4], "*.tiktoken") for found in folder.glob(name)):
+            raise _invalid_path(
+                path, "the folder has no tokenizer (tokenizer.json): copy the tokenizer's files into it"
+            )
+    settings = read_json(path, _CONFIG)
+    inner = settings.get("text_config")
+    settings |= inner if isinstance(inner, dict) else {}
+    scaling = settings.get("rope_scaling") or settings.get("rope_parameters")
+    factor = scaling.get("factor") if isinstance(scaling, dict) else None
+    positions = settings.get("max_position_embeddings") or settings.get("n_positions")
+    if isinstance(positions, int):
+        most = int(positions * max(1.0, factor if isinstance(factor, int | float) else 1.0))
+        must, why = f"be <= the positions of {path} ({most})", "the model cannot read longer sequences"
+        require(model.max_length <= most, "model.max_length", must, got=model.max_length, why=why)
+    size, file = settings.get("vocab_size"), find_file(path, "tokenizer.json")
+    if not file or not isinstance(size, int):
+        return
+    try:
+        # Some models have added tokens without an embedding, which text never contains.
+        tokens = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=False)
+    except Exception as error:  # the library raises bare Exception
+        raise _invalid_path(path, f"its tokenizer.json is damaged ({error})") from None
+    if (largest := max(tokens.values(), default=0)) >= size:
+        reason = f"token {largest} of its tokenizer has no embedding, because vocab_size in {_CONFIG} is {size}"
+        raise _invalid_path(path, f"{reason}: use the tokenizer of this model, or resize its embedding")
 
 
 _INDEX = "model.safetensors.index.json"

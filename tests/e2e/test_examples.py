@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def sft(folder: Path, experiment: str, *overrides: str) -> None:
-    steps = ("sft.epochs=null", "learner.max_steps=60", "learner/engine=torch")
+    steps = ("learner.max_steps=60", "learner/engine=torch")
     runs.run_script(folder, "slipstream", "sft", f"experiment=examples/{experiment}.yaml", *steps, *overrides)
 
 

@@ -45,6 +45,24 @@ def test_the_command_line_wins_over_the_experiment_and_an_experiment_over_the_gr
     assert isinstance(run.learner.engine, TorchEngineConfig)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "epochs"),
+    [
+        (["learner.epochs=3"], 3),
+        (["experiment=sft", "model.path=m"], 1),
+        (["experiment=sft", "model.path=m", "learner.max_steps=7"], None),
+        (["learner.epochs=null", "learner.max_steps=7"], None),
+    ],
+)
+def test_steps_on_the_command_line_replace_the_passes_of_a_file(overrides: list[str], epochs: int | None) -> None:
+    assert load(overrides).learner.epochs == epochs
+
+
+def test_steps_and_passes_on_one_command_line_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.max_steps must not be set with learner\.epochs"):
+        load(["learner.epochs=3", "learner.max_steps=7"])
+
+
 def test_a_switched_variant_keeps_nothing_of_the_old_one() -> None:
     run = load(
         ["experiment=gsm8k_1gpu", "generators/engine=hf", "buffer/store=redis", "buffer.store.url=redis://h:1/0"]

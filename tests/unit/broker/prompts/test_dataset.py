@@ -1,6 +1,7 @@
 """The dataset reads rows as they were written and refuses invalid files with one sentence."""
 
 import datetime
+import gzip
 import json
 import subprocess
 import sys
@@ -8,12 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 from structlog.testing import capture_logs
 
 from slipstream.broker import lease_scheduler
-from slipstream.broker.dataset import Dataset, count_tokens, describe_shortages, open_datasets, read_heldout, read_train
+from slipstream.broker.dataset import (
+    Dataset,
+    count_tokens,
+    describe_shortages,
+    open_datasets,
+    read_heldout,
+    read_train,
+    with_epochs,
+)
 from slipstream.broker.messages import Row
 from slipstream.buffer.codec import decode, encode, pack, unpack
 from slipstream.buffer.records import Lease, image_names
@@ -42,6 +52,10 @@ def write(folder: Path, rows: list[dict[str, Any]], suffix: str = "parquet", *, 
     path = folder / f"{name}.{suffix}"
     if suffix == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
+    elif suffix == "csv":
+        pa_csv.write_csv(pa.Table.from_pylist(rows), path)
+    elif suffix == "jsonl.gz":
+        path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
     else:
         path.write_text("\n".join(map(json.dumps, rows)))
     return path
@@ -168,10 +182,110 @@ def test_question_and_answer_are_a_row_too(tmp_path: Path, suffix: str) -> None:
     rows: list[Any] = [{"question": "1+1?", "answer": "2", "level": None}]
     rows += [{"question": "1+2?", "answer": "3", "level": 4}]
     found = list(Dataset(write(tmp_path, rows, suffix)))
-    assert found[0] == Row(uid="train/00000", prompt="1+1?", ground_truth="2", data_source="train")
-    assert found[1].extra_info == {"level": 4}
+    kept = {"answer": "2"}
+    assert found[0] == Row(uid="train/00000", prompt="1+1?", ground_truth="2", data_source="train", extra_info=kept)
+    assert found[1].extra_info == {"level": 4, "answer": "3"}
     named = Dataset(write(tmp_path, [{**row, "data_source": "sums"} for row in rows], suffix))
     assert named.row(0).data_source == "sums"
+
+
+USER, ANSWER = {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}
+SHAREGPT = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]
+BRIEF = {"role": "system", "content": "Be brief."}
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "jsonl.gz", "csv"])
+@pytest.mark.parametrize(
+    ("row", "prompt", "truth", "columns"),
+    [
+        ({"prompt": "1+1?", "ground_truth": "2"}, "1+1?", "2", {}),
+        ({"problem": "1+1?", "solution": "It is 2.", "answer": "2"}, "1+1?", "2", {}),
+        ({"prompt": "1+1?", "solution": "2"}, "1+1?", "2", {}),
+        ({"instruction": "Add.", "input": "1+1", "output": "2"}, "Add.\n\n1+1", "2", {}),
+        ({"instruction": "1+1?", "input": "", "output": "2"}, "1+1?", "2", {}),
+        (
+            {"prompt": "no", "query": "1+1?", "answer": "no", "gold": "2"},
+            "1+1?",
+            "2",
+            {"prompt": "query", "ground_truth": "gold"},
+        ),
+        ({"messages": [USER], "answer": "2"}, [USER], "2", {}),
+        ({"messages": [USER, ANSWER]}, [USER], "2", {}),
+        ({"messages": [USER, ANSWER], "answer": "two"}, [USER], "two", {}),
+        ({"conversations": SHAREGPT}, [BRIEF, USER], "2", {}),
+        ({"dialog": {"turns": SHAREGPT[:2]}, "answer": "2"}, [BRIEF, USER], "2", {"prompt": "dialog.turns"}),
+    ],
+)
+def test_common_columns_and_named_ones_are_read_from_every_format(
+    tmp_path: Path, suffix: str, row: dict[str, Any], prompt: Any, truth: str, columns: dict[str, str]
+) -> None:
+    if suffix == "csv" and not all(isinstance(value, str) for value in row.values()):
+        pytest.skip("CSV holds no lists")
+    dataset = Dataset(write(tmp_path, [row, row], suffix), columns=columns)
+    found = dataset.row(1)
+    assert (found.uid, found.prompt, found.ground_truth, found.data_source) == ("train/00001", prompt, truth, "train")
+    dataset.keep_short(lambda prompts: [0 if each == prompt else 9 for each in prompts], most=1, drops=False)
+
+
+def test_csv_holds_text(tmp_path: Path) -> None:
+    (tmp_path / "train.csv").write_text('question,answer\n"first\nsecond",007\nNA,\n')
+    found = [(row.prompt, row.ground_truth) for row in Dataset(tmp_path / "train.csv")]
+    assert found == [("first\nsecond", "007"), ("NA", "")]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+@pytest.mark.parametrize(
+    ("row", "columns", "words"),
+    [
+        (
+            {"query": "1+1?", "answer": "2"},
+            {},
+            r"`prompt` or `question` or .*name the column .* data\.columns\.prompt=",
+        ),
+        ({"prompt": "1+1?", "gold": "2"}, {}, r"`answer` or .*data\.columns\.ground_truth=NAME"),
+        ({"prompt": "1+1?", "answer": "2"}, {"prompt": "query"}, r"`query`.*prompt, answer: name the column"),
+        ({"prompt": [USER, ANSWER], "answer": "2"}, {}, r"row 0: `prompt` must end with a turn .*remove that message"),
+        ({"messages": [ANSWER]}, {}, r"row 0: `messages` must be text or a list of chat messages, and not be empty"),
+    ],
+)
+def test_a_row_that_cannot_be_a_prompt_is_refused_with_the_remedy(
+    tmp_path: Path, suffix: str, row: dict[str, Any], columns: dict[str, str], words: str
+) -> None:
+    path = write(tmp_path, [row], suffix)
+    with pytest.raises(ConfigError, match=words):
+        Dataset(path, columns=columns)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "csv"])
+def test_a_row_limit_applies_to_each_training_file_and_skips_the_check_of_the_rest(tmp_path: Path, suffix: str) -> None:
+    rows = [{"question": question, "answer": "1"} for question in ("a", "b", "", "")]
+    paths = [str(write(tmp_path, rows, suffix, name=name)) for name in ("first", "second")]
+    run = make_run(data={"train": paths, "max_rows": 2})
+    assert [row.prompt for row in read_train(run)] == ["a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_steps"),
+    [
+        ({"learner": {"epochs": 3, "groups_per_step": 4}}, 6),
+        ({"learner": {"epochs": 3, "groups_per_step": 4}, "data": {"max_rows": 2}}, 3),
+        ({"learner": {"epochs": 1, "groups_per_step": 9}}, 1),
+        ({"learner": {"epochs": 3, "groups_per_step": 4}, "buffer": {"mix": {"archive": "a", "fraction": 0.5}}}, 12),
+        ({"learner": {"groups_per_step": 4}}, 4),
+        ({"learner": {"epochs": 3}, "evaluation": {"only": True}}, 4),
+    ],
+)
+def test_passes_over_all_training_files_give_the_number_of_steps(
+    tmp_path: Path, settings: dict[str, Any], max_steps: int
+) -> None:
+    data = {"train": [str(write(tmp_path, [ROW] * 4, name=name)) for name in ("first", "second")]}
+    run = make_run(**settings | {"data": data | settings.get("data", {})})
+    assert with_epochs(run).learner.max_steps == max_steps
+
+
+def test_only_the_fields_of_a_row_can_be_named() -> None:
+    with pytest.raises(ValueError, match=r"data\.columns must name columns for prompt, ground_truth, .*got response"):
+        make_run(data={"columns": {"response": "answer"}})
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
@@ -419,7 +533,9 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path, m
     text = make_tiny_model(tmp_path / "text")
     assert "a text-only model (qwen2)" in image_refusal(tmp_path, text, [good])
     run = make_run(
-        model={"path": str(text)}, data={name: str(tmp_path / f"{name}.parquet") for name in ("train", "heldout")}
+        model={"path": str(text)},
+        data={name: str(tmp_path / f"{name}.parquet") for name in ("train", "heldout")},
+        evaluation={"only": True},
     )
     with pytest.raises(ConfigError, match="a text-only model"):
         make_inputs(run)

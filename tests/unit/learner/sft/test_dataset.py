@@ -1,7 +1,10 @@
+import gzip
+import json
 from pathlib import Path
 
 import msgspec
 import pyarrow as pa
+import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -165,13 +168,13 @@ def test_unfit_rows_are_refused_by_default_and_skipped_and_counted_on_request(tm
 @pytest.mark.parametrize(
     ("row", "what", "settings"),
     [
-        ({"prompt": "1", "answer": "2"}, "must have the column `response`, got only prompt, answer", {}),
+        ({"prompt": "1", "reply": "2"}, "must have the column `response`, got only prompt, reply", {}),
         ({"token_ids": [4, 5]}, "must have the column `prompt`, got only token_ids", {}),
         ({"prompt": "1", "record": {"a": "2"}}, "`record.missing`", {"response": "record.missing"}),
         ({"prompt": 1, "response": "2"}, "`prompt` must hold text or lists of messages, got int64", {}),
         ({"prompt": "1", "response": 2}, "`response` must hold text, got int64", {}),
         ({"messages": "1"}, "`messages` must hold lists of records with `role` and `content`", {}),
-        ({"messages": [{"from": "user", "value": "1"}]}, "`messages` must hold lists of records", {}),
+        ({"messages": [{"from": "user", "text": "1"}]}, "`messages` must hold lists of records", {}),
         ({"token_ids": ["4"], "model_mask": [True]}, "`token_ids` must hold lists of integers", {}),
         ({"token_ids": [4], "model_mask": [0.5]}, "`model_mask` must hold lists of booleans", {}),
         ({"token_ids": [4, 5], "model_mask": [True]}, "row 0: token_ids and model_mask must be filled lists", {}),
@@ -182,6 +185,58 @@ def test_unfit_rows_are_refused_by_default_and_skipped_and_counted_on_request(tm
 )
 def test_columns_that_are_missing_or_of_the_wrong_kind_are_named(tmp_path, row, what, settings):
     assert what in refusal(tmp_path, [row], **settings)
+
+
+SHAREGPT = [{"from": "human", "value": "1+2"}, {"from": "gpt", "value": "3"}]
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl", "json", "jsonl.gz", "csv"])
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"prompt": "12=", "response": "21"}, "12=21<eos>"),
+        ({"question": "12=", "answer": "21", "other": "no"}, "12=21<eos>"),
+        ({"instruction": "1", "input": "2=", "output": "21"}, "12=21<eos>"),
+        ({"conversations": SHAREGPT}, "user=1+2<eos>+assistant=3<eos>+"),
+        ({"messages": ANSWERED}, "user=1+2<eos>+assistant=3<eos>+"),
+    ],
+)
+def test_common_columns_are_read_from_every_format(tmp_path, suffix, row, text):
+    if suffix == "csv" and len(row) == 1:
+        pytest.skip("CSV holds no lists")
+    run = sft_run(tmp_path, template=TEMPLATE if len(row) == 1 else None)
+    path, lines = tmp_path / f"mine.{suffix}", "\n".join(json.dumps(each) for each in [row, {**row, "index": 1}, row])
+    table = pa.Table.from_pylist([row] * 3)
+    if suffix == "csv":
+        pa_csv.write_csv(table, path)
+    elif suffix == "parquet":
+        pq.write_table(table, path)
+    else:
+        text_of = {"jsonl": lines, "jsonl.gz": lines, "json": f"[{lines.replace(chr(10), ',')}]"}[suffix].encode()
+        path.write_bytes(gzip.compress(text_of) if suffix.endswith("gz") else text_of)
+    sft = msgspec.structs.replace(run.sft, train_path=str(path))
+    data = msgspec.structs.replace(run.data, max_rows=2)
+    found = read_train(msgspec.structs.replace(run, sft=sft, data=data)).demonstrations
+    # The tokenizer has no line breaks.
+    assert [make_tokenizer().decode(each.token_ids) for each in found] == [text, text]
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ('{"prompt": "1", "response": "2"}\n[1]', "mine.jsonl: row 1 must be a JSON record, got b'\\[1\\]'"),
+        (
+            '{"prompt": "1", "response": "2"}\n{"prompt": [1], "response": "2"}',
+            "column `prompt` must hold values of one type",
+        ),
+    ],
+)
+def test_json_rows_that_do_not_fit_are_named(tmp_path, lines, words):
+    run = sft_run(tmp_path)
+    (tmp_path / "mine.jsonl").write_text(lines)
+    sft = msgspec.structs.replace(run.sft, train_path=str(tmp_path / "mine.jsonl"))
+    with pytest.raises(ConfigError, match=words):
+        read_train(msgspec.structs.replace(run, sft=sft))
 
 
 def test_a_row_without_a_prompt_is_named(tmp_path):

@@ -173,7 +173,8 @@ def test_a_best_checkpoint_that_cannot_be_is_refused(metric, heldout, message):
 
 
 def test_each_pass_takes_every_row_once_in_an_order_drawn_from_the_seed_and_the_last_step_ends_with_it(tmp_path):
-    run = make_sft_run(tmp_path, epochs=2, trajectories_per_step=12)
+    run = make_sft_run(tmp_path, trajectories_per_step=12)
+    run = msgspec.structs.replace(run, learner=msgspec.structs.replace(run.learner, epochs=2))
     assert count_steps(run, num_rows=40) == 7
 
     def take(run):

@@ -1,5 +1,7 @@
 """Prepare steps: only what is missing, in order, and the failing one by name."""
 
+import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -9,8 +11,16 @@ from slipstream.broker.dataset import Dataset
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
-from slipstream.launch.preflight import check_surroundings, make_inputs, missing_steps, prepare, try_rewards
+from slipstream.launch.preflight import (
+    check_surroundings,
+    describe_doubts,
+    make_inputs,
+    missing_steps,
+    prepare,
+    try_rewards,
+)
 from slipstream.scripts.make_digits_data import make_row, write_pair
+from tests.tiny_model import make_tiny_model
 
 PROGRAMS = {
     "writer": "import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(sys.argv[2])",
@@ -102,3 +112,87 @@ def test_a_reward_that_fails_is_refused_before_the_start(tmp_path: Path, body: s
     run = load([f"generators.reward.function={tmp_path}/mine.py:reward", "prepare=[]"])
     with pytest.raises(ConfigError, match=reason) if reason else nullcontext():
         try_rewards(run, Dataset(tmp_path / "rows.jsonl"))
+
+
+def test_a_reward_that_reads_what_prepare_creates_is_checked_after_it(tmp_path: Path) -> None:
+    made = tmp_path / "reward"
+    reward = f"generators.reward.functions=[{{function: reward_model, arguments: {{path: {made}, device: cpu}}}}]"
+    step = f"prepare=[{{creates: {made}, module: writer, args: [{made}, none]}}]"
+    run = load([reward, step, "mode=serial", "weights.transport=memory", "generators/engine=scripted"])
+    check_surroundings(run)
+    with pytest.raises(ConfigError, match=r"model\.path must be a folder .* got .*reward"):
+        make_inputs(run)
+    with pytest.raises(ConfigError, match=r"model\.path must be a folder .* got .*reward"):
+        check_surroundings(run)
+
+
+def own_run(folder: Path, *overrides: str) -> RunConfig:
+    """A run with a tiny model, two prompts to train on, and one held out."""
+    (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
+    (folder / "heldout.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
+    paths = [f"data.{split}={folder}/{split}.jsonl" for split in ("train", "heldout")]
+    model = folder / "model" if (folder / "model").exists() else make_tiny_model(folder / "model")
+    small = ["data.max_prompt_tokens=16", "generators.sampling.max_tokens=16", "generators.reward.function=exact_match"]
+    return load([f"model.path={model}", *paths, *small, *overrides])
+
+
+def change_config(folder: Path, **values: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda model: None, ""),
+        (lambda model: (model / "model.safetensors").unlink(), r"no weights \(model\.safetensors\)"),
+        (lambda model: [file.unlink() for file in model.glob("tokenizer*")], r"no tokenizer \(tokenizer\.json\)"),
+        (lambda model: change_config(model, vocab_size=20), r"token 40 of its tokenizer has no embedding, .* is 20"),
+        (lambda model: change_config(model, max_position_embeddings=31), r"max_length must be <= .* \(31\), got 32"),
+        (lambda model: change_config(model, max_position_embeddings=8, rope_scaling={"factor": 4.0}), ""),
+        (lambda model: (model / "tokenizer.json").write_text("{"), "its tokenizer.json is damaged"),
+        (
+            lambda model: (model / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b.safetensors"}}'),
+            "b.safetensors is missing",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_refused_before_the_start(tmp_path: Path, spoil, words: str) -> None:
+    run = own_run(tmp_path)
+    spoil(Path(run.model.path))
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        make_inputs(run)
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_prompts_that_are_trained_on_are_not_held_out(tmp_path: Path, is_copy: bool) -> None:
+    run = own_run(tmp_path)
+    (tmp_path / "copy.jsonl").write_bytes((tmp_path / "train.jsonl").read_bytes())
+    heldout = f"data.heldout={tmp_path}/{'copy' if is_copy else 'train'}.jsonl"
+    with pytest.raises(ConfigError, match=r"data\.heldout must hold prompts that are not trained on, got .*\.jsonl, "):
+        make_inputs(own_run(tmp_path, heldout))
+    make_inputs(own_run(tmp_path, heldout, "evaluation.only=true"))
+    assert run.data.train != run.data.heldout
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("learner.optimizer.learning_rate=100", "is 100, and the model will probably diverge: 1e-7 to 1e-5 is typical"),
+        ("learner.optimizer.learning_rate=1e-12", "probably barely change"),
+        ("learner.groups_per_step=8", "is 8, but there are only 2 training prompts: every step .* about 4 times"),
+        ("generators.count=0", r"start a generator: `python -m slipstream\.generators name=run`"),
+        ("seed=1", ""),
+    ],
+)
+def test_a_doubtful_setting_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, words: str
+) -> None:
+    base = ["learner.groups_per_step=2", "evaluation.monitor_prompts=1", "evaluation.final_prompts=1"]
+    make_inputs(own_run(tmp_path, *base, override))
+    found = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ") and "evaluat" not in line
+    ]
+    assert len(found) == bool(words)
+    assert not words or re.search(words, found[0])
+    assert [*describe_doubts(own_run(tmp_path, *base, "learner.optimizer.learning_rate=0.003"))] == []

@@ -109,7 +109,7 @@ def test_rows_are_counted_few_are_a_warning_and_one_without_the_needed_column_is
     few = check_data(run_of(model, data=data, evaluation={"final_prompts": 100}))[0]
     assert_found(few, "warn", "evaluation.final_prompts")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n{"answer": "2"}\n')
-    with pytest.raises(ConfigError, match="row 1: `prompt` or `question` must be filled"):
+    with pytest.raises(ConfigError, match=r"row 1: `prompt` or `question` or .* must be filled"):
         check_data(run_of(model, data=data | {"train": str(tmp_path / "rows.jsonl")}))
 
 
