@@ -100,8 +100,9 @@ class Store(Protocol):
         only. `max_evaluations`: rows leased ahead of other prompts.
 
         New prompts are admitted while `admitted < admission_limit`; with a negative limit, only evaluations are leased,
-        no returned prompts either. Training prompts are leased only in the phases starting and training. A group has `group_size` members; with `has_baseline` the last one is greedy. `upcoming`
-        prompts outside the curriculum's band are skipped: they finish immediately and are not admitted.
+        no returned prompts either. Training prompts are leased only in the phases starting and training. A group has
+        `group_size` members; with `has_baseline` the last one is greedy. `upcoming` prompts outside the curriculum's
+        band are skipped: they finish immediately and are not admitted.
         """
 
     def heartbeat(self, roles: Sequence[Heartbeat], *, lease_s: float) -> int:

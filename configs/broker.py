@@ -98,8 +98,9 @@ class WeightsConfig(Config):
 class LoggingConfig(Config):
     """Loggers of a run."""
 
-    options: dict[str, dict[str, Any]] = {}
-    """Arguments by logger name, such as `{wandb: {project: digits}}`."""
+    backends: list[str] | dict[str, dict[str, Any]] = []
+    """Metric destinations: `trackio`, `wandb`, `tensorboard`, or a class as `module:Class`; with their arguments as
+    `{wandb: {project: digits}}`."""
     curve_every_s: Annotated[float, Meta(ge=0)] = 60.0
     """Minimum time between two images of the curve, seconds; 0 = none."""
     samples_every_steps: Annotated[int, Meta(ge=0)] = 10
@@ -112,20 +113,22 @@ class LoggingConfig(Config):
     close_timeout_s: Positive = 20.0
     """Time for a logger to process its queue after the roles have ended, seconds; then it is killed."""
 
-    def check(self, loggers: list[str]) -> None:
-        """Raise ConfigError for repeated loggers, or options of other loggers."""
-        why = "two would write the same data"
-        require(len(set(loggers)) == len(loggers), "loggers", "name each once", got=loggers, why=why)
-        unknown = sorted(set(self.options) - set(loggers))
-        require(not unknown, "logging.options", "name loggers of the run", got=unknown, why="others are not started")
+    def __post_init__(self) -> None:
+        is_fit, why = len(set(self.backends)) == len(self.backends), "two would write the same data"
+        require(is_fit, "logging.backends", "name each once", got=self.backends, why=why)
+
+    @property
+    def arguments(self) -> dict[str, dict[str, Any]]:
+        """Arguments of each logger."""
+        return self.backends if isinstance(self.backends, dict) else {name: {} for name in self.backends}
 
 
-class ExporterConfig(Config):
+class MetricsConfig(Config):
     """Prometheus metrics and OpenTelemetry spans of a run."""
 
-    port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    prometheus_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
     """Port for Prometheus to scrape; null = none."""
-    host: str = "127.0.0.1"
+    prometheus_host: str = "127.0.0.1"
     """IP address to listen on; a non-loopback address requires the run's token."""
     otlp_endpoint: str | None = None
     """OTLP/HTTP address to which recorded steps are sent as spans, such as `http://127.0.0.1:4318/v1/traces`.
@@ -133,27 +136,33 @@ class ExporterConfig(Config):
 
     def __post_init__(self) -> None:
         why = "a name can have several addresses"
-        require(_is_address(self.host), "exporter.host", "be an IP address", got=repr(self.host), why=why)
+        require(
+            _is_address(self.prometheus_host),
+            "metrics.prometheus_host",
+            "be an IP address",
+            got=repr(self.prometheus_host),
+            why=why,
+        )
         is_url = self.otlp_endpoint is None or re.fullmatch(r"https?://[^@?#\s]+", self.otlp_endpoint) is not None
         # Not shown: it may contain a password.
         shown = "one with them" if "@" in (self.otlp_endpoint or "") else repr(self.otlp_endpoint)
         must = "be an http:// or https:// address without credentials or options"
-        require(is_url, "exporter.otlp_endpoint", must, got=shown, why="settings are logged and saved")
+        require(is_url, "metrics.otlp_endpoint", must, got=shown, why="settings are logged and saved")
 
-    def check(self, *, mode: str) -> None:
+    def check(self, *, mode: str, has_roles: bool) -> None:
         """Raise ConfigError for a mode without wall-clock times."""
-        is_fit, key = mode == "async" or not self.is_wanted, "exporter.port and exporter.otlp_endpoint"
+        is_fit, key = has_roles or not self.is_wanted, "metrics.prometheus_port and metrics.otlp_endpoint"
         must, why = "be null without mode=async", "roles in one process count turns instead"
         require(is_fit, key, must, got=f"mode={mode}", why=why)
 
     @property
     def is_wanted(self) -> bool:
-        return self.port is not None or self.otlp_endpoint is not None
+        return self.prometheus_port is not None or self.otlp_endpoint is not None
 
     @property
     def is_open(self) -> bool:
         """Whether other machines can reach it."""
-        return not ip_address(self.host).is_loopback
+        return not ip_address(self.prometheus_host).is_loopback
 
 
 def _is_address(text: str) -> bool:

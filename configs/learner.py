@@ -7,9 +7,6 @@ from msgspec import Meta
 
 from slipstream.configs.base import Config, Positive, require
 
-SHARD_SIZE = r"^[0-9]+(\.[0-9]+)?[KMGT]B\Z"
-"""File size as the hub library parses it."""
-
 
 class MetricBound(Config):
     """Condition on an evaluation metric.
@@ -43,33 +40,34 @@ class EvaluationConfig(Config):
     all answers have arrived, so all of them come from the evaluated version."""
     before_training: bool = True
     """Whether to evaluate the final rows before training as well."""
-    only: bool = False
-    """Evaluate the initial policy and exit without training."""
-    lease_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    lease_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Maximum fraction of a lease for evaluations while training prompts are available."""
-    monitor_prompts: Annotated[int, Meta(ge=1)] = 128
+    num_prompts: Annotated[int, Meta(ge=1)] = 128
     """Rows at the start of the held-out file, evaluated during training and for early stopping. A file with fewer rows
-    than `monitor_prompts` + `final_prompts` is split in that proportion."""
-    final_prompts: Annotated[int, Meta(ge=1)] = 256
+    than `num_prompts` + `num_final_prompts` is split in that proportion."""
+    num_final_prompts: Annotated[int, Meta(ge=1)] = 256
     """Rows after them, evaluated before and after training."""
+    stop: list[MetricBound] | None = None
+    """Conditions for early stopping, such as `[{metric: eval/accuracy_greedy, at_least: 0.97}]`: training ends once a
+    monitored evaluation meets all of them. null = always run `max_steps`."""
     goals: list[MetricBound] = []
     """Conditions on the final evaluation, all required for a positive verdict, such as `[{metric: eval/accuracy_greedy,
     at_least: 0.95}]`; empty = the verdict only reports."""
     timeout_s: Positive = 600.0
     """Longest wait for the evaluations before and after training, seconds; shorter if no answer can arrive
-    (`learner.dead_end`)."""
+    (`learner.stall`)."""
 
     def rows(self, num_rows: int) -> tuple[range, range]:
         """Split the rows of a file into those monitored during training and those evaluated before and after it.
 
         No row is in both (except the only row of a file): early stopping must not select on reported numbers.
         """
-        wanted = self.monitor_prompts + self.final_prompts
+        wanted = self.num_prompts + self.num_final_prompts
         if num_rows >= wanted:
-            return range(self.monitor_prompts), range(self.monitor_prompts, wanted)
+            return range(self.num_prompts), range(self.num_prompts, wanted)
         if num_rows == 1:
             return range(1), range(1)
-        monitored = min(max(1, num_rows * self.monitor_prompts // wanted), num_rows - 1)
+        monitored = min(max(1, num_rows * self.num_prompts // wanted), num_rows - 1)
         return range(monitored), range(monitored, num_rows)
 
 
@@ -146,25 +144,23 @@ class CheckpointConfig(Config):
     """Steps between checkpoints; the last step always writes one."""
     keep: Annotated[int, Meta(ge=1)] = 2
     """Number of newest checkpoints to keep."""
-    max_shard_size: Annotated[str, Meta(pattern=SHARD_SIZE)] = "50GB"
-    """Largest safetensors file of a saved model, such as `5GB`."""
+    max_shard_gb: Positive = 50.0
+    """Largest safetensors file of a saved model, GB."""
     best: BestConfig | None = None
     """Metric by which to keep one more checkpoint, exported as `best_model` at the end. Every monitored evaluation then
     writes a checkpoint. null = none."""
 
 
-class DeadEndConfig(Config):
+class StallConfig(Config):
     """Detection of waits that cannot end."""
 
     policy: Literal["fail", "wait"] = "fail"
     """`fail`: save a checkpoint and exit with an error that names the cause. `wait`: until the cause, shown in status,
     live view, and log, is removed."""
-    after_s: Positive = 600.0
-    """Time without any useful arrival, seconds; must exceed the duration of the longest trajectory. By default at least
+    timeout_s: Positive = 600.0
+    """Seconds without any useful arrival after which the learner treats the run as stalled; must exceed the time of the
+    longest answer. Starting an engine and fetching weights have their own limits on top. By default at least
     `generators.agent.timeout_s` plus the time limit of all attempts of the reward."""
-    start_after_s: Positive = 600.0
-    """The same limit while a live generator starts or fetches weights, and for training without any generator applying
-    newer weights, seconds; by default at least `generators.engine.start_timeout_s` + `after_s`."""
 
 
 PAUSE_REQUEST = "pause"
@@ -199,28 +195,25 @@ class LearnerConfig(Config):
     """Compile the layers (torch.compile): faster steps on GPUs after a minute or more. Not available with ZeRO stage 3,
     `sequence_parallel`, or mixtures of experts."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    groups_per_step: Annotated[int, Meta(ge=1)] = 32
+    prompts_per_step: Annotated[int, Meta(ge=1)] = 32
     """Groups claimed per step."""
     max_steps: Annotated[int, Meta(ge=1)] = 200
     """Total number of steps of the run."""
     epochs: Annotated[int, Meta(ge=1)] | None = None
-    """Passes over the training data instead of `max_steps`, which becomes `epochs` x rows / `groups_per_step` (of the
+    """Passes over the training data instead of `max_steps`, which becomes `epochs` x rows / `prompts_per_step` (of the
     store), rounded up: as many groups are trained as these passes have prompts. null = by `max_steps`."""
     tokens_per_microbatch: Annotated[int, Meta(ge=16)] = 8192
     """Maximum tokens of a microbatch, including padding; by default at least `model.max_length`. Larger: more memory,
     fewer passes."""
     packing: bool = True
     """Pack several sequences into a row, if the model keeps them apart; false = one per row."""
-    stop: list[MetricBound] | None = None
-    """Conditions for early stopping, such as `[{metric: eval/accuracy_greedy, at_least: 0.97}]`: training ends once a
-    monitored evaluation meets all of them. null = always run `max_steps`."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     token_stats_gib: Annotated[float, Meta(ge=0)] = 1.0
     """Disk space for the learner's log-ratio and entropy of each trained token, for the trajectory views, GiB; about 4
     bytes per token, oldest steps deleted first. 0 = none."""
     wait_timeout_s: Positive = 1800.0
-    """Longest wait for a batch while trajectories arrive, seconds; shorter if none can become complete (`dead_end`)."""
-    dead_end: DeadEndConfig = DeadEndConfig()
+    """Longest wait for a batch while trajectories arrive, seconds; shorter if none can become complete (`stall`)."""
+    stall: StallConfig = StallConfig()
 
     def __post_init__(self) -> None:
         is_sharded, size = self.engine.zero_stage == 3, self.sequence_parallel

@@ -58,7 +58,7 @@ class StepProfiler:
 
         `step`: the next step. Its prompts are leased before it begins, so this is also called before step 1.
         """
-        if self._steps is None and self._run.mode == "async" and time.monotonic() >= self._ask_at:
+        if self._steps is None and self._run.has_roles and time.monotonic() >= self._ask_at:
             self._ask_at = time.monotonic() + _ASK_EVERY_S
             request = self._store.take_requests("learner", subjects=[PROFILE_REQUEST]).get(PROFILE_REQUEST, "")
             if request:

@@ -220,12 +220,12 @@ class StallCause:
 
 def find_cause(progress: Progress) -> StallCause | None:
     """First cause that is past its deadline; None while the wait may still end."""
-    run, limits = progress.run, progress.run.learner.dead_end
+    run = progress.run
     checks: list[Callable[[Progress], StallCause | None]] = []
     # A replay trains on stored rewards.
     if progress.rewards_have_failed and run.mode != "replay":
         checks.append(_rewards_failed)
-    if progress.outdated_s >= limits.start_after_s:
+    if progress.outdated_s >= run.learner.stall.timeout_s + run.weights.fetch_timeout_s:
         checks.append(_weights_outdated)
     if progress.idle_s >= _max_idle_s(progress):
         checks += [
@@ -239,14 +239,14 @@ def find_cause(progress: Progress) -> StallCause | None:
 
 def _max_idle_s(progress: Progress) -> float:
     """Loading a model and fetching weights get longer limits."""
-    limits, engine, live = progress.run.learner.dead_end, progress.run.generators.engine, progress.now.live
-    longest = [limits.after_s]
+    run, engine, live = progress.run, progress.run.generators.engine, progress.now.live
+    longer = [0.0]
     if any(each.state == "starting" or each.waits_for == "transfer" for each in live):
-        longest.append(limits.start_after_s)
+        longer.append(run.weights.fetch_timeout_s)
     if any(each.state == "starting" for each in live) and isinstance(engine, VllmEngineConfig):
         # The generator's own start timeout fires first, because it knows the reason.
-        longest.append(engine.start_timeout_s + limits.after_s)
-    return max(longest)
+        longer.append(engine.start_timeout_s)
+    return run.learner.stall.timeout_s + max(longer)
 
 
 def _broker_dead(progress: Progress) -> StallCause | None:
@@ -307,7 +307,7 @@ def _groups_lost(progress: Progress) -> StallCause | None:
             "start a new run with easier or harder prompts, a larger generators.group_size, or a looser buffer.filter"
         )
         return StallCause("filtered", f"buffer.filter rejected {lost}", remedy)
-    remedy = "speed up generators, or loosen buffer.staleness, group_deadline or max_attempts in a new run"
+    remedy = "speed up generators, or loosen staleness, group_deadline or max_attempts in a new run"
     generators = _describe(progress.now.live)
     return StallCause("lost", f"the buffer dropped {lost}{generators and f' ({generators})'}", remedy)
 
@@ -332,7 +332,7 @@ def _store_full(progress: Progress) -> StallCause | None:
 def _generators_silent(progress: Progress) -> StallCause:
     synced = _describe(progress.now.synced)
     problem = f"nothing has arrived for {progress.idle_s:.0f} s from generators with verified weights ({synced})"
-    return StallCause("silence", problem, "read their logs; for slow trajectories, raise learner.dead_end.after_s")
+    return StallCause("silence", problem, "read their logs; for slow trajectories, raise learner.stall.timeout_s")
 
 
 def _too_slow(progress: Progress) -> StallCause:

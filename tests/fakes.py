@@ -47,19 +47,20 @@ class RouterScene:
         model: ModelFingerprint | None = None,
         settings: dict[str, Any] | None = None,
         rows: Path | None = None,
+        staleness: dict[str, Any] | None = None,
         **buffer: object,
     ) -> None:
-        """`buffer`: its settings in addition to `max_lag=0`; `settings`: those of other parts."""
+        """`staleness`: in addition to `max_lag=0`; `settings`: those of other parts."""
         self.clock = FakeClock()
         self.store_is_ahead_s = 0.0
         self.store = MemoryStore(clock=lambda: self.clock() + self.store_is_ahead_s)
-        self.run = make_run(**(settings or {}), buffer={"staleness": {"max_lag": 0}} | buffer)
+        self.run = make_run(**(settings or {}), staleness={"max_lag": 0} | (staleness or {}), buffer=buffer)
         self.hub = MemoryBroker()
         data = self.data = Dataset(rows or write_rows(folder / "rows.parquet"))
         self.config_json = msgspec.json.encode(self.run).decode()
         curriculum = self.run.data.curriculum
         self.store.open_run("test", config_json=self.config_json, num_rows=len(data), seed=0, curriculum=curriculum)
-        sets = {"train": data, "heldout": {each.name: data for each in self.run.data.heldout_sets}}
+        sets = {"train": data, "heldout": {each.name: data for each in self.run.data.eval_sets}}
         self.router = Router(self.hub.server(), self.store, run=self.run, model=model, clock=self.clock, **sets)
 
     def step(self) -> None:
@@ -136,7 +137,7 @@ def write_rows(path: Path) -> Path:
     return path
 
 
-STATUS_RUN = make_run(generators={"max_concurrency": 64}, learner={"groups_per_step": 2, "max_steps": 40})
+STATUS_RUN = make_run(generators={"max_concurrency": 64}, learner={"prompts_per_step": 2, "max_steps": 40})
 STATUS_ROW = {
     "step": 3,
     "time_s": 9.0,

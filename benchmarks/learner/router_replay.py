@@ -20,7 +20,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.harness import make_parser, make_table, write_result
 from slipstream.buffer.trajectory import Sampling
-from slipstream.configs.data import ModelConfig
+from slipstream.configs.data import ModelConfig, MoeConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.generators.engines.vllm.environment import engine_environment
@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> None:
 def _measure(dtype: str, arguments: argparse.Namespace) -> list[dict[str, float | str]]:
     with tempfile.TemporaryDirectory() as folder:
         _make_model(Path(folder), arguments)
-        model = ModelConfig(folder, dtype=dtype, max_length=128, router_replay=True)  # type: ignore[arg-type]
+        model = ModelConfig(folder, dtype=dtype, max_length=128, moe=MoeConfig(router_replay=True))  # type: ignore[arg-type]
         answers = asyncio.run(_answer(model, arguments))
         policy = load_policy(model, device=torch.device("cpu"))
     learner = TorchEngine(policy, optimizer=OptimizerConfig(), device=torch.device("cpu"))

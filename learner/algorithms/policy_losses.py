@@ -77,15 +77,15 @@ def clip_cov(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[
     return ppo_clip(inputs, clip_low=clip_low, clip_high=clip_high) * known(inputs.is_selected)
 
 
-def kl_cov(inputs: LossInputs, *, coefficient: float) -> Float[Tensor, "N"]:
+def kl_cov(inputs: LossInputs, *, coef: float) -> Float[Tensor, "N"]:
     """Surrogate with a penalty on the high-covariance tokens of `token_masks.kl_cov_mask`.
 
-    loss = -ratio * A + coefficient * |log ratio| * selected
+    loss = -ratio * A + coef * |log ratio| * selected
 
     Source: KL-Cov, arXiv:2505.22617, eq. 14.
     Differs: the paper writes KL(proximal, learner); like the authors' code, this uses |log ratio| per token.
     """
-    return unclipped(inputs) + coefficient * inputs.log_ratio.abs() * known(inputs.is_selected)
+    return unclipped(inputs) + coef * inputs.log_ratio.abs() * known(inputs.is_selected)
 
 
 def cispo(inputs: LossInputs, *, clip_low: float | None, clip_high: float) -> Float[Tensor, "N"]:
@@ -139,12 +139,12 @@ def aspo(inputs: LossInputs, *, clip_low: float, clip_high: float, cap: float) -
 
 
 def dppo(
-    inputs: LossInputs, *, divergence: str, low: float, high: float, ratio_cap: float = 20.0
+    inputs: LossInputs, *, divergence: str, clip_low: float, clip_high: float, ratio_cap: float = 20.0
 ) -> Float[Tensor, "N"]:
     """Importance-weighted score function with a trust region on the token's probability instead of its ratio.
 
     loss = -sg(min(ratio, ratio_cap) * kept) * A * log pi_learner
-    not kept: (A > 0 and ratio > 1 and D > high) or (A < 0 and ratio < 1 and D > low)
+    not kept: (A > 0 and ratio > 1 and D > clip_high) or (A < 0 and ratio < 1 and D > clip_low)
 
     tv:  D = |pi_learner - pi_anchor|
     kl:  D = pi_anchor * log(pi_anchor / pi_learner) + (1 - pi_anchor) * log((1 - pi_anchor) / (1 - pi_learner))
@@ -160,8 +160,8 @@ def dppo(
         moved = (learner - anchor).abs()
     else:
         moved = -anchor * log_ratio + (1 - anchor) * (torch.log1p(-anchor) - torch.log1p(-learner))
-    is_raised_far = (advantages > 0) & (log_ratio > 0) & (moved > high)
-    is_lowered_far = (advantages < 0) & (log_ratio < 0) & (moved > low)
+    is_raised_far = (advantages > 0) & (log_ratio > 0) & (moved > clip_high)
+    is_lowered_far = (advantages < 0) & (log_ratio < 0) & (moved > clip_low)
     weights = log_ratio.exp().clamp(max=ratio_cap) * ~(is_raised_far | is_lowered_far)
     return -weights * advantages * inputs.log_ratio
 

@@ -22,46 +22,50 @@ _EXPORTER_TIMEOUT_S = 3.0
 def check_observers(run: RunConfig) -> None:
     """Check the requirements of observers. Raises ConfigError."""
     check_loggers(run)
-    exporter = run.exporter
-    if exporter.port is not None:
-        with socket.socket(socket.AF_INET6 if ":" in exporter.host else socket.AF_INET) as tried:
+    metrics = run.metrics
+    if metrics.prometheus_port is not None:
+        with socket.socket(socket.AF_INET6 if ":" in metrics.prometheus_host else socket.AF_INET) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                tried.bind((exporter.host, exporter.port))
+                tried.bind((metrics.prometheus_host, metrics.prometheus_port))
             except OSError as error:
                 raise ConfigError(
-                    f"exporter.port must be free at exporter.host={exporter.host}, got {exporter.port}: "
-                    f"{error.strerror}; choose another."
+                    f"metrics.prometheus_port must be free at metrics.prometheus_host={metrics.prometheus_host}, got "
+                    f"{metrics.prometheus_port}: {error.strerror}; choose another."
                 ) from None
 
 
 def check_loggers(run: RunConfig) -> None:
     """Check that loggers are installed; import user loggers. Raises ConfigError."""
-    for name in run.loggers:
+    for name in run.logging.arguments:
         if ":" in name:
             _check_own(name, run)
         elif name not in LOGGERS:
-            raise ConfigError(f"loggers must name {', '.join(LOGGERS)} or a class as module:Class, got {name!r}.")
+            raise ConfigError(
+                f"logging.backends must name {', '.join(LOGGERS)} or a class as module:Class, got {name!r}."
+            )
         elif find_spec(name) is None:
             raise ConfigError(
-                f"loggers must be installed, got {name!r}, whose package is not: `pip install {name}`, or `pip install "
-                "'slipstream[loggers]'` for all of them."
+                f"logging.backends must be installed, got {name!r}, whose package is not: `pip install {name}`, or "
+                "`pip install 'slipstream[loggers]'` for all of them."
             )
 
 
 def _check_own(name: str, run: RunConfig) -> None:
     try:
-        found = find_function(name, setting="loggers")
+        found = find_function(name, setting="logging.backends")
     except ConfigError as error:
         # `find_function` assumes a `function` field.
-        raise ConfigError(str(error).replace("loggers.function", "loggers")) from None
+        raise ConfigError(str(error).replace("logging.backends.function", "logging.backends")) from None
     if not callable(getattr(found, "log", None)):
-        raise ConfigError(f"loggers must name classes with a method log(step, metrics), got {name!r}, which has none.")
-    options = run.logging.options.get(name, {})
+        raise ConfigError(
+            f"logging.backends must name classes with a method log(step, metrics), got {name!r}, which has none."
+        )
+    options = run.logging.arguments[name]
     try:
         inspect.signature(found).bind(None, **options)
     except TypeError as error:
-        raise ConfigError(f"logging.options must fit {name!r}, got {options}: {error}.") from None
+        raise ConfigError(f"the arguments in logging.backends must fit {name!r}, got {options}: {error}.") from None
 
 
 def role_of(logger: str) -> str:
@@ -78,9 +82,9 @@ class Observers:
             RoleProcess(
                 role_of(name), ["slipstream.observe.loggers", name, *where], logs=logs
             ): run.logging.close_timeout_s
-            for name in run.loggers
+            for name in run.logging.arguments
         }
-        if run.exporter.is_wanted:
+        if run.metrics.is_wanted:
             exporter = RoleProcess(EXPORTER, ["slipstream.observe.exporter", *where], logs=logs)
             self._processes[exporter] = _EXPORTER_TIMEOUT_S
 

@@ -55,7 +55,7 @@ def pause(words: Sequence[str], *, is_off: bool) -> None:
 def profile(words: Sequence[str], *, num_steps: int) -> None:
     """Ask a run's learner to record its next steps. Raises ConfigError if it cannot."""
     run = read_config(find_run(words, command="profile"))
-    if run.mode != "async":
+    if not run.has_roles:
         raise ConfigError(
             f"profile needs a run with mode=async, got mode={run.mode}: start a run with profile.steps=[1, 3] instead."
         )

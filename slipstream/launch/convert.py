@@ -23,7 +23,6 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.buffer.durable_files import CHECKSUMS, find_damage, seal
 from slipstream.configs.base import ConfigError, require
-from slipstream.configs.learner import SHARD_SIZE
 from slipstream.learner.training.model import COMPUTE_DTYPES
 from slipstream.runtime.disk import describe_disk, is_disk_full
 from slipstream.runtime.lora import ADAPTER_FILE
@@ -42,7 +41,7 @@ def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None,
     require(not target.exists(), "TARGET", "be a folder to be made", got=str(target), why="nothing is overwritten")
     must = f"be one of {', '.join(COMPUTE_DTYPES)}"
     require(dtype is None or dtype in COMPUTE_DTYPES, "--dtype", must, got=dtype, why="models are written in these")
-    fits = re.fullmatch(SHARD_SIZE, max_shard_size) is not None
+    fits = re.fullmatch(r"[0-9]+(\.[0-9]+)?[KMGT]B", max_shard_size) is not None
     require(fits, "--max-shard-size", "be a number and a unit, 5GB or 500MB", got=max_shard_size, why="it limits files")
     source = _model_of(source)
     kind, weights, settings, found = _read(source, base)

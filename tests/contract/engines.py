@@ -17,7 +17,7 @@ from slipstream.broker.weights import buckets
 from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
 from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
 from slipstream.buffer.trajectory import Sampling
-from slipstream.configs.data import LoraConfig, ModelConfig
+from slipstream.configs.data import LoraConfig, ModelConfig, MoeConfig
 from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 from slipstream.generators.engines.engine import Completion, Engine
 from slipstream.generators.engines.hf_engine import HfEngine
@@ -37,7 +37,9 @@ VLLM_CONFIG = VllmEngineConfig(max_num_seqs=64)
 def make_engine(
     kind: str, folder: Path, *, vllm: VllmEngineConfig, lora: LoraConfig | None = None, records: bool = False
 ) -> Engine:
-    model = ModelConfig(dtype="float32", path=str(folder), max_length=MAX_LENGTH, lora=lora, router_replay=records)
+    model = ModelConfig(
+        dtype="float32", path=str(folder), max_length=MAX_LENGTH, lora=lora, moe=MoeConfig(router_replay=records)
+    )
     receiver = CollectiveReceiver(device="cpu")
     if kind == "scripted":
         return ScriptedEngine(ScriptedEngineConfig(tokens_per_response=40, seconds_per_token=0.01), receiver=receiver)

@@ -52,10 +52,11 @@ class GeneratorScene:
         generators: dict[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        """`buffer` and `generators` are merged into `max_lag=1` and `max_concurrency=8`."""
+        """`generators` are merged into `max_concurrency=8`; `max_lag` is 1."""
         self.clock, self.hub = TurnClock(), MemoryBroker()
         self.run = make_run(
-            buffer={"staleness": {"max_lag": 1}} | (buffer or {}),
+            buffer=buffer or {},
+            staleness={"max_lag": 1},
             generators={"max_concurrency": 8} | (generators or {}),
             **settings,
         )

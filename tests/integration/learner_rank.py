@@ -17,7 +17,8 @@ from slipstream.buffer.codec import pack, unpack
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.advantages import GaeConfig, GrpoConfig
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.data import LoraConfig, ModelConfig
+from slipstream.configs.data import LoraConfig, ModelConfig, MoeConfig
+from slipstream.configs.run import StorageConfig
 from slipstream.learner.build import build_trainer
 from slipstream.learner.checkpoint import Checkpoints, save_model
 from slipstream.learner.engines import deepspeed_engine
@@ -98,8 +99,8 @@ def main() -> None:
     model = ModelConfig(
         max_length=64, path=str(args.folder / "model"), dtype=dtype, lora=LoraConfig(rank=4) if args.lora else None
     )
-    model = msgspec.structs.replace(model, router_aux_loss=args.aux_loss)
-    run = make_run(model.path, model=model, learner=learner, algorithm=algorithm, storage_uri=args.storage)
+    model = msgspec.structs.replace(model, moe=MoeConfig(router_aux_loss=args.aux_loss))
+    run = make_run(model.path, model=model, learner=learner, algorithm=algorithm, storage=StorageConfig(args.storage))
     torch.manual_seed(run.seed)
     if args.bfloat16:
         count_gathered(args.folder / f"{args.out}.rank-{args.rank}.gathered", is_whole=args.bfloat16 == "whole")

@@ -1,6 +1,7 @@
 """Environment variables that must be set before vLLM and torch are imported."""
 
 from importlib import metadata
+from math import ceil
 from pathlib import Path
 
 from slipstream.configs.engines import VllmEngineConfig
@@ -41,7 +42,7 @@ def engine_environment(config: VllmEngineConfig, *, device: str | None = None) -
     """Variables that `VllmEngine.start` requires."""
     if (device or detect_device()) == "cuda":
         return _ALWAYS | _GPU
-    settings = _ALWAYS | _CPU | {"VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib)}
+    settings = _ALWAYS | _CPU | {"VLLM_CPU_KVCACHE_SPACE": str(ceil(config.kv_cache_gib or 1))}
     if config.enforce_eager is not False:
         # Otherwise torch compiles a comparison with g++ for half a minute.
         settings["TORCHDYNAMO_DISABLE"] = "1"

@@ -95,7 +95,7 @@ class LoggerProcess:
             return
         if error := self._delivery.error:
             if isinstance(error, ConfigError | TypeError):
-                raise ConfigError(f"logging.options must fit logger {self._name!r}: {error}.") from None
+                raise ConfigError(f"the arguments in logging.backends must fit {self._name!r}: {error}.") from None
             exit_with_error(f"logger {self._name!r} cannot start: {type(error).__name__}: {error}", code=TRY_AGAIN)
         self._keep(self._delivery.cursor or self._bookmark.cursor)
 
@@ -109,7 +109,7 @@ class LoggerProcess:
         cursor = self._bookmark.cursor
         settings, identity = without_secrets(to_plain(run)), f"{run.name}-{self._bookmark.id}"
         logged = LoggedRun(run.name, identity, self._reader.folder.resolve(), settings, changes.rows[0]["step"])
-        options = run.logging.options.get(self._name, {})
+        options = run.logging.arguments.get(self._name, {})
         make = partial(make_logger, self._name, logged, options)
         # Make room for the backlog, which arrives in one read.
         self._delivery = Delivery(make, max_queue=run.logging.max_queue + len(changes.rows))

@@ -30,8 +30,8 @@ class LoggedRun(Record):
 class RunLogger(Protocol):
     """Destination for a run's metrics. Life: (log | image | table)* -> close.
 
-    A user's class is called with the LoggedRun and its `logging.options`; only `log` is required. It may block and
-    raise.
+    A user's class is called with the LoggedRun and its arguments in `logging.backends`; only `log` is required. It
+    may block and raise.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -64,14 +64,14 @@ class Entry(Record):
 
 
 def make_logger(name: str, run: LoggedRun, options: Mapping[str, Any]) -> RunLogger:
-    """Build a logger by its name in `loggers`. Raises ConfigError, and any error of its library."""
+    """Build a logger by its name in `logging.backends`. Raises ConfigError, and any error of its library."""
     # Imported by name: each needs an optional package.
     in_the_box = {
         "trackio": "slipstream.observe.loggers.trackio_logger:TrackioLogger",
         "wandb": "slipstream.observe.loggers.wandb_logger:WandbLogger",
         "tensorboard": "slipstream.observe.loggers.tensorboard_logger:TensorboardLogger",
     }
-    logger: RunLogger = find_function(in_the_box.get(name, name), setting="loggers")(run, **options)
+    logger: RunLogger = find_function(in_the_box.get(name, name), setting="logging.backends")(run, **options)
     return logger
 
 

@@ -98,9 +98,11 @@ class FakePublisher:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
-    settings = ("learner.groups_per_step=2", "evaluation.every_steps=2", "learner.max_steps=9")
-    stop = "learner.stop=[{metric: eval/accuracy_greedy, at_least: 1.0}, {metric: eval/reward_sampled, at_least: 1.0}]"
-    small = ("evaluation.monitor_prompts=1", "evaluation.final_prompts=1")
+    settings = ("learner.prompts_per_step=2", "evaluation.every_steps=2", "learner.max_steps=9")
+    stop = (
+        "evaluation.stop=[{metric: eval/accuracy_greedy, at_least: 1.0}, {metric: eval/reward_sampled, at_least: 1.0}]"
+    )
+    small = ("evaluation.num_prompts=1", "evaluation.num_final_prompts=1")
     return load(["experiment=digits_cpu", f"runs_dir={tmp_path}", "name=run", *settings, stop, *small])
 
 
@@ -141,8 +143,8 @@ def test_a_run_that_its_stop_rule_ended_trains_no_step_more_when_it_is_resumed_u
     resumed = msgspec.structs.replace(run, resume=True)
     assert train(resumed, store) == stopped
     assert store.run_state().step == stopped[-1]
-    learner = msgspec.structs.replace(run.learner, stop=None)
-    assert train(msgspec.structs.replace(resumed, learner=learner), store) == list(range(1, 10))
+    evaluation = msgspec.structs.replace(run.evaluation, stop=None)
+    assert train(msgspec.structs.replace(resumed, evaluation=evaluation), store) == list(range(1, 10))
 
 
 def test_every_key_of_a_row_and_of_the_summary_is_documented_and_the_status_has_the_newest_row(run: RunConfig):
@@ -177,8 +179,8 @@ def test_a_first_step_with_other_log_probabilities_than_the_learners_ends_the_ru
 
 def with_settings(run: RunConfig, *, best: BestConfig | None = None, **evaluation: Any) -> RunConfig:
     checkpoint = msgspec.structs.replace(run.learner.checkpoint, best=best, keep=1)
-    learner = msgspec.structs.replace(run.learner, stop=None, checkpoint=checkpoint)
-    evaluated = msgspec.structs.replace(run.evaluation, **evaluation)
+    learner = msgspec.structs.replace(run.learner, checkpoint=checkpoint)
+    evaluated = msgspec.structs.replace(run.evaluation, stop=None, **evaluation)
     return msgspec.structs.replace(run, learner=learner, evaluation=evaluated)
 
 
@@ -222,7 +224,7 @@ def test_the_best_checkpoint_is_uploaded_with_the_final_model_and_outlives_a_res
 
 
 def test_evaluation_only_trains_nothing(run: RunConfig):
-    run = with_settings(run, only=True)
+    run = msgspec.structs.replace(run, mode="evaluate")
     store = make_store()
     assert train(run, store) == []
     summary = msgspec.json.decode(RunFolder(run).summary.read_bytes())
@@ -260,9 +262,9 @@ def test_an_evaluation_that_is_open_at_the_end_is_waited_for_before_the_last_ver
 
 @pytest.mark.parametrize("publish_every", [1, 2])
 def test_a_stop_saves_all_steps_and_a_resumed_run_continues_after_them(run: RunConfig, publish_every: int):
-    learner_config = msgspec.structs.replace(run.learner, stop=None)
+    evaluation = msgspec.structs.replace(run.evaluation, stop=None)
     weights = msgspec.structs.replace(run.weights, publish_every_steps=publish_every)
-    run = msgspec.structs.replace(run, learner=learner_config, weights=weights)
+    run = msgspec.structs.replace(run, evaluation=evaluation, weights=weights)
     store, ranks = make_store(), FakeRanks(RunFolder(run))
     learner = make_learner(run, store, ranks, FakePublisher)
 

@@ -65,7 +65,7 @@ def test_reinforce_sapo_and_dro_by_hand():
 def test_the_covariance_losses_treat_the_selected_tokens_alone():
     is_selected = torch.tensor([True, False, True])
     columns = {"log_ratio": logs(2, 2, 0.5), "advantages": wide(1, 1, -1), "is_selected": is_selected}
-    penalized = losses_of(partial(policy_losses.kl_cov, coefficient=0.1), **columns)
+    penalized = losses_of(partial(policy_losses.kl_cov, coef=0.1), **columns)
     assert penalized.tolist() == pytest.approx([-2 + 0.1 * math.log(2), -2.0, 0.5 + 0.1 * math.log(2)])
     assert losses_of(LOSSES["clip_cov"], **columns).tolist() == pytest.approx([-1.3, 0.0, 0.8])
 
@@ -99,7 +99,7 @@ def test_cispo_without_a_lower_bound_only_truncates():
 @pytest.mark.parametrize(("divergence", "bound"), [("tv", 0.15), ("kl", 0.05)])
 def test_dppo_measures_probabilities_and_not_ratios(divergence, bound):
     learner, anchor = logs(1e-3, 0.8), logs(1e-4, 0.99)
-    loss = partial(policy_losses.dppo, divergence=divergence, low=bound, high=bound, ratio_cap=5.0)
+    loss = partial(policy_losses.dppo, divergence=divergence, clip_low=bound, clip_high=bound, ratio_cap=5.0)
     assert gradient_of(loss, learner - anchor, wide(1, -1), learner_logprobs=learner).tolist() == [-5.0, 0.0]
 
 
@@ -110,7 +110,7 @@ def test_dppo_stops_only_what_moves_away_and_its_kl_is_that_of_two_coins():
     anchor, learner = torch.distributions.Bernoulli(wide(0.5)), torch.distributions.Bernoulli(wide(0.7))
     bound = float(torch.distributions.kl_divergence(anchor, learner))
     for high, expected in ((bound * 0.999, True), (bound * 1.001, False)):
-        loss = partial(policy_losses.dppo, divergence="kl", low=bound, high=high)
+        loss = partial(policy_losses.dppo, divergence="kl", clip_low=bound, clip_high=high)
         assert idle(loss, logs(1.4), wide(1), learner_logprobs=logs(0.7)).tolist() == [expected]
 
 

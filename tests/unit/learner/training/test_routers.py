@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.algorithm import AlgorithmConfig, KlConfig
 from slipstream.configs.base import ConfigError
-from slipstream.configs.data import LoraConfig, ModelConfig
+from slipstream.configs.data import LoraConfig, ModelConfig, MoeConfig
 from slipstream.configs.engines import HfEngineConfig, VllmEngineConfig
 from slipstream.configs.generators import GeneratorsConfig
 from slipstream.learner.batching.collate import Layout, collate
@@ -58,11 +58,13 @@ def route(policy: Policy, groups: list[list[Trajectory]], *, shift: int = 0) -> 
     return routed
 
 
-def moe_run(folder: Path, *, algorithm: AlgorithmConfig | None = None, learner: Any = None, **model: Any) -> Any:
+def moe_run(
+    folder: Path, *, algorithm: AlgorithmConfig | None = None, learner: Any = None, lora: Any = None, **moe: Any
+) -> Any:
     path = folder / "qwen3_moe"
     if not path.exists():
         make_family(folder, "qwen3_moe")
-    config = ModelConfig(max_length=64, dtype="float32", path=str(path), **model)
+    config = ModelConfig(max_length=64, dtype="float32", path=str(path), lora=lora, moe=MoeConfig(**moe))
     return make_run(path, model=config, learner=learner, algorithm=algorithm or AlgorithmConfig())
 
 
@@ -216,7 +218,7 @@ def test_the_weights_of_replayed_experts_are_the_routers_own():
 
 def test_a_step_replays_in_every_pass_of_the_policy_and_in_none_of_the_reference(tmp_path: Path):
     """With recorded experts, proximal and learner log-probs agree, and the reference routes on its own."""
-    algorithm = AlgorithmConfig(proximal="recompute", kl=KlConfig(coefficient=0.1))
+    algorithm = AlgorithmConfig(proximal="recompute", kl=KlConfig(coef=0.1))
     groups, found = route(make_policy(seed=1), make_groups()), []
     for replay in (False, True):
         trainer = make_trainer(moe_run(tmp_path, algorithm=algorithm, router_replay=replay))
@@ -249,7 +251,7 @@ def test_an_engine_records_what_the_learner_would_choose(tmp_path: Path):
 
     async def generate() -> list:
         engine = HfEngine(
-            ModelConfig(max_length=64, dtype="float32", path=str(path), router_replay=True),
+            ModelConfig(max_length=64, dtype="float32", path=str(path), moe=MoeConfig(router_replay=True)),
             HfEngineConfig(),
             receiver=Receiver(),
         )
@@ -287,8 +289,8 @@ def test_trajectories_without_fitting_experts_are_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("", {"router_replay": True}, "model.router_replay must be off .* Qwen2ForCausalLM"),
-        ("", {"router_aux_loss": 0.1}, "model.router_aux_loss must be off"),
+        ("", {"router_replay": True}, "model.moe.router_replay must be off .* Qwen2ForCausalLM"),
+        ("", {"router_aux_loss": 0.1}, "model.moe.router_aux_loss must be off"),
         ("deepseek_v3", {"router_aux_loss": 0.1}, "balances its experts by a bias"),
         ("deepseek_v2", {"router_aux_loss": "checkpoint"}, "without router_aux_loss_coef"),
     ],
@@ -296,7 +298,7 @@ def test_trajectories_without_fitting_experts_are_refused(tmp_path: Path):
 def test_models_that_a_setting_does_not_fit_are_refused(tmp_path: Path, name: str, settings: dict, message: str):
     path = make_family(tmp_path, name) if name else make_tiny_model(tmp_path / "dense")
     with pytest.raises(ConfigError, match=message):
-        load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path), **settings), device=CPU)
+        load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path), moe=MoeConfig(**settings)), device=CPU)
 
 
 def test_engines_that_cannot_record_are_refused():
@@ -304,7 +306,7 @@ def test_engines_that_cannot_record_are_refused():
     with pytest.raises(ConfigError, match=r"router_replay must be false .* pipeline_parallel_size > 1"):
         make_run(
             "x",
-            model=ModelConfig(max_length=64, dtype="float32", path="x", router_replay=True),
+            model=ModelConfig(max_length=64, dtype="float32", path="x", moe=MoeConfig(router_replay=True)),
             generators=GeneratorsConfig(engine=engine),
         )
 

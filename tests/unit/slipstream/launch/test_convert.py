@@ -49,7 +49,7 @@ def refusal(*arguments, **options):
 def trained(folder, *, engine=None, lora=None):
     """A trainer after one step on the tiny model, and its checkpoint."""
     model = make_tiny_model(folder / "base")
-    learner = {"checkpoint": CheckpointConfig(max_shard_size="50KB")} | ({"engine": engine} if engine else {})
+    learner = {"checkpoint": CheckpointConfig(max_shard_gb=5e-5)} | ({"engine": engine} if engine else {})
     settings = make_run(
         model, learner=learner, model=ModelConfig(max_length=64, dtype="float32", path=str(model), lora=lora)
     )

@@ -57,7 +57,7 @@ def test_states_are_those_of_the_zero_stage(model: Path) -> None:
     assert gib(whole, "learner rank 0", "weights") == pytest.approx(one)
     assert gib(whole, "learner rank 0", "gradients") == pytest.approx(one)
     assert gib(whole, "learner rank 0", "optimizer: two moments") == pytest.approx(2 * one)
-    ranks = ("learner.num_ranks=4", "learner.engine.zero_stage=3", "algorithm.kl.coefficient=0.1")
+    ranks = ("learner.num_ranks=4", "learner.engine.zero_stage=3", "algorithm.kl.coef=0.1")
     sharded = plan_of(model, *ranks)
     for cause, share in (
         ("weights", 1 / 4),
@@ -71,7 +71,7 @@ def test_states_are_those_of_the_zero_stage(model: Path) -> None:
 
 
 def test_an_adapter_needs_no_gradients_of_the_base_and_travels_alone(model: Path) -> None:
-    plan = plan_of(model, "model.lora.rank=4", "algorithm.kl.coefficient=0.1")
+    plan = plan_of(model, "model.lora.rank=4", "algorithm.kl.coef=0.1")
     # Rank-4 matrices for q, k, v, o, gate, up, and down.
     pairs = [(WIDTH, WIDTH), (WIDTH, 64), (WIDTH, 64), (WIDTH, WIDTH)] + 2 * [(WIDTH, INNER)] + [(INNER, WIDTH)]
     adapter = LAYERS * 4 * sum(map(sum, pairs))
@@ -195,7 +195,7 @@ def test_a_shared_gpu_is_dealt_out_to_learner_and_engines(model: Path) -> None:
     assert tight.problems == []
     given = settings(model, "generators.engine.kv_cache_gib=2.5", "generators/engine=vllm_gpu_shared")
     assert gib(make_plan(given, one), "generator-0", "KV cache") == 2.5
-    assert gib(make_plan(given, Machine(host_gib=1024)), "generator-0", "KV cache") == 1
+    assert gib(make_plan(run, Machine(host_gib=1024)), "generator-0", "KV cache") == 1
 
 
 def test_a_gpu_that_cannot_hold_both_is_refused_with_what_each_takes(model: Path) -> None:

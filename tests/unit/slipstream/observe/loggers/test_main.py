@@ -27,8 +27,8 @@ class Scene:
         (folder / "kept_logger.py").write_text(LOGGER)
         self.name = f"{folder}/kept_logger.py:Kept"
         serial = {"mode": "serial", "weights": {"transport": "memory"}}
-        logging = {"curve_every_s": 0, "max_queue": 2}
-        self.folder = record_run(folder, steps=0, loggers=[self.name], logging=logging, **serial)
+        logging = {"curve_every_s": 0, "max_queue": 2, "backends": [self.name]}
+        self.folder = record_run(folder, steps=0, logging=logging, **serial)
 
     def write(self, *steps: int) -> None:
         rows = [json.dumps({"step": step, "learner/reward_mean": 0.5}) + "\n" for step in steps]
