@@ -38,6 +38,8 @@ _MAX_WAIT_S = 1.0
 """Time after which a request is answered empty, with the reason."""
 _MAX_ANSWERS = 64
 """Answers per round, each with a store call that blocks the broker."""
+_ONLY_EVALUATIONS = -1
+"""Admission limit with which the store leases no training prompts."""
 
 
 @dataclass
@@ -177,11 +179,7 @@ class LeaseScheduler:
         return _Offer(requested if share is None else min(requested, share), limit)
 
     def _offer_evaluation(self, peer: Peer, requested: int, reason: str) -> _Offer:
-        # The store leases returned prompts regardless of the admission limit: while it has any, even a limit of 0 would
-        # hand out training prompts.
-        if self._store_counts().returned:
-            return _Offer(0, 0, reason)
-        return _Offer(self._fair_share.num_rows(peer, requested=requested), 0, reason)
+        return _Offer(self._fair_share.num_rows(peer, requested=requested), _ONLY_EVALUATIONS, reason)
 
     def _share(self, peer: Peer, state: RunState, *, limit: int) -> int | None:
         """Training groups for this peer; None for no limit."""

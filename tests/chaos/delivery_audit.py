@@ -266,19 +266,20 @@ def _orders_come_from_the_learner(evidence: Evidence) -> Iterator[str]:
 
 def _stale_generators_get_no_prompts(evidence: Evidence) -> Iterator[str]:
     versions = [(e["t"], e["version"]) for e in evidence.of_learners("version", "rolling_back", "rolled_back")]
+    # Prompts may reach a loaded or stopped generator long after they were leased, and after its next request.
+    leased_at = {lease: e["t"] for broker in evidence.brokers for e in broker.of("leased") for lease in e["leases"]}
     for life in evidence.generators:
-        asked_at, newest = life.began_at, -1
-        for entry in life.of("asked", "pong", "prompts"):
-            if entry["k"] == "asked":
-                asked_at = entry["t"]
-            elif entry["k"] == "pong":
-                newest = max(newest, entry["version"])
-            elif entry["leases"]:
-                before = [version for at, version in versions if at <= asked_at][-1:]
-                between = [version for at, version in versions if asked_at < at <= entry["t"]]
-                committed = min([*before, *between], default=0)
-                if 0 <= newest < committed - evidence.max_lag:
-                    yield f"{life.role} got prompts with weights of version {newest}, {committed} was committed"
+        for entry in life.of("prompts"):
+            if not entry["leases"]:
+                continue
+            until = min(leased_at.get(lease, entry["t"]) for lease, _ in entry["leases"])
+            asked_at = max((each["t"] for each in life.of("asked") if each["t"] <= until), default=life.began_at)
+            newest = max((each["version"] for each in life.of("pong") if each["t"] <= until), default=-1)
+            before = [version for at, version in versions if at <= asked_at][-1:]
+            between = [version for at, version in versions if asked_at < at <= until]
+            committed = min([*before, *between], default=0)
+            if 0 <= newest < committed - evidence.max_lag:
+                yield f"{life.role} got prompts with weights of version {newest}, {committed} was committed"
 
 
 def _sent_under_verified_weights(evidence: Evidence) -> Iterator[str]:

@@ -562,6 +562,15 @@ def test_evaluations_leave_training_its_share_and_take_the_rest(store):
     assert store.counts().admitted == 3, "evaluations do not use the training budget"
 
 
+def test_a_negative_limit_leases_no_returned_prompt(store):
+    (first,) = lease(store, 1)
+    store.return_leases(lease_ids=[first.id], reason="test")
+    store.open_evaluation("e", purpose="greedy", version=0, rows=[0])
+    ask = {"owner": "generator-0", "max_groups": 2, "group_size": GROUP_SIZE, "lease_s": 60.0}
+    assert [each.purpose for each in store.lease(**ask, admission_limit=-1)] == ["greedy"]
+    assert [each.group_id for each in store.lease(**ask, admission_limit=0)] == [first.group_id]
+
+
 def test_evaluation_answers_are_kept_like_finished_groups(fresh_store):
     store = open_run(fresh_store, keeps_finished=True)
     store.open_evaluation("e", purpose="greedy", version=0, rows=[4])

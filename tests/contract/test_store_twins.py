@@ -100,7 +100,7 @@ class Twins(RuleBasedStateMachine):
         for store in self.stores:
             open_run(store, keeps_finished=keeps, max_uses=uses, group_filter=group_filter, curriculum=curriculum)
 
-    @rule(owner=OWNERS, count=st.integers(0, 4), lease_s=LEASE_S, limit=pick([3, 40]), ahead=pick([-2, 0, 0, 1]))
+    @rule(owner=OWNERS, count=st.integers(0, 4), lease_s=LEASE_S, limit=pick([-1, 3, 40]), ahead=pick([-2, 0, 0, 1]))
     def lease(self, owner: str, count: int, lease_s: float, limit: int, ahead: int) -> None:
         self.lease_to(owner, count, lease_s, limit, ahead)
 

@@ -51,7 +51,7 @@ class MemoryPrompts(MemoryState):
                 most if max_evaluations is None else min(most, max_evaluations), version
             )
             room = max_groups + len(group_ids) - ceil(len(group_ids) / group_size)
-            if self._opened().phase in ("starting", "training"):
+            if self._opened().phase in ("starting", "training") and admission_limit >= 0:
                 group_ids += self._take_returned(room - len(group_ids))
                 new = room - len(group_ids)
                 of_all = {"size": group_size, "has_baseline": has_baseline}

@@ -32,6 +32,7 @@ end
 
 local phase = redis.call('HGET', run, 'phase')
 local trains, is_over = phase == 'starting' or phase == 'training', phase == 'finished' or phase == 'failed'
+if limit < 0 then trains = false end
 local function hand_out_rows(count)
   if not is_over then hand_out_waiting('evaluation_pending', ARGV[8], ARGV[9], count) end
 end

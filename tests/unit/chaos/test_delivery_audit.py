@@ -206,6 +206,17 @@ def test_each_kind_of_violation_is_found(wrong: dict[str, Any], words: str):
     assert any(words in problem for problem in found), found
 
 
+@pytest.mark.parametrize(("leased_at", "is_found"), [(3.5, False), (5.05, True)])
+def test_prompts_that_arrive_late_count_from_their_lease(leased_at: float, is_found: bool):
+    more = [entry(3.4, "asked"), entry(5.0, "asked"), prompts(5.1, "9-0", 1), put(5.2, "9-0-0")]
+    found = problems(
+        learner=[entry(4.0, "version", version=3)],
+        broker=[leased(leased_at, "9-0", to="generator-0/a")],
+        more=[*more, nacked(5.3, "9-0-0", "x")],
+    )
+    assert any("prompts with weights of version 0" in problem for problem in found) == is_found, found
+
+
 @pytest.mark.parametrize(("returned_at", "is_found"), [(1.8, False), (2.1, True)])
 def test_a_liar_that_names_its_own_lease_has_returned_it_though_it_does_so_again_later(returned_at, is_found):
     more = [entry(returned_at, "lied", leases=["0-0"]), entry(6.0, "returned", leases=["0-0"])]
