@@ -85,7 +85,8 @@ class WeightsConfig(Config):
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
     """Size of one flat broadcast buffer, bytes."""
     transfer_timeout_s: Positive = 60.0
-    """Longest broadcast of one bucket, and longest wait for a generator's confirmation of a version, seconds."""
+    """Longest broadcast of one bucket, and longest wait for a generator's confirmation of a version, seconds; 10 s more
+    per GB of the version."""
     fetch_timeout_s: Positive = 600.0
     """Longest fetch of one version, seconds; the generator keeps generating."""
     max_probe_diff: Positive = 1e-3

@@ -104,6 +104,8 @@ class Policy(nn.Module):
         self.compute_dtype = compute_dtype
         self.head: OutputHead | None = None
         """Computes logits in chunks. None: the model computes all at once."""
+        self.chunk_elements: int | None = None
+        """Logits per chunk; None for those of the device."""
         found = find_routers(causal_lm)
         self.routers = Routers(found) if found else None
 
@@ -153,6 +155,7 @@ class Policy(nn.Module):
         columns = part.targets, part.temperatures
         own = self.group.own(candidates, microbatch)
         options: dict[str, Any] = {"requested": requested, "candidates": own, "reference_logits": reference_logits}
+        options["chunk_elements"] = self.chunk_elements
         self._set_routers(part, prices)
         if self.head:
             outputs = self.head(self._states(part), *columns, dtype=self.compute_dtype, **options)
