@@ -41,7 +41,7 @@ from slipstream.runtime.lora import (
     save_adapter,
 )
 from slipstream.runtime.model_files import IMAGE_FILES, find_file, read_chat_template
-from slipstream.runtime.routers import Routers, check_layers, find_routers
+from slipstream.runtime.routers import Routers, autocast_experts, check_layers, find_routers
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
 """`model.dtype` -> dtype of matrix products. float16 gradients would underflow."""
@@ -108,6 +108,8 @@ class Policy(nn.Module):
         """Logits per chunk; None for those of the device."""
         found = find_routers(causal_lm)
         self.routers = Routers(found) if found else None
+        if compute_dtype != torch.float32:
+            autocast_experts(causal_lm)
 
     @property
     def vocab_size(self) -> int:
