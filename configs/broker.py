@@ -73,7 +73,7 @@ class WeightsConfig(Config):
     staging: Literal["auto", "device", "host"] = "auto"
     """Memory into which a version is copied while the learner waits. `device`: on the GPU, from where it moves to the
     host during training; takes the size of one version. `host`: always used on CPUs. `auto`: `device` if that is at
-    most half of the free memory at startup."""
+    most half of the memory that is free after the first step."""
     publish_every_steps: Annotated[int, Meta(ge=1)] = 1
     """Steps between two policy versions."""
     fetch_address: str | None = None
