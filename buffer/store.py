@@ -99,8 +99,8 @@ class Store(Protocol):
         In `max_groups`, `group_size` evaluation rows count as one group. `version`: lease evaluations of this version
         only. `max_evaluations`: rows leased ahead of other prompts.
 
-        New prompts are admitted while `admitted < admission_limit`; with a negative limit, only evaluations are leased,
-        no returned prompts either. Training prompts are leased only in the phases starting and training. A group has
+        New prompts are admitted while `admitted < admission_limit`. A negative limit also withholds returned prompts:
+        only evaluations are leased. Training prompts are leased only in the phases starting and training. A group has
         `group_size` members; with `has_baseline` the last one is greedy. `upcoming` prompts outside the curriculum's
         band are skipped: they finish immediately and are not admitted.
         """

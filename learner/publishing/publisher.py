@@ -30,6 +30,7 @@ from torch import Tensor
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, Members, Message, OpenEpoch, UpdateApplied
 from slipstream.broker.transport.session import Inbox, Sender
+from slipstream.broker.weights.buckets import SLOWEST_BYTES_PER_S
 from slipstream.broker.weights.process_group import choose_backend
 from slipstream.broker.weights.transport import WeightSender
 from slipstream.buffer.records import VersionEntry
@@ -223,7 +224,8 @@ class Publisher:
     def _broadcast(self, members: list[Member]) -> bool:
         """Return whether all `members` now hold the version."""
         staged = self._require_staged()
-        started_at, timeout_s = self._clock(), self._config.transfer_timeout_s
+        limit_s = self._config.transfer_timeout_s + sum(staged.update.bucket_bytes) / SLOWEST_BYTES_PER_S
+        started_at, timeout_s = self._clock(), limit_s
         # A hung member delays all others by the full timeout, so derive a tighter limit from recent transfers.
         if self._transfers_s:
             expected_s = _MIN_TRANSFER_S + _TRANSFER_TIMEOUT_FACTOR * max(self._transfers_s)
@@ -239,9 +241,7 @@ class Publisher:
             error = str(raised)
             # The group may still hold data of the failed broadcast.
             self._epoch_members = []
-        missing = self._collect(
-            self._applied, members, timeout_s=_AFTER_ERROR_S if error else self._config.transfer_timeout_s
-        )
+        missing = self._collect(self._applied, members, timeout_s=_AFTER_ERROR_S if error else limit_s)
         failed = [m for m, a in self._applied.items() if a.error]
         if missing or failed:
             self._epoch_members = []

@@ -23,8 +23,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "bad_rewards.py").write_text("def raises(sample): raise RuntimeError\n")
     rows = pq.read_table(made / "data" / "digits" / "train.parquet")
     pq.write_table(rows.drop_columns(["reward_model"]), made / "data" / "unscored.parquet")
-    shutil.copytree(made / "models" / "digits-random", made / "models" / "no-weights")
-    (made / "models" / "no-weights" / "model.safetensors").unlink()
+    shutil.copytree(made / "models" / "digits-random", made / "models" / "damaged")
+    (made / "models" / "damaged" / "model.safetensors").write_bytes(b"damaged")
     return made
 
 
@@ -73,7 +73,7 @@ def test_a_wrong_setting_is_found_before_anything_starts_and_the_name_stays_free
 def test_a_refused_run_trains_under_its_name_once_the_settings_are_right_even_without_a_compiler(folder: Path) -> None:
     for wrong, words in (
         ("data.max_prompt_tokens=2", ("data.max_prompt_tokens",)),
-        ("model.path=models/no-weights", ("learner: model.path", "models/no-weights", "learner.log")),
+        ("model.path=models/damaged", ("learner: model.path", "models/damaged", "learner.log")),
     ):
         assert_ends_with_one_sentence(launch(folder, "again", wrong), folder, *words)
         assert (folder / "runs" / "again" / "config.yaml").exists()
@@ -113,9 +113,9 @@ def test_a_role_started_by_hand_says_it_in_one_sentence(
 
 
 def test_the_serial_run_says_it_in_one_sentence_too(folder: Path) -> None:
-    serial = ("experiment=digits_serial", *SMALL[2:], "model.path=models/no-weights", "name=serial")
+    serial = ("experiment=digits_serial", *SMALL[2:], "model.path=models/damaged", "name=serial")
     done = runs.call(runs.command(*serial), folder)
-    assert_ends_with_one_sentence(done, folder, "model.path", "models/no-weights")
+    assert_ends_with_one_sentence(done, folder, "model.path", "models/damaged")
 
 
 def test_a_learner_that_dies_of_the_same_error_twice_at_its_start_ends_the_run(folder: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.run import RunConfig
+from slipstream.runtime.process import NCCL_ENVIRONMENT
 
 _ALWAYS = {
     # A forked child would share locks and sockets with this process.
@@ -23,10 +24,6 @@ _CPU = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-_GPU = {
-    # Otherwise NCCL's watchdog aborts this process when another member of the weight group dies.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-}
 
 
 def vllm_environment(run: RunConfig, *, device: str | None = None) -> dict[str, str]:
@@ -41,7 +38,7 @@ def vllm_environment(run: RunConfig, *, device: str | None = None) -> dict[str, 
 def engine_environment(config: VllmEngineConfig, *, device: str | None = None) -> dict[str, str]:
     """Variables that `VllmEngine.start` requires."""
     if (device or detect_device()) == "cuda":
-        return _ALWAYS | _GPU
+        return _ALWAYS | NCCL_ENVIRONMENT
     settings = _ALWAYS | _CPU | {"VLLM_CPU_KVCACHE_SPACE": str(ceil(config.kv_cache_gib or 1))}
     if config.enforce_eager is not False:
         # Otherwise torch compiles a comparison with g++ for half a minute.
