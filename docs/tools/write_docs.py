@@ -28,24 +28,41 @@ from msgspec.inspect import (
 from docs.tools.monitoring_files import alerts, dashboard
 from slipstream.configs.advantages import AdvantageConfig
 from slipstream.configs.base import Formula
+from slipstream.configs.generators import RewardConfig, RewardFunctionConfig
 from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig
 from slipstream.configs.schema import PRESETS, Setting, groups, settings, variants
 from slipstream.learner.training.objective import find
 from slipstream.runtime.healthy_ranges import RANGES
 
+OFTEN_CHANGED = (
+    "name", "model.path", "model.lora", "data.train", "data.eval", "data.max_prompt_tokens",
+    "generators.sampling.max_tokens", "generators.sampling.temperature", "generators.group_size",
+    "generators.reward.function", "generators.agent", "generators.count", "generators.engine.tensor_parallel_size",
+    "learner.num_ranks", "learner.engine.zero_stage", "learner.tokens_per_microbatch", "learner.prompts_per_step",
+    "learner.max_steps", "learner.epochs", "learner.optimizer.learning_rate", "learner.checkpoint.every_steps",
+    "evaluation.every_steps", "staleness.max_lag", "algorithm.kl.coef", "logging.backends",
+)  # fmt: skip
+
 
 def list_settings() -> str:
     """Render a section per record and group of variants: options, then keys with default, range, and meaning."""
     top_level = [setting for setting in settings() if "." not in setting.key]
-    sections = [["## The run", "", *_key_table(top_level)]]
+    keys = {setting.key: setting for setting in reversed(settings())}
+    often = [keys[key] for key in OFTEN_CHANGED]
+    sections = [[f"## The {len(often)} settings that most runs change", "", *_key_table(often)]]
+    sections += [["## The run", "", *_key_table(top_level)]]
     sections += [[f"## `{group}`", "", *_option_table(group)] for group in ("experiment", "recipe")]
-    sections += [[*_section(setting)] for setting in settings() if setting.records]
+    shown: dict[type, str] = {RewardConfig: "generators.reward", RewardFunctionConfig: "generators.reward.functions"}
+    sections += [[*_section(setting, shown)] for setting in settings() if setting.records]
     # Several variants may hold the same records under the same key.
     return "\n\n".join(dict.fromkeys("\n".join(section).strip() for section in sections))
 
 
-def _section(setting: Setting) -> Iterator[str]:
-    """Render heading, meaning, options, and keys of a field that holds one record, a choice of records, or a list."""
+def _section(setting: Setting, shown: dict[type, str]) -> Iterator[str]:
+    """Render heading, meaning, options, and keys of a field that holds one record, a choice of records, or a list.
+
+    `shown`: records with their fields above -> name; updated. They are not repeated.
+    """
     is_choice = len(setting.records) > 1
     yield from (f"{'###' if '.' in setting.key else '##'} `{setting.name}`", "")
     yield from (setting.meaning if is_choice else _docstring(setting.records[0].cls), "")
@@ -54,9 +71,17 @@ def _section(setting: Setting) -> Iterator[str]:
     for record in setting.records:
         below = {found.key: found for found in settings() if found.record is record.cls}.values()
         fields = [found for found in below if found.key.rpartition(".")[0].removesuffix("[]") == setting.key]
+        name = f"{setting.name}={record.tag}" if setting.tags else setting.name
+        same, base = shown.setdefault(record.cls, name), shown.get(record.cls.__mro__[1], "")
         if fields and is_choice:
             yield from (f"`{setting.name}={record.tag}`:" if setting.tags else f"`kind: {record.tag}`:", "")
-        yield from ([*_key_table(fields), ""] if fields else [])
+        if fields and same != name:
+            yield from (f"Fields as in `{same}`.", "")
+        elif base:
+            yield from (f"Like `{base}`, except for:", "")
+            yield from (*_key_table([each for each in fields if each.field.name in record.cls.__annotations__]), "")
+        elif fields:
+            yield from (*_key_table(fields), "")
 
 
 def _option_table(group: str) -> Iterator[str]:
