@@ -161,7 +161,7 @@ class LeaseScheduler:
 
     # --- how much ------------------------------------------------------------------------------------------------
     def _offer(self, request: _Request, state: RunState) -> _Offer:
-        requested = max(1, request.max_trajectories // self._run.generators.members_per_group)
+        requested = max(1, request.max_trajectories // self._run.members_per_group)
         limit, capacity = admission_limit(self._run, consumed=state.consumed), self._run.buffer.capacity
         if capacity != CapacityConfig():
             limit = min(limit, capacity_limit(capacity, self._store_counts()))
@@ -231,15 +231,13 @@ class LeaseScheduler:
         leases = self._store.lease(
             owner=peer.owner,
             max_groups=offer.max_groups,
-            group_size=self._run.generators.members_per_group,
-            has_baseline=self._run.generators.has_baseline,
+            group_size=self._run.members_per_group,
+            has_baseline=self._run.has_baseline,
             lease_s=self._run.broker.lease_s,
             admission_limit=offer.admission_limit,
             # An evaluation accepts answers from one version, and none from guests.
             version=-1 if peer.guest else peer.version,
-            max_evaluations=ceil(
-                self._run.evaluation.lease_fraction * offer.max_groups * self._run.generators.members_per_group
-            ),
+            max_evaluations=ceil(self._run.evaluation.lease_fraction * offer.max_groups * self._run.members_per_group),
             upcoming=upcoming,
         )
         self._fair_share.record_leases(peer, leases)

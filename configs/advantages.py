@@ -70,7 +70,7 @@ class MaxRlConfig(AdvantageConfig, tag="maxrl"):
 
 
 class RemaxConfig(AdvantageConfig, tag="remax"):
-    """Rewards minus the reward of the greedy answer; needs `generators.baseline=greedy`."""
+    """Rewards minus the reward of a greedy answer, generated in addition for each training prompt."""
 
     has_own_baseline: ClassVar[bool] = True
     unshaped: ClassVar[str] = "rewards with that of a greedy answer, unshaped"

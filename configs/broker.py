@@ -108,11 +108,6 @@ class LoggingConfig(Config):
     """Steps between two tables of trained answers; 0 = none. Only with mode=async."""
     num_samples: Annotated[int, Meta(ge=1)] = 8
     """Answers per table."""
-    max_queue: Annotated[int, Meta(ge=1)] = 1000
-    """Entries queued for a slow logger, without rows from before its start; beyond this, the oldest is dropped and
-    counted."""
-    close_timeout_s: Positive = 20.0
-    """Time for a logger to process its queue after the roles have ended, seconds; then it is killed."""
 
     def __post_init__(self) -> None:
         is_fit, why = len(set(self.backends)) == len(self.backends), "two would write the same data"

@@ -134,7 +134,7 @@ class ClusterConfig(Config):
         is_fit = not num_workers or gpus in (0, num_workers)
         require(is_fit, "cluster.generator.gpus", must, got=gpus, why="each worker needs its own GPU")
 
-    def check_guests(self, *, mode: str, generators: GeneratorsConfig, router_replay: bool) -> None:
+    def check_guests(self, *, mode: str, generators: GeneratorsConfig, has_baseline: bool, router_replay: bool) -> None:
         """Raise ConfigError if settings prevent checking the answers of named guests."""
         own = generators.sampling
         agents = (generators.agent, *generators.agents.values())
@@ -147,7 +147,7 @@ class ClusterConfig(Config):
             "generators.sampling.stop, stop_token_ids, or ignore_eos": bool(
                 own.stop or own.stop_token_ids or own.ignore_eos
             ),
-            f"generators.baseline={generators.baseline}": generators.has_baseline,
+            "algorithm/advantage=remax": has_baseline,
             "an agent that is not single_turn": not all(isinstance(agent, SingleTurnConfig) for agent in agents),
             "model.moe.router_replay=true": router_replay,
         }

@@ -1,7 +1,7 @@
 """Settings of the generator role: engine, sampling, agents, rewards, scaling."""
 
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -363,9 +363,6 @@ class GeneratorsConfig(Config):
     """Automatic scaling of this number; null = off."""
     group_size: Annotated[int, Meta(ge=1)] = 8
     """Sampled trajectories per prompt lease."""
-    baseline: Literal["none", "greedy"] = "none"
-    """`greedy`: one more answer per training prompt, at temperature 0. It is not trained on; its reward is the baseline
-    of the sampled ones (`algorithm/advantage=remax`)."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 256
     """Maximum trajectories in flight per generator; fewer if its engine lacks room."""
     sampling: SamplingConfig = SamplingConfig()
@@ -385,13 +382,3 @@ class GeneratorsConfig(Config):
     def executed(self) -> set[str]:
         """Code that agents and tools run and addresses that they contact, with arguments."""
         return {each for agent in (self.agent, *self.agents.values()) for each in agent.executed}
-
-    @property
-    def has_baseline(self) -> bool:
-        """Whether the last member of each group is greedy."""
-        return self.baseline == "greedy"
-
-    @property
-    def members_per_group(self) -> int:
-        """Sampled members of a group, plus the greedy one if present."""
-        return self.group_size + self.has_baseline

@@ -113,6 +113,16 @@ class RunConfig(Config):
         return self.learner.prompts_per_step - self.mixed_groups_per_step
 
     @property
+    def has_baseline(self) -> bool:
+        """Whether the last member of each group is greedy."""
+        return isinstance(self.algorithm.advantage, RemaxConfig)
+
+    @property
+    def members_per_group(self) -> int:
+        """Sampled members of a group, plus the greedy one if present."""
+        return self.generators.group_size + self.has_baseline
+
+    @property
     def groups_per_version(self) -> int:
         """Groups claimed between two publishes."""
         return self.claimed_groups_per_step * self.weights.publish_every_steps
@@ -138,9 +148,11 @@ def _check_bounds(run: RunConfig) -> None:
     longest, own = run.model.max_length, run.data.max_prompt_tokens + run.generators.sampling.max_tokens
     must = f"be >= data.max_prompt_tokens + generators.sampling.max_tokens ({own})"
     require(longest >= own, "model.max_length", must, got=longest, why=_NO_ROOM)
-    most, own = run.generators.max_concurrency, run.generators.members_per_group
-    why = "no generator could ever request a prompt for a group (group_size, and one more with baseline=greedy)"
-    require(most >= own, "generators.max_concurrency", f"be >= generators.members_per_group ({own})", got=most, why=why)
+    most, own = run.generators.max_concurrency, run.members_per_group
+    why = (
+        "no generator could ever request a prompt for a group (group_size, and one more with algorithm/advantage=remax)"
+    )
+    require(most >= own, "generators.max_concurrency", f"be >= the members of a group ({own})", got=most, why=why)
     groups, updates = run.learner.prompts_per_step, run.algorithm.updates_per_step
     must = f"be a multiple of algorithm.updates_per_step ({updates})"
     why = "the optimizer updates of a step would see unequal batches"
@@ -241,7 +253,12 @@ def _check_places(run: RunConfig) -> None:
     run.cluster.check_machines(num_ranks=ranks)
     run.cluster.check_brokers(run.broker.shards, address=run.broker.address, mode=run.mode)
     run.cluster.check_ray(mode=run.mode, num_ranks=ranks, device=device, num_workers=workers)
-    run.cluster.check_guests(mode=run.mode, generators=run.generators, router_replay=run.model.moe.router_replay)
+    run.cluster.check_guests(
+        mode=run.mode,
+        generators=run.generators,
+        has_baseline=run.has_baseline,
+        router_replay=run.model.moe.router_replay,
+    )
     run.metrics.check(mode=run.mode, has_roles=run.has_roles)
 
 
@@ -255,9 +272,6 @@ def _check_generators(run: RunConfig) -> None:
     size, must = generators.group_size, f"be >= 2 for algorithm/advantage={advantage.kind}"
     why = "a group of one has no baseline and every advantage would be zero; moving_baseline supports it"
     require(size > 1 or advantage.has_own_baseline, "generators.group_size", must, got=size, why=why)
-    is_fit = generators.has_baseline or not isinstance(advantage, RemaxConfig)
-    must, why = "be greedy for algorithm/advantage=remax", "its baseline is the reward of a greedy answer"
-    require(is_fit, "generators.baseline", must, got=generators.baseline, why=why)
     least, lease_s = 3 * run.broker.heartbeat_s, run.broker.lease_s
     why = "pings renew leases, and a healthy generator's leases would lapse in between"
     require(lease_s >= least, "broker.lease_s", f"be >= three pings ({least:g})", got=lease_s, why=why)
@@ -267,7 +281,7 @@ def _check_filter(run: RunConfig) -> None:
     """At least one kind of group must pass, or the learner would wait forever."""
     chosen, size = run.buffer.filter, run.generators.group_size
     if isinstance(chosen, ZeroAdvantageConfig):
-        is_fit, must = run.generators.members_per_group > 1, "be >= 2 for buffer/filter=zero_advantage"
+        is_fit, must = run.members_per_group > 1, "be >= 2 for buffer/filter=zero_advantage"
         why = "a single reward has nothing to differ from, and every group would be rejected"
         require(is_fit, "generators.group_size", must, got=size, why=why)
         signal = run.algorithm.signal_beside_rewards

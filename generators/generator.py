@@ -125,7 +125,7 @@ class Generator:
         clock: Clock = time.monotonic,
     ) -> None:
         """`fetcher`: None if weights are passed within the process."""
-        self._group_size = run.generators.members_per_group
+        self._group_size = run.members_per_group
         self._max_payload_bytes = run.broker.max_message_bytes
         self._client = client
         self._engine = engine

@@ -147,7 +147,7 @@ class Progress:
         """Whether a trajectory arrived and was kept, an answer arrived, or a generator started or changed weights."""
         # Trajectories of lost groups are not progress. Groups stored before the wait may be lost without canceling
         # newer arrivals.
-        stored_before = base.open_members + base.ready * self.run.generators.members_per_group
+        stored_before = base.open_members + base.ready * self.run.members_per_group
         lost = _lost_members(self.now.counts) - _lost_members(base)
         arrived = (self.accepted - max(0, lost - stored_before), self.now.answered or 0)
         before, self._most_arrived = self._most_arrived, tuple(map(max, arrived, self._most_arrived))

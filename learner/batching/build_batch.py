@@ -139,7 +139,7 @@ def _check_sampling(trajectory: Trajectory, *, has_baseline: bool) -> None:
         raise BatchError(
             f"a trajectory to train on must be sampled at a temperature > 0, got {trajectory.sampling.temperature} in "
             f"{trajectory.id}: greedy answers have no sampling probability, and serve as baselines only with "
-            "generators.baseline=greedy."
+            "algorithm/advantage=remax."
         )
 
 

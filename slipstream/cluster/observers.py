@@ -17,6 +17,8 @@ from slipstream.runtime.import_path import find_function
 LOGGERS = ("trackio", "wandb", "tensorboard")
 EXPORTER = "exporter"
 _EXPORTER_TIMEOUT_S = 3.0
+LOGGER_TIMEOUT_S = 20.0
+"""Time for a logger to process its queue after the roles have ended; then it is killed."""
 
 
 def check_observers(run: RunConfig) -> None:
@@ -79,9 +81,7 @@ class Observers:
     def __init__(self, run: RunConfig, *, logs: Path) -> None:
         where = (f"name={run.name}", f"runs_dir={run.runs_dir}")
         self._processes = {
-            RoleProcess(
-                role_of(name), ["slipstream.observe.loggers", name, *where], logs=logs
-            ): run.logging.close_timeout_s
+            RoleProcess(role_of(name), ["slipstream.observe.loggers", name, *where], logs=logs): LOGGER_TIMEOUT_S
             for name in run.logging.arguments
         }
         if run.metrics.is_wanted:

@@ -63,8 +63,6 @@ def translate_advantage(config: Translation) -> None:
         config.same("critic.optim.lr", "algorithm.critic.optimizer.learning_rate", float)
         config.same("critic.cliprange_value", "algorithm.critic.value_clip", float)
         config.same("trainer.critic_warmup", "algorithm.critic.warmup_steps")
-    if ours == "remax":
-        config.put("generators.baseline", "greedy")
 
 
 def translate_loss(config: Translation) -> None:

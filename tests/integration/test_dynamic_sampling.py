@@ -191,7 +191,9 @@ def test_a_run_without_a_row_in_the_band_continues_and_reports_it_once(tmp_path:
 
 @STORES
 def test_every_group_has_a_greedy_member_as_its_baseline(tmp_path: Path, make_store):
-    scene = GeneratorScene(tmp_path, make_store=make_store, reward=f"{HERE}:mixed", generators={"baseline": "greedy"})
+    scene = GeneratorScene(
+        tmp_path, make_store=make_store, reward=f"{HERE}:mixed", algorithm={"advantage": {"kind": "remax"}}
+    )
 
     async def script() -> None:
         await begin(scene)

@@ -15,7 +15,7 @@ import structlog
 
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StoreUnavailableError
 from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S
-from slipstream.cluster.observers import LOGGERS, check_loggers, role_of
+from slipstream.cluster.observers import LOGGER_TIMEOUT_S, LOGGERS, check_loggers, role_of
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import to_plain
 from slipstream.configs.run import read_config
@@ -31,8 +31,10 @@ from slipstream.runtime.run_folder import find_run
 _POLL_EVERY_S = 1.0
 _REPORT_EVERY_S = 5.0
 _REPORT_TIME_S = 1.0
-"""Part of `logging.close_timeout_s` reserved for the last report."""
+"""Part of `LOGGER_TIMEOUT_S` reserved for the last report."""
 _NICENESS = 10
+_MAX_QUEUE = 1000
+"""Entries queued for a slow logger, without rows from before its start; beyond it, the oldest is dropped."""
 
 log = structlog.get_logger(__name__)
 
@@ -112,7 +114,7 @@ class LoggerProcess:
         options = run.logging.arguments.get(self._name, {})
         make = partial(make_logger, self._name, logged, options)
         # Make room for the backlog, which arrives in one read.
-        self._delivery = Delivery(make, max_queue=run.logging.max_queue + len(changes.rows))
+        self._delivery = Delivery(make, max_queue=_MAX_QUEUE + len(changes.rows))
         self._feed = Feed(self._reader, self._delivery, config=run.logging, cursor=cursor)
 
     def _keep(self, cursor: int) -> None:
@@ -121,7 +123,7 @@ class LoggerProcess:
 
     def close(self) -> bool:
         """Pass on the last rows; return whether the logger closed in time."""
-        ends_at = time.monotonic() + self._run.logging.close_timeout_s - _REPORT_TIME_S
+        ends_at = time.monotonic() + LOGGER_TIMEOUT_S - _REPORT_TIME_S
         self.turn(is_last=True)
         is_whole, gauges = True, {}
         if self._delivery:

@@ -110,7 +110,7 @@ def test_the_place_and_the_guests_of_a_run_are_no_part_of_its_identity() -> None
         ([GUESTS, "generators.sampling.top_p=0.9"], "must be empty with generators.sampling.top_p=0.9, got"),
         ([GUESTS, "generators.sampling.min_p=0.1"], "must be empty with generators.sampling.min_p=0.1, got"),
         ([GUESTS, "generators.sampling.stop=[x]"], "must be empty with generators.sampling.stop, stop_token_ids, or"),
-        ([GUESTS, "generators.baseline=greedy"], "must be empty with generators.baseline=greedy, got"),
+        ([GUESTS, "algorithm/advantage=remax"], "must be empty with algorithm/advantage=remax, got"),
         (
             [GUESTS, "generators/agent=custom", "generators.agent.function=a:b"],
             "must be empty with an agent that is not single_turn, got",

@@ -20,7 +20,6 @@ from slipstream.scripts.make_prompts import SOURCES
 
 NEEDED = {
     "buffer/store=redis": ["buffer.store.url=redis://localhost:6379/0"],
-    "algorithm/advantage=remax": ["generators.baseline=greedy"],
     "algorithm/advantage=win_rate": ["recipe=sppo"],
     "algorithm/advantage=vtrace": ["algorithm/correction=none"],
     "algorithm/advantage=custom": ["algorithm.advantage.function=my_module:my_advantage"],

@@ -36,7 +36,6 @@ OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}
         ),
         ("weights.publish_every_steps=3", "learner.checkpoint.every_steps", "weights.publish_every_steps (3), got 50"),
         ("generators.group_size=1", "generators.group_size", "a group of one has no baseline"),
-        ("algorithm/advantage=remax", "generators.baseline", "be greedy for"),
         ("generators.autoscale.max=3 generators.count=4", "generators.count", "(1 to 3), got 4"),
         ("learner/engine=torch learner.num_ranks=2", "learner.num_ranks", "be 1 with learner/engine=torch, got 2"),
         ("broker.lease_s=2.9", "broker.lease_s", "be >= three pings (3), got 2.9"),
@@ -104,7 +103,6 @@ def test_a_mix_that_leaves_a_source_without_groups_is_refused() -> None:
         ({"kind": "zero_advantage"}, {"group_size": 1}, "generators.group_size"),
         ({"kind": "accuracy"}, {"group_size": 1}, "buffer.filter"),
         ({"kind": "accuracy", "min_accuracy": 0.51, "max_accuracy": 0.74}, {"group_size": 4}, "buffer.filter"),
-        ({"kind": "none"}, {"group_size": 4, "max_concurrency": 4, "baseline": "greedy"}, "generators.max_concurrency"),
     ],
 )
 def test_a_filter_that_accepts_nothing_and_a_group_without_room_are_refused(chosen, generators, key: str) -> None:
@@ -128,11 +126,11 @@ def test_what_just_fits_is_accepted() -> None:
     assert make_run(broker={"lease_s": 3.0}).broker.lease_s == 3.0
     run = make_run(replay_mix={"archive": "there", "fraction": 0.25}, learner=STEPS_OF_FOUR)
     assert (run.mixed_groups_per_step, run.claimed_groups_per_step, run.groups_per_version) == (1, 3, 3)
-    assert make_run(generators={"group_size": 4, "max_concurrency": 4}).generators.members_per_group == 4
+    assert make_run(generators={"group_size": 4, "max_concurrency": 4}).members_per_group == 4
     # One sampled answer and a greedy one can differ.
-    generators, remax = {"group_size": 1, "baseline": "greedy"}, {"advantage": {"kind": "remax"}}
+    generators, remax = {"group_size": 1}, {"advantage": {"kind": "remax"}}
     run = make_run(buffer={"filter": {"kind": "zero_advantage"}}, generators=generators, algorithm=remax)
-    assert run.generators.members_per_group == 2
+    assert run.members_per_group == 2
 
 
 def test_supervised_training_needs_a_file_and_ignores_the_generators() -> None:

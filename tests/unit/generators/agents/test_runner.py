@@ -74,7 +74,6 @@ def test_a_trajectory_holds_prompt_and_completion_unchanged():
 def test_filters_and_ends_of_turns_come_from_the_settings_but_not_for_the_baseline():
     generators = {
         "sampling": {"min_p": 0.1, "top_p": 0.9, "stop": ["</answer>"], "stop_token_ids": [7], "ignore_eos": True},
-        "baseline": "greedy",
     }
     for index, filters in ((0, (0.1, 0.9)), (2, (None, 1.0))):
         trajectory, engine, _ = answer(
@@ -124,7 +123,7 @@ def test_the_purpose_decides_the_sampling(purpose: str, settings: dict | None, e
 
 
 def test_the_last_member_of_a_group_is_its_greedy_baseline_if_configured():
-    run = {"generators": {"sampling": SAMPLING, "group_size": 2, "baseline": "greedy"}}
+    run = {"generators": {"sampling": SAMPLING, "group_size": 2}, "algorithm": {"advantage": {"kind": "remax"}}}
     sampled, *_ = answer(make_prompt(), 1, **run)
     greedy, engine, _ = answer(make_prompt(), 2, **run)
     assert (sampled.sampling.temperature, sampled.sampling.top_p, sampled.sampling.top_k) == (0.7, 0.9, 5)

@@ -144,7 +144,7 @@ def test_lags_are_from_the_sampling_version_with_bounds_per_group_and_another_ru
     ("members", "has_baseline", "message"),
     [
         ([{"response": (VOCABULARY, 1)}], False, f"token ids must be < {VOCABULARY}, .* got {VOCABULARY} in 0-0-0"),
-        ([{"sampling": GREEDY}], False, r"temperature > 0.*generators\.baseline=greedy"),
+        ([{"sampling": GREEDY}], False, r"temperature > 0.*algorithm/advantage=remax"),
         ([{"sampling": msgspec.structs.replace(GREEDY, temperature=-1.0)}], True, "temperature > 0"),
         ([{}, {"sampling": GREEDY}, {"sampling": GREEDY}], True, "at most one greedy answer, got 0-0-1 and 0-0-2"),
     ],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.observe.loggers import __main__ as logger_main
 from slipstream.observe.loggers.__main__ import LoggerProcess
 from slipstream.observe.reader import RunReader
 from tests.recorded_run import record_run
@@ -27,7 +28,7 @@ class Scene:
         (folder / "kept_logger.py").write_text(LOGGER)
         self.name = f"{folder}/kept_logger.py:Kept"
         serial = {"mode": "serial", "weights": {"transport": "memory"}}
-        logging = {"curve_every_s": 0, "max_queue": 2, "backends": [self.name]}
+        logging = {"curve_every_s": 0, "backends": [self.name]}
         self.folder = record_run(folder, steps=0, logging=logging, **serial)
 
     def write(self, *steps: int) -> None:
@@ -50,7 +51,8 @@ def until(is_met: Callable[[], Any]) -> None:
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scene:
+def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
+    monkeypatch.setattr(logger_main, "_MAX_QUEUE", 2)
     return Scene(tmp_path)
 
 
