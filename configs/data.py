@@ -175,7 +175,7 @@ class DataConfig(Config):
     max_prompt_tokens: Annotated[int, Meta(ge=1)] = 1024
     """Longest prompt, tokens."""
     on_too_long: Literal["error", "skip"] = "error"
-    """What to do if a file has prompts longer than `max_prompt_tokens`. `error`: stop. `skip`: leave these rows out and
+    """Handling of files with prompts longer than `max_prompt_tokens`. `error`: stop. `skip`: leave these rows out and
     log how many."""
     curriculum: CurriculumConfig | None = None
     """Skip prompts that are too easy or too hard according to earlier answers; null = use every row in turn."""
@@ -247,7 +247,7 @@ class SftConfig(Config):
     response: str = "response"
     """Column of the responses, in the same notation; an end token is appended to each."""
     on_too_long: Literal["error", "skip"] = "error"
-    """What to do with rows whose response is empty or that exceed `model.max_length`. `error`: stop. `skip`: leave them
+    """Handling of rows with an empty response, or longer than `model.max_length`. `error`: stop. `skip`: leave them
     out and count them."""
     batch_size: Annotated[int, Meta(ge=1)] = 64
     """Demonstrations per optimizer update, over all ranks."""

@@ -98,7 +98,7 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     enforce_eager: bool | None = None
     """Run without compiled graphs: starts within seconds but decodes more slowly on GPUs; null = only on a CPU."""
     on_weight_update: Literal["keep_kv", "recompute_kv"] = "keep_kv"
-    """What happens to running requests at a weight update. `keep_kv`: continue with the old KV cache (faster).
+    """Effect of a weight update on running requests. `keep_kv`: continue with the old KV cache (faster).
     `recompute_kv`: prefill again with the new weights, after which every token has exactly the distribution of its
     version."""
     enable_prefix_caching: bool | None = None

@@ -15,7 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from msgspec.inspect import BoolType, ListType, LiteralType, NoneType, StructType, UnionType, type_info
+from msgspec.inspect import BoolType, DictType, ListType, LiteralType, NoneType, StructType, UnionType, type_info
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -395,7 +395,8 @@ def convert(data: object, record: type[C]) -> C:
 def _errors(expected: Any, value: object, path: str) -> Iterator[str]:
     """Errors that msgspec would report without the alternatives."""
     if isinstance(expected, UnionType) and isinstance(value, dict):
-        yield from _variant_errors(expected, value, path)
+        if not any(isinstance(option, DictType) for option in expected.types):
+            yield from _variant_errors(expected, value, path)
     elif isinstance(expected, StructType) and isinstance(value, dict):
         yield from _record_errors(expected, value, path)
     elif isinstance(expected, UnionType) and {type(each) for each in expected.types} == {BoolType, LiteralType}:

@@ -109,7 +109,7 @@ def unknown_settings(page: str) -> list[str]:
     known = {setting.key for setting in settings()}
     roots = {key.split(".")[0] for key in known}
     keys = map("".join, SETTING.findall(text(page)))
-    named = [key for key in keys if key.split(".")[0] in roots and not key.endswith((".md", ".py"))]
+    named = [key for key in keys if key.split(".")[0] in roots and not key.endswith((".md", ".py", ".jsonl"))]
     # Arguments of a user's own function are no settings of ours.
     return [key for key in named if key not in known and ".arguments." not in key]
 

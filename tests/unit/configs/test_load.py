@@ -337,6 +337,14 @@ def test_a_users_own_task_takes_nothing_from_the_demo(overrides: list[str]):
     assert run.generators.reward.function == "exact_match"
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [("[wandb]", {"wandb": {}}), ("{wandb: {project: a}, trackio: {}}", {"wandb": {"project": "a"}, "trackio": {}})],
+)
+def test_loggers_are_named_with_or_without_arguments(text: str, arguments: dict[str, Any]) -> None:
+    assert load([f"logging.backends={text}"]).logging.arguments == arguments
+
+
 def test_defaults_that_depend_on_other_settings_follow_them():
     run = load([*OWN_TASK, "generators.sampling.max_tokens=9000", "model.lora={}", "generators.agent.timeout_s=1800"])
     assert (run.model.max_length, run.learner.tokens_per_microbatch) == (10024, 10024)
