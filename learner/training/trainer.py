@@ -148,6 +148,7 @@ class Trainer:
             weights=weights or [1.0] * len(groups),
             num_updates=run.algorithm.updates_per_step,
             masks_truncated=run.algorithm.reward.truncated == "mask",
+            has_observations=run.algorithm.advantage.needs_observations,
             has_baseline=run.generators.has_baseline,
             vocab_size=self.engine.model.vocab_size,
             num_mixed=num_mixed,
