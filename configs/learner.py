@@ -1,7 +1,6 @@
 """Settings of the learner role: engine, optimizer, batch, checkpoints, evaluation."""
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
@@ -46,31 +45,31 @@ class EvaluationConfig(Config):
     """Whether to evaluate the final rows before training as well."""
     only: bool = False
     """Evaluate the initial policy and exit without training."""
-    lease_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    lease_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Maximum fraction of a lease for evaluations while training prompts are available."""
-    monitor_prompts: Annotated[int, Meta(ge=1)] = 128
+    num_prompts: Annotated[int, Meta(ge=1)] = 128
     """Rows at the start of the held-out file, evaluated during training and for early stopping. A file with fewer rows
-    than `monitor_prompts` + `final_prompts` is split in that proportion."""
-    final_prompts: Annotated[int, Meta(ge=1)] = 256
+    than `num_prompts` + `num_final_prompts` is split in that proportion."""
+    num_final_prompts: Annotated[int, Meta(ge=1)] = 256
     """Rows after them, evaluated before and after training."""
     goals: list[MetricBound] = []
     """Conditions on the final evaluation, all required for a positive verdict, such as `[{metric: eval/accuracy_greedy,
     at_least: 0.95}]`; empty = the verdict only reports."""
     timeout_s: Positive = 600.0
     """Longest wait for the evaluations before and after training, seconds; shorter if no answer can arrive
-    (`learner.dead_end`)."""
+    (`learner.stall`)."""
 
     def rows(self, num_rows: int) -> tuple[range, range]:
         """Split the rows of a file into those monitored during training and those evaluated before and after it.
 
         No row is in both (except the only row of a file): early stopping must not select on reported numbers.
         """
-        wanted = self.monitor_prompts + self.final_prompts
+        wanted = self.num_prompts + self.num_final_prompts
         if num_rows >= wanted:
-            return range(self.monitor_prompts), range(self.monitor_prompts, wanted)
+            return range(self.num_prompts), range(self.num_prompts, wanted)
         if num_rows == 1:
             return range(1), range(1)
-        monitored = min(max(1, num_rows * self.monitor_prompts // wanted), num_rows - 1)
+        monitored = min(max(1, num_rows * self.num_prompts // wanted), num_rows - 1)
         return range(monitored), range(monitored, num_rows)
 
 
@@ -80,9 +79,9 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]
 class OptimizerConfig(Config):
     """Optimizer and its learning rate schedule."""
 
-    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
-    """`adamw_8bit`: moments in 8 bits, by bitsandbytes. `muon`: orthogonalized momentum for the matrices of hidden
-    layers, at learning rates as for AdamW, which trains all others. Both need `learner.engine.zero_stage=0`."""
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon`: orthogonalized momentum for the matrices of hidden layers, at learning rates as for AdamW, which trains
+    embeddings, head, norms, biases, and all others; needs `learner.engine.zero_stage=0`."""
     learning_rate: Positive = 1e-6
     """Peak of the learning rate schedule. By default 1e-6, or 1e-5 with `model.lora`."""
     betas: tuple[Decay, Decay] = (0.9, 0.99)
@@ -97,12 +96,6 @@ class OptimizerConfig(Config):
     """Length of the linear warm-up, in steps (of `algorithm.updates_per_step` updates)."""
     max_grad_norm: Positive = 1.0
     """Global gradient norm above which gradients are scaled down."""
-
-    def check_installed(self, setting: str) -> None:
-        """Raise ConfigError unless this machine has the optimizer's library."""
-        is_fit, must = self.name != "adamw_8bit" or find_spec("bitsandbytes"), "be adamw or muon without bitsandbytes"
-        why = "it is not installed here: pip install 'bitsandbytes>=0.50,<0.51'"
-        require(bool(is_fit), f"{setting}.name", must, got=self.name, why=why)
 
 
 class DeepSpeedEngineConfig(Config, tag="deepspeed", tag_field="kind"):
@@ -163,7 +156,7 @@ class CheckpointConfig(Config):
     writes a checkpoint. null = none."""
 
 
-class DeadEndConfig(Config):
+class StallConfig(Config):
     """Detection of waits that cannot end."""
 
     policy: Literal["fail", "wait"] = "fail"
@@ -209,12 +202,12 @@ class LearnerConfig(Config):
     """Compile the layers (torch.compile): faster steps on GPUs after a minute or more. Not available with ZeRO stage 3,
     `sequence_parallel`, or mixtures of experts."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    groups_per_step: Annotated[int, Meta(ge=1)] = 32
+    prompts_per_step: Annotated[int, Meta(ge=1)] = 32
     """Groups claimed per step."""
     max_steps: Annotated[int, Meta(ge=1)] = 200
     """Total number of steps of the run."""
     epochs: Annotated[int, Meta(ge=1)] | None = None
-    """Passes over the training data instead of `max_steps`, which becomes `epochs` x rows / `groups_per_step` (of the
+    """Passes over the training data instead of `max_steps`, which becomes `epochs` x rows / `prompts_per_step` (of the
     store), rounded up: as many groups are trained as these passes have prompts. null = by `max_steps`."""
     tokens_per_microbatch: Annotated[int, Meta(ge=16)] = 8192
     """Maximum tokens of a microbatch, including padding; by default at least `model.max_length`. Larger: more memory,
@@ -230,7 +223,7 @@ class LearnerConfig(Config):
     bytes per token, oldest steps deleted first. 0 = none."""
     wait_timeout_s: Positive = 1800.0
     """Longest wait for a batch while trajectories arrive, seconds; shorter if none can become complete (`dead_end`)."""
-    dead_end: DeadEndConfig = DeadEndConfig()
+    dead_end: StallConfig = StallConfig()
 
     def __post_init__(self) -> None:
         is_sharded, size = self.engine.zero_stage == 3, self.sequence_parallel

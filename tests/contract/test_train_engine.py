@@ -43,7 +43,7 @@ SETTINGS = {
     "split": {
         "learner": {"tokens_per_microbatch": 64, "optimizer": OptimizerConfig(learning_rate=1e-4, weight_decay=10.0)}
     },
-    "reference": {"algorithm": AlgorithmConfig(kl=KlConfig(coefficient=0.1, estimator="full", refresh_every_steps=2))},
+    "reference": {"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, estimator="full", refresh_every_steps=2))},
     "critic": {"algorithm": AlgorithmConfig(advantage=GaeConfig(), critic=CriticConfig(optimizer=QUICK))},
 }
 MUON = {"learner": {"optimizer": OptimizerConfig(name="muon", learning_rate=1e-4, weight_decay=10.0)}}
@@ -125,7 +125,7 @@ def test_zero_3_shards_models_while_they_are_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "load_policy", partial(load, load_policy))
     monkeypatch.setattr(build, "load_value_model", partial(load, load_value_model))
     monkeypatch.setattr(build, "DeepSpeedEngine", start)
-    algorithm = AlgorithmConfig(kl=KlConfig(coefficient=0.1), advantage=GaeConfig())
+    algorithm = AlgorithmConfig(kl=KlConfig(coef=0.1), advantage=GaeConfig())
     make_trainer(make_run(make_model(tmp_path), algorithm=algorithm, learner={"engine": zero(3)}))
     assert shapes == [{(0,)}, {(0,)}]
     critics = [model for model in loaded if hasattr(model, "trunk")]
@@ -278,13 +278,11 @@ def test_a_forward_pass_without_gradient_does_not_change_the_next_step(tmp_path,
     assert used.step(learning_rate=1e-3) == pytest.approx(fresh.step(learning_rate=1e-3), rel=1e-6)
 
 
-WHOLE = itertools.product(("torch", "zero-0"), ("muon", "adamw_8bit"))
+WHOLE = [(name, "muon") for name in ("torch", "zero-0")]
 
 
 @pytest.mark.parametrize(("engine", "optimizer"), [*((name, "adamw") for name in ENGINES), *WHOLE])
 def test_training_continues_bit_for_bit_from_the_saved_state(tmp_path, engine, optimizer):
-    if optimizer == "adamw_8bit":
-        pytest.importorskip("bitsandbytes")
     first, second = (make_engine(tmp_path, ENGINES[engine], name=optimizer) for _ in range(2))
     accumulate(first, make_microbatches())
     first.step(learning_rate=1e-3)

@@ -41,7 +41,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--critic", action="store_true")
     parser.add_argument("--engine-checkpoint", action="store_true", help="save one of DeepSpeed's own, too")
     parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--optimizer", choices=["muon", "adamw_8bit"])
+    parser.add_argument("--muon", action="store_true")
+    parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--bfloat16", choices=["rounded", "whole"], help="how ZeRO-3 gathers")
     parser.add_argument("--pictures", action="store_true", help="a model with images, prompts with and without")
     parser.add_argument("--aux-loss", type=float, default=0.0)
@@ -95,15 +96,14 @@ def main() -> None:
     rendezvous = f"file://{args.folder / args.out}.rendezvous"
     ranks = join_ranks(rank=args.rank, size=args.ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=rendezvous)
     learner = {"engine": zero(args.zero), "num_ranks": args.ranks, "tokens_per_microbatch": args.microbatch}
-    if args.optimizer:
-        learner |= {"optimizer": OptimizerConfig(name=args.optimizer, learning_rate=1e-3, epsilon=1.0)}
+    learner |= {"optimizer": OptimizerConfig(name="muon", learning_rate=1e-3, epsilon=1.0)} if args.muon else {}
     algorithm = AlgorithmConfig(advantage=GaeConfig() if args.critic else GrpoConfig())
     dtype = "bfloat16" if args.bfloat16 else "float32"
     model = ModelConfig(
         max_length=64, path=str(args.folder / "model"), dtype=dtype, lora=LoraConfig(rank=4) if args.lora else None
     )
     model = msgspec.structs.replace(model, router_aux_loss=args.aux_loss)
-    run = make_run(model.path, model=model, learner=learner, algorithm=algorithm, storage_uri=args.storage)
+    run = make_run(model.path, model=model, learner=learner, algorithm=algorithm, storage={"uri": args.storage})
     torch.manual_seed(run.seed)
     if args.bfloat16:
         count_gathered(args.folder / f"{args.out}.rank-{args.rank}.gathered", is_whole=args.bfloat16 == "whole")
