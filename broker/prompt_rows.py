@@ -100,7 +100,8 @@ def standardize(values: Values, columns: Mapping[str, str]) -> Values:
 
 def _further(values: Values, columns: Mapping[str, str], prompt: str) -> Values:
     """Return the other columns. A truth stays, because TRL's reward functions read it under its column's name."""
-    used = {prompt, *(_column(field, values, columns) for field in _COMMON if field != "ground_truth"), "extra_info"}
+    fields = _COMMON.keys() - {"ground_truth", "response"}
+    used = {prompt, *(_column(field, values, columns) for field in fields), "extra_info"}
     used |= {"input"} if prompt == "instruction" else set()
     further = {name: value for name, value in values.items() if name not in used}
     if isinstance(judging := further.pop("reward_model", None), dict):

@@ -1,6 +1,6 @@
 """Advantage functions: one settings record per function."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -25,6 +25,8 @@ class AdvantageConfig(Formula):
     """Whether it takes the learner's log-probabilities from the start of the step."""
     needs_collisions: ClassVar[bool] = False
     """Whether it takes the probability that two draws of a token are equal."""
+    needs_observations: ClassVar[bool] = False
+    """Whether it compares turns that answer the same tokens."""
     unshaped: ClassVar[str] = ""
     """Quantity compared instead of shaped rewards, for the error about reward shaping; empty = none."""
 
@@ -148,6 +150,38 @@ class OptimalTokenBaselineConfig(AdvantageConfig, tag="optimal_token_baseline"):
     """For tool agents: align members by turn and position in the turn instead of position in the answer."""
     epsilon: Positive = 1e-8
     """Added to the baseline's denominator."""
+
+
+class TurnReturnsConfig(AdvantageConfig, tag="turn_returns"):
+    """Future rewards of each turn, normalized over turns of the group."""
+
+    module: ClassVar[str] = "token_advantages"
+    compares_groups: ClassVar[bool] = True
+    is_per_token: ClassVar[bool] = True
+
+    gamma: Share = 1.0
+    """Discount of future rewards, per turn."""
+    over: Literal["index", "group"] = "index"
+    """Turns that are compared: those with the same index in their answers, or all of the group."""
+    epsilon: Positive | None = 1e-6
+    """Added to the standard deviation; null = subtract only the mean."""
+
+
+class GigpoConfig(AdvantageConfig, tag="gigpo"):
+    """Rewards normalized within their group, plus future rewards of each turn normalized over turns of the group that
+    answer the same observation."""
+
+    module: ClassVar[str] = "token_advantages"
+    compares_groups: ClassVar[bool] = True
+    is_per_token: ClassVar[bool] = True
+    needs_observations: ClassVar[bool] = True
+
+    gamma: Share = 0.95
+    """Discount of future rewards, per turn."""
+    step_weight: Annotated[float, Meta(ge=0)] = 1.0
+    """Weight of the second term, the paper's omega."""
+    epsilon: Positive | None = 1e-6
+    """Added to the standard deviations; null = subtract only the means, the paper's F_norm = 1."""
 
 
 class WinRateConfig(AdvantageConfig, tag="win_rate"):

@@ -18,7 +18,7 @@ from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig, PpoCl
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """AdamW of the critic and its learning rate schedule."""
+    """Optimizer of the critic and its learning rate schedule."""
 
     learning_rate: Positive = 1e-5
     """Peak of the learning rate schedule."""

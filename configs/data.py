@@ -153,8 +153,8 @@ class EvalSet(Config):
         return "accuracy_before" if self.name == "sampled" else f"accuracy_before_{self.name}"
 
 
-NAMED_COLUMNS = ("prompt", "ground_truth", "images", "data_source", "agent_name")
-"""Fields of a row that `data.columns` can name."""
+NAMED_COLUMNS = ("prompt", "ground_truth", "images", "data_source", "agent_name", "response")
+"""Fields of a row that `data.columns` can name; only `slipstream evaluate --responses` reads `response`."""
 
 
 class DataConfig(Config):

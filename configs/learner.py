@@ -75,12 +75,15 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class OptimizerConfig(Config):
-    """AdamW and its learning rate schedule."""
+    """Optimizer and its learning rate schedule."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """`muon`: orthogonalized momentum for the matrices of hidden layers, at learning rates as for AdamW, which trains
+    embeddings, head, norms, biases, and all others; needs `learner.engine.zero_stage=0`."""
     learning_rate: Positive = 1e-6
     """Peak of the learning rate schedule. By default 1e-6, or 1e-5 with `model.lora`."""
     betas: tuple[Decay, Decay] = (0.9, 0.99)
-    """Decay of the first and second moment."""
+    """Decay of AdamW's first and second moment."""
     epsilon: Positive = 1e-8
     """Added to the denominator."""
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0

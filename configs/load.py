@@ -127,16 +127,18 @@ _HALF_PRECISION_DIFF = 0.05
 """The kernels of engine and learner differ in the third digit of a log-probability."""
 _UNUSED_BY_MODELS = ("evaluation.stop=null", "evaluation.goals=[]", "learner.checkpoint.best=null")
 """Settings of training that would refuse another `data.eval`."""
+NO_MODEL = "set-below"
 
 
-def load_with_models(words: list[str]) -> tuple[list[str], RunConfig]:
+def load_with_models(words: list[str], *, is_optional: bool = False) -> tuple[list[str], RunConfig]:
     """Return the models named among the overrides, and the settings with the first of them.
 
     A run folder stands for its final model. Unless an experiment is named, the settings are those of the first run that
-    holds one of the models, under the overrides. Raises ConfigError.
+    holds one of the models, under the overrides. `is_optional`: without a model, `model.path` is that of the overrides,
+    else NO_MODEL. Raises ConfigError.
     """
     models = [word for word in words if "=" not in word and not word.startswith(("-", "~"))]
-    if not models:
+    if not models and not is_optional:
         raise ConfigError("MODEL must be a folder in transformers format or a name on the hub, got none.")
     overrides = [word for word in words if word not in models]
     local = [Path(model) for model in models if Path(model).is_dir()]
@@ -147,8 +149,8 @@ def load_with_models(words: list[str]) -> tuple[list[str], RunConfig]:
         overrides = [f"experiment={runs[0]}/config.yaml", *overrides]
     models = [f"{model}/final_model" if Path(model) in runs else model for model in models]
     # A path may have characters that Hydra doesn't read.
-    settings = load([*_UNUSED_BY_MODELS, "model.path=set-below", *overrides])
-    model = msgspec.structs.replace(settings.model, path=models[0], lora=None)
+    settings = load([*_UNUSED_BY_MODELS, f"model.path={NO_MODEL}", *overrides])
+    model = msgspec.structs.replace(settings.model, path=[*models, settings.model.path][0], lora=None)
     return models, msgspec.structs.replace(settings, model=model)
 
 

@@ -217,6 +217,10 @@ def _check_learner(run: RunConfig) -> None:
     is_fit, ranks = isinstance(engine, DeepSpeedEngineConfig) or learner.num_ranks == 1, learner.num_ranks
     why = "that engine is one process; choose learner/engine=deepspeed"
     require(is_fit, "learner.num_ranks", "be 1 with learner/engine=torch", got=ranks, why=why)
+    for setting, optimizer in (("learner", learner.optimizer), ("algorithm.critic", run.algorithm.critic.optimizer)):
+        is_fit, must = optimizer.name != "muon" or not engine.zero_stage, f"be 0 with {setting}.optimizer.name=muon"
+        why = "sharded matrices cannot be orthogonalized before their gradients are clipped"
+        require(is_fit, "learner.engine.zero_stage", must, got=engine.zero_stage, why=why)
     every, key = run.algorithm.kl.refresh_every_steps, "algorithm.kl.refresh_every_steps"
     why = "the reference is the model without its adapter, which never changes"
     require(run.model.lora is None or not every, key, "be null with model.lora", got=every, why=why)

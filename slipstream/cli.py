@@ -337,17 +337,13 @@ def view(
     open_viewer(where, tokenizer=tokenizer, run=run, runs_dir=runs_dir)
 
 
-Words = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="MODEL... [KEY=VALUE...]", help="Folders in transformers format, or model names on the hub."
-    ),
-]
+_MODELS = "MODEL... [KEY=VALUE...]"
+_MODELS_HELP = "Folders in transformers format, or model names on the hub."
 
 
 @app.command(**WITH_OVERRIDES, rich_help_panel="Models")
 def evaluate(
-    words: Words,
+    words: Annotated[list[str] | None, typer.Argument(metavar=_MODELS, help=_MODELS_HELP)] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Store every answer; a repeated call only makes missing ones.")
     ] = None,
@@ -355,6 +351,10 @@ def evaluate(
         bool, typer.Option("--json", help="Print one JSON object; docs/evaluation.md has its keys.")
     ] = False,
     whole: Annotated[bool, typer.Option("--all", help="Use every row of the held-out files.")] = False,
+    responses: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Score the responses in a file instead of generating any; repeatable."),
+    ] = None,
 ) -> None:
     """Measure models on held-out sets.
 
@@ -362,18 +362,19 @@ def evaluate(
     slipstream evaluate runs/digits_cpu/final_model
     slipstream evaluate models/base runs/mine/final_model         with their difference
     slipstream evaluate models/mine --all 'data.eval=[{name: aime, path: aime.parquet, samples: 16}]'
+    slipstream evaluate --responses answers.jsonl generators.reward.function=math
 
     Prints mean reward, accuracy, pass@k, maj@k, best@k, and worst@k with 95 % intervals, on the prompts of a run's
     final evaluation.
     """
     from slipstream.launch.evaluate import show_evaluations
 
-    show_evaluations(words, out=out, is_json=json, is_whole=whole)
+    show_evaluations(words or [], out=out, is_json=json, is_whole=whole, files=responses or [])
 
 
 @app.command(**WITH_OVERRIDES, rich_help_panel="Models")
 def generate(
-    words: Words,
+    words: Annotated[list[str], typer.Argument(metavar=_MODELS, help=_MODELS_HELP)],
     out: Annotated[
         Path, typer.Option(metavar="FOLDER", help="Folder of the answers; a repeated call only makes missing ones.")
     ],

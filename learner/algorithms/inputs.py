@@ -55,6 +55,9 @@ class AdvantageInputs:
     reward."""
     generator_logprobs: Float[Tensor, "N"]
     """float32, under the sampled distribution."""
+    observations: Int[Tensor, "N"] | None = None
+    """Hash of the tokens between the turn and the previous one, or the context's start; None unless the advantage needs
+    it."""
     learner_logprobs: Float[Tensor, "N"] | None = None
     """float32, at the start of the step; None unless a setting needs them."""
     collisions: Float[Tensor, "N"] | None = None

@@ -163,6 +163,61 @@ def _sums_to_go(rows: Float[Tensor, "B L"], decay: Float[Tensor, "B L"]) -> Floa
     return sums
 
 
+# --- turns -----------------------------------------------------------------------------------------------------------
+def turn_returns(inputs: AdvantageInputs, *, gamma: float, over: str, epsilon: float | None) -> Float[Tensor, "N"]:
+    """Discounted returns of turns, normalized within the group, per turn index or over all turns. Equal within a turn.
+
+    A_k = (G_k - mean(G)) / (std(G) + epsilon),  G_k = r_k + gamma * G_{k+1},  r_k = the rewards of turn k's tokens
+
+    Turns without a trained token don't count.
+
+    Source: ours; for one turn GRPO, arXiv:2402.03300, section 4.1.2.
+    """
+    turns, firsts, returns = _turns(inputs, gamma=gamma)
+    groups, indices = inputs.groups[inputs.sequences[firsts]], inputs.turns[firsts]
+    cells = groups if over == "group" else groups * segments.count(indices) + indices
+    return _normalized(returns, cells, epsilon=epsilon)[turns]
+
+
+def gigpo(inputs: AdvantageInputs, *, gamma: float, step_weight: float, epsilon: float | None) -> Float[Tensor, "N"]:
+    """Normalized reward of the trajectory plus normalized return of the turn among turns at the same anchor state.
+
+    A_k = A^E + step_weight * A^S_k                                    eq. 8
+    A^E = (R - mean_group(R)) / (std_group(R) + epsilon)               eq. 3
+    G_k = r_k + gamma * G_{k+1}                                        eq. 5
+    A^S_k = (G_k - mean_anchor(G)) / (std_anchor(G) + epsilon)         eq. 7, over the step group of eq. 6
+
+    An anchor state is an observation: the tokens between a turn and the previous one, or the prompt. Turns of a group,
+    also of one trajectory, with equal observations form a step group. A turn alone in its step group has A^S = 0.
+
+    Source: GiGPO, arXiv:2505.10978.
+    """
+    turns, firsts, returns = _turns(inputs, gamma=gamma)
+    sequences = inputs.sequences[firsts]
+    states = torch.stack([inputs.groups[sequences], known(inputs.observations)[firsts]])
+    anchors = torch.unique(states, dim=1, return_inverse=True)[1]
+    episodes = _normalized(inputs.rewards, inputs.groups, epsilon=epsilon)[sequences]
+    return (episodes + step_weight * _normalized(returns, anchors, epsilon=epsilon))[turns]
+
+
+def _turns(inputs: AdvantageInputs, *, gamma: float) -> tuple[Int[Tensor, "N"], Int[Tensor, "K"], Float[Tensor, "K"]]:
+    """Return each token's turn in the batch, and each turn's first token and discounted return."""
+    keys = inputs.sequences * segments.count(inputs.turns) + inputs.turns
+    turns = torch.unique_consecutive(keys, return_inverse=True)[1]
+    num_turns = segments.count(turns)
+    firsts = torch.searchsorted(turns, torch.arange(num_turns, device=turns.device))
+    rewards = segments.sums(inputs.token_rewards, turns, num_segments=num_turns)
+    rows = segments.to_rows(rewards, inputs.sequences[firsts], num_sequences=inputs.num_sequences)
+    sums = _sums_to_go(rows, torch.full_like(rows, gamma))
+    return turns, firsts, segments.from_rows(sums, inputs.sequences[firsts])
+
+
+def _normalized(values: Float[Tensor, "K"], cells: Int[Tensor, "K"], *, epsilon: float | None) -> Float[Tensor, "K"]:
+    if epsilon is None:
+        return segments.centered(values, cells)
+    return segments.standardized(values, cells, epsilon=epsilon)
+
+
 # --- the critic's own loss -------------------------------------------------------------------------------------------
 def clipped_value_loss(
     values: Float[Tensor, "N"],

@@ -82,6 +82,8 @@ class Tokens(_Columns):
     generator_logprobs: Float[Tensor, "N"]
     """float32, under the sampled distribution."""
 
+    observations: Int[Tensor, "N"] | None = None
+    """Hash of the tokens that the turn answers: since the previous turn, or the context's start. None unless needed."""
     turn_rewards: Float[Tensor, "N"] | None = None
     """float64, turn rewards at the turns' last trained tokens, 0 elsewhere. None without any."""
     start_logprobs: Float[Tensor, "N"] | None = None

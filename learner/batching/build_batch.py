@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from slipstream.buffer.trajectory import Trajectory, stale_mask
@@ -60,6 +61,7 @@ def build_batch(
     vocab_size: int,
     has_baseline: bool = False,
     masks_truncated: bool = False,
+    has_observations: bool = False,
     num_mixed: int = 0,
     images: PromptImages | None = None,
     routers: Routers | None = None,
@@ -67,8 +69,8 @@ def build_batch(
     """Distribute groups over updates and build their columns. Raises BatchError.
 
     `max_lags` (None: no bound) and `weights` have one entry per group. `has_baseline`: groups may contain a greedy
-    answer. `masks_truncated`: responses cut off at the maximum length count only in the baseline. `num_mixed`: final
-    groups from another run. `routers` replay recorded experts.
+    answer. `masks_truncated`: responses cut off at the maximum length count only in the baseline. `has_observations`:
+    hash what each turn answers. `num_mixed`: final groups from another run. `routers` replay recorded experts.
     """
     num_own = len(groups) - num_mixed
     members = []
@@ -90,6 +92,8 @@ def build_batch(
     # Round-robin, because reused and mixed groups come last and must not all land in one update.
     update_of = np.arange(len(groups)) % num_updates
     batch = _lay_out(members, update_of=update_of, weights=weights)
+    if has_observations:
+        batch = batch.with_tokens(observations=_observations(members))
     updates: list[list[Sample]] = [[] for _ in range(num_updates)]
     first_index = 0
     for member in members:
@@ -258,6 +262,18 @@ def _turn_rewards(members: Sequence[_Member], sequences: np.ndarray, turns: np.n
             if own := earned[sequences[end]]:
                 rewards[end] = own[turns[end]]
     return torch.from_numpy(rewards)
+
+
+def _observations(members: Sequence[_Member]) -> Tensor:
+    """`Tokens.observations`."""
+    columns = []
+    for trajectory, trained in ((member.trajectory, member.trained) for member in members):
+        # Runs of one kind of token. Contexts start with prompts, so the run before a turn is what it answers.
+        edges = np.union1d([0, *trajectory.context_starts], np.flatnonzero(np.diff(trajectory.model_mask)) + 1)
+        runs = np.split(trajectory.token_ids, edges[1:])
+        hashes = np.array([xxhash.xxh3_64_intdigest(run.tobytes()) for run in runs], dtype=np.uint64).view(np.int64)
+        columns.append(hashes[np.searchsorted(edges, trained, side="right") - 2])
+    return _joined(columns, np.int64)
 
 
 def _joined(arrays: list[np.ndarray], dtype: type) -> Tensor:

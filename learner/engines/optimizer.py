@@ -1,4 +1,4 @@
-"""AdamW for the training engines: construction, learning-rate schedule, and saved state."""
+"""Optimizers of the training engines: construction, learning-rate schedule, and saved state."""
 
 import math
 from collections import defaultdict
@@ -42,21 +42,60 @@ def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.state_dict(keep_vars=True).items()
 
 
-def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """AdamW over trainable parameters. One-dimensional ones (norms and biases) do not decay."""
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for some parameters and AdamW for the others, as one optimizer with their groups and state."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        # The groups are the parts' own dicts, so that a new learning rate reaches them.
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._parts = parts
+        for part in parts:
+            part.state = self.state
+
+    def step(self, closure: Any = None) -> None:
+        for part in self._parts:
+            part.step()
+
+
+def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Optimizer over trainable parameters. One-dimensional ones (norms and biases) do not decay.
+
+    Muon: M = 0.95 M + 0.05 G, W -= lr (0.2 sqrt(max(rows, columns)) NewtonSchulz5(0.95 M + 0.05 G) + weight_decay W)
+
+    Source: Jordan, https://kellerjordan.github.io/posts/muon; the scale, at which AdamW's learning rates fit:
+    Moonlight, arXiv:2502.16982, eq. 4.
+    """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    hidden = _hidden_matrices(module) if config.name == "muon" else set()
     # `ds_shape` is the unsharded shape of a ZeRO-3 parameter.
     vectors = [each for each in trained if config.weight_decay and len(getattr(each, "ds_shape", each.shape)) < 2]
-    matrices = [each for each in trained if all(each is not vector for vector in vectors)]
+    matrices = [each for each in trained if id(each) not in hidden | {id(vector) for vector in vectors}]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.epsilon,
-        weight_decay=config.weight_decay,
-        fused=True,
-    )
+    parts: list[torch.optim.Optimizer] = []
+    if any(group["params"] for group in groups):
+        adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=config.learning_rate,
+            betas=config.betas,
+            eps=config.epsilon,
+            weight_decay=config.weight_decay,
+            fused=True,
+        )
+        parts.append(adamw)
+    if hidden:
+        moved = [each for each in trained if id(each) in hidden]
+        rate, decay = config.learning_rate, config.weight_decay
+        parts.append(torch.optim.Muon(moved, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+    return parts[0] if len(parts) == 1 else MuonWithAdamW(*parts)
+
+
+def _hidden_matrices(module: nn.Module) -> set[int]:
+    """`id` of each matrix outside embeddings and heads. A value head has one row."""
+    parts = [*module.modules()]
+    outer = [each for each in parts if isinstance(each, nn.Embedding)]
+    outer += [each.get_output_embeddings() for each in parts if hasattr(each, "get_output_embeddings")]
+    excluded = {id(getattr(each, "weight", None)) for each in outer}
+    return {id(each) for each in module.parameters() if each.ndim == 2 and min(each.shape) > 1} - excluded
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
@@ -67,12 +106,18 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 # --- state on disk ---------------------------------------------------------------------------------------------------
 STATE_FILE = "optimizer-rank-{}.safetensors"
-"""Adam moments of a rank's elements, float32[elements], and `step`, the number of updates, float32[1].
+"""Moments of a rank's elements, float32[elements], and `step`, AdamW's number of updates, float32[1].
 
 Keys are `<field>/<first element>/<parameter>`. The model is saved separately.
 """
-_FIELDS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"
+_ADAMW, _MUON = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+
+
+def _fields(optimizer: torch.optim.Optimizer) -> dict[int, tuple[str, ...]]:
+    """`id` of a tensor that Muon updates -> its fields. All others have AdamW's."""
+    groups = [group for group in optimizer.param_groups if "momentum" in group]
+    return {id(each): _MUON for group in groups for each in group["params"]}
 
 
 class Shard(NamedTuple):
@@ -107,11 +152,11 @@ def whole_shards(model: Trainable) -> list[Shard]:
 
 def copy_moments(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Copy the shards' state to host memory under the keys of `STATE_FILE`."""
-    copies = {}
+    copies, fields = {}, _fields(optimizer)
     for shard in shards:
         # A parameter without gradients so far has no state. Save zeros.
         state = optimizer.state.get(shard.master, {})
-        for field in _FIELDS:
+        for field in fields.get(id(shard.master), _ADAMW):
             whole = state[field].detach().flatten() if state else torch.zeros_like(shard.master).flatten()
             part = whole[shard.offset : shard.offset + shard.size]
             copies[f"{field}/{shard.begin}/{shard.name}"] = part.to("cpu", copy=True)
@@ -127,6 +172,7 @@ def restore_moments(
 
     `names`: trained parameters of all ranks. Raises CheckpointError.
     """
+    fields = _fields(optimizer)
     with ExitStack() as files:
         pieces = _find_pieces(folder, files)
         if differing := sorted(pieces[_STEP].keys() ^ set(names)):
@@ -136,11 +182,12 @@ def restore_moments(
                 "model of the checkpoint, or start a new run."
             )
         for master in {id(shard.master): shard.master for shard in shards}.values():
-            optimizer.state[master] = {field: torch.zeros_like(master.detach()) for field in _FIELDS}
+            of_master = fields.get(id(master), _ADAMW)
+            optimizer.state[master] = {field: torch.zeros_like(master.detach()) for field in of_master}
             optimizer.state[master][_STEP] = torch.zeros((), device=master.device)
         for shard in shards:
             state = optimizer.state[shard.master]
-            for field in _FIELDS:
+            for field in fields.get(id(shard.master), _ADAMW):
                 flat = state[field].view(-1)[shard.offset : shard.offset + shard.size]
                 num_read = sum(_read_overlap(piece, shard, into=flat) for piece in pieces[field][shard.name])
                 if num_read != shard.size:
@@ -162,7 +209,7 @@ class _Piece(NamedTuple):
 
 def _find_pieces(folder: Path, files: ExitStack) -> dict[str, dict[str, list[_Piece]]]:
     """Stored pieces by field and parameter. `files` closes them."""
-    pieces: dict[str, dict[str, list[_Piece]]] = {field: defaultdict(list) for field in (*_FIELDS, _STEP)}
+    pieces: dict[str, dict[str, list[_Piece]]] = {field: defaultdict(list) for field in (*_ADAMW, *_MUON, _STEP)}
     for path in sorted(folder.glob(STATE_FILE.format("*"))):
         try:
             file = files.enter_context(safe_open(path, framework="pt"))

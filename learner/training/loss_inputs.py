@@ -174,6 +174,7 @@ def _advantage_inputs(members: Batch, *, state: dict[str, float]) -> AdvantageIn
         positions_in_turn=tokens.positions_in_turn,
         token_rewards=known(tokens.rewards),
         generator_logprobs=tokens.generator_logprobs,
+        observations=tokens.observations,
         learner_logprobs=tokens.start_logprobs,
         collisions=tokens.collisions,
         values=tokens.values,

@@ -149,6 +149,7 @@ class Trainer:
             num_updates=run.algorithm.updates_per_step,
             masks_truncated=run.algorithm.reward.mask_truncated,
             has_baseline=run.has_baseline,
+            has_observations=run.algorithm.advantage.needs_observations,
             vocab_size=self.engine.model.vocab_size,
             num_mixed=num_mixed,
             images=self.images,

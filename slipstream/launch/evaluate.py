@@ -1,25 +1,32 @@
-"""Evaluate models on held-out sets and compare their scores, with intervals."""
+"""Evaluate models on held-out sets, or existing responses, and compare their scores, with intervals."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.table import Table
 
 from slipstream.broker.dataset import Dataset, open_heldout
 from slipstream.broker.lease_scheduler import make_prompt
+from slipstream.broker.messages import Row
 from slipstream.buffer.records import EvaluationAnswer, make_answer
 from slipstream.buffer.store_rules import asked_answers, evaluation_group_id, make_lease
-from slipstream.buffer.trajectory import Trajectory
-from slipstream.configs.base import Record
+from slipstream.buffer.trajectory import Reward, Trajectory
+from slipstream.configs.base import ConfigError, Record
 from slipstream.configs.data import EvalSet
-from slipstream.configs.load import load_with_models
+from slipstream.configs.load import NO_MODEL, load_with_models
 from slipstream.configs.run import RunConfig
+from slipstream.generators.rewards.pool import RewardPool
+from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import load_tokenizer
 from slipstream.launch.generate import AnswerFolder, Job, answer
 from slipstream.learner.evaluation import Estimate, Score, by_source, differences, metric_sums, score
 from slipstream.runtime.command_line import add_row, make_console, make_table
 from slipstream.runtime.model_files import check_model_path
+from slipstream.runtime.row_files import value_at
 
 Answers = dict[str, list[EvaluationAnswer]]
 """Held-out set -> answers of one model."""
@@ -33,9 +40,11 @@ class Evaluation(Record):
     """
 
     model: str
+    """The file itself for existing responses, which are the set `responses`."""
     set: str
     path: str
-    temperature: float
+    temperature: float | None
+    """None for existing responses."""
     score: Score
     by_source: dict[str, Score] = {}
     """Scores by data source; empty unless there are several."""
@@ -43,10 +52,15 @@ class Evaluation(Record):
     """Paired difference to the first model; empty for the first."""
 
 
-def show_evaluations(words: Sequence[str], *, out: Path | None, is_json: bool, is_whole: bool) -> None:
-    """Evaluate models and print scores. Raises the errors of `evaluate`."""
-    models, settings = load_with_models(list(words))
-    found = evaluate(settings, models, out=out, is_whole=is_whole)
+def show_evaluations(
+    words: Sequence[str], *, out: Path | None, is_json: bool, is_whole: bool, files: Sequence[Path] = ()
+) -> None:
+    """Evaluate models or files of responses and print scores. Raises the errors of `evaluate`."""
+    models, settings = load_with_models(list(words), is_optional=bool(files))
+    if files and (len(models) > 1 or out or is_whole):
+        got = "--out" if out else "--all" if is_whole else ", ".join(models)
+        raise ConfigError(f"evaluate --responses takes one model or run at most, no --out, and no --all, got {got}.")
+    found = score_files(settings, files) if files else evaluate(settings, models, out=out, is_whole=is_whole)
     if is_json:
         print(msgspec.json.encode({"evaluations": found}).decode())
         return
@@ -71,12 +85,15 @@ def evaluate(
         answers = _answers(own, folder, is_whole=is_whole)
         base = base or answers
         for each in run.data.eval_sets:
-            own_answers = answers[each.name]
-            difference = {} if answers is base else differences(metric_sums(own_answers), metric_sums(base[each.name]))
-            sources = {source: score(part) for source, part in by_source(own_answers).items()}
             where = (model, each.name, each.path, each.temperature)
-            found.append(Evaluation(*where, score=score(own_answers), by_source=sources, difference=difference))
+            found.append(_evaluation(*where, answers=answers[each.name], base=base[each.name]))
     return found
+
+
+def _evaluation(*where: Any, answers: list[EvaluationAnswer], base: list[EvaluationAnswer]) -> Evaluation:
+    difference = {} if answers is base else differences(metric_sums(answers), metric_sums(base))
+    sources = {source: score(part) for source, part in by_source(answers).items()}
+    return Evaluation(*where, score=score(answers), by_source=sources, difference=difference)
 
 
 def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
@@ -126,6 +143,93 @@ def _jobs(heldout: EvalSet, dataset: Dataset, is_whole: bool, *, run: RunConfig)
     return [Job(make_prompt(lease, dataset.row(lease.row)), 0, 1) for lease in leases]
 
 
+# --- existing responses ----------------------------------------------------------------------------------------------
+_RESPONSES = ("response", "responses", "completion", "completions")
+"""Common names of the column: a text, or a list of texts."""
+
+
+def score_files(run: RunConfig, files: Sequence[Path]) -> list[Evaluation]:
+    """Score all responses in files of rows with the run's reward functions.
+
+    Rows with equal prompt and ground truth are one prompt. Raises ConfigError, EngineError.
+    """
+    if run.model.path == NO_MODEL and any(each.function == "length_penalty" for each in run.generators.reward.chosen):
+        raise ConfigError(
+            "length_penalty needs the numbers of tokens: name the model that wrote the responses, or a run."
+        )
+    prompts: dict[bytes, int] = {}
+    found: list[Evaluation] = []
+    base: list[EvaluationAnswer] = []
+    for path in map(str, files):
+        answers = _score_file(run, path, prompts)
+        base = base or answers
+        if {each.row for each in answers} != {each.row for each in base}:
+            raise ConfigError(f"files of responses must have the same prompts to be compared, but {path} has others.")
+        found.append(_evaluation(path, "responses", path, None, answers=answers, base=base))
+    return found
+
+
+def _score_file(run: RunConfig, path: str, prompts: dict[bytes, int]) -> list[EvaluationAnswer]:
+    """`prompts`: prompt and ground truth -> number, extended by new ones."""
+    tokenizer = load_tokenizer(run.model) if run.model.path != NO_MODEL else None
+    numbers, samples = [], []
+    for row in Dataset(path, columns=run.data.columns):
+        number = prompts.setdefault(msgspec.json.encode([row.prompt, row.ground_truth]), len(prompts))
+        for sample in _read_samples(row, path=path, column=run.data.columns.get("response", ""), tokenizer=tokenizer):
+            numbers.append(number)
+            samples.append(sample)
+    rewards = asyncio.run(_rewards(run, samples))
+    if all(reward.status != "ok" for reward in rewards):
+        reason = rewards[0].detail
+        raise ConfigError(f"generators.reward ({run.generators.reward.summary}) must score {path}, but {reason}.")
+    return [
+        EvaluationAnswer(
+            row=number,
+            reward=reward.total,
+            is_correct=reward.status == "ok" and reward.is_correct,
+            status=reward.status,
+            data_source=sample.data_source,
+            stop_reason=sample.stop_reason,
+            num_tokens=len(sample.response_token_ids),
+            version=0,
+            answer=(reward.detail or sample.response.strip()) if reward.status == "ok" else "",
+        )
+        for number, sample, reward in zip(numbers, samples, rewards, strict=True)
+    ]
+
+
+def _read_samples(row: Row, *, path: str, column: str, tokenizer: Any) -> Iterator[RewardInput]:
+    """Yield the responses of a row. `column`: empty = a common name. Raises ConfigError if it has none."""
+    further = row.extra_info
+    found = column or next((name for name in _RESPONSES if name in further), "")
+    value = value_at(further, found)
+    texts = value if isinstance(value, list) else [value]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        got = f"only {', '.join(further) or 'prompt and truth'}" if value is None else f"{value!r:.60}"
+        raise ConfigError(
+            f"`{found or '` or `'.join(_RESPONSES)}` must be a text or a list of texts, got {got} in row {row.uid} of "
+            f"{path}: name the column of your file with data.columns.response=NAME."
+        )
+    reason = str(further.get("stop_reason", "stop"))
+    for text in texts:
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"] if tokenizer else []
+        yield RewardInput(
+            prompt=row.prompt,
+            response=text,
+            ground_truth=row.ground_truth,
+            data_source=row.data_source,
+            stop_reason=reason,
+            response_token_ids=[*token_ids, tokenizer.eos_token_id] if tokenizer and reason == "stop" else token_ids,
+            extra_info={name: each for name, each in further.items() if name != found},
+            messages=[{"role": "assistant", "content": text}],
+        )
+
+
+async def _rewards(run: RunConfig, samples: Sequence[RewardInput]) -> list[Reward]:
+    with closing(RewardPool(run.generators.reward)) as pool:
+        return await asyncio.gather(*map(pool.score, samples))
+
+
 # --- the tables ------------------------------------------------------------------------------------------------------
 def tables(evaluations: Sequence[Evaluation]) -> list[Table]:
     """One table per set, with columns for models and differences to the first."""
@@ -136,7 +240,8 @@ def tables(evaluations: Sequence[Evaluation]) -> list[Table]:
     for group in sets.values():
         first, others = group[0], group[1:]
         table = make_table("", *(each.model for each in group), *(f"{each.model} minus the first" for each in others))
-        asked = f"{first.score.num_prompts} prompts of {first.path}, temperature {first.temperature:g}"
+        asked = f"{first.score.num_prompts} prompts of {first.path}"
+        asked += "" if first.temperature is None else f", temperature {first.temperature:g}"
         table.title, table.title_justify = f"{first.set}: {asked}", "left"
         for name in first.score.metrics:
             cells = [_cell(each.score.metrics, name) for each in group]
@@ -148,7 +253,8 @@ def tables(evaluations: Sequence[Evaluation]) -> list[Table]:
         scores = [each.score for each in group]
         add_row(table, "answers", *(each.num_answers for each in scores))
         add_row(table, "without a reward", *(each.num_failed for each in scores))
-        add_row(table, "tokens", *(f"{each.mean_tokens:.1f}, at most {each.max_tokens}" for each in scores))
+        if any(each.max_tokens for each in scores):
+            add_row(table, "tokens", *(f"{each.mean_tokens:.1f}, at most {each.max_tokens}" for each in scores))
         reasons = [", ".join(f"{why} {n}" for why, n in each.stop_reasons.items()) for each in scores]
         add_row(table, "ended by", *reasons)
         made.append(table)

@@ -16,10 +16,8 @@ import numpy as np
 from PIL import Image as Pillow
 
 from slipstream.configs.base import ConfigError
-from slipstream.runtime.model_files import read_json
+from slipstream.runtime.model_files import VISION_FAMILIES, read_json
 
-FAMILIES = ("qwen2_vl", "qwen2_5_vl")
-"""Supported `model_type` in config.json."""
 PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
 """An image in these models' chat templates."""
 MAX_BYTES = 32 * 2**20
@@ -83,7 +81,7 @@ def open_image(data: bytes) -> Pillow.Image:
 
 def takes_images(path: str) -> bool:
     """Return whether a model supports images."""
-    return read_json(path, "config.json").get("model_type") in FAMILIES
+    return read_json(path, "config.json").get("model_type") in VISION_FAMILIES
 
 
 class VisionModel:
@@ -96,12 +94,12 @@ class VisionModel:
     def token_id(self) -> int:
         """Placeholder of image parts. Raises ConfigError if the model does not support images."""
         settings = read_json(self._path, "config.json")
-        if settings.get("model_type") not in FAMILIES:
+        if settings.get("model_type") not in VISION_FAMILIES:
             kind = settings.get("model_type", "unknown")
             what = "a vision-language model of another family" if "vision_config" in settings else "a text-only model"
             raise ConfigError(
-                f"prompts with images need a model of the type {' or '.join(FAMILIES)}, got model.path={self._path}, "
-                f"{what} ({kind}): choose another model, or leave the images out."
+                f"prompts with images need a model of the type {' or '.join(VISION_FAMILIES)}, got "
+                f"model.path={self._path}, {what} ({kind}): choose another model, or leave the images out."
             )
         return int(settings.get("image_token_id", 151655))
 

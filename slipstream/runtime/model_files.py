@@ -15,6 +15,8 @@ from tokenizers import Tokenizer
 from slipstream.configs.base import Config, ConfigError, require
 from slipstream.configs.data import ModelConfig
 
+VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+"""Vision-language models that engines and learner compute alike: `model_type` in config.json."""
 _HUB_TIMEOUT_S = 10.0
 _CONFIG = "config.json"
 
@@ -66,6 +68,12 @@ def check_model_files(model: ModelConfig) -> None:
                 path, "the folder has no tokenizer (tokenizer.json): copy the tokenizer's files into it"
             )
     settings = read_json(path, _CONFIG)
+    kind = str(settings.get("model_type"))
+    if "_vl" in kind and kind not in VISION_FAMILIES:
+        raise ConfigError(
+            f"model.path must be a text model or a vision-language model of the type {' or '.join(VISION_FAMILIES)}, "
+            f"got {path!r}, a {kind}: the learner cannot train it; choose another model."
+        )
     inner = settings.get("text_config")
     settings |= inner if isinstance(inner, dict) else {}
     scaling = settings.get("rope_scaling") or settings.get("rope_parameters")

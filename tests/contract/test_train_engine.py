@@ -46,6 +46,7 @@ SETTINGS = {
     "reference": {"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, estimator="full", refresh_every_steps=2))},
     "critic": {"algorithm": AlgorithmConfig(advantage=GaeConfig(), critic=CriticConfig(optimizer=QUICK))},
 }
+MUON = {"learner": {"optimizer": OptimizerConfig(name="muon", learning_rate=1e-4, weight_decay=10.0)}}
 every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES.keys())
 
 
@@ -73,9 +74,13 @@ def copied(engine):
     return {name: tensor.clone() for name, tensor in engine.gather_parameters()}
 
 
-@every_engine
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-def test_three_steps_give_the_losses_and_weights_of_plain_torch(tmp_path, engine, settings):
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*itertools.product(ENGINES, SETTINGS), ("zero-0", "muon")],
+)
+def test_three_steps_give_the_losses_and_weights_of_plain_torch(tmp_path, name, settings):
+    engine, settings = ENGINES[name], (SETTINGS | {"muon": MUON})[settings]
+
     def train(config):
         learner = {"engine": config} | settings.get("learner", {})
         trainer = make_trainer(make_run(make_model(tmp_path), **(settings | {"learner": learner})))
@@ -273,9 +278,12 @@ def test_a_forward_pass_without_gradient_does_not_change_the_next_step(tmp_path,
     assert used.step(learning_rate=1e-3) == pytest.approx(fresh.step(learning_rate=1e-3), rel=1e-6)
 
 
-@every_engine
-def test_training_continues_bit_for_bit_from_the_saved_state(tmp_path, engine):
-    first, second = make_engine(tmp_path, engine), make_engine(tmp_path, engine)
+WHOLE = [(name, "muon") for name in ("torch", "zero-0")]
+
+
+@pytest.mark.parametrize(("engine", "optimizer"), [*((name, "adamw") for name in ENGINES), *WHOLE])
+def test_training_continues_bit_for_bit_from_the_saved_state(tmp_path, engine, optimizer):
+    first, second = (make_engine(tmp_path, ENGINES[engine], name=optimizer) for _ in range(2))
     accumulate(first, make_microbatches())
     first.step(learning_rate=1e-3)
     save_file(first.copy_state(), tmp_path / STATE_FILE.format(0))

@@ -17,7 +17,8 @@ from vllm.multimodal.processing.context import InputProcessingContext
 from vllm.outputs import RequestOutput
 
 from slipstream.generators.errors import EngineError
-from slipstream.runtime.images import FAMILIES, PromptImage, VisionModel
+from slipstream.runtime.images import PromptImage, VisionModel
+from slipstream.runtime.model_files import VISION_FAMILIES
 
 _PACKAGE = "transformers.models.qwen2_vl"
 
@@ -69,7 +70,7 @@ def serve_images_without_torchvision() -> None:
     original = InputProcessingContext.get_hf_processor
 
     def get_hf_processor(self: Any, *arguments: Any, **settings: Any) -> Any:
-        if self.model_config.hf_config.model_type not in FAMILIES:
+        if self.model_config.hf_config.model_type not in VISION_FAMILIES:
             return original(self, *arguments, **settings)
         pil = importlib.import_module(f"{_PACKAGE}.image_processing_pil_qwen2_vl")
         made = pil.Qwen2VLImageProcessorPil.from_pretrained(self.model_config.model)

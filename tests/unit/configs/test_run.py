@@ -38,6 +38,12 @@ OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}
         ("generators.group_size=1", "generators.group_size", "a group of one has no baseline"),
         ("generators.autoscale.max=3 generators.count=4", "generators.count", "(1 to 3), got 4"),
         ("learner/engine=torch learner.num_ranks=2", "learner.num_ranks", "be 1 with learner/engine=torch, got 2"),
+        ("learner.engine.zero_stage=2 learner.optimizer.name=muon", "learner.engine.zero_stage", "be 0 with learner."),
+        (
+            "learner.engine.zero_stage=1 algorithm.critic.optimizer.name=muon",
+            "learner.engine.zero_stage",
+            "got 1: shar",
+        ),
         ("broker.lease_s=2.9", "broker.lease_s", "be >= three pings (3), got 2.9"),
         ("broker.peer_timeout_s=4 broker.lease_s=1.4", "broker.lease_s", "be >= three pings (1.5), got 1.4"),
         ("weights.transport=memory", "weights.transport", "not be memory with mode=async"),

@@ -203,6 +203,8 @@ SIZES = {"embedding": 37, "a.weight": 12, "a.bias": 1, "b.weight": 30, "norm": 5
 class Moments:
     """Optimizer state with distinct values everywhere, including the padding."""
 
+    param_groups: list[dict[str, object]] = []
+
     def __init__(self, masters, *, is_filled):
         self.state = {}
         for master in {id(each): each for each in masters}.values():

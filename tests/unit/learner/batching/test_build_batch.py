@@ -89,6 +89,34 @@ def test_turn_rewards_are_at_the_last_trained_token_and_positions_count_those_to
     assert batch.tokens.positions_in_turn.tolist() == [1, 2]
 
 
+def test_turns_that_answer_the_same_tokens_have_the_same_observation():
+    # Prompt 4 8; each answer: a turn of two tokens, an observation, a turn of two tokens.
+    mask = np.array([False, False, True, True, False, True, True])
+    written = [
+        fresh(number, model_mask=mask, version_spans=[VersionSpan(2, 5)], prompt=(4, 8), response=response)
+        for number, response in enumerate([(2, 9, 5, 7, 3), (3, 3, 5, 2, 2), (2, 9, 6, 7, 3)])
+    ]
+    # A context that ends with an observation, and one with the same prompt.
+    again = fresh(
+        3,
+        model_mask=np.array([False, False, True, False, False, False, True]),
+        version_spans=[VersionSpan(2, 5)],
+        context_starts=[4],
+        prompt=(4, 8),
+        response=(2, 5, 4, 8, 1),
+    )
+    tokens = built([[*written, again]], has_observations=True).batch.tokens
+    first, _, second, _ = tokens.observations[:4].tolist()
+    other = tokens.observations[10].item()
+    assert tokens.observations.tolist() == [
+        *(first, first, second, second) * 2,
+        *(first, first, other, other),
+        *(first, first),
+    ]
+    assert len({first, second, other}) == 3
+    assert built([written]).batch.tokens.observations is None
+
+
 def test_parts_of_rewards_are_columns_by_name():
     both = msgspec.structs.replace(fresh(0), reward=Reward(total=3.0, parts={"format": 1.0, "answer": 2.0}))
     one = msgspec.structs.replace(fresh(1), reward=Reward(total=1.0, parts={"format": 1.0}))

@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from slipstream import cli
@@ -19,7 +23,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 from slipstream.generators.errors import GeneratorError
 from slipstream.launch import generate as generate_module
-from slipstream.launch.evaluate import evaluate, tables
+from slipstream.launch.evaluate import evaluate, score_files, tables
 from slipstream.launch.generate import generate
 from slipstream.runtime.command_line import make_console
 from tests.builders import make_run
@@ -156,6 +160,94 @@ def test_models_are_measured_on_the_same_prompts_and_compared(run: RunConfig, tm
     assert "accuracy of task-1" in printed.get()
     headers = [column.header for column in tables(found)[0].columns]
     assert headers == ["", run.model.path, other, f"{other} minus the first"]
+
+
+GRADED = [
+    # Prompt, truth, responses, stop reason: 2 of 3 right, 0 of 1, and 1 of 2 in two rows.
+    ("1+1=", "2", ["2", "3", "2"], "stop"),
+    ("2+2=", "4", ["4"], "length"),
+    ("3+3=", "6", ["6"], "stop"),
+    ("3+3=", "6", ["7"], "stop"),
+]
+
+
+def write_responses(path: Path, *, as_list: bool = True, column: str = "responses", **changed: str) -> Path:
+    """Write GRADED, one row per prompt or, without `as_list`, per response. `changed`: response -> another."""
+    rows = []
+    for number, (prompt, truth, responses, reason) in enumerate(GRADED):
+        values = {"prompt": prompt, "reward_model": {"ground_truth": truth}, "stop_reason": reason}
+        values["data_source"] = f"task-{number % 2}"
+        given = [changed.get(f"r{text}", text) for text in responses]
+        rows += [values | {column: each} for each in ([given] if as_list else given)]
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        ("r.jsonl", {}),
+        ("r.parquet", {}),
+        ("r.jsonl", {"as_list": False, "column": "response"}),
+        ("r.jsonl", {"column": "written"}),
+    ],
+)
+def test_existing_responses_are_scored_without_a_model(tmp_path: Path, capsys, name: str, form: dict[str, Any]) -> None:
+    file = write_responses(tmp_path / name, **form)
+    words = ["generators.reward.function=exact_match", "generators.reward.num_workers=0"]
+    words += ["data.columns.response=written"] if form.get("column") == "written" else []
+    cli.main(["evaluate", "--responses", str(file), "--json", *words])
+    [found] = json.loads(capsys.readouterr().out)["evaluations"]
+    score, metrics = found["score"], found["score"]["metrics"]
+    assert (found["model"], found["set"], found["temperature"]) == (str(file), "responses", None)
+    assert (score["num_prompts"], score["num_answers"], score["num_failed"], score["max_tokens"]) == (3, 6, 0, 0)
+    # exact_match refuses an answer that was cut off.
+    means = {name: round(each["mean"], 6) for name, each in metrics.items()}
+    assert (means["accuracy"], means["reward"]) == (0.5, 0.5)
+    # pass@2 of (3 answers, 2 right) is 1, of (2 answers, 1 right) 1; the third prompt has one answer.
+    assert (means["pass@2"], means["pass@3"]) == (1.0, 1.0)
+    assert found["by_source"]["task-0"]["num_answers"] == 4
+
+
+def test_files_of_responses_are_compared_and_a_model_counts_their_tokens(run: RunConfig, tmp_path: Path) -> None:
+    base = write_responses(tmp_path / "base.jsonl")
+    better = write_responses(tmp_path / "better.jsonl", r3="2", r7="6")
+    first, second = score_files(run, [base, better])
+    assert first.score.max_tokens == 2, "a digit and the end token"
+    assert second.difference["accuracy"].mean == pytest.approx(2 / 6)
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(line for line in base.open() if "2+2" not in line))
+    with pytest.raises(ConfigError, match=r"^files of responses must have the same prompts .* but .*other\.jsonl has"):
+        score_files(run, [base, other])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], r"`response` or `responses` or .* must be a text or a list of texts, got only .* with data\.columns"),
+        (["data.columns.response=written"], r"`written` must be a text .* got 7 in row r/00000 of "),
+        (["data.columns.prompt=nosuch"], r"`nosuch` must be filled"),
+        (
+            ["data.columns.response=text", "generators.reward.function=length_penalty"],
+            r"length_penalty needs the numbers of tokens: name the model",
+        ),
+        (["--all"], r"takes one model or run at most, no --out, and no --all, got --all\."),
+        (["a", "b"], r"takes one model or run at most, .* got a, b\."),
+    ],
+)
+def test_responses_that_cannot_be_scored_are_refused_in_one_sentence(tmp_path, capsys, words, message) -> None:
+    file = tmp_path / "r.jsonl"
+    file.write_text('{"prompt": "1=", "answer": "1", "written": 7, "text": "1"}\n')
+    reward = ["generators.reward.arguments={max_tokens: 9}"] if any("penalty" in word for word in words) else []
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["evaluate", "--responses", str(file), "generators.reward.num_workers=0", *words, *reward])
+    assert caught.value.code == 2
+    printed = " ".join(capsys.readouterr().err.split())
+    assert re.search(message, printed), printed
+    assert "Traceback" not in printed
 
 
 def test_commands_without_a_model_say_so(capsys: pytest.CaptureFixture[str]) -> None:

@@ -149,6 +149,11 @@ def change_config(folder: Path, **values: object) -> None:
         (lambda model: None, ""),
         (lambda model: (model / "model.safetensors").unlink(), r"no weights \(model\.safetensors\)"),
         (lambda model: [file.unlink() for file in model.glob("tokenizer*")], r"no tokenizer \(tokenizer\.json\)"),
+        (
+            lambda model: change_config(model, model_type="qwen3_vl"),
+            r"must be a text model or .* got '.*', a qwen3_vl: ",
+        ),
+        (lambda model: change_config(model, model_type="qwen2_5_vl"), ""),
         (lambda model: change_config(model, vocab_size=20), r"token 40 of its tokenizer has no embedding, .* is 20"),
         (lambda model: change_config(model, max_position_embeddings=31), r"max_length must be <= .* \(31\), got 32"),
         (lambda model: change_config(model, max_position_embeddings=8, rope_scaling={"factor": 4.0}), ""),
