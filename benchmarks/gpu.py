@@ -186,7 +186,7 @@ def _engine(module: Qwen2ForCausalLM, bench: Bench) -> DeepSpeedEngine[Policy]:
     ranks = join_ranks(rank=0, size=1, device=bench.device)
     config = DeepSpeedEngineConfig(zero_stage=0, gradient_checkpointing=True)
     policy = _policy(module.train(), bench)
-    return DeepSpeedEngine(policy, config=config, optimizer=OptimizerConfig(), device=bench.device, ranks=ranks)
+    return DeepSpeedEngine(policy, config=config, optimizer=OptimizerConfig(), ranks=ranks)
 
 
 def _microbatches(bench: Bench, *, count: int) -> list[Microbatch]:

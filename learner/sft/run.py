@@ -451,7 +451,7 @@ def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0) -> SftRun:
     torch.manual_seed(run.seed)
     # The default algorithm loads no critic, teacher, or reference.
     plain = msgspec.structs.replace(run, algorithm=AlgorithmConfig())
-    trainer = build_trainer(plain, ranks=ranks, device=device)
+    trainer = build_trainer(plain, ranks=ranks)
     return SftRun(
         run,
         train=train.demonstrations,

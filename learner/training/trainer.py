@@ -263,11 +263,11 @@ class Trainer:
         """Check that samples are independent: leaks may grow with the weights. Raises DivergenceError."""
         if step % CHECK_EVERY_STEPS != 1:
             return
-        device, models = self.engine.device, [self.engine.model, *([self.critic.engine.model] if self.critic else [])]
+        models = [self.engine.model, *([self.critic.engine.model] if self.critic else [])]
         # Too few samples to compile for.
         with torch.compiler.set_stance("force_eager") if self._run.learner.compile else nullcontext():
             for model in models:
-                check_rows(model, samples, layout=self._layout, ranks=self._ranks, device=device, step=step)
+                check_rows(model, samples, layout=self._layout, ranks=self._ranks, step=step)
 
     def check_weights(self, *, step: int) -> None:
         """Raise DivergenceError unless all weights are finite after `step`."""
