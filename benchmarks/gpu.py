@@ -37,9 +37,8 @@ from slipstream.learner.batching.microbatch import Microbatch, Sample, Spans
 from slipstream.learner.engines.deepspeed_engine import DeepSpeedEngine, deepspeed_environment
 from slipstream.learner.publishing.staging import Stager
 from slipstream.learner.ranks import join_ranks
-from slipstream.learner.training.attention import PACKED, PackedRows, packed_attention
+from slipstream.learner.training.attention import PACKED, SINGLE_RANK, PackedRows, packed_attention
 from slipstream.learner.training.model import OutputHead, Policy
-from slipstream.learner.training.sequence_parallel import SINGLE_RANK
 
 GIB = 2**30
 _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}

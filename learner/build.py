@@ -29,14 +29,12 @@ from slipstream.learner.publishing.publisher import BackgroundPublisher, Publish
 from slipstream.learner.publishing.staging import Stager, prompt_tokens
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import Ranks, join_ranks
-from slipstream.learner.training.attention import compile_layers
+from slipstream.learner.training.attention import SequenceGroup, compile_layers
 from slipstream.learner.training.critic import OPTIMIZER_SETTING, PATH_SETTING, Critic, load_value_model
-from slipstream.learner.training.frozen_models import AdapterOff, FrozenModels
 from slipstream.learner.training.layout import LayoutChooser
 from slipstream.learner.training.model import Policy, is_sharded, load_policy
 from slipstream.learner.training.objective import Objective
-from slipstream.learner.training.sequence_parallel import SequenceGroup
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import AdapterOff, FrozenModels, Trainer
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait
 from slipstream.runtime.model_files import ModelFingerprint, check_same_model, fingerprint
@@ -117,8 +115,7 @@ class _Models:
         _check_vocabulary(model.vocab_size, policy, setting="algorithm.critic.path", path=chosen.path)
         engine = self._build_engine(model, optimizer=config.optimizer, setting=OPTIMIZER_SETTING)
         chooser.check(model, setting=PATH_SETTING, path=chosen.path)
-        num_steps, num_updates = run.learner.max_steps, run.algorithm.updates_per_step
-        return Critic(config, engine=engine, ranks=self._ranks, num_steps=num_steps, updates_per_step=num_updates)
+        return Critic(run, engine=engine, ranks=self._ranks)
 
     def load_frozen_models(self, engine: TrainEngine[Policy], chooser: LayoutChooser) -> FrozenModels:
         run, policy, teacher = self._run, engine.model, None

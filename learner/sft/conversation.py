@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from slipstream.configs.base import ConfigError
@@ -38,7 +37,15 @@ def chat_pieces(
     turns = [index for index, message in enumerate(shown) if message.get("role") == "assistant"]
     if not all(any(value for key, value in shown[index].items() if key != "role") for index in turns):
         return []
-    render = partial(_render, tokenizer=tokenizer, tools=tools, variables=variables or {})
+
+    def render(messages: Sequence[Message], *, opens_turn: bool) -> str:
+        settings = {**(variables or {}), "add_generation_prompt": opens_turn, "tokenize": False}
+        try:
+            return str(tokenizer.apply_chat_template(list(messages), tools=tools, **settings))
+        # A template is code shipped with the model and may raise anything.
+        except Exception as error:
+            raise ConfigError(f"the messages must fit the chat template: {error}") from error
+
     texts = [render(shown[:end], opens_turn=end == index) for index in turns for end in (index, index + 1)]
     starts = ["", *texts]
     if all(text.startswith(start) for start, text in zip(starts, texts, strict=False)):
@@ -117,19 +124,3 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _render(
-    messages: Sequence[Message],
-    *,
-    tokenizer: Any,
-    tools: Sequence[Any] | None,
-    variables: Mapping[str, Any],
-    opens_turn: bool,
-) -> str:
-    settings = {**variables, "add_generation_prompt": opens_turn, "tokenize": False}
-    try:
-        return str(tokenizer.apply_chat_template(list(messages), tools=tools, **settings))
-    # A template is code shipped with the model and may raise anything.
-    except Exception as error:
-        raise ConfigError(f"the messages must fit the chat template: {error}") from error

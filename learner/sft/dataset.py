@@ -227,7 +227,7 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
     prompt = _column(schema, run.sft.prompt, common=PROMPTS)
     response = _column(schema, run.sft.response, common=RESPONSES)
     if run.sft.objective == "pairs":
-        return _find_pairs(schema, run=run)
+        return _find_pairs(schema, prompt, run=run)
     # A run's archive and exported trajectories have these columns, too.
     if {"token_ids", "model_mask"} <= set(schema.names):
         _check_type(schema, "token_ids", _is_list_of(pa.types.is_integer), "lists of integers")
@@ -260,8 +260,7 @@ def _column(schema: pa.Schema, name: str, *, common: Sequence[str]) -> str:
     return next((each for each in common if each in schema.names and each not in CHATS), name)
 
 
-def _find_pairs(schema: pa.Schema, *, run: RunConfig) -> _Form:
-    prompt = _column(schema, run.sft.prompt, common=PROMPTS)
+def _find_pairs(schema: pa.Schema, prompt: str, *, run: RunConfig) -> _Form:
     if run.model.chat_template_kwargs:
         raise ConfigError("model.chat_template_kwargs must be empty for pairs, which reward models read without them.")
     has_prompt = _type(schema, prompt) is not None

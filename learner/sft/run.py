@@ -49,7 +49,6 @@ from slipstream.learner.errors import DivergenceError
 from slipstream.learner.ranks import Ranks, join_ranks
 from slipstream.learner.sft.dataset import Demonstration, Pair, SftFile, read_heldout, read_train
 from slipstream.learner.training.trainer import Trainer
-from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait
 from slipstream.runtime.run_folder import RunFolder
 
@@ -208,25 +207,22 @@ _SHOWN = ("step", "epoch", "learner/loss", "eval/loss", "eval/pair_accuracy")
 class SftLog:
     """Writes `metrics.jsonl` and `summary.json` on rank 0. See docs/sft.md. Life: start -> add* -> finish."""
 
-    def __init__(
-        self, run: RunConfig, *, folder: RunFolder, train: SftFile, heldout: SftFile, clock: Clock = time.monotonic
-    ) -> None:
+    def __init__(self, run: RunConfig, *, folder: RunFolder, train: SftFile, heldout: SftFile) -> None:
         self._folder = folder
         self._disk = DiskWait()
         self._run = run
         self._train = train
         self._heldout = heldout
-        self._clock = clock
-        self._started_at = clock()
+        self._started_at = time.monotonic()
 
     def start(self, *, step: int) -> None:
         """A resumed run's clock continues from the rows that its checkpoint covers."""
         kept = self._keep(up_to_step=step if step else -1)
-        self._started_at = self._clock() - (kept[-1]["time_s"] if kept else 0.0)
+        self._started_at = time.monotonic() - (kept[-1]["time_s"] if kept else 0.0)
 
     def add(self, *, step: int, epoch: float, metrics: dict[str, float]) -> None:
         """Step 0 has only held-out metrics, measured before training."""
-        row = {"step": step, "epoch": epoch, "time_s": round(self._clock() - self._started_at, 3), **metrics}
+        row = {"step": step, "epoch": epoch, "time_s": round(time.monotonic() - self._started_at, 3), **metrics}
         self._disk.retry(lambda: self._folder.append_metrics(row), what="the metrics", path=self._folder.metrics)
         log.info("step", **{key: round(row[key], 4) for key in _SHOWN if key in row})
 
@@ -269,35 +265,27 @@ def _counts(name: str, file: SftFile) -> dict[str, Any]:
 class SftRun:
     """One per rank. Life: run, once."""
 
-    def __init__(
-        self,
-        run: RunConfig,
-        *,
-        train: Sequence[Any],
-        heldout: Sequence[Any],
-        trainer: Trainer,
-        checkpoints: Checkpoints,
-        ranks: Ranks,
-        folder: RunFolder,
-        sft_log: SftLog | None,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        """`heldout` may be empty. `sft_log`: only on rank 0."""
+    def __init__(self, run: RunConfig, *, device: torch.device, rank: int = 0) -> None:
+        """Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
+        train, heldout = read_train(run), read_heldout(run)
         self._run = run
-        self._train = train
-        self._heldout = heldout
-        self._trainer = trainer
-        self._checkpoints = checkpoints
-        self._ranks = ranks
-        self._folder = folder
-        self._log = sft_log
-        self._clock = clock
-        self._num_steps = count_steps(run, num_rows=len(train))
+        self._train, self._heldout = train.demonstrations, heldout.demonstrations
+        self._folder = folder = RunFolder(run)
+        size, silence_s = run.learner.num_ranks, run.learner.rank_timeout_s
+        self._ranks = ranks = join_ranks(rank=rank, size=size, device=device, silence_s=silence_s)
+        if ranks.is_first:
+            folder.begin()
+        torch.manual_seed(run.seed)
+        # The default algorithm loads no critic, teacher, or reference.
+        self._trainer = build_trainer(msgspec.structs.replace(run, algorithm=AlgorithmConfig()), ranks=ranks)
+        self._checkpoints = Checkpoints(folder.checkpoints, run=run, trainer=self._trainer, ranks=ranks)
+        self._num_steps = count_steps(run, num_rows=len(self._train))
         kind = PairTrainer if run.trains_reward_model else SftTrainer
-        self._sft = kind(run, trainer=trainer, ranks=ranks, num_steps=self._num_steps)
+        self._sft = kind(run, trainer=self._trainer, ranks=ranks, num_steps=self._num_steps)
         self._step = 0
-        best = run.learner.checkpoint.best
+        self._log = SftLog(run, folder=folder, train=train, heldout=heldout) if ranks.is_first else None
         # Every rank flushes before rank 0 judges.
+        best = run.learner.checkpoint.best
         self._best = BestCheckpoint(best, folder, flush=lambda: None) if ranks.is_first else None
         self._disk = DiskWait()
 
@@ -334,12 +322,12 @@ class SftRun:
             self._add_row(self._measure(self._heldout))
 
     def _train_one_step(self) -> None:
-        started_at = self._clock()
+        started_at = time.monotonic()
         step = self._step + 1
         metrics = self._sft.step(choose_rows(self._run, self._train, step=step), step=step)
         self._trainer.check_weights(step=step)
         self._step = step
-        seconds = self._clock() - started_at
+        seconds = time.monotonic() - started_at
         times = {"learner/train_s": seconds, "learner/tokens_per_s": metrics["learner/tokens"] / max(1e-9, seconds)}
         every, is_last = self._run.sft.heldout_every_steps, step == self._num_steps
         is_due = bool(self._heldout) and (is_last or (every > 0 and step % every == 0))
@@ -438,27 +426,3 @@ def check_sft(run: RunConfig) -> None:
     if run.learner.num_ranks > 1:
         read_train(run)
         read_heldout(run)
-
-
-def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0) -> SftRun:
-    """Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
-    train, heldout = read_train(run), read_heldout(run)
-    folder = RunFolder(run)
-    size, silence_s = run.learner.num_ranks, run.learner.rank_timeout_s
-    ranks = join_ranks(rank=rank, size=size, device=device, silence_s=silence_s)
-    if ranks.is_first:
-        folder.begin()
-    torch.manual_seed(run.seed)
-    # The default algorithm loads no critic, teacher, or reference.
-    plain = msgspec.structs.replace(run, algorithm=AlgorithmConfig())
-    trainer = build_trainer(plain, ranks=ranks)
-    return SftRun(
-        run,
-        train=train.demonstrations,
-        heldout=heldout.demonstrations,
-        trainer=trainer,
-        checkpoints=Checkpoints(folder.checkpoints, run=run, trainer=trainer, ranks=ranks),
-        ranks=ranks,
-        folder=folder,
-        sft_log=SftLog(run, folder=folder, train=train, heldout=heldout) if ranks.is_first else None,
-    )

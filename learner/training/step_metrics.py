@@ -13,18 +13,21 @@ Source: GAC, arXiv:2603.01501.
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from slipstream.buffer.archive.step_tokens import StepTokens
+from slipstream.buffer.trajectory import Trajectory
 from slipstream.learner.algorithms import importance, segments
+from slipstream.learner.batching.batch import Tokens
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.step_tokens import TokenRecorder
 
 LAG_BUCKETS = {"0": 0, "1": 1, "2-3": 2, "4-7": 4, "8-15": 8, "16+": 16}
 """Name -> smallest lag, versions. Bucket 0 shows only the mismatch between the engines."""
@@ -213,6 +216,41 @@ def describe_by_lag(counts: Counts) -> dict[str, float]:
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------
+class TokenRecorder:
+    """Records log-probability and entropy per token. Life: add* -> collect, on every rank."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self._values = tokens.generator_logprobs.new_zeros(2, len(tokens.sequences))
+
+    @torch.no_grad()
+    def add(self, microbatch: Microbatch, outputs: Mapping[str, Tensor]) -> None:
+        """Does not synchronize with the device."""
+        self._values[:, microbatch.indices] = torch.stack([outputs[name].float() for name in ("logprobs", "entropies")])
+
+    def collect(self, members: Iterable[tuple[Trajectory, np.ndarray]], *, ranks: Ranks) -> StepTokens | None:
+        """Return statistics on rank 0, None on other ranks. Collective.
+
+        `members`: first trajectories of the batch with positions of trained tokens. Log-ratios are from the start of
+        the step if known, otherwise from the loss's forward pass, like entropies.
+        """
+        # Each token is in one share, so a sum assembles the columns.
+        logprobs, entropies = ranks.sum(self._values)
+        if not ranks.is_first:
+            return None
+        start, generator = self._tokens.start_logprobs, self._tokens.generator_logprobs
+        log_ratios = (logprobs if start is None else start) - generator
+        trained = [(trajectory, positions) for trajectory, positions in members if len(positions)]
+        num_tokens = sum(len(positions) for _, positions in trained)
+        columns = {"log_ratio": log_ratios, "entropy": entropies}
+        return StepTokens(
+            ids=[trajectory.id for trajectory, _ in trained],
+            lengths=[trajectory.num_tokens for trajectory, _ in trained],
+            positions=[positions for _, positions in trained],
+            columns={name: column[:num_tokens].cpu().numpy() for name, column in columns.items()},
+        )
+
+
 class StepMetrics:
     """Statistics of a step's losses. Life: (add_forward -> add)* -> report, on every rank."""
 

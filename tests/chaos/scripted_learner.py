@@ -34,10 +34,9 @@ from slipstream.learner.engines.torch_engine import TorchEngine
 from slipstream.learner.errors import LearnerError
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.frozen_models import FrozenModels
 from slipstream.learner.training.model import load_policy
 from slipstream.learner.training.objective import Objective
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import FrozenModels, Trainer
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.credentials import derive_keys, make_token
 from slipstream.runtime.logs import configure_logs

@@ -13,9 +13,8 @@ from slipstream.learner.batching.microbatch import Spans
 from slipstream.learner.errors import ModelError
 from slipstream.learner.training import attention
 from slipstream.learner.training import model as model_module
-from slipstream.learner.training.attention import PACKED, PackedRows, packed_attention
+from slipstream.learner.training.attention import PACKED, SINGLE_RANK, PackedRows, SequenceGroup, packed_attention
 from slipstream.learner.training.model import LONG, load_policy
-from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup
 from tests.families import make_family
 from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (
