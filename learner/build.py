@@ -18,8 +18,8 @@ from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig
 from slipstream.configs.run import RunConfig
 from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.engines.deepspeed_engine import DeepSpeedEngine, ShardedModel, sharded_loading
-from slipstream.learner.engines.engine import ModelEngine, Trainable, TrainEngine
-from slipstream.learner.engines.torch_engine import TorchEngine, WholeModel
+from slipstream.learner.engines.engine import ModelEngine, TrainEngine
+from slipstream.learner.engines.optimizer import Trainable
 from slipstream.learner.errors import ModelError, TrainEngineError
 from slipstream.learner.learner import Learner
 from slipstream.learner.metrics_log import MetricsLog
@@ -138,7 +138,7 @@ class _Models:
         policy = load_policy(model, setting=setting, **self._options())
         policy.requires_grad_(False)
         if not is_sharded(policy):
-            return WholeModel(policy)
+            return ModelEngine(policy)
         config = self._run.learner.engine
         assert isinstance(config, DeepSpeedEngineConfig), "only DeepSpeed shards"
         engine = ShardedModel(policy, config=config, ranks=self._ranks)
@@ -153,7 +153,7 @@ class _Models:
         config, ranks = self._run.learner.engine, self._ranks
         if isinstance(config, DeepSpeedEngineConfig):
             return DeepSpeedEngine(model, config=config, optimizer=optimizer, ranks=ranks, setting=setting)
-        return TorchEngine(model, optimizer=optimizer, device=ranks.device, setting=setting)
+        return TrainEngine(model, optimizer=optimizer, device=ranks.device, setting=setting)
 
 
 def _check_vocabulary(vocab_size: int, policy: Policy, *, setting: str, path: str) -> None:

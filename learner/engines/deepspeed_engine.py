@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.learner.batching.microbatch import Microbatch
-from slipstream.learner.engines.engine import M, check_grad_norm
+from slipstream.learner.engines.engine import M, ModelEngine, TrainEngine, check_grad_norm
 from slipstream.learner.engines.optimizer import (
     Shard,
     copy_moments,
@@ -94,7 +94,7 @@ def sharded_loading(config: DeepSpeedEngineConfig | TorchEngineConfig, *, ranks:
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------
-class ShardedModel(Generic[M]):
+class ShardedModel(ModelEngine[M]):
     """ModelEngine on DeepSpeed. Requires the process group from `slipstream.learner.ranks`."""
 
     def __init__(
@@ -180,7 +180,7 @@ class ShardedModel(Generic[M]):
         return [part.weight for part in linear if users[part.weight] == 1 and not part.weight.ds_persist]
 
 
-class DeepSpeedEngine(ShardedModel[M]):
+class DeepSpeedEngine(ShardedModel[M], TrainEngine[M]):
     """TrainEngine on DeepSpeed."""
 
     def __init__(

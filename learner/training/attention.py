@@ -169,7 +169,7 @@ _MAX_KERNEL_HEAD = 256
 _MOST_GRAPHS = 64
 """Per layer: with and without gradients, one row and several, for each kind of layer."""
 
-_LONG = 2048
+LONG = 2048
 """Shortest sequences for which masks cost more on CPUs than a kernel call per run of tokens."""
 
 Masks = dict[tuple[int, int, int], Tensor]
@@ -235,7 +235,7 @@ def choose_attention(
 
     `is_sliced`: whether ranks share sequences.
     """
-    if (on_gpu or is_sliced or config.max_length >= _LONG) and can_pack(settings, model_class):
+    if (on_gpu or is_sliced or config.max_length >= LONG) and can_pack(settings, model_class):
         return PACKED
     # transformers' SDPA silently ignores the soft cap of attention scores.
     return "eager" if getattr(settings.get_text_config(), "attn_logit_softcapping", None) else None

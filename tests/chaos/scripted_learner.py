@@ -30,7 +30,7 @@ from slipstream.learner import background_save
 from slipstream.learner.batching.collate import Layout
 from slipstream.learner.build import build_learner
 from slipstream.learner.checkpoint import Checkpoints
-from slipstream.learner.engines.torch_engine import TorchEngine
+from slipstream.learner.engines.engine import TrainEngine
 from slipstream.learner.errors import LearnerError
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import Ranks
@@ -58,7 +58,7 @@ _AFTER_STOP_S = 0.5
 """Remaining time of a step whose process was stopped and continued: enough to renew the claim."""
 
 
-class LineageEngine(TorchEngine):
+class LineageEngine(TrainEngine):
     lineage: list[Trained]
 
     def copy_state(self) -> dict[str, Tensor]:
