@@ -149,9 +149,7 @@ class MetricsLog:
 
     def end_training(self) -> None:
         self._ended_at = self._clock()
-        roles = self._store.roles()
-        self._generated.update(_generated_tokens(roles))
-        self._times.update(self._time_counters(roles))
+        self._update_counters()
 
     def add_step(
         self,
@@ -246,11 +244,15 @@ class MetricsLog:
 
     def _generated_per_s(self, version: int) -> float:
         """Rate of the live generators. Also updates the growth of all counters."""
+        gauges = self._update_counters()
+        roles = role_statuses(gauges, run=self._run, now=self._store.now(), announced_version=version)
+        return sum(role.tokens_per_s or 0.0 for role in roles if role.role == "generator" and role.is_alive)
+
+    def _update_counters(self) -> Roles:
         gauges = self._store.roles()
         self._generated.update(_generated_tokens(gauges))
         self._times.update(self._time_counters(gauges))
-        roles = role_statuses(gauges, run=self._run, now=self._store.now(), announced_version=version)
-        return sum(role.tokens_per_s or 0.0 for role in roles if role.role == "generator" and role.is_alive)
+        return gauges
 
     def _time_counters(self, roles: Roles) -> dict[Counter, float]:
         own = {"learner": self.gauges() | {"role": "learner"}}

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.reasoning import Reasoning, find_reasoning
+from slipstream.runtime.row_files import without_nulls
 
 Message = dict[str, Any]
 """`role`, `content`, and other fields of the chat template."""
@@ -117,10 +118,3 @@ def _shared(first: str, second: str, *, names: list[str]) -> str:
         if text.startswith(name, start)
     ]
     return shared[: min(cuts, default=len(shared))]
-
-
-def without_nulls(value: Any) -> Any:
-    """Drop null fields: Parquet stores absent fields as null, but templates test whether a field is defined."""
-    if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value

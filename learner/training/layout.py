@@ -58,8 +58,6 @@ class LayoutChooser:
         packed: list[LayoutKind] = ["shared_rows", "one_row"] if run.learner.packing else []
         self._kinds: list[LayoutKind] = [*packed, "one_per_row", "one_at_a_time"]
         self._model_checks: list[_ModelCheck] = []
-        self._needs_masks = False
-        self._positions = UNLIMITED
         self.check(policy, setting="model.path", path=run.model.path)
 
     def check(self, model: ProbedModel, *, setting: str, path: str) -> None:
@@ -69,12 +67,10 @@ class LayoutChooser:
         """
         model_check = _ModelCheck(self._run, model, path=path, text=self._text, ranks=self._ranks)
         model_check.check_causality(setting=setting, path=path)
+        self._model_checks.append(model_check)
         if model_check.is_packed and model.group.size == 1 and not model_check.is_exact(self._layout(self._kinds[0])):
             model.backbone.set_attn_implementation("sdpa")
             model_check.found.clear()
-        if not model_check.is_packed:
-            self._needs_masks, self._positions = True, min(self._positions, model_check.positions)
-        self._model_checks.append(model_check)
         # Earlier models must be exact in the sparser layout, too.
         while not all(each.is_exact(self._layout(self._kinds[0])) for each in self._model_checks):
             self._kinds.pop(0)
@@ -97,10 +93,11 @@ class LayoutChooser:
     def _layout(self, kind: LayoutKind) -> Layout:
         learner = self._run.learner
         row_tokens = budget = learner.tokens_per_microbatch
-        if kind == "shared_rows" and self._needs_masks:
+        if kind == "shared_rows" and not all(each.is_packed for each in self._model_checks):
             # Per token, attention costs row length x width, the rest 12 x width^2, so short rows are cheap.
             row_tokens = min(budget, max(_MIN_ROW_TOKENS, self._hidden_size // 2))
-        return Layout(kind, budget, min(row_tokens, self._positions), learner.sequence_parallel)
+        row_tokens = min(row_tokens, *(each.positions for each in self._model_checks))
+        return Layout(kind, budget, row_tokens, learner.sequence_parallel)
 
 
 class _ModelCheck:
