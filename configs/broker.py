@@ -73,7 +73,7 @@ class WeightsConfig(Config):
     staging: Literal["auto", "device", "host"] = "auto"
     """Memory into which a version is copied while the learner waits. `device`: on the GPU, from where it moves to the
     host during training; takes the size of one version. `host`: always used on CPUs. `auto`: `device` if that is at
-    most half of the free memory at startup."""
+    most half of the memory that is free after the first step."""
     publish_every_steps: Annotated[int, Meta(ge=1)] = 1
     """Steps between two policy versions."""
     fetch_address: str | None = None
@@ -85,7 +85,8 @@ class WeightsConfig(Config):
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
     """Size of one flat broadcast buffer, bytes."""
     transfer_timeout_s: Positive = 60.0
-    """Longest broadcast of one bucket, and longest wait for a generator's confirmation of a version, seconds."""
+    """Longest broadcast of one bucket, and longest wait for a generator's confirmation of a version, seconds; 10 s more
+    per GB of the version."""
     fetch_timeout_s: Positive = 600.0
     """Longest fetch of one version, seconds; the generator keeps generating."""
     max_probe_diff: Positive = 1e-3

@@ -35,13 +35,12 @@ from slipstream.configs.base import ConfigError
 from slipstream.learner.errors import RankGroupError
 from slipstream.runtime.command_line import TRY_AGAIN
 from slipstream.runtime.credentials import is_loopback
+from slipstream.runtime.process import NCCL_ENVIRONMENT
 
 COLLECTIVE_TIMEOUT_S = 2400.0
 """Time limit of a collective. Other ranks wait in one while rank 0 publishes, reads a checkpoint, or waits for its
 store. Longer waits call `keep_alive`, so no user setting can exceed it."""
 
-ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""Variable that NCCL's watchdog reads when a process group is built: whether an error ends the process."""
 _RENDEZVOUS = "SLIPSTREAM_RANKS"
 """Rendezvous of ranks on one machine, `file:///path`. Without it, they meet at MASTER_ADDR."""
 _BEATS = 10
@@ -72,8 +71,8 @@ def launch_ranks(
     num_here = num_ranks // num_machines
     num_threads = 1 if on_cpu else max(1, len(os.sched_getaffinity(0)) // num_here)
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
-    # torchrun defaults to 1: a rank would end if a generator dies in a broadcast.
-    os.environ.setdefault(ERROR_HANDLING, "0")
+    # torchrun sets ASYNC_ERROR_HANDLING to 1 unless it is set.
+    os.environ.update(NCCL_ENVIRONMENT | os.environ)
     with TemporaryDirectory(prefix="slipstream-ranks-") as folder:
         if num_machines > 1:
             rendezvous = machine_rendezvous(os.environ, num_machines=num_machines)

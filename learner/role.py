@@ -29,13 +29,13 @@ from slipstream.learner.build import build_learner, build_rank_group, choose_dev
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.learner import Learner
 from slipstream.learner.publishing.fetches import SnapshotServer
-from slipstream.learner.ranks import ERROR_HANDLING, check_environment, exit_rank, launch_ranks
+from slipstream.learner.ranks import check_environment, exit_rank, launch_ranks
 from slipstream.learner.sft.run import SftRun, check_sft
 from slipstream.runtime.clock import Deadline
 from slipstream.runtime.credentials import Keys, derive_keys, find_token
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_same_model
-from slipstream.runtime.process import exempt_from_collection, on_stop_signal, raise_on_stop_signal
+from slipstream.runtime.process import NCCL_ENVIRONMENT, exempt_from_collection, on_stop_signal, raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder, describe_others
 
 _LOOK_EVERY_S = 0.2
@@ -92,8 +92,8 @@ def _set_environment(device: torch.device, *, is_alone: bool) -> None:
     if is_alone:
         # Gloo opens a port even for a group of one, by default on the address of the host name.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Otherwise NCCL's watchdog ends this process if a generator dies in a broadcast.
-    os.environ.setdefault(ERROR_HANDLING, "0")
+    # Both can be overridden. Lengths vary, so fixed segments would fragment the GPU's memory.
+    os.environ.update(NCCL_ENVIRONMENT | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ)
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         return_freed_memory()

@@ -83,6 +83,13 @@ replace_vllm() {
     arguments+=(--overrides "$venv/overrides.txt")
 }
 
+# Triton compiles vLLM's GPU kernels at run time.
+check_compiler() {
+    step="find gcc and Python.h, which the gpu build needs (on Debian and Ubuntu: apt-get install gcc python3-dev)"
+    [ -n "${CC:-}" ] || command -v gcc >/dev/null || command -v clang >/dev/null
+    [ -f "$("${PYTHON:-python3}" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ]
+}
+
 install() {
     local extra=$1
     local arguments=(--editable ".[$extra,dev,ray]")
@@ -144,6 +151,7 @@ configure_uv
 extra=$(choose_extra)
 step="choose a build: SLIPSTREAM_EXTRA must be cpu or gpu, got $extra"
 [[ "$extra" =~ ^(cpu|gpu)$ ]]
+[ "$extra" = cpu ] || check_compiler
 echo "set-up: installing it into $venv"
 install "$extra"
 touch "$stamp"

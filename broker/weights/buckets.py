@@ -13,9 +13,14 @@ from torch import Tensor
 
 from slipstream.broker.errors import AlteredWeightsError, WeightTransferError
 from slipstream.broker.messages import TensorSlot
+from slipstream.broker.weights.shared_buckets import SharedBuckets
 
 ALIGNMENT_BYTES = 64
 """Alignment of every tensor, so that any dtype can be viewed in place."""
+
+SLOWEST_BYTES_PER_S = 1e8
+"""Rate below which an update counts as hung. One process that loads and compares it on two busy cores reaches 1.5e8,
+and a receiver that page-locks its memory 1e9."""
 
 TensorMeta = tuple[str, Sequence[int], torch.dtype]
 """Name, shape and dtype on the wire."""
@@ -45,16 +50,20 @@ def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[Tens
 def allocate(
     sizes: Sequence[int], *, reuse: Sequence[Tensor] = (), is_pinned: bool = False, device: torch.device | None = None
 ) -> list[Tensor]:
-    """Allocate uint8 buckets in host memory or on `device`: zeroed, or unchanged from `reuse` where the size matches.
+    """Allocate zeroed uint8 buckets in host memory or on `device`, or return `reuse` unchanged if its sizes match.
 
-    `is_pinned`: page-lock them, for asynchronous copies from and to a GPU.
+    `is_pinned`: page-lock them, for asynchronous copies from and to a GPU. Raises WeightTransferError if memory is
+    short.
     """
-    return [
-        reuse[i]
-        if i < len(reuse) and reuse[i].numel() == size
-        else torch.zeros(size, dtype=torch.uint8, pin_memory=is_pinned, device=device)
-        for i, size in enumerate(sizes)
-    ]
+    if reuse and [bucket.numel() for bucket in reuse] == list(sizes):
+        return list(reuse)
+    if is_pinned:
+        # Not with torch's allocator of pinned memory, which rounds each bucket up to a power of two.
+        shared = SharedBuckets(sizes, is_pinned=True)
+        pinned = shared.tensors
+        shared.close()
+        return pinned
+    return [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
 
 
 @torch.no_grad()

@@ -10,8 +10,9 @@ Any later failure closes the group on every rank: a failed rank closes its conne
 ranks that wait for it. NCCL over NVLink has no connection that could break, so the others notice a dead peer only at
 the bucket's timeout.
 
-On GPUs a process survives the death of a peer only if it was started with TORCH_NCCL_ASYNC_ERROR_HANDLING=0. Otherwise
-NCCL's watchdog ends the process.
+On GPUs a process survives the death of a peer only if it was started with `NCCL_ENVIRONMENT` of
+`slipstream.runtime.process`, and if no operation reaches NCCL's own timeout: the watchdog would hold its lock for a
+minute, and the monitor would end the process. So NCCL gets a timeout of a day, and this module enforces the deadlines.
 
 The learner owns the store for the whole run. It is a file in the run's private folder, or a TCPStore, which accepts
 writes from anyone who can reach its port.
@@ -244,7 +245,10 @@ _GLOO_CONNECT_S, _NCCL_CONNECT_S = 10.0, 30.0
 """Time limits for connect and probe together, below the epoch's deadline because a member that dies now blocks all
 others and their engines. NCCL first detects the topology."""
 _GRACE_S = 1.0
-"""Additional time for a timed-out operation to raise its error."""
+"""Additional time for a timed-out operation of Gloo to raise its error."""
+_NCCL_TIMEOUT = timedelta(days=1)
+_NCCL_POLL_S = 0.0002
+"""A bucket of 256 MB takes 5 ms at 50 GB/s."""
 _ABORT_S = 5.0
 """Maximum wait for an NCCL abort, which may hang; it continues in the background."""
 TORCH_ERRORS = (RuntimeError, ValueError, OSError)
@@ -445,13 +449,25 @@ class ProcessGroup:
     def _begin_operation(self, bucket: Tensor, *, timeout_s: float) -> Callable[[], object]:
         if bucket.numel() == 0:
             return lambda: None
-        # The timeout ends the operation and makes `wait` raise. Gloo cannot cancel it earlier: deleting the group
-        # meanwhile would block with the GIL held.
         assert self._backend is not None, "a closed group must not be used"
+        if not self._is_on_host:
+            deadline = time.monotonic() + timeout_s
+            work = self._backend.broadcast(bucket, SENDER_RANK, timeout=_NCCL_TIMEOUT)
+            return partial(self._finish_nccl, work, deadline=deadline, timeout_s=timeout_s)
+        # The timeout ends the operation and makes `wait` raise. Gloo cannot cancel it earlier: deleting the group
+        # meanwhile would block with the GIL held. `work` must stay out of frames: a traceback would keep it, and
+        # thereby Gloo's connections, alive.
         work = self._backend.broadcast(bucket, SENDER_RANK, timeout=timedelta(seconds=timeout_s))
-        # With a timeout, NCCL's `wait` blocks this thread, not only the stream. `work` must stay out of frames: a
-        # traceback would keep it, and thereby Gloo's connections, alive.
         return partial(work.wait, timedelta(seconds=timeout_s + _GRACE_S))
+
+    def _finish_nccl(self, work: "dist.Work", *, deadline: float, timeout_s: float) -> None:
+        while not work.is_completed():
+            self._check_not_aborted()
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"it must end within {timeout_s:.3g} s, a member did not take part")
+            time.sleep(_NCCL_POLL_S)
+        # Raises the operation's error, and makes the current stream wait.
+        work.wait()
 
     def _check_not_aborted(self) -> None:
         # An aborted NCCL operation ends like a successful one.
@@ -501,8 +517,7 @@ def build_backend(
 
 def _build_nccl(store: dist.Store, own: EpochRank) -> Backend:
     options = dist.ProcessGroupNCCL.Options()
-    # NCCL's watchdog ends the process when this timeout expires.
-    options._timeout = timedelta(days=1)
+    options._timeout = _NCCL_TIMEOUT
     options.group_name = f"weights-epoch-{own.epoch}"
     # Another thread can abort non-blocking calls that never connect.
     options.config.blocking = 0

@@ -1,6 +1,6 @@
 """Log-probabilities and other numbers per token, computed from logits in at least float32.
 
-More than `chunk_elements` logits are processed in chunks of tokens. With `DeferredLogits`, only one chunk is in memory
+More than `CHUNK_ELEMENTS` logits are processed in chunks of tokens. With `DeferredLogits`, only one chunk is in memory
 at a time, computed from hidden states in either pass.
 """
 
@@ -16,7 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.learner.algorithms import kl
 
-_CHUNK_ELEMENTS = 1 << 24
+CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
+"""Logits per chunk by device type. On a GPU, 64 MiB of logits (110 tokens of a vocabulary of 151,936) would make the
+head's matrix products memory-bound."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def measure_tokens(
     Source: collisions are for the optimal token baseline, arXiv:2602.07078.
     """
     num_tokens, vocabulary = logits.shape
-    chunk_tokens = max(1, (chunk_elements or _CHUNK_ELEMENTS) // vocabulary)
+    chunk_tokens = max(1, (chunk_elements or CHUNK_ELEMENTS[targets.device.type]) // vocabulary)
     if num_tokens <= chunk_tokens:
         return _measure(_computed(logits), targets, temperatures, candidates, _computed(reference_logits), requested)
     chunks = [slice(first, first + chunk_tokens) for first in range(0, num_tokens, chunk_tokens)]

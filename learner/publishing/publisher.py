@@ -30,6 +30,7 @@ from torch import Tensor
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, Members, Message, OpenEpoch, UpdateApplied
 from slipstream.broker.transport.session import Inbox, Sender
+from slipstream.broker.weights.buckets import SLOWEST_BYTES_PER_S
 from slipstream.broker.weights.process_group import choose_backend
 from slipstream.broker.weights.transport import WeightSender
 from slipstream.buffer.records import VersionEntry
@@ -215,7 +216,8 @@ class Publisher:
     def _broadcast(self, members: list[Member]) -> bool:
         """Return whether all `members` now hold the version."""
         staged = self._require_staged()
-        started_at, timeout_s = self._clock(), self._config.transfer_timeout_s
+        limit_s = self._config.transfer_timeout_s + sum(staged.update.bucket_bytes) / SLOWEST_BYTES_PER_S
+        started_at, timeout_s = self._clock(), limit_s
         # A hung member delays all others by the full timeout, so derive a tighter limit from recent transfers.
         if self._transfers_s:
             expected_s = _MIN_TRANSFER_S + _TRANSFER_TIMEOUT_FACTOR * max(self._transfers_s)
@@ -228,7 +230,7 @@ class Publisher:
             self._sender.broadcast(staged.buckets, timeout_s=timeout_s)
             self._transfers_s.append(self._clock() - started_at)
 
-        error, missing = self._run_phase(send, self._applied, members, timeout_s=self._config.transfer_timeout_s)
+        error, missing = self._run_phase(send, self._applied, members, timeout_s=limit_s)
         failed = [m for m, a in self._applied.items() if a.error]
         if error or missing or failed:
             # The group may still hold data of the failed broadcast.

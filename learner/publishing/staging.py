@@ -215,6 +215,7 @@ class Stager:
         self._device = device
         self._cuda = cuda
         self._device_buckets: list[torch.Tensor] | None = None
+        self._has_staged = False
         self._newest: Staged | None = None
 
     def stage(
@@ -239,8 +240,10 @@ class Stager:
             timeout_s=self._config.transfer_timeout_s,
         )
         free = reuse._buckets if reuse else []
-        if self._device_buckets is None:
+        # The first version precedes the first step, which has not allocated its share of the GPU's memory yet.
+        if self._device_buckets is None and (self._has_staged or self._config.staging == "device"):
             self._device_buckets = self._allocate_on_device()
+        self._has_staged = True
         # Packs one tensor at a time: all weights together may not fit on this rank.
         if not self._device_buckets:
             return Staged(update, buckets.pack(weights, self._slots, sizes=self._sizes, reuse=free))
@@ -258,7 +261,7 @@ class Stager:
         staging, is_cpu = self._config.staging, self._device is None or self._device.type == "cpu"
         if staging == "host" or (is_cpu and self._cuda is torch.cuda):
             return []
-        # At most half of the free memory: the first step has not allocated its share yet.
+        # At most half of the free memory, because later steps may be longer.
         if staging == "auto" and 2 * sum(self._sizes) > self._cuda.mem_get_info(self._device)[0]:
             return []
         return buckets.allocate(self._sizes, device=self._device)

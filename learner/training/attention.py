@@ -13,9 +13,10 @@ cannot share evenly are repeated.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -184,6 +185,14 @@ class PackedRows:
     """None if each row is one sequence."""
     group: SequenceGroup
     masks: Masks = field(default_factory=dict)
+    indices: dict[str, Tensor] = field(default_factory=dict)
+    """Indices of `spans` on the device, shared by all layers: each copy would stop the GPU."""
+
+    def index(self, name: str, make: Callable[[], Tensor], device: torch.device) -> Tensor:
+        """Return an index of the microbatch, copied to the device at the first call."""
+        if name not in self.indices:
+            self.indices[name] = make().to(device)
+        return self.indices[name]
 
 
 def packed_attention(
@@ -249,20 +258,22 @@ def _attend(states: list[Tensor], packed_rows: PackedRows, *, window: int, scale
             return scaled_dot_product_attention(*states, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
         spans = Spans([length] * rows, list(range(rows)))
     query, key, value = (part.transpose(1, 2).flatten(0, 1) for part in states)
-    if spans.key_index is not None:
-        index = spans.key_index.to(key.device, non_blocking=True)
+    if (key_index := spans.key_index) is not None:
+        index = packed_rows.index("keys", lambda: key_index, key.device)
         key, value = key[index], value[index]
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     has_kernel = width == value.shape[-1] <= _MAX_KERNEL_HEAD and width % 8 == 0
     attend = _by_kernel if query.is_cuda and is_half and has_kernel else _run_by_run
-    found = attend([query, key, value], spans, masks=packed_rows.masks, window=window, scale=scale)
+    found = attend([query, key, value], spans, packed_rows, window=window, scale=scale)
     return found.unflatten(0, (rows, length))
 
 
-def _by_kernel(states: list[Tensor], spans: Spans, *, masks: Masks, window: int, scale: float | None) -> Tensor:
+def _by_kernel(
+    states: list[Tensor], spans: Spans, packed_rows: PackedRows, *, window: int, scale: float | None
+) -> Tensor:
     ends = (
-        torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(states[0].device)
-        for counts in (spans.lengths, spans.num_keys)
+        packed_rows.index(name, partial(_ends, counts), states[0].device)
+        for name, counts in (("query ends", spans.lengths), ("key ends", spans.num_keys))
     )
     # Queries and keys align at their ends: with more keys, a run also sees earlier tokens.
     sides = (window - 1 if window else -1, 0)
@@ -270,7 +281,14 @@ def _by_kernel(states: list[Tensor], spans: Spans, *, masks: Masks, window: int,
     return varlen_attn(*states, *ends, *longest, scale=scale, window_size=sides, enable_gqa=True)
 
 
-def _run_by_run(states: list[Tensor], spans: Spans, *, masks: Masks, window: int, scale: float | None) -> Tensor:
+def _ends(counts: list[int]) -> Tensor:
+    return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def _run_by_run(
+    states: list[Tensor], spans: Spans, packed_rows: PackedRows, *, window: int, scale: float | None
+) -> Tensor:
+    masks = packed_rows.masks
     counts = (spans.lengths, spans.num_keys, spans.num_keys)
     runs = zip(*(part.split(count) for part, count in zip(states, counts, strict=True)), strict=True)
     found = []

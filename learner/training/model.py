@@ -48,7 +48,7 @@ from slipstream.runtime.lora import (
     save_adapter,
 )
 from slipstream.runtime.model_files import IMAGE_FILES, find_file, read_chat_template
-from slipstream.runtime.routers import Routers, check_layers, find_routers
+from slipstream.runtime.routers import Routers, autocast_experts, check_layers, find_routers
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
 """`model.dtype` -> dtype of matrix products. float16 gradients would underflow."""
@@ -108,8 +108,12 @@ class Policy(nn.Module):
         self.compute_dtype = compute_dtype
         self.head: OutputHead | None = None
         """Computes logits in chunks. None: the model computes all at once."""
+        self.chunk_elements: int | None = None
+        """Logits per chunk; None for those of the device."""
         found = find_routers(causal_lm)
         self.routers = Routers(found) if found else None
+        if compute_dtype != torch.float32:
+            autocast_experts(causal_lm)
 
     @property
     def vocab_size(self) -> int:
@@ -157,6 +161,7 @@ class Policy(nn.Module):
         columns = part.targets, part.temperatures
         own = self.group.own(candidates, microbatch)
         options: dict[str, Any] = {"requested": requested, "candidates": own, "reference_logits": reference_logits}
+        options["chunk_elements"] = self.chunk_elements
         self._set_routers(part, prices)
         if self.head:
             outputs = self.head(self._states(part), *columns, dtype=self.compute_dtype, **options)

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface
 
 from slipstream.configs.run import RunConfig
-from slipstream.learner.algorithms.logprobs import Requested
+from slipstream.learner.algorithms.logprobs import CHUNK_ELEMENTS, Requested
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Microbatch, Sample
 from slipstream.learner.training.attention import choose_attention
@@ -64,6 +64,7 @@ def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) 
         policy.routers = None
         if model.get_output_embeddings() is not None:
             policy.head = OutputHead(model)
+        policy.chunk_elements = CHUNK_ELEMENTS["cuda" if on_gpu else "cpu"]
         columns = {field.name: getattr(microbatch, field.name) for field in dataclasses.fields(microbatch)}
         fakes = Microbatch(**{k: fake.from_tensor(v) if isinstance(v, Tensor) else v for k, v in columns.items()})
         for parameter in policy.parameters():

@@ -242,6 +242,8 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
         if rank == 0 and run.mode != "sft":
             # One version is sent while the next is queued.
             yield Need(name, HOST, "published versions, two", 2 * _published_gib(run, policy))
+            if gpus and run.weights.staging == "device":
+                yield Need(name, device, "staged version", _published_gib(run, policy))
 
 
 def _states(

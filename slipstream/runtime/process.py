@@ -20,6 +20,19 @@ from typing import Literal, NamedTuple
 LAUNCHER_VARIABLE = "SLIPSTREAM_LAUNCHER_PID"
 """Set by a launcher for its roles."""
 
+NCCL_ENVIRONMENT = {
+    # Otherwise NCCL's watchdog ends this process when another member of a weight group dies, or its monitor does
+    # eight minutes after any operation has timed out.
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # Otherwise the watchdog holds its lock for a minute after a timeout, and closing the group waits for it.
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
+    # Connecting holds the lock that an abort needs. torch's default is half an hour.
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
+}
+"""Variables that a process must have before it builds an NCCL group."""
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SAME_SIGNAL_S = 1.0

@@ -30,10 +30,13 @@ class Scene(NamedTuple):
     """Part of the reason why the store is not read."""
     is_readable: bool = True
     """Whether config.yaml can be read."""
+    is_live: bool = False
+    """Whether a process on this machine holds the run, as its broker does."""
 
 
 SCENES = {
-    "live": Scene("starting", source="store"),
+    "live": Scene("starting", source="store", is_live=True),
+    "broker elsewhere": Scene("starting", source="store"),
     "finished": Scene("finished", source="store"),
     "store gone": Scene("finished", problem="it was deleted"),
     "archive only": Scene("finished", source="archive", problem="it was deleted"),
@@ -47,8 +50,9 @@ def record(folder: Path, *, phase: str, keeps_running: bool) -> EmbeddedRedis:
     server.start(timeout_s=20)
     with open_run_store(server.url, "mine", timeout_s=5) as store:
         record_step(store)
-        if phase == "finished":
-            store.set_phase("finished")
+        store.set_phase(phase)
+        if phase == "starting":
+            store.report_role("generator-0", {})
     if not keeps_running:
         server.stop()
     return server
@@ -60,13 +64,13 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path
     folder = record_run(tmp_path, steps=STEPS)
     held, server = RunFolder(make_config(tmp_path)), None
     if expected.source == "store":
-        server = record(folder, phase=expected.phase, keeps_running=name == "live")
+        server = record(folder, phase=expected.phase, keeps_running=expected.phase == "starting")
     if expected.source == "archive":
         archive = write_archive(folder / "archive", [make_finished("0", steps=[1])])
         LedgerWriter(archive, ManifestWriter(archive)).append(record_step(MemoryStore()).ledger())
-    if name in ("live", "damaged"):
+    if expected.phase != "finished":
         (folder / "summary.json").unlink()
-    if name == "live":
+    if expected.is_live:
         held.lock()
     if name == "damaged":
         (folder / "config.yaml").write_text("nosuch: 1")
@@ -91,7 +95,7 @@ def test_the_state_is_known_and_a_missing_store_has_its_reason(scene, reader):
     assert view.step == STEPS
     assert (view.status is not None) == (expected.source == "store")
     assert view.max_steps == (40 if expected.is_readable else None)
-    assert view.is_live == (expected.phase == "starting")
+    assert view.is_live == expected.is_live
     assert expected.problem in view.problem
     assert bool(view.problem) == bool(expected.problem)
 
@@ -101,7 +105,8 @@ def test_a_list_needs_the_folder_alone_and_all_complete_rows_are_read(scene, rea
     monkeypatch.setattr(reader, "open_store", None)
     line = reader.line()
     assert (line.step, line.mode) == (STEPS, "async" if scene[1].is_readable else "")
-    assert line.phase == ("running" if scene[1].phase == "starting" else scene[1].phase)
+    of_folder = "running" if scene[1].is_live else "stopped"
+    assert line.phase == (of_folder if scene[1].phase == "starting" else scene[1].phase)
 
 
 def test_steps_are_found_in_the_store_or_else_in_the_archive_and_versions_and_events_need_a_store(scene, reader):

@@ -92,8 +92,8 @@ def test_three_steps_give_the_losses_and_weights_of_plain_torch(tmp_path, engine
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_logits_of_a_few_tokens_at_a_time_change_no_step(tmp_path, engine, is_tied, monkeypatch):
     steps = []
-    for elements in (logprobs._CHUNK_ELEMENTS, 7 * VOCABULARY):
-        monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", elements)
+    for elements in (logprobs.CHUNK_ELEMENTS["cpu"], 7 * VOCABULARY):
+        monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", elements)
         # A large epsilon makes the update a smooth function of the gradient.
         used = make_engine(tmp_path, engine, is_tied=is_tied, epsilon=1.0)
         assert used.model.head is not None

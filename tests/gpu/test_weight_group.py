@@ -1,9 +1,13 @@
 """NCCL and CUDA's streams where there is a GPU: one rank, so one GPU is enough. `make gpu-check` runs these."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +20,7 @@ from slipstream.broker.weights.process_group import DoubleBuffer, EpochRank, Pro
 from slipstream.broker.weights.shared_buckets import SharedBuckets, map_buckets
 from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.publishing.staging import Stager
+from slipstream.runtime.process import NCCL_ENVIRONMENT
 
 pytestmark = [
     pytest.mark.gpu,
@@ -28,7 +33,8 @@ BUCKET_BYTES = 1 << 24
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    for name, value in NCCL_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -94,6 +100,34 @@ def test_double_buffering_keeps_every_byte_beside_queued_steps(device: torch.dev
     trained.synchronize()
     for got, expected in zip(sent, arrived, strict=True):
         assert got.equal(expected)
+
+
+def test_the_process_survives_a_broadcast_that_timed_out():
+    # In a child process, because NCCL would end it.
+    script = """
+import time, torch, torch.distributed as dist
+from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.weights.process_group import EpochRank, ProcessGroup
+group = ProcessGroup(EpochRank(1, 0, 1), device=torch.device("cuda", 0))
+group.open(dist.HashStore(), own_host="", timeout_s=60)
+bucket = torch.ones(8, dtype=torch.uint8).pin_memory()
+with torch.cuda.stream(group._double_buffer._broadcasts): torch.cuda._sleep(20_000_000_000)
+try:
+    group.send([bucket], timeout_s=0.5)
+except WeightTransferError as error:
+    print("timed out:", "must end within" in str(error))
+began_at = time.monotonic()
+group.close()
+print("closed quickly:", time.monotonic() - began_at < 8)
+time.sleep(15)
+print("alive")
+"""
+    environment = (
+        os.environ | NCCL_ENVIRONMENT | {"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "5", "PYTHONPATH": str(Path.cwd())}
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert done.stdout.split("\n") == ["timed out: True", "closed quickly: True", "alive", ""], done.stderr
 
 
 def test_connecting_to_a_member_that_never_comes_ends_at_its_deadline(

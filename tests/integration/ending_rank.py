@@ -7,6 +7,8 @@ import time
 
 import psutil
 
+from slipstream.runtime.process import NCCL_ENVIRONMENT
+
 if __name__ == "__main__":
     if sys.argv[1] == "listen":
         # 20 if no rank of the group, nor its launcher, listens beyond the loopback interface.
@@ -28,6 +30,6 @@ if __name__ == "__main__":
         if sys.argv[1].startswith("threads"):
             sys.exit(10 + int(os.environ["OMP_NUM_THREADS"]))
         if sys.argv[1] == "error handling":
-            sys.exit(10 + int(os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"]))
+            sys.exit(10 + sum(os.environ[name] != value for name, value in NCCL_ENVIRONMENT.items()))
         sys.exit(int(sys.argv[1]))
     time.sleep(0 if sys.argv[1] == "0" else 120)

@@ -27,6 +27,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import OpenEpoch, Update
+from slipstream.broker.weights.buckets import SLOWEST_BYTES_PER_S
 from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
@@ -251,6 +252,7 @@ class VllmEngine:
         llm = self._running
         # `WeightUpdates` ends an abandoned broadcast long before.
         limit_s = update.timeout_s * (1 if fetched else len(update.bucket_bytes)) + _CALL_TIMEOUT_S
+        loading_s = _CALL_TIMEOUT_S + sum(update.bucket_bytes) / SLOWEST_BYTES_PER_S / self._config.num_workers
         try:
             request = self._update_request(update, fetched)
             if self._model.lora:
@@ -258,7 +260,7 @@ class VllmEngine:
             else:
                 await self._call(llm.start_weight_update())
                 await self._call(llm.update_weights(request), timeout_s=limit_s)
-                await self._call(llm.finish_weight_update())
+                await self._call(llm.finish_weight_update(), timeout_s=loading_s)
             error, is_model_changed = await self._pop_weight_outcome()
         except EngineError as caught:
             # The model may have changed.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.run import RunConfig
+from slipstream.runtime.process import NCCL_ENVIRONMENT
 
 _ALWAYS = {
     # A forked child would share locks and sockets with this process.
@@ -22,10 +23,6 @@ _CPU = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
-_GPU = {
-    # Otherwise NCCL's watchdog aborts this process when another member of the weight group dies.
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-}
 
 
 def vllm_environment(run: RunConfig, *, device: str | None = None) -> dict[str, str]:
@@ -40,7 +37,7 @@ def vllm_environment(run: RunConfig, *, device: str | None = None) -> dict[str, 
 def engine_environment(config: VllmEngineConfig, *, device: str | None = None) -> dict[str, str]:
     """Variables that `VllmEngine.start` requires."""
     if (device or detect_device()) == "cuda":
-        return _ALWAYS | _GPU
+        return _ALWAYS | NCCL_ENVIRONMENT
     settings = _ALWAYS | _CPU | {"VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib)}
     if config.enforce_eager is not False:
         # Otherwise torch compiles a comparison with g++ for half a minute.

@@ -137,6 +137,7 @@ def _of_machine(run: RunConfig, folder: Path, *, is_live: bool, is_over: bool) -
     return [
         Check("packages", lambda: install.check_packages(run, installed, install.requirements())),
         Check("wheels", wheels, timeout_s=30.0),
+        Check("compiler", lambda: install.check_compiler(installed)),
         Check("instructions", lambda: install.check_instructions(installed)),
         Check("GPUs", lambda: machine.check_gpus(cuda=cuda, is_live=is_live), timeout_s=90.0),
         # The probe times out first and names the part.

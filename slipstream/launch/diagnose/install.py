@@ -1,8 +1,11 @@
 """Installation checks: tested versions, and builds that match this machine."""
 
 import importlib.util
+import os
 import platform
 import re
+import shutil
+import sysconfig
 import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -103,6 +106,20 @@ def _judge_wheels(run: RunConfig, installed: Installed, *, cuda: str, num_gpus: 
     if cuda and not num_gpus:
         return "fail" if "vllm" in installed and uses_vllm else "warn", f"{of_torch}, {gpus}", "cpu"
     return "ok", f"{of_torch}, {gpus}", here
+
+
+def check_compiler(installed: Installed, *, headers: Path | None = None) -> Result:
+    """Check for the compiler and Python headers with which Triton builds its launchers at run time."""
+    if "vllm" not in installed:
+        return Result("compiler", "skipped", "only the GPU build compiles kernels at run time")
+    header = (headers or Path(sysconfig.get_path("include"))) / "Python.h"
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    missing = [] if compiler else ["a C compiler (gcc)"]
+    missing += [] if header.is_file() else [f"{header} (python3-dev)"]
+    if missing:
+        fix = "install the packages, for example apt-get install gcc python3-dev, or set CC to a compiler"
+        return Result("compiler", "fail", f"vLLM's GPU kernels need {' and '.join(missing)}", fix=fix)
+    return Result("compiler", "ok", f"{compiler}, {header}")
 
 
 def find_kernels(installed: Installed, *, cpu_info: Path = _CPU_INFO) -> list[Path]:

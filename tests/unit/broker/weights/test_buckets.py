@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import TensorSlot
-from slipstream.broker.weights import buckets
+from slipstream.broker.weights import buckets, shared_buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
 
@@ -144,3 +144,15 @@ def test_names_must_be_unique() -> None:
 def test_a_slot_from_the_wire_cannot_reach_outside_its_bucket(slot: TensorSlot) -> None:
     with pytest.raises(WeightTransferError, match="tensor w must"):
         buckets.unpack([torch.zeros(16, dtype=torch.uint8)], [slot])
+
+
+def test_pinned_buckets_are_one_region_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+    monkeypatch.setattr(shared_buckets, "_pin", lambda memory, _: pinned.append(memory.numel()))
+    sizes = [3 << 20, 5 << 20, 100]
+    allocated = buckets.allocate(sizes, is_pinned=True)
+    assert [bucket.numel() for bucket in allocated] == sizes
+    assert sum(sizes) <= sum(pinned) < sum(sizes) + len(sizes) * 4096
+    allocated[1].fill_(7)
+    assert buckets.allocate(sizes, reuse=allocated, is_pinned=True)[1][0] == 7
+    assert len(pinned) == 1

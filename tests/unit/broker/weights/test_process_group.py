@@ -23,21 +23,30 @@ NOT_A_CPU = torch.device("meta")
 
 
 class BlockingBackend:
-    """The first `num_sound` broadcasts succeed; the next one blocks until `abort`, then ends like a successful one."""
+    """The first `num_sound` broadcasts succeed; the next one runs until `abort`, then ends like a successful one."""
 
     def __init__(self, *, num_sound: int = 0, hangs_in_abort: bool = False) -> None:
         self.num_sound = num_sound
         self.hangs_in_abort = hangs_in_abort
         self.is_blocked, self.is_aborted, self.is_over = Event(), Event(), Event()
+        self.timeouts: list[timedelta] = []
 
     def broadcast(self, tensor: Tensor, root: int, *, timeout: timedelta) -> "BlockingBackend":
         self.num_sound -= 1
-        return self
-
-    def wait(self, timeout: timedelta) -> None:
-        if self.num_sound < 0:
+        self.timeouts.append(timeout)
+        if len(self.timeouts) == 1 and self.num_sound < 0:
+            # NCCL connects in the first call.
             self.is_blocked.set()
             assert self.is_aborted.wait(10), "nobody aborted it"
+        return self
+
+    def is_completed(self) -> bool:
+        if self.num_sound < 0:
+            self.is_blocked.set()
+        return self.num_sound >= 0 or self.is_aborted.is_set()
+
+    def wait(self) -> None:
+        assert self.is_completed(), "it would block the thread"
 
     def abort(self) -> None:
         self.is_aborted.set()
@@ -99,6 +108,19 @@ def test_an_aborted_broadcast_does_not_count_as_sent(backend: BlockingBackend, t
         sender.abort()
         with pytest.raises(WeightTransferError, match=r"broadcast of bucket 0 of 1 .* it was aborted"):
             sending.result(5)
+
+
+def test_a_broadcast_ends_at_its_deadline_before_any_timeout_of_the_backend(backend: BlockingBackend):
+    backend.num_sound = 2
+    group = ProcessGroup(EpochRank(1, 0, 1), device=NOT_A_CPU).open(dist.HashStore(), own_host="", timeout_s=10)
+    bucket = torch.ones(8, dtype=torch.uint8)
+    group.send([bucket], timeout_s=5)
+    with pytest.raises(WeightTransferError, match=r"broadcast of bucket 0 of 1 .* must end within 0.2 s"):
+        group.send([bucket], timeout_s=0.2)
+    assert not backend.is_aborted.is_set()
+    group.close()
+    assert backend.is_aborted.is_set()
+    assert min(backend.timeouts) > timedelta(hours=1), "NCCL's watchdog saw the timeout"
 
 
 def test_an_abort_that_hangs_is_left_behind(backend: BlockingBackend, monkeypatch: pytest.MonkeyPatch):

@@ -92,12 +92,15 @@ def test_one_set_of_buckets_on_the_gpu_serves_all_versions(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("free", "expected"), [(2 * VERSION_BYTES, VERSION_BYTES), (2 * VERSION_BYTES - 1, 0)])
-def test_auto_stages_on_the_gpu_where_half_of_the_free_memory_suffices(
+def test_auto_stages_on_the_gpu_after_the_first_step_where_half_of_the_free_memory_suffices(
     free: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ):
     cuda = FakeCuda()
-    cuda.free_bytes = free
+    cuda.free_bytes = 100 * VERSION_BYTES
     stager = make_stager(cuda, monkeypatch, staging="auto")
+    assert_holds(stage(stager, 0), 0)
+    assert not stager._device_buckets
+    cuda.free_bytes = free
     assert_holds(stage(stager, 1), 1)
     assert sum(bucket.numel() for bucket in stager._device_buckets or ()) == expected
 

@@ -107,6 +107,23 @@ def test_runs_are_the_masks_attention_and_gradient(kernel, window):
     assert_same(states, found, by_mask(*states, mask))
 
 
+def test_later_layers_of_a_microbatch_copy_nothing_to_the_device(monkeypatch):
+    monkeypatch.setattr(attention, "varlen_attn", lambda query, *rest, **options: query)
+    monkeypatch.setattr(attention, "_run_by_run", attention._by_kernel)
+    rows, states, copied = PackedRows(SPANS, SINGLE_RANK), make_states(), []
+    copy = torch.Tensor.to
+
+    def count(tensor: torch.Tensor, *given: object) -> torch.Tensor:
+        copied.append(tensor.dtype)
+        return copy(tensor, *given)
+
+    monkeypatch.setattr(torch.Tensor, "to", count)
+    for layer in range(3):
+        packed_attention(torch.nn.Module(), *states, None, packed_rows=rows)
+        integers = [dtype for dtype in copied if not dtype.is_floating_point]
+        assert len(integers) == 3, f"layer {layer}: the keys' index and the ends of queries and keys, once"
+
+
 @pytest.mark.parametrize("window", [None, 3])
 def test_rows_without_spans_are_sequences(window):
     states = make_states(value_width=4)

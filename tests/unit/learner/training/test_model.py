@@ -150,7 +150,7 @@ def test_the_head_is_used_where_it_computes_the_models_logits(tmp_path, name, mo
         assert (policy.head is not None) == is_used
         if not has_head:
             policy.head = None
-        monkeypatch.setattr(logprobs, "_CHUNK_ELEMENTS", 3 * VOCABULARY if has_head else 10**9)
+        monkeypatch.setitem(logprobs.CHUNK_ELEMENTS, "cpu", 3 * VOCABULARY if has_head else 10**9)
         results.append(score(policy))
     (expected, gradients), (found, chunked) = results
     terms = gradient_terms(policy, num_tokens=len(found))

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from slipstream.buffer.trajectory import Trajectory
@@ -319,3 +320,40 @@ def test_an_adapter_leaves_experts_and_routers_alone(tmp_path: Path):
     assert any(not torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
     with pytest.raises(ConfigError, match="got gate_up_proj: this Qwen3MoeForCausalLM has k_"):
         make_trainer(moe_run(tmp_path, lora=LoraConfig(targets=["gate_up_proj"])))
+
+
+class Products(TorchDispatchMode):
+    """Records the dtypes of grouped and plain matrix products."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.grouped: list[torch.dtype] = []
+        self.wide: list[tuple[int, ...]] = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = str(operation)
+        if "grouped_mm" in name:
+            self.grouped += [each.dtype for each in args[:2]]
+        elif name.startswith(("aten.mm.", "aten.bmm.", "aten.addmm.")) and args[-1].dtype == torch.float32:
+            self.wide.append(tuple(args[-1].shape))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_experts_compute_in_half_precision_near_their_float32_values(name: str):
+    (microbatch,) = collated(make_groups(), LAYOUTS[0])
+    exact = make_policy(name)(microbatch)["logprobs"]
+    policy = Policy(make_family_module(name).train(), compute_dtype=torch.bfloat16)
+    with Products() as products:
+        rough = policy(microbatch)["logprobs"]
+        rough.sum().backward()
+    assert products.grouped
+    assert set(products.grouped) == {torch.bfloat16}
+    experts = policy.routers.num_experts
+    assert not [shape for shape in products.wide if experts not in shape], "only the router multiplies in float32"
+    assert all(each.grad is None or each.grad.dtype == torch.float32 for each in policy.parameters())
+    assert not rough.equal(exact)
+    # The attention's four products and the head are rounded in any case, the experts' two in addition.
+    policy.causal_lm.set_experts_implementation("grouped_mm")
+    wide = policy(microbatch)["logprobs"]
+    assert (rough - exact).abs().mean() < 3 * (wide - exact).abs().mean()

@@ -173,6 +173,9 @@ def test_gpus_hold_what_their_roles_need(model: Path, tmp_path: Path) -> None:
     places = {need.process: {n.place for n in plan.needs if n.process == need.process} for need in plan.needs}
     assert places["learner rank 0"] == {"gpu 0", HOST}
     assert places["generator-1"] == {"gpu 3", "gpu 4", HOST}
+    staged = make_plan(settings(model, "weights.staging=device", "learner.device=auto"), LARGE)
+    versions_gib = gib(staged, "learner rank 0", "published versions, two")
+    assert gib(staged, "learner rank 0", "staged version") == pytest.approx(versions_gib / 2)
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
     with pytest.raises(ConfigError, match=r"^model.path must name a model whose config.json can be read"):
         plan_of(tmp_path)

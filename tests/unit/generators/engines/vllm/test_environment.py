@@ -13,6 +13,8 @@ def test_variables_follow_device_and_settings():
         assert environment["VLLM_NO_USAGE_STATS"] == environment["DO_NOT_TRACK"] == "1"
     assert (cpu["OMP_NUM_THREADS"], cpu["VLLM_CPU_KVCACHE_SPACE"]) == ("1", "3")
     assert not [name for name in gpu if "CPU" in name or "OMP" in name]
+    assert gpu["TORCH_NCCL_ENABLE_MONITORING"] == gpu["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert not [name for name in cpu if "NCCL" in name]
     # The model lives in the engine process unless it is split; compiled graphs need the compiler.
     assert (cpu["VLLM_ENABLE_V1_MULTIPROCESSING"], cpu["TORCHDYNAMO_DISABLE"]) == ("0", "1")
     assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment_of("cpu", tensor_parallel_size=2)

