@@ -1,4 +1,4 @@
-"""AdamW for the training engines: what it trains, construction, learning-rate schedule, and saved state."""
+"""AdamW for the training engines: construction, learning-rate schedule, and saved state."""
 
 import math
 from collections import defaultdict

@@ -84,7 +84,8 @@ TOKEN_SUMS = (
 )  # fmt: skip
 """Each mean is the metric of that name, except for `tokens` and the squares."""
 TRAJECTORY_SUMS = ("count", "drift", "drift_squared", "perplexity_ratio", "kept", "idle")
-MAXIMA = ("ratio", "weight", "negative_weight", "distance", "probability_gap")
+MAXIMA = ("ratio_max", "weight_max", "weight_min", "mismatch_max", "probability_gap_max")
+"""Each is the metric of that name, but the smallest weight with its sign changed."""
 
 
 def lag_buckets(lags: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
@@ -179,14 +180,12 @@ def describe(counts: Counts) -> dict[str, float]:
         largest = dict(zip(MAXIMA, counts.maxima.amax(1).tolist(), strict=True))
         mean = {name: value / tokens["tokens"] for name, value in tokens.items()}
         weight_square, ratio_square = mean.pop("weight_squared"), mean.pop("mismatch_ratio_squared")
-        described = mean | {
+        described = {
+            **mean,
+            **largest,
             "tokens": tokens["tokens"],
-            "ratio_max": largest["ratio"],
             "weight_std": math.sqrt(max(0.0, weight_square - mean["weight_mean"] ** 2)),
-            "weight_min": -largest["negative_weight"],
-            "weight_max": largest["weight"],
-            "mismatch_max": largest["distance"],
-            "probability_gap_max": largest["probability_gap"],
+            "weight_min": -largest["weight_min"],
             "ess": mean["mismatch_ratio_mean"] ** 2 / ratio_square,
             "chi2": ratio_square - 1,
         }
