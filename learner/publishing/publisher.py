@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
-from functools import partial
 from threading import Lock, Thread
 
 import msgspec
@@ -202,9 +201,11 @@ class Publisher:
             self._members.evict(members, str(unfit))
             return False
         self._client.send(OpenEpoch(self._epoch, members, host, port, timeout_s, backend))
-        opening = partial(self._sender.open_epoch, self._epoch, num_members=len(members))
-        opening = partial(opening, timeout_s=timeout_s, backend=backend)
-        error, missing = self._run_phase(opening, self._opened, members, timeout_s=timeout_s)
+
+        def open_epoch() -> None:
+            self._sender.open_epoch(self._epoch, num_members=len(members), timeout_s=timeout_s, backend=backend)
+
+        error, missing = self._run_phase(open_epoch, self._opened, members, timeout_s=timeout_s)
         failed = dict.fromkeys(missing, "no answer") | {m: o.error for m, o in self._opened.items() if o.error}
         if error or failed:
             self._members.evict(missing or list(failed), f"epoch {self._epoch} could not be built: {error or failed}")
