@@ -36,6 +36,7 @@ from slipstream.learner.publishing.staging import check_first_step
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.stall import StallDetector
 from slipstream.runtime.clock import Clock
+from slipstream.runtime.disk import DiskWait
 
 _POLL_EVERY_S = 0.2
 
@@ -83,14 +84,16 @@ class Learner:
         metrics_log: MetricsLog,
         wait: Callable[[int, float], object],
         num_heldout: Mapping[str, int],
-        profiler: StepProfiler,
         rollouts: Rollouts | None = None,
+        disk: DiskWait | None = None,
+        profiler: StepProfiler | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`wait(num_ready, timeout_s)` blocks until that many groups may be ready. With all roles in one process, it
         gives the others a turn.
 
-        `num_heldout`: prompts per held-out set. `rollouts`: another run's groups to mix into every step.
+        `num_heldout`: prompts per held-out set. `rollouts`: another run's groups to mix into every step. `disk`: the
+        instance of `metrics_log`.
         """
         self._run = run
         self._store = store
@@ -99,18 +102,19 @@ class Learner:
         self._publisher = publisher
         self._metrics_log = metrics_log
         self._account = metrics_log.account
-        self._profiler = profiler
+        profile = metrics_log.folder.profile
+        self._profiler = profiler or StepProfiler(run, store=store, folder=profile, send=lambda _: None)
         self._account.trace = self._profiler.trace
         self._wait = wait
         self._rollouts = rollouts
-        self._disk = metrics_log.disk
+        self._disk = disk or DiskWait()
         self._clock = clock
-        self._evaluator = Evaluator(store, run.evaluation, sets=run.data.heldout_sets, num_rows=num_heldout)
+        self._evaluator = Evaluator(store, run.evaluation, sets=run.data.eval_sets, num_rows=num_heldout)
         self._stall = StallDetector(
             run=run, store=store, who_is_missing=self._who_is_missing, keep_alive=rank_group.keep_alive, clock=clock
         )
         self._best = BestCheckpoint(run.learner.checkpoint.best, metrics_log.folder, flush=rank_group.flush_checkpoint)
-        self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.buffer.staleness)
+        self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.staleness)
         self._step = 0
         self._fence = 0
         """Fencing token of the last committed claim, or of the rollback before the first commit."""
@@ -283,7 +287,7 @@ class Learner:
                 payloads = self._store.fetch(claim.group_ids)
                 mixed_ids, mixed = mix.take(first=(claim.step - 1) * num_mixed, count=num_mixed) if mix else ([], [])
             # Reused groups may be older than fresh ones. Mixed groups have versions of another run and thus no bound.
-            fresh_lag, reused_lag = self._run.buffer.staleness.max_lag, self._run.buffer.reuse.max_age
+            fresh_lag, reused_lag = self._run.staleness.max_lag, self._run.buffer.reuse.max_age
             is_reused = claim.reused or [False] * len(payloads)
             metrics = self._rank_group.train(
                 step=claim.step,
@@ -408,7 +412,7 @@ class Learner:
 
     def _meets_stop(self, row: Row) -> bool:
         """Also applied to the rows kept by a resume."""
-        stop = self._run.learner.stop or []
+        stop = self._run.evaluation.stop or []
         is_met = bool(stop) and all(bound.holds(row) for bound in stop)
         if is_met:
             log.info("learner_stop_met", step=row["step"], **{bound.metric: row[bound.metric] for bound in stop})
@@ -420,7 +424,7 @@ class Learner:
             self._await_evaluation(name)
 
     def _evaluate_fully(self, name: str) -> dict[Purpose, EvaluationResult]:
-        """Repeats while no answer has a reward (`learner.dead_end.policy=wait`)."""
+        """Repeats while no answer has a reward (`learner.stall.policy=wait`)."""
         while True:
             result = self._await_evaluation(self._evaluator.open_final(name, version=self._version))
             if any(each.num_failed < each.num_answered for each in result.values()):

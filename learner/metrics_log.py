@@ -105,7 +105,7 @@ class MetricsLog:
         clock: Clock = time.monotonic,
     ) -> None:
         self.folder = folder
-        self.disk = disk or DiskWait()
+        self._disk = disk or DiskWait()
         self._run = run
         self._store = store
         self._clock = clock
@@ -187,7 +187,7 @@ class MetricsLog:
         row |= evaluated or {}
         self._own_rows += 1
         row |= {"times": self._step_times()}
-        self.disk.retry(lambda: self.folder.append_metrics(row), what="the metrics", path=self.folder.metrics)
+        self._disk.retry(lambda: self.folder.append_metrics(row), what="the metrics", path=self.folder.metrics)
         self._store.append_metrics(row)
         self._alerts.check(row)
         log.info("step", step=step, reward=round(row["learner/reward_mean"], 3), lag=round(row["lag/mean"], 2))
@@ -219,7 +219,7 @@ class MetricsLog:
             **{f"accuracy_{name}": result.accuracy for name, result in after.items()},
             **{
                 each.before_key: self._before[each.name].accuracy if self._before else None
-                for each in self._run.data.heldout_sets
+                for each in self._run.data.eval_sets
             },
             "evaluation": evaluation,
             "best": best,
@@ -235,10 +235,10 @@ class MetricsLog:
             "mode": self._run.mode,
             "times": self._step_times(),
         }
-        self.disk.retry(lambda: self.folder.write_summary(summary), what="the summary", path=self.folder.summary)
+        self._disk.retry(lambda: self.folder.write_summary(summary), what="the summary", path=self.folder.summary)
 
     def _rows(self, *, up_to_step: int) -> list[Row]:
-        return self.disk.retry(
+        return self._disk.retry(
             lambda: self.folder.keep_metrics(up_to_step=up_to_step), what="the metrics", path=self.folder.metrics
         )
 

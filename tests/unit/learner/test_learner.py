@@ -19,7 +19,6 @@ from slipstream.learner.checkpoint import BestEntry
 from slipstream.learner.errors import SampledLogprobsError
 from slipstream.learner.learner import Learner
 from slipstream.learner.metrics_log import MetricsLog
-from slipstream.learner.profiler import StepProfiler
 from slipstream.observe.run_status import Monitor
 from slipstream.runtime.run_folder import RunFolder
 from tests.contract.stores import answer, lease
@@ -99,9 +98,11 @@ class FakePublisher:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
-    settings = ("learner.groups_per_step=2", "evaluation.every_steps=2", "learner.max_steps=9")
-    stop = "learner.stop=[{metric: eval/accuracy_greedy, at_least: 1.0}, {metric: eval/reward_sampled, at_least: 1.0}]"
-    small = ("evaluation.monitor_prompts=1", "evaluation.final_prompts=1")
+    settings = ("learner.prompts_per_step=2", "evaluation.every_steps=2", "learner.max_steps=9")
+    stop = (
+        "evaluation.stop=[{metric: eval/accuracy_greedy, at_least: 1.0}, {metric: eval/reward_sampled, at_least: 1.0}]"
+    )
+    small = ("evaluation.num_prompts=1", "evaluation.num_final_prompts=1")
     return load(["experiment=digits_cpu", f"runs_dir={tmp_path}", "name=run", *settings, stop, *small])
 
 
@@ -116,7 +117,6 @@ def make_learner(run: RunConfig, store: MemoryStore, ranks: FakeRanks, publisher
         metrics_log=MetricsLog(run, folder=folder, store=store),
         wait=lambda _num_ready, _timeout_s: time.sleep(0),
         num_heldout={"sampled": 2, "greedy": 2},
-        profiler=StepProfiler(run, store=store, folder=folder.profile, send=lambda _: None),
     )
 
 
