@@ -37,9 +37,8 @@ from slipstream.learner.batching.microbatch import Microbatch, Sample, Spans
 from slipstream.learner.engines.deepspeed_engine import DeepSpeedEngine, deepspeed_environment
 from slipstream.learner.publishing.staging import Stager
 from slipstream.learner.ranks import join_ranks
-from slipstream.learner.training.attention import PACKED, PackedRows, packed_attention
+from slipstream.learner.training.attention import PACKED, SINGLE_RANK, PackedRows, packed_attention
 from slipstream.learner.training.model import OutputHead, Policy
-from slipstream.learner.training.sequence_parallel import SINGLE_RANK
 
 GIB = 2**30
 _PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -186,7 +185,7 @@ def _engine(module: Qwen2ForCausalLM, bench: Bench) -> DeepSpeedEngine[Policy]:
     ranks = join_ranks(rank=0, size=1, device=bench.device)
     config = DeepSpeedEngineConfig(zero_stage=0, gradient_checkpointing=True)
     policy = _policy(module.train(), bench)
-    return DeepSpeedEngine(policy, config=config, optimizer=OptimizerConfig(), device=bench.device, ranks=ranks)
+    return DeepSpeedEngine(policy, config=config, optimizer=OptimizerConfig(), ranks=ranks)
 
 
 def _microbatches(bench: Bench, *, count: int) -> list[Microbatch]:

@@ -28,6 +28,7 @@ from slipstream.runtime.row_files import (
     read_table,
     value_at,
     with_input,
+    without_nulls,
 )
 
 Values = dict[str, Any]
@@ -215,14 +216,14 @@ class TableRows:
         return standardize(self._values(number), self._columns)
 
     def _values(self, number: int) -> Values:
-        values: Values = _without_nulls(self._table.slice(number, 1).to_pylist()[0])
+        values: Values = without_nulls(self._table.slice(number, 1).to_pylist()[0])
         return values
 
     def prompts(self) -> list[PromptText]:
         wanted = {*PROMPTS, "input", self._columns.get("prompt", "").split(".")[0]}
         table = self._table.select([name for name in self._table.schema.names if name in wanted])
         batches = (batch.to_pylist() for batch in table.to_batches(max_chunksize=1024))
-        return [_prompt(_without_nulls(values), self._columns)[0] for batch in batches for values in batch]
+        return [_prompt(without_nulls(values), self._columns)[0] for batch in batches for values in batch]
 
     @property
     def may_have_images(self) -> bool:
@@ -388,13 +389,3 @@ def _check(values: Values, columns: Mapping[str, str], *, path: Path, number: in
 
 def _filled(values: Values) -> Values:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _without_nulls(value: Any) -> Any:
-    """Drop the null fields of records: Parquet gives all records of a column the same fields, null where a row lacks
-    one, and reward functions and chat templates would see them."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        return [_without_nulls(inner) for inner in value]
-    return value

@@ -18,8 +18,8 @@ from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig
 from slipstream.configs.run import RunConfig
 from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.engines.deepspeed_engine import DeepSpeedEngine, ShardedModel, sharded_loading
-from slipstream.learner.engines.engine import ModelEngine, Trainable, TrainEngine
-from slipstream.learner.engines.torch_engine import TorchEngine, WholeModel
+from slipstream.learner.engines.engine import ModelEngine, TrainEngine
+from slipstream.learner.engines.optimizer import Trainable
 from slipstream.learner.errors import ModelError, TrainEngineError
 from slipstream.learner.learner import Learner
 from slipstream.learner.metrics_log import MetricsLog
@@ -29,14 +29,12 @@ from slipstream.learner.publishing.publisher import BackgroundPublisher, Publish
 from slipstream.learner.publishing.staging import Stager, prompt_tokens
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import Ranks, join_ranks
-from slipstream.learner.training.attention import compile_layers
+from slipstream.learner.training.attention import SequenceGroup, compile_layers
 from slipstream.learner.training.critic import OPTIMIZER_SETTING, PATH_SETTING, Critic, load_value_model
-from slipstream.learner.training.frozen_models import AdapterOff, FrozenModels
 from slipstream.learner.training.layout import LayoutChooser
 from slipstream.learner.training.model import Policy, is_sharded, load_policy
 from slipstream.learner.training.objective import Objective
-from slipstream.learner.training.sequence_parallel import SequenceGroup
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import AdapterOff, FrozenModels, Trainer
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait
 from slipstream.runtime.model_files import ModelFingerprint, check_same_model, fingerprint
@@ -58,16 +56,16 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trainer:
+def build_trainer(run: RunConfig, *, ranks: Ranks) -> Trainer:
     """Load the models and build the trainer. Collective. Raises ConfigError, ModelError, TrainEngineError."""
     # First, to report a missing user function before any wait.
     objective = Objective(run.algorithm, max_tokens=run.generators.sampling.max_tokens)
-    models = _Models(run, ranks=ranks, device=device)
+    models = _Models(run, ranks)
     engine = models.build_policy()
     policy = engine.model
     # Read by rank 0, because other machines may lack the file. SFT has no prompts.
     text = ranks.broadcast_ints(prompt_tokens(run) if ranks.is_first and run.mode != "sft" else None)
-    chooser = LayoutChooser(run, policy, ranks=ranks, device=device, text=text)
+    chooser = LayoutChooser(run, policy, ranks=ranks, text=text)
     frozen_models = models.load_frozen_models(engine, chooser)
     critic = models.build_critic(policy, chooser) if run.algorithm.advantage.needs_critic else None
     layout = chooser.choose()
@@ -89,10 +87,9 @@ def build_trainer(run: RunConfig, *, ranks: Ranks, device: torch.device) -> Trai
 class _Models:
     """Loads a trainer's models and builds their engines. Every method is collective."""
 
-    def __init__(self, run: RunConfig, *, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, run: RunConfig, ranks: Ranks) -> None:
         self._run = run
         self._ranks = ranks
-        self._device = device
         size = run.learner.sequence_parallel
         self._group = SequenceGroup(size, ranks.rank % size, ranks.share_sequences(size))
 
@@ -118,8 +115,7 @@ class _Models:
         _check_vocabulary(model.vocab_size, policy, setting="algorithm.critic.path", path=chosen.path)
         engine = self._build_engine(model, optimizer=config.optimizer, setting=OPTIMIZER_SETTING)
         chooser.check(model, setting=PATH_SETTING, path=chosen.path)
-        num_steps, num_updates = run.learner.max_steps, run.algorithm.updates_per_step
-        return Critic(config, engine=engine, ranks=self._ranks, num_steps=num_steps, updates_per_step=num_updates)
+        return Critic(run, engine=engine, ranks=self._ranks)
 
     def load_frozen_models(self, engine: TrainEngine[Policy], chooser: LayoutChooser) -> FrozenModels:
         run, policy, teacher = self._run, engine.model, None
@@ -142,24 +138,22 @@ class _Models:
         policy = load_policy(model, setting=setting, **self._options())
         policy.requires_grad_(False)
         if not is_sharded(policy):
-            return WholeModel(policy)
+            return ModelEngine(policy)
         config = self._run.learner.engine
         assert isinstance(config, DeepSpeedEngineConfig), "only DeepSpeed shards"
-        engine = ShardedModel(policy, config=config, ranks=self._ranks, device=self._device)
+        engine = ShardedModel(policy, config=config, ranks=self._ranks)
         policy.check_head()
         return engine
 
     def _options(self) -> dict[str, Any]:
-        loading = sharded_loading(self._run.learner.engine, ranks=self._ranks, device=self._device)
-        return {"device": self._device, "loading": loading, "group": self._group}
+        loading = sharded_loading(self._run.learner.engine, ranks=self._ranks)
+        return {"device": self._ranks.device, "loading": loading, "group": self._group}
 
     def _build_engine(self, model: T, *, optimizer: OptimizerConfig, setting: str) -> TrainEngine[T]:
-        config, device = self._run.learner.engine, self._device
+        config, ranks = self._run.learner.engine, self._ranks
         if isinstance(config, DeepSpeedEngineConfig):
-            return DeepSpeedEngine(
-                model, config=config, optimizer=optimizer, device=device, ranks=self._ranks, setting=setting
-            )
-        return TorchEngine(model, optimizer=optimizer, device=device, setting=setting)
+            return DeepSpeedEngine(model, config=config, optimizer=optimizer, ranks=ranks, setting=setting)
+        return TrainEngine(model, optimizer=optimizer, device=ranks.device, setting=setting)
 
 
 def _check_vocabulary(vocab_size: int, policy: Policy, *, setting: str, path: str) -> None:
@@ -178,7 +172,7 @@ def build_rank_group(run: RunConfig, *, folder: RunFolder, device: torch.device,
     model = [encode(fingerprint(run.model.path))] if ranks.is_first else None
     check_same_model(run.model.path, decode(ranks.broadcast_bytes(model)[0], ModelFingerprint | None))  # type: ignore[arg-type]
     torch.manual_seed(run.seed)
-    trainer = build_trainer(run, ranks=ranks, device=device)
+    trainer = build_trainer(run, ranks=ranks)
     checkpoints = Checkpoints(folder.checkpoints, run=run, trainer=trainer, ranks=ranks)
     return RankGroup(run=run, trainer=trainer, ranks=ranks, checkpoints=checkpoints)
 

@@ -362,12 +362,7 @@ class Learner:
     def _claim_groups(self, *, step: int) -> Claim:
         num_groups = self._run.claimed_groups_per_step
         missing, num_ready = "not checked yet", num_groups
-        self._stall.begin(
-            f"the {num_groups} groups of step {step}",
-            waits_for="groups",
-            limit_s=self._run.learner.wait_timeout_s,
-            limit_setting="learner.wait_timeout_s",
-        )
+        self._stall.begin(f"the {num_groups} groups of step {step}", waits_for="groups")
         while True:
             self._check_stop()
             self._saver.raise_error()
@@ -437,12 +432,7 @@ class Learner:
             self._stall.report_no_reward(num_failed=sum(each.num_failed for each in result.values()))
 
     def _await_evaluation(self, name: str) -> dict[Purpose, EvaluationResult]:
-        self._stall.begin(
-            f"the evaluation {name!r}",
-            waits_for="evaluation",
-            limit_s=self._run.evaluation.timeout_s,
-            limit_setting="evaluation.timeout_s",
-        )
+        self._stall.begin(f"the evaluation {name!r}", waits_for="evaluation")
         with self._account.phase("evaluating"):
             while (result := self._evaluator.result(name)) is None:
                 self._check_stop()

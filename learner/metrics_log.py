@@ -1,19 +1,23 @@
-"""MetricsLog: one row of metrics per step, per-token statistics, and the run's summary."""
+"""MetricsLog: one row of metrics per step, per-token statistics (StepTokensWriter), and the run's summary."""
 
 import time
+from contextlib import suppress
+from pathlib import Path
+from queue import Full, Queue
+from threading import Thread
 from typing import Any
 
 import msgspec
+import pyarrow as pa
 import structlog
 
-from slipstream.buffer.archive.step_tokens import StepTokens
+from slipstream.buffer.archive.step_tokens import StepTokens, drop_steps, keep_newest, write_step
 from slipstream.buffer.records import Claim, EvaluationResult
 from slipstream.buffer.role_reports import Counter, Roles, make_step_times, role_statuses, time_counters
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
 from slipstream.configs.run import RunConfig
 from slipstream.learner.publishing.publisher import Published
-from slipstream.learner.training.step_tokens import StepTokensWriter
 from slipstream.runtime.clock import Clock, Growth, Rate
 from slipstream.runtime.disk import DiskWait
 from slipstream.runtime.healthy_ranges import MetricAlerts
@@ -24,6 +28,64 @@ Row = dict[str, Any]
 """Metrics of one step, keyed `role/thing/stat`. See docs/metrics.md."""
 
 log = structlog.get_logger(__name__)
+
+
+_MAX_WAITING = 4
+"""Maximum steps that wait for the thread of StepTokensWriter."""
+_SWEEPS = 64
+"""Deletions of old files per `max_gib` of new ones."""
+_CLOSE_S = 60.0
+
+
+class StepTokensWriter:
+    """Writes one file per step and deletes the oldest.
+
+    If too many steps wait or the disk fails, logs a warning and skips the step.
+    """
+
+    def __init__(self, folder: Path, *, max_gib: float, in_background: bool) -> None:
+        self._folder = folder
+        self._max_bytes = max_gib * 2**30
+        self._unswept_bytes = self._max_bytes
+        self._in_background = in_background
+        self._waiting: Queue[tuple[int, StepTokens] | None] = Queue(_MAX_WAITING)
+        self._thread: Thread | None = None
+
+    def roll_back(self, *, to_step: int) -> None:
+        drop_steps(self._folder, after=to_step)
+
+    def add(self, step: int, tokens: StepTokens) -> None:
+        if not self._in_background:
+            self._write(step, tokens)
+            return
+        if self._thread is None:
+            # A daemon: unwritten steps are lost when the learner stops.
+            self._thread = Thread(target=self._run, name="token-stats", daemon=True)
+            self._thread.start()
+        try:
+            self._waiting.put_nowait((step, tokens))
+        except Full:
+            log.warning("token_stats_not_written", step=step, reason=f"{_MAX_WAITING} steps wait for the disk")
+
+    def close(self) -> None:
+        if self._thread:
+            with suppress(Full):
+                self._waiting.put(None, timeout=_CLOSE_S)
+            self._thread.join(_CLOSE_S)
+
+    def _run(self) -> None:
+        while (waiting := self._waiting.get()) is not None:
+            self._write(*waiting)
+
+    def _write(self, step: int, tokens: StepTokens) -> None:
+        try:
+            self._unswept_bytes += write_step(self._folder, step, tokens)
+            # Listing 100,000 files takes longer than a step.
+            if self._unswept_bytes > self._max_bytes / _SWEEPS:
+                keep_newest(self._folder, max_bytes=self._max_bytes)
+                self._unswept_bytes = 0.0
+        except (OSError, pa.ArrowException) as error:
+            log.warning("token_stats_not_written", step=step, reason=str(error))
 
 
 class MetricsLog:
@@ -87,9 +149,7 @@ class MetricsLog:
 
     def end_training(self) -> None:
         self._ended_at = self._clock()
-        roles = self._store.roles()
-        self._generated.update(_generated_tokens(roles))
-        self._times.update(self._time_counters(roles))
+        self._update_counters()
 
     def add_step(
         self,
@@ -184,11 +244,15 @@ class MetricsLog:
 
     def _generated_per_s(self, version: int) -> float:
         """Rate of the live generators. Also updates the growth of all counters."""
+        gauges = self._update_counters()
+        roles = role_statuses(gauges, run=self._run, now=self._store.now(), announced_version=version)
+        return sum(role.tokens_per_s or 0.0 for role in roles if role.role == "generator" and role.is_alive)
+
+    def _update_counters(self) -> Roles:
         gauges = self._store.roles()
         self._generated.update(_generated_tokens(gauges))
         self._times.update(self._time_counters(gauges))
-        roles = role_statuses(gauges, run=self._run, now=self._store.now(), announced_version=version)
-        return sum(role.tokens_per_s or 0.0 for role in roles if role.role == "generator" and role.is_alive)
+        return gauges
 
     def _time_counters(self, roles: Roles) -> dict[Counter, float]:
         own = {"learner": self.gauges() | {"role": "learner"}}

@@ -150,7 +150,8 @@ class Ranks:
     def __init__(self, *, rank: int, size: int, device: torch.device) -> None:
         self.rank = rank
         self.size = size
-        self._device = device
+        self.device = device
+        """Device of this rank's models and collectives."""
         self._sharing = 1
 
     @property
@@ -181,9 +182,9 @@ class Ranks:
             return [b""] * len(lengths)
         # One collective per payload would cost hundreds of round trips.
         if payloads is None:
-            flat = torch.empty(sum(lengths), dtype=torch.uint8, device=self._device)
+            flat = torch.empty(sum(lengths), dtype=torch.uint8, device=self.device)
         else:
-            flat = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8).to(self._device)
+            flat = torch.frombuffer(bytearray(b"".join(payloads)), dtype=torch.uint8).to(self.device)
         self._collective("broadcast payloads", lambda: dist.broadcast(flat, src=source))
         joined = flat.cpu().numpy().tobytes()
         ends = torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()
@@ -199,9 +200,9 @@ class Ranks:
         """Like `broadcast_bytes`, for numbers."""
         if self.size == 1:
             return list(values or ())
-        count = torch.tensor([len(values or ())], dtype=torch.int64, device=self._device)
+        count = torch.tensor([len(values or ())], dtype=torch.int64, device=self.device)
         self._collective("broadcast a count", lambda: dist.broadcast(count, src=source))
-        numbers = torch.tensor(values or [0] * int(count), dtype=torch.int64, device=self._device)
+        numbers = torch.tensor(values or [0] * int(count), dtype=torch.int64, device=self.device)
         if len(numbers):
             self._collective("broadcast numbers", lambda: dist.broadcast(numbers, src=source))
         return numbers.tolist()
@@ -238,7 +239,7 @@ class Ranks:
     def _reduce(self, values: Tensor, operation: dist.ReduceOp) -> Tensor:
         if self.size == 1:
             return values
-        reduced = values.to(self._device, copy=True)
+        reduced = values.to(self.device, copy=True)
         self._collective("reduce numbers", lambda: dist.all_reduce(reduced, op=operation))
         return reduced.to(values.device)
 

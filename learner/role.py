@@ -30,7 +30,7 @@ from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.learner import Learner
 from slipstream.learner.publishing.fetches import SnapshotServer
 from slipstream.learner.ranks import check_environment, exit_rank, launch_ranks
-from slipstream.learner.sft.run import build_sft, check_sft
+from slipstream.learner.sft.run import SftRun, check_sft
 from slipstream.runtime.clock import Deadline
 from slipstream.runtime.credentials import Keys, derive_keys, find_token
 from slipstream.runtime.logs import configure_logs
@@ -69,7 +69,7 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
     _set_environment(device, is_alone=run.learner.num_ranks == 1)
     os.environ.update(collective_environment(run.cluster))
     if run.mode == "sft":
-        sft = build_sft(run, device=device, rank=rank)
+        sft = SftRun(run, device=device, rank=rank)
         with observed(run, logs=RunFolder(run).logs) if rank == 0 else nullcontext():
             sft.run()
     elif rank == 0:

@@ -203,18 +203,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--out", type=Path, default=Path("models/digits-random"), help="folder to write (models/digits-random)"
     )
-    options = parser.parse_args(arguments)
+    options = vars(parser.parse_args(arguments))
     disable_progress_bar()
-    model = make_model(
-        architecture=options.architecture,
-        layers=options.layers,
-        width=options.width,
-        seed=options.seed,
-        head_width=options.head_width,
-        max_length=options.max_length,
-    )
-    save_model(options.out, model=model, tokenizer=make_tokenizer(architecture=options.architecture))
-    print(f"{options.out}: {model.num_parameters():,} parameters, {options.layers} layers of width {options.width}")
+    out = options.pop("out")
+    model = make_model(**options)
+    save_model(out, model=model, tokenizer=make_tokenizer(architecture=options["architecture"]))
+    print(f"{out}: {model.num_parameters():,} parameters, {options['layers']} layers of width {options['width']}")
 
 
 if __name__ == "__main__":

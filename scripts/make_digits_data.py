@@ -7,9 +7,11 @@ Training and held-out prompts never overlap; the same seed gives the same files.
 
 import io
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
@@ -38,6 +40,20 @@ def make_row(
     }
 
 
+def split_rows(
+    problems: Sequence[Any], num_train: int, convert: Callable[..., dict[str, Any]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Convert the first problems to training prompts, the rest to held-out prompts.
+
+    `convert(problem, index=..., split=...)` returns a row.
+    """
+    parts = {"train": problems[:num_train], "heldout": problems[num_train:]}
+    return {
+        split: [convert(problem, index=index, split=split) for index, problem in enumerate(part)]
+        for split, part in parts.items()
+    }
+
+
 def write_pair(folder: Path, *, train: list[dict[str, Any]], heldout: list[dict[str, Any]]) -> None:
     """Write `train.parquet`, then `heldout.parquet`, each atomically."""
     write_file(folder / TRAIN, train)
@@ -46,10 +62,13 @@ def write_pair(folder: Path, *, train: list[dict[str, Any]], heldout: list[dict[
 
 
 def write_file(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write a Parquet file atomically; create a missing folder."""
+    """Write a file atomically, Parquet or by its extension JSON lines; create a missing folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
-    pq.write_table(pa.Table.from_pylist(rows), unfinished, compression="zstd")
+    if path.suffix == ".jsonl":
+        unfinished.write_bytes(msgspec.json.Encoder().encode_lines(rows))
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), unfinished, compression="zstd")
     # Atomic, so that an interrupted preparation is repeated.
     unfinished.replace(path)
 
@@ -115,19 +134,15 @@ def make_problems(task: str, *, digits: int, count: int, seed: int) -> list[tupl
 def make_files(folder: Path, *, task: str, digits: int, train_rows: int, heldout_rows: int, seed: int) -> None:
     """Write both files. Raises ConfigError."""
     problems = make_problems(task, digits=digits, count=train_rows + heldout_rows, seed=seed)
-    splits = {"train": problems[:train_rows], "heldout": problems[train_rows:]}
-    rows = {
-        split: [
-            make_row(prompt, ground_truth=answer, data_source=f"digits/{task}", index=index, split=split)
-            for index, (prompt, answer) in enumerate(pairs)
-        ]
-        for split, pairs in splits.items()
-    }
-    if task == "picture":
-        for row in (*rows["train"], *rows["heldout"]):
-            answer = row["reward_model"]["ground_truth"]
+
+    def convert(problem: tuple[str, str], **place: Any) -> dict[str, Any]:
+        prompt, answer = problem
+        row = make_row(prompt, ground_truth=answer, data_source=f"digits/{task}", **place)
+        if task == "picture":
             row["images"] = [{"bytes": draw(answer, seed=seed * 10**digits + int(answer))}]
-    write_pair(folder, train=rows["train"], heldout=rows["heldout"])
+        return row
+
+    write_pair(folder, **split_rows(problems, train_rows, convert))
 
 
 @fail_cleanly()

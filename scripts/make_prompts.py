@@ -29,7 +29,7 @@ from slipstream.generators import environments
 from slipstream.generators.rewards.mathematics import true_number
 from slipstream.generators.rewards.procedural import UNRELIABLE
 from slipstream.runtime.command_line import fail_cleanly, make_parser
-from slipstream.scripts.make_digits_data import make_row, write_file
+from slipstream.scripts.make_digits_data import make_row, split_rows, write_file
 
 Values = dict[str, Any]
 INSTRUCTION = "Reason step by step, and put the final answer within \\boxed{}."
@@ -131,9 +131,13 @@ def make_source(name: str, *, folder: Path | None, out: Path) -> None:
     splits = {"train": source.train, "heldout": source.heldout}
     # Read all files before writing any.
     rows = {ours: _convert(source, _read(split, folder=folder), split=ours) for ours, split in splits.items() if split}
-    for ours, found in rows.items():
-        write_file(out / f"{ours}.parquet", found)
-    _report(out, rows)
+    _write(out, rows)
+
+
+def _write(out: Path, splits: dict[str, list[Values]], *, suffix: str = "parquet") -> None:
+    for split, rows in splits.items():
+        write_file(out / f"{split}.{suffix}", rows)
+    print(f"{out}: {', '.join(f'{len(rows)} prompts in {split}' for split, rows in splits.items())}")
 
 
 def _convert(source: Source, problems: list[Values], *, split: str) -> list[Values]:
@@ -211,19 +215,13 @@ def make_environment_rows(
             f"--rows + --heldout-rows must be at most the tasks of {environment}, got {rows + heldout_rows} for "
             f"{answers.get('failed', f'{len(found)} tasks')}."
         )
-    made = {"train": found[:rows], "heldout": found[rows:]}
-    for split, tasks in made.items():
+
+    def convert(task: Values, **place: Any) -> Values:
+        row = make_row(_prompt_of(task), ground_truth=str(task.get("answer", "")), data_source=environment, **place)
         # As text, because tasks of one set may have different fields.
-        converted = [
-            make_row(
-                _prompt_of(task), ground_truth=str(task.get("answer", "")), data_source=environment, index=index,
-                split=split,
-            )
-            | {"task": msgspec.json.encode(task).decode()}
-            for index, task in enumerate(tasks)
-        ]  # fmt: skip
-        write_file(out / f"{split}.parquet", converted)
-    _report(out, made)
+        return row | {"task": msgspec.json.encode(task).decode()}
+
+    _write(out, split_rows(found, rows, convert))
 
 
 def _prompt_of(task: Values) -> list[Values]:
@@ -243,25 +241,13 @@ def make_gym_task(task: str, *, arguments: dict[str, Any], rows: int, heldout_ro
             f"--rows + --heldout-rows must be <= {len(found)}, the different problems of {task!r} among twice as many "
             f"drawn, got {rows + heldout_rows}."
         )
-    out.mkdir(parents=True, exist_ok=True)
-    made = {"train": found[:rows], "heldout": found[rows:]}
-    for split, entries in made.items():
-        lines = [
-            msgspec.json.encode(
-                make_row(
-                    _ask(str(entry["question"]), TAGS),
-                    ground_truth={"answer": entry["answer"], "metadata": entry["metadata"]},
-                    data_source=f"reasoning_gym/{task}",
-                    index=index,
-                    split=split,
-                )
-            )
-            for index, entry in enumerate(entries)
-        ]
-        unfinished = out / f"{split}.tmp"
-        unfinished.write_bytes(b"\n".join(lines) + b"\n")
-        unfinished.replace(out / f"{split}.jsonl")
-    _report(out, made)
+
+    def convert(entry: Values, **place: Any) -> Values:
+        truth = {"answer": entry["answer"], "metadata": entry["metadata"]}
+        prompt = _ask(str(entry["question"]), TAGS)
+        return make_row(prompt, ground_truth=truth, data_source=f"reasoning_gym/{task}", **place)
+
+    _write(out, split_rows(found, rows, convert), suffix="jsonl")
 
 
 def _entries(task: str, arguments: dict[str, Any], *, size: int, seed: int) -> Iterator[Values]:
@@ -282,10 +268,6 @@ def _entries(task: str, arguments: dict[str, Any], *, size: int, seed: int) -> I
         if entry["question"] not in asked:
             asked.add(entry["question"])
             yield entry
-
-
-def _report(out: Path, rows: dict[str, list[Values]]) -> None:
-    print(f"{out}: {', '.join(f'{len(found)} prompts in {split}' for split, found in rows.items())}")
 
 
 @fail_cleanly()

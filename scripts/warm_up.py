@@ -8,7 +8,6 @@ the last evaluation with half the learning rate. The same seed gives the same we
 runs out: then training stops early, and fails below a quarter of the band's lower bound.
 """
 
-import argparse
 import math
 import time
 from collections.abc import Iterator
@@ -49,20 +48,6 @@ class Problem(NamedTuple):
     prompt: list[int]
     response: list[int]
     pictures: Pictures | None = None
-
-
-class Band(NamedTuple):
-    """Exact accuracy at which training stops."""
-
-    low: float
-    high: float
-
-
-class Budget(NamedTuple):
-    """Limits of a warm-up."""
-
-    batches: int
-    seconds: float
 
 
 def read_problems(
@@ -216,45 +201,47 @@ def warm_up(
     train: list[Problem],
     heldout: list[Problem],
     pad_id: int,
-    band: Band,
+    low: float,
+    high: float,
     learning_rate: float,
     batch_size: int,
     evaluate_every: int,
-    budget: Budget,
+    max_batches: int,
+    max_seconds: float,
     seed: int,
-    is_greedy: bool = False,
+    greedy: bool = False,
 ) -> float:
-    """Train until the accuracy on `heldout` is within `band` or the budget is spent; return the accuracy.
+    """Train until the accuracy on `heldout` is between `low` and `high` or a limit is reached; return the accuracy.
 
-    Raises ConfigError if the final accuracy is below band.low / 4, or `train` is smaller than a batch.
+    Raises ConfigError if the final accuracy is below low / 4, or `train` is smaller than a batch.
     """
     if batch_size > len(train):
         raise ConfigError(f"--batch-size must be <= the number of training prompts ({len(train)}), got {batch_size}.")
     work = WarmUp(model, learning_rate=learning_rate)
     started = time.monotonic()
     reached = 0.0
-    for number, problems in enumerate(islice(batches(train, size=batch_size, seed=seed), budget.batches), start=1):
+    for number, problems in enumerate(islice(batches(train, size=batch_size, seed=seed), max_batches), start=1):
         loss = work.step(problems, pad_id=pad_id)
         spent = time.monotonic() - started
-        late = spent > budget.seconds
+        late = spent > max_seconds
         # The estimate only covers sampling: greedy answers may be correct much earlier.
-        is_promising = is_greedy or guess_accuracy(loss, problems) >= band.low / 4
+        is_promising = greedy or guess_accuracy(loss, problems) >= low / 4
         if not late and (number % evaluate_every or not is_promising):
             continue
-        accuracy = exact_accuracy(model, heldout, seed=seed, is_greedy=is_greedy)
+        accuracy = exact_accuracy(model, heldout, seed=seed, is_greedy=greedy)
         print(f"batch {number:4d}  loss {loss:.3f}  exact {accuracy:.3f}  {spent:5.1f} s")
         # Above the band, reinforcement learning would have little left to learn.
-        if accuracy > band.high:
+        if accuracy > high:
             work.restore()
         else:
             work.save()
             reached = accuracy
-        if reached >= band.low or late:
+        if reached >= low or late:
             break
-    if reached < band.low / 4:
+    if reached < low / 4:
         raise ConfigError(
-            f"the exact accuracy must reach {band.low} within --max-batches ({budget.batches}) and --max-seconds "
-            f"({budget.seconds:.0f}), got {reached:.3f}: allow more, or choose another --learning-rate."
+            f"the exact accuracy must reach {low} within --max-batches ({max_batches}) and --max-seconds "
+            f"({max_seconds:.0f}), got {reached:.3f}: allow more, or choose another --learning-rate."
         )
     return reached
 
@@ -278,32 +265,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--max-batches", type=int, default=1000, help="limit of steps (1000)")
     parser.add_argument("--max-seconds", type=float, default=120.0, help="time limit, seconds (120)")
     parser.add_argument("--seed", type=int, default=0, help="seed of batches and samples (0)")
-    options = parser.parse_args(arguments)
     disable_progress_bar()
     torch.set_num_threads(1)
-    _run(options)
+    _run(**vars(parser.parse_args(arguments)))
 
 
-def _run(options: argparse.Namespace) -> None:
-    model, tokenizer = load_model(options.model)
-    vision = VisionModel(str(options.model)) if takes_images(str(options.model)) else None
+def _run(*, model: Path, data: Path, out: Path, evaluation_rows: int, **options: Any) -> None:
+    """`options`: of `warm_up`."""
+    trained, tokenizer = load_model(model)
+    vision = VisionModel(str(model)) if takes_images(str(model)) else None
+    train, heldout = (read_problems(data / name, tokenizer=tokenizer, vision=vision) for name in (TRAIN, HELDOUT))
     # The last rows, because runs are evaluated on the first ones.
-    heldout = read_problems(options.data / HELDOUT, tokenizer=tokenizer, vision=vision)[-options.evaluation_rows :]
-    accuracy = warm_up(
-        model,
-        train=read_problems(options.data / TRAIN, tokenizer=tokenizer, vision=vision),
-        heldout=heldout,
-        pad_id=tokenizer.pad_token_id,
-        band=Band(options.low, options.high),
-        learning_rate=options.learning_rate,
-        batch_size=options.batch_size,
-        evaluate_every=options.evaluate_every,
-        budget=Budget(options.max_batches, options.max_seconds),
-        seed=options.seed,
-        is_greedy=options.greedy,
-    )
-    save_model(options.out, model=model, tokenizer=tokenizer)
-    print(f"{options.out}: exact accuracy {accuracy:.3f} on {len(heldout)} held-out prompts")
+    heldout = heldout[-evaluation_rows:]
+    accuracy = warm_up(trained, train=train, heldout=heldout, pad_id=tokenizer.pad_token_id, **options)
+    save_model(out, model=trained, tokenizer=tokenizer)
+    print(f"{out}: exact accuracy {accuracy:.3f} on {len(heldout)} held-out prompts")
 
 
 if __name__ == "__main__":

@@ -26,9 +26,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from benchmarks.harness import make_parser, make_table, medians, peak_mib, rotate, write_result
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Microbatch, Sample
-from slipstream.learner.training.attention import PACKED
+from slipstream.learner.training.attention import PACKED, SINGLE_RANK, SequenceGroup
 from slipstream.learner.training.model import OutputHead, Policy
-from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup
 
 DENSE, RUNS = "dense", "runs"
 _VOCABULARY = 1024

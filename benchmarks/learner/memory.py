@@ -126,7 +126,7 @@ def _train(folder: Path, overrides: list[str]) -> None:
         rendezvous=f"file://{folder}/rendezvous",
     )
     before = _resident("VmRSS")
-    trainer = build_trainer(run, ranks=ranks, device=device)
+    trainer = build_trainer(run, ranks=ranks)
     # Reset the peak: memory used while reading a checkpoint file is not part of training.
     Path("/proc/self/clear_refs").write_text("5")
     for step in (1, 2):

@@ -26,7 +26,7 @@ from slipstream.configs.learner import OptimizerConfig
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Sample
-from slipstream.learner.engines.torch_engine import TorchEngine
+from slipstream.learner.engines.engine import TrainEngine
 from slipstream.learner.training.model import Policy, load_policy
 from slipstream.scripts.init_random_model import make_tokenizer
 
@@ -55,7 +55,7 @@ def _measure(dtype: str, arguments: argparse.Namespace) -> list[dict[str, float 
         model = ModelConfig(folder, dtype=dtype, max_length=128, moe=MoeConfig(router_replay=True))  # type: ignore[arg-type]
         answers = asyncio.run(_answer(model, arguments))
         policy = load_policy(model, device=torch.device("cpu"))
-    learner = TorchEngine(policy, optimizer=OptimizerConfig(), device=torch.device("cpu"))
+    learner = TrainEngine(policy, optimizer=OptimizerConfig(), device=torch.device("cpu"))
     rows = []
     for lag in range(max(arguments.lags) + 1):
         if lag in arguments.lags:
@@ -138,7 +138,7 @@ def _compare(policy: Policy, answers: Sequence[Answer], *, is_replayed: bool) ->
     }
 
 
-def _train(learner: TorchEngine[Policy], samples: list[Sample], *, seed: int) -> None:
+def _train(learner: TrainEngine[Policy], samples: list[Sample], *, seed: int) -> None:
     """Run one step of REINFORCE with random advantages, with replay."""
     generator = torch.Generator().manual_seed(seed)
     advantages = torch.randn(sum(len(sample.trained) for sample in samples), generator=generator)

@@ -228,7 +228,7 @@ def main() -> None:
 def _measure(run: RunConfig, *, seconds: float, rounds: int) -> dict[str, Any]:
     device = torch.device("cpu")
     ranks = join_ranks(rank=0, size=1, device=device, timeout_s=_TIMEOUT_S)
-    trainer, bare = build_trainer(run, ranks=ranks, device=device), BareLoop(run)
+    trainer, bare = build_trainer(run, ranks=ranks), BareLoop(run)
     folder = RunFolder(run)
     folder.open()
     with _store(run, folder) as store:

@@ -60,7 +60,7 @@ def _publish(run: RunConfig, stops: Event) -> None:
     device = torch.device("cpu")
     session = join_run(run, "learner", "learner")
     ranks = join_ranks(rank=0, size=1, device=device, timeout_s=JOIN_TIMEOUT_S)
-    trainer = build_trainer(run, ranks=ranks, device=device)
+    trainer = build_trainer(run, ranks=ranks)
     publisher = Publisher(
         client=session.client,
         inbox=session.inbox,

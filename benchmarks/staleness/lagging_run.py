@@ -85,7 +85,7 @@ class LaggingRun:
         self._plan = plan
         self._config = config
         ranks = join_ranks(rank=0, size=1, device=_CPU, timeout_s=60)
-        self.trainer = build_trainer(config, ranks=ranks, device=_CPU)
+        self.trainer = build_trainer(config, ranks=ranks)
         self._generator = LaggingGenerator(config, lag=plan.lag)
         self._replayable: deque[list[list[Trajectory]]] = deque(maxlen=REPLAY_CAPACITY)
         self._random = random.Random(plan.seed)

@@ -23,8 +23,7 @@ from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.broker.weights.host_weights import HostWeights, digest
 from slipstream.broker.weights.snapshots import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
-from slipstream.learner.publishing.fetches import Lenders
-from slipstream.learner.publishing.members import MemberTable
+from slipstream.learner.publishing.fetches import Lenders, MemberTable
 from slipstream.runtime.credentials import derive_keys
 
 _TIMEOUT_S = 600.0

@@ -229,11 +229,6 @@ def overlong_penalty(lengths: Int[Tensor, "B"], *, max_length: int, buffer: floa
     return ((max_length - buffer - lengths) / buffer).clamp(-1, 0)
 
 
-def mix(parts: Float[Tensor, "B K"], *, weights: Float[Tensor, "K"]) -> Float[Tensor, "B"]:
-    """Weighted sum of reward parts."""
-    return (parts * weights).sum(1)
-
-
 def kl_in_reward(
     rewards: Float[Tensor, "B"],
     kl: Float[Tensor, "N"],

@@ -245,11 +245,6 @@ def veto(inputs: RatioInputs, *, low: float, high: float) -> Bool[Tensor, "N"]:
     return segments.maxima(is_outside, inputs.sequences, num_segments=inputs.num_sequences)[inputs.sequences] == 0
 
 
-def num_kept(keep: Bool[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int) -> Int[Tensor, "S"]:
-    """Kept tokens per sequence."""
-    return segments.sizes(sequences[keep], num_segments=num_sequences)
-
-
 def _aggregate(values: Float[Tensor, "N"], inputs: RatioInputs, *, over: str) -> Float[Tensor, "N"]:
     if over == "token":
         return values

@@ -117,43 +117,60 @@ LayoutKind = Literal["shared_rows", "one_row", "one_per_row", "one_at_a_time"]
 _SINGLE = ("one_per_row", "one_at_a_time")
 
 
-class MicrobatchBuilder:
-    """Builds a microbatch of R rows of L tokens. Life: fill_row for each row in order -> build."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Arrangement of sequences in a microbatch. Kinds, densest first:
 
-    def __init__(self, *, num_rows: int, length: int) -> None:
-        shape = (num_rows, length)
-        self._length = length
+    `shared_rows`: rows about as long as the longest sequence, each prompt once. Needs attention with masks or spans.
+    `one_row`: rows of whole sequences without a mask. Needs attention that restarts where positions restart.
+    `one_per_row`: one padded row per sequence, without mask or positions. Fits most causal models.
+    `one_at_a_time`: one microbatch per sequence, for models that depend on the longest sequence of a microbatch.
+    """
+
+    kind: LayoutKind
+    microbatch_tokens: int
+    """Limit on input tokens of a forward pass, padding included."""
+    row_tokens: int = 64
+    """Rows of several sequences are filled up to this or to the longest sequence. A mask costs its square."""
+    num_slices: int = 1
+    """Ranks that share each row. Row lengths are multiples of it."""
+
+
+class MicrobatchBuilder:
+    """Builds a microbatch from rows. Life: build, once."""
+
+    def __init__(self, rows: Sequence[Row], layout: Layout) -> None:
+        self._has_positions = layout.kind not in _SINGLE
+        self._length = -(-max(map(row_length, rows)) // layout.num_slices) * layout.num_slices
+        shape = (len(rows), self._length)
         self._token_ids = np.zeros(shape, dtype=np.int64)
         self._position_ids = np.zeros(shape, dtype=np.int64)
         self._axes: np.ndarray | None = None
         self._is_image = np.zeros(shape, dtype=np.bool_)
         self._copies = np.zeros(shape, dtype=np.int64)
         self._experts: np.ndarray | None = None
-        self._lengths: list[int] = []
-        self._parents: list[int] = []
+        self._spans = Spans([], [], has_shared=layout.kind == "shared_rows")
         self._samples: list[Sample] = []
         self._sources: list[np.ndarray] = []
         self._images: list[tuple[Grid, np.ndarray]] = []
+        for index, row in enumerate(rows):
+            column = 0
+            for bundle in row:
+                column = self._put_bundle(index, column, bundle)
+            self._add_run(self._length - column)
 
-    def fill_row(self, row: int, bundles: Row) -> None:
-        column = 0
-        for bundle in bundles:
-            column = self._put_bundle(row, column, bundle)
-        self._add_run(self._length - column)
-
-    def build(self, *, has_shared: bool, has_positions: bool = True) -> Microbatch:
-        """`has_shared`: whether prompts may be shared. `has_positions`: false if each row has a single sequence."""
+    def build(self) -> Microbatch:
         samples = self._samples
         targets = np.concatenate([sample.token_ids[sample.trained] for sample in samples])
         temperatures = np.array([sample.temperature for sample in samples], dtype=np.float32)
-        positions = torch.from_numpy(self._position_ids) if has_positions else None
+        positions = torch.from_numpy(self._position_ids) if self._has_positions else None
         if self._axes is not None:
             positions = torch.from_numpy(np.concatenate([self._position_ids[None], self._axes]))
         patches = [patches for _, patches in self._images]
         return Microbatch(
             token_ids=torch.from_numpy(self._token_ids),
             position_ids=positions,
-            spans=Spans(self._lengths, self._parents, has_shared) if has_positions else None,
+            spans=self._spans if self._has_positions else None,
             sources=torch.from_numpy(np.concatenate(self._sources)),
             targets=torch.from_numpy(targets.astype(np.int64)),
             temperatures=torch.from_numpy(np.repeat(temperatures, [len(sample.trained) for sample in samples])),
@@ -211,30 +228,11 @@ class MicrobatchBuilder:
 
     def _add_run(self, length: int, *, parent: int | None = None) -> int:
         """Add a run unless it is empty. Returns its index."""
-        index = len(self._lengths)
+        index = len(self._spans.lengths)
         if length:
-            self._lengths.append(length)
-            self._parents.append(index if parent is None else parent)
+            self._spans.lengths.append(length)
+            self._spans.parents.append(index if parent is None else parent)
         return index
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Arrangement of sequences in a microbatch. Kinds, densest first:
-
-    `shared_rows`: rows about as long as the longest sequence, each prompt once. Needs attention with masks or spans.
-    `one_row`: rows of whole sequences without a mask. Needs attention that restarts where positions restart.
-    `one_per_row`: one padded row per sequence, without mask or positions. Fits most causal models.
-    `one_at_a_time`: one microbatch per sequence, for models that depend on the longest sequence of a microbatch.
-    """
-
-    kind: LayoutKind
-    microbatch_tokens: int
-    """Limit on input tokens of a forward pass, padding included."""
-    row_tokens: int = 64
-    """Rows of several sequences are filled up to this or to the longest sequence. A mask costs its square."""
-    num_slices: int = 1
-    """Ranks that share each row. Row lengths are multiples of it."""
 
 
 def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ranks: int = 1) -> list[Microbatch]:
@@ -254,22 +252,13 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
         pack(share, row_tokens=row_tokens, microbatch_tokens=microbatch_tokens)
         for share in distribute(bundles, num_ranks=num_ranks)
     ]
-    microbatches = [_build_microbatch(rows, layout) for rows in packed[rank]]
+    microbatches = [MicrobatchBuilder(rows, layout).build() for rows in packed[rank]]
     missing = max(map(len, packed)) - len(microbatches)
     microbatches += [_empty_microbatch(layout)] * missing
     images = next((sample.images for sample in trained if sample.images), None)
     if images is None or num_ranks == 1:
         return microbatches
     return [_with_blank(each, images) if each.pixel_values is None else each for each in microbatches]
-
-
-def _build_microbatch(rows: list[Row], layout: Layout) -> Microbatch:
-    num_slices = layout.num_slices
-    length = -(-max(map(row_length, rows)) // num_slices) * num_slices
-    builder = MicrobatchBuilder(num_rows=len(rows), length=length)
-    for index, row in enumerate(rows):
-        builder.fill_row(index, row)
-    return builder.build(has_shared=layout.kind == "shared_rows", has_positions=layout.kind not in _SINGLE)
 
 
 def _with_blank(microbatch: Microbatch, images: SampleImages) -> Microbatch:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.learner.batching.microbatch import Microbatch
-from slipstream.learner.engines.engine import M, check_grad_norm
+from slipstream.learner.engines.engine import M, ModelEngine, TrainEngine, check_grad_norm
 from slipstream.learner.engines.optimizer import (
     Shard,
     copy_moments,
@@ -74,14 +74,12 @@ def deepspeed_config(
 
 
 @contextlib.contextmanager
-def sharded_loading(
-    config: DeepSpeedEngineConfig | TorchEngineConfig, *, device: torch.device, ranks: Ranks
-) -> Iterator[None]:
+def sharded_loading(config: DeepSpeedEngineConfig | TorchEngineConfig, *, ranks: Ranks) -> Iterator[None]:
     """Make transformers load models directly into ZeRO-3 shards. No-op below ZeRO-3. Collective."""
     if not isinstance(config, DeepSpeedEngineConfig) or config.zero_stage < 3:
         yield
         return
-    _import_deepspeed(device).init_distributed(dist_init_required=False)
+    _import_deepspeed(ranks.device).init_distributed(dist_init_required=False)
     # Imports DeepSpeed, which needs its environment variables.
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
@@ -96,7 +94,7 @@ def sharded_loading(
 
 
 # --- the engine ------------------------------------------------------------------------------------------------------
-class ShardedModel(Generic[M]):
+class ShardedModel(ModelEngine[M]):
     """ModelEngine on DeepSpeed. Requires the process group from `slipstream.learner.ranks`."""
 
     def __init__(
@@ -104,12 +102,11 @@ class ShardedModel(Generic[M]):
         model: M,
         *,
         config: DeepSpeedEngineConfig,
-        device: torch.device,
         ranks: Ranks,
         optimizer: OptimizerConfig | None = None,
         adamw: torch.optim.Optimizer | None = None,
     ) -> None:
-        self._deepspeed = _import_deepspeed(device)
+        self._deepspeed = _import_deepspeed(ranks.device)
         self.model = model
         self._ranks = ranks
         self._stage = config.zero_stage
@@ -183,7 +180,7 @@ class ShardedModel(Generic[M]):
         return [part.weight for part in linear if users[part.weight] == 1 and not part.weight.ds_persist]
 
 
-class DeepSpeedEngine(ShardedModel[M]):
+class DeepSpeedEngine(ShardedModel[M], TrainEngine[M]):
     """TrainEngine on DeepSpeed."""
 
     def __init__(
@@ -192,19 +189,18 @@ class DeepSpeedEngine(ShardedModel[M]):
         *,
         config: DeepSpeedEngineConfig,
         optimizer: OptimizerConfig,
-        device: torch.device,
         ranks: Ranks,
         setting: str = "learner.optimizer",
     ) -> None:
         """`setting`: config section of `optimizer`, for errors."""
-        self.device = device
+        self.device = ranks.device
         self.optimizer = make_optimizer(model, optimizer)
         self._setting = setting
         self._max_grad_norm = optimizer.max_grad_norm
         self._grad_norm = 0.0
         if not config.zero_stage:
             self.optimizer.register_step_pre_hook(self._clip)
-        super().__init__(model, config=config, device=device, ranks=ranks, optimizer=optimizer, adamw=self.optimizer)
+        super().__init__(model, config=config, ranks=ranks, optimizer=optimizer, adamw=self.optimizer)
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages gradients over ranks, but losses add up.

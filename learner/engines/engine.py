@@ -1,14 +1,25 @@
-"""TrainEngine, the interface of the DeepSpeed and torch engines, and divergence checks."""
+"""TrainEngine: trains a model with plain torch in one process. Divergence checks of all engines."""
 
+import logging
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.batching.microbatch import Microbatch
+from slipstream.learner.engines.optimizer import (
+    Trainable,
+    copy_moments,
+    make_optimizer,
+    restore_moments,
+    set_learning_rate,
+    trained_names,
+    whole_shards,
+)
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.ranks import Ranks
 
@@ -57,82 +68,88 @@ def check_grad_norm(norm: float, *, setting: str) -> float:
     return norm
 
 
-class Trainable(Protocol):
-    """Module that an engine trains: the policy or the value model."""
-
-    compute_dtype: torch.dtype
-
-    @property
-    def backbone(self) -> nn.Module:
-        """The transformers model that maps tokens to hidden states."""
-
-    def __call__(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
-        """Outputs for the trained tokens by name."""
-
-    def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield parameters and persistent buffers by name, tied ones under each name.
-
-        With an adapter, only it and a trained head, unless `is_whole`, which also selects the module's names.
-        """
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Each parameter once."""
-
-
 M = TypeVar("M", bound=Trainable, covariant=True)
 
 
-class ModelEngine(Protocol[M]):
-    """Holds a model's parameters. Every method is collective (see TrainEngine)."""
+class ModelEngine(Generic[M]):
+    """Holds a model's parameters, here unsharded. Every method is collective (see TrainEngine)."""
 
-    @property
-    def model(self) -> M:
-        """With ZeRO-3, its parameters are sharded."""
+    def __init__(self, model: M) -> None:
+        """With ZeRO-3, the parameters of `model` are sharded."""
+        self.model = model
 
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
         """Outputs of `model` for the trained tokens, differentiable unless under no_grad."""
+        return self.model(microbatch, **options)
 
     def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Yield the unsharded `Trainable.weights`, float32, on the model's device.
 
         They may share memory with the model: copy them before the next step.
         """
+        for name, parameter in self.model.weights(is_whole=is_whole):
+            yield name, parameter.detach()
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's `Trainable.weights`: with ZeRO-3, shards."""
+        yield from self.model.weights()
 
+    @torch.no_grad()
     def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Inverse of `gather_parameters`. With ZeRO-3, ranks other than 0 may pass no tensors."""
+        held = dict(self.model.weights())
+        for name, tensor in tensors:
+            held[name].copy_(tensor)
 
 
-class TrainEngine(ModelEngine[M], Protocol[M]):
-    """Holds the parameters and the optimizer.
+class TrainEngine(ModelEngine[M]):
+    """Holds the parameters and the optimizer: plain torch in one process, the reference for DeepSpeedEngine.
 
     Life: ((forward -> backward)* -> step)*. Every method is collective: all ranks make the same calls in order.
     """
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """Its pre-step hooks see each gradient once per `step`: unsharded, or this rank's shards."""
+    optimizer: torch.optim.Optimizer
+    """Its pre-step hooks see each gradient once per `step`: unsharded, or this rank's shards."""
+    device: torch.device
+    """Device for microbatches."""
 
-    @property
-    def device(self) -> torch.device:
-        """Device for microbatches."""
+    def __init__(
+        self, model: M, *, optimizer: OptimizerConfig, device: torch.device, setting: str = "learner.optimizer"
+    ) -> None:
+        """`setting`: config section of `optimizer`, for errors."""
+        # With accelerate installed (for peft), transformers imports DeepSpeed to save a model.
+        logging.getLogger("DeepSpeed").disabled = True
+        super().__init__(model)
+        self.device = device
+        self.optimizer = make_optimizer(model, optimizer)
+        self._setting = setting
+        self._max_grad_norm = optimizer.max_grad_norm
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient. Losses are summed, not averaged, over microbatches and ranks."""
+        loss.backward()
 
     def step(self, *, learning_rate: float) -> float:
         """Clip gradients, update parameters, and clear gradients. Returns the norm before clipping.
 
         Raises DivergenceError if the norm is not finite: parameters are unchanged, but the engine is unusable.
         """
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm).item()
+        check_grad_norm(norm, setting=self._setting)
+        set_learning_rate(self.optimizer, learning_rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def copy_state(self) -> dict[str, Tensor]:
         """Copy this rank's share of the optimizer state to host memory (see `STATE_FILE`)."""
+        return copy_moments(whole_shards(self.model), self.optimizer)
 
     def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
         """Load unsharded `weights`, and optimizer state saved by any engine and ranks. Raises CheckpointError."""
+        self.load_parameters(weights.items())
+        names = trained_names(self.model).values()
+        restore_moments(folder, whole_shards(self.model), self.optimizer, names=names)
 
 
 def take_step(engine: TrainEngine[Any], *, learning_rate: float, step: int) -> float:

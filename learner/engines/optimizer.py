@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,8 +13,30 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from slipstream.configs.learner import OptimizerConfig
-from slipstream.learner.engines.engine import Trainable
+from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.errors import CheckpointError
+
+
+class Trainable(Protocol):
+    """Module that an engine trains: the policy or the value model."""
+
+    compute_dtype: torch.dtype
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The transformers model that maps tokens to hidden states."""
+
+    def __call__(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
+        """Outputs for the trained tokens by name."""
+
+    def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters and persistent buffers by name, tied ones under each name.
+
+        With an adapter, only it and a trained head, unless `is_whole`, which also selects the module's names.
+        """
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Each parameter once."""
 
 
 def learning_rate(update: int, *, config: OptimizerConfig, num_steps: int, updates_per_step: int = 1) -> float:

@@ -20,7 +20,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, wait
-from functools import partial
 from threading import Lock, Thread
 
 import msgspec
@@ -38,8 +37,7 @@ from slipstream.buffer.store import Store
 from slipstream.configs.base import Record
 from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.background_save import run_in_thread
-from slipstream.learner.publishing.fetches import FetchTracker, SnapshotServer
-from slipstream.learner.publishing.members import MemberTable
+from slipstream.learner.publishing.fetches import FetchTracker, MemberTable, SnapshotServer
 from slipstream.learner.publishing.staging import Canary, Staged, Stager
 from slipstream.runtime.clock import Clock, Deadline
 from slipstream.runtime.trace import PUBLISH, Trace
@@ -203,16 +201,11 @@ class Publisher:
             self._members.evict(members, str(unfit))
             return False
         self._client.send(OpenEpoch(self._epoch, members, host, port, timeout_s, backend))
-        error = ""
-        try:
-            num_members, epoch = len(members), self._epoch
-            self._run_watched(
-                partial(self._sender.open_epoch, epoch, num_members=num_members, timeout_s=timeout_s, backend=backend),
-                members,
-            )
-        except WeightTransferError as raised:
-            error = str(raised)
-        missing = self._collect(self._opened, members, timeout_s=_AFTER_ERROR_S if error else timeout_s)
+
+        def open_epoch() -> None:
+            self._sender.open_epoch(self._epoch, num_members=len(members), timeout_s=timeout_s, backend=backend)
+
+        error, missing = self._run_phase(open_epoch, self._opened, members, timeout_s=timeout_s)
         failed = dict.fromkeys(missing, "no answer") | {m: o.error for m, o in self._opened.items() if o.error}
         if error or failed:
             self._members.evict(missing or list(failed), f"epoch {self._epoch} could not be built: {error or failed}")
@@ -233,21 +226,31 @@ class Publisher:
         update = msgspec.structs.replace(staged.update, epoch=self._epoch, members=members, timeout_s=timeout_s)
         self._applied = {}
         self._client.send(update)
-        error = ""
-        try:
-            self._run_watched(partial(self._sender.broadcast, staged.buckets, timeout_s=timeout_s), members)
+
+        def send() -> None:
+            self._sender.broadcast(staged.buckets, timeout_s=timeout_s)
             self._transfers_s.append(self._clock() - started_at)
-        except WeightTransferError as raised:
-            error = str(raised)
+
+        error, missing = self._run_phase(send, self._applied, members, timeout_s=limit_s)
+        failed = [m for m, a in self._applied.items() if a.error]
+        if error or missing or failed:
             # The group may still hold data of the failed broadcast.
             self._epoch_members = []
-        missing = self._collect(self._applied, members, timeout_s=_AFTER_ERROR_S if error else limit_s)
-        failed = [m for m, a in self._applied.items() if a.error]
         if missing or failed:
-            self._epoch_members = []
             reason = error or "; ".join(a.error for a in self._applied.values() if a.error) or "no answer"
             self._members.evict(missing or failed, f"version {update.version} was not applied: {reason}")
         return not (error or missing or failed)
+
+    def _run_phase(
+        self, action: Callable[[], None], answers: Mapping[Member, Message], members: list[Member], *, timeout_s: float
+    ) -> tuple[str, list[Member]]:
+        """Run `action` and wait for the members' answers. Returns any error, and members without an answer."""
+        error = ""
+        try:
+            self._run_watched(action, members)
+        except WeightTransferError as raised:
+            error = str(raised)
+        return error, self._collect(answers, members, timeout_s=_AFTER_ERROR_S if error else timeout_s)
 
     def _run_watched(self, action: Callable[[], None], members: list[Member]) -> None:
         """Run `action`, which blocks until all members take part. Abort if one dies."""

@@ -16,7 +16,7 @@ from slipstream.broker.dataset import read_train
 from slipstream.broker.messages import Update
 from slipstream.broker.weights import buckets
 from slipstream.configs.base import ConfigError
-from slipstream.configs.broker import WeightsConfig
+from slipstream.configs.broker import PROBE_SEQUENCES, WeightsConfig
 from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.learner.batching.collate import Layout, collate
@@ -38,18 +38,15 @@ An engine with other log-probabilities does not hold the learner's weights.
 log = structlog.get_logger(__name__)
 
 
-def canary_token_ids(
-    *, seed: int, vocab_size: int, num_sequences: int, max_length: int, text: Sequence[int] = ()
-) -> np.ndarray:
+def canary_token_ids(run: RunConfig, *, vocab_size: int, text: Sequence[int] = ()) -> np.ndarray:
     """Cut canary sequences from `text`, or draw random ones if it is too short.
 
-    int64[num_sequences, min(16, max_length)], the same for the whole run.
+    int64[PROBE_SEQUENCES, min(16, max_length)], the same for the whole run.
     """
-    length = min(SEQUENCE_TOKENS, max_length)
-    if len(text) >= num_sequences * length:
-        return np.array(text[: num_sequences * length], dtype=np.int64).reshape(num_sequences, length)
-    generator = np.random.default_rng([seed, vocab_size])
-    return generator.integers(0, vocab_size, size=(num_sequences, length))
+    shape = PROBE_SEQUENCES, min(SEQUENCE_TOKENS, run.model.max_length)
+    if len(text) >= math.prod(shape):
+        return np.array(text[: math.prod(shape)], dtype=np.int64).reshape(shape)
+    return np.random.default_rng([run.seed, vocab_size]).integers(0, vocab_size, size=shape)
 
 
 def prompt_tokens(run: RunConfig, *, num_tokens: int = 8192) -> list[int]:

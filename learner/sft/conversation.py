@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 from slipstream.configs.base import ConfigError
 from slipstream.runtime.reasoning import Reasoning, find_reasoning
+from slipstream.runtime.row_files import without_nulls
 
 Message = dict[str, Any]
 """`role`, `content`, and other fields of the chat template."""
@@ -38,7 +38,15 @@ def chat_pieces(
     turns = [index for index, message in enumerate(shown) if message.get("role") == "assistant"]
     if not all(any(value for key, value in shown[index].items() if key != "role") for index in turns):
         return []
-    render = partial(_render, tokenizer=tokenizer, tools=tools, variables=variables or {})
+
+    def render(messages: Sequence[Message], *, opens_turn: bool) -> str:
+        settings = {**(variables or {}), "add_generation_prompt": opens_turn, "tokenize": False}
+        try:
+            return str(tokenizer.apply_chat_template(list(messages), tools=tools, **settings))
+        # A template is code shipped with the model and may raise anything.
+        except Exception as error:
+            raise ConfigError(f"the messages must fit the chat template: {error}") from error
+
     texts = [render(shown[:end], opens_turn=end == index) for index in turns for end in (index, index + 1)]
     starts = ["", *texts]
     if all(text.startswith(start) for start, text in zip(starts, texts, strict=False)):
@@ -110,26 +118,3 @@ def _shared(first: str, second: str, *, names: list[str]) -> str:
         if text.startswith(name, start)
     ]
     return shared[: min(cuts, default=len(shared))]
-
-
-def without_nulls(value: Any) -> Any:
-    """Drop null fields: Parquet stores absent fields as null, but templates test whether a field is defined."""
-    if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _render(
-    messages: Sequence[Message],
-    *,
-    tokenizer: Any,
-    tools: Sequence[Any] | None,
-    variables: Mapping[str, Any],
-    opens_turn: bool,
-) -> str:
-    settings = {**variables, "add_generation_prompt": opens_turn, "tokenize": False}
-    try:
-        return str(tokenizer.apply_chat_template(list(messages), tools=tools, **settings))
-    # A template is code shipped with the model and may raise anything.
-    except Exception as error:
-        raise ConfigError(f"the messages must fit the chat template: {error}") from error

@@ -1,6 +1,6 @@
 """Demonstrations: conversations from a file as token ids, with a mask of the tokens that the model learns."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoTokenizer
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig, require_template_variables
 from slipstream.configs.run import RunConfig
-from slipstream.learner.sft.conversation import Piece, chat_pieces, without_nulls
+from slipstream.learner.sft.conversation import Piece, chat_pieces
 from slipstream.runtime.model_files import answer_token_ids, check_template_variables, read_chat_template
 from slipstream.runtime.row_files import (
     CHATS,
@@ -30,6 +30,7 @@ from slipstream.runtime.row_files import (
     read_table,
     value_at,
     with_input,
+    without_nulls,
 )
 
 _ROWS_AT_ONCE = 1024
@@ -175,28 +176,26 @@ def _open(path: Path, *, run: RunConfig) -> tuple[Iterator[Row], "_Form"]:
         raise ConfigError(f"{path} must be a Parquet file of demonstrations, but cannot be read: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
-    if not is_parquet:
-        batches = table.select(form.columns).to_batches(max_chunksize=_ROWS_AT_ONCE)
-        return (row for batch in batches for row in batch.to_pylist()), form
-    return _rows(file, path, columns=form.columns), form
+    batches = (
+        file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=form.columns)
+        if is_parquet
+        else table.select(form.columns).to_batches(max_chunksize=_ROWS_AT_ONCE)
+    )
+    return _rows(batches, path), form
 
 
 def _read_json(path: Path) -> pa.Table:
     """Read JSON lines. Unlike a file of prompts, every column must have one type. Raises ConfigError."""
-    columns: dict[str, list[Any]] = {}
+    rows: list[Row] = []
     for number, line in enumerate(read_lines(path)):
         try:
-            row = msgspec.json.decode(line, type=dict[str, Any])
+            rows.append(msgspec.json.decode(line, type=Row))
         except msgspec.MsgspecError as error:
             raise ConfigError(f"row {number} must be a JSON record, got {line[:60]!r}: {error}.") from None
-        for name in [each for each in row if each not in columns]:
-            columns[name] = [None] * number
-        for name, values in columns.items():
-            values.append(row.get(name))
     arrays = {}
-    for name, values in columns.items():
+    for name in dict.fromkeys(name for row in rows for name in row):
         try:
-            arrays[name] = pa.array(values)
+            arrays[name] = pa.array([row.get(name) for row in rows])
         except (pa.ArrowException, OverflowError) as error:
             raise ConfigError(
                 f"the column `{name}` must hold values of one type, got a mixture ({str(error).splitlines()[0]}): "
@@ -205,10 +204,10 @@ def _read_json(path: Path) -> pa.Table:
     return pa.table(arrays)
 
 
-def _rows(file: pq.ParquetFile, path: Path, *, columns: list[str]) -> Iterator[Row]:
+def _rows(batches: Iterable[pa.RecordBatch], path: Path) -> Iterator[Row]:
     number = 0
     try:
-        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=columns):
+        for batch in batches:
             yield from batch.to_pylist()
             number += len(batch)
     except (pa.ArrowException, OSError) as error:
@@ -227,7 +226,7 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
     prompt = _column(schema, run.sft.prompt, common=PROMPTS)
     response = _column(schema, run.sft.response, common=RESPONSES)
     if run.sft.objective == "pairs":
-        return _find_pairs(schema, run=run)
+        return _find_pairs(schema, prompt, run=run)
     # A run's archive and exported trajectories have these columns, too.
     if {"token_ids", "model_mask"} <= set(schema.names):
         _check_type(schema, "token_ids", _is_list_of(pa.types.is_integer), "lists of integers")
@@ -260,8 +259,7 @@ def _column(schema: pa.Schema, name: str, *, common: Sequence[str]) -> str:
     return next((each for each in common if each in schema.names and each not in CHATS), name)
 
 
-def _find_pairs(schema: pa.Schema, *, run: RunConfig) -> _Form:
-    prompt = _column(schema, run.sft.prompt, common=PROMPTS)
+def _find_pairs(schema: pa.Schema, prompt: str, *, run: RunConfig) -> _Form:
     if run.model.chat_template_kwargs:
         raise ConfigError("model.chat_template_kwargs must be empty for pairs, which reward models read without them.")
     has_prompt = _type(schema, prompt) is not None

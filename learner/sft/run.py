@@ -49,7 +49,6 @@ from slipstream.learner.errors import DivergenceError
 from slipstream.learner.ranks import Ranks, join_ranks
 from slipstream.learner.sft.dataset import Demonstration, Pair, SftFile, read_heldout, read_train
 from slipstream.learner.training.trainer import Trainer
-from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait
 from slipstream.runtime.run_folder import RunFolder
 
@@ -205,101 +204,32 @@ def to_samples(demonstrations: Sequence[Demonstration]) -> list[Sample]:
 _SHOWN = ("step", "epoch", "learner/loss", "eval/loss", "eval/pair_accuracy")
 
 
-class SftLog:
-    """Writes `metrics.jsonl` and `summary.json` on rank 0. See docs/sft.md. Life: start -> add* -> finish."""
-
-    def __init__(
-        self, run: RunConfig, *, folder: RunFolder, train: SftFile, heldout: SftFile, clock: Clock = time.monotonic
-    ) -> None:
-        self._folder = folder
-        self._disk = DiskWait()
-        self._run = run
-        self._train = train
-        self._heldout = heldout
-        self._clock = clock
-        self._started_at = clock()
-
-    def start(self, *, step: int) -> None:
-        """A resumed run's clock continues from the rows that its checkpoint covers."""
-        kept = self._keep(up_to_step=step if step else -1)
-        self._started_at = self._clock() - (kept[-1]["time_s"] if kept else 0.0)
-
-    def add(self, *, step: int, epoch: float, metrics: dict[str, float]) -> None:
-        """Step 0 has only held-out metrics, measured before training."""
-        row = {"step": step, "epoch": epoch, "time_s": round(self._clock() - self._started_at, 3), **metrics}
-        self._disk.retry(lambda: self._folder.append_metrics(row), what="the metrics", path=self._folder.metrics)
-        log.info("step", **{key: round(row[key], 4) for key in _SHOWN if key in row})
-
-    def finish(self, *, step: int, epoch: float) -> None:
-        """Values without rows are null."""
-        rows = self._keep(up_to_step=step)
-        trained = [row for row in rows if row["step"] > 0]
-        losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
-        seconds = rows[-1]["time_s"] if rows else 0.0
-        summary = {
-            "eval_loss": losses.get(step),
-            "eval_loss_before": losses.get(0),
-            "eval_pair_accuracy": rows[-1].get("eval/pair_accuracy") if rows else None,
-            "train_loss": trained[-1]["learner/loss"] if trained else None,
-            "steps": step,
-            "epochs": epoch,
-            "train_seconds": seconds,
-            "learner_tokens_per_s": sum(row["learner/tokens"] for row in trained) / max(1e-9, seconds),
-            **_counts("train", self._train),
-            **_counts("eval", self._heldout),
-            "seed": self._run.seed,
-            "mode": self._run.mode,
-        }
-        self._disk.retry(lambda: self._folder.write_summary(summary), what="the summary", path=self._folder.summary)
-
-    def _keep(self, *, up_to_step: int) -> list[dict[str, Any]]:
-        return self._disk.retry(
-            lambda: self._folder.keep_metrics(up_to_step=up_to_step), what="the metrics", path=self._folder.metrics
-        )
-
-
-def _counts(name: str, file: SftFile) -> dict[str, Any]:
-    return {
-        f"{name}_rows": len(file.demonstrations),
-        f"{name}_rows_empty": file.num_empty,
-        f"{name}_rows_too_long": file.num_too_long,
-    }
-
-
 class SftRun:
-    """One per rank. Life: run, once."""
+    """One per rank. Rank 0 writes `metrics.jsonl` and `summary.json`, see docs/sft.md. Life: run, once."""
 
-    def __init__(
-        self,
-        run: RunConfig,
-        *,
-        train: Sequence[Any],
-        heldout: Sequence[Any],
-        trainer: Trainer,
-        checkpoints: Checkpoints,
-        ranks: Ranks,
-        folder: RunFolder,
-        sft_log: SftLog | None,
-        clock: Clock = time.monotonic,
-    ) -> None:
-        """`heldout` may be empty. `sft_log`: only on rank 0."""
+    def __init__(self, run: RunConfig, *, device: torch.device, rank: int = 0) -> None:
+        """Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
         self._run = run
-        self._train = train
-        self._heldout = heldout
-        self._trainer = trainer
-        self._checkpoints = checkpoints
-        self._ranks = ranks
-        self._folder = folder
-        self._log = sft_log
-        self._clock = clock
-        self._num_steps = count_steps(run, num_rows=len(train))
+        self._files = {"train": read_train(run), "heldout": read_heldout(run)}
+        self._train, self._heldout = (file.demonstrations for file in self._files.values())
+        self._folder = folder = RunFolder(run)
+        size, silence_s = run.learner.num_ranks, run.learner.rank_timeout_s
+        self._ranks = ranks = join_ranks(rank=rank, size=size, device=device, silence_s=silence_s)
+        if ranks.is_first:
+            folder.begin()
+        torch.manual_seed(run.seed)
+        # The default algorithm loads no critic, teacher, or reference.
+        self._trainer = build_trainer(msgspec.structs.replace(run, algorithm=AlgorithmConfig()), ranks=ranks)
+        self._checkpoints = Checkpoints(folder.checkpoints, run=run, trainer=self._trainer, ranks=ranks)
+        self._num_steps = count_steps(run, num_rows=len(self._train))
         kind = PairTrainer if run.trains_reward_model else SftTrainer
-        self._sft = kind(run, trainer=trainer, ranks=ranks, num_steps=self._num_steps)
+        self._sft = kind(run, trainer=self._trainer, ranks=ranks, num_steps=self._num_steps)
         self._step = 0
-        best = run.learner.checkpoint.best
         # Every rank flushes before rank 0 judges.
+        best = run.learner.checkpoint.best
         self._best = BestCheckpoint(best, folder, flush=lambda: None) if ranks.is_first else None
         self._disk = DiskWait()
+        self._started_at = time.monotonic()
 
     def run(self) -> None:
         """Train from the newest checkpoint or the beginning. Raises LearnerError, ConfigError."""
@@ -325,21 +255,22 @@ class SftRun:
         self._checkpoints.begin_life()
         if self._best:
             self._best.resume()
+        log.info("starting", step=self._step, num_steps=self._num_steps, rows=len(self._train))
         if self._ranks.is_first:
             self._folder.record_training()
-        log.info("starting", step=self._step, num_steps=self._num_steps, rows=len(self._train))
-        if self._log:
-            self._log.start(step=self._step)
+            # A resumed run's clock continues from the rows that its checkpoint covers.
+            kept = self._keep_rows(up_to_step=self._step or -1)
+            self._started_at = time.monotonic() - (kept[-1]["time_s"] if kept else 0.0)
         if self._step == 0 and self._heldout:
             self._add_row(self._measure(self._heldout))
 
     def _train_one_step(self) -> None:
-        started_at = self._clock()
+        started_at = time.monotonic()
         step = self._step + 1
         metrics = self._sft.step(choose_rows(self._run, self._train, step=step), step=step)
         self._trainer.check_weights(step=step)
         self._step = step
-        seconds = self._clock() - started_at
+        seconds = time.monotonic() - started_at
         times = {"learner/train_s": seconds, "learner/tokens_per_s": metrics["learner/tokens"] / max(1e-9, seconds)}
         every, is_last = self._run.sft.eval_every_steps, step == self._num_steps
         is_due = bool(self._heldout) and (is_last or (every > 0 and step % every == 0))
@@ -367,8 +298,18 @@ class SftRun:
         return measured
 
     def _add_row(self, metrics: dict[str, float]) -> None:
-        if self._log:
-            self._log.add(step=self._step, epoch=self._epoch, metrics=metrics)
+        """Step 0 has only held-out metrics, measured before training."""
+        if not self._ranks.is_first:
+            return
+        row = {"step": self._step, "epoch": self._epoch, "time_s": round(time.monotonic() - self._started_at, 3)}
+        row |= metrics
+        self._disk.retry(lambda: self._folder.append_metrics(row), what="the metrics", path=self._folder.metrics)
+        log.info("step", **{key: round(row[key], 4) for key in _SHOWN if key in row})
+
+    def _keep_rows(self, *, up_to_step: int) -> list[dict[str, Any]]:
+        return self._disk.retry(
+            lambda: self._folder.keep_metrics(up_to_step=up_to_step), what="the metrics", path=self._folder.metrics
+        )
 
     @property
     def _epoch(self) -> float:
@@ -398,10 +339,40 @@ class SftRun:
             best = self._disk.retry(self._best.export, what="the best model", path=self._folder.best_model)
             self._checkpoints.upload([self._folder.final_model, *([best] if best else [])])
         self._checkpoints.saver.flush()
-        if self._log:
-            self._log.finish(step=self._step, epoch=self._epoch)
+        if self._ranks.is_first:
+            self._write_summary()
         self._ranks.barrier()
         log.info("finished", step=self._step)
+
+    def _write_summary(self) -> None:
+        """Values without rows are null."""
+        rows = self._keep_rows(up_to_step=self._step)
+        trained = [row for row in rows if row["step"] > 0]
+        losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
+        seconds = rows[-1]["time_s"] if rows else 0.0
+        summary = {
+            "eval_loss": losses.get(self._step),
+            "eval_loss_before": losses.get(0),
+            "eval_pair_accuracy": rows[-1].get("eval/pair_accuracy") if rows else None,
+            "train_loss": trained[-1]["learner/loss"] if trained else None,
+            "steps": self._step,
+            "epochs": self._epoch,
+            "train_seconds": seconds,
+            "learner_tokens_per_s": sum(row["learner/tokens"] for row in trained) / max(1e-9, seconds),
+            **_counts("train", self._files["train"]),
+            **_counts("eval", self._files["heldout"]),
+            "seed": self._run.seed,
+            "mode": self._run.mode,
+        }
+        self._disk.retry(lambda: self._folder.write_summary(summary), what="the summary", path=self._folder.summary)
+
+
+def _counts(name: str, file: SftFile) -> dict[str, Any]:
+    return {
+        f"{name}_rows": len(file.demonstrations),
+        f"{name}_rows_empty": file.num_empty,
+        f"{name}_rows_too_long": file.num_too_long,
+    }
 
 
 def count_steps(run: RunConfig, *, num_rows: int) -> int:
@@ -438,27 +409,3 @@ def check_sft(run: RunConfig) -> None:
     if run.learner.num_ranks > 1:
         read_train(run)
         read_heldout(run)
-
-
-def build_sft(run: RunConfig, *, device: torch.device, rank: int = 0) -> SftRun:
-    """Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
-    train, heldout = read_train(run), read_heldout(run)
-    folder = RunFolder(run)
-    size, silence_s = run.learner.num_ranks, run.learner.rank_timeout_s
-    ranks = join_ranks(rank=rank, size=size, device=device, silence_s=silence_s)
-    if ranks.is_first:
-        folder.begin()
-    torch.manual_seed(run.seed)
-    # The default algorithm loads no critic, teacher, or reference.
-    plain = msgspec.structs.replace(run, algorithm=AlgorithmConfig())
-    trainer = build_trainer(plain, ranks=ranks, device=device)
-    return SftRun(
-        run,
-        train=train.demonstrations,
-        heldout=heldout.demonstrations,
-        trainer=trainer,
-        checkpoints=Checkpoints(folder.checkpoints, run=run, trainer=trainer, ranks=ranks),
-        ranks=ranks,
-        folder=folder,
-        sft_log=SftLog(run, folder=folder, train=train, heldout=heldout) if ranks.is_first else None,
-    )

@@ -8,7 +8,6 @@ no loss.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils import logging
 
-from slipstream.configs.algorithm import CriticConfig
 from slipstream.configs.data import ModelConfig
+from slipstream.configs.run import RunConfig
 from slipstream.learner.algorithms.inputs import known
 from slipstream.learner.algorithms.token_advantages import clipped_value_loss, explained_variance
 from slipstream.learner.batching.batch import Batch, Tokens
@@ -27,8 +26,8 @@ from slipstream.learner.engines.engine import TrainEngine, check_loss, take_step
 from slipstream.learner.engines.optimizer import learning_rate, named_weights, read_tensors
 from slipstream.learner.errors import ModelError
 from slipstream.learner.ranks import Ranks
+from slipstream.learner.training.attention import SINGLE_RANK, SequenceGroup
 from slipstream.learner.training.model import COMPUTE_DTYPES, forward_pass, load_module, scaled
-from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup
 
 
 def describe_values(tokens: Tokens) -> dict[str, float]:
@@ -153,21 +152,9 @@ OPTIMIZER_SETTING = "algorithm.critic.optimizer"
 class Critic:
     """The value model and its optimizer. Life: (fill_values -> learn)*, once per step. Every method is collective."""
 
-    def __init__(
-        self,
-        config: CriticConfig,
-        *,
-        engine: TrainEngine[ValueModel],
-        ranks: Ranks,
-        num_steps: int,
-        updates_per_step: int,
-    ) -> None:
-        """`num_steps`: of the whole run."""
-        self._config = config
+    def __init__(self, run: RunConfig, *, engine: TrainEngine[ValueModel], ranks: Ranks) -> None:
+        self._run = run
         self._ranks = ranks
-        self._learning_rate = partial(
-            learning_rate, config=config.optimizer, num_steps=num_steps, updates_per_step=updates_per_step
-        )
         self.engine = engine
         self.num_updates = 0
         """Optimizer updates so far, restored from a checkpoint."""
@@ -186,8 +173,7 @@ class Critic:
             found = torch.stack([self._backward(batch.tokens.take(m.indices), m) for m in microbatches]).sum(0)
             sums += found.cpu()
             check_loss(found[0], what="the critic's loss", step=step, setting=OPTIMIZER_SETTING, ranks=self._ranks)
-            rate = self._learning_rate(self.num_updates)
-            norms.append(take_step(self.engine, learning_rate=rate, step=step))
+            norms.append(take_step(self.engine, learning_rate=self._learning_rate(), step=step))
             self.num_updates += 1
         loss, clipped, kept = self._ranks.sum(sums).tolist()
         return describe_values(batch.tokens) | {
@@ -196,11 +182,16 @@ class Critic:
             "learner/critic_clip_fraction": clipped / max(1.0, kept),
         }
 
+    def _learning_rate(self) -> float:
+        algorithm, num_steps = self._run.algorithm, self._run.learner.max_steps
+        config, per_step = algorithm.critic.optimizer, algorithm.updates_per_step
+        return learning_rate(self.num_updates, config=config, num_steps=num_steps, updates_per_step=per_step)
+
     def _backward(self, tokens: Tokens, microbatch: Microbatch) -> Tensor:
         """float64[3]: loss, clipped tokens, tokens in the loss."""
         values = self.engine.forward(microbatch)["values"]
         losses, is_clipped = clipped_value_loss(
-            values, known(tokens.returns), known(tokens.values), clip=self._config.value_clip
+            values, known(tokens.returns), known(tokens.values), clip=self._run.algorithm.critic.value_clip
         )
         is_kept = torch.ones_like(is_clipped) if tokens.is_kept is None else tokens.is_kept
         loss = (known(tokens.token_weights) * is_kept * losses).sum()

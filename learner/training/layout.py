@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import structlog
@@ -24,11 +25,10 @@ from slipstream.learner.batching.collate import Layout, LayoutKind, collate
 from slipstream.learner.batching.microbatch import Sample, SampleImages
 from slipstream.learner.errors import DivergenceError, ModelError
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.attention import PACKED, native_attention
+from slipstream.learner.training.attention import PACKED, SINGLE_RANK, native_attention
 from slipstream.learner.training.critic import ValueModel
 from slipstream.learner.training.model import FAILURES, UNLIMITED, Policy, first_line, positions_of
 from slipstream.learner.training.rounding import LIMIT, MARGIN, difference, rounded
-from slipstream.learner.training.sequence_parallel import SINGLE_RANK
 from slipstream.runtime.images import VisionModel, takes_images
 
 _SHORTEST_PROBE = 64
@@ -49,20 +49,15 @@ log = structlog.get_logger(__name__)
 class LayoutChooser:
     """Life: check, once per further model -> choose. Both are collective."""
 
-    def __init__(
-        self, run: RunConfig, policy: Policy, *, ranks: Ranks, device: torch.device, text: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, run: RunConfig, policy: Policy, *, ranks: Ranks, text: Sequence[int] = ()) -> None:
         """Check the policy. `text`: tokens of the run's prompts. Raises ModelError."""
         self._run = run
         self._text = text
         self._ranks = ranks
-        self._device = device
         self._hidden_size = policy.hidden_size
         packed: list[LayoutKind] = ["shared_rows", "one_row"] if run.learner.packing else []
         self._kinds: list[LayoutKind] = [*packed, "one_per_row", "one_at_a_time"]
         self._model_checks: list[_ModelCheck] = []
-        self._needs_masks = False
-        self._positions = UNLIMITED
         self.check(policy, setting="model.path", path=run.model.path)
 
     def check(self, model: ProbedModel, *, setting: str, path: str) -> None:
@@ -70,14 +65,12 @@ class LayoutChooser:
 
         `model` must be unsharded. Raises ModelError if no layout is left or it isn't causal.
         """
-        model_check = _ModelCheck(self._run, model, path=path, text=self._text, ranks=self._ranks, device=self._device)
+        model_check = _ModelCheck(self._run, model, path=path, text=self._text, ranks=self._ranks)
         model_check.check_causality(setting=setting, path=path)
+        self._model_checks.append(model_check)
         if model_check.is_packed and model.group.size == 1 and not model_check.is_exact(self._layout(self._kinds[0])):
             model.backbone.set_attn_implementation("sdpa")
             model_check.found.clear()
-        if not model_check.is_packed:
-            self._needs_masks, self._positions = True, min(self._positions, model_check.positions)
-        self._model_checks.append(model_check)
         # Earlier models must be exact in the sparser layout, too.
         while not all(each.is_exact(self._layout(self._kinds[0])) for each in self._model_checks):
             self._kinds.pop(0)
@@ -100,31 +93,22 @@ class LayoutChooser:
     def _layout(self, kind: LayoutKind) -> Layout:
         learner = self._run.learner
         row_tokens = budget = learner.tokens_per_microbatch
-        if kind == "shared_rows" and self._needs_masks:
+        if kind == "shared_rows" and not all(each.is_packed for each in self._model_checks):
             # Per token, attention costs row length x width, the rest 12 x width^2, so short rows are cheap.
             row_tokens = min(budget, max(_MIN_ROW_TOKENS, self._hidden_size // 2))
-        return Layout(kind, budget, min(row_tokens, self._positions), learner.sequence_parallel)
+        row_tokens = min(row_tokens, *(each.positions for each in self._model_checks))
+        return Layout(kind, budget, row_tokens, learner.sequence_parallel)
 
 
 class _ModelCheck:
     """Compares layouts for one model. Every method is collective."""
 
-    def __init__(
-        self,
-        run: RunConfig,
-        model: ProbedModel,
-        *,
-        path: str,
-        text: Sequence[int],
-        ranks: Ranks,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, run: RunConfig, model: ProbedModel, *, path: str, text: Sequence[int], ranks: Ranks) -> None:
         self._run = run
         self._model = model
+        self._probe = _Probe(model, ranks)
         self._vision = VisionModel(path) if takes_images(path) else None
         self._text = [token for token in text if token < model.vocab_size]
-        self._ranks = ranks
-        self._device = device
         self.name = type(model.backbone).__name__
         self.found: dict[Layout, tuple[float, str]] = {}
         """Layout -> largest difference relative to rounding, and any error."""
@@ -146,19 +130,14 @@ class _ModelCheck:
     @torch.no_grad()
     def check_causality(self, *, setting: str, path: str) -> None:
         """Raise ModelError if a sample's last token changes predictions of earlier tokens."""
-        samples = indexed([sample for sample in self._samples(0)[:2] if len(_before_last(sample, self._model))])
+        samples = indexed([sample for sample in self._samples(0)[:2] if len(self._probe.before_last(sample))])
         if not samples:
             return
-        changed = [
-            _with_changed_tokens(sample, sample.trained[-1:] - 1, vocab_size=self._model.vocab_size)
-            for sample in samples
-        ]
+        changed = [self._probe.with_changed_tokens(sample, sample.trained[-1:] - 1) for sample in samples]
         got = f"got {path!r} ({self.name})"
         try:
             with self._natively(torch.float32):
-                before, after = (
-                    _probe_outputs(self._model, each, _UNPACKED, device=self._device) for each in (samples, changed)
-                )
+                before, after = (self._probe.outputs(each) for each in (samples, changed))
         except torch.OutOfMemoryError:
             raise
         except FAILURES as error:
@@ -166,10 +145,9 @@ class _ModelCheck:
                 f"{setting} must name a model that computes {samples[0].num_inputs} tokens, {got}, which fails "
                 f"({first_line(error)}): train another model, or lower model.max_length."
             ) from error
-        parts = [_before_last(sample, self._model) for sample in samples]
-        found = difference(after, before, parts=parts)
+        found = difference(after, before, parts=[self._probe.before_last(sample) for sample in samples])
         with self._natively(torch.float32):
-            excess = _excess_over_rounding(found, self._model, samples, ranks=self._ranks, device=self._device)
+            excess = self._probe.excess_over_rounding(found, samples)
         if excess > 1:
             raise ModelError(
                 f"{setting} must name a causal language model, {got}, in which the last token changes what the tokens "
@@ -211,11 +189,10 @@ class _ModelCheck:
         found, error = torch.inf, ""
         try:
             with self._natively(dtype):
-                alone = _probe_outputs(self._model, samples, _UNPACKED, device=self._device)
+                alone = self._probe.outputs(samples)
             with _computing_in(self._model, dtype):
                 packed, disturbed = (
-                    _probe_outputs(self._model, indexed([*each, *fillers]), rows, device=self._device)[: len(alone)]
-                    for each in (samples, exchanged)
+                    self._probe.outputs(indexed([*each, *fillers]), rows)[: len(alone)] for each in (samples, exchanged)
                 )
             parts = [sample.indices for sample in samples]
             kept = [part for part, new in zip(parts, is_new, strict=True) if not new]
@@ -226,8 +203,7 @@ class _ModelCheck:
         except FAILURES as caught:
             error = first_line(caught)
         with self._natively(dtype):
-            excess = _excess_over_rounding(found, self._model, samples, ranks=self._ranks, device=self._device)
-        return excess, error
+            return self._probe.excess_over_rounding(found, samples), error
 
     @contextmanager
     def _natively(self, dtype: torch.dtype) -> Iterator[None]:
@@ -325,9 +301,7 @@ def _computing_in(model: ProbedModel, dtype: torch.dtype) -> Iterator[None]:
 
 # --- during training --------------------------------------------------------------------------------------------------
 @torch.no_grad()
-def check_rows(
-    model: ProbedModel, samples: Sequence[Sample], *, layout: Layout, ranks: Ranks, device: torch.device, step: int
-) -> None:
+def check_rows(model: ProbedModel, samples: Sequence[Sample], *, layout: Layout, ranks: Ranks, step: int) -> None:
     """Verify that a sample depends neither on its row neighbors nor on its last token, in training precision.
 
     Costs three to seven forward passes over at most three short samples, the same on all ranks. Collective. Raises
@@ -336,18 +310,18 @@ def check_rows(
     samples = [sample for sample in samples if len(sample.trained)]
     if not samples:
         return
-    chosen = _short_row(samples)
-    vocab_size, subject = model.vocab_size, chosen[-1]
-    neighbors = [_with_changed_tokens(each, _end_of(each), vocab_size=vocab_size) for each in chosen]
-    last = _with_changed_tokens(subject, subject.trained[-1:] - 1, vocab_size=vocab_size)
+    chosen, probe = _short_row(samples), _Probe(model, ranks)
+    subject = chosen[-1]
+    neighbors = [probe.with_changed_tokens(each, _end_of(each)) for each in chosen]
+    last = probe.with_changed_tokens(subject, subject.trained[-1:] - 1)
     rows = dataclasses.replace(layout, row_tokens=max(layout.row_tokens, *(each.num_inputs for each in samples)))
-    before = _probe_outputs(model, chosen, rows, device=device)
+    before = probe.outputs(chosen, rows)
     for what, other, part in (
         ("its row neighbors", [*neighbors[:-1], subject], subject.indices),
-        ("its last token", [*chosen[:-1], last], _before_last(subject, model)),
+        ("its last token", [*chosen[:-1], last], probe.before_last(subject)),
     ):
-        found = difference(_probe_outputs(model, other, rows, device=device), before, parts=[part] if len(part) else [])
-        excess = _excess_over_rounding(found, model, chosen, ranks=ranks, device=device)
+        found = difference(probe.outputs(other, rows), before, parts=[part] if len(part) else [])
+        excess = probe.excess_over_rounding(found, chosen)
         if excess > 1:
             raise DivergenceError(
                 f"{type(model.backbone).__name__} must compute a sample independently of {what}, got a change of "
@@ -376,42 +350,40 @@ def _end_of(sample: Sample) -> np.ndarray:
 
 
 # --- samples and their numbers ---------------------------------------------------------------------------------------
-def _probe_outputs(model: ProbedModel, samples: Sequence[Sample], layout: Layout, *, device: torch.device) -> Tensor:
-    """float32[N, K], in sample order."""
-    parts, indices = [], []
-    for microbatch in collate(samples, layout=layout):
-        parts.append(model.probe(microbatch.to(device)).float().cpu())
-        indices.append(microbatch.indices)
-    return torch.cat(parts)[torch.cat(indices).argsort()]
+class _Probe(NamedTuple):
+    """A model's outputs for samples."""
 
+    model: ProbedModel
+    ranks: Ranks
 
-def _excess_over_rounding(
-    found: float, model: ProbedModel, samples: Sequence[Sample], *, ranks: Ranks, device: torch.device
-) -> float:
-    """Largest `found` on any rank, relative to the difference that rounding explains. Collective."""
-    worst, explained = float(ranks.max(torch.tensor([found]))[0]), LIMIT
-    if LIMIT < worst < torch.inf:
-        expected, parts = (
-            _probe_outputs(model, samples, _UNPACKED, device=device),
-            [sample.indices for sample in samples],
-        )
-        with rounded(model.backbone, model.compute_dtype):
-            moved = difference(_probe_outputs(model, samples, _UNPACKED, device=device), expected, parts=parts)
-        explained = max(LIMIT, MARGIN * float(ranks.max(torch.tensor([moved]))[0]))
-    return worst / explained
+    def outputs(self, samples: Sequence[Sample], layout: Layout = _UNPACKED) -> Tensor:
+        """float32[N, K], in sample order."""
+        parts, indices = [], []
+        for microbatch in collate(samples, layout=layout):
+            parts.append(self.model.probe(microbatch.to(self.ranks.device)).float().cpu())
+            indices.append(microbatch.indices)
+        return torch.cat(parts)[torch.cat(indices).argsort()]
 
+    def excess_over_rounding(self, found: float, samples: Sequence[Sample]) -> float:
+        """Largest `found` on any rank, relative to the difference that rounding explains. Collective."""
+        worst, explained = float(self.ranks.max(torch.tensor([found]))[0]), LIMIT
+        if LIMIT < worst < torch.inf:
+            expected = self.outputs(samples)
+            with rounded(self.model.backbone, self.model.compute_dtype):
+                moved = difference(self.outputs(samples), expected, parts=[sample.indices for sample in samples])
+            explained = max(LIMIT, MARGIN * float(self.ranks.max(torch.tensor([moved]))[0]))
+        return worst / explained
 
-def _with_changed_tokens(sample: Sample, positions: np.ndarray, *, vocab_size: int) -> Sample:
-    token_ids = sample.token_ids.astype(np.int64)
-    token_ids[positions] = (token_ids[positions] + 1 + positions % 7) % vocab_size
-    return dataclasses.replace(sample, token_ids=token_ids)
+    def with_changed_tokens(self, sample: Sample, positions: np.ndarray) -> Sample:
+        token_ids = sample.token_ids.astype(np.int64)
+        token_ids[positions] = (token_ids[positions] + 1 + positions % 7) % self.model.vocab_size
+        return dataclasses.replace(sample, token_ids=token_ids)
 
-
-def _before_last(sample: Sample, model: ProbedModel) -> np.ndarray:
-    """Probe outputs that must not depend on the last token."""
-    # Its log-probability depends on it, unlike the hidden state that predicts it.
-    end = sample.num_inputs if model.has_trunk else sample.num_inputs - 1
-    return sample.indices[sample.trained < end]
+    def before_last(self, sample: Sample) -> np.ndarray:
+        """Outputs that must not depend on the last token."""
+        # Its log-probability depends on it, unlike the hidden state that predicts it.
+        end = sample.num_inputs if self.model.has_trunk else sample.num_inputs - 1
+        return sample.indices[sample.trained < end]
 
 
 def indexed(samples: Sequence[Sample]) -> list[Sample]:

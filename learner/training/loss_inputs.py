@@ -99,7 +99,7 @@ def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: floa
     rewards, shaping = batch.trajectories.rewards, config.reward
     if shaping.parts:
         parts = batch.parts(tuple(shaping.parts), setting="algorithm.reward.parts").nan_to_num()
-        rewards = advantages.mix(parts, weights=parts.new_tensor(list(shaping.parts.values())))
+        rewards = (parts * parts.new_tensor(list(shaping.parts.values()))).sum(1)
     if shaping.overlong_buffer is not None:
         lengths, buffer = batch.trajectories.lengths, shaping.overlong_buffer
         buffer *= max_tokens if buffer < 1 else 1
@@ -228,7 +228,7 @@ def _num_kept(batch: Batch) -> Tensor:
     is_kept = batch.tokens.is_kept
     if is_kept is None:
         return batch.trajectories.num_trained
-    return importance.num_kept(is_kept, batch.tokens.sequences, num_sequences=batch.num_trajectories)
+    return segments.sizes(batch.tokens.sequences[is_kept], num_segments=batch.num_trajectories)
 
 
 def learning_rate_scale(batch: Batch, *, config: EssLearningRateConfig | None) -> float:

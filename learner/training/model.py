@@ -29,9 +29,16 @@ from slipstream.learner.algorithms.logprobs import LOGPROBS, DeferredLogits, Req
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.optimizer import named_weights
 from slipstream.learner.errors import ModelError
-from slipstream.learner.training.attention import PACKED, PackedRows, native_attention
+from slipstream.learner.training.attention import (
+    PACKED,
+    SINGLE_RANK,
+    PackedRows,
+    SequenceGroup,
+    check_sequence_parallel,
+    choose_attention,
+    native_attention,
+)
 from slipstream.learner.training.rounding import LIMIT, MARGIN, difference, rounded
-from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup, can_pack, check_sequence_parallel
 from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import (
     adapter_parameters,
@@ -52,9 +59,6 @@ _HEAD_LOGITS = 64.0
 """Magnitude of compared logits. On small ones, a soft cap has less effect than rounding."""
 
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
-
-LONG = 2048
-"""Shortest sequences for which masks cost more on CPUs than a kernel call per run of tokens."""
 
 UNLIMITED = 2**31
 """Row length of a model without a limit."""
@@ -464,19 +468,6 @@ def positions_of(config: PreTrainedConfig) -> int:
 def first_line(error: BaseException) -> str:
     """Type and first line of an error."""
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0][:200]
-
-
-def choose_attention(
-    settings: PreTrainedConfig, model_class: Any, config: ModelConfig, *, on_gpu: bool, is_sliced: bool
-) -> str | None:
-    """Attention implementation for transformers. None: SDPA if supported, else eager.
-
-    `is_sliced`: whether ranks share sequences.
-    """
-    if (on_gpu or is_sliced or config.max_length >= LONG) and can_pack(settings, model_class):
-        return PACKED
-    # transformers' SDPA silently ignores the soft cap of attention scores.
-    return "eager" if getattr(settings.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -170,8 +170,7 @@ class Objective:
         loss = (known(tokens.token_weights) * correction.is_kept * token_losses).sum()
         if tokens.nll_weights is not None:
             loss = loss - (tokens.nll_weights * correction.is_kept * learner.masked_fill(~is_possible, 0.0)).sum()
-        stats = _token_stats(tokens, inputs, correction, is_idle=is_idle, measured=measured, divergence=divergence)
-        metrics.add(stats, loss=loss)
+        metrics.add(TokenStats(tokens, inputs, correction, is_idle, measured["entropies"], divergence), loss=loss)
         return loss
 
     def _check_shape(self, losses: object, inputs: LossInputs) -> None:
@@ -248,31 +247,6 @@ class Objective:
         if self._config.distillation:
             losses = losses + _teacher_losses(tokens, measured, config=self._config.distillation)
         return losses
-
-
-def _token_stats(
-    tokens: Tokens,
-    inputs: LossInputs,
-    correction: Correction,
-    *,
-    is_idle: Tensor,
-    measured: dict[str, Tensor],
-    divergence: Tensor,
-) -> TokenStats:
-    return TokenStats(
-        log_ratio=inputs.log_ratio,
-        learner_logprobs=inputs.learner_logprobs if tokens.start_logprobs is None else tokens.start_logprobs,
-        generator_logprobs=tokens.generator_logprobs,
-        weights=correction.weights,
-        is_bounded=correction.is_bounded,
-        is_kept=correction.is_kept,
-        is_idle=is_idle,
-        entropies=measured["entropies"],
-        reference_kl=divergence,
-        lags=tokens.lags,
-        sequences=tokens.contexts,
-        num_sequences=inputs.num_sequences,
-    )
 
 
 def _teacher_losses(tokens: Tokens, measured: dict[str, Tensor], *, config: DistillationConfig) -> Tensor:

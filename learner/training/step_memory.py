@@ -26,7 +26,8 @@ from slipstream.configs.run import RunConfig
 from slipstream.learner.algorithms.logprobs import CHUNK_ELEMENTS, Requested
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Microbatch, Sample
-from slipstream.learner.training.model import COMPUTE_DTYPES, OutputHead, Policy, choose_attention
+from slipstream.learner.training.attention import choose_attention
+from slipstream.learner.training.model import COMPUTE_DTYPES, OutputHead, Policy
 
 _ROW_TOKENS = 64
 _EXPERTS = "slipstream_traced"

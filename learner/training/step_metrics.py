@@ -13,49 +13,47 @@ Source: GAC, arXiv:2603.01501.
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from slipstream.buffer.archive.step_tokens import StepTokens
+from slipstream.buffer.trajectory import Trajectory
 from slipstream.learner.algorithms import importance, segments
+from slipstream.learner.algorithms.inputs import LossInputs
+from slipstream.learner.batching.batch import Tokens
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.step_tokens import TokenRecorder
+from slipstream.learner.training.loss_inputs import Correction
 
 LAG_BUCKETS = {"0": 0, "1": 1, "2-3": 2, "4-7": 4, "8-15": 8, "16+": 16}
 """Name -> smallest lag, versions. Bucket 0 shows only the mismatch between the engines."""
 _LOG_2 = math.log(2.0)
 
 
-@dataclass(frozen=True, slots=True)
-class TokenStats:
-    """Columns over one loss's N tokens, in complete contexts, without gradient."""
+class TokenStats(NamedTuple):
+    """One loss's N tokens, in complete contexts, without gradient."""
 
-    log_ratio: Float[Tensor, "N"]
-    """log(pi_learner / pi_proximal), nats."""
-    learner_logprobs: Float[Tensor, "N"]
-    """From the start of the step if known."""
-    generator_logprobs: Float[Tensor, "N"]
-    """Under the sampled distribution."""
-    weights: Float[Tensor, "N"]
-    is_bounded: Bool[Tensor, "N"]
-    """True if a bound of the correction changed the weight."""
-    is_kept: Bool[Tensor, "N"]
+    tokens: Tokens
+    """Contexts count from 0 without gaps."""
+    inputs: LossInputs
+    correction: Correction
     is_idle: Bool[Tensor, "N"]
     """True if the policy loss or a mask removed the gradient."""
     entropies: Float[Tensor, "N"]
     """Nats."""
     reference_kl: Float[Tensor, "N"]
     """Nats."""
-    lags: Int[Tensor, "N"]
-    """Versions, >= 0."""
-    sequences: Int[Tensor, "N"]
-    """Context of each token, from 0 without gaps."""
-    num_sequences: int
+
+    @property
+    def learner_logprobs(self) -> Float[Tensor, "N"]:
+        """From the start of the step if known."""
+        start = self.tokens.start_logprobs
+        return self.inputs.learner_logprobs if start is None else start
 
 
 class Counts(NamedTuple):
@@ -86,7 +84,8 @@ TOKEN_SUMS = (
 )  # fmt: skip
 """Each mean is the metric of that name, except for `tokens` and the squares."""
 TRAJECTORY_SUMS = ("count", "drift", "drift_squared", "perplexity_ratio", "kept", "idle")
-MAXIMA = ("ratio", "weight", "negative_weight", "distance", "probability_gap")
+MAXIMA = ("ratio_max", "weight_max", "weight_min", "mismatch_max", "probability_gap_max")
+"""Each is the metric of that name, but the smallest weight with its sign changed."""
 
 
 def lag_buckets(lags: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
@@ -105,14 +104,16 @@ def no_counts() -> Counts:
 def count_tokens(stats: TokenStats) -> Counts:
     """Counts of a microbatch, possibly without tokens."""
     # In float32, exp(x) - 1 - x of small x is only rounding error.
-    mismatch = importance.token_log_ratio(stats.learner_logprobs.double(), stats.generator_logprobs.double())
-    unknown = importance.nonfinite(stats.learner_logprobs, stats.generator_logprobs)
-    learner, generator = (x.double().clamp(max=0.0).exp() for x in (stats.learner_logprobs, stats.generator_logprobs))
+    mismatch = importance.token_log_ratio(stats.learner_logprobs.double(), stats.tokens.generator_logprobs.double())
+    unknown = importance.nonfinite(stats.learner_logprobs, stats.tokens.generator_logprobs)
+    learner, generator = (
+        x.double().clamp(max=0.0).exp() for x in (stats.learner_logprobs, stats.tokens.generator_logprobs)
+    )
     gap = torch.where(unknown, torch.zeros_like(learner), (learner - generator).abs())
-    buckets = lag_buckets(stats.lags)
-    oldest = segments.maxima(stats.lags, stats.sequences, num_segments=stats.num_sequences)
-    weights = stats.weights.double()
-    values = torch.stack([stats.log_ratio.double().exp(), weights, -weights, mismatch.abs(), gap])
+    buckets = lag_buckets(stats.tokens.lags)
+    oldest = segments.maxima(stats.tokens.lags, stats.tokens.contexts, num_segments=stats.inputs.num_sequences)
+    weights = stats.correction.weights.double()
+    values = torch.stack([stats.inputs.log_ratio.double().exp(), weights, -weights, mismatch.abs(), gap])
     nothing = values.new_full((len(MAXIMA), len(LAG_BUCKETS)), -math.inf)
     return Counts(
         tokens=_sum_by(buckets, _token_columns(stats, mismatch=mismatch, gap=gap)),
@@ -123,16 +124,16 @@ def count_tokens(stats: TokenStats) -> Counts:
 
 def _token_columns(stats: TokenStats, *, mismatch: Tensor, gap: Tensor) -> list[Tensor]:
     """Columns in the order of TOKEN_SUMS."""
-    log_ratio, weights, drift = stats.log_ratio.double(), stats.weights.double(), mismatch.exp()
+    log_ratio, weights, drift = stats.inputs.log_ratio.double(), stats.correction.weights.double(), mismatch.exp()
     return [
         torch.ones_like(mismatch),
         log_ratio.exp(),
         log_ratio.abs() > _LOG_2,
         stats.is_idle,
-        stats.is_kept,
+        stats.correction.is_kept,
         weights,
         weights.square(),
-        stats.is_bounded,
+        stats.correction.is_bounded,
         -mismatch,
         mismatch.expm1() - mismatch,
         mismatch.abs(),
@@ -140,7 +141,7 @@ def _token_columns(stats: TokenStats, *, mismatch: Tensor, gap: Tensor) -> list[
         drift,
         drift.square(),
         gap,
-        importance.nonfinite(stats.learner_logprobs, stats.generator_logprobs),
+        importance.nonfinite(stats.learner_logprobs, stats.tokens.generator_logprobs),
         stats.entropies,
         stats.reference_kl,
     ]
@@ -150,7 +151,7 @@ def _trajectory_columns(stats: TokenStats, *, mismatch: Tensor) -> list[Tensor]:
     """Columns in the order of TRAJECTORY_SUMS."""
 
     def totals(values: Tensor) -> Tensor:
-        return segments.sums(values.double(), stats.sequences, num_segments=stats.num_sequences)
+        return segments.sums(values.double(), stats.tokens.contexts, num_segments=stats.inputs.num_sequences)
 
     lengths, total = totals(torch.ones_like(mismatch)), totals(mismatch)
     drift = importance.bounded(total).exp()
@@ -159,7 +160,7 @@ def _trajectory_columns(stats: TokenStats, *, mismatch: Tensor) -> list[Tensor]:
         drift,
         drift.square(),
         (-total / lengths).exp(),
-        totals(stats.is_kept) > 0,
+        totals(stats.correction.is_kept) > 0,
         totals(stats.is_idle) == lengths,
     ]
 
@@ -179,14 +180,12 @@ def describe(counts: Counts) -> dict[str, float]:
         largest = dict(zip(MAXIMA, counts.maxima.amax(1).tolist(), strict=True))
         mean = {name: value / tokens["tokens"] for name, value in tokens.items()}
         weight_square, ratio_square = mean.pop("weight_squared"), mean.pop("mismatch_ratio_squared")
-        described = mean | {
+        described = {
+            **mean,
+            **largest,
             "tokens": tokens["tokens"],
-            "ratio_max": largest["ratio"],
             "weight_std": math.sqrt(max(0.0, weight_square - mean["weight_mean"] ** 2)),
-            "weight_min": -largest["negative_weight"],
-            "weight_max": largest["weight"],
-            "mismatch_max": largest["distance"],
-            "probability_gap_max": largest["probability_gap"],
+            "weight_min": -largest["weight_min"],
             "ess": mean["mismatch_ratio_mean"] ** 2 / ratio_square,
             "chi2": ratio_square - 1,
         }
@@ -213,6 +212,41 @@ def describe_by_lag(counts: Counts) -> dict[str, float]:
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------
+class TokenRecorder:
+    """Records log-probability and entropy per token. Life: add* -> collect, on every rank."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self._values = tokens.generator_logprobs.new_zeros(2, len(tokens.sequences))
+
+    @torch.no_grad()
+    def add(self, microbatch: Microbatch, outputs: Mapping[str, Tensor]) -> None:
+        """Does not synchronize with the device."""
+        self._values[:, microbatch.indices] = torch.stack([outputs[name].float() for name in ("logprobs", "entropies")])
+
+    def collect(self, members: Iterable[tuple[Trajectory, np.ndarray]], *, ranks: Ranks) -> StepTokens | None:
+        """Return statistics on rank 0, None on other ranks. Collective.
+
+        `members`: first trajectories of the batch with positions of trained tokens. Log-ratios are from the start of
+        the step if known, otherwise from the loss's forward pass, like entropies.
+        """
+        # Each token is in one share, so a sum assembles the columns.
+        logprobs, entropies = ranks.sum(self._values)
+        if not ranks.is_first:
+            return None
+        start, generator = self._tokens.start_logprobs, self._tokens.generator_logprobs
+        log_ratios = (logprobs if start is None else start) - generator
+        trained = [(trajectory, positions) for trajectory, positions in members if len(positions)]
+        num_tokens = sum(len(positions) for _, positions in trained)
+        columns = {"log_ratio": log_ratios, "entropy": entropies}
+        return StepTokens(
+            ids=[trajectory.id for trajectory, _ in trained],
+            lengths=[trajectory.num_tokens for trajectory, _ in trained],
+            positions=[positions for _, positions in trained],
+            columns={name: column[:num_tokens].cpu().numpy() for name, column in columns.items()},
+        )
+
+
 class StepMetrics:
     """Statistics of a step's losses. Life: (add_forward -> add)* -> report, on every rank."""
 

@@ -8,38 +8,103 @@ Invariant: all ranks make the same updates, and gradients are independent of mic
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.buffer.archive.step_tokens import StepTokens
 from slipstream.buffer.trajectory import Trajectory
-from slipstream.configs.broker import PROBE_SEQUENCES
+from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.run import RunConfig
-from slipstream.learner.algorithms.logprobs import Requested
+from slipstream.learner.algorithms.logprobs import DeferredLogits, Requested
 from slipstream.learner.batching.batch import Batch
 from slipstream.learner.batching.build_batch import BuiltBatch, build_batch
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Microbatch, PromptImages, Sample, recompute
-from slipstream.learner.engines.engine import TrainEngine, check_finite, check_loss, take_step
+from slipstream.learner.engines.engine import ModelEngine, TrainEngine, check_finite, check_loss, take_step
 from slipstream.learner.engines.optimizer import learning_rate
 from slipstream.learner.publishing.staging import canary_logprobs, canary_token_ids
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.critic import OPTIMIZER_SETTING, Critic
-from slipstream.learner.training.frozen_models import FrozenModels
 from slipstream.learner.training.layout import CHECK_EVERY_STEPS, check_rows
 from slipstream.learner.training.loss_inputs import describe_advantages, learning_rate_scale
 from slipstream.learner.training.model import Policy
 from slipstream.learner.training.objective import Objective
-from slipstream.learner.training.step_metrics import GradientSimilarity, StepMetrics
-from slipstream.learner.training.step_tokens import TokenRecorder
+from slipstream.learner.training.step_metrics import GradientSimilarity, StepMetrics, TokenRecorder
 from slipstream.runtime.images import takes_images
+from slipstream.runtime.lora import adapter_off
 from slipstream.runtime.routers import aux_loss_coefficient
 from slipstream.runtime.trace import TimeAccount
 
 
+# --- models that are not trained -------------------------------------------------------------------------------------
+class AdapterOff:
+    """The policy with its adapter disabled, a reference without a second model in memory."""
+
+    def __init__(self, engine: TrainEngine[Policy]) -> None:
+        self._engine = engine
+
+    def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Any]:
+        """Collective."""
+        with adapter_off(self._engine.model.causal_lm):
+            return self._engine.forward(microbatch, **options)
+
+
+@dataclass(frozen=True)
+class FrozenModels:
+    """Reference and teacher, if the settings need them.
+
+    They route tokens to experts themselves, because recorded experts belong to the trained policy.
+    """
+
+    config: AlgorithmConfig
+    reference: ModelEngine[Policy] | AdapterOff | None = None
+    teacher: ModelEngine[Policy] | None = None
+
+    @property
+    def refreshed(self) -> ModelEngine[Policy] | None:
+        """The reference if it changes during training, else None."""
+        if isinstance(self.reference, AdapterOff):
+            return None
+        return self.reference if self.config.kl.refresh_every_steps else None
+
+    def recompute_logprobs(self, batch: Batch, microbatches: Sequence[Microbatch], *, ranks: Ranks) -> Batch:
+        """Fill `reference_logprobs` and `teacher_logprobs` if needed. Collective."""
+        microbatches = [replace(microbatch, experts=None) for microbatch in microbatches]
+        if self.reference and self.config.kl.estimator != "full":
+            columns = recompute(batch, microbatches, self.reference.forward, names=["logprobs"], ranks=ranks)
+            batch = batch.with_tokens(reference_logprobs=columns["logprobs"])
+        if self.teacher and self.config.distillation and not self.config.distillation.takes_candidates:
+            columns = recompute(batch, microbatches, self.teacher.forward, names=["logprobs"], ranks=ranks)
+            batch = batch.with_tokens(teacher_logprobs=columns["logprobs"])
+        return batch
+
+    @torch.no_grad()
+    def aux_inputs(self, microbatch: Microbatch) -> tuple[dict[str, Tensor | DeferredLogits], dict[str, Tensor]]:
+        """Arguments for the learner's forward pass, and outputs, too large for the whole batch."""
+        arguments, outputs = dict[str, Tensor | DeferredLogits](), dict[str, Tensor]()
+        microbatch = replace(microbatch, experts=None)
+        if self.reference and self.config.kl.estimator == "full":
+            arguments["reference_logits"] = self.reference.forward(microbatch, requested=None)["logits"]
+        if self.teacher and self.config.distillation and self.config.distillation.takes_candidates:
+            likely = self.teacher.forward(microbatch, requested=Requested(top_k=self.config.distillation.top_k))
+            arguments["candidates"] = likely["top_tokens"]
+            outputs["teacher_candidate_logprobs"] = likely["top_logprobs"]
+        return arguments, outputs
+
+    @torch.no_grad()
+    def refresh_reference(self, engine: TrainEngine, *, step: int) -> None:
+        """Copy the learner into the reference if due at this step. Collective."""
+        every = self.config.kl.refresh_every_steps
+        if self.refreshed and every and step % every == 0:
+            self.refreshed.load_parameters(engine.gather_parameters())
+
+
+# --- a step ----------------------------------------------------------------------------------------------------------
 class Trainer:
     """One per rank. Life: (step -> canary?)*. Every method is collective."""
 
@@ -60,13 +125,7 @@ class Trainer:
         self._ranks = ranks
         self._frozen_models = frozen_models
         self._layout = layout
-        self._canary_ids = canary_token_ids(
-            seed=run.seed,
-            vocab_size=engine.model.vocab_size,
-            num_sequences=PROBE_SEQUENCES,
-            max_length=run.model.max_length,
-            text=text,
-        )
+        self._canary_ids = canary_token_ids(run, vocab_size=engine.model.vocab_size, text=text)
         self.engine = engine
         self.objective = objective
         self.critic = critic
@@ -264,11 +323,11 @@ class Trainer:
         """Check that samples are independent: leaks may grow with the weights. Raises DivergenceError."""
         if step % CHECK_EVERY_STEPS != 1:
             return
-        device, models = self.engine.device, [self.engine.model, *([self.critic.engine.model] if self.critic else [])]
+        models = [self.engine.model, *([self.critic.engine.model] if self.critic else [])]
         # Too few samples to compile for.
         with torch.compiler.set_stance("force_eager") if self._run.learner.compile else nullcontext():
             for model in models:
-                check_rows(model, samples, layout=self._layout, ranks=self._ranks, device=device, step=step)
+                check_rows(model, samples, layout=self._layout, ranks=self._ranks, step=step)
 
     def check_weights(self, *, step: int) -> None:
         """Raise DivergenceError unless all weights are finite after `step`."""

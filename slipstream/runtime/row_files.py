@@ -93,3 +93,13 @@ def chat_messages(value: Any) -> Any:
         else each
         for each in value
     ]
+
+
+def without_nulls(value: Any) -> Any:
+    """Drop the null fields of records: Parquet gives all records of a column the same fields, null where a row lacks
+    one, and reward functions and chat templates would see them."""
+    if isinstance(value, dict):
+        return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [without_nulls(inner) for inner in value]
+    return value

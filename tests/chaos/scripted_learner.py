@@ -30,14 +30,13 @@ from slipstream.learner import background_save
 from slipstream.learner.batching.collate import Layout
 from slipstream.learner.build import build_learner
 from slipstream.learner.checkpoint import Checkpoints
-from slipstream.learner.engines.torch_engine import TorchEngine
+from slipstream.learner.engines.engine import TrainEngine
 from slipstream.learner.errors import LearnerError
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.frozen_models import FrozenModels
 from slipstream.learner.training.model import load_policy
 from slipstream.learner.training.objective import Objective
-from slipstream.learner.training.trainer import Trainer
+from slipstream.learner.training.trainer import FrozenModels, Trainer
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.credentials import derive_keys, make_token
 from slipstream.runtime.logs import configure_logs
@@ -59,7 +58,7 @@ _AFTER_STOP_S = 0.5
 """Remaining time of a step whose process was stopped and continued: enough to renew the claim."""
 
 
-class LineageEngine(TorchEngine):
+class LineageEngine(TrainEngine):
     lineage: list[Trained]
 
     def copy_state(self) -> dict[str, Tensor]:

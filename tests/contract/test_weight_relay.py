@@ -24,8 +24,7 @@ from slipstream.broker.weights.host_weights import HostWeights, digest
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.snapshots import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
-from slipstream.learner.publishing.fetches import Lenders
-from slipstream.learner.publishing.members import MemberTable
+from slipstream.learner.publishing.fetches import Lenders, MemberTable
 from tests import runs
 from tests.contract.test_channels import eventually
 from tests.fakes import KEYS, FakeClock

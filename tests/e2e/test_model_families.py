@@ -18,7 +18,7 @@ from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.configs.broker import WeightsConfig
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.learner import OptimizerConfig
-from slipstream.learner.engines.torch_engine import TorchEngine
+from slipstream.learner.engines.engine import TrainEngine
 from slipstream.learner.publishing.staging import Staged, Stager
 from slipstream.learner.training.model import Policy, load_policy
 from tests.contract.engines import reference_logits
@@ -118,7 +118,7 @@ def publish_and_adopt(
 
     `min_moved`: mean change of the log-probabilities by each move.
     """
-    learner = TorchEngine(policy, optimizer=OptimizerConfig(), device=torch.device("cpu"))
+    learner = TrainEngine(policy, optimizer=OptimizerConfig(), device=torch.device("cpu"))
     metadata = policy.checkpoint_names.metadata(getattr(torch, dtype))
     stager = Stager(WeightsConfig(bucket_bytes=1 << 20), metadata=metadata)
     expected, updates = [logprobs()], []

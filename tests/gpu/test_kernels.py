@@ -10,8 +10,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from slipstream.learner.algorithms.logprobs import DeferredLogits, Requested, measure_tokens
 from slipstream.learner.batching.microbatch import Spans
-from slipstream.learner.training.attention import PackedRows, packed_attention
-from slipstream.learner.training.sequence_parallel import SINGLE_RANK
+from slipstream.learner.training.attention import SINGLE_RANK, PackedRows, packed_attention
 from slipstream.learner.training.step_memory import Allocations
 from tests.gpu.device import DEVICE, IS_SMALL
 

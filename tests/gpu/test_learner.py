@@ -17,6 +17,7 @@ from slipstream.learner.batching.collate import Layout
 from slipstream.learner.build import build_trainer
 from slipstream.learner.engines.optimizer import STATE_FILE
 from slipstream.learner.publishing.staging import canary_logprobs
+from slipstream.learner.ranks import Ranks
 from tests.contract.test_train_engine import accumulate, copied, largest_difference, make_microbatches
 from tests.gpu.device import DEVICE, IS_SMALL
 from tests.tiny_model import make_tokenizer
@@ -31,7 +32,8 @@ def test_steps_on_the_device_are_those_of_plain_torch_on_the_cpu(tmp_path: Path,
     def train(engine, device):
         run = make_run(make_model(tmp_path), learner={"engine": engine, "optimizer": SMOOTH})
         # One process has one group, the device's, whatever a trainer in it computes on.
-        trainer = build_trainer(run, ranks=make_alone(DEVICE), device=device)
+        make_alone(DEVICE)
+        trainer = build_trainer(run, ranks=Ranks(rank=0, size=1, device=device))
         before = {name: tensor.cpu() for name, tensor in weights(trainer).items()}
         metrics = [trainer.step(make_groups(seed=i), learner_version=0, step=i + 1) for i in range(3)]
         return before, metrics, {name: tensor.cpu() for name, tensor in weights(trainer).items()}

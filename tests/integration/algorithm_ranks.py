@@ -55,7 +55,7 @@ def train(folder: Path, name: str, *, ranks: Ranks, **learner: Any) -> tuple[lis
     if name in SUPERVISED:
         kind, sft, make = SUPERVISED[name]
         run = make_run(make_model(folder), learner=settings, mode="sft", sft=sft)
-        trainer = build_trainer(run, ranks=ranks, device=CPU)
+        trainer = build_trainer(run, ranks=ranks)
         supervised = kind(run, trainer=trainer, ranks=ranks, num_steps=4)
         metrics = [supervised.step(make(8, seed=step), step=step) for step in (1, 2)]
     else:
@@ -63,7 +63,7 @@ def train(folder: Path, name: str, *, ranks: Ranks, **learner: Any) -> tuple[lis
             run, groups = make_run(folder / name.removeprefix(FAMILY), learner=settings), make_groups(longest=20)
         else:
             run, groups = make_algorithm_run(folder, name, learner=settings), make_algorithm_groups(name)
-        trainer = build_trainer(run, ranks=ranks, device=CPU)
+        trainer = build_trainer(run, ranks=ranks)
         metrics = [trainer.step(groups, learner_version=0, step=1)]
         if numbers := trainer.step_tokens:
             # Weighted by position, so that swapped tokens are detected.

@@ -64,7 +64,7 @@ def main() -> None:
     ranks = join_ranks(rank=args.rank, size=args.ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=rendezvous)
     run = make_layout_run(args)
     torch.manual_seed(run.seed)
-    trainer = build_trainer(run, ranks=ranks, device=CPU)
+    trainer = build_trainer(run, ranks=ranks)
     if not args.resume:
         checkpoints = Checkpoints(args.folder / f"{args.out}-checkpoints", run=run, trainer=trainer, ranks=ranks)
         step(trainer, ranks, 1)

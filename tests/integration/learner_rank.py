@@ -108,7 +108,7 @@ def main() -> None:
     torch.manual_seed(run.seed)
     if args.bfloat16:
         count_gathered(args.folder / f"{args.out}.rank-{args.rank}.gathered", is_whole=args.bfloat16 == "whole")
-    trainer = build_trainer(run, ranks=ranks, device=CPU)
+    trainer = build_trainer(run, ranks=ranks)
     where = args.folder / args.machine / "checkpoints" if args.machine else args.folder / f"{args.out}-checkpoints"
     checkpoints = Checkpoints(where, run=run, trainer=trainer, ranks=ranks)
     # Only rank 0 knows which checkpoints all machines have finished.

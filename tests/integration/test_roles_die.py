@@ -54,9 +54,9 @@ def test_killed_roles_are_restarted_and_a_killed_run_continues_on_two_ranks_with
 
 
 PLANTED = """
-from slipstream.learner.engines.torch_engine import TorchEngine
+from slipstream.learner.engines.engine import TrainEngine
 
-step, norms = TorchEngine.step, []
+step, norms = TrainEngine.step, []
 
 
 def step_to_nan(self, **settings):
@@ -66,7 +66,7 @@ def step_to_nan(self, **settings):
     return norms[-1]
 
 
-TorchEngine.step = step_to_nan
+TrainEngine.step = step_to_nan
 
 
 def centered(inputs):

@@ -180,7 +180,7 @@ def make_trainer(run: RunConfig, *, device: torch.device = CPU) -> Trainer:
     """A trainer in this process, with one torch thread."""
     torch.set_num_threads(1)
     os.environ.update(deepspeed_environment(device))
-    return build_trainer(run, ranks=make_alone(device), device=device)
+    return build_trainer(run, ranks=make_alone(device))
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:

@@ -1,6 +1,7 @@
 """Warming up: what is learnt from, what counts as right, where it stops."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,6 @@ from slipstream.scripts.init_random_model import load_model, make_model, make_to
 from slipstream.scripts.make_digits_data import make_files, make_row, write_pair
 from slipstream.scripts.warm_up import (
     IGNORED,
-    Band,
-    Budget,
     Problem,
     WarmUp,
     batches,
@@ -95,7 +94,7 @@ def test_restoring_brings_the_weights_back_and_halves_the_rate() -> None:
     assert work._optimizer.param_groups[0]["lr"] == 0.05
 
 
-def warm(folder: Path, *, band: Band, max_batches: int, max_seconds: float = 60.0, batch_size: int = 20) -> float:
+def warm(folder: Path, *, low: float, high: float, max_batches: int, **limits: Any) -> float:
     tokenizer = make_tokenizer()
     model = make_model(layers=1, width=64, seed=0)
     accuracy = warm_up(
@@ -103,12 +102,13 @@ def warm(folder: Path, *, band: Band, max_batches: int, max_seconds: float = 60.
         train=read_problems(folder / "train.parquet", tokenizer=tokenizer),
         heldout=read_problems(folder / "train.parquet", tokenizer=tokenizer),
         pad_id=0,
-        band=band,
+        low=low,
+        high=high,
         learning_rate=1e-2,
-        batch_size=batch_size,
         evaluate_every=3,
-        budget=Budget(max_batches, max_seconds),
+        max_batches=max_batches,
         seed=0,
+        **({"batch_size": 20, "max_seconds": 60.0} | limits),
     )
     save_model(folder / "model", model=model, tokenizer=tokenizer)
     return accuracy
@@ -116,11 +116,10 @@ def warm(folder: Path, *, band: Band, max_batches: int, max_seconds: float = 60.
 
 def test_it_stops_inside_the_band_and_the_same_seed_gives_the_same_weights(tmp_path: Path) -> None:
     write_data(tmp_path, digits=2)
-    band = Band(0.15, 0.8)
-    first = warm(tmp_path, band=band, max_batches=200)
+    first = warm(tmp_path, low=0.15, high=0.8, max_batches=200)
     weights = load_model(tmp_path / "model")[0].state_dict()
-    assert band.low <= first <= band.high
-    assert warm(tmp_path, band=band, max_batches=200) == first
+    assert 0.15 <= first <= 0.8
+    assert warm(tmp_path, low=0.15, high=0.8, max_batches=200) == first
     assert all(
         torch.equal(value, weights[name]) for name, value in load_model(tmp_path / "model")[0].state_dict().items()
     )
@@ -128,14 +127,14 @@ def test_it_stops_inside_the_band_and_the_same_seed_gives_the_same_weights(tmp_p
 
 def test_out_of_time_it_keeps_the_weights_or_reports_that_they_are_too_weak(tmp_path: Path) -> None:
     write_data(tmp_path, digits=2)
-    assert warm(tmp_path, band=Band(0.0, 1.0), max_batches=200, max_seconds=0.0) < 0.3
+    assert warm(tmp_path, low=0.0, high=1.0, max_batches=200, max_seconds=0.0) < 0.3
     for limits, words in (
         ({"max_batches": 200, "max_seconds": 0.0}, r"--max-seconds \(0\), got 0\."),
         ({"max_batches": 2}, r"must reach 0\.9 within --max-batches \(2\)"),
         ({"max_batches": 1, "batch_size": 10**6}, "--batch-size must be <= the number of training prompts"),
     ):
         with pytest.raises(ConfigError, match=words):
-            warm(tmp_path, band=Band(0.9, 1.0), **limits)  # type: ignore[arg-type]
+            warm(tmp_path, low=0.9, high=1.0, **limits)  # type: ignore[arg-type]
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

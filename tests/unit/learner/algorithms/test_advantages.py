@@ -260,13 +260,6 @@ def test_the_overlong_penalty_falls_over_a_buffer_of_one_token_up_to_everything(
     assert overlong_penalty(whole(0, 5, 10), max_length=10, buffer=10.0).tolist() == [0, -0.5, -1]
 
 
-def test_parts_are_added_up_by_weight():
-    parts, mix = torch.stack([wide(1, 2), wide(10, -10)], dim=1), checked(advantages.mix)
-    assert mix(parts, weights=wide(2, 0.5)).tolist() == [7, -1]
-    assert mix(parts, weights=wide(1, 0)).tolist() == [1, 2]
-    assert mix(parts[:0], weights=wide(1, 0)).shape == (0,)
-
-
 @pytest.mark.parametrize(
     ("kl", "coefficient", "turns", "totals", "tokens"),
     [

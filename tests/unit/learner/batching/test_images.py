@@ -96,11 +96,11 @@ def test_the_layout_is_chosen_with_images(folder: Path, monkeypatch: pytest.Monk
     run, build = make_run(folder), MicrobatchBuilder.build
 
     def choose() -> str:
-        return LayoutChooser(run, load_policy(run.model, device=CPU), ranks=make_alone(), device=CPU).choose().kind
+        return LayoutChooser(run, load_policy(run.model, device=CPU), ranks=make_alone()).choose().kind
 
-    def build_in_wrong_order(self: MicrobatchBuilder, **options: bool) -> Microbatch:
+    def build_in_wrong_order(self: MicrobatchBuilder) -> Microbatch:
         self._images.reverse()
-        return build(self, **options)
+        return build(self)
 
     assert choose() == "shared_rows"
     monkeypatch.setattr(MicrobatchBuilder, "build", build_in_wrong_order)

@@ -12,8 +12,9 @@ from structlog.testing import capture_logs
 from slipstream.buffer.archive.step_tokens import StepTokens, read_steps, write_step
 from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.metrics_log import StepTokensWriter
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.step_tokens import StepTokensWriter, TokenRecorder
+from slipstream.learner.training.step_metrics import TokenRecorder
 from tests.unit.learner.builders import CPU, make_response
 
 ENTROPY = np.array([0.5], np.float32)

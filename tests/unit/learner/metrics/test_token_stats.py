@@ -4,6 +4,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from slipstream.learner.algorithms.inputs import LossInputs
+from slipstream.learner.batching.batch import Tokens
+from slipstream.learner.training.loss_inputs import Correction
 from slipstream.learner.training.step_metrics import (
     LAG_BUCKETS,
     StepMetrics,
@@ -46,12 +49,23 @@ def make_stats(num_tokens: int, **overrides) -> TokenStats:
     plain = dict(zip(FIELDS, (0.0, math.log(0.25), math.log(0.25), 1.0, 1.0, 0.0), strict=True))
     plain |= {"is_bounded": False, "is_kept": True, "is_idle": False, "lags": 0, "sequences": 0}
     columns = {name: torch.full((num_tokens,), value) for name, value in plain.items()} | overrides
-    num_sequences = int(columns["sequences"].max()) + 1 if num_tokens else 0
-    return TokenStats(**columns, num_sequences=num_sequences)
+    sequences, learner, generator = (columns[name] for name in ("sequences", "learner_logprobs", "generator_logprobs"))
+    num_sequences = int(sequences.max()) + 1 if num_tokens else 0
+    tokens = Tokens(
+        **dict.fromkeys(("sequences", "contexts", "turns", "positions", "positions_in_turn"), sequences),
+        lags=columns["lags"],
+        generator_logprobs=generator,
+        start_logprobs=learner,
+    )
+    inputs = LossInputs(
+        columns["log_ratio"], torch.zeros(num_tokens), torch.zeros(num_tokens), sequences, num_sequences
+    )
+    correction = Correction(columns["weights"], columns["is_kept"], columns["is_bounded"])
+    return TokenStats(tokens, inputs, correction, columns["is_idle"], columns["entropies"], columns["reference_kl"])
 
 
-def make_random(*, seed: int = 0, num_sequences: int = 12) -> TokenStats:
-    """Trajectories of one to six tokens with random values in every column."""
+def make_random(*, seed: int = 0, num_sequences: int = 12) -> dict[str, torch.Tensor]:
+    """Columns of trajectories of one to six tokens with random values."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 7, (num_sequences,), generator=generator)
     sequences = torch.arange(num_sequences).repeat_interleave(lengths)
@@ -61,15 +75,15 @@ def make_random(*, seed: int = 0, num_sequences: int = 12) -> TokenStats:
     floats |= {name: -3 * floats[name] for name in ("learner_logprobs", "generator_logprobs")}
     floats["generator_logprobs"][3] = -math.inf
     lags = torch.randint(0, 20, (count,), generator=generator)
-    return make_stats(count, **floats, **flags, lags=lags, sequences=sequences)
+    return {**floats, **flags, "lags": lags, "sequences": sequences}
 
 
-def take(stats: TokenStats, chosen: torch.Tensor) -> TokenStats:
+def take(columns: dict[str, torch.Tensor], chosen: torch.Tensor) -> TokenStats:
     """Only the trajectories `chosen`, int[K]."""
-    is_own = torch.isin(stats.sequences, chosen)
-    _, sequences = torch.unique(stats.sequences[is_own], return_inverse=True)
-    columns = {name: getattr(stats, name)[is_own] for name in (*FIELDS, *FLAGS, "lags")}
-    return make_stats(int(is_own.sum()), **columns, sequences=sequences)
+    is_own = torch.isin(columns["sequences"], chosen)
+    own = {name: column[is_own] for name, column in columns.items()}
+    own["sequences"] = torch.unique(own["sequences"], return_inverse=True)[1]
+    return make_stats(int(is_own.sum()), **own)
 
 
 def described(*parts: TokenStats) -> dict[str, float]:
@@ -155,9 +169,9 @@ def test_the_buckets_are_those_named():
 
 @pytest.mark.parametrize("sizes", [(12,), (1, 11), (4, 4, 4), (0, 12), (1,) * 12])
 def test_the_split_into_microbatches_changes_nothing(sizes):
-    stats = make_random()
-    parts = [take(stats, chosen) for chosen in torch.arange(12).split(list(sizes))]
-    found, whole = described(*parts), described(stats)
+    columns = make_random()
+    parts = [take(columns, chosen) for chosen in torch.arange(12).split(list(sizes))]
+    found, whole = described(*parts), described(take(columns, torch.arange(12)))
     assert found.pop("learner/loss") == len(sizes)
     assert whole.pop("learner/loss") == 1
     assert found == pytest.approx(whole, rel=1e-12)
@@ -165,16 +179,16 @@ def test_the_split_into_microbatches_changes_nothing(sizes):
 
 @pytest.mark.parametrize("num_elsewhere", [5, 0])
 def test_two_ranks_report_what_one_reports_even_if_one_has_no_tokens(num_elsewhere):
-    stats, other = make_random(), RecordedRank()
+    columns, other = make_random(), RecordedRank()
     mine, theirs = StepMetrics(), StepMetrics()
     if num_elsewhere:
-        theirs.add(take(stats, torch.arange(num_elsewhere)), loss=torch.tensor(0.5))
-    mine.add(take(stats, torch.arange(num_elsewhere, 12)), loss=torch.tensor(0.5 if num_elsewhere else 1.0))
+        theirs.add(take(columns, torch.arange(num_elsewhere)), loss=torch.tensor(0.5))
+    mine.add(take(columns, torch.arange(num_elsewhere, 12)), loss=torch.tensor(0.5 if num_elsewhere else 1.0))
     for metrics, num_tokens in ((theirs, 5), (mine, 8)):
         metrics.add_forward(SimpleNamespace(num_tokens=num_tokens), {})
     theirs.report(other, num_updates=1)
     other.is_replaying = True
-    expected = described(stats) | {"learner/computed_tokens": 13}
+    expected = described(take(columns, torch.arange(12))) | {"learner/computed_tokens": 13}
     assert mine.report(other, num_updates=1) == pytest.approx(expected, rel=1e-12)
 
 
@@ -187,7 +201,7 @@ def test_without_a_token_no_metric_of_tokens_is_reported():
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_is_neutral_and_counted(poison):
     clean, found = make_stats(4), make_stats(4)
-    found.generator_logprobs[2] = poison
+    found.tokens.generator_logprobs[2] = poison
     expected = describe(count_tokens(clean)) | {"nonfinite_fraction": 0.25}
     assert describe(count_tokens(found)) == pytest.approx(expected)
 

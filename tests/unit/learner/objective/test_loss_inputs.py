@@ -11,7 +11,7 @@ from slipstream.configs.advantages import (
     GdpoConfig,
     OptimalTokenBaselineConfig,
 )
-from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, RejectionConfig
+from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, RejectionConfig, RewardShapingConfig
 from slipstream.configs.policy_losses import KlCovConfig, M2poConfig
 from slipstream.learner.algorithms.inputs import RatioInputs
 from slipstream.learner.training.loss_inputs import correct, describe_advantages
@@ -123,6 +123,13 @@ def test_a_description_of_no_token_is_zeros():
     batch = prepared(make_groups())
     empty = batch.select(torch.zeros(batch.num_trajectories, dtype=torch.bool))
     assert set(describe_advantages(empty).values()) == {0.0}
+
+
+def test_parts_are_added_up_by_weight():
+    parts = ({"a": 1.0, "b": 10.0}, {"a": 2.0, "b": -10.0})
+    groups = [[make_scored(0, index, total=0.3, parts=each) for index, each in enumerate(parts)]]
+    found = prepared(groups, reward=RewardShapingConfig(parts={"b": 0.5, "a": 2.0}))
+    assert found.trajectories.rewards.tolist() == [7, -1]
 
 
 def test_groups_of_equal_rewards_have_no_advantage_of_their_parts():

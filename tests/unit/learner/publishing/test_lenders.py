@@ -7,8 +7,7 @@ import msgspec
 
 from slipstream.broker.messages import LenderError, Member, Members, MemberState
 from slipstream.broker.transport.endpoints import machine_id
-from slipstream.learner.publishing.fetches import Lenders, Place
-from slipstream.learner.publishing.members import MemberTable
+from slipstream.learner.publishing.fetches import Lenders, MemberTable, Place
 from tests.fakes import FakeClock
 
 FAN_OUT = 4

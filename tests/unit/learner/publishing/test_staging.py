@@ -186,7 +186,7 @@ def test_the_probe_is_of_the_runs_own_prompts(tmp_path: Path):
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = "".join(f"{n}{n + 1}=" for n in range(40))
     assert tokens == tokenizer.encode(text, add_special_tokens=False)[:64]
-    canary = canary_token_ids(seed=1, vocab_size=41, num_sequences=4, max_length=100, text=tokens)
+    canary = canary_token_ids(run, vocab_size=41, text=tokens)
     assert canary.shape == (4, 16)
     assert canary.flatten().tolist() == tokens
 

@@ -15,7 +15,7 @@ from slipstream.configs.learner import BestConfig, CheckpointConfig, OptimizerCo
 from slipstream.configs.load import load
 from slipstream.generators.rewards.reward_model import RewardModel
 from slipstream.learner.errors import DivergenceError
-from slipstream.learner.sft.run import build_sft, check_sft, choose_rows, count_seen, count_steps
+from slipstream.learner.sft.run import SftRun, check_sft, choose_rows, count_seen, count_steps
 from slipstream.runtime.model_files import answer_token_ids
 from tests.tiny_model import make_tokenizer
 from tests.unit.learner.builders import CPU, make_model, make_run, plant_nan, save
@@ -48,7 +48,7 @@ def make_sft_run(folder, *, name="first", steps=6, resume=False, **sft):
 def train(run):
     torch.set_num_threads(1)
     check_sft(run)
-    build_sft(run, device=CPU).run()
+    SftRun(run, device=CPU).run()
     folder = Path(run.runs_dir) / run.name
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return rows, json.loads((folder / "summary.json").read_text()), load_file(folder / "final_model/model.safetensors")
@@ -82,7 +82,7 @@ def test_the_held_out_loss_goes_down_and_everything_is_written_down(tmp_path):
 def test_a_run_that_died_between_checkpoints_repeats_those_steps_bit_for_bit(tmp_path):
     rows, summary, expected = train(make_sft_run(tmp_path))
     run = make_sft_run(tmp_path, name="second")
-    died = build_sft(run, device=CPU)
+    died = SftRun(run, device=CPU)
     died._start()
     for _ in range(5):
         died._train_one_step()
@@ -99,7 +99,7 @@ def test_a_finished_run_that_is_resumed_makes_the_same_model_and_no_second_check
     folder = tmp_path / "runs/first"
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
     (folder / "metrics.jsonl").unlink()
-    build_sft(make_sft_run(tmp_path, resume=True), device=CPU).run()
+    SftRun(make_sft_run(tmp_path, resume=True), device=CPU).run()
     lost = {"eval_loss": None, "eval_loss_before": None, "train_loss": None}
     lost |= {"train_seconds": 0.0, "learner_tokens_per_s": 0.0}
     assert json.loads((folder / "summary.json").read_text()) == complete | lost, "without its metrics, too"
@@ -109,7 +109,7 @@ def test_weights_that_an_update_made_nan_end_the_run_and_its_resume_begins_befor
     _, _, expected = train(make_sft_run(tmp_path))
     run = make_sft_run(tmp_path, name="second", eval_every_steps=6)
     folder = tmp_path / "runs/second"
-    planted = build_sft(run, device=CPU)
+    planted = SftRun(run, device=CPU)
     plant_nan(planted._trainer, update=4)
     cause = r"the learner's weights must be finite after step 4, .*resume=true continues from it; .*step-00000003/model"
     with pytest.raises(DivergenceError, match=cause):
@@ -123,7 +123,7 @@ def test_weights_that_an_update_made_nan_end_the_run_and_its_resume_begins_befor
 
 
 def test_an_evaluation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, monkeypatch):
-    run = build_sft(make_sft_run(tmp_path, eval_every_steps=6), device=CPU)
+    run = SftRun(make_sft_run(tmp_path, eval_every_steps=6), device=CPU)
     losses = iter([1.0, float("nan")])
     monkeypatch.setattr(run._sft, "loss", lambda _rows: next(losses))
     with pytest.raises(DivergenceError, match=r"evaluation loss must be finite after step 3, .*No checkpoint"):

@@ -38,7 +38,7 @@ class Scene:
 
     def begin(self, *, step: int) -> None:
         goal = f"the 2 groups of step {step}"
-        self.detector.begin(goal, waits_for="groups", limit_s=1800, limit_setting="learner.wait_timeout_s")
+        self.detector.begin(goal, waits_for="groups")
 
     def keep_alive(self) -> None:
         self.num_keep_alives += 1

@@ -12,10 +12,8 @@ from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Spans
 from slipstream.learner.errors import ModelError
 from slipstream.learner.training import attention
-from slipstream.learner.training import model as model_module
-from slipstream.learner.training.attention import PACKED, PackedRows, packed_attention
-from slipstream.learner.training.model import LONG, load_policy
-from slipstream.learner.training.sequence_parallel import SINGLE_RANK, SequenceGroup
+from slipstream.learner.training.attention import LONG, PACKED, SINGLE_RANK, PackedRows, SequenceGroup, packed_attention
+from slipstream.learner.training.model import load_policy
 from tests.families import make_family
 from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (
@@ -171,7 +169,7 @@ def test_packing_without_masks_changes_neither_log_probabilities_nor_gradients(l
 
 @pytest.fixture
 def always_packed(monkeypatch):
-    monkeypatch.setattr(model_module, "LONG", 1)
+    monkeypatch.setattr(attention, "LONG", 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text", "deepseek_v3", "gpt2", "phi3"])

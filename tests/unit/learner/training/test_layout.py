@@ -35,7 +35,7 @@ from tests.unit.learner.builders import (
 def choose(path, *, ranks=None, **overrides):
     run = make_run(path, **overrides)
     policy = load_policy(run.model, device=CPU)
-    return policy, LayoutChooser(run, policy, ranks=ranks or make_alone(), device=CPU).choose()
+    return policy, LayoutChooser(run, policy, ranks=ranks or make_alone()).choose()
 
 
 SLOW = (
@@ -132,7 +132,7 @@ def test_the_probe_is_of_the_runs_text_and_of_random_tokens_beyond_it(tmp_path):
     run, text = make_run(make_model(tmp_path)), [5, 3, 4]
     policy = load_policy(run.model, device=CPU)
     alone, short, long = (
-        LayoutChooser(run, policy, ranks=make_alone(), device=CPU, text=each)._model_checks[0]._samples(0)
+        LayoutChooser(run, policy, ranks=make_alone(), text=each)._model_checks[0]._samples(0)
         for each in ([], text, text * 1000)
     )
     prompt = short[0].token_ids
@@ -144,6 +144,7 @@ def test_the_probe_is_of_the_runs_text_and_of_random_tokens_beyond_it(tmp_path):
 class OtherRank:
     """Rank group in which another rank fails some comparisons: causality first, then layouts."""
 
+    device = CPU
     is_first = True
 
     def __init__(self, *, failing):
@@ -224,7 +225,7 @@ def test_a_leak_between_the_answers_that_a_reward_model_scores_stops_the_run(tmp
         ModelConfig(max_length=64, dtype="float32", path=str(make_model(tmp_path))), device=CPU, is_reward_model=True
     )
     samples = [Sample(np.arange(2, 8), np.array([5]), index, group_id=str(index)) for index in range(2)]
-    settings = {"layout": Layout("shared_rows", 64), "ranks": make_alone(), "device": CPU, "step": 1}
+    settings = {"layout": Layout("shared_rows", 64), "ranks": make_alone(), "step": 1}
     check_rows(policy, samples, **settings)
     leak(policy.backbone.base_model.layers[-1], places=1)
     with pytest.raises(DivergenceError, match="independently of its row neighbors"):

@@ -237,8 +237,9 @@ def test_fresh_trajectories_have_ratio_one_and_no_mismatch(tmp_path):
 
 
 def test_the_canary_sequences_depend_on_the_seed_alone():
-    settings = {"vocab_size": VOCABULARY, "num_sequences": 3, "max_length": 8}
-    first, again = (canary_token_ids(seed=1, **settings) for _ in range(2))
-    assert first.shape == (3, 8)
+    run = make_run("model")
+    first, again = (canary_token_ids(run, vocab_size=VOCABULARY) for _ in range(2))
+    assert first.shape == (4, 16)
     assert (first == again).all()
-    assert (first != canary_token_ids(seed=2, **settings)).any()
+    other = msgspec.structs.replace(run, seed=run.seed + 1)
+    assert (first != canary_token_ids(other, vocab_size=VOCABULARY)).any()
