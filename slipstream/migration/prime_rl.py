@@ -5,6 +5,11 @@ from typing import Any
 from slipstream.migration.translation import Trainer, Translation
 
 _SAMPLING, _LOSS = "orchestrator.train.sampling", "trainer.loss"
+_NEW = {
+    "orchestrator.group_size": "orchestrator.train.group_size",
+    "orchestrator.algo.type": "orchestrator.train.algo.type",
+}
+"""Settings that only versions with a batch size in tasks have."""
 
 
 def _lengths(config: Translation) -> None:
@@ -30,9 +35,13 @@ def _lengths(config: Translation) -> None:
 
 def _objective(config: Translation) -> None:
     size, samples = config.take("orchestrator.group_size"), config.take("orchestrator.batch_size")
-    config.put("learner.groups_per_step", max(1, samples // size))
-    if "orchestrator.batch_size" not in config.given:
-        config.notes.append("orchestrator.batch_size is not in this file: set learner.groups_per_step.")
+    is_new = any(config.shown.get(key) == name for key, name in _NEW.items())
+    config.put("learner.groups_per_step", samples if is_new else max(1, samples // size))
+    if not is_new:
+        config.notes.append(
+            f"orchestrator.batch_size={samples} counts samples, as in prime-rl before orchestrator.train.algo: set "
+            "learner.groups_per_step if it counts tasks."
+        )
     kind, key = config.take("orchestrator.algo.type"), "orchestrator.algo"
     is_weighted = config.take(f"{key}.length_weighted_baseline")
     ours = {"grpo": "opo" if is_weighted else "dr_grpo", "default": "dr_grpo", "max_rl": "maxrl"}.get(kind)
@@ -51,7 +60,10 @@ def _objective(config: Translation) -> None:
     config.put("algorithm.proximal", "generator")
     filters = config.given.get("orchestrator.pre_batch_filters") or config.given.get("orchestrator.filters") or []
     drops = any(each.get("type") == "zero_advantage" and each.get("enforce", True) for each in filters)
-    refills = [config.take(f"orchestrator.{key}") for key in ("filter_zero_advantages", "train.filter_zero_advantages")]
+    refills = (
+        config.take("orchestrator.filter_zero_advantages"),
+        config.take("orchestrator.constant_trainer_batch_size"),
+    )
     if drops or any(refills) or config.take("orchestrator.buffer.online_difficulty_filtering"):
         config.put("buffer/filter", "zero_signal")
 

@@ -39,13 +39,14 @@ class Translation:
         self.tables = tables
         aliases, self._defaults = tables.get("aliases") or {}, tables["defaults"]
         self.given: dict[str, Any] = {}
-        self._shown: dict[str, str] = {}
+        self.shown: dict[str, str] = {}
+        """Name in this translation -> name in the file."""
         for key, value in given.items():
             name = next((new + key[len(old) :] for old, new in aliases.items() if f"{key}.".startswith(f"{old}.")), key)
             # An older name counts unless the file also has the newer one, with another value.
             name = key if self.given.get(name, given.get(name, value)) != value else name
             self.given[name] = value
-            self._shown.setdefault(name, key)
+            self.shown.setdefault(name, key)
         self._taken: set[str] = set()
         self.ours: dict[str, str] = {}
         self.notes: list[str] = []
@@ -80,7 +81,7 @@ class Translation:
                 self.notes.append(f"{self._described(name)}: {sentence}")
 
     def _described(self, key: str, *, sign: str = "=") -> str:
-        return f"{self._shown[key]}{sign}{shorten(format_value(self.given[key]), 100, placeholder=' ...')}"
+        return f"{self.shown[key]}{sign}{shorten(format_value(self.given[key]), 100, placeholder=' ...')}"
 
     def record(self, key: str) -> dict[str, Any]:
         """Take a setting that is a record, possibly as JSON text, and all settings below it."""

@@ -1,4 +1,4 @@
-"""`slipstream import-config`: settings of verl and TRL become ours, which compose; what has no equal is named."""
+"""`slipstream import-config`: settings of verl and TRL become ours, which compose; those without an equal are named."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def translated(folder: Path, trainer: str, text: str, *, suffix: str = ".yaml") 
     path = folder / f"settings{suffix}"
     path.write_text(text)
     imported = import_settings(trainer, path)
-    assert not [note for note in imported.notes if "to be settled" in note], imported.notes
+    assert not [note for note in imported.notes if note.startswith("to resolve")], imported.notes
     return load(imported.overrides), imported
 
 
