@@ -8,15 +8,12 @@ _PROMPTS, _SAMPLES = "rollout.batch_size", "rollout.n_samples_per_prompt"
 _BATCH, _ANSWER = "train.batch_size", "rollout.max_new_tokens"
 _ESTIMATOR = "algo.advantage.estimator"
 _LR, _WARMUP = "actor.lr_scheduler", "actor.lr_warmup_ratio"
-_WIDTH = "vllm.tensor_parallel_size"
+_WIDTH, _ASYNC = "vllm.tensor_parallel_size", "train.async_enable"
 _FILES = (".parquet", ".json", ".jsonl", ".csv", ".gz")
 
 
 def _data(config: Translation) -> None:
-    for theirs, ours in (
-        ("data.prompt_dataset", "data.train"),
-        ("eval.dataset", "data.heldout"),
-    ):
+    for theirs, ours in (("data.prompt_dataset", "data.train"), ("eval.dataset", "data.heldout")):
         if not (value := config.take(theirs)):
             continue
         paths = [path.partition("@")[2] if path.startswith("json@") else path for path in str(value).split(",")]
@@ -46,16 +43,9 @@ def _data(config: Translation) -> None:
 def _objective(config: Translation) -> None:
     samples = config.take(_PROMPTS) * config.take(_SAMPLES)
     config.put("algorithm.updates_per_step", max(1, samples // config.take(_BATCH)))
-    if config.take("train.max_epochs") > 1:
-        config.note(
-            "train.max_epochs",
-            "a step passes over its batch once; buffer.reuse.max_uses trains again later.",
-        )
     names = {"gae": "gae", "reinforce": "reinforce_plus_plus", "reinforce_baseline": "reinforce_plus_plus_baseline"}
     names |= {"rloo": "rloo", "group_norm": "grpo", "dr_grpo": "dr_grpo"}
     ours = names.get(name := config.take(_ESTIMATOR))
-    if config.take("algo.advantage.no_std_norm"):
-        config.note("algo.advantage.no_std_norm", "algorithm/advantage=dr_grpo or rloo divide by nothing.")
     if ours is None:
         config.notes.append(f"advantage estimator {name}: there is none; algorithm/advantage=grpo stays.")
     config.put("algorithm/advantage", ours)
@@ -92,10 +82,8 @@ def _kl(config: Translation) -> None:
 
 
 def _correction(config: Translation) -> None:
-    key, threshold = (
-        "algo.advantage.is_correction",
-        config.take("algo.advantage.is_correction_threshold"),
-    )
+    key = "algo.advantage.is_correction"
+    threshold = config.take(f"{key}_threshold")
     level = config.take(f"{key}_level") or ("token" if config.take("enable_vllm_is_correction") else "off")
     mode, gating = config.take(f"{key}_mode"), config.take(f"{key}_gating")
     config.put("algorithm/correction", "none")
@@ -117,23 +105,16 @@ def _correction(config: Translation) -> None:
 
 
 def _run(config: Translation) -> None:
-    nodes, gpus = (
-        config.take("actor.num_nodes"),
-        config.take("actor.num_gpus_per_node"),
-    )
-    ranks, engines = nodes * gpus, config.take("vllm.num_engines") or 1
-    is_shared = config.take("train.colocate_all")
-    if is_shared and not config.take("train.async_enable"):
-        config.notes.append(
-            f"{ranks} GPUs: OpenRLHF takes turns on all of them; here half of them train while the others generate. "
-            "Move the border with learner.num_ranks and generators.count."
-        )
-        ranks, engines = max(1, ranks // 2), max(1, (ranks - ranks // 2) // config.take(_WIDTH))
-    config.put("learner.num_ranks", ranks)
-    config.put("generators.count", engines)
+    gpus, is_async = config.take("actor.num_nodes") * config.take("actor.num_gpus_per_node"), config.take(_ASYNC)
+    engines = config.take("vllm.num_engines") or 1
+    if config.take("train.colocate_all") and not is_async:
+        config.put_shared_gpus("OpenRLHF", gpus, engine_gpus=config.take(_WIDTH))
+    else:
+        config.put("learner.num_ranks", gpus)
+        config.put("generators.count", engines)
     config.put("learner.device", "cuda")
     queue = config.take("train.async_queue_size")
-    config.put("buffer.staleness.max_lag", queue + 1 if config.take("train.async_enable") else 0)
+    config.put("buffer.staleness.max_lag", queue + 1 if is_async else 0)
     config.put_schedule(_LR, warmup_steps=None, warmup_ratio=_WARMUP, total=None)
     key, board = config.take("logger.wandb.key"), config.take("logger.tensorboard_dir")
     options = {"project": "logger.wandb.project", "group": "logger.wandb.group"}

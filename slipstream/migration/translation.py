@@ -111,6 +111,23 @@ class Translation:
         self.put("generators.reward.arguments", {"path": path})
         self.ours["generators.reward.max_memory_mib"] = "null"
 
+    def put_shared_gpus(self, title: str, gpus: int, *, engine_gpus: int) -> None:
+        """Divide GPUs on which another trainer trains and generates in turn."""
+        ranks = max(1, gpus // 2)
+        self.put("learner.num_ranks", ranks)
+        self.put("generators.count", max(1, (gpus - gpus // 2) // engine_gpus))
+        self.notes.append(
+            f"{gpus} GPUs: {title} takes turns on all of them; here {ranks} train while {gpus - gpus // 2} generate. "
+            "Move the border with learner.num_ranks and generators.count; `slipstream plan` shows the memory."
+        )
+
+    def put_synchronous(self) -> None:
+        self.put("buffer.staleness.max_lag", 0)
+        self.notes.append(
+            "buffer.staleness.max_lag=0 is the synchronous training of this file: raise it, with a correction, to let "
+            "generation and training overlap."
+        )
+
     def put_schedule(self, key: str, *, warmup_steps: int | None, warmup_ratio: str, total: Any) -> None:
         """Set the schedule and its warm-up, in steps or as a fraction of `total` steps."""
         schedule, ratio = str(self.take(key)).removesuffix("_with_warmup"), self.take(warmup_ratio)
@@ -147,7 +164,7 @@ class Trainer(NamedTuple):
 
     The file has `starts` (beginnings of its keys; a file without any of them is of another program), `aliases` (older
     names), `same` (their key -> ours, or [ours, conversion]), `defaults`, `notes` (their key -> what to do about it),
-    and `decided` (reason -> beginnings of keys that need no equivalent for it).
+    unless it has its default; and `decided` (reason -> beginnings of keys that need no equivalent for it).
     """
 
     file: str
@@ -172,8 +189,11 @@ class Trainer(NamedTuple):
         for special in self.special:
             special(config)
         for key, sentence in tables["notes"].items():
-            if any(config.given[name] for name in config.below(key)):
+            usual, names = tables["defaults"].get(key), config.below(key)
+            if any(config.given[name] != usual if key in tables["defaults"] else config.given[name] for name in names):
                 config.note(key, sentence)
+            elif usual is not None:
+                config.take(key)
         if "model.path" not in config.ours:
             config.notes.insert(0, "the file names no model: add model.path=FOLDER_OR_HUB_NAME.")
         return config.result(tables["decided"])

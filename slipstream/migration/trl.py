@@ -40,8 +40,6 @@ def _batch(config: Translation) -> None:
     config.put("learner.num_ranks", ranks)
     if generated > per_update:
         config.put("algorithm.updates_per_step", generated // per_update)
-    if config.take("num_iterations") > 1:
-        config.note("num_iterations", "a step passes over its batch once; buffer.reuse.max_uses trains again later.")
 
 
 def _objective(config: Translation) -> None:
@@ -115,12 +113,10 @@ def _run(config: Translation) -> None:
         "unchanged (docs/rewards.md)."
     )
     lag = config.take("max_staleness")
-    config.put("buffer.staleness.max_lag", lag or 0)
     if lag is None:
-        config.notes.append(
-            "buffer.staleness.max_lag=0 is the synchronous training of GRPOTrainer: raise it, with a correction, to "
-            "let generation and training overlap."
-        )
+        config.put_synchronous()
+    else:
+        config.put("buffer.staleness.max_lag", lag)
 
 
 TRL = Trainer("trl.yaml", special=(_model, _batch, _objective, _correction, _run))

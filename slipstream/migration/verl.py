@@ -9,25 +9,20 @@ import yaml
 from slipstream.migration.translation import Trainer, Translation, heldout_sets
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+_FIELD = "algorithm.policy_loss."
 _TURNS, _LOSS, _TEACHER = f"{_ROLLOUT}.multi_turn", "distillation.distillation_loss", "distillation.teacher_models"
 
 
 def _data(config: Translation) -> None:
+    names = ("samples", "temperature", "top_p", "top_k")
+    keys = (f"{_ROLLOUT}.val_kwargs.{name}" for name in ("n", *names[1:]))
+    settings = dict(zip(names, map(config.take, keys), strict=True))
     if files := config.take("data.val_files"):
-        key, is_sampled = f"{_ROLLOUT}.val_kwargs", config.take(f"{_ROLLOUT}.val_kwargs.do_sample")
-        samples, *names = (config.take(f"{key}.{name}") for name in ("n", "temperature", "top_p", "top_k"))
-        sampling = (
-            dict(zip(("temperature", "top_p", "top_k"), names, strict=True)) if is_sampled else {"temperature": 0}
-        )
-        config.put("data.heldout", heldout_sets(files, samples=samples, **sampling))
+        config.put("data.heldout", heldout_sets(files, **settings))
     length = config.take("data.max_prompt_length") + config.take("data.max_response_length")
     config.put("model.max_length", length)
     config.put("learner.tokens_per_microbatch", max(length, config.take(f"{_ACTOR}.ppo_max_token_len_per_gpu")))
     config.put("data.too_long", "drop" if config.take("data.filter_overlong_prompts") else "refuse")
-    if config.take("data.truncation") != "error":
-        config.note("data.truncation", "prompts are never cut; data.too_long refuses or drops long ones.")
-    if config.take("data.shuffle") is False:
-        config.note("data.shuffle", "prompts always come in an order that the seed decides.")
     config.put_columns(prompt="data.prompt_key", images="data.image_key")
     config.put("model.chat_template_kwargs", config.record("data.apply_chat_template_kwargs") or None)
     if rank := config.take(f"{_MODEL}.lora_rank"):
@@ -46,17 +41,8 @@ def _batch(config: Translation) -> None:
             f"data.train_batch_size={groups} is no multiple of {_ACTOR}.ppo_mini_batch_size={mini}: a step is split "
             "into updates of one size."
         )
-    if config.take(f"{_ACTOR}.ppo_epochs") > 1:
-        config.note(
-            f"{_ACTOR}.ppo_epochs", "a step passes over its batch once; buffer.reuse.max_uses trains again later."
-        )
     if config.take("algorithm.filter_groups.enable"):
         config.put("buffer/filter", "zero_signal")
-        config.note("algorithm.filter_groups.max_num_gen_batches", "prompts are replaced as long as it takes.")
-        config.note(
-            "algorithm.filter_groups.metric",
-            "groups are filtered by their rewards; buffer/filter=accuracy by right answers.",
-        )
 
 
 def _advantage(config: Translation) -> None:
@@ -101,31 +87,29 @@ def _loss(config: Translation) -> None:
         config.put("algorithm.policy_loss.divergence", name.removeprefix("dppo_"))
     for theirs, field in fields.items():
         config.same(f"{_ACTOR}.{theirs}", field)
-    config.take(f"{_ACTOR}.clip_ratio_low")
+    if config.take(f"{_ACTOR}.clip_ratio_low") >= 1 and ours == "cispo":
+        # No ratio is below 0: without a bound.
+        del config.ours["algorithm.policy_loss.clip_low"]
     if config.take(f"{_ACTOR}.clip_ratio") not in (None, config.take(f"{_ACTOR}.clip_ratio_high")):
         config.note(f"{_ACTOR}.clip_ratio", "verl 0.9 uses clip_ratio_low and clip_ratio_high instead, 0.2 by default.")
     # verl forces the sequence mean for these two losses.
     mode = config.take(f"{_ACTOR}.loss_agg_mode")
     config.put("algorithm.aggregation", "seq_mean_token_mean" if ours in ("gspo", "sapo") else mode.replace("-", "_"))
-    # Slipstream's default preset masks tokens by OPSM, which verl lacks.
     config.put("algorithm.masks", [])
-
-
-_KL = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 
 
 def _kl(config: Translation) -> None:
     coefficient, kind = config.take(f"{_ACTOR}.kl_loss_coef"), config.take(f"{_ACTOR}.kl_loss_type")
     if config.take(f"{_ACTOR}.use_kl_loss"):
         config.put("algorithm.kl.coefficient", coefficient)
-        base = kind.removesuffix("+")
-        config.put("algorithm.kl.estimator", _KL.get(base, base) + ("+" if kind.endswith("+") else ""))
+        table = config.tables["straight_through" if kind.endswith("+") else "estimators"]
+        config.put("algorithm.kl.estimator", table.get(kind.removesuffix("+"), kind))
     names = ("kl_coef", "target_kl", "horizon", "type")
     price, target, horizon, control = (config.take(f"algorithm.kl_ctrl.{name}") for name in names)
     penalty = config.take("algorithm.kl_penalty")
-    if config.take("algorithm.use_kl_in_reward"):
+    if config.take("algorithm.use_kl_in_reward") and price:
         config.put("algorithm.kl.coefficient", price)
-        config.put("algorithm.kl.estimator", _KL.get(penalty, penalty))
+        config.put("algorithm.kl.estimator", config.tables["estimators"].get(penalty, penalty))
         config.put("algorithm.kl.charged_in", "reward")
         if control == "adaptive":
             config.put("algorithm.kl.adaptive", {"target": target, "horizon": horizon})
@@ -135,28 +119,27 @@ def _correction(config: Translation) -> None:
     key = "algorithm.rollout_correction"
     level, threshold = config.take(f"{key}.rollout_is"), config.take(f"{key}.rollout_is_threshold")
     rejections, bounds = config.take(f"{key}.rollout_rs"), config.take(f"{key}.rollout_rs_threshold")
-    is_bypass = config.take(f"{key}.bypass_mode")
+    normalizes, is_bypass = config.take(f"{key}.rollout_is_batch_normalize"), config.take(f"{key}.bypass_mode")
+    if is_bypass and config.take(f"{key}.loss_type") == "reinforce":
+        # Its weights are those of the generator, as without bypass.
+        is_bypass = False
+        config.ours = {ours: value for ours, value in config.ours.items() if not ours.startswith(_FIELD)}
+        config.put("algorithm/policy_loss", "reinforce")
+        config.note(f"{key}.loss_type", "weights are those at the start of the step.")
     config.put("algorithm/correction", "none")
+    config.put("algorithm.proximal", "generator" if is_bypass else None)
     if level and not is_bypass:
         config.put("algorithm.correction.level", level)
         low, _, high = str(threshold).rpartition("_")
         config.put("algorithm.correction.high", float(high))
-        if low:
-            config.put("algorithm.correction.low", float(low))
-            config.put("algorithm.correction.bound", "mask")
+        config.put("algorithm.correction.low", float(low) if low else None)
+        config.put("algorithm.correction.bound", "mask" if low else None)
+        config.put("algorithm.correction.normalize", normalizes)
     if rejections:
         names, limits = str(rejections).split(","), str(bounds).split(",")
         limits = limits * len(names) if len(limits) == 1 else limits
         rejects = [_rejection(name, bound) for name, bound in zip(names, limits, strict=False)]
         config.put("algorithm.correction.reject", rejects)
-    if config.take(f"{key}.rollout_is_batch_normalize"):
-        config.put("algorithm.correction.normalize", True)
-    if is_bypass:
-        config.put("algorithm.proximal", "generator")
-        if config.take(f"{key}.loss_type") == "reinforce":
-            config.note(
-                f"{key}.loss_type", "with a weight of its own: algorithm/policy_loss=reinforce, proximal=recompute."
-            )
 
 
 def _rejection(name: str, bound: str) -> dict[str, Any]:
@@ -176,34 +159,36 @@ def _distillation(config: Translation) -> None:
     if len(teachers) > 1:
         config.notes.append(f"{_TEACHER}: there is one teacher; all rows would be taught by the first one.")
     mode, is_gradient = config.take(f"{_LOSS}.loss_mode"), bool(config.take(f"{_LOSS}.use_policy_gradient"))
-    kind = _KL.get(mode, mode)
+    kind = config.tables["estimators"].get(mode, mode)
     config.put("algorithm.distillation.divergence", kind if kind in ("k1", "k3", "forward_kl_topk") else "k3")
     if (kind, is_gradient) not in (("k1", True), ("k3", False), ("forward_kl_topk", False)):
         config.notes.append(
             f"{_LOSS}.loss_mode={mode} with use_policy_gradient={is_gradient}: k1 is an advantage, k3 and "
             "forward_kl_topk are losses; choose algorithm.distillation.divergence."
         )
+    if config.given.get(f"{_ROLLOUT}.n", 1) == 1 and not config.take(f"{_LOSS}.use_task_rewards"):
+        # The advantage has no weight, and others need groups.
+        config.put("algorithm/advantage", "moving_baseline")
     config.same(f"{_LOSS}.topk", "algorithm.distillation.top_k")
     config.same(f"{_LOSS}.use_task_rewards", "algorithm.distillation.with_rewards")
     config.same(f"{_LOSS}.distillation_loss_coef", "algorithm.distillation.coefficient")
     config.same(f"{_LOSS}.loss_max_clamp", "algorithm.distillation.bound")
-    config.note(f"{_LOSS}.log_prob_min_clamp", "log-probabilities are not clamped; algorithm.distillation.bound is.")
 
 
 def _agent(config: Translation) -> None:
     tools = _classes(config, f"{_TURNS}.tool_config_path", "tools")
     users = _classes(config, f"{_TURNS}.interaction_config_path", "interaction")
-    loop = str(config.take(f"{_ROLLOUT}.agent.default_agent_loop")).removesuffix("_agent")
-    kind = "interaction" if users is not None else "tools"
-    if users is None and tools is None and loop == "single_turn":
-        config.note(f"{_TURNS}.enable", "choose generators/agent=tools or interaction for rows without agent_name.")
-        return
-    if loop not in ("single_turn", "tool", "react"):
+    loop = config.take(f"{_ROLLOUT}.agent.default_agent_loop")
+    if loop not in ("single_turn_agent", "tool_agent", "react_agent"):
         config.note(
             f"{_ROLLOUT}.agent.default_agent_loop",
             "write it as generators/agent=custom with generators.agent.function.",
         )
-    config.put("generators/agent", kind)
+        return
+    if users is None and tools is None and loop == "single_turn_agent":
+        config.note(f"{_TURNS}.enable", "choose generators/agent=tools or interaction for rows without agent_name.")
+        return
+    config.put("generators/agent", "tools" if users is None else "interaction")
     config.put("generators.agent.tools", tools or [])
     config.put("generators.agent.interactions", users)
     config.same(f"{_TURNS}.format", "generators.agent.format")
@@ -238,32 +223,22 @@ def _hardware(config: Translation) -> None:
     gpus = config.take("trainer.n_gpus_per_node") * config.take("trainer.nnodes")
     width = config.take(f"{_ROLLOUT}.tensor_model_parallel_size")
     width *= config.take(f"{_ROLLOUT}.pipeline_model_parallel_size") or 1
-    own = config.take("rollout.n_gpus_per_node")
-    if own:
+    if own := config.take("rollout.n_gpus_per_node"):
         # verl's asynchronous trainers use separate GPUs for generation.
-        rollouts, ranks = own * (config.take("rollout.nnodes") or 1), gpus
+        config.put("learner.num_ranks", gpus)
+        config.put("generators.count", max(1, own * (config.take("rollout.nnodes") or 1) // width))
     else:
-        rollouts, ranks = gpus - gpus // 2, max(1, gpus // 2)
-        config.notes.append(
-            f"{gpus} GPUs: verl takes turns on all of them; here {ranks} train while {rollouts} generate. Move the "
-            "border with learner.num_ranks and generators.count; `slipstream plan` shows the memory."
-        )
+        config.put_shared_gpus("verl", gpus, engine_gpus=width)
     fsdp = [config.take(f"{_ACTOR}.fsdp_config.{name}_offload") for name in ("param", "optimizer")]
-    config.put("learner.engine.zero_stage", 3 if ranks > 1 else 2)
+    config.put("learner.engine.zero_stage", 2 if config.ours["learner.num_ranks"] == "1" else 3)
     config.put("learner.engine.offload_optimizer", any(fsdp) or None)
-    config.put("learner.num_ranks", ranks)
     config.put("learner.device", "cuda")
-    config.put("generators.count", max(1, rollouts // width))
 
 
 def _staleness(config: Translation) -> None:
     key = "async_training.staleness_threshold"
     if config.take(key) is None and not config.below("async_training.trigger_parameter_sync_step"):
-        config.put("buffer.staleness.max_lag", 0)
-        config.notes.append(
-            "buffer.staleness.max_lag=0 is the synchronous training of this file: raise it, with a correction, to let "
-            "generation and training overlap."
-        )
+        config.put_synchronous()
         return
     lag = math.ceil(1 + (config.take(key) or 0))
     config.put("buffer.staleness.max_lag", lag)
@@ -307,8 +282,6 @@ def _reward(config: Translation) -> None:
     key = "reward.reward_kwargs.overlong_buffer_cfg"
     if config.take(f"{key}.enable"):
         config.same(f"{key}.len", "algorithm.reward.overlong_buffer")
-        if config.take(f"{key}.penalty_factor") not in (None, 1):
-            config.note(f"{key}.penalty_factor", "the penalty reaches 1 at the longest response.")
 
 
 VERL = Trainer(

@@ -136,6 +136,12 @@ CASES: dict[str, dict[str, str]] = {
             "model.chat_template_kwargs={enable_thinking: false}"
         ),
         "trainer.total_epochs: 2": "learner.epochs=2",
+        "actor_rollout_ref.rollout: {val_kwargs: {temperature: 0.7, top_p: 0.9, n: 2}}\ndata.val_files: a.parquet": (
+            "data.heldout=[{name: a, path: a.parquet, samples: 2, temperature: 0.7, top_p: 0.9, top_k: -1}]"
+        ),
+        "distillation: {enabled: true, distillation_loss: {use_task_rewards: false}}": (
+            "algorithm/advantage=moving_baseline"
+        ),
         "distillation: {enabled: true, teacher_models: {t: {model_path: big}}}": (
             "algorithm.distillation.teacher_path=big"
         ),
@@ -175,6 +181,26 @@ NEEDED = {"trl": "num_generations: 8\n", "openrlhf": "rollout.batch_size: 8\n", 
 def test_a_setting_of_another_trainer_becomes_ours(tmp_path: Path, trainer: str, given: str, ours: str) -> None:
     needed = NEEDED.get(trainer, "algorithm.gamma: 1.0\n")
     assert ours in imported(tmp_path, trainer, needed + given, name="f.yaml").overrides
+
+
+def test_bounds_and_penalties_without_effect_are_left_out(tmp_path: Path) -> None:
+    lines = "actor_rollout_ref.actor: {policy_loss: {loss_mode: cispo}, clip_ratio_low: 10, clip_ratio_high: 0.28}\n"
+    lines += "algorithm: {adv_estimator: remax, use_kl_in_reward: true, kl_ctrl: {kl_coef: 0.0}}\n"
+    run = load(imported(tmp_path, "verl", lines + "actor_rollout_ref.model.path: m", name="f.yaml").overrides)
+    assert run.algorithm.policy_loss.clip_low is None  # type: ignore[attr-defined]
+    assert (run.algorithm.kl.coefficient, run.algorithm.kl.charged_in) == (0, "loss")
+
+
+def test_a_bypass_with_weights_of_verl_is_a_correction(tmp_path: Path) -> None:
+    lines = "algorithm: {adv_estimator: rloo, rollout_correction: {bypass_mode: true, loss_type: reinforce, "
+    lines += "rollout_is: sequence, rollout_is_threshold: 3.0, rollout_is_batch_normalize: true}}\n"
+    lines += "actor_rollout_ref: {model: {path: m}, rollout: {n: 4, agent: {default_agent_loop: my_agent}}}"
+    found = imported(tmp_path, "verl", lines, name="f.yaml")
+    algorithm = load(found.overrides).algorithm
+    assert (algorithm.policy_loss.kind, algorithm.correction.level) == ("reinforce", "sequence")
+    assert (algorithm.correction.high, algorithm.correction.normalize) == (3, True)
+    assert algorithm.proximal != "generator"
+    assert any("default_agent_loop=my_agent: write it as" in note for note in found.notes)
 
 
 def test_tools_and_users_of_verl_become_those_of_an_agent(tmp_path: Path) -> None:
