@@ -43,6 +43,8 @@ def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
             found, notes = _from_script(path, text)
         else:
             found = _from_document(path, text)
+    except ConfigError:
+        raise
     except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise ConfigError(f"FILE must be YAML, TOML, JSON, or a shell script, got {path}: {reason}.") from None

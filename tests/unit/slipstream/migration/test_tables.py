@@ -234,6 +234,48 @@ def test_nothing_that_a_file_sets_is_dropped(tmp_path: Path, trainer: str) -> No
     assert found.notes[0].startswith("the file names no model")
 
 
+DEFAULTS = {
+    "verl": {
+        "learner.epochs": "30",
+        "learner.groups_per_step": "1024",
+        "algorithm.updates_per_step": "4",
+        "algorithm.policy_loss.dual_clip": "3.0",
+        "learner.optimizer.betas": "[0.9, 0.999]",
+        "generators.engine.tensor_parallel_size": "2",
+    },
+    "trl": {"learner.epochs": "3", "generators.sampling.max_tokens": "512", "learner.optimizer.schedule": "linear"},
+    "openrlhf": {
+        "algorithm.kl.charged_in": "reward",
+        "learner.optimizer.betas": "[0.9, 0.95]",
+        "generators.sampling.max_tokens": "1024",
+        "algorithm/advantage": "gae",
+    },
+    "prime-rl": {"buffer.staleness.max_lag": "8", "algorithm.policy_loss.high": "0.2", "model.max_length": "2048"},
+}
+
+
+@pytest.mark.parametrize("trainer", DEFAULTS)
+def test_missing_settings_have_the_defaults_of_the_trainer(tmp_path: Path, trainer: str) -> None:
+    found = imported(tmp_path, trainer, NEEDED.get(trainer, "algorithm.gamma: 1.0\n"), name="f.yaml")
+    ours = dict(override.split("=", 1) for override in found.overrides)
+    assert {key: ours[key] for key in DEFAULTS[trainer]} == DEFAULTS[trainer]
+
+
+@pytest.mark.parametrize(
+    ("usual", "other"),
+    [
+        ("actor_rollout_ref.actor.ppo_epochs: 1", "actor_rollout_ref.actor.ppo_epochs: 2"),
+        ("data.shuffle: true", "data.shuffle: false"),
+        ("data.truncation: error", "data.truncation: left"),
+    ],
+)
+def test_only_a_setting_that_differs_from_its_default_is_noted(tmp_path: Path, usual: str, other: str) -> None:
+    key = usual.partition(":")[0]
+    plain, noted = (imported(tmp_path, "verl", lines, name="f.yaml") for lines in (usual, other))
+    assert not [line for line in [*plain.notes, *plain.untranslated, *plain.decided] if key in line]
+    assert [line for line in noted.notes if line.startswith(f"{key}=")]
+
+
 def test_settings_that_need_no_equivalent_say_why(tmp_path: Path) -> None:
     lines = "trainer.balance_batch: true\ncritic.optim.lr: 1\nalgorithm.adv_estimator: grpo"
     found = imported(tmp_path, "verl", lines, name="f.yaml")
