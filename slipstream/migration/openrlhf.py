@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from slipstream.migration.translation import Trainer, Translation, heldout_sets
+from slipstream.migration.translation import Trainer, Translation, eval_sets
 
 _PROMPTS, _SAMPLES = "rollout.batch_size", "rollout.n_samples_per_prompt"
 _BATCH, _ANSWER = "train.batch_size", "rollout.max_new_tokens"
@@ -13,7 +13,7 @@ _FILES = (".parquet", ".json", ".jsonl", ".csv", ".gz")
 
 
 def _data(config: Translation) -> None:
-    for theirs, ours in (("data.prompt_dataset", "data.train"), ("eval.dataset", "data.heldout")):
+    for theirs, ours in (("data.prompt_dataset", "data.train"), ("eval.dataset", "data.eval")):
         if not (value := config.take(theirs)):
             continue
         paths = [path.partition("@")[2] if path.startswith("json@") else path for path in str(value).split(",")]
@@ -24,7 +24,7 @@ def _data(config: Translation) -> None:
         else:
             samples = config.take("eval.n_samples_per_prompt")
             temperature = config.take("eval.temperature")
-            config.put(ours, heldout_sets(paths, samples=samples, temperature=temperature))
+            config.put(ours, eval_sets(paths, samples=samples, temperature=temperature))
     config.put_columns(prompt="data.input_key", ground_truth="data.label_key", images="data.image_key")
     answer, whole = config.take(_ANSWER), config.take("data.max_len")
     prompt = config.take("prompt_max_len") or (whole - answer if whole and whole > answer else 1024)
@@ -55,7 +55,7 @@ def _objective(config: Translation) -> None:
         config.same("algo.advantage.lambd", "algorithm.advantage.lam")
         config.same("critic.model_name_or_path", "algorithm.critic.path")
         config.same("critic.adam.lr", "algorithm.critic.optimizer.learning_rate")
-        config.same("critic.value_clip", "algorithm.critic.clip")
+        config.same("critic.value_clip", "algorithm.critic.value_clip")
         config.same("critic.freezing_steps", "algorithm.critic.warmup_steps", lambda steps: max(steps, 0))
     is_sequence = config.take("actor.policy_loss_type") == "gspo"
     config.put("algorithm/policy_loss", "gspo" if is_sequence else "ppo_clip")
@@ -65,7 +65,7 @@ def _objective(config: Translation) -> None:
     config.put("algorithm.policy_loss.clip_high", high)
     config.put("algorithm.policy_loss.dual_clip", config.take("actor.dual_clip") if not is_sequence else None)
     mode = str(config.take("actor.loss_agg_mode")).replace("-", "_")
-    config.put("algorithm.aggregation", "seq_mean_token_mean" if is_sequence else mode)
+    config.put("algorithm.loss_aggregation", "seq_mean_token_mean" if is_sequence else mode)
     config.put("algorithm.masks", [])
     _kl(config)
 
@@ -75,9 +75,9 @@ def _kl(config: Translation) -> None:
     target, horizon = config.take("algo.kl.target"), config.take("algo.kl.horizon")
     is_loss = config.take("algo.kl.use_loss")
     if coefficient:
-        config.put("algorithm.kl.coefficient", coefficient)
+        config.put("algorithm.kl.coef", coefficient)
         config.put("algorithm.kl.estimator", kind)
-        config.put("algorithm.kl.charged_in", "loss" if is_loss else "reward")
+        config.put("algorithm.kl.apply_to", "loss" if is_loss else "reward")
         config.put("algorithm.kl.adaptive", {"target": target, "horizon": horizon} if target else None)
 
 
@@ -90,9 +90,9 @@ def _correction(config: Translation) -> None:
     if level == "token" and gating in (None, "ratio") and not mode.startswith("seq"):
         low, high = threshold if isinstance(threshold, list) else (None, threshold)
         config.put("algorithm.correction.level", "token")
-        config.put("algorithm.correction.low", low)
-        config.put("algorithm.correction.high", high)
-        config.put("algorithm.correction.bound", "mask" if mode in ("mask", "icepop") else "truncate")
+        config.put("algorithm.correction.min_weight", low)
+        config.put("algorithm.correction.max_weight", high)
+        config.put("algorithm.correction.outside", "mask" if mode in ("mask", "icepop") else "truncate")
     elif level != "off":
         config.notes.append(
             f"{key}_level={level} with mode={mode} and gating={gating}: choose algorithm/correction=geo_rs or k3_rs."
@@ -100,8 +100,8 @@ def _correction(config: Translation) -> None:
     if config.take("algo.dynamic_filtering_enable"):
         low, high = config.take("algo.dynamic_filtering_range")
         config.put("buffer/filter", "accuracy")
-        config.put("buffer.filter.above", low)
-        config.put("buffer.filter.below", high)
+        config.put("buffer.filter.min_accuracy", low)
+        config.put("buffer.filter.max_accuracy", high)
 
 
 def _run(config: Translation) -> None:
@@ -114,7 +114,7 @@ def _run(config: Translation) -> None:
         config.put("generators.count", engines)
     config.put("learner.device", "cuda")
     queue = config.take("train.async_queue_size")
-    config.put("buffer.staleness.max_lag", queue + 1 if is_async else 0)
+    config.put("staleness.max_lag", queue + 1 if is_async else 0)
     config.put_schedule(_LR, warmup_steps=None, warmup_ratio=_WARMUP, total=None)
     key, board = config.take("logger.wandb.key"), config.take("logger.tensorboard_dir")
     options = {"project": "logger.wandb.project", "group": "logger.wandb.group"}

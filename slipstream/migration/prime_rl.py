@@ -36,11 +36,11 @@ def _lengths(config: Translation) -> None:
 def _objective(config: Translation) -> None:
     size, samples = config.take("orchestrator.group_size"), config.take("orchestrator.batch_size")
     is_new = any(config.shown.get(key) == name for key, name in _NEW.items())
-    config.put("learner.groups_per_step", samples if is_new else max(1, samples // size))
+    config.put("learner.prompts_per_step", samples if is_new else max(1, samples // size))
     if not is_new:
         config.notes.append(
             f"orchestrator.batch_size={samples} counts samples, as in prime-rl before orchestrator.train.algo: set "
-            "learner.groups_per_step if it counts tasks."
+            "learner.prompts_per_step if it counts tasks."
         )
     kind, key = config.take("orchestrator.algo.type"), "orchestrator.algo"
     is_weighted = config.take(f"{key}.length_weighted_baseline")
@@ -49,7 +49,7 @@ def _objective(config: Translation) -> None:
     if ours is None:
         config.notes.append(f"{key}.type={kind}: choose algorithm/advantage, or for opd algorithm.distillation.")
     is_per_prompt = config.take(f"{key}.loss_aggregation") == "prompt"
-    config.put("algorithm.aggregation", "prompt_mean" if is_per_prompt else "token_mean")
+    config.put("algorithm.loss_aggregation", "prompt_mean" if is_per_prompt else "token_mean")
     config.put("algorithm/policy_loss", "dppo")
     config.same(f"{_LOSS}.dppo_mask_low", "algorithm.policy_loss.low")
     config.same(f"{_LOSS}.dppo_mask_high", "algorithm.policy_loss.high")
@@ -65,7 +65,7 @@ def _objective(config: Translation) -> None:
         config.take("orchestrator.constant_trainer_batch_size"),
     )
     if drops or any(refills) or config.take("orchestrator.buffer.online_difficulty_filtering"):
-        config.put("buffer/filter", "zero_signal")
+        config.put("buffer/filter", "zero_advantage")
 
 
 def _optimizer(config: Translation) -> None:
@@ -120,7 +120,7 @@ def _environment(config: Translation) -> None:
     config.put("generators.agent.arguments", arguments or None)
     config.notes.append(
         "write the rows of the environment into files with `python -m slipstream.scripts.make_prompts`, and set "
-        "data.train, data.heldout, and generators.agent.python (docs/agents.md)."
+        "data.train, data.eval, and generators.agent.python (docs/agents.md)."
     )
 
 
@@ -128,7 +128,7 @@ def _run(config: Translation) -> None:
     evaluates, skips = config.below("orchestrator.eval"), config.take("orchestrator.eval.skip_first_step")
     config.put("evaluation.every_steps", config.take("orchestrator.eval.interval") if evaluates else 0)
     config.put("evaluation.before_training", bool(evaluates) and not skips)
-    config.note("orchestrator.eval.group_size", "set `samples` in data.heldout.")
+    config.note("orchestrator.eval.group_size", "set `samples` in data.eval.")
     config.same("wandb.name", "name", lambda name: str(name).replace("/", "_"))
     options = {name: f"wandb.{name}" for name in ("project", "entity", "group", "tags")}
     config.put_loggers("wandb" if config.below("wandb") else None, options=options)

@@ -122,9 +122,9 @@ class Translation:
         )
 
     def put_synchronous(self) -> None:
-        self.put("buffer.staleness.max_lag", 0)
+        self.put("staleness.max_lag", 0)
         self.notes.append(
-            "buffer.staleness.max_lag=0 is the synchronous training of this file: raise it, with a correction, to let "
+            "staleness.max_lag=0 is the synchronous training of this file: raise it, with a correction, to let "
             "generation and training overlap."
         )
 
@@ -230,7 +230,7 @@ def train_files(value: Any) -> str | list[dict[str, str]]:
     return names[0] if len(names) == 1 else [{"path": name} for name in names]
 
 
-def heldout_sets(value: Any, **settings: Any) -> list[dict[str, Any]]:
+def eval_sets(value: Any, **settings: Any) -> list[dict[str, Any]]:
     """Return a set per file, named after its path."""
     sets = []
     for number, path in enumerate(str(name) for name in _listed(value)):

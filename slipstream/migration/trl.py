@@ -36,7 +36,7 @@ def _batch(config: Translation) -> None:
             f"num_generations must divide the samples of a batch, as TRL demands, got {size} and {generated}."
         )
     config.put("generators.group_size", size)
-    config.put("learner.groups_per_step", generated // size)
+    config.put("learner.prompts_per_step", generated // size)
     config.put("learner.num_ranks", ranks)
     if generated > per_update:
         config.put("algorithm.updates_per_step", generated // per_update)
@@ -60,13 +60,15 @@ def _objective(config: Translation) -> None:
     if kind not in aggregations:
         config.notes.append(f"loss_type={kind}: there is no such loss; ppo_clip with token_mean stands for it.")
     is_sequence = level == "sequence" and kind not in ("cispo", "sapo", "vespo")
-    config.put("algorithm.aggregation", "seq_mean_token_mean" if is_sequence else aggregations.get(kind, "token_mean"))
+    config.put(
+        "algorithm.loss_aggregation", "seq_mean_token_mean" if is_sequence else aggregations.get(kind, "token_mean")
+    )
     scale = str(config.take("scale_rewards")).lower()
     config.put("algorithm/advantage", {"none": "dr_grpo", "false": "dr_grpo", "batch": "lite_ppo"}.get(scale, "grpo"))
     config.put("algorithm.masks", [])
-    config.put("algorithm.reward.truncated", "mask" if config.take("mask_truncated_completions") else None)
+    config.put("algorithm.reward.mask_truncated", True if config.take("mask_truncated_completions") else None)
     if (beta := config.take("beta")) > 0:
-        config.put("algorithm.kl.coefficient", beta)
+        config.put("algorithm.kl.coef", beta)
         is_corrected = config.take("use_bias_correction_kl") is not False
         config.put("algorithm.kl.estimator", "k3_off_policy" if is_corrected else "k3")
         if config.take("sync_ref_model"):
@@ -82,9 +84,9 @@ def _correction(config: Translation) -> None:
     if config.take("vllm_importance_sampling_correction") and config.take("use_vllm"):
         level, _, bound = mode.partition("_")
         config.put("algorithm.correction.level", level)
-        config.put("algorithm.correction.high", high)
-        config.put("algorithm.correction.low", low)
-        config.put("algorithm.correction.bound", bound)
+        config.put("algorithm.correction.max_weight", high)
+        config.put("algorithm.correction.min_weight", low)
+        config.put("algorithm.correction.outside", bound)
 
 
 def _run(config: Translation) -> None:
@@ -116,7 +118,7 @@ def _run(config: Translation) -> None:
     if lag is None:
         config.put_synchronous()
     else:
-        config.put("buffer.staleness.max_lag", lag)
+        config.put("staleness.max_lag", lag)
 
 
 TRL = Trainer("trl.yaml", special=(_model, _batch, _objective, _correction, _run))

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from slipstream.migration.translation import Trainer, Translation, heldout_sets
+from slipstream.migration.translation import Trainer, Translation, eval_sets
 
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _FIELD = "algorithm.policy_loss."
@@ -18,11 +18,11 @@ def _data(config: Translation) -> None:
     keys = (f"{_ROLLOUT}.val_kwargs.{name}" for name in ("n", *names[1:]))
     settings = dict(zip(names, map(config.take, keys), strict=True))
     if files := config.take("data.val_files"):
-        config.put("data.heldout", heldout_sets(files, **settings))
+        config.put("data.eval", eval_sets(files, **settings))
     length = config.take("data.max_prompt_length") + config.take("data.max_response_length")
     config.put("model.max_length", length)
     config.put("learner.tokens_per_microbatch", max(length, config.take(f"{_ACTOR}.ppo_max_token_len_per_gpu")))
-    config.put("data.too_long", "drop" if config.take("data.filter_overlong_prompts") else "refuse")
+    config.put("data.on_too_long", "drop" if config.take("data.filter_overlong_prompts") else "refuse")
     config.put_columns(prompt="data.prompt_key", images="data.image_key")
     config.put("model.chat_template_kwargs", config.record("data.apply_chat_template_kwargs") or None)
     if rank := config.take(f"{_MODEL}.lora_rank"):
@@ -33,7 +33,7 @@ def _data(config: Translation) -> None:
 
 def _batch(config: Translation) -> None:
     groups, mini = config.take("data.train_batch_size"), config.take(f"{_ACTOR}.ppo_mini_batch_size")
-    config.put("learner.groups_per_step", groups or mini)
+    config.put("learner.prompts_per_step", groups or mini)
     if groups and groups > mini:
         config.put("algorithm.updates_per_step", groups // mini)
     if groups and groups > mini and groups % mini:
@@ -42,7 +42,7 @@ def _batch(config: Translation) -> None:
             "into updates of one size."
         )
     if config.take("algorithm.filter_groups.enable"):
-        config.put("buffer/filter", "zero_signal")
+        config.put("buffer/filter", "zero_advantage")
 
 
 def _advantage(config: Translation) -> None:
@@ -94,23 +94,25 @@ def _loss(config: Translation) -> None:
         config.note(f"{_ACTOR}.clip_ratio", "verl 0.9 uses clip_ratio_low and clip_ratio_high instead, 0.2 by default.")
     # verl forces the sequence mean for these two losses.
     mode = config.take(f"{_ACTOR}.loss_agg_mode")
-    config.put("algorithm.aggregation", "seq_mean_token_mean" if ours in ("gspo", "sapo") else mode.replace("-", "_"))
+    config.put(
+        "algorithm.loss_aggregation", "seq_mean_token_mean" if ours in ("gspo", "sapo") else mode.replace("-", "_")
+    )
     config.put("algorithm.masks", [])
 
 
 def _kl(config: Translation) -> None:
     coefficient, kind = config.take(f"{_ACTOR}.kl_loss_coef"), config.take(f"{_ACTOR}.kl_loss_type")
     if config.take(f"{_ACTOR}.use_kl_loss"):
-        config.put("algorithm.kl.coefficient", coefficient)
+        config.put("algorithm.kl.coef", coefficient)
         table = config.tables["straight_through" if kind.endswith("+") else "estimators"]
         config.put("algorithm.kl.estimator", table.get(kind.removesuffix("+"), kind))
     names = ("kl_coef", "target_kl", "horizon", "type")
     price, target, horizon, control = (config.take(f"algorithm.kl_ctrl.{name}") for name in names)
     penalty = config.take("algorithm.kl_penalty")
     if config.take("algorithm.use_kl_in_reward") and price:
-        config.put("algorithm.kl.coefficient", price)
+        config.put("algorithm.kl.coef", price)
         config.put("algorithm.kl.estimator", config.tables["estimators"].get(penalty, penalty))
-        config.put("algorithm.kl.charged_in", "reward")
+        config.put("algorithm.kl.apply_to", "reward")
         if control == "adaptive":
             config.put("algorithm.kl.adaptive", {"target": target, "horizon": horizon})
 
@@ -131,9 +133,9 @@ def _correction(config: Translation) -> None:
     if level and not is_bypass:
         config.put("algorithm.correction.level", level)
         low, _, high = str(threshold).rpartition("_")
-        config.put("algorithm.correction.high", float(high))
-        config.put("algorithm.correction.low", float(low) if low else None)
-        config.put("algorithm.correction.bound", "mask" if low else None)
+        config.put("algorithm.correction.max_weight", float(high))
+        config.put("algorithm.correction.min_weight", float(low) if low else None)
+        config.put("algorithm.correction.outside", "mask" if low else None)
         config.put("algorithm.correction.normalize", normalizes)
     if rejections:
         names, limits = str(rejections).split(","), str(bounds).split(",")
@@ -171,7 +173,7 @@ def _distillation(config: Translation) -> None:
         config.put("algorithm/advantage", "moving_baseline")
     config.same(f"{_LOSS}.topk", "algorithm.distillation.top_k")
     config.same(f"{_LOSS}.use_task_rewards", "algorithm.distillation.with_rewards")
-    config.same(f"{_LOSS}.distillation_loss_coef", "algorithm.distillation.coefficient")
+    config.same(f"{_LOSS}.distillation_loss_coef", "algorithm.distillation.coef")
     config.same(f"{_LOSS}.loss_max_clamp", "algorithm.distillation.bound")
 
 
@@ -191,7 +193,7 @@ def _agent(config: Translation) -> None:
     config.put("generators/agent", "tools" if users is None else "interaction")
     config.put("generators.agent.tools", tools or [])
     config.put("generators.agent.interactions", users)
-    config.same(f"{_TURNS}.format", "generators.agent.format")
+    config.same(f"{_TURNS}.format", "generators.agent.tool_call_format")
     config.same(f"{_TURNS}.max_assistant_turns", "generators.agent.max_turns")
     config.same(f"{_TURNS}.max_parallel_calls", "generators.agent.max_parallel_calls")
     config.same(f"{_TURNS}.max_tool_response_length", "generators.agent.max_result_characters")
@@ -241,10 +243,10 @@ def _staleness(config: Translation) -> None:
         config.put_synchronous()
         return
     lag = math.ceil(1 + (config.take(key) or 0))
-    config.put("buffer.staleness.max_lag", lag)
+    config.put("staleness.max_lag", lag)
     config.note(
         key,
-        f"it bounds how much is generated ahead; buffer.staleness.max_lag={lag} bounds the versions of every token.",
+        f"it bounds how much is generated ahead; staleness.max_lag={lag} bounds the versions of every token.",
     )
 
 

@@ -80,12 +80,12 @@ def test_a_script_of_openrlhf_becomes_a_command_that_composes(tmp_path: Path) ->
     run = load(found.overrides)
     assert (run.model.path, run.data.train) == ("m", "rows.jsonl")
     assert run.data.columns == {"prompt": "question", "ground_truth": "answer"}
-    assert (run.generators.group_size, run.learner.groups_per_step, run.algorithm.updates_per_step) == (8, 128, 4)
+    assert (run.generators.group_size, run.learner.prompts_per_step, run.algorithm.updates_per_step) == (8, 128, 4)
     assert (run.algorithm.advantage.kind, run.algorithm.policy_loss.kind) == ("grpo", "ppo_clip")
     assert (run.algorithm.policy_loss.clip_low, run.algorithm.policy_loss.clip_high) == (0.2, 0.27)  # type: ignore[attr-defined]
-    assert (run.algorithm.kl.coefficient, run.algorithm.kl.charged_in) == (0.001, "loss")
-    assert (run.algorithm.correction.low, run.algorithm.correction.bound) == (0.5, "mask")
-    assert (run.learner.num_ranks, run.generators.count, run.buffer.staleness.max_lag) == (4, 2, 2)
+    assert (run.algorithm.kl.coef, run.algorithm.kl.apply_to) == (0.001, "loss")
+    assert (run.algorithm.correction.min_weight, run.algorithm.correction.outside) == (0.5, "mask")
+    assert (run.learner.num_ranks, run.generators.count, run.staleness.max_lag) == (4, 2, 2)
     assert (run.learner.engine.zero_stage, run.learner.epochs, run.model.max_length) == (3, 1, 1536)
     assert (run.loggers, run.logging.options) == (["wandb"], {"wandb": {"project": "mine"}})
     assert found.untranslated == ["made_up = 3"]
@@ -97,7 +97,7 @@ def test_files_of_prime_rl_become_a_command_that_composes(tmp_path: Path) -> Non
     found = imported(tmp_path, "prime-rl", PRIME_RL, name="rl.toml")
     run = load([*found.overrides, "data.train=rows.jsonl"])
     assert (run.model.path, run.model.max_length, run.generators.sampling.max_tokens) == ("m", 4096, 512)
-    assert (run.generators.group_size, run.learner.groups_per_step, run.learner.max_steps) == (16, 8, 40)
+    assert (run.generators.group_size, run.learner.prompts_per_step, run.learner.max_steps) == (16, 8, 40)
     assert (run.learner.num_ranks, run.generators.count) == (2, 2)
     assert (run.algorithm.advantage.kind, run.algorithm.policy_loss.kind) == ("dr_grpo", "dppo")
     assert (run.algorithm.proximal, run.algorithm.correction.log_ratio_penalty) == ("generator", 1e-3)
@@ -116,14 +116,14 @@ def test_the_parts_of_prime_rl_are_read_from_one_folder(tmp_path: Path) -> None:
     (tmp_path / "infer.toml").write_text("[vllm]\ntensor_parallel_size = 2\n")
     found = import_settings("prime-rl", tmp_path)
     run = load([*found.overrides, "data.train=rows.jsonl"])
-    assert (run.learner.groups_per_step, run.generators.group_size, run.learner.max_steps) == (64, 4, 7)
+    assert (run.learner.prompts_per_step, run.generators.group_size, run.learner.max_steps) == (64, 4, 7)
     assert (run.learner.optimizer.learning_rate, run.generators.engine.num_workers) == (2e-6, 2)
     assert found.untranslated == []
 
 
 CASES: dict[str, dict[str, str]] = {
     "verl": {
-        "trainer.logger: [console, wandb, mlflow]\ntrainer.project_name: p": "loggers=[wandb]",
+        "trainer.logger: [console, wandb, mlflow]\ntrainer.project_name: p": "logging.backends=[wandb]",
         "trainer.logger: [wandb]\ntrainer.project_name: p": "logging.options={wandb: {project: p}}",
         "reward_model.enable: true\nreward_model.model.path: r": "generators.reward.arguments={path: r}",
         "reward.reward_model.enable: true\nreward.reward_model.model_path: r": (
@@ -137,7 +137,7 @@ CASES: dict[str, dict[str, str]] = {
         ),
         "trainer.total_epochs: 2": "learner.epochs=2",
         "actor_rollout_ref.rollout: {val_kwargs: {temperature: 0.7, top_p: 0.9, n: 2}}\ndata.val_files: a.parquet": (
-            "data.heldout=[{name: a, path: a.parquet, samples: 2, temperature: 0.7, top_p: 0.9, top_k: -1}]"
+            "data.eval=[{name: a, path: a.parquet, samples: 2, temperature: 0.7, top_p: 0.9, top_k: -1}]"
         ),
         "distillation: {enabled: true, distillation_loss: {use_task_rewards: false}}": (
             "algorithm/advantage=moving_baseline"
@@ -155,19 +155,19 @@ CASES: dict[str, dict[str, str]] = {
         "min_p: 0.1": "generators.sampling.min_p=0.1",
         "chat_template_kwargs: '{\"enable_thinking\": false}'": "model.chat_template_kwargs={enable_thinking: false}",
         "num_train_epochs: 1.5": "learner.epochs=2",
-        "report_to: [tensorboard, swanlab]": "loggers=[tensorboard]",
+        "report_to: [tensorboard, swanlab]": "logging.backends=[tensorboard]",
         "torch_dtype: float16": "model.dtype=float16",
     },
     "openrlhf": {
         "advantage_estimator: gae\ncritic_learning_rate: 2e-5": "algorithm.critic.optimizer.learning_rate=0.00002",
         "algo.kl.target: 0.1": "algorithm.kl.adaptive={target: 0.1, horizon: 10000}",
-        "actor.policy_loss_type: gspo": "algorithm.aggregation=seq_mean_token_mean",
-        "eval.dataset: a/test.jsonl": "data.heldout=[{name: a_test, path: a/test.jsonl, samples: 4, temperature: 0.6}]",
+        "actor.policy_loss_type: gspo": "algorithm.loss_aggregation=seq_mean_token_mean",
+        "eval.dataset: a/test.jsonl": "data.eval=[{name: a_test, path: a/test.jsonl, samples: 4, temperature: 0.6}]",
     },
     "prime-rl": {
         "orchestrator.algo.type: max_rl": "algorithm/advantage=maxrl",
-        "orchestrator.algo.loss_aggregation: prompt": "algorithm.aggregation=prompt_mean",
-        "orchestrator.filters: [{type: zero_advantage}]": "buffer/filter=zero_signal",
+        "orchestrator.algo.loss_aggregation: prompt": "algorithm.loss_aggregation=prompt_mean",
+        "orchestrator.filters: [{type: zero_advantage}]": "buffer/filter=zero_advantage",
         "trainer.model.optim_cpu_offload: true": "learner.engine.offload_optimizer=true",
         "orchestrator.sampling.extra_body: {top_k: 20}": "generators.sampling.top_k=20",
     },
@@ -188,7 +188,7 @@ def test_bounds_and_penalties_without_effect_are_left_out(tmp_path: Path) -> Non
     lines += "algorithm: {adv_estimator: remax, use_kl_in_reward: true, kl_ctrl: {kl_coef: 0.0}}\n"
     run = load(imported(tmp_path, "verl", lines + "actor_rollout_ref.model.path: m", name="f.yaml").overrides)
     assert run.algorithm.policy_loss.clip_low is None  # type: ignore[attr-defined]
-    assert (run.algorithm.kl.coefficient, run.algorithm.kl.charged_in) == (0, "loss")
+    assert (run.algorithm.kl.coef, run.algorithm.kl.apply_to) == (0, "loss")
 
 
 def test_a_bypass_with_weights_of_verl_is_a_correction(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_bypass_with_weights_of_verl_is_a_correction(tmp_path: Path) -> None:
     found = imported(tmp_path, "verl", lines, name="f.yaml")
     algorithm = load(found.overrides).algorithm
     assert (algorithm.policy_loss.kind, algorithm.correction.level) == ("reinforce", "sequence")
-    assert (algorithm.correction.high, algorithm.correction.normalize) == (3, True)
+    assert (algorithm.correction.max_weight, algorithm.correction.normalize) == (3, True)
     assert algorithm.proximal != "generator"
     assert any("default_agent_loop=my_agent: write it as" in note for note in found.notes)
 
@@ -237,7 +237,7 @@ def test_nothing_that_a_file_sets_is_dropped(tmp_path: Path, trainer: str) -> No
 DEFAULTS = {
     "verl": {
         "learner.epochs": "30",
-        "learner.groups_per_step": "1024",
+        "learner.prompts_per_step": "1024",
         "algorithm.updates_per_step": "4",
         "algorithm.policy_loss.dual_clip": "3.0",
         "learner.optimizer.betas": "[0.9, 0.999]",
@@ -245,12 +245,12 @@ DEFAULTS = {
     },
     "trl": {"learner.epochs": "3", "generators.sampling.max_tokens": "512", "learner.optimizer.schedule": "linear"},
     "openrlhf": {
-        "algorithm.kl.charged_in": "reward",
+        "algorithm.kl.apply_to": "reward",
         "learner.optimizer.betas": "[0.9, 0.95]",
         "generators.sampling.max_tokens": "1024",
         "algorithm/advantage": "gae",
     },
-    "prime-rl": {"buffer.staleness.max_lag": "8", "algorithm.policy_loss.high": "0.2", "model.max_length": "2048"},
+    "prime-rl": {"staleness.max_lag": "8", "algorithm.policy_loss.high": "0.2", "model.max_length": "2048"},
 }
 
 
@@ -290,7 +290,7 @@ def test_settings_that_need_no_equivalent_say_why(tmp_path: Path) -> None:
 def test_an_older_name_counts_unless_the_newer_one_has_another_value(tmp_path: Path) -> None:
     lines = "rollout.batch_size: 8\nrollout_batch_size: 8\nseed: 1\ntrain.seed: 2"
     found = imported(tmp_path, "openrlhf", lines, name="f.yaml")
-    assert {"learner.groups_per_step=8", "seed=2"} <= set(found.overrides)
+    assert {"learner.prompts_per_step=8", "seed=2"} <= set(found.overrides)
     assert found.untranslated == ["seed = 1"]
 
 
