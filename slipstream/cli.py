@@ -139,9 +139,15 @@ def check(
 
 @app.command("import-config", rich_help_panel="Train")
 def import_config(
-    trainer: Annotated[Literal["verl", "trl"], typer.Argument(metavar="TRAINER", help="Trainer of the settings.")],
+    trainer: Annotated[
+        Literal["verl", "trl", "prime-rl", "openrlhf"],
+        typer.Argument(metavar="TRAINER", help="Trainer of the settings: verl, trl, prime-rl, or openrlhf."),
+    ],
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="YAML, JSON, Hydra's overrides.yaml, or a shell script.")
+        Path,
+        typer.Argument(
+            metavar="FILE", help="YAML, TOML, JSON, or a shell script; a folder of TOML files for prime-rl."
+        ),
     ],
 ) -> None:
     """Translate the settings of another trainer.
@@ -149,6 +155,8 @@ def import_config(
     \b
     slipstream import-config verl run_qwen2-7b.sh
     slipstream import-config trl grpo.yaml
+    slipstream import-config prime-rl rl.toml
+    slipstream import-config openrlhf train_ppo.sh
 
     Prints the equivalent command, notes on different meanings, and settings without an equivalent; docs/migration.md
     has a glossary.

@@ -4,26 +4,34 @@ import asyncio
 import json
 import re
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.generators.sandbox import Limits, LocalSandbox
-from slipstream.migration.translation import Imported
-from slipstream.migration.trl import import_trl
-from slipstream.migration.verl import import_verl
+from slipstream.migration.openrlhf import OPENRLHF
+from slipstream.migration.prime_rl import PRIME_RL
+from slipstream.migration.translation import Imported, leaves
+from slipstream.migration.trl import TRL
+from slipstream.migration.verl import VERL
 
 _LARGEST_BYTES = 1 << 20
 _NUMBER = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 """Numbers such as 1e6, which only PyYAML reads as text."""
+_PROCESSES = re.compile(r"--(?:num[-_]processes|nproc[-_]per[-_]node)=(\d+)")
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 
 
 def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return (dotted key -> value, notes). Raises ConfigError."""
+    """Return (dotted key -> value, notes); those of all TOML files of a folder. Raises ConfigError."""
+    if path.is_dir() and (files := sorted(path.glob("*.toml"))):
+        return {key: value for file in files for key, value in read_settings(file)[0].items()}, []
     if not path.is_file():
         raise ConfigError(f"FILE must exist, got {path}.")
     if path.stat().st_size > _LARGEST_BYTES:
@@ -35,9 +43,11 @@ def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
             found, notes = _from_script(path, text)
         else:
             found = _from_document(path, text)
-    except (UnicodeDecodeError, yaml.YAMLError, ValueError) as error:
+    except ConfigError:
+        raise
+    except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
-        raise ConfigError(f"FILE must be YAML, JSON or a shell script, got {path}: {reason}.") from None
+        raise ConfigError(f"FILE must be YAML, TOML, JSON, or a shell script, got {path}: {reason}.") from None
     if not found:
         raise ConfigError(f"FILE must hold settings, got none in {path}.")
     return {
@@ -45,14 +55,22 @@ def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
     }, notes
 
 
+_PARTS = ("trainer", "orchestrator", "inference")
+"""Components of prime-rl, each with a TOML file of its own or a table of `rl.toml`."""
+
+
 def _from_document(path: Path, text: str) -> dict[str, Any]:
-    document = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    parse = {".json": json.loads, ".toml": tomllib.loads}.get(path.suffix, yaml.safe_load)
+    document = parse(text)
     if isinstance(document, list) and all(isinstance(line, str) for line in document):
         # Hydra's overrides.yaml
         return _overrides(document)
     if not isinstance(document, dict):
         raise ValueError("it must be a record of settings, or a list of overrides.")
-    return dict(_leaves(document, ""))
+    if "${" in text:
+        document = OmegaConf.to_container(OmegaConf.create(document), resolve=True)
+    part = next((part for part in _PARTS if path.suffix == ".toml" and part.startswith(path.stem[:5])), "")
+    return dict(leaves(document, f"{part}." if part else ""))
 
 
 _RECORD = r"""
@@ -84,7 +102,7 @@ print(json.dumps([calls, missing, done.returncode, done.stderr.decode(errors="re
 """
 _PROGRAMS = (
     *("python", "python3", "uv", "ray", "torchrun", "accelerate", "deepspeed", "trl", "srun", "pip", "pip3"),
-    *("huggingface-cli", "hf", "wget", "curl", "git"),
+    *("huggingface-cli", "hf", "wget", "curl", "git", "sleep"),
 )
 
 
@@ -114,18 +132,22 @@ def _from_script(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _arguments(words: list[str]) -> dict[str, Any]:
-    """Read `key=value`, `--key=value`, `--key value`, and `--flag` after the name of a Python program."""
+    """Read `key=value`, `--key=value`, `--key value ...`, and `--flag` after the name of a Python program."""
     programs = (
         number
         for number, word in enumerate(words)
         if number and ((word.endswith(".py") and "=" not in word) or words[number - 1] == "-m")
     )
-    words = words[next(programs, 0) + 1 :]
-    options = {
-        word[2:].replace("-", "_"): True if following.startswith("--") or not following else _value(following)
-        for word, following in zip(words, [*words[1:], ""], strict=True)
-        if word.startswith("--") and "=" not in word
-    }
+    program = next(programs, 0)
+    options: dict[str, Any] = {}
+    if processes := _PROCESSES.search("=".join(words[:program])):
+        options["num_processes"] = int(processes[1])
+    words = words[program + 1 :]
+    starts = [number for number, word in enumerate(words) if word.startswith("--")]
+    for start, end in zip(starts, [*starts[1:], len(words)], strict=False):
+        if "=" not in words[start]:
+            values = [_value(word) for word in words[start + 1 : end] if not _OVERRIDE.fullmatch(word)] or [True]
+            options[words[start][2:].replace("-", "_")] = values if len(values) > 1 else values[0]
     return options | _overrides([word.removeprefix("--") for word in words])
 
 
@@ -141,15 +163,7 @@ def _value(text: str) -> Any:
         return text
 
 
-def _leaves(document: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
-    for key, value in document.items():
-        name = f"{prefix}{key}"
-        found += _leaves(value, f"{name}.") if isinstance(value, dict) and value else [(name, value)]
-    return found
-
-
-_IMPORTERS = {"verl": import_verl, "trl": import_trl}
+TRAINERS = {"verl": VERL, "trl": TRL, "prime-rl": PRIME_RL, "openrlhf": OPENRLHF}
 
 
 def import_config(trainer: str, file: Path) -> None:
@@ -157,7 +171,12 @@ def import_config(trainer: str, file: Path) -> None:
     imported = import_settings(trainer, file)
     settings = [shlex.quote(override) for override in imported.overrides]
     print(" \\\n  ".join(["slipstream run", *settings]))
-    for title, lines in (("Notes", imported.notes), ("Without equivalent", imported.untranslated)):
+    lists = {
+        "Notes": imported.notes,
+        "Without equivalent": imported.untranslated,
+        "Not needed here": imported.decided,
+    }
+    for title, lines in lists.items():
         if lines:
             print(f"\n{title}:", *(f"  {line}" for line in lines), sep="\n")
 
@@ -166,11 +185,11 @@ def import_settings(trainer: str, file: Path) -> Imported:
     """Translate a file; invalid combinations become a note. Raises ConfigError."""
     given, notes = read_settings(file)
     try:
-        imported = _IMPORTERS[trainer](given)
+        imported = TRAINERS[trainer].translate(given)
     except ConfigError:
         raise
     # Text instead of a number, such as an unexpanded variable.
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, yaml.YAMLError) as error:
         unset = [f"{key}={value}" for key, value in given.items() if isinstance(value, str) and "$" in value]
         raise ConfigError(
             f"FILE must contain plain values, got {file} with {', '.join(unset) or error}: replace variables that it "
@@ -181,4 +200,4 @@ def import_settings(trainer: str, file: Path) -> Imported:
         load(imported.overrides)
     except ConfigError as error:
         notes.append(f"to resolve first: {' '.join(str(error).splitlines())}")
-    return Imported(imported.overrides, notes, imported.untranslated)
+    return Imported(imported.overrides, notes, imported.untranslated, imported.decided)

@@ -1,37 +1,56 @@
-"""Translation: maps another trainer's settings to overrides, notes, and untranslated settings."""
+"""Translation: maps another trainer's settings to overrides, notes, and settings without an equivalent."""
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, NamedTuple
 
 import msgspec
+import yaml
 
-from slipstream.configs.base import Record
+from slipstream.configs.base import ConfigError, Record
 
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
-_OFF: tuple[Any, ...] = (None, False, "", [], {})
 _WORDS = ("null", "true", "false", "inf", "nan")
+_LOGGERS = ("trackio", "wandb", "tensorboard")
+_OFF = "off in this file, and no feature here"
 
 
 class Imported(Record):
-    """Result of an import. Example: Imported(overrides=["seed=1"], notes=["..."], untranslated=["trainer.x = 3"])."""
+    """Result of an import.
+
+    Example: Imported(overrides=["seed=1"], notes=["..."], untranslated=["trainer.x = 3"], decided=["...: trainer.y=1"])
+    """
 
     overrides: list[str]
     notes: list[str]
     """Settings with a different meaning here, or that the user must decide."""
     untranslated: list[str]
     """`key = value` without an equivalent."""
+    decided: list[str]
+    """`reason: key=value, ...`: settings that need no equivalent."""
 
 
 class Translation:
     """Source settings over the source's defaults, and the resulting overrides."""
 
-    def __init__(self, given: dict[str, Any], defaults: dict[str, Any]) -> None:
-        self.given = given
-        self._defaults = defaults
+    def __init__(self, given: dict[str, Any], tables: dict[str, Any]) -> None:
+        self.tables = tables
+        aliases, self._defaults = tables.get("aliases") or {}, tables["defaults"]
+        self.given: dict[str, Any] = {}
+        self.shown: dict[str, str] = {}
+        """Name in this translation -> name in the file."""
+        for key, value in given.items():
+            name = next((new + key[len(old) :] for old, new in aliases.items() if f"{key}.".startswith(f"{old}.")), key)
+            # An older name counts unless the file also has the newer one, with another value.
+            name = key if self.given.get(name, given.get(name, value)) != value else name
+            self.given[name] = value
+            self.shown.setdefault(name, key)
         self._taken: set[str] = set()
-        self._ours: dict[str, str] = {}
+        self.ours: dict[str, str] = {}
         self.notes: list[str] = []
+        self.decided: dict[str, list[str]] = {}
 
     def take(self, key: str) -> Any:
         """Return a setting, given or default, and mark it as translated."""
@@ -40,24 +59,153 @@ class Translation:
         return self._defaults.get(key) if value is None else value
 
     def put(self, key: str, value: Any) -> None:
-        """Set a Slipstream setting; None leaves it unchanged."""
+        """Set a Slipstream setting; None leaves it unchanged. Raises ValueError for an unset shell variable."""
         if value is not None:
-            self._ours[key] = format_value(value)
+            self.ours[key] = format_value(value)
+            if "$" in self.ours[key]:
+                raise ValueError
 
     def same(self, theirs: str, ours: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
         value = self.take(theirs)
         self.put(ours, None if value is None else convert(value))
 
-    def note(self, key: str, sentence: str) -> None:
-        if self.given.get(key) is not None:
-            self._taken.add(key)
-            self.notes.append(f"{key}={format_value(self.given[key])}: {sentence}")
+    def below(self, key: str) -> list[str]:
+        """Given settings of a table, and the table itself if it is empty."""
+        return [name for name in self.given if f"{name}.".startswith(f"{key}.")]
 
-    def result(self, *, decided_here: tuple[str, ...]) -> Imported:
-        """Keys with a prefix in `decided_here` need no equivalent."""
-        left = {key: value for key, value in self.given.items() if key not in self._taken and value not in _OFF}
-        unequal = [f"{key} = {format_value(value)}" for key, value in left.items() if not key.startswith(decided_here)]
-        return Imported([f"{key}={value}" for key, value in self._ours.items()], self.notes, unequal)
+    def note(self, key: str, sentence: str) -> None:
+        """Add a note on a setting, or on each setting of a table, if given."""
+        for name in self.below(key):
+            if self.given[name] is not None:
+                self._taken.add(name)
+                self.notes.append(f"{self._described(name)}: {sentence}")
+
+    def _described(self, key: str, *, sign: str = "=") -> str:
+        return f"{self.shown[key]}{sign}{shorten(format_value(self.given[key]), 100, placeholder=' ...')}"
+
+    def record(self, key: str) -> dict[str, Any]:
+        """Take a setting that is a record, possibly as JSON text, and all settings below it."""
+        whole = self.take(key)
+        found: dict[str, Any] = (yaml.safe_load(whole) if isinstance(whole, str) else whole) or {}
+        return found | {name.removeprefix(f"{key}."): self.take(name) for name in self.below(key) if name != key}
+
+    def put_columns(self, **keys: str) -> None:
+        """Set `data.columns` from the settings that name a column."""
+        names = {ours: self.take(theirs) for ours, theirs in keys.items()}
+        self.put("data.columns", {ours: name for ours, name in names.items() if name not in (None, ours)} or None)
+
+    def put_loggers(self, loggers: Any, *, options: dict[str, str]) -> None:
+        """Set the loggers that exist here; `options`: argument of Weights & Biases -> their key."""
+        names = [str(name) for name in _listed(loggers) if name]
+        backends: dict[str, Any] = {name: {} for name in names if name in _LOGGERS}
+        if "wandb" in backends:
+            backends["wandb"] = {ours: value for ours, theirs in options.items() if (value := self.take(theirs))}
+        self.put("logging.backends", (backends if any(backends.values()) else [*backends]) or None)
+        if missing := [name for name in names if name not in (*_LOGGERS, "console", "file", "none")]:
+            self.notes.append(
+                f"loggers {', '.join(missing)}: there are {', '.join(_LOGGERS)}, and your own class as module:Class."
+            )
+
+    def put_reward_model(self, path: str) -> None:
+        self.put("generators.reward.function", "reward_model")
+        self.put("generators.reward.arguments", {"path": path})
+        self.ours["generators.reward.max_memory_mib"] = "null"
+
+    def put_shared_gpus(self, title: str, gpus: int, *, engine_gpus: int) -> None:
+        """Divide GPUs on which another trainer trains and generates in turn."""
+        ranks = max(1, gpus // 2)
+        self.put("learner.num_ranks", ranks)
+        self.put("generators.count", max(1, (gpus - gpus // 2) // engine_gpus))
+        self.notes.append(
+            f"{gpus} GPUs: {title} takes turns on all of them; here {ranks} train while {gpus - gpus // 2} generate. "
+            "Move the border with learner.num_ranks and generators.count; `slipstream plan` shows the memory."
+        )
+
+    def put_synchronous(self) -> None:
+        self.put("staleness.max_lag", 0)
+        self.notes.append(
+            "staleness.max_lag=0 is the synchronous training of this file: raise it, with a correction, to let "
+            "generation and training overlap."
+        )
+
+    def put_schedule(self, key: str, *, warmup_steps: int | None, warmup_ratio: str, total: Any) -> None:
+        """Set the schedule and its warm-up, in steps or as a fraction of `total` steps."""
+        schedule, ratio = str(self.take(key)).removesuffix("_with_warmup"), self.take(warmup_ratio)
+        ours = next((name for name in ("constant", "linear", "cosine") if schedule.startswith(name)), None)
+        self.put("learner.optimizer.schedule", ours)
+        if schedule != ours:
+            self.notes.append(f"{key}={schedule}: there are constant, linear, and cosine, which end at 0.")
+        steps = max(warmup_steps or 0, 0)
+        if ratio and not steps:
+            steps = int(ratio * total) if total and total > 0 else 0
+            if not total:
+                self.notes.append(f"{warmup_ratio}={ratio}: set learner.optimizer.warmup_steps, in steps.")
+        self.put("learner.optimizer.warmup_steps", steps)
+
+    def result(self, decided: dict[str, list[str]]) -> Imported:
+        """`decided`: reason -> beginnings of keys that need no equivalent for it."""
+        decided = self.decided | decided
+        reasons: dict[str, list[str]] = {}
+        unequal = []
+        for key, value in self.given.items():
+            if key in self._taken or value in (None, "", [], {}) or key.endswith("_target_"):
+                continue
+            reason = next((why for why, starts in decided.items() if key.startswith(tuple(starts))), "")
+            if reason or value in (False, 0):
+                reasons.setdefault(reason or _OFF, []).append(self._described(key))
+            else:
+                unequal.append(self._described(key, sign=" = "))
+        lines = [f"{reason}: {', '.join(keys)}" for reason, keys in reasons.items()]
+        return Imported([f"{key}={value}" for key, value in self.ours.items()], self.notes, unequal, lines)
+
+
+class Trainer(NamedTuple):
+    """Another trainer: a file of its settings and their equivalents, and translations of those that depend on others.
+
+    The file has `starts` (beginnings of its keys; a file without any of them is of another program), `aliases` (older
+    names), `same` (their key -> ours, or [ours, conversion]), `defaults`, `notes` (their key -> what to do about it),
+    unless it has its default; and `decided` (reason -> beginnings of keys that need no equivalent for it).
+    """
+
+    file: str
+    special: tuple[Callable[[Translation], None], ...]
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        tables = yaml.safe_load((Path(__file__).parent / self.file).read_text(encoding="utf-8"))
+        return tables | {name: dict(leaves(tables[name])) for name in ("same", "defaults", "notes")}
+
+    def translate(self, given: dict[str, Any]) -> Imported:
+        """Raises ConfigError for the file of another program."""
+        tables = self.tables
+        if not any(key.startswith(tuple(tables["starts"])) for key in given):
+            raise ConfigError(
+                f"FILE must hold settings of {tables['title']}, such as {tables['example']}, got none of them."
+            )
+        config = Translation(given, tables)
+        for theirs, row in tables["same"].items():
+            ours, conversion = row if isinstance(row, list) else (row, "as_is")
+            config.same(theirs, ours, conversion.get if isinstance(conversion, dict) else _CONVERSIONS[conversion])
+        for special in self.special:
+            special(config)
+        for key, sentence in tables["notes"].items():
+            usual, names = tables["defaults"].get(key), config.below(key)
+            if any(config.given[name] != usual if key in tables["defaults"] else config.given[name] for name in names):
+                config.note(key, sentence)
+            elif usual is not None:
+                config.take(key)
+        if "model.path" not in config.ours:
+            config.notes.insert(0, "the file names no model: add model.path=FOLDER_OR_HUB_NAME.")
+        return config.result(tables["decided"])
+
+
+def leaves(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of a nested record."""
+    for key, value in document.items():
+        if isinstance(value, dict) and value:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def format_value(value: Any) -> str:
@@ -72,6 +220,34 @@ def format_value(value: Any) -> str:
     return msgspec.json.encode(value).decode()
 
 
-def each_file(value: Any) -> Iterator[str]:
-    """Yield the names of one file or a list of files."""
-    yield from map(str, value if isinstance(value, list | tuple) else [value])
+def _listed(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def train_files(value: Any) -> str | list[dict[str, str]]:
+    """Return one file, or a list of files, as `data.train` takes them."""
+    names = [str(name) for name in _listed(value)]
+    return names[0] if len(names) == 1 else [{"path": name} for name in names]
+
+
+def eval_sets(value: Any, **settings: Any) -> list[dict[str, Any]]:
+    """Return a set per file, named after its path."""
+    sets = []
+    for number, path in enumerate(str(name) for name in _listed(value)):
+        stem = "_".join(Path(path).with_suffix("").parts[-2:])
+        name = re.sub(r"[^\w.-]", "_", stem, flags=re.ASCII).strip("_.-") or "heldout"
+        sets.append({"name": name[:44] + (f"_{number}" if number else ""), "path": path} | settings)
+    return sets
+
+
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "as_is": lambda value: value,
+    "files": train_files,
+    "rows": lambda number: int(number) if 0 < number < 1e8 else None,
+    "or_0": lambda number: max(number, 0),
+    "or_all": lambda number: number or -1,
+    "if_positive": lambda number: int(number) if number >= 1 else None,
+    "above_1": lambda number: number > 1,
+    "name": lambda text: re.sub(r"[^\w.-]", "_", str(text), flags=re.ASCII).lstrip(".")[:80],
+}
+"""Conversions that a file of tables can name; None leaves our setting unchanged."""

@@ -1,12 +1,10 @@
-"""`slipstream import-config`: settings of verl and TRL become ours, which compose; what has no equal is named."""
+"""`slipstream import-config`: settings of verl and TRL become ours, which compose; those without an equal are named."""
 
 import json
 import re
 import shlex
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from slipstream.cli import main
@@ -44,7 +42,7 @@ def translated(folder: Path, trainer: str, text: str, *, suffix: str = ".yaml") 
     path = folder / f"settings{suffix}"
     path.write_text(text)
     imported = import_settings(trainer, path)
-    assert not [note for note in imported.notes if "to be settled" in note], imported.notes
+    assert not [note for note in imported.notes if note.startswith("to resolve")], imported.notes
     return load(imported.overrides), imported
 
 
@@ -117,12 +115,12 @@ def test_bounds_and_rejections_of_verl(tmp_path: Path) -> None:
     assert rejections == [("k3", "mean", None, 0.01), ("k1", "token", 0.5, 2.0)]
 
 
-def test_epochs_become_steps_where_the_rows_are_here(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"prompt": ["a"] * 100}), tmp_path / "rows.parquet")
-    lines = [f"data.train_files={tmp_path}/rows.parquet", "data.train_batch_size=30", "trainer.total_epochs=4"]
-    run, imported = verl(tmp_path, *lines, "algorithm.adv_estimator=grpo")
-    assert run.learner.max_steps == 12
+def test_epochs_of_verl_stay_epochs_and_gpus_are_divided(tmp_path: Path) -> None:
+    run, imported = verl(tmp_path, "trainer.total_epochs=4", "algorithm.adv_estimator=grpo")
+    assert (run.learner.epochs, run.learner.num_ranks, run.generators.count) == (4, 4, 2)
     assert any("8 GPUs" in note for note in imported.notes)
+    run, _ = verl(tmp_path, "trainer.total_epochs=4", "trainer.total_training_steps=9", "algorithm.adv_estimator=grpo")
+    assert (run.learner.epochs, run.learner.max_steps) == (None, 9)
 
 
 def test_rewards_and_lag_of_verls_asynchronous_trainer(tmp_path: Path) -> None:
@@ -182,7 +180,7 @@ def test_the_losses_and_weights_of_trl(tmp_path: Path) -> None:
         ("verl", "a: 1", "FILE must hold settings of verl"),
         ("trl", "a: 1", "FILE must hold settings of TRL's GRPO"),
         ("verl", "", "it must be a record of settings"),
-        ("verl", "a: [", "FILE must be YAML, JSON or a shell script"),
+        ("verl", "a: [", "FILE must be YAML, TOML, JSON, or a shell script"),
         ("trl", "num_generations: 3", "num_generations must divide"),
         ("verl", "trainer.nnodes: $N\nactor_rollout_ref.rollout.n: 4", "f.yaml with trainer.nnodes=$N: replace"),
         ("trl", "num_generations: 8\nbeta: little", "f.yaml with '>' not supported between"),
