@@ -78,7 +78,6 @@ class Sandbox(Protocol):
 
     async def run(self, code: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Execution:
         """Run the code until it ends or exceeds a limit. Raises SandboxError."""
-        ...
 
 
 # --- on this machine -------------------------------------------------------------------------------------------------

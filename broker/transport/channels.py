@@ -22,23 +22,18 @@ class ClientChannel(Protocol):
 
     def send(self, frames: Frames) -> None:
         """Queue frames without blocking; `receive` sends them once the broker is reachable."""
-        ...
 
     def receive(self, *, timeout_s: float) -> Frames | None:
         """Send queued frames, then return the next received ones; None after `timeout_s` or a `wake`."""
-        ...
 
     def wake(self) -> None:
         """Unblock the current or next `receive`."""
-        ...
 
     def reconnect(self, address: str = "") -> None:
         """Drop the connection and all queued frames; connect with a new identity, to `address` if given."""
-        ...
 
     def close(self) -> None:
         """Close, after a short, bounded time for sending queued frames."""
-        ...
 
 
 class ServerChannel(Protocol):
@@ -49,15 +44,12 @@ class ServerChannel(Protocol):
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
         """Return (identity, frames) from any peer; None after `timeout_s`."""
-        ...
 
     def send(self, identity: bytes, frames: Frames) -> bool:
         """Send without blocking; False if the peer is gone or its queue is full."""
-        ...
 
     def take_refused(self) -> int:
         """Return the number of connections refused since the last call for lack of a valid token."""
-        ...
 
     def close(self) -> None: ...
 

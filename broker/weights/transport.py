@@ -15,24 +15,19 @@ class WeightSender(Protocol):
     @property
     def address(self) -> tuple[str, int]:
         """Host and port of the rendezvous store; for a file, `file://` with its path, and 0."""
-        ...
 
     @property
     def device(self) -> DeviceName:
         """Device of the sender, for the choice of an epoch's backend."""
-        ...
 
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend) -> None:
         """Build the group as rank 0, blocking until all members have joined. Raises WeightTransferError."""
-        ...
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
         """Send uint8 buckets in order, each within `timeout_s`. Raises WeightTransferError and closes the group."""
-        ...
 
     def abort(self) -> None:
         """Abort another thread's blocked operation, which raises WeightTransferError."""
-        ...
 
     def close(self) -> None: ...
 
@@ -42,7 +37,6 @@ class WeightReceiver(Protocol):
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         """Join the group, blocking until all members have. Raises WeightTransferError."""
-        ...
 
     def receive(
         self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
@@ -51,7 +45,6 @@ class WeightReceiver(Protocol):
 
         The tensors are views, valid until the next `receive`. An error leaves the engine at its current version.
         """
-        ...
 
     def close(self) -> None: ...
 

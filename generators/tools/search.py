@@ -31,7 +31,6 @@ class Retriever(Protocol):
 
     async def find(self, query: str, topk: int) -> list[Passage]:
         """Return at most `topk` passages, best first."""
-        ...
 
 
 # --- local index -----------------------------------------------------------------------------------------------------
