@@ -5,7 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import DeviceName, GroupBackend, OpenEpoch, TensorSlot
+from slipstream.broker.messages import DeviceName, GroupBackend, OpenEpoch, Update
 from slipstream.broker.weights import buckets as flat
 
 
@@ -38,9 +38,7 @@ class WeightReceiver(Protocol):
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         """Join the group, blocking until all members have. Raises WeightTransferError."""
 
-    def receive(
-        self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
-    ) -> list[tuple[str, Tensor]]:
+    def receive(self, update: Update) -> list[tuple[str, Tensor]]:
         """Receive all buckets, verify their checksums and return named tensors. Raises WeightTransferError.
 
         The tensors are views, valid until the next `receive`. An error leaves the engine at its current version.
@@ -101,18 +99,15 @@ class MemoryReceiver:
             )
         self._epoch = opening.epoch
 
-    def receive(
-        self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
-    ) -> list[tuple[str, Tensor]]:
+    def receive(self, update: Update) -> list[tuple[str, Tensor]]:
         if self._epoch is None or self._epoch != self._weights.epoch:
             raise WeightTransferError(
                 f"a weight epoch must be open before a broadcast, got {self._weights.epoch} while in {self._epoch}"
             )
         buckets = self._weights.buckets
-        if (sizes := [bucket.numel() for bucket in buckets]) != bucket_bytes:
-            raise WeightTransferError(f"buckets must have the announced sizes {bucket_bytes}, got {sizes}")
-        flat.verify(buckets, expected=checksums)
-        return flat.unpack(buckets, slots)
+        if (sizes := [bucket.numel() for bucket in buckets]) != update.bucket_bytes:
+            raise WeightTransferError(f"buckets must have the announced sizes {update.bucket_bytes}, got {sizes}")
+        return flat.unpack_verified(buckets, update)
 
     def close(self) -> None:
         self._epoch = None

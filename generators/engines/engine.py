@@ -189,9 +189,4 @@ def receive_update(receiver: WeightReceiver, update: Update, fetched: SharedBuck
 
     Blocks. The tensors are views of buffers that the next update overwrites.
     """
-    if fetched is not None:
-        buckets.verify(fetched.tensors, expected=update.checksums)
-        return buckets.unpack(fetched.tensors, update.slots)
-    return receiver.receive(
-        update.slots, bucket_bytes=update.bucket_bytes, checksums=update.checksums, timeout_s=update.timeout_s
-    )
+    return receiver.receive(update) if fetched is None else buckets.unpack_verified(fetched.tensors, update)
