@@ -42,8 +42,8 @@ LAYOUT = 6
 """Increment when the meaning of a key changes. Other layouts are refused."""
 
 _STATE_FIELDS = (
-    "phase", "step", "version", "announced_version", "consumed_by_version", "detail", "checkpoint", "layout",
-    "stepped_at", "learner_fence", "next_ordinal", "admitted",
+    "checkpoint", "stepped_at", "phase", "step", "version", "announced_version", "consumed_by_version", "detail",
+    "layout", "learner_fence", "next_ordinal", "admitted",
 )  # fmt: skip
 _READ_AT_ONCE = 32
 """Groups with payloads in memory at once."""
@@ -102,26 +102,19 @@ class RedisStore(RedisPrompts, RedisBatches):
 
     def run_state(self) -> RunState:
         with self._mapped_errors():
-            fields = self._client.hmget(self._key("run"), list(_STATE_FIELDS))
-        phase, step, version, announced, consumed, detail, checkpoint, layout, stepped_at, fence, *admission = fields
-        if phase is None:
+            checkpoint, stepped_at, *stored = self._client.hmget(self._key("run"), list(_STATE_FIELDS))
+        fields = dict(zip(_STATE_FIELDS[2:], map(text, stored), strict=True))
+        if not fields["phase"]:
             raise no_run(self._run_id)
         # Before any other field, which may mean something else in another layout.
-        _check_layout(self._run_id, int(layout))
-        return RunState(
-            run_id=self._run_id,
-            phase=text(phase),  # type: ignore[arg-type]
-            step=int(step),
-            version=int(version),
-            announced_version=int(announced),
-            consumed=int(consumed),
-            checkpoint=decode(checkpoint, CheckpointPointer) if checkpoint else None,
-            detail=text(detail),
-            stepped_at=int(stepped_at) / 1000 if stepped_at else None,
-            fence=int(fence or 0),
-            next_ordinal=int(admission[0]),
-            admitted=int(admission[1]),
-        )
+        _check_layout(self._run_id, int(fields.pop("layout")))
+        decoded = {
+            "consumed": fields.pop("consumed_by_version"),
+            "checkpoint": decode(checkpoint, CheckpointPointer) if checkpoint else None,
+            "stepped_at": int(stepped_at) / 1000 if stepped_at else None,
+            "fence": fields.pop("learner_fence") or 0,
+        }
+        return msgspec.convert(fields | decoded | {"run_id": self._run_id}, RunState, strict=False)
 
     def run_config_json(self) -> str:
         with self._mapped_errors():
