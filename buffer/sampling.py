@@ -156,10 +156,6 @@ class Evictions(Record):
     released: list[str] = []
     """Reusable groups that are too old or too many; not used again."""
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.expired or self.released)
-
 
 class Sample(Record):
     """Groups for one step. Example: Sample(group_ids=["380", "12"], weights=[1.0, 1.0], reused=[False, True])."""

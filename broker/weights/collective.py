@@ -47,6 +47,7 @@ class CollectiveSender:
         for any).
         """
         self._device = torch.device(device)
+        self.device: DeviceName = device_name(self._device)
         self._own_host = folder or host
         self.address: tuple[str, int]
         """As in WeightSender; constant for the whole run."""
@@ -60,10 +61,6 @@ class CollectiveSender:
         self._group: ProcessGroup | None = None
         self._num_members: int | None = None
         self._is_aborted = Event()
-
-    @property
-    def device(self) -> DeviceName:
-        return device_name(self._device)
 
     def open_epoch(
         self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend | None = None

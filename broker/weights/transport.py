@@ -12,13 +12,10 @@ from slipstream.broker.weights import buckets as flat
 class WeightSender(Protocol):
     """The learner's end; rank 0 of every epoch."""
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port of the rendezvous store; for a file, `file://` with its path, and 0."""
-
-    @property
-    def device(self) -> DeviceName:
-        """Device of the sender, for the choice of an epoch's backend."""
+    address: tuple[str, int]
+    """Host and port of the rendezvous store; for a file, `file://` with its path, and 0."""
+    device: DeviceName
+    """Device of the sender, for the choice of an epoch's backend."""
 
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend) -> None:
         """Build the group as rank 0, blocking until all members have joined. Raises WeightTransferError."""

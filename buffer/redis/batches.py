@@ -92,7 +92,7 @@ class RedisBatches(RedisConnection):
                 _, seed = self._rows_and_seed()
                 queue = self._read_queue()
                 evictions = evict(queue, rules, version=version)
-                if not evictions.is_empty:
+                if evictions.expired or evictions.released:
                     self._run("evict", len(evictions.expired), *evictions.expired, *evictions.released)
                     queue = self._read_queue()
                 selected = sample(queue, rules, num_groups=num_groups, seed=seed, step=step)

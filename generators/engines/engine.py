@@ -64,13 +64,10 @@ class Engine(Protocol):
     Life cycle: start -> (open_epoch, update)* interleaved with generate -> stop.
     """
 
-    @property
-    def version(self) -> int:
-        """Current policy version; -1 before the first update."""
-
-    @property
-    def device(self) -> str:
-        """Device that receives broadcasts, as named by `device_name`. Known after `start`."""
+    version: int
+    """Current policy version; -1 before the first update."""
+    device: str
+    """Device that receives broadcasts, as named by `device_name`. Known after `start`."""
 
     async def start(self) -> None:
         """Raises EngineError."""
