@@ -9,7 +9,7 @@ Invariant: a guest's answer is kept only if this broker leased it the prompt. A 
 
 import math
 import random
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -85,7 +85,7 @@ class Guests:
         self._depart = depart
         self._clock = clock
         self._vocab_size = vocab_size
-        self._guests: dict[str, _Guest] = {}
+        self._guests = defaultdict[str, _Guest](_Guest)
         self._arriving: dict[str, _Check] = {}
         """Trajectory id -> check of an answer that is not stored yet."""
         self._open: OrderedDict[str, _Check] = OrderedDict()
@@ -102,7 +102,7 @@ class Guests:
 
     def record_leases(self, peer: Peer, prompts: Iterable[Prompt]) -> None:
         """Randomly choose the groups to check, each with all of its answers, so that copies within it are found."""
-        leases = self._guest(peer.guest).leases
+        leases = self._guests[peer.guest].leases
         for prompt in prompts:
             leases[prompt.lease.id] = (prompt, _RANDOM.random() < self._config.audit_fraction)
         while len(leases) > _LEASES_KEPT:
@@ -111,7 +111,7 @@ class Guests:
     # --- answers -------------------------------------------------------------------------------------------------
     def check(self, guest: str, header: TrajectoryHeader, payload: bytes, trajectory: Trajectory) -> None:
         """Raise RecordRefusedError if the answer matches none of the guest's leases or could crash the learner."""
-        prompt, is_checked = self._guest(guest).leases.get(header.lease_id, (None, False))
+        prompt, is_checked = self._guests[guest].leases.get(header.lease_id, (None, False))
         if prompt is None or header.index not in prompt.lease.indices:
             raise RecordRefusedError("guest_lease", f"guest {guest!r} must answer its own leases, got {header.id}")
         sampling, settings = trajectory.sampling, self._run.generators.sampling
@@ -156,7 +156,7 @@ class Guests:
             self._send(peer.identity, Drain(f"quarantined: {reason}"))
             self._peers.remove(peer.identity)
             self._depart(peer, f"quarantined: {reason}")
-        self._guest(guest).leases.clear()
+        self._guests[guest].leases.clear()
         for orders in (self._arriving, self._open):
             for key in [key for key, check in orders.items() if check.guest == guest]:
                 del orders[key]
@@ -185,7 +185,7 @@ class Guests:
         if order is None or order.owner != peer.owner:
             return
         del self._open[audited.check.id]
-        guest = self._guest(order.guest)
+        guest = self._guests[order.guest]
         guest.num_checked += 1
         guest.checks.append(self._compare(guest, order, audited.check))
         if reason := convict(guest.checks, max_logprob_diff=self._config.max_logprob_diff):
@@ -202,9 +202,6 @@ class Guests:
     def gauges(self, peer: Peer) -> dict[str, object]:
         known = self._guests.get(peer.guest)
         return {"guest": peer.guest, "checked": known.num_checked if known else 0} if peer.guest else {}
-
-    def _guest(self, name: str) -> _Guest:
-        return self._guests.setdefault(name, _Guest())
 
 
 # --- verdict ---------------------------------------------------------------------------------------------------------

@@ -104,12 +104,6 @@ def _encode_hook(value: Any) -> Any:
     raise TypeError(f"only plain values and arrays can be encoded, got {type(value).__name__}")
 
 
-def _decode_hook(kind: type, value: Any) -> Any:
-    if kind is not np.ndarray:
-        raise TypeError(f"no decoder for {kind.__name__}")
-    return _restore(msgspec.convert(value, _Array))
-
-
 def _restore(array: _Array) -> np.ndarray:
     # numpy accepts any nonzero byte as true, but the archive would not round-trip it.
     if array.dtype == "bool" and len(array.data) and int(np.maximum.reduce(np.frombuffer(array.data, np.uint8))) > 1:
@@ -134,7 +128,7 @@ def encode(record: Any) -> bytes:
 def decode(data: bytes, kind: type[T]) -> T:
     """Decode MessagePack. Raises RecordRefusedError (`malformed`) for anything but a valid `kind`."""
     if kind not in _DECODERS:
-        _DECODERS[kind] = msgspec.msgpack.Decoder(kind, dec_hook=_decode_hook, ext_hook=_refuse_extension)
+        _DECODERS[kind] = msgspec.msgpack.Decoder(kind, ext_hook=_refuse_extension)
     try:
         return _DECODERS[kind].decode(data)
     except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:

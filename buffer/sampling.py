@@ -156,10 +156,6 @@ class Evictions(Record):
     released: list[str] = []
     """Reusable groups that are too old or too many; not used again."""
 
-    @property
-    def is_empty(self) -> bool:
-        return not (self.expired or self.released)
-
 
 class Sample(Record):
     """Groups for one step. Example: Sample(group_ids=["380", "12"], weights=[1.0, 1.0], reused=[False, True])."""
@@ -210,7 +206,9 @@ def sample(queue: Queue, rules: SamplingRules, *, num_groups: int, seed: int, st
             ready_needed=len(queue.ready) + num_groups - num_fresh - num_reused,
         )
     fresh, fresh_weights = sample_fresh(queue.ready, rules.sampler, num_groups=num_fresh, seed=seed, step=step)
-    reused, reused_weights = sample_reused(queue.reusable, rules.sampler, num_groups=num_reused, seed=seed, step=step)
+    # Random: by priority if configured, else uniform.
+    seeds = (seed, step, _REUSE_STREAM)
+    reused, reused_weights = _race(queue.reusable, rules.sampler, num_groups=num_reused, seeds=seeds)
     return Sample(
         group_ids=[*fresh, *reused],
         weights=[*fresh_weights, *reused_weights],
@@ -248,13 +246,6 @@ def sample_fresh(
         ordered = sorted(candidates, key=lambda c: c.sequence)
     group_ids = [candidate.id for candidate in ordered[:num_groups]]
     return group_ids, [1.0] * len(group_ids)
-
-
-def sample_reused(
-    candidates: list[Candidate], sampler: SamplerConfig, *, num_groups: int, seed: int, step: int
-) -> tuple[list[str], list[float]]:
-    """Return (group ids, loss weights) of random candidates: by priority if configured, else uniform."""
-    return _race(candidates, sampler, num_groups=num_groups, seeds=(seed, step, _REUSE_STREAM))
 
 
 def priority(candidate: Candidate) -> float:

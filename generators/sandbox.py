@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import httpx
 import msgspec
@@ -73,14 +73,6 @@ class Execution(msgspec.Struct, frozen=True):
     """Whether the cgroup's memory limit killed a process."""
 
 
-class Sandbox(Protocol):
-    """Runs Python code. Calls may run concurrently."""
-
-    async def run(self, code: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Execution:
-        """Run the code until it ends or exceeds a limit. Raises SandboxError."""
-        ...
-
-
 # --- on this machine -------------------------------------------------------------------------------------------------
 _PROGRAMS = "/usr/local/bin:/usr/bin:/bin"
 _VARIABLES = {"PATH": _PROGRAMS, "HOME": "/tmp", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"}
@@ -95,7 +87,7 @@ _END_S = 5.0
 
 
 class LocalSandbox:
-    """Runs code behind bubblewrap. Implements Sandbox."""
+    """Runs code behind bubblewrap."""
 
     _run_numbers = itertools.count()
 
@@ -138,6 +130,7 @@ class LocalSandbox:
         return self._groups is not None
 
     async def run(self, code: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Execution:
+        """Run the code until it ends or exceeds a limit. Raises SandboxError."""
         number = next(self._run_numbers)
         with _memory_file(code.encode(errors="surrogateescape")) as code_fd, _memory_file(b"") as status_fd:
             with _memory_file(self._filter) as filter_fd:
@@ -459,7 +452,7 @@ async def _try_escapes(sandbox: LocalSandbox, names: list[str], around: dict[str
 
 # --- on a service ----------------------------------------------------------------------------------------------------
 class RemoteSandbox:
-    """Runs code on a service with SandboxFusion's API. Implements Sandbox.
+    """Runs code on a service with SandboxFusion's API.
 
     Source: https://github.com/bytedance/SandboxFusion, POST /run_code
     """
@@ -471,6 +464,7 @@ class RemoteSandbox:
         self._client: httpx.AsyncClient | None = None
 
     async def run(self, code: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Execution:
+        """Run the code as LocalSandbox does. Raises SandboxError."""
         body = {
             "code": code,
             "language": "python",
@@ -500,3 +494,7 @@ class RemoteSandbox:
             return Execution("timeout", stdout, stderr)
         code_of_exit = run.get("return_code")
         return Execution("ok" if code_of_exit == 0 else "error", stdout, stderr, code_of_exit)
+
+
+Sandbox = LocalSandbox | RemoteSandbox
+"""Runs Python code; `run` may be called concurrently, and raises SandboxError."""

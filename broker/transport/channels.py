@@ -1,13 +1,10 @@
 """Channels that move frames between processes: protocols, and an in-memory implementation for serial mode and tests.
 
-In-memory channels never wait, because nothing can arrive while a single thread waits, except those of
-`MemoryBroker.threaded()`.
+In-memory channels never wait, because nothing can arrive while a single thread waits.
 """
 
-import threading
 import uuid
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 from slipstream.broker.errors import ChannelClosedError
@@ -22,23 +19,18 @@ class ClientChannel(Protocol):
 
     def send(self, frames: Frames) -> None:
         """Queue frames without blocking; `receive` sends them once the broker is reachable."""
-        ...
 
     def receive(self, *, timeout_s: float) -> Frames | None:
         """Send queued frames, then return the next received ones; None after `timeout_s` or a `wake`."""
-        ...
 
     def wake(self) -> None:
         """Unblock the current or next `receive`."""
-        ...
 
     def reconnect(self, address: str = "") -> None:
         """Drop the connection and all queued frames; connect with a new identity, to `address` if given."""
-        ...
 
     def close(self) -> None:
         """Close, after a short, bounded time for sending queued frames."""
-        ...
 
 
 class ServerChannel(Protocol):
@@ -49,15 +41,12 @@ class ServerChannel(Protocol):
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
         """Return (identity, frames) from any peer; None after `timeout_s`."""
-        ...
 
     def send(self, identity: bytes, frames: Frames) -> bool:
         """Send without blocking; False if the peer is gone or its queue is full."""
-        ...
 
     def take_refused(self) -> int:
         """Return the number of connections refused since the last call for lack of a valid token."""
-        ...
 
     def close(self) -> None: ...
 
@@ -69,19 +58,11 @@ def check_open(*, is_closed: bool) -> None:
 
 
 class MemoryBroker:
-    """Hub of at most one server and any number of clients."""
+    """Hub of at most one server and any number of clients. Belongs to one thread."""
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
         self.clients: dict[bytes, MemoryClientChannel] = {}
         self.server_channel: MemoryServerChannel | None = None
-        self._is_threaded = False
-
-    @classmethod
-    def threaded(cls) -> "MemoryBroker":
-        hub = cls()
-        hub._is_threaded = True
-        return hub
 
     def server(self) -> "MemoryServerChannel":
         """Open the broker's end. Raises ChannelClosedError while another is open."""
@@ -90,56 +71,44 @@ class MemoryBroker:
     def client(self, *, guest: str = "") -> "MemoryClientChannel":
         return MemoryClientChannel(self, guest=guest)
 
-    def wait_for(self, is_ready: Callable[[], bool], *, timeout_s: float) -> None:
-        """Wait if the hub is threaded. The caller holds `changed`."""
-        if self._is_threaded:
-            self.changed.wait_for(is_ready, timeout=timeout_s)
-
 
 class MemoryServerChannel:
     """The broker's end. Implements ServerChannel."""
 
     def __init__(self, hub: MemoryBroker) -> None:
-        with hub.changed:
-            if hub.server_channel is not None:
-                raise ChannelClosedError("a hub must have one server at a time: close the other first")
-            hub.server_channel = self
-            hub.changed.notify_all()
+        if hub.server_channel is not None:
+            raise ChannelClosedError("a hub must have one server at a time: close the other first")
+        hub.server_channel = self
         self._hub = hub
         self._is_closed = False
         self.guest = ""
         self.inbox: deque[tuple[bytes, Frames]] = deque()
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
-        with self._hub.changed:
-            check_open(is_closed=self._is_closed)
-            self._hub.wait_for(lambda: bool(self.inbox), timeout_s=timeout_s)
-            if not self.inbox:
-                return None
-            identity, frames = self.inbox.popleft()
-            client = self._hub.clients.get(identity)
-            self.guest = client.guest if client else ""
-            return identity, frames
+        check_open(is_closed=self._is_closed)
+        if not self.inbox:
+            return None
+        identity, frames = self.inbox.popleft()
+        client = self._hub.clients.get(identity)
+        self.guest = client.guest if client else ""
+        return identity, frames
 
     def send(self, identity: bytes, frames: Frames) -> bool:
-        with self._hub.changed:
-            check_open(is_closed=self._is_closed)
-            client = self._hub.clients.get(identity)
-            if client is None:
-                return False
-            # Copied, as by a socket.
-            client.inbox.append(list(frames))
-            self._hub.changed.notify_all()
-            return True
+        check_open(is_closed=self._is_closed)
+        client = self._hub.clients.get(identity)
+        if client is None:
+            return False
+        # Copied, as by a socket.
+        client.inbox.append(list(frames))
+        return True
 
     def take_refused(self) -> int:
         return 0
 
     def close(self) -> None:
-        with self._hub.changed:
-            self._is_closed = True
-            if self._hub.server_channel is self:
-                self._hub.server_channel = None
+        self._is_closed = True
+        if self._hub.server_channel is self:
+            self._hub.server_channel = None
 
 
 class MemoryClientChannel:
@@ -149,61 +118,41 @@ class MemoryClientChannel:
         self._hub = hub
         self.guest = guest
         self._queue: deque[Frames] = deque()
-        self._is_woken = False
         self._is_closed = False
         self._identity = b""
         self.inbox: deque[Frames] = deque()
-        with hub.changed:
-            self._join()
+        self._join()
 
     def send(self, frames: Frames) -> None:
-        with self._hub.changed:
-            check_open(is_closed=self._is_closed)
-            self._queue.append(list(frames))
-            self._hub.changed.notify_all()
+        check_open(is_closed=self._is_closed)
+        self._queue.append(list(frames))
 
     def receive(self, *, timeout_s: float) -> Frames | None:
-        with self._hub.changed:
-            check_open(is_closed=self._is_closed)
-            self._hub.wait_for(self._is_done_waiting, timeout_s=timeout_s)
-            self._flush()
-            if self.inbox:
-                return self.inbox.popleft()
-            self._is_woken = False
-            return None
+        check_open(is_closed=self._is_closed)
+        self._flush()
+        return self.inbox.popleft() if self.inbox else None
 
     def wake(self) -> None:
-        with self._hub.changed:
-            self._is_woken = True
-            self._hub.changed.notify_all()
+        """Do nothing: no `receive` waits."""
 
     def reconnect(self, address: str = "") -> None:
         """Drop all queued frames and take a new identity. The hub's one server makes the address irrelevant."""
-        with self._hub.changed:
-            check_open(is_closed=self._is_closed)
-            self._hub.clients.pop(self._identity, None)
-            self._queue.clear()
-            self.inbox.clear()
-            self._join()
+        check_open(is_closed=self._is_closed)
+        self._hub.clients.pop(self._identity, None)
+        self._queue.clear()
+        self.inbox.clear()
+        self._join()
 
     def close(self) -> None:
-        with self._hub.changed:
-            self._flush()
-            self._is_closed = True
-            self._hub.clients.pop(self._identity, None)
+        self._flush()
+        self._is_closed = True
+        self._hub.clients.pop(self._identity, None)
 
     def _join(self) -> None:
         self._identity = uuid.uuid4().hex.encode()
         self._hub.clients[self._identity] = self
 
-    def _is_done_waiting(self) -> bool:
-        self._flush()
-        return bool(self.inbox) or self._is_woken
-
     def _flush(self) -> None:
         server = self._hub.server_channel
-        if server is None or not self._queue:
-            return
-        while self._queue:
+        while server and self._queue:
             server.inbox.append((self._identity, self._queue.popleft()))
-        self._hub.changed.notify_all()

@@ -187,10 +187,8 @@ def find_interface(cluster: ClusterConfig, *, addresses: Addresses | None = None
 
 def is_free(host: str, port: int) -> bool:
     """Return whether a role can listen at a port now."""
-    with socket.socket() as tried, suppress(OSError):
-        # Like ZeroMQ: a port with connections in TIME_WAIT counts as free.
-        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        tried.bind((host, port))
+    # Reuses addresses, like ZeroMQ: a port with connections in TIME_WAIT counts as free.
+    with suppress(OSError), socket.create_server((host, port)):
         return True
     return False
 

@@ -190,7 +190,6 @@ class Inbox(Protocol):
 
         Raises RefusedByBrokerError if the broker refused this peer, ClientDiedError if the client's thread died.
         """
-        ...
 
 
 class Sender(Protocol):

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor
 
 from slipstream.broker.errors import AlteredWeightsError, WeightTransferError
-from slipstream.broker.messages import TensorSlot
+from slipstream.broker.messages import TensorSlot, Update
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 
 ALIGNMENT_BYTES = 64
@@ -102,6 +102,13 @@ def pack(
 def unpack(buckets: Sequence[Tensor], slots: Sequence[TensorSlot]) -> list[tuple[str, Tensor]]:
     """Return named views into the buckets, in slot order. Raises WeightTransferError for an invalid slot."""
     return [(slot.name, _view(buckets, slot)) for slot in slots]
+
+
+def unpack_verified(buckets: Sequence[Tensor], update: Update) -> list[tuple[str, Tensor]]:
+    """Return the update's named views into its buckets. Raises WeightTransferError if damaged."""
+    # Before the engine loads anything, since a partial load cannot be undone.
+    verify(buckets, expected=update.checksums)
+    return unpack(buckets, update.slots)
 
 
 def checksums(buckets: Iterable[Tensor]) -> list[int]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import DeviceName, GroupBackend, OpenEpoch, TensorSlot
+from slipstream.broker.messages import DeviceName, GroupBackend, OpenEpoch, Update
 from slipstream.broker.weights import buckets as flat
 from slipstream.broker.weights import process_group
 from slipstream.broker.weights.process_group import (
@@ -47,6 +47,7 @@ class CollectiveSender:
         for any).
         """
         self._device = torch.device(device)
+        self.device: DeviceName = device_name(self._device)
         self._own_host = folder or host
         self.address: tuple[str, int]
         """As in WeightSender; constant for the whole run."""
@@ -60,10 +61,6 @@ class CollectiveSender:
         self._group: ProcessGroup | None = None
         self._num_members: int | None = None
         self._is_aborted = Event()
-
-    @property
-    def device(self) -> DeviceName:
-        return device_name(self._device)
 
     def open_epoch(
         self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend | None = None
@@ -141,26 +138,22 @@ class CollectiveReceiver:
         group = ProcessGroup(own, device=wire_device)
         self._group = group.open(store, own_host=own_host, timeout_s=seconds_left(deadline))
 
-    def receive(
-        self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
-    ) -> list[tuple[str, Tensor]]:
-        """Receive and verify all buckets, return named views; `timeout_s` bounds each bucket.
+    def receive(self, update: Update) -> list[tuple[str, Tensor]]:
+        """Receive and verify all buckets, return named views; `update.timeout_s` bounds each bucket.
 
         Raises WeightTransferError. A wrong checksum or layout leaves the group open; any other error closes it.
         """
         group = _require_open(self._group)
         try:
-            if self.staging is None or self.staging.sizes != bucket_bytes:
+            if self.staging is None or self.staging.sizes != update.bucket_bytes:
                 self._free()
-                self.staging = SharedBuckets(bucket_bytes, is_pinned=self._device.type == "cuda")
+                self.staging = SharedBuckets(update.bucket_bytes, is_pinned=self._device.type == "cuda")
             staging = self.staging.tensors
-            group.receive(staging, timeout_s=timeout_s)
+            group.receive(staging, timeout_s=update.timeout_s)
         except WeightTransferError:
             self._close_group()
             raise
-        # Before the engine loads anything, since a partial load cannot be undone.
-        flat.verify(staging, expected=checksums)
-        return flat.unpack(staging, slots)
+        return flat.unpack_verified(staging, update)
 
     def close(self) -> None:
         self._close_group()

@@ -122,13 +122,10 @@ class EpochRank(NamedTuple):
 def listen(host: str, *, ports: Iterable[int]) -> dist.TCPStore:
     """Open the store at the first free port (0 for any). Raises WeightTransferError."""
     # torch itself would listen on every interface.
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    _bind_first(listener, host, ports)
-    bound_port = listener.getsockname()[1]
+    listener = _listen_first(host, ports)
     return dist.TCPStore(
         host,
-        bound_port,
+        listener.getsockname()[1],
         is_master=True,
         wait_for_workers=False,
         timeout=timedelta(seconds=STORE_TIMEOUT_S),
@@ -136,16 +133,13 @@ def listen(host: str, *, ports: Iterable[int]) -> dist.TCPStore:
     )
 
 
-def _bind_first(listener: socket.socket, host: str, ports: Iterable[int]) -> None:
+def _listen_first(host: str, ports: Iterable[int]) -> socket.socket:
     failure = ""
     for port in ports:
         try:
-            listener.bind((host, port))
-            listener.listen(128)
-            return
+            return socket.create_server((host, port), backlog=128)
         except OSError as error:
             failure = failure or f"{host}:{port}: {error}"
-    listener.close()
     raise WeightTransferError(
         f"the host of a rendezvous must be an address of this machine with a free port, got {failure}"
     )

@@ -166,19 +166,15 @@ class WeightFiles(Protocol):
 
     def find(self, checksum: str, *, timeout_s: float) -> int | None:
         """Return the version with this checksum; None if missing. Raises WeightTransferError."""
-        ...
 
     def newest(self, *, timeout_s: float) -> int | None:
         """Return the newest version; None without any. Raises WeightTransferError."""
-        ...
 
     def read(self, version: int, name: str, *, timeout_s: float) -> bytes:
         """Read a file. Raises WeightTransferError if it is missing or late."""
-        ...
 
     def read_into(self, version: int, name: str, into: memoryview, *, timeout_s: float) -> None:
         """Read a file of the size of `into`. Raises WeightTransferError."""
-        ...
 
 
 class _Label(msgspec.Struct):

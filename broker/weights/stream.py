@@ -125,17 +125,14 @@ class ServedFiles(Protocol):
 
     def find(self, checksum: str) -> int | None:
         """Return the version with this checksum; None if missing."""
-        ...
 
     def newest(self) -> int | None: ...
 
     def size_bytes(self, version: int, name: str) -> int:
         """Raises NotYetError, WeightTransferError."""
-        ...
 
     def read_part(self, version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
         """Read `num_bytes` from `offset`, fewer at the end. Raises NotYetError, WeightTransferError."""
-        ...
 
 
 class StreamServer:

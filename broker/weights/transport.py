@@ -5,34 +5,26 @@ from typing import Protocol
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import DeviceName, GroupBackend, OpenEpoch, TensorSlot
+from slipstream.broker.messages import DeviceName, GroupBackend, OpenEpoch, Update
 from slipstream.broker.weights import buckets as flat
 
 
 class WeightSender(Protocol):
     """The learner's end; rank 0 of every epoch."""
 
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port of the rendezvous store; for a file, `file://` with its path, and 0."""
-        ...
-
-    @property
-    def device(self) -> DeviceName:
-        """Device of the sender, for the choice of an epoch's backend."""
-        ...
+    address: tuple[str, int]
+    """Host and port of the rendezvous store; for a file, `file://` with its path, and 0."""
+    device: DeviceName
+    """Device of the sender, for the choice of an epoch's backend."""
 
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend) -> None:
         """Build the group as rank 0, blocking until all members have joined. Raises WeightTransferError."""
-        ...
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
         """Send uint8 buckets in order, each within `timeout_s`. Raises WeightTransferError and closes the group."""
-        ...
 
     def abort(self) -> None:
         """Abort another thread's blocked operation, which raises WeightTransferError."""
-        ...
 
     def close(self) -> None: ...
 
@@ -42,16 +34,12 @@ class WeightReceiver(Protocol):
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         """Join the group, blocking until all members have. Raises WeightTransferError."""
-        ...
 
-    def receive(
-        self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
-    ) -> list[tuple[str, Tensor]]:
+    def receive(self, update: Update) -> list[tuple[str, Tensor]]:
         """Receive all buckets, verify their checksums and return named tensors. Raises WeightTransferError.
 
         The tensors are views, valid until the next `receive`. An error leaves the engine at its current version.
         """
-        ...
 
     def close(self) -> None: ...
 
@@ -108,18 +96,15 @@ class MemoryReceiver:
             )
         self._epoch = opening.epoch
 
-    def receive(
-        self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
-    ) -> list[tuple[str, Tensor]]:
+    def receive(self, update: Update) -> list[tuple[str, Tensor]]:
         if self._epoch is None or self._epoch != self._weights.epoch:
             raise WeightTransferError(
                 f"a weight epoch must be open before a broadcast, got {self._weights.epoch} while in {self._epoch}"
             )
         buckets = self._weights.buckets
-        if (sizes := [bucket.numel() for bucket in buckets]) != bucket_bytes:
-            raise WeightTransferError(f"buckets must have the announced sizes {bucket_bytes}, got {sizes}")
-        flat.verify(buckets, expected=checksums)
-        return flat.unpack(buckets, slots)
+        if (sizes := [bucket.numel() for bucket in buckets]) != update.bucket_bytes:
+            raise WeightTransferError(f"buckets must have the announced sizes {update.bucket_bytes}, got {sizes}")
+        return flat.unpack_verified(buckets, update)
 
     def close(self) -> None:
         self._epoch = None

@@ -3,7 +3,7 @@
 One row per trajectory. Re-encoding a trajectory read from a row gives the archived bytes exactly.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -96,6 +96,7 @@ SCHEMA = pa.schema(
 
 _PLAIN = ["id", "group_id", "index", "prompt_uid", "attempt", "stop_reason", "generator_id", "started_at"]
 _PLAIN += ["finished_at", "data_source", "num_turns"]
+_OUTCOME = ["oldest_version", "newest_version", "reason", "steps", "archived_at"]
 _REWARD = {"total": "reward_total", "status": "reward_status", "is_correct": "is_correct", "detail": "reward_detail"}
 
 
@@ -115,17 +116,19 @@ def to_table(groups: list[FinishedGroup], *, archived_at: float) -> pa.Table:
 
 def tabulate(stored: list[StoredTrajectory]) -> pa.Table:
     """Build a table with one row per trajectory. Raises pa.ArrowException, OverflowError (beyond 64 bits)."""
-    columns = _list_columns(stored) | _outcome_columns(stored)
     trajectories = [each.trajectory for each in stored]
     rewards = [trajectory.reward for trajectory in trajectories]
+    columns = _list_columns(trajectories) | _fields(stored, _OUTCOME)
+    columns |= _fields(trajectories, [*_PLAIN, "num_tokens", "context_starts"])
+    columns["outcome"] = [each.state for each in stored]
+    columns["schema_version"] = [SCHEMA_VERSION] * len(stored)
     columns |= {column: [getattr(reward, name) for reward in rewards] for name, column in _REWARD.items()}
     columns["reward_parts"] = [list(reward.parts.items()) for reward in rewards]
     columns["reward_turns"] = [reward.turns for reward in rewards]
-    columns |= {name: [getattr(trajectory, name) for trajectory in trajectories] for name in _PLAIN}
     columns["sampling"] = [msgspec.structs.asdict(trajectory.sampling) for trajectory in trajectories]
     columns["extras"] = [encode(trajectory.extras) for trajectory in trajectories]
-    columns["context_starts"] = [trajectory.context_starts for trajectory in trajectories]
-    columns["media"] = [list(map(msgspec.structs.asdict, trajectory.media)) for trajectory in trajectories]
+    for name in ("version_spans", "media"):
+        columns[name] = [list(map(msgspec.structs.asdict, getattr(trajectory, name))) for trajectory in trajectories]
     columns["metrics"] = [list(trajectory.metrics.items()) for trajectory in trajectories]
     columns["arrays"] = [
         [(name, dict(zip(("dtype", "shape", "data"), to_wire(array), strict=True))) for name, array in each.items()]
@@ -166,31 +169,18 @@ def newer_schema(schema: pa.Schema) -> str:
     return ""
 
 
-def _list_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
-    trajectories = [each.trajectory for each in stored]
+def _fields(records: Sequence[Any], names: Iterable[str]) -> dict[str, Any]:
+    return {name: [getattr(record, name) for record in records] for name in names}
+
+
+def _list_columns(trajectories: list[Trajectory]) -> dict[str, Any]:
     offsets = pa.array([0, *accumulate(trajectory.num_tokens for trajectory in trajectories)], pa.int32())
-    columns: dict[str, Any] = {"num_tokens": [trajectory.num_tokens for trajectory in trajectories]}
+    columns: dict[str, Any] = {}
     for name, kind in _LISTS.items():
         arrays = [getattr(trajectory, name) for trajectory in trajectories]
         values = np.concatenate(arrays) if arrays else np.empty(0, dtype=kind.to_pandas_dtype())
         columns[name] = pa.ListArray.from_arrays(offsets, pa.array(values, kind))
-    columns["version_spans"] = [
-        [{"first_token": span.first_token, "version": span.version} for span in trajectory.version_spans]
-        for trajectory in trajectories
-    ]
     return columns
-
-
-def _outcome_columns(stored: list[StoredTrajectory]) -> dict[str, Any]:
-    return {
-        "oldest_version": [each.oldest_version for each in stored],
-        "newest_version": [each.newest_version for each in stored],
-        "outcome": [each.state for each in stored],
-        "reason": [each.reason for each in stored],
-        "steps": [each.steps for each in stored],
-        "archived_at": [each.archived_at for each in stored],
-        "schema_version": [SCHEMA_VERSION] * len(stored),
-    }
 
 
 def _split(lists: pa.ListArray) -> list[np.ndarray]:

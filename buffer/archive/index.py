@@ -48,14 +48,10 @@ class ShardEntry(Record):
     archived_at: float
 
 
-def shard_name(number: int) -> str:
-    """Return the file name of shard `number`, from 1."""
-    return f"shard-{number:08d}.parquet"
-
-
 def next_shard(shards: list[ShardEntry]) -> str:
-    """Return the file name of the next shard."""
-    return shard_name(1 + max((shard_number(shard.file) or 0 for shard in shards), default=0))
+    """Return the file name of the next shard; they are numbered from 1."""
+    number = 1 + max((shard_number(shard.file) or 0 for shard in shards), default=0)
+    return f"shard-{number:08d}.parquet"
 
 
 def shard_number(name: str) -> int | None:

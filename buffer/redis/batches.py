@@ -34,7 +34,7 @@ _CLAIM_TRIES = 8
 
 
 class RedisBatches(RedisConnection):
-    """Operations on the learner's batches, see `Store`."""
+    """Operations on the learner's batches."""
 
     _planned: Mapping[int, Sample] = {}
     """Step -> its groups in a replay."""
@@ -74,6 +74,11 @@ class RedisBatches(RedisConnection):
     def claim(
         self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
     ) -> Claim | NotReady:
+        """Claim `num_groups` groups for `step` of a learner at `version`, or return why it cannot yet.
+
+        Stale groups leave the queue first, by the rules. An earlier claim of the step is taken back, so a retry is
+        safe. Raises StaleFenceError for a committed step.
+        """
         # Sampling happens between two scripts; the second refuses groups that moved in between.
         for _ in range(_CLAIM_TRIES):
             newest, num_ready, oldest = self._run("release_claim", step, num_groups if rules.only_oldest else 1)
@@ -87,7 +92,7 @@ class RedisBatches(RedisConnection):
                 _, seed = self._rows_and_seed()
                 queue = self._read_queue()
                 evictions = evict(queue, rules, version=version)
-                if not evictions.is_empty:
+                if evictions.expired or evictions.released:
                     self._run("evict", len(evictions.expired), *evictions.expired, *evictions.released)
                     queue = self._read_queue()
                 selected = sample(queue, rules, num_groups=num_groups, seed=seed, step=step)
@@ -107,6 +112,7 @@ class RedisBatches(RedisConnection):
         )
 
     def wait_ready(self, *, num_groups: int, timeout_s: float) -> bool:
+        """Block until `num_groups` groups are ready; False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         with self._mapped_errors():
             while self._client.zcard(self._key("ready")) < num_groups:
@@ -118,6 +124,7 @@ class RedisBatches(RedisConnection):
             return True
 
     def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
+        """Return each group's encoded trajectories by index. Raises StaleFenceError for a group without any."""
         groups: list[list[bytes]] = []
         for start in range(0, len(group_ids), _FETCHED_AT_ONCE):
             chunk = group_ids[start : start + _FETCHED_AT_ONCE]
@@ -134,16 +141,26 @@ class RedisBatches(RedisConnection):
         return groups
 
     def renew_claim(self, claim: Claim, *, lease_s: float) -> None:
+        """Extend the claim's lease. Raises StaleFenceError."""
         if not self._run("renew_claim", claim.step, claim.fence, int(lease_s * 1000)):
             raise stale_claim(claim)
 
     def reject(self, claim: Claim, *, group_ids: list[str], reason: str) -> int:
+        """Remove groups from a claim; return their number. Raises StaleFenceError.
+
+        Skips groups outside the claim. Groups trained on before are only released, not used again. Claim the step again
+        to refill it.
+        """
         num_rejected = self._run("reject", claim.step, claim.fence, reason, *group_ids)
         if num_rejected < 0:
             raise stale_claim(claim)
         return num_rejected
 
     def commit(self, claim: Claim, entry: StepEntry) -> None:
+        """Mark the claim's groups as used, set RunState.step, and add `entry` to the ledger, atomically.
+
+        Committing the same claim again is a no-op. Raises StaleFenceError for a lapsed claim or a step out of order.
+        """
         is_live, newest = self._run("commit", claim.step, claim.fence, encode(entry))
         if not is_live:
             raise stale_claim(claim)
@@ -151,6 +168,11 @@ class RedisBatches(RedisConnection):
             raise out_of_order(claim, newest=newest)
 
     def checkpoint(self, pointer: CheckpointPointer, *, fence: int) -> int:
+        """Record a durable checkpoint of all steps <= pointer.step; retire their groups, and return their number.
+
+        Reusable groups stay until the run is finishing. The ledger up to the pointer is final. Raises StaleFenceError
+        if it covers uncommitted steps, or if `fence` is not RunState.fence.
+        """
         # Retire one step per script, so that the server is not blocked for long. After a crash, the next checkpoint
         # retires the remaining steps.
         step, newest = self._run("set_checkpoint", pointer.step, fence, encode(pointer))
@@ -163,10 +185,18 @@ class RedisBatches(RedisConnection):
         return sum(self._run("retire_step", step) for step in steps)
 
     def roll_back(self, *, to_step: int, to_version: int) -> tuple[int, int]:
+        """Resume from a checkpoint: groups that are claimed, or were used after `to_step`, return to the queue.
+
+        Returns their number and the new RunState.fence, which locks out every earlier learner.
+
+        Removes ledger entries after `to_step`. Versions stay announced: trajectories of undone versions may still
+        arrive. A live claim counts as an attempt, so a group that crashes every learner ends in quarantine.
+        """
         num_returned, fence = self._run("roll_back", to_step, to_version, self._max_attempts)
         return num_returned, fence
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
+        """Return the entries of committed steps, in order."""
         key, entries = self._key("ledger"), list[bytes | None]()
         with self._mapped_errors():
             # Names first: all entries of a long run take hundreds of megabytes, and most callers want the newest.

@@ -147,11 +147,8 @@ class EmbeddedRedis:
     @property
     def is_listening(self) -> bool:
         """Whether any server accepts connections on the socket, even while loading."""
-        client = connect(self.url)
-        try:
+        with connect(self.url) as client:
             return _is_listening(client)
-        finally:
-            client.close()
 
     @property
     def exit_reason(self) -> str:
@@ -216,8 +213,7 @@ class EmbeddedRedis:
         return self.log_path.read_text(errors="replace").splitlines()[-number:] or ["(empty)"]
 
     def _adopt(self, deadline: float) -> bool:
-        client = connect(self.url)
-        try:
+        with connect(self.url) as client:
             while not _answers(client):
                 if not _is_listening(client):
                     return False
@@ -229,8 +225,6 @@ class EmbeddedRedis:
                 client.config_set(name, value)
             # The pid file may belong to a dead server.
             self._process = psutil.Process(client.info("server")["process_id"])
-        finally:
-            client.close()
         return True
 
     def _launch(self, deadline: float) -> None:
@@ -311,16 +305,13 @@ class EmbeddedRedis:
         )
 
     def _await_start(self, process: psutil.Process, url: str, deadline: float) -> None:
-        client = connect(url)
-        try:
+        with connect(url) as client:
             # With a damaged log, a server first answers that it is loading, then dies.
             while not _answers(client):
                 if _has_exited(process, within_s=_TICK_S):
                     raise StoreUnavailableError(f"the embedded store died at its start; {self.log_tail()}")
                 if time.monotonic() > deadline:
                     raise StoreUnavailableError(f"the embedded store did not answer in time; {self.log_tail()}")
-        finally:
-            client.close()
 
     def _command_line(self, changed: dict[str, str]) -> list[str]:
         settings = (
@@ -362,13 +353,8 @@ def _url(socket: Path) -> str:
 
 
 def _ask_to_shut_down(url: str) -> None:
-    client = connect(url)
-    try:
+    with suppress(redis.RedisError), connect(url) as client:
         client.shutdown()
-    except redis.RedisError:
-        return
-    finally:
-        client.close()
 
 
 def _kill(process: psutil.Process) -> None:

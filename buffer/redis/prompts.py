@@ -39,7 +39,7 @@ _BEATS_AT_ONCE = 64
 
 
 class RedisPrompts(RedisConnection):
-    """Operations on leases, trajectories, and evaluations, see `Store`."""
+    """Operations on leases, trajectories, and evaluations."""
 
     # --- leases ------------------------------------------------------------------------------------------------------
     def lease(
@@ -55,6 +55,16 @@ class RedisPrompts(RedisConnection):
         max_evaluations: int | None = None,
         upcoming: Upcoming = NOTHING_SKIPPED,
     ) -> list[Lease]:
+        """Lease prompts: open evaluations, then returned prompts, new prompts, and more evaluations.
+
+        In `max_groups`, `group_size` evaluation rows count as one group. `version`: lease evaluations of this version
+        only. `max_evaluations`: rows leased ahead of other prompts.
+
+        New prompts are admitted while `admitted < admission_limit`. A negative limit also withholds returned prompts:
+        only evaluations are leased. Training prompts are leased only in the phases starting and training. A group has
+        `group_size` members; with `has_baseline` the last one is greedy. `upcoming` prompts outside the curriculum's
+        band are skipped: they finish immediately and are not admitted.
+        """
         num_rows, seed = self._rows_and_seed()
         arguments: list[Any] = [owner, max_groups, group_size, int(lease_s * 1000), admission_limit, int(has_baseline)]
         first, last = "-inf", "+inf"
@@ -71,6 +81,7 @@ class RedisPrompts(RedisConnection):
         ]
 
     def put_images(self, images: Mapping[str, bytes]) -> None:
+        """Store images by name for the rest of the run, skipping existing names."""
         key, pipeline = self._key("images"), self._client.pipeline(transaction=False)
         with self._mapped_errors():
             # Check first: images are large, and a full server refuses even redundant writes.
@@ -82,11 +93,16 @@ class RedisPrompts(RedisConnection):
             pipeline.execute()
 
     def images(self, names: list[str]) -> dict[str, bytes]:
+        """Return name -> bytes of those that are stored."""
         with self._mapped_errors():
             found = self._client.hmget(self._key("images"), names) if names else []
         return {name: data for name, data in zip(names, found, strict=True) if data is not None}
 
     def heartbeat(self, roles: Sequence[Heartbeat], *, lease_s: float) -> int:
+        """Report roles as `report_role` does, and extend the named leases that owners still hold.
+
+        Returns the number extended. Owners name their leases, so a lease that was lost in transit lapses.
+        """
         num_renewed = 0
         for at in range(0, len(roles), _BEATS_AT_ONCE):
             arguments: list[Any] = []
@@ -97,16 +113,31 @@ class RedisPrompts(RedisConnection):
         return num_renewed
 
     def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
+        """Give prompts back, to be leased again with attempt + 1 for the missing members. Returns their number.
+
+        Skips lapsed leases, and those of other owners if `owner` is given.
+        """
         return self._run("return_leases", self._max_attempts, reason, owner, *lease_ids)
 
     def return_leases_of(self, *, owner: str, reason: str) -> int:
+        """Give back all prompts leased to `owner`. Returns their number."""
         return self._run("return_leases_of", self._max_attempts, reason, owner)
 
     def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float, fence: int = NO_FENCE) -> None:
+        """Correct the deadlines of leases, claims, and incomplete groups. Call it before `reap`.
+
+        If the store's clock jumped forward by `jump_s`, they move along. In any case the remaining time is capped at
+        `lease_s` or `claim_lease_s`, which it exceeds after a jump back (`jump_s=0`). Restricted to the chief.
+        """
         milliseconds = [int(seconds * 1000) for seconds in (jump_s, lease_s, claim_lease_s)]
         self._run_as_chief("follow_clock", fence, *milliseconds)
 
     def reap(self, *, group_deadline: GroupDeadline | None = None, fence: int = NO_FENCE) -> list[str]:
+        """Take back lapsed leases and claims; quarantine groups that were tried too often.
+
+        Incomplete groups beyond `group_deadline` become ready (unless the filter rejects them) or expire. Returns a log
+        line per event. Raises StaleFenceError unless `fence` is the chief's (`store_rules`).
+        """
         return [
             *self._reap_leases("leases", fence),
             *self._reap_leases("evaluation_leases", fence),
@@ -138,6 +169,12 @@ class RedisPrompts(RedisConnection):
 
     # --- trajectories ------------------------------------------------------------------------------------------------
     def insert(self, trajectories: list[Packed], *, guest: str = "") -> list[Insertion]:
+        """Store trajectories, idempotent on id; return their outcomes in order. Durable (as configured) on return.
+
+        Evaluation answers are counted and finish immediately. A refused trajectory leaves no trace: the caller has it
+        resent (`store_full`) or passes it to `quarantine`. A completed group atomically becomes ready or is rejected by
+        the filter. `guest`: the guest that wrote them, if any.
+        """
         # Training trajectories share calls; the few evaluation answers are sent one by one.
         train = [packed for packed in trajectories if packed[0].purpose == "train"]
         words = (word for chunk in chunks(train) for word in self._insert_chunk(chunk, guest))
@@ -147,13 +184,20 @@ class RedisPrompts(RedisConnection):
         ]
 
     def quarantine(self, reason: str, frame: bytes) -> None:
+        """Count a rejected frame in `refused[reason]`, and keep its first bytes in a bounded list."""
         entry = msgspec.msgpack.encode((reason, frame[:FRAME_BYTES_KEPT]))
         self._run("quarantine_frame", reason, entry, FRAMES_KEPT)
 
     def quarantine_guest(self, guest: str, *, reason: str) -> int:
+        """Refuse a guest's trajectories from now on; quarantine its unused groups, and return their number.
+
+        Its groups are those with any member from it. A claimed one follows when its claim lapses or is rolled back. A
+        used one is not sampled again, and follows if a rollback undoes its use.
+        """
         return self._run("quarantine_guest", guest, reason)
 
     def quarantined_guests(self) -> dict[str, str]:
+        """Return quarantined guest -> reason."""
         with self._mapped_errors():
             stored = self._client.hgetall(self._key("guests"))
         return {text(guest): text(reason) for guest, reason in stored.items()}
@@ -188,10 +232,12 @@ class RedisPrompts(RedisConnection):
     def open_evaluation(
         self, evaluation_id: str, *, purpose: Purpose, version: int, rows: list[int], samples: int = 1
     ) -> None:
+        """Have generators answer held-out rows with `version` only. Idempotent on id."""
         base = evaluation_sequence(version, 0)
         self._run("open_evaluation", evaluation_id, purpose, version, base, *asked_answers(rows, samples=samples))
 
     def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
+        """Return the totals so far; None if it was never opened."""
         with self._mapped_errors():
             stored = self._client.hgetall(self._key(f"evaluation:{evaluation_id}"))
         if not stored:
@@ -200,6 +246,7 @@ class RedisPrompts(RedisConnection):
         return msgspec.convert(fields | {"id": evaluation_id}, EvaluationResult, strict=False)
 
     def evaluation_answers(self, evaluation_id: str) -> list[EvaluationAnswer]:
+        """Return the answers so far, unordered. They expire a day after the last one."""
         with self._mapped_errors():
             stored = self._client.hvals(self._key(f"answers:{evaluation_id}"))
         return [decode(answer, EvaluationAnswer) for answer in stored]

@@ -13,7 +13,6 @@ from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, RetryPolicy, aw
 from slipstream.buffer.redis.embedded import IDLE_TIMEOUT_S, EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import RowCount
-from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.run import RunConfig, read_config
@@ -68,8 +67,8 @@ def open_run_store(
         raise
 
 
-def begin_run(store: Store, run: RunConfig, *, num_rows: RowCount) -> RunState:
-    """Call `Store.open_run` with the run's settings."""
+def begin_run(store: RedisStore, run: RunConfig, *, num_rows: RowCount) -> RunState:
+    """Call `RedisStore.open_run` with the run's settings."""
     return store.open_run(
         run.name,
         config_json=msgspec.json.encode(run).decode(),

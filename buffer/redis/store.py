@@ -1,4 +1,9 @@
-"""RedisStore: the store in Redis or Valkey."""
+"""RedisStore: a run's durable state, in Redis or Valkey.
+
+Group life cycle: open -> ready -> claimed(step, fence) -> used(step) -> retired. With reuse, a used group may be
+claimed again. Before it is used, a group may instead be rejected, expired, or quarantined, with a reason; its admission
+is then returned. Each transition is atomic. With an archive, a finished group stays stored until it is archived.
+"""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -37,8 +42,8 @@ LAYOUT = 6
 """Increment when the meaning of a key changes. Other layouts are refused."""
 
 _STATE_FIELDS = (
-    "phase", "step", "version", "announced_version", "consumed_by_version", "detail", "checkpoint", "layout",
-    "stepped_at", "learner_fence", "next_ordinal", "admitted",
+    "checkpoint", "stepped_at", "phase", "step", "version", "announced_version", "consumed_by_version", "detail",
+    "layout", "learner_fence", "next_ordinal", "admitted",
 )  # fmt: skip
 _READ_AT_ONCE = 32
 """Groups with payloads in memory at once."""
@@ -54,7 +59,10 @@ class GroupPlace(NamedTuple):
 
 
 class RedisStore(RedisPrompts, RedisBatches):
-    """Implements `buffer.store.Store`. Thread-safe.
+    """All operations: synchronous, atomic, about a millisecond per hundred ids. Thread-safe.
+
+    Time is the store's clock. Every operation may be repeated after a lost answer, and raises StoreUnavailableError if
+    the store does not answer, RunConflictError before `open_run`.
 
     Life cycle: `open_run_store` connects, `open_run` creates or finds the run, `close` disconnects.
     """
@@ -72,6 +80,12 @@ class RedisStore(RedisPrompts, RedisBatches):
         group_filter: FilterConfig = KEEP_ALL,
         curriculum: CurriculumConfig | None = None,
     ) -> RunState:
+        """Create or find the run. Raises RunConflictError for settings that the stored run must not change.
+
+        `num_rows` and `seed` determine the order of the training prompts. `keeps_finished`: keep finished groups until
+        `forget`. `max_uses`: steps that may train on one group. `group_filter`: complete groups to reject.
+        `curriculum`: measure the success rate of each row.
+        """
         if run_id != self._run_id:
             raise RunConflictError(f"this store was opened for run {self._run_id!r}, got {run_id!r}.")
         rows = msgspec.json.encode(num_rows)
@@ -88,26 +102,19 @@ class RedisStore(RedisPrompts, RedisBatches):
 
     def run_state(self) -> RunState:
         with self._mapped_errors():
-            fields = self._client.hmget(self._key("run"), list(_STATE_FIELDS))
-        phase, step, version, announced, consumed, detail, checkpoint, layout, stepped_at, fence, *admission = fields
-        if phase is None:
+            checkpoint, stepped_at, *stored = self._client.hmget(self._key("run"), list(_STATE_FIELDS))
+        fields = dict(zip(_STATE_FIELDS[2:], map(text, stored), strict=True))
+        if not fields["phase"]:
             raise no_run(self._run_id)
         # Before any other field, which may mean something else in another layout.
-        _check_layout(self._run_id, int(layout))
-        return RunState(
-            run_id=self._run_id,
-            phase=text(phase),  # type: ignore[arg-type]
-            step=int(step),
-            version=int(version),
-            announced_version=int(announced),
-            consumed=int(consumed),
-            checkpoint=decode(checkpoint, CheckpointPointer) if checkpoint else None,
-            detail=text(detail),
-            stepped_at=int(stepped_at) / 1000 if stepped_at else None,
-            fence=int(fence or 0),
-            next_ordinal=int(admission[0]),
-            admitted=int(admission[1]),
-        )
+        _check_layout(self._run_id, int(fields.pop("layout")))
+        decoded = {
+            "consumed": fields.pop("consumed_by_version"),
+            "checkpoint": decode(checkpoint, CheckpointPointer) if checkpoint else None,
+            "stepped_at": int(stepped_at) / 1000 if stepped_at else None,
+            "fence": fields.pop("learner_fence") or 0,
+        }
+        return msgspec.convert(fields | decoded | {"run_id": self._run_id}, RunState, strict=False)
 
     def run_config_json(self) -> str:
         with self._mapped_errors():
@@ -122,20 +129,25 @@ class RedisStore(RedisPrompts, RedisBatches):
         self._run("set_phase", phase, detail)
 
     def announce_version(self, version: int) -> None:
+        """Start accepting tokens of `version`. No-op for lower versions."""
         self._run("raise_version", version, 0)
 
     def commit_version(self, version: int) -> None:
+        """Record that all members applied and verified `version`. No-op for lower versions."""
         self._run("raise_version", version, 1)
 
     def record_version(self, entry: VersionEntry) -> None:
+        """Record a set of weights before it is announced. Repeating the last entry is a no-op."""
         self._run("record_version", encode(entry), entry.version, entry.step)
 
     def versions(self) -> list[VersionEntry]:
+        """Return every recorded set of weights, in order."""
         with self._mapped_errors():
             return [decode(entry, VersionEntry) for entry in self._client.lrange(self._key("versions"), 0, -1)]
 
     # --- finished groups, and all groups for inspection --------------------------------------------------------------
     def finished(self, *, limit: int) -> list[FinishedGroup]:
+        """Return the oldest `limit` finished groups, without removing them."""
         group_ids = self._sorted("finished", limit=limit) if limit > 0 else []
         found = zip(group_ids, *self._read_groups(group_ids), strict=True)
         # Another archiver may have deleted one.
@@ -146,9 +158,11 @@ class RedisStore(RedisPrompts, RedisBatches):
         ]
 
     def forget(self, group_ids: list[str], *, fence: int = NO_FENCE) -> int:
+        """Delete archived groups; return their number. Skips unfinished groups. Restricted to the chief."""
         return self._run_as_chief("forget", fence, *group_ids)
 
     def audit(self) -> Audit:
+        """Recompute the accounting from the stored data: seconds for a hundred thousand groups."""
         # Fails on another key layout.
         self.run_state()
         next_ordinal, max_uses, accepted, done, states, outcomes, ledger = self._run("snapshot")
@@ -220,6 +234,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         return StoreCounts(**numbers, **dict(zip(names, tables, strict=True)))  # type: ignore[arg-type]
 
     def now(self) -> float:
+        """Return the store's clock, seconds."""
         if self._clock is not None:
             return self._clock()
         with self._mapped_errors():
@@ -227,17 +242,27 @@ class RedisStore(RedisPrompts, RedisBatches):
         return float(seconds + microseconds / 1e6)
 
     def ready_versions(self) -> dict[int, int]:
+        """Return oldest token version -> number of ready groups."""
         return {int(version): count for version, count in _numbers(self._run("ready_versions")).items()}
 
     def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
+        """Publish a role's gauges (plain values); see `ROLES_KEPT`."""
         self.heartbeat([Heartbeat(role_id, gauges)], lease_s=0.0)
 
     def report_broker(self, name: str, *, incarnation: str, facts: dict[str, Any], lease_s: float) -> Brokers:
+        """Report a broker as alive for `lease_s`, making it the chief if the run has none.
+
+        `facts`: plain values for other brokers. All brokers of a run pass the same `lease_s`.
+        """
         chief, fence, *living = self._run("report_broker", name, incarnation, int(lease_s * 1000), encode(facts))
         pairs = zip(living[::2], living[1::2], strict=True)
         return Brokers(text(chief), fence, {text(each): msgspec.msgpack.decode(packed) for each, packed in pairs})
 
     def roles(self) -> dict[str, dict[str, Any]]:
+        """Return the latest gauges of every stored role, with `reported_at`, seconds of the store's clock.
+
+        After progress (`progress_mark`), also with `progressed_at`.
+        """
         gauges, *times = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in self._run("read_roles"))
         stamps = dict(zip(("reported_at", "progressed_at"), times, strict=True))
         return {
@@ -247,32 +272,39 @@ class RedisStore(RedisPrompts, RedisBatches):
         }
 
     def record_event(self, role_id: str, text: str) -> None:
+        """Append an event; see `EVENTS_KEPT`."""
         self._run("record_event", role_id, text[:EVENT_CHARACTERS_KEPT], EVENTS_KEPT)
 
     def events(self, *, limit: int) -> list[Event]:
+        """Return the newest `limit` events, oldest first."""
         with self._mapped_errors():
             packed = self._client.lrange(self._key("events"), -limit, -1) if limit else []
         rows = [msgspec.msgpack.decode(each, type=tuple[int, str, str]) for each in packed]
         return [Event(at_ms / 1000, role_id, message) for at_ms, role_id, message in rows]
 
     def request(self, addressee: Addressee, subject: str, value: str) -> None:
+        """Leave a request for a role, replacing any on the same subject."""
         self._run("request", f"{addressee}_requests", subject, value)
 
     def requests(self, addressee: Addressee) -> dict[str, str]:
+        """Return subject -> value of pending requests."""
         with self._mapped_errors():
             stored = self._client.hgetall(self._key(f"{addressee}_requests"))
         return {text(subject): text(value) for subject, value in stored.items()}
 
     def take_requests(self, addressee: Addressee, *, subjects: Sequence[str] | None = None) -> dict[str, str]:
+        """Remove and return pending requests (subject -> value), all or those on `subjects`."""
         if subjects is not None and not subjects:
             return {}
         flat = self._run("take_requests", f"{addressee}_requests", *(subjects or ()))
         return {text(subject): text(value) for subject, value in zip(flat[::2], flat[1::2], strict=True)}
 
     def append_metrics(self, row: dict[str, Any]) -> None:
+        """Append the row of a step; see `METRICS_KEPT`."""
         self._run("append_metrics", encode(row), METRICS_KEPT)
 
     def metrics(self, *, after: int = 0) -> MetricsRows:
+        """Return the stored rows after the first `after` ever appended."""
         last, packed = self._run("read_metrics", after)
         return MetricsRows(last, [msgspec.msgpack.decode(row) for row in packed])
 
@@ -287,6 +319,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         return StoreMemory(int(info["used_memory"]), int(info.get("maxmemory", 0)))
 
     def full_disk(self) -> str:
+        """Describe the full disk that makes the store refuse writes; else empty."""
         with self._mapped_errors():
             info = self._client.info("persistence")
         # Set by a failed write, until the next success.

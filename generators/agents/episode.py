@@ -22,20 +22,16 @@ class Agent(Protocol):
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
         """Generate member `index` of the prompt's group. Raises GeneratorError. Canceling aborts it."""
-        ...
 
     async def start(self) -> None:
         """Start the loops' servers and processes. Raises GeneratorError."""
-        ...
 
     async def close(self) -> None:
         """Stop them within bounded time."""
-        ...
 
     @property
     def waiting(self) -> str:
         """Reason that answers wait for an external party, or empty. Thread-safe."""
-        ...
 
 
 class AgentLoop(Protocol):
@@ -46,7 +42,6 @@ class AgentLoop(Protocol):
 
     async def run(self, episode: Any) -> None:
         """Fill an Episode. Exceptions other than GeneratorError fail only this answer."""
-        ...
 
 
 class Scorer(Protocol):
@@ -54,15 +49,12 @@ class Scorer(Protocol):
 
     async def score(self, sample: RewardInput) -> Reward:
         """Return the reward. Failures are a Reward with another status, never an exception."""
-        ...
 
     def compares(self, data_source: str) -> bool:
         """Whether answers of this source are compared, by `score_group`."""
-        ...
 
     async def score_group(self, samples: list[RewardInput]) -> list[Reward]:
         """Score and compare answers to one prompt. Keeps their order."""
-        ...
 
 
 class Transcript:
@@ -166,11 +158,9 @@ class Access(Protocol):
 
     def idle_s(self) -> float:
         """Time since the agent's last request; 0 while a request is open."""
-        ...
 
     def renew(self) -> None:
         """Replace the key, and forget responses under the old one."""
-        ...
 
 
 class Episode:

@@ -64,19 +64,13 @@ class Engine(Protocol):
     Life cycle: start -> (open_epoch, update)* interleaved with generate -> stop.
     """
 
-    @property
-    def version(self) -> int:
-        """Current policy version; -1 before the first update."""
-        ...
-
-    @property
-    def device(self) -> str:
-        """Device that receives broadcasts, as named by `device_name`. Known after `start`."""
-        ...
+    version: int
+    """Current policy version; -1 before the first update."""
+    device: str
+    """Device that receives broadcasts, as named by `device_name`. Known after `start`."""
 
     async def start(self) -> None:
         """Raises EngineError."""
-        ...
 
     async def generate(
         self,
@@ -92,23 +86,18 @@ class Engine(Protocol):
         A token id in `stop`, or the token that completes a string in it, ends the response. That token may extend past
         the string. `images`: in token order.
         """
-        ...
 
     async def sample_probe(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
         """Sample like `generate`, but without waiting for open requests. Raises EngineError."""
-        ...
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Return `prompt_scores(token_ids).own`. Raises EngineError."""
-        ...
 
     async def prompt_scores(self, token_ids: list[int]) -> PromptScores:
         """Score each token given the tokens before it. Raises EngineError."""
-        ...
 
     async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         """Join the weight group. Raises WeightTransferError."""
-        ...
 
     async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
         """Receive and verify an update, pause requests to load it, and switch the version.
@@ -116,19 +105,15 @@ class Engine(Protocol):
         `fetched`: the bytes, unless they are broadcast. Returns the pause, seconds. Raises WeightTransferError if
         generation continues with the previous weights, UnverifiedWeightsError if the new ones are loaded incorrectly.
         """
-        ...
 
     def current_load(self) -> EngineLoad:
         """Return the latest known utilization without calling the engine. Valid between `start` and `stop`."""
-        ...
 
     async def check_health(self) -> None:
         """Raise EngineError if the engine is dead or stalled."""
-        ...
 
     async def stop(self) -> None:
         """Stop within bounded time."""
-        ...
 
 
 def require_routers(module: Any) -> list[Router]:
@@ -201,9 +186,4 @@ def receive_update(receiver: WeightReceiver, update: Update, fetched: SharedBuck
 
     Blocks. The tensors are views of buffers that the next update overwrites.
     """
-    if fetched is not None:
-        buckets.verify(fetched.tensors, expected=update.checksums)
-        return buckets.unpack(fetched.tensors, update.slots)
-    return receiver.receive(
-        update.slots, bucket_bytes=update.bucket_bytes, checksums=update.checksums, timeout_s=update.timeout_s
-    )
+    return receiver.receive(update) if fetched is None else buckets.unpack_verified(fetched.tensors, update)

@@ -254,6 +254,7 @@ class HfEngine:
     """
 
     def __init__(self, model: ModelConfig, engine: HfEngineConfig, *, receiver: WeightReceiver) -> None:
+        self.device = "cpu"
         self._config = model
         self._max_num_seqs = engine.max_num_seqs
         self._receiver = receiver
@@ -267,15 +268,7 @@ class HfEngine:
         self._pad_token_id = 0
         self._queue: deque[HfRequest] = deque()
         self._decoding: asyncio.Task[None] | None = None
-        self._version = -1
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def device(self) -> str:
-        return "cpu"
+        self.version = -1
 
     async def start(self) -> None:
         path, trust = self._config.path, self._config.trust_remote_code
@@ -321,7 +314,7 @@ class HfEngine:
         # A separate batch, because the queue waits for the current one.
         batch = self._make_batch(requests)
         while not batch.is_done:
-            batch.step(self._model, version=self._version, end_token_ids=self._end_token_ids)
+            batch.step(self._model, version=self.version, end_token_ids=self._end_token_ids)
         return [await request.completion for request in requests]
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -345,7 +338,7 @@ class HfEngine:
         # Check everything before loading anything.
         WeightLayout(self._names, dtype=self._config.dtype).check(update.slots)
         self._names.load_into(self._model, dict(tensors))
-        self._version = update.version
+        self.version = update.version
         return time.perf_counter() - paused_at
 
     async def _receive(self, call: Callable[[], T]) -> T:
@@ -376,7 +369,7 @@ class HfEngine:
                 batch = [self._queue.popleft() for _ in range(min(len(self._queue), self._max_num_seqs))]
                 decoded = self._make_batch(batch)
                 while not decoded.is_done:
-                    decoded.step(self._model, version=self._version, end_token_ids=self._end_token_ids)
+                    decoded.step(self._model, version=self.version, end_token_ids=self._end_token_ids)
                     await asyncio.sleep(0)
         except Exception as error:
             log.error("decoding_failed", exc_info=error)

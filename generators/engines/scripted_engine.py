@@ -26,18 +26,11 @@ class ScriptedEngine:
 
     def __init__(self, engine: ScriptedEngineConfig, *, receiver: WeightReceiver | None = None) -> None:
         """Without a receiver, an update only changes the version."""
+        self.device = "cpu"
         self._config = engine
         self._receiver = receiver
         self._canaries: dict[tuple[int, ...], list[float]] = {}
-        self._version = -1
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def device(self) -> str:
-        return "cpu"
+        self.version = -1
 
     async def start(self) -> None:
         """No-op."""
@@ -57,15 +50,15 @@ class ScriptedEngine:
         spans: list[VersionSpan] = []
         for position in range(length):
             # An update may arrive during any sleep.
-            if not spans or spans[-1].version != self._version:
-                spans.append(VersionSpan(position, self._version))
+            if not spans or spans[-1].version != self.version:
+                spans.append(VersionSpan(position, self.version))
             await asyncio.sleep(self._config.seconds_per_token)
         logprob = -math.log(len(VOCABULARY))
         reason = "stop" if length == len(script) else "length"
         return Completion(script[:length], [logprob] * length, spans, reason)
 
     async def sample_probe(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
-        token_ids, spans = self._script(sampling.seed)[: sampling.max_tokens], [VersionSpan(0, self._version)]
+        token_ids, spans = self._script(sampling.seed)[: sampling.max_tokens], [VersionSpan(0, self.version)]
         scores = [await self.prompt_logprobs([*prompt, *token_ids]) for prompt in prompts]
         return [Completion(token_ids, logprobs[-len(token_ids) :], spans, "length") for logprobs in scores]
 
@@ -87,7 +80,7 @@ class ScriptedEngine:
             await asyncio.to_thread(receive_update, self._receiver, update, fetched)
         canaries = zip(update.canary_token_ids, update.canary_logprobs, strict=True)
         self._canaries = {tuple(tokens): logprobs for tokens, logprobs in canaries}
-        self._version = update.version
+        self.version = update.version
         return time.perf_counter() - started_at
 
     def current_load(self) -> EngineLoad:

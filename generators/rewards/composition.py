@@ -134,6 +134,12 @@ class RewardFunctions:
         except Exception as error:
             return self._failed(error, "")
 
+    async def score_all(self, samples: list[RewardInput], *, compares: bool) -> list[Reward]:
+        """Compare answers to one prompt, or score a single answer."""
+        if compares:
+            return await self.compare(samples)
+        return [await self.score_async(samples[0]) if self.is_async else self.score(samples[0])]
+
     def compares(self, data_source: str) -> bool:
         return any(function.compares and function.config.takes(data_source) for function in self._functions)
 

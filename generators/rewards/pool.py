@@ -316,14 +316,8 @@ class RewardPool:
         return await request.rewards
 
     async def _score_here(self, samples: list[RewardInput], *, compares: bool, tries: int) -> list[Reward]:
-        functions = self._functions
         for _ in range(tries):
-            if compares:
-                rewards = await functions.compare(samples)
-            elif functions.is_async:
-                rewards = [await functions.score_async(samples[0])]
-            else:
-                rewards = [functions.score(samples[0])]
+            rewards = await self._functions.score_all(samples, compares=compares)
             if any(reward.status == "ok" for reward in rewards):
                 break
         return rewards

@@ -208,7 +208,7 @@ class _ConcurrentServer:
         os._exit(0)
 
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
-        call = asyncio.create_task(self._score(request))
+        call = asyncio.create_task(self._functions.score_all(request.samples, compares=request.compares))
         done, _ = await asyncio.wait({call}, timeout=self._config.timeout_s)
         if not done:
             call.cancel()
@@ -220,11 +220,6 @@ class _ConcurrentServer:
         if not done:
             await writer.drain()
             os._exit(STUCK_EXIT)
-
-    async def _score(self, request: Request) -> list[Reward]:
-        if request.compares:
-            return await self._functions.compare(request.samples)
-        return [await self._functions.score_async(request.samples[0])]
 
     def _make_task(self, loop: asyncio.AbstractEventLoop, work: Any, **options: Any) -> "asyncio.Task[Any]":
         # Tasks inherit the request id with the context.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import httpx
 import pyarrow as pa
@@ -24,14 +24,6 @@ class Passage(NamedTuple):
 
     title: str
     text: str
-
-
-class Retriever(Protocol):
-    """Finds passages, also concurrently."""
-
-    async def find(self, query: str, topk: int) -> list[Passage]:
-        """Return at most `topk` passages, best first."""
-        ...
 
 
 # --- local index -----------------------------------------------------------------------------------------------------
@@ -144,7 +136,7 @@ class LocalIndex:
         self._find = lru_cache(_CACHED_QUERIES)(self._search)
 
     async def find(self, query: str, topk: int) -> list[Passage]:
-        """Search in a thread, because this may take longer than sampling a token."""
+        """Return at most `topk` passages, best first. Runs in a thread: it may take longer than sampling a token."""
         # Punctuation would act as query operators.
         words = " ".join(re.findall(r"\w+", query.lower())[:_MAX_WORDS])
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, words, topk)
@@ -189,7 +181,7 @@ class RemoteIndex:
 
 
 @cache
-def open_index(index: str) -> Retriever:
+def open_index(index: str) -> LocalIndex | RemoteIndex:
     """Open the index at an address or in a folder. Raises ConfigError."""
     return RemoteIndex(index) if index.startswith(("http://", "https://")) else LocalIndex(Path(index))
 

@@ -29,6 +29,7 @@ from slipstream.broker.transport.zmq_channels import (
 )
 from slipstream.runtime.credentials import Keys, derive_keys, guest_token
 from tests.fakes import KEYS, TOKEN
+from tests.threaded_broker import ThreadedBroker
 
 TIMEOUT_S = 10.0
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -38,7 +39,7 @@ class MemoryWire:
     """Channels of one hub."""
 
     def __init__(self) -> None:
-        self._hub = MemoryBroker.threaded()
+        self._hub = ThreadedBroker()
 
     def server(self) -> ServerChannel:
         return self._hub.server()

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import torch
@@ -19,6 +20,7 @@ from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
 from slipstream.broker.weights.transport import WeightReceiver, WeightSender
 from tests.contract.test_channels import eventually
+from tests.unit.broker.weight_versions import announce
 
 TIMEOUT_S = 10.0
 HOST = "127.0.0.1"
@@ -53,12 +55,10 @@ class Group:
         """Broadcast; returns the result of each receiver, or raises its error."""
         slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in tensors], bucket_bytes=bucket_bytes)
         packed = buckets.pack(tensors, slots, sizes=sizes)
-        layout: dict[str, Any] = {
-            "bucket_bytes": sizes,
-            "checksums": buckets.checksums(packed),
-            "timeout_s": TIMEOUT_S,
-        } | changes
-        receipts = [self._threads.submit(self.receivers[member].receive, slots, **layout) for member in members]
+        update = msgspec.structs.replace(
+            announce(slots, sizes, buckets.checksums(packed), timeout_s=TIMEOUT_S), **changes
+        )
+        receipts = [self._threads.submit(self.receivers[member].receive, update) for member in members]
         self.sender.broadcast(packed, timeout_s=TIMEOUT_S)
         for bucket in packed:
             bucket.zero_()
@@ -148,7 +148,7 @@ def test_a_broadcast_requires_an_open_epoch(group: Group) -> None:
         with pytest.raises(WeightTransferError, match="must be open"):
             group.sender.broadcast([], timeout_s=1.0)
         with pytest.raises(WeightTransferError, match="must be open"):
-            group.receivers[0].receive([], bucket_bytes=[], checksums=[], timeout_s=1.0)
+            group.receivers[0].receive(announce([], [], []))
 
     assert_refused_at_both_ends()
     group.open_epoch(1, members=[0])
@@ -163,7 +163,7 @@ def test_the_waits_of_a_receiver_for_an_epoch_and_a_broadcast_are_bounded(group:
         group.receivers[1].open_epoch(group.opening(7, num_members=1, timeout_s=0.3), rank=1)
     group.open_epoch(1, members=[0])
     with pytest.raises(WeightTransferError, match="weight epoch 1"):
-        group.receivers[0].receive([], bucket_bytes=[64], checksums=[0], timeout_s=0.3)
+        group.receivers[0].receive(announce([], [64], [0], timeout_s=0.3))
     assert time.monotonic() - started < 3.0
 
 
@@ -207,7 +207,7 @@ def test_a_member_that_leaves_fails_the_broadcast_for_all(group: Group) -> None:
     with pytest.raises(WeightTransferError, match=r"epoch 1, rank 0 of 3: broadcast of bucket \d+ of 64"):
         group.sender.broadcast([torch.zeros(1 << 20, dtype=torch.uint8)] * 64, timeout_s=TIMEOUT_S)
     with pytest.raises(WeightTransferError, match="epoch 1, rank 1 of 3: broadcast of bucket"):
-        group.receivers[0].receive([], bucket_bytes=[1 << 20] * 64, checksums=[0] * 64, timeout_s=TIMEOUT_S)
+        group.receivers[0].receive(announce([], [1 << 20] * 64, [0] * 64, timeout_s=TIMEOUT_S))
     assert time.monotonic() - started < TIMEOUT_S / 2
     with pytest.raises(WeightTransferError, match="must be open"):
         group.sender.broadcast([], timeout_s=1.0)

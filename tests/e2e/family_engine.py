@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
-from slipstream.broker.messages import TensorSlot
+from slipstream.broker.messages import Update
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
@@ -84,9 +84,9 @@ def apply(weights: Any, names: CheckpointNames, update: dict[str, Any], *, dtype
     """Load fetched buckets like generator and worker: check the layout, verify, load, compare."""
     from slipstream.generators.engines.vllm.weights import BroadcastInfo
 
-    WeightLayout(names, dtype=dtype).check(msgspec.convert(update["slots"], list[TensorSlot]))
+    WeightLayout(names, dtype=dtype).check(msgspec.convert(update["update"], Update).slots)
     weights.start_weight_update()
-    weights.receive_weights(BroadcastInfo(timeout_s=60, tied=names.tied, **update))
+    weights.receive_weights(BroadcastInfo(tied=names.tied, **update))
     weights.finish_weight_update()
     return list(weights.pop_outcome())
 

@@ -93,8 +93,7 @@ def write(staged: Staged, path: Path) -> dict[str, Any]:
         into.copy_(bucket)
     shutil.copyfile(shared.path, path)
     shared.close()
-    update = msgspec.to_builtins(staged.update)
-    return {key: update[key] for key in ("slots", "bucket_bytes", "checksums")} | {"fetched_path": str(path)}
+    return {"update": msgspec.to_builtins(staged.update), "fetched_path": str(path)}
 
 
 def load(path: Path) -> Policy:

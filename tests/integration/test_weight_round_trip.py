@@ -17,6 +17,7 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import Member, OpenEpoch
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
+from tests.unit.broker.weight_versions import announce
 
 pytestmark = pytest.mark.slow
 
@@ -94,9 +95,9 @@ class Learner:
         assert [member.answer() for member in members] == [{}] * len(members)
 
     def start_receiving(self, members: list[MemberProcess], *, timeout_s: float = TIMEOUT_S) -> None:
-        plan = {"slots": self.slots, "bucket_bytes": self.sizes, "checksums": buckets.checksums(self.packed)}
+        update = announce(self.slots, self.sizes, buckets.checksums(self.packed), timeout_s=timeout_s)
         for member in members:
-            member.send("receive", **plan, timeout_s=timeout_s)
+            member.send("receive", update=update)
 
     def update(self, members: list[MemberProcess]) -> None:
         """Broadcast and check that all members receive it."""

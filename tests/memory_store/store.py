@@ -33,7 +33,7 @@ _COUNTERS = ("accepted_tokens", "superseded_tokens", "wasted_tokens", "trained",
 
 
 class MemoryStore(MemoryPrompts, MemoryBatches):
-    """Every operation of `buffer.store.Store` on dicts, under one lock. Thread-safe; lost with the process."""
+    """Every operation of RedisStore on dicts, under one lock. Thread-safe; lost with the process."""
 
     def open_run(
         self,

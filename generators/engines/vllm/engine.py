@@ -82,7 +82,7 @@ class VllmEngine:
         self._num_probes = 0
         self._routed_layers: list[int] = []
         self.device = "cpu"
-        self._version = -1
+        self.version = -1
         self._num_updates = 0
         self._open_requests: set[str] = set()
         self._to_restart: set[str] = set()
@@ -90,10 +90,6 @@ class VllmEngine:
         self._unanswered = ""
         self._has_answered = False
         self._watchdog = StepWatchdog(limit_s=engine.stall_timeout_s)
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     async def start(self) -> None:
         """Takes half a minute on a CPU. Raises EngineError."""
@@ -116,7 +112,7 @@ class VllmEngine:
             lora_targets=adapted_layers(module),
         )
         self._llm = await start_llm(arguments, timeout_s=self._config.start_timeout_s)
-        await self._call(self._llm.update_weight_version(str(self._version)))
+        await self._call(self._llm.update_weight_version(str(self.version)))
         self.device = (await self._call(self._llm.collective_rpc("weight_device")))[0]
 
     async def generate(
@@ -283,7 +279,7 @@ class VllmEngine:
     async def _switch_version(self, version: int) -> None:
         """Label new tokens with `version`, and invalidate caches of the previous weights."""
         llm = self._running
-        self._version = version
+        self.version = version
         self._num_updates += 1
         # Before resuming, because vLLM labels each token with the version at sampling time.
         await self._call(llm.update_weight_version(str(version)))
@@ -319,10 +315,7 @@ class VllmEngine:
             rejection = str(error)
         return WeightTransferUpdateRequest(
             update_info={
-                "slots": msgspec.to_builtins(update.slots),
-                "bucket_bytes": update.bucket_bytes,
-                "checksums": update.checksums,
-                "timeout_s": update.timeout_s,
+                "update": msgspec.to_builtins(update),
                 "fetched_path": fetched.path if fetched else "",
                 "tied": names.tied,
                 "lora": describe(self._model.lora),
@@ -344,7 +337,7 @@ class VllmEngine:
                     prompt: EngineInput = image_input(token_ids, images, vision=self._vision, salt=salt)
                 else:
                     prompt = tokens_input(token_ids, cache_salt=salt)
-                adapter = ADAPTER if self._model.lora and self._version >= 0 else None
+                adapter = ADAPTER if self._model.lora and self.version >= 0 else None
                 async for output in self._running.generate(prompt, params, request_id, lora_request=adapter):
                     final = output
                 if request_id not in self._to_restart:

@@ -49,25 +49,19 @@ class LoadRecorder(PrometheusStatLogger):
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
         # No super().__init__(), which would register the Prometheus metrics.
-        self._kv_usage = 0.0
-        self._num_waiting = 0
-        self._num_preempted = 0
-        self._num_steps = 0
-
-    @property
-    def load(self) -> EngineLoad:
+        self.load = EngineLoad()
         """As of the newest step, without `num_open`."""
-        return EngineLoad(self._kv_usage, self._num_waiting, self._num_preempted, num_steps=self._num_steps)
 
     def record(
         self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0
     ) -> None:
-        self._num_steps += 1
+        changes = {"num_steps": self.load.num_steps + 1}
         if scheduler_stats is not None:
-            self._kv_usage = scheduler_stats.kv_cache_usage
-            self._num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            num_waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            changes |= {"kv_usage": scheduler_stats.kv_cache_usage, "num_waiting": num_waiting}
         if iteration_stats is not None:
-            self._num_preempted += iteration_stats.num_preempted_reqs
+            changes["num_preempted"] = self.load.num_preempted + iteration_stats.num_preempted_reqs
+        self.load = msgspec.structs.replace(self.load, **changes)
 
     # The inherited methods would write to unregistered metrics.
     def log_engine_initialized(self) -> None: ...

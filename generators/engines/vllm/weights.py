@@ -29,7 +29,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import OpenEpoch, TensorSlot
+from slipstream.broker.messages import OpenEpoch, Update
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver
 from slipstream.broker.weights.process_group import device_name
@@ -93,13 +93,8 @@ class EpochInfo(WeightTransferInitInfo):
 class BroadcastInfo(WeightTransferUpdateInfo):
     """Argument of `receive_weights`."""
 
-    slots: list[Any]
-    """TensorSlots as builtins, in parameter order."""
-    bucket_bytes: list[int]
-    checksums: list[int]
-    """xxh3-64 of each bucket's bytes."""
-    timeout_s: float
-    """Limit per bucket."""
+    update: dict[str, Any]
+    """An Update as builtins."""
     fetched_path: str = ""
     """Shared memory with fetched buckets; empty = broadcast."""
     tied: list[list[str]] = field(default_factory=list)
@@ -148,7 +143,7 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
     def receive_weights(self, update_info: BroadcastInfo) -> None:
         """Receives even a rejected update, because the broadcast needs every member."""
         with self._recording_errors():
-            tensors = self._receive(update_info, msgspec.convert(update_info.slots, list[TensorSlot]))
+            tensors = self._receive(update_info)
             if update_info.rejection:
                 raise WeightTransferError(update_info.rejection)
             self._received = [*tensors, *self._tied(dict(tensors), update_info.tied)]
@@ -187,15 +182,12 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
     def shutdown(self) -> None:
         self._receiver.close()
 
-    def _receive(self, info: BroadcastInfo, slots: list[TensorSlot]) -> list[tuple[str, Tensor]]:
+    def _receive(self, info: BroadcastInfo) -> list[tuple[str, Tensor]]:
+        update = msgspec.convert(info.update, Update)
         if info.fetched_path:
             # Fetched once per generator, mapped by all its workers.
-            mapped = map_buckets(info.fetched_path, sizes=info.bucket_bytes)
-            buckets.verify(mapped, expected=info.checksums)
-            return buckets.unpack(mapped, slots)
-        return self._receiver.receive(
-            slots, bucket_bytes=info.bucket_bytes, checksums=info.checksums, timeout_s=info.timeout_s
-        )
+            return buckets.unpack_verified(map_buckets(info.fetched_path, sizes=update.bucket_bytes), update)
+        return self._receiver.receive(update)
 
     def _tied(self, sent: dict[str, Tensor], tied: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
         """Yield tied tensors for layers with a separate copy, such as the packed head of vLLM's CPU build."""
@@ -270,19 +262,15 @@ class SharedReceiver:
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         self._run_on_first(lambda: self._receiver.open_epoch(opening, rank=rank))
 
-    def receive(
-        self, slots: list[TensorSlot], *, bucket_bytes: list[int], checksums: list[int], timeout_s: float
-    ) -> list[tuple[str, Tensor]]:
-        path = self._run_on_first(
-            lambda: self._receiver.receive(slots, bucket_bytes=bucket_bytes, checksums=checksums, timeout_s=timeout_s)
-        )
+    def receive(self, update: Update) -> list[tuple[str, Tensor]]:
+        path = self._run_on_first(lambda: self._receiver.receive(update))
         if held := self._receiver.staging:
-            return buckets.unpack(held.tensors, slots)
-        mapping = Path(path).stat().st_ino, bucket_bytes
+            return buckets.unpack(held.tensors, update.slots)
+        mapping = Path(path).stat().st_ino, update.bucket_bytes
         if mapping != self._mapping:
-            mapped = map_buckets(path, sizes=bucket_bytes, is_pinned=self._is_pinned)
+            mapped = map_buckets(path, sizes=update.bucket_bytes, is_pinned=self._is_pinned)
             self._mapped, self._mapping = mapped, mapping
-        return buckets.unpack(self._mapped, slots)
+        return buckets.unpack(self._mapped, update.slots)
 
     def close(self) -> None:
         self._receiver.close()

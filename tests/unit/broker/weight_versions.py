@@ -30,15 +30,23 @@ def make_version(
 
 def make_update(version: int, slots: list[TensorSlot], packed: list[Tensor]) -> Update:
     """The update that announces a version."""
+    sizes = [bucket.numel() for bucket in packed]
+    return announce(slots, sizes, buckets.checksums(packed), version=version, timeout_s=10.0)
+
+
+def announce(
+    slots: list[TensorSlot], sizes: list[int], checksums: list[int], *, version: int = 0, timeout_s: float = 1.0
+) -> Update:
+    """An update with this layout, without canaries."""
     return Update(
         epoch=1,
         members=[],
         version=version,
         slots=slots,
-        bucket_bytes=[bucket.numel() for bucket in packed],
-        checksums=buckets.checksums(packed),
+        bucket_bytes=sizes,
+        checksums=checksums,
         canary_token_ids=[],
         canary_logprobs=[],
         max_probe_diff=1e-3,
-        timeout_s=10.0,
+        timeout_s=timeout_s,
     )

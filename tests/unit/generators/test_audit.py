@@ -59,7 +59,7 @@ class Scene:
         engine = HfEngine(self.run.model, HfEngineConfig(), receiver=None)  # type: ignore[arg-type]
         asyncio.run(engine.start())
         engine._model = make_tiny_module(seed=seed)
-        engine._version = 3
+        engine.version = 3
         return engine
 
     def prompt(self, number: int) -> Prompt:
@@ -162,7 +162,7 @@ def test_a_masked_reward_is_no_lie_because_it_leaves_the_loss(scene: Scene, hone
 
 def test_a_policy_that_has_changed_since_is_measured_by_answers_of_ones_own(scene: Scene, honest: list):
     """Three versions later, the answers pass if own answers of their version exist, and are not scored otherwise."""
-    weights, version = scene.engine._model, scene.engine._version
+    weights, version = scene.engine._model, scene.engine.version
 
     async def remember() -> None:
         for prompt, _ in honest[:4]:
@@ -175,14 +175,14 @@ def test_a_policy_that_has_changed_since_is_measured_by_answers_of_ones_own(scen
         for parameter in moved.parameters():
             parameter += 0.01 * torch.randn_like(parameter)
     try:
-        scene.engine._model, scene.engine._version = moved, 6
+        scene.engine._model, scene.engine.version = moved, 6
         checks = scene.check(honest)
         assert sum(check.logprob_diff for check in checks) > 0.02 * sum(check.num_tokens for check in checks)
         assert scene.verdict(honest) == ""
         unknown = lying(honest, lambda each: {"version_spans": [VersionSpan(6, 2)]})
         assert {check.num_tokens for check in scene.check(unknown)} == {0}
     finally:
-        scene.engine._model, scene.engine._version = weights, version
+        scene.engine._model, scene.engine.version = weights, version
 
 
 def test_only_tokens_of_the_newest_version_are_scored(scene: Scene, honest: list):

@@ -34,7 +34,7 @@ class FakeReceiver:
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None: ...
 
-    def receive(self, slots: Any, **layout: Any) -> list[Any]:
+    def receive(self, update: Update) -> list[Any]:
         return []
 
     def close(self) -> None: ...

@@ -18,9 +18,9 @@ from slipstream.broker.messages import (
     Profile,
     Update,
 )
-from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.broker.transport.client import BrokerClient, PeerStatus
 from slipstream.broker.transport.session import BrokerClients
+from tests.threaded_broker import ThreadedBroker
 from tests.unit.broker.transport.test_client import FakeBroker, make_welcome
 
 BROKERS = {"broker": "ipc:///a", "broker-1": "ipc:///b"}
@@ -40,7 +40,7 @@ class Scene:
     """Two brokers that the test drives, and a learner that knows the address of the first."""
 
     def __init__(self) -> None:
-        self.hubs = {address: MemoryBroker.threaded() for address in (*BROKERS.values(), "ipc:///c", PORT)}
+        self.hubs = {address: ThreadedBroker() for address in (*BROKERS.values(), "ipc:///c", PORT)}
         self.brokers = {address: FakeBroker(hub.server()) for address, hub in self.hubs.items()}
         self.received: list = []
         self.reachable = set(BROKERS.values())

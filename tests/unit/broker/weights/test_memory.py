@@ -7,6 +7,7 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import OpenEpoch
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.transport import MemoryReceiver, MemorySender, MemoryWeights
+from tests.unit.broker.weight_versions import announce
 
 TENSORS = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(3, dtype=torch.int8))]
 
@@ -27,12 +28,12 @@ def test_weights_arrive_bit_for_bit_and_the_sender_may_go_on_with_its_own() -> N
         sender.broadcast(packed, timeout_s=1.0)
         for bucket in packed:
             bucket.zero_()
-        received = receiver.receive(slots, bucket_bytes=sizes, checksums=checksums, timeout_s=1.0)
+        received = receiver.receive(announce(slots, sizes, checksums))
         assert all(got.equal(sent) for (_, got), (_, sent) in zip(received, TENSORS, strict=True))
         with pytest.raises(WeightTransferError, match="checksum"):
-            receiver.receive(slots, bucket_bytes=sizes, checksums=[0] * len(checksums), timeout_s=1.0)
+            receiver.receive(announce(slots, sizes, [0] * len(checksums)))
         with pytest.raises(WeightTransferError, match="announced sizes"):
-            receiver.receive(slots, bucket_bytes=[1], checksums=checksums, timeout_s=1.0)
+            receiver.receive(announce(slots, [1], checksums))
 
 
 def test_without_its_epoch_neither_end_does_anything() -> None:
@@ -47,4 +48,4 @@ def test_without_its_epoch_neither_end_does_anything() -> None:
     receiver.open_epoch(opening(1), rank=1)
     sender.close()
     with pytest.raises(WeightTransferError, match="must be open"):
-        receiver.receive([], bucket_bytes=[], checksums=[], timeout_s=1.0)
+        receiver.receive(announce([], [], []))

@@ -124,7 +124,7 @@ class RandomEngine(ScriptedEngine):
 
     def __init__(self) -> None:
         super().__init__(ScriptedEngineConfig(tokens_per_response=6, seconds_per_token=0.001))
-        self._version = 1
+        self.version = 1
 
     async def generate(
         self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
@@ -137,7 +137,7 @@ class RandomEngine(ScriptedEngine):
         """Change the version in the middle of answers and of turns."""
         while True:
             await asyncio.sleep(0.01)
-            self._version += 1
+            self.version += 1
 
     def _script(self, seed: int) -> list[int]:
         rng = random.Random(seed)

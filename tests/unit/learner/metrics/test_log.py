@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from slipstream.buffer.archive.step_tokens import StepTokens
-from slipstream.buffer.store import EvaluationResult
+from slipstream.buffer.records import EvaluationResult
 from slipstream.configs.load import load
 from slipstream.launch.run import verdict
 from slipstream.learner.metrics_log import MetricsLog

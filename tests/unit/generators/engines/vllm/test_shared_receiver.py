@@ -14,10 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.messages import Update
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.generators.engines.vllm import weights
 from slipstream.generators.engines.vllm.weights import SharedReceiver
+from tests.unit.broker.weight_versions import announce
 
 BUCKET_BYTES = 1 << 16
 SENT = [(f"layer.{i}", torch.randn(64, 128, generator=torch.Generator().manual_seed(i))) for i in range(40)]
@@ -32,13 +34,13 @@ class Receiver:
         self.error = error
         self.staging: SharedBuckets | None = None
 
-    def receive(self, slots: Any, *, bucket_bytes: list[int], **_: Any) -> list[tuple[str, Tensor]]:
+    def receive(self, update: Update) -> list[tuple[str, Tensor]]:
         if self.error:
             raise WeightTransferError(self.error)
-        self.staging = self.staging or SharedBuckets(bucket_bytes)
+        self.staging = self.staging or SharedBuckets(update.bucket_bytes)
         for into, bucket in zip(self.staging.tensors, PACKED, strict=True):
             into.copy_(bucket)
-        return buckets.unpack(self.staging.tensors, slots)
+        return buckets.unpack(self.staging.tensors, update.slots)
 
 
 class Allocated(TorchDispatchMode):
@@ -79,7 +81,7 @@ def run_workers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[bool], A
 
 
 def receive(shared: SharedReceiver) -> list[tuple[str, Tensor]]:
-    return shared.receive(SLOTS, bucket_bytes=SIZES, checksums=[], timeout_s=1.0)
+    return shared.receive(announce(SLOTS, SIZES, []))
 
 
 def test_every_worker_gets_all_tensors_and_none_but_the_first_holds_them(run_workers):
