@@ -375,7 +375,26 @@ class GeneratorsConfig(Config):
     agent: AgentKind = SingleTurnConfig()
     """Agent loop of rows without `agent_name`."""
     agents: dict[str, AgentKind] = {}
-    """Agent loops by `agent_name` of the row; `single_turn` and `single_turn_agent` (verl) need no entry."""
+    """Agent loops by `agent_name` of the row. `single_turn` and verl's names need no entry: `single_turn_agent` is the
+    single turn, `tool_agent` and `react_agent` are the first agent with tools."""
+
+    @property
+    def agents_by_name(self) -> dict[str, tuple[AgentKind, str]]:
+        """`agent_name` of a row -> agent and its setting."""
+        found = {"": (self.agent, "generators.agent")}
+        found |= {name: (agent, f"generators.agents.{name}") for name, agent in self.agents.items()}
+        tools = [each for each in found.values() if isinstance(each[0], ToolsAgentConfig)]
+        single = [(SingleTurnConfig(), "generators.agents.single_turn")]
+        others = dict.fromkeys(("single_turn", "single_turn_agent"), single)
+        others |= dict.fromkeys(("tool_agent", "react_agent"), tools)
+        return {name: agents[0] for name, agents in others.items() if agents} | found
+
+    def describe_missing(self, agent_name: str, *, row: str) -> str:
+        """Describe a row with an `agent_name` that no agent has."""
+        return (
+            f"{row} names the agent {agent_name!r}, so generators.agents must have it, got "
+            f"{', '.join(self.agents) or 'none'}: add it, or remove the column agent_name"
+        )
 
     @property
     def reads_text(self) -> bool:
