@@ -328,8 +328,8 @@ class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
     start_timeout_s: Positive = 120.0
     """Longest startup of the process, seconds."""
     silence_timeout_s: Positive = 60.0
-    """Longest time without a sign of life, seconds. Then the process is reported, killed, and restarted; its answers in
-    progress are masked in training and counted."""
+    """Longest time without a sign of life of the process, seconds. Then it is reported, killed, and restarted; its
+    answers in progress are masked in training and counted. A blocked event loop is killed after `timeout_s`."""
     format: str = "hermes"
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
 
