@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from functools import cache, cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,7 +145,9 @@ def end() -> None:
 def end_after(parent: int, send: Any) -> None:
     """Send signs of life, and exit with the parent, which a hanging environment would not notice."""
     while os.getppid() == parent:
-        send({"beat": True})
+        # A dead parent does not read.
+        with suppress(OSError):
+            send({"beat": True})
         time.sleep(_LOOK_EVERY_S)
     end()
 

@@ -99,7 +99,8 @@ def test_an_environment_that_hangs_ends_with_its_generator(tmp_path: Path):
         "pathlib.Path('new').write_text(str(subprocess.Popen(['sleep', '60']).pid))\n"
         "pathlib.Path('new').rename('pid')\ntime.sleep(60)\n"
     )
-    generator = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:], process_group=0); time.sleep(60)"
+    start = "subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, process_group=0)"
+    generator = f"import subprocess, sys, time; {start}; time.sleep(60)"
     command = [sys.executable, "-c", generator, sys.executable, environment_loop._WORKER]
     # Its stdin stays open: the worker learns of the end from nothing else.
     with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=tmp_path) as process:
