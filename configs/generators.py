@@ -381,13 +381,12 @@ class GeneratorsConfig(Config):
     @property
     def agents_by_name(self) -> dict[str, tuple[AgentKind, str]]:
         """`agent_name` of a row -> agent and its setting."""
-        found = {"": (self.agent, "generators.agent")}
+        found: dict[str, tuple[AgentKind, str]] = {"": (self.agent, "generators.agent")}
         found |= {name: (agent, f"generators.agents.{name}") for name, agent in self.agents.items()}
-        tools = [each for each in found.values() if isinstance(each[0], ToolsAgentConfig)]
-        single = [(SingleTurnConfig(), "generators.agents.single_turn")]
-        others = dict.fromkeys(("single_turn", "single_turn_agent"), single)
-        others |= dict.fromkeys(("tool_agent", "react_agent"), tools)
-        return {name: agents[0] for name, agents in others.items() if agents} | found
+        single = SingleTurnConfig(), "generators.agents.single_turn"
+        tools = next((each for each in found.values() if isinstance(each[0], ToolsAgentConfig)), None)
+        verl = {"single_turn": single, "single_turn_agent": single, "tool_agent": tools, "react_agent": tools}
+        return {name: agent for name, agent in verl.items() if agent} | found
 
     def describe_missing(self, agent_name: str, *, row: str) -> str:
         """Describe a row with an `agent_name` that no agent has."""

@@ -40,6 +40,7 @@ from slipstream.launch.generator_pool import (
 )
 from slipstream.launch.preflight import preparation_limit_s
 from slipstream.launch.scaling import LauncherReport, Scaling
+from slipstream.observe.finding import steps_shown
 from slipstream.observe.run_status import Monitor, RunSnapshot
 from slipstream.observe.terminal import LiveView, join_command
 from slipstream.runtime.command_line import printable
@@ -338,8 +339,9 @@ class Launcher:
         state = snapshot.state
         if self._step is None and self._run.resume and state.step:
             covered = state.checkpoint.step if state.checkpoint else 0
-            again = f"; steps {covered + 1} to {state.step} are trained again" if covered < state.step else ""
-            self._view.print_line(f"resuming after step {covered}, the newest checkpoint{again}")
+            again = f"; it trains {steps_shown(covered + 1, state.step)} again" if covered < state.step else ""
+            kept = f"; {self._folder.metrics} has {steps_shown(1, covered)}" if covered else ""
+            self._view.print_line(f"resuming after step {covered}, the newest checkpoint{again}{kept}")
         # A rollback lowers the step, so only a rising step shows that the learner works.
         if self._step is not None and snapshot.state.step > self._step:
             self._learner.record_work()
@@ -369,6 +371,9 @@ class Launcher:
         """Show, report, and scale the run. Raises StoreUnavailableError after too long an outage."""
         try:
             snapshot = monitor.poll()
+            if self._step is None and self._run.resume:
+                # A resumed run's terminal has shown these rows before.
+                snapshot = msgspec.structs.replace(snapshot, new_rows=[])
             self._living_generators = snapshot.living_generators
             self._record_work(snapshot)
             if self._address and not self._is_pool_started:
