@@ -30,10 +30,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class Model(SimpleNamespace):
-    """Access to the model for one answer: `base_url`, `api_key`, `model`, and `client`, an `openai.AsyncOpenAI`.
-
-    All clients share their connections, because making one takes 50 ms, in which no other answer proceeds.
-    """
+    """Access to the model for one answer. Its clients share their connections, because making those takes 50 ms."""
 
     base_url: str
     api_key: str
@@ -159,9 +156,8 @@ async def main() -> None:
 
     def send(message: dict[str, Any]) -> None:
         # NaN is not JSON: the generator would kill this process.
-        line = json.dumps(message, allow_nan=False) + "\n"
         with lock:
-            answers.write(line)
+            answers.write(json.dumps(message, allow_nan=False) + "\n")
 
     threading.Thread(target=end_after, args=(os.getppid(), send), daemon=True).start()
     lines = asyncio.StreamReader(limit=64 * 2**20)
