@@ -21,6 +21,9 @@ Roles = dict[str, dict[str, Any]]
 LAUNCHER = "launcher"
 LEARNER = "learner"
 
+PROBLEM_PREFIX = "problem/"
+"""Start of the names of generators' gauges that describe the first failure of each kind; the rest is a hash of it."""
+
 WaitsFor = Literal[
     "", "groups", "evaluation", "weights", "transfer", "prompts", "agents", "store", "disk", "storage", "user"
 ]

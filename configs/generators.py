@@ -328,8 +328,8 @@ class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
     start_timeout_s: Positive = 120.0
     """Longest startup of the process, seconds."""
     silence_timeout_s: Positive = 60.0
-    """Longest time without a sign of life, seconds. Then the process is reported, killed, and restarted; its answers in
-    progress are masked in training and counted."""
+    """Longest time without a sign of life of the process, seconds. Then it is reported, killed, and restarted; its
+    answers in progress are masked in training and counted. A blocked event loop is killed after `timeout_s`."""
     tool_call_format: str = "hermes"
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
 
@@ -372,7 +372,25 @@ class GeneratorsConfig(Config):
     agent: AgentKind = SingleTurnConfig()
     """Agent loop of rows without `agent_name`."""
     agents: dict[str, AgentKind] = {}
-    """Agent loops by `agent_name` of the row; `single_turn` and `single_turn_agent` (verl) need no entry."""
+    """Agent loops by `agent_name` of the row. `single_turn` and verl's names need no entry: `single_turn_agent` is the
+    single turn, `tool_agent` and `react_agent` are the first agent with tools."""
+
+    @property
+    def agents_by_name(self) -> dict[str, tuple[AgentKind, str]]:
+        """`agent_name` of a row -> agent and its setting."""
+        found: dict[str, tuple[AgentKind, str]] = {"": (self.agent, "generators.agent")}
+        found |= {name: (agent, f"generators.agents.{name}") for name, agent in self.agents.items()}
+        single = SingleTurnConfig(), "generators.agents.single_turn"
+        tools = next((each for each in found.values() if isinstance(each[0], ToolsAgentConfig)), None)
+        verl = {"single_turn": single, "single_turn_agent": single, "tool_agent": tools, "react_agent": tools}
+        return {name: agent for name, agent in verl.items() if agent} | found
+
+    def describe_missing(self, agent_name: str, *, row: str) -> str:
+        """Describe a row with an `agent_name` that no agent has."""
+        return (
+            f"{row} names the agent {agent_name!r}, so generators.agents must have it, got "
+            f"{', '.join(self.agents) or 'none'}: add it, or remove the column agent_name"
+        )
 
     @property
     def reads_text(self) -> bool:

@@ -8,11 +8,13 @@ Invariant: no prompt is requested and no trajectory leaves under unverified weig
 """
 
 import asyncio
+import re
 import time
 from contextlib import suppress
 from typing import Literal
 
 import structlog
+import xxhash
 
 from slipstream.broker.errors import ClientDiedError
 from slipstream.broker.messages import (
@@ -35,7 +37,7 @@ from slipstream.broker.messages import (
 from slipstream.broker.transport.client import BrokerClient, PeerStatus
 from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.buffer.codec import pack
-from slipstream.buffer.role_reports import WaitsFor
+from slipstream.buffer.role_reports import PROBLEM_PREFIX, WaitsFor
 from slipstream.buffer.trajectory import make_trajectory_id
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.episode import Agent
@@ -45,6 +47,7 @@ from slipstream.generators.errors import EngineError, GeneratorError, PromptErro
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.weight_updates import WeightUpdates
 from slipstream.runtime.clock import Clock, Rate
+from slipstream.runtime.logs import LogLimiter
 from slipstream.runtime.run_folder import RunFolder
 from slipstream.runtime.trace import ProcessorTime, TimeAccount, Trace
 
@@ -99,6 +102,13 @@ _HEALTH_CHECK_INTERVAL_S = 1.0
 _LOAD_POLL_INTERVAL_S = 1.0
 """Long enough for the load to reflect the last adjustment."""
 _IDLE_LOG_INTERVAL_S = 10.0
+_MAX_PROMPT_ERRORS = 1000
+"""Consecutive answers that fail because of their prompt before the generator gives up."""
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
+"""Wait before the next request after a request of which every answer failed; doubles with each."""
+_MAX_PROBLEMS, _MAX_PROBLEM_LENGTH = 8, 600
+_VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+"""Parts of an error that differ between answers that fail for the same reason."""
 _SERVING = ("ready", "updating")
 """States that accept prompts."""
 
@@ -135,6 +145,10 @@ class Generator:
         self._state = "starting"
         self._reason = "loading the model"
         self._prompt_error = ""
+        self._num_prompt_errors = 0
+        self._pause_s = self._paused_until = 0.0
+        self._prompt_log = LogLimiter(log.error, clock=clock)
+        self._problems: dict[str, str] = {}
         self._error: Exception | None = None
         self._wake_up = asyncio.Event()
         self._tasks: dict[asyncio.Task[None], Prompt] = {}
@@ -299,6 +313,7 @@ class Generator:
             dict[str, float | str](self._gauges)
             | self._weight_updates.gauges
             | self._account.gauges()
+            | self._problems
             | {
                 "tokens_per_s": round(self._tokens.per_s, 1),
                 "tokens": self._tokens.total,
@@ -354,6 +369,7 @@ class Generator:
         room = self._concurrency.limit - len(self._tasks)
         is_pending = self._requested_at is not None and self._clock() - self._requested_at <= _REQUEST_TIMEOUT_S
         is_able = self._state == "ready" and self._client.is_joined and not self._client.outbox.is_over_credit
+        is_able &= self._clock() >= self._paused_until
         if is_able and not is_pending and room >= self._group_size:
             self._requested_at = self._clock()
             self._client.send(LeaseRequest(max_trajectories=room))
@@ -383,10 +399,13 @@ class Generator:
                 f"{len(trajectory.token_ids)} tokens has {len(payload)} bytes: raise the limit in a new run, or lower "
                 "generators.sampling.max_tokens"
             )
-        self._prompt_error = ""
+        self._prompt_error, self._num_prompt_errors = "", 0
+        self._pause_s = self._paused_until = 0.0
         self._tokens.add(int(trajectory.model_mask.sum()))
         self._gauges["trajectories"] += 1
-        self._gauges["rewards_failed"] += trajectory.reward.status != "ok"
+        if trajectory.reward.status != "ok":
+            self._gauges["rewards_failed"] += 1
+            self._report_problem(f"an answer has no reward: {trajectory.reward.detail}")
         self._client.put(header, payload)
 
     def _on_answered(self, task: asyncio.Task[None]) -> None:
@@ -395,12 +414,39 @@ class Generator:
         # `_release` returns the leases of canceled tasks.
         if task.cancelled() or (error := task.exception()) is None:
             return
-        log.error("prompt_failed", prompt=prompt.uid, error=str(error))
+        self._num_prompt_errors += 1
+        kind = type(error).__name__
+        self._prompt_log.log(
+            "prompt_failed", kind, prompt=prompt.uid, in_a_row=self._num_prompt_errors, error=str(error)
+        )
         self._prompt_error = str(error)
         self._return_leases([prompt.lease.id], str(error))
         # A bad prompt costs one lease. Any other error would affect every prompt.
-        if isinstance(error, Exception) and not isinstance(error, PromptError):
+        if isinstance(error, PromptError):
+            self._pause()
+            self._report_problem(f"a prompt fails: {error}")
+            # One crash may fail many answers, so the errors must also last.
+            if self._num_prompt_errors >= _MAX_PROMPT_ERRORS and self._pause_s == _MAX_PAUSE_S:
+                what = f"the last {self._num_prompt_errors} answers failed because of their prompts"
+                self._fail(GeneratorError(f"{what}, the last one with: {error}"))
+        elif isinstance(error, Exception):
             self._fail(error)
+
+    def _pause(self) -> None:
+        """Back off, once per request."""
+        if (now := self._clock()) >= self._paused_until:
+            self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S) or _FIRST_PAUSE_S
+            self._paused_until = now + self._pause_s
+            asyncio.get_running_loop().call_later(self._pause_s, self.wake)
+
+    def _report_problem(self, problem: str) -> None:
+        """Send the first problem of each kind, as a gauge that the launcher prints."""
+        kind = _VALUES.sub("", problem).encode(errors="replace")
+        name = f"{PROBLEM_PREFIX}{xxhash.xxh3_64_hexdigest(kind)}"
+        if name not in self._problems and len(self._problems) < _MAX_PROBLEMS:
+            log.warning("first_failure", problem=problem)
+            self._problems[name] = problem[:_MAX_PROBLEM_LENGTH]
+            self._client.send_status()
 
     def _handle_nack(self, nack: Nack) -> None:
         if not nack.is_fatal:

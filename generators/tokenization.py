@@ -146,8 +146,8 @@ class PromptEncoder:
         """Encode everything between two model turns: end of the first, `messages`, header of the next.
 
         Names of special tokens in messages are plain text, so that no tool result can end or start a turn.
-        `last_token_id`: the model's last token, not repeated if it is the template's end token. `variables`: of the
-        template. Raises PromptError.
+        `last_token_id`: the model's last token. After an end token, the template's is left out, also if they differ, as
+        for `<|eom_id|>` or `<|endoftext|>`. `variables`: of the template. Raises PromptError.
         """
         self._require_template("an agent answers with chat messages")
         # A marker replaces the model's turn, which the text after it does not depend on.
@@ -159,7 +159,16 @@ class PromptEncoder:
         if not mark:
             raise PromptError("the chat template must render the text of assistant messages, but it omits it")
         token_ids = self._encode_hidden(rest)
-        return token_ids[1:] if token_ids[:1] == [last_token_id] else token_ids
+        # A turn that ends otherwise, at a limit, ends with a token of text.
+        ends = {last_token_id} | ({self._turn_end} if last_token_id in self._special_ids else set())
+        return token_ids[1:] if token_ids and token_ids[0] in ends else token_ids
+
+    @cached_property
+    def _turn_end(self) -> int | None:
+        """First token of the template after the model's turn; None if the next turn's header ends it, as for GLM."""
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+        text = self._render(turns, tools=None, variables={"add_generation_prompt": False}, subject="a turn")
+        return next(iter(self.encode_text(text.partition(_MARK)[2], special_tokens=True)), None)
 
     def encode_messages(
         self,
@@ -188,8 +197,12 @@ class PromptEncoder:
 
     @cached_property
     def _special_names(self) -> list[str]:
-        names = {token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special}
+        names = {self.tokenizer.added_tokens_decoder[number].content for number in self._special_ids}
         return sorted(names, key=len, reverse=True)
+
+    @cached_property
+    def _special_ids(self) -> set[int | None]:
+        return {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
     def _hide_names(self, value: Any) -> Any:
         if isinstance(value, str):
@@ -253,7 +266,7 @@ class PromptEncoder:
         variables: Mapping[str, Any] | None,
         subject: str,
     ) -> str:
-        own = {**self._variables, **(variables or {}), "add_generation_prompt": True, "tokenize": False}
+        own = {"add_generation_prompt": True, **self._variables, **(variables or {}), "tokenize": False}
         try:
             return self.tokenizer.apply_chat_template(messages, tools=tools, **own)
         except Exception as error:

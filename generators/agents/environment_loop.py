@@ -45,7 +45,7 @@ class EnvironmentLoop(AgentLoop):
         self._ready: asyncio.Future[None] | None = None
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
-        self._heard_at = 0.0
+        self._heard_at = self._replied_at = 0.0
         self._num_starts = 0
         self._problem = ""
         self.waiting = ""
@@ -152,7 +152,10 @@ class EnvironmentLoop(AgentLoop):
         assert process.stdout is not None
         while line := await process.stdout.readline():
             self._heard_at = time.monotonic()
-            match msgspec.json.decode(line, type=dict[str, Any]):
+            message = msgspec.json.decode(line, type=dict[str, Any])
+            if "beat" not in message:
+                self._replied_at = self._heard_at
+            match message:
                 case {"ready": True}:
                     ready.set_result(None)
                 case {"failed": reason}:
@@ -163,23 +166,26 @@ class EnvironmentLoop(AgentLoop):
                         answer.set_result(found)
 
     async def _watch(self, name: str, ready: asyncio.Future[None]) -> None:
-        """Ping the process and report silence. Raises GeneratorError after the time limit."""
-        started_at = self._heard_at = time.monotonic()
+        """Ping the process and report silence. Raises GeneratorError after the time limits."""
+        config, self._replied_at = self._config, time.monotonic()
+        silence_limit_s = config.silence_timeout_s
         for number in itertools.count():
             await asyncio.sleep(_PING_EVERY_S)
             now = time.monotonic()
-            if ready.done():
+            is_ready, quiet_s = ready.done(), now - self._replied_at
+            if is_ready:
                 self._send({"ping": number})
-                limit_s, silent_s = self._config.silence_timeout_s, now - self._heard_at
-            else:
-                limit_s, silent_s = self._config.start_timeout_s, now - started_at
-            is_late = silent_s >= min(limit_s, self._config.silence_timeout_s)
+                if now - self._heard_at >= silence_limit_s:
+                    raise GeneratorError(f"{name} must give a sign of life within {silence_limit_s:g} s, but did not")
+            # A thread gives the signs of life; the environment may block the loop that answers.
+            limit_s = max(config.timeout_s, silence_limit_s) if is_ready else config.start_timeout_s
+            if quiet_s >= limit_s:
+                raise GeneratorError(f"{name} must answer within {limit_s:g} s, but did not")
+            is_late = quiet_s >= min(limit_s, silence_limit_s)
             is_news = is_late and (not self.waiting or number % 10 == 0)
-            self.waiting = f"{name} has not answered for {silent_s:.0f} s" if is_late else ""
+            self.waiting = f"{name} is alive, but has not answered for {quiet_s:.0f} s" if is_late else ""
             if is_news:
                 log.warning("environment_silent", reason=self.waiting)
-            if silent_s >= limit_s:
-                raise GeneratorError(f"{name} must answer within {limit_s:g} s, but did not")
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._process and self._process.stdin and self._process.returncode is None:

@@ -18,12 +18,12 @@ from slipstream.broker.messages import Prompt
 from slipstream.buffer.codec import check_additions
 from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Media, Reward, Sampling, Trajectory, make_trajectory_id
-from slipstream.configs.generators import ExternalAgentConfig, SingleTurnConfig
+from slipstream.configs.generators import ExternalAgentConfig
 from slipstream.configs.run import RunConfig
 from slipstream.generators.agents.environment_loop import EnvironmentLoop
 from slipstream.generators.agents.episode import AgentLoop, Episode, Scorer, Transcript
 from slipstream.generators.agents.external import AnswerQueue
-from slipstream.generators.agents.loops import SingleTurn, build_loop
+from slipstream.generators.agents.loops import build_loop
 from slipstream.generators.agents.model_server import ModelServer
 from slipstream.generators.agents.session import ChatForm
 from slipstream.generators.engines.engine import Engine
@@ -39,8 +39,6 @@ log = structlog.get_logger(__name__)
 
 _CACHED = 256
 """Size of the caches of encoded prompts and of data sources."""
-_SINGLE_TURN = ("single_turn", "single_turn_agent")
-"""Agent names that need no entry in `generators.agents`."""
 
 
 def request_seed(run_seed: int, *, group_id: str, attempt: int, index: int, turn: int = 0) -> int:
@@ -124,24 +122,22 @@ class AgentRunner:
         self._generator_id = generator_id
         self._trace = trace or Trace(generator_id)
         self._clock = clock
-        config = run.generators
-        agents = {"": (config.agent, "generators.agent")}
-        agents |= {name: (agent, f"generators.agents.{name}") for name, agent in config.agents.items()}
-        is_external = any(isinstance(agent, ExternalAgentConfig) for agent, _ in agents.values())
+        by_name = run.generators.agents_by_name
+        agents = {setting: agent for agent, setting in by_name.values()}
+        is_external = any(isinstance(agent, ExternalAgentConfig) for agent in agents.values())
         self._queue = AnswerQueue(token=token) if is_external and token else None
-        self._loops = {
-            name: _ReadyLoop(
+        loops = {
+            setting: _ReadyLoop(
                 build_loop(agent, encoder=encoder, setting=setting, queue=self._queue),
                 agent.timeout_s,
                 ChatForm(agent.calls, encoder=encoder, setting=setting) if agent.calls else None,
             )
-            for name, (agent, setting) in agents.items()
+            for setting, agent in agents.items()
         }
+        self._loops = {name: loops[setting] for name, (_, setting) in by_name.items()}
         self._comparisons: dict[str, Comparison] = {}
         self._compares = lru_cache(_CACHED)(rewards.compares)
         self._encoded: dict[str, tuple[Prompt, tuple[list[int], list[PromptImage]]]] = {}
-        for name in _SINGLE_TURN:
-            self._loops.setdefault(name, _ReadyLoop(SingleTurn(), SingleTurnConfig().timeout_s, None))
         self._model_server = None
         if any(ready.form for ready in self._loops.values()):
             self._model_server = ModelServer(
@@ -199,10 +195,8 @@ class AgentRunner:
     async def _answer(self, prompt: Prompt, index: int, comparison: Comparison | None) -> Trajectory:
         started_at = self._clock()
         if prompt.agent_name not in self._loops:
-            raise PromptError(
-                f"prompt {prompt.uid} names the agent {prompt.agent_name!r}, so generators.agents must have it, got "
-                f"{', '.join(self._run.generators.agents) or 'none'}: add it, or remove the column agent_name"
-            )
+            missing = self._run.generators.describe_missing(prompt.agent_name, row=f"prompt {prompt.uid}")
+            raise PromptError(missing)
         loop, timeout_s, form = self._loops[prompt.agent_name]
         episode = self._episode(prompt, index, tools=loop.tools(prompt))
         async with self._model_server.open(episode, form) if self._model_server and form else nullcontext():

@@ -5,7 +5,8 @@
          {"id": 7, "row": {...}, "model": {"base_url": ..., "api_key": ..., "model": ...}}
          {"cancel": 7}
          {"tasks": 100}                                                          answered by {"tasks": [...]}
-    out  {"id": 7, "reward": 1.0, "parts": {...}, "metrics": {...}, "is_correct": true}, or {"id": 7, "error": "..."}
+    out  {"beat": true}                    once a second, from a thread, even if the environment blocks the event loop
+         {"id": 7, "reward": 1.0, "parts": {...}, "metrics": {...}, "is_correct": true}, or {"id": 7, "error": "..."}
 
 It imports only the standard library and the environment, so that any versions of libraries work.
 """
@@ -19,11 +20,32 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
+from functools import cache, cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 _LOOK_EVERY_S = 1.0
+
+
+class Model(SimpleNamespace):
+    """Access to the model for one answer. Its clients share their connections, because making those takes 50 ms."""
+
+    base_url: str
+    api_key: str
+
+    @cached_property
+    def client(self) -> Any:
+        return _shared_client(self.base_url).with_options(api_key=self.api_key)
+
+
+@cache
+def _shared_client(base_url: str) -> Any:
+    # Local import, because openai is optional.
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url=base_url, api_key="of each answer", max_retries=0)
 
 
 class FunctionEnvironment:
@@ -50,7 +72,7 @@ class FunctionEnvironment:
         return []
 
     async def play(self, row: dict[str, Any], model: dict[str, str]) -> dict[str, Any]:
-        found = await self._function(row, SimpleNamespace(**model), **self._arguments)
+        found = await self._function(row, Model(**model), **self._arguments)
         record = found if isinstance(found, dict) else {"reward": found}
         try:
             return {**record, "reward": float(record["reward"])}
@@ -117,23 +139,27 @@ def end() -> None:
     os._exit(0)
 
 
-def end_after(parent: int) -> None:
-    """Exit with the parent, which a hanging environment would not notice."""
+def end_after(parent: int, send: Any) -> None:
+    """Send signs of life, and exit with the parent, which a hanging environment would not notice."""
     while os.getppid() == parent:
+        # A dead parent does not read.
+        with suppress(OSError):
+            send({"beat": True})
         time.sleep(_LOOK_EVERY_S)
     end()
 
 
 async def main() -> None:
     """Serve requests on stdin. The environment's prints go to stderr."""
-    threading.Thread(target=end_after, args=(os.getppid(),), daemon=True).start()
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    answers, lock = os.fdopen(os.dup(1), "w", buffering=1), threading.Lock()
     os.dup2(2, 1)
 
     def send(message: dict[str, Any]) -> None:
         # NaN is not JSON: the generator would kill this process.
-        answers.write(json.dumps(message, allow_nan=False) + "\n")
+        with lock:
+            answers.write(json.dumps(message, allow_nan=False) + "\n")
 
+    threading.Thread(target=end_after, args=(os.getppid(), send), daemon=True).start()
     lines = asyncio.StreamReader(limit=64 * 2**20)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     await Worker(send).run(lines)

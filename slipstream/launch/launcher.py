@@ -19,7 +19,7 @@ from slipstream.buffer.redis.embedded import IDLE_TIMEOUT_S, EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
-from slipstream.buffer.role_reports import LAUNCHER, LEARNER
+from slipstream.buffer.role_reports import LAUNCHER, LEARNER, PROBLEM_PREFIX
 from slipstream.buffer.store import StoreOutage
 from slipstream.cluster.observers import observed
 from slipstream.cluster.role_process import Restart, RoleDiedError, RoleProcess
@@ -40,8 +40,10 @@ from slipstream.launch.generator_pool import (
 )
 from slipstream.launch.preflight import preparation_limit_s
 from slipstream.launch.scaling import LauncherReport, Scaling
+from slipstream.observe.finding import steps_shown
 from slipstream.observe.run_status import Monitor, RunSnapshot
 from slipstream.observe.terminal import LiveView, join_command
+from slipstream.runtime.command_line import printable
 from slipstream.runtime.credentials import TOKEN_VARIABLE, make_token
 from slipstream.runtime.logs import make_output_lossy
 from slipstream.runtime.process import LAUNCHER_VARIABLE, raise_on_stop_signal
@@ -52,6 +54,8 @@ _ANSWER_TIMEOUT_S = 3.0
 """The launcher polls no role meanwhile."""
 _REMIND_EVERY_S = 20.0
 """Interval while the broker, which may read large files, opens the run."""
+_MAX_PROBLEMS = 32
+"""Kinds of failures that are printed; guests may report any number."""
 _STOP_TIMEOUT_S = 6.0
 """Time for all roles to end before they are killed."""
 _SAVE_TIMEOUT_S = 120.0
@@ -88,6 +92,7 @@ class Launcher:
         self._address = ""
         self._is_pool_started = False
         self._living_generators: set[str] = set()
+        self._known_problems: set[str] = set()
         self._pool = GeneratorPool(self._generator, has_others=lambda: bool(self._living_generators - self._pool.names))
 
     def _set_roles(self, overrides: list[str]) -> None:
@@ -334,8 +339,9 @@ class Launcher:
         state = snapshot.state
         if self._step is None and self._run.resume and state.step:
             covered = state.checkpoint.step if state.checkpoint else 0
-            again = f"; steps {covered + 1} to {state.step} are trained again" if covered < state.step else ""
-            self._view.print_line(f"resuming after step {covered}, the newest checkpoint{again}")
+            again = f"; it trains {steps_shown(covered + 1, state.step)} again" if covered < state.step else ""
+            kept = f"; {self._folder.metrics} has {steps_shown(1, covered)}" if covered else ""
+            self._view.print_line(f"resuming after step {covered}, the newest checkpoint{again}{kept}")
         # A rollback lowers the step, so only a rising step shows that the learner works.
         if self._step is not None and snapshot.state.step > self._step:
             self._learner.record_work()
@@ -352,16 +358,28 @@ class Launcher:
             self._address = addresses[0]
             self._view.print_line(f"generators on other machines join with {join_command(self._address)}")
 
+    def _problems(self, snapshot: RunSnapshot) -> Iterator[Event]:
+        """Return failures of prompts and rewards whose kind no generator has reported before."""
+        for name in sorted(snapshot.living_generators):
+            for kind, problem in snapshot.roles[name].items():
+                is_new = kind.startswith(PROBLEM_PREFIX) and kind not in self._known_problems
+                if is_new and len(self._known_problems) < _MAX_PROBLEMS:
+                    self._known_problems.add(kind)
+                    yield Event(name, printable(f"{name} reports: {problem}"))
+
     def _update(self, store: RedisStore, monitor: Monitor, scaling: Scaling, report: LauncherReport) -> None:
         """Show, report, and scale the run. Raises StoreUnavailableError after too long an outage."""
         try:
             snapshot = monitor.poll()
+            if self._step is None and self._run.resume:
+                # A resumed run's terminal has shown these rows before.
+                snapshot = msgspec.structs.replace(snapshot, new_rows=[])
             self._living_generators = snapshot.living_generators
             self._record_work(snapshot)
             if self._address and not self._is_pool_started:
                 self._publish(self._start_pool(), report)
             self._view.show(snapshot)
-            self._publish(scaling.poll(store, snapshot), report)
+            self._publish([*self._problems(snapshot), *scaling.poll(store, snapshot)], report)
             report.send(restarts=self._restarts(), generators_target=self._pool.target)
             self._outage.end()
         except StoreUnavailableError as error:

@@ -12,7 +12,7 @@ import msgspec
 from msgspec import json
 from tokenizers import Tokenizer
 
-from slipstream.broker.dataset import Dataset, describe_shortages, read_heldout, read_train
+from slipstream.broker.dataset import Dataset, describe_shortages, find_template, read_heldout, read_train
 from slipstream.broker.messages import Row
 from slipstream.broker.transport.endpoints import find_interface
 from slipstream.broker.transport.zmq_channels import check_free
@@ -39,7 +39,7 @@ from slipstream.launch.generator_pool import check_placement
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.credentials import find_token
 from slipstream.runtime.images import VisionModel
-from slipstream.runtime.model_files import check_model_files, check_model_path, find_file, read_chat_template
+from slipstream.runtime.model_files import check_model_files, check_model_path, find_file
 from slipstream.runtime.run_folder import RunFolder
 
 _STEP_TIMEOUT_S = 3600.0
@@ -116,7 +116,8 @@ def make_inputs(run: RunConfig) -> None:
         print(f"note: {note}", flush=True)
     for rows in dict.fromkeys([train, *heldout.values()]):
         rows.check_images(VisionModel(run.model.path))
-    read_chat_template(run.model)
+    # A replay answers no training prompt.
+    check_prompts(run, *([train] if run.mode != "replay" else []), *heldout.values())
     try_rewards(run, train)
     if run.mode == "replay":
         plan_replay(run)
@@ -172,7 +173,25 @@ def describe_doubts(run: RunConfig, *, num_rows: int | None = None) -> Iterator[
 
 _MADE_UP = "I do not know."
 _TRIED_ROWS = 64
-"""Rows searched for one of each data source."""
+"""First rows of a dataset that are checked, and searched for one of each data source."""
+
+
+def check_prompts(run: RunConfig, *datasets: Dataset) -> None:
+    """Raise ConfigError if no agent has the name in a row, or if the tokenizer cannot render a row's messages."""
+    agents, template = run.generators.agents_by_name, find_template(run.model)
+    # A name on the hub may not be in the cache yet.
+    is_known = find_file(run.model.path, "tokenizer_config.json") is not None
+    for dataset in datasets:
+        for row in map(dataset.row, range(min(len(dataset), _TRIED_ROWS))):
+            where = f"row {row.uid} of {dataset.paths}"
+            if row.agent_name not in agents:
+                raise ConfigError(f"{run.generators.describe_missing(row.agent_name, row=where)}.")
+            if is_known and not template and not isinstance(row.prompt, str):
+                raise ConfigError(
+                    f"the tokenizer must have a chat template, because {where} is a list of chat messages, but "
+                    f"{run.model.path} has none: set model.chat_template to a file, use an instruction-tuned "
+                    "checkpoint, or write prompts as text."
+                )
 
 
 def try_rewards(run: RunConfig, dataset: Dataset) -> None:

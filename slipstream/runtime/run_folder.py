@@ -156,10 +156,17 @@ class RunFolder:
         if self.path.is_dir() and not self._lock:
             self.lock()
             self.unlock()
-        if self.has_run and not self._run.resume and not self.is_untrained:
+        run, is_used = self._run, self.has_run and not self.is_untrained
+        if is_used and run.resume and run.is_one_process:
             raise ConfigError(
-                f"name must be unused in {self._run.runs_dir}/, got {self._run.name!r}, which exists: "
-                "choose another with name=..., continue it with resume=true, or delete the folder."
+                f"resume must be false with mode={run.mode}, which keeps its state in memory, got {run.resume} for "
+                f"{run.name!r}: start another run, if you like with model.path of a model below {self.checkpoints}."
+            )
+        if is_used and not run.resume:
+            again = "" if run.is_one_process else "continue it with resume=true, "
+            raise ConfigError(
+                f"name must be unused in {run.runs_dir}/, got {run.name!r}, which exists: choose another with "
+                f"name=..., {again}or delete the folder."
             )
         if self._run.resume is True and not self.has_run and not self._run.storage.uri:
             others = describe_others(Path(self._run.runs_dir), self._run.name)

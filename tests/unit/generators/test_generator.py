@@ -1,23 +1,25 @@
 """Generator: its status, the leases it returns, and how it ends."""
 
 import asyncio
+import time
 from collections.abc import Callable
 
 import msgspec
 import numpy as np
 import pytest
+import structlog
 
 from slipstream.broker.errors import ClientDiedError
-from slipstream.broker.messages import AnyMessage, Member, Message, Nack, Prompt, Prompts, ReturnLeases
+from slipstream.broker.messages import AnyMessage, LeaseRequest, Member, Message, Nack, Prompt, Prompts, ReturnLeases
 from slipstream.broker.transport.client import PeerStatus
 from slipstream.broker.transport.outbox import Outbox
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.records import Lease
-from slipstream.buffer.trajectory import Trajectory
+from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
-from slipstream.generators.errors import EngineDiedError, EngineError
+from slipstream.generators.errors import EngineDiedError, EngineError, GeneratorError, PromptError
 from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.pool import RewardPool
 from tests.builders import make_run, make_trajectory
@@ -64,14 +66,17 @@ class FakeAgent:
 
 class Scene:
     def __init__(self, outcome: Exception | Trajectory | None = None) -> None:
+        self.now = 0.0
+        self.agent = FakeAgent(outcome)
         self.client = FakeClient()
         self.generator = Generator(
             run=make_run(generators={"group_size": 2}, broker={"max_message_bytes": 4096}),
             member=Member("g", "1"),
             client=self.client,  # type: ignore[arg-type]
             engine=ScriptedEngine(ScriptedEngineConfig()),
-            agent=FakeAgent(outcome),
+            agent=self.agent,
             rewards=RewardPool(RewardConfig("tests.unit.generators.rewards.samples:by_response", num_workers=0)),
+            clock=lambda: self.now,
         )
 
     @property
@@ -178,3 +183,80 @@ def test_a_trajectory_over_the_message_limit_is_returned_with_its_size(num_token
         for reason in (scene.last_return.reason, scene.status.reason):
             assert "must fit into broker.max_message_bytes (4096)" in reason
             assert f"with {num_tokens} tokens has" in reason
+
+
+BOOM = PromptError("prompt u must fit the chat template: boom 17")
+
+
+async def keep_serving(scene: Scene, running: "asyncio.Task[None]", *, most: int) -> list[float]:
+    """Answer requests with 200 members until the generator ends or has made `most` of them; returns their times."""
+    times: list[float] = []
+    ends_at = time.monotonic() + 20
+    while not running.done() and len(times) < most:
+        assert time.monotonic() < ends_at
+        if sum(isinstance(message, LeaseRequest) for message in scene.client.sent) > len(times):
+            times.append(scene.now)
+            lease = msgspec.structs.replace(LEASE, indices=list(range(200)))
+            scene.generator.receive(Prompts([msgspec.structs.replace(PROMPT, lease=lease)]))
+        else:
+            scene.now += 0.05
+            scene.generator.wake()
+        await asyncio.sleep(0.001)
+    return times
+
+
+def test_prompts_that_always_fail_are_requested_ever_less_often_and_end_the_generator_with_the_reason():
+    async def scenario(scene: Scene) -> list[float]:
+        running = await scene.served()
+        times = await keep_serving(scene, running, most=50)
+        with pytest.raises(GeneratorError, match=r"^the last 1201 answers failed .* with: prompt u must fit .* boom"):
+            await asyncio.wait_for(running, timeout=10)
+        assert [*scene.generator._problems.values()] == [f"a prompt fails: {BOOM}"]
+        return times
+
+    with structlog.testing.capture_logs() as logged:
+        times = asyncio.run(scenario(Scene(BOOM)))
+    gaps = np.diff(times)
+    assert len(times) == 7
+    assert (gaps[1:] > 1.5 * gaps[:-1]).all()
+    lines = [entry for entry in logged if entry["event"] == "prompt_failed"]
+    assert len(lines) <= 10
+
+
+def test_an_answer_resets_the_count_of_failed_prompts():
+    async def scenario(scene: Scene) -> None:
+        running = await scene.served()
+        scene.generator._weight_updates.is_verified.set()
+        await keep_serving(scene, running, most=5)
+        await until(lambda: not scene.generator._tasks)
+        assert (scene.status.reason, scene.generator._num_prompt_errors) == (str(BOOM), 1000)
+        scene.agent.outcome = make_trajectory()
+        scene.generator.receive(Prompts([PROMPT]))
+        await until(lambda: not scene.generator._tasks)
+        assert (scene.status.reason, scene.generator._num_prompt_errors, scene.generator._paused_until) == ("", 0, 0.0)
+        scene.generator.drain("the test is over")
+        await asyncio.wait_for(running, timeout=10)
+
+    asyncio.run(scenario(Scene(BOOM)))
+
+
+def test_the_first_failed_reward_of_each_kind_is_reported():
+    def failed(detail: str) -> Trajectory:
+        return make_trajectory(reward=Reward(total=0.0, status="error", detail=detail))
+
+    async def scenario(scene: Scene) -> None:
+        running = await scene.served()
+        scene.generator._weight_updates.is_verified.set()
+        for detail in ("ValueError: boom 1, at mine.py:2", "ValueError: boom 2, at mine.py:2", "TypeError: got 'a'"):
+            scene.agent.outcome = failed(detail)
+            scene.generator.receive(Prompts([PROMPT]))
+            await until(lambda: not scene.generator._tasks)
+        reported = [text for name, text in scene.status.gauges.items() if name.startswith("problem/")]
+        assert reported == [
+            "an answer has no reward: ValueError: boom 1, at mine.py:2", "an answer has no reward: TypeError: got 'a'",
+        ]  # fmt: skip
+        assert scene.status.gauges["rewards_failed"] == 6
+        scene.generator.drain("the test is over")
+        await asyncio.wait_for(running, timeout=10)
+
+    asyncio.run(scenario(Scene()))

@@ -115,8 +115,36 @@ def test_a_turn_without_its_end_token_is_ended():
     tokenizer = make_chat_tokenizer("chatml")
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)
     said = "a SLIPSTREAM.TURN.OF.THE.MODEL b"  # what marks the turn of the model internally
-    between = encoder.encode_between_turns([{"role": "tool", "content": said}], last_token_id=5)
+    between = encoder.encode_between_turns([{"role": "tool", "content": said}], last_token_id=300)
     assert tokenizer.decode(between) == f"<|im_end|>\n<|im_start|>tool\n{said}<|im_end|>\n<|im_start|>assistant\n"
+
+
+# GLM: the header of the next turn ends the model's turn
+HEADERS = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "last", "between"),
+    [
+        ("", "<|im_end|>", "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"),
+        ("", "<|eot|>", "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"),
+        ("", "4", "<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"),
+        (HEADERS, "<|tool|>", "4<|assistant|>"),
+        (HEADERS, "<|user|>", "<|tool|>4<|assistant|>"),
+        (HEADERS, "<|eot|>", "<|tool|>4<|assistant|>"),
+    ],
+)
+def test_a_turn_ends_once_whichever_end_token_the_model_wrote(template: str, last: str, between: str):
+    tokenizer = make_chat_tokenizer("chatml")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"]})
+    tokenizer.chat_template = template or tokenizer.chat_template
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)
+    last_token_id = tokenizer.convert_tokens_to_ids(last)
+    found = encoder.encode_between_turns([{"role": "tool", "content": "4"}], last_token_id=last_token_id)
+    assert tokenizer.decode(found) == between
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

@@ -4,10 +4,12 @@ import asyncio
 import itertools
 import json
 import os
+import signal
 import time
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 
 async def post(model: SimpleNamespace, path: str, **body: object) -> dict:
@@ -61,10 +63,24 @@ async def forgetful(row: dict, model: SimpleNamespace) -> None:
     await ask(model, row["prompt"])
 
 
-async def blocking(row: dict, model: SimpleNamespace) -> float:
+async def blocking(row: dict, model: SimpleNamespace, *, seconds: float) -> float:
+    """Block the event loop, except for the row `test/1`."""
     await ask(model, row["prompt"])
-    time.sleep(60)  # noqa: ASYNC251
+    if row["uid"] != "test/1":
+        time.sleep(seconds)  # noqa: ASYNC251
     return 1.0
+
+
+async def stopping(row: dict, model: SimpleNamespace) -> float:
+    """Stop all threads of the process."""
+    await ask(model, row["prompt"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return 1.0
+
+
+async def chatting(row: dict, model: Any) -> float:
+    answer = await model.client.chat.completions.create(model=model.model, messages=row["prompt"])
+    return float("42" in answer.choices[0].message.content)
 
 
 async def odd(row: dict, model: SimpleNamespace, *, found: dict) -> dict:

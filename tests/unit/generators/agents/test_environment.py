@@ -8,7 +8,6 @@ import random
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import msgspec
 import numpy as np
 import psutil
 import pytest
+import structlog
 
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.trajectory import Sampling, Trajectory
@@ -25,11 +25,19 @@ from slipstream.generators.agents import environment_loop
 from slipstream.generators.agents.runner import AgentRunner
 from slipstream.generators.engines.engine import Completion
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
+from slipstream.generators.environments.worker import Model
 from slipstream.generators.errors import GeneratorError
 from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_prompt, make_run
 from tests.runs import until
-from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, play, written
+from tests.unit.generators.agents.scene import (
+    QUESTION,
+    RecordingScorer,
+    WritingEngine,
+    make_runner,
+    play,
+    written,
+)
 from tests.unit.generators.chat import make_chat_tokenizer
 
 HERE = str(Path(__file__).with_name("environments.py"))
@@ -91,7 +99,8 @@ def test_an_environment_that_hangs_ends_with_its_generator(tmp_path: Path):
         "pathlib.Path('new').write_text(str(subprocess.Popen(['sleep', '60']).pid))\n"
         "pathlib.Path('new').rename('pid')\ntime.sleep(60)\n"
     )
-    generator = "import subprocess, sys, time; subprocess.Popen(sys.argv[1:], process_group=0); time.sleep(60)"
+    start = "subprocess.Popen(sys.argv[1:], stdout=subprocess.PIPE, process_group=0)"
+    generator = f"import subprocess, sys, time; {start}; time.sleep(60)"
     command = [sys.executable, "-c", generator, sys.executable, environment_loop._WORKER]
     # Its stdin stays open: the worker learns of the end from nothing else.
     with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=tmp_path) as process:
@@ -110,13 +119,47 @@ def test_an_environment_that_cannot_be_loaded_ends_the_generator_with_its_reason
         play(environment("two_turns", python="/nowhere/python"), [])
 
 
-def test_an_environment_that_does_not_answer_is_named_and_ended():
-    started_at = time.monotonic()
-    trajectory = play(environment("blocking", silence_timeout_s=1.5), ["it is 42"])
-    assert time.monotonic() - started_at < 10
+def test_a_process_without_a_sign_of_life_is_named_and_ended():
+    trajectory = play(environment("stopping", silence_timeout_s=2.5), ["it is 42"])
     assert trajectory.reward.status == "error"
-    assert "environments.py:blocking (process" in trajectory.reward.detail
-    assert "must answer within 1.5 s, but did not" in trajectory.reward.detail
+    assert "environments.py:stopping (process" in trajectory.reward.detail
+    assert "must give a sign of life within 2.5 s, but did not" in trajectory.reward.detail
+
+
+def test_a_blocked_event_loop_is_not_silence():
+    trajectory = play(environment("blocking", silence_timeout_s=2.5, arguments={"seconds": 5}), ["it is 42"])
+    assert trajectory.reward.total == 1.0
+
+
+def test_a_process_whose_event_loop_never_returns_is_replaced():
+    agent = environment("blocking", silence_timeout_s=2.0, timeout_s=4.0, arguments={"seconds": 60})
+    runner = make_runner(WritingEngine(["it is 42"] * 2), generators={"agent": agent})
+
+    async def answer_both() -> list[Trajectory]:
+        await runner.start()
+        try:
+            first = await runner.answer(make_prompt(QUESTION), 0)
+            (loop,) = runner._environments
+            async with asyncio.timeout(10):
+                while not loop._serving.done():  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            return [first, await runner.answer(make_prompt(QUESTION, uid="test/1"), 0)]
+        finally:
+            await runner.close()
+
+    with structlog.testing.capture_logs() as logged:
+        first, second = asyncio.run(answer_both())
+    assert (first.reward.status, second.reward.total) == ("timeout", 1.0)
+    reasons = [entry["reason"] for entry in logged if entry["event"].startswith("environment_")]
+    assert re.search(r"blocking \(process \d+\) is alive, but has not answered for \d s", reasons[0])
+    assert re.search(r"must answer within 4 s, but did not", reasons[-1])
+
+
+def test_all_answers_share_the_connections_of_one_client():
+    assert play(environment("chatting"), ["it is 42"]).reward.total == 1.0
+    clients = [Model(base_url="http://127.0.0.1:9/v1", api_key=key, model="m").client for key in "ab"]
+    assert [client.api_key for client in clients] == ["a", "b"]
+    assert clients[0]._client is clients[1]._client
 
 
 class RandomEngine(ScriptedEngine):

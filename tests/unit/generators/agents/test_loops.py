@@ -88,12 +88,16 @@ def test_a_fault_of_the_engine_is_not_the_agents(monkeypatch: pytest.MonkeyPatch
         play(custom("broken"), ["it is 42"])
 
 
-@pytest.mark.parametrize("name", ["two_steps", "single_turn", "single_turn_agent", ""])
-def test_a_row_names_its_agent(name: str):
-    agents = {"two_steps": custom("corrected", arguments={"hint": "no"})}
+@pytest.mark.parametrize(
+    ("name", "num_turns"),
+    [("two_steps", 2), ("single_turn", 1), ("single_turn_agent", 1), ("", 1), ("tool_agent", 2), ("react_agent", 2)],
+)
+def test_a_row_names_its_agent(name: str, num_turns: int):
+    tools = {"kind": "tools", "tools": ["calculator"]}
+    agents = {"two_steps": custom("corrected", arguments={"hint": "no"}), "calculating": tools}
     prompt = make_prompt(QUESTION, agent_name=name)
-    trajectory = play({"kind": "single_turn"}, ["it is 42", "42"], prompt=prompt, agents=agents)
-    assert trajectory.num_turns == (2 if name == "two_steps" else 1)
+    trajectory = play({"kind": "single_turn"}, [CALL, "42"], prompt=prompt, agents=agents)
+    assert trajectory.num_turns == num_turns
 
 
 @pytest.mark.parametrize(
@@ -102,6 +106,7 @@ def test_a_row_names_its_agent(name: str):
         ("silent", "", PromptError, "prompt test/0 must get an answer"),
         ("not_async", "", ConfigError, "generators.agent.function must be an `async def` function"),
         ("silent", "three", PromptError, "names the agent 'three', so generators.agents must have it, got none"),
+        ("silent", "tool_agent", PromptError, "names the agent 'tool_agent', so generators.agents must have it"),
     ],
 )
 def test_an_agent_that_cannot_answer_is_an_error(agent: str, name: str, error: type[Exception], complaint: str):

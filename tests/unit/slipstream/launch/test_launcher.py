@@ -2,10 +2,12 @@ import io
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from slipstream.buffer.errors import RunConflictError
+from slipstream.buffer.records import CheckpointPointer
 from slipstream.cluster.seat import LocalSeat
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
@@ -14,6 +16,7 @@ from slipstream.launch.launcher import Launcher
 from slipstream.launch.scaling import LauncherReport, Scaling
 from slipstream.observe.run_status import Monitor
 from slipstream.runtime.run_folder import RunFolder
+from tests.fakes import STATUS_ROW
 from tests.memory_store.store import MemoryStore
 from tests.tiny_model import make_tiny_model
 
@@ -40,25 +43,64 @@ def make_launcher(*overrides: str, printed: io.StringIO | None = None, places: F
     return Launcher(run, RunFolder(run), overrides=list(overrides), console=console, places=places)
 
 
+def update(launcher: Launcher, store: MemoryStore, monitor: Monitor | None = None) -> None:
+    report = LauncherReport(store)
+    scaling = Scaling(launcher._pool, report, run=launcher._run, check_room=launcher._check_room)
+    launcher._update(store, monitor or Monitor(store, launcher._run), scaling, report)
+
+
 def test_a_store_may_lack_the_run_until_a_broker_has_opened_it_and_no_longer(tmp_path: Path) -> None:
     printed = io.StringIO()
     launcher = make_launcher("experiment=digits_cpu", "name=run", f"runs_dir={tmp_path}", printed=printed)
-    run = launcher._run
-
-    def update(store: MemoryStore) -> None:
-        report = LauncherReport(store)
-        scaling = Scaling(launcher._pool, report, run=run, check_room=launcher._check_room)
-        launcher._update(store, Monitor(store, run), scaling, report)
-
     store = MemoryStore()
-    update(store)
-    update(store)
+    update(launcher, store)
+    update(launcher, store)
     assert printed.getvalue().count("waiting for the broker to open the run: pid None, log ") == 1
     store.open_run("run", config_json="{}", num_rows=4, seed=0)
-    update(store)
+    update(launcher, store)
     assert "launcher" in store.roles()
     with pytest.raises(RunConflictError, match=r"must be opened before it is used.* or the store was emptied"):
-        update(MemoryStore())
+        update(launcher, MemoryStore())
+
+
+def test_a_resumed_run_prints_only_steps_that_are_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.StringIO()
+    own = ["experiment=digits_cpu", "name=run", f"runs_dir={tmp_path}", "resume=true"]
+    launcher = make_launcher(*own, printed=printed)
+    store = MemoryStore()
+    store.open_run("run", config_json="{}", num_rows=4, seed=0)
+    pointer = CheckpointPointer(step=2, version=2, name="step-00000002")
+    state = msgspec.structs.replace(store.run_state(), phase="training", step=3, checkpoint=pointer)
+    monkeypatch.setattr(store, "run_state", lambda: state)
+    monitor = Monitor(store, launcher._run)
+    for steps in ([1, 2, 3], [3]):
+        for step in steps:
+            store.append_metrics(STATUS_ROW | {"step": step, "time_s": float(step)})
+        update(launcher, store, monitor)
+    lines = printed.getvalue().splitlines()
+    assert lines[0] == (
+        f"resuming after step 2, the newest checkpoint; it trains step 3 again; {tmp_path}/run/metrics.jsonl has steps "
+        "1 to 2"
+    )
+    assert [line.split()[1] for line in lines if line.startswith("step ")] == ["3/80"]
+
+
+def test_the_first_failure_of_each_kind_is_printed_once(tmp_path: Path) -> None:
+    printed = io.StringIO()
+    launcher = make_launcher("experiment=digits_cpu", "name=run", f"runs_dir={tmp_path}", printed=printed)
+    store = MemoryStore()
+    store.open_run("run", config_json="{}", num_rows=4, seed=0)
+    boom, other = "an answer has no reward: ValueError: boom, at mine.py:2: `raise`", "a prompt fails: \x1b[2J"
+    for name, problems in (("g-0", {"problem/1": boom}), ("g-1", {"problem/1": boom, "problem/2": other})):
+        store.report_role(name, {"role": "generator", "state": "ready", "waits_for": "", **problems})
+        update(launcher, store)
+    update(launcher, store)
+    lines = [line for line in printed.getvalue().splitlines() if line.startswith("g-")]
+    assert lines == [f"g-0 reports: {boom}", r"g-1 reports: a prompt fails: \x1b[2J"]
+    assert {(event.role, event.text) for event in store.events(limit=8)} >= {("g-0", f"reports: {boom}")}
+    store.report_role("g-2", {"role": "generator", "state": "ready", **{f"problem/{n}": "flood" for n in range(99)}})
+    update(launcher, store)
+    assert printed.getvalue().count("flood") == 30
 
 
 def test_roles_that_share_a_gpu_are_told_the_kv_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

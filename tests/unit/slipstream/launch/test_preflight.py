@@ -171,6 +171,38 @@ def test_a_model_that_cannot_be_trained_is_refused_before_the_start(tmp_path: Pa
         make_inputs(run)
 
 
+MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'
+NAMED = '{"prompt": "1+1=", "answer": "2", "agent_name": "tool_agent"}\n'
+TOOLS = "generators.agents={calculating: {kind: tools, tools: [calculator], format: react}}"
+
+
+@pytest.mark.parametrize(
+    ("split", "row", "overrides", "words"),
+    [
+        ("train", MESSAGES, [], r"template, because row train/00000 of .*train\.jsonl is a list .* set model\.chat_t"),
+        ("heldout", MESSAGES, [], r"template, because row heldout/00000 of .*heldout\.jsonl is a list"),
+        ("heldout", MESSAGES, ["model.chat_template={folder}/template"], ""),
+        (
+            "train",
+            NAMED,
+            [],
+            r"row train/00000 of .*train\.jsonl names the agent 'tool_agent', .* got none: add it, or",
+        ),
+        ("heldout", NAMED, [], r"row heldout/00000 of .*heldout\.jsonl names the agent 'tool_agent'"),
+        ("train", NAMED, [TOOLS], ""),
+    ],
+)
+def test_a_prompt_that_would_always_fail_is_refused_before_the_start(
+    tmp_path: Path, split: str, row: str, overrides: list[str], words: str
+) -> None:
+    run = own_run(tmp_path, *(each.format(folder=tmp_path) if "folder" in each else each for each in overrides))
+    (tmp_path / f"{split}.jsonl").write_text(row)
+    (tmp_path / "template").write_text("{{ messages[0].content }}")
+    (tmp_path / "model" / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        make_inputs(run)
+
+
 @pytest.mark.parametrize("is_copy", [False, True])
 def test_prompts_that_are_trained_on_are_not_held_out(tmp_path: Path, is_copy: bool) -> None:
     run = own_run(tmp_path)

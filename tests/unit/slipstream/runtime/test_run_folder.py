@@ -60,6 +60,21 @@ def test_a_used_name_is_refused_unless_the_run_is_resumed(tmp_path: Path, made: 
     assert (used.store / "appendonly.aof").exists()
 
 
+@pytest.mark.parametrize("resume", [False, True, "auto"])
+def test_a_run_in_one_process_is_not_resumed(tmp_path: Path, resume: bool | str):
+    one_process = {"mode": "serial", "weights": {"transport": "memory"}}
+    used = folder_in(tmp_path, **one_process)
+    used.claim()
+    used.record_training()
+    used.unlock()
+    words = (
+        r"resume must be false with mode=serial, .* of a model below .*/test/checkpoints" if resume else "which exists"
+    )
+    with pytest.raises(ConfigError, match=words) as refused:
+        folder_in(tmp_path, resume=resume, **one_process).check_name()
+    assert "resume=true" not in str(refused.value)
+
+
 def test_auto_begins_a_run_or_goes_on_where_true_only_goes_on_and_a_discarded_run_frees_its_name(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"name must be that of a run with resume=true, got 'test', .*resume=auto"):
         folder_in(tmp_path, resume=True).claim()
