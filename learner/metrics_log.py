@@ -162,6 +162,9 @@ class MetricsLog:
                 for each in self._run.data.heldout_sets
             },
             "evaluation": evaluation,
+            "final_prompts": {
+                each.name: after[each.name].num_asked // each.samples for each in self._run.data.heldout_sets
+            },
             "best": best,
             "seconds_to_goal": next((row["time_s"] for row in rows for goal in goals if goal.holds(row)), None),
             "train_seconds": round(seconds, 3),
