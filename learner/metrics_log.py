@@ -159,11 +159,11 @@ class MetricsLog:
             **{f"accuracy_{name}": result.accuracy for name, result in after.items()},
             **{
                 each.before_key: self._before[each.name].accuracy if self._before else None
-                for each in self._run.data.heldout_sets
+                for each in self._run.data.eval_sets
             },
             "evaluation": evaluation,
-            "final_prompts": {
-                each.name: after[each.name].num_asked // each.samples for each in self._run.data.heldout_sets
+            "num_final_prompts": {
+                each.name: after[each.name].num_asked // each.samples for each in self._run.data.eval_sets
             },
             "best": best,
             "seconds_to_goal": next((row["time_s"] for row in rows for goal in goals if goal.holds(row)), None),

@@ -87,10 +87,10 @@ def describe_finished(run: RunConfig, folder: RunFolder) -> str:
     if run.evaluation.only or not folder.summary.is_file():
         return ""
     steps, stored = json.loads(folder.summary.read_text())["steps"], read_config(folder.path).learner
-    has_stopped = (stored.stop, stored.max_steps) == (run.learner.stop, run.learner.max_steps)
+    has_stopped = (stored.stop, stored.max_steps) == (run.evaluation.stop, run.learner.max_steps)
     if steps < run.learner.max_steps and not has_stopped:
         return ""
-    why = "" if steps >= run.learner.max_steps else ", because learner.stop was met"
+    why = "" if steps >= run.learner.max_steps else ", because evaluation.stop was met"
     more = (
         f"raise learner.epochs above {run.learner.epochs}"
         if run.learner.epochs
@@ -98,7 +98,7 @@ def describe_finished(run: RunConfig, folder: RunFolder) -> str:
     )
     return (
         f"{run.name} is finished: it ended after {steps} of {run.learner.max_steps} steps{why}. To continue it, "
-        f"{more}{' or change learner.stop' if why else ''}."
+        f"{more}{' or change evaluation.stop' if why else ''}."
     )
 
 
@@ -204,7 +204,7 @@ def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], prog
         own = [f"experiment={folder.path}/config.yaml", *(["resume=false"] if run.resume else [])]
     again = shlex.join([*program.split(), "run", *own])
     others = {
-        f"{again} name={run.name}-sync buffer.staleness.max_lag=0": "the synchronous oracle",
+        f"{again} name={run.name}-sync staleness.max_lag=0": "the synchronous oracle",
         f"{again} name={run.name}-two generators.count=2": "two generators",
     }
     measure = shlex.join([*program.split(), "evaluate", str(folder.path)])

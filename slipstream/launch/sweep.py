@@ -25,7 +25,7 @@ from slipstream.runtime.process import raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder, make_private
 
 RESULTS = "sweep.json"
-_METRIC = re.compile(r"(accuracy|reward|pass@\d+)_.+|(heldout|train)_loss|heldout_pair_accuracy")
+_METRIC = re.compile(r"(accuracy|reward|pass@\d+)_.+|(heldout|train)_loss|eval_pair_accuracy")
 _STOP_TIMEOUT_S = 300.0
 """Longer than a launcher needs to save a checkpoint and end its roles."""
 _ERROR_BYTES = 4096

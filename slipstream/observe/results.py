@@ -12,9 +12,9 @@ from slipstream.configs.run import RunConfig
 
 _REPORTED = {
     "seconds to the goal": "seconds_to_goal",
-    "held-out loss before": "heldout_loss_before",
-    "held-out loss": "heldout_loss",
-    "held-out pair accuracy": "heldout_pair_accuracy",
+    "held-out loss before": "eval_loss_before",
+    "held-out loss": "eval_loss",
+    "held-out pair accuracy": "eval_pair_accuracy",
     "training loss": "train_loss",
     "seconds of training": "train_seconds",
     "steps": "steps",
@@ -43,9 +43,9 @@ def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
         word = f"goal not reached after {steps} steps ({'; '.join(shown)})"
     else:
         word = "learned" if run.evaluation.goals and evaluation else f"done after {steps} steps"
-    found = {each.name: summary.get(f"accuracy_{each.name}") for each in run.data.heldout_sets}
+    found = {each.name: summary.get(f"accuracy_{each.name}") for each in run.data.eval_sets}
     accuracies = [f"{value:.3f} {name}" for name, value in found.items() if value is not None]
-    sizes = dict.fromkeys(summary.get("final_prompts", {}).values())
+    sizes = dict.fromkeys(summary.get("num_final_prompts", {}).values())
     where = f"final evaluation on {' or '.join(map(str, sizes))} prompts" if sizes else "final evaluation"
     return f"{word}; {where}: accuracy {', '.join(accuracies)}" if accuracies else word
 
@@ -53,7 +53,7 @@ def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
 def draw_results(run: RunConfig, summary: dict[str, Any]) -> Iterator[RenderableType]:
     """Yield the verdict, a table of the figures that the summary has, and the shares of the wall time."""
     yield Text(f"{run.name}: {verdict(run, summary)}", style="bold")
-    sets = run.data.heldout_sets
+    sets = run.data.eval_sets
     labels = {f"accuracy before, {each.name}": each.before_key for each in sets}
     labels |= {f"accuracy after, {each.name}": f"accuracy_{each.name}" for each in sets}
     table = Table(show_header=False, box=None)

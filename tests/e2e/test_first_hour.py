@@ -14,15 +14,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 BUGGY = "def score(sample):\n    return float(sample.response == sample.answer)\n"
 FIXED = "def score(sample):\n    return float(sample.response[:1] == sample.ground_truth[:1])\n"
 OWN = (
-    *("name=mine", "data.train=mine.jsonl", "data.heldout=heldout.jsonl", "model.path=models/mine"),
+    *("name=mine", "data.train=mine.jsonl", "data.eval=heldout.jsonl", "model.path=models/mine"),
     *("generators.reward.function=rewards.py:score", "generators/engine=hf", "learner/engine=torch"),
     *(
         "generators.sampling.max_tokens=6",
         "data.max_prompt_tokens=16",
         "model.dtype=float32",
-        "learner.groups_per_step=4",
+        "learner.prompts_per_step=4",
     ),
-    *("evaluation.monitor_prompts=2", "evaluation.final_prompts=4", "evaluation.before_training=false"),
+    *("evaluation.num_prompts=2", "evaluation.num_final_prompts=4", "evaluation.before_training=false"),
 )
 
 

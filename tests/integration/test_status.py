@@ -98,7 +98,7 @@ def test_a_store_without_the_run_is_one_sentence_and_a_finished_run_shows_its_re
     done = status(config)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     server.stop()
-    summary = {"steps": 4, "accuracy_greedy": 0.25, "final_prompts": {"greedy": 8}}
+    summary = {"steps": 4, "accuracy_greedy": 0.25, "num_final_prompts": {"greedy": 8}}
     RunFolder(config).write_summary(summary)
     done = status(config)
     assert (done.returncode, done.stderr) == (0, "")
@@ -110,7 +110,7 @@ def test_a_store_without_the_run_is_one_sentence_and_a_finished_run_shows_its_re
 
 def test_a_profile_is_asked_for_with_steps_that_the_run_will_make(config, store, capsys):
     profile(["mine", f"runs_dir={config.runs_dir}"], num_steps=3)
-    lead = (config.buffer.staleness.max_lag + 1) * config.weights.publish_every_steps
+    lead = (config.staleness.max_lag + 1) * config.weights.publish_every_steps
     assert f"steps {lead + 2} to {lead + 4} are recorded" in capsys.readouterr().out
     assert store.take_requests("learner") == {"profile": f"{lead + 2} {lead + 4}"}
 

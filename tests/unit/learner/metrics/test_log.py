@@ -127,8 +127,8 @@ def test_the_rate_of_a_row_is_that_of_the_living_generators(folder: RunFolder):
 
 
 def test_every_held_out_set_has_its_accuracies_in_the_summary(folder: RunFolder):
-    sets = "data.heldout=[{name: aime, path: a, samples: 4}, {name: sampled, path: b}]"
-    run = load(["experiment=digits_cpu", sets, "learner.stop=null", "evaluation.goals=[]"])
+    sets = "data.eval=[{name: aime, path: a, samples: 4}, {name: sampled, path: b}]"
+    run = load(["experiment=digits_cpu", sets, "evaluation.stop=null", "evaluation.goals=[]"])
     counts = {"version": 3, "num_asked": 4, "num_answered": 4}
     found = {
         name: EvaluationResult(id=name, purpose=name, num_correct=right, **counts)
@@ -144,6 +144,6 @@ def test_every_held_out_set_has_its_accuracies_in_the_summary(folder: RunFolder)
     log.write_summary(step=1, after=found, evaluation={})
     summary = json.loads((folder.path / "summary.json").read_text())
     assert (summary["accuracy_aime"], summary["accuracy_before_aime"], summary["accuracy_before"]) == (0.25, 0.25, 0.75)
-    assert summary["final_prompts"] == {"aime": 1, "sampled": 4}, "samples are not prompts"
+    assert summary["num_final_prompts"] == {"aime": 1, "sampled": 4}, "samples are not prompts"
     expected = "final evaluation on 1 or 4 prompts: accuracy 0.250 aime, 0.750 sampled"
     assert verdict(run, summary) == f"done after 1 steps; {expected}"

@@ -55,7 +55,7 @@ def test_values_that_cannot_be_swept_are_refused(overrides: list[str], sentence:
         (["data.train=a b,a_b"], ["mine-1", "mine-2"]),
         (["data.train=[a,b],a" + 80 * "b"], ["mine-1", "mine-2"]),
         (
-            ["algorithm.kl.coefficient=0,1", "algorithm.entropy.coefficient=2"],
+            ["algorithm.kl.coef=0,1", "algorithm.entropy.coefficient=2"],
             ["mine-coefficient-0", "mine-coefficient-1"],
         ),
         (["algorithm/filter=a,b", "buffer/filter=c,c"], None),

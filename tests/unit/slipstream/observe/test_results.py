@@ -27,7 +27,7 @@ def test_the_verdict_compares_the_final_evaluation_with_the_goals_and_names_it(g
     bounds = [f"{{metric: eval/accuracy_{name}, at_least: {goal}}}" for name, goal in goals.items()]
     run = load([f"evaluation.goals=[{', '.join(bounds)}]"])
     found = {"accuracy_sampled": sampled, "accuracy_greedy": greedy}
-    summary = found | {"steps": 30, "final_prompts": {"sampled": 512, "greedy": 512}}
+    summary = found | {"steps": 30, "num_final_prompts": {"sampled": 512, "greedy": 512}}
     summary["evaluation"] = {f"eval/{name}": value for name, value in found.items()}
     assert verdict(run, summary) == f"{expected}; {FINAL} {sampled:.3f} sampled, {greedy:.3f} greedy"
 
@@ -37,7 +37,7 @@ def test_the_verdict_compares_the_final_evaluation_with_the_goals_and_names_it(g
     [
         (
             "digits_sft",
-            {"steps": 9, "heldout_loss": 0.5},
+            {"steps": 9, "eval_loss": 0.5},
             ["digits_sft: done after 9 steps", "held-out loss  0.5", "steps          9"],
         ),
         ("digits_cpu", {"steps": 4}, ["digits_cpu: done after 4 steps", "steps  4"]),
