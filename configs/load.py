@@ -307,8 +307,8 @@ def hydra_arguments(overrides: list[str]) -> list[str]:
     return [_hydra_argument(text, each, chosen=chosen) for text, each in zip(overrides, parsed, strict=True)]
 
 
-def parse(overrides: list[str]) -> list[Override]:
-    """Parse overrides with Hydra. Raises ConfigError."""
+def parse(overrides: list[str], *, can_sweep: bool = False) -> list[Override]:
+    """Parse overrides with Hydra. `can_sweep`: whether one may have several values. Raises ConfigError."""
     parser = OverridesParser.create()
     parsed = []
     for index, text in enumerate(overrides):
@@ -318,8 +318,11 @@ def parse(overrides: list[str]) -> list[Override]:
             raise ConfigError(_advice(overrides, index)) from None
         if not override.key_or_group or text.startswith("-"):
             raise ConfigError(_advice(overrides, index))
-        if override.is_sweep_override():
-            raise ConfigError(f"a setting must have one value, got `{text}`: write a list as key=[a,b].")
+        if override.is_sweep_override() and not can_sweep:
+            raise ConfigError(
+                f"a setting must have one value, got `{text}`: write a list as key=[a,b], or train one run per value "
+                "with `slipstream run -m`."
+            )
         parsed.append(override)
     return parsed
 

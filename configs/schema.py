@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import yaml
 from hydra.core.config_store import ConfigStore
-from msgspec.inspect import Field, ListType, StructType, Type, UnionType, type_info
+from msgspec.inspect import Field, ListType, NoneType, StructType, Type, UnionType, type_info
 from omegaconf import DictConfig, OmegaConf
 
 from slipstream.configs.base import ConfigError
@@ -26,8 +26,6 @@ PRESETS = Path(__file__).resolve().parent / "presets"
 """Folder of the YAML presets; each subfolder is a group."""
 _SIMILAR_KEY = 0.8
 """Minimum similarity of the last parts of two keys."""
-_IN_LIST = 0.5
-"""Penalty for keys within list entries."""
 _SIMILAR_SIBLING = 0.7
 """The same within one record or group, where fewer names compete."""
 
@@ -66,6 +64,12 @@ class Setting(NamedTuple):
     def records(self) -> list[StructType]:
         """Records that the field can hold, including list entries; empty for a plain value."""
         return [found for found in _alternatives(self.field.type) if isinstance(found, StructType)]
+
+    @property
+    def takes_value(self) -> bool:
+        """Whether it can be set directly; a record is set by its fields."""
+        options = self.field.type.types if isinstance(self.field.type, UnionType) else (self.field.type,)
+        return not all(isinstance(each, StructType | NoneType) for each in options)
 
     @property
     def tags(self) -> tuple[str, ...]:
@@ -165,104 +169,17 @@ def preset_of_file(group: str, file: Path, *, chosen: Collection[str] = ()) -> s
     return name
 
 
-_TRL, _VERL, _OPENRLHF, _PRIME = "TRL's", "verl's", "OpenRLHF's", "prime-rl's"
-PEER_NAMES = {
-    # model and data
-    "model_name_or_path": (_TRL, "model.path"),
-    "pretrain": (_OPENRLHF, "model.path"),
-    "bf16": (_TRL, "model.dtype"),
-    "torch_dtype": (_TRL, "model.dtype"),
-    "lora_r": (_TRL, "model.lora.rank"),
-    "lora_rank": (_VERL, "model.lora.rank"),
-    "lora_alpha": (_VERL, "model.lora.alpha"),
-    "max_model_len": (_VERL, "model.max_length"),
-    "seq_len": (_PRIME, "model.max_length"),
-    "dataset_name": (_TRL, "data.train"),
-    "train_files": (_VERL, "data.train"),
-    "prompt_data": (_OPENRLHF, "data.train"),
-    "val_files": (_VERL, "data.eval"),
-    "eval_dataset": (_OPENRLHF, "data.eval"),
-    "max_prompt_length": (_VERL, "data.max_prompt_tokens"),
-    "prompt_max_len": (_OPENRLHF, "data.max_prompt_tokens"),
-    # generation
-    "num_generations": (_TRL, "generators.group_size"),
-    "rollout.n": (_VERL, "generators.group_size"),
-    "n_samples_per_prompt": (_OPENRLHF, "generators.group_size"),
-    "rollouts_per_example": (_PRIME, "generators.group_size"),
-    "max_completion_length": (_TRL, "generators.sampling.max_tokens"),
-    "max_response_length": (_VERL, "generators.sampling.max_tokens"),
-    "generate_max_len": (_OPENRLHF, "generators.sampling.max_tokens"),
-    "max_new_tokens": ("transformers'", "generators.sampling.max_tokens"),
-    "reward_funcs": (_TRL, "generators.reward.functions"),
-    "custom_reward_function": (_VERL, "generators.reward.function"),
-    "remote_rm_url": (_OPENRLHF, "generators.reward.function"),
-    "tensor_model_parallel_size": (_VERL, "generators.engine.tensor_parallel_size"),
-    "vllm_tensor_parallel_size": (_OPENRLHF, "generators.engine.tensor_parallel_size"),
-    "vllm_gpu_memory_utilization": (_OPENRLHF, "generators.engine.gpu_memory_utilization"),
-    "vllm_num_engines": (_OPENRLHF, "generators.count"),
-    # batches and steps
-    "per_device_train_batch_size": (_TRL, "learner.prompts_per_step"),
-    "train_batch_size": (_VERL, "learner.prompts_per_step"),
-    "rollout_batch_size": (_OPENRLHF, "learner.prompts_per_step"),
-    "batch_size": (_PRIME, "learner.prompts_per_step"),
-    "ppo_mini_batch_size": (_VERL, "algorithm.updates_per_step"),
-    "steps_per_generation": (_TRL, "algorithm.updates_per_step"),
-    "ppo_epochs": (_VERL, "buffer.reuse.max_uses"),
-    "num_iterations": (_TRL, "buffer.reuse.max_uses"),
-    "gradient_accumulation_steps": (_TRL, "learner.tokens_per_microbatch"),
-    "ppo_micro_batch_size_per_gpu": (_VERL, "learner.tokens_per_microbatch"),
-    "micro_train_batch_size": (_OPENRLHF, "learner.tokens_per_microbatch"),
-    "num_train_epochs": (_TRL, "learner.epochs"),
-    "total_epochs": (_VERL, "learner.epochs"),
-    "total_training_steps": (_VERL, "learner.max_steps"),
-    "num_episodes": (_OPENRLHF, "learner.epochs"),
-    "save_steps": (_TRL, "learner.checkpoint.every_steps"),
-    "save_freq": (_VERL, "learner.checkpoint.every_steps"),
-    "eval_steps": (_TRL, "evaluation.every_steps"),
-    "test_freq": (_VERL, "evaluation.every_steps"),
-    "evaluation.interval": (_PRIME, "evaluation.every_steps"),
-    # optimizer
-    "lr": (_VERL, "learner.optimizer.learning_rate"),
-    "lr_scheduler_type": (_TRL, "learner.optimizer.schedule"),
-    "warmup_ratio": (_TRL, "learner.optimizer.warmup_steps"),
-    "lr_warmup_steps": (_VERL, "learner.optimizer.warmup_steps"),
-    "grad_clip": (_VERL, "learner.optimizer.max_grad_norm"),
-    # objective
-    "adv_estimator": (_VERL, "algorithm/advantage"),
-    "advantage_estimator": (_OPENRLHF, "algorithm/advantage"),
-    "scale_rewards": (_TRL, "algorithm/advantage"),
-    "loss_mode": (_VERL, "algorithm/policy_loss"),
-    "loss_type": (_TRL, "algorithm.loss_aggregation"),
-    "loss_agg_mode": (_VERL, "algorithm.loss_aggregation"),
-    "clip_ratio": (_VERL, "algorithm.policy_loss.clip_high"),
-    "clip_ratio_high": (_VERL, "algorithm.policy_loss.clip_high"),
-    "clip_ratio_low": (_VERL, "algorithm.policy_loss.clip_low"),
-    "eps_clip": (_OPENRLHF, "algorithm.policy_loss.clip_high"),
-    "policy_loss.epsilon": (_TRL, "algorithm.policy_loss.clip_high"),
-    "epsilon_high": (_TRL, "algorithm.policy_loss.clip_high"),
-    "beta": (_TRL, "algorithm.kl.coef"),
-    "kl_loss_coef": (_VERL, "algorithm.kl.coef"),
-    "kl_coef": (_VERL, "algorithm.kl.coef"),
-    "init_kl_coef": (_OPENRLHF, "algorithm.kl.coef"),
-    "entropy_coeff": (_VERL, "algorithm.entropy_coef"),
-    "dynamic_filtering": (_OPENRLHF, "buffer/filter"),
-    "filter_groups": (_VERL, "buffer/filter"),
-    # staleness
-    "max_async_level": (_PRIME, "staleness.max_lag"),
-    "max_off_policy_steps": (_PRIME, "staleness.max_lag"),
-    "staleness_threshold": (_VERL, "staleness.max_lag"),
-    "max_staleness": (_TRL, "staleness.max_lag"),
-    "max_head_offpolicyness": ("AReaL's", "staleness.max_lag"),
-    "weight_sync_steps": (_TRL, "weights.publish_every_steps"),
-    # the run
-    "output_dir": (_TRL, "runs_dir"),
-    "run_name": (_TRL, "name"),
-    "experiment_name": (_VERL, "name"),
-    "resume_from_checkpoint": (_TRL, "resume"),
-    "report_to": (_TRL, "logging.backends"),
-    "trainer.logger": (_VERL, "logging.backends"),
-}
-"""Other trainers' names, as ends of dotted keys -> trainer, our key or group."""
+@cache
+def peer_names() -> dict[str, tuple[str, str]]:
+    """Other trainers' names, as ends of dotted keys -> trainer, our key or group."""
+    table = yaml.safe_load((PRESETS.parent / "peer_names.yaml").read_text())
+    rows = [
+        (name, trainer, ours)
+        for trainer, keys in table.items()
+        for ours, names in keys.items()
+        for name in names.split()
+    ]
+    return {name: (trainer, ours) for name, trainer, ours in reversed(rows)}
 
 
 _PENALTY = "the learner could not compute the probabilities that tokens were sampled with; give the reward a penalty"
@@ -277,16 +194,17 @@ def unknown_key(key: str) -> str:
     if (name := key.rpartition(".")[2]) in _UNSUPPORTED:
         return f"unknown key {key}: {name} is not supported, because {_UNSUPPORTED[name]}."
     if name := _peer_name(key):
-        trainer, ours = PEER_NAMES[name]
-        return f"unknown key {key}: {name} is {trainer} name; here it is {ours}."
+        trainer, ours = peer_names()[name]
+        return f"unknown key {key}: {name} is the name in {trainer}; here it is {ours}."
     if found := nearest_key(key):
         return f"unknown key {key}; did you mean {found}?"
     return f"unknown key {key}; {_siblings(key)}."
 
 
 def _peer_name(key: str) -> str:
-    path = key.split(".")
-    name = next((name for name in (".".join(path[-2:]), path[-1]) if name in PEER_NAMES), "")
+    # slime's names have dashes.
+    path = key.replace("-", "_").split(".")
+    name = next((name for name in (".".join(path[-2:]), path[-1]) if name in peer_names()), "")
     # `policy_loss.beta` is nearer to our setting with that end.
     is_ours = len(path) > 1 and any(setting.key.endswith("." + ".".join(path[-2:])) for setting in settings())
     return "" if is_ours else name
@@ -317,9 +235,11 @@ def nearest_key(wrong: str) -> str | None:
     """
     path = wrong.replace("/", ".")
     if name := _peer_name(path):
-        return PEER_NAMES[name][1]
+        return peer_names()[name][1]
     names = {name.replace("/", "."): name for name in groups()}
-    names = {setting.key: setting.key for setting in settings()} | names
+    # An entry of a list is not set on the command line.
+    plain = [setting.key for setting in settings() if setting.takes_value]
+    names = {key: key for key in plain if ("[" in key) == ("[" in wrong)} | names
     scores = {name: _similarity(path, key) for key, name in names.items()}
     best = max(scores, key=lambda name: scores[name])
     return best if scores[best] > 0 else None
@@ -334,13 +254,11 @@ def _similarity(wrong: str, key: str) -> float:
         return 2.0
     similarity = max(_end_similarity(end, last), _end_similarity(end, f"{parent.rpartition('.')[2]}_{last}"))
     needed = _SIMILAR_SIBLING if wrong_parent == parent else _SIMILAR_KEY
-    # List entries are rarely set one field at a time.
-    penalty = _IN_LIST if "[]" in key else 0.0
-    return similarity + SequenceMatcher(None, wrong, key).ratio() - penalty if similarity >= needed else 0.0
+    return similarity + SequenceMatcher(None, wrong, key).ratio() if similarity >= needed else 0.0
 
 
 def _end_similarity(wrong: str, name: str) -> float:
-    is_abbreviation = wrong == "".join(word[:1] for word in name.split("_")) or (
+    is_abbreviation = ("_" in name and wrong == "".join(word[:1] for word in name.split("_"))) or (
         len(wrong) >= 4 and name.startswith(wrong)
     )
     return 1.0 if is_abbreviation else SequenceMatcher(None, wrong, name).ratio()

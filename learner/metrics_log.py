@@ -222,6 +222,9 @@ class MetricsLog:
                 for each in self._run.data.eval_sets
             },
             "evaluation": evaluation,
+            "num_final_prompts": {
+                each.name: after[each.name].num_asked // each.samples for each in self._run.data.eval_sets
+            },
             "best": best,
             "seconds_to_goal": next((row["time_s"] for row in rows for goal in goals if goal.holds(row)), None),
             "train_seconds": round(seconds, 3),

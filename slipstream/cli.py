@@ -54,7 +54,13 @@ def _options(
 
 
 @app.command(**WITH_OVERRIDES, rich_help_panel="Train")
-def run(ctx: typer.Context, overrides: Overrides = None) -> None:
+def run(
+    ctx: typer.Context,
+    overrides: Overrides = None,
+    multirun: Annotated[
+        bool, typer.Option("-m", "--multirun", help="Train one run after another for each of several values.")
+    ] = False,
+) -> None:
     """Train: run all roles, and report and plot the result.
 
     \b
@@ -63,10 +69,13 @@ def run(ctx: typer.Context, overrides: Overrides = None) -> None:
     slipstream run learner.max_steps=50 name=short    any setting
     slipstream run experiment=digits_serial           all roles in one process, deterministic
     slipstream run experiment=digits_replay replay.path=runs/NAME/archive    train on stored trajectories
+    slipstream run -m seed=1,2,3                      one run per seed, with means and ranges
     """
     from slipstream.launch.run import run_experiment
+    from slipstream.launch.sweep import run_sweep
 
-    run_experiment(overrides or [], program=ctx.find_root().info_name or "slipstream")
+    train = run_sweep if multirun else run_experiment
+    train(overrides or [], program=ctx.find_root().info_name or "slipstream")
 
 
 @app.command(**WITH_OVERRIDES, rich_help_panel="Train")

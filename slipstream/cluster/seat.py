@@ -80,10 +80,19 @@ class LocalSeat:
     """The role's keeper ends it whenever this process ends."""
 
     def __init__(
-        self, log: Path | None, *, is_detached: bool = False, environment: Mapping[str, str] = os.environ
+        self,
+        log: Path | None,
+        *,
+        is_detached: bool = False,
+        environment: Mapping[str, str] = os.environ,
+        errors: int | None = None,
     ) -> None:
-        """Without `log`, the role shares this process's output. A detached keeper is no child of this process."""
+        """Without `log`, the role shares this process's output, but for its errors, which go to the file `errors`.
+
+        A detached keeper is no child of this process.
+        """
         self._log = log
+        self._errors = errors
         self._environment = environment
         self._attachment = "detached" if is_detached else "attached"
         self._keeper: subprocess.Popen[bytes] | None = None
@@ -141,7 +150,7 @@ class LocalSeat:
                 [*keeping, *command],
                 stdin=subprocess.PIPE,
                 stdout=output,
-                stderr=output and subprocess.STDOUT,
+                stderr=subprocess.STDOUT if output else self._errors,
                 pass_fds=[status],
                 start_new_session=True,
                 env=environment,
@@ -196,19 +205,22 @@ class LocalSeat:
             process.wait(timeout=_CLOSE_TIMEOUT_S)
 
 
-def run_kept(arguments: Sequence[str], *, timeout_s: float = inf) -> int | None:
-    """Run `python -m ARGUMENTS`, which ends with this process and shares its output.
+def run_kept(
+    arguments: Sequence[str], *, timeout_s: float = inf, grace_s: float = GRACE_S, errors: int | None = None
+) -> int | None:
+    """Run `python -m ARGUMENTS`, which ends with this process and shares its output, or writes errors to a file.
 
-    Return its exit code, or minus its signal; None after `timeout_s`. Raises OSError.
+    Return its exit code, or minus its signal; None after `timeout_s`. Interrupted, it gets SIGTERM and `grace_s` to
+    end. Raises OSError.
     """
-    seat, ends_at = LocalSeat(None), time.monotonic() + timeout_s
+    seat, ends_at = LocalSeat(None, errors=errors), time.monotonic() + timeout_s
     seat.start(arguments, variables={})
     try:
         while (code := seat.poll()) is None and time.monotonic() < ends_at:
             time.sleep(_POLL_EVERY_S)
     finally:
         seat.terminate()
-        seat.stop(ends_at=time.monotonic() + GRACE_S)
+        seat.stop(ends_at=time.monotonic() + grace_s)
     return code
 
 

@@ -8,13 +8,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from rich.table import Table
 
 from slipstream.broker.dataset import with_epochs
-from slipstream.buffer.role_reports import describe_times
 from slipstream.cluster.observers import observed
 from slipstream.cluster.seat import Places
 from slipstream.configs.base import ConfigError
@@ -22,6 +19,7 @@ from slipstream.configs.load import load, merge_overrides, provenance
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.launch.launcher import Launcher
 from slipstream.launch.preflight import check_surroundings, describe_doubts, make_inputs, missing_steps, prepare
+from slipstream.observe.results import draw_results
 from slipstream.runtime.command_line import make_console
 from slipstream.runtime.model_files import check_model_files, check_model_path
 from slipstream.runtime.run_folder import OVERRIDES, RunFolder, is_held
@@ -170,18 +168,6 @@ def _is_free(folder: RunFolder) -> bool:
     return not folder.path.exists() or (folder.is_untrained and not is_held(folder.path))
 
 
-REPORTED = {
-    "seconds to the goal": "seconds_to_goal",
-    "seconds of training": "train_seconds",
-    "steps": "steps",
-    "tokens/s generated": "generated_tokens_per_s",
-    "tokens/s learned": "learner_tokens_per_s",
-    "lag mean": "lag_mean",
-    "lag max": "lag_max",
-    "largest log-prob difference": "logprob_diff_max",
-}
-
-
 def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> None:
     """Print a finished run's results and draw its curve."""
     # matplotlib takes a second to load.
@@ -193,19 +179,9 @@ def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: 
     except OSError as error:
         # The run itself succeeded.
         curve = f"not drawn: {error}"
-    console.print(f"{run.name}: {verdict(run, summary)}", style="bold", soft_wrap=True)
-    table = Table(show_header=False, box=None)
-    sets = run.data.eval_sets
-    accuracies = {f"accuracy before, {each.name}": each.before_key for each in sets}
-    accuracies |= {f"accuracy after, {each.name}": f"accuracy_{each.name}" for each in sets}
-    for label, key in (accuracies | REPORTED).items():
-        value = summary[key]
-        table.add_row(label, "-" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value))
-    console.print(table)
-    console.print(*describe_times(summary["times"]), sep="\n", soft_wrap=True)
-    if best := summary["best"]:
-        where = f"step {best['checkpoint']['step']}, {best['metric']} {best['value']:.4g}"
-        console.print(f"best model   {folder.best_model} ({where})", soft_wrap=True)
+    console.print(*draw_results(run, summary), sep="\n", soft_wrap=True)
+    if summary["best"]:
+        console.print(f"best model   {folder.best_model}", soft_wrap=True)
     next_commands = suggestions(run, folder, overrides=overrides, program=program)
     width = max(map(len, next_commands))
     console.print(
@@ -236,12 +212,3 @@ def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], prog
         measure: "measure the final model again",
         shlex.join([*program.split(), "plan", *own]): "its memory, by process and cause",
     }
-
-
-def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
-    """Describe goals and final accuracies."""
-    goals = run.evaluation.goals
-    reached = all(goal.holds(summary["evaluation"]) for goal in goals)
-    word = "done" if not goals else "learned" if reached else "NOT learned"
-    found = [f"{summary[f'accuracy_{each.name}']:.3f} {each.name}" for each in run.data.eval_sets]
-    return f"{word}: held-out accuracy {', '.join(found)}"

@@ -93,6 +93,7 @@ class RunLine(Record):
     time_s: float | None
     reward: float | None
     accuracies: dict[str, float]
+    """By held-out set, of the final evaluation once the run has finished, else of the newest monitored one."""
 
 
 class RunReader:
@@ -359,6 +360,10 @@ class RunReader:
     def line(self) -> RunLine:
         changed_at, last, accuracies = self._newest_rows()
         run = self._known_config
+        final = (self.summary.get("evaluation") or {}) if self.folder_phase == "finished" else {}
+        accuracies = {
+            key.removeprefix(_ACCURACY): final[key] for key in final if key.startswith(_ACCURACY)
+        } or accuracies
         return RunLine(
             id=self.id,
             phase=self.folder_phase,

@@ -1,5 +1,6 @@
 """Terminal views of a run: `slipstream status` and the launcher's live view."""
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,14 +18,17 @@ from rich.text import Text
 
 from slipstream.buffer.control import _POLL_EVERY_S
 from slipstream.buffer.errors import ReplayBufferError
+from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S
 from slipstream.buffer.role_reports import Liveness, RoleStatus, describe_times, number_of
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 from slipstream.observe.reader import RunReader, read_run
+from slipstream.observe.results import draw_results
 from slipstream.observe.run_status import RunSnapshot, RunStatus, dead_end_cause
 from slipstream.runtime.command_line import add_row, make_console, make_table, printable
 from slipstream.runtime.credentials import TOKEN_VARIABLE
 from slipstream.runtime.process import on_stop_signal
+from slipstream.runtime.run_folder import find_run
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 48
@@ -332,9 +336,13 @@ _REFRESH_EVERY_S = 1.0
 
 
 def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> None:
-    """Print a run's status. Raises and exits as `read_run`."""
+    """Print a run's status, or its results once it has ended. Raises and exits as `read_run`."""
     if is_json and is_watching:
         raise ConfigError("--json prints once: leave --watch away.")
+    with RunReader(find_run(words, command="status"), timeout_s=COMMAND_TIMEOUT_S) as ended:
+        if ended.folder_phase == "finished" and not ended.find_store():
+            _show_results(ended, is_json=is_json)
+            return
     with read_run(words, command="status") as reader:
         status = reader.status()
         if is_json:
@@ -343,6 +351,16 @@ def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> No
             _watch(reader, status, console=make_console())
         else:
             make_console().print(draw_status(status))
+
+
+def _show_results(reader: RunReader, *, is_json: bool) -> None:
+    run, summary = reader.config, reader.summary
+    if is_json:
+        ended = {"run": run.name, "phase": "finished", "step": summary["steps"], "max_steps": run.learner.max_steps}
+        print(json.dumps(ended | {"summary": summary}))
+    else:
+        final = f"all figures: {reader.folder / 'summary.json'}"
+        make_console().print(*draw_results(run, summary), final, sep="\n", soft_wrap=True)
 
 
 def as_json(status: RunStatus) -> str:

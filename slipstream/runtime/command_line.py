@@ -189,15 +189,41 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
         raise SystemExit(code)
 
 
-_OTHER_NAMES = {"train": "run", "doctor": "diagnose", "version": "--version"}
+_OTHER_NAMES = {
+    **dict.fromkeys(("train", "start"), "run"),
+    **dict.fromkeys(("sweep", "multirun", "tune"), "run -m"),
+    **dict.fromkeys(("finetune", "sft-train"), "sft"),
+    **dict.fromkeys(("info", "results", "summary", "report"), "status"),
+    **dict.fromkeys(("dashboard", "ui", "monitor"), "watch"),
+    **dict.fromkeys(("eval", "test"), "evaluate"),
+    **dict.fromkeys(("sample", "rollout", "predict"), "generate"),
+    **{"doctor": "diagnose", "version": "--version", "merge": "convert", "curves": "plot"},
+}
+"""Commands of other tools that are one of ours, with the same arguments."""
 _RESUMING = ("resume", "restart", "continue")
 _TAKE_EXPERIMENTS = ("run", "config", "prepare", "plan")
 _EXPERIMENT_FILE = re.compile(r"^(--config=)?([^=]+\.yaml)$")
+_STOP = "press Ctrl-C where the run was started, or send SIGTERM to its launcher, whose pid `status` shows"
+_LOGS = "a run's logs are runs/NAME/logs/ROLE.log; `slipstream status` shows the last errors"
+_LIST = "`slipstream watch` lists the runs, `slipstream data ls` the trajectories of one"
+_SERVE = "the model of a run is a folder in transformers format: `vllm serve runs/NAME/final_model`"
+_ALGORITHM = "an algorithm is a setting, such as `slipstream run recipe=dapo`"
+_SAVE = "learner.checkpoint.every_steps saves checkpoints, and Ctrl-C saves one; resume=true continues from the newest"
 _ELSEWHERE = {
-    "stop": "press Ctrl-C where the run was started, or send SIGTERM to its launcher, whose pid `status` shows",
-    "logs": "a run's logs are runs/NAME/logs/ROLE.log; `slipstream status` shows the last errors",
+    **dict.fromkeys(("stop", "kill", "cancel"), _STOP),
+    **dict.fromkeys(("logs", "log", "tail", "attach"), _LOGS),
+    **dict.fromkeys(("ls", "list", "runs", "ps"), _LIST),
+    **dict.fromkeys(("serve", "chat", "infer"), _SERVE),
+    **dict.fromkeys(("grpo", "ppo", "rl"), _ALGORITHM),
+    **dict.fromkeys(("save", "checkpoint", "checkpoints", "ckpt"), _SAVE),
+    **dict.fromkeys(("rm", "delete", "clean"), "a run is a folder: delete runs/NAME"),
+    **dict.fromkeys(("validate", "dry-run"), "`slipstream diagnose KEY=VALUE` checks settings and inputs of a run"),
+    **dict.fromkeys(
+        ("reward", "score"), "`slipstream run` tries the reward first, `slipstream evaluate` scores answers"
+    ),
+    **dict.fromkeys(("push", "upload"), "`hf upload OWNER/NAME runs/NAME/final_model` puts a model on the hub"),
+    "show": "`slipstream status` shows a run, `slipstream data show` a trajectory",
     "export": "`slipstream convert` writes a model, `slipstream data export` trajectories",
-    "ls": "`slipstream watch` lists the runs, `slipstream data ls` the trajectories of one",
     "compare": "`slipstream watch` compares runs, `slipstream evaluate MODEL MODEL` compares models",
 }
 """Commands of other tools -> what to use."""
@@ -208,7 +234,8 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
     first, *others = arguments or ["--help"]
     if first == "help":
         return [*others[:1], "--help"]
-    arguments = [first := _OTHER_NAMES.get(first, first), *others]
+    first, *options = _OTHER_NAMES.get(first, first).split()
+    arguments = [first, *options, *others]
     if first in _RESUMING and others:
         names = (word if "=" in word or word.startswith("-") else f"name={Path(word).name}" for word in others)
         return ["run", *names, "resume=true"]
@@ -216,7 +243,7 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
         raise ConfigError(f"no command `{first}`: {_ELSEWHERE[first]}.")
     commands = [each.name or each.callback.__name__ for each in app.registered_commands if each.callback]
     if first in _TAKE_EXPERIMENTS:
-        return [first, *(_EXPERIMENT_FILE.sub(r"experiment=\2", word) for word in others)]
+        return [first, *(_EXPERIMENT_FILE.sub(r"experiment=\2", word) for word in arguments[1:])]
     if first in (*commands, "-h", "--help", "-V", "--version"):
         return arguments
     if "=" in first or first.startswith(("-", "~")):

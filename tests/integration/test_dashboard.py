@@ -231,12 +231,17 @@ def drawn_charts(watched: Watched) -> int:
 def test_the_page_of_a_run_draws_its_charts_and_a_step_appears_while_it_is_open(watched: Watched, run: LiveRun):
     watched.open("/runs/mine")
     watched.until(lambda: drawn_charts(watched) >= 8, "charts must be drawn")
-    watched.shows("training", f"step {run.steps} of 200", "Held-out accuracy", "Nobody waits")
+    watched.shows("training", f"step {run.steps} of 200", "Held-out accuracy", "monitored at step", "Nobody waits")
     step = run.step(**{"learner/ess": 0.2})
     watched.shows(f"step {step} of 200", "learner/ess is 0.2", "healthy >= 0.3")
     watched.page.click("text=learner/ess")
     watched.shows("effective sample size")
     assert watched.page.evaluate("document.querySelector('tr.chosen').id") == "learner/ess"
+
+
+def test_a_finished_run_shows_the_accuracy_of_its_final_evaluation(watched: Watched):
+    watched.open("/runs/done")
+    watched.shows("0.710", "final evaluation, 512 prompts")
 
 
 def test_twenty_thousand_steps_are_drawn_and_markup_of_a_run_stays_text(watched: Watched):

@@ -94,15 +94,18 @@ def test_a_dead_store_is_one_sentence(config, server):
     assert not list((Path(config.runs_dir) / "mine" / "store").glob("redis.sock")), "it starts no server"
 
 
-def test_a_store_without_the_run_or_of_a_finished_run_is_one_sentence(config, server):
+def test_a_store_without_the_run_is_one_sentence_and_a_finished_run_shows_its_results(config, server):
     done = status(config)
     assert (done.returncode, len(done.stderr.splitlines())) == (1, 1)
     server.stop()
-    RunFolder(config).write_summary({"steps": 4})
+    summary = {"steps": 4, "accuracy_greedy": 0.25, "num_final_prompts": {"greedy": 8}}
+    RunFolder(config).write_summary(summary)
     done = status(config)
-    assert done.returncode == 1
-    assert "run 'mine' has ended" in done.stderr
-    assert "summary.json" in done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "mine: done after 4 steps; final evaluation on 8 prompts: accuracy 0.250 greedy" in done.stdout
+    assert "summary.json" in done.stdout
+    ended = {"run": "mine", "phase": "finished", "step": 4, "max_steps": 200, "summary": summary}
+    assert json.loads(status(config, "--json").stdout) == ended
 
 
 def test_a_profile_is_asked_for_with_steps_that_the_run_will_make(config, store, capsys):

@@ -1,4 +1,4 @@
-"""The commands of the documents: each is found, understood and checked, so that none can stop working unnoticed.
+"""The commands of documents and help texts: each is found, understood and checked, so none stops working unnoticed.
 
 Commands stand in fenced blocks marked `sh` or `console` (with what they print), or between backquotes. Each is parsed
 by its own program, and its settings are composed. Those that look at a run are tried on one; each of the others is run
@@ -23,6 +23,7 @@ from slipstream.cluster.recipe_commands import app as recipes_app
 from slipstream.configs.load import load
 from slipstream.generators.__main__ import ignored_settings, split_id
 from slipstream.launch.run import with_sft_preset
+from slipstream.launch.sweep import expand
 from slipstream.observe.catalog.commands import app as data_app
 from tests import runs
 from tests.shape.test_documents import HAND_WRITTEN, is_program
@@ -131,7 +132,22 @@ def in_block(page: str, block: str, *, prompt: str) -> Iterator[Command]:
             yield Command(page, tuple(words), printed.partition("...")[0].strip())
 
 
-COMMANDS = [command for page in HAND_WRITTEN for command in find_commands(page)]
+def in_help() -> Iterator[Command]:
+    """Every command in a help text; several in a line stand apart."""
+    texts = {"slipstream --help": app.info.help}
+    for group in (app, *GROUPS.values()):
+        texts |= {
+            f"help of {each.callback.__name__}": each.callback.__doc__
+            for each in group.registered_commands
+            if each.callback
+        }
+    for place, content in texts.items():
+        for words in re.findall(r"^ *(slipstream .+)$", content or "", re.MULTILINE):
+            parts = [part for part in re.split(r" {2,}", words) if part.startswith("slipstream ")]
+            yield from (Command(place, tuple(shlex.split(part))) for part in parts if "COMMAND" not in part)
+
+
+COMMANDS = [*(command for page in HAND_WRITTEN for command in find_commands(page)), *in_help()]
 
 
 def test_every_block_says_whether_it_holds_commands() -> None:
@@ -182,6 +198,10 @@ def check_cli(command: Command) -> None:
         assert chosen, f"no command {name}"
         with chosen.make_context(name, list(arguments), parent=parent) as context:
             overrides = context.params.get("overrides")
+    if context.params.get("multirun"):
+        *others, (_, overrides) = expand(overrides or [])
+        for _, each in others:
+            load(each)
     if name == "diagnose":
         overrides = [word for word in arguments if "=" in word]
     if name == "sft":
@@ -212,6 +232,9 @@ slipstream stat
 slipstream status --wacth
 slipstream run learner.max_step=3
 slipstream run recipe=dopa
+slipstream run -m seed=1
+slipstream run -m recipe=dapo,dopa
+slipstream run -m recipe=dopa,dapo
 slipstream explain steps 12
 slipstream data lst runs/mine
 make runs
@@ -302,6 +325,6 @@ def test_commands_on_a_run_work(tmp_path: Path) -> None:
 def tried_on(folder: Path, command: Command) -> str:
     """Run a command in the folder of a run `mine`; returns what went wrong."""
     # The run has this name, whatever the document's; other words are as documented.
-    words = ["mine" if word in ("digits_cpu", "SOURCE") else word for word in command.words[1:]]
+    words = ["mine" if word in ("digits_cpu", "runs/digits_cpu", "SOURCE") else word for word in command.words[1:]]
     done = subprocess.run(runs.command(*words), cwd=folder, capture_output=True, text=True, timeout=60, check=False)
     return "" if done.returncode == 0 else f"exit code {done.returncode}: {done.stdout}{done.stderr}"

@@ -24,7 +24,7 @@ OPTION = re.compile(r"(?<![\w./-])([a-z_]+(?:/[a-z_]+)*)=(\w+)(?![\w/]|\.yaml)")
 COMMAND = re.compile(
     r"(?:(?<![\w./-])(?<!from )slipstream|run_async\.py) ([a-z][a-z_-]*)(?![\w=./-])(?: ([a-z_]+)(?![\w=./-]))?"
 )
-MODULE = re.compile(r"-m ([a-z_]+(?:\.[a-z_]+)*)")
+MODULE = re.compile(r"(?<!slipstream run )-m ([a-z_]+(?:\.[a-z_]+)*)")
 TARGET = re.compile(r"(?:^|`)make ([a-z-]+)", re.MULTILINE)
 METRIC = re.compile(r"`((?:learner|buffer|lag|weights|generators|eval)/[a-z0-9_]+)`")
 WORD = re.compile(r"\w+")

@@ -15,7 +15,7 @@ from slipstream.configs.generators import ToolsAgentConfig
 from slipstream.configs.learner import TorchEngineConfig
 from slipstream.configs.load import convert, load, load_with_models, merge_overrides, provenance, to_plain, to_yaml
 from slipstream.configs.run import RunConfig
-from slipstream.configs.schema import PEER_NAMES, groups, settings
+from slipstream.configs.schema import groups, peer_names, settings
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,7 @@ def refusal(line: str) -> str:
         ("data.train_path=a", "data.train"),
         ("data.eval_path=a", "data.eval"),
         ("experyment=digits_cpu", "experiment"),
+        ("target_kl=1", "algorithm.kl.adaptive.target"),
         ("buffer/storr=redis", "buffer/store"),
         ("algorithm/entropy_coef=0.1", "algorithm.entropy_coef"),
     ],
@@ -202,7 +203,7 @@ def test_a_penalty_is_refused_with_its_reason(name: str) -> None:
         ("'generators.reward.function=[a'", "put quotes around special characters"),
         ("=3", "put quotes around special characters"),
         ("stat", "got `stat`."),
-        ("seed=1,2", "write a list as key=[a,b]."),
+        ("seed=1,2", "write a list as key=[a,b], or train one run per value with `slipstream run -m`."),
     ],
 )
 def test_an_argument_that_is_no_setting_gets_the_advice_that_fits(line: str, advice: str) -> None:
@@ -271,11 +272,20 @@ def test_a_variant_without_a_kind_names_the_kinds() -> None:
         convert(data, RunConfig)
 
 
-@pytest.mark.parametrize("name", PEER_NAMES)
+@pytest.mark.parametrize("key", ["stat", "buffer.rewards", "shuffle", "evaluation_strategies"])
+def test_only_keys_that_can_be_set_are_suggested(key: str) -> None:
+    assert "did you mean" not in refusal(f"{key}=1"), "neither records nor entries of lists"
+
+
+@pytest.mark.parametrize("name", peer_names())
 def test_a_name_of_another_trainer_leads_to_a_setting_that_exists(name: str):
-    trainer, ours = PEER_NAMES[name]
-    assert refusal(f"actor.{name}=1") == f"unknown key actor.{name}: {name} is {trainer} name; here it is {ours}."
-    assert ours in groups() or any(setting.key == ours for setting in settings())
+    trainer, ours = peer_names()[name]
+    assert (
+        refusal(f"actor.{name}=1") == f"unknown key actor.{name}: {name} is the name in {trainer}; here it is {ours}."
+    )
+    assert ours in groups() or any(setting.key == ours and setting.takes_value for setting in settings())
+    dashed = name.replace("_", "-")
+    assert f"here it is {ours}." in refusal(f"{dashed}=1")
     assert refusal(f"--{name} 1") == f"a setting must read key=value, got `--{name}`: write {ours}=1."
 
 

@@ -7,8 +7,8 @@ import pytest
 from slipstream.buffer.archive.step_tokens import StepTokens
 from slipstream.buffer.records import EvaluationResult
 from slipstream.configs.load import load
-from slipstream.launch.run import verdict
 from slipstream.learner.metrics_log import MetricsLog
+from slipstream.observe.results import verdict
 from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
@@ -144,4 +144,6 @@ def test_every_held_out_set_has_its_accuracies_in_the_summary(folder: RunFolder)
     log.write_summary(step=1, after=found, evaluation={})
     summary = json.loads((folder.path / "summary.json").read_text())
     assert (summary["accuracy_aime"], summary["accuracy_before_aime"], summary["accuracy_before"]) == (0.25, 0.25, 0.75)
-    assert "0.250 aime, 0.750 sampled" in verdict(run, summary)
+    assert summary["num_final_prompts"] == {"aime": 1, "sampled": 4}, "samples are not prompts"
+    expected = "final evaluation on 1 or 4 prompts: accuracy 0.250 aime, 0.750 sampled"
+    assert verdict(run, summary) == f"done after 1 steps; {expected}"

@@ -1,8 +1,7 @@
-"""A run as a whole: its name, and its verdict."""
+"""A run as a whole: its name, its settings, and its report."""
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -10,11 +9,9 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load, to_yaml
 from slipstream.launch import run as run_module
 from slipstream.launch.run import (
-    REPORTED,
     describe_finished,
     start_sft,
     suggestions,
-    verdict,
     with_free_name,
     with_sft_preset,
     with_stored_overrides,
@@ -39,23 +36,6 @@ def test_a_default_name_in_use_gets_the_next_number(tmp_path: Path) -> None:
         kept = [*overrides, chosen]
         run, arguments = with_free_name(load(kept), kept)
         assert (run.name, arguments) == ("digits_cpu", kept), chosen
-
-
-@pytest.mark.parametrize(
-    ("goals", "sampled", "greedy", "word"),
-    [
-        ({"sampled": 0.9, "greedy": 0.95}, 0.91, 0.96, "learned"),
-        ({"sampled": 0.9, "greedy": 0.95}, 0.91, 0.94, "NOT learned"),
-        ({"sampled": 0.9}, 0.91, 0.1, "learned"),
-        ({}, 0.1, 0.1, "done"),
-    ],
-)
-def test_the_verdict_compares_the_accuracies_with_the_goals(goals, sampled, greedy, word):
-    bounds = [f"{{metric: eval/accuracy_{name}, at_least: {goal}}}" for name, goal in goals.items()]
-    run = load([f"evaluation.goals=[{', '.join(bounds)}]"])
-    summary: dict[str, Any] = {"accuracy_sampled": sampled, "accuracy_greedy": greedy}
-    summary["evaluation"] = {f"eval/{name}": value for name, value in summary.items()}
-    assert verdict(run, summary) == f"{word}: held-out accuracy {sampled:.3f} sampled, {greedy:.3f} greedy"
 
 
 @pytest.mark.parametrize(
@@ -146,9 +126,7 @@ def test_a_run_that_has_ended_is_reported_although_its_curve_cannot_be_drawn(tmp
     run = load(["experiment=digits_serial", "name=mine", f"runs_dir={tmp_path}"])
     folder = RunFolder(run)
     folder.make()
-    numbers = {"accuracy_sampled", "accuracy_greedy", "accuracy_before", "accuracy_before_greedy", *REPORTED.values()}
-    summary = dict.fromkeys(numbers, 1.0) | {"times": {}, "best": None, "evaluation": {}, "steps": 1}
-    folder.write_summary(summary)
+    folder.write_summary({"times": {}, "best": None, "evaluation": {}, "steps": 1})
     folder.append_metrics({"step": 1, "time_s": 1.0})
     with no_file_above(1000):
         run_module.report(

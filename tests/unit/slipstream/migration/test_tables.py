@@ -8,7 +8,7 @@ import pytest
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import InteractionAgentConfig, ToolsAgentConfig
 from slipstream.configs.load import load
-from slipstream.configs.schema import PEER_NAMES, groups, settings
+from slipstream.configs.schema import groups, peer_names, settings
 from slipstream.migration.command import TRAINERS, import_settings
 from slipstream.migration.translation import Imported
 from tests.machines import needs_bubblewrap
@@ -342,6 +342,6 @@ def test_the_page_names_settings_that_the_importer_reads(trainer: str, title: st
 def test_names_that_errors_translate_are_read_by_the_importers() -> None:
     owners = {"verl's": "verl", "TRL's": "trl", "prime-rl's": "prime-rl", "OpenRLHF's": "openrlhf"}
     words = {owner: re.findall(r"\w+", sources(trainer)) for owner, trainer in owners.items()}
-    named = [(owner, name.split(".")[-1]) for name, (owner, _) in PEER_NAMES.items() if owner in owners]
+    named = [(owner, name.split(".")[-1]) for name, (owner, _) in peer_names().items() if owner in owners]
     begins = {owner: tuple(f"{word}_" for word in words[owner] if len(word) > 12) for owner in owners}
     assert not [name for owner, name in named if name not in words[owner] and not name.startswith(begins[owner])]

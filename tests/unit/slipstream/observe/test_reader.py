@@ -86,8 +86,11 @@ def test_a_list_looks_for_runs_once_and_reads_a_file_that_is_as_before_once(tmp_
     assert (looks, len(reads)) == ([tmp_path], 3)
     reader = RunReader(folder)
     assert (reader.line().step, reader.line().step, len(reads)) == (5, 5, 4)
-    append_rows(folder, make_row(6))
+    assert reader.line().accuracies == {"sampled": 0.71}, "of the final evaluation"
+    reader.folder.joinpath("summary.json").unlink()
+    append_rows(folder, make_row(6, **{"eval/accuracy_sampled": 0.4}))
     assert (reader.line().step, len(reads)) == (6, 5)
+    assert reader.line().accuracies == {"sampled": 0.4}, "of the newest monitored one"
 
 
 def test_a_named_run_that_is_deleted_leaves_the_list_and_the_others_keep_their_names(tmp_path):

@@ -85,13 +85,17 @@ function drawFigures(element, feed) {
   const { view } = feed, status = view?.status, maxLag = view?.max_lag ?? null, sum = (key) => (feed.columns[key] || []).slice(-RECENT).reduce((total, value) => total + (value ?? 0), 0);
   const reward = mean(feed, "learner/reward_mean"), before = mean(feed, "learner/reward_mean", 10);
   const waited = sum("learner/wait_s"), whole_s = waited + sum("learner/train_s") + sum("learner/publish_s");
-  const accuracies = heldOut(feed.keys).map((key) => [key.slice(ACCURACY.length), feed.last(key)]);
+  const final = (!view?.is_live && view?.summary?.evaluation) || null;
+  const accuracies = heldOut(final ? Object.keys(final) : feed.keys).map((key) => [key.slice(ACCURACY.length), final ? final[key] : feed.last(key)]);
+  const monitored = feed.columns.step?.[(feed.columns[heldOut(feed.keys)[0]] ?? []).findLastIndex((value) => value !== null)];
+  const prompts = view?.summary?.final_prompts?.[accuracies[0]?.[0]];
+  const measured = final ? `final evaluation${prompts ? `, ${prompts} prompts` : ""}` : `monitored at step ${whole(monitored)}`;
   const change = reward !== null && before !== null ? `${reward >= before ? "+" : "−"}${Math.abs(reward - before).toFixed(3)} in 10 steps` : "mean of 10 steps";
   const perStep = feed.length > 1 ? whole_s / Math.min(RECENT, feed.length) : null;
   const busy = status && view.is_live ? status.generators_busy_fraction : null;
   const rows = [
     ["Reward", fixed(reward), "", change],
-    ["Held-out accuracy", fixed(accuracies[0]?.[1]), accuracies[0]?.[0] ?? "", accuracies.length ? accuracies.slice(1).map(([name, value]) => `${fixed(value)} ${name}`).join(" · ") : "no evaluation yet"],
+    ["Held-out accuracy", fixed(accuracies[0]?.[1]), accuracies[0]?.[0] ?? "", accuracies.length ? [...accuracies.slice(1).map(([name, value]) => `${fixed(value)} ${name}`), measured].join(" · ") : "no evaluation yet"],
     ["Lag", fixed(feed.last("lag/mean"), 2), "versions", `oldest ${short(feed.last("lag/max"))}${maxLag === null ? "" : `, bound ${maxLag}`}`],
     ["Generated", whole(feed.last("generators/tokens_per_s")), "tokens/s", busy === null ? "all generators" : `generators ${percent(busy)} busy`],
     ["Learned", whole(feed.last("learner/tokens_per_s")), "tokens/s", `${short(perStep)} s a step`],
