@@ -24,15 +24,14 @@ def check_observers(run: RunConfig) -> None:
     check_loggers(run)
     exporter = run.exporter
     if exporter.port is not None:
-        with socket.socket(socket.AF_INET6 if ":" in exporter.host else socket.AF_INET) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                tried.bind((exporter.host, exporter.port))
-            except OSError as error:
-                raise ConfigError(
-                    f"exporter.port must be free at exporter.host={exporter.host}, got {exporter.port}: "
-                    f"{error.strerror}; choose another."
-                ) from None
+        family = socket.AF_INET6 if ":" in exporter.host else socket.AF_INET
+        try:
+            socket.create_server((exporter.host, exporter.port), family=family).close()
+        except OSError as error:
+            raise ConfigError(
+                f"exporter.port must be free at exporter.host={exporter.host}, got {exporter.port}: "
+                f"{error.strerror}; choose another."
+            ) from None
 
 
 def check_loggers(run: RunConfig) -> None:

@@ -1,6 +1,7 @@
 """Evaluate models on held-out sets and compare their scores, with intervals."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 import msgspec
@@ -98,14 +99,11 @@ def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
         if folder:
             folder.add(job, trajectory)
 
-    try:
+    with closing(folder) if folder else nullcontext():
         for trajectory in folder.stored if folder else ():
             record(trajectory)
         missing = [job for each in jobs.values() for job in each if not folder or folder.lacks(job)]
         answer(run, missing, on_answer=keep, title=run.model.path)
-    finally:
-        if folder:
-            folder.close()
     return answers
 
 
