@@ -336,10 +336,11 @@ def watch(words: Sequence[str], *, host: str, port: int | None, names: Sequence[
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_v6 = ":" in host
+    family, is_dual = socket.AF_INET6 if is_v6 else socket.AF_INET, is_v6 and socket.has_dualstack_ipv6()
     for candidate in (PORT, 0) if port is None else (port,):
         try:
-            return socket.create_server((host, candidate), family=family, dualstack_ipv6=":" in host)
+            return socket.create_server((host, candidate), family=family, dualstack_ipv6=is_dual)
         except OSError as error:
             reason = error.strerror or error
     raise ConfigError(f"--host and --port must be an address to listen at, got {host}:{port}: {reason}.")
