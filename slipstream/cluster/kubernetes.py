@@ -14,7 +14,7 @@ import yaml
 from slipstream.cluster.recipe import STOP_TIMEOUT_S, Recipe
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.buffer import EmbeddedRedisConfig
-from slipstream.configs.cluster import CoreConfig, SeatConfig
+from slipstream.configs.cluster import LearnerMachinesConfig, SeatConfig
 from slipstream.runtime.credentials import TOKEN_VARIABLE
 
 Kind = Literal["rayjob", "jobset"]
@@ -77,13 +77,13 @@ def secret(recipe: Recipe, token: str) -> Manifest:
 
 
 def manifests(recipe: Recipe, kind: Kind, options: Options, *, patches: Sequence[Manifest] = ()) -> list[Manifest]:
-    """Return a run's job, and a Service with `exporter.port`. Raises ConfigError.
+    """Return a run's job, and a Service with `metrics.prometheus_port`. Raises ConfigError.
 
     `patches`: documents merged into that of the same kind; those of kind Pod into every pod.
     """
-    port = recipe.run.exporter.port
-    if port is not None and not recipe.run.exporter.is_open:
-        recipe = recipe._replace(settings=[*recipe.settings, "exporter.host=0.0.0.0"])
+    port = recipe.run.metrics.prometheus_port
+    if port is not None and not recipe.run.metrics.is_open:
+        recipe = recipe._replace(settings=[*recipe.settings, "metrics.prometheus_host=0.0.0.0"])
     job = _Job(recipe, options, [patch for patch in patches if patch.get("kind") == "Pod"])
     documents = [job.jobset() if kind == "jobset" else job.rayjob()]
     if port is not None:
@@ -172,7 +172,7 @@ class _Size(NamedTuple):
     gpus: int = 0
 
 
-def _size_of(machine: CoreConfig | SeatConfig) -> _Size:
+def _size_of(machine: LearnerMachinesConfig | SeatConfig) -> _Size:
     return _Size(ceil(machine.cpus), machine.memory_gib or _BASE_GIB + _GPU_GIB * machine.gpus, machine.gpus)
 
 
@@ -185,7 +185,7 @@ class _Job:
         self._name = object_name(recipe)
         # JOBSET-JOB-INDEX-INDEX.SUBDOMAIN
         self._core_host = f"{self._name}-core-0-0.{self._name}"
-        metrics = recipe.run.exporter.port
+        metrics = recipe.run.metrics.prometheus_port
         self._metrics = {"metrics": metrics} if metrics else {}
         self._core = _size_of(self._cluster.core)
 
@@ -210,7 +210,7 @@ class _Job:
         # The broker needs one core.
         size = _Size(max(1, self._core.cpus - 1), self._core.memory_gib - broker_gib, core.gpus)
         must, why = f"be > {broker_gib:g}", "broker and store need that much"
-        require(size.memory_gib > 0, "cluster.core.memory_gib", must, got=core.memory_gib, why=why)
+        require(size.memory_gib > 0, "cluster.learner.memory_gib", must, got=core.memory_gib, why=why)
         make = ["python", "-m", "slipstream", "prepare", *self._recipe.settings]
         prepare = self._container("prepare", make, size=size._replace(gpus=0), secrets=secrets)
         ports, broker_size = {"broker": self._ports[0]} | self._metrics, _Size(1, broker_gib)

@@ -22,14 +22,14 @@ _EXPORTER_TIMEOUT_S = 3.0
 def check_observers(run: RunConfig) -> None:
     """Check the requirements of observers. Raises ConfigError."""
     check_loggers(run)
-    exporter = run.exporter
-    if exporter.port is not None:
-        family = socket.AF_INET6 if ":" in exporter.host else socket.AF_INET
+    metrics = run.metrics
+    if metrics.prometheus_port is not None:
+        family = socket.AF_INET6 if ":" in metrics.prometheus_host else socket.AF_INET
         try:
-            socket.create_server((exporter.host, exporter.port), family=family).close()
+            socket.create_server((metrics.prometheus_host, metrics.prometheus_port), family=family).close()
         except OSError as error:
             raise ConfigError(
-                f"exporter.port must be free at exporter.host={exporter.host}, got {exporter.port}: "
+                f"metrics.prometheus_port must be free at metrics.prometheus_host={metrics.prometheus_host}, got {metrics.prometheus_port}: "
                 f"{error.strerror}; choose another."
             ) from None
 
@@ -79,7 +79,7 @@ class Observers:
             ): run.logging.close_timeout_s
             for name in run.loggers
         }
-        if run.exporter.is_wanted:
+        if run.metrics.is_wanted:
             exporter = RoleProcess(EXPORTER, ["slipstream.observe.exporter", *where], logs=logs)
             self._processes[exporter] = _EXPORTER_TIMEOUT_S
 
