@@ -17,7 +17,7 @@ from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.records import Event
 from slipstream.configs.run import RunConfig
-from slipstream.observe.run_status import Monitor, RunStatus, make_status
+from slipstream.observe.run_status import Monitor, RunStatus
 from slipstream.runtime.credentials import derive_keys
 from slipstream.runtime.model_files import ModelFingerprint
 from tests.builders import make_run
@@ -173,6 +173,23 @@ def make_reports() -> dict[str, tuple[float, dict[str, Any]]]:
     }
 
 
+class StatusStore(MemoryStore):
+    """A store with given answers to some questions of a Monitor."""
+
+    def __init__(self, *, clock: FakeClock, ready: dict[int, int], events: list[Event], full_disk: str) -> None:
+        super().__init__(clock=clock)
+        self._given = ready, events, full_disk
+
+    def ready_versions(self) -> dict[int, int]:
+        return self._given[0]
+
+    def events(self, *, limit: int) -> list[Event]:
+        return self._given[1]
+
+    def full_disk(self) -> str:
+        return self._given[2]
+
+
 def status_of(
     reports: dict[str, tuple[float, dict[str, Any]]] | None = None,
     *,
@@ -184,7 +201,7 @@ def status_of(
     full_disk: str = "",
 ) -> RunStatus:
     clock, now = FakeClock(0.0), 1000.0
-    store = MemoryStore(clock=clock)
+    store = StatusStore(clock=clock, ready=ready_versions or {}, events=events or [], full_disk=full_disk)
     store.open_run("test", config_json="{}", num_rows=4, seed=0)
     store.announce_version(3)
     store.set_phase(phase)
@@ -193,10 +210,8 @@ def status_of(
     for name, (age_s, gauges) in (make_reports() if reports is None else reports).items():
         clock.now = now - age_s
         store.report_role(name, gauges)
-    snapshot = Monitor(store, run).poll()
-    return make_status(
-        snapshot, run=run, now=now, ready_versions=ready_versions or {}, events=events or [], full_disk=full_disk
-    )
+    clock.now = now
+    return Monitor(store, run).status()
 
 
 @contextmanager

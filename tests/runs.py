@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 
 from slipstream.buffer.accounting import Audit, StoreCounts
@@ -28,7 +29,6 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import read_config
 from slipstream.observe.run_status import Monitor
-from slipstream.observe.terminal import as_json
 from slipstream.runtime.trace import SPANS
 
 ROOT = Path(__file__).parents[1]
@@ -119,7 +119,7 @@ def status(folder: Path, name: str) -> dict[str, Any]:
     path = folder / "runs" / name
     try:
         with open_run_store(path, timeout_s=1) as store:
-            return json.loads(as_json(Monitor(store, read_config(path)).status()))
+            return msgspec.to_builtins(Monitor(store, read_config(path)).status(), str_keys=True)
     except (ConfigError, ReplayBufferError):
         return {"roles": []}
 

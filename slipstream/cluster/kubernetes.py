@@ -3,8 +3,10 @@
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import ceil
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import yaml
@@ -23,25 +25,11 @@ ANY_INTERFACE = "0.0.0.0/0"
 SECRET_KEY = "token"
 _MAX_NAME = 40
 """JobSet and KubeRay append suffixes, and labels have at most 63 characters."""
-_USER = 1000
-_WORKSPACE = "/workspace"
-_VOLUMES = {"workspace": _WORKSPACE, "shared-memory": "/dev/shm"}
-_SHARED_MEMORY = "8Gi"
-"""Counts toward the memory of the containers that fill it."""
 _BASE_GIB, _GPU_GIB = 16, 64
 """Memory of a machine, and what each GPU adds."""
 _BROKER_GIB, _SUBMITTER_GIB = 4, 1
 _GPU = "nvidia.com/gpu"
-_RESTARTS = 6
-"""Restarts of a container before its pod fails, and of all pods before the run fails."""
-_START_S = 600
-"""Limit for the broker to load the store and the data."""
-_KEPT_S = 3600
-"""Time before a finished job is deleted."""
-_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-_INSTANCE = "app.kubernetes.io/instance"
-"""Label of all objects of a run."""
-_COMPONENT = "app.kubernetes.io/component"
+_NOTHING: tuple[object, ...] = (None, "", [], {})
 _LIST_KEYS = ("mountPath", "groupName", "name")
 """Fields that identify an item of a list, the first that all items have."""
 
@@ -85,8 +73,7 @@ def object_name(recipe: Recipe) -> str:
 
 def secret(recipe: Recipe, token: str) -> Manifest:
     """Return the token's Secret."""
-    metadata = _metadata(recipe, secret_name(recipe))
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": metadata, "stringData": {SECRET_KEY: token}}
+    return _fill("secret", name=secret_name(recipe), run=object_name(recipe), token=token)
 
 
 def manifests(recipe: Recipe, kind: Kind, options: Options, *, patches: Sequence[Manifest] = ()) -> list[Manifest]:
@@ -97,10 +84,11 @@ def manifests(recipe: Recipe, kind: Kind, options: Options, *, patches: Sequence
     port = recipe.run.metrics.prometheus_port
     if port is not None and not recipe.run.metrics.is_open:
         recipe = recipe._replace(settings=[*recipe.settings, "metrics.prometheus_host=0.0.0.0"])
-    pods = _Pods(recipe, options, [patch for patch in patches if patch.get("kind") == "Pod"])
-    documents = [_jobset(recipe, pods) if kind == "jobset" else _rayjob(recipe, pods, ray_version=options.ray_version)]
+    job = _Job(recipe, options, [patch for patch in patches if patch.get("kind") == "Pod"])
+    documents = [job.jobset() if kind == "jobset" else job.rayjob()]
     if port is not None:
-        documents.append(_metrics_service(recipe, port))
+        name = object_name(recipe)
+        documents.append(_fill("metrics", name=f"{name}-metrics", run=name, port=port))
     for patch in patches:
         others = [each for each in documents if each["kind"] == patch.get("kind")]
         must = f"have the kind {' | '.join(str(each['kind']) for each in documents)} | Pod"
@@ -152,83 +140,202 @@ def dump(document: Manifest) -> str:
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120)
 
 
-def _metadata(recipe: Recipe, name: str) -> Manifest:
-    return {"name": name, "labels": {"app.kubernetes.io/name": "slipstream", _INSTANCE: object_name(recipe)}}
+@cache
+def _template() -> dict[str, Manifest]:
+    found: dict[str, Manifest] = yaml.safe_load(Path(__file__).with_name("manifests.yaml").read_text("utf-8"))
+    return found
 
 
-class _Pods:
+def _fill(section: str, **values: Any) -> Manifest:
+    """Return a section of manifests.yaml with its `$name` replaced; fields without a value are left out."""
+    filled: Manifest = _filled(_template()[section], values)
+    return filled
+
+
+def _filled(node: Any, values: Mapping[str, Any]) -> Any:
+    if isinstance(node, dict):
+        filled = {key: _filled(each, values) for key, each in node.items()}
+        return {key: each for key, each in filled.items() if not (_is_name(node[key]) and each in _NOTHING)}
+    if isinstance(node, list):
+        parts = (_filled(each, values) if _is_name(each) else [_filled(each, values)] for each in node)
+        return [each for part in parts for each in part]
+    return values.get(node[1:]) if _is_name(node) else node
+
+
+def _is_name(node: Any) -> bool:
+    return isinstance(node, str) and node.startswith("$")
+
+
+class _Size(NamedTuple):
+    cpus: int
+    memory_gib: float
+    gpus: int = 0
+
+
+def _size_of(machine: LearnerMachinesConfig | SeatConfig) -> _Size:
+    return _Size(ceil(machine.cpus), machine.memory_gib or _BASE_GIB + _GPU_GIB * machine.gpus, machine.gpus)
+
+
+class _Job:
+    """Builds a run's job."""
+
     def __init__(self, recipe: Recipe, options: Options, patches: Sequence[Manifest]) -> None:
-        self._options = options
-        self._patches = patches
-        self._labels = {_INSTANCE: object_name(recipe)}
-        self._token = {
-            "name": TOKEN_VARIABLE,
-            "valueFrom": {"secretKeyRef": {"name": secret_name(recipe), "key": SECRET_KEY}},
-        }
-        self.secrets, self.generator_secrets = options.secrets, options.generator_secrets
+        self._recipe, self._options, self._patches = recipe, options, patches
+        self._run, self._cluster, self._ports = recipe.run, recipe.run.cluster, recipe.run.cluster.port_range
+        self._name = object_name(recipe)
+        # JOBSET-JOB-INDEX-INDEX.SUBDOMAIN
+        self._core_host = f"{self._name}-core-0-0.{self._name}"
+        metrics = recipe.run.metrics.prometheus_port
+        self._metrics = {"metrics": metrics} if metrics else {}
+        self._core = _size_of(self._cluster.core)
 
-    def container(
+    def jobset(self) -> Manifest:
+        """One pod for broker, store, and first ranks; one per further machine of ranks; one per generator."""
+        machines = self._cluster.core.machines
+        jobs = [_fill("job", name="core", pods=1, pod=self._core_pod())]
+        if machines > 1:
+            start = 'export NODE_RANK=$((JOB_COMPLETION_INDEX + 1)); exec "$@"'
+            command = ["bash", "-c", start, "ranks", *self._role("learner")]
+            variables = self._ranks_variables()
+            learner = self._container(
+                "learner", command, size=self._core, secrets=self._options.secrets, variables=variables
+            )
+            jobs.append(_fill("job", name="ranks", pods=machines - 1, pod=self._role_pod("ranks", learner)))
+        jobs.append(_fill("job", name="generators", pods=self._run.generators.count, pod=self._generator_pod()))
+        return _fill("jobset", name=self._name, run=self._name, jobs=jobs)
+
+    def _core_pod(self) -> Manifest:
+        core, store, secrets = self._cluster.core, self._run.buffer.store, self._options.secrets
+        broker_gib = _BROKER_GIB + (store.max_memory_mib / 1024 if isinstance(store, EmbeddedRedisConfig) else 0)
+        # The broker needs one core.
+        size = _Size(max(1, self._core.cpus - 1), self._core.memory_gib - broker_gib, core.gpus)
+        must, why = f"be > {broker_gib:g}", "broker and store need that much"
+        require(size.memory_gib > 0, "cluster.learner.memory_gib", must, got=core.memory_gib, why=why)
+        make = ["python", "-m", "slipstream", "prepare", *self._recipe.settings]
+        prepare = self._container("prepare", make, size=size._replace(gpus=0), secrets=secrets)
+        ports, broker_size = {"broker": self._ports[0]} | self._metrics, _Size(1, broker_gib)
+        broker = self._container(
+            "broker", self._role("broker"), size=broker_size, secrets=secrets, ports=ports, has_token=True
+        )
+        is_spread = core.machines > 1
+        learner = self._container(
+            "learner",
+            self._role("learner"),
+            size=size,
+            secrets=secrets,
+            ports={"weights": self._ports[1]} | ({"meeting": self._ports[-1]} if is_spread else {}),
+            variables=self._ranks_variables() | ({"NODE_RANK": "0"} if is_spread else {}),
+            has_token=True,
+        )
+        return self._role_pod("core", learner | _fill("ready"), before=[prepare, broker | _fill("sidecar")])
+
+    def _generator_pod(self) -> Manifest:
+        start = 'exec "$@" --id "generator-$JOB_COMPLETION_INDEX"'
+        address = f"broker.address=tcp://{self._core_host}:{self._ports[0]}"
+        size = _size_of(self._cluster.generator)
+        container = self._container(
+            "generator",
+            ["bash", "-c", start, "generator", "python", "-m", "slipstream.generators", *self._recipe.own, address],
+            size=size,
+            secrets=self._options.generator_secrets,
+            ports={"weights": self._ports[0]},
+            variables={"OMP_NUM_THREADS": str(size.cpus)},
+            has_token=True,
+        )
+        return self._role_pod("generators", container | _fill("ready"), labels=self._cluster.generator.labels)
+
+    def _role(self, role: str) -> list[str]:
+        return ["python", "-m", f"slipstream.{role}", *self._recipe.settings]
+
+    def _ranks_variables(self) -> dict[str, str]:
+        machines, ranks = self._cluster.core.machines, self._run.learner.num_ranks
+        # By default, a process in a container uses all cores of its node.
+        threads = {"OMP_NUM_THREADS": str(max(1, self._core.cpus * machines // ranks))}
+        meeting = {"MASTER_ADDR": self._core_host, "MASTER_PORT": str(self._ports[-1])}
+        return threads | (meeting if machines > 1 else {})
+
+    def rayjob(self) -> Manifest:
+        size, secrets = self._core, self._options.secrets
+        ports = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "broker": self._ports[0]}
+        ports |= {"weights": self._ports[1]} | self._metrics
+        head = self._container("ray-head", size=size, secrets=secrets, ports=ports, has_token=True)
+        submitter = self._container("ray-job-submitter", size=_Size(1, _SUBMITTER_GIB), secrets=())
+        return _fill(
+            "rayjob",
+            name=self._name,
+            run=self._name,
+            command=shlex.join(["python", "-m", "slipstream", "run", *self._recipe.settings]),
+            submitter=self._pod("submitter", submitter, restart="Never"),
+            ray_version=self._options.ray_version,
+            is_autoscaled=self._run.generators.autoscale is not None,
+            head=self._pod("core", head),
+            workers=self._workers(),
+        )
+
+    def _workers(self) -> list[Manifest]:
+        generator, count, scale = self._cluster.generator, self._run.generators.count, self._run.generators.autoscale
+        secrets, ports = self._options.generator_secrets, {"weights": self._ports[0]}
+        engine = self._container("ray-worker", size=_size_of(generator), secrets=secrets, ports=ports)
+        size = {"count": count, "least": scale.min if scale else count, "most": scale.max if scale else count}
+        pod, labels = self._pod("generators", engine), dict(generator.labels)
+        engines = _fill("workers", name="generators", pod=pod, labels=labels, **size)
+        if not (further := self._cluster.core.machines - 1):
+            return [engines]
+        ranks = self._container("ray-worker", size=self._core, secrets=self._options.secrets)
+        size = {"count": further, "least": further, "most": further}
+        return [_fill("workers", name="ranks", pod=self._pod("ranks", ranks), **size), engines]
+
+    def _container(
         self,
         name: str,
         command: Sequence[str] = (),
         *,
-        cpus: int,
-        memory_gib: float,
-        gpus: int = 0,
-        ports: Mapping[str, int] | None = None,
-        variables: Mapping[str, str] | None = None,
+        size: _Size,
+        secrets: Sequence[str],
+        ports: Mapping[str, int] = MappingProxyType({}),
+        variables: Mapping[str, str] = MappingProxyType({}),
         has_token: bool = False,
-        secrets: Sequence[str] = (),
     ) -> Manifest:
-        """KubeRay supplies a missing command."""
-        # A namespace with a quota rejects containers without requests or limits.
-        amounts = {"cpu": str(cpus), "memory": f"{ceil(memory_gib * 1024)}Mi"} | ({_GPU: str(gpus)} if gpus else {})
-        given = {"HOME": _WORKSPACE} | dict(variables or {})
-        variables_of_it: list[Manifest] = [{"name": key, "value": value} for key, value in given.items()]
-        container: Manifest = {"name": name, "image": self._options.image, "workingDir": _WORKSPACE}
-        # Escape $(NAME), which Kubernetes would expand.
-        container |= {"command": [word.replace("$(", "$$(") for word in command]} if command else {}
-        return container | {
-            "env": [*variables_of_it, *([self._token] if has_token else [])],
-            **({"envFrom": [{"secretRef": {"name": each}} for each in secrets]} if secrets else {}),
-            **({"ports": [{"name": key, "containerPort": port} for key, port in ports.items()]} if ports else {}),
-            "resources": {"requests": amounts, "limits": amounts},
-            "securityContext": _SECURITY,
-            "volumeMounts": [{"name": volume, "mountPath": path} for volume, path in _VOLUMES.items()],
-        }
+        token = _fill("token", variable=TOKEN_VARIABLE, secret=secret_name(self._recipe))
+        return _fill(
+            "container",
+            name=name,
+            image=self._options.image,
+            # Escape $(NAME), which Kubernetes would expand.
+            command=[word.replace("$(", "$$(") for word in command],
+            variables=[{"name": key, "value": value} for key, value in variables.items()],
+            token=[token] if has_token else [],
+            secrets=[{"secretRef": {"name": each}} for each in secrets],
+            ports=[{"name": key, "containerPort": port} for key, port in ports.items()],
+            amounts={"cpu": str(size.cpus), "memory": f"{ceil(size.memory_gib * 1024)}Mi"}
+            | ({_GPU: str(size.gpus)} if size.gpus else {}),
+        )
 
-    def pod(self, component: str, container: Manifest, **more: Any) -> Manifest:
-        """`more`: further spec fields."""
+    def _role_pod(self, component: str, container: Manifest, **more: Any) -> Manifest:
+        return self._pod(component, container, restart="OnFailure", is_account_mounted=False, **more)
+
+    def _pod(
+        self, component: str, container: Manifest, *, labels: Mapping[str, str] = MappingProxyType({}), **more: Any
+    ) -> Manifest:
+        """`labels`: of its node; `more`: values of the template."""
         options = self._options
-        workspace = {"persistentVolumeClaim": {"claimName": options.claim}} if options.claim else {"emptyDir": {}}
-        memory = {"emptyDir": {"medium": "Memory", "sizeLimit": _SHARED_MEMORY}}
-        selector = dict(options.node_selector) | more.pop("nodeSelector", {})
+        claim = {"persistentVolumeClaim": {"claimName": options.claim}} if options.claim else {"emptyDir": {}}
         tolerations = [_toleration(each) for each in options.tolerations]
         if _GPU in container["resources"]["limits"]:
             tolerations.append({"key": _GPU, "operator": "Exists", "effect": "NoSchedule"})
-        placed = {
-            "nodeSelector": selector,
-            "tolerations": tolerations,
-            "imagePullSecrets": [{"name": each} for each in options.pull_secrets],
-            "serviceAccountName": options.service_account,
-        }
-        spec = {
-            "securityContext": {
-                "runAsNonRoot": True,
-                "runAsUser": _USER,
-                "runAsGroup": _USER,
-                "fsGroup": _USER,
-                # Otherwise each start changes the owner of every file on the claim.
-                "fsGroupChangePolicy": "OnRootMismatch",
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
-            "terminationGracePeriodSeconds": STOP_TIMEOUT_S,
-            **{key: value for key, value in placed.items() if value},
+        pod = _fill(
+            "pod",
+            run=self._name,
+            component=component,
+            stop_timeout_s=STOP_TIMEOUT_S,
+            node_selector={**options.node_selector, **labels},
+            tolerations=tolerations,
+            pull_secrets=[{"name": each} for each in options.pull_secrets],
+            service_account=options.service_account,
+            containers=[container],
+            workspace=[{"name": "workspace"} | claim],
             **more,
-            "containers": [container],
-            "volumes": [{"name": "workspace", **workspace}, {"name": "shared-memory", **memory}],
-        }
-        pod = {"metadata": {"labels": self._labels | {_COMPONENT: component}}, "spec": spec}
+        )
         for patch in self._patches:
             pod = merged(pod, {key: value for key, value in patch.items() if key in ("metadata", "spec")})
         return pod
@@ -239,215 +346,3 @@ def _toleration(taint: str) -> Manifest:
     key, has_value, value = name.partition("=")
     matched = {"operator": "Equal", "value": value} if has_value else {"operator": "Exists"}
     return {"key": key} | matched | ({"effect": effect} if effect else {})
-
-
-def _memory_gib(machine: LearnerMachinesConfig | SeatConfig) -> float:
-    return machine.memory_gib or _BASE_GIB + _GPU_GIB * machine.gpus
-
-
-def _metrics_service(recipe: Recipe, port: int) -> Manifest:
-    """The exporter's port. `selector`: the pod of the broker, or of the launcher."""
-    selector = {_INSTANCE: object_name(recipe), _COMPONENT: "core"}
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(recipe, f"{object_name(recipe)}-metrics"),
-        "spec": {"selector": selector, "ports": [{"name": "metrics", "port": port, "targetPort": "metrics"}]},
-    }
-
-
-_READY = {"readinessProbe": {"tcpSocket": {"port": "weights"}, "periodSeconds": 10, "failureThreshold": 6}}
-"""Shows which roles have loaded their model. Not a liveness probe, because the port may change with an epoch."""
-
-
-# --- JobSet ----------------------------------------------------------------------------------------------------------
-def _jobset(recipe: Recipe, pods: _Pods) -> Manifest:
-    """One pod for broker, store, and first ranks; one per further machine of ranks; one per generator."""
-    name, machines = object_name(recipe), recipe.run.cluster.learner.machines
-    jobs = [_job("core", 1, _core_pod(recipe, pods))]
-    if machines > 1:
-        start = 'export NODE_RANK=$((JOB_COMPLETION_INDEX + 1)); exec "$@"'
-        command = ["bash", "-c", start, "ranks", *_role("learner", recipe)]
-        learner = pods.container(
-            "learner",
-            command,
-            cpus=recipe.core_cpus,
-            memory_gib=_memory_gib(recipe.run.cluster.learner),
-            gpus=recipe.run.cluster.learner.gpus,
-            variables=_ranks_variables(recipe),
-            secrets=pods.secrets,
-        )
-        jobs.append(_job("ranks", machines - 1, _role_pod(pods, "ranks", learner)))
-    jobs.append(_job("generators", recipe.run.generators.count, _generator_pod(recipe, pods)))
-    return {
-        "apiVersion": "jobset.x-k8s.io/v1alpha2",
-        "kind": "JobSet",
-        "metadata": _metadata(recipe, name),
-        "spec": {
-            "network": {"enableDNSHostnames": True, "subdomain": name, "publishNotReadyAddresses": True},
-            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["core"]},
-            "failurePolicy": {"maxRestarts": _RESTARTS},
-            "ttlSecondsAfterFinished": _KEPT_S,
-            "replicatedJobs": jobs,
-        },
-    }
-
-
-def _job(name: str, pods: int, template: Manifest) -> Manifest:
-    count = {"completions": pods, "parallelism": pods, "completionMode": "Indexed", "backoffLimit": _RESTARTS}
-    return {"name": name, "replicas": 1, "template": {"spec": count | {"template": template}}}
-
-
-def _core_host(recipe: Recipe) -> str:
-    """Name of the first pod: JOBSET-JOB-INDEX-INDEX.SUBDOMAIN."""
-    name = object_name(recipe)
-    return f"{name}-core-0-0.{name}"
-
-
-def _core_pod(recipe: Recipe, pods: _Pods) -> Manifest:
-    core, ports = recipe.run.cluster.learner, recipe.run.cluster.port_range
-    store, metrics = recipe.run.buffer.store, recipe.run.metrics.prometheus_port
-    broker_gib = _BROKER_GIB + (store.max_memory_mib / 1024 if isinstance(store, EmbeddedRedisConfig) else 0)
-    learner_gib = _memory_gib(core) - broker_gib
-    must, why = f"be > {broker_gib:g}", "broker and store need that much"
-    require(learner_gib > 0, "cluster.learner.memory_gib", must, got=core.memory_gib, why=why)
-    broker = pods.container(
-        "broker",
-        _role("broker", recipe),
-        cpus=1,
-        memory_gib=broker_gib,
-        ports={"broker": ports[0]} | ({"metrics": metrics} if metrics else {}),
-        has_token=True,
-        secrets=pods.secrets,
-    )
-    listens = {"tcpSocket": {"port": "broker"}}
-    # A sidecar starts before the learner, restarts independently, and ends with it.
-    broker |= {
-        "restartPolicy": "Always",
-        "startupProbe": listens | {"periodSeconds": 2, "failureThreshold": _START_S // 2},
-        "livenessProbe": listens | {"periodSeconds": 10, "failureThreshold": 6},
-    }
-    # The broker needs one core.
-    cpus = max(1, recipe.core_cpus - 1)
-    make = ["python", "-m", "slipstream", "prepare", *recipe.settings]
-    prepare = pods.container("prepare", make, cpus=cpus, memory_gib=learner_gib, secrets=pods.secrets)
-    learner = pods.container(
-        "learner",
-        _role("learner", recipe),
-        cpus=cpus,
-        memory_gib=learner_gib,
-        gpus=core.gpus,
-        ports={"weights": ports[1]} | ({"meeting": ports[-1]} if core.machines > 1 else {}),
-        variables=_ranks_variables(recipe) | ({"NODE_RANK": "0"} if core.machines > 1 else {}),
-        has_token=True,
-        secrets=pods.secrets,
-    )
-    return _role_pod(pods, "core", learner | _READY, initContainers=[prepare, broker])
-
-
-def _generator_pod(recipe: Recipe, pods: _Pods) -> Manifest:
-    generator, port = recipe.run.cluster.generator, recipe.run.cluster.port_range[0]
-    start = 'exec "$@" --id "generator-$JOB_COMPLETION_INDEX"'
-    role = ["python", "-m", "slipstream.generators", *recipe.own, f"broker.address=tcp://{_core_host(recipe)}:{port}"]
-    container = pods.container(
-        "generator",
-        ["bash", "-c", start, "generator", *role],
-        cpus=recipe.generator_cpus,
-        memory_gib=_memory_gib(generator),
-        gpus=generator.gpus,
-        ports={"weights": port},
-        variables={"OMP_NUM_THREADS": str(recipe.generator_cpus)},
-        has_token=True,
-        secrets=pods.generator_secrets,
-    )
-    selector = {"nodeSelector": dict(generator.labels)} if generator.labels else {}
-    return _role_pod(pods, "generators", container | _READY, **selector)
-
-
-def _role(role: str, recipe: Recipe) -> list[str]:
-    return ["python", "-m", f"slipstream.{role}", *recipe.settings]
-
-
-def _ranks_variables(recipe: Recipe) -> dict[str, str]:
-    machines, ranks = recipe.run.cluster.learner.machines, recipe.run.learner.num_ranks
-    # By default, a process in a container uses all cores of its node.
-    threads = {"OMP_NUM_THREADS": str(max(1, recipe.core_cpus * machines // ranks))}
-    meeting = {"MASTER_ADDR": _core_host(recipe), "MASTER_PORT": str(recipe.run.cluster.port_range[-1])}
-    return threads | (meeting if machines > 1 else {})
-
-
-def _role_pod(pods: _Pods, component: str, container: Manifest, **more: Any) -> Manifest:
-    return pods.pod(component, container, restartPolicy="OnFailure", automountServiceAccountToken=False, **more)
-
-
-# --- RayJob ----------------------------------------------------------------------------------------------------------
-def _rayjob(recipe: Recipe, pods: _Pods, *, ray_version: str) -> Manifest:
-    cluster, ports = recipe.run.cluster, recipe.run.cluster.port_range
-    memory_gib, metrics = _memory_gib(cluster.learner), recipe.run.metrics.prometheus_port
-    own = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "broker": ports[0], "weights": ports[1]}
-    own |= {"metrics": metrics} if metrics else {}
-    head = pods.container(
-        "ray-head",
-        cpus=recipe.core_cpus,
-        memory_gib=memory_gib,
-        gpus=cluster.learner.gpus,
-        ports=own,
-        has_token=True,
-        secrets=pods.secrets,
-    )
-    submitter = pods.container("ray-job-submitter", cpus=1, memory_gib=_SUBMITTER_GIB)
-    autoscaler = {"cpu": "1", "memory": "1Gi"}
-    return {
-        "apiVersion": "ray.io/v1",
-        "kind": "RayJob",
-        "metadata": _metadata(recipe, object_name(recipe)),
-        "spec": {
-            "entrypoint": shlex.join(["python", "-m", "slipstream", "run", *recipe.settings]),
-            "shutdownAfterJobFinishes": True,
-            "ttlSecondsAfterFinished": _KEPT_S,
-            "backoffLimit": _RESTARTS,
-            "submitterPodTemplate": pods.pod("submitter", submitter, restartPolicy="Never"),
-            "rayClusterSpec": {
-                "rayVersion": ray_version,
-                # KubeRay makes Ray's own token and gives it to every pod.
-                "authOptions": {"mode": "token"},
-                "enableInTreeAutoscaling": recipe.run.generators.autoscale is not None,
-                "autoscalerOptions": {
-                    "securityContext": _SECURITY,
-                    "resources": {"requests": autoscaler, "limits": autoscaler},
-                },
-                # Jobs are submitted to the dashboard, which Ray's token protects.
-                "headGroupSpec": {"rayStartParams": {"dashboard-host": "0.0.0.0"}, "template": pods.pod("core", head)},
-                "workerGroupSpecs": _workers(recipe, pods),
-            },
-        },
-    }
-
-
-def _workers(recipe: Recipe, pods: _Pods) -> list[Manifest]:
-    cluster, count, scale = recipe.run.cluster, recipe.run.generators.count, recipe.run.generators.autoscale
-    ranks = pods.container(
-        "ray-worker",
-        cpus=recipe.core_cpus,
-        memory_gib=_memory_gib(cluster.learner),
-        gpus=cluster.learner.gpus,
-        secrets=pods.secrets,
-    )
-    engine = pods.container(
-        "ray-worker",
-        cpus=recipe.generator_cpus,
-        memory_gib=_memory_gib(cluster.generator),
-        gpus=cluster.generator.gpus,
-        ports={"weights": cluster.port_range[0]},
-        secrets=pods.generator_secrets,
-    )
-    further = cluster.learner.machines - 1
-    groups = [_worker_group("ranks", pods.pod("ranks", ranks), further, least=further, most=further)] if further else []
-    least, most = (scale.min, scale.max) if scale else (count, count)
-    engines = _worker_group("generators", pods.pod("generators", engine), count, least=least, most=most)
-    return [*groups, engines | ({"labels": dict(cluster.generator.labels)} if cluster.generator.labels else {})]
-
-
-def _worker_group(name: str, pod: Manifest, count: int, *, least: int, most: int) -> Manifest:
-    size = {"replicas": count, "minReplicas": least, "maxReplicas": most}
-    return {"groupName": name, **size, "rayStartParams": {}, "template": pod}

@@ -26,15 +26,14 @@ def check_observers(run: RunConfig) -> None:
     check_loggers(run)
     metrics = run.metrics
     if metrics.prometheus_port is not None:
-        with socket.socket(socket.AF_INET6 if ":" in metrics.prometheus_host else socket.AF_INET) as tried:
-            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                tried.bind((metrics.prometheus_host, metrics.prometheus_port))
-            except OSError as error:
-                raise ConfigError(
-                    f"metrics.prometheus_port must be free at metrics.prometheus_host={metrics.prometheus_host}, got "
-                    f"{metrics.prometheus_port}: {error.strerror}; choose another."
-                ) from None
+        family = socket.AF_INET6 if ":" in metrics.prometheus_host else socket.AF_INET
+        try:
+            socket.create_server((metrics.prometheus_host, metrics.prometheus_port), family=family).close()
+        except OSError as error:
+            raise ConfigError(
+                f"metrics.prometheus_port must be free at metrics.prometheus_host={metrics.prometheus_host}, got "
+                f"{metrics.prometheus_port}: {error.strerror}; choose another."
+            ) from None
 
 
 def check_loggers(run: RunConfig) -> None:

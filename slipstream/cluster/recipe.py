@@ -1,6 +1,5 @@
 """Recipe: the settings of a run and the overrides of its roles."""
 
-from math import ceil
 from typing import NamedTuple
 
 from slipstream.configs.base import require
@@ -23,14 +22,6 @@ class Recipe(NamedTuple):
     """Overrides of broker and learner."""
     own: list[str]
     """Overrides of generators, without the broker's address."""
-
-    @property
-    def core_cpus(self) -> int:
-        return ceil(self.run.cluster.learner.cpus)
-
-    @property
-    def generator_cpus(self) -> int:
-        return ceil(self.run.cluster.generator.cpus)
 
 
 def read_recipe(overrides: list[str], *, kind: str, interface: str = "") -> Recipe:

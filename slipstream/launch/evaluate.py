@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +115,11 @@ def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
         if folder:
             folder.add(job, trajectory)
 
-    try:
+    with closing(folder) if folder else nullcontext():
         for trajectory in folder.stored if folder else ():
             record(trajectory)
         missing = [job for each in jobs.values() for job in each if not folder or folder.lacks(job)]
         answer(run, missing, on_answer=keep, title=run.model.path)
-    finally:
-        if folder:
-            folder.close()
     return answers
 
 

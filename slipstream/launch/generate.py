@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -226,10 +226,8 @@ def generate(
         lease = Lease(make_lease_id(str(row), 0), str(row), "generate", row, row, 0, list(range(samples)))
         prompt = make_prompt(lease, train.row(row))
         jobs += [Job(prompt, index, samples) for index in lease.indices]
-    folder = AnswerFolder(out, run=run, outcome="retired", samples=samples, is_scored=is_scored)
-    try:
+    opened = AnswerFolder(out, run=run, outcome="retired", samples=samples, is_scored=is_scored)
+    with closing(opened) as folder:
         missing = [job for job in jobs if folder.lacks(job)]
         answer(run, missing, on_answer=folder.add, title="generate", is_scored=is_scored)
-    finally:
-        folder.close()
     return folder.stored, len(missing)

@@ -3,11 +3,11 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import floor
-from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -22,8 +22,8 @@ from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.buffer.role_reports import LAUNCHER, LEARNER, PROBLEM_PREFIX
 from slipstream.buffer.store import StoreOutage
 from slipstream.cluster.observers import observed
-from slipstream.cluster.role_process import Restart, RoleDiedError, RoleProcess
-from slipstream.cluster.seat import LocalSeat, Places, Seat
+from slipstream.cluster.role_process import RoleDiedError, RoleProcess
+from slipstream.cluster.seat import LocalSeat, Places
 from slipstream.configs.base import ConfigError
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.engines import VllmEngineConfig
@@ -166,25 +166,10 @@ class Launcher:
         generators = msgspec.structs.replace(self._run.generators, count=max(count, self._run.generators.count))
         self._gpus |= place(msgspec.structs.replace(self._run, generators=generators), gpus=self._visible_gpus)
 
-    def _role(
-        self,
-        name: str,
-        arguments: list[str],
-        *,
-        restart: Restart = "on_death",
-        restart_arguments: Sequence[str] = (),
-        seat: Callable[[Path], Seat] = LocalSeat,
-    ) -> RoleProcess:
+    def _role(self, name: str, arguments: list[str], **options: Any) -> RoleProcess:
+        """`options`: as for RoleProcess."""
         gpus = {DEVICES_VARIABLE: ",".join(self._gpus[name])} if name in self._gpus else {}
-        return RoleProcess(
-            name,
-            arguments,
-            logs=self._folder.logs,
-            seat=seat,
-            restart=restart,
-            restart_arguments=restart_arguments,
-            variables=gpus,
-        )
+        return RoleProcess(name, arguments, logs=self._folder.logs, variables=gpus, **options)
 
     def launch(self, *, prepare: Callable[[], None] | None = None) -> None:
         """Start all roles, watch them until the learner finishes, and stop them.
@@ -214,7 +199,7 @@ class Launcher:
     def _store(self) -> Iterator[RedisStore]:
         config = self._run.buffer.store
         if not isinstance(config, EmbeddedRedisConfig):
-            with self._opened(store_url(self._run, self._folder.path)) as store:
+            with self._open(store_url(self._run, self._folder.path)) as store:
                 yield store
             return
         server = EmbeddedRedis(
@@ -227,25 +212,20 @@ class Launcher:
         self._supervisor = RedisSupervisor(server, start_timeout_s=self._run.buffer.retry_timeout_s)
         try:
             self._supervisor.start()
-            with self._opened(server.url) as store:
+            with self._open(server.url) as store:
                 yield store
         finally:
             self._supervisor.stop()
 
-    @contextmanager
-    def _opened(self, url: str) -> Iterator[RedisStore]:
+    def _open(self, url: str) -> RedisStore:
         # No retries, because the roles must be polled during an outage.
-        store = open_run_store(
+        return open_run_store(
             url,
             self._run.name,
             timeout_s=self._run.buffer.retry_timeout_s,
             max_attempts=self._run.buffer.max_attempts,
             answer_timeout_s=_ANSWER_TIMEOUT_S,
         )
-        try:
-            yield store
-        finally:
-            store.close()
 
     @contextmanager
     def _processes(self, prepare: Callable[[], None] | None) -> Iterator[None]:

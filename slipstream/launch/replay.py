@@ -9,6 +9,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -116,10 +117,9 @@ def rescore(
 async def _rescore(
     groups: list[FinishedGroup], reward: RewardConfig, rows: Mapping[str, Row], prompting: PromptEncoder
 ) -> list[FinishedGroup]:
-    pool = RewardPool(reward)
     statuses: Counter[str] = Counter()
     rescored = []
-    try:
+    with closing(RewardPool(reward)) as pool:
         size = max(1, _MAX_DECODED // max(1, len(groups[0].payloads))) if groups else 1
         for start in range(0, len(groups), size):
             chunk = groups[start : start + size]
@@ -132,8 +132,6 @@ async def _rescore(
                 statuses.update(new.status for _, new in pairs)
                 payloads = [encode(msgspec.structs.replace(trajectory, reward=new)) for trajectory, new in pairs]
                 rescored.append(msgspec.structs.replace(group, payloads=payloads))
-    finally:
-        pool.close()
     log.info("rescored", function=reward.summary, **statuses)
     return rescored
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from slipstream.buffer.accounting import StoreCounts, StoreMemory
 from slipstream.buffer.pacing import admission_limit, admission_reason
-from slipstream.buffer.records import METRICS_KEPT, CheckpointPointer, Event, RunState
+from slipstream.buffer.records import METRICS_KEPT, CheckpointPointer, RunState
 from slipstream.buffer.role_reports import LAUNCHER, RoleStatus, last_heard, role_statuses
 from slipstream.buffer.store import Store
 from slipstream.configs.base import Record
@@ -136,7 +136,6 @@ def _is_alive(gauges: dict[str, Any]) -> bool:
 
 
 _NUM_EVENTS = 8
-_NO_MEMORY = StoreMemory()
 _RECENT_STEPS = 20
 
 
@@ -228,13 +227,41 @@ class Monitor:
 
     def status(self) -> RunStatus:
         """Raises StoreUnavailableError."""
-        return make_status(
-            self.poll(),
-            run=self._run,
-            now=self._store.now(),
-            ready_versions=self._store.ready_versions(),
-            events=self._store.events(limit=_NUM_EVENTS),
-            full_disk=self._store.full_disk(),
+        snapshot, run = self.poll(), self._run
+        state, counts, now, ready = snapshot.state, snapshot.counts, self._store.now(), self._store.ready_versions()
+        roles = role_statuses(snapshot.roles, run=run, now=now, announced_version=state.announced_version)
+        brokers = [role.name for role in roles if role.role == "broker" and role.is_alive]
+        addresses = [snapshot.roles[name].get("address") for name in brokers]
+        admission = Admission(
+            counts.admitted,
+            limit=admission_limit(run, consumed=state.consumed),
+            reason=admission_reason(run, state=state, counts=counts),
+        )
+        events = self._store.events(limit=_NUM_EVENTS)
+        return RunStatus(
+            run=state.run_id,
+            phase=state.phase,
+            detail=state.detail,
+            step=state.step,
+            max_steps=run.learner.max_steps,
+            version=state.version,
+            announced_version=state.announced_version,
+            checkpoint=state.checkpoint,
+            progress_age_s=None if state.stepped_at is None else max(0.0, now - state.stepped_at),
+            eta_s=snapshot.eta_s,
+            roles=roles,
+            waits=find_waits(state, roles, admission_reason=admission.reason, full_disk=self._store.full_disk()),
+            learner_wait_fraction=wait_fraction(snapshot.rows[-_RECENT_STEPS:]),
+            generators_target=snapshot.roles.get(LAUNCHER, {}).get("generators_target"),
+            address=next((str(address) for address in addresses if address), ""),
+            generators_busy_fraction=busy_fraction(roles),
+            admission=admission,
+            counts=counts,
+            ready_by_lag={state.announced_version - oldest: ready[oldest] for oldest in sorted(ready, reverse=True)},
+            length_bias=counts.length_bias,
+            waste_fraction=counts.waste_fraction,
+            last_row=snapshot.last,
+            events=[StatusEvent(max(0.0, now - event.at), event.role, event.text) for event in events],
             memory=self._store.memory(),
         )
 
@@ -248,56 +275,6 @@ class Monitor:
         first, last = recent[0], recent[-1]
         pace = (last["time_s"] - first["time_s"]) / (last["step"] - first["step"])
         return pace * (self._run.learner.max_steps - last["step"])
-
-
-def make_status(
-    snapshot: RunSnapshot,
-    *,
-    run: RunConfig,
-    now: float,
-    ready_versions: dict[int, int],
-    events: list[Event],
-    full_disk: str = "",
-    memory: StoreMemory = _NO_MEMORY,
-) -> RunStatus:
-    """Build the status. `now`: seconds, by the store's clock."""
-    state, counts = snapshot.state, snapshot.counts
-    roles = role_statuses(snapshot.roles, run=run, now=now, announced_version=state.announced_version)
-    brokers = [role.name for role in roles if role.role == "broker" and role.is_alive]
-    addresses = [snapshot.roles[name].get("address") for name in brokers]
-    admission = Admission(
-        counts.admitted,
-        limit=admission_limit(run, consumed=state.consumed),
-        reason=admission_reason(run, state=state, counts=counts),
-    )
-    return RunStatus(
-        run=state.run_id,
-        phase=state.phase,
-        detail=state.detail,
-        step=state.step,
-        max_steps=run.learner.max_steps,
-        version=state.version,
-        announced_version=state.announced_version,
-        checkpoint=state.checkpoint,
-        progress_age_s=None if state.stepped_at is None else max(0.0, now - state.stepped_at),
-        eta_s=snapshot.eta_s,
-        roles=roles,
-        waits=find_waits(state, roles, admission_reason=admission.reason, full_disk=full_disk),
-        learner_wait_fraction=wait_fraction(snapshot.rows[-_RECENT_STEPS:]),
-        generators_target=snapshot.roles.get(LAUNCHER, {}).get("generators_target"),
-        address=next((str(address) for address in addresses if address), ""),
-        generators_busy_fraction=busy_fraction(roles),
-        admission=admission,
-        counts=counts,
-        ready_by_lag={
-            state.announced_version - oldest: ready_versions[oldest] for oldest in sorted(ready_versions, reverse=True)
-        },
-        length_bias=counts.length_bias,
-        waste_fraction=counts.waste_fraction,
-        last_row=snapshot.last,
-        events=[StatusEvent(max(0.0, now - event.at), event.role, event.text) for event in events],
-        memory=memory,
-    )
 
 
 def wait_fraction(rows: Sequence[dict[str, Any]]) -> float | None:

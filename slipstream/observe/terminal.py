@@ -4,7 +4,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import msgspec
@@ -46,11 +46,8 @@ class LiveView:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        if not self._console.is_terminal:
-            yield
-            return
-        with Live(console=self._console, refresh_per_second=4, transient=False) as live:
-            self._live = live
+        live = Live(console=self._console, refresh_per_second=4, transient=False)
+        with live if self._console.is_terminal else nullcontext() as self._live:
             yield
         self._live = None
 
@@ -346,7 +343,7 @@ def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> No
     with read_run(words, command="status") as reader:
         status = reader.status()
         if is_json:
-            print(as_json(status))
+            print(msgspec.json.encode(status).decode())
         elif is_watching:
             _watch(reader, status, console=make_console())
         else:
@@ -361,11 +358,6 @@ def _show_results(reader: RunReader, *, is_json: bool) -> None:
     else:
         final = f"all figures: {reader.folder / 'summary.json'}"
         make_console().print(*draw_results(run, summary), final, sep="\n", soft_wrap=True)
-
-
-def as_json(status: RunStatus) -> str:
-    """Encode as one JSON object."""
-    return msgspec.json.encode(status).decode()
 
 
 def _watch(reader: RunReader, status: RunStatus, *, console: Console) -> None:

@@ -197,7 +197,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def read_text(path: Path) -> str:
-    """Return a kernel file's content; empty if unreadable."""
+    """Return a file's content; empty if unreadable."""
     try:
         return path.read_text(errors="replace")
     except OSError:

@@ -28,7 +28,7 @@ def test_the_image_is_made_of_instructions_stages_and_extras_that_there_are() ->
 
 def test_the_image_runs_without_root_as_the_user_of_the_manifests() -> None:
     users = [rest for word, rest in FINAL if word == "USER"]
-    assert users == ["1000:1000"], "securityContext.runAsUser of slipstream/cluster/kubernetes.py"
+    assert users == ["1000:1000"], "securityContext.runAsUser of slipstream/cluster/manifests.yaml"
     at = FINAL.index(("USER", users[0]))
     assert all(word in ("WORKDIR", "CMD") for word, _ in FINAL[at + 1 :])
     assert ("WORKDIR", "/workspace") in FINAL

@@ -15,10 +15,10 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import to_plain
 from slipstream.configs.run import RunConfig
 from slipstream.launch.diagnose.install import installed_packages
-from slipstream.launch.diagnose.last_run import log_tail, read_events, read_or_nothing
+from slipstream.launch.diagnose.last_run import log_tail, read_events
 from slipstream.launch.diagnose.machine import Result
 from slipstream.runtime.credentials import find_token, known_secrets, mask, without_secrets
-from slipstream.runtime.process import versions
+from slipstream.runtime.process import read_text, versions
 
 _ENDING = ".tar.gz"
 _LINES, _LOG_BYTES = 300, 2**22
@@ -50,7 +50,7 @@ def secrets_of(run: RunConfig, folder: Path | None) -> set[str]:
     if folder:
         files = [folder / "token", *(folder / "guests").glob("*")]
         # Unreadable tokens cannot reach the bundle.
-        tokens += [read_or_nothing(file).strip() for file in files]
+        tokens += [read_text(file).strip() for file in files]
     return known_secrets(os.environ, *tokens)
 
 
@@ -87,7 +87,7 @@ def _contents(subject: Subject, findings: Sequence[Result], *, known: Iterable[s
         if file.is_file():
             yield f"run/{file.name}", "\n".join([*log_tail(file, num_bytes=_LOG_BYTES)[-_LINES:], ""])
     for name in ("summary.json", "versions.json", "origins.json"):
-        if text := read_or_nothing(folder / name):
+        if text := read_text(folder / name):
             yield f"run/{name}", text
 
 

@@ -4,6 +4,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import closing
 
 import msgspec
 
@@ -51,18 +52,18 @@ def find_all(overrides: list[str]) -> list[Result]:
     address = given.broker.address
     token = machine.check_token(given, is_joining=address is not None)
     if address is None or token.verdict == "fail":
-        return [token, *_of_the_machine(given, cluster=given.cluster)]
+        return [token, *_of_the_machine(given)]
     try:
         return [token, *_against_broker(given, overrides, address=address)]
     except ChannelClosedError as error:
         raise ConfigError(str(error)) from None
 
 
-def _of_the_machine(run: RunConfig, *, cluster: ClusterConfig, answer: Inspected | None = None) -> list[Result]:
+def _of_the_machine(run: RunConfig, *, answer: Inspected | None = None) -> list[Result]:
     return [
         machine.check_versions(run, versions(), answer.versions if answer else None),
-        machine.check_interface(cluster),
-        machine.check_ports(cluster),
+        machine.check_interface(run.cluster),
+        machine.check_ports(run.cluster),
         machine.check_shared_memory(),
         machine.check_open_files(),
         machine.check_locked_memory(),
@@ -77,12 +78,9 @@ def _against_broker(given: RunConfig, overrides: list[str], *, address: str) -> 
     elif is_refused(address, keys):
         unreached = Result("broker", "fail", f"{address} has another token", fix=TOKEN_REMEDY)
     else:
-        link = BrokerLink(ZmqClientChannel(address, keys=keys, max_message_bytes=given.broker.max_message_bytes))
-        try:
-            return _with_link(link, given, overrides, address=address, keys=keys)
-        finally:
-            link.close()
-    return [unreached, *_of_the_machine(given, cluster=given.cluster)]
+        with closing(ZmqClientChannel(address, keys=keys, max_message_bytes=given.broker.max_message_bytes)) as channel:
+            return _with_link(BrokerLink(channel), given, overrides, address=address, keys=keys)
+    return [unreached, *_of_the_machine(given)]
 
 
 def _with_link(link: "BrokerLink", given: RunConfig, overrides: list[str], *, address: str, keys: Keys) -> list[Result]:
@@ -92,7 +90,7 @@ def _with_link(link: "BrokerLink", given: RunConfig, overrides: list[str], *, ad
     if answer is None:
         fix = "wait until it serves (it may wait for its store: see its log), and run the same version on both sides"
         silent = Result("broker", "fail", f"{address} does not answer within {_ANSWER_TIMEOUT_S:g} s", fix=fix)
-        return [silent, *_of_the_machine(given, cluster=given.cluster)]
+        return [silent, *_of_the_machine(given)]
     found, is_same = f"run {answer.run_id!r} at {address}", answer.schema_version == SCHEMA_VERSION
     found += "" if is_same else f", schema version {answer.schema_version} instead of {SCHEMA_VERSION}"
     run = msgspec.json.decode(answer.config_json, type=RunConfig)
@@ -105,7 +103,7 @@ def _with_link(link: "BrokerLink", given: RunConfig, overrides: list[str], *, ad
         _check_brokers(answer.living),
         _check_weights(answer.weights_at, keys),
         _check_bandwidth(link, run, answer),
-        *_of_the_machine(run, cluster=run.cluster, answer=answer),
+        *_of_the_machine(run, answer=answer),
     ]
 
 
@@ -133,9 +131,6 @@ class BrokerLink:
                 break
             received += under_way.popleft()
         return received, time.monotonic() - began_at
-
-    def close(self) -> None:
-        self._channel.close()
 
     def _receive(self, *, timeout_s: float) -> Inspected | None:
         frames = self._channel.receive(timeout_s=timeout_s)

@@ -1,6 +1,7 @@
 """Checks of run inputs: store, model folder, prompts."""
 
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,8 @@ def check_store(run: RunConfig, folder: Path, *, is_live: bool) -> list[Result]:
     url = store_url(run, folder)
     # Also checks its version and maxmemory-policy.
     address = await_usable_server(url, timeout_s=_STORE_TIMEOUT_S)
-    client = connect(url, answer_timeout_s=_STORE_TIMEOUT_S)
-    try:
+    with closing(connect(url, answer_timeout_s=_STORE_TIMEOUT_S)) as client:
         return judge_server(client.info(), address=address, is_durable=getattr(config, "durability", "") != "fast")
-    finally:
-        client.close()
 
 
 def judge_server(info: Mapping[str, Any], *, address: str, is_durable: bool) -> list[Result]:

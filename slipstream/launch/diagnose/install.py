@@ -18,6 +18,7 @@ from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.launch.diagnose.machine import Result, Verdict
+from slipstream.runtime.process import read_text
 
 Installed = Mapping[str, str]
 """Canonical distribution name -> version."""
@@ -76,10 +77,7 @@ def check_packages(run: RunConfig, installed: Installed, stated: Sequence[Requir
 
 def torch_cuda() -> str:
     """Return torch's CUDA version, such as `13.0`, without loading torch; empty without CUDA."""
-    try:
-        text = (_folder_of("torch") / "version.py").read_text()
-    except OSError:
-        return ""
+    text = read_text(_folder_of("torch") / "version.py")
     found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     return found[1] if found else ""
 
@@ -145,10 +143,7 @@ def check_instructions(installed: Installed, *, cpu_info: Path = _CPU_INFO) -> R
 
 
 def _instructions(path: Path) -> set[str]:
-    try:
-        found = re.search(r"^flags\s*:(.*)$", path.read_text(), re.MULTILINE)
-    except OSError:
-        return set()
+    found = re.search(r"^flags\s*:(.*)$", read_text(path), re.MULTILINE)
     return set(found[1].split()) if found else set()
 
 

@@ -73,14 +73,6 @@ def log_tail(path: Path, *, num_bytes: int = _READ_BYTES) -> list[str]:
         return file.read().decode(errors="replace").splitlines()
 
 
-def read_or_nothing(path: Path) -> str:
-    """Return a file's text; empty if unreadable."""
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 def _judge_events(deaths: Sequence[Event], problem: str) -> Result:
     if problem:
         return Result("events", "skipped", problem)

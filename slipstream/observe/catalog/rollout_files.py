@@ -37,6 +37,7 @@ from slipstream.observe.catalog.token_decoder import TokenDecoder
 
 _ROWS_AT_ONCE = 256
 _OVER = get_args(Outcome)
+_SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=0, seed=0)
 _LARGEST = 2**31 - 1
 """Largest index, attempt, version, and step."""
 _NOT_A_TRAJECTORY = (msgspec.MsgspecError, RecordRefusedError, OverflowError, TypeError, ValueError, KeyError)
@@ -71,7 +72,7 @@ class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version_spans: list[VersionSpan] = []
     """Versions that sampled the tokens; empty if version 0 sampled all."""
     stop_reason: str = "stop"
-    sampling: Sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=0, seed=0)
+    sampling: Sampling = _SAMPLING
     generator_id: str = "imported"
     started_at: float = 0.0
     finished_at: float = 0.0
@@ -225,9 +226,6 @@ def _check_numbers(trajectory: Trajectory, steps: list[int]) -> None:
     for name, values in numbers.items():
         if not all(0 <= value <= _LARGEST for value in values):
             raise ValueError(f"{name} must be from 0 to {_LARGEST}, got {values}")
-
-
-_SAMPLING = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=0, seed=0)
 
 
 class VerlLine(msgspec.Struct, frozen=True):

@@ -12,24 +12,6 @@ from slipstream.buffer.archive.columns import SCHEMA, from_batch, known_columns
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.configs.base import Record
 
-_AS_ARCHIVED = ["id", "group_id", "index", "prompt_uid", "attempt", "data_source", "generator_id", "outcome", "reason"]
-_AS_ARCHIVED += ["reward_total", "reward_status", "is_correct", "num_tokens", "num_turns", "stop_reason"]
-_AS_ARCHIVED += ["oldest_version", "newest_version", "steps", "started_at", "finished_at", "archived_at"]
-_READ = [*_AS_ARCHIVED, "sampling", "version_spans"]
-
-ROWS = pa.schema(
-    {name: SCHEMA.field(name).type for name in _AS_ARCHIVED}
-    | {
-        "versions": pa.list_(pa.int64()),
-        "advantage": pa.float64(),
-        "uses": pa.int64(),
-        "last_step": pa.int64(),
-        "lag": pa.int64(),
-        "seconds": pa.float64(),
-    }
-)
-"""Archive columns, then derived columns."""
-
 
 class CatalogRow(Record):
     """One trajectory in a list.
@@ -74,12 +56,21 @@ class CatalogRow(Record):
     """Generation time."""
 
 
+_AS_ARCHIVED = [name for name in CatalogRow.__struct_fields__ if name in SCHEMA.names]
+_DERIVED = {"versions": pa.list_(pa.int64()), "advantage": pa.float64(), "seconds": pa.float64()}
+ROWS = pa.schema(
+    {name: SCHEMA.field(name).type for name in _AS_ARCHIVED}
+    | {name: _DERIVED.get(name, pa.int64()) for name in CatalogRow.__struct_fields__ if name not in _AS_ARCHIVED}
+)
+"""Archive columns, then derived columns."""
+
+
 def read_rows(dataset: ds.Dataset, *, step_versions: dict[int, int]) -> pa.Table:
     """Return the rows of a dataset. Advantages need whole groups.
 
     `step_versions`: step -> the learner's version at its start. Raises pa.ArrowException, OSError.
     """
-    table = dataset.to_table(columns=_READ)
+    table = dataset.to_table(columns=[*_AS_ARCHIVED, "sampling", "version_spans"])
     columns = {name: table[name] for name in _AS_ARCHIVED}
     spans = table["version_spans"].combine_chunks()
     versions = pc.struct_field(spans.flatten(), "version")

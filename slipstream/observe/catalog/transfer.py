@@ -4,7 +4,7 @@ import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import closing
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -142,21 +142,18 @@ def _content(shards: Iterable[ShardEntry]) -> Imported:
 
 def _grouped(found: Iterable[SourcedTrajectory]) -> Iterator[FinishedGroup]:
     seen: set[str] = set()
-    members: list[SourcedTrajectory] = []
-    for sourced in found:
-        if members and _group_id(sourced) != _group_id(members[0]):
-            yield _finished(members)
-            members = []
-        if members:
-            _check_fits(sourced, members)
-        elif _group_id(sourced) in seen:
-            raise ConfigError(
-                f"{sourced.source}: the members of a group must stand together, got another of group "
-                f"{_group_id(sourced)}: sort by group_id, and name each file once."
-            )
-        seen.add(_group_id(sourced))
-        members.append(sourced)
-    if members:
+    for group_id, group in groupby(found, key=_group_id):
+        members: list[SourcedTrajectory] = []
+        for sourced in group:
+            if members:
+                _check_fits(sourced, members)
+            elif group_id in seen:
+                raise ConfigError(
+                    f"{sourced.source}: the members of a group must stand together, got another of group {group_id}: "
+                    "sort by group_id, and name each file once."
+                )
+            members.append(sourced)
+        seen.add(group_id)
         yield _finished(members)
 
 

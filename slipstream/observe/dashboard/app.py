@@ -336,15 +336,11 @@ def watch(words: Sequence[str], *, host: str, port: int | None, names: Sequence[
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    is_v6 = ":" in host
+    family, is_dual = socket.AF_INET6 if is_v6 else socket.AF_INET, is_v6 and socket.has_dualstack_ipv6()
     for candidate in (PORT, 0) if port is None else (port,):
-        listening = socket.socket(family)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            listening.bind((host, candidate))
+            return socket.create_server((host, candidate), family=family, dualstack_ipv6=is_dual)
         except OSError as error:
-            listening.close()
             reason = error.strerror or error
-        else:
-            return listening
     raise ConfigError(f"--host and --port must be an address to listen at, got {host}:{port}: {reason}.")

@@ -9,10 +9,9 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Iterable
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -74,10 +73,10 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
+        request = Request(scope)
         answer: Response | None
-        if host_of(headers.get("host", "")) in self._hosts:
-            answer = self._enter(scope) or self._refuse(scope, headers)
+        if host_of(request.headers.get("host", "")) in self._hosts:
+            answer = self._enter(request) or self._refuse(request)
         else:
             words = "400: the dashboard does not answer under this name; see --allow-host.\n"
             answer = PlainTextResponse(words, 400)
@@ -92,9 +91,9 @@ class Guard:
 
         await (answer or self._app)(scope, receive, send_with_headers)
 
-    def _enter(self, scope: Scope) -> Response | None:
+    def _enter(self, request: Request) -> Response | None:
         """Start a session; lead to an address without the token."""
-        if scope["path"] != "/" or not is_equal(_query(scope, "token"), self._token):
+        if request.scope["path"] != "/" or not is_equal(request.query_params.get("token", ""), self._token):
             return None
         # Not an HTTP redirect: after a click on another site, browsers send it no strict cookie.
         response = HTMLResponse(_ENTER.format(key=self._key))
@@ -103,24 +102,15 @@ class Guard:
         response.set_cookie(self._cookie, session, httponly=True, samesite="strict", path="/")
         return response
 
-    def _refuse(self, scope: Scope, headers: Headers) -> Response | None:
-        cookies: SimpleCookie = SimpleCookie()
-        try:
-            cookies.load(headers.get("cookie", ""))
-        except CookieError:
-            return PlainTextResponse(_NO_TOKEN, 401)
-        given = cookies[self._cookie].value if self._cookie in cookies else ""
+    def _refuse(self, request: Request) -> Response | None:
+        headers, given = request.headers, request.cookies.get(self._cookie, "")
         if not any(is_equal(given, session) for session in self._sessions):
             return PlainTextResponse(_NO_TOKEN, 401)
-        if scope["method"] in _READING and not scope["path"].startswith("/api/"):
+        if request.method in _READING and not request.scope["path"].startswith("/api/"):
             return None
         origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "same-origin")
         is_own = site == "same-origin" and origin in ("", f"http://{headers['host']}", f"https://{headers['host']}")
         # A stream sends the key in its query, because a page cannot set its headers.
-        if is_own and is_equal(headers.get(KEY_HEADER) or _query(scope, "key"), self._key):
+        if is_own and is_equal(headers.get(KEY_HEADER) or request.query_params.get("key", ""), self._key):
             return None
         return PlainTextResponse(_NO_KEY, 403)
-
-
-def _query(scope: Scope, name: str) -> str:
-    return parse_qs(scope["query_string"].decode("latin-1")).get(name, [""])[0]

@@ -11,7 +11,6 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.launch.commands import scale
 from slipstream.observe.run_status import RunStatus
-from slipstream.observe.terminal import as_json
 from slipstream.runtime.run_folder import RunFolder, find_run
 from tests.fakes import STATUS_ROW, status_of
 
@@ -24,10 +23,10 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
 
 def test_json_holds_every_field_and_decodes_to_the_same_status():
     status = status_of(ready_versions={3: 5, 1: 2}, rows=(STATUS_ROW,))
-    plain = msgspec.json.decode(as_json(status))
+    plain = msgspec.json.decode(msgspec.json.encode(status))
     assert plain.keys() == set(RunStatus.__struct_fields__)
     assert plain["ready_by_lag"] == {"0": 5, "2": 2}
-    assert msgspec.json.decode(as_json(status), type=RunStatus) == status
+    assert msgspec.json.decode(msgspec.json.encode(status), type=RunStatus) == status
 
 
 def test_a_run_that_does_not_exist_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
