@@ -10,7 +10,7 @@ Common settings, which must match the learner's:
   broker.address=ADDRESS        a port (tcp://127.0.0.1:5757) instead of the unix socket in the run folder
   broker.token_file=FILE        the run's secret; by default created in the run folder
   buffer/store=embedded         or redis, with buffer.store.url=redis://HOST:PORT/0
-  buffer.staleness.max_lag=4    maximum lag of a trajectory, versions
+  staleness.max_lag=4    maximum lag of a trajectory, versions
   data.train=FILE               prompts, in Parquet or JSON lines
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.
@@ -81,7 +81,7 @@ def main(overrides: list[str]) -> None:
     if is_first and not has_launcher():
         check_observers(run)
         folder.lock()
-    keys = derive_keys(make_token(run), guests=run.cluster.guests.names)
+    keys = derive_keys(make_token(run), guests=run.cluster.untrusted_generators.names)
     address = folder.broker_addresses[name]
     channel = listen(address, keys=keys, cluster=run.cluster, previous=folder.read_address(name))
     if is_first:

@@ -224,7 +224,7 @@ class _PromptFile:
         if not drops or len(longer) == len(self):
             raise ConfigError(
                 f"the prompts of {self.path} must hold at most data.max_prompt_tokens ({most}) tokens, but {found}: "
-                "raise the limit, or leave such rows out with data.too_long=drop."
+                "raise the limit, or leave such rows out with data.on_too_long=skip."
             )
         self._rows = [row for row in self._rows if row not in longer]
         log.warning(
@@ -283,8 +283,8 @@ def with_epochs(run: RunConfig) -> RunConfig:
 def read_heldout(run: RunConfig) -> dict[str, Dataset]:
     """Open the prompts of each held-out set, shared files once, without a length limit. Raises ConfigError."""
     must, why = "name files of prompts", "there would be nothing to evaluate on"
-    require(bool(run.data.heldout), "data.heldout", must, got="nothing", why=why)
-    sets = run.data.heldout_sets
+    require(bool(run.data.eval), "data.eval", must, got="nothing", why=why)
+    sets = run.data.eval_sets
     paths = list(dict.fromkeys(each.path for each in sets))
     names = _short_names(list(map(Path, paths)))
     columns = run.data.columns
@@ -317,7 +317,7 @@ def _checked(dataset: Dataset, run: RunConfig) -> Dataset:
     dataset.keep_short(
         lambda prompts: count_tokens(prompts, run.model),
         most=run.data.max_prompt_tokens,
-        drops=run.data.too_long == "drop",
+        drops=run.data.on_too_long == "skip",
     )
     dataset.check_row_sizes(max_message_bytes=run.broker.max_message_bytes)
     return dataset
@@ -325,13 +325,13 @@ def _checked(dataset: Dataset, run: RunConfig) -> Dataset:
 
 def describe_shortages(run: RunConfig, heldout: Mapping[str, Dataset]) -> list[str]:
     """Describe how evaluations share the prompts of each held-out file that has too few."""
-    wanted = run.evaluation.monitor_prompts + run.evaluation.final_prompts
+    wanted = run.evaluation.num_prompts + run.evaluation.num_final_prompts
     found = []
     for dataset in dict.fromkeys(heldout.values()):
         if len(dataset) < wanted:
             monitored, final = run.evaluation.rows(len(dataset))
             found.append(
-                f"{dataset.paths} holds {len(dataset)} prompts, evaluation.monitor_prompts + evaluation.final_prompts "
+                f"{dataset.paths} holds {len(dataset)} prompts, evaluation.num_prompts + evaluation.num_final_prompts "
                 f"ask for {wanted}: {len(monitored)} are evaluated during training, {len(final)} before and after it"
             )
     return found

@@ -78,7 +78,7 @@ class Guests:
         vocab_size: int | None = None,
     ) -> None:
         self._run = run
-        self._config = run.cluster.guests
+        self._config = run.cluster.untrusted_generators
         self._store = store
         self._peers = peers
         self._send = send
@@ -104,7 +104,7 @@ class Guests:
         """Randomly choose the groups to check, each with all of its answers, so that copies within it are found."""
         leases = self._guest(peer.guest).leases
         for prompt in prompts:
-            leases[prompt.lease.id] = (prompt, _RANDOM.random() < self._config.audit_share)
+            leases[prompt.lease.id] = (prompt, _RANDOM.random() < self._config.audit_fraction)
         while len(leases) > _LEASES_KEPT:
             leases.popitem(last=False)
 

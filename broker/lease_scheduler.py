@@ -240,7 +240,7 @@ class LeaseScheduler:
             # An evaluation accepts answers from one version, and none from guests.
             version=-1 if peer.guest else peer.version,
             max_evaluations=ceil(
-                self._run.evaluation.lease_share * offer.max_groups * self._run.generators.members_per_group
+                self._run.evaluation.lease_fraction * offer.max_groups * self._run.generators.members_per_group
             ),
             upcoming=upcoming,
         )

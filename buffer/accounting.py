@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from slipstream.buffer.records import StepEntry
 from slipstream.configs.base import Record
 
-REJECTION_REASONS = ("no_reward", "zero_signal", "too_hard", "too_easy")
+REJECTION_REASONS = ("no_reward", "zero_advantage", "too_hard", "too_easy")
 """Reasons of `buffer.filter` to reject a complete group: no sampled member has a reward, all rewards are equal, or the
 success rate is too low or too high.
 """

@@ -67,7 +67,7 @@ class StorageWait:
                 if now - failing_since >= self._timeout_s:
                     self.reason = ""
                     raise StorageError(
-                        f"{what} must be reachable in storage_uri, but has failed for {now - failing_since:.0f} s: "
+                        f"{what} must be reachable in storage.uri, but has failed for {now - failing_since:.0f} s: "
                         f"{error}. Check the server, the bucket and the credentials in the environment."
                     ) from error
                 self.reason = f"waiting {now - failing_since:.0f} s of {self._timeout_s:g} s for {what}: {error}"
@@ -86,7 +86,7 @@ class ObjectFolder:
         try:
             self._files, self._path = FileSystem.from_uri(_with_endpoint(self.uri))
         except (OSError, ValueError, pa.ArrowException) as error:
-            raise StorageError(f"storage_uri must name a folder that pyarrow.fs opens, got {uri}: {error}") from None
+            raise StorageError(f"storage.uri must name a folder that pyarrow.fs opens, got {uri}: {error}") from None
 
     def child(self, name: str) -> "ObjectFolder":
         child = copy(self)
@@ -251,15 +251,15 @@ class ObjectFolder:
 
 
 def open_storage(run: RunConfig, *, timeout_s: float | None = None) -> ObjectFolder | None:
-    """Return the run's folder in `storage_uri`, if set. Raises StorageError."""
-    if not run.storage_uri:
+    """Return the run's folder in `storage.uri`, if set. Raises StorageError."""
+    if not run.storage.uri:
         return None
-    wait = StorageWait(run.storage_timeout_s if timeout_s is None else timeout_s)
-    return ObjectFolder(f"{run.storage_uri.rstrip('/')}/{run.name}", wait)
+    wait = StorageWait(run.storage.timeout_s if timeout_s is None else timeout_s)
+    return ObjectFolder(f"{run.storage.uri.rstrip('/')}/{run.name}", wait)
 
 
 def check_storage(run: RunConfig, *, has_folder: bool) -> None:
-    """Raise ConfigError if `storage_uri` is not writable, holds a run that must be new, or lacks one to resume.
+    """Raise ConfigError if `storage.uri` is not writable, holds a run that must be new, or lacks one to resume.
 
     `has_folder`: whether the local run folder holds the run. Takes seconds if the server is unreachable.
     """
@@ -272,13 +272,13 @@ def check_storage(run: RunConfig, *, has_folder: bool) -> None:
         raise ConfigError(str(error)) from None
     if has_run and not run.resume:
         raise ConfigError(
-            f"name must be unused in storage_uri, got {run.name!r}, but {storage.uri} has files: choose "
+            f"name must be unused in storage.uri, got {run.name!r}, but {storage.uri} has files: choose "
             "another with name=..., continue it with resume=true, or delete them."
         )
     if run.resume is True and not (has_run or has_folder):
         raise ConfigError(
             f"name must be that of an existing run with resume=true, got {run.name!r}, but {run.runs_dir}/ and "
-            f"{run.storage_uri} have nothing of it: correct name=..., or start the run with resume=auto."
+            f"{run.storage.uri} have nothing of it: correct name=..., or start the run with resume=auto."
         )
 
 

@@ -11,9 +11,9 @@ from slipstream.configs.run import RunConfig
 def admission_limit(run: RunConfig, *, consumed: int) -> int:
     """Maximum of `StoreCounts.admitted`, given the groups `consumed` by the committed version.
 
-    limit = min(consumed + (pacing_lag + 1) * groups_per_version, max_steps * claimed_groups_per_step)
+    limit = min(consumed + (target_lag + 1) * groups_per_version, max_steps * claimed_groups_per_step)
 
-    `pacing_lag` defaults to max_lag; 0 is the synchronous run, with one version's worth of groups in flight. Groups
+    `target_lag` defaults to max_lag; 0 is the synchronous run, with one version's worth of groups in flight. Groups
     that end without a step (rejected, expired, quarantined) return their budget: the store subtracts them from
     `admitted`. Both counters live in the store, so a restarted broker neither bursts nor starves.
 
@@ -23,7 +23,7 @@ def admission_limit(run: RunConfig, *, consumed: int) -> int:
     """
     if run.mode == "replay":
         return 0
-    paced = consumed + int(run.buffer.staleness.window * run.groups_per_version)
+    paced = consumed + int(run.staleness.window * run.groups_per_version)
     return min(paced, run.learner.max_steps * run.claimed_groups_per_step)
 
 
@@ -43,15 +43,15 @@ def admission_reason(run: RunConfig, *, state: RunState, counts: StoreCounts) ->
 
 def oldest_version(run: RunConfig, *, committed: int) -> int:
     """Oldest version for which training prompts are leased; older tokens would be stale on arrival."""
-    return committed - run.buffer.staleness.max_lag
+    return committed - run.staleness.max_lag
 
 
 def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
     """Return why a generator at this version gets no training prompts; empty if it does, or has no version (-1)."""
     if version < 0 or version >= oldest_version(run, committed=committed):
         return ""
-    max_lag = run.buffer.staleness.max_lag
-    return f"weights: holds version {version}, {committed} is committed and buffer.staleness.max_lag is {max_lag}"
+    max_lag = run.staleness.max_lag
+    return f"weights: holds version {version}, {committed} is committed and staleness.max_lag is {max_lag}"
 
 
 def capacity_reason(capacity: CapacityConfig, counts: StoreCounts) -> str:

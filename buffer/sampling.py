@@ -291,7 +291,7 @@ def _race(
     # Given the smallest losing key, inclusions are independent with known probabilities.
     threshold = float(np.partition(keys, num_groups)[num_groups]) if num_groups < len(keys) else math.inf
     included = inclusion_probabilities(rates[selected], threshold=threshold)
-    weights = (len(selected) / (len(candidates) * included)) ** sampler.correction
+    weights = (len(selected) / (len(candidates) * included)) ** sampler.importance_exponent
     return group_ids, weights.tolist()
 
 

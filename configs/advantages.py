@@ -203,7 +203,7 @@ class GaeConfig(AdvantageConfig, tag="gae"):
     """Lambda of the policy advantages."""
     critic_lam: Share = 1.0
     """Lambda of the critic targets."""
-    length_adaptive: Positive | None = None
+    length_adaptive_alpha: Positive | None = None
     """Alpha of VAPO: the lambda of the policy is 1 - 1 / (alpha x length); null = `lam`."""
     epsilon: Positive | None = 1e-6
     """Added to the standard deviation when whitening advantages over all tokens; null = no whitening."""

@@ -30,7 +30,7 @@ class CriticConfig(Config):
     path: str | None = None
     """Initial checkpoint: a policy, or the `critic/model` folder of a checkpoint; null = `model.path`."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
-    clip: Positive | None = 0.5
+    value_clip: Positive | None = 0.5
     """Largest change of a value in one step, in reward units; null = unbounded."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
     """Initial steps that train only the critic."""
@@ -44,7 +44,7 @@ class DistillationConfig(Config):
     divergence: Literal["k1", "k3", "forward_kl_topk", "jsd_topk"] = "k1"
     """`k1`: reverse KL as an advantage per token. `k3`: k3 of the sampled token as a loss. `forward_kl_topk`,
     `jsd_topk`: forward KL or Jensen-Shannon divergence over the teacher's most likely tokens."""
-    coefficient: Positive = 1.0
+    coef: Positive = 1.0
     """Weight relative to the task loss."""
     with_rewards: bool = True
     """Whether rewards count as well; false = only the teacher."""
@@ -73,15 +73,15 @@ class AdaptiveKlConfig(Config):
 
 
 class KlConfig(Config):
-    """KL penalty toward a reference policy. No reference is kept while `coefficient` is 0."""
+    """KL penalty toward a reference policy. No reference is kept while `coef` is 0."""
 
-    coefficient: Annotated[float, Meta(ge=0)] = 0.0
+    coef: Annotated[float, Meta(ge=0)] = 0.0
     """Penalty per nat and token; the initial value of an adaptive coefficient."""
-    estimator: Literal["k1", "abs", "k2", "k3", "k1+", "abs+", "k3+", "k3_off_policy", "full"] = "k3"
-    """KL estimator, `learner.algorithms.kl`. `k1`, `abs`, `k2`, `k3`: of the sampled token. With `+`: value of that
-    estimator, gradient of k2. `k3_off_policy`: k3 times the ratio learner/generator. `full`: over the whole vocabulary.
-    Only `k2`, the `+` forms, `k3_off_policy`, and `full` have the gradient of the KL."""
-    charged_in: Literal["loss", "reward"] = "loss"
+    estimator: Literal["k1", "abs", "k2", "k3", "k1_st", "abs_st", "k3_st", "k3_off_policy", "full"] = "k3"
+    """KL estimator, `learner.algorithms.kl`. `k1`, `abs`, `k2`, `k3`: of the sampled token. With `_st` (straight-through): value
+    of that estimator, gradient of k2. `k3_off_policy`: k3 times the ratio learner/generator. `full`: over the whole vocabulary.
+    Only `k2`, the `_st` forms, `k3_off_policy`, and `full` have the gradient of the KL."""
+    apply_to: Literal["loss", "reward"] = "loss"
     """`loss`: a term of the loss. `reward`: subtracted from the reward of each token."""
     adaptive: AdaptiveKlConfig | None = None
     """Adaptive coefficient; null = constant."""
@@ -89,14 +89,14 @@ class KlConfig(Config):
     """Steps after which the learner's current policy becomes the reference; null = the initial policy stays."""
 
     def __post_init__(self) -> None:
-        if self.charged_in == "reward" and self.estimator not in ("k1", "abs", "k2", "k3"):
+        if self.apply_to == "reward" and self.estimator not in ("k1", "abs", "k2", "k3"):
             raise ConfigError(
-                f"algorithm.kl.charged_in=reward takes estimator k1, abs, k2 or k3, got {self.estimator}: a reward "
+                f"algorithm.kl.apply_to=reward takes estimator k1, abs, k2 or k3, got {self.estimator}: a reward "
                 "has no gradient, and is measured at the start of the step."
             )
-        if self.coefficient == 0 and (self.adaptive or self.refresh_every_steps):
+        if self.coef == 0 and (self.adaptive or self.refresh_every_steps):
             raise ConfigError(
-                "algorithm.kl.coefficient must be > 0 for adaptive and refresh_every_steps, got 0: nothing is charged."
+                "algorithm.kl.coef must be > 0 for adaptive and refresh_every_steps, got 0: nothing is charged."
             )
 
 
@@ -112,9 +112,9 @@ class RewardShapingConfig(Config):
     """Normalize to mean 0 and standard deviation 1: over the `batch`, or within each `group`."""
     epsilon: Positive = 1e-6
     """Added to that standard deviation."""
-    truncated: Literal["train", "mask"] = "train"
-    """Responses cut off at the maximum length. `train`: train on them. `mask`: exclude them from the loss, but not from
-    the baseline of their group."""
+    mask_truncated: bool = False
+    """Whether to exclude responses that were cut off at the maximum length from the loss; they stay in the baseline of
+    their group."""
 
 
 # --- correction for an older or numerically different generator -------------------------------------------------------
@@ -159,11 +159,11 @@ class CorrectionConfig(Config):
     level: Literal["none", "token", "sequence", "geometric"] = "token"
     """Weight of a token. `none`: 1. `token`: its own ratio. `sequence`: the product of the ratios of its trajectory.
     `geometric`: their geometric mean."""
-    bound: Literal["truncate", "mask"] = "truncate"
-    """Weights outside `low` and `high`: `truncate` to the bound, or `mask` to zero."""
-    low: Positive | None = None
+    outside: Literal["truncate", "mask"] = "truncate"
+    """Weights outside `min_weight` and `max_weight`: `truncate` to the bound, or `mask` to zero."""
+    min_weight: Positive | None = None
     """Smallest weight; null = unbounded."""
-    high: Positive | None = 2.0
+    max_weight: Positive | None = 2.0
     """Largest weight; null = unbounded."""
     normalize: bool = False
     """Divide bounded weights by their batch mean: over tokens for `level=token`, otherwise over trajectories."""
@@ -171,22 +171,22 @@ class CorrectionConfig(Config):
     """Rejections; a token stays in the loss only if every entry accepts it."""
     veto: tuple[Positive, Positive] | None = None
     """Bounds of token ratios: a trajectory with any token outside leaves the loss; null = off."""
-    rebaseline: bool = False
+    exclude_rejected_from_baseline: bool = False
     """Whether a completely rejected trajectory also leaves its group's baseline."""
-    denominator: Literal["all", "kept"] = "all"
-    """Tokens counted by the aggregation. `all`: all trainable tokens. `kept`: those not rejected."""
+    loss_denominator: Literal["all_tokens", "kept_tokens"] = "all_tokens"
+    """Tokens that count in the denominator of the loss: all trainable tokens, or those not rejected."""
     log_ratio_penalty: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of log(learner/generator)^2 in the loss of every token that is not rejected: a pull toward the sampling
     policy, even where a clip, a mask, or equal rewards leave no gradient."""
 
     def __post_init__(self) -> None:
-        bounds = self.low is not None or self.high is not None or self.bound == "mask"
+        bounds = self.min_weight is not None or self.max_weight is not None or self.outside == "mask"
         if self.level == "none" and (bounds or self.normalize):
             raise ConfigError(
-                "algorithm.correction: low, high, bound=mask and normalize need a level, got level=none: there are no "
+                "algorithm.correction: min_weight, max_weight, outside=mask and normalize need a level, got level=none: there are no "
                 "weights; choose algorithm/correction=token_tis, or level=token, sequence or geometric."
             )
-        check_order("algorithm.correction: low, high", self.low, self.high)
+        check_order("algorithm.correction: min_weight, max_weight", self.min_weight, self.max_weight)
         check_order("algorithm.correction: veto", *(self.veto or (None, None)))
 
     @property
@@ -197,7 +197,9 @@ class CorrectionConfig(Config):
     @property
     def needs_whole_batch(self) -> bool:
         """Whether the weights of a microbatch depend on the rest of the batch."""
-        return self.normalize or (self.rejects and (self.rebaseline or self.denominator == "kept"))
+        return self.normalize or (
+            self.rejects and (self.exclude_rejected_from_baseline or self.loss_denominator == "kept_tokens")
+        )
 
 
 _MEANS_OF_SEQUENCES = ("seq_mean_token_mean", "prompt_mean")
@@ -232,18 +234,18 @@ class AlgorithmConfig(Config):
     same result and no other setting needs the pass, otherwise `recompute`; recorded in `config.yaml`. `generator`: the
     generator, without correction weights (bypass). `interpolate`: between generator and learner according to the lag of
     each token (A-3PO)."""
-    aggregation: Literal[
+    loss_aggregation: Literal[
         "token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"
     ] = "token_mean"
     """Reduction of token losses to one number. Denominators are global over microbatches and ranks."""
-    aggregation_length: Annotated[int, Meta(ge=1)] | None = None
+    loss_aggregation_length: Annotated[int, Meta(ge=1)] | None = None
     """Constant of `seq_mean_token_sum_norm`, tokens; null = `generators.sampling.max_tokens`."""
     distillation: DistillationConfig | None = None
     """On-policy distillation, in addition to or instead of rewards; null = off."""
     kl: KlConfig = KlConfig()
-    entropy_coefficient: Annotated[float, Meta(ge=0)] = 0.0
+    entropy_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the entropy bonus."""
-    positive_nll_coefficient: Annotated[float, Meta(ge=0)] = 0.0
+    positive_nll_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the negative log-likelihood of correct answers (VAPO)."""
     ess_learning_rate: EssLearningRateConfig | None = None
     """Learning rate that follows the effective sample size; null = off."""
@@ -256,7 +258,7 @@ class AlgorithmConfig(Config):
             # `reuse` takes the same step and saves the pass, unless the correction's drops must be known before the
             # gradient: masks select among the remaining tokens, and an update with no token left must not change the
             # weights.
-            drops = self.correction.rejects or (self.correction.bound == "mask" and self.needs_current_logprobs)
+            drops = self.correction.rejects or (self.correction.outside == "mask" and self.needs_current_logprobs)
             can_reuse = self.updates_per_step == 1 and not drops and not self._takes_start_logprobs
             structs.force_setattr(self, "proximal", "reuse" if can_reuse else "recompute")
         _check_proximal(self)
@@ -291,7 +293,7 @@ class AlgorithmConfig(Config):
         """Whether anything but the ratio needs that pass."""
         return (
             self.correction.needs_whole_batch
-            or (self.kl.charged_in == "reward" and self.kl.coefficient > 0)
+            or (self.kl.apply_to == "reward" and self.kl.coef > 0)
             or self.advantage.needs_start_logprobs
             or self.ess_learning_rate is not None
             or (self.distillation is not None and self.distillation.divergence == "k1")
@@ -316,7 +318,7 @@ def _check_proximal(config: AlgorithmConfig) -> None:
         )
     if config.correction.needs_whole_batch and config.proximal in ("reuse", "interpolate"):
         raise ConfigError(
-            "algorithm.correction.normalize, rebaseline and denominator=kept need weights of the whole batch before "
+            "algorithm.correction.normalize, exclude_rejected_from_baseline and loss_denominator=kept_tokens need weights of the whole batch before "
             f"the first gradient, got algorithm.proximal={config.proximal}: choose proximal=auto."
         )
     if config.proximal == "interpolate" and not config.policy_loss.has_ratio:
@@ -328,17 +330,17 @@ def _check_proximal(config: AlgorithmConfig) -> None:
 
 
 def _check_advantage(config: AlgorithmConfig) -> None:
-    is_shaped = config.reward != RewardShapingConfig(truncated=config.reward.truncated)
-    if config.advantage.unshaped and (is_shaped or config.kl.charged_in == "reward"):
+    is_shaped = config.reward != RewardShapingConfig(mask_truncated=config.reward.mask_truncated)
+    if config.advantage.unshaped and (is_shaped or config.kl.apply_to == "reward"):
         raise ConfigError(
             f"algorithm.advantage={config.advantage.kind} compares {config.advantage.unshaped}, got rewards that are "
-            "shaped (algorithm.reward, or algorithm.kl.charged_in=reward): leave them, or choose another advantage."
+            "shaped (algorithm.reward, or algorithm.kl.apply_to=reward): leave them, or choose another advantage."
         )
     has_rewards = config.distillation is None or config.distillation.with_rewards
-    if not has_rewards and config.kl.charged_in == "reward":
+    if not has_rewards and config.kl.apply_to == "reward":
         raise ConfigError(
-            "algorithm.distillation.with_rewards=false leaves rewards out, got algorithm.kl.charged_in=reward, which "
-            "would be left out with them: choose charged_in=loss."
+            "algorithm.distillation.with_rewards=false leaves rewards out, got algorithm.kl.apply_to=reward, which "
+            "would be left out with them: choose apply_to=loss."
         )
     is_around_another = config.policy_loss.has_ratio and config.proximal in ("generator", "interpolate")
     if isinstance(config.advantage, VtraceConfig) and (config.correction.level != "none" or is_around_another):
@@ -347,9 +349,9 @@ def _check_advantage(config: AlgorithmConfig) -> None:
             f"got level={config.correction.level}, proximal={config.proximal}: its advantages contain the ratio "
             "learner/generator already, and it would count twice; choose algorithm/correction=none, proximal=auto."
         )
-    if isinstance(config.advantage, OptimalTokenBaselineConfig) and config.reward.truncated == "mask":
+    if isinstance(config.advantage, OptimalTokenBaselineConfig) and config.reward.mask_truncated:
         raise ConfigError(
-            "algorithm.advantage=optimal_token_baseline needs algorithm.reward.truncated=train, got mask: its "
+            "algorithm.advantage=optimal_token_baseline needs algorithm.reward.mask_truncated=false, got mask: its "
             "baselines are made of the tokens of the group, and those of a masked answer are missing."
         )
 
@@ -371,8 +373,8 @@ def _check_policy_loss(config: AlgorithmConfig) -> None:
             f"policy_loss={config.policy_loss.kind} with advantage={config.advantage.kind}: sppo compares log-ratios "
             "with the share of answers that are beaten."
         )
-    if config.policy_loss.counts_length and config.aggregation not in _MEANS_OF_SEQUENCES:
+    if config.policy_loss.counts_length and config.loss_aggregation not in _MEANS_OF_SEQUENCES:
         raise ConfigError(
-            f"algorithm.policy_loss={config.policy_loss.kind} with these settings needs algorithm.aggregation="
-            f"{' or '.join(_MEANS_OF_SEQUENCES)}, got {config.aggregation}: the length of an answer would count twice."
+            f"algorithm.policy_loss={config.policy_loss.kind} with these settings needs algorithm.loss_aggregation="
+            f"{' or '.join(_MEANS_OF_SEQUENCES)}, got {config.loss_aggregation}: the length of an answer would count twice."
         )

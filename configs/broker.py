@@ -120,7 +120,7 @@ class LoggingConfig(Config):
         require(not unknown, "logging.options", "name loggers of the run", got=unknown, why="others are not started")
 
 
-class ExporterConfig(Config):
+class MetricsConfig(Config):
     """Prometheus metrics and OpenTelemetry spans of a run."""
 
     port: Annotated[int, Meta(ge=1, le=65535)] | None = None
@@ -133,16 +133,16 @@ class ExporterConfig(Config):
 
     def __post_init__(self) -> None:
         why = "a name can have several addresses"
-        require(_is_address(self.host), "exporter.host", "be an IP address", got=repr(self.host), why=why)
+        require(_is_address(self.host), "metrics.prometheus_host", "be an IP address", got=repr(self.host), why=why)
         is_url = self.otlp_endpoint is None or re.fullmatch(r"https?://[^@?#\s]+", self.otlp_endpoint) is not None
         # Not shown: it may contain a password.
         shown = "one with them" if "@" in (self.otlp_endpoint or "") else repr(self.otlp_endpoint)
         must = "be an http:// or https:// address without credentials or options"
-        require(is_url, "exporter.otlp_endpoint", must, got=shown, why="settings are logged and saved")
+        require(is_url, "metrics.otlp_endpoint", must, got=shown, why="settings are logged and saved")
 
     def check(self, *, mode: str) -> None:
         """Raise ConfigError for a mode without wall-clock times."""
-        is_fit, key = mode == "async" or not self.is_wanted, "exporter.port and exporter.otlp_endpoint"
+        is_fit, key = mode == "async" or not self.is_wanted, "metrics.prometheus_port and metrics.otlp_endpoint"
         must, why = "be null without mode=async", "roles in one process count turns instead"
         require(is_fit, key, must, got=f"mode={mode}", why=why)
 

@@ -116,13 +116,13 @@ class PrioritizedConfig(Config, tag="prioritized", tag_field="kind"):
     Source: Schaul et al., Prioritized Experience Replay, arXiv:1511.05952, section 3.3-3.4.
     Differs: the priority is the standard deviation of a group's rewards, rounded to powers of two from 1/256 up, so
     groups with equal rewards are rare but never starve. Weights are exact for sampling without replacement, and not
-    divided by their maximum: with `correction=1` the expected gradient equals that of a uniform sample.
+    divided by their maximum: with `importance_exponent=1` the expected gradient equals that of a uniform sample.
     """
 
     exponent: Annotated[float, Meta(ge=0, le=4)] = 0.6
     """Exponent of the priority; 0 = uniform."""
-    correction: Share = 1.0
-    """Weight is (groups sampled / (ready groups * inclusion probability)) ** correction; 0 = no weights."""
+    importance_exponent: Share = 1.0
+    """Weight is (groups sampled / (ready groups * inclusion probability)) ** importance_exponent; 0 = no weights."""
 
 
 SamplerConfig = FifoConfig | FreshestConfig | UniformConfig | PrioritizedConfig
@@ -136,7 +136,7 @@ class KeepAllConfig(Config, tag="none", tag_field="kind"):
 KEEP_ALL = KeepAllConfig()
 
 
-class ZeroSignalConfig(Config, tag="zero_signal", tag_field="kind"):
+class ZeroAdvantageConfig(Config, tag="zero_advantage", tag_field="kind"):
     """Rejects groups with equal rewards: compared with each other, they have no advantage.
 
     Source: dynamic sampling of DAPO, arXiv:2503.14476, section 3.2.
@@ -151,25 +151,25 @@ class ZeroSignalConfig(Config, tag="zero_signal", tag_field="kind"):
 class AccuracyConfig(Config, tag="accuracy", tag_field="kind"):
     """Rejects groups unless their fraction of correct answers is strictly between two bounds.
 
-    above < correct / answered < below
+    min_accuracy < correct / answered < max_accuracy
 
     Source: DAPO, arXiv:2503.14476, eq. 11, with bounds of 0 and 1.
     """
 
-    above: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    min_accuracy: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Lower bound of the fraction, exclusive; 0 = reject groups with only wrong answers."""
-    below: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    max_accuracy: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Upper bound of the fraction, exclusive; 1 = reject groups with only correct answers."""
 
     def __post_init__(self) -> None:
-        if self.above >= self.below:
+        if self.min_accuracy >= self.max_accuracy:
             raise ConfigError(
-                f"buffer.filter.above must be < buffer.filter.below ({self.below:g}), got {self.above:g}: every group "
+                f"buffer.filter.min_accuracy must be < buffer.filter.max_accuracy ({self.max_accuracy:g}), got {self.min_accuracy:g}: every group "
                 "would be rejected."
             )
 
 
-FilterConfig = KeepAllConfig | ZeroSignalConfig | AccuracyConfig
+FilterConfig = KeepAllConfig | ZeroAdvantageConfig | AccuracyConfig
 
 
 # --- reuse and staleness ---------------------------------------------------------------------------------------------
@@ -204,24 +204,24 @@ class StalenessConfig(Config):
     on_stale: Literal["mask", "drop"] = "mask"
     """Tokens beyond the bound. `mask`: they leave the loss, but their reward stays in the baseline of the group.
     `drop`: a ready group with such a token expires, and another prompt is admitted for it."""
-    pacing_lag: Annotated[float, Meta(ge=0)] | None = None
+    target_lag: Annotated[float, Meta(ge=0)] | None = None
     """Mean lag for which pacing admits prompts, versions; null = `max_lag`, the maximum. Lower it if answer lengths
     vary widely: fewer groups are generated concurrently, and `learner/stale_fraction` decreases."""
 
     def __post_init__(self) -> None:
-        if self.pacing_lag is not None and self.pacing_lag > self.max_lag:
+        if self.target_lag is not None and self.target_lag > self.max_lag:
             raise ConfigError(
-                f"buffer.staleness.pacing_lag must be <= max_lag ({self.max_lag}), got {self.pacing_lag:g}: groups "
+                f"staleness.target_lag must be <= max_lag ({self.max_lag}), got {self.target_lag:g}: groups "
                 "would be admitted that are stale by the time they are trained on."
             )
 
     @property
     def window(self) -> float:
         """Groups that may be generated or waiting at a time, in versions' worth."""
-        return (self.max_lag if self.pacing_lag is None else self.pacing_lag) + 1
+        return (self.max_lag if self.target_lag is None else self.target_lag) + 1
 
 
-class MixConfig(Config):
+class ReplayMixConfig(Config):
     """Training on stored rollouts of another run in addition to new ones."""
 
     archive: str = ""
@@ -230,7 +230,7 @@ class MixConfig(Config):
     """Fraction of a step's groups taken from it, sampled uniformly."""
 
     def __post_init__(self) -> None:
-        require_folder("buffer.mix.archive", self.archive)
+        require_folder("replay_mix.archive", self.archive)
 
 
 class BufferConfig(Config):
@@ -244,7 +244,7 @@ class BufferConfig(Config):
     """Complete groups to reject before training; another prompt is admitted for each."""
     reuse: ReuseConfig = ReuseConfig()
     """Training on groups more than once."""
-    mix: MixConfig = MixConfig()
+    mix: ReplayMixConfig = ReplayMixConfig()
     """Stored rollouts of another run."""
     staleness: StalenessConfig = StalenessConfig()
     """Bound on the age of tokens."""

@@ -10,7 +10,7 @@ from slipstream.configs.base import Config, ConfigError, Positive, require
 from slipstream.configs.generators import GeneratorsConfig, SingleTurnConfig
 
 PLACE = (
-    "resume", "runs_dir", "storage_uri", "storage_timeout_s", "cluster", "broker.address", "broker.token_file",
+    "resume", "runs_dir", "storage.uri", "storage.timeout_s", "cluster", "broker.address", "broker.token_file",
     "weights.fetch_address", "buffer.store", "broker.shards", "loggers", "logging", "exporter",
 )  # fmt: skip
 """Settings of where a run is, how it starts, and who is notified. They are not part of its identity, so a run can
@@ -20,7 +20,7 @@ _PORTS = range(1024, 65536)
 """Ports that a user can bind."""
 
 
-class CoreConfig(Config):
+class LearnerMachinesConfig(Config):
     """Machines of the learner, and resources reserved on each. The first also runs broker, store, and rank 0."""
 
     machines: Annotated[int, Meta(ge=1)] = 1
@@ -42,17 +42,17 @@ class SeatConfig(Config):
     gpus: Annotated[int, Meta(ge=0)] = 0
     """GPUs of the engine, one per worker; 0 = none."""
     memory_gib: Positive | None = None
-    """Main memory, as `cluster.core.memory_gib`."""
+    """Main memory, as `cluster.learner.memory_gib`."""
     labels: dict[str, str] = {}
     """Labels that the machine must have, such as `{accelerator: H100}`; set with `ray start --labels`."""
 
 
-class GuestsConfig(Config):
+class UntrustedGeneratorsConfig(Config):
     """Guests: generators on machines outside the operator's control, each with its own key."""
 
     names: list[str] = []
     """Generator ids of guests that may join. The broker writes a token for each into `guests/` of the run folder."""
-    audit_share: Annotated[float, Meta(gt=0, le=1)] = 0.1
+    audit_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.1
     """Fraction of a guest's groups that the run's own generators score and grade again."""
     max_logprob_diff: Positive = 0.05
     """Largest mean absolute difference between log-probabilities of a guest and of the run's own engine, nats, in
@@ -61,7 +61,7 @@ class GuestsConfig(Config):
     def __post_init__(self) -> None:
         odd = next((name for name in self.names if not re.fullmatch(_GUEST_NAME, name)), "")
         must, why = "have names of 1 to 64 letters, digits, _ and -", "they become file names and ids"
-        require(not odd, "cluster.guests.names", must, got=odd, why=why)
+        require(not odd, "cluster.untrusted_generators.names", must, got=odd, why=why)
 
 
 class ClusterConfig(Config):
@@ -74,9 +74,9 @@ class ClusterConfig(Config):
     """Address of the Ray head, `HOST:PORT`; `auto` = the cluster that this machine belongs to."""
     place_timeout_s: Positive = 600.0
     """Longest wait for Ray to place the core or a generator, seconds; an autoscaler takes minutes to add a machine."""
-    core: CoreConfig = CoreConfig()
+    learner: LearnerMachinesConfig = LearnerMachinesConfig()
     generator: SeatConfig = SeatConfig()
-    guests: GuestsConfig = GuestsConfig()
+    untrusted_generators: UntrustedGeneratorsConfig = UntrustedGeneratorsConfig()
     interface: str = ""
     """IPv4 network shared by the machines, such as `10.0.0.0/8`. Every role listens on the address of its machine in
     this network. Empty = only Unix sockets and loopback addresses."""
@@ -107,10 +107,10 @@ class ClusterConfig(Config):
 
     def check_machines(self, *, num_ranks: int) -> None:
         """Raise ConfigError unless the learner ranks fit its machines."""
-        machines = self.core.machines
+        machines = self.learner.machines
         must, why = f"divide learner.num_ranks ({num_ranks})", "each machine has the same number of ranks"
-        require(num_ranks % machines == 0, "cluster.core.machines", must, got=machines, why=why)
-        must = f"be true with cluster.core.machines={machines}"
+        require(num_ranks % machines == 0, "cluster.learner.machines", must, got=machines, why=why)
+        must = f"be true with cluster.learner.machines={machines}"
         why = "gradients and trajectories cross the network between ranks unencrypted"
         require(self.trusted_network or machines == 1, "cluster.trusted_network", must, got=False, why=why)
 
@@ -125,11 +125,11 @@ class ClusterConfig(Config):
         require(mode == "async", "cluster.kind", must, got=self.kind, why=why)
         must, why = "be set with cluster.kind=ray", "generators on other machines could not reach this one"
         require(bool(self.interface), "cluster.interface", must, got='""', why=why)
-        gpus, ranks = self.core.gpus, num_ranks // self.core.machines
+        gpus, ranks = self.learner.gpus, num_ranks // self.learner.machines
         fit = {"auto": (0, ranks), "cuda": (ranks,), "cpu": (0,)}[device]
         must = f"be {' or '.join(map(str, fit))} with learner.num_ranks={num_ranks}, learner.device={device}"
-        must += f", cluster.core.machines={self.core.machines}" if self.core.machines > 1 else ""
-        require(gpus in fit, "cluster.core.gpus", must, got=gpus, why="each rank needs its own GPU")
+        must += f", cluster.learner.machines={self.learner.machines}" if self.learner.machines > 1 else ""
+        require(gpus in fit, "cluster.learner.gpus", must, got=gpus, why="each rank needs its own GPU")
         gpus, must = self.generator.gpus, f"be 0, or the workers of generators.engine ({num_workers})"
         is_fit = not num_workers or gpus in (0, num_workers)
         require(is_fit, "cluster.generator.gpus", must, got=gpus, why="each worker needs its own GPU")
@@ -149,10 +149,14 @@ class ClusterConfig(Config):
             ),
             f"generators.baseline={generators.baseline}": generators.has_baseline,
             "an agent that is not single_turn": not all(isinstance(agent, SingleTurnConfig) for agent in agents),
-            "model.router_replay=true": router_replay,
+            "model.moe.router_replay=true": router_replay,
         }
         found = next((setting for setting, is_unfit in unfit.items() if is_unfit), "")
-        key, names, why = "cluster.guests.names", self.guests.names, "the run's own engines could not score the answers"
+        key, names, why = (
+            "cluster.untrusted_generators.names",
+            self.untrusted_generators.names,
+            "the run's own engines could not score the answers",
+        )
         require(not (names and found), key, f"be empty with {found}", got=names, why=why)
 
     def check_brokers(self, brokers: int, *, address: str | None, mode: str) -> None:

@@ -121,13 +121,13 @@ class CurriculumConfig(Config):
         require(self.low < self.high, "data.curriculum.low", f"be < high ({self.high:g})", got=self.low, why=why)
 
 
-HELDOUT_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,47}\Z"
+EVAL_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,47}\Z"
 
 
-class HeldoutSet(Config):
+class EvalSet(Config):
     """Evaluation prompts with their own sampling settings; the accuracy is the metric `eval/accuracy_NAME`."""
 
-    name: Annotated[str, Meta(pattern=HELDOUT_PATTERN)]
+    name: Annotated[str, Meta(pattern=EVAL_NAME_PATTERN)]
     """Name in metrics and results, such as `aime_2024`; not `train`."""
     path: str
     """Parquet file, or JSON lines or CSV according to its extension; several sets can share a file."""
@@ -159,7 +159,7 @@ class DataConfig(Config):
     train: str | list[str | TrainFile] = ""
     """Training prompts, required except by `mode=sft` and evaluations: a file, a list of files, or a list with weights,
     such as `[{path: a.parquet, weight: 2}, {path: b.jsonl, weight: 1}]`."""
-    heldout: str | list[HeldoutSet] = ""
+    eval: str | list[EvalSet] = ""
     """Evaluation prompts, required except by `mode=sft`, never trained on: a file, answered as the sets `sampled`
     (temperature 1) and `greedy` (temperature 0), or a list of sets with their own settings."""
     columns: dict[str, str] = {}
@@ -178,10 +178,10 @@ class DataConfig(Config):
         unknown = next((field for field in self.columns if field not in NAMED_COLUMNS), "")
         why = "all other columns go into extra_info under their own names"
         require(not unknown, "data.columns", f"name columns for {', '.join(NAMED_COLUMNS)}", got=unknown, why=why)
-        names = [each.name for each in self.heldout_sets]
-        require(bool(names), "data.heldout", "name a set", got="an empty list", why="nothing would be evaluated")
+        names = [each.name for each in self.eval_sets]
+        require(bool(names), "data.eval", "name a set", got="an empty list", why="nothing would be evaluated")
         unfit = next((name for name in names if name == "train" or names.count(name) > 1), "")
-        require(not unfit, "data.heldout[].name", "be unique, and not train", got=unfit, why="metrics use these names")
+        require(not unfit, "data.eval[].name", "be unique, and not train", got=unfit, why="metrics use these names")
         if isinstance(self.train, str):
             return
         why = "there would be nothing to train on"
@@ -195,13 +195,13 @@ class DataConfig(Config):
         require(is_fit, key, "be set for every file or for none", got=got, why=why)
 
     @property
-    def heldout_sets(self) -> list[HeldoutSet]:
-        if isinstance(self.heldout, list):
-            return self.heldout
-        return [HeldoutSet("sampled", self.heldout), HeldoutSet("greedy", self.heldout, temperature=0.0)]
+    def eval_sets(self) -> list[EvalSet]:
+        if isinstance(self.eval, list):
+            return self.eval
+        return [EvalSet("sampled", self.eval), EvalSet("greedy", self.eval, temperature=0.0)]
 
-    def heldout_set(self, purpose: str) -> HeldoutSet | None:
-        return next((each for each in self.heldout_sets if each.name == purpose), None)
+    def eval_set(self, purpose: str) -> EvalSet | None:
+        return next((each for each in self.eval_sets if each.name == purpose), None)
 
     @property
     def train_files(self) -> list[TrainFile]:
@@ -234,7 +234,7 @@ class SftConfig(Config):
 
     train_path: str = ""
     """Demonstrations to train on; empty in all other modes."""
-    heldout_path: str = ""
+    eval_path: str = ""
     """Demonstrations for measuring the held-out loss; empty = none."""
     prompt: str = "prompt"
     """Column of the prompts; `record.field` selects a field of a record."""
@@ -242,11 +242,11 @@ class SftConfig(Config):
     """Column of the responses, in the same notation; an end token is appended to each."""
     unfit: Literal["refuse", "skip"] = "refuse"
     """Rows with an empty response or more than `model.max_length` tokens: refuse the file, or skip and count them."""
-    trajectories_per_step: Annotated[int, Meta(ge=1)] = 64
+    batch_size: Annotated[int, Meta(ge=1)] = 64
     """Demonstrations per optimizer update, over all ranks."""
-    heldout_every_steps: Annotated[int, Meta(ge=0)] = 20
+    eval_every_steps: Annotated[int, Meta(ge=0)] = 20
     """Steps between two measurements of the held-out loss; 0 = only before and after training."""
-    heldout_rows: Annotated[int, Meta(ge=1)] | None = None
+    eval_rows: Annotated[int, Meta(ge=1)] | None = None
     """Rows measured, from the start of the held-out file; null = all."""
     objective: Literal["demonstrations", "pairs"] = "demonstrations"
     """`demonstrations`: a policy that writes the responses. `pairs`: a reward model that scores the chosen answer above

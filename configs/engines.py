@@ -85,7 +85,7 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     kv_cache_gib: Positive | None = None
     """KV cache per GPU, GiB, regardless of other usage; unused on a CPU. null = the memory that
     `gpu_memory_utilization` leaves, or if all roles share a GPU, the memory that `slipstream plan` finds free."""
-    cpu_kv_cache_gib: Annotated[int, Meta(ge=1)] = 1
+    kv_cache_gib: Annotated[int, Meta(ge=1)] = 1
     """KV cache on a CPU, GiB."""
     max_num_batched_tokens: Annotated[int, Meta(ge=1)] | None = None
     """Maximum tokens per engine step, prompts and responses together; null = vLLM's choice."""
@@ -99,7 +99,7 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     the resulting difference from the learner, which `algorithm.correction` corrects."""
     enforce_eager: bool | None = None
     """Run without compiled graphs: starts within seconds but decodes more slowly on GPUs; null = only on a CPU."""
-    kv_on_update: Literal["keep", "recompute"] = "keep"
+    on_weight_update: Literal["keep_kv", "recompute_kv"] = "keep_kv"
     """KV cache of running requests at a weight update: `keep` it, or `recompute` it with a prefill, after which every
     token has exactly the distribution of its version."""
     enable_prefix_caching: bool | None = None
@@ -109,14 +109,14 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     """Longest startup of the engine, seconds."""
     stall_timeout_s: Positive = 120.0
     """Longest time without an engine step while requests are open, seconds; then the generator restarts."""
-    extra: dict[str, Any] = {}
+    engine_kwargs: dict[str, Any] = {}
     """Additional arguments of vLLM's `AsyncEngineArgs`, such as `{block_size: 32, async_scheduling: false}`: those in
     `SAFE_ARGUMENTS` (configs/engines.py), for memory, scheduling, caching, parallelism, kernels, loading, and logging.
     Arguments that could change sampled tokens or their log-probabilities are rejected."""
 
     def __post_init__(self) -> None:
-        for name in self.extra:
-            key, own = "generators.engine.extra", _SET_BY_OTHERS.get(name)
+        for name in self.engine_kwargs:
+            key, own = "generators.engine.engine_kwargs", _SET_BY_OTHERS.get(name)
             must = "not contain arguments that have their own setting"
             require(own is None, key, must, got=name, why=f"set {own} instead")
             close = get_close_matches(name, SAFE_ARGUMENTS, n=1, cutoff=0.8)

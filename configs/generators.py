@@ -58,7 +58,7 @@ class SamplingConfig(Config):
 class RewardFunctionConfig(Config):
     """One of several reward functions.
 
-    Example: RewardFunctionConfig(function="gsm8k", data_sources=["openai/gsm8k"], weight=1.0, decides=True)
+    Example: RewardFunctionConfig(function="gsm8k", data_sources=["openai/gsm8k"], weight=1.0, counts_for_accuracy=True)
     """
 
     function: str
@@ -71,7 +71,7 @@ class RewardFunctionConfig(Config):
     """Factor of its value in the sum; 0 = only report it, unweighted."""
     data_sources: list[str] = []
     """Rows to score: values of `data_source`, or patterns such as `math*`; empty = every row."""
-    decides: bool = False
+    counts_for_accuracy: bool = False
     """Whether `accuracy` requires this function to judge an answer correct. If no function of a row decides, its first
     one does."""
 
@@ -204,7 +204,7 @@ class ToolsAgentConfig(AgentConfig, tag="tools", kw_only=True):
 
     tools: list[ToolConfig | str]
     """Tools; a string is short for a `function`. A row's `extra_info.tool_selection` (names) excludes all others."""
-    format: str = "hermes"
+    tool_call_format: str = "hermes"
     """Format of a tool call in the text: `hermes`, `json`, `react`, or `vllm:NAME` for a vLLM tool parser."""
     max_turns: Annotated[int, Meta(ge=1)] = 16
     """Maximum turns of the model."""
@@ -253,7 +253,7 @@ class SearchAgentConfig(AgentConfig, tag="search", kw_only=True):
     index: str
     """Folder written by `python -m slipstream.scripts.make_search_index`, or address of a service with the API of the
     Search-R1 retrieval server, such as http://127.0.0.1:8000/retrieve."""
-    topk: Annotated[int, Meta(ge=1)] = 3
+    num_passages: Annotated[int, Meta(ge=1)] = 3
     """Passages per search."""
     max_turns: Annotated[int, Meta(ge=1)] = 16
     """Maximum turns of the model, including the final answer."""
@@ -284,14 +284,14 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
     """`module:function` of `async def function(episode, **arguments)`; docs/agents.md describes the episode."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the function."""
-    door: bool = False
+    serve_openai_api: bool = False
     """Whether the loop uses the model over HTTP: `episode.door` then has an OpenAI-compatible address and a key."""
-    format: str = "hermes"
+    tool_call_format: str = "hermes"
     """Format of tool calls at that address: `hermes`, `json`, or `vllm:NAME`."""
 
     @property
     def calls(self) -> str:
-        return self.format if self.door else ""
+        return self.tool_call_format if self.serve_openai_api else ""
 
     @property
     def executed(self) -> set[str]:
@@ -304,12 +304,12 @@ class ExternalAgentConfig(AgentConfig, tag="external"):
     silence_timeout_s: Positive = 300.0
     """Longest time between two requests of an agent, seconds. Then another agent gets the answer, or, if the model has
     already written something, the answer is masked in training and counted."""
-    format: str = "hermes"
+    tool_call_format: str = "hermes"
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
 
     @property
     def calls(self) -> str:
-        return self.format
+        return self.tool_call_format
 
 
 class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
@@ -330,12 +330,12 @@ class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
     silence_timeout_s: Positive = 60.0
     """Longest time without a sign of life, seconds. Then the process is reported, killed, and restarted; its answers in
     progress are masked in training and counted."""
-    format: str = "hermes"
+    tool_call_format: str = "hermes"
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
 
     @property
     def calls(self) -> str:
-        return self.format
+        return self.tool_call_format
 
     @property
     def executed(self) -> set[str]:

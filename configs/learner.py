@@ -46,31 +46,31 @@ class EvaluationConfig(Config):
     """Whether to evaluate the final rows before training as well."""
     only: bool = False
     """Evaluate the initial policy and exit without training."""
-    lease_share: Annotated[float, Meta(gt=0, le=1)] = 0.5
+    lease_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Maximum fraction of a lease for evaluations while training prompts are available."""
-    monitor_prompts: Annotated[int, Meta(ge=1)] = 128
+    num_prompts: Annotated[int, Meta(ge=1)] = 128
     """Rows at the start of the held-out file, evaluated during training and for early stopping. A file with fewer rows
-    than `monitor_prompts` + `final_prompts` is split in that proportion."""
-    final_prompts: Annotated[int, Meta(ge=1)] = 256
+    than `num_prompts` + `num_final_prompts` is split in that proportion."""
+    num_final_prompts: Annotated[int, Meta(ge=1)] = 256
     """Rows after them, evaluated before and after training."""
     goals: list[MetricBound] = []
     """Conditions on the final evaluation, all required for a positive verdict, such as `[{metric: eval/accuracy_greedy,
     at_least: 0.95}]`; empty = the verdict only reports."""
     timeout_s: Positive = 600.0
     """Longest wait for the evaluations before and after training, seconds; shorter if no answer can arrive
-    (`learner.dead_end`)."""
+    (`learner.stall`)."""
 
     def rows(self, num_rows: int) -> tuple[range, range]:
         """Split the rows of a file into those monitored during training and those evaluated before and after it.
 
         No row is in both (except the only row of a file): early stopping must not select on reported numbers.
         """
-        wanted = self.monitor_prompts + self.final_prompts
+        wanted = self.num_prompts + self.num_final_prompts
         if num_rows >= wanted:
-            return range(self.monitor_prompts), range(self.monitor_prompts, wanted)
+            return range(self.num_prompts), range(self.num_prompts, wanted)
         if num_rows == 1:
             return range(1), range(1)
-        monitored = min(max(1, num_rows * self.monitor_prompts // wanted), num_rows - 1)
+        monitored = min(max(1, num_rows * self.num_prompts // wanted), num_rows - 1)
         return range(monitored), range(monitored, num_rows)
 
 
@@ -163,7 +163,7 @@ class CheckpointConfig(Config):
     writes a checkpoint. null = none."""
 
 
-class DeadEndConfig(Config):
+class StallConfig(Config):
     """Detection of waits that cannot end."""
 
     policy: Literal["fail", "wait"] = "fail"
@@ -209,12 +209,12 @@ class LearnerConfig(Config):
     """Compile the layers (torch.compile): faster steps on GPUs after a minute or more. Not available with ZeRO stage 3,
     `sequence_parallel`, or mixtures of experts."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    groups_per_step: Annotated[int, Meta(ge=1)] = 32
+    prompts_per_step: Annotated[int, Meta(ge=1)] = 32
     """Groups claimed per step."""
     max_steps: Annotated[int, Meta(ge=1)] = 200
     """Total number of steps of the run."""
     epochs: Annotated[int, Meta(ge=1)] | None = None
-    """Passes over the training data instead of `max_steps`, which becomes `epochs` x rows / `groups_per_step` (of the
+    """Passes over the training data instead of `max_steps`, which becomes `epochs` x rows / `prompts_per_step` (of the
     store), rounded up: as many groups are trained as these passes have prompts. null = by `max_steps`."""
     tokens_per_microbatch: Annotated[int, Meta(ge=16)] = 8192
     """Maximum tokens of a microbatch, including padding; by default at least `model.max_length`. Larger: more memory,
@@ -230,7 +230,7 @@ class LearnerConfig(Config):
     bytes per token, oldest steps deleted first. 0 = none."""
     wait_timeout_s: Positive = 1800.0
     """Longest wait for a batch while trajectories arrive, seconds; shorter if none can become complete (`dead_end`)."""
-    dead_end: DeadEndConfig = DeadEndConfig()
+    dead_end: StallConfig = StallConfig()
 
     def __post_init__(self) -> None:
         is_sharded, size = self.engine.zero_stage == 3, self.sequence_parallel

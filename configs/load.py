@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from slipstream.configs.base import Config, ConfigError
 from slipstream.configs.cluster import PLACE
-from slipstream.configs.data import HELDOUT_PATTERN
+from slipstream.configs.data import EVAL_NAME_PATTERN
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.learner import SHARD_SIZE
 from slipstream.configs.run import NAME_PATTERN, RunConfig
@@ -120,16 +120,16 @@ def _derive(data: dict[str, Any]) -> None:
         put("weights.max_probe_diff", _HALF_PRECISION_DIFF)
     attempts = 1 + value("generators.reward.retries")
     answer_s = value("generators.agent.timeout_s") + attempts * value("generators.reward.timeout_s")
-    put("learner.dead_end.after_s", max(value("learner.dead_end.after_s"), answer_s))
-    start_s = value("generators.engine.start_timeout_s") + value("learner.dead_end.after_s")
-    put("learner.dead_end.start_after_s", max(value("learner.dead_end.start_after_s"), start_s))
+    put("learner.stall.timeout_s", max(value("learner.stall.timeout_s"), answer_s))
+    start_s = value("generators.engine.start_timeout_s") + value("learner.stall.timeout_s")
+    put("learner.stall.start_after_s", max(value("learner.stall.start_after_s"), start_s))
 
 
 _LORA_LEARNING_RATE = 1e-5
 _HALF_PRECISION_DIFF = 0.05
 """The kernels of engine and learner differ in the third digit of a log-probability."""
-_UNUSED_BY_MODELS = ("learner.stop=null", "evaluation.goals=[]", "learner.checkpoint.best=null")
-"""Settings of training that would refuse another `data.heldout`."""
+_UNUSED_BY_MODELS = ("evaluation.stop=null", "evaluation.goals=[]", "learner.checkpoint.best=null")
+"""Settings of training that would refuse another `data.eval`."""
 NO_MODEL = "set-below"
 
 
@@ -196,25 +196,25 @@ def identity(config: RunConfig) -> dict[str, Any]:
 def derived_sizes(run: RunConfig) -> dict[str, str]:
     """Numbers derived from the settings: name -> value and derivation."""
     learner, generators = run.learner, run.generators
-    trajectories = learner.groups_per_step * generators.group_size
+    trajectories = learner.prompts_per_step * generators.group_size
     response = generators.sampling.max_tokens
     longest = run.data.max_prompt_tokens + response
-    admitted = int(run.buffer.staleness.window * run.groups_per_version)
+    admitted = int(run.staleness.window * run.groups_per_version)
     gpus = generators.engine.num_workers if isinstance(generators.engine, VllmEngineConfig) else 1
     return {
-        "trajectories per step": f"{trajectories} = {learner.groups_per_step} groups x {generators.group_size}",
+        "trajectories per step": f"{trajectories} = {learner.prompts_per_step} groups x {generators.group_size}",
         "trajectories per optimizer update": f"{trajectories // run.algorithm.updates_per_step}",
         "generated tokens per step": f"<= {trajectories * response:,} = {trajectories} x {response}",
         "tokens per step": f"<= {trajectories * longest:,} = {trajectories} x {longest} (prompt and response)",
         "microbatches per step": f"<= {-(-trajectories * longest // learner.tokens_per_microbatch)} over all ranks",
         "groups per version": f"{run.groups_per_version}",
-        "groups running or waiting": f"< {admitted} = (paced lag {run.buffer.staleness.window - 1:g} + 1) x "
+        "groups running or waiting": f"< {admitted} = (paced lag {run.staleness.window - 1:g} + 1) x "
         f"{run.groups_per_version}",
         "trajectories in flight": f"<= {generators.count * generators.max_concurrency} = {generators.count} generators "
         f"x {generators.max_concurrency}",
         "prompts of the whole run": f"{learner.epochs} x the rows of data.train"
         if learner.epochs
-        else f"{learner.max_steps * learner.groups_per_step:,} = {learner.max_steps} steps x {learner.groups_per_step}",
+        else f"{learner.max_steps * learner.prompts_per_step:,} = {learner.max_steps} steps x {learner.prompts_per_step}",
         "devices of all generators": f"{generators.count * gpus}",
         "devices of the learner": f"{learner.num_ranks}",
         "config hash": config_hash(run),
@@ -456,7 +456,7 @@ def _record_errors(expected: StructType, value: dict[str, Any], path: str) -> It
 
 _PATTERNS = {
     NAME_PATTERN: "1 to 80 letters, digits, ., _ and -, and not start with a dot, because it names a folder",
-    HELDOUT_PATTERN: "1 to 48 letters, digits, ., _ and -, and start with a letter or digit",
+    EVAL_NAME_PATTERN: "1 to 48 letters, digits, ., _ and -, and start with a letter or digit",
     SHARD_SIZE: "a number and a unit, such as 5GB",
 }
 

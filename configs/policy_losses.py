@@ -92,9 +92,9 @@ class DppoConfig(PolicyLossConfig, tag="dppo"):
 
     divergence: Literal["tv", "kl"] = "tv"
     """Binary divergence between the two policies: `tv` = total variation, `kl` = KL."""
-    low: Positive = 0.2
+    clip_low: Positive = 0.2
     """Bound of the divergence for negative advantages."""
-    high: Positive = 0.2
+    clip_high: Positive = 0.2
     """Bound of the divergence for positive advantages."""
     ratio_cap: Positive = 20.0
     """Largest ratio used as a token weight."""
@@ -162,7 +162,7 @@ class ClipCovConfig(PolicyLossConfig, tag="clip_cov"):
     """Distance of the lower clip bound below ratio 1."""
     clip_high: Positive = 0.2
     """Distance of the upper clip bound above ratio 1."""
-    share: Share = 2e-4
+    fraction: Share = 2e-4
     """Fraction of all tokens to drop, at least one token; 0 = none."""
     covariance_low: float = 1.0
     """Smallest covariance of a token that can be dropped."""
@@ -175,9 +175,9 @@ class KlCovConfig(PolicyLossConfig, tag="kl_cov"):
 
     selector: ClassVar[str] = "token_masks.kl_cov_mask"
 
-    share: Share = 2e-4
+    fraction: Share = 2e-4
     """Fraction of all tokens to penalize, at least one token; 0 = none."""
-    coefficient: Positive = 1.0
+    coef: Positive = 1.0
     """Weight of the KL penalty on the selected tokens."""
 
 

@@ -10,8 +10,8 @@ from msgspec import Meta
 from slipstream.configs.advantages import RemaxConfig
 from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.base import Config, ConfigError, Positive, require, require_storage
-from slipstream.configs.broker import BrokerConfig, ExporterConfig, LoggingConfig, WeightsConfig
-from slipstream.configs.buffer import AccuracyConfig, BufferConfig, RedisConfig, ZeroSignalConfig
+from slipstream.configs.broker import BrokerConfig, MetricsConfig, LoggingConfig, WeightsConfig
+from slipstream.configs.buffer import AccuracyConfig, BufferConfig, RedisConfig, ZeroAdvantageConfig
 from slipstream.configs.cluster import ClusterConfig
 from slipstream.configs.data import DataConfig, ModelConfig, PrepareStep, ReplayConfig, SftConfig
 from slipstream.configs.engines import VllmEngineConfig
@@ -43,11 +43,11 @@ class RunConfig(Config):
     """`true`: continue the run with this name from its newest checkpoint, which must exist. `false`: the name must be
     unused, or belong to a run that ended before publishing weights. `auto`: continue the run if it exists, otherwise
     start it."""
-    storage_uri: str | None = None
+    storage.uri: str | None = None
     """Folder of an object store (`s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, `file:///FOLDER`) for checkpoints,
     archive, and models, with credentials from the environment; the run folder is then scratch space. null = only the
     run folder."""
-    storage_timeout_s: Positive = 1800.0
+    storage.timeout_s: Positive = 1800.0
     """Longest failure of the object store before the learner exits, seconds."""
     prepare: list[PrepareStep] = []
     """Commands that create missing inputs before the roles start, in order."""
@@ -63,10 +63,10 @@ class RunConfig(Config):
     loggers: list[str] = []
     """Metric destinations: `trackio`, `wandb`, `tensorboard`, or your own class as `module:Class`."""
     logging: LoggingConfig = LoggingConfig()
-    exporter: ExporterConfig = ExporterConfig()
+    exporter: MetricsConfig = MetricsConfig()
 
     def __post_init__(self) -> None:
-        require_storage("storage_uri", self.storage_uri, is_fit=not self.is_one_process)
+        require_storage("storage.uri", self.storage.uri, is_fit=not self.is_one_process)
         for check in _LEARNER_CHECKS if self.mode == "sft" else (*_LEARNER_CHECKS, *_ROLE_CHECKS):
             check(self)
 
@@ -77,7 +77,7 @@ class RunConfig(Config):
     @property
     def profile_lead_steps(self) -> int:
         """Steps before the first recorded one in which its trajectories may already be leased."""
-        return (self.buffer.staleness.max_lag + 1) * self.weights.publish_every_steps
+        return (self.staleness.max_lag + 1) * self.weights.publish_every_steps
 
     @property
     def trains_reward_model(self) -> bool:
@@ -86,13 +86,13 @@ class RunConfig(Config):
     @property
     def mixed_groups_per_step(self) -> int:
         """Groups of a step taken from the archive of another run."""
-        mix = self.buffer.mix
-        return round(mix.fraction * self.learner.groups_per_step) if mix.archive else 0
+        mix = self.replay_mix
+        return round(mix.fraction * self.learner.prompts_per_step) if mix.archive else 0
 
     @property
     def claimed_groups_per_step(self) -> int:
         """Groups of a step taken from the store."""
-        return self.learner.groups_per_step - self.mixed_groups_per_step
+        return self.learner.prompts_per_step - self.mixed_groups_per_step
 
     @property
     def groups_per_version(self) -> int:
@@ -123,10 +123,10 @@ def _check_bounds(run: RunConfig) -> None:
     most, own = run.generators.max_concurrency, run.generators.members_per_group
     why = "no generator could ever request a prompt for a group (group_size, and one more with baseline=greedy)"
     require(most >= own, "generators.max_concurrency", f"be >= generators.members_per_group ({own})", got=most, why=why)
-    groups, updates = run.learner.groups_per_step, run.algorithm.updates_per_step
+    groups, updates = run.learner.prompts_per_step, run.algorithm.updates_per_step
     must = f"be a multiple of algorithm.updates_per_step ({updates})"
     why = "the optimizer updates of a step would see unequal batches"
-    require(groups % updates == 0, "learner.groups_per_step", must, got=groups, why=why)
+    require(groups % updates == 0, "learner.prompts_per_step", must, got=groups, why=why)
     buffer, tokens = run.algorithm.reward.overlong_buffer, run.generators.sampling.max_tokens
     must, why = f"be < generators.sampling.max_tokens ({tokens})", "every response would be penalized"
     require(buffer is None or buffer < tokens, "algorithm.reward.overlong_buffer", must, got=buffer, why=why)
@@ -137,13 +137,13 @@ def _check_bounds(run: RunConfig) -> None:
 
 
 def _check_heldout(run: RunConfig) -> None:
-    names, best = [each.name for each in run.data.heldout_sets], run.learner.checkpoint.best
-    asked = {"learner.stop": run.learner.stop or [], "evaluation.goals": run.evaluation.goals}
+    names, best = [each.name for each in run.data.eval_sets], run.learner.checkpoint.best
+    asked = {"evaluation.stop": run.evaluation.stop or [], "evaluation.goals": run.evaluation.goals}
     ends = tuple(f"_{name}" for name in names)
     for key, bounds in (asked | {"learner.checkpoint.best": [best] if best else []}).items():
         metrics = [each.metric for each in bounds]
         unknown = next((each for each in metrics if not (each.startswith("eval/") and each.endswith(ends))), "")
-        must = f"name metrics of {', '.join(names)}, the sets of data.heldout, such as eval/accuracy_{names[0]}"
+        must = f"name metrics of {', '.join(names)}, the sets of data.eval, such as eval/accuracy_{names[0]}"
         require(not unknown, key, must, got=unknown, why="no evaluation would have it")
     every, publish = run.evaluation.every_steps, run.weights.publish_every_steps
     must = f"be a multiple of weights.publish_every_steps ({publish}) with learner.checkpoint.best"
@@ -151,8 +151,8 @@ def _check_heldout(run: RunConfig) -> None:
     require(is_fit, "evaluation.every_steps", must, got=every, why=why)
     most = run.model.max_length - run.data.max_prompt_tokens
     must = f"be <= model.max_length - data.max_prompt_tokens ({most})"
-    for each in run.data.heldout_sets:
-        key, is_fit = f"max_tokens of {each.name} in data.heldout", each.max_tokens is None or each.max_tokens <= most
+    for each in run.data.eval_sets:
+        key, is_fit = f"max_tokens of {each.name} in data.eval", each.max_tokens is None or each.max_tokens <= most
         require(is_fit, key, must, got=each.max_tokens, why=_NO_ROOM)
 
 
@@ -164,7 +164,7 @@ def _check_sft_best(run: RunConfig) -> None:
     must, why = f"name {' or '.join(measured)} with mode=sft", "held-out rows have no other metric"
     require(best.metric in measured, key, must, got=best.metric, why=why)
     why = "checkpoints are compared on held-out rows"
-    require(bool(run.sft.heldout_path), "sft.heldout_path", f"be set with {key}", got=run.sft.heldout_path, why=why)
+    require(bool(run.sft.eval_path), "sft.eval_path", f"be set with {key}", got=run.sft.eval_path, why=why)
 
 
 def _check_mode(run: RunConfig) -> None:
@@ -197,8 +197,8 @@ def _check_learner(run: RunConfig) -> None:
 
 
 def _check_router_replay(run: RunConfig) -> None:
-    key, engine = "model.router_replay", run.generators.engine
-    if not run.model.router_replay:
+    key, engine = "model.moe.router_replay", run.generators.engine
+    if not run.model.moe.router_replay:
         return
     require(run.mode != "sft", key, "be false with mode=sft", got=True, why="demonstrations have no recorded experts")
     if isinstance(engine, VllmEngineConfig):
@@ -227,9 +227,9 @@ def _check_places(run: RunConfig) -> None:
     run.cluster.check_machines(num_ranks=ranks)
     run.cluster.check_brokers(run.broker.shards, address=run.broker.address, mode=run.mode)
     run.cluster.check_ray(mode=run.mode, num_ranks=ranks, device=device, num_workers=workers)
-    run.cluster.check_guests(mode=run.mode, generators=run.generators, router_replay=run.model.router_replay)
+    run.cluster.check_guests(mode=run.mode, generators=run.generators, router_replay=run.model.moe.router_replay)
     run.logging.check(run.loggers)
-    run.exporter.check(mode=run.mode)
+    run.metrics.check(mode=run.mode)
 
 
 def _check_generators(run: RunConfig) -> None:
@@ -253,25 +253,25 @@ def _check_generators(run: RunConfig) -> None:
 def _check_filter(run: RunConfig) -> None:
     """At least one kind of group must pass, or the learner would wait forever."""
     chosen, size = run.buffer.filter, run.generators.group_size
-    if isinstance(chosen, ZeroSignalConfig):
-        is_fit, must = run.generators.members_per_group > 1, "be >= 2 for buffer/filter=zero_signal"
+    if isinstance(chosen, ZeroAdvantageConfig):
+        is_fit, must = run.generators.members_per_group > 1, "be >= 2 for buffer/filter=zero_advantage"
         why = "a single reward has nothing to differ from, and every group would be rejected"
         require(is_fit, "generators.group_size", must, got=size, why=why)
         signal = run.algorithm.signal_beside_rewards
         why = "it rejects groups of equal rewards, which carry a signal here"
-        require(not signal, "buffer/filter", f"be none or accuracy with {signal}", got="zero_signal", why=why)
+        require(not signal, "buffer/filter", f"be none or accuracy with {signal}", got="zero_advantage", why=why)
     if isinstance(chosen, AccuracyConfig):
-        is_fit = any(chosen.above < right / size < chosen.below for right in range(size + 1))
+        is_fit = any(chosen.min_accuracy < right / size < chosen.max_accuracy for right in range(size + 1))
         must = f"accept at least one share of right answers in generators.group_size={size}"
-        got = f"above={chosen.above:g} and below={chosen.below:g}"
+        got = f"min_accuracy={chosen.min_accuracy:g} and max_accuracy={chosen.max_accuracy:g}"
         require(is_fit, "buffer.filter", must, got=got, why="every group would be rejected")
 
 
 def _check_buffer(run: RunConfig) -> None:
-    mix, per_step, mixed = run.buffer.mix, run.learner.groups_per_step, run.mixed_groups_per_step
+    mix, per_step, mixed = run.replay_mix, run.learner.prompts_per_step, run.mixed_groups_per_step
     must = f"leave at least one of {per_step} groups per step for each source"
     why = f"{mixed} would come from the archive"
-    require(not mix.archive or 0 < mixed < per_step, "buffer.mix.fraction", must, got=mix.fraction, why=why)
+    require(not mix.archive or 0 < mixed < per_step, "replay_mix.fraction", must, got=mix.fraction, why=why)
     reuse, per_step = run.buffer.reuse, run.claimed_groups_per_step
     fresh = ceil(reuse.fresh_fraction * per_step)
     if reuse.samples_per_insert is not None:

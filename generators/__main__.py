@@ -117,7 +117,7 @@ async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, tok
     from slipstream.generators.build import assemble, make_fetcher
     from slipstream.generators.tokenization import load_tokenizer
 
-    keys = derive_keys(token, guests=run.cluster.guests.names)
+    keys = derive_keys(token, guests=run.cluster.untrusted_generators.names)
     generator = assemble(
         run,
         member=session.member,

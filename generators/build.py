@@ -93,7 +93,7 @@ def assemble(
         token=token,
         trace=trace,
     )
-    if run.cluster.guests.names:
+    if run.cluster.untrusted_generators.names:
         agent = Auditor(agent, engine=engine, rewards=pool, encoder=encoder, client=client)
     return Generator(
         run=run,

@@ -221,7 +221,7 @@ class PromptEncoder:
                     return role
                 reason = f"the template omits messages with the role {role}"
         raise ConfigError(
-            f"{setting}.format must fit the tokenizer's chat template, or be `react`, which needs none, but {reason}."
+            f"{setting}.tool_call_format must fit the tokenizer's chat template, or be `react`, which needs none, but {reason}."
         )
 
     def _shows_results_of_calls(self) -> bool:

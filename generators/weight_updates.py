@@ -32,7 +32,7 @@ _PROBE_TIMEOUT_S = 30.0
 _SAMPLED_TOKENS = 4
 """Tokens to sample after a prefix of each canary sequence. Each costs a decoding step."""
 _GIVEN_UP_S = 20.0
-"""Time for the engine to end an abandoned broadcast. Must be below `learner.dead_end.after_s`, after which the
+"""Time for the engine to end an abandoned broadcast. Must be below `learner.stall.timeout_s`, after which the
 learner ends a run without generators that have weights."""
 
 

@@ -7,7 +7,7 @@ Most used settings, which must match the broker's:
   experiment=PRESET, name=NAME  the run; resume=true continues it
   broker.address=ADDRESS        where the broker listens
   model.path=FOLDER             model to train
-  learner.max_steps=80          learner.groups_per_step=32 prompts each
+  learner.max_steps=80          learner.prompts_per_step=32 prompts each
   learner.optimizer.learning_rate=3e-3
   learner.num_ranks=1           processes that share a step; learner/engine=deepspeed_zero3 shards the model
   learner.checkpoint.every_steps=20

@@ -124,9 +124,9 @@ class _Models:
     def load_frozen_models(self, engine: TrainEngine[Policy], chooser: LayoutChooser) -> FrozenModels:
         run, policy, teacher = self._run, engine.model, None
         reference: ModelEngine[Policy] | AdapterOff | None = None
-        if run.algorithm.kl.coefficient and run.model.lora:
+        if run.algorithm.kl.coef and run.model.lora:
             reference = AdapterOff(engine)
-        elif run.algorithm.kl.coefficient:
+        elif run.algorithm.kl.coef:
             reference = self._load_frozen(run.model, setting="model.path")
             # The chooser may have changed the policy's attention implementation.
             reference.model.backbone.set_attn_implementation(policy.backbone.config._attn_implementation)
@@ -212,7 +212,7 @@ def build_learner(
     trainer = rank_group.trainer
     metadata = trainer.engine.model.checkpoint_names.metadata(getattr(torch, run.model.dtype))
     stager = Stager(run.weights, metadata=metadata, device=trainer.engine.device)
-    mix = run.buffer.mix
+    mix = run.replay_mix
     disk = DiskWait(while_waiting=rank_group.keep_alive)
     profiler = StepProfiler(run, store=store, folder=folder.profile, send=client.send)
     return Learner(

@@ -2,7 +2,7 @@
 
 Training waits only while a save copies the state to host memory. A checkpoint takes effect when the store points at it
 (`RunState.checkpoint`): one atomic operation moves that pointer and retires the groups that the checkpoint covers. Each
-machine has the files of its own ranks. With `storage_uri`, the object store has all files before the pointer moves.
+machine has the files of its own ranks. With `storage.uri`, the object store has all files before the pointer moves.
 
 <folder>/step-00000050/state.json        CheckpointState
 <folder>/step-00000050/model/            weights in transformers format, with any adapter merged in, and the tokenizer
@@ -441,7 +441,7 @@ def save_model(trainer: Trainer, folder: Path, *, run: RunConfig, ranks: Ranks) 
 
 def write_model(trainer: Trainer, folder: Path, *, weights: dict[str, Tensor], run: RunConfig) -> None:
     """Write gathered weights like `save_model`."""
-    size = run.learner.checkpoint.max_shard_size
+    size = run.learner.checkpoint.max_shard_gb
     save_pretrained(trainer.engine.model, folder, weights=weights, config=run.model, max_shard_size=size)
 
 

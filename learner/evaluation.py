@@ -19,7 +19,7 @@ from slipstream.buffer.records import EvaluationAnswer, EvaluationResult
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
 from slipstream.configs.base import Record
-from slipstream.configs.data import HeldoutSet
+from slipstream.configs.data import EvalSet
 from slipstream.configs.learner import EvaluationConfig
 
 _RESAMPLES = 1000
@@ -194,7 +194,7 @@ class Evaluator:
     """Opens evaluations in the store, one per held-out set."""
 
     def __init__(
-        self, store: Store, config: EvaluationConfig, *, sets: list[HeldoutSet], num_rows: Mapping[str, int]
+        self, store: Store, config: EvaluationConfig, *, sets: list[EvalSet], num_rows: Mapping[str, int]
     ) -> None:
         """`num_rows`: prompts per set."""
         self._store = store

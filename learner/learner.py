@@ -109,12 +109,12 @@ class Learner:
         self._rollouts = rollouts
         self._disk = disk or DiskWait()
         self._clock = clock
-        self._evaluator = Evaluator(store, run.evaluation, sets=run.data.heldout_sets, num_rows=num_heldout)
+        self._evaluator = Evaluator(store, run.evaluation, sets=run.data.eval_sets, num_rows=num_heldout)
         self._stall = StallDetector(
             run=run, store=store, who_is_missing=self._who_is_missing, keep_alive=rank_group.keep_alive, clock=clock
         )
         self._best = BestCheckpoint(run.learner.checkpoint.best, metrics_log.folder, flush=rank_group.flush_checkpoint)
-        self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.buffer.staleness)
+        self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.staleness)
         self._step = 0
         self._fence = 0
         """Fencing token of the last committed claim, or of the rollback before the first commit."""
@@ -287,7 +287,7 @@ class Learner:
                 payloads = self._store.fetch(claim.group_ids)
                 mixed_ids, mixed = mix.take(first=(claim.step - 1) * num_mixed, count=num_mixed) if mix else ([], [])
             # Reused groups may be older than fresh ones. Mixed groups have versions of another run and thus no bound.
-            fresh_lag, reused_lag = self._run.buffer.staleness.max_lag, self._run.buffer.reuse.max_age
+            fresh_lag, reused_lag = self._run.staleness.max_lag, self._run.buffer.reuse.max_age
             is_reused = claim.reused or [False] * len(payloads)
             metrics = self._rank_group.train(
                 step=claim.step,
@@ -417,7 +417,7 @@ class Learner:
 
     def _meets_stop(self, row: Row) -> bool:
         """Also applied to the rows kept by a resume."""
-        stop = self._run.learner.stop or []
+        stop = self._run.evaluation.stop or []
         is_met = bool(stop) and all(bound.holds(row) for bound in stop)
         if is_met:
             log.info("learner_stop_met", step=row["step"], **{bound.metric: row[bound.metric] for bound in stop})
@@ -429,7 +429,7 @@ class Learner:
             self._await_evaluation(name)
 
     def _evaluate_fully(self, name: str) -> dict[Purpose, EvaluationResult]:
-        """Repeats while no answer has a reward (`learner.dead_end.policy=wait`)."""
+        """Repeats while no answer has a reward (`learner.stall.policy=wait`)."""
         while True:
             result = self._await_evaluation(self._evaluator.open_final(name, version=self._version))
             if any(each.num_failed < each.num_answered for each in result.values()):

@@ -159,7 +159,7 @@ class MetricsLog:
             **{f"accuracy_{name}": result.accuracy for name, result in after.items()},
             **{
                 each.before_key: self._before[each.name].accuracy if self._before else None
-                for each in self._run.data.heldout_sets
+                for each in self._run.data.eval_sets
             },
             "evaluation": evaluation,
             "best": best,

@@ -37,7 +37,7 @@ class TrainStep(Command):
     weights: list[float] = []
     """Loss factor per group. Empty means 1."""
     max_lags: list[int | None] = []
-    """Lag beyond which a group's tokens are masked, None for no bound. Empty means `buffer.staleness.max_lag`."""
+    """Lag beyond which a group's tokens are masked, None for no bound. Empty means `staleness.max_lag`."""
     num_mixed: int = 0
     """Groups from another run, at the end. Their versions are not comparable with this run's."""
     images: list[str] = []

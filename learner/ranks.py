@@ -111,7 +111,7 @@ def machine_rendezvous(environment: Mapping[str, str], *, num_machines: int) -> 
     if not (number.isdecimal() and int(number) in numbers and address and port.isdecimal()):
         got = ", ".join(f"{name}={environment.get(name, '')!r}" for name in MACHINE_VARIABLES)
         raise ConfigError(
-            f"each machine of cluster.core.machines={num_machines} must have its number, 0 to {numbers[-1]}, in "
+            f"each machine of cluster.learner.machines={num_machines} must have its number, 0 to {numbers[-1]}, in "
             f"NODE_RANK, and an address and a free port of machine 0 in MASTER_ADDR and MASTER_PORT, got {got}: set "
             "them, start the ranks with torchrun, or use cluster.kind=ray or `slipstream launch`."
         )

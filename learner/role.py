@@ -60,7 +60,7 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
         check_sft(run)
     if run.learner.num_ranks > 1 and not is_rank:
         on_cpu = choose_device(run.learner.device).type == "cpu"
-        num_ranks, num_machines = run.learner.num_ranks, run.cluster.core.machines
+        num_ranks, num_machines = run.learner.num_ranks, run.cluster.learner.machines
         launch_ranks("slipstream.learner", overrides, num_ranks=num_ranks, on_cpu=on_cpu, num_machines=num_machines)
     rank = int(os.environ.get("RANK", "0"))
     configure_logs("learner" if rank == 0 else f"learner-rank-{rank}")
@@ -113,7 +113,7 @@ def return_freed_memory() -> None:
 def _run_first_rank(run: RunConfig, *, device: torch.device) -> None:
     board = StatusBoard()
     deadline = Deadline(run.broker.join_timeout_s, what="a run to train")
-    keys = derive_keys(wait_for_token(run, deadline=deadline), guests=run.cluster.guests.names)
+    keys = derive_keys(wait_for_token(run, deadline=deadline), guests=run.cluster.untrusted_generators.names)
     session = join(
         "learner",
         address=RunFolder(run).broker_address,

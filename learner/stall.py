@@ -73,7 +73,7 @@ class StallDetector:
         """Check the run at most once a second. Returns the reason for the wait, with `missing`.
 
         `answered`: answers of the awaited evaluation, None for groups. Raises DeadEndError with
-        `learner.dead_end.policy=fail`.
+        `learner.stall.policy=fail`.
         """
         now = self._clock()
         if now >= self._check_at:
@@ -144,7 +144,7 @@ class StallDetector:
         self._set_cause(no_reward(self._run, num_failed=num_failed))
 
     def _set_cause(self, cause: StallCause | None) -> None:
-        if cause and self._run.learner.dead_end.policy == "fail":
+        if cause and self._run.learner.stall.policy == "fail":
             raise DeadEndError(
                 f"{self._goal} must come, but {cause}; then continue with resume=true.{self._last_events()}"
             )

@@ -220,7 +220,7 @@ class StallCause:
 
 def find_cause(progress: Progress) -> StallCause | None:
     """First cause that is past its deadline; None while the wait may still end."""
-    run, limits = progress.run, progress.run.learner.dead_end
+    run, limits = progress.run, progress.run.learner.stall
     checks: list[Callable[[Progress], StallCause | None]] = []
     # A replay trains on stored rewards.
     if progress.rewards_have_failed and run.mode != "replay":
@@ -239,7 +239,7 @@ def find_cause(progress: Progress) -> StallCause | None:
 
 def _max_idle_s(progress: Progress) -> float:
     """Loading a model and fetching weights get longer limits."""
-    limits, engine, live = progress.run.learner.dead_end, progress.run.generators.engine, progress.now.live
+    limits, engine, live = progress.run.learner.stall, progress.run.generators.engine, progress.now.live
     longest = [limits.after_s]
     if any(each.state == "starting" or each.waits_for == "transfer" for each in live):
         longest.append(limits.start_after_s)
@@ -307,7 +307,7 @@ def _groups_lost(progress: Progress) -> StallCause | None:
             "start a new run with easier or harder prompts, a larger generators.group_size, or a looser buffer.filter"
         )
         return StallCause("filtered", f"buffer.filter rejected {lost}", remedy)
-    remedy = "speed up generators, or loosen buffer.staleness, group_deadline or max_attempts in a new run"
+    remedy = "speed up generators, or loosen staleness, group_deadline or max_attempts in a new run"
     generators = _describe(progress.now.live)
     return StallCause("lost", f"the buffer dropped {lost}{generators and f' ({generators})'}", remedy)
 
@@ -332,7 +332,7 @@ def _store_full(progress: Progress) -> StallCause | None:
 def _generators_silent(progress: Progress) -> StallCause:
     synced = _describe(progress.now.synced)
     problem = f"nothing has arrived for {progress.idle_s:.0f} s from generators with verified weights ({synced})"
-    return StallCause("silence", problem, "read their logs; for slow trajectories, raise learner.dead_end.after_s")
+    return StallCause("silence", problem, "read their logs; for slow trajectories, raise learner.stall.timeout_s")
 
 
 def _too_slow(progress: Progress) -> StallCause:

@@ -361,7 +361,7 @@ def evaluate(
     \b
     slipstream evaluate runs/digits_cpu/final_model
     slipstream evaluate models/base runs/mine/final_model         with their difference
-    slipstream evaluate models/mine --all 'data.heldout=[{name: aime, path: aime.parquet, samples: 16}]'
+    slipstream evaluate models/mine --all 'data.eval=[{name: aime, path: aime.parquet, samples: 16}]'
     slipstream evaluate --responses answers.jsonl generators.reward.function=math
 
     Prints mean reward, accuracy, pass@k, maj@k, best@k, and worst@k with 95 % intervals, on the prompts of a run's

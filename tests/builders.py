@@ -71,7 +71,7 @@ def make_run(**overrides: Any) -> RunConfig:
     plain = {
         "name": "test",
         "model": {"path": "models/test", "dtype": "float32", "max_length": 64},
-        "data": {"train": "train.parquet", "heldout": "heldout.parquet", "max_prompt_tokens": 32},
+        "data": {"train": "train.parquet", "eval": "heldout.parquet", "max_prompt_tokens": 32},
         "generators": {
             "group_size": 2,
             "sampling": {"max_tokens": 16},
@@ -79,12 +79,12 @@ def make_run(**overrides: Any) -> RunConfig:
             "reward": {"num_workers": 0},
         },
         "learner": {
-            "groups_per_step": 2,
+            "prompts_per_step": 2,
             "max_steps": 4,
             "engine": {"kind": "torch"},
-            "dead_end": {"after_s": 120.0},
+            "stall": {"timeout_s": 120.0},
         },
-        "evaluation": {"monitor_prompts": 2, "final_prompts": 2},
+        "evaluation": {"num_prompts": 2, "num_final_prompts": 2},
     }
     return msgspec.convert(_merge(plain, overrides), RunConfig)
 

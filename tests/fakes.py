@@ -59,7 +59,7 @@ class RouterScene:
         self.config_json = msgspec.json.encode(self.run).decode()
         curriculum = self.run.data.curriculum
         self.store.open_run("test", config_json=self.config_json, num_rows=len(data), seed=0, curriculum=curriculum)
-        sets = {"train": data, "heldout": {each.name: data for each in self.run.data.heldout_sets}}
+        sets = {"train": data, "heldout": {each.name: data for each in self.run.data.eval_sets}}
         self.router = Router(self.hub.server(), self.store, run=self.run, model=model, clock=self.clock, **sets)
 
     def step(self) -> None:
@@ -136,7 +136,7 @@ def write_rows(path: Path) -> Path:
     return path
 
 
-STATUS_RUN = make_run(generators={"max_concurrency": 64}, learner={"groups_per_step": 2, "max_steps": 40})
+STATUS_RUN = make_run(generators={"max_concurrency": 64}, learner={"prompts_per_step": 2, "max_steps": 40})
 STATUS_ROW = {
     "step": 3,
     "time_s": 9.0,

@@ -39,18 +39,18 @@ SMALL = (
     "learner/engine=torch",
     "prepare=[]",
     "model.path=models/digits-random",
-    "learner.groups_per_step=4",
-    "learner.stop=null",
+    "learner.prompts_per_step=4",
+    "evaluation.stop=null",
     "learner.checkpoint.every_steps=5",
     "evaluation.every_steps=0",
-    "evaluation.monitor_prompts=2",
-    "evaluation.final_prompts=4",
+    "evaluation.num_prompts=2",
+    "evaluation.num_final_prompts=4",
 )
 """Overrides of a run with the scripted engine, a random model and small steps."""
 RANDOM = ("prepare=[]", "model.path=models/digits-random")
 FEW = (
-    *("learner.groups_per_step=4", "evaluation.every_steps=0"),
-    *("evaluation.monitor_prompts=4", "evaluation.final_prompts=8"),
+    *("learner.prompts_per_step=4", "evaluation.every_steps=0"),
+    *("evaluation.num_prompts=4", "evaluation.num_final_prompts=8"),
 )
 
 

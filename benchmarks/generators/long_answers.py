@@ -2,7 +2,7 @@
 
 Real broker over ZeroMQ, a real generator role with the scripted engine and lognormal lengths, and a learner that claims
 a batch, waits, commits it, and publishes the next version. Two learners: one that waits for groups, and one that groups
-wait for. Measures every value of `buffer.staleness.pacing_lag` in turn. Tokens older than `max_lag` when their group is
+wait for. Measures every value of `staleness.target_lag` in turn. Tokens older than `max_lag` when their group is
 claimed would be excluded from the loss.
 """
 
@@ -24,7 +24,7 @@ _MAX_TOKENS = 400
 _CONCURRENCY = 512
 _COLUMNS = {
     "learner's step, s": "{step_s:g}",
-    "pacing_lag": "{pacing_lag:g}",
+    "target_lag": "{target_lag:g}",
     "stale tokens": "{stale_fraction:.2%}",
     "of answers x as long": "{stale_length_ratio:.1f}",
     "s/step": "{seconds_per_step:.2f}",
@@ -40,23 +40,23 @@ def main(arguments: argparse.Namespace) -> None:
     """Measure every limit with both learners."""
     configure_logs("benchmark")
     rows = []
-    for step_s, pacing_lag in itertools.product((0.0, arguments.step_s), arguments.pacing_lags):
-        rows.append(_measure(arguments, step_s=step_s, pacing_lag=pacing_lag))
-        console.print(f"step {step_s:g} s, pacing_lag {pacing_lag:g}: {rows[-1]['stale_fraction']:.2%} stale")
+    for step_s, target_lag in itertools.product((0.0, arguments.step_s), arguments.target_lags):
+        rows.append(_measure(arguments, step_s=step_s, target_lag=target_lag))
+        console.print(f"step {step_s:g} s, target_lag {target_lag:g}: {rows[-1]['stale_fraction']:.2%} stale")
     console.print(make_table(rows, _COLUMNS))
     write_result(arguments, {"rows": rows})
 
 
-def _measure(arguments: argparse.Namespace, *, step_s: float, pacing_lag: float) -> dict[str, float]:
+def _measure(arguments: argparse.Namespace, *, step_s: float, target_lag: float) -> dict[str, float]:
     with ExitStack() as stack:
         settings = [
             f"generators.group_size={_GROUP_SIZE}",
             f"generators.max_concurrency={_CONCURRENCY}",
             f"generators.sampling.max_tokens={_MAX_TOKENS}",
             f"model.max_length={_MAX_TOKENS + 16}",
-            f"learner.groups_per_step={_GROUPS_PER_STEP}",
-            f"buffer.staleness.max_lag={arguments.max_lag}",
-            f"buffer.staleness.pacing_lag={pacing_lag}",
+            f"learner.prompts_per_step={_GROUPS_PER_STEP}",
+            f"staleness.max_lag={arguments.max_lag}",
+            f"staleness.target_lag={target_lag}",
         ]
         fleet = FleetRun([*settings, *arguments.overrides], stack)
         fleet.add_generator(
@@ -66,10 +66,10 @@ def _measure(arguments: argparse.Namespace, *, step_s: float, pacing_lag: float)
             ),
         )
         fleet.train(seconds=arguments.seconds, step_s=step_s)
-    return _row(fleet, arguments, step_s=step_s, pacing_lag=pacing_lag)
+    return _row(fleet, arguments, step_s=step_s, target_lag=target_lag)
 
 
-def _row(fleet: FleetRun, arguments: argparse.Namespace, *, step_s: float, pacing_lag: float) -> dict[str, float]:
+def _row(fleet: FleetRun, arguments: argparse.Namespace, *, step_s: float, target_lag: float) -> dict[str, float]:
     first = int(_WARM_UP * len(fleet.batches))
     lengths, stale = [], []
     for version, batch in enumerate(fleet.batches):
@@ -83,7 +83,7 @@ def _row(fleet: FleetRun, arguments: argparse.Namespace, *, step_s: float, pacin
     mean = sum(lengths) / len(lengths)
     return {
         "step_s": step_s,
-        "pacing_lag": pacing_lag,
+        "target_lag": target_lag,
         "stale_fraction": sum(stale) / sum(lengths),
         "stale_length_ratio": sum(cut) / len(cut) / mean if cut else 0.0,
         "seconds_per_step": seconds / num_steps,
@@ -97,8 +97,8 @@ def _numbers(text: str) -> list[float]:
 
 if __name__ == "__main__":
     parser = make_parser("benchmarks.generators.long_answers", __doc__)
-    parser.add_argument("--max-lag", type=int, default=4, help="buffer.staleness.max_lag (4)")
-    parser.add_argument("--pacing-lags", type=_numbers, default=[4.0, 3.0, 2.0, 1.0], help="bounds (4,3,2,1)")
+    parser.add_argument("--max-lag", type=int, default=4, help="staleness.max_lag (4)")
+    parser.add_argument("--target-lags", type=_numbers, default=[4.0, 3.0, 2.0, 1.0], help="bounds (4,3,2,1)")
     parser.add_argument("--sigma", type=float, default=1.0, help="spread of the lengths, log scale (1)")
     parser.add_argument("--token-s", type=float, default=0.005, help="seconds per token (0.005)")
     parser.add_argument("--step-s", type=float, default=0.5, help="step of the slow learner, seconds (0.5)")

@@ -126,14 +126,14 @@ class FleetRun:
             self._store.claim,
             step=step,
             version=step - 1,
-            num_groups=self._run.learner.groups_per_step,
+            num_groups=self._run.learner.prompts_per_step,
             rules=SamplingRules(),
             lease_s=_TIMEOUT_S,
         )
         while not isinstance(outcome := claim(), Claim):
             if time.monotonic() > deadline:
                 raise RuntimeError(f"a batch must be ready within {_TIMEOUT_S:g} s: {outcome.reason}")
-            self._store.wait_ready(num_groups=self._run.learner.groups_per_step, timeout_s=1.0)
+            self._store.wait_ready(num_groups=self._run.learner.prompts_per_step, timeout_s=1.0)
         return outcome
 
     def _publish(self, version: int) -> None:
@@ -208,8 +208,8 @@ def _settings(arguments: argparse.Namespace, *, max_lag: int, concurrency: int) 
     return [
         f"generators.group_size={_GROUP_SIZE}",
         f"generators.max_concurrency={concurrency}",
-        f"learner.groups_per_step={_GROUPS_PER_STEP}",
-        f"buffer.staleness.max_lag={max_lag}",
+        f"learner.prompts_per_step={_GROUPS_PER_STEP}",
+        f"staleness.max_lag={max_lag}",
         *arguments.overrides,
     ]
 

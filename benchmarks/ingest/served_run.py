@@ -68,7 +68,7 @@ class ServedRun:
             f"name={_NAME}",
             f"runs_dir={self._folder}/runs",
             f"data.train={rows}",
-            f"data.heldout={rows}",
+            f"data.eval={rows}",
             f"broker.address={self.address}",
             f"broker.shards={self._num_brokers}",
             f"broker.max_message_bytes={MAX_MESSAGE_BYTES}",
@@ -79,7 +79,7 @@ class ServedRun:
             "buffer.archive.enabled=false",
             f"generators.group_size={GROUP_SIZE}",
             # Disables the pacing limit.
-            "buffer.staleness.max_lag=1000000",
+            "staleness.max_lag=1000000",
             "learner.max_steps=1000000",
             *self._settings,
         ]

@@ -43,7 +43,7 @@ _BASE = [
     "data.max_prompt_tokens=256",
     "generators.sampling.max_tokens=768",
     "generators.group_size=2",
-    "learner.groups_per_step=2",
+    "learner.prompts_per_step=2",
     "learner.tokens_per_microbatch=2048",
     "algorithm.updates_per_step=1",
 ]
@@ -54,7 +54,7 @@ _SETTINGS = {
     "ZeRO-3 on two ranks, with a reference": [
         "learner.num_ranks=2",
         "learner.engine.zero_stage=3",
-        "algorithm.kl.coefficient=0.01",
+        "algorithm.kl.coef=0.01",
     ],
     "LoRA of rank 16": ["model.lora.rank=16"],
     "bfloat16, with a critic": ["model.dtype=bfloat16", "recipe=ppo"],
@@ -147,7 +147,7 @@ def _groups(run: RunConfig, *, vocab_size: int) -> list[list[Trajectory]]:
     prompt, response = run.data.max_prompt_tokens, run.generators.sampling.max_tokens
     mask = np.arange(prompt + response) >= prompt
     groups = []
-    for group in range(run.learner.groups_per_step):
+    for group in range(run.learner.prompts_per_step):
         shared = random.integers(0, vocab_size, size=prompt)
         groups.append(
             [

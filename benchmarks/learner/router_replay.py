@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> None:
 def _measure(dtype: str, arguments: argparse.Namespace) -> list[dict[str, float | str]]:
     with tempfile.TemporaryDirectory() as folder:
         _make_model(Path(folder), arguments)
-        model = ModelConfig(folder, dtype=dtype, max_length=128, router_replay=True)  # type: ignore[arg-type]
+        model = ModelConfig(folder, dtype=dtype, max_length=128, moe=MoeConfig(router_replay=True))  # type: ignore[arg-type]
         answers = asyncio.run(_answer(model, arguments))
         policy = load_policy(model, device=torch.device("cpu"))
     learner = TorchEngine(policy, optimizer=OptimizerConfig(), device=torch.device("cpu"))

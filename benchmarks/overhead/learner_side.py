@@ -172,7 +172,7 @@ class LearnerStep:
         with self._timed("claim"):
             claim = store.claim(
                 step=self._step,
-                num_groups=run.learner.groups_per_step,
+                num_groups=run.learner.prompts_per_step,
                 rules=SamplingRules(),
                 version=0,
                 lease_s=run.buffer.claim_lease_s,
@@ -233,7 +233,7 @@ def _measure(run: RunConfig, *, seconds: float, rounds: int) -> dict[str, Any]:
     folder.open()
     with _store(run, folder) as store:
         whole = LearnerStep(run, trainer=trainer, store=store, folder=folder)
-        groups = whole.fill(num_groups=run.learner.groups_per_step)
+        groups = whole.fill(num_groups=run.learner.prompts_per_step)
         contestants = {
             "bare DeepSpeed loop": lambda: bare.step(groups),
             "Trainer.step": lambda: trainer.step(groups, learner_version=0, step=1),

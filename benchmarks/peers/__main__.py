@@ -34,7 +34,7 @@ _ENGINES = {
     "vllm": [],
     # Twice the engine's batch, so that the next batch waits while one is decoded.
     "hf": ["generators/engine=hf", "generators.max_concurrency=512"],
-    "vllm, max_lag=0": ["buffer.staleness.max_lag=0"],
+    "vllm, max_lag=0": ["staleness.max_lag=0"],
 }
 
 console = Console(highlight=False)

@@ -46,12 +46,12 @@ class Task(NamedTuple):
             f"model.path={self.model}",
             f"generators.group_size={self.group_size}",
             f"generators.sampling.max_tokens={self.max_tokens}",
-            f"learner.groups_per_step={self.groups}",
+            f"learner.prompts_per_step={self.groups}",
             f"learner.optimizer.learning_rate={self.learning_rate}",
             f"learner.max_steps={self.steps}",
-            "learner.stop=[]",
+            "evaluation.stop=[]",
             "evaluation.every_steps=0",
-            "evaluation.final_prompts=32",
+            "evaluation.num_final_prompts=32",
             *self.overrides,
         ]
 

@@ -47,19 +47,19 @@ class Method(NamedTuple):
     """Factor on the learning rate, because several updates per step must each be smaller."""
 
 
-_UNWEIGHTED = {"level": "none", "high": None}
-_TOKEN_TIS = {"level": "token", "high": 2.0}
+_UNWEIGHTED = {"level": "none", "max_weight": None}
+_TOKEN_TIS = {"level": "token", "max_weight": 2.0}
 _REINFORCE = {"policy_loss": {"kind": "reinforce"}, "proximal": "reuse"}
 _AROUND_GENERATOR = {"correction": _UNWEIGHTED, "proximal": "generator"}
 _CLIP = {"policy_loss": {"kind": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28}}
-_DPPO = {"policy_loss": {"kind": "dppo", "low": 0.2, "high": 0.2}}
+_DPPO = {"policy_loss": {"kind": "dppo", "clip_low": 0.2, "clip_high": 0.2}}
 _OPSM = {
     "policy_loss": {"kind": "ppo_clip"},
     "masks": [{"kind": "opsm"}],
     "correction": _TOKEN_TIS,
     "proximal": "reuse",
 }
-_SLOW_REFERENCE = {"coefficient": 0.02, "estimator": "k3+", "refresh_every_steps": 40}
+_SLOW_REFERENCE = {"coef": 0.02, "estimator": "k3_st", "refresh_every_steps": 40}
 _FOUR_UPDATES = {"policy_loss": {"kind": "ppo_clip"}, "proximal": "recompute", "updates_per_step": 4}
 
 METHODS = {
@@ -68,7 +68,8 @@ METHODS = {
     "token_tis": Method("token TIS", _REINFORCE | {"correction": _TOKEN_TIS}),
     "decoupled_ppo": Method("decoupled PPO", _FOUR_UPDATES | {"correction": _TOKEN_TIS}, rate=0.5),
     "icepop": Method(
-        "IcePop", _REINFORCE | {"correction": {"level": "token", "bound": "mask", "low": 0.5, "high": 5.0}}
+        "IcePop",
+        _REINFORCE | {"correction": {"level": "token", "outside": "mask", "min_weight": 0.5, "max_weight": 5.0}},
     ),
     "gspo": Method("GSPO", _AROUND_GENERATOR | {"policy_loss": {"kind": "gspo", "clip_low": 0.2, "clip_high": 0.2}}),
     "cispo": Method("CISPO", _AROUND_GENERATOR | {"policy_loss": {"kind": "cispo"}}),
@@ -76,7 +77,7 @@ METHODS = {
     "m2po": Method("M2PO", _AROUND_GENERATOR | {"policy_loss": {"kind": "unclipped"}, "masks": [{"kind": "m2po"}]}),
     "topr": Method("TOPR", _AROUND_GENERATOR | {"policy_loss": {"kind": "topr"}}),
     "opsm": Method("OPSM", _OPSM),
-    "tis_1": Method("token TIS up to 1", _REINFORCE | {"correction": {"level": "token", "high": 1.0}}),
+    "tis_1": Method("token TIS up to 1", _REINFORCE | {"correction": {"level": "token", "max_weight": 1.0}}),
     "tis_geometric": Method(
         "token TIS, geometric rejection",
         _REINFORCE
@@ -131,7 +132,7 @@ def make_config(plan: Plan, *, model: str) -> RunConfig:
             "learner.device=cpu",
             f"model.path={model}",
             f"seed={plan.seed}",
-            f"learner.groups_per_step={plan.groups}",
+            f"learner.prompts_per_step={plan.groups}",
             f"learner.max_steps={plan.steps}",
             f"learner.optimizer.learning_rate={plan.learning_rate * method.rate}",
             "learner.optimizer.schedule=constant",

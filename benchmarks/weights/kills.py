@@ -107,7 +107,7 @@ def main(arguments: argparse.Namespace) -> None:
         run = load(
             [
                 "generators/engine=scripted",
-                "buffer.staleness.max_lag=1000000",
+                "staleness.max_lag=1000000",
                 f"broker.address=ipc://{folder}/broker.sock",
                 *arguments.overrides,
             ]

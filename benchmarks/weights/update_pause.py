@@ -100,19 +100,19 @@ class Versions:
 
 
 def main(arguments: argparse.Namespace) -> None:
-    """Measure raw costs, then updates with each setting of kv_on_update."""
+    """Measure raw costs, then updates with each setting of on_weight_update."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     versions = Versions(arguments)
     results: dict[str, Seconds] = {"raw": _raw(versions, arguments.updates)}
-    for kv_on_update in arguments.kv_on_update:
-        config = VllmEngineConfig(max_num_seqs=arguments.requests, kv_on_update=kv_on_update)
+    for on_weight_update in arguments.on_weight_update:
+        config = VllmEngineConfig(max_num_seqs=arguments.requests, on_weight_update=on_weight_update)
         with (
             tempfile.TemporaryDirectory(prefix="pause-") as folder,
             EngineAndLearner(Path(folder) / "model", module=versions.module, config=config) as rig,
         ):
             measured = rig.run(_measure(rig, versions, arguments), timeout_s=1800)
         results["raw"]["load"] = measured.pop("idle")["load"]
-        results |= {f"{kv_on_update}, {transport}": seconds for transport, seconds in measured.items()}
+        results |= {f"{on_weight_update}, {transport}": seconds for transport, seconds in measured.items()}
         write_result(arguments, {"bytes": versions.num_bytes, "seconds": results})
     _show(results, versions, arguments)
 

@@ -30,7 +30,7 @@ from slipstream.buffer.redis.connection import decode_row_count, describe_store_
 from slipstream.buffer.redis.prompts import RedisPrompts
 from slipstream.buffer.sampling import RowCount
 from slipstream.buffer.store_rules import NO_FENCE, PHASES, Brokers, check_same_run, no_run
-from slipstream.configs.buffer import KEEP_ALL, AccuracyConfig, FilterConfig, ZeroSignalConfig
+from slipstream.configs.buffer import KEEP_ALL, AccuracyConfig, FilterConfig, ZeroAdvantageConfig
 from slipstream.configs.data import CurriculumConfig
 
 LAYOUT = 6
@@ -301,9 +301,9 @@ def _numbers(flat: list[Any]) -> dict[str, int]:
 
 def _filter_arguments(group_filter: FilterConfig) -> tuple[str, float, float]:
     match group_filter:
-        case ZeroSignalConfig(min_spread=least):
-            return "zero_signal", least, 0.0
-        case AccuracyConfig(above=above, below=below):
+        case ZeroAdvantageConfig(min_spread=least):
+            return "zero_advantage", least, 0.0
+        case AccuracyConfig(min_accuracy=above, max_accuracy=below):
             return "accuracy", above, below
         case _:
             return "none", 0.0, 0.0

@@ -167,7 +167,7 @@ def _promises() -> Sequence[Alert]:
         ),
         Alert(
             "SlipstreamDeadEndNear", f"{arrival} > 0.5 * {dead_end} and on (run) {waiting} == 1", "0m", "page",
-            "the learner waits, and nothing has arrived for half of learner.dead_end.after_s: see `slipstream status`",
+            "the learner waits, and nothing has arrived for half of learner.stall.timeout_s: see `slipstream status`",
         ),
         Alert(
             "SlipstreamDeadEnd", f"{name_of('dead_end')} == 1", "0m", "page",
@@ -175,7 +175,7 @@ def _promises() -> Sequence[Alert]:
         ),
         Alert(
             "SlipstreamLagAtBound", f"{name_of('lag/p95')} >= {name_of('max_lag')} > 0", "10m", "warn",
-            "one token in twenty is as old as buffer.staleness.max_lag allows: generators or weights are too slow",
+            "one token in twenty is as old as staleness.max_lag allows: generators or weights are too slow",
         ),
         Alert(
             "SlipstreamRefusedFrames", f"sum by (run) (increase({name_of('refused_frames')}[10m])) > 0", "0m", "warn",
@@ -183,7 +183,7 @@ def _promises() -> Sequence[Alert]:
         ),
         Alert(
             "SlipstreamStoreMemory", f"{memory} > 0.8 * {limit}", "1m", "page",
-            "the store is nearly full: raise buffer.store.max_memory_mib, or lower buffer.staleness.max_lag",
+            "the store is nearly full: raise buffer.store.max_memory_mib, or lower staleness.max_lag",
         ),
     )  # fmt: skip
 
@@ -206,7 +206,7 @@ def _progress() -> Sequence[Alert]:
             "page", "no step for half an hour, and for five times the usual: see `slipstream status`",
         ),
         Alert(
-            "SlipstreamZeroSignal", f'sum by (run) (increase({ends}{{reason="zero_signal"}}[30m])) > 0.8 * '
+            "SlipstreamZeroAdvantage", f'sum by (run) (increase({ends}{{reason="zero_advantage"}}[30m])) > 0.8 * '
             f"sum by (run) (increase({ends}[30m]))", "0m", "warn",
             "four of five groups have equal rewards: choose prompts of another difficulty, or raise "
             "generators.group_size",

@@ -42,7 +42,7 @@ class ToolLoop:
         """`setting`: the config's key, for messages. Raises ConfigError."""
         self._config = config
         self._tools = load_tools(config.tools, setting=setting)
-        self._format = load_format(config.format, tokenizer=encoder.tokenizer, setting=setting)
+        self._format = load_format(config.tool_call_format, tokenizer=encoder.tokenizer, setting=setting)
         self._encoder = encoder
         is_text = self._format.is_text or not self._tools
         self._role = "" if is_text else encoder.result_role(setting=setting)
@@ -268,7 +268,7 @@ class SearchLoop(AgentLoop):
         self._shortened = encoder.shortened
         search = ToolConfig(
             function="search",
-            arguments={"index": config.index, "topk": config.topk},
+            arguments={"index": config.index, "topk": config.num_passages},
             timeout_s=config.search_timeout_s,
             max_concurrency=config.max_concurrency,
         )

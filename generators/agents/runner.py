@@ -290,7 +290,7 @@ class AgentRunner:
     def _sampling(self, lease: Lease, index: int) -> Sampling:
         training = self._run.generators.sampling
         # Evaluations have a separate temperature, so that accuracies are comparable between runs.
-        config = training if lease.purpose == "train" else self._run.data.heldout_set(lease.purpose) or training
+        config = training if lease.purpose == "train" else self._run.data.eval_set(lease.purpose) or training
         # ReMax: the last member of a training group is the greedy baseline, decoded without filters.
         is_baseline = lease.purpose == "train" and index >= self._run.generators.group_size
         return Sampling(

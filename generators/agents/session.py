@@ -29,7 +29,9 @@ class ChatForm:
         self._format = load_format(format_name, tokenizer=encoder.tokenizer, setting=setting)
         self._reasoning = encoder.reasoning
         if self._format.is_text:
-            raise ConfigError(f"{setting}.format must put calls into messages, got {format_name!r}: use hermes.")
+            raise ConfigError(
+                f"{setting}.tool_call_format must put calls into messages, got {format_name!r}: use hermes."
+            )
 
     def rendered(self, message: Message) -> Message:
         """Convert for chat templates. Raises PromptError."""

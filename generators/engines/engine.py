@@ -33,7 +33,7 @@ class Completion(Record):
     """`stop` (end token) | `stop_string` (also a stop token) | `length`."""
     experts: np.ndarray | None = None
     """uint8 or int16[T - 1, M, K]: K experts in each of M routers for each token of prompt and response except the
-    last, as chosen in the forward pass that sampled the next token. None unless `model.router_replay`."""
+    last, as chosen in the forward pass that sampled the next token. None unless `model.moe.router_replay`."""
 
 
 class PromptScores(NamedTuple):
@@ -136,7 +136,7 @@ def require_routers(module: Any) -> list[Router]:
     if routers := find_routers(module):
         return routers
     raise EngineError(
-        "model.router_replay must be false for a model without routers that choose by top-k, got "
+        "model.moe.router_replay must be false for a model without routers that choose by top-k, got "
         f"{type(module).__name__}"
     )
 

@@ -293,7 +293,7 @@ class HfEngine:
             attach_adapter(model, self._config.lora, base=path)
         self._tokenizer = tokenizer
         self._model = model.to(device).eval().requires_grad_(False)
-        if self._config.router_replay:
+        if self._config.moe.router_replay:
             self._routers = Routers(require_routers(model))
         self._names = AdapterNames(self._model) if self._config.lora else CheckpointNames(self._model)
         self._end_token_ids = end_token_ids(tokenizer, model.generation_config)

@@ -149,7 +149,7 @@ class RewardFunctions:
             error = errors.exceptions[0]
             return [self._failed(error.__cause__ or error, str(error))] * len(samples)
         own = [each.config for each in self._functions if not each.compares]
-        decides = any(config.decides for config in own if config.takes(samples[0].data_source))
+        decides = any(config.counts_for_accuracy for config in own if config.takes(samples[0].data_source))
         rewards = []
         for index, sample in enumerate(samples):
             values = [(function, task.result()[index]) for function, task in zip(chosen, tasks, strict=True)]
@@ -209,7 +209,7 @@ class RewardFunctions:
             # A weight of 0 only measures.
             parts[config.part] = (config.weight or 1.0) * reward.total
             parts |= {f"{config.part}/{name}": number for name, number in reward.parts.items()}
-        deciding = [reward for config, reward in known if config.decides]
+        deciding = [reward for config, reward in known if config.counts_for_accuracy]
         if own is not None and (own_decides or not deciding):
             deciding.insert(0, own)
         deciding = deciding or [known[0][1]]

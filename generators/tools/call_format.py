@@ -77,7 +77,7 @@ def load_format(name: str, *, tokenizer: Any, setting: str) -> CallFormat:
     library, _, parser = name.partition(":")
     if library != "vllm" or not parser:
         raise ConfigError(
-            f"{setting}.format must be {', '.join(_FORMATS)} or vllm:NAME, such as vllm:qwen3_coder, got {name!r}."
+            f"{setting}.tool_call_format must be {', '.join(_FORMATS)} or vllm:NAME, such as vllm:qwen3_coder, got {name!r}."
         )
     return CallFormat(_vllm_parser(parser, tokenizer=tokenizer, setting=setting))
 
@@ -94,7 +94,7 @@ def _vllm_parser(name: str, *, tokenizer: Any, setting: str) -> Callable[[str], 
         parser.extract_tool_calls("", request)
     except Exception as error:
         raise ConfigError(
-            f"{setting}.format must name a vLLM tool parser that fits the tokenizer, got {name!r}: {error}."
+            f"{setting}.tool_call_format must name a vLLM tool parser that fits the tokenizer, got {name!r}: {error}."
         ) from error
 
     def parse(text: str) -> list[ToolCall]:

@@ -86,7 +86,7 @@ AGGREGATIONS: dict[str, Callable[[AggregationInputs], Tensor]] = {
     "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
     "prompt_mean": prompt_mean,
 }
-"""`algorithm.aggregation` -> function that returns float64[B]."""
+"""`algorithm.loss_aggregation` -> function that returns float64[B]."""
 
 
 def _present(inputs: AggregationInputs) -> Float[Tensor, "B"]:

@@ -71,9 +71,9 @@ KL_ESTIMATORS: dict[str, Estimator] = {
     "abs": absolute,
     "k2": k2,
     "k3": k3,
-    "k1+": straight_through(k1),
-    "abs+": straight_through(absolute),
-    "k3+": straight_through(k3),
+    "k1_st": straight_through(k1),
+    "abs_st": straight_through(absolute),
+    "k3_st": straight_through(k3),
     "k3_off_policy": k3_off_policy,
 }
 """`kl.estimator` -> function that returns Float[N], nats."""

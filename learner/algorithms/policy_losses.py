@@ -77,15 +77,15 @@ def clip_cov(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[
     return ppo_clip(inputs, clip_low=clip_low, clip_high=clip_high) * known(inputs.is_selected)
 
 
-def kl_cov(inputs: LossInputs, *, coefficient: float) -> Float[Tensor, "N"]:
+def kl_cov(inputs: LossInputs, *, coef: float) -> Float[Tensor, "N"]:
     """Surrogate with a penalty on the high-covariance tokens of `token_masks.kl_cov_mask`.
 
-    loss = -ratio * A + coefficient * |log ratio| * selected
+    loss = -ratio * A + coef * |log ratio| * selected
 
     Source: KL-Cov, arXiv:2505.22617, eq. 14.
     Differs: the paper writes KL(proximal, learner); like the authors' code, this uses |log ratio| per token.
     """
-    return unclipped(inputs) + coefficient * inputs.log_ratio.abs() * known(inputs.is_selected)
+    return unclipped(inputs) + coef * inputs.log_ratio.abs() * known(inputs.is_selected)
 
 
 def cispo(inputs: LossInputs, *, clip_low: float | None, clip_high: float) -> Float[Tensor, "N"]:

@@ -81,7 +81,7 @@ def gae(
     gamma: float,
     lam: float,
     critic_lam: float,
-    length_adaptive: float | None,
+    length_adaptive_alpha: float | None,
     epsilon: float | None,
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
     """Generalized advantages with `lam`, whitened if `epsilon` is given, and returns with `critic_lam`.
@@ -89,9 +89,13 @@ def gae(
     delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = delta_t + gamma * lambda * A_{t+1},  return_t = A_t + V_t
 
     Source: GAE, arXiv:1506.02438, eq. 16. The two lambdas are VAPO's decoupled GAE, arXiv:2504.05118, and
-    `length_adaptive` is its alpha, section 4.2.
+    `length_adaptive_alpha` is its alpha, section 4.2.
     """
-    policy_lam = lam if length_adaptive is None else length_adaptive_lambda(inputs.num_trained, alpha=length_adaptive)
+    policy_lam = (
+        lam
+        if length_adaptive_alpha is None
+        else length_adaptive_lambda(inputs.num_trained, alpha=length_adaptive_alpha)
+    )
     advantages = generalized_advantages(inputs, gamma=gamma, lam=policy_lam)
     returns = generalized_advantages(inputs, gamma=gamma, lam=critic_lam) + known(inputs.values)
     return advantages if epsilon is None else segments.whiten(advantages, epsilon=epsilon), returns

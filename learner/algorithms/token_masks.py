@@ -60,12 +60,12 @@ def covariance(inputs: MaskInputs) -> Float[Tensor, "N"]:
 
 
 def clip_cov_mask(
-    inputs: MaskInputs, *, share: float, covariance_low: float, covariance_high: float
+    inputs: MaskInputs, *, fraction: float, covariance_low: float, covariance_high: float
 ) -> Bool[Tensor, "N"]:
     """Drop random tokens with high covariance to prevent entropy collapse.
 
-    dropped: max(1, floor(share * N)) tokens drawn from {t: covariance_low <= cov_t <= covariance_high}, all if fewer,
-    none if share is 0
+    dropped: max(1, floor(fraction * N)) tokens drawn from {t: covariance_low <= cov_t <= covariance_high}, all if fewer,
+    none if fraction is 0
 
     Source: Clip-Cov, arXiv:2505.22617, eq. 11 and 12.
     Differs: drops at least one token, like the authors' code, which also excludes clipped tokens.
@@ -75,26 +75,26 @@ def clip_cov_mask(
     candidates = (is_high & inputs.is_counted).nonzero().squeeze(1)
     # On the CPU, so that every rank draws the same tokens.
     generator = torch.Generator().manual_seed(inputs.seed)
-    drawn = torch.randperm(len(candidates), generator=generator)[: _share_of(inputs, share)]
+    drawn = torch.randperm(len(candidates), generator=generator)[: _count_of(inputs, fraction)]
     kept = torch.ones_like(is_high)
     kept[candidates[drawn.to(candidates.device)]] = False
     return kept
 
 
-def kl_cov_mask(inputs: MaskInputs, *, share: float) -> Bool[Tensor, "N"]:
+def kl_cov_mask(inputs: MaskInputs, *, fraction: float) -> Bool[Tensor, "N"]:
     """Tokens with the largest covariance, for `policy_losses.kl_cov`.
 
-    True: the max(1, floor(share * N)) largest cov_t, earlier ones first if equal; none if share is 0
+    True: the max(1, floor(fraction * N)) largest cov_t, earlier ones first if equal; none if fraction is 0
 
     Source: KL-Cov, arXiv:2505.22617, eq. 13.
     Differs: at least one token, as in `clip_cov_mask`.
     """
     counted = inputs.is_counted.nonzero().squeeze(1)
-    largest = covariance(inputs)[counted].argsort(descending=True, stable=True)[: _share_of(inputs, share)]
+    largest = covariance(inputs)[counted].argsort(descending=True, stable=True)[: _count_of(inputs, fraction)]
     selected = torch.zeros_like(inputs.is_counted)
     selected[counted[largest]] = True
     return selected
 
 
-def _share_of(inputs: MaskInputs, share: float) -> int:
-    return max(1, int(share * int(inputs.is_counted.sum()))) if share else 0
+def _count_of(inputs: MaskInputs, fraction: float) -> int:
+    return max(1, int(fraction * int(inputs.is_counted.sum()))) if fraction else 0

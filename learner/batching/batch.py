@@ -53,7 +53,7 @@ class Trajectories(_Columns):
     is_correct: Bool[Tensor, "B"]
     """True if entirely right."""
     is_member: Bool[Tensor, "B"]
-    """True if it counts in its group's baseline: has a reward, is not greedy, and passes any `rebaseline`."""
+    """True if it counts in its group's baseline: has a reward, is not greedy, and passes any `exclude_rejected_from_baseline`."""
     lengths: Int[Tensor, "B"]
     """Model-written tokens, trained on or not."""
     num_trained: Int[Tensor, "B"]

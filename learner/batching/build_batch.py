@@ -156,7 +156,7 @@ def _check_experts(trajectory: Trajectory, routers: Routers) -> None:
             return
         got = f"{int(found.min())} to {int(found.max())}"
     raise BatchError(
-        f"with model.router_replay a trajectory must have the experts of its tokens, integers{expected} below "
+        f"with model.moe.router_replay a trajectory must have the experts of its tokens, integers{expected} below "
         f"{routers.num_experts}, got {got} in {trajectory.id} of {trajectory.generator_id}: it was generated without "
         "that setting, by an engine that records no experts, or with another model."
     )

@@ -114,7 +114,7 @@ def check_first_step(row: Mapping[str, Any], *, run: RunConfig, limit: float) ->
         # Otherwise some metrics are measured after the first of several updates.
         and (algorithm.updates_per_step == 1 or algorithm.needs_start_logprobs)
         # A guest must not be able to stop the run. Its answers are audited instead.
-        and not run.cluster.guests.names
+        and not run.cluster.untrusted_generators.names
     )
     if not is_comparable or f"{prefix}tokens" not in row:
         return

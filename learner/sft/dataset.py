@@ -114,9 +114,9 @@ def read_train(run: RunConfig) -> SftFile:
 
 
 def read_heldout(run: RunConfig) -> SftFile:
-    """Read the held-out file. Empty without `sft.heldout_path`. Raises ConfigError."""
-    path = run.sft.heldout_path
-    return _read(Path(path), run=run, max_rows=run.sft.heldout_rows) if path else SftFile()
+    """Read the held-out file. Empty without `sft.eval_path`. Raises ConfigError."""
+    path = run.sft.eval_path
+    return _read(Path(path), run=run, max_rows=run.sft.eval_rows) if path else SftFile()
 
 
 def _read(path: Path, *, run: RunConfig, max_rows: int | None) -> SftFile:
@@ -137,8 +137,8 @@ def _read(path: Path, *, run: RunConfig, max_rows: int | None) -> SftFile:
 
 
 def _add(demonstration: Demonstration | Pair | None, *, file: SftFile, run: RunConfig, vocab_size: int) -> None:
-    max_length, is_strict = run.model.max_length, run.sft.unfit == "refuse"
-    skip = "drop the row, or leave such rows out with sft.unfit=skip."
+    max_length, is_strict = run.model.max_length, run.sft.on_too_long == "error"
+    skip = "drop the row, or leave such rows out with sft.on_too_long=skip."
     if demonstration is None or not len(demonstration.trained):
         if is_strict:
             raise ConfigError(f"the response must not be empty: there is nothing to learn; {skip}")
@@ -163,7 +163,7 @@ def _open(path: Path, *, run: RunConfig) -> tuple[Iterator[Row], "_Form"]:
     if not path.is_file():
         raise ConfigError(
             f"{path} must be a file of demonstrations, {KINDS}, but does not exist: correct sft.train_path and "
-            "sft.heldout_path, or create a preset's files with `slipstream prepare` and the same overrides."
+            "sft.eval_path, or create a preset's files with `slipstream prepare` and the same overrides."
         )
     try:
         if is_parquet := not is_json(path) and extension(path) != ".csv":

@@ -62,7 +62,7 @@ class SftTrainer:
     def __init__(self, run: RunConfig, *, trainer: Trainer, ranks: Ranks, num_steps: int) -> None:
         """`num_steps`: of the whole run."""
         self._optimizer = run.learner.optimizer
-        self._batch_size = run.sft.trajectories_per_step
+        self._batch_size = run.sft.batch_size
         self._trainer = trainer
         self._ranks = ranks
         self._num_steps = num_steps
@@ -237,16 +237,16 @@ class SftLog:
         losses = {row["step"]: row["eval/loss"] for row in rows if "eval/loss" in row}
         seconds = rows[-1]["time_s"] if rows else 0.0
         summary = {
-            "heldout_loss": losses.get(step),
-            "heldout_loss_before": losses.get(0),
-            "heldout_pair_accuracy": rows[-1].get("eval/pair_accuracy") if rows else None,
+            "eval_loss": losses.get(step),
+            "eval_loss_before": losses.get(0),
+            "eval_pair_accuracy": rows[-1].get("eval/pair_accuracy") if rows else None,
             "train_loss": trained[-1]["learner/loss"] if trained else None,
             "steps": step,
             "epochs": epoch,
             "train_seconds": seconds,
             "learner_tokens_per_s": sum(row["learner/tokens"] for row in trained) / max(1e-9, seconds),
             **_counts("train", self._train),
-            **_counts("heldout", self._heldout),
+            **_counts("eval", self._heldout),
             "seed": self._run.seed,
             "mode": self._run.mode,
         }
@@ -341,7 +341,7 @@ class SftRun:
         self._step = step
         seconds = self._clock() - started_at
         times = {"learner/train_s": seconds, "learner/tokens_per_s": metrics["learner/tokens"] / max(1e-9, seconds)}
-        every, is_last = self._run.sft.heldout_every_steps, step == self._num_steps
+        every, is_last = self._run.sft.eval_every_steps, step == self._num_steps
         is_due = bool(self._heldout) and (is_last or (every > 0 and step % every == 0))
         measured = self._measure(self._heldout) if is_due else {}
         self._add_row(metrics | times | measured)
@@ -407,12 +407,12 @@ class SftRun:
 def count_steps(run: RunConfig, *, num_rows: int) -> int:
     """Steps of the run. The last one is smaller if the last epoch ends within it."""
     epochs = run.learner.epochs
-    return ceil(epochs * num_rows / run.sft.trajectories_per_step) if epochs else run.learner.max_steps
+    return ceil(epochs * num_rows / run.sft.batch_size) if epochs else run.learner.max_steps
 
 
 def count_seen(run: RunConfig, *, num_rows: int, step: int) -> int:
     """Demonstrations in the first `step` steps, counted once per epoch."""
-    seen = step * run.sft.trajectories_per_step
+    seen = step * run.sft.batch_size
     return min(seen, run.learner.epochs * num_rows) if run.learner.epochs else seen
 
 

@@ -200,7 +200,7 @@ class Critic:
         """float64[3]: loss, clipped tokens, tokens in the loss."""
         values = self.engine.forward(microbatch)["values"]
         losses, is_clipped = clipped_value_loss(
-            values, known(tokens.returns), known(tokens.values), clip=self._config.clip
+            values, known(tokens.returns), known(tokens.values), clip=self._config.value_clip
         )
         is_kept = torch.ones_like(is_clipped) if tokens.is_kept is None else tokens.is_kept
         loss = (known(tokens.token_weights) * is_kept * losses).sum()

@@ -59,7 +59,7 @@ def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConf
         return Correction(torch.ones_like(inputs.log_ratio), is_kept, torch.zeros_like(is_kept))
     ratios = importance.LEVELS[config.level](inputs)
     low, high = _bounds(config)
-    bound = importance.mask if config.bound == "mask" else importance.truncate
+    bound = importance.mask if config.outside == "mask" else importance.truncate
     weights = bound(ratios, low=low, high=high)
     if config.normalize:
         # The mean must count sequences, not their tokens.
@@ -76,7 +76,7 @@ Mask = Callable[[MaskInputs], Tensor]
 
 
 def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
-    """Fill weights and rejections if known before the first gradient; apply `rebaseline`."""
+    """Fill weights and rejections if known before the first gradient; apply `exclude_rejected_from_baseline`."""
     tokens = batch.tokens
     if tokens.start_logprobs is None or config.proximal in ("reuse", "interpolate"):
         return batch
@@ -86,7 +86,7 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
     batch = batch.with_tokens(
         correction_weights=correction.weights, is_kept=correction.is_kept, is_bounded=correction.is_bounded
     )
-    if not config.correction.rebaseline:
+    if not config.correction.exclude_rejected_from_baseline:
         return batch
     # Trajectories without trained tokens (such as truncated ones) stay.
     is_rejected = (batch.trajectories.num_trained > 0) & (_num_kept(batch) == 0)
@@ -106,7 +106,7 @@ def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: floa
         buffer *= max_tokens if buffer < 1 else 1
         rewards = rewards + advantages.overlong_penalty(lengths, max_length=max_tokens, buffer=buffer)
     rewards = _normalized(rewards, batch, shaping)
-    price = kl_coefficient if config.kl.charged_in == "reward" else 0.0
+    price = kl_coefficient if config.kl.apply_to == "reward" else 0.0
     divergence = torch.zeros_like(batch.tokens.generator_logprobs)
     if price:
         inputs = KlInputs(known(batch.tokens.start_logprobs), known(batch.tokens.reference_logprobs))
@@ -197,7 +197,7 @@ def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch
         advantages = torch.zeros_like(advantages)
     if config.divergence == "k1":
         own, teacher = known(batch.tokens.start_logprobs), known(batch.tokens.teacher_logprobs)
-        advantages = advantages + config.coefficient * distillation.teacher_advantages(own, teacher, bound=config.bound)
+        advantages = advantages + config.coef * distillation.teacher_advantages(own, teacher, bound=config.bound)
     return batch.with_tokens(advantages=advantages)
 
 
@@ -205,12 +205,12 @@ def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch
 def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> Tensor:
     """float32[N]: weight of each token's loss. `max_tokens`: as in `shape_rewards`."""
     trajectories = batch.trajectories
-    counts = _num_kept(batch) if config.correction.denominator == "kept" else trajectories.num_trained
+    counts = _num_kept(batch) if config.correction.loss_denominator == "kept_tokens" else trajectories.num_trained
     weights = torch.zeros(batch.num_trajectories, dtype=torch.float64, device=counts.device)
     for update in trajectories.updates.unique():
         own = trajectories.updates == update
-        inputs = AggregationInputs(counts[own], trajectories.groups[own], config.aggregation_length or max_tokens)
-        weights[own] = AGGREGATIONS[config.aggregation](inputs)
+        inputs = AggregationInputs(counts[own], trajectories.groups[own], config.loss_aggregation_length or max_tokens)
+        weights[own] = AGGREGATIONS[config.loss_aggregation](inputs)
     return batch.per_token(weights * trajectories.draw_weights).float()
 
 

@@ -2,10 +2,10 @@
 
 Per token, with sg = stop gradient and w = correction(pi_proximal / pi_generator):
 
-    loss = sg(w) * policy_loss(pi_learner / pi_proximal) + kl.coefficient * KL(learner, reference)
+    loss = sg(w) * policy_loss(pi_learner / pi_proximal) + kl.coef * KL(learner, reference)
            + correction.log_ratio_penalty * log(pi_learner / pi_generator)^2
-           - entropy_coefficient * entropy + positive_nll_coefficient * [correct] * (-log pi_learner)
-           + distillation.coefficient * divergence(learner, teacher)
+           - entropy_coef * entropy + positive_nll_coef * [correct] * (-log pi_learner)
+           + distillation.coef * divergence(learner, teacher)
 
 `algorithm.proximal` selects pi_proximal. Rejected tokens (`is_kept` false) have no loss, masked ones (`is_trusted`
 false) no policy loss.
@@ -95,13 +95,13 @@ class Objective:
             for is_local in (False, True)
         )
         self._selector = bind(config.policy_loss.selector, config.policy_loss) if config.policy_loss.selector else None
-        self.requested = Requested(entropy=True, differentiate_entropy=config.entropy_coefficient > 0)
+        self.requested = Requested(entropy=True, differentiate_entropy=config.entropy_coef > 0)
         self.state = ObjectiveState()
 
     @property
     def kl_coefficient(self) -> float:
         current = self.state.kl_coefficient
-        return self._config.kl.coefficient if current is None else current
+        return self._config.kl.coef if current is None else current
 
     # --- before the gradient -------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -118,7 +118,7 @@ class Objective:
             batch = loss_inputs.add_teacher_advantages(batch, config=config.distillation)
         return batch.with_tokens(
             token_weights=loss_inputs.token_weights(batch, config=config, max_tokens=self._max_tokens),
-            nll_weights=loss_inputs.nll_weights(batch, coefficient=config.positive_nll_coefficient),
+            nll_weights=loss_inputs.nll_weights(batch, coefficient=config.positive_nll_coef),
         )
 
     def select_tokens(self, batch: Batch, *, update: int, seed: int) -> Batch:
@@ -240,8 +240,8 @@ class Objective:
         return kl.KL_ESTIMATORS[self._config.kl.estimator](inputs)
 
     def _regularizers(self, tokens: Tokens, measured: dict[str, Tensor], divergence: Tensor) -> Tensor:
-        price = 0.0 if self._config.kl.charged_in == "reward" else self.kl_coefficient
-        losses = price * divergence - self._config.entropy_coefficient * measured["entropies"]
+        price = 0.0 if self._config.kl.apply_to == "reward" else self.kl_coefficient
+        losses = price * divergence - self._config.entropy_coef * measured["entropies"]
         if penalty := self._config.correction.log_ratio_penalty:
             log_ratio = importance.token_log_ratio(measured["logprobs"], tokens.generator_logprobs)
             losses = losses + penalty * log_ratio.square()
@@ -292,4 +292,4 @@ def _teacher_losses(tokens: Tokens, measured: dict[str, Tensor], *, config: Dist
             beta=config.beta,
             renormalize=config.renormalize,
         )
-    return config.coefficient * losses
+    return config.coef * losses

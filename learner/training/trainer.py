@@ -94,7 +94,7 @@ class Trainer:
         """Train on the claimed groups. Returns `learner/...` metrics, equal on all ranks.
 
         `weights`: factor of each group's loss, default 1. `max_lags`: lag above which a group's tokens leave the loss,
-        None = no limit, default `buffer.staleness.max_lag`. `num_mixed`: final groups from another run.
+        None = no limit, default `staleness.max_lag`. `num_mixed`: final groups from another run.
 
         Raises BatchError, RankGroupError, DivergenceError. The trainer is then unusable.
         """
@@ -144,16 +144,16 @@ class Trainer:
         return build_batch(
             groups,
             learner_version=learner_version,
-            max_lags=max_lags or [run.buffer.staleness.max_lag] * len(groups),
+            max_lags=max_lags or [run.staleness.max_lag] * len(groups),
             weights=weights or [1.0] * len(groups),
             num_updates=run.algorithm.updates_per_step,
-            masks_truncated=run.algorithm.reward.truncated == "mask",
+            masks_truncated=run.algorithm.reward.mask_truncated,
             has_observations=run.algorithm.advantage.needs_observations,
             has_baseline=run.generators.has_baseline,
             vocab_size=self.engine.model.vocab_size,
             num_mixed=num_mixed,
             images=self.images,
-            routers=self.engine.model.routers if run.model.router_replay else None,
+            routers=self.engine.model.routers if run.model.moe.router_replay else None,
         )
 
     def _recompute(self, batch: Batch, microbatches: list[Microbatch]) -> Batch:
@@ -213,7 +213,7 @@ class Trainer:
         routers, coefficient = self.engine.model.routers, self._aux_loss_coefficient
         if not coefficient or routers is None:
             return {}
-        if self._run.model.router_replay:
+        if self._run.model.moe.router_replay:
             recorded = [(m.copies.flatten(), m.experts.flatten(0, 1)) for m in microbatches if m.experts is not None]
             loads = [routers.load(copies, experts) for copies, experts in recorded]
         else:

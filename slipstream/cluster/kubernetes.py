@@ -12,7 +12,7 @@ import yaml
 from slipstream.cluster.recipe import STOP_TIMEOUT_S, Recipe
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.buffer import EmbeddedRedisConfig
-from slipstream.configs.cluster import CoreConfig, SeatConfig
+from slipstream.configs.cluster import LearnerMachinesConfig, SeatConfig
 from slipstream.runtime.credentials import TOKEN_VARIABLE
 
 Kind = Literal["rayjob", "jobset"]
@@ -90,13 +90,13 @@ def secret(recipe: Recipe, token: str) -> Manifest:
 
 
 def manifests(recipe: Recipe, kind: Kind, options: Options, *, patches: Sequence[Manifest] = ()) -> list[Manifest]:
-    """Return a run's job, and a Service with `exporter.port`. Raises ConfigError.
+    """Return a run's job, and a Service with `metrics.prometheus_port`. Raises ConfigError.
 
     `patches`: documents merged into that of the same kind; those of kind Pod into every pod.
     """
-    port = recipe.run.exporter.port
-    if port is not None and not recipe.run.exporter.is_open:
-        recipe = recipe._replace(settings=[*recipe.settings, "exporter.host=0.0.0.0"])
+    port = recipe.run.metrics.prometheus_port
+    if port is not None and not recipe.run.metrics.is_open:
+        recipe = recipe._replace(settings=[*recipe.settings, "metrics.prometheus_host=0.0.0.0"])
     pods = _Pods(recipe, options, [patch for patch in patches if patch.get("kind") == "Pod"])
     documents = [_jobset(recipe, pods) if kind == "jobset" else _rayjob(recipe, pods, ray_version=options.ray_version)]
     if port is not None:
@@ -241,7 +241,7 @@ def _toleration(taint: str) -> Manifest:
     return {"key": key} | matched | ({"effect": effect} if effect else {})
 
 
-def _memory_gib(machine: CoreConfig | SeatConfig) -> float:
+def _memory_gib(machine: LearnerMachinesConfig | SeatConfig) -> float:
     return machine.memory_gib or _BASE_GIB + _GPU_GIB * machine.gpus
 
 
@@ -263,7 +263,7 @@ _READY = {"readinessProbe": {"tcpSocket": {"port": "weights"}, "periodSeconds": 
 # --- JobSet ----------------------------------------------------------------------------------------------------------
 def _jobset(recipe: Recipe, pods: _Pods) -> Manifest:
     """One pod for broker, store, and first ranks; one per further machine of ranks; one per generator."""
-    name, machines = object_name(recipe), recipe.run.cluster.core.machines
+    name, machines = object_name(recipe), recipe.run.cluster.learner.machines
     jobs = [_job("core", 1, _core_pod(recipe, pods))]
     if machines > 1:
         start = 'export NODE_RANK=$((JOB_COMPLETION_INDEX + 1)); exec "$@"'
@@ -272,8 +272,8 @@ def _jobset(recipe: Recipe, pods: _Pods) -> Manifest:
             "learner",
             command,
             cpus=recipe.core_cpus,
-            memory_gib=_memory_gib(recipe.run.cluster.core),
-            gpus=recipe.run.cluster.core.gpus,
+            memory_gib=_memory_gib(recipe.run.cluster.learner),
+            gpus=recipe.run.cluster.learner.gpus,
             variables=_ranks_variables(recipe),
             secrets=pods.secrets,
         )
@@ -305,12 +305,12 @@ def _core_host(recipe: Recipe) -> str:
 
 
 def _core_pod(recipe: Recipe, pods: _Pods) -> Manifest:
-    core, ports = recipe.run.cluster.core, recipe.run.cluster.port_range
-    store, metrics = recipe.run.buffer.store, recipe.run.exporter.port
+    core, ports = recipe.run.cluster.learner, recipe.run.cluster.port_range
+    store, metrics = recipe.run.buffer.store, recipe.run.metrics.prometheus_port
     broker_gib = _BROKER_GIB + (store.max_memory_mib / 1024 if isinstance(store, EmbeddedRedisConfig) else 0)
     learner_gib = _memory_gib(core) - broker_gib
     must, why = f"be > {broker_gib:g}", "broker and store need that much"
-    require(learner_gib > 0, "cluster.core.memory_gib", must, got=core.memory_gib, why=why)
+    require(learner_gib > 0, "cluster.learner.memory_gib", must, got=core.memory_gib, why=why)
     broker = pods.container(
         "broker",
         _role("broker", recipe),
@@ -369,7 +369,7 @@ def _role(role: str, recipe: Recipe) -> list[str]:
 
 
 def _ranks_variables(recipe: Recipe) -> dict[str, str]:
-    machines, ranks = recipe.run.cluster.core.machines, recipe.run.learner.num_ranks
+    machines, ranks = recipe.run.cluster.learner.machines, recipe.run.learner.num_ranks
     # By default, a process in a container uses all cores of its node.
     threads = {"OMP_NUM_THREADS": str(max(1, recipe.core_cpus * machines // ranks))}
     meeting = {"MASTER_ADDR": _core_host(recipe), "MASTER_PORT": str(recipe.run.cluster.port_range[-1])}
@@ -383,14 +383,14 @@ def _role_pod(pods: _Pods, component: str, container: Manifest, **more: Any) -> 
 # --- RayJob ----------------------------------------------------------------------------------------------------------
 def _rayjob(recipe: Recipe, pods: _Pods, *, ray_version: str) -> Manifest:
     cluster, ports = recipe.run.cluster, recipe.run.cluster.port_range
-    memory_gib, metrics = _memory_gib(cluster.core), recipe.run.exporter.port
+    memory_gib, metrics = _memory_gib(cluster.learner), recipe.run.metrics.prometheus_port
     own = {"gcs-server": 6379, "dashboard": 8265, "client": 10001, "broker": ports[0], "weights": ports[1]}
     own |= {"metrics": metrics} if metrics else {}
     head = pods.container(
         "ray-head",
         cpus=recipe.core_cpus,
         memory_gib=memory_gib,
-        gpus=cluster.core.gpus,
+        gpus=cluster.learner.gpus,
         ports=own,
         has_token=True,
         secrets=pods.secrets,
@@ -429,8 +429,8 @@ def _workers(recipe: Recipe, pods: _Pods) -> list[Manifest]:
     ranks = pods.container(
         "ray-worker",
         cpus=recipe.core_cpus,
-        memory_gib=_memory_gib(cluster.core),
-        gpus=cluster.core.gpus,
+        memory_gib=_memory_gib(cluster.learner),
+        gpus=cluster.learner.gpus,
         secrets=pods.secrets,
     )
     engine = pods.container(
@@ -441,7 +441,7 @@ def _workers(recipe: Recipe, pods: _Pods) -> list[Manifest]:
         ports={"weights": cluster.port_range[0]},
         secrets=pods.generator_secrets,
     )
-    further = cluster.core.machines - 1
+    further = cluster.learner.machines - 1
     groups = [_worker_group("ranks", pods.pod("ranks", ranks), further, least=further, most=further)] if further else []
     least, most = (scale.min, scale.max) if scale else (count, count)
     engines = _worker_group("generators", pods.pod("generators", engine), count, least=least, most=most)

@@ -22,15 +22,15 @@ _EXPORTER_TIMEOUT_S = 3.0
 def check_observers(run: RunConfig) -> None:
     """Check the requirements of observers. Raises ConfigError."""
     check_loggers(run)
-    exporter = run.exporter
-    if exporter.port is not None:
-        with socket.socket(socket.AF_INET6 if ":" in exporter.host else socket.AF_INET) as tried:
+    metrics = run.metrics
+    if metrics.prometheus_port is not None:
+        with socket.socket(socket.AF_INET6 if ":" in metrics.prometheus_host else socket.AF_INET) as tried:
             tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                tried.bind((exporter.host, exporter.port))
+                tried.bind((metrics.prometheus_host, metrics.prometheus_port))
             except OSError as error:
                 raise ConfigError(
-                    f"exporter.port must be free at exporter.host={exporter.host}, got {exporter.port}: "
+                    f"metrics.prometheus_port must be free at metrics.prometheus_host={metrics.prometheus_host}, got {metrics.prometheus_port}: "
                     f"{error.strerror}; choose another."
                 ) from None
 
@@ -80,7 +80,7 @@ class Observers:
             ): run.logging.close_timeout_s
             for name in run.loggers
         }
-        if run.exporter.is_wanted:
+        if run.metrics.is_wanted:
             exporter = RoleProcess(EXPORTER, ["slipstream.observe.exporter", *where], logs=logs)
             self._processes[exporter] = _EXPORTER_TIMEOUT_S
 

@@ -200,7 +200,7 @@ class RayPlaces:
         self._config = config
         self._run = run
         self._cluster = RayCluster(run)
-        core = config.core
+        core = config.learner
         here = {_NODE_LABEL: ray.get_runtime_context().get_node_id()}
         bundle = {"CPU": core.cpus} | ({"GPU": float(core.gpus)} if core.gpus else {})
         # Hold the machines for the whole run.
@@ -210,7 +210,7 @@ class RayPlaces:
         while not self._cluster.is_placed(self._group):
             if time.monotonic() > ends_at:
                 raise ConfigError(
-                    f"cluster.core needs {describe(bundle, {})} free on the machine of the launcher"
+                    f"cluster.learner needs {describe(bundle, {})} free on the machine of the launcher"
                     f"{f' and on each of {others} more' if others else ''}, and got none within "
                     f"cluster.place_timeout_s ({config.place_timeout_s:g} s); the cluster has "
                     f"{self._cluster.offers()}: ask for less, or start the run on another machine."
@@ -228,7 +228,7 @@ class RayPlaces:
         return RemoteSeat(name, log, cluster=self._cluster, needs=config.generator, timeout_s=config.place_timeout_s)
 
     def learner_seat(self, log: Path, *, meet: Callable[[], Mapping[str, str]]) -> Seat:
-        config, core = self._config, self._config.core
+        config, core = self._config, self._config.learner
         # The launcher looks for the role's error in one log.
         others = [
             RemoteSeat(
@@ -237,7 +237,7 @@ class RayPlaces:
                 cluster=RayBundle(self._run, self._group[0], number),
                 needs=SeatConfig(cpus=core.cpus, gpus=core.gpus),
                 timeout_s=config.place_timeout_s,
-                remedy="change cluster.core, or add machines",
+                remedy="change cluster.learner, or add machines",
             )
             for number in range(1, core.machines)
         ]

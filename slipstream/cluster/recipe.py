@@ -26,7 +26,7 @@ class Recipe(NamedTuple):
 
     @property
     def core_cpus(self) -> int:
-        return ceil(self.run.cluster.core.cpus)
+        return ceil(self.run.cluster.learner.cpus)
 
     @property
     def generator_cpus(self) -> int:

@@ -133,8 +133,8 @@ def kubernetes(
 
 
 def _note_losses(recipe: Recipe, claim: str | None) -> None:
-    if claim is None and recipe.run.storage_uri is None:
-        print("note: without --claim and storage_uri, what the run writes is lost with its pods.", file=sys.stderr)
+    if claim is None and recipe.run.storage.uri is None:
+        print("note: without --claim and storage.uri, what the run writes is lost with its pods.", file=sys.stderr)
     if claim and isinstance(recipe.run.buffer.store, EmbeddedRedisConfig):
         print(
             f"note: the embedded store writes to the claim {claim}. Claims for several nodes (ReadWriteMany) are "

@@ -94,7 +94,7 @@ def sbatch_script(
 ) -> str:
     """Return the script; `options`: sbatch options for both job parts, the others for one."""
     run = recipe.run
-    core, generator, count = run.cluster.core, run.cluster.generator, run.generators.count
+    core, generator, count = run.cluster.learner, run.cluster.generator, run.generators.count
     # Roles use the first ports. Rendezvous ports vary by job, because jobs may share a node.
     ports = run.cluster.port_range
     meet = ports[len(ports) // 2 :]

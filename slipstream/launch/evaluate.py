@@ -16,7 +16,7 @@ from slipstream.buffer.records import EvaluationAnswer, make_answer
 from slipstream.buffer.store_rules import asked_answers, evaluation_group_id, make_lease
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.base import ConfigError, Record
-from slipstream.configs.data import HeldoutSet
+from slipstream.configs.data import EvalSet
 from slipstream.configs.load import NO_MODEL, load_with_models
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.pool import RewardPool
@@ -84,7 +84,7 @@ def evaluate(
         folder = out / f"model-{number}" if out and len(models) > 1 else out
         answers = _answers(own, folder, is_whole=is_whole)
         base = base or answers
-        for each in run.data.heldout_sets:
+        for each in run.data.eval_sets:
             where = (model, each.name, each.path, each.temperature)
             found.append(_evaluation(*where, answers=answers[each.name], base=base[each.name]))
     return found
@@ -99,7 +99,7 @@ def _evaluation(*where: Any, answers: list[EvaluationAnswer], base: list[Evaluat
 def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
     check_model_path(run.model.path)
     heldout = open_heldout(run)
-    jobs = {each.name: _jobs(each, heldout[each.name], is_whole, run=run) for each in run.data.heldout_sets}
+    jobs = {each.name: _jobs(each, heldout[each.name], is_whole, run=run) for each in run.data.eval_sets}
     answers: Answers = {name: [] for name in jobs}
     tokenizer = load_tokenizer(run.model)
 
@@ -126,7 +126,7 @@ def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
     return answers
 
 
-def _jobs(heldout: HeldoutSet, dataset: Dataset, is_whole: bool, *, run: RunConfig) -> list[Job]:
+def _jobs(heldout: EvalSet, dataset: Dataset, is_whole: bool, *, run: RunConfig) -> list[Job]:
     """Return one group per answer, as a run leases them."""
     rows = range(len(dataset)) if is_whole else run.evaluation.rows(len(dataset))[1]
     leases = [

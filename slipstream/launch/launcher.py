@@ -273,12 +273,12 @@ class Launcher:
             ends_at = time.monotonic() + _STOP_TIMEOUT_S
         for role in reversed(self._roles):
             role.terminate()
-            is_uploading = role in self._brokers and self._run.storage_uri
+            is_uploading = role in self._brokers and self._run.storage.uri
             role.stop(ends_at=ends_at + UPLOAD_TIMEOUT_S if is_uploading else ends_at)
 
     def _save_progress(self) -> None:
         self._view.print_line("stopping: the learner ends its step and saves a checkpoint; Ctrl-C again kills it")
-        upload_s = UPLOAD_TIMEOUT_S if self._run.storage_uri else 0.0
+        upload_s = UPLOAD_TIMEOUT_S if self._run.storage.uri else 0.0
         self._learner.stop(ends_at=time.monotonic() + _SAVE_TIMEOUT_S + upload_s)
         if self._learner.has_finished:
             return

@@ -65,7 +65,7 @@ _ADVICE = {
     "critic": "take an advantage without a critic, or shard it over more learner.num_ranks",
     "checkpoint": "train model.lora, whose checkpoints are small, or use a machine with more memory",
     "engine": "raise generators.engine.tensor_parallel_size, or lower generators.engine.gpu_memory_utilization",
-    "KV cache": "lower generators.engine.kv_cache_gib (on a CPU cpu_kv_cache_gib) or generators.count",
+    "KV cache": "lower generators.engine.kv_cache_gib (on a CPU kv_cache_gib) or generators.count",
     "published": "lower generators.count on this machine",
     "store": "lower buffer.store.max_memory_mib",
 }
@@ -213,7 +213,7 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
     gathered_bytes = COMPUTE_DTYPES[run.model.dtype].itemsize
     models = {"weights": (_num_elements(policy), trained)}
     if run.mode != "sft":
-        if algorithm.kl.coefficient and not run.model.lora:
+        if algorithm.kl.coef and not run.model.lora:
             models["reference"] = (_num_elements(policy), 0)
         if algorithm.distillation:
             chosen = msgspec.structs.replace(run.model, path=algorithm.distillation.teacher_path, lora=None)
@@ -302,7 +302,7 @@ def _cache_gib(
     engine = run.generators.engine
     assert isinstance(engine, VllmEngineConfig)
     if where == HOST:
-        return float(engine.cpu_kv_cache_gib)
+        return float(engine.kv_cache_gib)
     if engine.kv_cache_gib is not None:
         return engine.kv_cache_gib
     if not _is_shared(needs, where):
@@ -323,7 +323,7 @@ def _cache_problems(
         f"the KV cache of an engine must hold one sequence of model.max_length ({run.model.max_length} tokens, "
         f"{longest:.2f} GiB), got {cache:.2f} GiB"
     )
-    remedy = "generators.engine.cpu_kv_cache_gib" if where == HOST else "generators.engine.tensor_parallel_size"
+    remedy = "generators.engine.kv_cache_gib" if where == HOST else "generators.engine.tensor_parallel_size"
     if _is_shared(needs, where):
         others = sorted((need for need in needs if need.place == where), key=lambda need: -need.gib)
         named = ", ".join(f"{need.process.split()[0]}: {need.cause} {need.gib:.1f}" for need in others)

@@ -83,9 +83,9 @@ def _check_rewards(run: RunConfig) -> None:
 def _check_local(run: RunConfig) -> None:
     if run.cluster.kind != "local":
         return
-    if (machines := run.cluster.core.machines) > 1:
+    if (machines := run.cluster.learner.machines) > 1:
         raise ConfigError(
-            f"cluster.core.machines must be 1 with cluster.kind=local, got {machines}: this launcher only starts "
+            f"cluster.learner.machines must be 1 with cluster.kind=local, got {machines}: this launcher only starts "
             "processes on its own machine; use cluster.kind=ray, `slipstream launch`, or start roles by hand."
         )
     check_placement(run)
@@ -135,12 +135,12 @@ def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
 
 def _check_unseen(run: RunConfig) -> None:
     """Raise ConfigError if a held-out file is a training file or its copy, unless nothing is trained."""
-    files = [(file.path, each.path) for file in run.data.train_files for each in run.data.heldout_sets]
+    files = [(file.path, each.path) for file in run.data.train_files for each in run.data.eval_sets]
     for trained, heldout in files if not run.evaluation.only else []:
         if filecmp.cmp(trained, heldout, shallow=False):
             same = "the same file" if trained == heldout else f"a copy of {trained}"
             raise ConfigError(
-                f"data.heldout must hold prompts that are not trained on, got {heldout}, {same} as data.train: an "
+                f"data.eval must hold prompts that are not trained on, got {heldout}, {same} as data.train: an "
                 "evaluation would measure memory. Split the file, or measure on another one."
             )
 
@@ -161,7 +161,7 @@ def describe_doubts(run: RunConfig, *, num_rows: int | None = None) -> Iterator[
     groups = run.claimed_groups_per_step
     if num_rows and run.mode != "sft" and groups > num_rows:
         yield (
-            f"learner.groups_per_step is {run.learner.groups_per_step}, but there are only {num_rows} training "
+            f"learner.prompts_per_step is {run.learner.prompts_per_step}, but there are only {num_rows} training "
             f"prompts: every step trains each of them about {groups / num_rows:.3g} times"
         )
     if run.mode == "async" and not run.generators.count:

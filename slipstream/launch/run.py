@@ -89,10 +89,10 @@ def describe_finished(run: RunConfig, folder: RunFolder) -> str:
     if run.evaluation.only or not folder.summary.is_file():
         return ""
     steps, stored = json.loads(folder.summary.read_text())["steps"], read_config(folder.path).learner
-    has_stopped = (stored.stop, stored.max_steps) == (run.learner.stop, run.learner.max_steps)
+    has_stopped = (stored.stop, stored.max_steps) == (run.evaluation.stop, run.learner.max_steps)
     if steps < run.learner.max_steps and not has_stopped:
         return ""
-    why = "" if steps >= run.learner.max_steps else ", because learner.stop was met"
+    why = "" if steps >= run.learner.max_steps else ", because evaluation.stop was met"
     more = (
         f"raise learner.epochs above {run.learner.epochs}"
         if run.learner.epochs
@@ -100,7 +100,7 @@ def describe_finished(run: RunConfig, folder: RunFolder) -> str:
     )
     return (
         f"{run.name} is finished: it ended after {steps} of {run.learner.max_steps} steps{why}. To continue it, "
-        f"{more}{' or change learner.stop' if why else ''}."
+        f"{more}{' or change evaluation.stop' if why else ''}."
     )
 
 
@@ -195,7 +195,7 @@ def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: 
         curve = f"not drawn: {error}"
     console.print(f"{run.name}: {verdict(run, summary)}", style="bold", soft_wrap=True)
     table = Table(show_header=False, box=None)
-    sets = run.data.heldout_sets
+    sets = run.data.eval_sets
     accuracies = {f"accuracy before, {each.name}": each.before_key for each in sets}
     accuracies |= {f"accuracy after, {each.name}": f"accuracy_{each.name}" for each in sets}
     for label, key in (accuracies | REPORTED).items():
@@ -228,7 +228,7 @@ def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], prog
         own = [f"experiment={folder.path}/config.yaml", *(["resume=false"] if run.resume else [])]
     again = shlex.join([*program.split(), "run", *own])
     others = {
-        f"{again} name={run.name}-sync buffer.staleness.max_lag=0": "the synchronous oracle",
+        f"{again} name={run.name}-sync staleness.max_lag=0": "the synchronous oracle",
         f"{again} name={run.name}-two generators.count=2": "two generators",
     }
     measure = shlex.join([*program.split(), "evaluate", str(folder.path)])
@@ -243,5 +243,5 @@ def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
     goals = run.evaluation.goals
     reached = all(goal.holds(summary["evaluation"]) for goal in goals)
     word = "done" if not goals else "learned" if reached else "NOT learned"
-    found = [f"{summary[f'accuracy_{each.name}']:.3f} {each.name}" for each in run.data.heldout_sets]
+    found = [f"{summary[f'accuracy_{each.name}']:.3f} {each.name}" for each in run.data.eval_sets]
     return f"{word}: held-out accuracy {', '.join(found)}"

@@ -62,7 +62,7 @@ _AGGREGATIONS = {
     "sapo": "seq_mean_token_mean",
     "vespo": "token_mean",
 }
-"""loss_type -> algorithm.aggregation."""
+"""loss_type -> algorithm.loss_aggregation."""
 
 
 def import_trl(given: dict[str, Any]) -> Imported:
@@ -93,7 +93,7 @@ def _model(config: Translation) -> None:
     config.put("generators.sampling.max_tokens", response)
     config.put("model.max_length", prompt + response)
     config.put("learner.tokens_per_microbatch", max(prompt + response, 16384))
-    config.note("dataset_name", "name its rows as files: data.train=FILE, data.heldout=FILE (docs/data.md).")
+    config.note("dataset_name", "name its rows as files: data.train=FILE, data.eval=FILE (docs/data.md).")
 
 
 def _batch(config: Translation) -> None:
@@ -108,7 +108,7 @@ def _batch(config: Translation) -> None:
             f"num_generations must divide the samples of a batch, as TRL demands, got {size} and {generated}."
         )
     config.put("generators.group_size", size)
-    config.put("learner.groups_per_step", generated // size)
+    config.put("learner.prompts_per_step", generated // size)
     config.put("learner.num_ranks", ranks)
     if generated > per_update:
         config.put("algorithm.updates_per_step", generated // per_update)
@@ -138,14 +138,16 @@ def _objective(config: Translation) -> None:
     if kind not in _AGGREGATIONS:
         config.notes.append(f"loss_type={kind}: there is no such loss; ppo_clip with token_mean stands for it.")
     is_sequence = level == "sequence" and kind not in ("cispo", "sapo", "vespo")
-    config.put("algorithm.aggregation", "seq_mean_token_mean" if is_sequence else _AGGREGATIONS.get(kind, "token_mean"))
+    config.put(
+        "algorithm.loss_aggregation", "seq_mean_token_mean" if is_sequence else _AGGREGATIONS.get(kind, "token_mean")
+    )
     scale = str(config.take("scale_rewards")).lower()
     config.put("algorithm/advantage", {"none": "dr_grpo", "false": "dr_grpo", "batch": "lite_ppo"}.get(scale, "grpo"))
     config.put("algorithm.masks", [])
-    config.put("algorithm.entropy_coefficient", float(config.take("entropy_coef") or 0))
-    config.put("algorithm.reward.truncated", "mask" if config.take("mask_truncated_completions") else None)
+    config.put("algorithm.entropy_coef", float(config.take("entropy_coef") or 0))
+    config.put("algorithm.reward.mask_truncated", True if config.take("mask_truncated_completions") else None)
     if (beta := config.take("beta")) > 0:
-        config.put("algorithm.kl.coefficient", float(beta))
+        config.put("algorithm.kl.coef", float(beta))
         is_corrected = config.take("use_bias_correction_kl") is not False
         config.put("algorithm.kl.estimator", "k3_off_policy" if is_corrected else "k3")
         if config.take("sync_ref_model"):
@@ -166,9 +168,9 @@ def _correction(config: Translation) -> None:
     if config.take("vllm_importance_sampling_correction") and config.take("use_vllm"):
         level, _, bound = mode.partition("_")
         config.put("algorithm.correction.level", level)
-        config.put("algorithm.correction.high", float(high))
-        config.put("algorithm.correction.low", low)
-        config.put("algorithm.correction.bound", bound)
+        config.put("algorithm.correction.max_weight", float(high))
+        config.put("algorithm.correction.min_weight", low)
+        config.put("algorithm.correction.outside", bound)
 
 
 def _optimizer(config: Translation) -> None:
@@ -211,11 +213,11 @@ def _generation(config: Translation) -> None:
         "unchanged (docs/rewards.md)."
     )
     lag = config.take("max_staleness")
-    config.put("buffer.staleness.max_lag", lag or 0)
+    config.put("staleness.max_lag", lag or 0)
     config.same("weight_sync_steps", "weights.publish_every_steps")
     if lag is None:
         config.notes.append(
-            "buffer.staleness.max_lag=0 is the synchronous training of GRPOTrainer: raise it, with a correction, to "
+            "staleness.max_lag=0 is the synchronous training of GRPOTrainer: raise it, with a correction, to "
             "let generation and training overlap."
         )
 
@@ -226,7 +228,7 @@ def _schedule(config: Translation) -> None:
     if total and total > 0:
         config.put("learner.max_steps", max(1, total // updates))
     else:
-        config.notes.append("num_train_epochs: set learner.max_steps to rows / groups_per_step * epochs.")
+        config.notes.append("num_train_epochs: set learner.max_steps to rows / prompts_per_step * epochs.")
     config.take("num_train_epochs")
     config.same("seed", "seed")
     config.same("save_steps", "learner.checkpoint.every_steps", lambda steps: max(1, int(steps) // updates))

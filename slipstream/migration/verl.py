@@ -61,7 +61,7 @@ def translate_advantage(config: Translation) -> None:
         config.put("algorithm.advantage.lam", float(lam))
         config.same("critic.model.path", "algorithm.critic.path")
         config.same("critic.optim.lr", "algorithm.critic.optimizer.learning_rate", float)
-        config.same("critic.cliprange_value", "algorithm.critic.clip", float)
+        config.same("critic.cliprange_value", "algorithm.critic.value_clip", float)
         config.same("trainer.critic_warmup", "algorithm.critic.warmup_steps")
     if ours == "remax":
         config.put("generators.baseline", "greedy")
@@ -87,12 +87,12 @@ def translate_loss(config: Translation) -> None:
         "gmpo": {"clip_low": low, "clip_high": high},
         "cispo": {"clip_low": low, "clip_high": high},
         "clip_cov": {"clip_low": low, "clip_high": high},
-        "dppo": {"divergence": name.removeprefix("dppo_"), "low": low, "high": high, "ratio_cap": cap},
+        "dppo": {"divergence": name.removeprefix("dppo_"), "clip_low": low, "clip_high": high, "ratio_cap": cap},
         "sapo": {"tau_positive": config.take(f"{ACTOR}.tau_pos"), "tau_negative": config.take(f"{ACTOR}.tau_neg")},
         "dro": {"beta": config.take(f"{ACTOR}.policy_loss.dro_beta")},
         "kl_cov": {
-            "share": config.take(f"{ACTOR}.policy_loss.kl_cov_ratio"),
-            "coefficient": config.take(f"{ACTOR}.policy_loss.ppo_kl_coef"),
+            "fraction": config.take(f"{ACTOR}.policy_loss.kl_cov_ratio"),
+            "coef": config.take(f"{ACTOR}.policy_loss.ppo_kl_coef"),
         },
     }
     for field, value in fields.get(ours, {}).items():
@@ -100,9 +100,9 @@ def translate_loss(config: Translation) -> None:
     # verl forces the sequence mean for these two losses.
     mode = "seq-mean-token-mean" if ours in ("gspo", "sapo") else config.take(f"{ACTOR}.loss_agg_mode")
     config.take(f"{ACTOR}.loss_agg_mode")
-    config.put("algorithm.aggregation", mode.replace("-", "_"))
-    config.same(f"{ACTOR}.loss_scale_factor", "algorithm.aggregation_length")
-    config.same(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coefficient", float)
+    config.put("algorithm.loss_aggregation", mode.replace("-", "_"))
+    config.same(f"{ACTOR}.loss_scale_factor", "algorithm.loss_aggregation_length")
+    config.same(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coef", float)
     # Slipstream's default preset masks tokens by OPSM, which verl lacks.
     config.put("algorithm.masks", [])
 
@@ -111,16 +111,16 @@ def translate_kl(config: Translation) -> None:
     """Translate the KL penalty, in the loss or in the reward."""
     coefficient, kind = config.take(f"{ACTOR}.kl_loss_coef"), config.take(f"{ACTOR}.kl_loss_type")
     if config.take(f"{ACTOR}.use_kl_loss"):
-        config.put("algorithm.kl.coefficient", float(coefficient))
+        config.put("algorithm.kl.coef", float(coefficient))
         base = kind.removesuffix("+")
         config.put("algorithm.kl.estimator", _KL.get(base, base) + ("+" if kind.endswith("+") else ""))
     names = ("kl_coef", "target_kl", "horizon", "type")
     price, target, horizon, control = (config.take(f"algorithm.kl_ctrl.{name}") for name in names)
     penalty = config.take("algorithm.kl_penalty")
     if config.take("algorithm.use_kl_in_reward"):
-        config.put("algorithm.kl.coefficient", float(price))
+        config.put("algorithm.kl.coef", float(price))
         config.put("algorithm.kl.estimator", _KL.get(penalty, penalty))
-        config.put("algorithm.kl.charged_in", "reward")
+        config.put("algorithm.kl.apply_to", "reward")
         if control == "adaptive":
             config.put("algorithm.kl.adaptive", {"target": float(target), "horizon": int(horizon)})
 
@@ -135,10 +135,10 @@ def translate_correction(config: Translation) -> None:
     if level and not is_bypass:
         config.put("algorithm.correction.level", level)
         low, _, high = str(threshold).rpartition("_")
-        config.put("algorithm.correction.high", float(high))
+        config.put("algorithm.correction.max_weight", float(high))
         if low:
-            config.put("algorithm.correction.low", float(low))
-            config.put("algorithm.correction.bound", "mask")
+            config.put("algorithm.correction.min_weight", float(low))
+            config.put("algorithm.correction.outside", "mask")
     if rejections:
         names, limits = str(rejections).split(","), str(bounds).split(",")
         limits = limits * len(names) if len(limits) == 1 else limits
@@ -244,7 +244,7 @@ def _data(config: Translation) -> None:
             {"name": _set_name(name, number), "path": name, "samples": samples, "temperature": float(temperature)}
             for number, name in enumerate(each_file(files))
         ]
-        config.put("data.heldout", sets)
+        config.put("data.eval", sets)
     prompt, response = config.take("data.max_prompt_length"), config.take("data.max_response_length")
     config.put("data.max_prompt_tokens", prompt)
     config.put("generators.sampling.max_tokens", response)
@@ -252,9 +252,9 @@ def _data(config: Translation) -> None:
     config.put("model.max_length", prompt + response)
     config.put("learner.tokens_per_microbatch", max(prompt + response, budget))
     drops = config.take("data.filter_overlong_prompts")
-    config.put("data.too_long", "drop" if drops else "refuse")
+    config.put("data.on_too_long", "skip" if drops else "error")
     if config.take("data.truncation") != "error":
-        config.note("data.truncation", "prompts are never cut; data.too_long refuses or drops long ones.")
+        config.note("data.truncation", "prompts are never cut; data.on_too_long refuses or skips long ones.")
     if config.take("data.shuffle") is False:
         config.note("data.shuffle", "prompts always come in an order that the seed decides.")
     if config.take("data.prompt_key") not in (None, "prompt"):
@@ -281,7 +281,7 @@ def _model(config: Translation) -> None:
 
 def _batch(config: Translation) -> None:
     groups, mini = config.take("data.train_batch_size"), config.take(f"{_ACTOR}.ppo_mini_batch_size")
-    config.put("learner.groups_per_step", groups or mini)
+    config.put("learner.prompts_per_step", groups or mini)
     if groups and groups > mini:
         config.put("algorithm.updates_per_step", groups // mini)
     if groups and groups > mini and groups % mini:
@@ -294,7 +294,7 @@ def _batch(config: Translation) -> None:
             f"{_ACTOR}.ppo_epochs", "a step passes over its batch once; buffer.reuse.max_uses trains again later."
         )
     if config.take("algorithm.filter_groups.enable"):
-        config.put("buffer/filter", "zero_signal")
+        config.put("buffer/filter", "zero_advantage")
         config.note(
             "algorithm.filter_groups.metric",
             "groups are filtered by their rewards; buffer/filter=accuracy by right answers.",
@@ -373,17 +373,17 @@ def _staleness(config: Translation) -> None:
     key = "async_training"
     threshold, every = config.take(f"{key}.staleness_threshold"), config.take(f"{key}.trigger_parameter_sync_step")
     if threshold is None and every is None:
-        config.put("buffer.staleness.max_lag", 0)
+        config.put("staleness.max_lag", 0)
         config.notes.append(
-            "buffer.staleness.max_lag=0 is the synchronous training of this file: raise it, with a correction, to let "
+            "staleness.max_lag=0 is the synchronous training of this file: raise it, with a correction, to let "
             "generation and training overlap."
         )
         return
     lag = math.ceil(1 + (threshold or 0))
-    config.put("buffer.staleness.max_lag", lag)
+    config.put("staleness.max_lag", lag)
     config.note(
         f"{key}.staleness_threshold",
-        f"it bounds how much is generated ahead; buffer.staleness.max_lag={lag} bounds the versions of every token.",
+        f"it bounds how much is generated ahead; staleness.max_lag={lag} bounds the versions of every token.",
     )
     config.note(f"{key}.trigger_parameter_sync_step", "every step publishes; weights.publish_every_steps=N every Nth.")
     config.note(
@@ -400,7 +400,9 @@ def _schedule(config: Translation) -> None:
     if total:
         config.put("learner.max_steps", total)
     else:
-        config.notes.append(f"trainer.total_epochs={epochs}: set learner.max_steps to rows / groups_per_step * epochs.")
+        config.notes.append(
+            f"trainer.total_epochs={epochs}: set learner.max_steps to rows / prompts_per_step * epochs."
+        )
     every = config.take("trainer.save_freq")
     config.put("learner.checkpoint.every_steps", every if every and every > 0 else None)
     config.same("trainer.max_actor_ckpt_to_keep", "learner.checkpoint.keep")

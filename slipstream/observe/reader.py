@@ -332,7 +332,7 @@ class RunReader:
                 phase=read.phase if read and has_phase else self.folder_phase,
                 step=max(step, read.step) if read else step,
                 max_steps=run.learner.max_steps if run else None,
-                max_lag=run.buffer.staleness.max_lag if run else None,
+                max_lag=run.staleness.max_lag if run else None,
                 is_live=is_live,
                 status=self._status,
                 status_age_s=age_s,

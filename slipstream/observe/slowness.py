@@ -54,7 +54,7 @@ PHASES = {
     "generator/prompts": Range(
         meaning="generators stand idle while the learner waits: pacing admits too few prompts, or a few long answers "
         "hold up their groups",
-        advice="raise buffer.staleness.max_lag (now {max_lag}) or pacing_lag (now {pacing_lag})",
+        advice="raise staleness.max_lag (now {max_lag}) or target_lag (now {target_lag})",
     ),
     "generator/updating": Range(
         meaning="generators stand still for new weights (the newest version took {sync_s} s, and {pause_s} s of pause)",
@@ -87,7 +87,7 @@ PHASES = {
     ),
     "learner/evaluating": Range(
         meaning="the learner waits for answers to held-out prompts",
-        advice="raise evaluation.every_steps (now {evaluation_steps}), or lower evaluation.monitor_prompts",
+        advice="raise evaluation.every_steps (now {evaluation_steps}), or lower evaluation.num_prompts",
     ),
     "learner/checkpoint": Range(
         meaning="a checkpoint is not yet durable when the next one begins, or its state is being copied",

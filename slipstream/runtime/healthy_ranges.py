@@ -59,14 +59,14 @@ class Range:
 
 def figures_of(row: Mapping[str, Any], run: RunConfig) -> dict[str, str]:
     """Return the settings and values that explanations quote."""
-    algorithm, staleness, reward = run.algorithm, run.buffer.staleness, run.generators.reward
+    algorithm, staleness, reward = run.algorithm, run.staleness, run.generators.reward
     settings = {
         "max_lag": staleness.max_lag,
-        "pacing_lag": staleness.max_lag if staleness.pacing_lag is None else staleness.pacing_lag,
+        "target_lag": staleness.max_lag if staleness.target_lag is None else staleness.target_lag,
         "updates_per_step": algorithm.updates_per_step,
-        "entropy_coefficient": algorithm.entropy_coefficient,
-        "kl_coefficient": algorithm.kl.coefficient,
-        "correction_high": algorithm.correction.high,
+        "entropy_coef": algorithm.entropy_coef,
+        "kl_coefficient": algorithm.kl.coef,
+        "correction_high": algorithm.correction.max_weight,
         "max_grad_norm": run.learner.optimizer.max_grad_norm,
         "num_ranks": run.learner.num_ranks,
         "microbatch": run.learner.tokens_per_microbatch,
@@ -101,7 +101,7 @@ def _shown(value: Any) -> str:
 
 _OLD = "the answers come from older weights than the learner's, and their gradient would improve those"
 _YOUNGER = (
-    "lower buffer.staleness.max_lag (now {max_lag}, mean lag {mean_lag}) or learner.optimizer.learning_rate (now "
+    "lower staleness.max_lag (now {max_lag}, mean lag {mean_lag}) or learner.optimizer.learning_rate (now "
     "{learning_rate}); where tokens of lag 0 differ as much (k3 {own_mismatch}), the engines disagree and age is not "
     "the cause"
 )
@@ -111,9 +111,9 @@ _SAME_NUMERICS = (
     "by_lag/0/mismatch_k3 (now {own_mismatch}) must fall"
 )
 _WEIGHTED = "correction weights dominate the update: few tokens decide about it"
-_LESS_WEIGHT = "lower buffer.staleness.max_lag (now {max_lag}) or algorithm.correction.high (now {correction_high})"
+_LESS_WEIGHT = "lower staleness.max_lag (now {max_lag}) or algorithm.correction.max_weight (now {correction_high})"
 _UNUSED = "the correction throws most of the data away, and the step learns from the rest"
-_WIDER = "lower buffer.staleness.max_lag (now {max_lag}), or widen the bounds of algorithm.correction"
+_WIDER = "lower staleness.max_lag (now {max_lag}), or widen the bounds of algorithm.correction"
 _SLOWER = (
     "lower learner.optimizer.learning_rate (now {learning_rate}) or algorithm.updates_per_step (now {updates_per_step})"
 )
@@ -140,7 +140,7 @@ RANGES = {
     ),
     "learner/entropy": Range(
         0.01, None, "the policy has stopped exploring: all answers to a prompt are alike, and it learns no more",
-        "raise algorithm.entropy_coefficient (now {entropy_coefficient}), lower learner.optimizer.learning_rate (now "
+        "raise algorithm.entropy_coef (now {entropy_coef}), lower learner.optimizer.learning_rate (now "
         "{learning_rate}), or stop here if the reward (now {reward_mean}) is good",
     ),
     "learner/grad_norm": Range(
@@ -159,14 +159,14 @@ RANGES = {
     ),
     "learner/stale_fraction": Range(
         None, 0.05, "early tokens of long answers are too old to train on, so that long answers lose their beginnings",
-        "lower buffer.staleness.pacing_lag (now {pacing_lag}), or raise buffer.staleness.max_lag (now {max_lag}); the "
+        "lower staleness.target_lag (now {target_lag}), or raise staleness.max_lag (now {max_lag}); the "
         "masked answers are longer than the mean (by a factor of {length_ratio})",
         patience=5,
     ),
     "learner/advantage_zero_fraction": Range(
         None, 0.95, "all answers of nearly every group have the same reward, so that hardly anything has a gradient",
         "choose prompts of another difficulty (mean reward now {reward_mean}), a larger generators.group_size (now "
-        "{group_size}), or buffer/filter=zero_signal, which leaves such groups out",
+        "{group_size}), or buffer/filter=zero_advantage, which leaves such groups out",
         patience=5,
     ),
 }  # fmt: skip
@@ -187,7 +187,7 @@ SIGNS = RANGES | {
     "learner/learning_rate": Range(None, _NEVER, "each update moves the policy further", _SLOWER),
     "learner/reference_kl": Range(
         None, _NEVER, "the policy moves away from the reference model, and with it from what that can do",
-        "raise algorithm.kl.coefficient (now {kl_coefficient}), or lower learner.optimizer.learning_rate (now "
+        "raise algorithm.kl.coef (now {kl_coefficient}), or lower learner.optimizer.learning_rate (now "
         "{learning_rate})",
     ),
     STOP_LENGTH: Range(
@@ -201,7 +201,7 @@ SIGNS = RANGES | {
     ),
     "buffer/length_bias": Range(
         -_NEVER, None, "long answers are lost on their way: what is trained on is shorter than what is generated",
-        "raise buffer.staleness.max_lag (now {max_lag}); `slipstream data stats` shows why groups ended untrained",
+        "raise staleness.max_lag (now {max_lag}); `slipstream data stats` shows why groups ended untrained",
     ),
 }  # fmt: skip
 """RANGES, plus metrics that may change with a falling reward."""

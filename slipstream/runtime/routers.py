@@ -51,7 +51,7 @@ def find_routers(module: nn.Module) -> list[Router]:
 
 def check_layers(config: ModelConfig) -> None:
     """Check LoRA targets and router settings before the model loads. Raises ConfigError."""
-    has_router_settings = bool(config.router_replay or config.router_aux_loss)
+    has_router_settings = bool(config.moe.router_replay or config.moe.router_aux_loss)
     if not (config.lora or has_router_settings):
         return
     try:
@@ -63,23 +63,23 @@ def check_layers(config: ModelConfig) -> None:
     if not has_router_settings:
         return
     routers, name = find_routers(module), type(module).__name__
-    key = "model.router_replay" if config.router_replay else "model.router_aux_loss"
-    got = config.router_replay or config.router_aux_loss
+    key = "model.moe.router_replay" if config.moe.router_replay else "model.moe.router_aux_loss"
+    got = config.moe.router_replay or config.moe.router_aux_loss
     require(bool(routers), key, "be off for a model without routers that choose by top-k", got=got, why=f"it is {name}")
-    if config.router_aux_loss:
+    if config.moe.router_aux_loss:
         has_bias = hasattr(routers[0].module, "e_score_correction_bias")
         why = f"{name} balances its experts by a bias, not by a loss"
-        require(not has_bias, "model.router_aux_loss", "be 0", got=config.router_aux_loss, why=why)
+        require(not has_bias, "model.moe.router_aux_loss", "be 0", got=config.moe.router_aux_loss, why=why)
         aux_loss_coefficient(config, module)
 
 
 def aux_loss_coefficient(config: ModelConfig, module: Any) -> float:
     """Return the balancing loss's coefficient. Raises ConfigError if the checkpoint should have it but doesn't."""
-    if config.router_aux_loss != "checkpoint":
-        return config.router_aux_loss
+    if config.moe.router_aux_loss != "checkpoint":
+        return config.moe.router_aux_loss
     own = getattr(module.config.get_text_config(), "router_aux_loss_coef", None)
     must = "be a number for a checkpoint without router_aux_loss_coef"
-    require(own is not None, "model.router_aux_loss", must, got="checkpoint", why=f"it is {type(module).__name__}")
+    require(own is not None, "model.moe.router_aux_loss", must, got="checkpoint", why=f"it is {type(module).__name__}")
     return float(own or 0.0)
 
 

@@ -151,7 +151,7 @@ class RunFolder:
     def check_name(self) -> None:
         """Raise ConfigError if a new run exists, a resumed one does not, or the run is in progress.
 
-        With `storage_uri`, a resumed run may exist only in the object store.
+        With `storage.uri`, a resumed run may exist only in the object store.
         """
         if self.path.is_dir() and not self._lock:
             self.lock()
@@ -161,7 +161,7 @@ class RunFolder:
                 f"name must be unused in {self._run.runs_dir}/, got {self._run.name!r}, which exists: "
                 "choose another with name=..., continue it with resume=true, or delete the folder."
             )
-        if self._run.resume is True and not self.has_run and not self._run.storage_uri:
+        if self._run.resume is True and not self.has_run and not self._run.storage.uri:
             others = describe_others(Path(self._run.runs_dir), self._run.name)
             raise ConfigError(
                 f"name must be that of a run with resume=true, got {self._run.name!r}, but there is no {self.path}: "

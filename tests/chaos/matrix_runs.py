@@ -37,8 +37,8 @@ _SETTINGS = (
     "model.lora.rank=4",
     "broker.shards=2",
     "generators.count=2",
-    "learner.groups_per_step=16",
-    "cluster.guests.names=[guest]",
+    "learner.prompts_per_step=16",
+    "cluster.untrusted_generators.names=[guest]",
     "learner.max_steps=100000",
     f"name={_NAME}",
 )

@@ -45,7 +45,7 @@ class Pace(Record):
     """Longest time that a strike waits for all roles to recover."""
     steps_per_kill: int
     """Steps of the run per kill, so that run and strikes take about the same time."""
-    groups_per_step: int = 4
+    prompts_per_step: int = 4
     max_lag: int = 4
     transfer_timeout_s: float = 0.0
     """Seconds after which members of a broadcast are evicted; 0: `lapse_after_s`."""
@@ -68,7 +68,7 @@ PACES: dict[EngineKind, Pace] = {
             "generators.engine.seconds_per_token=0.1",
             "generators.sampling.max_tokens=40",
             "generators.max_concurrency=64",
-            "buffer/filter=zero_signal",
+            "buffer/filter=zero_advantage",
             # One group suffices, so that about one row in ten is excluded at any time.
             "data.curriculum={min_answers: 4}",
         ],
@@ -77,7 +77,7 @@ PACES: dict[EngineKind, Pace] = {
         max_gap_s=0.6,
         max_recovery_s=3.0,
         steps_per_kill=3,
-        groups_per_step=8,
+        prompts_per_step=8,
         max_lag=2,
         transfer_timeout_s=5.0,
         read_every_s=0.15,
@@ -124,14 +124,14 @@ class Stage:
 
     def expected(self, *, rejected: int = 0, skipped: Collection[int] = ()) -> Counter[Sample]:
         """Samples of an uninterrupted run with counts, if it rejects `rejected` groups and skips these prompts."""
-        num_groups = self.steps * self.pace.groups_per_step + rejected + len(skipped)
+        num_groups = self.steps * self.pace.prompts_per_step + rejected + len(skipped)
         samples = uninterrupted(num_groups=num_groups, group_size=GROUP_SIZE, num_rows=NUM_ROWS, seed=self.seed)
         return Counter({sample: count for sample, count in samples.items() if int(sample[0]) not in skipped})
 
     @property
     def window(self) -> int:
         """Groups that may be admitted beyond what was consumed."""
-        return (self.pace.max_lag + 1) * self.pace.groups_per_step
+        return (self.pace.max_lag + 1) * self.pace.prompts_per_step
 
     @property
     def settings(self) -> list[str]:
@@ -149,7 +149,7 @@ class Stage:
                 "prepare=[]",
                 "model.path=models/tiny",
             ),
-            *("data.train=data/train.parquet", "data.heldout=data/heldout.parquet"),
+            *("data.train=data/train.parquet", "data.eval=data/heldout.parquet"),
             *("buffer/store=redis", f"buffer.store.url='{self.store.url}'"),
             *("buffer.archive.groups_per_shard=64", "buffer.archive.flush_s=2.0"),
             *(
@@ -158,11 +158,11 @@ class Stage:
                 "buffer.max_attempts=1000000",
             ),
             *(f"broker.peer_timeout_s={PEER_TIMEOUT_S}", f"weights.transfer_timeout_s={transfer_timeout_s}"),
-            *(*self.pace.engine, f"generators.group_size={GROUP_SIZE}", f"buffer.staleness.max_lag={max_lag}"),
-            *("learner/engine=torch", f"learner.groups_per_step={self.pace.groups_per_step}"),
-            *(f"learner.max_steps={self.steps}", "learner.stop=null"),
+            *(*self.pace.engine, f"generators.group_size={GROUP_SIZE}", f"staleness.max_lag={max_lag}"),
+            *("learner/engine=torch", f"learner.prompts_per_step={self.pace.prompts_per_step}"),
+            *(f"learner.max_steps={self.steps}", "evaluation.stop=null"),
             *("learner.checkpoint.every_steps=5", "learner.checkpoint.keep=1"),
-            *("evaluation.every_steps=0", "evaluation.monitor_prompts=2", "evaluation.final_prompts=4"),
+            *("evaluation.every_steps=0", "evaluation.num_prompts=2", "evaluation.num_final_prompts=4"),
         ]
 
     def build(self) -> None:

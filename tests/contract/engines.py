@@ -37,7 +37,9 @@ VLLM_CONFIG = VllmEngineConfig(max_num_seqs=64)
 def make_engine(
     kind: str, folder: Path, *, vllm: VllmEngineConfig, lora: LoraConfig | None = None, records: bool = False
 ) -> Engine:
-    model = ModelConfig(dtype="float32", path=str(folder), max_length=MAX_LENGTH, lora=lora, router_replay=records)
+    model = ModelConfig(
+        dtype="float32", path=str(folder), max_length=MAX_LENGTH, lora=lora, moe=MoeConfig(router_replay=records)
+    )
     receiver = CollectiveReceiver(device="cpu")
     if kind == "scripted":
         return ScriptedEngine(ScriptedEngineConfig(tokens_per_response=40, seconds_per_token=0.01), receiver=receiver)

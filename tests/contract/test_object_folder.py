@@ -194,7 +194,7 @@ def test_a_server_that_is_away_is_waited_for_and_named(tmp_path, server, monkeyp
 def test_a_server_that_stays_away_ends_the_upload_with_its_path_and_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     folder = make_folder(tmp_path / "step-1")
-    with pytest.raises(StorageError, match=r"s3://mine/runs/step-1 must be reachable in storage_uri, but has failed"):
+    with pytest.raises(StorageError, match=r"s3://mine/runs/step-1 must be reachable in storage.uri, but has failed"):
         send(folder, ObjectFolder("s3://mine/runs", StorageWait(0)).child("step-1"))
 
 

@@ -66,10 +66,10 @@ def test_a_run_starts_at_zero_is_found_again_where_it_stands_and_its_versions_on
 
 
 def test_only_settings_of_the_end_of_a_run_may_change_and_its_phase_and_name_are_known(fresh_store):
-    opened = '{"learner": {"groups_per_step": 8, "max_steps": 10}, "resume": false}'
+    opened = '{"learner": {"prompts_per_step": 8, "max_steps": 10}, "resume": false}'
     open_run(fresh_store, config_json=opened)
     for changes, key in (
-        ({"config_json": opened.replace("8", "16")}, r"learner\.groups_per_step"),
+        ({"config_json": opened.replace("8", "16")}, r"learner\.prompts_per_step"),
         ({"num_rows": 8}, "num_rows"),
     ):
         with pytest.raises(RunConflictError, match=f"{key} must stay"):

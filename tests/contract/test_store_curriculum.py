@@ -6,7 +6,7 @@ from slipstream.buffer.records import Lease
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import NOTHING_SKIPPED, Upcoming, row_of
 from slipstream.buffer.trajectory import Reward
-from slipstream.configs.buffer import TrainShortConfig, ZeroSignalConfig
+from slipstream.configs.buffer import TrainShortConfig, ZeroAdvantageConfig
 from slipstream.configs.data import CurriculumConfig
 from tests.contract.stores import GREEDY, GROUP_SIZE, NUM_ROWS, SEED, AnyStore, answer, claim, commit, open_run
 from tests.contract.stores import audit as check_counts
@@ -112,7 +112,7 @@ def test_the_look_ahead_bounds_the_skipped_prompts(store: AnyStore):
         ([(RIGHT, RIGHT), (WRONG, WRONG), (WRONG, WRONG)], "too_hard"),
     ],
 )
-@pytest.mark.parametrize("group_filter", [None, ZeroSignalConfig()])
+@pytest.mark.parametrize("group_filter", [None, ZeroAdvantageConfig()])
 def test_a_row_is_measured_by_its_complete_groups_even_rejected_ones(fresh_store, groups, flaw, group_filter):
     chosen = {"group_filter": group_filter} if group_filter else {}
     store = open_run(fresh_store, num_rows=1, curriculum=BAND, **chosen)

@@ -12,7 +12,7 @@ from slipstream.configs.buffer import (
     KeepAllConfig,
     PrioritizedConfig,
     TrainShortConfig,
-    ZeroSignalConfig,
+    ZeroAdvantageConfig,
 )
 from tests.contract.stores import GREEDY, AnyStore, answer, claim, commit, make_memory_store, open_run
 
@@ -56,24 +56,24 @@ def assert_balanced(store: AnyStore) -> StoreCounts:
     [
         (KeepAllConfig(), rewards(0, 0, 0), "ready"),
         (KeepAllConfig(), rewards(None, None, None), "ready"),
-        (ZeroSignalConfig(), rewards(0.3, 0.3, 0.3), "rejected: zero_signal"),
-        (ZeroSignalConfig(), rewards(0.1 + 0.2, 0.3, 0.3), "rejected: zero_signal"),
-        (ZeroSignalConfig(), rewards(0.3, 0.3, 0.31), "ready"),
-        (ZeroSignalConfig(), rewards(-1, 0, 1), "ready"),
-        (ZeroSignalConfig(min_spread=0.25), rewards(0.5, 0.5, 0.75), "ready"),
-        (ZeroSignalConfig(min_spread=0.25), rewards(0.5, 0.5, 0.74), "rejected: zero_signal"),
-        (ZeroSignalConfig(), rewards(0.5, 0.5, None), "rejected: zero_signal"),
-        (ZeroSignalConfig(), rewards(0.5, None, None), "rejected: zero_signal"),
-        (ZeroSignalConfig(), rewards(None, None, None), "rejected: no_reward"),
+        (ZeroAdvantageConfig(), rewards(0.3, 0.3, 0.3), "rejected: zero_advantage"),
+        (ZeroAdvantageConfig(), rewards(0.1 + 0.2, 0.3, 0.3), "rejected: zero_advantage"),
+        (ZeroAdvantageConfig(), rewards(0.3, 0.3, 0.31), "ready"),
+        (ZeroAdvantageConfig(), rewards(-1, 0, 1), "ready"),
+        (ZeroAdvantageConfig(min_spread=0.25), rewards(0.5, 0.5, 0.75), "ready"),
+        (ZeroAdvantageConfig(min_spread=0.25), rewards(0.5, 0.5, 0.74), "rejected: zero_advantage"),
+        (ZeroAdvantageConfig(), rewards(0.5, 0.5, None), "rejected: zero_advantage"),
+        (ZeroAdvantageConfig(), rewards(0.5, None, None), "rejected: zero_advantage"),
+        (ZeroAdvantageConfig(), rewards(None, None, None), "rejected: no_reward"),
         (AccuracyConfig(), rewards(0, 0.9, 0.5), "rejected: too_hard"),
         (AccuracyConfig(), rewards(1, 1, 1), "rejected: too_easy"),
         (AccuracyConfig(), rewards(1, 0, 0), "ready"),
         (AccuracyConfig(), rewards(1, None, None), "rejected: too_easy"),
         (AccuracyConfig(), rewards(None, None, None), "rejected: no_reward"),
-        (AccuracyConfig(above=0.4, below=0.6), rewards(1, 0, 0), "rejected: too_hard"),
-        (AccuracyConfig(above=0.4, below=2 / 3), rewards(1, 1, 0), "rejected: too_easy"),
-        (AccuracyConfig(above=1 / 3, below=0.9), rewards(1, 0, 0), "rejected: too_hard"),
-        (AccuracyConfig(above=0.3, below=0.9), rewards(1, 0, 0), "ready"),
+        (AccuracyConfig(min_accuracy=0.4, max_accuracy=0.6), rewards(1, 0, 0), "rejected: too_hard"),
+        (AccuracyConfig(min_accuracy=0.4, max_accuracy=2 / 3), rewards(1, 1, 0), "rejected: too_easy"),
+        (AccuracyConfig(min_accuracy=1 / 3, max_accuracy=0.9), rewards(1, 0, 0), "rejected: too_hard"),
+        (AccuracyConfig(min_accuracy=0.3, max_accuracy=0.9), rewards(1, 0, 0), "ready"),
     ],
 )
 @pytest.mark.parametrize("at_once", [True, False])
@@ -87,7 +87,7 @@ def test_a_complete_group_is_ready_or_rejected_with_a_reason(fresh_store, group_
 
 
 def test_a_rejected_group_returns_its_admission_to_another_prompt(fresh_store):
-    store = open_run(fresh_store, group_filter=ZeroSignalConfig())
+    store = open_run(fresh_store, group_filter=ZeroAdvantageConfig())
     window = 4
     leases = leased(store, 10, limit=window)
     for _ in range(20):
@@ -102,7 +102,7 @@ def test_a_rejected_group_returns_its_admission_to_another_prompt(fresh_store):
 
 
 def test_rejected_groups_are_neither_claimed_nor_waited_for(fresh_store):
-    store = open_run(fresh_store, group_filter=ZeroSignalConfig())
+    store = open_run(fresh_store, group_filter=ZeroAdvantageConfig())
     for lease, answers in zip(leased(store, 4), [rewards(1, 0, 1), rewards(0, 0, 0)] * 2, strict=True):
         store.insert(pack(lease, answers))
     assert not store.wait_ready(num_groups=3, timeout_s=0)
@@ -116,7 +116,7 @@ def test_rejected_groups_are_neither_claimed_nor_waited_for(fresh_store):
 
 @pytest.mark.parametrize("keeps_finished", [False, True])
 def test_a_repeat_of_an_answer_to_a_rejected_group_is_recognized(fresh_store, keeps_finished):
-    store = open_run(fresh_store, group_filter=ZeroSignalConfig(), keeps_finished=keeps_finished)
+    store = open_run(fresh_store, group_filter=ZeroAdvantageConfig(), keeps_finished=keeps_finished)
     first, second = leased(store, 2)
     packed = pack(first, rewards(0.5, 0.5, 0.5))
     repeat = "duplicate" if keeps_finished else "superseded"
@@ -126,7 +126,7 @@ def test_a_repeat_of_an_answer_to_a_rejected_group_is_recognized(fresh_store, ke
     counts = assert_balanced(store)
     assert (counts.open, counts.open_members, counts.accepted, counts.unarchived) == (1, 1, 4, keeps_finished)
     for group in store.finished(limit=9):
-        assert (group.id, group.outcome, group.reason, group.steps) == ("0", "rejected", "zero_signal", [])
+        assert (group.id, group.outcome, group.reason, group.steps) == ("0", "rejected", "zero_advantage", [])
         assert group.payloads == [payload for _, payload in packed]
         assert store.forget([group.id]) == 1
     assert_balanced(store)
@@ -142,9 +142,11 @@ def test_evaluations_are_never_filtered(fresh_store):
     assert store.counts().reasons == {}
 
 
-@pytest.mark.parametrize(("answers", "expected"), [(rewards(1, 0), "ready"), (rewards(1, 1), "rejected: zero_signal")])
+@pytest.mark.parametrize(
+    ("answers", "expected"), [(rewards(1, 0), "ready"), (rewards(1, 1), "rejected: zero_advantage")]
+)
 def test_a_group_made_ready_short_is_judged_by_the_members_it_has(fresh_store, clock, answers, expected):
-    store = open_run(fresh_store, group_filter=ZeroSignalConfig())
+    store = open_run(fresh_store, group_filter=ZeroAdvantageConfig())
     open_run(store)  # the filter outlives the role that opened the run
     store.insert(pack(*leased(store), answers))
     clock.now += 5
@@ -179,10 +181,10 @@ def test_a_greedy_answer_is_accepted_only_at_its_index(fresh_store, has_baseline
 @pytest.mark.parametrize(
     ("group_filter", "answers", "greedy", "expected"),
     [
-        (ZeroSignalConfig(), rewards(1, 1, 1), 1, "rejected: zero_signal"),
-        (ZeroSignalConfig(), rewards(1, 1, 1), 0, "ready"),
-        (ZeroSignalConfig(), rewards(1, 1, 1), None, "rejected: zero_signal"),
-        (ZeroSignalConfig(), rewards(None, None, None), 1, "rejected: no_reward"),
+        (ZeroAdvantageConfig(), rewards(1, 1, 1), 1, "rejected: zero_advantage"),
+        (ZeroAdvantageConfig(), rewards(1, 1, 1), 0, "ready"),
+        (ZeroAdvantageConfig(), rewards(1, 1, 1), None, "rejected: zero_advantage"),
+        (ZeroAdvantageConfig(), rewards(None, None, None), 1, "rejected: no_reward"),
         (AccuracyConfig(), rewards(1, 1, 1), 0, "rejected: too_easy"),
         (AccuracyConfig(), rewards(0, 0, 0), 1, "rejected: too_hard"),
         (AccuracyConfig(), rewards(0, 0, 1), 1, "ready"),

@@ -43,7 +43,7 @@ SETTINGS = {
     "split": {
         "learner": {"tokens_per_microbatch": 64, "optimizer": OptimizerConfig(learning_rate=1e-4, weight_decay=10.0)}
     },
-    "reference": {"algorithm": AlgorithmConfig(kl=KlConfig(coefficient=0.1, estimator="full", refresh_every_steps=2))},
+    "reference": {"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, estimator="full", refresh_every_steps=2))},
     "critic": {"algorithm": AlgorithmConfig(advantage=GaeConfig(), critic=CriticConfig(optimizer=QUICK))},
 }
 MUON = {"learner": {"optimizer": OptimizerConfig(name="muon", learning_rate=1e-4, weight_decay=10.0)}}
@@ -125,7 +125,7 @@ def test_zero_3_shards_models_while_they_are_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "load_policy", partial(load, load_policy))
     monkeypatch.setattr(build, "load_value_model", partial(load, load_value_model))
     monkeypatch.setattr(build, "DeepSpeedEngine", start)
-    algorithm = AlgorithmConfig(kl=KlConfig(coefficient=0.1), advantage=GaeConfig())
+    algorithm = AlgorithmConfig(kl=KlConfig(coef=0.1), advantage=GaeConfig())
     make_trainer(make_run(make_model(tmp_path), algorithm=algorithm, learner={"engine": zero(3)}))
     assert shapes == [{(0,)}, {(0,)}]
     critics = [model for model in loaded if hasattr(model, "trunk")]

@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_synchronous_run_is_exactly_on_policy_over_both_turns(folder: Path):
-    own = ("algorithm/advantage=grpo", "algorithm.masks=[]", "buffer.staleness.max_lag=0", "learner.max_steps=3")
+    own = ("algorithm/advantage=grpo", "algorithm.masks=[]", "staleness.max_lag=0", "learner.max_steps=3")
     runs.train(folder, "experiment=digits_serial", "name=serial", *own, *AGENT)
     for row in runs.metrics(folder, "serial"):
         assert row["lag/max"] == 0
@@ -41,7 +41,7 @@ def test_a_synchronous_run_is_exactly_on_policy_over_both_turns(folder: Path):
 @pytest.mark.long
 def test_two_turns_go_through_the_whole_pipeline(folder: Path):
     # With the cache kept, a turn interrupted by an update continues with keys of the previous version.
-    exact = "generators.engine.kv_on_update=recompute"
+    exact = "generators.engine.on_weight_update=recompute_kv"
     runs.train(folder, "experiment=digits_cpu", "name=whole", "learner.max_steps=8", exact, *AGENT)
     rows = runs.metrics(folder, "whole")
     assert len(rows) == 8

@@ -51,14 +51,14 @@ def test_used_groups_fill_half_of_each_step(folder: Path, reused: list[dict[str,
 
 @pytest.mark.long
 def test_stored_rollouts_are_mixed_in(folder: Path, reused: list[dict[str, float]]):
-    rows = train(folder, "mixed", "buffer.mix.archive=runs/reused/archive", "buffer.mix.fraction=0.25")
+    rows = train(folder, "mixed", "replay_mix.archive=runs/reused/archive", "replay_mix.fraction=0.25")
     assert [row["learner/trajectories"] for row in rows] == [row["learner/trajectories"] for row in reused]
     assert len(retired(folder, "mixed")) == 4 * 3, "a quarter of each step came from the archive"
     assert max(row["lag/max"] for row in rows) <= 4, "another run's versions have no lag"
 
 
 def test_a_prioritized_sampler_that_drops_stale_groups_trains_to_the_end(folder: Path):
-    policy = ("buffer/sampler=prioritized", "buffer.staleness.on_stale=drop", "buffer.staleness.max_lag=1")
+    policy = ("buffer/sampler=prioritized", "staleness.on_stale=drop", "staleness.max_lag=1")
     rows = train(folder, "prioritized", *policy)
     assert len(rows) == 4
     for row in rows:
@@ -71,9 +71,13 @@ def test_a_curriculum_skips_and_counts_prompts_that_are_always_or_never_right(fo
     (folder / "graded.py").write_text(GRADED)
     pq.write_table(pq.read_table(folder / "data" / "digits" / "train.parquet").slice(0, 12), folder / "twelve.parquet")
     rules = ("data.curriculum.explore=0", "data.curriculum.low=0.05", "data.curriculum.high=0.95")
-    few = ("data.train=twelve.parquet", "learner.max_steps=8", "buffer.staleness.max_lag=0")
+    few = ("data.train=twelve.parquet", "learner.max_steps=8", "staleness.max_lag=0")
     # Too low a rate to learn from the odd tokens, so prompts that are right half the time stay so.
-    fixed = ("generators.reward.function=graded.py:score", "learner.optimizer.learning_rate=1e-6", "learner.stop=null")
+    fixed = (
+        "generators.reward.function=graded.py:score",
+        "learner.optimizer.learning_rate=1e-6",
+        "evaluation.stop=null",
+    )
     first, *_, last = train(folder, "skipping", *rules, *few, *fixed)
     assert last["buffer/skipped_too_easy"] > 3
     assert last["buffer/skipped_too_hard"] > 3

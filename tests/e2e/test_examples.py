@@ -16,8 +16,8 @@ SERIAL = (
     "weights.transport=memory",
     "generators/engine=hf",
     "learner/engine=torch",
-    "learner.stop=null",
-    "buffer.staleness.max_lag=0",
+    "evaluation.stop=null",
+    "staleness.max_lag=0",
     *runs.FEW,
 )
 """All roles in one process, with small steps."""
@@ -94,7 +94,7 @@ def test_a_black_box_agent_through_the_door(folder: Path):
     agent = runs.start(folder / "agent.out", command, folder)
     try:
         small = ("generators.group_size=4", "generators/engine=hf", "learner/engine=torch", "learner.max_steps=2")
-        run = ("experiment=examples/black_box_agent/run.yaml", "name=black_box", "buffer.staleness.max_lag=0")
+        run = ("experiment=examples/black_box_agent/run.yaml", "name=black_box", "staleness.max_lag=0")
         runs.train(folder, *run, *runs.RANDOM, *runs.FEW, *small, timeout_s=100)
     finally:
         runs.kill_tree(agent)
@@ -111,10 +111,10 @@ def test_a_black_box_agent_through_the_door(folder: Path):
 def test_a_reward_model_is_trained_from_pairs_and_rewards(folder: Path):
     runs.make_task(folder, warm=False)
     runs.run_script(folder, "examples.reward_model.make_pairs")
-    small = ("sft.trajectories_per_step=32", "sft.heldout_rows=100", "sft.heldout_every_steps=0")
+    small = ("sft.batch_size=32", "sft.eval_rows=100", "sft.eval_every_steps=0")
     sft(folder, "reward_model/pairs", *runs.RANDOM, *small, "learner.max_steps=20")
     found = runs.summary(folder, "digits_reward_model")
-    assert found["heldout_loss"] < 0.9 * found["heldout_loss_before"]
+    assert found["eval_loss"] < 0.9 * found["eval_loss_before"]
     run = ("experiment=examples/reward_model/run.yaml", "learner.max_steps=2")
     runs.train(folder, *run, *SERIAL, *runs.RANDOM)
     for row in runs.metrics(folder, "digits_by_reward_model"):

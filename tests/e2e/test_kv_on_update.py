@@ -35,12 +35,12 @@ def make_version(seed: int) -> Qwen2ForCausalLM:
 class Scene:
     """An engine with a prefix cache. `module` holds the expected weights, `versions` those of each version."""
 
-    def __init__(self, folder: Path, *, kv_on_update: Any) -> None:
-        config = VllmEngineConfig(max_num_seqs=32, enable_prefix_caching=True, kv_on_update=kv_on_update)
+    def __init__(self, folder: Path, *, on_weight_update: Any) -> None:
+        config = VllmEngineConfig(max_num_seqs=32, enable_prefix_caching=True, on_weight_update=on_weight_update)
         self.module = make_version(0)
         with pytest.MonkeyPatch.context() as patch:
             self.rig = EngineAndLearner(folder, module=self.module, config=config, set_variable=patch.setenv)
-        self.kv_on_update = kv_on_update
+        self.on_weight_update = on_weight_update
         self.versions: dict[int, Qwen2ForCausalLM] = {}
         self._num_requests = 0
 
@@ -86,9 +86,9 @@ class Scene:
         return output.num_cached_tokens
 
 
-@pytest.fixture(scope="module", params=["keep", "recompute"])
+@pytest.fixture(scope="module", params=["keep_kv", "recompute_kv"])
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
-    opened = Scene(tmp_path_factory.mktemp("kv") / "model", kv_on_update=request.param)
+    opened = Scene(tmp_path_factory.mktemp("kv") / "model", on_weight_update=request.param)
     yield opened
     opened.rig.close()
 
@@ -124,7 +124,7 @@ def test_spans_mark_the_version_of_each_token_and_recompute_rebuilds_the_cache(s
         assert (first, second.version) == (VersionSpan(0, before), before + 1)
         assert diffs(completion, old)[: second.first_token].max() < TOLERANCE
     after = torch.cat([diffs(done, scene.module)[done.version_spans[1].first_token :] for done in crossing])
-    if scene.kv_on_update == "recompute":
+    if scene.on_weight_update == "recompute_kv":
         assert after.max() < TOLERANCE
     else:
         assert after.mean() > 0.01

@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(420)]
 
 SMALL = (
     "prepare=[]",
-    "evaluation.monitor_prompts=32",
-    "evaluation.final_prompts=64",
+    "evaluation.num_prompts=32",
+    "evaluation.num_final_prompts=64",
     "learner.checkpoint.every_steps=5",
 )
 

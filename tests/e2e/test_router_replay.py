@@ -26,7 +26,7 @@ from tests.unit.learner.training.test_routers import LAYOUTS, logprobs
 pytestmark = pytest.mark.slow
 
 # Blocks of cached prefixes that fit this test's short prompts.
-CONFIG = VllmEngineConfig(max_num_seqs=8, kv_on_update="recompute", extra={"block_size": 32})
+CONFIG = VllmEngineConfig(max_num_seqs=8, on_weight_update="recompute_kv", engine_kwargs={"block_size": 32})
 PROMPT = [6, 10, 4, 3, 5, 12, 7, 8, 2, 20, 21, 33, 14, 15, 16, 17, 30, 31, 9, 11] * 2
 
 
@@ -135,7 +135,7 @@ def test_the_learner_replays_what_the_engine_recorded(rig: Rig):
 
 def test_a_dense_model_and_an_adapter_on_a_cpu_are_refused_by_name(rig: Rig, tmp_path: Path):
     dense = make_engine("vllm", make_tiny_model(tmp_path / "dense"), vllm=VLLM_CONFIG, records=True)
-    with pytest.raises(EngineError, match=r"model.router_replay must be false .* Qwen2ForCausalLM"):
+    with pytest.raises(EngineError, match=r"model.moe.router_replay must be false .* Qwen2ForCausalLM"):
         rig.run(dense.start())
     mixture = make_family(tmp_path, "qwen3_moe")
     adapted = make_engine("vllm", mixture, vllm=VLLM_CONFIG, lora=LoraConfig(rank=4))

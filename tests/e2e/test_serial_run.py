@@ -20,7 +20,7 @@ from tests import runs
 pytestmark = pytest.mark.slow
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "serial_3_steps.json"
-SYNCHRONOUS = ("buffer.staleness.max_lag=0", "learner.max_steps=3")
+SYNCHRONOUS = ("staleness.max_lag=0", "learner.max_steps=3")
 FINAL = "runs/adapter/final_model"
 KEYS = ("learner/loss", "learner/reward_mean", "learner/grad_norm", "lag/mean", "version")
 SMALL = (*runs.RANDOM, *runs.FEW, "learner.max_steps=8", "learner.optimizer.learning_rate=3e-4")

@@ -61,7 +61,7 @@ SERIAL = (
     "model.path=models/random",
     "prepare=[]",
     "learner.max_steps=3",
-    "learner.stop=null",
+    "evaluation.stop=null",
     *runs.FEW,
 )
 

@@ -19,12 +19,12 @@ def test_a_run_trains_with_verified_weights(tmp_path: Path) -> None:
         f"learner.device={DEVICE.type}",
         # Both roles have the same GPU.
         "weights.backend=gloo",
-        "learner.groups_per_step=4",
+        "learner.prompts_per_step=4",
         f"learner.max_steps={steps}",
-        "learner.stop=null",
+        "evaluation.stop=null",
         "evaluation.every_steps=0",
-        "evaluation.monitor_prompts=2",
-        "evaluation.final_prompts=16",
+        "evaluation.num_prompts=2",
+        "evaluation.num_final_prompts=16",
     )
     rows = [row for row in runs.metrics(folder, "run") if "learner/grad_norm" in row]
     assert len(rows) == steps, output

@@ -42,13 +42,13 @@ class Target:
             f"name={_NAME}",
             f"runs_dir={self._folder}/runs",
             f"data.train={rows}",
-            f"data.heldout={rows}",
+            f"data.eval={rows}",
             f"broker.address={self.address}",
             f"broker.max_message_bytes={MAX_MESSAGE_BYTES}",
-            f"learner.groups_per_step={NUM_GROUPS}",
+            f"learner.prompts_per_step={NUM_GROUPS}",
             f"generators.group_size={GROUP_SIZE}",
             "learner.max_steps=1",
-            "buffer.staleness.max_lag=0",
+            "staleness.max_lag=0",
             "broker.peer_timeout_s=1.6",
         ]
         with self.log_path.open("wb") as log:

@@ -30,8 +30,8 @@ KEYS = (
 SMOOTH = OptimizerConfig(learning_rate=1e-3, epsilon=1e-4)
 """With Adam's usual epsilon, a gradient that cancels to rounding moves its weight as far as any other gradient."""
 SUPERVISED = {
-    "sft": (SftTrainer, SftConfig("a", trajectories_per_step=8), make_demonstrations),
-    "pairs": (PairTrainer, SftConfig("a", objective="pairs", trajectories_per_step=8), make_pairs),
+    "sft": (SftTrainer, SftConfig("a", batch_size=8), make_demonstrations),
+    "pairs": (PairTrainer, SftConfig("a", objective="pairs", batch_size=8), make_pairs),
 }
 FAMILY = "family-"
 """Prefix of names that mean the default algorithm with a model of that family."""

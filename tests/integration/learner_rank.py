@@ -103,7 +103,7 @@ def main() -> None:
         max_length=64, path=str(args.folder / "model"), dtype=dtype, lora=LoraConfig(rank=4) if args.lora else None
     )
     model = msgspec.structs.replace(model, router_aux_loss=args.aux_loss)
-    run = make_run(model.path, model=model, learner=learner, algorithm=algorithm, storage_uri=args.storage)
+    run = make_run(model.path, model=model, learner=learner, algorithm=algorithm, storage={"uri": args.storage})
     torch.manual_seed(run.seed)
     if args.bfloat16:
         count_gathered(args.folder / f"{args.out}.rank-{args.rank}.gathered", is_whole=args.bfloat16 == "whole")

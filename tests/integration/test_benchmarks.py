@@ -10,8 +10,8 @@ from tests import runs
 
 TINY = "experiment=digits_cpu prepare=[] model.path=models/digits-random"
 RUN = (
-    f"{TINY} generators/engine=scripted learner/engine=torch learner.groups_per_step=2 learner.stop=null "
-    "learner.checkpoint.every_steps=50 evaluation.monitor_prompts=2 evaluation.final_prompts=4"
+    f"{TINY} generators/engine=scripted learner/engine=torch learner.prompts_per_step=2 evaluation.stop=null "
+    "learner.checkpoint.every_steps=50 evaluation.num_prompts=2 evaluation.num_final_prompts=4"
 )
 QUICK = {
     "ingest": "--rounds=1 --mib=1 --tokens=64 --durability=fast",
@@ -24,7 +24,7 @@ LONG = {
     "first_minute": f"--seeds=0 --here -- {RUN} learner.max_steps=11",
     "weights.kills": f"--kills=1 --generators=2 --mib=1 {TINY}",
     "generators.slow_generator": f"--settings=1 --rounds=1 --seconds=2 --times=2 {TINY}",
-    "generators.long_answers": "--pacing-lags=4 --seconds=1.5 --step-s=0.1 --token-s=0.0005 --sigma=0.5",
+    "generators.long_answers": "--target-lags=4 --seconds=1.5 --step-s=0.1 --token-s=0.0005 --sigma=0.5",
     "learner.long_context": "--rounds=1 --tokens=64 --ranks=2 --width=32",
     "learner.packing": "--rounds=1 --groups=1",
     "viewer": "--rows=2000 --rounds=1",

@@ -152,9 +152,9 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         rows = write_rows(folder / "rows.parquet")
         settings = [
-            f"experiment=digits_cpu name=shards runs_dir={folder}/runs data.train={rows} data.heldout={rows}",
+            f"experiment=digits_cpu name=shards runs_dir={folder}/runs data.train={rows} data.eval={rows}",
             "broker.shards=2",
-            f"generators.group_size={GROUP_SIZE} buffer.staleness.max_lag=1000000 learner.max_steps=1000000",
+            f"generators.group_size={GROUP_SIZE} staleness.max_lag=1000000 learner.max_steps=1000000",
             "buffer.archive.flush_s=1 buffer.archive.groups_per_shard=64",
         ]
         self.settings = " ".join(settings).split()

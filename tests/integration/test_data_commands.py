@@ -13,7 +13,7 @@ from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Reward
-from slipstream.configs.buffer import ReuseConfig, ZeroSignalConfig
+from slipstream.configs.buffer import ReuseConfig, ZeroAdvantageConfig
 from slipstream.configs.run import RunConfig
 from slipstream.observe.catalog.catalog import Catalog, CatalogQuery, open_catalog
 from slipstream.observe.catalog.sources import StoreSource
@@ -117,7 +117,7 @@ def test_stats_count_every_state(store, config, capsys):
 
 def test_stats_show_reasons_and_leave_greedy_baselines_out_of_rewards(server, config, capsys):
     opened = RedisStore(connect(server.url), "mine")
-    group_filter = ZeroSignalConfig(min_spread=0.2)
+    group_filter = ZeroAdvantageConfig(min_spread=0.2)
     config_json = msgspec.json.encode(config).decode()
     open_run(opened, config_json=config_json, keeps_finished=True, group_filter=group_filter)
     wanted = {"owner": "g", "group_size": GROUP_SIZE, "has_baseline": True, "lease_s": 60.0, "admission_limit": 9}
@@ -130,10 +130,10 @@ def test_stats_show_reasons_and_leave_greedy_baselines_out_of_rewards(server, co
     assert [line for line in lines if line.startswith(("ready", "rejected"))] == [
         "ready 1 2 0.5 0.0% 0 12 6 -",
         "rejected 2 4 0.5 0.0% 0 12 6 -",
-        "rejected: zero_signal 2 4 0.5 0.0% 0 12 6 -",
+        "rejected: zero_advantage 2 4 0.5 0.0% 0 12 6 -",
     ]
     _, lines = run(capsys, "ls", *where(config), "--where", "outcome=rejected")
-    assert [line.split()[-1] for line in lines[1:]] == ["zero_signal"] * 2
+    assert [line.split()[-1] for line in lines[1:]] == ["zero_advantage"] * 2
 
 
 def test_rejected_frames_are_shown_newest_first_or_printed_as_json_with_all_stored_bytes(store, config, capsys):

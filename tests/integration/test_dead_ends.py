@@ -19,7 +19,7 @@ from tests.runs import SMALL, Run, assert_all_steps_once, left_behind, until
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 DEADLINE_S = 120.0
-SOON = ("learner.dead_end.after_s=6", "learner.checkpoint.every_steps=1000")
+SOON = ("learner.stall.timeout_s=6", "learner.checkpoint.every_steps=1000")
 REWARDS = """
 import pathlib
 def succeeds_when_repaired(sample):

@@ -53,7 +53,7 @@ class ServedRun:
         data, config_json = Dataset(write_rows(folder / "rows.parquet")), msgspec.json.encode(run).decode()
         self.store.open_run(run.name, config_json=config_json, num_rows=len(data), seed=0)
         self.channel = listen(f"ipc://{folder}/broker.sock", keys=derive_keys(TOKEN), cluster=run.cluster)
-        heldout, model = {each.name: data for each in run.data.heldout_sets}, fingerprint(run.model.path)
+        heldout, model = {each.name: data for each in run.data.eval_sets}, fingerprint(run.model.path)
         self._router = Router(self.channel, self.store, run=run, train=data, heldout=heldout, model=model)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._serve)

@@ -19,7 +19,7 @@ HERE = "tests.integration.test_dynamic_sampling"
 STORES = pytest.mark.parametrize("make_store", [make_memory_store, make_redis_store], ids=["memory", "redis"])
 AFTER_S = 20.0
 WINDOW = 4
-"""Groups that pacing admits beyond those consumed: (max_lag + 1) * groups_per_step."""
+"""Groups that pacing admits beyond those consumed: (max_lag + 1) * prompts_per_step."""
 
 
 def mixed(sample) -> Reward:
@@ -67,7 +67,7 @@ def assert_paced(scene: GeneratorScene) -> None:
 @STORES
 def test_groups_without_signal_are_replaced_and_never_claimed(tmp_path: Path, make_store):
     scene = GeneratorScene(
-        tmp_path, make_store=make_store, reward=f"{HERE}:mixed", buffer={"filter": {"kind": "zero_signal"}}
+        tmp_path, make_store=make_store, reward=f"{HERE}:mixed", buffer={"filter": {"kind": "zero_advantage"}}
     )
     scene.store.open_evaluation("e", purpose="sampled", version=0, rows=list(range(0, 10, 2)))
 
@@ -82,7 +82,7 @@ def test_groups_without_signal_are_replaced_and_never_claimed(tmp_path: Path, ma
     assert result is not None
     assert (result.is_complete, result.accuracy) == (True, 1.0), "evaluations are not filtered"
     assert counts.filtered >= 4
-    assert counts.reasons == {"rejected: zero_signal": counts.filtered}
+    assert counts.reasons == {"rejected: zero_advantage": counts.filtered}
     assert (counts.became_ready, counts.used) == (8, 8), "exactly as many as the run trains on"
     assert counts.waste_fraction > 0.2
     assert scene.store.audit().is_sound
@@ -90,7 +90,7 @@ def test_groups_without_signal_are_replaced_and_never_claimed(tmp_path: Path, ma
 
 @STORES
 def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_with_that_cause(tmp_path: Path, make_store):
-    settings = {"buffer": {"filter": {"kind": "accuracy"}}, "learner": {"dead_end": {"after_s": AFTER_S}}}
+    settings = {"buffer": {"filter": {"kind": "accuracy"}}, "learner": {"stall": {"timeout_s": AFTER_S}}}
     scene = GeneratorScene(tmp_path, make_store=make_store, reward=f"{HERE}:hopeless", **settings)
     progress = Progress(scene.run, clock=scene.clock)
     progress.begin(limit_s=10_000, limit_setting="learner.wait_timeout_s")

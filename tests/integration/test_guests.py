@@ -20,10 +20,10 @@ HF = tuple(word for word in SMALL if not word.startswith("generators"))
 SETTINGS = (
     "generators/engine=hf",
     "learner.max_steps=100000",
-    "learner.dead_end.policy=wait",
+    "learner.stall.policy=wait",
     "learner.optimizer.learning_rate=0.0001",
-    "cluster.guests.names=[alice,mallory]",
-    "cluster.guests.audit_share=0.5",
+    "cluster.untrusted_generators.names=[alice,mallory]",
+    "cluster.untrusted_generators.audit_fraction=0.5",
 )
 DEADLINE_S = 120.0
 LIAR = """

@@ -114,7 +114,7 @@ def scene(tmp_path: Path) -> Iterator[Scene]:
             for each in ("data", "models"):
                 (machine.folder / each).symlink_to(tmp_path / "task" / each)
         server = S3Server(HOST)
-        settings = (f"buffer.store.url={store_url}", f"storage_uri=s3://{server.new_bucket()}/runs")
+        settings = (f"buffer.store.url={store_url}", f"storage.uri=s3://{server.new_bucket()}/runs")
         yield Scene(machines, server.environment, settings, store_url)
         server.stop()
 

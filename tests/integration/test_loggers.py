@@ -146,7 +146,7 @@ def of_store(process: psutil.Process) -> bool:
 def test_a_broker_that_was_started_by_hand_has_loggers_and_exporter(folder):
     with socket.create_server(("127.0.0.1", 0)) as chosen:
         port = chosen.getsockname()[1]
-    settings = [*SMALL, "name=hand", loggers("Quiet"), f"exporter.port={port}"]
+    settings = [*SMALL, "name=hand", loggers("Quiet"), f"metrics.prometheus_port={port}"]
     broker = runs.start_role(folder, "broker", *settings)
     try:
         run = load([*settings, f"runs_dir={folder}/runs"])

@@ -70,7 +70,7 @@ class Run:
         self.path = folder / "runs" / "placed"
         self.output = folder / "placed.out"
         network = ("cluster.interface=127.0.0.0/8", "cluster.ports=21100-21119", f"cluster.address={cluster.address}")
-        placement = ("cluster.kind=ray", "cluster.core.cpus=1", "cluster.place_timeout_s=12")
+        placement = ("cluster.kind=ray", "cluster.learner.cpus=1", "cluster.place_timeout_s=12")
         pace = ("learner.max_steps=100000", "generators.engine.seconds_per_token=0.2", "weights.transport=delta")
         command = runs.command(*SMALL, "name=placed", *network, *placement, *pace, *overrides)
         environment = os.environ | {TOKEN_VARIABLE: TOKEN} | ACCESS
@@ -195,7 +195,7 @@ def learners_of(folder: Path) -> dict[str, psutil.Process]:
 
 @pytest.mark.long
 def test_ranks_on_several_machines_are_placed_started_and_ended_together(folder: Path) -> None:
-    ranks = ("learner.num_ranks=2", "cluster.core.machines=2", "learner/engine=deepspeed_zero2")
+    ranks = ("learner.num_ranks=2", "cluster.learner.machines=2", "learner/engine=deepspeed_zero2")
     trust = ("cluster.trusted_network=true", "learner.checkpoint.every_steps=2")
     with Cluster(1, 2, 2) as cluster:
         run = Run(folder, cluster, *ranks, *trust)
@@ -223,11 +223,13 @@ def test_ranks_on_several_machines_are_placed_started_and_ended_together(folder:
 
 @pytest.mark.long
 def test_a_core_that_is_not_to_be_had_as_a_whole_is_named(folder: Path) -> None:
-    ranks = ("learner.num_ranks=2", "cluster.core.machines=2", "cluster.trusted_network=true")
+    ranks = ("learner.num_ranks=2", "cluster.learner.machines=2", "cluster.trusted_network=true")
     with Cluster(1) as cluster:
         run = Run(folder, cluster, *ranks, "learner/engine=deepspeed_zero2", "cluster.place_timeout_s=3")
         assert run.launcher.wait(timeout=PATIENCE_S) == 2
-        needs = "error: cluster.core needs 1 CPU free on the machine of the launcher and on each of 1 more, and got no"
+        needs = (
+            "error: cluster.learner needs 1 CPU free on the machine of the launcher and on each of 1 more, and got no"
+        )
         assert needs in run.printed
         assert not run.path.exists()
 

@@ -24,9 +24,9 @@ SMALL = (
     "learner.optimizer.schedule=constant",
     "learner.max_steps=6",
     "learner.checkpoint.every_steps=3",
-    "sft.trajectories_per_step=32",
-    "sft.heldout_every_steps=3",
-    "sft.heldout_rows=100",
+    "sft.batch_size=32",
+    "sft.eval_every_steps=3",
+    "sft.eval_rows=100",
 )
 TWO_RANKS = ("learner.num_ranks=2", "learner/engine=deepspeed_zero2", "learner.tokens_per_microbatch=64")
 # Limits only rank 0's waits, not the collectives in which the others wait for it.
@@ -102,7 +102,7 @@ def test_the_command_of_a_run_trains_a_supervised_model_of_transformers(folder: 
 
 
 def test_a_run_resumes_elsewhere_from_its_object_store(folder: Path, alone: dict) -> None:
-    storage = f"storage_uri=file://{folder}/remote"
+    storage = f"storage.uri=file://{folder}/remote"
     train(folder, "moved", storage, "learner.max_steps=3")
     weights = learner(folder, "name=moved", storage, "runs_dir=elsewhere", "resume=true")
     assert weights.returncode == 0, weights.stderr[-3000:]

@@ -52,9 +52,9 @@ class SimulatedRun:
         self.loop, self.reward = SimulatedLoop(), ALWAYS_ONE
         self.clock = self.loop.time
         self.run = make_run(
-            buffer={"staleness": {"max_lag": max_lag}},
+            staleness={"max_lag": max_lag},
             generators={"group_size": GROUP_SIZE, "max_concurrency": max_concurrency},
-            learner={"groups_per_step": GROUPS_PER_STEP, "max_steps": 10 * STEPS},
+            learner={"prompts_per_step": GROUPS_PER_STEP, "max_steps": 10 * STEPS},
         )
         self.store = MemoryStore(clock=self.loop.time)
         rows = Dataset(write_rows(folder / "rows.parquet"))

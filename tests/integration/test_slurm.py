@@ -59,7 +59,7 @@ trap 'echo "$2 heard SIGTERM" >>"$CALLS"; exit 143' TERM
 touch "up.$2"
 while :; do sleep 0.05; done
 """ % (TOKEN)  # noqa: UP031
-SETTINGS = ("learner.num_ranks=2", "cluster.core.machines=2", "cluster.trusted_network=true", "generators.count=2")
+SETTINGS = ("learner.num_ranks=2", "cluster.learner.machines=2", "cluster.trusted_network=true", "generators.count=2")
 
 
 class Job:

@@ -107,7 +107,7 @@ def test_a_store_without_the_run_or_of_a_finished_run_is_one_sentence(config, se
 
 def test_a_profile_is_asked_for_with_steps_that_the_run_will_make(config, store, capsys):
     profile(["mine", f"runs_dir={config.runs_dir}"], num_steps=3)
-    lead = (config.buffer.staleness.max_lag + 1) * config.weights.publish_every_steps
+    lead = (config.staleness.max_lag + 1) * config.weights.publish_every_steps
     assert f"steps {lead + 2} to {lead + 4} are recorded" in capsys.readouterr().out
     assert store.take_requests("learner") == {"profile": f"{lead + 2} {lead + 4}"}
 

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 def test_a_run_leaves_all_that_it_made_in_the_object_store(tmp_path: Path) -> None:
     runs.make_task(tmp_path, warm=False)
     uri = f"file://{tmp_path}/remote"
-    runs.train(tmp_path, *SMALL, "name=mine", "learner.max_steps=12", f"storage_uri={uri}")
+    runs.train(tmp_path, *SMALL, "name=mine", "learner.max_steps=12", f"storage.uri={uri}")
     here, there = tmp_path / "runs/mine", tmp_path / "remote/mine"
     names = ObjectFolder(f"{uri}/mine/checkpoints", StorageWait(0)).names()
     assert [name[:13] for name in names] == ["step-00000010", "step-00000012"]
@@ -30,7 +30,7 @@ def test_a_run_leaves_all_that_it_made_in_the_object_store(tmp_path: Path) -> No
     check = Archive(there / "archive").check()
     assert check == Archive(here / "archive").check()
     assert (check.is_sound, check.steps) == (True, 12)
-    again = runs.command(*SMALL, "name=mine", "learner.max_steps=12", f"storage_uri={uri}", "runs_dir=others")
+    again = runs.command(*SMALL, "name=mine", "learner.max_steps=12", f"storage.uri={uri}", "runs_dir=others")
     refused = subprocess.run(again, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert refused.returncode == 2
     assert f"but {uri}/mine has files: choose another with name=" in refused.stderr

@@ -152,8 +152,8 @@ def test_a_wheel_built_from_the_sdist_is_the_same(tree: Path, wheel: Path) -> No
 
 def test_a_run_works_in_a_folder_with_packages_of_the_same_names(python: Path, folder: Path) -> None:
     overrides = ["experiment=digits_serial", "name=installed", "model.path=models/tiny", "prepare=[]"]
-    overrides += ["learner.groups_per_step=4", "learner.max_steps=2"]
-    overrides += ["evaluation.monitor_prompts=4", "evaluation.final_prompts=8"]
+    overrides += ["learner.prompts_per_step=4", "learner.max_steps=2"]
+    overrides += ["evaluation.num_prompts=4", "evaluation.num_final_prompts=8"]
     program = python.parent / "slipstream"
     printed = call(folder, program, "run", *overrides, timeout_s=200)
     assert "installed: NOT learned: held-out accuracy" in printed

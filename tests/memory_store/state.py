@@ -21,7 +21,7 @@ from slipstream.buffer.sampling import RowCount
 from slipstream.buffer.store_rules import no_run, stale_chief
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
 from slipstream.configs.base import Record
-from slipstream.configs.buffer import AccuracyConfig, FilterConfig, ZeroSignalConfig
+from slipstream.configs.buffer import AccuracyConfig, FilterConfig, ZeroAdvantageConfig
 from slipstream.configs.data import CurriculumConfig
 
 
@@ -34,12 +34,12 @@ class GroupRewards:
 
 
 def rejection_reason(rewards: GroupRewards, group_filter: FilterConfig) -> str:
-    if isinstance(group_filter, ZeroSignalConfig | AccuracyConfig) and not rewards.answered:
+    if isinstance(group_filter, ZeroAdvantageConfig | AccuracyConfig) and not rewards.answered:
         return "no_reward"
     match group_filter:
-        case ZeroSignalConfig(min_spread=least):
-            return "zero_signal" if rewards.most - rewards.least < least else ""
-        case AccuracyConfig(above=above, below=below):
+        case ZeroAdvantageConfig(min_spread=least):
+            return "zero_advantage" if rewards.most - rewards.least < least else ""
+        case AccuracyConfig(min_accuracy=above, max_accuracy=below):
             share = rewards.correct / rewards.answered
             return "too_hard" if share <= above else "too_easy" if share >= below else ""
         case _:

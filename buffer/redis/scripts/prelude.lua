@@ -184,7 +184,7 @@ local function rejection_reason(sums)
   local kind, low, high = f[1], tonumber(f[2]), tonumber(f[3])
   if kind == 'none' then return nil end
   if sums.answered == 0 then return 'no_reward' end
-  if kind == 'zero_signal' then return sums.most - sums.least < low and 'zero_signal' or nil end
+  if kind == 'zero_advantage' then return sums.most - sums.least < low and 'zero_advantage' or nil end
   local share = sums.correct / sums.answered
   if share <= low then return 'too_hard' end
   if share >= high then return 'too_easy' end

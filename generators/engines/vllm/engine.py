@@ -2,7 +2,7 @@
 
 Invariant: a response's first version span is sampled entirely under that version, including the prompt's KV cache.
 At an update, a request without tokens reads its prompt again. A request with tokens keeps or recomputes its KV cache
-(`kv_on_update`). Cached prefixes are salted with the update number, so later updates never reuse them.
+(`on_weight_update`). Cached prefixes are salted with the update number, so later updates never reuse them.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ _PROFILE_TIMEOUT_S = 120.0
 """Includes writing the recording."""
 _SECOND_CHANCE_S = 2.0
 """Limit of a call after an unanswered one: a slow engine has recovered by then, and a dead one must be replaced within
-`learner.dead_end.after_s`."""
+`learner.stall.timeout_s`."""
 
 
 class VllmEngine:
@@ -102,7 +102,7 @@ class VllmEngine:
             self._names = AdapterNames(module) if self._model.lora else CheckpointNames(module)
         except WeightTransferError as error:
             raise EngineError(f"model.path: {error}") from error
-        if self._model.router_replay:
+        if self._model.moe.router_replay:
             self._routed_layers = [router.layer for router in require_routers(module)]
         if self._model.lora:
             check_experts(module)
@@ -288,7 +288,7 @@ class VllmEngine:
         if self._vision:
             # For restarted requests. New ones use salted image ids.
             await self._call(llm.reset_encoder_cache())
-        if self._config.kv_on_update == "recompute":
+        if self._config.on_weight_update == "recompute_kv":
             # Preempts running requests, so that vLLM prefills them again.
             await self._call(llm.reset_prefix_cache(reset_running_requests=True))
             return

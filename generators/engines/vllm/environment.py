@@ -41,7 +41,7 @@ def engine_environment(config: VllmEngineConfig, *, device: str | None = None) -
     """Variables that `VllmEngine.start` requires."""
     if (device or detect_device()) == "cuda":
         return _ALWAYS | _GPU
-    settings = _ALWAYS | _CPU | {"VLLM_CPU_KVCACHE_SPACE": str(config.cpu_kv_cache_gib)}
+    settings = _ALWAYS | _CPU | {"VLLM_CPU_KVCACHE_SPACE": str(config.kv_cache_gib)}
     if config.enforce_eager is not False:
         # Otherwise torch compiles a comparison with g++ for half a minute.
         settings["TORCHDYNAMO_DISABLE"] = "1"

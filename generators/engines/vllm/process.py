@@ -64,7 +64,7 @@ def engine_arguments(
 
     `lora_targets`: last name component of each layer with an adapter.
     """
-    is_cpu, records = current_platform.is_cpu(), model.router_replay
+    is_cpu, records = current_platform.is_cpu(), model.moe.router_replay
     _check_arguments(engine, is_cpu=is_cpu, records=records)
     if is_cpu and records:
         record_routed_experts()
@@ -106,7 +106,7 @@ def engine_arguments(
         use_tqdm_on_load=False,
         **lora_arguments(model.lora, targets=lora_targets),
         **(image_arguments(is_cpu=is_cpu) if has_images else {}),
-        **({"profiler_config": _PROFILER} | engine.extra),
+        **({"profiler_config": _PROFILER} | engine.engine_kwargs),
     )
 
 
@@ -118,7 +118,7 @@ def _check_arguments(engine: VllmEngineConfig, *, is_cpu: bool, records: bool) -
         )
     if is_cpu and records and engine.enforce_eager is False:
         raise EngineError(
-            "generators.engine.enforce_eager must be true on a CPU with model.router_replay, got false: compiled "
+            "generators.engine.enforce_eager must be true on a CPU with model.moe.router_replay, got false: compiled "
             "graphs do not record experts there"
         )
 

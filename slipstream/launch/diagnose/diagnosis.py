@@ -34,7 +34,7 @@ _PROBE_TIMEOUT_S = 120.0
 _READ_TIMEOUT_S, _BUNDLE_TIMEOUT_S = 30.0, 60.0
 _OF_A_RUN = ("name=", "runs_dir=")
 _STORE_FIX = "start the server, or correct buffer.store.url and SLIPSTREAM_REDIS_PASSWORD"
-_DATA_FIX = "correct data.train, data.heldout or their rows"
+_DATA_FIX = "correct data.train, data.eval or their rows"
 _DEAD_MOUNT = "look for a dead mount or server behind it (`mount`, `dmesg`), and unmount or restart it"
 
 
@@ -49,11 +49,11 @@ class Check(NamedTuple):
 
 
 _SURROUNDINGS = {
-    "observers": "install the package, or choose another exporter.port",
+    "observers": "install the package, or choose another metrics.prometheus_port",
     "rewards": "correct generators.reward: a function is module:function or file.py:function",
     "placement": "ask for fewer GPUs, or look at CUDA_VISIBLE_DEVICES and the check GPUs",
     "address": "stop the process that uses it, or choose another broker.address",
-    "object store": "correct storage_uri, or the credentials in the environment",
+    "object store": "correct storage.uri, or the credentials in the environment",
 }
 """Check of `surroundings` that no check below replaces -> remedy."""
 
@@ -167,8 +167,8 @@ def _of_surroundings(run: RunConfig, folder: RunFolder, *, is_live: bool) -> lis
 
 def _surrounding(name: str, run: RunConfig, *, is_live: bool, check: Callable[[], object]) -> Result:
     reason = ""
-    if name == "object store" and not run.storage_uri:
-        reason = "the run has no storage_uri"
+    if name == "object store" and not run.storage.uri:
+        reason = "the run has no storage.uri"
     elif name == "address" and not (run.broker.address or run.cluster.network):
         reason = "the run listens on sockets in its folder, on no port"
     elif name in ("address", "observers") and is_live:

@@ -132,7 +132,7 @@ def check_data(run: RunConfig) -> list[Result]:
     """Read all prompts and try the chat template. Raises ConfigError."""
     if run.mode == "sft":
         return [Result("data", "skipped", "mode=sft reads its demonstrations itself")]
-    paths = [file.path for file in run.data.train_files] + [each.path for each in run.data.heldout_sets]
+    paths = [file.path for file in run.data.train_files] + [each.path for each in run.data.eval_sets]
     made = {Path(step.creates) for step in missing_steps(run)}
     if absent := [path for path in paths if not Path(path).exists() and {Path(path), *Path(path).parents} & made]:
         return [Result("data", "skipped", f"{absent[0]} is not made yet: `slipstream prepare` and every run make it")]
@@ -142,7 +142,7 @@ def check_data(run: RunConfig) -> list[Result]:
     sizes = [f"{len(train):,} rows to train on", *(f"{len(rows):,} of {name}" for name, rows in heldout.items())]
     notes = describe_shortages(run, heldout)
     verdict: Verdict = "warn" if notes else "ok"
-    fix = "lower evaluation.final_prompts, or use a larger file" if notes else ""
+    fix = "lower evaluation.num_final_prompts, or use a larger file" if notes else ""
     data = Result("data", verdict, "; ".join([", ".join(sizes), *notes]), fix=fix)
     if not find_file(run.model.path, "config.json"):
         return [data]

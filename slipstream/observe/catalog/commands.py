@@ -154,7 +154,7 @@ def import_files(
 
 @app.command()
 def fetch(
-    uri: Annotated[str, typer.Argument(metavar="URI", help="Archive in `storage_uri`: s3://BUCKET/RUNS/NAME/archive.")],
+    uri: Annotated[str, typer.Argument(metavar="URI", help="Archive in `storage.uri`: s3://BUCKET/RUNS/NAME/archive.")],
     into: Annotated[Path, typer.Option("--into", metavar="FOLDER", help="Folder of the copy.")],
 ) -> None:
     """Copy an archive from an object store, skipping files that the folder already has."""

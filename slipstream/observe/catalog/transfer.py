@@ -207,7 +207,7 @@ def _check_target(where: str, runs_dir: Path) -> None:
     if "://" in where or any((folder / "config.yaml").is_file() for folder in (Path(where), runs_dir / where)):
         raise ConfigError(
             f"--into must be an archive to be made, got {where}, a run that has a store: import into a folder of its "
-            "own, and train on it beside the run's own prompts with buffer.mix.archive=ARCHIVE, or alone with "
+            "own, and train on it beside the run's own prompts with replay_mix.archive=ARCHIVE, or alone with "
             "mode=replay replay.path=ARCHIVE."
         )
     if Path(where).exists():

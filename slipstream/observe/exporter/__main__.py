@@ -1,7 +1,7 @@
 """python -m slipstream.observe.exporter [RUN]: serve a run's metrics to Prometheus and send its steps as spans.
 
 Consumes: the run's store; profile/trace.json.gz in its folder.
-Produces: `/metrics` at `exporter.port`; spans at `exporter.otlp_endpoint`.
+Produces: `/metrics` at `metrics.prometheus_port`; spans at `metrics.otlp_endpoint`.
 Invariant: a scrape reads memory only, so it does not load the store or a role.
 """
 
@@ -56,7 +56,7 @@ class MetricsServer:
             self._server = make_server(host, port, application, _ServerV6 if ":" in host else _Server, _Handler)
         except OSError as error:
             raise ConfigError(
-                f"exporter.port must be free at {host}, got {port}: {error.strerror}; choose another."
+                f"metrics.prometheus_port must be free at {host}, got {port}: {error.strerror}; choose another."
             ) from None
         threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True).start()
 
@@ -131,13 +131,17 @@ def main(arguments: list[str]) -> None:
     configure_logs("exporter")
     folder = find_run(arguments, command="exporter")
     run = read_config(folder)
-    config = run.exporter
+    config = run.metrics
     if not config.is_wanted:
-        raise ConfigError("exporter.port or exporter.otlp_endpoint must be set for the exporter, got neither.")
+        raise ConfigError("metrics.prometheus_port or metrics.otlp_endpoint must be set for the exporter, got neither.")
     server = None
-    if config.port is not None:
-        server = MetricsServer(config.host, config.port, token=find_token(run) if config.is_open else "")
-        log.info("serving", address=f"http://{config.host}:{server.port}/metrics", needs_token=config.is_open)
+    if config.prometheus_port is not None:
+        server = MetricsServer(
+            config.prometheus_host, config.prometheus_port, token=find_token(run) if config.is_open else ""
+        )
+        log.info(
+            "serving", address=f"http://{config.prometheus_host}:{server.port}/metrics", needs_token=config.is_open
+        )
     reader = RunReader(folder, timeout_s=run.buffer.retry_timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S)
     with reader.connect(), closing(Outbox(folder, run)) as outbox:
         scraped = RunMetrics(reader)
@@ -183,7 +187,7 @@ class Outbox:
         self._sending: threading.Thread | None = None
 
     def poll(self) -> None:
-        endpoint = self._run.exporter.otlp_endpoint
+        endpoint = self._run.metrics.otlp_endpoint
         if not endpoint or not self._path.is_file() or self._path.stat().st_mtime_ns == self._sent_at:
             return
         if self._sending and self._sending.is_alive():

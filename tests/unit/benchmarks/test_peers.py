@@ -18,7 +18,7 @@ def test_both_sides_of_a_task_are_given_the_same(name, engine):
     ours = {
         "model": run.model.path,
         "train": run.data.train,
-        "groups": run.learner.groups_per_step,
+        "groups": run.learner.prompts_per_step,
         "group_size": run.generators.group_size,
         "max_tokens": run.generators.sampling.max_tokens,
         "learning_rate": run.learner.optimizer.learning_rate,

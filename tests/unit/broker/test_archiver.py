@@ -307,7 +307,7 @@ def test_groups_leave_the_store_only_after_the_object_store_has_them(store, tmp_
     archiver = make_mirrored(store, tmp_path / "here", tmp_path / "remote")
     (tmp_path / "remote").write_text("no folder")
     store.finish(0, 1, 2)
-    with pytest.raises(StorageError, match=r"remote/shard-00000001\.parquet must be reachable in storage_uri"):
+    with pytest.raises(StorageError, match=r"remote/shard-00000001\.parquet must be reachable in storage.uri"):
         archiver.step()
     assert [group.id for group in store.groups] == ["0", "1", "2"]
     (tmp_path / "remote").unlink()

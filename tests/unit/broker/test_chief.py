@@ -23,7 +23,7 @@ class Beside(RouterScene):
             scene.store,
             run=scene.run,
             train=scene.data,
-            heldout={each.name: scene.data for each in scene.run.data.heldout_sets},
+            heldout={each.name: scene.data for each in scene.run.data.eval_sets},
             name=name,
             address="tcp://10.0.0.1:20001",
             clock=scene.clock,

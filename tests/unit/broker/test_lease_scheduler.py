@@ -105,7 +105,7 @@ def test_a_generator_beyond_the_staleness_bound_gets_no_training_prompts(tmp_pat
     if is_leased:
         assert slow.lease(max_trajectories=4).prompts
         return
-    assert refusal(scene, slow) == "weights: holds version 0, 1 is committed and buffer.staleness.max_lag is 0"
+    assert refusal(scene, slow) == "weights: holds version 0, 1 is committed and staleness.max_lag is 0"
     slow.exchange(Pong(0.0, "ready", 1))
     assert slow.lease(max_trajectories=4).prompts
 
@@ -220,24 +220,24 @@ def test_no_prompt_is_leased_while_the_store_has_no_room_for_images(tmp_path: Pa
 )
 def test_the_limit_follows_consumption_and_ends_with_the_run(max_lag, publish_every, consumed, limit):
     run = make_run(
-        buffer={"staleness": {"max_lag": max_lag}},
+        staleness={"max_lag": max_lag},
         weights={"publish_every_steps": publish_every},
-        learner={"groups_per_step": 4, "max_steps": 10},
+        learner={"prompts_per_step": 4, "max_steps": 10},
     )
     assert admission_limit(run, consumed=consumed) == limit
 
 
-@pytest.mark.parametrize(("pacing_lag", "limit"), [(None, 20), (4, 20), (2, 12), (1.5, 10), (0, 4)])
-def test_a_lower_lag_to_pace_for_admits_fewer_groups(pacing_lag, limit):
-    staleness = {"max_lag": 4, "pacing_lag": pacing_lag}
-    run = make_run(buffer={"staleness": staleness}, learner={"groups_per_step": 4, "max_steps": 100})
+@pytest.mark.parametrize(("target_lag", "limit"), [(None, 20), (4, 20), (2, 12), (1.5, 10), (0, 4)])
+def test_a_lower_lag_to_pace_for_admits_fewer_groups(target_lag, limit):
+    staleness = {"max_lag": 4, "target_lag": target_lag}
+    run = make_run(staleness=staleness, learner={"prompts_per_step": 4, "max_steps": 100})
     assert admission_limit(run, consumed=0) == limit
     assert admission_limit(run, consumed=8) == limit + 8
 
 
 def test_groups_that_would_be_stale_when_they_are_trained_on_are_not_paced_for():
-    with pytest.raises(ConfigError, match=r"pacing_lag must be <= max_lag \(2\), got 2.5"):
-        StalenessConfig(max_lag=2, pacing_lag=2.5)
+    with pytest.raises(ConfigError, match=r"target_lag must be <= max_lag \(2\), got 2.5"):
+        StalenessConfig(max_lag=2, target_lag=2.5)
 
 
 def test_a_replay_admits_no_prompt():
@@ -265,7 +265,7 @@ def test_stored_groups_and_bytes_are_bounded_with_the_reason():
 
 
 def test_the_reason_is_the_first_condition_that_forbids_admission():
-    run = make_run(buffer={"capacity": {"max_groups": 200}, "staleness": {"max_lag": 1}})
+    run = make_run(buffer={"capacity": {"max_groups": 200}}, staleness={"max_lag": 1})
     state = RunState("run", "training", step=0, version=0, announced_version=0)
     assert admission_reason(run, state=state, counts=counts(admitted=3)) == ""
     assert admission_reason(run, state=state, counts=counts(admitted=4)).startswith("pacing: ")

@@ -182,7 +182,7 @@ def test_weights_make_a_prioritized_mean_the_mean_over_all_groups(num_groups):
 
 def test_weights_are_one_when_all_are_sampled_or_correction_is_zero():
     assert fresh(MIXED, PrioritizedConfig(), 4)[1] == [1.0] * 4
-    assert fresh(MIXED, PrioritizedConfig(correction=0.0), 2)[1] == [1.0] * 2
+    assert fresh(MIXED, PrioritizedConfig(importance_exponent=0.0), 2)[1] == [1.0] * 2
     assert fresh(MIXED, UniformConfig(), 2)[1] == [1.0] * 2
 
 

@@ -16,7 +16,7 @@ from slipstream.configs.schema import PRESETS
         (["algorithm/advantage=vtrace"], "algorithm.correction.level"),
         (["recipe=remax", "algorithm.reward.normalize=batch"], "algorithm.advantage=remax compares"),
         (["algorithm/advantage=gdpo", "algorithm.reward.normalize=group"], "algorithm.advantage=gdpo compares"),
-        (["algorithm/advantage=pass_at_k", "algorithm.kl.charged_in=reward"], "algorithm.advantage=pass_at_k compares"),
+        (["algorithm/advantage=pass_at_k", "algorithm.kl.apply_to=reward"], "algorithm.advantage=pass_at_k compares"),
         (["algorithm.proximal=interpolate", "algorithm/policy_loss=reinforce"], "algorithm.proximal=interpolate"),
         (["algorithm/policy_loss=gmpo", "algorithm/advantage=reinforce_plus_plus"], "equal within a sequence"),
         (["algorithm/advantage=win_rate"], "needs algorithm.advantage=win_rate"),
@@ -24,20 +24,20 @@ from slipstream.configs.schema import PRESETS
         (["algorithm.proximal=reuse", "algorithm.correction.normalize=true"], "weights of the whole batch"),
         (["algorithm/policy_loss=gspo", "algorithm/advantage=reinforce_plus_plus"], "equal within a sequence"),
         (["algorithm.proximal=reuse", "algorithm.updates_per_step=4"], "needs algorithm.updates_per_step=1"),
-        (["algorithm.correction.low=3"], "must be in order"),
-        (["algorithm/correction=none", "algorithm.correction.high=1.5"], "need a level, got level=none"),
+        (["algorithm.correction.min_weight=3"], "must be in order"),
+        (["algorithm/correction=none", "algorithm.correction.max_weight=1.5"], "need a level, got level=none"),
         (["algorithm.kl.refresh_every_steps=5"], "nothing is charged"),
         (
-            ["recipe=gspo", "algorithm.policy_loss.form=length_scaled", "algorithm.aggregation=token_mean"],
-            "algorithm.policy_loss=gspo .* needs algorithm.aggregation=",
+            ["recipe=gspo", "algorithm.policy_loss.form=length_scaled", "algorithm.loss_aggregation=token_mean"],
+            "algorithm.policy_loss=gspo .* needs algorithm.loss_aggregation=",
         ),
         (
-            ["recipe=sppo", "algorithm.aggregation=token_mean"],
-            "algorithm.policy_loss=sppo .* needs algorithm.aggregation=",
+            ["recipe=sppo", "algorithm.loss_aggregation=token_mean"],
+            "algorithm.policy_loss=sppo .* needs algorithm.loss_aggregation=",
         ),
         (
-            ["algorithm/advantage=optimal_token_baseline", "algorithm.reward.truncated=mask"],
-            "needs algorithm.reward.truncated=train",
+            ["algorithm/advantage=optimal_token_baseline", "algorithm.reward.mask_truncated=true"],
+            "needs algorithm.reward.mask_truncated=false",
         ),
     ],
 )
@@ -70,8 +70,8 @@ def test_a_recipe_replaces_the_algorithm_and_the_filter_of_an_experiment(recipe)
     presets = {origin.removeprefix("configs/presets/").partition("/")[0] for origin in origins if origin != "default"}
     assert presets <= {"config.yaml", "algorithm", "recipe"}
     assert {origin for origin in origins if "/recipe/" in origin} == {f"configs/presets/recipe/{recipe}.yaml"}
-    changed = load([*chosen, "algorithm.entropy_coefficient=0.5"])
-    assert changed.algorithm == msgspec.structs.replace(alone.algorithm, entropy_coefficient=0.5)
+    changed = load([*chosen, "algorithm.entropy_coef=0.5"])
+    assert changed.algorithm == msgspec.structs.replace(alone.algorithm, entropy_coef=0.5)
 
 
 @pytest.mark.parametrize(

@@ -37,19 +37,19 @@ RAY = ("cluster.kind=ray", "cluster.interface=10.0.0.0/8")
     [
         (RAY[:1], "cluster.interface must be set with cluster.kind=ray"),
         (["experiment=digits_serial", *RAY], "cluster.kind must be local with mode=serial, got ray"),
-        ([*RAY, "learner.num_ranks=2", "cluster.core.gpus=1"], "cluster.core.gpus must be 0 or 2 with"),
-        ([*RAY, "learner.device=cuda"], "cluster.core.gpus must be 1 with learner.num_ranks=1"),
+        ([*RAY, "learner.num_ranks=2", "cluster.learner.gpus=1"], "cluster.learner.gpus must be 0 or 2 with"),
+        ([*RAY, "learner.device=cuda"], "cluster.learner.gpus must be 1 with learner.num_ranks=1"),
         (
-            [*RAY, "learner.num_ranks=3", "cluster.core.machines=2", "cluster.trusted_network=true"],
-            "cluster.core.machines must divide learner.num_ranks (3), got 2: each machine has the same number of ranks",
+            [*RAY, "learner.num_ranks=3", "cluster.learner.machines=2", "cluster.trusted_network=true"],
+            "cluster.learner.machines must divide learner.num_ranks (3), got 2: each machine has the same number of ranks",
         ),
         (
-            [*RAY, "learner.num_ranks=2", "cluster.core.machines=2"],
-            "cluster.trusted_network must be true with cluster.core.machines=2, got False: gradients and",
+            [*RAY, "learner.num_ranks=2", "cluster.learner.machines=2"],
+            "cluster.trusted_network must be true with cluster.learner.machines=2, got False: gradients and",
         ),
         (
-            [*RAY, "learner.num_ranks=4", "cluster.core={machines: 2, gpus: 4}", "cluster.trusted_network=true"],
-            "cluster.core.gpus must be 0 or 2 with learner.num_ranks=4, learner.device=auto, cluster.core.machines=2",
+            [*RAY, "learner.num_ranks=4", "cluster.learner={machines: 2, gpus: 4}", "cluster.trusted_network=true"],
+            "cluster.learner.gpus must be 0 or 2 with learner.num_ranks=4, learner.device=auto, cluster.learner.machines=2",
         ),
         ([*RAY, "cluster.generator.gpus=2"], "cluster.generator.gpus must be 0, or the workers of"),
     ],
@@ -63,19 +63,19 @@ def test_a_run_that_ray_can_place_and_that_listens_beyond_loopback() -> None:
     assert list(load(["cluster.ports=20000-20000"]).cluster.port_range) == [20000]
     assert not load(["cluster.interface=127.0.0.0/8"]).cluster.is_open
     assert load(["cluster.interface=10.0.0.0/8"]).cluster.is_open
-    run = load([*RAY, "cluster.generator={cpus: 8, gpus: 1, labels: {shelf: a}}", "cluster.core.gpus=1"])
+    run = load([*RAY, "cluster.generator={cpus: 8, gpus: 1, labels: {shelf: a}}", "cluster.learner.gpus=1"])
     assert run.cluster.generator.labels == {"shelf": "a"}
 
 
-GUESTS = "cluster.guests.names=[alice]"
+GUESTS = "cluster.untrusted_generators.names=[alice]"
 
 
 def test_the_place_and_the_guests_of_a_run_are_no_part_of_its_identity() -> None:
     elsewhere = [
         "resume=true",
         "runs_dir=elsewhere",
-        "storage_uri=s3://bucket/runs",
-        "storage_timeout_s=99",
+        "storage.uri=s3://bucket/runs",
+        "storage.timeout_s=99",
         "cluster.interface=10.0.0.0/8",
         "broker.address=tcp://10.0.0.5:20000",
         "broker.shards=2",
@@ -83,9 +83,9 @@ def test_the_place_and_the_guests_of_a_run_are_no_part_of_its_identity() -> None
         "weights.fetch_address=tcp://10.0.0.5:20001",
         "buffer/store=redis",
         "buffer.store.url=rediss://store:6380/0",
-        "loggers=[tensorboard]",
+        "logging.backends=[tensorboard]",
         "logging.num_samples=4",
-        "exporter.port=9400",
+        "metrics.prometheus_port=9400",
     ]
     keys = {override.partition("=")[0].replace("/", ".") for override in elsewhere}
     assert keys | {"cluster", "logging", "exporter"} >= set(PLACE)
@@ -99,7 +99,10 @@ def test_the_place_and_the_guests_of_a_run_are_no_part_of_its_identity() -> None
 @pytest.mark.parametrize(
     ("overrides", "sentence"),
     [
-        (["cluster.guests.names=[a/b]"], "cluster.guests.names must have names of 1 to 64 letters, digits, _ and -, "),
+        (
+            ["cluster.untrusted_generators.names=[a/b]"],
+            "cluster.untrusted_generators.names must have names of 1 to 64 letters, digits, _ and -, ",
+        ),
         (
             [GUESTS, "generators.sampling.temperature=0.7"],
             "must be empty with generators.sampling.temperature=0.7, got",

@@ -111,14 +111,14 @@ def test_the_presets_for_gpus_are_valid_here_and_prepare_every_file_that_they_re
     run = load([f"experiment={name}"])
     assert run.generators.agent.__struct_config__.tag == agent
     # A start that takes as long as it may is no dead end.
-    dead_end, engine = run.learner.dead_end, run.generators.engine
+    dead_end, engine = run.learner.stall, run.generators.engine
     assert engine.start_timeout_s + dead_end.after_s <= dead_end.start_after_s  # type: ignore[union-attr]
     for source in sources:
         run.generators.reward.check_data_source(source, found_in=name)
     assert all(full_path(one.function) for one in run.generators.reward.chosen)
     # A task is prepared as a whole: train.parquet and heldout.parquet beside each other.
     prepared = {str(Path(step.creates).parent) for step in run.prepare}
-    files = [file.path for file in run.data.train_files] + [each.path for each in run.data.heldout_sets]
+    files = [file.path for file in run.data.train_files] + [each.path for each in run.data.eval_sets]
     assert {str(Path(file).parent) for file in files} == prepared
     for step in run.prepare:
         task, out = step.args

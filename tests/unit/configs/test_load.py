@@ -146,10 +146,10 @@ def refusal(line: str) -> str:
         ("buffer.samplr=fifo", "buffer/sampler"),
         ("names=mine", "name"),
         ("data.train_path=a", "data.train"),
-        ("data.heldout_path=a", "data.heldout"),
+        ("data.eval_path=a", "data.eval"),
         ("experyment=digits_cpu", "experiment"),
         ("buffer/storr=redis", "buffer/store"),
-        ("algorithm/entropy_coefficient=0.1", "algorithm.entropy_coefficient"),
+        ("algorithm/entropy_coef=0.1", "algorithm.entropy_coef"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_of_the_whole_tree(line: str, meant: str) -> None:
@@ -224,9 +224,9 @@ def test_a_variant_is_chosen_as_an_option_only(override: str) -> None:
     ("override", "sentence"),
     [
         ("buffer/store=redis", "buffer.store.url must be set, got nothing."),
-        ("learner.groups_per_step=0", "learner.groups_per_step must be an integer >= 1, got 0."),
-        ("learner.groups_per_step=many", "learner.groups_per_step must be an integer, got 'many'."),
-        ("learner.groups_per_step=1.5", "learner.groups_per_step must be an integer, got 1.5."),
+        ("learner.prompts_per_step=0", "learner.prompts_per_step must be an integer >= 1, got 0."),
+        ("learner.prompts_per_step=many", "learner.prompts_per_step must be an integer, got 'many'."),
+        ("learner.prompts_per_step=1.5", "learner.prompts_per_step must be an integer, got 1.5."),
         ("weights.fetch_timeout_s=inf", "weights.fetch_timeout_s must be a finite number, got inf."),
         (
             "+generators.reward.arguments.bounds=[0,{high: nan}]",
@@ -239,7 +239,7 @@ def test_a_variant_is_chosen_as_an_option_only(override: str) -> None:
         ),
         ("learner.device=tpu", "learner.device must be one of auto, cpu, cuda, got 'tpu'."),
         ("learner.optimizer=3", "learner.optimizer must be a record, got 3."),
-        ("learner.stop=3", "learner.stop must be a list or null, got 3."),
+        ("evaluation.stop=3", "evaluation.stop must be a list or null, got 3."),
         ("learner.optimizer.betas=[1,2,3]", "learner.optimizer.betas must be a list of length 2, got [1, 2, 3]."),
         ("name=2", "name must be a string, got 2. Quote it: \"name='2'\"."),
         (
@@ -248,17 +248,17 @@ def test_a_variant_is_chosen_as_an_option_only(override: str) -> None:
             "got 'a/b'.",
         ),
         (
-            "learner.checkpoint.max_shard_size=5",
-            "learner.checkpoint.max_shard_size must be a string, got 5. Quote it: "
-            "\"learner.checkpoint.max_shard_size='5'\".",
+            "learner.checkpoint.max_shard_gb=5",
+            "learner.checkpoint.max_shard_gb must be a string, got 5. Quote it: "
+            "\"learner.checkpoint.max_shard_gb='5'\".",
         ),
         (
-            "learner.checkpoint.max_shard_size='5'",
-            "learner.checkpoint.max_shard_size must be a number and a unit, such as 5GB, got '5'.",
+            "learner.checkpoint.max_shard_gb='5'",
+            "learner.checkpoint.max_shard_gb must be a number and a unit, such as 5GB, got '5'.",
         ),
         (
-            "data.heldout=[{name: a/b, path: x.jsonl}]",
-            "data.heldout[0].name must be 1 to 48 letters, digits, ., _ and -, and start with a letter or digit, "
+            "data.eval=[{name: a/b, path: x.jsonl}]",
+            "data.eval[0].name must be 1 to 48 letters, digits, ., _ and -, and start with a letter or digit, "
             "got 'a/b'.",
         ),
         ("~name", "name must be set, got nothing."),
@@ -298,7 +298,7 @@ def test_a_name_of_another_trainer_leads_to_a_setting_that_exists(name: str):
             ["buffer/sampler=uniform"],
             ["buffer.y=2", "buffer/sampler=uniform"],
         ),
-        (["~data.heldout", "+a.b='{c: [1, 2]}'"], ["data.heldout=x"], ["+a.b='{c: [1, 2]}'", "data.heldout=x"]),
+        (["~data.eval", "+a.b='{c: [1, 2]}'"], ["data.eval=x"], ["+a.b='{c: [1, 2]}'", "data.eval=x"]),
     ],
 )
 def test_later_overrides_replace_earlier_ones_of_the_same_keys(earlier, later, merged):
@@ -316,7 +316,7 @@ def test_the_settings_of_a_run_compose_to_themselves_and_a_chosen_group_replaces
     assert chosen.model == run.model
 
 
-OWN_TASK = ["model.path=Qwen/Qwen3-0.6B", "data.train=mine.jsonl", "data.heldout=h.jsonl"]
+OWN_TASK = ["model.path=Qwen/Qwen3-0.6B", "data.train=mine.jsonl", "data.eval=h.jsonl"]
 
 
 @pytest.mark.parametrize("recipe", [[], ["recipe=dapo"]])
@@ -325,7 +325,7 @@ OWN_TASK = ["model.path=Qwen/Qwen3-0.6B", "data.train=mine.jsonl", "data.heldout
     [
         ("model: null", "model"),
         ("{model: {path: x}, learner: 3}", "learner"),
-        ("{model: {path: x}, learner: {dead_end: 3}}", "learner.dead_end"),
+        ("{model: {path: x}, learner: {dead_end: 3}}", "learner.stall"),
         ("{model: {path: x}, weights: [1]}", "weights"),
         ("{model: {path: x}, buffer: null}", "buffer"),
     ],
@@ -341,7 +341,7 @@ def test_a_users_own_task_takes_nothing_from_the_demo(overrides: list[str]):
     run = load(overrides)
     optimizer, sampling = run.learner.optimizer, run.generators.sampling
     assert (run.name, run.model.dtype, optimizer.learning_rate, sampling.max_tokens) == ("run", "bfloat16", 1e-6, 1024)
-    assert (run.prepare, run.learner.stop, run.evaluation.goals) == ([], None, [])
+    assert (run.prepare, run.evaluation.stop, run.evaluation.goals) == ([], None, [])
     assert run.generators.reward.function == "exact_match"
 
 
@@ -350,18 +350,18 @@ def test_defaults_that_depend_on_other_settings_follow_them():
     assert (run.model.max_length, run.learner.tokens_per_microbatch) == (10024, 10024)
     assert run.learner.optimizer.learning_rate == 1e-5
     assert (run.weights.max_probe_diff, load([*OWN_TASK, "model.dtype=float32"]).weights.max_probe_diff) == (0.05, 1e-3)
-    assert run.learner.dead_end.after_s == 1800 + run.generators.reward.timeout_s
-    assert run.learner.dead_end.start_after_s == run.learner.dead_end.after_s + run.generators.engine.start_timeout_s
+    assert run.learner.stall.timeout_s == 1800 + run.generators.reward.timeout_s
+    assert run.learner.stall.start_after_s == run.learner.stall.timeout_s + run.generators.engine.start_timeout_s
     given = load(
         [
             *OWN_TASK,
             "model.max_length=4096",
-            "learner.dead_end.after_s=7",
+            "learner.stall.timeout_s=7",
             "model.lora.rank=4",
             "learner.optimizer.learning_rate=1e-4",
         ]
     )
-    assert (given.model.max_length, given.learner.dead_end.after_s) == (4096, 7)
+    assert (given.model.max_length, given.learner.stall.timeout_s) == (4096, 7)
     assert given.learner.optimizer.learning_rate == 1e-4
     for wrong in ("generators.sampling.max_tokens=many", "generators.reward.retries=[1]", "model.dtype=[a]"):
         with pytest.raises(ConfigError, match="must be"):
@@ -373,12 +373,12 @@ def test_models_of_a_run_are_evaluated_with_its_settings(tmp_path):
     (tmp_path / "final_model").mkdir()
     (tmp_path / "config.yaml").write_text(to_yaml(run))
     (tmp_path / "versions.json").write_text("{}")
-    heldout = "data.heldout=[{name: X, path: F, samples: 16}]"
+    heldout = "data.eval=[{name: X, path: F, samples: 16}]"
     for models in ([f"{tmp_path}"], [f"{tmp_path}/final_model"], ["Qwen/Qwen3-0.6B", f"{tmp_path}/final_model"]):
         found, settings = load_with_models([*models, heldout])
         assert found == [*models[:-1], f"{tmp_path}/final_model"]
         assert (settings.data.train, settings.learner.max_steps) == ("mine.jsonl", 3)
-        assert [each.name for each in settings.data.heldout_sets] == ["X"]
+        assert [each.name for each in settings.data.eval_sets] == ["X"]
     for model in ("Qwen/Qwen3-0.6B", "/models/a,b (1)"):
         found, settings = load_with_models([model])
         assert (found, settings.model.path, settings.data.train) == ([model], model, "")

@@ -10,7 +10,7 @@ from slipstream.configs.buffer import AccuracyConfig, ReuseConfig
 from slipstream.configs.load import load
 from tests.builders import make_run
 
-STEPS_OF_FOUR = {"groups_per_step": 4, "max_steps": 10, "checkpoint": {"every_steps": 5}}
+STEPS_OF_FOUR = {"prompts_per_step": 4, "max_steps": 10, "checkpoint": {"every_steps": 5}}
 OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}
 """An advantage that a group of one has."""
 
@@ -20,13 +20,13 @@ OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}
     [
         ("data.max_prompt_tokens=60", "model.max_length", "generators.sampling.max_tokens (68), got 64"),
         ("learner.tokens_per_microbatch=60", "learner.tokens_per_microbatch", "model.max_length (64), got 60"),
-        ("data.heldout=[{name:a,path:b}]", "learner.stop", "name metrics of a, the sets of data.heldout"),
-        ("data.heldout=[{name:a,path:b},{name:a,path:c}]", "data.heldout[].name", "be unique, and not train, got a"),
-        ("data.heldout=[{name:train,path:b}]", "data.heldout[].name", "be unique, and not train, got train"),
-        ("data.heldout=[]", "data.heldout", "name a set, got an empty list"),
+        ("data.eval=[{name:a,path:b}]", "evaluation.stop", "name metrics of a, the sets of data.eval"),
+        ("data.eval=[{name:a,path:b},{name:a,path:c}]", "data.eval[].name", "be unique, and not train, got a"),
+        ("data.eval=[{name:train,path:b}]", "data.eval[].name", "be unique, and not train, got train"),
+        ("data.eval=[]", "data.eval", "name a set, got an empty list"),
         (
-            "data.heldout=[{name:sampled,path:b},{name:greedy,path:b,max_tokens:50}]",
-            "max_tokens of greedy in data.heldout",
+            "data.eval=[{name:sampled,path:b},{name:greedy,path:b,max_tokens:50}]",
+            "max_tokens of greedy in data.eval",
             "data.max_prompt_tokens (48), got 50",
         ),
         (
@@ -58,21 +58,21 @@ OF_ONE = {"advantage": {"kind": "reinforce_plus_plus"}}
         ),
         ("mode=replay", "replay.path", "be set with mode=replay and only then, got '' with mode=replay"),
         ("replay.path=runs/a/archive", "replay.path", "got 'runs/a/archive' with mode=async"),
-        ("storage_uri=ftp://host/runs", "storage_uri", "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER"),
-        ('storage_uri="s3://bucket?region=here"', "storage_uri", "these come from the environment (AWS_REGION"),
-        ("storage_uri=s3://me:secret@bucket", "storage_uri", "got an address with a user in it"),
-        ("storage_uri=s3://bucket mode=serial", "storage_uri", "mode=replay, got 's3://bucket'"),
+        ("storage.uri=ftp://host/runs", "storage.uri", "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///FOLDER"),
+        ('storage.uri="s3://bucket?region=here"', "storage.uri", "these come from the environment (AWS_REGION"),
+        ("storage.uri=s3://me:secret@bucket", "storage.uri", "got an address with a user in it"),
+        ("storage.uri=s3://bucket mode=serial", "storage.uri", "mode=replay, got 's3://bucket'"),
         ("experiment=digits_sft profile.steps=[1,2]", "profile.steps", "be null with mode=sft"),
         ("mode=sft", "sft.train_path", "be set with mode=sft"),
         ("sft.train_path=mine.parquet", "sft.train_path", "with mode=async"),
         ("mode=sft sft.train_path=a replay.path=b", "replay.path", "with mode=sft"),
         ("mode=replay replay.path=s3://a/archive", "replay.path", "be a local folder, got one in an object store"),
-        ("buffer.mix.archive=gs://a/archive", "buffer.mix.archive", "be a local folder, got one in an object store"),
+        ("replay_mix.archive=gs://a/archive", "replay_mix.archive", "be a local folder, got one in an object store"),
         ("mode=sft sft.train_path=a model.max_length=4096", "learner.tokens_per_microbatch", "(4096), got 1024"),
         ("mode=sft sft.train_path=a learner/engine=torch learner.num_ranks=2", "learner.num_ranks", "one process"),
-        ("buffer/filter=zero_signal algorithm/advantage=moving_baseline", "buffer/filter", "none or accuracy with"),
-        ("buffer/filter=zero_signal algorithm/advantage=gdpo", "buffer/filter", "parts of the reward"),
-        ("buffer/filter=zero_signal +algorithm.reward.parts.right=1.0", "buffer/filter", "parts of the reward"),
+        ("buffer/filter=zero_advantage algorithm/advantage=moving_baseline", "buffer/filter", "none or accuracy with"),
+        ("buffer/filter=zero_advantage algorithm/advantage=gdpo", "buffer/filter", "parts of the reward"),
+        ("buffer/filter=zero_advantage +algorithm.reward.parts.right=1.0", "buffer/filter", "parts of the reward"),
     ],
 )
 def test_settings_of_two_roles_that_contradict_each_other_are_refused(overrides: str, key: str, reason: str) -> None:
@@ -103,9 +103,9 @@ def test_a_buffer_for_which_the_learner_would_wait_for_ever_is_refused(buffer, r
 @pytest.mark.parametrize(
     ("chosen", "generators", "key"),
     [
-        ({"kind": "zero_signal"}, {"group_size": 1}, "generators.group_size"),
+        ({"kind": "zero_advantage"}, {"group_size": 1}, "generators.group_size"),
         ({"kind": "accuracy"}, {"group_size": 1}, "buffer.filter"),
-        ({"kind": "accuracy", "above": 0.51, "below": 0.74}, {"group_size": 4}, "buffer.filter"),
+        ({"kind": "accuracy", "min_accuracy": 0.51, "max_accuracy": 0.74}, {"group_size": 4}, "buffer.filter"),
         ({"kind": "none"}, {"group_size": 4, "max_concurrency": 4, "baseline": "greedy"}, "generators.max_concurrency"),
     ],
 )
@@ -115,8 +115,10 @@ def test_a_filter_that_accepts_nothing_and_a_group_without_room_are_refused(chos
 
 
 def test_bounds_of_one_record_are_checked_by_itself() -> None:
-    with pytest.raises(ConfigError, match=r"buffer\.filter\.above must be < buffer\.filter\.below \(0\.5\)"):
-        AccuracyConfig(above=0.5, below=0.5)
+    with pytest.raises(
+        ConfigError, match=r"buffer\.filter\.min_accuracy must be < buffer\.filter\.max_accuracy \(0\.5\)"
+    ):
+        AccuracyConfig(min_accuracy=0.5, max_accuracy=0.5)
     with pytest.raises(ConfigError, match=r"fresh_fraction must be >= 1 / max_uses \(0\.5\), got 0\.25"):
         ReuseConfig(max_uses=2, fresh_fraction=0.25)
 
@@ -126,12 +128,12 @@ def test_what_just_fits_is_accepted() -> None:
     run = make_run(buffer={"reuse": reuse, "capacity": {"max_groups": 100}}, learner=STEPS_OF_FOUR)
     assert run.claimed_groups_per_step == 4
     assert make_run(broker={"lease_s": 3.0}).broker.lease_s == 3.0
-    run = make_run(buffer={"mix": {"archive": "there", "fraction": 0.25}}, learner=STEPS_OF_FOUR)
+    run = make_run(replay_mix={"archive": "there", "fraction": 0.25}, learner=STEPS_OF_FOUR)
     assert (run.mixed_groups_per_step, run.claimed_groups_per_step, run.groups_per_version) == (1, 3, 3)
     assert make_run(generators={"group_size": 4, "max_concurrency": 4}).generators.members_per_group == 4
     # One sampled answer and a greedy one can differ.
     generators, remax = {"group_size": 1, "baseline": "greedy"}, {"advantage": {"kind": "remax"}}
-    run = make_run(buffer={"filter": {"kind": "zero_signal"}}, generators=generators, algorithm=remax)
+    run = make_run(buffer={"filter": {"kind": "zero_advantage"}}, generators=generators, algorithm=remax)
     assert run.generators.members_per_group == 2
 
 

@@ -105,7 +105,9 @@ def test_results_have_the_role_of_the_template_or_are_refused(family: str, role:
     if role:
         assert encoder.result_role(setting="generators.agent") == role
     else:
-        with pytest.raises(ConfigError, match=r"generators.agent.format must fit .* only after a message with `tool_c"):
+        with pytest.raises(
+            ConfigError, match=r"generators.agent.tool_call_format must fit .* only after a message with `tool_c"
+        ):
             encoder.result_role(setting="generators.agent")
 
 

@@ -40,11 +40,11 @@ rounding error moves an element by the learning rate in a direction that depends
 
 def make_run(model_path: Path | str, *, learner: dict[str, Any] | None = None, **overrides: Any) -> RunConfig:
     """A run with two groups of four, the torch engine, three steps, and the optimizer `SMOOTH`."""
-    settings: dict[str, Any] = {"groups_per_step": 2, "max_steps": 3, "engine": TorchEngineConfig(), "device": "cpu"}
+    settings: dict[str, Any] = {"prompts_per_step": 2, "max_steps": 3, "engine": TorchEngineConfig(), "device": "cpu"}
     config = LearnerConfig(**(settings | {"optimizer": SMOOTH} | (learner or {})))
     base = {
         "model": ModelConfig(dtype="float32", path=str(model_path), max_length=64),
-        "data": DataConfig(train="a", heldout="b", max_prompt_tokens=32),
+        "data": DataConfig(train="a", eval="b", max_prompt_tokens=32),
         "generators": GeneratorsConfig(sampling=SamplingConfig(max_tokens=16)),
         "learner": config,
     }
@@ -104,8 +104,8 @@ def with_greedy_answers(groups: list[list[Trajectory]]) -> list[list[Trajectory]
 
 
 NEEDED: dict[str, dict[str, Any]] = {
-    "clip_cov": {"share": 0.2, "covariance_low": 0.0},
-    "kl_cov": {"share": 0.2},
+    "clip_cov": {"fraction": 0.2, "covariance_low": 0.0},
+    "kl_cov": {"fraction": 0.2},
     "sppo": {"eta": 1.0},
     "opsm": {"delta": 0.01},
     "m2po": {"threshold": 0.01},

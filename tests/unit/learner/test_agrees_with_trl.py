@@ -41,20 +41,20 @@ TRUNCATED = (1, 5)
 CLIP = PpoClipConfig(clip_low=0.2, clip_high=0.28)
 SEQUENCE_CLIP = {"clip_low": 0.05, "clip_high": 0.1}
 VESPO = VespoConfig(power_positive=2.0, decay_positive=3.0, power_negative=3.0, decay_negative=2.0)
-NONE = CorrectionConfig(level="none", high=None)
-UNBOUNDED = CorrectionConfig(level="token", high=None)
+NONE = CorrectionConfig(level="none", max_weight=None)
+UNBOUNDED = CorrectionConfig(level="token", max_weight=None)
 CLOSE = {"rtol": 1e-6, "atol": 1e-7}
 
 
 def make_config(**settings):
     plain = {"advantage": DrGrpoConfig(), "policy_loss": CLIP, "correction": NONE}
-    composed = {"aggregation": "seq_mean_token_mean", "proximal": "recompute"}
+    composed = {"loss_aggregation": "seq_mean_token_mean", "proximal": "recompute"}
     return AlgorithmConfig(**(plain | composed | settings))
 
 
 def make_correction(mode):
     level, _, bound = mode.partition("_")
-    return CorrectionConfig(level=level, bound=bound, low=0.8, high=1.25)
+    return CorrectionConfig(level=level, outside=bound, min_weight=0.8, max_weight=1.25)
 
 
 def column(values):
@@ -80,12 +80,12 @@ def make_batch(config, *, rewards=BATCH["rewards"], **columns):
     logprobs = known["generator_logprobs"].split(LENGTHS)
     members = [make_member(index, rewards[index], logprobs[index].tolist()) for index in range(NUM_SEQUENCES)]
     groups = [members[start : start + SIZE] for start in range(0, NUM_SEQUENCES, SIZE)]
-    batch = builders.make_batch(groups, masks_truncated=config.reward.truncated == "mask").batch
+    batch = builders.make_batch(groups, masks_truncated=config.reward.mask_truncated).batch
     is_in = (batch.trajectories.num_trained > 0)[SEQUENCES]
     return is_in, batch.with_tokens(
         start_logprobs=known["start_logprobs"][is_in] if config.needs_start_logprobs else None,
         current_logprobs=known["learner_logprobs"][is_in] if config.needs_current_logprobs else None,
-        reference_logprobs=known["reference_logprobs"][is_in] if config.kl.coefficient else None,
+        reference_logprobs=known["reference_logprobs"][is_in] if config.kl.coef else None,
     )
 
 
@@ -123,9 +123,9 @@ def bessel(num_members):
 SAME = {
     "grpo": make_config(),
     # TRL's bnpo takes the mean over the tokens of a microbatch, which is the whole batch here.
-    "bnpo": make_config(aggregation="token_mean"),
-    "dapo": make_config(aggregation="token_mean"),
-    "dr_grpo": make_config(aggregation="seq_mean_token_sum_norm"),
+    "bnpo": make_config(loss_aggregation="token_mean"),
+    "dapo": make_config(loss_aggregation="token_mean"),
+    "dr_grpo": make_config(loss_aggregation="seq_mean_token_sum_norm"),
     "two_sided": make_config(policy_loss=PpoClipConfig(clip_low=0.2, clip_high=0.28, dual_clip=1.4)),
     "sapo": make_config(policy_loss=SapoConfig(tau_positive=1.0, tau_negative=1.5)),
     "gspo": make_config(policy_loss=GspoConfig(**SEQUENCE_CLIP)),
@@ -138,17 +138,17 @@ SAME = {
     "off_policy_mask": make_config(correction=UNBOUNDED, masks=[OpsmConfig(delta=0.29)]),
     "kl": make_config(kl=KlConfig(0.1)),
     # TRL's bonus is always a mean over tokens; ours is aggregated like the losses.
-    "entropy": make_config(aggregation="token_mean", entropy_coefficient=0.05),
+    "entropy": make_config(loss_aggregation="token_mean", entropy_coef=0.05),
     "together": make_config(
         policy_loss=GspoConfig(**SEQUENCE_CLIP),
         correction=make_correction("token_truncate"),
-        aggregation="token_mean",
+        loss_aggregation="token_mean",
         kl=KlConfig(0.1),
-        entropy_coefficient=0.05,
+        entropy_coef=0.05,
     ),
-    "dapo_truncated": make_config(aggregation="token_mean", reward=RewardShapingConfig(truncated="mask")),
+    "dapo_truncated": make_config(loss_aggregation="token_mean", reward=RewardShapingConfig(mask_truncated=True)),
     # TRL's only trainer with population deviations
-    "async_grpo": make_config(advantage=GrpoConfig(epsilon=1e-8), proximal="generator", aggregation="token_mean"),
+    "async_grpo": make_config(advantage=GrpoConfig(epsilon=1e-8), proximal="generator", loss_aggregation="token_mean"),
     # What the mask drops keeps its KL.
     "kl_masked": make_config(correction=UNBOUNDED, masks=[OpsmConfig(delta=0.29)], kl=KlConfig(0.1)),
 }
@@ -162,9 +162,9 @@ def test_the_whole_objective_is_that_of_trl(name):
 UNKNOWN = [None if index % 5 == 0 else value for index, value in enumerate(BATCH["generator_logprobs"])]
 UNSCORED = [None if index == 4 else reward for index, reward in enumerate(BATCH["rewards"])]
 START = BATCH["start_logprobs"]
-MEAN = {"aggregation": "token_mean"}
-RLOO = {"advantage": RlooConfig(), "aggregation": "seq_mean_token_sum"}
-KL_IN_REWARD = KlConfig(0.1, estimator="k1", charged_in="reward")
+MEAN = {"loss_aggregation": "token_mean"}
+RLOO = {"advantage": RlooConfig(), "loss_aggregation": "seq_mean_token_sum"}
+KL_IN_REWARD = KlConfig(0.1, estimator="k1", apply_to="reward")
 GRADIENT_ALONE = {"has_value": False}
 DIFFERENT = {
     # Scaled by the deviation of a group, it is larger by Bessel's factor.
@@ -180,7 +180,7 @@ DIFFERENT = {
     "kl_bias_corrected": ({"kl": KlConfig(0.1, estimator="k3_off_policy")}, {"generator_logprobs": START}, {}),
     # A sequence that is out of the loss is no sequence here and one in TRL.
     "grpo_truncated": (
-        {"reward": RewardShapingConfig(truncated="mask")},
+        {"reward": RewardShapingConfig(mask_truncated=True)},
         {},
         {"factor": NUM_SEQUENCES / (NUM_SEQUENCES - 2)},
     ),

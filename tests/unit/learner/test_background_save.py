@@ -234,7 +234,7 @@ def test_a_dead_object_store_ends_the_save_before_its_pointer_moves_and_leaves_i
     while f"s of 0.3 s for file://{tmp_path}/remote/step-1" not in saver.storage_reason:
         assert time.monotonic() < ends_at
         time.sleep(0.005)
-    with pytest.raises(StorageError, match=f"file://{tmp_path}/remote/step-1.* must be reachable in storage_uri"):
+    with pytest.raises(StorageError, match=f"file://{tmp_path}/remote/step-1.* must be reachable in storage.uri"):
         saver.flush()
     assert finished == []
     assert find_damage(tmp_path / "0" / "step-1") == ""

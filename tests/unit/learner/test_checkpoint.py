@@ -105,7 +105,7 @@ def test_a_checkpoint_of_another_model_and_a_missing_one_are_refused(tmp_path):
 
 def test_a_run_resumes_elsewhere_from_the_object_store_with_its_best_checkpoint(tmp_path):
     keep = CheckpointConfig(keep=1, best=BestConfig("eval/accuracy_greedy"))
-    run = make_run(make_model(tmp_path), learner={"checkpoint": keep}, storage_uri=f"file://{tmp_path}/remote")
+    run = make_run(make_model(tmp_path), learner={"checkpoint": keep}, storage={"uri": f"file://{tmp_path}/remote"})
     here, there = (RunFolder(msgspec.structs.replace(run, runs_dir=f"{tmp_path}/{name}")) for name in ("here", "there"))
     trainer, checkpoints = make_checkpoints(run, here.path)
     best, names = BestCheckpoint(keep.best, here, flush=lambda: None), []
@@ -355,7 +355,7 @@ class Gate:
 def lives(request, tmp_path):
     """Trainer and checkpoints of a learner and of its successor, with a shared folder and maybe an object store."""
     has_storage = request.param == "object_store"
-    run = make_run(make_model(tmp_path), storage_uri=f"file://{tmp_path}/remote" if has_storage else None)
+    run = make_run(make_model(tmp_path), storage={"uri": f"file://{tmp_path}/remote" if has_storage else None})
     found = [make_checkpoints(run, tmp_path) for _ in range(2)]
     for life, (_, checkpoints) in enumerate(found, start=1):
         checkpoints.life = life

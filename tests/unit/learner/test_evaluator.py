@@ -4,13 +4,13 @@ import pytest
 
 from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Reward
-from slipstream.configs.data import DataConfig, HeldoutSet
+from slipstream.configs.data import DataConfig, EvalSet
 from slipstream.configs.learner import EvaluationConfig
 from slipstream.learner.evaluation import Evaluator
 from tests.contract.stores import answer, lease, open_run
 from tests.memory_store.store import MemoryStore
 
-SETS = DataConfig(train="a", heldout="b").heldout_sets
+SETS = DataConfig(train="a", eval="b").eval_sets
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def store() -> MemoryStore:
 
 
 def make_evaluator(store: MemoryStore, *, monitor: int = 1, final: int = 2, sets=SETS, num_rows: int = 3) -> Evaluator:
-    config = EvaluationConfig(monitor_prompts=monitor, final_prompts=final)
+    config = EvaluationConfig(num_prompts=monitor, num_final_prompts=final)
     return Evaluator(store, config, sets=sets, num_rows=dict.fromkeys((each.name for each in sets), num_rows))
 
 
@@ -51,7 +51,7 @@ def reply(store: MemoryStore, *, status: str) -> int:
     ],
 )
 def test_a_small_file_is_shared_between_monitored_and_final_rows(num_rows: int, monitored: range, final: range):
-    assert EvaluationConfig(final_prompts=512).rows(num_rows) == (monitored, final)
+    assert EvaluationConfig(num_final_prompts=512).rows(num_rows) == (monitored, final)
 
 
 def test_only_rows_that_exist_are_requested(store):
@@ -82,8 +82,8 @@ def test_an_evaluation_without_a_reward_is_requested_under_another_name(store, e
 
 
 def test_each_set_has_its_rows_and_samples(store):
-    sets = [HeldoutSet("aime", "a", samples=3), HeldoutSet("gsm8k", "b", temperature=0.5)]
-    config = EvaluationConfig(monitor_prompts=1, final_prompts=2)
+    sets = [EvalSet("aime", "a", samples=3), EvalSet("gsm8k", "b", temperature=0.5)]
+    config = EvaluationConfig(num_prompts=1, num_final_prompts=2)
     evaluator = Evaluator(store, config, sets=sets, num_rows={"aime": 2, "gsm8k": 30})
     evaluator.open_final("before", version=0)
     leases = lease(store, 5)[:5]
@@ -97,7 +97,7 @@ def test_each_set_has_its_rows_and_samples(store):
 
 
 def test_metrics_are_of_every_set_and_of_each_data_source(store):
-    evaluator = make_evaluator(store, monitor=2, sets=[HeldoutSet("aime", "a", samples=4)], num_rows=9)
+    evaluator = make_evaluator(store, monitor=2, sets=[EvalSet("aime", "a", samples=4)], num_rows=9)
     evaluator.open_monitor(step=1, fence=1, version=0)
     right = [True, False, False, False, True, True, False, False]
     rewards = [Reward(total=float(each), is_correct=each) for each in right]

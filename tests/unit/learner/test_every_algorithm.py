@@ -26,15 +26,15 @@ from tests.unit.learner import builders
 from tests.unit.learner.builders import examples, make_groups, make_model, make_run, make_trainer, weights
 
 REJECT_MEAN = configs.RejectionConfig(low=0.17, high=2.0)
-NONE = CorrectionConfig(level="none", high=None)
-ONLY_REJECTED = CorrectionConfig(level="none", high=None, reject=[REJECT_MEAN])
+NONE = CorrectionConfig(level="none", max_weight=None)
+ONLY_REJECTED = CorrectionConfig(level="none", max_weight=None, reject=[REJECT_MEAN])
 QUICK = configs.CriticOptimizerConfig(learning_rate=1e-3)
 CRITIC, WARMED_UP = CriticConfig(optimizer=QUICK), CriticConfig(optimizer=QUICK, warmup_steps=1)
 OWN = "tests.unit.learner.own_algorithm:"
 COMPANIONS: dict[str, dict[str, Any]] = {
-    "advantage-win_rate": {"policy_loss": policy_losses.SppoConfig(eta=1.0), "aggregation": "prompt_mean"},
-    "loss-sppo": {"advantage": advantages.WinRateConfig(), "aggregation": "prompt_mean"},
-    "loss-gspo-length_scaled": {"aggregation": "seq_mean_token_mean"},
+    "advantage-win_rate": {"policy_loss": policy_losses.SppoConfig(eta=1.0), "loss_aggregation": "prompt_mean"},
+    "loss-sppo": {"advantage": advantages.WinRateConfig(), "loss_aggregation": "prompt_mean"},
+    "loss-gspo-length_scaled": {"loss_aggregation": "seq_mean_token_mean"},
     "advantage-vtrace": {"correction": NONE},
 }
 """Settings that an advantage or a loss requires."""
@@ -43,22 +43,26 @@ LOSSES = examples(policy_losses.PolicyLossConfig, function=f"{OWN}squashed", arg
 SETTINGS: dict[str, dict[str, Any]] = {
     **{f"advantage-{name}": {"advantage": record, "critic": CRITIC} for name, record in ADVANTAGES.items()},
     **{f"loss-{name}": {"policy_loss": record} for name, record in LOSSES.items()},
-    "gae-length_adaptive": {"advantage": advantages.GaeConfig(length_adaptive=0.05), "critic": WARMED_UP},
+    "gae-length_adaptive": {"advantage": advantages.GaeConfig(length_adaptive_alpha=0.05), "critic": WARMED_UP},
     "m2po": {"policy_loss": policy_losses.UnclippedConfig(), "masks": [policy_losses.M2poConfig(0.01)]},
     "opsm": {"masks": [policy_losses.OpsmConfig(0.01)]},
-    "seq_tis": {"correction": CorrectionConfig(level="sequence", high=5.0)},
-    "geometric": {"correction": CorrectionConfig(level="geometric", high=5.0)},
-    "seq_mis": {"correction": CorrectionConfig(level="sequence", bound="mask", low=0.2, high=5.0)},
+    "seq_tis": {"correction": CorrectionConfig(level="sequence", max_weight=5.0)},
+    "geometric": {"correction": CorrectionConfig(level="geometric", max_weight=5.0)},
+    "seq_mis": {"correction": CorrectionConfig(level="sequence", outside="mask", min_weight=0.2, max_weight=5.0)},
     "normalized": {"correction": CorrectionConfig(level="sequence", normalize=True)},
-    "rejected": {"correction": CorrectionConfig(reject=[REJECT_MEAN], rebaseline=True, denominator="kept")},
+    "rejected": {
+        "correction": CorrectionConfig(
+            reject=[REJECT_MEAN], exclude_rejected_from_baseline=True, loss_denominator="kept_tokens"
+        )
+    },
     "veto": {"correction": CorrectionConfig(veto=(1e-3, 1e3))},
     "bypass": {"proximal": "generator", "correction": NONE},
     "bypass-geo_rs": {"proximal": "generator", "correction": ONLY_REJECTED},
     "reuse": {"proximal": "reuse"},
     "interpolate": {"proximal": "interpolate"},
-    **{name: {"aggregation": name} for name in ("prompt_mean", "token_sum", "seq_mean_token_sum_norm")},
+    **{name: {"loss_aggregation": name} for name in ("prompt_mean", "token_sum", "seq_mean_token_sum_norm")},
     "kl-reward": {"kl": KlConfig(0.1, "k1", "reward")},
-    "kl-k3+": {"kl": KlConfig(0.1, "k3+")},
+    "kl-k3_st": {"kl": KlConfig(0.1, "k3_st")},
     "kl-off_policy": {"kl": KlConfig(0.1, "k3_off_policy")},
     "kl-full": {"kl": KlConfig(0.1, "full")},
     "kl-adaptive": {"kl": KlConfig(0.1, adaptive=configs.AdaptiveKlConfig(0.01, horizon=10), refresh_every_steps=2)},
@@ -66,8 +70,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
         f"distil-{divergence}": {"distillation": {"divergence": divergence, "top_k": 5}}
         for divergence in ("k1", "k3", "forward_kl_topk", "jsd_topk")
     },
-    "entropy": {"entropy_coefficient": 0.01},
-    "positive_nll": {"positive_nll_coefficient": 0.1},
+    "entropy": {"entropy_coef": 0.01},
+    "positive_nll": {"positive_nll_coef": 0.1},
     "ess": {"ess_learning_rate": configs.EssLearningRateConfig()},
     "overlong": {"reward": configs.RewardShapingConfig(overlong_buffer=8, normalize="group")},
 }
@@ -79,7 +83,7 @@ def make_algorithm_run(folder: Path, name: str, *, num_updates: int = 1, learner
     if "distillation" in algorithm:
         teacher = str(make_model(folder, seed=7))
         algorithm["distillation"] = DistillationConfig(teacher, **algorithm["distillation"])
-    settings = {"groups_per_step": 4} | (learner or {})
+    settings = {"prompts_per_step": 4} | (learner or {})
     baseline = "greedy" if name == "advantage-remax" else "none"
     generators = GeneratorsConfig(baseline=baseline, sampling=SamplingConfig(max_tokens=16))
     return make_run(make_model(folder), learner=settings, algorithm=AlgorithmConfig(**algorithm), generators=generators)
@@ -134,7 +138,7 @@ def test_a_users_function_sees_no_gap_and_is_not_called_without_tokens(tmp_path)
         "policy_loss": policy_losses.CustomPolicyLossConfig(f"{OWN}weighted_by_length"),
         "correction": ONLY_REJECTED,
     }
-    learner = {"groups_per_step": 4, "tokens_per_microbatch": 64}
+    learner = {"prompts_per_step": 4, "tokens_per_microbatch": 64}
     run = make_run(make_model(tmp_path), algorithm=AlgorithmConfig(**algorithm), learner=learner)
     groups = make_groups(num_groups=4)
     error = Reward(total=0.0, status="error")
@@ -149,7 +153,7 @@ def test_a_users_loss_sees_the_learners_log_probabilities(tmp_path, num_updates)
     results = []
     for policy_loss in losses:
         algorithm = AlgorithmConfig(policy_loss=policy_loss, updates_per_step=num_updates)
-        run = make_run(make_model(tmp_path), learner={"groups_per_step": 4}, algorithm=algorithm)
+        run = make_run(make_model(tmp_path), learner={"prompts_per_step": 4}, algorithm=algorithm)
         trainer = make_trainer(run)
         # In the second step, the learner differs from the generator.
         metrics = [trainer.step(make_groups(num_groups=4), learner_version=i, step=i + 1) for i in range(2)]
@@ -173,11 +177,11 @@ MEAN = configs.RejectionConfig(low=0.9, high=1.2)
 CORRECTIONS = [
     NONE,
     CorrectionConfig(),
-    CorrectionConfig(level="sequence", bound="mask", low=0.5, high=2.0),
-    CorrectionConfig(level="geometric", high=1.1),
-    CorrectionConfig(bound="mask", low=0.7, high=1.4, veto=(0.3, 4.0)),
-    CorrectionConfig(level="sequence", normalize=True, reject=[MEAN], denominator="kept"),
-    CorrectionConfig(level="none", high=None, reject=[MEAN], rebaseline=True),
+    CorrectionConfig(level="sequence", outside="mask", min_weight=0.5, max_weight=2.0),
+    CorrectionConfig(level="geometric", max_weight=1.1),
+    CorrectionConfig(outside="mask", min_weight=0.7, max_weight=1.4, veto=(0.3, 4.0)),
+    CorrectionConfig(level="sequence", normalize=True, reject=[MEAN], loss_denominator="kept_tokens"),
+    CorrectionConfig(level="none", max_weight=None, reject=[MEAN], exclude_rejected_from_baseline=True),
 ]
 PROXIMALS = ("recompute", "reuse", "generator", "interpolate")
 MASKS = ([], list(examples(policy_losses.MaskConfig).values()))
@@ -218,7 +222,7 @@ def compositions(loss):
     advantage = advantages.WinRateConfig() if isinstance(loss, policy_losses.SppoConfig) else advantages.DrGrpoConfig()
     for correction, proximal, (masks, updates) in product(CORRECTIONS, PROXIMALS, zip(MASKS, UPDATES, strict=True)):
         try:
-            settings = {"advantage": advantage, "policy_loss": loss, "aggregation": "seq_mean_token_mean"}
+            settings = {"advantage": advantage, "policy_loss": loss, "loss_aggregation": "seq_mean_token_mean"}
             settings |= {"correction": correction, "proximal": proximal, "masks": masks}
             yield AlgorithmConfig(**settings, updates_per_step=updates)
         except ConfigError:

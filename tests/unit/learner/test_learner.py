@@ -98,9 +98,11 @@ class FakePublisher:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
-    settings = ("learner.groups_per_step=2", "evaluation.every_steps=2", "learner.max_steps=9")
-    stop = "learner.stop=[{metric: eval/accuracy_greedy, at_least: 1.0}, {metric: eval/reward_sampled, at_least: 1.0}]"
-    small = ("evaluation.monitor_prompts=1", "evaluation.final_prompts=1")
+    settings = ("learner.prompts_per_step=2", "evaluation.every_steps=2", "learner.max_steps=9")
+    stop = (
+        "evaluation.stop=[{metric: eval/accuracy_greedy, at_least: 1.0}, {metric: eval/reward_sampled, at_least: 1.0}]"
+    )
+    small = ("evaluation.num_prompts=1", "evaluation.num_final_prompts=1")
     return load(["experiment=digits_cpu", f"runs_dir={tmp_path}", "name=run", *settings, stop, *small])
 
 

@@ -15,7 +15,7 @@ class Scene:
     """A learner that runs steps. Each version reaches the generators during the next step."""
 
     def __init__(self, folder: Path, steps: list[int] | None) -> None:
-        run = make_run(profile={"steps": steps}, learner={"max_steps": 20}, buffer={"staleness": {"max_lag": 1}})
+        run = make_run(profile={"steps": steps}, learner={"max_steps": 20}, staleness={"max_lag": 1})
         self.store = MemoryStore()
         self.store.open_run("run", config_json="{}", num_rows=7, seed=0)
         self.sent: list[Message] = []

@@ -138,7 +138,7 @@ def test_each_machine_of_a_learner_needs_its_number_and_where_all_meet():
     options = ["--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.5", "--master-port=20999"]
     assert machine_rendezvous(given, num_machines=2) == options
     for missing in ({"NODE_RANK": "2"}, {"NODE_RANK": ""}, {"MASTER_ADDR": ""}, {"MASTER_PORT": "any"}):
-        with pytest.raises(ConfigError, match=r"^each machine of cluster\.core\.machines=2 must have its number, 0"):
+        with pytest.raises(ConfigError, match=r"^each machine of cluster\.learner\.machines=2 must have its number, 0"):
             machine_rendezvous(given | missing, num_machines=2)
 
 

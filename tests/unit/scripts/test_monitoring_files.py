@@ -76,7 +76,7 @@ def test_every_promise_has_an_alert():
         ("SlipstreamDiskFull", "slipstream_disk_free_bytes"),
         ("SlipstreamCheckpointOld", "slipstream_checkpoint_age_seconds"),
         ("SlipstreamNoStep", "slipstream_progress_age_seconds"),
-        ("SlipstreamZeroSignal", "slipstream_group_ends_total"),
+        ("SlipstreamZeroAdvantage", "slipstream_group_ends_total"),
         ("SlipstreamGeneratorsMissing", "slipstream_generators_target"),
         ("SlipstreamRestartLoop", "slipstream_role_restarts_total"),
         ("SlipstreamStoreMemory", "slipstream_store_memory_limit_bytes"),

@@ -97,7 +97,7 @@ def test_a_run_is_read_as_arrow(folder: Path) -> None:
         ["experiment=digits_serial", "learner.max_steps=7"],
         ["recipe=dapo", "model.path='it\\'s mine'", "seed=3"],
         ["experiment=gsm8k_lora_1gpu", "algorithm/policy_loss=gspo", "learner.optimizer.betas=[0.8,0.9]"],
-        ["algorithm/advantage=gae", "algorithm.kl.coefficient=0.1", "data.curriculum={}", "buffer/filter=accuracy"],
+        ["algorithm/advantage=gae", "algorithm.kl.coef=0.1", "data.curriculum={}", "buffer/filter=accuracy"],
     ],
 )
 def test_a_replay_has_the_settings_of_its_run(overrides: list[str]) -> None:

@@ -27,7 +27,7 @@ from tests.builders import make_packed
 from tests.fakes import FakePeer, RouterScene
 
 READY = Pong(-1.0, "ready", 0)
-SETTINGS = {"cluster": {"guests": {"names": ["alice", "mallory"], "audit_share": 1.0}}}
+SETTINGS = {"cluster": {"untrusted_generators": {"names": ["alice", "mallory"], "audit_fraction": 1.0}}}
 LIE = "its reward is another"
 
 
@@ -177,7 +177,7 @@ def test_an_answer_that_repeats_an_improbable_one_is_a_lie(scene: RouterScene, l
 
 
 def test_a_guest_whose_answers_wait_for_checks_gets_no_more_leases(tmp_path: Path):
-    settings = SETTINGS | {"generators": {"group_size": 32}, "learner": {"groups_per_step": 2}}
+    settings = SETTINGS | {"generators": {"group_size": 32}, "learner": {"prompts_per_step": 2}}
     scene = RouterScene(tmp_path, settings=settings, staleness={"max_lag": 9})
     own(scene)
     guest = join(scene)

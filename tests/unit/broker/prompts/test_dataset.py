@@ -267,12 +267,12 @@ def test_a_row_limit_applies_to_each_training_file_and_skips_the_check_of_the_re
 @pytest.mark.parametrize(
     ("settings", "max_steps"),
     [
-        ({"learner": {"epochs": 3, "groups_per_step": 4}}, 6),
-        ({"learner": {"epochs": 3, "groups_per_step": 4}, "data": {"max_rows": 2}}, 3),
-        ({"learner": {"epochs": 1, "groups_per_step": 9}}, 1),
-        ({"learner": {"epochs": 3, "groups_per_step": 4}, "buffer": {"mix": {"archive": "a", "fraction": 0.5}}}, 12),
-        ({"learner": {"groups_per_step": 4}}, 4),
-        ({"learner": {"epochs": 3}, "evaluation": {"only": True}}, 4),
+        ({"learner": {"epochs": 3, "prompts_per_step": 4}}, 6),
+        ({"learner": {"epochs": 3, "prompts_per_step": 4}, "data": {"max_rows": 2}}, 3),
+        ({"learner": {"epochs": 1, "prompts_per_step": 9}}, 1),
+        ({"learner": {"epochs": 3, "prompts_per_step": 4}, "replay_mix": {"archive": "a", "fraction": 0.5}}, 12),
+        ({"learner": {"prompts_per_step": 4}}, 4),
+        ({"learner": {"epochs": 3}, "mode": "evaluate"}, 4),
     ],
 )
 def test_passes_over_all_training_files_give_the_number_of_steps(
@@ -350,13 +350,13 @@ def test_prompts_over_the_limit_are_refused_with_their_number_or_dropped_and_log
     with pytest.raises(ConfigError, match=refused):
         open_with(tmp_path, prompts)
     with capture_logs() as events:
-        train, heldout = open_with(tmp_path, prompts, too_long="drop")
+        train, heldout = open_with(tmp_path, prompts, on_too_long="skip")
     assert [row.uid for row in train] == ["train/00000", "train/00002"]
     assert {name: len(dataset) for name, dataset in heldout.items()} == {"sampled": 2, "greedy": 2}
     found = [(Path(each["file"]).parent.name, each["left_out"], each["kept"]) for each in events if "left_out" in each]
     assert found == [("train", 2, 2), ("heldout", 2, 2)]
     with pytest.raises(ConfigError, match=r"2 of 2 are longer, up to 3. tokens in row 1"):
-        open_with(tmp_path, prompts[1::2], too_long="drop")
+        open_with(tmp_path, prompts[1::2], on_too_long="skip")
 
 
 def test_a_row_that_fits_into_no_message_is_refused_with_its_size(tmp_path: Path) -> None:
@@ -385,13 +385,13 @@ def test_the_file_is_measured_as_generators_encode_it(most: int, tmp_path: Path)
 
 def test_a_shortage_of_heldout_prompts_is_described(tmp_path: Path) -> None:
     path = str(write(tmp_path, [ROW] * 4))
-    run = make_run(data={"heldout": path}, evaluation={"monitor_prompts": 2, "final_prompts": 6})
+    run = make_run(data={"eval": path}, evaluation={"num_prompts": 2, "num_final_prompts": 6})
     heldout = read_heldout(run)
     assert heldout["sampled"] is heldout["greedy"]
     (shortage,) = describe_shortages(run, heldout)
     assert shortage.startswith(f"{path} holds 4 prompts")
     assert "ask for 8: 1 are evaluated during training, 3 before and after it" in shortage
-    enough = make_run(evaluation={"monitor_prompts": 2, "final_prompts": 2})
+    enough = make_run(evaluation={"num_prompts": 2, "num_final_prompts": 2})
     assert describe_shortages(enough, heldout) == []
 
 
@@ -400,14 +400,14 @@ def test_held_out_sets_have_files_of_their_own(tmp_path: Path) -> None:
     sets = [
         {"name": name, "path": path} for name, path in zip(("gsm8k", "math", "easy"), [*paths, paths[0]], strict=True)
     ]
-    heldout = read_heldout(make_run(data={"heldout": sets}))
+    heldout = read_heldout(make_run(data={"eval": sets}))
     assert {name: len(dataset) for name, dataset in heldout.items()} == {"gsm8k": 3, "math": 2, "easy": 3}
     assert [heldout[name].row(1).uid for name in ("gsm8k", "math")] == ["gsm8k/train/00001", "math/train/00001"]
 
 
 def test_prompts_that_nobody_can_measure_here_are_left_to_the_generators(tmp_path: Path) -> None:
     path = write(tmp_path, [ROW | {"prompt": "1" * 99}])
-    data = {"train": str(path), "heldout": str(path), "max_prompt_tokens": 8}
+    data = {"train": str(path), "eval": str(path), "max_prompt_tokens": 8}
     assert len(open_datasets(make_run(model={"path": str(tmp_path / "elsewhere")}, data=data))[0]) == 1
 
 
@@ -535,7 +535,7 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path, m
     run = make_run(
         model={"path": str(text)},
         data={name: str(tmp_path / f"{name}.parquet") for name in ("train", "heldout")},
-        evaluation={"only": True},
+        mode="evaluate",
     )
     with pytest.raises(ConfigError, match="a text-only model"):
         make_inputs(run)
@@ -545,7 +545,7 @@ def test_what_cannot_be_used_is_refused_before_anything_starts(tmp_path: Path, m
 def test_images_count_in_the_length_of_a_prompt_and_the_size_of_a_row(tmp_path: Path, model: Path) -> None:
     rows = [make_picture_row([{"bytes": FIRST}]), make_picture_row([{"bytes": make_picture(64, 64)}])]
     assert "1 of 2 are longer, up to 67 tokens in row 1" in image_refusal(tmp_path, model, rows)
-    kept = open_run(tmp_path, model, rows, too_long="drop")
+    kept = open_run(tmp_path, model, rows, on_too_long="skip")
     assert [row.uid for row in kept] == ["train/00000"]
     assert len(open_run(tmp_path, model, rows, max_prompt_tokens=67)) == 2
     (tmp_path / "a.png").write_bytes(make_picture(64, 64))

@@ -21,7 +21,7 @@ def make_replay(archive: Path, *, steps: int = 2, groups: int = 2) -> RunConfig:
     return make_run(
         mode="replay",
         replay={"path": str(archive)},
-        learner={"max_steps": steps, "groups_per_step": groups},
+        learner={"max_steps": steps, "prompts_per_step": groups},
         weights={"transport": "memory"},
     )
 
@@ -89,7 +89,7 @@ def test_groups_without_a_step_come_last(tmp_path: Path) -> None:
 def folder(tmp_path: Path) -> Path:
     poison = make_finished("99", outcome="quarantined", reason="claim_attempts", steps=[])
     shards = [[make_finished(str(10 * shard + each)) for each in range(3)] for shard in range(3)]
-    dull = make_finished("98", outcome="rejected", reason="zero_signal", steps=[])
+    dull = make_finished("98", outcome="rejected", reason="zero_advantage", steps=[])
     return write_archive(tmp_path, *shards, [poison, dull])
 
 

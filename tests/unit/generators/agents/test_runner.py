@@ -116,7 +116,7 @@ OWN = {"temperature": 0.2, "top_p": 1.0, "top_k": -1, "max_tokens": 3}
 )
 def test_the_purpose_decides_the_sampling(purpose: str, settings: dict | None, expected: tuple[float, ...]):
     heldout = [] if settings is None else [{"name": "aime", "path": "a", **settings}, {"name": "other", "path": "b"}]
-    run = {"generators": {"sampling": SAMPLING}} | ({"data": {"heldout": heldout}} if heldout else {})
+    run = {"generators": {"sampling": SAMPLING}} | ({"data": {"eval": heldout}} if heldout else {})
     trajectory, engine, _ = answer(make_prompt(purpose=purpose), **run)
     used = trajectory.sampling
     assert (used.temperature, used.top_p, used.top_k, used.max_tokens) == expected
@@ -188,7 +188,7 @@ def compare(indices: list[int], *, purpose: str = "train", cancelled: int | None
 
     async def session():
         engine, scorer = Gated(), Comparing()
-        agent = make_agent(engine, scorer, data={"heldout": [{"name": "greedy", "path": "b"}]})
+        agent = make_agent(engine, scorer, data={"eval": [{"name": "greedy", "path": "b"}]})
         tasks = [asyncio.create_task(agent.answer(prompt, index)) for index in indices]
         await asyncio.sleep(0.01)
         waiting = [task for task in tasks if not task.done()]

@@ -164,7 +164,7 @@ def test_a_call_inside_the_reasoning_is_not_executed(format_name: str, family: s
         "react": "Action: calculator\nAction Input: 12 + 30",
     }
     said = calls.get(format_name, CALL)
-    agent = {"kind": "tools", "tools": ["calculator"], "format": format_name}
+    agent = {"kind": "tools", "tools": ["calculator"], "tool_call_format": format_name}
     thought = f"<think>\nI could write\n{said}\n</think>\n\n"
     prompt = make_prompt(QUESTION if format_name != "react" else "what is 12 + 30?")
     for text, count in ((thought + "it is 42", 0), (thought + said, 1), (f"<think>{said}", 0)):
@@ -176,7 +176,7 @@ def test_a_call_inside_the_reasoning_is_not_executed(format_name: str, family: s
     ("settings", "question", "call", "stop", "text"),
     [
         (
-            {"format": "react"},
+            {"tool_call_format": "react"},
             "what is 12 + 30?\n",
             "I see.\nAction: calculator\nAction Input: 12 + 30\nObservation:",
             ("\nObservation:",),
@@ -201,7 +201,7 @@ def test_a_template_that_shows_results_only_after_tool_calls_takes_no_tools():
         with pytest.raises(ConfigError, match="only after a message with `tool_calls`"):
             play({"kind": "tools", "tools": ["calculator"]}, [], family=family)
         asked = make_prompt("what is 12 + 30?")
-        agent = {"kind": "tools", "tools": ["calculator"], "format": "react"}
+        agent = {"kind": "tools", "tools": ["calculator"], "tool_call_format": "react"}
         said = "Action: calculator\nAction Input: 12 + 30\nObservation:"
         assert play(agent, [said, "42"], prompt=asked, family=family).metrics["tool_calls"] == 1
 
@@ -242,7 +242,10 @@ def test_no_text_of_a_model_keeps_its_parser_busy(parse: Callable[[str], Any], t
         ({"tools": ["calculator_2"]}, "generators.agent.tools\\[0\\].function must look like `module:function`"),
         ({"tools": ["calculator", "calculator"]}, "must have unique names, got calculator more than once"),
         ({"tools": [f"{HERE}:without_a_docstring"]}, "must have annotated parameters, and a docstring"),
-        ({"tools": ["calculator"], "format": "xml"}, "agent.format must be hermes, json, react or vllm:NAME"),
+        (
+            {"tools": ["calculator"], "tool_call_format": "xml"},
+            "agent.tool_call_format must be hermes, json, react or vllm:NAME",
+        ),
     ],
 )
 def test_what_cannot_be_a_tool_is_refused(agent: dict, complaint: str):
@@ -271,5 +274,7 @@ def test_parsers_of_vllms_read_calls(name: str, text: str):
 
 @pytest.mark.slow
 def test_a_parser_of_vllms_without_content_is_refused():
-    with pytest.raises(ConfigError, match=r"agent.format must name a vLLM tool parser .* got 'openai': .* is a stub"):
+    with pytest.raises(
+        ConfigError, match=r"agent.tool_call_format must name a vLLM tool parser .* got 'openai': .* is a stub"
+    ):
         call_format.load_format("vllm:openai", tokenizer=make_chat_tokenizer("chatml"), setting="generators.agent")

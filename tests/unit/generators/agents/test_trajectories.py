@@ -72,7 +72,11 @@ TWO = ["41", "it is 42"]
 CASES: list[tuple[dict[str, Any], list[str], Any]] = [
     ({"kind": "single_turn"}, ["it is 42"], QUESTION),
     ({"kind": "tools", "tools": ["calculator"]}, [CALL, "it is 42"], QUESTION),
-    ({"kind": "tools", "format": "react", "tools": ["calculator"]}, [ACTION, "it is 42"], "what is 12 + 30?\n"),
+    (
+        {"kind": "tools", "tool_call_format": "react", "tools": ["calculator"]},
+        [ACTION, "it is 42"],
+        "what is 12 + 30?\n",
+    ),
     ({"kind": "search", "index": "http://127.0.0.1:9/"}, ["<search>a</search>", "<answer>b</answer>"], QUESTION),
     ({"kind": "interaction", "interactions": [f"{USERS}:Teacher"]}, ["41", "42"], QUESTION),
     ({"kind": "environment", "environment": ENVIRONMENT}, TWO, QUESTION),

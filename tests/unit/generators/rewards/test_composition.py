@@ -72,8 +72,8 @@ def test_a_row_that_no_function_takes_is_an_error_with_its_data_source_and_no_ze
 )
 def test_correctness_is_decided_by_the_marked_functions_and_else_by_the_first(decides: tuple, is_correct: bool):
     config = several(
-        {"function": "exact_match", "decides": decides[0]},
-        {"function": f"{SAMPLES}:by_response", "decides": decides[1]},
+        {"function": "exact_match", "counts_for_accuracy": decides[0]},
+        {"function": f"{SAMPLES}:by_response", "counts_for_accuracy": decides[1]},
     )
     assert score(config, make_input()).is_correct is is_correct
 

@@ -65,7 +65,7 @@ def test_reinforce_sapo_and_dro_by_hand():
 def test_the_covariance_losses_treat_the_selected_tokens_alone():
     is_selected = torch.tensor([True, False, True])
     columns = {"log_ratio": logs(2, 2, 0.5), "advantages": wide(1, 1, -1), "is_selected": is_selected}
-    penalized = losses_of(partial(policy_losses.kl_cov, coefficient=0.1), **columns)
+    penalized = losses_of(partial(policy_losses.kl_cov, coef=0.1), **columns)
     assert penalized.tolist() == pytest.approx([-2 + 0.1 * math.log(2), -2.0, 0.5 + 0.1 * math.log(2)])
     assert losses_of(LOSSES["clip_cov"], **columns).tolist() == pytest.approx([-1.3, 0.0, 0.8])
 

@@ -7,7 +7,7 @@ from slipstream.learner.algorithms import token_advantages
 from tests.unit.learner.inputs import checked, token_inputs, wide
 
 length_adaptive_lambda = checked(token_advantages.length_adaptive_lambda)
-PLAIN = {"gamma": 1.0, "lam": 1.0, "critic_lam": 1.0, "length_adaptive": None, "epsilon": None}
+PLAIN = {"gamma": 1.0, "lam": 1.0, "critic_lam": 1.0, "length_adaptive_alpha": None, "epsilon": None}
 
 
 def gae(rewards, values, sequences, *, num_sequences, lam, **settings):
@@ -115,7 +115,7 @@ def test_masked_tool_tokens_are_as_good_as_deleted():
 
 def test_lambda_may_adapt_to_the_length_and_differ_from_the_critics():
     inputs = token_inputs(drawn(0), SEQUENCES, num_sequences=4, values=drawn(1))
-    settings = PLAIN | {"gamma": 0.9, "length_adaptive": 0.5, "critic_lam": 0.7}
+    settings = PLAIN | {"gamma": 0.9, "length_adaptive_alpha": 0.5, "critic_lam": 0.7}
     advantages, returns = token_advantages.gae(inputs, **settings)
     lam = length_adaptive_lambda(torch.tensor(LENGTHS), alpha=0.5)
     for index in (0, 1, 3):

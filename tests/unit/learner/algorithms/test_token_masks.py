@@ -107,43 +107,43 @@ def test_the_covariances_have_the_covariance_as_mean_and_are_zero_where_not_fini
     assert values.tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
-def clip_cov_mask(inputs, *, share, low, high):
-    return checked(token_masks.clip_cov_mask)(inputs, share=share, covariance_low=low, covariance_high=high)
+def clip_cov_mask(inputs, *, fraction, low, high):
+    return checked(token_masks.clip_cov_mask)(inputs, fraction=fraction, covariance_low=low, covariance_high=high)
 
 
 def test_clip_cov_draws_its_share_from_within_the_bounds_or_takes_all_candidates():
     # The covariances are 0, 1, 4, 9, ... of the first hundred tokens, and one very large.
-    mask = clip_cov_mask(rising(100), share=0.05, low=100.0, high=2500.0)
+    mask = clip_cov_mask(rising(100), fraction=0.05, low=100.0, high=2500.0)
     assert len(dropped(mask)) == 5
     assert all(10 <= i <= 50 for i in dropped(mask))
-    assert dropped(clip_cov_mask(rising(4), share=0.9, low=1.0, high=4.0)) == [1, 2]
+    assert dropped(clip_cov_mask(rising(4), fraction=0.9, low=1.0, high=4.0)) == [1, 2]
 
 
 def test_clip_cov_is_repeatable_differs_between_seeds_and_leaves_the_global_random_state_alone():
     before = torch.get_rng_state()
-    masks = [clip_cov_mask(rising(100, seed=seed), share=0.1, low=0.0, high=1e4) for seed in (0, 0, 1)]
+    masks = [clip_cov_mask(rising(100, seed=seed), fraction=0.1, low=0.0, high=1e4) for seed in (0, 0, 1)]
     assert masks[0].equal(masks[1])
     assert not masks[0].equal(masks[2])
     assert torch.get_rng_state().equal(before)
 
 
-@pytest.mark.parametrize("share", [2e-4, 0.19])
-def test_clip_cov_and_kl_cov_take_one_token_where_their_share_is_less_than_one(share):
-    assert len(dropped(clip_cov_mask(rising(4), share=share, low=1.0, high=4.0))) == 1
-    assert checked(token_masks.kl_cov_mask)(rising(4), share=share).nonzero().flatten().tolist() == [4]
+@pytest.mark.parametrize("fraction", [2e-4, 0.19])
+def test_clip_cov_and_kl_cov_take_one_token_where_their_share_is_less_than_one(fraction):
+    assert len(dropped(clip_cov_mask(rising(4), fraction=fraction, low=1.0, high=4.0))) == 1
+    assert checked(token_masks.kl_cov_mask)(rising(4), fraction=fraction).nonzero().flatten().tolist() == [4]
 
 
 def test_kl_cov_takes_the_top_share_and_the_earlier_of_equals_and_none_of_no_candidates():
-    assert dropped(clip_cov_mask(rising(4), share=2e-4, low=500.0, high=600.0)) == []
-    assert dropped(clip_cov_mask(rising(4), share=0.0, low=1.0, high=4.0)) == []
-    assert not checked(token_masks.kl_cov_mask)(rising(4), share=0.0).any()
+    assert dropped(clip_cov_mask(rising(4), fraction=2e-4, low=500.0, high=600.0)) == []
+    assert dropped(clip_cov_mask(rising(4), fraction=0.0, low=1.0, high=4.0)) == []
+    assert not checked(token_masks.kl_cov_mask)(rising(4), fraction=0.0).any()
     none_counted = inputs_of(wide(1, 2), wide(1, 2), is_counted=torch.tensor([False, False]))
-    assert not checked(token_masks.kl_cov_mask)(none_counted, share=0.5).any()
+    assert not checked(token_masks.kl_cov_mask)(none_counted, fraction=0.5).any()
     kl_cov_mask = checked(token_masks.kl_cov_mask)
-    assert kl_cov_mask(rising(4), share=0.4).nonzero().flatten().tolist() == [3, 4]
+    assert kl_cov_mask(rising(4), fraction=0.4).nonzero().flatten().tolist() == [3, 4]
     equal = inputs_of(wide(3, 3, -6), wide(3, 3, -6), learner_logprobs=wide(3, 3, -6))
-    assert kl_cov_mask(equal, share=0.7).tolist() == [True, False, True]
-    assert kl_cov_mask(equal, share=0.3).tolist() == [False, False, True]
+    assert kl_cov_mask(equal, fraction=0.7).tolist() == [True, False, True]
+    assert kl_cov_mask(equal, fraction=0.3).tolist() == [False, False, True]
 
 
 def test_tokens_that_the_correction_rejects_take_no_share_and_move_no_mean():
@@ -152,4 +152,4 @@ def test_tokens_that_the_correction_rejects_take_no_share_and_move_no_mean():
     values = covariance(wide(1, 50, -1, 0), wide(-1, 70, -3, -2), is_counted=is_counted)
     assert values[[0, 2, 3]].tolist() == [1.0, 1.0, 0.0]
     inputs = inputs_of(wide(0, 0, 0, 0), wide(1, 50, -1, 0), learner_logprobs=wide(1, 50, -1, 0), is_counted=is_counted)
-    assert token_masks.kl_cov_mask(inputs, share=0.4).tolist() == [True, False, False, False]
+    assert token_masks.kl_cov_mask(inputs, fraction=0.4).tolist() == [True, False, False, False]

@@ -89,4 +89,4 @@ def test_the_events_of_a_run_are_where_the_status_looks(tmp_path):
     (event,) = store.events(limit=5)
     assert event.role == "learner"
     assert event.text.startswith("learner/ess is 0.1, healthy is >= 0.3: the answers come from older weights")
-    assert "buffer.staleness.max_lag (now 4, mean lag 0)" in event.text
+    assert "staleness.max_lag (now 4, mean lag 0)" in event.text

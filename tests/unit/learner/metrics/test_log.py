@@ -127,8 +127,8 @@ def test_the_rate_of_a_row_is_that_of_the_living_generators(folder: RunFolder):
 
 
 def test_every_held_out_set_has_its_accuracies_in_the_summary(folder: RunFolder):
-    sets = "data.heldout=[{name: aime, path: a, samples: 4}, {name: sampled, path: b}]"
-    run = load(["experiment=digits_cpu", sets, "learner.stop=null", "evaluation.goals=[]"])
+    sets = "data.eval=[{name: aime, path: a, samples: 4}, {name: sampled, path: b}]"
+    run = load(["experiment=digits_cpu", sets, "evaluation.stop=null", "evaluation.goals=[]"])
     counts = {"version": 3, "num_asked": 4, "num_answered": 4}
     found = {
         name: EvaluationResult(id=name, purpose=name, num_correct=right, **counts)

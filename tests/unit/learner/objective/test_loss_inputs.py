@@ -87,7 +87,7 @@ def test_only_entirely_right_answers_are_imitated_and_those_of_a_group_drawn_for
     right, wrong = {"total": 1.0, "is_correct": True}, {"total": 0.9, "is_correct": False}
     groups = [[make_scored(group, 0, **right), make_scored(group, 1, **wrong)] for group in range(2)]
     for weights, expected in (([1.0, 1.0], [1.0, 0, 1.0, 0]), ([1.0, 0.25], [1.0, 0, 0.25, 0])):
-        found = prepared(groups, weights=weights, positive_nll_coefficient=0.5)
+        found = prepared(groups, weights=weights, positive_nll_coef=0.5)
         assert of_trajectories(found, "nll_weights") == pytest.approx([0.5 / 8 * share for share in expected])
 
 
@@ -96,7 +96,9 @@ def test_after_a_rejection_the_baseline_still_has_who_was_masked_for_its_length(
     groups = [[make_response(0, 0, reward=1.0), make_response(0, 1, reward=0.0), cut]]
     batch = make_batch(groups, masks_truncated=True).batch
     batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs)
-    found = make_objective(correction=CorrectionConfig(rebaseline=True, veto=(0.1, 10.0))).prepare(batch)
+    found = make_objective(correction=CorrectionConfig(exclude_rejected_from_baseline=True, veto=(0.1, 10.0))).prepare(
+        batch
+    )
     assert found.tokens.advantages.unique().tolist() == pytest.approx([-1 / 3, 2 / 3])
 
 
@@ -111,9 +113,9 @@ def with_the_last_rejected(**correction):
 
 def test_rejected_tokens_leave_baseline_and_denominator_if_so_configured():
     assert of_trajectories(with_the_last_rejected(), "advantages") == [-2, -1, 3]
-    assert of_trajectories(with_the_last_rejected(rebaseline=True), "advantages") == [-0.5, 0.5, 0]
+    assert of_trajectories(with_the_last_rejected(exclude_rejected_from_baseline=True), "advantages") == [-0.5, 0.5, 0]
     assert of_trajectories(with_the_last_rejected(), "token_weights")[:2] == pytest.approx([1 / 12] * 2)
-    kept = with_the_last_rejected(denominator="kept")
+    kept = with_the_last_rejected(loss_denominator="kept_tokens")
     assert of_trajectories(kept, "token_weights")[:2] == pytest.approx([1 / 8] * 2)
 
 
@@ -155,7 +157,7 @@ def test_tokens_are_selected_among_those_that_the_correction_leaves():
     masked = make_objective(masks=[M2poConfig(threshold=0.05)], correction=rejects)
     found = masked.select_tokens(masked.prepare(batch), update=0, seed=0)
     assert found.tokens.is_trusted.all(), "what is far is rejected already"
-    penalized = make_objective(policy_loss=KlCovConfig(share=0.5), correction=rejects)
+    penalized = make_objective(policy_loss=KlCovConfig(fraction=0.5), correction=rejects)
     selected = penalized.select_tokens(penalized.prepare(batch), update=0, seed=0).tokens.is_selected
     assert not selected[drift == 1].any()
     assert int(selected.sum()) == int((drift < 1).sum()) // 2
@@ -167,14 +169,14 @@ def test_tokens_are_selected_in_one_update_by_its_own_tokens_alone():
     is_later = batch.trajectories.updates[batch.tokens.sequences] == 1
     start = batch.tokens.generator_logprobs + torch.where(is_later, 1.0, 0.01)
     batch = batch.with_tokens(start_logprobs=start, current_logprobs=start)
-    config = {"updates_per_step": 2, "correction": CorrectionConfig(level="none", high=None)}
+    config = {"updates_per_step": 2, "correction": CorrectionConfig(level="none", max_weight=None)}
     masked = make_objective(masks=[M2poConfig(threshold=0.05)], **config)
     found = masked.select_tokens(masked.prepare(batch), update=0, seed=0)
     assert found.tokens.is_trusted.all(), "those of the other update are not judged yet"
     found = masked.select_tokens(found, update=1, seed=0)
     assert found.tokens.is_trusted[~is_later].all()
     assert not found.tokens.is_trusted[is_later].all()
-    penalized = make_objective(policy_loss=KlCovConfig(share=0.5), **config)
+    penalized = make_objective(policy_loss=KlCovConfig(fraction=0.5), **config)
     selected = penalized.select_tokens(penalized.prepare(batch), update=0, seed=0).tokens.is_selected
     assert int(selected.sum()) == int((~is_later).sum()) // 2
     assert not selected[is_later].any()
@@ -191,16 +193,16 @@ def corrected(drift=DRIFT, learner_log_ratio=None, **settings):
     return correct(inputs, learner=learner, config=CorrectionConfig(**settings))
 
 
-TOKEN, SEQUENCE = {"level": "token", "high": 2.0}, {"level": "sequence", "high": 2.0}
+TOKEN, SEQUENCE = {"level": "token", "max_weight": 2.0}, {"level": "sequence", "max_weight": 2.0}
 
 
 @pytest.mark.parametrize(
     ("settings", "weights", "is_bounded"),
     [
-        ({"level": "none", "high": None}, [1, 1, 1, 1], [False] * 4),
-        (TOKEN | {"low": 0.5}, [1, 2, 0.5, 1], [False, True, True, False]),
+        ({"level": "none", "max_weight": None}, [1, 1, 1, 1], [False] * 4),
+        (TOKEN | {"min_weight": 0.5}, [1, 2, 0.5, 1], [False, True, True, False]),
         # Masked weights are zero and stay in the count.
-        (TOKEN | {"low": 0.5, "bound": "mask"}, [1, 0, 0, 1], [False, True, True, False]),
+        (TOKEN | {"min_weight": 0.5, "outside": "mask"}, [1, 0, 0, 1], [False, True, True, False]),
         (SEQUENCE, [2, 2, 0.25, 0.25], [True, True, False, False]),
         # Normalized weights have the mean one over what they belong to.
         (TOKEN | {"normalize": True}, [w / 1.0625 for w in (1, 2, 0.25, 1)], [False, True, False, False]),
@@ -216,7 +218,7 @@ def test_weights_by_hand(settings, weights, is_bounded):
 
 def test_weights_are_the_proximal_policys_and_rejections_the_learners():
     entry = RejectionConfig(over="token", high=2.0)
-    found = corrected(learner_log_ratio=torch.zeros(4), level="token", high=2.0, reject=[entry], veto=(0.5, 2.0))
+    found = corrected(learner_log_ratio=torch.zeros(4), level="token", max_weight=2.0, reject=[entry], veto=(0.5, 2.0))
     assert found.weights.tolist() == [1, 2, 0.25, 1]
     assert found.is_kept.all()
     found = corrected(torch.zeros(4), learner_log_ratio=DRIFT, level="token", reject=[entry])

@@ -27,8 +27,8 @@ from slipstream.learner.training.step_metrics import StepMetrics
 from tests.metric_docs import STEP, TOKENS, keys_under
 from tests.unit.learner.builders import documented, make_alone
 
-TRUNCATED, NONE = CorrectionConfig(high=2.0), CorrectionConfig(level="none", high=None)
-CORRECTIONS = [TRUNCATED, CorrectionConfig(bound="mask", low=0.5, high=5.0), NONE]
+TRUNCATED, NONE = CorrectionConfig(max_weight=2.0), CorrectionConfig(level="none", max_weight=None)
+CORRECTIONS = [TRUNCATED, CorrectionConfig(outside="mask", min_weight=0.5, max_weight=5.0), NONE]
 POLICY_LOSSES = [PpoClipConfig(), ReinforceConfig()]
 
 
@@ -87,7 +87,7 @@ def test_on_policy_every_objective_has_the_gradient_of_reinforce(policy_loss, co
 
 def test_the_weight_is_taken_at_the_proximal_policy_and_has_no_gradient():
     tokens, proximal = make_tokens(), -torch.rand(9)
-    config = AlgorithmConfig(policy_loss=PpoClipConfig(), correction=CorrectionConfig(high=1.5))
+    config = AlgorithmConfig(policy_loss=PpoClipConfig(), correction=CorrectionConfig(max_weight=1.5))
     weights = (proximal - tokens.generator_logprobs).exp().clamp(max=1.5)
     expected = -weights * tokens.advantages * tokens.token_weights
     assert torch.allclose(gradient(config, tokens, proximal, proximal=proximal), expected, atol=1e-7)
@@ -115,13 +115,13 @@ def test_a_token_that_does_not_count_has_no_share_in_its_sequence(policy_loss, w
     }
     settings = {
         "rejected": {"reject": [RejectionConfig(statistic="k1", over="token", low=0.5, high=2.0)]},
-        "masked": {"level": "token", "bound": "mask", "low": 0.5, "high": 2.0},
+        "masked": {"level": "token", "outside": "mask", "min_weight": 0.5, "max_weight": 2.0},
         "untrusted": {},
     }[way]
     tokens, others = make_tokens(4, **columns), make_tokens(3, **{name: each[1:] for name, each in columns.items()})
     if way == "untrusted":
         tokens = tokens.replace(is_trusted=torch.tensor([False, True, True, True]))
-    correction = CorrectionConfig(**({"level": "none", "high": None} | settings))
+    correction = CorrectionConfig(**({"level": "none", "max_weight": None} | settings))
     config = AlgorithmConfig(policy_loss=policy_loss, correction=correction)
     found = gradient(config, tokens, logprobs, proximal=logprobs)
     assert found[0] == 0
@@ -131,7 +131,7 @@ def test_a_token_that_does_not_count_has_no_share_in_its_sequence(policy_loss, w
 
 def test_the_kl_and_entropy_terms_are_added_except_for_a_rejected_token():
     tokens = make_tokens(1, advantages=torch.zeros(1), token_weights=torch.ones(1))
-    config = AlgorithmConfig(correction=NONE, kl=KlConfig(0.5), entropy_coefficient=0.25)
+    config = AlgorithmConfig(correction=NONE, kl=KlConfig(0.5), entropy_coef=0.25)
     learner, reference = torch.tensor([-1.0]), torch.tensor([-1.0 + np.log(2.0)]).float()
     loss = loss_of(config, tokens, learner, reference=reference, entropies=torch.tensor([2.0]))
     assert loss.item() == pytest.approx(0.5 * (2 - 1 - np.log(2.0)) - 0.25 * 2.0, abs=1e-6)
@@ -170,7 +170,7 @@ def test_the_log_ratio_penalty_pulls_to_the_generator_where_the_policy_loss_has_
     generator, learner = (torch.tensor(p).log() for p in ([0.2, 0.4, 0.5], [0.6, 0.3, 0.6]))
     advantages = torch.tensor([1.0, 0.0, -1.0])
     tokens = make_tokens(3, generator_logprobs=generator, advantages=advantages, token_weights=torch.ones(3))
-    penalty = CorrectionConfig(level="none", high=None, log_ratio_penalty=0.25)
+    penalty = CorrectionConfig(level="none", max_weight=None, log_ratio_penalty=0.25)
     config = AlgorithmConfig(policy_loss=DppoConfig(), correction=penalty, proximal="generator")
     expected = 2 * 0.25 * (learner - generator) + torch.tensor([0.0, 0.0, 0.6 / 0.5])
     assert torch.allclose(gradient(config, tokens, learner), expected, atol=1e-6)
@@ -223,10 +223,10 @@ def test_weights_of_trajectories_are_changed_only_where_a_bound_changes_them():
     generator, learner = torch.tensor([0.25, 0.25, 0.5, 0.5]).log(), torch.full((4,), 0.5).log()  # products 4 and 1
     tokens = make_tokens(4, sequences=torch.tensor([0, 0, 1, 1]), generator_logprobs=generator)
     for correction, fraction in (
-        (CorrectionConfig(level="sequence", high=3.0), 0.5),
-        (CorrectionConfig(level="sequence", high=5.0), 0),
-        (CorrectionConfig(level="sequence", high=5.0, low=2.0, bound="mask"), 0.5),
-        (CorrectionConfig(level="token", high=1.5, normalize=False), 0.5),
+        (CorrectionConfig(level="sequence", max_weight=3.0), 0.5),
+        (CorrectionConfig(level="sequence", max_weight=5.0), 0),
+        (CorrectionConfig(level="sequence", max_weight=5.0, min_weight=2.0, outside="mask"), 0.5),
+        (CorrectionConfig(level="token", max_weight=1.5, normalize=False), 0.5),
         (NONE, 0),
     ):
         report = report_of(AlgorithmConfig(correction=correction), tokens, learner)
@@ -257,8 +257,8 @@ def test_a_token_beyond_the_clamp_of_log_ratios_keeps_its_gradient(policy_loss):
 @pytest.mark.parametrize("policy_loss", [PpoClipConfig(), ReinforceConfig(), CispoConfig(), GspoConfig()])
 @pytest.mark.parametrize("proximal", ["recompute", "reuse"])
 def test_a_token_that_the_learner_finds_impossible_has_no_loss_and_is_counted(policy_loss, proximal):
-    kl = KlConfig(coefficient=0.1, estimator="k2")
-    config = AlgorithmConfig(policy_loss=policy_loss, kl=kl, proximal=proximal, entropy_coefficient=0.1)
+    kl = KlConfig(coef=0.1, estimator="k2")
+    config = AlgorithmConfig(policy_loss=policy_loss, kl=kl, proximal=proximal, entropy_coef=0.1)
     tokens = make_tokens(4, nll_weights=torch.full((4,), 0.25))
     possible = torch.tensor([-0.5, -1.0, -2.0, -0.3])
     impossible = possible.clone()

@@ -149,7 +149,7 @@ def test_exported_trajectories_train_their_model_written_tokens(tmp_path):
 
 def test_a_held_out_file_is_read_from_its_beginning(tmp_path):
     path = make_file(tmp_path, ROWS * 3, "heldout.parquet")
-    for settings, expected in (({"heldout_path": path}, 6), ({"heldout_path": path, "heldout_rows": 4}, 4), ({}, 0)):
+    for settings, expected in (({"eval_path": path}, 6), ({"eval_path": path, "eval_rows": 4}, 4), ({}, 0)):
         assert len(read_heldout(sft_run(tmp_path, **settings)).demonstrations) == expected
 
 
@@ -159,9 +159,9 @@ UNFIT = [*ROWS, *({"prompt": "1=", "response": none} for none in ("", None)), {"
 def test_unfit_rows_are_refused_by_default_and_skipped_and_counted_on_request(tmp_path):
     assert "row 2: the response must not be empty" in refusal(tmp_path, UNFIT)
     assert "row 1: it must hold at most model.max_length (6) tokens, got 8" in refusal(tmp_path, max_length=6)
-    file = read_train(sft_run(tmp_path, UNFIT, unfit="skip"))
+    file = read_train(sft_run(tmp_path, UNFIT, on_too_long="skip"))
     assert (len(file.demonstrations), file.num_empty, file.num_too_long) == (2, 2, 1)
-    assert "got none: 2 rows with nothing to learn and 1 longer" in refusal(tmp_path, UNFIT[2:], unfit="skip")
+    assert "got none: 2 rows with nothing to learn and 1 longer" in refusal(tmp_path, UNFIT[2:], on_too_long="skip")
     assert "must hold at least one demonstration" in refusal(tmp_path, pa.Table.from_pylist(ROWS).slice(0, 0))
 
 

@@ -32,9 +32,9 @@ def problems(first, count):
 def make_sft_run(folder, *, name="first", steps=6, resume=False, **sft):
     settings = {
         "train_path": make_file(folder, problems(0, 40)),
-        "heldout_path": make_file(folder, problems(500, 10), "heldout.parquet"),
-        "trajectories_per_step": 8,
-        "heldout_every_steps": 2,
+        "eval_path": make_file(folder, problems(500, 10), "heldout.parquet"),
+        "batch_size": 8,
+        "eval_every_steps": 2,
     }
     learner = {
         "max_steps": steps,
@@ -69,11 +69,11 @@ def documented(heading):
 
 
 def test_the_held_out_loss_goes_down_and_everything_is_written_down(tmp_path):
-    rows, summary, _ = train(make_sft_run(tmp_path, steps=30, heldout_every_steps=10))
+    rows, summary, _ = train(make_sft_run(tmp_path, steps=30, eval_every_steps=10))
     assert [row["step"] for row in rows] == list(range(31))
     assert [row["step"] for row in rows if "eval/loss" in row] == [0, 10, 20, 30]
-    assert summary["heldout_loss"] < 0.9 * summary["heldout_loss_before"]
-    assert summary["heldout_loss_before"] == rows[0]["eval/loss"]
+    assert summary["eval_loss"] < 0.9 * summary["eval_loss_before"]
+    assert summary["eval_loss_before"] == rows[0]["eval/loss"]
     assert (summary["steps"], summary["epochs"], summary["train_rows"], summary["mode"]) == (30, 6.0, 40, "sft")
     assert {key for row in rows for key in row} | OF_PAIRS == documented("Metrics")
     assert set(summary) == documented("Summary")
@@ -89,7 +89,7 @@ def test_a_run_that_died_between_checkpoints_repeats_those_steps_bit_for_bit(tmp
     resumed, resumed_summary, found = train(msgspec.structs.replace(run, resume=True))
     assert equal(expected, found)
     assert lasting(resumed) == lasting(rows)
-    assert resumed_summary["heldout_loss"] == summary["heldout_loss"]
+    assert resumed_summary["eval_loss"] == summary["eval_loss"]
 
 
 def test_a_finished_run_that_is_resumed_makes_the_same_model_and_no_second_checkpoint(tmp_path):
@@ -100,14 +100,14 @@ def test_a_finished_run_that_is_resumed_makes_the_same_model_and_no_second_check
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
     (folder / "metrics.jsonl").unlink()
     build_sft(make_sft_run(tmp_path, resume=True), device=CPU).run()
-    lost = {"heldout_loss": None, "heldout_loss_before": None, "train_loss": None}
+    lost = {"eval_loss": None, "eval_loss_before": None, "train_loss": None}
     lost |= {"train_seconds": 0.0, "learner_tokens_per_s": 0.0}
     assert json.loads((folder / "summary.json").read_text()) == complete | lost, "without its metrics, too"
 
 
 def test_weights_that_an_update_made_nan_end_the_run_and_its_resume_begins_before_them(tmp_path, monkeypatch):
     _, _, expected = train(make_sft_run(tmp_path))
-    run = make_sft_run(tmp_path, name="second", heldout_every_steps=6)
+    run = make_sft_run(tmp_path, name="second", eval_every_steps=6)
     folder = tmp_path / "runs/second"
     planted = build_sft(run, device=CPU)
     plant_nan(planted._trainer, update=4)
@@ -123,7 +123,7 @@ def test_weights_that_an_update_made_nan_end_the_run_and_its_resume_begins_befor
 
 
 def test_an_evaluation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, monkeypatch):
-    run = build_sft(make_sft_run(tmp_path, heldout_every_steps=6), device=CPU)
+    run = build_sft(make_sft_run(tmp_path, eval_every_steps=6), device=CPU)
     losses = iter([1.0, float("nan")])
     monkeypatch.setattr(run._sft, "loss", lambda _rows: next(losses))
     with pytest.raises(DivergenceError, match=r"evaluation loss must be finite after step 3, .*No checkpoint"):
@@ -132,15 +132,15 @@ def test_an_evaluation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(t
 
 
 def test_without_a_held_out_file_there_is_no_held_out_loss(tmp_path):
-    rows, summary, _ = train(make_sft_run(tmp_path, steps=2, heldout_path=""))
+    rows, summary, _ = train(make_sft_run(tmp_path, steps=2, eval_path=""))
     assert [row["step"] for row in rows] == [1, 2]
-    assert (summary["heldout_loss"], summary["heldout_rows"]) == (None, 0)
+    assert (summary["eval_loss"], summary["eval_rows"]) == (None, 0)
 
 
 def test_the_checkpoint_of_the_best_held_out_loss_is_kept_and_exported(tmp_path):
     # A few memorized rows: the loss on other rows falls and then rises.
     few = make_file(tmp_path, problems(0, 4), "few.parquet")
-    run = make_sft_run(tmp_path, steps=40, heldout_every_steps=5, train_path=few, trajectories_per_step=4)
+    run = make_sft_run(tmp_path, steps=40, eval_every_steps=5, train_path=few, batch_size=4)
     best = BestConfig("eval/loss", mode="min")
     learner = msgspec.structs.replace(run.learner, checkpoint=CheckpointConfig(every_steps=50, keep=1, best=best))
     run = msgspec.structs.replace(run, learner=learner)
@@ -163,17 +163,17 @@ def test_the_checkpoint_of_the_best_held_out_loss_is_kept_and_exported(tmp_path)
     ("metric", "heldout", "message"),
     [
         ("eval/accuracy_greedy", "heldout.parquet", "must name eval/loss with mode=sft"),
-        ("eval/loss", "", "sft.heldout_path must be set"),
+        ("eval/loss", "", "sft.eval_path must be set"),
     ],
 )
 def test_a_best_checkpoint_that_cannot_be_is_refused(metric, heldout, message):
-    settings = [f"sft.heldout_path={heldout}", f"learner.checkpoint.best={{metric: {metric}}}"]
+    settings = [f"sft.eval_path={heldout}", f"learner.checkpoint.best={{metric: {metric}}}"]
     with pytest.raises(ConfigError, match=message):
         load(["experiment=sft", "sft.train_path=train.parquet", "model.path=somewhere", *settings])
 
 
 def test_each_pass_takes_every_row_once_in_an_order_drawn_from_the_seed_and_the_last_step_ends_with_it(tmp_path):
-    run = make_sft_run(tmp_path, trajectories_per_step=12)
+    run = make_sft_run(tmp_path, batch_size=12)
     run = msgspec.structs.replace(run, learner=msgspec.structs.replace(run.learner, epochs=2))
     assert count_steps(run, num_rows=40) == 7
 
@@ -191,21 +191,21 @@ def test_a_used_name_is_refused_and_a_resumed_run_keeps_its_settings_but_may_las
     train(make_sft_run(tmp_path, steps=1))
     with pytest.raises(ConfigError, match="name must be unused"):
         check_sft(make_sft_run(tmp_path, steps=1))
-    with pytest.raises(RunConflictError, match=r"sft\.trajectories_per_step must stay 8"):
-        check_sft(make_sft_run(tmp_path, steps=1, resume=True, trajectories_per_step=4))
+    with pytest.raises(RunConflictError, match=r"sft\.batch_size must stay 8"):
+        check_sft(make_sft_run(tmp_path, steps=1, resume=True, batch_size=4))
     check_sft(make_sft_run(tmp_path, steps=2, resume=True))
 
 
 def test_a_run_learns_pairs_and_its_model_scores_alike_in_transformers_and_as_a_reward(tmp_path):
     rows = [{"prompt": f"{n:03d}=", "chosen": f"{n:03d}"[::-1], "rejected": f"{n:03d}"} for n in range(123, 170)]
-    files = {"train_path": rows, "heldout_path": rows[:10]}
-    run = make_sft_run(tmp_path, steps=20, objective="pairs", heldout_every_steps=10)
+    files = {"train_path": rows, "eval_path": rows[:10]}
+    run = make_sft_run(tmp_path, steps=20, objective="pairs", eval_every_steps=10)
     paths = {name: make_file(tmp_path, content, f"{name}.parquet") for name, content in files.items()}
     run = msgspec.structs.replace(run, sft=msgspec.structs.replace(run.sft, **paths))
     written, summary, _ = train(run)
-    assert summary["heldout_pair_accuracy"] >= 0.9
-    assert summary["heldout_loss"] < 0.7 * summary["heldout_loss_before"]
-    assert written[-1]["eval/pair_accuracy"] == summary["heldout_pair_accuracy"]
+    assert summary["eval_pair_accuracy"] >= 0.9
+    assert summary["eval_loss"] < 0.7 * summary["eval_loss_before"]
+    assert written[-1]["eval/pair_accuracy"] == summary["eval_pair_accuracy"]
 
     path = str(tmp_path / "runs" / run.name / "final_model")
     module = AutoModelForSequenceClassification.from_pretrained(path)

@@ -33,7 +33,7 @@ def make_trainer_of(kind, folder, *, engine=ENGINES["torch"], tokens_per_microba
     learner = {"engine": engine, "tokens_per_microbatch": tokens_per_microbatch}
     learner["optimizer"] = OptimizerConfig(**optimizer)
     objective = "pairs" if kind is PairTrainer else "demonstrations"
-    sft = SftConfig("a", objective=objective, trajectories_per_step=batch)
+    sft = SftConfig("a", objective=objective, batch_size=batch)
     run = make_run(make_model(folder), learner=learner, mode="sft", sft=sft)
     torch.manual_seed(3)
     trainer = make_trainer(run)

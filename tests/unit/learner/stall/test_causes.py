@@ -87,7 +87,7 @@ STILL = {
     ),
     "silent": (
         snapshot(role(running=8, reason="pacing")), "silence", AFTER_S,
-        ["generator-0 is ready with version 0, 8 trajectories running: pacing", "learner.dead_end.after_s"],
+        ["generator-0 is ready with version 0, 8 trajectories running: pacing", "learner.stall.timeout_s"],
     ),
 }  # fmt: skip
 
@@ -117,7 +117,7 @@ def expiring(n: int) -> Snapshot:
 
 
 def filtered(n: int) -> Snapshot:
-    return working(accepted=8 * n, outcome_members={"rejected": 8 * n}, reasons={"rejected: zero_signal": n})
+    return working(accepted=8 * n, outcome_members={"rejected": 8 * n}, reasons={"rejected: zero_advantage": n})
 
 
 def refused(n: int) -> Snapshot:
@@ -128,7 +128,7 @@ def refused(n: int) -> Snapshot:
     ("come", "kind", "named", "not_named"),
     [
         (expiring, "lost", "expired: stale", "retired"),
-        (filtered, "filtered", "rejected: zero_signal", "retired"),
+        (filtered, "filtered", "rejected: zero_advantage", "retired"),
         (refused, "refused", "nonfinite_logprob", "oversize"),
     ],
 )
@@ -237,8 +237,8 @@ def test_consecutive_failed_rewards_are_an_immediate_dead_end(scene, sums, faile
 
 def test_failed_rewards_explain_a_standstill_before_the_filter_does(scene):
     for n in range(int(AFTER_S)):
-        scene.after(1, working(unrewarded=min(n, 3), reasons={"rejected: zero_signal": n}))
-    assert scene.after(1, working(unrewarded=3, reasons={"rejected: zero_signal": 200})).kind == "rewards"
+        scene.after(1, working(unrewarded=min(n, 3), reasons={"rejected: zero_advantage": n}))
+    assert scene.after(1, working(unrewarded=3, reasons={"rejected: zero_advantage": 200})).kind == "rewards"
 
 
 def test_a_replay_needs_no_new_rewards():

@@ -28,7 +28,7 @@ class Scene:
         open_run(self.store)
         self.store.announce_version(0)
         self.detector = StallDetector(
-            run=make_run(learner={"dead_end": {"policy": policy}}),
+            run=make_run(learner={"stall": {"policy": policy}}),
             store=self.store,
             who_is_missing=lambda: "1 generators alive",
             keep_alive=self.keep_alive,

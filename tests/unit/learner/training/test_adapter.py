@@ -40,7 +40,7 @@ def make_lora_run(path, *, engine=TORCH, kl=0.0, estimator="k3", **lora):
         path,
         model=ModelConfig(max_length=64, dtype="float32", path=str(path), lora=LoraConfig(**({"rank": 4} | lora))),
         learner={"engine": engine, "optimizer": OptimizerConfig(learning_rate=1e-2)},
-        algorithm=AlgorithmConfig(kl=KlConfig(coefficient=kl, estimator=estimator)),
+        algorithm=AlgorithmConfig(kl=KlConfig(coef=kl, estimator=estimator)),
     )
 
 

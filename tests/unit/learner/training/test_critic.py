@@ -109,7 +109,9 @@ def test_values_come_to_predict_returns_that_can_be_predicted(tmp_path):
 def test_the_clip_holds_values_that_an_earlier_update_of_the_step_has_moved(tmp_path):
     def second_step(clip):
         critic = {"clip": clip, "optimizer": CriticOptimizerConfig(learning_rate=3e-3)}
-        _, metrics = train(make_critic_run(tmp_path, critic=critic, learner={"groups_per_step": 2}, updates_per_step=2))
+        _, metrics = train(
+            make_critic_run(tmp_path, critic=critic, learner={"prompts_per_step": 2}, updates_per_step=2)
+        )
         return metrics[1]
 
     loose, tight = second_step(None), second_step(1e-3)
@@ -162,7 +164,7 @@ def test_tokens_that_are_not_trained_on_may_hold_anything(tmp_path):
 
 
 def test_tokens_that_the_correction_rejects_teach_the_critic_nothing(tmp_path):
-    correction = CorrectionConfig(veto=(1e-6, 1e6), rebaseline=True, denominator="kept")
+    correction = CorrectionConfig(veto=(1e-6, 1e6), exclude_rejected_from_baseline=True, loss_denominator="kept_tokens")
     run = make_critic_run(tmp_path, advantage=GaeConfig(epsilon=None), correction=correction)
     groups, results = make_groups(), []
     logprobs = groups[0][0].generator_logprobs - 30
@@ -178,10 +180,10 @@ def test_tokens_that_the_correction_rejects_teach_the_critic_nothing(tmp_path):
 
 @pytest.mark.parametrize("num_updates", [1, 2])
 def test_the_size_of_microbatches_changes_nothing(tmp_path, num_updates):
-    algorithm = {"advantage": VtraceConfig(), "correction": CorrectionConfig(level="none", high=None)}
+    algorithm = {"advantage": VtraceConfig(), "correction": CorrectionConfig(level="none", max_weight=None)}
     results = []
     for budget in (8192, 64):
-        learner = {"tokens_per_microbatch": budget, "groups_per_step": 4}
+        learner = {"tokens_per_microbatch": budget, "prompts_per_step": 4}
         run = make_critic_run(tmp_path, updates_per_step=num_updates, learner=learner, **algorithm)
         results.append(train(run, num_groups=4))
     (whole, expected), (split, metrics) = results

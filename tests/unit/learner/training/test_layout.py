@@ -99,7 +99,7 @@ def test_a_run_of_the_shortest_sequences_can_be_probed(tmp_path):
     path = make_model(tmp_path)
     settings = {
         "model": ModelConfig(dtype="float32", path=str(path), max_length=2),
-        "data": DataConfig(train="a", heldout="b", max_prompt_tokens=1),
+        "data": DataConfig(train="a", eval="b", max_prompt_tokens=1),
         "generators": GeneratorsConfig(sampling=SamplingConfig(max_tokens=1)),
     }
     assert choose(path, **settings)[1].kind == "shared_rows"

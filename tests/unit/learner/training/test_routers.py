@@ -216,7 +216,7 @@ def test_the_weights_of_replayed_experts_are_the_routers_own():
 
 def test_a_step_replays_in_every_pass_of_the_policy_and_in_none_of_the_reference(tmp_path: Path):
     """With recorded experts, proximal and learner log-probs agree, and the reference routes on its own."""
-    algorithm = AlgorithmConfig(proximal="recompute", kl=KlConfig(coefficient=0.1))
+    algorithm = AlgorithmConfig(proximal="recompute", kl=KlConfig(coef=0.1))
     groups, found = route(make_policy(seed=1), make_groups()), []
     for replay in (False, True):
         trainer = make_trainer(moe_run(tmp_path, algorithm=algorithm, router_replay=replay))
@@ -249,7 +249,7 @@ def test_an_engine_records_what_the_learner_would_choose(tmp_path: Path):
 
     async def generate() -> list:
         engine = HfEngine(
-            ModelConfig(max_length=64, dtype="float32", path=str(path), router_replay=True),
+            ModelConfig(max_length=64, dtype="float32", path=str(path), moe=MoeConfig(router_replay=True)),
             HfEngineConfig(),
             receiver=Receiver(),
         )
@@ -287,8 +287,8 @@ def test_trajectories_without_fitting_experts_are_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("", {"router_replay": True}, "model.router_replay must be off .* Qwen2ForCausalLM"),
-        ("", {"router_aux_loss": 0.1}, "model.router_aux_loss must be off"),
+        ("", {"router_replay": True}, "model.moe.router_replay must be off .* Qwen2ForCausalLM"),
+        ("", {"router_aux_loss": 0.1}, "model.moe.router_aux_loss must be off"),
         ("deepseek_v3", {"router_aux_loss": 0.1}, "balances its experts by a bias"),
         ("deepseek_v2", {"router_aux_loss": "checkpoint"}, "without router_aux_loss_coef"),
     ],
@@ -304,7 +304,7 @@ def test_engines_that_cannot_record_are_refused():
     with pytest.raises(ConfigError, match=r"router_replay must be false .* pipeline_parallel_size > 1"):
         make_run(
             "x",
-            model=ModelConfig(max_length=64, dtype="float32", path="x", router_replay=True),
+            model=ModelConfig(max_length=64, dtype="float32", path="x", moe=MoeConfig(router_replay=True)),
             generators=GeneratorsConfig(engine=engine),
         )
 

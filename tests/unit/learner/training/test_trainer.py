@@ -114,7 +114,7 @@ def test_equal_rewards_move_nothing_and_without_room_no_numbers_of_tokens_are_ke
 
 
 def test_a_batch_without_a_trainable_token_changes_neither_weights_nor_the_adaptive_kl_coefficient(tmp_path):
-    kl = KlConfig(coefficient=0.1, adaptive=AdaptiveKlConfig(target=0.01, horizon=8))
+    kl = KlConfig(coef=0.1, adaptive=AdaptiveKlConfig(target=0.01, horizon=8))
     trainer = make_trainer(make_run(make_model(tmp_path), algorithm=AlgorithmConfig(kl=kl)))
     before = weights(trainer)
     error = Reward(total=0.0, status="error")
@@ -130,7 +130,7 @@ def test_a_batch_without_a_trainable_token_changes_neither_weights_nor_the_adapt
 
 @pytest.mark.parametrize("num_updates", [1, 2])
 def test_an_update_whose_tokens_are_all_rejected_is_measured_and_moves_nothing(tmp_path, num_updates):
-    correction = CorrectionConfig(level="none", high=None, reject=[RejectionConfig(over="token", low=50.0)])
+    correction = CorrectionConfig(level="none", max_weight=None, reject=[RejectionConfig(over="token", low=50.0)])
     algorithm = AlgorithmConfig(correction=correction, updates_per_step=num_updates)
     trainer = make_trainer(make_run(make_model(tmp_path), algorithm=algorithm))
     before = weights(trainer)
@@ -160,7 +160,7 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_the_step_by_name_and_moves_
 
 def test_several_updates_follow_the_schedule_and_leave_the_proximal_policy(tmp_path):
     optimizer = OptimizerConfig(schedule="linear", learning_rate=1e-3)
-    learner = {"groups_per_step": 4, "max_steps": 2, "optimizer": optimizer}
+    learner = {"prompts_per_step": 4, "max_steps": 2, "optimizer": optimizer}
     run = make_run(make_model(tmp_path), learner=learner, algorithm=AlgorithmConfig(updates_per_step=2))
     trainer = make_trainer(run)
     first = trainer.step(make_groups(num_groups=4), learner_version=0, step=1)

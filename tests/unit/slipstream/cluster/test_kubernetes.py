@@ -36,7 +36,7 @@ LABEL = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 SPREAD = (
     "name=mine_x",
     "learner.num_ranks=4",
-    "cluster.core={machines: 2, cpus: 8, gpus: 2}",
+    "cluster.learner={machines: 2, cpus: 8, gpus: 2}",
     "cluster.interface=10.0.0.0/8",
     "cluster.trusted_network=true",
     "generators.count=3",
@@ -140,7 +140,7 @@ def test_a_jobset_starts_each_role_with_its_settings_where_the_others_find_it():
     assert broker.restart_policy == "Always", "a sidecar, which ends with the learner"
     settings = role_of(broker, "slipstream.broker")
     run = load(settings)
-    assert (run.name, run.resume, run.cluster.core.machines) == ("mine_x", "auto", 2)
+    assert (run.name, run.resume, run.cluster.learner.machines) == ("mine_x", "auto", 2)
     (ranks,) = jobs["ranks"].template.spec.containers
     assert role_of(learner, "slipstream.learner") == role_of(ranks, "slipstream.learner") == settings
     host = "mine-x-core-0-0.mine-x"
@@ -198,9 +198,9 @@ def test_memory_follows_the_settings_and_grows_with_gpus_without_them(make):
                        if each.name != "prepare"] for name, pod in pods.items()}  # fmt: skip
         return {name: sum(sums[name]) for name in sums if name != "submitter"}
 
-    own = mib("cluster.core.memory_gib=100", "cluster.generator.memory_gib=20")
+    own = mib("cluster.learner.memory_gib=100", "cluster.generator.memory_gib=20")
     assert [*own.values()] == [100 * 1024, 20 * 1024]
-    assert [*mib("cluster.core.gpus=1", "cluster.generator.gpus=1").values()] == [80 * 1024, 80 * 1024]
+    assert [*mib("cluster.learner.gpus=1", "cluster.generator.gpus=1").values()] == [80 * 1024, 80 * 1024]
 
 
 @pytest.mark.parametrize("make", [jobset, rayjob])
@@ -232,9 +232,9 @@ def test_options_reach_every_pod_and_secrets_only_the_roles_that_need_them(make)
 
 @pytest.mark.parametrize(("kind", "container"), [("jobset", "broker"), ("rayjob", "ray-head")])
 def test_the_exporter_listens_behind_a_service(kind: Kind, container: str):
-    recipe = recipe_of(kind, "name=mine", "exporter.port=9400")
+    recipe = recipe_of(kind, "name=mine", "metrics.prometheus_port=9400")
     job, service = manifests(recipe, kind, OPTIONS)
-    assert "exporter.host=0.0.0.0" in dump(job)
+    assert "metrics.prometheus_host=0.0.0.0" in dump(job)
     (port,) = service["spec"]["ports"]
     pods = pods_of(msgspec.convert(job, fields.JobSet if kind == "jobset" else fields.RayJob))
     served = [
@@ -317,8 +317,8 @@ def test_an_unfit_patch_is_refused(content: str | None, sentence: str, tmp_path:
         (["name=1st"], "name must begin with a letter and have <= 40 characters, got '1st'"),
         ([f"name={'n' * 41}"], "name must begin with a letter and have <= 40 characters"),
         (["experiment=digits_serial", "name=mine"], "cluster.kind must be local with mode=serial"),
-        (["learner.device=cuda", "name=mine"], "cluster.core.gpus must be 1"),
-        (["cluster.core.memory_gib=5", "name=mine"], "cluster.core.memory_gib must be > 5, got 5"),
+        (["learner.device=cuda", "name=mine"], "cluster.learner.gpus must be 1"),
+        (["cluster.learner.memory_gib=5", "name=mine"], "cluster.learner.memory_gib must be > 5, got 5"),
     ],
 )
 def test_a_run_that_cannot_be_placed_is_refused(overrides: list[str], sentence: str):
@@ -348,7 +348,7 @@ def test_kubectl_gets_the_secret_once_and_no_token_is_in_a_command_line(tmp_path
     main([*call, "--print"])
     printed = capsys.readouterr()
     assert yaml.safe_load(printed.out)["kind"] == "JobSet"
-    assert "without --claim and storage_uri, what the run writes is lost" in printed.err
+    assert "without --claim and storage.uri, what the run writes is lost" in printed.err
     main([*call, "--print", "--claim=shared", "--namespace=research"])
     printed = capsys.readouterr()
     assert "note: the embedded store writes to the claim shared." in printed.err

@@ -35,7 +35,7 @@ def test_a_missing_package_is_one_sentence_with_the_command(name, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(observers, "find_spec", lambda each: None if each == name else find(each))
     with pytest.raises(ConfigError) as refusal:
-        check_observers(make_run(loggers=[name]))
+        check_observers(make_run(logging={"backends": [name]}))
     assert f"`pip install {name}`" in str(refusal.value)
     assert str(refusal.value).count(". ") == 0
 
@@ -43,10 +43,13 @@ def test_a_missing_package_is_one_sentence_with_the_command(name, monkeypatch):
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"loggers": ["mlflow"]}, "loggers must name trackio, wandb, tensorboard or a class as module:Class"),
-        ({"loggers": ["nowhere:Mine"]}, "loggers must name a module that can be imported"),
-        ({"loggers": ["OWN:Nine"]}, "Did you mean 'Mine'"),
-        ({"loggers": ["OWN:Mute"]}, "with a method log"),
+        (
+            {"logging": {"backends": ["mlflow"]}},
+            "loggers must name trackio, wandb, tensorboard or a class as module:Class",
+        ),
+        ({"logging": {"backends": ["nowhere:Mine"]}}, "loggers must name a module that can be imported"),
+        ({"logging": {"backends": ["OWN:Nine"]}}, "Did you mean 'Mine'"),
+        ({"logging": {"backends": ["OWN:Mute"]}}, "with a method log"),
         ({"loggers": ["OWN:Mine"], "logging": {"options": {"OWN:Mine": {"size": 1}}}}, "logging.options must fit"),
     ],
 )
@@ -64,7 +67,7 @@ def test_a_logger_of_ones_own_is_accepted_and_its_role_is_the_name_of_a_file(own
 
 def test_settings_that_contradict_each_other_are_refused():
     with pytest.raises(msgspec.ValidationError, match="name each once"):
-        make_run(loggers=["wandb", "wandb"])
+        make_run(logging={"backends": ["wandb", "wandb"]})
     with pytest.raises(msgspec.ValidationError, match="name loggers of the run"):
         make_run(loggers=["wandb"], logging={"options": {"trackio": {}}})
 
@@ -72,8 +75,8 @@ def test_settings_that_contradict_each_other_are_refused():
 def test_a_port_that_is_taken_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"exporter.port must be free .* got {port}"):
-            check_observers(make_run(exporter={"port": port}))
+        with pytest.raises(ConfigError, match=f"metrics.prometheus_port must be free .* got {port}"):
+            check_observers(make_run(metrics={"prometheus_port": port}))
 
 
 def test_an_observer_that_keeps_dying_is_given_up_and_ends_nothing(tmp_path):

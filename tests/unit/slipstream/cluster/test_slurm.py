@@ -16,7 +16,7 @@ from slipstream.configs.load import load
 SPREAD = (
     "name=mine",
     "learner.num_ranks=16",
-    "cluster.core={machines: 2, cpus: 32, gpus: 8}",
+    "cluster.learner={machines: 2, cpus: 32, gpus: 8}",
     "cluster.interface=10.0.0.0/8",
     "cluster.trusted_network=true",
     "generators.count=4",
@@ -53,7 +53,7 @@ def test_a_job_asks_for_the_nodes_of_the_learner_and_for_the_tasks_of_generators
 
 
 def test_both_parts_of_a_job_have_their_own_options_and_memory():
-    sizes = ("cluster.core.memory_gib=512", "cluster.generator.memory_gib=60")
+    sizes = ("cluster.learner.memory_gib=512", "cluster.generator.memory_gib=60")
     text = script(*SPREAD, *sizes, core_options=["--partition=h200"], generator_options=["--partition=l40s"])
     options = re.findall(r"^#SBATCH (.*)$", text, re.MULTILINE)
     at = options.index("hetjob")
@@ -77,11 +77,14 @@ def test_the_roles_get_the_settings_of_the_run_and_go_on_where_they_were():
     ("overrides", "sentence"),
     [
         ([], r"^cluster\.interface must name the network that the machines share"),
-        ([*SPREAD, "learner.num_ranks=15"], r"^cluster\.core\.machines must divide learner\.num_ranks \(15\), got 2"),
-        ([*SPREAD, "cluster.trusted_network=false"], r"^cluster\.trusted_network must be true with cluster\.core"),
         (
-            [*SPREAD, "cluster.core.gpus=4"],
-            r"^cluster\.core\.gpus must be 0 or 8 with learner\.num_ranks=16, .*=2",
+            [*SPREAD, "learner.num_ranks=15"],
+            r"^cluster\.learner\.machines must divide learner\.num_ranks \(15\), got 2",
+        ),
+        ([*SPREAD, "cluster.trusted_network=false"], r"^cluster\.trusted_network must be true with cluster\.learner"),
+        (
+            [*SPREAD, "cluster.learner.gpus=4"],
+            r"^cluster\.learner\.gpus must be 0 or 8 with learner\.num_ranks=16, .*=2",
         ),
     ],
 )

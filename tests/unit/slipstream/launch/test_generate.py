@@ -44,7 +44,7 @@ def run(tmp_path: Path) -> RunConfig:
     ]
     return make_run(
         model={"path": str(make_tiny_model(tmp_path / "model"))},
-        data={"train": str(tmp_path / "train.jsonl"), "heldout": sets},
+        data={"train": str(tmp_path / "train.jsonl"), "eval": sets},
         generators={"reward": {"num_workers": 0, "function": "position_match"}, "max_concurrency": 16},
     )
 
@@ -58,7 +58,7 @@ def all_ids(*, prompts: int, samples: int) -> list[str]:
 
 
 def test_every_prompt_is_answered_and_more_of_them_the_next_time(run: RunConfig, tmp_path: Path) -> None:
-    run = msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, heldout=""))
+    run = msgspec.structs.replace(run, data=msgspec.structs.replace(run.data, eval=""))
     out = tmp_path / "out"
     stored, made = generate(run, out, samples=3, num_prompts=5, is_scored=True)
     assert (stored, made, ids(out)) == ([], 15, all_ids(prompts=5, samples=3))

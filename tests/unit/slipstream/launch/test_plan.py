@@ -57,7 +57,7 @@ def test_states_are_those_of_the_zero_stage(model: Path) -> None:
     assert gib(whole, "learner rank 0", "weights") == pytest.approx(one)
     assert gib(whole, "learner rank 0", "gradients") == pytest.approx(one)
     assert gib(whole, "learner rank 0", "optimizer: two moments") == pytest.approx(2 * one)
-    ranks = ("learner.num_ranks=4", "learner.engine.zero_stage=3", "algorithm.kl.coefficient=0.1")
+    ranks = ("learner.num_ranks=4", "learner.engine.zero_stage=3", "algorithm.kl.coef=0.1")
     sharded = plan_of(model, *ranks)
     for cause, share in (
         ("weights", 1 / 4),
@@ -71,7 +71,7 @@ def test_states_are_those_of_the_zero_stage(model: Path) -> None:
 
 
 def test_an_adapter_needs_no_gradients_of_the_base_and_travels_alone(model: Path) -> None:
-    plan = plan_of(model, "model.lora.rank=4", "algorithm.kl.coefficient=0.1")
+    plan = plan_of(model, "model.lora.rank=4", "algorithm.kl.coef=0.1")
     # Rank-4 matrices for q, k, v, o, gate, up, and down.
     pairs = [(WIDTH, WIDTH), (WIDTH, 64), (WIDTH, 64), (WIDTH, WIDTH)] + 2 * [(WIDTH, INNER)] + [(INNER, WIDTH)]
     adapter = LAYERS * 4 * sum(map(sum, pairs))

@@ -80,15 +80,17 @@ def test_a_data_source_that_no_reward_function_takes_is_refused_before_the_run(t
     rows = [make_row("1=", ground_truth="1", data_source=name, index=0, split="train") for name in ("digits/a", "qa")]
     write_pair(tmp_path, train=rows, heldout=rows[:1])
     functions = "generators.reward.functions=[{function: exact_match, data_sources: ['digits/*']}]"
-    paths = [f"data.{split}={tmp_path}/{split}.parquet" for split in ("train", "heldout")]
+    paths = [f"data.train={tmp_path}/train.parquet", f"data.eval={tmp_path}/heldout.parquet"]
     with pytest.raises(ConfigError, match=r"got none for data_source 'qa' of .*train\.parquet \(they take digits/\*\)"):
         make_inputs(load(["experiment=digits_cpu", *paths, functions, "prepare=[]"]))
 
 
 def test_a_launcher_of_one_machine_refuses_ranks_on_others() -> None:
     network = ["cluster.interface=127.0.0.0/8", "cluster.trusted_network=true"]
-    with pytest.raises(ConfigError, match=r"^cluster\.core\.machines must be 1 with cluster\.kind=local, got 2: this"):
-        check_surroundings(load(["learner.num_ranks=2", "cluster.core.machines=2", *network]))
+    with pytest.raises(
+        ConfigError, match=r"^cluster\.learner\.machines must be 1 with cluster\.kind=local, got 2: this"
+    ):
+        check_surroundings(load(["learner.num_ranks=2", "cluster.learner.machines=2", *network]))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,7 @@ def own_run(folder: Path, *overrides: str) -> RunConfig:
     """A run with a tiny model, two prompts to train on, and one held out."""
     (folder / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n')
     (folder / "heldout.jsonl").write_text('{"prompt": "2+2=", "answer": "4"}\n')
-    paths = [f"data.{split}={folder}/{split}.jsonl" for split in ("train", "heldout")]
+    paths = [f"data.train={folder}/train.jsonl", f"data.eval={folder}/heldout.jsonl"]
     model = folder / "model" if (folder / "model").exists() else make_tiny_model(folder / "model")
     small = ["data.max_prompt_tokens=16", "generators.sampling.max_tokens=16", "generators.reward.function=exact_match"]
     return load([f"model.path={model}", *paths, *small, *overrides])
@@ -173,11 +175,11 @@ def test_a_model_that_cannot_be_trained_is_refused_before_the_start(tmp_path: Pa
 def test_prompts_that_are_trained_on_are_not_held_out(tmp_path: Path, is_copy: bool) -> None:
     run = own_run(tmp_path)
     (tmp_path / "copy.jsonl").write_bytes((tmp_path / "train.jsonl").read_bytes())
-    heldout = f"data.heldout={tmp_path}/{'copy' if is_copy else 'train'}.jsonl"
-    with pytest.raises(ConfigError, match=r"data\.heldout must hold prompts that are not trained on, got .*\.jsonl, "):
+    heldout = f"data.eval={tmp_path}/{'copy' if is_copy else 'train'}.jsonl"
+    with pytest.raises(ConfigError, match=r"data\.eval must hold prompts that are not trained on, got .*\.jsonl, "):
         make_inputs(own_run(tmp_path, heldout))
-    make_inputs(own_run(tmp_path, heldout, "evaluation.only=true"))
-    assert run.data.train != run.data.heldout
+    make_inputs(own_run(tmp_path, heldout, "mode=evaluate"))
+    assert run.data.train != run.data.eval
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_prompts_that_are_trained_on_are_not_held_out(tmp_path: Path, is_copy: b
     [
         ("learner.optimizer.learning_rate=100", "is 100, and the model will probably diverge: 1e-7 to 1e-5 is typical"),
         ("learner.optimizer.learning_rate=1e-12", "probably barely change"),
-        ("learner.groups_per_step=8", "is 8, but there are only 2 training prompts: every step .* about 4 times"),
+        ("learner.prompts_per_step=8", "is 8, but there are only 2 training prompts: every step .* about 4 times"),
         ("generators.count=0", r"start a generator: `python -m slipstream\.generators name=run`"),
         ("seed=1", ""),
     ],
@@ -193,7 +195,7 @@ def test_prompts_that_are_trained_on_are_not_held_out(tmp_path: Path, is_copy: b
 def test_a_doubtful_setting_is_noted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, words: str
 ) -> None:
-    base = ["learner.groups_per_step=2", "evaluation.monitor_prompts=1", "evaluation.final_prompts=1"]
+    base = ["learner.prompts_per_step=2", "evaluation.num_prompts=1", "evaluation.num_final_prompts=1"]
     make_inputs(own_run(tmp_path, *base, override))
     found = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ") and "evaluat" not in line

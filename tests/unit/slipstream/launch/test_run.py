@@ -73,7 +73,7 @@ def test_sft_on_a_file_of_the_users_own_takes_nothing_from_the_default_task(give
     run = load(with_sft_preset(given))
     assert (run.mode, run.name) == ("sft", experiment)
     if experiment == "sft":
-        assert (run.prepare, run.sft.heldout_path, run.sft.response) == ([], "", "response")
+        assert (run.prepare, run.sft.eval_path, run.sft.response) == ([], "", "response")
 
 
 def test_a_resumed_run_starts_from_the_overrides_that_started_it(tmp_path: Path) -> None:
@@ -94,10 +94,14 @@ def test_a_resumed_run_starts_from_the_overrides_that_started_it(tmp_path: Path)
     [
         (3, [], "ended after 3 of 3 steps. To continue it, set learner.max_steps above 3."),
         (2, ["learner.max_steps=1"], "ended after 2 of 1 steps. To"),
-        (2, [], "because learner.stop was met. To continue it, set learner.max_steps above 2 or change learner.stop."),
+        (
+            2,
+            [],
+            "because evaluation.stop was met. To continue it, set learner.max_steps above 2 or change evaluation.stop.",
+        ),
         (3, ["learner.max_steps=9"], ""),
-        (2, ["learner.stop=null"], ""),
-        (3, ["evaluation.only=true"], ""),
+        (2, ["evaluation.stop=null"], ""),
+        (3, ["mode=evaluate"], ""),
     ],
 )
 def test_a_finished_run_is_described(tmp_path: Path, steps: int, changed: list[str], expected: str) -> None:
@@ -121,14 +125,14 @@ def test_the_commands_suggested_keep_the_settings_of_the_run(tmp_path: Path) -> 
     assert [line.split()[1] for line in with_settings] == ["run", "run", "plan"]
     assert "name=mine-sync" in commands[0]
     assert "slipstream evaluate runs/mine" in commands, "it takes the settings of the run"
-    overrides += ["learner.max_steps=7", "buffer/filter=zero_signal"]
+    overrides += ["learner.max_steps=7", "buffer/filter=zero_advantage"]
     run = load([*overrides, f"runs_dir={tmp_path}"])
     folder = RunFolder(run)
     folder.make()
     (folder.path / "config.yaml").write_text(to_yaml(run))
     commands = list(suggestions(run, folder, overrides=overrides, program="slipstream"))
     again = load(shlex.split(commands[0])[2:])
-    assert (again.learner.max_steps, again.name, again.buffer.staleness.max_lag) == (7, "mine-sync", 0)
+    assert (again.learner.max_steps, again.name, again.staleness.max_lag) == (7, "mine-sync", 0)
     assert not [line for line in commands if "max_steps" in line], "a file says the same in fewer characters"
     run = load([*overrides, "cluster.kind=ray", "cluster.interface=10.0.0.0/8"])
     commands = list(suggestions(run, folder, overrides=overrides, program="slipstream"))
@@ -147,11 +151,13 @@ def test_a_run_that_has_ended_is_reported_although_its_curve_cannot_be_drawn(tmp
     folder.write_summary(summary)
     folder.append_metrics({"step": 1, "time_s": 1.0})
     with no_file_above(1000):
-        run_module.report(run, folder, overrides=["loggers=[trackio]", "data.train=[/a.parquet]"], program="slipstream")
+        run_module.report(
+            run, folder, overrides=["logging.backends=[trackio]", "data.train=[/a.parquet]"], program="slipstream"
+        )
     printed = capsys.readouterr().out
     assert "curve        not drawn: [Errno 27] File too large" in printed
     assert "final model" in printed
-    assert "plan 'loggers=[trackio]' 'data.train=[/a.parquet]'" in printed, "brackets are no markup"
+    assert "plan 'logging.backends=[trackio]' 'data.train=[/a.parquet]'" in printed, "brackets are no markup"
     said = "generator-0 died: [rank0] no file [/usr/lib/x]"
     LiveView(run, console=run_module.console).print_line(said)
     assert capsys.readouterr().out == f"{said}\n"

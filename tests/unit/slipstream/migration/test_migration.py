@@ -57,18 +57,18 @@ def verl(folder: Path, *lines: str) -> tuple[RunConfig, Imported]:
 def test_a_script_of_verl_becomes_a_command_that_composes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, imported = translated(tmp_path, "verl", VERL, suffix=".sh")
     assert run.model.path == "Qwen/Qwen2.5-7B-Instruct"
-    assert (run.learner.groups_per_step, run.algorithm.updates_per_step, run.generators.group_size) == (1024, 4, 5)
+    assert (run.learner.prompts_per_step, run.algorithm.updates_per_step, run.generators.group_size) == (1024, 4, 5)
     assert (run.algorithm.advantage.kind, run.algorithm.policy_loss.kind) == ("grpo", "ppo_clip")
     assert (run.algorithm.policy_loss.clip_low, run.algorithm.policy_loss.clip_high) == (0.2, 0.28)  # type: ignore[attr-defined]
-    assert [(each.path, each.temperature) for each in run.data.heldout_sets] == [
+    assert [(each.path, each.temperature) for each in run.data.eval_sets] == [
         (f"{tmp_path}/test.parquet", 0.0),
         (f"{Path.home()}/test.parquet", 0.0),
     ]
     assert run.data.train == f"{Path.cwd()}/train.parquet"
     assert (run.learner.max_steps, run.learner.optimizer.learning_rate) == (90, 1e-6)
     assert (run.learner.optimizer.schedule, run.learner.optimizer.warmup_steps) == ("constant", 0)
-    assert (run.buffer.staleness.max_lag, run.data.too_long, run.model.max_length) == (0, "drop", 1536)
-    assert (run.prepare, run.learner.stop, run.evaluation.goals, run.algorithm.masks) == ([], None, [], [])
+    assert (run.staleness.max_lag, run.data.on_too_long, run.model.max_length) == (0, "drop", 1536)
+    assert (run.prepare, run.evaluation.stop, run.evaluation.goals, run.algorithm.masks) == ([], None, [], [])
     assert imported.untranslated == ["trainer.made_up = 3"]
     assert imported.notes[0].startswith("the script called scontrol, which did not run")
     main(["import-config", "verl", str(tmp_path / "settings.sh")])
@@ -83,13 +83,13 @@ def test_a_script_of_verl_becomes_a_command_that_composes(tmp_path: Path, capsys
     [
         ("algorithm.adv_estimator=rloo", {"advantage.kind": "rloo"}),
         ("algorithm.norm_adv_by_std_in_grpo=False", {"advantage.kind": "dr_grpo"}),
-        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", {"aggregation": "seq_mean_token_mean"}),
+        ("actor_rollout_ref.actor.policy_loss.loss_mode=gspo", {"loss_aggregation": "seq_mean_token_mean"}),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=dppo_kl", {"policy_loss.divergence": "kl"}),
         ("actor_rollout_ref.actor.policy_loss.loss_mode=sapo", {"policy_loss.tau_negative": 1.05}),
-        ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", {"aggregation": "seq_mean_token_sum_norm"}),
-        ("actor_rollout_ref.actor.use_kl_loss=True", {"kl.coefficient": 0.001, "kl.estimator": "k3"}),
-        ("algorithm.use_kl_in_reward=True", {"kl.charged_in": "reward", "kl.estimator": "k1"}),
-        ("algorithm.rollout_correction.rollout_is=token", {"correction.level": "token", "correction.high": 2.0}),
+        ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", {"loss_aggregation": "seq_mean_token_sum_norm"}),
+        ("actor_rollout_ref.actor.use_kl_loss=True", {"kl.coef": 0.001, "kl.estimator": "k3"}),
+        ("algorithm.use_kl_in_reward=True", {"kl.apply_to": "reward", "kl.estimator": "k1"}),
+        ("algorithm.rollout_correction.rollout_is=token", {"correction.level": "token", "correction.max_weight": 2.0}),
         ("algorithm.rollout_correction.bypass_mode=True", {"proximal": "generator", "correction.level": "none"}),
     ],
 )  # fmt: skip
@@ -107,7 +107,12 @@ def test_bounds_and_rejections_of_verl(tmp_path: Path) -> None:
     lines = [f"{key}.rollout_is=sequence", f'{key}.rollout_is_threshold="0.5_5.0"', "algorithm.adv_estimator=grpo"]
     lines += [f"{key}.rollout_rs=seq_mean_k3,token_k1", f'{key}.rollout_rs_threshold="0.01,0.5_2.0"']
     correction = verl(tmp_path, *lines)[0].algorithm.correction
-    assert (correction.level, correction.low, correction.high, correction.bound) == ("sequence", 0.5, 5.0, "mask")
+    assert (correction.level, correction.min_weight, correction.max_weight, correction.outside) == (
+        "sequence",
+        0.5,
+        5.0,
+        "mask",
+    )
     rejections = [(each.statistic, each.over, each.low, each.high) for each in correction.reject]
     assert rejections == [("k3", "mean", None, 0.01), ("k1", "token", 0.5, 2.0)]
 
@@ -125,7 +130,7 @@ def test_rewards_and_lag_of_verls_asynchronous_trainer(tmp_path: Path) -> None:
     lines += ["reward.custom_reward_function.path=mine.py", "reward.custom_reward_function.reward_kwargs.strict=2"]
     lines += ["actor_rollout_ref.rollout.tensor_model_parallel_size=2", "algorithm.adv_estimator=grpo"]
     run, _ = verl(tmp_path, *lines)
-    assert (run.generators.count, run.learner.num_ranks, run.buffer.staleness.max_lag) == (2, 2, 2)
+    assert (run.generators.count, run.learner.num_ranks, run.staleness.max_lag) == (2, 2, 2)
     assert (run.generators.reward.function, run.generators.reward.arguments) == ("mine.py:compute_score", {"strict": 2})
 
 
@@ -150,11 +155,11 @@ made_up: 1
 
 def test_a_file_of_trl_composes(tmp_path: Path) -> None:
     run, imported = translated(tmp_path, "trl", TRL)
-    assert (run.generators.group_size, run.learner.groups_per_step, run.algorithm.updates_per_step) == (8, 8, 2)
+    assert (run.generators.group_size, run.learner.prompts_per_step, run.algorithm.updates_per_step) == (8, 8, 2)
     assert (run.learner.max_steps, run.learner.checkpoint.every_steps) == (200, 250)
     assert run.learner.optimizer.warmup_steps == 8, "TRL counts updates"
-    assert (run.algorithm.advantage.kind, run.algorithm.aggregation) == ("dr_grpo", "seq_mean_token_sum_norm")
-    assert (run.algorithm.kl.coefficient, run.algorithm.kl.estimator) == (0.04, "k3_off_policy")
+    assert (run.algorithm.advantage.kind, run.algorithm.loss_aggregation) == ("dr_grpo", "seq_mean_token_sum_norm")
+    assert (run.algorithm.kl.coef, run.algorithm.kl.estimator) == (0.04, "k3_off_policy")
     assert run.algorithm.correction.level == "none", "without vLLM there is nothing to correct"
     assert imported.untranslated == ["made_up = 1"]
     assert any(note.startswith("top_entropy_quantile=0.2: there is no mask") for note in imported.notes)
@@ -163,12 +168,12 @@ def test_a_file_of_trl_composes(tmp_path: Path) -> None:
 def test_the_losses_and_weights_of_trl(tmp_path: Path) -> None:
     run, _ = translated(tmp_path, "trl", "num_generations: 8\nuse_vllm: true\nimportance_sampling_level: sequence\n")
     assert run.algorithm.policy_loss.kind == "gspo"
-    assert (run.algorithm.correction.level, run.algorithm.correction.bound) == ("sequence", "mask")
+    assert (run.algorithm.correction.level, run.algorithm.correction.outside) == ("sequence", "mask")
     for kind, ours in (("cispo", "cispo"), ("sapo", "sapo"), ("vespo", "vespo")):
         run, _ = translated(tmp_path, "trl", f"num_generations: 8\nloss_type: {kind}\n")
         assert run.algorithm.policy_loss.kind == ours
     run, _ = translated(tmp_path, "trl", "num_generations: 8\nmax_staleness: 4\nweight_sync_steps: 2\n")
-    assert (run.buffer.staleness.max_lag, run.weights.publish_every_steps) == (4, 2)
+    assert (run.staleness.max_lag, run.weights.publish_every_steps) == (4, 2)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tests.recorded_run import append_rows, make_row, record_run, record_step
 
 
 def test_health_names_metrics_that_mean_the_same_together_with_the_runs_figures(tmp_path, capsys):
-    folder = record_run(tmp_path, buffer={"staleness": {"max_lag": 7}})
+    folder = record_run(tmp_path, staleness={"max_lag": 7})
     append_rows(folder, make_row(31, **{"learner/ess": 0.1, "learner/chi2": 3.0, "learner/failed_fraction": 0.5}))
     explain("health", [str(folder)])
     first, *lines = capsys.readouterr().out.splitlines()

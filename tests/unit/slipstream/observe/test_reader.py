@@ -99,12 +99,12 @@ def test_a_named_run_that_is_deleted_leaves_the_list_and_the_others_keep_their_n
 
 
 def test_a_warning_quotes_the_figures_of_the_run_and_a_rolled_back_run_is_judged_again(tmp_path):
-    folder = record_run(tmp_path, steps=1, buffer={"staleness": {"max_lag": 7}}, **SERIAL)
+    folder = record_run(tmp_path, steps=1, staleness={"max_lag": 7}, **SERIAL)
     append_rows(folder, make_row(2, **{"learner/ess": 0.1, "lag/mean": 2.5}))
     reader = read(folder)
     (warning,) = reader.view().warnings
     assert warning.metric == "learner/ess"
-    assert "buffer.staleness.max_lag (now 7, mean lag 2.5)" in warning.advice
+    assert "staleness.max_lag (now 7, mean lag 2.5)" in warning.advice
     RunFolder(make_config(tmp_path, **SERIAL)).keep_metrics(up_to_step=1)
     reader.poll()
     assert reader.view().warnings == []

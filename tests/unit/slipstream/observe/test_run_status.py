@@ -110,8 +110,8 @@ def test_wait_and_busy_fractions_are_measured():
 def test_admission_has_the_reason_why_no_prompts_are_admitted():
     assert status_of().admission.reason == ""
     assert status_of(phase="finishing").admission.reason == "the run is finishing"
-    lagging = make_run(buffer={"staleness": {"max_lag": 1}})
-    assert status_of(run=lagging).admission.limit == 2 * lagging.learner.groups_per_step
+    lagging = make_run(staleness={"max_lag": 1})
+    assert status_of(run=lagging).admission.limit == 2 * lagging.learner.prompts_per_step
 
 
 def test_a_store_without_room_is_the_one_wait_of_all_roles():

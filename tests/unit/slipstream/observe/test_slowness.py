@@ -60,7 +60,7 @@ def test_a_publish_stall_of_the_generators_or_the_learner():
 def test_pacing_that_lets_too_few_prompts_out():
     answer = explain(learner=WAITS, generator={"working": 0.2, "prompts": 0.8})
     assert keys(answer)[0] == "generator/prompts"
-    assert "buffer.staleness.max_lag (now" in answer.findings[0].advice
+    assert "staleness.max_lag (now" in answer.findings[0].advice
 
 
 def test_a_run_of_one_process_has_no_generator_to_ask():

@@ -173,7 +173,7 @@ def test_waits_queue_events_and_groups_rejected_by_a_filter_are_shown():
         "0 of 0 complete groups carried no signal (0.0%)",
     ):
         assert part in shown
-    reasons = {"rejected: zero_signal": 20, "rejected: too_hard": 4, "expired: on_stale": 9}
+    reasons = {"rejected: zero_advantage": 20, "rejected: too_hard": 4, "expired: on_stale": 9}
     skipped = {"skipped_too_easy": 3, "skipped_too_hard": 41, "rows": 97}
     counts = msgspec.structs.replace(status.counts, became_ready=72, reasons=reasons, curriculum=skipped)
     shown = drawn(msgspec.structs.replace(status, counts=counts))

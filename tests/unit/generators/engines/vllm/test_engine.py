@@ -97,7 +97,7 @@ def test_settings_reach_vllm_and_so_do_its_other_arguments() -> None:
 )
 def test_an_argument_that_a_setting_decides_or_that_may_change_sampling_is_refused(extra: dict, advice: str) -> None:
     with pytest.raises(ConfigError, match=advice):
-        VllmEngineConfig(extra=extra)
+        VllmEngineConfig(engine_kwargs=extra)
 
 
 def test_every_argument_that_is_named_is_one_of_vllms() -> None:

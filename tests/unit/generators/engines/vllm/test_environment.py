@@ -8,7 +8,7 @@ def environment_of(device: str, **engine: object) -> dict[str, str]:
 
 def test_variables_follow_device_and_settings():
     assert vllm_environment(make_run()) == {}, "for another engine"
-    cpu, gpu = environment_of("cpu", cpu_kv_cache_gib=3), environment_of("cuda")
+    cpu, gpu = environment_of("cpu", kv_cache_gib=3), environment_of("cuda")
     for environment in (cpu, gpu):
         assert environment["VLLM_NO_USAGE_STATS"] == environment["DO_NOT_TRACK"] == "1"
     assert (cpu["OMP_NUM_THREADS"], cpu["VLLM_CPU_KVCACHE_SPACE"]) == ("1", "3")

@@ -92,7 +92,7 @@ def test_a_tokenizer_must_fit_the_model(model: Path) -> None:
 
 def test_what_a_run_makes_by_itself_may_be_missing_and_demonstrations_are_left_to_their_reader(tmp_path: Path) -> None:
     prepare = [{"creates": str(tmp_path / made), "module": "maker", "args": []} for made in ("model", "data")]
-    data = {"train": str(tmp_path / "data/train.parquet"), "heldout": str(tmp_path / "data/heldout.parquet")}
+    data = {"train": str(tmp_path / "data/train.parquet"), "eval": str(tmp_path / "data/heldout.parquet")}
     run = run_of(tmp_path / "model", prepare=prepare, data=data)
     for (finding,) in (check_model_folder(run), check_data(run)):
         assert_found(finding, "skipped", "`slipstream prepare`")
@@ -102,12 +102,12 @@ def test_what_a_run_makes_by_itself_may_be_missing_and_demonstrations_are_left_t
 
 def test_rows_are_counted_few_are_a_warning_and_one_without_the_needed_column_is_an_error(model, tmp_path):
     rows = str(write_rows(tmp_path / "rows.parquet"))
-    data = {"train": rows, "heldout": rows}
+    data = {"train": rows, "eval": rows}
     found, template = check_data(run_of(model, data=data))
     assert (found.verdict, template.name, template.verdict) == ("ok", "chat template", "ok")
     assert found.found.startswith("10 rows to train on, 10 of ")
-    few = check_data(run_of(model, data=data, evaluation={"final_prompts": 100}))[0]
-    assert_found(few, "warn", "evaluation.final_prompts")
+    few = check_data(run_of(model, data=data, evaluation={"num_final_prompts": 100}))[0]
+    assert_found(few, "warn", "evaluation.num_final_prompts")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1=", "answer": "1"}\n{"answer": "2"}\n')
     with pytest.raises(ConfigError, match=r"row 1: `prompt` or `question` or .* must be filled"):
         check_data(run_of(model, data=data | {"train": str(tmp_path / "rows.jsonl")}))
@@ -116,7 +116,7 @@ def test_rows_are_counted_few_are_a_warning_and_one_without_the_needed_column_is
 def test_messages_need_a_template_that_takes_them(model: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": [{"role": "user", "content": "1="}], "answer": "1"}\n' * 10)
-    run = run_of(model, data={"train": str(rows), "heldout": str(rows)})
+    run = run_of(model, data={"train": str(rows), "eval": str(rows)})
     assert by_name(check_data(run))["chat template"].found.endswith("has no template")
     for template, found in (
         ("{{ raise_exception('system only') }}", "it does not take the messages of the first prompt"),

@@ -169,7 +169,7 @@ def test_a_damaged_parquet_file_is_refused(archive, capsys, spoil, rule):
     ("into", "rule"),
     [
         ("mine", "mode=replay replay.path=ARCHIVE"),
-        ("runs/mine", "buffer.mix.archive=ARCHIVE"),
+        ("runs/mine", "replay_mix.archive=ARCHIVE"),
         ("redis://localhost:6379/0", "a run that has a store"),
         ("archive", "--into must not exist yet"),
         ("no/where", "--into must lie in a folder that exists"),

@@ -34,7 +34,7 @@ def scraped(metrics: list[Metric]) -> dict[str, list[tuple[dict[str, str], float
 
 @pytest.fixture
 def run() -> RunConfig:
-    return make_run(buffer={"staleness": {"max_lag": 6}}, generators={"count": 2})
+    return make_run(staleness={"max_lag": 6}, generators={"count": 2})
 
 
 def test_a_run_is_scraped_with_its_name_on_every_sample(run):

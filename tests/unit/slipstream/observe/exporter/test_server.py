@@ -51,7 +51,7 @@ def test_only_the_token_opens_it_and_only_for_metrics(server):
 
 
 def test_a_port_in_use_is_one_sentence(server):
-    with pytest.raises(ConfigError, match=f"exporter.port must be free at 127.0.0.1, got {server.port}"):
+    with pytest.raises(ConfigError, match=f"metrics.prometheus_port must be free at 127.0.0.1, got {server.port}"):
         MetricsServer("127.0.0.1", server.port, token="")
 
 

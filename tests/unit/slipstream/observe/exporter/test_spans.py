@@ -90,7 +90,7 @@ def test_a_damaged_trace_is_an_error_of_the_file(tmp_path):
 
 def test_a_recording_that_is_written_as_the_run_ends_is_sent(trace, receiver):
     endpoint, bodies = receiver
-    outbox = Outbox(trace.parent.parent, make_run(exporter={"otlp_endpoint": endpoint}))
+    outbox = Outbox(trace.parent.parent, make_run(metrics={"otlp_endpoint": endpoint}))
     outbox.poll()
     outbox.close()
     outbox.poll()
