@@ -284,8 +284,8 @@ def test_passes_over_all_training_files_give_the_number_of_steps(
 
 
 def test_only_the_fields_of_a_row_can_be_named() -> None:
-    with pytest.raises(ValueError, match=r"data\.columns must name columns for prompt, ground_truth, .*got response"):
-        make_run(data={"columns": {"response": "answer"}})
+    with pytest.raises(ValueError, match=r"data\.columns must name columns for prompt, ground_truth, .*got responses"):
+        make_run(data={"columns": {"responses": "answer"}})
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
