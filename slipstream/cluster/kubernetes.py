@@ -187,11 +187,11 @@ class _Job:
         self._core_host = f"{self._name}-core-0-0.{self._name}"
         metrics = recipe.run.metrics.prometheus_port
         self._metrics = {"metrics": metrics} if metrics else {}
-        self._core = _size_of(self._cluster.core)
+        self._core = _size_of(self._cluster.learner)
 
     def jobset(self) -> Manifest:
         """One pod for broker, store, and first ranks; one per further machine of ranks; one per generator."""
-        machines = self._cluster.core.machines
+        machines = self._cluster.learner.machines
         jobs = [_fill("job", name="core", pods=1, pod=self._core_pod())]
         if machines > 1:
             start = 'export NODE_RANK=$((JOB_COMPLETION_INDEX + 1)); exec "$@"'
@@ -205,7 +205,7 @@ class _Job:
         return _fill("jobset", name=self._name, run=self._name, jobs=jobs)
 
     def _core_pod(self) -> Manifest:
-        core, store, secrets = self._cluster.core, self._run.buffer.store, self._options.secrets
+        core, store, secrets = self._cluster.learner, self._run.buffer.store, self._options.secrets
         broker_gib = _BROKER_GIB + (store.max_memory_mib / 1024 if isinstance(store, EmbeddedRedisConfig) else 0)
         # The broker needs one core.
         size = _Size(max(1, self._core.cpus - 1), self._core.memory_gib - broker_gib, core.gpus)
@@ -248,7 +248,7 @@ class _Job:
         return ["python", "-m", f"slipstream.{role}", *self._recipe.settings]
 
     def _ranks_variables(self) -> dict[str, str]:
-        machines, ranks = self._cluster.core.machines, self._run.learner.num_ranks
+        machines, ranks = self._cluster.learner.machines, self._run.learner.num_ranks
         # By default, a process in a container uses all cores of its node.
         threads = {"OMP_NUM_THREADS": str(max(1, self._core.cpus * machines // ranks))}
         meeting = {"MASTER_ADDR": self._core_host, "MASTER_PORT": str(self._ports[-1])}
@@ -279,7 +279,7 @@ class _Job:
         size = {"count": count, "least": scale.min if scale else count, "most": scale.max if scale else count}
         pod, labels = self._pod("generators", engine), dict(generator.labels)
         engines = _fill("workers", name="generators", pod=pod, labels=labels, **size)
-        if not (further := self._cluster.core.machines - 1):
+        if not (further := self._cluster.learner.machines - 1):
             return [engines]
         ranks = self._container("ray-worker", size=self._core, secrets=self._options.secrets)
         size = {"count": further, "least": further, "most": further}
