@@ -117,7 +117,7 @@ def _check_tokenizer(path: str, *, size: int | None) -> Result:
             return Result("tokenizer", "warn", "no tokenizer.json, but files of an older form", fix=fix)
         return Result("tokenizer", "fail", f"{path} has no tokenizer", fix="copy the tokenizer's files into the folder")
     try:
-        tokens = Tokenizer.from_file(str(file)).get_vocab()
+        tokens = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=False)
     except Exception as error:  # the library raises bare Exception
         return Result("tokenizer", "fail", f"{file} is damaged: {error}", fix=_COPY_AGAIN)
     if size is not None and (largest := max(tokens.values(), default=0)) >= size:
