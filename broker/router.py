@@ -86,7 +86,7 @@ class BrokerGauges:
         self._trace = Trace(name, RunFolder(run).profile)
         self.account = TimeAccount("routing", trace=self._trace)
         if (steps := run.profile.steps) and steps[0] - run.profile_lead_steps <= store.run_state().step + 1 <= steps[1]:
-            # Order it when generators join: the learner's order would arrive after their first leases.
+            # Start now and tell each generator when it joins: the learner's order would come after their first leases.
             self._trace.obey("events")
 
     def gauges(self, *, num_peers: int, is_chief: bool) -> dict[str, object]:
@@ -279,7 +279,7 @@ class Router:
                 for nack in self._ingest.add(peer.identity, message, frames[1:], guest=peer.guest):
                     self._send(peer.identity, nack)
             case LeaseRequest(max_trajectories=room):
-                # Serve it within this step.
+                # Serve it within this step, because the generator has free slots until then.
                 self._leases.request(peer, max_trajectories=room)
                 self._next_serve_at = self._may_serve_at
             case Pong():

@@ -49,7 +49,10 @@ _TYPE_NAMES = {
 
 
 def load(overrides: list[str]) -> RunConfig:
-    """Compose the presets with `overrides` (`a.b=c`, `group=option`). Raises ConfigError."""
+    """Compose the presets with `overrides` (`a.b=c`, `group=option`). Raises ConfigError.
+
+    A recipe replaces the experiment's algorithm and filter. Settings that depend on others are filled in last.
+    """
     groups()  # registers the generated options before Hydra looks them up
     data = _compose(overrides)
     if alone := _without_experiment(overrides):
@@ -57,7 +60,7 @@ def load(overrides: list[str]) -> RunConfig:
         data["algorithm"] = chosen["algorithm"]
         if isinstance(data["buffer"], dict):
             data["buffer"]["filter"] = chosen["buffer"]["filter"]
-    _choose_end(data, overrides)
+    _resolve_training_length(data, overrides)
     _derive(data)
     return convert(data, RunConfig)
 
@@ -70,17 +73,18 @@ def _compose(overrides: list[str]) -> Any:
         raise ConfigError(f"the config cannot be composed: {str(error).strip().splitlines()[0]}") from None
 
 
-_OF_RECIPES = ("algorithm.", "buffer.filter.")
+_RECIPE_PREFIXES = ("algorithm.", "buffer.filter.")
 
 
 def _without_experiment(overrides: list[str]) -> list[str]:
-    """Overrides that determine `_OF_RECIPES` if one is chosen, because an experiment's values don't fit; else empty."""
+    """If a recipe is chosen, return the overrides without the experiment, whose algorithm settings don't fit it; else
+    an empty list."""
     if not any(text.startswith("recipe=") and text != "recipe=none" for text in overrides):
         return []
     return [text for text in overrides if not text.startswith("experiment=")]
 
 
-def _choose_end(data: dict[str, Any], overrides: list[str]) -> None:
+def _resolve_training_length(data: dict[str, Any], overrides: list[str]) -> None:
     """On the command line, `learner.max_steps` replaces `learner.epochs` of a file. Raises ConfigError for both."""
     given, learner = {each.key_or_group for each in parse(overrides)}, data["learner"]
     if not isinstance(learner, dict) or learner.get("epochs") is None or "learner.max_steps" not in given:
@@ -94,7 +98,7 @@ def _choose_end(data: dict[str, Any], overrides: list[str]) -> None:
 
 
 def _derive(data: dict[str, Any]) -> None:
-    """Fill in settings with defaults that depend on other settings. Leaves what is no record to `convert`."""
+    """Fill in settings with defaults that depend on other settings. Leaves wrong types for `convert` to report."""
     flat, defaults = dict(leaves(data)), {setting.key: setting.field.default for setting in settings()}
 
     def value(key: str) -> Any:
@@ -125,17 +129,17 @@ def _derive(data: dict[str, Any]) -> None:
 _LORA_LEARNING_RATE = 1e-5
 _HALF_PRECISION_DIFF = 0.05
 """The kernels of engine and learner differ in the third digit of a log-probability."""
-_UNUSED_BY_MODELS = ("evaluation.stop=null", "evaluation.goals=[]", "learner.checkpoint.best=null")
-"""Settings of training that would refuse another `data.eval`."""
-NO_MODEL = "set-below"
+_WITHOUT_GOALS = ("evaluation.stop=null", "evaluation.goals=[]", "learner.checkpoint.best=null")
+"""Training settings that would be refused with another `data.eval`."""
+NO_MODEL_PATH = "set-below"
 
 
 def load_with_models(words: list[str], *, is_optional: bool = False) -> tuple[list[str], RunConfig]:
     """Return the models named among the overrides, and the settings with the first of them.
 
-    A run folder stands for its final model. Unless an experiment is named, the settings are those of the first run that
-    holds one of the models, under the overrides. `is_optional`: without a model, `model.path` is that of the overrides,
-    else NO_MODEL. Raises ConfigError.
+    A run folder means its final model. Unless the overrides name an experiment, they are applied to the settings of the
+    first run that contains one of the models. `is_optional`: without a model, `model.path` is that of the overrides,
+    else NO_MODEL_PATH. Raises ConfigError.
     """
     models = [word for word in words if "=" not in word and not word.startswith(("-", "~"))]
     if not models and not is_optional:
@@ -149,13 +153,13 @@ def load_with_models(words: list[str], *, is_optional: bool = False) -> tuple[li
         overrides = [f"experiment={runs[0]}/config.yaml", *overrides]
     models = [f"{model}/final_model" if Path(model) in runs else model for model in models]
     # A path may have characters that Hydra doesn't read.
-    settings = load([*_UNUSED_BY_MODELS, f"model.path={NO_MODEL}", *overrides])
+    settings = load([*_WITHOUT_GOALS, f"model.path={NO_MODEL_PATH}", *overrides])
     model = msgspec.structs.replace(settings.model, path=[*models, settings.model.path][0], lora=None)
     return models, msgspec.structs.replace(settings, model=model)
 
 
 def merge_overrides(earlier: list[str], later: list[str]) -> list[str]:
-    """Put overrides on top of earlier ones, of which those of the same keys and of replaced variants are dropped."""
+    """Append `later` to `earlier`, without earlier overrides of the same keys and of variants that `later` replaces."""
     keys = {each.key_or_group for each in parse(later)}
     replaced = tuple(key.replace("/", ".") + "." for key in keys if key in groups())
     kept = [
@@ -222,8 +226,8 @@ def provenance(overrides: list[str], run: RunConfig) -> dict[str, str]:
     """Map the dotted key of each leaf to its origin: preset file, `command line a.b=c`, or `default`."""
     origins = _origins(overrides)
     if alone := _without_experiment(overrides):
-        origins = {key: origin for key, origin in origins.items() if not key.startswith(_OF_RECIPES)}
-        origins |= {key: origin for key, origin in _origins(alone).items() if key.startswith(_OF_RECIPES)}
+        origins = {key: origin for key, origin in origins.items() if not key.startswith(_RECIPE_PREFIXES)}
+        origins |= {key: origin for key, origin in _origins(alone).items() if key.startswith(_RECIPE_PREFIXES)}
     return {key: origins.get(key, "default") for key, _ in leaves(to_plain(run))}
 
 
@@ -499,9 +503,9 @@ _OWN_SETTINGS = (
 )
 """Settings that a generator reads from its own command line, among them the code to execute. All others come from the
 broker."""
-_OF_ONE_MACHINE = ("broker.address=", "broker.token_file=", "name=", "runs_dir=", "weights.transport=")
+_LOCAL_SETTINGS = ("broker.address=", "broker.token_file=", "name=", "runs_dir=", "weights.transport=")
 
 
 def own_settings(overrides: list[str]) -> list[str]:
     """Select the overrides that a generator needs on any machine, above all those that name code."""
-    return [text for text in overrides if text.startswith(_OWN_SETTINGS) and not text.startswith(_OF_ONE_MACHINE)]
+    return [text for text in overrides if text.startswith(_OWN_SETTINGS) and not text.startswith(_LOCAL_SETTINGS)]

@@ -105,10 +105,10 @@ _IDLE_LOG_INTERVAL_S = 10.0
 _MAX_PROMPT_ERRORS = 1000
 """Consecutive answers that fail because of their prompt before the generator gives up."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
-"""Wait before the next request after a request of which every answer failed; doubles with each."""
+"""Delay of the next request after a prompt has failed. Doubles up to the maximum; an answer resets it."""
 _MAX_PROBLEMS, _MAX_PROBLEM_LENGTH = 8, 600
-_VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
-"""Parts of an error that differ between answers that fail for the same reason."""
+_IGNORED = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+"""Quoted values and numbers, in which errors of one kind differ."""
 _SERVING = ("ready", "updating")
 """States that accept prompts."""
 
@@ -265,7 +265,9 @@ class Generator:
 
     # --- messages and status -------------------------------------------------------------------------------------
     def receive(self, message: Message | ClientDiedError) -> None:
-        self._requested_at = None if isinstance(message, Prompts | Welcome) else self._requested_at
+        if isinstance(message, Prompts | Welcome):
+            # A new connection has no open request.
+            self._requested_at = None
         match message:
             case Prompts(prompts=prompts, reason=reason):
                 if self._state in _SERVING:
@@ -425,7 +427,7 @@ class Generator:
         if isinstance(error, PromptError):
             self._pause()
             self._report_problem(f"a prompt fails: {error}")
-            # One crash may fail many answers, so the errors must also last.
+            # One crash can fail many answers at once, so give up only if the failures also persist.
             if self._num_prompt_errors >= _MAX_PROMPT_ERRORS and self._pause_s == _MAX_PAUSE_S:
                 what = f"the last {self._num_prompt_errors} answers failed because of their prompts"
                 self._fail(GeneratorError(f"{what}, the last one with: {error}"))
@@ -441,7 +443,7 @@ class Generator:
 
     def _report_problem(self, problem: str) -> None:
         """Send the first problem of each kind, as a gauge that the launcher prints."""
-        kind = _VALUES.sub("", problem).encode(errors="replace")
+        kind = _IGNORED.sub("", problem).encode(errors="replace")
         name = f"{PROBLEM_PREFIX}{xxhash.xxh3_64_hexdigest(kind)}"
         if name not in self._problems and len(self._problems) < _MAX_PROBLEMS:
             log.warning("first_failure", problem=problem)

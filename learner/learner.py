@@ -122,7 +122,7 @@ class Learner:
         """Held while `_fence` and the store's fencing token change or must agree."""
         self._version = 0
         self._version_step = 0
-        """Step whose weights are the version's."""
+        """Step that produced the weights of `_version`."""
         self._reason = "starting"
         self._must_stop = False
         self._is_asked_to_stop = False
@@ -210,6 +210,7 @@ class Learner:
         self._must_stop = any(map(self._meets_stop, kept))
 
     def _check_new(self) -> None:
+        """Raise RunConflictError if the run folder has results that the empty store does not know."""
         folder = self._metrics_log.folder
         if model := self._rank_group.checkpoints.newest_model():
             raise RunConflictError(
@@ -411,7 +412,7 @@ class Learner:
         self._rank_group.checkpoints.prune(pinned={pointer.name, *pinned})
 
     def _meets_stop(self, row: Row) -> bool:
-        """Also applied to the rows kept by a resume."""
+        """Return whether a row meets `evaluation.stop`, which ends training. Also checks rows kept by a resume."""
         stop = self._run.evaluation.stop or []
         is_met = bool(stop) and all(bound.holds(row) for bound in stop)
         if is_met:
@@ -419,7 +420,7 @@ class Learner:
         return is_met
 
     def _await_monitored(self) -> None:
-        """All answers of an evaluation must come from the current version."""
+        """Wait for open evaluations, because all of their answers must come from the current version."""
         for name in self._evaluator.unfinished():
             self._await_evaluation(name)
 

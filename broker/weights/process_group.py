@@ -1,8 +1,11 @@
 """ProcessGroup: one rank of an epoch's process group, over NCCL, Gloo or, on one machine, unix sockets.
 
+The ranks of an epoch meet in a rendezvous store, which is not the run's Redis store. The learner owns it for the whole
+run. It is a file in the run's private folder, or a TCPStore, which accepts writes from anyone who can reach its port.
+
 Building has three phases, all before the epoch's deadline:
 
-    gather   every rank registers in the store; rank 0 then publishes a verdict: proceed, or which ranks are missing
+    gather   every rank registers in the rendezvous store; rank 0 then publishes a verdict: proceed, or who is missing
     connect  the process group is built
     probe    one byte is broadcast, which shows that the group works (NCCL connects only here)
 
@@ -10,12 +13,10 @@ Any later failure closes the group on every rank: a failed rank closes its conne
 ranks that wait for it. NCCL over NVLink has no connection that could break, so the others notice a dead peer only at
 the bucket's timeout.
 
-On GPUs a process survives the death of a peer only if it was started with `NCCL_ENVIRONMENT` of
-`slipstream.runtime.process`, and if no operation reaches NCCL's own timeout: the watchdog would hold its lock for a
-minute, and the monitor would end the process. So NCCL gets a timeout of a day, and this module enforces the deadlines.
-
-The learner owns the store for the whole run. It is a file in the run's private folder, or a TCPStore, which accepts
-writes from anyone who can reach its port.
+On GPUs, a process survives the death of a peer only if it was started with `NCCL_ENVIRONMENT` of
+`slipstream.runtime.process`, and if no operation reaches NCCL's own timeout. After such a timeout, NCCL's watchdog
+would block closing for a minute, and NCCL's monitor would end the process. So NCCL gets a timeout of a day, and this
+module enforces the deadlines.
 """
 
 import select
@@ -449,8 +450,8 @@ class ProcessGroup:
             work = self._backend.broadcast(bucket, SENDER_RANK, timeout=_NCCL_TIMEOUT)
             return partial(self._finish_nccl, work, deadline=deadline, timeout_s=timeout_s)
         # The timeout ends the operation and makes `wait` raise. Gloo cannot cancel it earlier: deleting the group
-        # meanwhile would block with the GIL held. `work` must stay out of frames: a traceback would keep it, and
-        # thereby Gloo's connections, alive.
+        # meanwhile would block with the GIL held. No local variable holds `work` while it runs: a traceback
+        # would keep it alive, and with it Gloo's connections.
         work = self._backend.broadcast(bucket, SENDER_RANK, timeout=timedelta(seconds=timeout_s))
         return partial(work.wait, timedelta(seconds=timeout_s + _GRACE_S))
 
@@ -458,7 +459,7 @@ class ProcessGroup:
         while not work.is_completed():
             self._check_not_aborted()
             if time.monotonic() >= deadline:
-                raise RuntimeError(f"it must end within {timeout_s:.3g} s, a member did not take part")
+                raise RuntimeError(f"timed out after {timeout_s:.3g} s, because a member did not take part")
             time.sleep(_NCCL_POLL_S)
         # Raises the operation's error, and makes the current stream wait.
         work.wait()

@@ -59,10 +59,11 @@ class GroupPlace(NamedTuple):
 
 
 class RedisStore(RedisPrompts, RedisBatches):
-    """All operations: synchronous, atomic, about a millisecond per hundred ids. Thread-safe.
+    """All operations on a run's state. Leases and inserts are in prompts.py, claims and commits in batches.py.
 
-    Time is the store's clock. Every operation may be repeated after a lost answer, and raises StoreUnavailableError if
-    the store does not answer, RunConflictError before `open_run`.
+    Operations are synchronous, atomic, thread-safe, and take about a millisecond per hundred ids. They may be repeated
+    after a lost answer. They raise StoreUnavailableError if the store does not answer, and RunConflictError before
+    `open_run`. Times are on the store's clock.
 
     Life cycle: `open_run_store` connects, `open_run` creates or finds the run, `close` disconnects.
     """

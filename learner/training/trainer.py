@@ -232,7 +232,7 @@ class Trainer:
     ) -> float | None:
         """Make one optimizer update of the policy and return the gradient norm.
 
-        Only metrics, and None, during the critic's warm-up or without kept tokens.
+        During the critic's warm-up, or if no token is kept, only collect metrics and return None.
         """
         is_moving = (not self.critic or step > self._run.algorithm.critic.warmup_steps) and self._has_loss(batch, index)
         if self._run.algorithm.needs_current_logprobs:
@@ -320,7 +320,7 @@ class Trainer:
         return [microbatch.to(self.engine.device) for microbatch in microbatches]
 
     def check_rows(self, samples: Sequence[Sample], *, step: int) -> None:
-        """Check that samples are independent: leaks may grow with the weights. Raises DivergenceError."""
+        """Check regularly that samples stay independent: a leak may grow with the weights. Raises DivergenceError."""
         if step % CHECK_EVERY_STEPS != 1:
             return
         models = [self.engine.model, *([self.critic.engine.model] if self.critic else [])]

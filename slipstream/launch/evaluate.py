@@ -17,7 +17,7 @@ from slipstream.buffer.store_rules import asked_answers, evaluation_group_id, ma
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.base import ConfigError, Record
 from slipstream.configs.data import EvalSet
-from slipstream.configs.load import NO_MODEL, load_with_models
+from slipstream.configs.load import NO_MODEL_PATH, load_with_models
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
@@ -150,7 +150,9 @@ def score_files(run: RunConfig, files: Sequence[Path]) -> list[Evaluation]:
 
     Rows with equal prompt and ground truth are one prompt. Raises ConfigError, EngineError.
     """
-    if run.model.path == NO_MODEL and any(each.function == "length_penalty" for each in run.generators.reward.chosen):
+    if run.model.path == NO_MODEL_PATH and any(
+        each.function == "length_penalty" for each in run.generators.reward.chosen
+    ):
         raise ConfigError(
             "length_penalty needs the numbers of tokens: name the model that wrote the responses, or a run."
         )
@@ -168,7 +170,7 @@ def score_files(run: RunConfig, files: Sequence[Path]) -> list[Evaluation]:
 
 def _score_file(run: RunConfig, path: str, prompts: dict[bytes, int]) -> list[EvaluationAnswer]:
     """`prompts`: prompt and ground truth -> number, extended by new ones."""
-    tokenizer = load_tokenizer(run.model) if run.model.path != NO_MODEL else None
+    tokenizer = load_tokenizer(run.model) if run.model.path != NO_MODEL_PATH else None
     numbers, samples = [], []
     for row in Dataset(path, columns=run.data.columns):
         number = prompts.setdefault(msgspec.json.encode([row.prompt, row.ground_truth]), len(prompts))

@@ -51,11 +51,11 @@ from slipstream.runtime.run_folder import RunFolder
 
 _POLL_EVERY_S = 0.5
 _ANSWER_TIMEOUT_S = 3.0
-"""The launcher polls no role meanwhile."""
+"""Longest wait for an answer of the store, during which the launcher polls no role."""
 _REMIND_EVERY_S = 20.0
-"""Interval while the broker, which may read large files, opens the run."""
+"""Interval between messages while the launcher waits for the broker, which may read large files, to open the run."""
 _MAX_PROBLEMS = 32
-"""Kinds of failures that are printed; guests may report any number."""
+"""Kinds of problems to print at most, because untrusted generators could report any number."""
 _STOP_TIMEOUT_S = 6.0
 """Time for all roles to end before they are killed."""
 _SAVE_TIMEOUT_S = 120.0
@@ -319,7 +319,7 @@ class Launcher:
         state = snapshot.state
         if self._step is None and self._run.resume and state.step:
             covered = state.checkpoint.step if state.checkpoint else 0
-            again = f"; it trains {steps_shown(covered + 1, state.step)} again" if covered < state.step else ""
+            again = f"; the learner repeats {steps_shown(covered + 1, state.step)}" if covered < state.step else ""
             kept = f"; {self._folder.metrics} has {steps_shown(1, covered)}" if covered else ""
             self._view.print_line(f"resuming after step {covered}, the newest checkpoint{again}{kept}")
         # A rollback lowers the step, so only a rising step shows that the learner works.
@@ -338,8 +338,8 @@ class Launcher:
             self._address = addresses[0]
             self._view.print_line(f"generators on other machines join with {join_command(self._address)}")
 
-    def _problems(self, snapshot: RunSnapshot) -> Iterator[Event]:
-        """Return failures of prompts and rewards whose kind no generator has reported before."""
+    def _new_problems(self, snapshot: RunSnapshot) -> Iterator[Event]:
+        """Yield problems of a kind that no generator has reported before."""
         for name in sorted(snapshot.living_generators):
             for kind, problem in snapshot.roles[name].items():
                 is_new = kind.startswith(PROBLEM_PREFIX) and kind not in self._known_problems
@@ -359,7 +359,7 @@ class Launcher:
             if self._address and not self._is_pool_started:
                 self._publish(self._start_pool(), report)
             self._view.show(snapshot)
-            self._publish([*self._problems(snapshot), *scaling.poll(store, snapshot)], report)
+            self._publish([*self._new_problems(snapshot), *scaling.poll(store, snapshot)], report)
             report.send(restarts=self._restarts(), generators_target=self._pool.target)
             self._outage.end()
         except StoreUnavailableError as error:

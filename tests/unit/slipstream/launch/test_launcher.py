@@ -79,8 +79,8 @@ def test_a_resumed_run_prints_only_steps_that_are_new(tmp_path: Path, monkeypatc
         update(launcher, store, monitor)
     lines = printed.getvalue().splitlines()
     assert lines[0] == (
-        f"resuming after step 2, the newest checkpoint; it trains step 3 again; {tmp_path}/run/metrics.jsonl has steps "
-        "1 to 2"
+        f"resuming after step 2, the newest checkpoint; the learner repeats step 3; {tmp_path}/run/metrics.jsonl has "
+        "steps 1 to 2"
     )
     assert [line.split()[1] for line in lines if line.startswith("step ")] == ["3/80"]
 
