@@ -380,7 +380,7 @@ class GeneratorsConfig(Config):
         """`agent_name` of a row -> agent and its setting."""
         found: dict[str, tuple[AgentKind, str]] = {"": (self.agent, "generators.agent")}
         found |= {name: (agent, f"generators.agents.{name}") for name, agent in self.agents.items()}
-        single = SingleTurnConfig(), "generators.agents.single_turn"
+        single = found.get("single_turn", (SingleTurnConfig(), "generators.agents.single_turn"))
         tools = next((each for each in found.values() if isinstance(each[0], ToolsAgentConfig)), None)
         verl = {"single_turn": single, "single_turn_agent": single, "tool_agent": tools, "react_agent": tools}
         return {name: agent for name, agent in verl.items() if agent} | found

@@ -164,7 +164,7 @@ class AggregationInputs:
     """An optimizer update's B trajectories, over all microbatches and ranks."""
 
     num_tokens: Int[Tensor, "B"]
-    """Tokens in the denominator, with or without rejected ones (`correction.denominator`)."""
+    """Tokens in the denominator, with or without rejected ones (`correction.loss_denominator`)."""
     groups: Int[Tensor, "B"]
     length: int
     """Constant of `seq_mean_token_sum_norm`, such as the maximum response length, tokens."""

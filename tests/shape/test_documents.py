@@ -20,7 +20,7 @@ MAX_TREE_LINES = 25
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"(?<![\w/.])((?:[a-z_0-9]+/)+[\w-]+\.(?:py|md|lua|yaml|sh))\b")
 SETTING = re.compile(r"(?<![\w./-])([a-z_]+\.[a-z_.]+)(?==)|`([a-z_]+\.[a-z_.]+)`")
-OPTION = re.compile(r"(?<![\w./-])([a-z_]+(?:/[a-z_]+)*)=(\w+)(?![\w/]|\.yaml)")
+OPTION = re.compile(r"(?<![\w./(-])([a-z_]+(?:/[a-z_]+)*)=(\w+)(?![\w/]|\.yaml)")
 COMMAND = re.compile(
     r"(?:(?<![\w./-])(?<!from )slipstream|run_async\.py) ([a-z][a-z_-]*)(?![\w=./-])(?: ([a-z_]+)(?![\w=./-]))?"
 )

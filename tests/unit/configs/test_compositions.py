@@ -126,7 +126,7 @@ def test_the_presets_for_gpus_are_valid_here_and_prepare_every_file_that_they_re
 def test_every_value_and_every_group_has_a_meaning() -> None:
     always_there = {setting.key for setting in settings() if setting.records and not setting.tags}
     assert [setting.key for setting in settings() if not setting.meaning and setting.key not in always_there] == []
-    assert field_docstrings(CriticOptimizerConfig)["betas"].startswith("Decay of the first"), "an inherited field"
+    assert field_docstrings(CriticOptimizerConfig)["betas"].startswith("Decay of AdamW's first"), "an inherited field"
 
 
 def test_unions_of_tagged_records_are_groups_and_own_the_keys_that_their_records_declare() -> None:

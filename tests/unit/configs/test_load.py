@@ -148,7 +148,6 @@ def refusal(line: str) -> str:
         ("data.train_path=a", "data.train"),
         ("data.eval_path=a", "data.eval"),
         ("experyment=digits_cpu", "experiment"),
-        ("target_kl=1", "algorithm.kl.adaptive.target"),
         ("buffer/storr=redis", "buffer/store"),
         ("algorithm/entropy_coef=0.1", "algorithm.entropy_coef"),
     ],

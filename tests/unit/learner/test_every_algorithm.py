@@ -84,8 +84,7 @@ def make_algorithm_run(folder: Path, name: str, *, num_updates: int = 1, learner
         teacher = str(make_model(folder, seed=7))
         algorithm["distillation"] = DistillationConfig(teacher, **algorithm["distillation"])
     settings = {"prompts_per_step": 4} | (learner or {})
-    baseline = "greedy" if name == "advantage-remax" else "none"
-    generators = GeneratorsConfig(baseline=baseline, sampling=SamplingConfig(max_tokens=16))
+    generators = GeneratorsConfig(sampling=SamplingConfig(max_tokens=16))
     return make_run(make_model(folder), learner=settings, algorithm=AlgorithmConfig(**algorithm), generators=generators)
 
 

@@ -217,7 +217,7 @@ def test_a_loss_has_the_exact_gradient_at_ratio_one_and_still_points_uphill_near
         policy_losses.unclipped,
         partial(policy_losses.ppo_clip, clip_low=1.0, clip_high=float("inf")),
         partial(policy_losses.cispo, clip_low=None, clip_high=float("inf")),
-        partial(policy_losses.dppo, divergence="tv", low=1.0, high=1.0, ratio_cap=float("inf")),
+        partial(policy_losses.dppo, divergence="tv", clip_low=1.0, clip_high=1.0, ratio_cap=float("inf")),
     ],
     ids=["unclipped", "ppo_clip", "cispo", "dppo_tv"],
 )

@@ -122,9 +122,7 @@ def test_settings_are_checked_before_a_process_starts(tmp_path: Path) -> None:
 
 
 def test_a_run_that_fails_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "config.yaml").touch()
-    own = ("experiment=digits_serial", "prepare=[]", "data.train=nosuch.parquet", "resume=auto")
+    own = ("experiment=digits_serial", "prepare=[]", "data.train=nosuch.parquet")
     with pytest.raises(RuntimeError, match=r"run 'a' must succeed, got exit code 2: error: .*nosuch.parquet"):
         run(*own, name="a", runs_dir=tmp_path)
     assert "nosuch.parquet" in capfd.readouterr().out, "what the run says is shown"

@@ -130,7 +130,7 @@ def test_turns_and_passages_have_limits(index: str):
     (passage,) = text.split("<information>")[1].split("</information>")[:1]
     assert FOUND.split("<information>")[1].startswith(passage)
     assert 1 < len(make_chat_tokenizer("chatml").encode(passage)) <= 9
-    text, _ = shown(index, ["<search>beethoven</search>", "<answer>so</answer>"], topk=1)
+    text, _ = shown(index, ["<search>beethoven</search>", "<answer>so</answer>"], num_passages=1)
     assert "Doc 1" in text
     assert "Doc 2" not in text
 
@@ -163,7 +163,7 @@ def service() -> Iterator[str]:
 
 
 def test_a_service_is_asked_in_search_r1s_form(service: str):
-    text, _ = shown(service, [ASK, "<answer>so</answer>"], topk=2)
+    text, _ = shown(service, [ASK, "<answer>so</answer>"], num_passages=2)
     assert "<information>Doc 1(Title: Bonn) A city.\nDoc 2(Title: Bonn) A city.</information>" in text
     assert Service.requests[-1] == {"queries": ["danube"], "topk": 2, "return_scores": True}
 

@@ -74,7 +74,7 @@ def test_a_step_reports_and_moves_the_critic_and_without_one_nothing_of_it_is_th
 
 
 def test_the_first_loss_is_half_the_mean_square_of_the_returns(tmp_path):
-    trainer = make_trainer(make_critic_run(tmp_path, critic={"clip": None}))
+    trainer = make_trainer(make_critic_run(tmp_path, critic={"value_clip": None}))
     groups = [[make_response(0, 0, reward=1.0, response=(5, 6, 1)), make_response(0, 1, reward=0.4, response=(7,))]]
     metrics = trainer.step(groups, learner_version=0, step=1)
     assert metrics["learner/critic_loss"] == pytest.approx(0.5 * (3 * 1.0 + 0.16) / 4)
@@ -108,7 +108,7 @@ def test_values_come_to_predict_returns_that_can_be_predicted(tmp_path):
 
 def test_the_clip_holds_values_that_an_earlier_update_of_the_step_has_moved(tmp_path):
     def second_step(clip):
-        critic = {"clip": clip, "optimizer": CriticOptimizerConfig(learning_rate=3e-3)}
+        critic = {"value_clip": clip, "optimizer": CriticOptimizerConfig(learning_rate=3e-3)}
         _, metrics = train(
             make_critic_run(tmp_path, critic=critic, learner={"prompts_per_step": 2}, updates_per_step=2)
         )

@@ -173,7 +173,7 @@ def test_a_model_that_cannot_be_trained_is_refused_before_the_start(tmp_path: Pa
 
 MESSAGES = '{"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"}\n'
 NAMED = '{"prompt": "1+1=", "answer": "2", "agent_name": "tool_agent"}\n'
-TOOLS = "generators.agents={calculating: {kind: tools, tools: [calculator], format: react}}"
+TOOLS = "generators.agents={calculating: {kind: tools, tools: [calculator], tool_call_format: react}}"
 
 
 @pytest.mark.parametrize(

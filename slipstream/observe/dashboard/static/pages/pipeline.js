@@ -70,7 +70,7 @@ const DETAILS = {
     return { key: [pairs, view.is_live, found.map((role) => [role.name, role.state])], make: () => [facts(pairs), view.is_live ? scaleForm(feed, status) : null].filter(Boolean) };
   },
   buffer: (view, { status, counts }) => {
-    const complete = counts.became_ready + (Object.entries(counts.reasons).reduce((sum, [name, count]) => sum + (/^rejected: (zero_signal|accuracy|filter)/.test(name) ? count : 0), 0));
+    const complete = counts.became_ready + (Object.entries(counts.reasons).reduce((sum, [name, count]) => sum + (/^rejected: (zero_advantage|no_reward|too_hard|too_easy)/.test(name) ? count : 0), 0));
     const pairs = [["ready by lag", Object.entries(status.ready_by_lag).map(([lag, count]) => `lag ${lag}: ${whole(count)}`).join(", ") || "none"], ["claimed", `${whole(counts.claimed)} groups are with the learner`],
       ["used", `${whole(counts.used)} groups wait for a checkpoint that covers their step${counts.reusable ? `; ${whole(counts.reusable)} may be used again` : ""}`], ["over", tally(counts.outcomes)], ["reasons", tally(counts.reasons)],
       ["became ready", `${whole(counts.became_ready)} of ${whole(complete)} complete groups`], ["trajectories", `${whole(counts.accepted)} accepted, ${whole(counts.trained)} trained on, ${whole(counts.duplicates)} came twice, ${whole(counts.superseded)} came too late`],

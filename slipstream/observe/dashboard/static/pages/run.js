@@ -88,7 +88,7 @@ function drawFigures(element, feed) {
   const final = (!view?.is_live && view?.summary?.evaluation) || null;
   const accuracies = heldOut(final ? Object.keys(final) : feed.keys).map((key) => [key.slice(ACCURACY.length), final ? final[key] : feed.last(key)]);
   const monitored = feed.columns.step?.[(feed.columns[heldOut(feed.keys)[0]] ?? []).findLastIndex((value) => value !== null)];
-  const prompts = view?.summary?.final_prompts?.[accuracies[0]?.[0]];
+  const prompts = view?.summary?.num_final_prompts?.[accuracies[0]?.[0]];
   const measured = final ? `final evaluation${prompts ? `, ${prompts} prompts` : ""}` : `monitored at step ${whole(monitored)}`;
   const change = reward !== null && before !== null ? `${reward >= before ? "+" : "−"}${Math.abs(reward - before).toFixed(3)} in 10 steps` : "mean of 10 steps";
   const perStep = feed.length > 1 ? whole_s / Math.min(RECENT, feed.length) : null;

@@ -69,7 +69,7 @@ def test_settings_reach_vllm_and_so_do_its_other_arguments() -> None:
         max_num_batched_tokens=512,
         kv_cache_dtype="fp8",
         quantization="fp8_per_tensor",
-        extra={
+        engine_kwargs={
             "block_size": 32,
             "async_scheduling": False,
             "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64, 256]},
@@ -105,4 +105,4 @@ def test_every_argument_that_is_named_is_one_of_vllms() -> None:
     assert names >= engines.SAFE_ARGUMENTS | by_others
     defaults = AsyncEngineArgs(model="none")
     # Fails for an argument that is set twice.
-    assert arguments_of(extra={name: getattr(defaults, name) for name in engines.SAFE_ARGUMENTS})
+    assert arguments_of(engine_kwargs={name: getattr(defaults, name) for name in engines.SAFE_ARGUMENTS})
