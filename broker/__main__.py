@@ -10,8 +10,8 @@ Common settings, which must match the learner's:
   broker.address=ADDRESS        a port (tcp://127.0.0.1:5757) instead of the unix socket in the run folder
   broker.token_file=FILE        the run's secret; by default created in the run folder
   buffer/store=embedded         or redis, with buffer.store.url=redis://HOST:PORT/0
-  staleness.max_lag=4    maximum lag of a trajectory, versions
-  data.train=FILE               prompts, in Parquet or JSON lines
+  staleness.max_lag=4           maximum lag of a trajectory, versions
+  data.train=FILE               prompts, in Parquet, CSV, or JSON lines
 
 All settings: docs/settings.md; `slipstream config` prints them with their values.
 """

@@ -230,8 +230,9 @@ class TableRows:
         """Whether any row may have an image, without decoding all rows."""
         names = self._table.schema.names
         prompt = _column("prompt", names, self._columns)
-        kind = _type(self._table, prompt) if prompt in names else pa.string()
-        is_parts = pa.types.is_list(kind) and not _has_texts(kind)
+        kind = _type(self._table, prompt) if prompt in names else None
+        # A nested prompt is not looked into.
+        is_parts = kind is None or (pa.types.is_list(kind) and not _has_texts(kind))
         return _column("images", names, self._columns).split(".")[0] in names or is_parts
 
     def num_bytes(self, start: int, end: int) -> int:

@@ -1,6 +1,7 @@
 """Settings of the learner role: engine, optimizer, batch, checkpoints, evaluation."""
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
@@ -77,9 +78,9 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]
 class OptimizerConfig(Config):
     """Optimizer and its learning rate schedule."""
 
-    name: Literal["adamw", "muon"] = "adamw"
-    """`muon`: orthogonalized momentum for the matrices of hidden layers, at learning rates as for AdamW, which trains
-    embeddings, head, norms, biases, and all others; needs `learner.engine.zero_stage=0`."""
+    name: Literal["adamw", "adamw_8bit", "muon"] = "adamw"
+    """`adamw_8bit`: moments in 8 bits, by bitsandbytes. `muon`: orthogonalized momentum for the matrices of hidden
+    layers, at learning rates as for AdamW, which trains all others. Both need `learner.engine.zero_stage=0`."""
     learning_rate: Positive = 1e-6
     """Peak of the learning rate schedule. By default 1e-6, or 1e-5 with `model.lora`."""
     betas: tuple[Decay, Decay] = (0.9, 0.99)
@@ -94,6 +95,12 @@ class OptimizerConfig(Config):
     """Length of the linear warm-up, in steps (of `algorithm.updates_per_step` updates)."""
     max_grad_norm: Positive = 1.0
     """Global gradient norm above which gradients are scaled down."""
+
+    def check_installed(self, setting: str) -> None:
+        """Raise ConfigError unless this machine has the optimizer's library."""
+        is_fit, must = self.name != "adamw_8bit" or find_spec("bitsandbytes"), "be adamw or muon without bitsandbytes"
+        why = "it is not installed here: pip install 'bitsandbytes>=0.50,<0.51'"
+        require(bool(is_fit), f"{setting}.name", must, got=self.name, why=why)
 
 
 class DeepSpeedEngineConfig(Config, tag="deepspeed", tag_field="kind"):

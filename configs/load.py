@@ -69,7 +69,7 @@ def _compose(overrides: list[str]) -> Any:
     try:
         with initialize_config_dir(str(PRESETS), version_base=None):
             return OmegaConf.to_container(compose(PRIMARY, overrides=hydra_arguments(overrides)), resolve=True)
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, TypeError) as error:
         raise ConfigError(f"the config cannot be composed: {str(error).strip().splitlines()[0]}") from None
 
 
@@ -161,6 +161,8 @@ def load_with_models(words: list[str], *, is_optional: bool = False) -> tuple[li
 def merge_overrides(earlier: list[str], later: list[str]) -> list[str]:
     """Append `later` to `earlier`, without earlier overrides of the same keys and of variants that `later` replaces."""
     keys = {each.key_or_group for each in parse(later)}
+    # One of them determines the other.
+    keys |= {"learner.max_steps", "learner.epochs"} if keys & {"learner.max_steps", "learner.epochs"} else set()
     replaced = tuple(key.replace("/", ".") + "." for key in keys if key in groups())
     kept = [
         text

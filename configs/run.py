@@ -218,8 +218,8 @@ def _check_learner(run: RunConfig) -> None:
     why = "that engine is one process; choose learner/engine=deepspeed"
     require(is_fit, "learner.num_ranks", "be 1 with learner/engine=torch", got=ranks, why=why)
     for setting, optimizer in (("learner", learner.optimizer), ("algorithm.critic", run.algorithm.critic.optimizer)):
-        is_fit, must = optimizer.name != "muon" or not engine.zero_stage, f"be 0 with {setting}.optimizer.name=muon"
-        why = "sharded matrices cannot be orthogonalized before their gradients are clipped"
+        is_fit, must = not engine.zero_stage, f"be 0 with {setting}.optimizer.name={optimizer.name}"
+        is_fit, why = is_fit or optimizer.name == "adamw", "that optimizer needs whole parameters, which ZeRO divides"
         require(is_fit, "learner.engine.zero_stage", must, got=engine.zero_stage, why=why)
     every, key = run.algorithm.kl.refresh_every_steps, "algorithm.kl.refresh_every_steps"
     why = "the reference is the model without its adapter, which never changes"

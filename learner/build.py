@@ -220,7 +220,6 @@ def build_learner(
         wait=wait,
         num_heldout=num_heldout,
         rollouts=Rollouts(Path(mix.archive), seed=run.seed) if mix.archive else None,
-        disk=disk,
         profiler=profiler,
         clock=clock,
     )

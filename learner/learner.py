@@ -36,7 +36,6 @@ from slipstream.learner.publishing.staging import check_first_step
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.stall import StallDetector
 from slipstream.runtime.clock import Clock
-from slipstream.runtime.disk import DiskWait
 
 _POLL_EVERY_S = 0.2
 
@@ -84,16 +83,14 @@ class Learner:
         metrics_log: MetricsLog,
         wait: Callable[[int, float], object],
         num_heldout: Mapping[str, int],
+        profiler: StepProfiler,
         rollouts: Rollouts | None = None,
-        disk: DiskWait | None = None,
-        profiler: StepProfiler | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
         """`wait(num_ready, timeout_s)` blocks until that many groups may be ready. With all roles in one process, it
         gives the others a turn.
 
-        `num_heldout`: prompts per held-out set. `rollouts`: another run's groups to mix into every step. `disk`: the
-        instance of `metrics_log`.
+        `num_heldout`: prompts per held-out set. `rollouts`: another run's groups to mix into every step.
         """
         self._run = run
         self._store = store
@@ -102,12 +99,11 @@ class Learner:
         self._publisher = publisher
         self._metrics_log = metrics_log
         self._account = metrics_log.account
-        profile = metrics_log.folder.profile
-        self._profiler = profiler or StepProfiler(run, store=store, folder=profile, send=lambda _: None)
+        self._profiler = profiler
         self._account.trace = self._profiler.trace
         self._wait = wait
         self._rollouts = rollouts
-        self._disk = disk or DiskWait()
+        self._disk = metrics_log.disk
         self._clock = clock
         self._evaluator = Evaluator(store, run.evaluation, sets=run.data.eval_sets, num_rows=num_heldout)
         self._stall = StallDetector(

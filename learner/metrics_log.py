@@ -105,7 +105,7 @@ class MetricsLog:
         clock: Clock = time.monotonic,
     ) -> None:
         self.folder = folder
-        self._disk = disk or DiskWait()
+        self.disk = disk or DiskWait()
         self._run = run
         self._store = store
         self._clock = clock
@@ -187,7 +187,7 @@ class MetricsLog:
         row |= evaluated or {}
         self._own_rows += 1
         row |= {"times": self._step_times()}
-        self._disk.retry(lambda: self.folder.append_metrics(row), what="the metrics", path=self.folder.metrics)
+        self.disk.retry(lambda: self.folder.append_metrics(row), what="the metrics", path=self.folder.metrics)
         self._store.append_metrics(row)
         self._alerts.check(row)
         log.info("step", step=step, reward=round(row["learner/reward_mean"], 3), lag=round(row["lag/mean"], 2))
@@ -238,10 +238,10 @@ class MetricsLog:
             "mode": self._run.mode,
             "times": self._step_times(),
         }
-        self._disk.retry(lambda: self.folder.write_summary(summary), what="the summary", path=self.folder.summary)
+        self.disk.retry(lambda: self.folder.write_summary(summary), what="the summary", path=self.folder.summary)
 
     def _rows(self, *, up_to_step: int) -> list[Row]:
-        return self._disk.retry(
+        return self.disk.retry(
             lambda: self.folder.keep_metrics(up_to_step=up_to_step), what="the metrics", path=self.folder.metrics
         )
 

@@ -130,7 +130,9 @@ class ModelServer:
     async def start(self) -> None:
         if self._serving:
             return
-        listening = socket.create_server(("127.0.0.1", 0))
+        listening = socket.socket()
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{listening.getsockname()[1]}"
         config = uvicorn.Config(self._app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=60)
         self._server = _Server(config)

@@ -93,21 +93,19 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     vectors = [each for each in trained if config.weight_decay and len(getattr(each, "ds_shape", each.shape)) < 2]
     matrices = [each for each in trained if id(each) not in hidden | {id(vector) for vector in vectors}]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    parts: list[torch.optim.Optimizer] = []
-    if any(group["params"] for group in groups):
-        adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=config.learning_rate,
-            betas=config.betas,
-            eps=config.epsilon,
-            weight_decay=config.weight_decay,
-            fused=True,
-        )
-        parts.append(adamw)
+    groups = [group for group in groups if group["params"]]
+    rates: dict[str, Any] = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    moments = rates | {"betas": config.betas, "eps": config.epsilon}
+    if config.name == "adamw_8bit":
+        config.check_installed("the optimizer")
+        import bitsandbytes
+
+        eight_bits: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(groups, **moments)
+        return eight_bits
+    parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, **moments, fused=True)] if groups else []
     if hidden:
         moved = [each for each in trained if id(each) in hidden]
-        rate, decay = config.learning_rate, config.weight_decay
-        parts.append(torch.optim.Muon(moved, lr=rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+        parts.append(torch.optim.Muon(moved, **rates, adjust_lr_fn="match_rms_adamw"))
     return parts[0] if len(parts) == 1 else MuonWithAdamW(*parts)
 
 
@@ -128,18 +126,28 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 # --- state on disk ---------------------------------------------------------------------------------------------------
 STATE_FILE = "optimizer-rank-{}.safetensors"
-"""Moments of a rank's elements, float32[elements], and `step`, AdamW's number of updates, float32[1].
+"""Moments of a rank's elements, [elements], and `step`, the number of updates, float32[1]; 0 for Muon.
 
-Keys are `<field>/<first element>/<parameter>`. The model is saved separately.
+Keys are `<field>/<first element>/<parameter>`. Float32; with `adamw_8bit` uint8, and float32 `absmax` of blocks. The
+model is saved separately.
 """
 _STEP = "step"
 _ADAMW, _MUON = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
+_EIGHT_BITS = ("state1", "state2", "absmax1", "absmax2")
+_FIELDS = (*_ADAMW, *_MUON, *_EIGHT_BITS)
 
 
-def _fields(optimizer: torch.optim.Optimizer) -> dict[int, tuple[str, ...]]:
-    """`id` of a tensor that Muon updates -> its fields. All others have AdamW's."""
-    groups = [group for group in optimizer.param_groups if "momentum" in group]
-    return {id(each): _MUON for group in groups for each in group["params"]}
+def _zero_state(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, Any]:
+    """State of a tensor before the first update."""
+    if init := getattr(optimizer, "init_state", None):  # of bitsandbytes
+        optimizer.state.pop(master, None)
+        init(optimizer.param_groups[0], master, -1, -1)
+        return optimizer.state[master]
+    is_muon = any(
+        "momentum" in group and any(each is master for each in group["params"]) for group in optimizer.param_groups
+    )
+    fields = {field: torch.zeros_like(master.detach()) for field in (_MUON if is_muon else _ADAMW)}
+    return fields | {_STEP: torch.zeros((), device=master.device)}
 
 
 class Shard(NamedTuple):
@@ -174,15 +182,14 @@ def whole_shards(model: Trainable) -> list[Shard]:
 
 def copy_moments(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Copy the shards' state to host memory under the keys of `STATE_FILE`."""
-    copies, fields = {}, _fields(optimizer)
+    copies = {}
     for shard in shards:
         # A parameter without gradients so far has no state. Save zeros.
-        state = optimizer.state.get(shard.master, {})
-        for field in fields.get(id(shard.master), _ADAMW):
-            whole = state[field].detach().flatten() if state else torch.zeros_like(shard.master).flatten()
-            part = whole[shard.offset : shard.offset + shard.size]
+        state = optimizer.state.get(shard.master) or _zero_state(optimizer, shard.master)
+        for field in filter(state.__contains__, _FIELDS):
+            part = state[field].detach().flatten()[shard.offset : shard.offset + shard.size]
             copies[f"{field}/{shard.begin}/{shard.name}"] = part.to("cpu", copy=True)
-        step = state.get(_STEP, torch.tensor(0.0)).detach()
+        step = torch.as_tensor(state.get(_STEP, 0.0), dtype=torch.float32).detach()
         copies[f"{_STEP}/{shard.begin}/{shard.name}"] = step.reshape(1).to("cpu", copy=True)
     return copies
 
@@ -194,7 +201,6 @@ def restore_moments(
 
     `names`: trained parameters of all ranks. Raises CheckpointError.
     """
-    fields = _fields(optimizer)
     with ExitStack() as files:
         pieces = _find_pieces(folder, files)
         if differing := sorted(pieces[_STEP].keys() ^ set(names)):
@@ -204,22 +210,21 @@ def restore_moments(
                 "model of the checkpoint, or start a new run."
             )
         for master in {id(shard.master): shard.master for shard in shards}.values():
-            of_master = fields.get(id(master), _ADAMW)
-            optimizer.state[master] = {field: torch.zeros_like(master.detach()) for field in of_master}
-            optimizer.state[master][_STEP] = torch.zeros((), device=master.device)
+            optimizer.state[master] = _zero_state(optimizer, master)
         for shard in shards:
             state = optimizer.state[shard.master]
-            for field in fields.get(id(shard.master), _ADAMW):
+            for field in filter(state.__contains__, _FIELDS):
                 flat = state[field].view(-1)[shard.offset : shard.offset + shard.size]
                 num_read = sum(_read_overlap(piece, shard, into=flat) for piece in pieces[field][shard.name])
-                if num_read != shard.size:
+                if num_read != len(flat):
                     raise CheckpointError(
-                        f"{folder} must hold each element of {shard.name} once, got {num_read} of {shard.size} from "
+                        f"{folder} must hold each element of {shard.name} once, got {num_read} of {len(flat)} from "
                         f"element {shard.begin} in {field}: restore the files of all ranks, or start a new run."
                     )
             # A flat tensor has one count. Parameters without gradients may lag.
-            counts = [piece.file.get_tensor(piece.key).to(master.device) for piece in pieces[_STEP][shard.name]]
-            state[_STEP] = torch.stack([state[_STEP], *(count[0] for count in counts)]).max()
+            counts = [float(piece.file.get_tensor(piece.key)) for piece in pieces[_STEP][shard.name]]
+            newest = max([float(state[_STEP]), *counts])
+            state[_STEP] = int(newest) if isinstance(state[_STEP], int) else torch.full_like(state[_STEP], newest)
 
 
 class _Piece(NamedTuple):
@@ -231,7 +236,7 @@ class _Piece(NamedTuple):
 
 def _find_pieces(folder: Path, files: ExitStack) -> dict[str, dict[str, list[_Piece]]]:
     """Stored pieces by field and parameter. `files` closes them."""
-    pieces: dict[str, dict[str, list[_Piece]]] = {field: defaultdict(list) for field in (*_ADAMW, *_MUON, _STEP)}
+    pieces: dict[str, dict[str, list[_Piece]]] = {field: defaultdict(list) for field in (*_FIELDS, _STEP)}
     for path in sorted(folder.glob(STATE_FILE.format("*"))):
         try:
             file = files.enter_context(safe_open(path, framework="pt"))

@@ -173,13 +173,15 @@ def _open(path: Path, *, run: RunConfig) -> tuple[Iterator[Row], "_Form"]:
             table = _read_json(path) if is_json(path) else read_table(path)
         form = _find_form(file.schema_arrow if is_parquet else table.schema, run=run)
     except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} must be a Parquet file of demonstrations, but cannot be read: {error}") from None
+        raise ConfigError(f"{path} must be a file of demonstrations, {KINDS}, but cannot be read: {error}") from None
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}".replace(f"{path}: {path}", str(path))) from None
     batches = (
         file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=form.columns)
         if is_parquet
-        else table.select(form.columns).to_batches(max_chunksize=_ROWS_AT_ONCE)
+        else table.select(list(dict.fromkeys(each.split(".")[0] for each in form.columns))).to_batches(
+            max_chunksize=_ROWS_AT_ONCE
+        )
     )
     return _rows(batches, path), form
 
@@ -226,7 +228,8 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
     prompt = _column(schema, run.sft.prompt, common=PROMPTS)
     response = _column(schema, run.sft.response, common=RESPONSES)
     if run.sft.objective == "pairs":
-        return _find_pairs(schema, prompt, run=run)
+        # A common name beside whole conversations may be a copy of their first message.
+        return _find_pairs(schema, run.sft.prompt, run=run)
     # A run's archive and exported trajectories have these columns, too.
     if {"token_ids", "model_mask"} <= set(schema.names):
         _check_type(schema, "token_ids", _is_list_of(pa.types.is_integer), "lists of integers")
@@ -265,7 +268,8 @@ def _find_pairs(schema: pa.Schema, prompt: str, *, run: RunConfig) -> _Form:
     has_prompt = _type(schema, prompt) is not None
     columns = [*([prompt] if has_prompt else []), "chosen", "rejected"]
     for column in columns:
-        _check_type(schema, column, lambda kind: _is_text(kind) or _is_chat(kind), "text or lists of messages")
+        must = "text or lists of messages with `role` and `content`"
+        _check_type(schema, column, lambda kind: _is_text(kind) or _is_chat(kind, forms=[_ROLES]), must)
     is_chat = not has_prompt or any(_is_chat(_type(schema, column)) for column in columns)
     tokenizer = _load_tokenizer(run, is_chat=is_chat)
     return _Form(
@@ -393,6 +397,8 @@ def _is_list_of(holds: Any) -> Any:
     return lambda kind: (pa.types.is_list(kind) or pa.types.is_large_list(kind)) and holds(kind.value_type)
 
 
-def _is_chat(kind: pa.DataType) -> bool:
-    forms = ({"role", "content"}, {"from", "value"})
+_ROLES = {"role", "content"}
+
+
+def _is_chat(kind: pa.DataType, *, forms: Sequence[set[str]] = (_ROLES, {"from", "value"})) -> bool:
     return _is_list_of(lambda item: pa.types.is_struct(item) and any(f <= {x.name for x in item} for f in forms))(kind)

@@ -59,6 +59,7 @@ def surroundings(run: RunConfig) -> dict[str, Callable[[], object]]:
         "observers": lambda: check_observers(run),
         "object store": lambda: check_storage(run, has_folder=RunFolder(run).has_run),
         "rewards": lambda: _check_rewards(run),
+        "optimizer": lambda: run.learner.optimizer.check_installed("learner.optimizer"),
     }
     if run.has_roles:
         checks |= {

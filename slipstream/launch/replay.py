@@ -16,7 +16,7 @@ import msgspec
 import structlog
 import torch
 
-from slipstream.broker.dataset import Dataset, read_train
+from slipstream.broker.dataset import Dataset, read_train, with_epochs
 from slipstream.broker.messages import Row
 from slipstream.buffer.archive.archive import read_images
 from slipstream.buffer.archive.replay import plan_replay
@@ -62,7 +62,7 @@ def run_replay(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> No
 @fail_cleanly(ReplayBufferError, GeneratorError, LearnerError)
 def main(overrides: list[str]) -> None:
     """Run as one rank; outside a rank environment, start all ranks."""
-    run = load(overrides)
+    run = with_epochs(load(overrides))
     if "RANK" not in os.environ:
         on_cpu = choose_device(run.learner.device).type == "cpu"
         launch_ranks("slipstream.launch.replay", overrides, num_ranks=run.learner.num_ranks, on_cpu=on_cpu)

@@ -25,7 +25,7 @@ from slipstream.runtime.process import raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder, make_private
 
 RESULTS = "sweep.json"
-_METRIC = re.compile(r"(accuracy|reward|pass@\d+)_.+|(heldout|train)_loss|eval_pair_accuracy")
+_METRIC = re.compile(r"(accuracy|reward|pass@\d+)_.+|(eval|train)_loss|eval_pair_accuracy")
 _STOP_TIMEOUT_S = 300.0
 """Longer than a launcher needs to save a checkpoint and end its roles."""
 _ERROR_BYTES = 4096
@@ -92,7 +92,7 @@ def run_sweep(overrides: list[str], *, program: str) -> None:
     finally:
         _write(folder, runs)
         make_console().print("", *draw(runs), f"all figures  {folder / RESULTS}", sep="\n", soft_wrap=True)
-        if any(run.state != "done" for run in runs):
+        if any(run.state != "done" for run in runs) and not base.is_one_process:
             again = [text for text in overrides if not text.startswith(("name=", "resume="))]
             command = [*program.split(), "run", "-m", *again, f"name={base.name}", "resume=auto"]
             print(f"continue with: {shlex.join(command)}")

@@ -14,7 +14,7 @@ from slipstream.configs.base import ConfigError, Record
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
 _WORDS = ("null", "true", "false", "inf", "nan")
 _LOGGERS = ("trackio", "wandb", "tensorboard")
-_OFF = "off in this file, and no feature here"
+_OFF = "off, or a default that the file does not use"
 
 
 class Imported(Record):
@@ -151,7 +151,7 @@ class Translation:
             if key in self._taken or value in (None, "", [], {}) or key.endswith("_target_"):
                 continue
             reason = next((why for why, starts in decided.items() if key.startswith(tuple(starts))), "")
-            if reason or value in (False, 0):
+            if reason or value in (False, 0, self._defaults.get(key)):
                 reasons.setdefault(reason or _OFF, []).append(self._described(key))
             else:
                 unequal.append(self._described(key, sign=" = "))

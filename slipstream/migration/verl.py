@@ -186,7 +186,8 @@ def _agent(config: Translation) -> None:
         )
         return
     if users is None and tools is None and loop == "single_turn_agent":
-        config.note(f"{_TURNS}.enable", "choose generators/agent=tools or interaction for rows without agent_name.")
+        if config.take(f"{_TURNS}.enable"):
+            config.note(f"{_TURNS}.enable", "choose generators/agent=tools or interaction for rows without agent_name.")
         return
     config.put("generators/agent", "tools" if users is None else "interaction")
     config.put("generators.agent.tools", tools or [])

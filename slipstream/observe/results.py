@@ -26,12 +26,16 @@ _REPORTED = {
 }
 
 
+def _shown(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4g}"
+
+
 def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
     """Describe goals and the accuracies of the final evaluation."""
     evaluation, steps = summary.get("evaluation") or {}, summary["steps"]
     missed = [goal for goal in run.evaluation.goals if evaluation and not goal.holds(evaluation)]
     shown = [
-        f"{goal.metric} is {evaluation.get(goal.metric, 'unknown'):.4g}, the goal "
+        f"{goal.metric} is {_shown(evaluation.get(goal.metric))}, the goal "
         + " and ".join(
             f"at {word} {bound:g}"
             for word, bound in (("least", goal.at_least), ("most", goal.at_most))

@@ -45,10 +45,10 @@ Most used settings:
   name=NAME                     run folder runs/NAME; resume=true continues it
   seed=0                        every random choice of the run derives from it
   model.path=FOLDER             model to train: a transformers folder, or a name on the Hugging Face hub
-  data.train=FILE               prompts, Parquet or JSON lines; data.eval=FILE those to evaluate on
+  data.train=FILE               prompts (Parquet, CSV, JSON lines); data.eval=FILE those to evaluate on
   generators.count=1            vLLM engines; generators.group_size=8 answers to each prompt
   generators.reward.function=module:function
-  staleness.max_lag=4    versions that a trajectory may be old; 0 is synchronous training
+  staleness.max_lag=4           versions that a trajectory may be old; 0 is synchronous training
   learner.max_steps=80          learner.prompts_per_step=32 prompts each
   learner.optimizer.learning_rate=3e-3
 

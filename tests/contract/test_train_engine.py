@@ -278,11 +278,13 @@ def test_a_forward_pass_without_gradient_does_not_change_the_next_step(tmp_path,
     assert used.step(learning_rate=1e-3) == pytest.approx(fresh.step(learning_rate=1e-3), rel=1e-6)
 
 
-WHOLE = [(name, "muon") for name in ("torch", "zero-0")]
+WHOLE = itertools.product(("torch", "zero-0"), ("muon", "adamw_8bit"))
 
 
 @pytest.mark.parametrize(("engine", "optimizer"), [*((name, "adamw") for name in ENGINES), *WHOLE])
 def test_training_continues_bit_for_bit_from_the_saved_state(tmp_path, engine, optimizer):
+    if optimizer == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
     first, second = (make_engine(tmp_path, ENGINES[engine], name=optimizer) for _ in range(2))
     accumulate(first, make_microbatches())
     first.step(learning_rate=1e-3)

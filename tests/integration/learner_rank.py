@@ -42,8 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--critic", action="store_true")
     parser.add_argument("--engine-checkpoint", action="store_true", help="save one of DeepSpeed's own, too")
     parser.add_argument("--lora", action="store_true")
-    parser.add_argument("--muon", action="store_true")
-    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--optimizer", choices=["muon", "adamw_8bit"])
     parser.add_argument("--bfloat16", choices=["rounded", "whole"], help="how ZeRO-3 gathers")
     parser.add_argument("--pictures", action="store_true", help="a model with images, prompts with and without")
     parser.add_argument("--aux-loss", type=float, default=0.0)
@@ -97,7 +96,8 @@ def main() -> None:
     rendezvous = f"file://{args.folder / args.out}.rendezvous"
     ranks = join_ranks(rank=args.rank, size=args.ranks, device=CPU, timeout_s=TIMEOUT_S, rendezvous=rendezvous)
     learner = {"engine": zero(args.zero), "num_ranks": args.ranks, "tokens_per_microbatch": args.microbatch}
-    learner |= {"optimizer": OptimizerConfig(name="muon", learning_rate=1e-3, epsilon=1.0)} if args.muon else {}
+    if args.optimizer:
+        learner |= {"optimizer": OptimizerConfig(name=args.optimizer, learning_rate=1e-3, epsilon=1.0)}
     algorithm = AlgorithmConfig(advantage=GaeConfig() if args.critic else GrpoConfig())
     dtype = "bfloat16" if args.bfloat16 else "float32"
     model = ModelConfig(

@@ -19,6 +19,7 @@ from slipstream.learner.checkpoint import BestEntry
 from slipstream.learner.errors import SampledLogprobsError
 from slipstream.learner.learner import Learner
 from slipstream.learner.metrics_log import MetricsLog
+from slipstream.learner.profiler import StepProfiler
 from slipstream.observe.run_status import Monitor
 from slipstream.runtime.run_folder import RunFolder
 from tests.contract.stores import answer, lease
@@ -117,6 +118,7 @@ def make_learner(run: RunConfig, store: MemoryStore, ranks: FakeRanks, publisher
         metrics_log=MetricsLog(run, folder=folder, store=store),
         wait=lambda _num_ready, _timeout_s: time.sleep(0),
         num_heldout={"sampled": 2, "greedy": 2},
+        profiler=StepProfiler(run, store=store, folder=folder.profile, send=lambda _: None),
     )
 
 

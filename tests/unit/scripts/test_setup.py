@@ -60,8 +60,8 @@ def test_the_build_follows_the_machine_unless_it_is_chosen(tmp_path: Path) -> No
 
 
 OPTIONAL = {
-    "mcp", "openai", "ray", "reasoning-gym", "slipstream-harness", "tantivy", "tensorboard", "trackio", "verifiers",
-    "vllm", "wandb",
+    "bitsandbytes", "mcp", "openai", "ray", "reasoning-gym", "slipstream-harness", "tantivy", "tensorboard", "trackio",
+    "verifiers", "vllm", "wandb",
 }  # fmt: skip
 """Imported where they are used only, with an error that says what to install."""
 

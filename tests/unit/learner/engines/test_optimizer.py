@@ -2,6 +2,8 @@ import numpy as np
 import pytest
 import torch
 
+from slipstream.configs import learner
+from slipstream.configs.base import ConfigError
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.engines.optimizer import MuonWithAdamW, learning_rate, make_optimizer
 from tests.tiny_model import make_tiny_module
@@ -84,3 +86,29 @@ def test_muon_trains_the_matrices_of_hidden_layers_and_adamw_the_others(is_tied)
     assert isinstance(make_optimizer(torch.nn.Linear(2, 2, bias=False), OptimizerConfig(name="muon")), torch.optim.Muon)
     value_head = torch.nn.Linear(4, 1)
     assert isinstance(make_optimizer(value_head, OptimizerConfig(name="muon")), torch.optim.AdamW)
+
+
+def test_adamw_in_8_bits_moves_as_adamw_with_a_byte_per_moment():
+    pytest.importorskip("bitsandbytes")
+    module, states, moves = torch.nn.Linear(64, 128), {}, {}
+    initial, gradients = module.weight.detach().clone(), torch.randn(5, 128, 64)
+    for name in ("adamw", "adamw_8bit"):
+        with torch.no_grad():
+            module.weight.copy_(initial)
+        optimizer = make_optimizer(module, OptimizerConfig(name=name, learning_rate=0.01, betas=(0.5, 0.6)))
+        for gradient in gradients:
+            module.weight.grad = gradient.clone()
+            optimizer.step()
+        states[name], moves[name] = optimizer.state[module.weight], module.weight.detach() - initial
+    assert states["adamw_8bit"]["state1"].dtype == states["adamw_8bit"]["state2"].dtype == torch.uint8
+    # A code of 8 bits is within about 2 % of its moment near a block's largest, and coarser below.
+    assert (moves["adamw"] - moves["adamw_8bit"]).norm() < 0.1 * moves["adamw"].norm()
+
+
+def test_a_missing_library_is_reported_in_one_sentence(monkeypatch):
+    monkeypatch.setattr(learner, "find_spec", lambda name: None)
+    for name in ("adamw", "muon"):
+        OptimizerConfig(name=name).check_installed("learner.optimizer")
+    message = r"^learner\.optimizer\.name must be adamw or muon without bitsandbytes, got adamw_8bit: .* pip install"
+    with pytest.raises(ConfigError, match=message):
+        OptimizerConfig(name="adamw_8bit").check_installed("learner.optimizer")
