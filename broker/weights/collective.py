@@ -47,6 +47,7 @@ class CollectiveSender:
         for any).
         """
         self._device = torch.device(device)
+        self.device: DeviceName = device_name(self._device)
         self._own_host = folder or host
         self.address: tuple[str, int]
         """As in WeightSender; constant for the whole run."""
@@ -83,10 +84,6 @@ class CollectiveSender:
                 self._close_group()
                 raise
         self._num_members = num_members
-
-    @property
-    def device(self) -> DeviceName:
-        return device_name(self._device)
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
         if self._num_members == 0:

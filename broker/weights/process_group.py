@@ -252,7 +252,7 @@ TORCH_ERRORS = (RuntimeError, ValueError, OSError)
 
 def device_name(device: torch.device) -> str:
     """Return `cpu`, or `cuda:` and the GPU's UUID, which is the same in every process."""
-    return "cpu" if device.type == "cpu" else f"cuda:{torch.cuda.get_device_properties(device).uuid}"
+    return f"cuda:{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "cpu"
 
 
 def choose_backend(

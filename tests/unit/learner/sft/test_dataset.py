@@ -250,7 +250,7 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"^\S*train\.parquet must be a .* cannot be read from row 0 on: "):
         read_train(run)
     path.write_text("no parquet")
-    with pytest.raises(ConfigError, match=r"train\.parquet must be a Parquet file of .*, but cannot be read: "):
+    with pytest.raises(ConfigError, match=r"train\.parquet must be a file of demonstrations, .*, but cannot be read: "):
         read_train(run)
     path.unlink()
     with pytest.raises(ConfigError, match="does not exist"):
