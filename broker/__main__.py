@@ -56,7 +56,7 @@ from slipstream.runtime.process import (
 )
 from slipstream.runtime.run_folder import RunFolder
 
-_ARCHIVE_TIMEOUT_S = 3.0
+_ARCHIVE_TIMEOUT_S = 4.0
 _STORAGE_TIMEOUT_S = 20.0
 """Time limit for retries of the object store, seconds."""
 _ANSWER_TIMEOUT_S = 3.0

@@ -58,6 +58,8 @@ _MAX_PROBLEMS = 32
 """Kinds of problems to print at most, because untrusted generators could report any number."""
 _STOP_TIMEOUT_S = 6.0
 """Time for all roles to end before they are killed."""
+_ARCHIVE_TIMEOUT_S = 5.0
+"""Least time for a broker to end, after all other roles."""
 _SAVE_TIMEOUT_S = 120.0
 """Time for the learner to end its step and save a checkpoint before it is killed."""
 
@@ -258,8 +260,11 @@ class Launcher:
             ends_at = time.monotonic() + _STOP_TIMEOUT_S
         for role in reversed(self._roles):
             role.terminate()
-            is_uploading = role in self._brokers and self._run.storage.uri
-            role.stop(ends_at=ends_at + UPLOAD_TIMEOUT_S if is_uploading else ends_at)
+            if role in self._brokers:
+                # It archives the last groups, however long the others took.
+                ends_at = max(ends_at, time.monotonic() + _ARCHIVE_TIMEOUT_S)
+                ends_at += UPLOAD_TIMEOUT_S if self._run.storage.uri else 0.0
+            role.stop(ends_at=ends_at)
 
     def _save_progress(self) -> None:
         self._view.print_line("stopping: the learner ends its step and saves a checkpoint; Ctrl-C again kills it")
