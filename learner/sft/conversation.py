@@ -1,7 +1,10 @@
 """Conversations as pieces of text: what the model learns to write, and the chat template's text around it."""
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import product
 from typing import Any, NamedTuple
 
 from slipstream.configs.base import ConfigError
@@ -31,8 +34,8 @@ def chat_pieces(
     """Split a conversation at the start and end of each assistant turn.
 
     A template that rewrites earlier turns (Qwen 3 drops their reasoning) renders each turn as the last one, followed by
-    the text up to the next turn, as generators do. `tools`: schemas. `variables`: of the template. Empty without an
-    assistant turn, or if one is empty. Raises ConfigError.
+    the text up to the next turn, as generators do. Arguments of calls are records or their JSON text. `tools`: schemas.
+    `variables`: of the template. Empty without an assistant turn, or if one is empty. Raises ConfigError.
     """
     shown: list[Message] = without_nulls(list(messages))
     turns = [index for index, message in enumerate(shown) if message.get("role") == "assistant"]
@@ -47,6 +50,35 @@ def chat_pieces(
         except Exception as error:
             raise ConfigError(f"the messages must fit the chat template: {error}") from error
 
+    errors: list[ConfigError] = []
+    # A few templates refuse records as arguments, or a text beside calls.
+    forms = product((False, True), ({"content": ""}, {})) if any(m.get("tool_calls") for m in shown) else [(False, {})]
+    for as_json, default in forms:
+        given = [{**default, **_with_arguments(m, as_json=as_json)} if m.get("tool_calls") else m for m in shown]
+        try:
+            return _pieces(given, turns, render=render, tokenizer=tokenizer)
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0]
+
+
+def _with_arguments(message: Message, *, as_json: bool) -> Message:
+    """Return the message with the arguments of its calls as records, or as JSON text."""
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        arguments = function.get("arguments")
+        if as_json and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif isinstance(arguments, str) and not as_json:
+            with suppress(json.JSONDecodeError):
+                arguments = json.loads(arguments)
+        function = {**function, "arguments": arguments}
+        calls.append({**call, "function": function} if "function" in call else function)
+    return {**message, "tool_calls": calls}
+
+
+def _pieces(shown: list[Message], turns: list[int], *, render: _Render, tokenizer: Any) -> list[Piece]:
     texts = [render(shown[:end], opens_turn=end == index) for index in turns for end in (index, index + 1)]
     starts = ["", *texts]
     if all(text.startswith(start) for start, text in zip(starts, texts, strict=False)):

@@ -1,5 +1,6 @@
 """Conversations with templates that don't render a turn the same way in every place."""
 
+import json
 from typing import Any
 
 import pytest
@@ -113,6 +114,39 @@ def test_a_turn_that_does_not_follow_its_header_is_refused():
     tokenizer.chat_template = OTHER
     with pytest.raises(ConfigError, match="with the header that it opens the turn with, but they differ after"):
         chat_pieces(MESSAGES, tokenizer=tokenizer)
+
+
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+# Qwen: arguments are records
+EACH = "{% for c in m.tool_calls %}<tool_call>"
+CALLS = HEAD + "{{ m.content }}" + EACH + "{{ c.function | tojson }}{% endfor %}" + TAIL
+# DeepSeek V3: arguments are text
+TEXTS = (
+    (HEAD + "{{ m.content }}" + EACH)
+    + """{{ '{"name": "' + c.function.name + '", "arguments": ' + c.function.arguments + '}' }}{% endfor %}"""
+    + TAIL
+)
+# As templates that take either a text or calls
+EITHER = (
+    "{% for m in messages %}{% if m.tool_calls and m.content is defined and m.content is not none %}"
+    "{{ raise_exception('either') }}{% endif %}{% endfor %}"
+) + CALLS.replace("{{ m.content }}", "{{ m.content or '' }}")
+ADD: dict[str, Any] = {"name": "add", "arguments": {"a": "ä", "b": None}}
+ADD_TEXT = ADD | {"arguments": json.dumps(ADD["arguments"])}
+RESULT = [{"role": "tool", "content": "3"}, MESSAGES[3]]
+
+
+@pytest.mark.parametrize("function", [ADD_TEXT, {"name": "add", "arguments": {"a": "ä"}}], ids=["text", "record"])
+@pytest.mark.parametrize("template", [CALLS, TEXTS, EITHER], ids=["records", "texts", "either"])
+def test_arguments_of_calls_are_text_or_records_and_the_text_beside_them_may_be_null(template: str, function: Any):
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = template
+    calling = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    found = chat_pieces([MESSAGES[0], calling, *RESULT], tokenizer=tokenizer)
+    written = found[1].text.removeprefix("<tool_call>").removesuffix("<|im_end|>\n")
+    assert json.loads(written) == (ADD if function is ADD_TEXT else function)
+    assert found[2].text == "<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
