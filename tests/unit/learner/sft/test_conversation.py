@@ -154,7 +154,7 @@ def test_a_demonstration_has_the_tokens_of_a_generator(family: str):
     tokenizer, end = make_chat_tokenizer(family), TEMPLATES[family][1]
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)
     messages = [m | {"content": m["content"].split("\n")[-1]} for m in MESSAGES]
-    found = tokenize(chat_pieces(messages, tokenizer=tokenizer), tokenizer=tokenizer)
+    found = tokenize(chat_pieces(messages, tokenizer=tokenizer), tokenizer=tokenizer, end_ids=[tokenizer.eos_token_id])
     expected, _ = encoder.encode(make_prompt(messages[:1]))
     thought = "<think>\n\n</think>\n\n" if family == "qwen3" else ""
     for number, text in enumerate(("2", "4")):
