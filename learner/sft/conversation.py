@@ -80,14 +80,35 @@ def _with_arguments(message: Message, *, as_json: bool) -> Message:
 
 def _pieces(shown: list[Message], turns: list[int], *, render: _Render, tokenizer: Any) -> list[Piece]:
     texts = [render(shown[:end], opens_turn=end == index) for index in turns for end in (index, index + 1)]
+    reasoning = find_reasoning(tokenizer)
     starts = ["", *texts]
-    if all(text.startswith(start) for start, text in zip(starts, texts, strict=False)):
-        lengths = map(len, starts)
-        return [
-            Piece(text[length:], bool(number % 2))
-            for number, (length, text) in enumerate(zip(lengths, texts, strict=False))
-        ]
-    return _turn_by_turn(shown, turns, texts, render=render, tokenizer=tokenizer)
+    if not all(text.startswith(start) for start, text in zip(starts, texts, strict=False)):
+        return _turn_by_turn(shown, turns, texts, render=render, tokenizer=tokenizer)
+    pieces = [
+        Piece(text[len(start) :], bool(number % 2))
+        for number, (start, text) in enumerate(zip(starts, texts, strict=False))
+    ]
+    for index, piece in zip(turns, pieces[1::2], strict=True):
+        _require_calls(shown[index], piece.text, reasoning=reasoning)
+    return pieces
+
+
+def _require_calls(message: Message, text: str, *, reasoning: Reasoning) -> None:
+    """Raise ConfigError if the template omits a call, or the content beside it."""
+    calls = message.get("tool_calls") or []
+    if name := next((name for call in calls if (name := str(call.get("function", call).get("name"))) not in text), ""):
+        raise ConfigError(
+            f"the chat template must render the calls of assistant messages, but omits that of {name!r}: set "
+            "model.chat_template to one for tools, or write the calls into the content."
+        )
+    content = message.get("content")
+    if calls and isinstance(content, str):
+        _, rest = reasoning.split(content, is_open=False)
+        if content.strip() not in text and rest.strip() not in text:
+            raise ConfigError(
+                "the chat template must render the content of assistant messages with tool_calls, but omits "
+                f"{rest.strip()[:40]!r}: set model.chat_template to one that does, or empty such contents."
+            )
 
 
 def _turn_by_turn(
@@ -101,21 +122,38 @@ def _turn_by_turn(
     for number, (index, opened, closed) in enumerate(zip(turns, texts[::2], texts[1::2], strict=True)):
         pieces += [] if pieces else [Piece(opened, is_model=False)]
         written = _written(messages[index], opened, closed, names=names, reasoning=reasoning)
+        _require_calls(messages[index], written, reasoning=reasoning)
         if number + 1 == len(turns):
             return [*pieces, Piece(written, is_model=True)]
-        # A mark replaces the turn's text, which the text after it does not depend on.
-        marked = {**messages[index], "content": _MARK}
-        marked.pop("reasoning_content", None)
-        known = [*messages[:index], marked]
+        known = [*messages[:index], _marked(messages[index])]
         _, _, ending = render(known, opens_turn=False).partition(_MARK)
         _, mark, rest = render([*known, *messages[index + 1 : turns[number + 1]]], opens_turn=True).partition(_MARK)
         if not mark:
             raise ConfigError("the chat template must render the text of assistant messages, but it omits it.")
-        shared = _shared(ending, rest, names=names)
-        if shared:
-            written = written.removesuffix(ending[len(shared) :])
+        if shared := _shared(ending, rest, names=names):
+            own_ending = ending[len(shared) :]
+            if not written.endswith(own_ending):
+                raise ConfigError(
+                    "the chat template must end a turn before other messages as it ends the last one, but replaces "
+                    f"{own_ending[-40:]!r}: provide the columns token_ids and model_mask."
+                )
+            written = written.removesuffix(own_ending)
         pieces += [Piece(written, is_model=True), Piece(rest[len(shared) :], is_model=False)]
     return pieces
+
+
+def _marked(message: Message) -> Message:
+    """Return the turn with a mark at its end, which the text after the turn does not depend on."""
+    marked = {name: value for name, value in message.items() if name != "reasoning_content"}
+    if not (calls := marked.get("tool_calls")):
+        return {**marked, "content": _MARK}
+    # Calls follow the content, and some templates render them in its place.
+    call = calls[-1]
+    function = call.get("function", call)
+    arguments: Any = {"mark": _MARK}
+    function = {**function, "arguments": json.dumps(arguments) if isinstance(function["arguments"], str) else arguments}
+    marked["tool_calls"] = [*calls[:-1], {**call, "function": function} if "function" in call else function]
+    return marked | ({"content": ""} if marked.get("content") else {})
 
 
 def _written(message: Message, opened: str, closed: str, *, names: list[str], reasoning: Reasoning) -> str:

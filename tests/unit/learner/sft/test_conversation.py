@@ -149,6 +149,52 @@ def test_arguments_of_calls_are_text_or_records_and_the_text_beside_them_may_be_
     assert found[2].text == "<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
 
 
+# Mistral, Llama 3.1: calls take the place of the text, and the earlier turns end with another token
+INSTEAD = (
+    HEAD + "{% if m.tool_calls %}" + EACH + "{{ c.function | tojson }}{% endfor %}{% else %}{{ m.content }}{% endif %}"
+    "{{ '</s>' if loop.last and not add_generation_prompt else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": ADD}]}
+
+
+def test_a_turn_with_calls_is_followed_by_the_text_after_its_last_call():
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = INSTEAD
+    found = chat_pieces([MESSAGES[0], CALL, *RESULT], tokenizer=tokenizer)
+    assert json.loads(found[1].text.removeprefix("<tool_call>").removesuffix("</s>"))["name"] == "add"
+    assert found[2].text == "<|im_end|><|im_start|>tool\n3<|im_end|><|im_start|>assistant\n"
+
+
+def test_an_end_that_depends_on_the_text_of_the_turn_is_refused():
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = GPT_OSS.replace("'<|/turn|>'", "('.!' if m.content | length > 9 else '.') ~ '<|/turn|>'")
+    tokenizer.chat_template = tokenizer.chat_template.replace("else '<|im_end|>'", "else '.<|im_end|>'")
+    with pytest.raises(ConfigError, match=r"as it ends the last one, but replaces '!<./turn.>': provide the columns"):
+        chat_pieces([MESSAGES[0], MESSAGES[3], *MESSAGES[2:]], tokenizer=tokenizer)
+
+
+CHATML = TEMPLATES["chatml"][0]
+
+
+@pytest.mark.parametrize("rest", [[], RESULT], ids=["last turn", "earlier turn"])
+@pytest.mark.parametrize(
+    ("template", "content", "complaint"),
+    [
+        (CHATML, "", "must render the calls of assistant messages, but omits that of 'add': set model.chat_template"),
+        (GPT_OSS, "", "omits that of 'add'"),
+        (INSTEAD, "<think>\nA\n</think>\n\n12", "the content of assistant messages with tool_calls, but omits '12'"),
+    ],
+)
+def test_a_template_that_omits_calls_or_the_text_beside_them_is_refused(
+    template: str, content: str, complaint: str, rest: list[Any]
+):
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = template
+    with pytest.raises(ConfigError, match=complaint):
+        chat_pieces([MESSAGES[0], CALL | {"content": content}, *rest], tokenizer=tokenizer)
+
+
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_a_demonstration_has_the_tokens_of_a_generator(family: str):
     tokenizer, end = make_chat_tokenizer(family), TEMPLATES[family][1]
