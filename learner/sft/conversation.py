@@ -82,28 +82,31 @@ def _pieces(shown: list[Message], turns: list[int], *, render: _Render, tokenize
     texts = [render(shown[:end], opens_turn=end == index) for index in turns for end in (index, index + 1)]
     reasoning = find_reasoning(tokenizer)
     starts = ["", *texts]
-    if not all(text.startswith(start) for start, text in zip(starts, texts, strict=False)):
+    follows = all(text.startswith(start) for start, text in zip(starts, texts, strict=False))
+    ends = zip(turns, texts[::2], texts[1::2], strict=True)
+    if not follows or any(_lacks_reasoning(shown[index], *both, reasoning=reasoning) for index, *both in ends):
         return _turn_by_turn(shown, turns, texts, render=render, tokenizer=tokenizer)
     pieces = [
         Piece(text[len(start) :], bool(number % 2))
         for number, (start, text) in enumerate(zip(starts, texts, strict=False))
     ]
     for index, piece in zip(turns, pieces[1::2], strict=True):
-        _require_calls(shown[index], piece.text, reasoning=reasoning)
+        _require_calls(shown[index], piece.text, tokenizer=tokenizer)
     return pieces
 
 
-def _require_calls(message: Message, text: str, *, reasoning: Reasoning) -> None:
-    """Raise ConfigError if the template omits a call, or the content beside it."""
+def _require_calls(message: Message, text: str, *, tokenizer: Any) -> None:
+    """Raise ConfigError if the template omits a call, or the content beside it, or ends the turn before."""
     calls = message.get("tool_calls") or []
+    text = text.partition(tokenizer.eos_token or _MARK)[0]
     if name := next((name for call in calls if (name := str(call.get("function", call).get("name"))) not in text), ""):
         raise ConfigError(
-            f"the chat template must render the calls of assistant messages, but omits that of {name!r}: set "
-            "model.chat_template to one for tools, or write the calls into the content."
+            "the chat template must render the calls of assistant messages before the end token, but omits that of "
+            f"{name!r}: set model.chat_template to one for tools, or write the calls into the content."
         )
     content = message.get("content")
     if calls and isinstance(content, str):
-        _, rest = reasoning.split(content, is_open=False)
+        _, rest = find_reasoning(tokenizer).split(content, is_open=False)
         if content.strip() not in text and rest.strip() not in text:
             raise ConfigError(
                 "the chat template must render the content of assistant messages with tool_calls, but omits "
@@ -122,7 +125,7 @@ def _turn_by_turn(
     for number, (index, opened, closed) in enumerate(zip(turns, texts[::2], texts[1::2], strict=True)):
         pieces += [] if pieces else [Piece(opened, is_model=False)]
         written = _written(messages[index], opened, closed, names=names, reasoning=reasoning)
-        _require_calls(messages[index], written, reasoning=reasoning)
+        _require_calls(messages[index], written, tokenizer=tokenizer)
         if number + 1 == len(turns):
             return [*pieces, Piece(written, is_model=True)]
         known = [*messages[:index], _marked(messages[index])]
@@ -158,7 +161,7 @@ def _marked(message: Message) -> Message:
 
 def _written(message: Message, opened: str, closed: str, *, names: list[str], reasoning: Reasoning) -> str:
     """Return what the model writes after `opened`, the text up to the header of its turn. Raises ConfigError."""
-    if closed.startswith(opened):
+    if closed.startswith(opened) and not _lacks_reasoning(message, opened, closed, reasoning=reasoning):
         return closed[len(opened) :]
     shared = _shared(opened, closed, names=names)
     header = opened[len(shared) :].replace(reasoning.start, "").replace(reasoning.end, "")
@@ -169,12 +172,25 @@ def _written(message: Message, opened: str, closed: str, *, names: list[str], re
             "model_mask."
         )
     # Templates such as DeepSeek-R1's open the reasoning in the header, and drop it from finished turns.
-    thought, rest = reasoning.split(closed[len(shared) :], is_open=reasoning.is_opened_by(shared))
+    thought, rest = reasoning.split(closed[len(shared) :], is_open=False)
     if not reasoning.is_opened_by(opened):
         return rest.lstrip("\n")
+    thought = _given_reasoning(message, reasoning) or (thought or "").strip()
+    gap = opened[len(opened.rstrip()) :]
+    return f"{thought}{gap}{reasoning.end}{gap * 2}{rest.lstrip()}".lstrip("\n")
+
+
+def _lacks_reasoning(message: Message, opened: str, closed: str, *, reasoning: Reasoning) -> bool:
+    """Return whether the header opens the reasoning, but the text after it lacks the message's, or its end."""
+    text = closed[len(opened) :]
+    thought, end, _ = text.partition(reasoning.end)
+    is_complete = end and reasoning.start not in text and _given_reasoning(message, reasoning) in thought
+    return reasoning.is_opened_by(opened) and not is_complete
+
+
+def _given_reasoning(message: Message, reasoning: Reasoning) -> str:
     given, _ = reasoning.split(str(message.get("content") or ""), is_open=False)
-    thought = str(message.get("reasoning_content") or thought or given or "").strip()
-    return f"{thought}\n{reasoning.end}\n\n{rest.lstrip()}".lstrip("\n")
+    return str(message.get("reasoning_content") or given or "").strip()
 
 
 def _shared(first: str, second: str, *, names: list[str]) -> str:

@@ -100,6 +100,44 @@ def test_a_turn_without_reasoning_ends_the_reasoning_that_its_header_opens():
     assert found[1].text == "B\n</think>\n\n4<|im_end|>\n"
 
 
+OPENS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
+CLOSES = "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + HEADER
+LAST = "{{ m.content.split('</think>')[-1] | trim }}"
+
+
+@pytest.mark.parametrize("is_field", [False, True])
+@pytest.mark.parametrize(
+    ("finished", "no_thought"),
+    [
+        (LAST, "</think>\n\n"),  # Nemotron Nano 2: without reasoning
+        ("\n</think>\n\n{{ m.content }}", "\n</think>\n\n"),  # Qwen 3 Thinking: with an empty one before it
+        ("\n</think>\n\n" + LAST, "\n</think>\n\n"),
+    ],
+)
+def test_a_finished_turn_that_lacks_the_reasoning_its_header_opens_gets_it(
+    finished: str, no_thought: str, is_field: bool
+):
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = OPENS + finished + CLOSES
+    messages = MESSAGES
+    if is_field:
+        messages = [MESSAGES[0], {**MESSAGES[1], "reasoning_content": "A", "content": "2"}, *MESSAGES[2:]]
+    for known in (messages, messages[:2]):
+        found = [piece.text for piece in chat_pieces(known, tokenizer=tokenizer)]
+        expected = [OPENED + THINK, "A\n</think>\n\n2<|im_end|>\n", BETWEEN + THINK, f"{no_thought}4<|im_end|>\n"]
+        assert found == expected[: len(known)]
+
+
+def test_a_header_without_a_line_end_is_followed_by_reasoning_without_one():
+    tokenizer = make_chat_tokenizer("qwen3")
+    # DeepSeek V3.1: a finished turn has only the end of the reasoning.
+    finished = OPENS.replace("<think>\n", "</think>") + LAST + CLOSES.replace("<think>\n", "<think>")
+    tokenizer.chat_template = finished
+    found = [piece.text for piece in chat_pieces(MESSAGES, tokenizer=tokenizer)]
+    assert found[1::2] == ["A</think>2<|im_end|>\n", "</think>4<|im_end|>\n"]
+    assert found[::2] == [OPENED + "<think>", BETWEEN + "<think>"]
+
+
 def test_variables_and_tools_reach_the_template():
     tokenizer = make_chat_tokenizer("qwen3")
     tools: list[Any] = [{"type": "function", "function": {"name": "add"}}]
@@ -181,8 +219,10 @@ CHATML = TEMPLATES["chatml"][0]
 @pytest.mark.parametrize(
     ("template", "content", "complaint"),
     [
-        (CHATML, "", "must render the calls of assistant messages, but omits that of 'add': set model.chat_template"),
+        (CHATML, "", "before the end token, but omits that of 'add': set model.chat_template"),
         (GPT_OSS, "", "omits that of 'add'"),
+        # Nemotron Nano 2: ends the turn between its text and its calls
+        (CALLS.replace("{% for c", "{{ '<|im_end|>\n' if m.content }}{% for c"), "12", "omits that of 'add'"),
         (INSTEAD, "<think>\nA\n</think>\n\n12", "the content of assistant messages with tool_calls, but omits '12'"),
     ],
 )
