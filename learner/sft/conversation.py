@@ -63,11 +63,14 @@ def chat_pieces(
 
 
 def _with_arguments(message: Message, *, as_json: bool) -> Message:
-    """Return the message with the arguments of its calls as records, or as JSON text."""
-    calls = []
-    for call in message["tool_calls"]:
+    """Return the message with the arguments of its calls as records, or as JSON text. Raises ConfigError."""
+    given, calls = message["tool_calls"], []
+    is_list = isinstance(given, list) and all(isinstance(call, dict) for call in given)
+    if not is_list or not all(isinstance(call.get("function", call), dict) for call in given):
+        raise ConfigError(f"`tool_calls` must hold a list of records with `function`, a record, got {given!r:.60}.")
+    for call in given:
         function = call.get("function", call)
-        arguments = function.get("arguments")
+        arguments = function.get("arguments") or {}
         if as_json and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         elif isinstance(arguments, str) and not as_json:

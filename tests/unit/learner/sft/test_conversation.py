@@ -158,7 +158,7 @@ HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 # Qwen: arguments are records
 EACH = "{% for c in m.tool_calls %}<tool_call>"
-CALLS = HEAD + "{{ m.content }}" + EACH + "{{ c.function | tojson }}{% endfor %}" + TAIL
+CALLS = HEAD + "{{ '' + m.content }}" + EACH + "{{ c.function | tojson }}{% endfor %}" + TAIL
 # DeepSeek V3: arguments are text
 TEXTS = (
     (HEAD + "{{ m.content }}" + EACH)
@@ -169,7 +169,7 @@ TEXTS = (
 EITHER = (
     "{% for m in messages %}{% if m.tool_calls and m.content is defined and m.content is not none %}"
     "{{ raise_exception('either') }}{% endif %}{% endfor %}"
-) + CALLS.replace("{{ m.content }}", "{{ m.content or '' }}")
+) + CALLS.replace("'' + m.content", "m.content or ''")
 ADD: dict[str, Any] = {"name": "add", "arguments": {"a": "ä", "b": None}}
 ADD_TEXT = ADD | {"arguments": json.dumps(ADD["arguments"])}
 RESULT = [{"role": "tool", "content": "3"}, MESSAGES[3]]
@@ -210,6 +210,19 @@ def test_an_end_that_depends_on_the_text_of_the_turn_is_refused():
     tokenizer.chat_template = tokenizer.chat_template.replace("else '<|im_end|>'", "else '.<|im_end|>'")
     with pytest.raises(ConfigError, match=r"as it ends the last one, but replaces '!<./turn.>': provide the columns"):
         chat_pieces([MESSAGES[0], MESSAGES[3], *MESSAGES[2:]], tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("calls", ["[]", ["add"], [{"function": "add"}]])
+def test_calls_that_are_no_records_are_named(calls: Any):
+    with pytest.raises(ConfigError, match="`tool_calls` must hold a list of records with `function`, a record, got"):
+        chat_pieces([MESSAGES[0], CALL | {"tool_calls": calls}], tokenizer=make_chat_tokenizer("qwen3"))
+
+
+def test_a_call_without_arguments_has_an_empty_record():
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = CALLS
+    found = chat_pieces([MESSAGES[0], CALL | {"tool_calls": [{"function": {"name": "add"}}]}], tokenizer=tokenizer)
+    assert found[1].text == """<tool_call>{"name": "add", "arguments": {}}<|im_end|>\n"""
 
 
 CHATML = TEMPLATES["chatml"][0]
