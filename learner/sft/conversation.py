@@ -187,7 +187,7 @@ def _lacks_reasoning(message: Message, opened: str, closed: str, *, reasoning: R
     """Return whether the header opens the reasoning, but the text after it lacks the message's, or its end."""
     text = closed[len(opened) :]
     thought, end, _ = text.partition(reasoning.end)
-    is_complete = end and reasoning.start not in text and _given_reasoning(message, reasoning) in thought
+    is_complete = end and reasoning.start not in thought and _given_reasoning(message, reasoning) in thought
     return reasoning.is_opened_by(opened) and not is_complete
 
 

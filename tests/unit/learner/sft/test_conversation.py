@@ -112,6 +112,7 @@ LAST = "{{ m.content.split('</think>')[-1] | trim }}"
         (LAST, "</think>\n\n"),  # Nemotron Nano 2: without reasoning
         ("\n</think>\n\n{{ m.content }}", "\n</think>\n\n"),  # Qwen 3 Thinking: with an empty one before it
         ("\n</think>\n\n" + LAST, "\n</think>\n\n"),
+        ("<think></think>" + LAST, "</think>\n\n"),  # opened again
     ],
 )
 def test_a_finished_turn_that_lacks_the_reasoning_its_header_opens_gets_it(
