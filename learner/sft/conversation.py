@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
 from typing import Any, NamedTuple
@@ -30,12 +30,14 @@ def chat_pieces(
     tokenizer: Any,
     tools: Sequence[Any] | None = None,
     variables: Mapping[str, Any] | None = None,
+    end_ids: Collection[int] = (),
 ) -> list[Piece]:
     """Split a conversation at the start and end of each assistant turn.
 
     A template that rewrites earlier turns (Qwen 3 drops their reasoning) renders each turn as the last one, followed by
     the text up to the next turn, as generators do. Arguments of calls are records or their JSON text. `tools`: schemas.
-    `variables`: of the template. Empty without an assistant turn, or if one is empty. Raises ConfigError.
+    `variables`: of the template. `end_ids`: end tokens of the model, which no call may follow. Empty without an
+    assistant turn, or if one is empty. Raises ConfigError.
     """
     shown: list[Message] = without_nulls(list(messages))
     turns = [index for index, message in enumerate(shown) if message.get("role") == "assistant"]
@@ -50,13 +52,18 @@ def chat_pieces(
         except Exception as error:
             raise ConfigError(f"the messages must fit the chat template: {error}") from error
 
+    # A configuration may name end tokens that the tokenizer lacks.
+    ends = [end for end in tokenizer.convert_ids_to_tokens(list(end_ids)) if end]
     errors: list[ConfigError] = []
     # A few templates refuse records as arguments, or a text beside calls.
     forms = product((False, True), ({"content": ""}, {})) if any(m.get("tool_calls") for m in shown) else [(False, {})]
     for as_json, default in forms:
         given = [{**default, **_with_arguments(m, as_json=as_json)} if m.get("tool_calls") else m for m in shown]
         try:
-            return _pieces(given, turns, render=render, tokenizer=tokenizer)
+            pieces = _pieces(given, turns, render=render, tokenizer=tokenizer)
+            for index, piece in zip(turns, pieces[1::2], strict=True):
+                _require_calls(given[index], piece.text, ends=ends, reasoning=find_reasoning(tokenizer))
+            return pieces
         except ConfigError as error:
             errors.append(error)
     raise errors[0]
@@ -89,19 +96,17 @@ def _pieces(shown: list[Message], turns: list[int], *, render: _Render, tokenize
     ends = zip(turns, texts[::2], texts[1::2], strict=True)
     if not follows or any(_lacks_reasoning(shown[index], *both, reasoning=reasoning) for index, *both in ends):
         return _turn_by_turn(shown, turns, texts, render=render, tokenizer=tokenizer)
-    pieces = [
+    return [
         Piece(text[len(start) :], bool(number % 2))
         for number, (start, text) in enumerate(zip(starts, texts, strict=False))
     ]
-    for index, piece in zip(turns, pieces[1::2], strict=True):
-        _require_calls(shown[index], piece.text, tokenizer=tokenizer)
-    return pieces
 
 
-def _require_calls(message: Message, text: str, *, tokenizer: Any) -> None:
+def _require_calls(message: Message, text: str, *, ends: Sequence[str], reasoning: Reasoning) -> None:
     """Raise ConfigError if the template omits a call, or the content beside it, or ends the turn before."""
     calls = message.get("tool_calls") or []
-    text = text.partition(tokenizer.eos_token or _MARK)[0]
+    for end in ends:
+        text = text.partition(end)[0]
     if name := next((name for call in calls if (name := str(call.get("function", call).get("name"))) not in text), ""):
         raise ConfigError(
             "the chat template must render the calls of assistant messages before the end token, but omits that of "
@@ -109,7 +114,7 @@ def _require_calls(message: Message, text: str, *, tokenizer: Any) -> None:
         )
     content = message.get("content")
     if calls and isinstance(content, str):
-        _, rest = find_reasoning(tokenizer).split(content, is_open=False)
+        _, rest = reasoning.split(content, is_open=False)
         if content.strip() not in text and rest.strip() not in text:
             raise ConfigError(
                 "the chat template must render the content of assistant messages with tool_calls, but omits "
@@ -128,14 +133,14 @@ def _turn_by_turn(
     for number, (index, opened, closed) in enumerate(zip(turns, texts[::2], texts[1::2], strict=True)):
         pieces += [] if pieces else [Piece(opened, is_model=False)]
         written = _written(messages[index], opened, closed, names=names, reasoning=reasoning)
-        _require_calls(messages[index], written, tokenizer=tokenizer)
         if number + 1 == len(turns):
             return [*pieces, Piece(written, is_model=True)]
         known = [*messages[:index], _marked(messages[index])]
         _, _, ending = render(known, opens_turn=False).partition(_MARK)
         _, mark, rest = render([*known, *messages[index + 1 : turns[number + 1]]], opens_turn=True).partition(_MARK)
         if not mark:
-            raise ConfigError("the chat template must render the text of assistant messages, but it omits it.")
+            what = "calls" if messages[index].get("tool_calls") else "text"
+            raise ConfigError(f"the chat template must render the {what} of assistant messages, but omits it.")
         if shared := _shared(ending, rest, names=names):
             own_ending = ending[len(shared) :]
             if not written.endswith(own_ending):

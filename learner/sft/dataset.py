@@ -250,16 +250,12 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
     rendering = [name for name in ("tools", "chat_template_kwargs") if name in schema.names]
     if chat := next((name for name in CHATS if name in schema.names), ""):
         _check_type(schema, chat, _is_chat, "lists of records with `role` and `content`")
-        tokenizer = _load_tokenizer(run, is_chat=True)
-        encode = partial(tokenize, tokenizer=tokenizer, end_ids=_end_ids(tokenizer, run.model))
-        read = partial(_from_messages, tokenizer=tokenizer, encode=encode, variables=variables, column=chat)
+        read = partial(_from_messages, **_steps(run, is_chat=True), variables=variables, column=chat)
         return _Form([chat, *rendering], read)
     _check_type(schema, prompt, lambda kind: _is_text(kind) or _is_chat(kind), "text or lists of messages")
     _check_type(schema, response, _is_text, "text")
-    tokenizer = _load_tokenizer(run, is_chat=_is_chat(_type(schema, prompt)))
-    encode = partial(tokenize, tokenizer=tokenizer, end_ids=_end_ids(tokenizer, run.model))
-    columns = {"prompt": prompt, "response": response}
-    read = partial(_from_response, tokenizer=tokenizer, encode=encode, variables=variables, **columns)
+    steps = _steps(run, is_chat=_is_chat(_type(schema, prompt)))
+    read = partial(_from_response, **steps, variables=variables, prompt=prompt, response=response)
     given = ["input"] if prompt == "instruction" and "input" in schema.names else []
     return _Form([prompt, response, *given, *rendering], read)
 
@@ -321,18 +317,19 @@ def _rendering(row: Row, variables: Mapping[str, Any]) -> dict[str, Any]:
     return {"tools": found["tools"] or None, "variables": {**variables, **own}}
 
 
+_Split = Callable[..., list[Piece]]
 _Encode = Callable[[list[Piece]], Demonstration]
 
 
 def _from_messages(
-    row: Row, *, tokenizer: Any, encode: _Encode, variables: Mapping[str, Any], column: str
+    row: Row, *, split: _Split, encode: _Encode, variables: Mapping[str, Any], column: str
 ) -> Demonstration | None:
-    pieces = chat_pieces(chat_messages(row[column]) or [], tokenizer=tokenizer, **_rendering(row, variables))
+    pieces = split(chat_messages(row[column]) or [], **_rendering(row, variables))
     return encode(pieces) if pieces else None
 
 
 def _from_response(
-    row: Row, *, tokenizer: Any, encode: _Encode, variables: Mapping[str, Any], prompt: str, response: str
+    row: Row, *, split: _Split, encode: _Encode, variables: Mapping[str, Any], prompt: str, response: str
 ) -> Demonstration | None:
     question, answer = chat_messages(value_at(row, prompt)), value_at(row, response)
     if prompt == "instruction":
@@ -344,7 +341,7 @@ def _from_response(
     if isinstance(question, str):
         return encode([Piece(question, is_model=False), Piece(answer, is_model=True)])
     messages = [*question, {"role": "assistant", "content": answer}]
-    pieces = chat_pieces(messages, tokenizer=tokenizer, **_rendering(row, variables))
+    pieces = split(messages, **_rendering(row, variables))
     if not pieces:
         return None
     # Assistant turns in the prompt are context.
@@ -370,12 +367,15 @@ def _load_tokenizer(run: RunConfig, *, is_chat: bool) -> Any:
     return tokenizer
 
 
-def _end_ids(tokenizer: Any, model: ModelConfig) -> list[int]:
+def _steps(run: RunConfig, *, is_chat: bool) -> dict[str, Any]:
+    """Return `chat_pieces` and `tokenize` with the run's tokenizer and end tokens."""
+    tokenizer = _load_tokenizer(run, is_chat=is_chat)
     try:
-        generation = GenerationConfig.from_pretrained(model.path)
+        generation = GenerationConfig.from_pretrained(run.model.path)
     except OSError:
-        generation = GenerationConfig.from_model_config(_load(AutoConfig, model))
-    return end_token_ids(tokenizer, generation)
+        generation = GenerationConfig.from_model_config(_load(AutoConfig, run.model))
+    own: dict[str, Any] = {"tokenizer": tokenizer, "end_ids": end_token_ids(tokenizer, generation)}
+    return {"split": partial(chat_pieces, **own), "encode": partial(tokenize, **own)}
 
 
 def _load(kind: Any, model: ModelConfig) -> Any:
