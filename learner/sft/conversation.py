@@ -72,19 +72,17 @@ def chat_pieces(
 def _with_arguments(message: Message, *, as_json: bool) -> Message:
     """Return the message with the arguments of its calls as records, or as JSON text. Raises ConfigError."""
     given, calls = message["tool_calls"], []
-    is_list = isinstance(given, list) and all(isinstance(call, dict) for call in given)
-    if not is_list or not all(isinstance(call.get("function", call), dict) for call in given):
-        raise ConfigError(f"`tool_calls` must hold a list of records with `function`, a record, got {given!r:.60}.")
-    for call in given:
-        function = call.get("function", call)
+    for call in given if isinstance(given, list) else [given]:
+        function = call.get("function", call) if isinstance(call, dict) else call
+        if not isinstance(function, dict):
+            raise ConfigError(f"`tool_calls` must hold a list of records with `function`, a record, got {given!r:.60}.")
         arguments = function.get("arguments") or {}
         if as_json and not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
         elif isinstance(arguments, str) and not as_json:
             with suppress(json.JSONDecodeError):
                 arguments = json.loads(arguments)
-        function = {**function, "arguments": arguments}
-        calls.append({**call, "function": function} if "function" in call else function)
+        calls.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
     return {**message, "tool_calls": calls}
 
 
@@ -107,19 +105,15 @@ def _require_calls(message: Message, text: str, *, ends: Sequence[str], reasonin
     calls = message.get("tool_calls") or []
     for end in ends:
         text = text.partition(end)[0]
-    if name := next((name for call in calls if (name := str(call.get("function", call).get("name"))) not in text), ""):
+    omitted = [name for call in calls if (name := str(call["function"].get("name"))) not in text]
+    if calls and isinstance(content := message.get("content"), str):
+        rest = reasoning.split(content, is_open=False)[1].strip()
+        omitted += [] if content.strip() in text or rest in text else [rest[:40]]
+    if omitted:
         raise ConfigError(
-            "the chat template must render the calls of assistant messages before the end token, but omits that of "
-            f"{name!r}: set model.chat_template to one for tools, or write the calls into the content."
+            "the chat template must render calls, and the content beside them, before the end token of a turn, but "
+            f"omits {omitted[0]!r}: set model.chat_template to one that does, or empty such contents."
         )
-    content = message.get("content")
-    if calls and isinstance(content, str):
-        _, rest = reasoning.split(content, is_open=False)
-        if content.strip() not in text and rest.strip() not in text:
-            raise ConfigError(
-                "the chat template must render the content of assistant messages with tool_calls, but omits "
-                f"{rest.strip()[:40]!r}: set model.chat_template to one that does, or empty such contents."
-            )
 
 
 def _turn_by_turn(
@@ -159,11 +153,9 @@ def _marked(message: Message) -> Message:
     if not (calls := marked.get("tool_calls")):
         return {**marked, "content": _MARK}
     # Calls follow the content, and some templates render them in its place.
-    call = calls[-1]
-    function = call.get("function", call)
-    arguments: Any = {"mark": _MARK}
-    function = {**function, "arguments": json.dumps(arguments) if isinstance(function["arguments"], str) else arguments}
-    marked["tool_calls"] = [*calls[:-1], {**call, "function": function} if "function" in call else function]
+    function, mark = calls[-1]["function"], {"mark": _MARK}
+    arguments = json.dumps(mark) if isinstance(function["arguments"], str) else mark
+    marked["tool_calls"] = [*calls[:-1], {**calls[-1], "function": {**function, "arguments": arguments}}]
     return marked | ({"content": ""} if marked.get("content") else {})
 
 

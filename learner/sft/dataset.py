@@ -94,11 +94,9 @@ def tokenize(pieces: Sequence[Piece], *, tokenizer: Any, end_ids: Collection[int
             ids = [*ids, tokenizer.eos_token_id]
         # Generation stops at an end token, so template text after it is not trained.
         end = next((count for count, token_id in enumerate(ids, start=1) if token_id in end_ids), None)
-        if piece.is_model:
-            num_trained, is_open = end or len(ids), end is None
-        else:
-            # Some headers end the turn before them, such as GLM's <|user|>.
-            num_trained, is_open = int(is_open and end == 1), False
+        # Some headers end the turn before them, such as GLM's <|user|>.
+        num_trained = (end or len(ids)) if piece.is_model else int(is_open and end == 1)
+        is_open = piece.is_model and end is None
         token_ids += ids
         mask += [True] * num_trained + [False] * (len(ids) - num_trained)
     return Demonstration(np.array(token_ids, dtype=np.int32), np.array(mask, dtype=np.bool_))
@@ -317,19 +315,15 @@ def _rendering(row: Row, variables: Mapping[str, Any]) -> dict[str, Any]:
     return {"tools": found["tools"] or None, "variables": {**variables, **own}}
 
 
-_Split = Callable[..., list[Piece]]
-_Encode = Callable[[list[Piece]], Demonstration]
-
-
 def _from_messages(
-    row: Row, *, split: _Split, encode: _Encode, variables: Mapping[str, Any], column: str
+    row: Row, *, split: Any, encode: Any, variables: Mapping[str, Any], column: str
 ) -> Demonstration | None:
     pieces = split(chat_messages(row[column]) or [], **_rendering(row, variables))
     return encode(pieces) if pieces else None
 
 
 def _from_response(
-    row: Row, *, split: _Split, encode: _Encode, variables: Mapping[str, Any], prompt: str, response: str
+    row: Row, *, split: Any, encode: Any, variables: Mapping[str, Any], prompt: str, response: str
 ) -> Demonstration | None:
     question, answer = chat_messages(value_at(row, prompt)), value_at(row, response)
     if prompt == "instruction":

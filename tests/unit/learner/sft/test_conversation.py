@@ -233,11 +233,11 @@ CHATML = TEMPLATES["chatml"][0]
 @pytest.mark.parametrize(
     ("template", "content", "complaint"),
     [
-        (CHATML, "", "before the end token, but omits that of 'add': set model.chat_template"),
-        (GPT_OSS, "", r"the calls of assistant messages( before the end token)?, but omits"),
+        (CHATML, "", "before the end token of a turn, but omits 'add': set model.chat_template"),
+        (GPT_OSS, "", "omits '?(add|it)"),
         # Nemotron Nano 2: ends the turn between its text and its calls
-        (CALLS.replace("{% for c", "{{ '<|turn|>\n' if m.content }}{% for c"), "12", "omits that of 'add'"),
-        (INSTEAD, "<think>\nA\n</think>\n\n12", "the content of assistant messages with tool_calls, but omits '12'"),
+        (CALLS.replace("{% for c", "{{ '<|turn|>\n' if m.content }}{% for c"), "12", "omits 'add'"),
+        (INSTEAD, "<think>\nA\n</think>\n\n12", "but omits '12': set model.chat_template"),
     ],
 )
 def test_a_template_that_omits_calls_or_the_text_beside_them_is_refused(
