@@ -82,22 +82,40 @@ def _with_arguments(message: Message, *, as_json: bool) -> Message:
         elif isinstance(arguments, str) and not as_json:
             with suppress(json.JSONDecodeError):
                 arguments = json.loads(arguments)
-        calls.append({"type": "function", **call, "function": {**function, "arguments": arguments}})
+        function = {**function, "arguments": arguments}
+        calls.append({**call, **({} if "function" in call else function), "function": function})
     return {**message, "tool_calls": calls}
 
 
-def _pieces(shown: list[Message], turns: list[int], *, render: _Render, tokenizer: Any) -> list[Piece]:
-    texts = [render(shown[:end], opens_turn=end == index) for index in turns for end in (index, index + 1)]
+def _pieces(messages: list[Message], turns: list[int], *, render: _Render, tokenizer: Any) -> list[Piece]:
     reasoning = find_reasoning(tokenizer)
-    starts = ["", *texts]
-    follows = all(text.startswith(start) for start, text in zip(starts, texts, strict=False))
-    ends = zip(turns, texts[::2], texts[1::2], strict=True)
-    if not follows or any(_lacks_reasoning(shown[index], *both, reasoning=reasoning) for index, *both in ends):
-        return _turn_by_turn(shown, turns, texts, render=render, tokenizer=tokenizer)
-    return [
-        Piece(text[len(start) :], bool(number % 2))
-        for number, (start, text) in enumerate(zip(starts, texts, strict=False))
+    names = [reasoning.start, reasoning.end, *(token.content for token in tokenizer.added_tokens_decoder.values())]
+    # Up to the header, and up to the end, of each turn.
+    texts = [render(messages[:end], opens_turn=end == index) for index in turns for end in (index, index + 1)]
+    written = [
+        _written(messages[index], opened, closed, names=names, reasoning=reasoning)
+        for index, opened, closed in zip(turns, texts[::2], texts[1::2], strict=True)
     ]
+    steps = list(enumerate(zip(["", *texts], texts, strict=False)))
+    pieces = [Piece(text[len(start) :], bool(number % 2)) for number, (start, text) in steps]
+    if all(text.startswith(start) for _, (start, text) in steps) and [text for text, _ in pieces[1::2]] == written:
+        return pieces
+    pieces = [Piece(texts[0], is_model=False)]
+    for own, index, following in zip(written, turns, turns[1:], strict=False):
+        known = [*messages[:index], _marked(messages[index])]
+        _, _, ending = render(known, opens_turn=False).partition(_MARK)
+        _, mark, rest = render([*known, *messages[index + 1 : following]], opens_turn=True).partition(_MARK)
+        if not mark:
+            raise ConfigError("the chat template must render the text and calls of assistant messages, but omits them.")
+        shared = _shared(ending, rest, names=names)
+        own_ending = ending[len(shared) :] if shared else ""
+        if not own.endswith(own_ending):
+            raise ConfigError(
+                f"the chat template must end every turn as the last one, but replaces {own_ending[-40:]!r}: provide the "
+                "columns token_ids and model_mask."
+            )
+        pieces += [Piece(own.removesuffix(own_ending), is_model=True), Piece(rest[len(shared) :], is_model=False)]
+    return [*pieces, Piece(written[-1], is_model=True)]
 
 
 def _require_calls(message: Message, text: str, *, ends: Sequence[str], reasoning: Reasoning) -> None:
@@ -116,37 +134,6 @@ def _require_calls(message: Message, text: str, *, ends: Sequence[str], reasonin
         )
 
 
-def _turn_by_turn(
-    messages: list[Message], turns: list[int], texts: list[str], *, render: _Render, tokenizer: Any
-) -> list[Piece]:
-    """`texts`: the conversation up to the header, and up to the end, of each turn."""
-    reasoning = find_reasoning(tokenizer)
-    special = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    names = [*special, reasoning.start, reasoning.end]
-    pieces: list[Piece] = []
-    for number, (index, opened, closed) in enumerate(zip(turns, texts[::2], texts[1::2], strict=True)):
-        pieces += [] if pieces else [Piece(opened, is_model=False)]
-        written = _written(messages[index], opened, closed, names=names, reasoning=reasoning)
-        if number + 1 == len(turns):
-            return [*pieces, Piece(written, is_model=True)]
-        known = [*messages[:index], _marked(messages[index])]
-        _, _, ending = render(known, opens_turn=False).partition(_MARK)
-        _, mark, rest = render([*known, *messages[index + 1 : turns[number + 1]]], opens_turn=True).partition(_MARK)
-        if not mark:
-            what = "calls" if messages[index].get("tool_calls") else "text"
-            raise ConfigError(f"the chat template must render the {what} of assistant messages, but omits it.")
-        if shared := _shared(ending, rest, names=names):
-            own_ending = ending[len(shared) :]
-            if not written.endswith(own_ending):
-                raise ConfigError(
-                    "the chat template must end a turn before other messages as it ends the last one, but replaces "
-                    f"{own_ending[-40:]!r}: provide the columns token_ids and model_mask."
-                )
-            written = written.removesuffix(own_ending)
-        pieces += [Piece(written, is_model=True), Piece(rest[len(shared) :], is_model=False)]
-    return pieces
-
-
 def _marked(message: Message) -> Message:
     """Return the turn with a mark at its end, which the text after the turn does not depend on."""
     marked = {name: value for name, value in message.items() if name != "reasoning_content"}
@@ -161,8 +148,13 @@ def _marked(message: Message) -> Message:
 
 def _written(message: Message, opened: str, closed: str, *, names: list[str], reasoning: Reasoning) -> str:
     """Return what the model writes after `opened`, the text up to the header of its turn. Raises ConfigError."""
-    if closed.startswith(opened) and not _lacks_reasoning(message, opened, closed, reasoning=reasoning):
-        return closed[len(opened) :]
+    text = closed[len(opened) :]
+    given, _ = reasoning.split(str(message.get("content") or ""), is_open=False)
+    given = str(message.get("reasoning_content") or given or "").strip()
+    thought, end, _ = text.partition(reasoning.end)
+    is_complete = end and reasoning.start not in thought and given in thought
+    if closed.startswith(opened) and (is_complete or not reasoning.is_opened_by(opened)):
+        return text
     shared = _shared(opened, closed, names=names)
     header = opened[len(shared) :].replace(reasoning.start, "").replace(reasoning.end, "")
     if header.strip():
@@ -172,25 +164,11 @@ def _written(message: Message, opened: str, closed: str, *, names: list[str], re
             "model_mask."
         )
     # Templates such as DeepSeek-R1's open the reasoning in the header, and drop it from finished turns.
-    thought, rest = reasoning.split(closed[len(shared) :], is_open=False)
+    rendered, rest = reasoning.split(closed[len(shared) :], is_open=False)
     if not reasoning.is_opened_by(opened):
         return rest.lstrip("\n")
-    thought = _given_reasoning(message, reasoning) or (thought or "").strip()
     gap = opened[len(opened.rstrip()) :]
-    return f"{thought}{gap}{reasoning.end}{gap * 2}{rest.lstrip()}".lstrip("\n")
-
-
-def _lacks_reasoning(message: Message, opened: str, closed: str, *, reasoning: Reasoning) -> bool:
-    """Return whether the header opens the reasoning, but the text after it lacks the message's, or its end."""
-    text = closed[len(opened) :]
-    thought, end, _ = text.partition(reasoning.end)
-    is_complete = end and reasoning.start not in thought and _given_reasoning(message, reasoning) in thought
-    return reasoning.is_opened_by(opened) and not is_complete
-
-
-def _given_reasoning(message: Message, reasoning: Reasoning) -> str:
-    given, _ = reasoning.split(str(message.get("content") or ""), is_open=False)
-    return str(message.get("reasoning_content") or given or "").strip()
+    return f"{given or (rendered or '').strip()}{gap}{reasoning.end}{gap * 2}{rest.lstrip()}".lstrip("\n")
 
 
 def _shared(first: str, second: str, *, names: list[str]) -> str:

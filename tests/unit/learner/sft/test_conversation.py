@@ -209,7 +209,9 @@ def test_an_end_that_depends_on_the_text_of_the_turn_is_refused():
     tokenizer = make_chat_tokenizer("qwen3")
     tokenizer.chat_template = GPT_OSS.replace("'<|/turn|>'", "('.!' if m.content | length > 9 else '.') ~ '<|/turn|>'")
     tokenizer.chat_template = tokenizer.chat_template.replace("else '<|im_end|>'", "else '.<|im_end|>'")
-    with pytest.raises(ConfigError, match=r"as it ends the last one, but replaces '!<./turn.>': provide the columns"):
+    with pytest.raises(
+        ConfigError, match=r"end every turn as the last one, but replaces '!<./turn.>': provide the columns"
+    ):
         chat_pieces([MESSAGES[0], MESSAGES[3], *MESSAGES[2:]], tokenizer=tokenizer)
 
 
@@ -219,10 +221,11 @@ def test_calls_that_are_no_records_are_named(calls: Any):
         chat_pieces([MESSAGES[0], CALL | {"tool_calls": calls}], tokenizer=make_chat_tokenizer("qwen3"))
 
 
-def test_a_call_without_arguments_has_an_empty_record():
+@pytest.mark.parametrize("call", [{"function": {"name": "add"}}, {"name": "add", "arguments": "{}"}])
+def test_a_call_may_lack_arguments_or_the_field_function(call: Any):
     tokenizer = make_chat_tokenizer("qwen3")
     tokenizer.chat_template = CALLS
-    found = chat_pieces([MESSAGES[0], CALL | {"tool_calls": [{"function": {"name": "add"}}]}], tokenizer=tokenizer)
+    found = chat_pieces([MESSAGES[0], CALL | {"tool_calls": [call]}], tokenizer=tokenizer)
     assert found[1].text == """<tool_call>{"name": "add", "arguments": {}}<|im_end|>\n"""
 
 
@@ -234,7 +237,7 @@ CHATML = TEMPLATES["chatml"][0]
     ("template", "content", "complaint"),
     [
         (CHATML, "", "before the end token of a turn, but omits 'add': set model.chat_template"),
-        (GPT_OSS, "", "omits '?(add|it)"),
+        (GPT_OSS, "", "omits '?(add|them)"),
         # Nemotron Nano 2: ends the turn between its text and its calls
         (CALLS.replace("{% for c", "{{ '<|turn|>\n' if m.content }}{% for c"), "12", "omits 'add'"),
         (INSTEAD, "<think>\nA\n</think>\n\n12", "but omits '12': set model.chat_template"),
