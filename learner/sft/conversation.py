@@ -111,8 +111,8 @@ def _pieces(messages: list[Message], turns: list[int], *, render: _Render, token
         own_ending = ending[len(shared) :] if shared else ""
         if not own.endswith(own_ending):
             raise ConfigError(
-                f"the chat template must end every turn as the last one, but replaces {own_ending[-40:]!r}: provide the "
-                "columns token_ids and model_mask."
+                f"the chat template must end every turn as the last one, but replaces {own_ending[-40:]!r}: provide "
+                "the columns token_ids and model_mask."
             )
         pieces += [Piece(own.removesuffix(own_ending), is_model=True), Piece(rest[len(shared) :], is_model=False)]
     return [*pieces, Piece(written[-1], is_model=True)]

@@ -210,7 +210,7 @@ def test_an_end_that_depends_on_the_text_of_the_turn_is_refused():
     tokenizer.chat_template = GPT_OSS.replace("'<|/turn|>'", "('.!' if m.content | length > 9 else '.') ~ '<|/turn|>'")
     tokenizer.chat_template = tokenizer.chat_template.replace("else '<|im_end|>'", "else '.<|im_end|>'")
     with pytest.raises(
-        ConfigError, match=r"end every turn as the last one, but replaces '!<./turn.>': provide the columns"
+        ConfigError, match=r"every turn as the last one, but replaces '!<./turn.>': provide the columns"
     ):
         chat_pieces([MESSAGES[0], MESSAGES[3], *MESSAGES[2:]], tokenizer=tokenizer)
 
