@@ -248,12 +248,12 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
     rendering = [name for name in ("tools", "chat_template_kwargs") if name in schema.names]
     if chat := next((name for name in CHATS if name in schema.names), ""):
         _check_type(schema, chat, _is_chat, "lists of records with `role` and `content`")
-        read = partial(_from_messages, **_steps(run, is_chat=True), variables=variables, column=chat)
+        read = partial(_from_messages, coding=_coding(run, is_chat=True), variables=variables, column=chat)
         return _Form([chat, *rendering], read)
     _check_type(schema, prompt, lambda kind: _is_text(kind) or _is_chat(kind), "text or lists of messages")
     _check_type(schema, response, _is_text, "text")
-    steps = _steps(run, is_chat=_is_chat(_type(schema, prompt)))
-    read = partial(_from_response, **steps, variables=variables, prompt=prompt, response=response)
+    coding = _coding(run, is_chat=_is_chat(_type(schema, prompt)))
+    read = partial(_from_response, coding=coding, variables=variables, prompt=prompt, response=response)
     given = ["input"] if prompt == "instruction" and "input" in schema.names else []
     return _Form([prompt, response, *given, *rendering], read)
 
@@ -315,15 +315,13 @@ def _rendering(row: Row, variables: Mapping[str, Any]) -> dict[str, Any]:
     return {"tools": found["tools"] or None, "variables": {**variables, **own}}
 
 
-def _from_messages(
-    row: Row, *, split: Any, encode: Any, variables: Mapping[str, Any], column: str
-) -> Demonstration | None:
-    pieces = split(chat_messages(row[column]) or [], **_rendering(row, variables))
-    return encode(pieces) if pieces else None
+def _from_messages(row: Row, *, coding: Row, variables: Mapping[str, Any], column: str) -> Demonstration | None:
+    pieces = chat_pieces(chat_messages(row[column]) or [], **coding, **_rendering(row, variables))
+    return tokenize(pieces, **coding) if pieces else None
 
 
 def _from_response(
-    row: Row, *, split: Any, encode: Any, variables: Mapping[str, Any], prompt: str, response: str
+    row: Row, *, coding: Row, variables: Mapping[str, Any], prompt: str, response: str
 ) -> Demonstration | None:
     question, answer = chat_messages(value_at(row, prompt)), value_at(row, response)
     if prompt == "instruction":
@@ -333,14 +331,14 @@ def _from_response(
     if not answer:
         return None
     if isinstance(question, str):
-        return encode([Piece(question, is_model=False), Piece(answer, is_model=True)])
+        return tokenize([Piece(question, is_model=False), Piece(answer, is_model=True)], **coding)
     messages = [*question, {"role": "assistant", "content": answer}]
-    pieces = split(messages, **_rendering(row, variables))
+    pieces = chat_pieces(messages, **coding, **_rendering(row, variables))
     if not pieces:
         return None
     # Assistant turns in the prompt are context.
     context = Piece("".join(piece.text for piece in pieces[:-1]), is_model=False)
-    return encode([context, pieces[-1]])
+    return tokenize([context, pieces[-1]], **coding)
 
 
 def _load_tokenizer(run: RunConfig, *, is_chat: bool) -> Any:
@@ -361,15 +359,14 @@ def _load_tokenizer(run: RunConfig, *, is_chat: bool) -> Any:
     return tokenizer
 
 
-def _steps(run: RunConfig, *, is_chat: bool) -> dict[str, Any]:
-    """Return `chat_pieces` and `tokenize` with the run's tokenizer and end tokens."""
+def _coding(run: RunConfig, *, is_chat: bool) -> Row:
+    """Return the tokenizer and the end tokens of the run's model."""
     tokenizer = _load_tokenizer(run, is_chat=is_chat)
     try:
         generation = GenerationConfig.from_pretrained(run.model.path)
     except OSError:
         generation = GenerationConfig.from_model_config(_load(AutoConfig, run.model))
-    own: dict[str, Any] = {"tokenizer": tokenizer, "end_ids": end_token_ids(tokenizer, generation)}
-    return {"split": partial(chat_pieces, **own), "encode": partial(tokenize, **own)}
+    return {"tokenizer": tokenizer, "end_ids": end_token_ids(tokenizer, generation)}
 
 
 def _load(kind: Any, model: ModelConfig) -> Any:
