@@ -1,5 +1,6 @@
 """PromptEncoder: converts prompts and observations to token ids, and responses to text."""
 
+import os
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -159,16 +160,26 @@ class PromptEncoder:
         if not mark:
             raise PromptError("the chat template must render the text of assistant messages, but it omits it")
         token_ids = self._encode_hidden(rest)
+        return token_ids[self._num_ended(token_ids, last_token_id) :]
+
+    def _num_ended(self, token_ids: list[int], last_token_id: int | None) -> int:
+        """Count the tokens at the start of `token_ids` that end a turn which `last_token_id` has ended."""
+        if token_ids and token_ids[0] == last_token_id:
+            return 1
         # A turn that ends otherwise, at a limit, ends with a token of text.
-        ends = {last_token_id} | ({self._turn_end} if last_token_id in self._special_ids else set())
-        return token_ids[1:] if token_ids and token_ids[0] in ends else token_ids
+        if last_token_id not in self._special_ids:
+            return 0
+        ending = os.path.commonprefix([token_ids, self._turn_end])  # noqa: RUF071, tokens rather than paths
+        if last_token_id in ending:
+            return len(ending) - ending[::-1].index(last_token_id)
+        return next((count for count, token_id in enumerate(ending, start=1) if token_id in self._special_ids), 0)
 
     @cached_property
-    def _turn_end(self) -> int | None:
-        """First token of the template after the model's turn; None if the next turn's header ends it, as for GLM."""
+    def _turn_end(self) -> list[int]:
+        """The template's tokens after the model's turn; empty if the next turn's header ends it, as for GLM."""
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
         text = self._render(turns, tools=None, variables={"add_generation_prompt": False}, subject="a turn")
-        return next(iter(self.encode_text(text.partition(_MARK)[2], special_tokens=True)), None)
+        return self.encode_text(text.partition(_MARK)[2], special_tokens=True)
 
     def encode_messages(
         self,

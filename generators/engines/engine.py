@@ -126,13 +126,6 @@ def require_routers(module: Any) -> list[Router]:
     )
 
 
-def end_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
-    """Return the end tokens of tokenizer and generation config."""
-    configured = getattr(generation_config, "eos_token_id", None)
-    configured = configured if isinstance(configured, list) else [configured]
-    return sorted({token_id for token_id in [tokenizer.eos_token_id, *configured] if token_id is not None})
-
-
 class WeightLayout:
     """Names, order, shapes, and dtypes of a complete update's tensors, for an engine that computes in `dtype`.
 

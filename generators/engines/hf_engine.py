@@ -26,13 +26,13 @@ from slipstream.generators.engines.engine import (
     EngineLoad,
     PromptScores,
     WeightLayout,
-    end_token_ids,
     receive_update,
     require_routers,
 )
 from slipstream.generators.errors import EngineDiedError, EngineError
 from slipstream.runtime.images import PromptImage, VisionModel
 from slipstream.runtime.lora import attach_adapter, language_model_class
+from slipstream.runtime.model_files import end_token_ids
 from slipstream.runtime.routers import Routers
 
 T = TypeVar("T")

@@ -1,7 +1,10 @@
 """Conversations as pieces of text: what the model learns to write, and the chat template's text around it."""
 
+import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from itertools import product
 from typing import Any, NamedTuple
 
 from slipstream.configs.base import ConfigError
@@ -27,11 +30,13 @@ def chat_pieces(
     tokenizer: Any,
     tools: Sequence[Any] | None = None,
     variables: Mapping[str, Any] | None = None,
+    end_ids: Collection[int] = (),
 ) -> list[Piece]:
     """Split a conversation at the start and end of each assistant turn.
 
     A template that rewrites earlier turns (Qwen 3 drops their reasoning) renders each turn as the last one, followed by
-    the text up to the next turn, as generators do. `tools`: schemas. `variables`: of the template. Empty without an
+    the text up to the next turn, as generators do. Arguments of calls are records or their JSON text. `tools`: schemas.
+    `variables`: of the template. `end_ids`: end tokens of the model, which no call may follow. Empty without an
     assistant turn, or if one is empty. Raises ConfigError.
     """
     shown: list[Message] = without_nulls(list(messages))
@@ -47,49 +52,109 @@ def chat_pieces(
         except Exception as error:
             raise ConfigError(f"the messages must fit the chat template: {error}") from error
 
-    texts = [render(shown[:end], opens_turn=end == index) for index in turns for end in (index, index + 1)]
-    starts = ["", *texts]
-    if all(text.startswith(start) for start, text in zip(starts, texts, strict=False)):
-        lengths = map(len, starts)
-        return [
-            Piece(text[length:], bool(number % 2))
-            for number, (length, text) in enumerate(zip(lengths, texts, strict=False))
-        ]
-    return _turn_by_turn(shown, turns, texts, render=render, tokenizer=tokenizer)
+    # A configuration may name end tokens that the tokenizer lacks.
+    ends = [end for end in tokenizer.convert_ids_to_tokens(list(end_ids)) if end]
+    errors: list[ConfigError] = []
+    # A few templates refuse records as arguments, or a text beside calls.
+    forms = product((False, True), ({"content": ""}, {})) if any(m.get("tool_calls") for m in shown) else [(False, {})]
+    for as_json, default in forms:
+        given = [{**default, **_with_arguments(m, as_json=as_json)} if m.get("tool_calls") else m for m in shown]
+        try:
+            pieces = _pieces(given, turns, render=render, tokenizer=tokenizer)
+            for index, piece in zip(turns, pieces[1::2], strict=True):
+                _require_calls(given[index], piece.text, ends=ends, reasoning=find_reasoning(tokenizer))
+            return pieces
+        except ConfigError as error:
+            errors.append(error)
+    raise errors[0]
 
 
-def _turn_by_turn(
-    messages: list[Message], turns: list[int], texts: list[str], *, render: _Render, tokenizer: Any
-) -> list[Piece]:
-    """`texts`: the conversation up to the header, and up to the end, of each turn."""
+def _with_arguments(message: Message, *, as_json: bool) -> Message:
+    """Return the message with the arguments of its calls as records, or as JSON text. Raises ConfigError."""
+    given, calls = message["tool_calls"], []
+    for call in given if isinstance(given, list) else [given]:
+        function = call.get("function", call) if isinstance(call, dict) else call
+        if not isinstance(function, dict):
+            raise ConfigError(f"`tool_calls` must hold a list of records with `function`, a record, got {given!r:.60}.")
+        arguments = function.get("arguments") or {}
+        if as_json and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        elif isinstance(arguments, str) and not as_json:
+            with suppress(json.JSONDecodeError):
+                arguments = json.loads(arguments)
+        function = {**function, "arguments": arguments}
+        calls.append({**call, **({} if "function" in call else function), "function": function})
+    return {**message, "tool_calls": calls}
+
+
+def _pieces(messages: list[Message], turns: list[int], *, render: _Render, tokenizer: Any) -> list[Piece]:
     reasoning = find_reasoning(tokenizer)
-    special = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    names = [*special, reasoning.start, reasoning.end]
-    pieces: list[Piece] = []
-    for number, (index, opened, closed) in enumerate(zip(turns, texts[::2], texts[1::2], strict=True)):
-        pieces += [] if pieces else [Piece(opened, is_model=False)]
-        written = _written(messages[index], opened, closed, names=names, reasoning=reasoning)
-        if number + 1 == len(turns):
-            return [*pieces, Piece(written, is_model=True)]
-        # A mark replaces the turn's text, which the text after it does not depend on.
-        marked = {**messages[index], "content": _MARK}
-        marked.pop("reasoning_content", None)
-        known = [*messages[:index], marked]
+    names = [reasoning.start, reasoning.end, *(token.content for token in tokenizer.added_tokens_decoder.values())]
+    # Up to the header, and up to the end, of each turn.
+    texts = [render(messages[:end], opens_turn=end == index) for index in turns for end in (index, index + 1)]
+    written = [
+        _written(messages[index], opened, closed, names=names, reasoning=reasoning)
+        for index, opened, closed in zip(turns, texts[::2], texts[1::2], strict=True)
+    ]
+    steps = list(enumerate(zip(["", *texts], texts, strict=False)))
+    pieces = [Piece(text[len(start) :], bool(number % 2)) for number, (start, text) in steps]
+    if all(text.startswith(start) for _, (start, text) in steps) and [text for text, _ in pieces[1::2]] == written:
+        return pieces
+    pieces = [Piece(texts[0], is_model=False)]
+    for own, index, following in zip(written, turns, turns[1:], strict=False):
+        known = [*messages[:index], _marked(messages[index])]
         _, _, ending = render(known, opens_turn=False).partition(_MARK)
-        _, mark, rest = render([*known, *messages[index + 1 : turns[number + 1]]], opens_turn=True).partition(_MARK)
+        _, mark, rest = render([*known, *messages[index + 1 : following]], opens_turn=True).partition(_MARK)
         if not mark:
-            raise ConfigError("the chat template must render the text of assistant messages, but it omits it.")
+            raise ConfigError("the chat template must render the text and calls of assistant messages, but omits them.")
         shared = _shared(ending, rest, names=names)
-        if shared:
-            written = written.removesuffix(ending[len(shared) :])
-        pieces += [Piece(written, is_model=True), Piece(rest[len(shared) :], is_model=False)]
-    return pieces
+        own_ending = ending[len(shared) :] if shared else ""
+        if not own.endswith(own_ending):
+            raise ConfigError(
+                f"the chat template must end every turn as the last one, but replaces {own_ending[-40:]!r}: provide "
+                "the columns token_ids and model_mask."
+            )
+        pieces += [Piece(own.removesuffix(own_ending), is_model=True), Piece(rest[len(shared) :], is_model=False)]
+    return [*pieces, Piece(written[-1], is_model=True)]
+
+
+def _require_calls(message: Message, text: str, *, ends: Sequence[str], reasoning: Reasoning) -> None:
+    """Raise ConfigError if the template omits a call, or the content beside it, or ends the turn before."""
+    calls = message.get("tool_calls") or []
+    for end in ends:
+        text = text.partition(end)[0]
+    omitted = [name for call in calls if (name := str(call["function"].get("name"))) not in text]
+    if calls and isinstance(content := message.get("content"), str):
+        rest = reasoning.split(content, is_open=False)[1].strip()
+        omitted += [] if content.strip() in text or rest in text else [rest[:40]]
+    if omitted:
+        raise ConfigError(
+            "the chat template must render calls, and the content beside them, before the end token of a turn, but "
+            f"omits {omitted[0]!r}: set model.chat_template to one that does, or empty such contents."
+        )
+
+
+def _marked(message: Message) -> Message:
+    """Return the turn with a mark at its end, which the text after the turn does not depend on."""
+    marked = {name: value for name, value in message.items() if name != "reasoning_content"}
+    if not (calls := marked.get("tool_calls")):
+        return {**marked, "content": _MARK}
+    # Calls follow the content, and some templates render them in its place.
+    function, mark = calls[-1]["function"], {"mark": _MARK}
+    arguments = json.dumps(mark) if isinstance(function["arguments"], str) else mark
+    marked["tool_calls"] = [*calls[:-1], {**calls[-1], "function": {**function, "arguments": arguments}}]
+    return marked | ({"content": ""} if marked.get("content") else {})
 
 
 def _written(message: Message, opened: str, closed: str, *, names: list[str], reasoning: Reasoning) -> str:
     """Return what the model writes after `opened`, the text up to the header of its turn. Raises ConfigError."""
-    if closed.startswith(opened):
-        return closed[len(opened) :]
+    text = closed[len(opened) :]
+    given, _ = reasoning.split(str(message.get("content") or ""), is_open=False)
+    given = str(message.get("reasoning_content") or given or "").strip()
+    thought, end, _ = text.partition(reasoning.end)
+    is_complete = end and reasoning.start not in thought and given in thought
+    if closed.startswith(opened) and (is_complete or not reasoning.is_opened_by(opened)):
+        return text
     shared = _shared(opened, closed, names=names)
     header = opened[len(shared) :].replace(reasoning.start, "").replace(reasoning.end, "")
     if header.strip():
@@ -99,12 +164,11 @@ def _written(message: Message, opened: str, closed: str, *, names: list[str], re
             "model_mask."
         )
     # Templates such as DeepSeek-R1's open the reasoning in the header, and drop it from finished turns.
-    thought, rest = reasoning.split(closed[len(shared) :], is_open=reasoning.is_opened_by(shared))
+    rendered, rest = reasoning.split(closed[len(shared) :], is_open=False)
     if not reasoning.is_opened_by(opened):
         return rest.lstrip("\n")
-    given, _ = reasoning.split(str(message.get("content") or ""), is_open=False)
-    thought = str(message.get("reasoning_content") or thought or given or "").strip()
-    return f"{thought}\n{reasoning.end}\n\n{rest.lstrip()}".lstrip("\n")
+    gap = opened[len(opened.rstrip()) :]
+    return f"{given or (rendered or '').strip()}{gap}{reasoning.end}{gap * 2}{rest.lstrip()}".lstrip("\n")
 
 
 def _shared(first: str, second: str, *, names: list[str]) -> str:

@@ -1,6 +1,6 @@
 """Demonstrations: conversations from a file as token ids, with a mask of the tokens that the model learns."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -11,13 +11,13 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig, require_template_variables
 from slipstream.configs.run import RunConfig
 from slipstream.learner.sft.conversation import Piece, chat_pieces
-from slipstream.runtime.model_files import answer_token_ids, check_template_variables, read_chat_template
+from slipstream.runtime.model_files import answer_token_ids, check_template_variables, end_token_ids, read_chat_template
 from slipstream.runtime.row_files import (
     CHATS,
     KINDS,
@@ -82,19 +82,23 @@ class Pair:
         return np.array([len(self.chosen) - 1, len(self.rejected) - 1])
 
 
-def tokenize(pieces: Sequence[Piece], *, tokenizer: Any, end_token: int | None = None) -> Demonstration:
-    """Tokenize and concatenate the pieces, appending `end_token` to each model piece."""
+def tokenize(pieces: Sequence[Piece], *, tokenizer: Any, end_ids: Collection[int]) -> Demonstration:
+    """Tokenize and concatenate the pieces. `end_ids`: end tokens of the model; the last turn has one in any case."""
     # A generator's prompt ends where the model's turn begins, so no token may span both.
     encoded = tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
     token_ids: list[int] = []
     mask: list[bool] = []
-    for piece, ids in zip(pieces, encoded, strict=True):
-        own = [*ids, end_token] if piece.is_model and end_token is not None else ids
-        # Generation stops at the end token, so template text after it is not trained.
-        ends = [count for count, token_id in enumerate(own, start=1) if token_id == tokenizer.eos_token_id]
-        num_trained = (ends[-1] if ends else len(own)) if piece.is_model else 0
-        token_ids += own
-        mask += [True] * num_trained + [False] * (len(own) - num_trained)
+    is_open = False
+    for number, (piece, ids) in enumerate(zip(pieces, encoded, strict=True), start=1):
+        if piece.is_model and number == len(pieces) and tokenizer.eos_token_id is not None and not {*ids} & {*end_ids}:
+            ids = [*ids, tokenizer.eos_token_id]
+        # Generation stops at an end token, so template text after it is not trained.
+        end = next((count for count, token_id in enumerate(ids, start=1) if token_id in end_ids), None)
+        # Some headers end the turn before them, such as GLM's <|user|>.
+        num_trained = (end or len(ids)) if piece.is_model else int(is_open and end == 1)
+        is_open = piece.is_model and end is None
+        token_ids += ids
+        mask += [True] * num_trained + [False] * (len(ids) - num_trained)
     return Demonstration(np.array(token_ids, dtype=np.int32), np.array(mask, dtype=np.bool_))
 
 
@@ -244,13 +248,12 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
     rendering = [name for name in ("tools", "chat_template_kwargs") if name in schema.names]
     if chat := next((name for name in CHATS if name in schema.names), ""):
         _check_type(schema, chat, _is_chat, "lists of records with `role` and `content`")
-        tokenizer = _load_tokenizer(run, is_chat=True)
-        read = partial(_from_messages, tokenizer=tokenizer, variables=variables, column=chat)
+        read = partial(_from_messages, coding=_coding(run, is_chat=True), variables=variables, column=chat)
         return _Form([chat, *rendering], read)
     _check_type(schema, prompt, lambda kind: _is_text(kind) or _is_chat(kind), "text or lists of messages")
     _check_type(schema, response, _is_text, "text")
-    tokenizer = _load_tokenizer(run, is_chat=_is_chat(_type(schema, prompt)))
-    read = partial(_from_response, tokenizer=tokenizer, variables=variables, prompt=prompt, response=response)
+    coding = _coding(run, is_chat=_is_chat(_type(schema, prompt)))
+    read = partial(_from_response, coding=coding, variables=variables, prompt=prompt, response=response)
     given = ["input"] if prompt == "instruction" and "input" in schema.names else []
     return _Form([prompt, response, *given, *rendering], read)
 
@@ -312,13 +315,13 @@ def _rendering(row: Row, variables: Mapping[str, Any]) -> dict[str, Any]:
     return {"tools": found["tools"] or None, "variables": {**variables, **own}}
 
 
-def _from_messages(row: Row, *, tokenizer: Any, variables: Mapping[str, Any], column: str) -> Demonstration | None:
-    pieces = chat_pieces(chat_messages(row[column]) or [], tokenizer=tokenizer, **_rendering(row, variables))
-    return tokenize(pieces, tokenizer=tokenizer) if pieces else None
+def _from_messages(row: Row, *, coding: Row, variables: Mapping[str, Any], column: str) -> Demonstration | None:
+    pieces = chat_pieces(chat_messages(row[column]) or [], **coding, **_rendering(row, variables))
+    return tokenize(pieces, **coding) if pieces else None
 
 
 def _from_response(
-    row: Row, *, tokenizer: Any, variables: Mapping[str, Any], prompt: str, response: str
+    row: Row, *, coding: Row, variables: Mapping[str, Any], prompt: str, response: str
 ) -> Demonstration | None:
     question, answer = chat_messages(value_at(row, prompt)), value_at(row, response)
     if prompt == "instruction":
@@ -328,15 +331,14 @@ def _from_response(
     if not answer:
         return None
     if isinstance(question, str):
-        pieces = [Piece(question, is_model=False), Piece(answer, is_model=True)]
-        return tokenize(pieces, tokenizer=tokenizer, end_token=tokenizer.eos_token_id)
+        return tokenize([Piece(question, is_model=False), Piece(answer, is_model=True)], **coding)
     messages = [*question, {"role": "assistant", "content": answer}]
-    pieces = chat_pieces(messages, tokenizer=tokenizer, **_rendering(row, variables))
+    pieces = chat_pieces(messages, **coding, **_rendering(row, variables))
     if not pieces:
         return None
     # Assistant turns in the prompt are context.
     context = Piece("".join(piece.text for piece in pieces[:-1]), is_model=False)
-    return tokenize([context, pieces[-1]], tokenizer=tokenizer)
+    return tokenize([context, pieces[-1]], **coding)
 
 
 def _load_tokenizer(run: RunConfig, *, is_chat: bool) -> Any:
@@ -355,6 +357,16 @@ def _load_tokenizer(run: RunConfig, *, is_chat: bool) -> Any:
             "and model_mask."
         )
     return tokenizer
+
+
+def _coding(run: RunConfig, *, is_chat: bool) -> Row:
+    """Return the tokenizer and the end tokens of the run's model."""
+    tokenizer = _load_tokenizer(run, is_chat=is_chat)
+    try:
+        generation = GenerationConfig.from_pretrained(run.model.path)
+    except OSError:
+        generation = GenerationConfig.from_model_config(_load(AutoConfig, run.model))
+    return {"tokenizer": tokenizer, "end_ids": end_token_ids(tokenizer, generation)}
 
 
 def _load(kind: Any, model: ModelConfig) -> Any:

@@ -260,6 +260,13 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:_DIGITS]
 
 
+def end_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
+    """Return the end tokens of tokenizer and generation config."""
+    configured = getattr(generation_config, "eos_token_id", None)
+    configured = configured if isinstance(configured, list) else [configured]
+    return sorted({token_id for token_id in [tokenizer.eos_token_id, *configured] if token_id is not None})
+
+
 Text = str | list[dict[str, Any]]
 """Plain text, or chat messages with `role` and `content`."""
 

@@ -23,7 +23,6 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.broker import PROBE_SEQUENCES
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.generators.engines.engine import end_token_ids
 from slipstream.generators.engines.vllm.adapter import lora_arguments
 from slipstream.generators.engines.vllm.health import LoadRecorder, forget_fatal_error, read_fatal_error
 from slipstream.generators.engines.vllm.patches import image_arguments, record_routed_experts
@@ -31,6 +30,7 @@ from slipstream.generators.engines.vllm.weights import BACKEND, VLLM_PROCESSES, 
 from slipstream.generators.errors import EngineError, EngineStartError
 from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import meta_model
+from slipstream.runtime.model_files import end_token_ids
 
 _STOP_GRACE_S = 1.0
 """Short, because the engine process holds no state worth waiting for."""

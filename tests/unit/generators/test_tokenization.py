@@ -126,12 +126,24 @@ HEADERS = (
 )
 
 
+# Several tokens end the turn
+SEVERAL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}<|header|>{{ m.content }}<|/text|>.<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant<|header|>{% endif %}"
+)
+SEVERAL_TOOL = "<|im_start|>tool<|header|>4<|/text|>.<|im_end|>\n<|im_start|>assistant<|header|>"
+
+
 @pytest.mark.parametrize(
     ("template", "last", "between"),
     [
         ("", "<|im_end|>", "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"),
         ("", "<|eot|>", "\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"),
         ("", "4", "<|im_end|>\n<|im_start|>tool\n4<|im_end|>\n<|im_start|>assistant\n"),
+        (SEVERAL, "<|im_end|>", f"\n{SEVERAL_TOOL}"),
+        (SEVERAL, "<|/text|>", f".<|im_end|>\n{SEVERAL_TOOL}"),
+        (SEVERAL, "<|eot|>", f".<|im_end|>\n{SEVERAL_TOOL}"),
+        (SEVERAL, "4", f"<|/text|>.<|im_end|>\n{SEVERAL_TOOL}"),
         (HEADERS, "<|tool|>", "4<|assistant|>"),
         (HEADERS, "<|user|>", "<|tool|>4<|assistant|>"),
         (HEADERS, "<|eot|>", "<|tool|>4<|assistant|>"),
@@ -139,7 +151,7 @@ HEADERS = (
 )
 def test_a_turn_ends_once_whichever_end_token_the_model_wrote(template: str, last: str, between: str):
     tokenizer = make_chat_tokenizer("chatml")
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>"]})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|eot|>", "<|/text|>"]})
     tokenizer.chat_template = template or tokenizer.chat_template
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)
     last_token_id = tokenizer.convert_tokens_to_ids(last)

@@ -1,5 +1,6 @@
 """Conversations with templates that don't render a turn the same way in every place."""
 
+import json
 from typing import Any
 
 import pytest
@@ -99,6 +100,45 @@ def test_a_turn_without_reasoning_ends_the_reasoning_that_its_header_opens():
     assert found[1].text == "B\n</think>\n\n4<|im_end|>\n"
 
 
+OPENS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
+CLOSES = "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + HEADER
+LAST = "{{ m.content.split('</think>')[-1] | trim }}"
+
+
+@pytest.mark.parametrize("is_field", [False, True])
+@pytest.mark.parametrize(
+    ("finished", "no_thought"),
+    [
+        (LAST, "</think>\n\n"),  # Nemotron Nano 2: without reasoning
+        ("\n</think>\n\n{{ m.content }}", "\n</think>\n\n"),  # Qwen 3 Thinking: with an empty one before it
+        ("\n</think>\n\n" + LAST, "\n</think>\n\n"),
+        ("<think></think>" + LAST, "</think>\n\n"),  # opened again
+    ],
+)
+def test_a_finished_turn_that_lacks_the_reasoning_its_header_opens_gets_it(
+    finished: str, no_thought: str, is_field: bool
+):
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = OPENS + finished + CLOSES
+    messages = MESSAGES
+    if is_field:
+        messages = [MESSAGES[0], {**MESSAGES[1], "reasoning_content": "A", "content": "2"}, *MESSAGES[2:]]
+    for known in (messages, messages[:2]):
+        found = [piece.text for piece in chat_pieces(known, tokenizer=tokenizer)]
+        expected = [OPENED + THINK, "A\n</think>\n\n2<|im_end|>\n", BETWEEN + THINK, f"{no_thought}4<|im_end|>\n"]
+        assert found == expected[: len(known)]
+
+
+def test_a_header_without_a_line_end_is_followed_by_reasoning_without_one():
+    tokenizer = make_chat_tokenizer("qwen3")
+    # DeepSeek V3.1: a finished turn has only the end of the reasoning.
+    finished = OPENS.replace("<think>\n", "</think>") + LAST + CLOSES.replace("<think>\n", "<think>")
+    tokenizer.chat_template = finished
+    found = [piece.text for piece in chat_pieces(MESSAGES, tokenizer=tokenizer)]
+    assert found[1::2] == ["A</think>2<|im_end|>\n", "</think>4<|im_end|>\n"]
+    assert found[::2] == [OPENED + "<think>", BETWEEN + "<think>"]
+
+
 def test_variables_and_tools_reach_the_template():
     tokenizer = make_chat_tokenizer("qwen3")
     tools: list[Any] = [{"type": "function", "function": {"name": "add"}}]
@@ -115,12 +155,110 @@ def test_a_turn_that_does_not_follow_its_header_is_refused():
         chat_pieces(MESSAGES, tokenizer=tokenizer)
 
 
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+# Qwen: arguments are records
+EACH = "{% for c in m.tool_calls %}<tool_call>"
+CALLS = HEAD + "{{ '' + m.content }}" + EACH + "{{ c.function | tojson }}{% endfor %}" + TAIL
+# DeepSeek V3: arguments are text
+TEXTS = (
+    (HEAD + "{{ m.content }}" + EACH)
+    + """{{ '{"name": "' + c.function.name + '", "arguments": ' + c.function.arguments + '}' }}{% endfor %}"""
+    + TAIL
+)
+# As templates that take either a text or calls
+EITHER = (
+    "{% for m in messages %}{% if m.tool_calls and m.content is defined and m.content is not none %}"
+    "{{ raise_exception('either') }}{% endif %}{% endfor %}"
+) + CALLS.replace("'' + m.content", "m.content or ''")
+ADD: dict[str, Any] = {"name": "add", "arguments": {"a": "ä", "b": None}}
+ADD_TEXT = ADD | {"arguments": json.dumps(ADD["arguments"])}
+RESULT = [{"role": "tool", "content": "3"}, MESSAGES[3]]
+
+
+@pytest.mark.parametrize("function", [ADD_TEXT, {"name": "add", "arguments": {"a": "ä"}}], ids=["text", "record"])
+@pytest.mark.parametrize("template", [CALLS, TEXTS, EITHER], ids=["records", "texts", "either"])
+def test_arguments_of_calls_are_text_or_records_and_the_text_beside_them_may_be_null(template: str, function: Any):
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = template
+    calling = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    found = chat_pieces([MESSAGES[0], calling, *RESULT], tokenizer=tokenizer)
+    written = found[1].text.removeprefix("<tool_call>").removesuffix("<|im_end|>\n")
+    assert json.loads(written) == (ADD if function is ADD_TEXT else function)
+    assert found[2].text == "<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+
+
+# Mistral, Llama 3.1: calls take the place of the text, and the earlier turns end with another token
+INSTEAD = (
+    HEAD + "{% if m.tool_calls %}" + EACH + "{{ c.function | tojson }}{% endfor %}{% else %}{{ m.content }}{% endif %}"
+    "{{ '</s>' if loop.last and not add_generation_prompt else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": ADD}]}
+
+
+def test_a_turn_with_calls_is_followed_by_the_text_after_its_last_call():
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = INSTEAD
+    found = chat_pieces([MESSAGES[0], CALL, *RESULT], tokenizer=tokenizer)
+    assert json.loads(found[1].text.removeprefix("<tool_call>").removesuffix("</s>"))["name"] == "add"
+    assert found[2].text == "<|im_end|><|im_start|>tool\n3<|im_end|><|im_start|>assistant\n"
+
+
+def test_an_end_that_depends_on_the_text_of_the_turn_is_refused():
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = GPT_OSS.replace("'<|/turn|>'", "('.!' if m.content | length > 9 else '.') ~ '<|/turn|>'")
+    tokenizer.chat_template = tokenizer.chat_template.replace("else '<|im_end|>'", "else '.<|im_end|>'")
+    with pytest.raises(
+        ConfigError, match=r"every turn as the last one, but replaces '!<./turn.>': provide the columns"
+    ):
+        chat_pieces([MESSAGES[0], MESSAGES[3], *MESSAGES[2:]], tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("calls", ["[]", ["add"], [{"function": "add"}]])
+def test_calls_that_are_no_records_are_named(calls: Any):
+    with pytest.raises(ConfigError, match="`tool_calls` must hold a list of records with `function`, a record, got"):
+        chat_pieces([MESSAGES[0], CALL | {"tool_calls": calls}], tokenizer=make_chat_tokenizer("qwen3"))
+
+
+@pytest.mark.parametrize("call", [{"function": {"name": "add"}}, {"name": "add", "arguments": "{}"}])
+def test_a_call_may_lack_arguments_or_the_field_function(call: Any):
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = CALLS
+    found = chat_pieces([MESSAGES[0], CALL | {"tool_calls": [call]}], tokenizer=tokenizer)
+    assert found[1].text == """<tool_call>{"name": "add", "arguments": {}}<|im_end|>\n"""
+
+
+CHATML = TEMPLATES["chatml"][0]
+
+
+@pytest.mark.parametrize("rest", [[], RESULT], ids=["last turn", "earlier turn"])
+@pytest.mark.parametrize(
+    ("template", "content", "complaint"),
+    [
+        (CHATML, "", "before the end token of a turn, but omits 'add': set model.chat_template"),
+        (GPT_OSS, "", "omits '?(add|them)"),
+        # Nemotron Nano 2: ends the turn between its text and its calls
+        (CALLS.replace("{% for c", "{{ '<|turn|>\n' if m.content }}{% for c"), "12", "omits 'add'"),
+        (INSTEAD, "<think>\nA\n</think>\n\n12", "but omits '12': set model.chat_template"),
+    ],
+)
+def test_a_template_that_omits_calls_or_the_text_beside_them_is_refused(
+    template: str, content: str, complaint: str, rest: list[Any]
+):
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = template
+    end_ids = [9999, tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|turn|>")]
+    with pytest.raises(ConfigError, match=complaint):
+        chat_pieces([MESSAGES[0], CALL | {"content": content}, *rest], tokenizer=tokenizer, end_ids=end_ids)
+
+
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_a_demonstration_has_the_tokens_of_a_generator(family: str):
     tokenizer, end = make_chat_tokenizer(family), TEMPLATES[family][1]
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)
     messages = [m | {"content": m["content"].split("\n")[-1]} for m in MESSAGES]
-    found = tokenize(chat_pieces(messages, tokenizer=tokenizer), tokenizer=tokenizer)
+    found = tokenize(chat_pieces(messages, tokenizer=tokenizer), tokenizer=tokenizer, end_ids=[tokenizer.eos_token_id])
     expected, _ = encoder.encode(make_prompt(messages[:1]))
     thought = "<think>\n\n</think>\n\n" if family == "qwen3" else ""
     for number, text in enumerate(("2", "4")):

@@ -3,6 +3,7 @@ import json
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
@@ -23,6 +24,10 @@ TEMPLATE = (
     "{% if add_generation_prompt %}assistant={% endif %}"
 )
 FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else 'x' }} {% endfor %}"
+HEADERS = (
+    "{% for m in messages %}{{ '<pad>' if m.role == 'user' else '=' }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}={% endif %}"
+)
 ROWS = [{"prompt": "12=", "response": "21"}, {"prompt": "345=", "response": "543"}]
 
 
@@ -71,6 +76,7 @@ PROMPT = conversation(("user", "1"), ("assistant", "2"), ("user", "3"))
     ("rows", "settings", "texts", "trained"),
     [
         (ROWS, {}, ["12=21<eos>", "345=543<eos>"], ["21<eos>", "543<eos>"]),
+        ([ROWS[0] | {"response": "21<eos>"}], {}, ["12=21<eos>"], ["21<eos>"]),
         ([RECORD], COLUMNS, ["12=21<eos>"], ["21<eos>"]),
         ([{"messages": ANSWERED}], {"template": TEMPLATE}, ["user=1+2<eos>+assistant=3<eos>+"], ["3<eos>"]),
         (
@@ -80,7 +86,7 @@ PROMPT = conversation(("user", "1"), ("assistant", "2"), ("user", "3"))
             ["4<eos>"],
         ),
     ],
-    ids=["text", "nested columns", "messages", "prompt of messages"],
+    ids=["text", "text with its end", "nested columns", "messages", "prompt of messages"],
 )
 def test_responses_are_trained_whatever_form_the_rows_have(tmp_path, rows, settings, texts, trained):
     tokenizer, found = make_tokenizer(), read_train(sft_run(tmp_path, rows, **settings)).demonstrations
@@ -271,15 +277,40 @@ def test_every_assistant_turn_is_trained_and_the_rest_is_context():
 
 def test_the_tokens_are_those_of_the_whole_conversation_and_none_after_an_end_token_is_trained():
     tokenizer, messages = chat_tokenizer(), [*ANSWERED, *conversation(("user", "4"), ("assistant", "5"))]
-    found = tokenize(chat_pieces(messages, tokenizer=tokenizer), tokenizer=tokenizer)
+    found = tokenize(chat_pieces(messages, tokenizer=tokenizer), tokenizer=tokenizer, end_ids=[1])
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
     assert found.token_ids.tolist() == tokenizer.encode(whole, add_special_tokens=False)
     assert tokenizer.decode(found.token_ids[found.model_mask]) == "3<eos>5<eos>"
 
 
+@pytest.mark.parametrize(
+    ("template", "ends", "trained"),
+    [
+        # GLM: the header of the next turn ends a turn.
+        (HEADERS, [0, 1], ["3<pad>", "5<eos>"]),
+        (HEADERS, [1], ["3", "5<eos>"]),
+        # Gemma, Phi 3: text follows the end token, which the tokenizer does not name.
+        ("{% for m in messages %}{{ m.content }}<pad>=<eos>{% endfor %}", [0, 1], ["3<pad>", "5<pad>"]),
+    ],
+)
+def test_each_turn_is_trained_up_to_the_first_end_token_of_the_model(tmp_path, template, ends, trained):
+    rows = [{"messages": [*ANSWERED, *conversation(("user", "4"), ("assistant", "5"))]}]
+    run = sft_run(tmp_path, rows, template=template)
+    for name in ("generation_config.json", "config.json"):
+        file = Path(run.model.path) / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": ends}))
+    (found,) = read_train(run).demonstrations
+    tokenizer, starts = make_tokenizer(), np.diff(found.model_mask.astype(int), prepend=0) == 1
+    parts = np.split(found.token_ids, np.flatnonzero(starts))[1:]
+    masks = np.split(found.model_mask, np.flatnonzero(starts))[1:]
+    assert [tokenizer.decode(part[mask]) for part, mask in zip(parts, masks, strict=True)] == trained
+    (Path(run.model.path) / "generation_config.json").unlink()
+    assert read_train(run).demonstrations[0].model_mask.tolist() == found.model_mask.tolist()
+
+
 def test_the_first_token_is_never_trained_because_nothing_predicts_it():
-    demonstration = tokenize([Piece("21", is_model=True)], tokenizer=make_tokenizer())
-    assert demonstration.trained.tolist() == [1]
+    demonstration = tokenize([Piece("21", is_model=True)], tokenizer=make_tokenizer(), end_ids=[1])
+    assert demonstration.trained.tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("turns", [[("user", "1")], [("user", "1"), ("assistant", "")], []])
