@@ -260,11 +260,10 @@ class Launcher:
             ends_at = time.monotonic() + _STOP_TIMEOUT_S
         for role in reversed(self._roles):
             role.terminate()
-            if role in self._brokers:
-                # It archives the last groups, however long the others took.
-                ends_at = max(ends_at, time.monotonic() + _ARCHIVE_TIMEOUT_S)
-                ends_at += UPLOAD_TIMEOUT_S if self._run.storage.uri else 0.0
-            role.stop(ends_at=ends_at)
+            is_broker = role in self._brokers
+            # It archives the last groups, however long the others took.
+            least_s = _ARCHIVE_TIMEOUT_S + (UPLOAD_TIMEOUT_S if self._run.storage.uri else 0.0) if is_broker else 0.0
+            role.stop(ends_at=max(ends_at, time.monotonic() + least_s))
 
     def _save_progress(self) -> None:
         self._view.print_line("stopping: the learner ends its step and saves a checkpoint; Ctrl-C again kills it")
