@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
@@ -109,7 +110,8 @@ def _pieces(messages: list[Message], turns: list[int], *, render: _Render, token
             raise ConfigError("the chat template must render the text and calls of assistant messages, but omits them.")
         shared = _shared(ending, rest, names=names)
         own_ending = ending[len(shared) :] if shared else ""
-        if not own.endswith(own_ending):
+        is_part = re.sub("|".join(map(re.escape, names)), "", own_ending).strip() and messages[index].get("tool_calls")
+        if is_part or not own.endswith(own_ending):
             raise ConfigError(
                 f"the chat template must end every turn as the last one, but replaces {own_ending[-40:]!r}: provide "
                 "the columns token_ids and model_mask."
