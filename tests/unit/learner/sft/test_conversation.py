@@ -244,7 +244,7 @@ CHATML = TEMPLATES["chatml"][0]
     ("template", "content", "complaint"),
     [
         (CHATML, "", "before the end token of a turn, but omits 'add': set model.chat_template"),
-        (GPT_OSS, "", "omits '?(add|them)"),
+        (GPT_OSS, "", "omits ('add'|one)"),
         # Nemotron Nano 2: ends the turn between its text and its calls
         (CALLS.replace("{% for c", "{{ '<|turn|>\n' if m.content }}{% for c"), "12", "omits 'add'"),
         (INSTEAD, "<think>\nA\n</think>\n\n12", "but omits '12': set model.chat_template"),
