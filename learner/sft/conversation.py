@@ -107,7 +107,7 @@ def _pieces(messages: list[Message], turns: list[int], *, render: _Render, token
         _, _, ending = render(known, opens_turn=False).partition(_MARK)
         _, mark, rest = render([*known, *messages[index + 1 : following]], opens_turn=True).partition(_MARK)
         if not mark:
-            raise ConfigError("the chat template must render texts and calls, but omits one: set another model.chat_template.")
+            raise ConfigError("the chat template must render texts and calls, but omits one: set model.chat_template.")
         shared = _shared(ending, rest, names=names)
         own_ending = ending[len(shared) :] if shared else ""
         is_part = re.sub("|".join(map(re.escape, names)), "", own_ending).strip() and messages[index].get("tool_calls")
