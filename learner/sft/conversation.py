@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
@@ -106,10 +107,11 @@ def _pieces(messages: list[Message], turns: list[int], *, render: _Render, token
         _, _, ending = render(known, opens_turn=False).partition(_MARK)
         _, mark, rest = render([*known, *messages[index + 1 : following]], opens_turn=True).partition(_MARK)
         if not mark:
-            raise ConfigError("the chat template must render the text and calls of assistant messages, but omits them.")
+            raise ConfigError("the chat template must render texts and calls, but omits one: set model.chat_template.")
         shared = _shared(ending, rest, names=names)
         own_ending = ending[len(shared) :] if shared else ""
-        if not own.endswith(own_ending):
+        is_part = re.sub("|".join(map(re.escape, names)), "", own_ending).strip() and messages[index].get("tool_calls")
+        if is_part or not own.endswith(own_ending):
             raise ConfigError(
                 f"the chat template must end every turn as the last one, but replaces {own_ending[-40:]!r}: provide "
                 "the columns token_ids and model_mask."

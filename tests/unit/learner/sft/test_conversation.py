@@ -191,7 +191,7 @@ def test_arguments_of_calls_are_text_or_records_and_the_text_beside_them_may_be_
 # Mistral, Llama 3.1: calls take the place of the text, and the earlier turns end with another token
 INSTEAD = (
     HEAD + "{% if m.tool_calls %}" + EACH + "{{ c.function | tojson }}{% endfor %}{% else %}{{ m.content }}{% endif %}"
-    "{{ '</s>' if loop.last and not add_generation_prompt else '<|im_end|>' }}{% endfor %}"
+    "{{ '<|turn|>' if loop.last and not add_generation_prompt else '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": ADD}]}
@@ -201,8 +201,15 @@ def test_a_turn_with_calls_is_followed_by_the_text_after_its_last_call():
     tokenizer = make_chat_tokenizer("qwen3")
     tokenizer.chat_template = INSTEAD
     found = chat_pieces([MESSAGES[0], CALL, *RESULT], tokenizer=tokenizer)
-    assert json.loads(found[1].text.removeprefix("<tool_call>").removesuffix("</s>"))["name"] == "add"
+    assert json.loads(found[1].text.removeprefix("<tool_call>").removesuffix("<|turn|>"))["name"] == "add"
     assert found[2].text == "<|im_end|><|im_start|>tool\n3<|im_end|><|im_start|>assistant\n"
+
+
+def test_a_call_that_another_message_shortens_is_refused():
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = INSTEAD.replace("{% else %}", "{{ ';' if loop.last }}{% else %}")
+    with pytest.raises(ConfigError, match=r"every turn as the last one, but replaces ';<.turn.>': provide the columns"):
+        chat_pieces([MESSAGES[0], CALL, *RESULT], tokenizer=tokenizer)
 
 
 def test_an_end_that_depends_on_the_text_of_the_turn_is_refused():
@@ -237,7 +244,7 @@ CHATML = TEMPLATES["chatml"][0]
     ("template", "content", "complaint"),
     [
         (CHATML, "", "before the end token of a turn, but omits 'add': set model.chat_template"),
-        (GPT_OSS, "", "omits '?(add|them)"),
+        (GPT_OSS, "", "omits ('add'|one)"),
         # Nemotron Nano 2: ends the turn between its text and its calls
         (CALLS.replace("{% for c", "{{ '<|turn|>\n' if m.content }}{% for c"), "12", "omits 'add'"),
         (INSTEAD, "<think>\nA\n</think>\n\n12", "but omits '12': set model.chat_template"),
