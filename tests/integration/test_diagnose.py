@@ -158,12 +158,9 @@ def test_the_other_brokers_of_the_run_are_tried(tmp_path: Path, model: Path, mon
 
 def test_the_broker_connects_inside_the_network_of_the_run_alone(served: ServedRun) -> None:
     outside, unused = Inspect(listens_at="tcp://203.0.113.1:80"), Inspect(listens_at="tcp://127.0.0.1:9")
-    link = BrokerLink(ZmqClientChannel(served.channel.address, keys=derive_keys(TOKEN), max_message_bytes=2**20))
-    try:
+    with closing(ZmqClientChannel(served.channel.address, keys=derive_keys(TOKEN), max_message_bytes=2**20)) as channel:
         for question, is_reached in ((outside, None), (unused, False)):
-            assert link.ask(question).is_reached is is_reached
-    finally:
-        link.close()
+            assert BrokerLink(channel).ask(question).is_reached is is_reached
 
 
 def test_a_wrong_token_no_token_and_no_broker_are_named(served, tmp_path, monkeypatch):

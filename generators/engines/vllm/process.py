@@ -138,7 +138,10 @@ def check_environment(required: Mapping[str, str]) -> None:
 async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
     """Raises EngineError."""
     forget_fatal_error()
-    if _SOCKETS not in os.environ and len(tempfile.gettempdir().encode()) <= _MAX_TEMPDIR_BYTES:
+    own = os.environ.get(_SOCKETS, _SOCKETS_PREFIX)
+    # The folder of an engine that has stopped may still be named.
+    is_unset = Path(own).name.startswith(_SOCKETS_PREFIX) and not Path(own).is_dir()
+    if is_unset and len(tempfile.gettempdir().encode()) <= _MAX_TEMPDIR_BYTES:
         os.environ[_SOCKETS] = tempfile.mkdtemp(prefix=_SOCKETS_PREFIX)
     # The constructor blocks, and its thread cannot be canceled.
     starting = asyncio.create_task(asyncio.to_thread(_start, arguments))
