@@ -27,7 +27,7 @@ from slipstream.buffer.codec import encode
 from slipstream.buffer.sampling import FileShare, RowCount
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.data import ModelConfig
-from slipstream.configs.run import RunConfig
+from slipstream.configs.run import RunConfig, check_profile
 from slipstream.runtime.images import VisionModel
 from slipstream.runtime.model_files import find_file, read_chat_template, read_json
 
@@ -277,7 +277,9 @@ def with_epochs(run: RunConfig) -> RunConfig:
         return run
     # Rows over `data.max_prompt_tokens` count, because a learner may lack the tokenizer to find them.
     max_steps = ceil(epochs * len(read_train(run)) / run.claimed_groups_per_step)
-    return msgspec.structs.replace(run, learner=msgspec.structs.replace(run.learner, max_steps=max_steps))
+    run = msgspec.structs.replace(run, learner=msgspec.structs.replace(run.learner, max_steps=max_steps))
+    check_profile(run)
+    return run
 
 
 def read_heldout(run: RunConfig) -> dict[str, Dataset]:

@@ -91,7 +91,7 @@ def to_wire(array: np.ndarray) -> tuple[str, list[int], bytes]:
 
 
 def from_wire(dtype: str, shape: list[int], data: bytes) -> np.ndarray:
-    """Inverse of `to_wire`. Raises ValueError."""
+    """Restore an array from the result of `to_wire`. Raises ValueError."""
     return _restore(msgspec.convert([dtype, shape, memoryview(data)], _Array))
 
 

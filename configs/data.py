@@ -38,7 +38,7 @@ def require_template_variables(given: Any, *, setting: str) -> None:
 
 
 class MoeConfig(Config):
-    """Mixtures of experts."""
+    """Settings of models with a mixture of experts."""
 
     router_replay: bool = False
     """Record which experts the engine selected for each token, and use the same experts in the learner (routing

@@ -201,12 +201,18 @@ def _check_mode(run: RunConfig) -> None:
     for mode, key, path in (("replay", "replay.path", run.replay.path), ("sft", "sft.train_path", run.sft.train_path)):
         must, got = f"be set with mode={mode} and only then", f"{path!r} with mode={run.mode}"
         require((run.mode == mode) == bool(path), key, must, got=got, why="it is the input of that mode")
-    steps, most, key = run.profile.steps, run.learner.max_steps, "profile.steps"
+    if run.learner.epochs is None:
+        check_profile(run)
+    fits = run.profile.steps is None or run.mode != "sft"
+    require(fits, "profile.steps", "be null with mode=sft", got=run.profile.steps, why="the learner is the only role")
+
+
+def check_profile(run: RunConfig) -> None:
+    """Check `profile.steps` once `learner.max_steps` is known; `learner.epochs` determines it. Raises ConfigError."""
+    steps, most = run.profile.steps, run.learner.max_steps
     fits = steps is None or (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= most)
     must = f"be the first and the last step to record, within 1 and learner.max_steps ({most})"
-    require(fits, key, must, got=steps, why="no other steps are trained")
-    fits = steps is None or run.mode != "sft"
-    require(fits, key, "be null with mode=sft", got=steps, why="the learner is the only role")
+    require(fits, "profile.steps", must, got=steps, why="no other steps are trained")
 
 
 def _check_learner(run: RunConfig) -> None:

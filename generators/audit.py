@@ -93,7 +93,7 @@ class Auditor:
             self._client.send(Audited(check))
 
     async def check(self, prompt: Prompt, trajectory: Trajectory) -> AnswerCheck:
-        """Raises GeneratorError."""
+        """Compare a guest's answer with this engine. Raises GeneratorError."""
         written = trajectory.token_ids[trajectory.model_mask]
         digest = xxhash.xxh3_128_hexdigest(written.tobytes())
         lie = await self._find_lie(prompt, trajectory)

@@ -214,6 +214,7 @@ class Generator:
         try:
             while self._is_running:
                 self._poll_load()
+                self._prompt_log.flush()
                 self._request_prompts()
                 if self._tasks or self._clock() >= self._next_idle_log_at:
                     self._next_idle_log_at = self._clock() + _IDLE_LOG_INTERVAL_S

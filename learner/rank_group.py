@@ -130,12 +130,12 @@ class RankGroup:
         return self.checkpoints.restore_finite(candidates)
 
     def save_model(self, folder: Path) -> None:
-        """See `checkpoint.save_model`. Raises OSError if the disk is full; safe to retry."""
+        """Save the model as `checkpoint.save_model` does. Raises OSError if the disk is full; safe to retry."""
         self._broadcast("save_model", path=str(folder))
         save_model(self.trainer, folder, run=self._run, ranks=self._ranks)
 
     def upload(self, folders: Iterable[Path]) -> None:
-        """See Checkpoints.upload. Waits for it. Raises StorageError."""
+        """Upload folders and wait until they are stored. Raises StorageError."""
         self.checkpoints.upload(folders)
         self.flush_checkpoint()
 

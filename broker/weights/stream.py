@@ -129,7 +129,7 @@ class ServedFiles(Protocol):
     def newest(self) -> int | None: ...
 
     def size_bytes(self, version: int, name: str) -> int:
-        """Raises NotYetError, WeightTransferError."""
+        """Return the size of a file of a version, bytes. Raises NotYetError, WeightTransferError."""
 
     def read_part(self, version: int, name: str, *, offset: int, num_bytes: int) -> bytes:
         """Read `num_bytes` from `offset`, fewer at the end. Raises NotYetError, WeightTransferError."""

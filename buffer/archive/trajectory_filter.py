@@ -198,7 +198,7 @@ def parse_conditions(line: str) -> TrajectoryFilter:
 
 
 def format_conditions(where: TrajectoryFilter) -> str:
-    """Inverse of `parse_conditions`."""
+    """Render a filter as text that `parse_conditions` reads."""
     values = {name: value for name, value in msgspec.structs.asdict(where).items() if value is not None}
     words = [f"{word}={shlex.quote(values[field])}" for word, field in _EQUALS.items() if field in values]
     for word in _RANGES:

@@ -136,7 +136,7 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int | None:
-        """None before `start`."""
+        """Process id of the server; None before `start`."""
         return self._process.pid if self._process else None
 
     @property

@@ -148,7 +148,10 @@ class Session:
         return await self._write(context, observed, messages=messages, max_tokens=max_tokens, stop=stop)
 
     async def complete(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> Written:
-        """Raises NoRoomError, PromptError, EngineError."""
+        """Continue the context with which the tokens begin, else a new one.
+
+        Raises NoRoomError, PromptError, EngineError.
+        """
         known = [
             context
             for context in self._contexts

@@ -70,7 +70,7 @@ class Engine(Protocol):
     """Device that receives broadcasts, as named by `device_name`. Known after `start`."""
 
     async def start(self) -> None:
-        """Raises EngineError."""
+        """Load the model and wait until it serves requests. Raises EngineError."""
 
     async def generate(
         self,
@@ -117,7 +117,7 @@ class Engine(Protocol):
 
 
 def require_routers(module: Any) -> list[Router]:
-    """Raises EngineError for a model without routers."""
+    """Return the routers of a model. Raises EngineError if it has none."""
     if routers := find_routers(module):
         return routers
     raise EngineError(

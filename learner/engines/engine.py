@@ -96,7 +96,7 @@ class ModelEngine(Generic[M]):
 
     @torch.no_grad()
     def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Inverse of `gather_parameters`. With ZeRO-3, ranks other than 0 may pass no tensors."""
+        """Set the parameters to those of `gather_parameters`. With ZeRO-3, ranks other than 0 may pass no tensors."""
         held = dict(self.model.weights())
         for name, tensor in tensors:
             held[name].copy_(tensor)

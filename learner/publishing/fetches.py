@@ -110,7 +110,7 @@ class MemberTable:
         return self._devices.get(member, "cpu")
 
     def record_applied(self, member: Member, version: int, *, device: DeviceName) -> None:
-        """Also resets the member's backoff."""
+        """Record that a member holds a version, and reset its backoff."""
         self._held[member] = version
         self._devices[member] = device
         self._num_evictions.pop(member, None)

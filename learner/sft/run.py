@@ -286,7 +286,7 @@ class SftRun:
             self._checkpoint()
 
     def _measure(self, rows: Sequence[Any]) -> dict[str, float]:
-        """Raises DivergenceError unless weights and loss are finite."""
+        """Measure the held-out rows. Raises DivergenceError unless weights and loss are finite."""
         self._trainer.check_weights(step=self._step)
         measured = self._sft.measure(rows)
         # Equal on all ranks, so they raise together.

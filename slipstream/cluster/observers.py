@@ -88,7 +88,7 @@ class Observers:
             self._processes[exporter] = _EXPORTER_TIMEOUT_S
 
     def start(self) -> None:
-        """Raises OSError."""
+        """Start the loggers and the exporter. Raises OSError."""
         for process in self._processes:
             process.start()
 

@@ -371,7 +371,7 @@ def _num_elements(model: nn.Module) -> int:
 
 
 def _published_gib(run: RunConfig, model: PreTrainedModel) -> float:
-    """Only the adapter, if one is trained."""
+    """Size of a published version, GiB: the adapter if one is trained, else the model."""
     elements = _num_elements(model)
     if run.model.lora:
         elements = sum(parameter.numel() for _, parameter in adapter_parameters(model))

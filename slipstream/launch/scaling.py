@@ -106,7 +106,10 @@ class Autoscaler:
         )
 
     def _learner_wait_fraction(self) -> float | None:
-        """None if the window has too few steps; before the first, the fraction of starving observations."""
+        """Fraction of the window in which the learner waits; None after too few steps.
+
+        Before the first step, the fraction of observations in which it waits for groups.
+        """
         if not self._rows:
             return sum(self._starving) / len(self._starving)
         return wait_fraction(self._rows) if len(self._rows) >= _MIN_STEPS else None
@@ -152,7 +155,7 @@ class LauncherReport:
         self._answer = {"answered": request_id, "refusal": refusal}
 
     def send(self, *, restarts: Mapping[str, int], generators_target: int) -> None:
-        """Raises StoreUnavailableError, RunConflictError."""
+        """Record the waiting events and report. Raises StoreUnavailableError, RunConflictError."""
         while self._unsent:
             # Dequeue after the call: a lost answer then repeats an event instead of losing it.
             self._store.record_event(*self._unsent[0])

@@ -13,11 +13,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from slipstream.configs.base import ConfigError
-from slipstream.configs.load import load
+from slipstream.configs.load import leaves, load
 from slipstream.generators.sandbox import Limits, LocalSandbox
 from slipstream.migration.openrlhf import OPENRLHF
 from slipstream.migration.prime_rl import PRIME_RL
-from slipstream.migration.translation import Imported, leaves
+from slipstream.migration.translation import Imported
 from slipstream.migration.trl import TRL
 from slipstream.migration.verl import VERL
 

@@ -1,7 +1,7 @@
 """Translation: maps another trainer's settings to overrides, notes, and settings without an equivalent."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ import msgspec
 import yaml
 
 from slipstream.configs.base import ConfigError, Record
+from slipstream.configs.load import leaves
 
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
 _WORDS = ("null", "true", "false", "inf", "nan")
@@ -176,7 +177,7 @@ class Trainer(NamedTuple):
         return tables | {name: dict(leaves(tables[name])) for name in ("same", "defaults", "notes")}
 
     def translate(self, given: dict[str, Any]) -> Imported:
-        """Raises ConfigError for the file of another program."""
+        """Translate the settings of a file. Raises ConfigError for the file of another program."""
         tables = self.tables
         if not any(key.startswith(tuple(tables["starts"])) for key in given):
             raise ConfigError(
@@ -197,15 +198,6 @@ class Trainer(NamedTuple):
         if "model.path" not in config.ours:
             config.notes.insert(0, "the file names no model: add model.path=FOLDER_OR_HUB_NAME.")
         return config.result(tables["decided"])
-
-
-def leaves(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of a nested record."""
-    for key, value in document.items():
-        if isinstance(value, dict) and value:
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def format_value(value: Any) -> str:

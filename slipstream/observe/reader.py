@@ -202,7 +202,7 @@ class RunReader:
 
     @property
     def store(self) -> Store:
-        """Raises ConfigError, ReplayBufferError."""
+        """The run's store, opened at the first use. Raises ConfigError, ReplayBufferError."""
         if self._store is None:
             self._store = self.open_store(starts_server=self._starts_server)
         return self._store
@@ -236,7 +236,7 @@ class RunReader:
         )
 
     def status(self) -> RunStatus:
-        """Raises ConfigError, ReplayBufferError."""
+        """Read the current status from the store. Raises ConfigError, ReplayBufferError."""
         if self._monitor is None:
             self._monitor = Monitor(self.store, self.config)
         return self._monitor.status()

@@ -212,7 +212,7 @@ class Monitor:
         self._last = 0
 
     def poll(self) -> RunSnapshot:
-        """Raises StoreUnavailableError."""
+        """Read the store and the rows since the last call. Raises StoreUnavailableError."""
         new = self._store.metrics(after=self._last)
         self._last = new.last
         self._rows = [*self._rows, *new.rows][-METRICS_KEPT:]
@@ -226,7 +226,7 @@ class Monitor:
         )
 
     def status(self) -> RunStatus:
-        """Raises StoreUnavailableError."""
+        """Poll, and describe the run as `slipstream status` shows it. Raises StoreUnavailableError."""
         snapshot, run = self.poll(), self._run
         state, counts, now, ready = snapshot.state, snapshot.counts, self._store.now(), self._store.ready_versions()
         roles = role_statuses(snapshot.roles, run=run, now=now, announced_version=state.announced_version)

@@ -131,7 +131,7 @@ class Catalog:
         return sorted(found, key=lambda detail: detail.row.index)
 
     def trajectory(self, trajectory_id: str) -> TrajectoryDetail | None:
-        """None for an unknown id. Raises ArchiveError."""
+        """Return a trajectory, or None for an unknown id. Raises ArchiveError."""
         return next(iter(self._details(pc.field("id") == trajectory_id)), None)
 
     def stored(self, query: CatalogQuery) -> Iterator[StoredTrajectory]:

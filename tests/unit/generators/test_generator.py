@@ -234,10 +234,18 @@ def test_an_answer_resets_the_count_of_failed_prompts():
         scene.generator.receive(Prompts([PROMPT]))
         await until(lambda: not scene.generator._tasks)
         assert (scene.status.reason, scene.generator._num_prompt_errors, scene.generator._paused_until) == ("", 0, 0.0)
+        scene.now += 60
+        scene.generator.wake()
+        await until(lambda: num_logged() == 1000)
         scene.generator.drain("the test is over")
         await asyncio.wait_for(running, timeout=10)
 
-    asyncio.run(scenario(Scene(BOOM)))
+    def num_logged() -> int:
+        lines = [entry for entry in logged if entry["event"] == "prompt_failed"]
+        return sum(("prompt" in line) + line.get("more", 0) for line in lines)
+
+    with structlog.testing.capture_logs() as logged:
+        asyncio.run(scenario(Scene(BOOM)))
 
 
 def test_the_first_failed_reward_of_each_kind_is_reported():

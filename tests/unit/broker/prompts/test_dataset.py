@@ -5,6 +5,7 @@ import gzip
 import json
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,14 @@ def test_passes_over_all_training_files_give_the_number_of_steps(
     data = {"train": [str(write(tmp_path, [ROW] * 4, name=name)) for name in ("first", "second")]}
     run = make_run(**settings | {"data": data | settings.get("data", {})})
     assert with_epochs(run).learner.max_steps == max_steps
+
+
+def test_recorded_steps_must_lie_within_the_steps_that_the_passes_give(tmp_path: Path) -> None:
+    data, learner = {"train": str(write(tmp_path, [ROW] * 4))}, {"epochs": 300, "prompts_per_step": 4}
+    for steps in ([299, 300], [300, 301]):
+        run = make_run(data=data, learner=learner, profile={"steps": steps})
+        with pytest.raises(ConfigError, match=r"learner.max_steps \(300\)") if steps[1] > 300 else nullcontext():
+            assert with_epochs(run).learner.max_steps == 300
 
 
 def test_only_the_fields_of_a_row_can_be_named() -> None:
