@@ -162,7 +162,7 @@ class LeaseScheduler:
     # --- how much ------------------------------------------------------------------------------------------------
     def _offer(self, request: _Request, state: RunState) -> _Offer:
         requested = max(1, request.max_trajectories // self._run.members_per_group)
-        limit, capacity = admission_limit(self._run, consumed=state.consumed), self._run.buffer.capacity
+        limit, capacity = admission_limit(self._run, state), self._run.buffer.capacity
         if capacity != CapacityConfig():
             limit = min(limit, capacity_limit(capacity, self._store_counts()))
         if state.phase not in ("starting", "training"):

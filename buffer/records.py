@@ -128,6 +128,8 @@ class Claim(Record):
     reused: list[bool] = []
     """Whether each group was trained on before; empty: none."""
     lag: LagSplit = LagSplit()
+    num_spare: int = 0
+    """Ready groups left for later steps."""
 
 
 class StepEntry(Record):
@@ -232,6 +234,8 @@ class RunState(Record):
     next_ordinal: int = 0
     admitted: int = 0
     """See `StoreCounts.admitted`."""
+    target_lag: float | None = None
+    """Lag that the learner chose for pacing (`staleness.target_lag=auto`), versions; None before its first choice."""
 
 
 class VersionEntry(Record):

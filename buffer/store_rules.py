@@ -119,7 +119,7 @@ def short_group_message(group_id: str, *, members: int, size: int, deadline: Tra
 
 
 # --- claims ----------------------------------------------------------------------------------------------------------
-def make_claim(selected: Sample, *, step: int, fence: int, lag: LagSplit) -> Claim:
+def make_claim(selected: Sample, *, step: int, fence: int, lag: LagSplit, num_spare: int) -> Claim:
     """Build the claim of a sample, omitting trivial weights and reuse flags."""
     return Claim(
         step=step,
@@ -128,6 +128,7 @@ def make_claim(selected: Sample, *, step: int, fence: int, lag: LagSplit) -> Cla
         weights=selected.weights if any(weight != 1 for weight in selected.weights) else [],
         reused=selected.reused if any(selected.reused) else [],
         lag=lag,
+        num_spare=num_spare,
     )
 
 

@@ -204,12 +204,12 @@ class StalenessConfig(Config):
     on_stale: Literal["mask", "drop"] = "mask"
     """Tokens beyond the bound. `mask`: they leave the loss, but their reward stays in the baseline of the group.
     `drop`: a ready group with such a token expires, and another prompt is admitted for it."""
-    target_lag: Annotated[float, Meta(ge=0)] | None = None
-    """Mean lag for which pacing admits prompts, versions; null = `max_lag`, the maximum. Lower it if answer lengths
-    vary widely: fewer groups are generated concurrently, and `learner/stale_fraction` decreases."""
+    target_lag: Annotated[float, Meta(ge=0)] | Literal["auto"] = "auto"
+    """Mean lag for which pacing admits prompts, versions, at most `max_lag`. `auto`: the lowest at which the learner
+    hardly waits for groups, adjusted during the run (with `mode=serial`, `max_lag`)."""
 
     def __post_init__(self) -> None:
-        if self.target_lag is not None and self.target_lag > self.max_lag:
+        if self.target_lag != "auto" and self.target_lag > self.max_lag:
             raise ConfigError(
                 f"staleness.target_lag must be <= max_lag ({self.max_lag}), got {self.target_lag:g}: groups "
                 "would be admitted that are stale by the time they are trained on."
@@ -217,8 +217,8 @@ class StalenessConfig(Config):
 
     @property
     def window(self) -> float:
-        """Groups that may be generated or waiting at a time, in versions' worth."""
-        return (self.max_lag if self.target_lag is None else self.target_lag) + 1
+        """Most groups that may be generated or waiting at a time, in versions' worth."""
+        return (self.max_lag if self.target_lag == "auto" else self.target_lag) + 1
 
 
 class ReplayMixConfig(Config):

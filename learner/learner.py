@@ -8,6 +8,7 @@ Invariant: along the surviving lineage of weights, every group is committed exac
 that no checkpoint covers return to the buffer.
 """
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ import structlog
 from slipstream.broker.transport.client import PeerStatus
 from slipstream.buffer.archive.replay import Rollouts
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError
+from slipstream.buffer.pacing import Pacer
 from slipstream.buffer.records import CheckpointPointer, Claim, EvaluationResult, StepEntry, make_entry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.store import Store
@@ -111,6 +113,7 @@ class Learner:
         )
         self._best = BestCheckpoint(run.learner.checkpoint.best, metrics_log.folder, flush=rank_group.flush_checkpoint)
         self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.staleness)
+        self._pacer = Pacer(run)
         self._step = 0
         self._fence = 0
         """Fencing token of the last committed claim, or of the rollback before the first commit."""
@@ -123,6 +126,7 @@ class Learner:
         self._must_stop = False
         self._is_asked_to_stop = False
         self._checkpoint_s = 0.0
+        self._claimed_at = 0.0
 
     def status(self) -> PeerStatus:
         """Content of the next Pong. Thread-safe."""
@@ -202,6 +206,7 @@ class Learner:
         before = self._evaluate_fully("before") if is_due else self._evaluator.result("before")
         if before:
             self._metrics_log.record_before(before)
+        self._store.set_target_lag(self._pacer.lag)
         kept = self._metrics_log.start_training(step=self._step)
         self._must_stop = any(map(self._meets_stop, kept))
 
@@ -275,8 +280,12 @@ class Learner:
         started_at = self._clock()
         self._profiler.begin_step(self._step + 1)
         with self._account.phase("waiting"):
-            claim = self._claim_groups(step=self._step + 1)
-        claimed_at, claimed_at_ns = self._clock(), time.time_ns()
+            claim, waited_s = self._claim_groups(step=self._step + 1)
+        last_claim_at, self._claimed_at, claimed_at_ns = self._claimed_at, self._clock(), time.time_ns()
+        claimed_at = self._claimed_at
+        step_s = claimed_at - last_claim_at
+        if self._pacer.record_step(waited_s=waited_s, step_s=step_s, num_spare=claim.num_spare):
+            self._store.set_target_lag(self._pacer.lag)
         with keep_claim(self._store, claim, lease_s=self._run.buffer.claim_lease_s):
             self._reason = f"training step {claim.step}"
             num_mixed, mix = self._run.mixed_groups_per_step, self._rollouts
@@ -339,7 +348,7 @@ class Learner:
         row = self._metrics_log.add_step(
             step=self._step,
             version=self._version,
-            metrics=metrics | self._metrics_log.buffer_metrics(claim),
+            metrics=metrics | self._metrics_log.buffer_metrics(claim, target_lag=self._pacer.lag),
             tokens=self._rank_group.trainer.step_tokens,
             published=published,
             evaluated=self._evaluator.metrics(evaluated) if evaluated else None,
@@ -356,9 +365,10 @@ class Learner:
     def _is_due(self, every_steps: int) -> bool:
         return every_steps > 0 and self._step % every_steps == 0
 
-    def _claim_groups(self, *, step: int) -> Claim:
+    def _claim_groups(self, *, step: int) -> tuple[Claim, float]:
+        """Return the claim, and the time from its first refusal on."""
         num_groups = self._run.claimed_groups_per_step
-        missing, num_ready = "not checked yet", num_groups
+        missing, num_ready, refused_at = "not checked yet", num_groups, math.inf
         self._stall.begin(f"the {num_groups} groups of step {step}", waits_for="groups")
         while True:
             self._check_stop()
@@ -373,9 +383,10 @@ class Learner:
             )
             if not isinstance(claim, Claim):
                 missing, num_ready = claim.reason, claim.ready_needed
+                refused_at = min(refused_at, self._clock())
             elif not self._stall.reject_unscored(claim):
                 self._stall.end()
-                return claim
+                return claim, max(0.0, self._clock() - refused_at)
             self._publisher.sync_members(timeout_s=0)
             self._wait(num_ready, _POLL_EVERY_S)
 

@@ -193,12 +193,13 @@ class MetricsLog:
         log.info("step", step=step, reward=round(row["learner/reward_mean"], 3), lag=round(row["lag/mean"], 2))
         return row
 
-    def buffer_metrics(self, claim: Claim) -> Row:
+    def buffer_metrics(self, claim: Claim, *, target_lag: float) -> Row:
         counts = self._store.counts()
         return (counts.curriculum_metrics if self._run.data.curriculum else {}) | {
             "buffer/lag_in_flight": claim.lag.in_flight,
             "buffer/lag_publish": claim.lag.publish,
             "buffer/lag_queue": claim.lag.queue,
+            "buffer/target_lag": target_lag,
             "buffer/reused_fraction": sum(claim.reused) / len(claim.group_ids),
             "buffer/length_bias": counts.length_bias,
             "buffer/waste_fraction": counts.waste_fraction,

@@ -67,7 +67,10 @@ def make_prompt(
 
 
 def make_run(**overrides: Any) -> RunConfig:
-    """A small valid run; dicts override nested fields: make_run(learner={"max_steps": 3})."""
+    """A small valid run; dicts override nested fields: make_run(learner={"max_steps": 3}).
+
+    `staleness.target_lag` is `max_lag` unless given, so that the number of admitted prompts is fixed.
+    """
     plain = {
         "name": "test",
         "model": {"path": "models/test", "dtype": "float32", "max_length": 64},
@@ -86,7 +89,9 @@ def make_run(**overrides: Any) -> RunConfig:
         },
         "evaluation": {"num_prompts": 2, "num_final_prompts": 2},
     }
-    return msgspec.convert(_merge(plain, overrides), RunConfig)
+    merged = _merge(plain, overrides)
+    staleness = merged.get("staleness", {})
+    return msgspec.convert(merged | {"staleness": {"target_lag": staleness.get("max_lag", 4)} | staleness}, RunConfig)
 
 
 def make_finished(group_id: str = "0", *, members: int = 2, **fields: Any) -> FinishedGroup:

@@ -80,6 +80,7 @@ class ServedRun:
             f"generators.group_size={GROUP_SIZE}",
             # Disables the pacing limit.
             "staleness.max_lag=1000000",
+            "staleness.target_lag=1000000",
             "learner.max_steps=1000000",
             *self._settings,
         ]

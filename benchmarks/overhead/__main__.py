@@ -23,7 +23,12 @@ from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.runtime.run_folder import RunFolder
 
 _START_S = 300.0
-_UNPACED = ["staleness.max_lag=1000000", "learner.max_steps=1000000", "learner/engine=torch"]
+_UNPACED = [
+    "staleness.max_lag=1000000",
+    "staleness.target_lag=1000000",
+    "learner.max_steps=1000000",
+    "learner/engine=torch",
+]
 """For the generator side: no pacing limit, and a plain torch engine that publishes its weights."""
 _PARTS = {"generators": "benchmarks.overhead.generator_side", "learner": "benchmarks.overhead.learner_side"}
 

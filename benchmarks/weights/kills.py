@@ -108,6 +108,7 @@ def main(arguments: argparse.Namespace) -> None:
             [
                 "generators/engine=scripted",
                 "staleness.max_lag=1000000",
+                "staleness.target_lag=1000000",
                 f"broker.address=ipc://{folder}/broker.sock",
                 *arguments.overrides,
             ]

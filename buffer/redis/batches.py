@@ -95,12 +95,14 @@ class RedisBatches(RedisConnection):
                 if evictions.expired or evictions.released:
                     self._run("evict", len(evictions.expired), *evictions.expired, *evictions.released)
                     queue = self._read_queue()
+                num_ready = len(queue.ready)
                 selected = sample(queue, rules, num_groups=num_groups, seed=seed, step=step)
             if isinstance(selected, NotReady):
                 return selected
             if claimed := self._run("claim", step, int(lease_s * 1000), *selected.group_ids):
                 fence, *sums = claimed
-                return make_claim(selected, step=step, fence=fence, lag=split_lag(*sums, version=version))
+                lag, num_spare = split_lag(*sums, version=version), num_ready - selected.reused.count(False)
+                return make_claim(selected, step=step, fence=fence, lag=lag, num_spare=num_spare)
         raise StaleFenceError(
             f"step {step} must have one claimer, but its groups were taken {_CLAIM_TRIES} times in a row."
         )

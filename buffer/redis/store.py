@@ -43,7 +43,7 @@ LAYOUT = 6
 
 _STATE_FIELDS = (
     "checkpoint", "stepped_at", "phase", "step", "version", "announced_version", "consumed_by_version", "detail",
-    "layout", "learner_fence", "next_ordinal", "admitted",
+    "layout", "learner_fence", "next_ordinal", "admitted", "target_lag",
 )  # fmt: skip
 _READ_AT_ONCE = 32
 """Groups with payloads in memory at once."""
@@ -114,6 +114,7 @@ class RedisStore(RedisPrompts, RedisBatches):
             "checkpoint": decode(checkpoint, CheckpointPointer) if checkpoint else None,
             "stepped_at": int(stepped_at) / 1000 if stepped_at else None,
             "fence": fields.pop("learner_fence") or 0,
+            "target_lag": fields.pop("target_lag") or None,
         }
         return msgspec.convert(fields | decoded | {"run_id": self._run_id}, RunState, strict=False)
 
@@ -127,7 +128,11 @@ class RedisStore(RedisPrompts, RedisBatches):
     def set_phase(self, phase: str, *, detail: str = "") -> None:
         if phase not in PHASES:
             raise ValueError(f"phase must be one of {PHASES}, got {phase!r}.")
-        self._run("set_phase", phase, detail)
+        self._run("set_state", "phase", phase, "detail", detail)
+
+    def set_target_lag(self, lag: float) -> None:
+        """Record the lag that prompts are admitted for from now on, versions."""
+        self._run("set_state", "target_lag", lag)
 
     def announce_version(self, version: int) -> None:
         """Start accepting tokens of `version`. No-op for lower versions."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slipstream.buffer.accounting import StoreCounts, StoreMemory
-from slipstream.buffer.pacing import admission_limit, admission_reason
+from slipstream.buffer.pacing import admission_limit, admission_reason, target_lag
 from slipstream.buffer.records import METRICS_KEPT, CheckpointPointer, RunState
 from slipstream.buffer.role_reports import LAUNCHER, RoleStatus, last_heard, role_statuses
 from slipstream.buffer.store import Store
@@ -154,6 +154,8 @@ class Admission(Record):
     """Prompts leased for the first time, minus returned budget."""
     limit: int
     """Total that pacing allows, given the learner's consumption."""
+    target_lag: float
+    """Lag that this limit is meant for, versions: `staleness.target_lag`, or the learner's choice."""
     reason: str
     """Reason that no more prompts are admitted; else empty."""
 
@@ -234,7 +236,8 @@ class Monitor:
         addresses = [snapshot.roles[name].get("address") for name in brokers]
         admission = Admission(
             counts.admitted,
-            limit=admission_limit(run, consumed=state.consumed),
+            limit=admission_limit(run, state),
+            target_lag=target_lag(run, state),
             reason=admission_reason(run, state=state, counts=counts),
         )
         events = self._store.events(limit=_NUM_EVENTS)

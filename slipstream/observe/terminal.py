@@ -307,7 +307,8 @@ def _buffer_facts(status: RunStatus) -> dict[str, str]:
     counts, admission, memory = status.counts, status.admission, status.memory
     limit = f" of {memory.max_bytes / 2**20:,.0f}" if memory.max_bytes else ""
     return {
-        "admitted": f"{admission.admitted} of {admission.limit} prompts; {admission.reason or 'more may be admitted'}",
+        "admitted": f"{admission.admitted} of {admission.limit} prompts, for a lag of {admission.target_lag:g}; "
+        f"{admission.reason or 'more may be admitted'}",
         "groups": ", ".join(f"{getattr(counts, state)} {state}" for state in _GROUP_STATES),
         "ready by lag": ", ".join(f"lag {lag}: {count}" for lag, count in status.ready_by_lag.items()) or "none",
         "outcomes": _format_counts(counts.outcomes),

@@ -53,11 +53,14 @@ def test_operations_on_a_run_that_was_not_opened_are_refused(fresh_store):
 def test_a_run_starts_at_zero_is_found_again_where_it_stands_and_its_versions_only_grow(fresh_store):
     state = open_run(fresh_store).run_state()
     assert (state.phase, state.step, state.version, state.announced_version) == ("starting", 0, 0, 0)
+    assert state.target_lag is None
     fresh_store.set_phase("training", detail="first batch")
+    fresh_store.set_target_lag(1.25)
     fresh_store.commit_version(4)
     store = open_run(fresh_store)
     state = store.run_state()
     assert (state.phase, state.detail, state.version, state.announced_version) == ("training", "first batch", 4, 4)
+    assert state.target_lag == 1.25
     for announced in (7, 2):
         store.announce_version(announced)
     for committed in (5, 1):

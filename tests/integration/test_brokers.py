@@ -154,7 +154,8 @@ class Scene:
         settings = [
             f"experiment=digits_cpu name=shards runs_dir={folder}/runs data.train={rows} data.eval={rows}",
             "broker.shards=2",
-            f"generators.group_size={GROUP_SIZE} staleness.max_lag=1000000 learner.max_steps=1000000",
+            f"generators.group_size={GROUP_SIZE} learner.max_steps=1000000",
+            "staleness.max_lag=1000000 staleness.target_lag=1000000",
             "buffer.archive.flush_s=1 buffer.archive.groups_per_shard=64",
         ]
         self.settings = " ".join(settings).split()

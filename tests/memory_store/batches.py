@@ -35,7 +35,7 @@ class MemoryBatches(MemoryState):
             run.fence += 1
             self._claims[step] = LiveClaim(run.fence, self._deadline(lease_s), list(selected.group_ids))
             lag = self._lag(selected.group_ids, version=version)
-            return make_claim(selected, step=step, fence=run.fence, lag=lag)
+            return make_claim(selected, step=step, fence=run.fence, lag=lag, num_spare=len(self._ready))
 
     def _sample(self, rules: SamplingRules, *, step: int, version: int, num_groups: int) -> Sample | NotReady:
         if rules.only_oldest:

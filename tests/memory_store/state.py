@@ -132,6 +132,7 @@ class Run:
     curriculum: CurriculumConfig | None
     consumed: int = 0
     consumed_by_version: int = 0
+    target_lag: float | None = None
     uses: int = 0
     checkpoint: CheckpointPointer | None = None
     phase: str = "starting"

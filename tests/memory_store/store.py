@@ -74,6 +74,7 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
                 fence=run.learner_fence,
                 next_ordinal=run.next_ordinal,
                 admitted=run.admitted,
+                target_lag=run.target_lag,
             )
 
     def run_config_json(self) -> str:
@@ -86,6 +87,10 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
         with self._changed:
             run = self._opened()
             run.phase, run.detail = phase, detail
+
+    def set_target_lag(self, lag: float) -> None:
+        with self._changed:
+            self._opened().target_lag = lag
 
     def announce_version(self, version: int) -> None:
         with self._changed:

@@ -6,8 +6,8 @@
 -- Keys, after the prefix:
 --   run                 hash    layout, config_json, num_rows, seed, phase, detail, step, stepped_at, version,
 --                               announced_version, checkpoint, fence, learner_fence, next_ordinal, admitted, consumed,
---                               consumed_by_version, uses, max_uses, keeps_finished, sequences (ready, finished,
---                               evaluation), filter, filter_low, filter_high, curriculum (JSON, or empty)
+--                               consumed_by_version, target_lag, uses, max_uses, keeps_finished, sequences (ready,
+--                               finished, evaluation), filter, filter_low, filter_high, curriculum (JSON, or empty)
 --   counters            hash    accepted, duplicates, superseded, open_members, short_members, payload_bytes, trained,
 --                               metrics, and tokens: accepted_, superseded_, wasted_, trained_tokens
 --   refused             hash    reason -> trajectories

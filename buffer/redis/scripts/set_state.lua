@@ -1,8 +1,8 @@
--- Sets the phase of the run and its reason.
+-- Sets fields of the run's state.
 -- Keys: run
--- Arguments: phase, detail
+-- Arguments: field, value, ...
 -- Returns: nothing
 -- Atomic because the run must exist: a phase alone would look like a run.
 if not run_exists() then return NORUN end
 allow_when_full()
-redis.call('HSET', key('run'), 'phase', ARGV[2], 'detail', ARGV[3])
+redis.call('HSET', key('run'), unpack(ARGV, 2))
