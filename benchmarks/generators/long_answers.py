@@ -24,7 +24,8 @@ _MAX_TOKENS = 400
 _CONCURRENCY = 512
 _COLUMNS = {
     "learner's step, s": "{step_s:g}",
-    "target_lag": "{target_lag:g}",
+    "target_lag": "{target_lag}",
+    "mean lag": "{lag:.2f}",
     "stale tokens": "{stale_fraction:.2%}",
     "of answers x as long": "{stale_length_ratio:.1f}",
     "s/step": "{seconds_per_step:.2f}",
@@ -42,12 +43,12 @@ def main(arguments: argparse.Namespace) -> None:
     rows = []
     for step_s, target_lag in itertools.product((0.0, arguments.step_s), arguments.target_lags):
         rows.append(_measure(arguments, step_s=step_s, target_lag=target_lag))
-        console.print(f"step {step_s:g} s, target_lag {target_lag:g}: {rows[-1]['stale_fraction']:.2%} stale")
+        console.print(f"step {step_s:g} s, target_lag {target_lag}: {rows[-1]['stale_fraction']:.2%} stale")
     console.print(make_table(rows, _COLUMNS))
     write_result(arguments, {"rows": rows})
 
 
-def _measure(arguments: argparse.Namespace, *, step_s: float, target_lag: float) -> dict[str, float]:
+def _measure(arguments: argparse.Namespace, *, step_s: float, target_lag: str) -> dict[str, float]:
     with ExitStack() as stack:
         settings = [
             f"generators.group_size={_GROUP_SIZE}",
@@ -69,12 +70,13 @@ def _measure(arguments: argparse.Namespace, *, step_s: float, target_lag: float)
     return _row(fleet, arguments, step_s=step_s, target_lag=target_lag)
 
 
-def _row(fleet: FleetRun, arguments: argparse.Namespace, *, step_s: float, target_lag: float) -> dict[str, float]:
+def _row(fleet: FleetRun, arguments: argparse.Namespace, *, step_s: float, target_lag: str) -> dict[str, float]:
     first = int(_WARM_UP * len(fleet.batches))
-    lengths, stale = [], []
+    lengths, stale, lags = [], [], []
     for version, batch in enumerate(fleet.batches):
         if version >= first:
             lengths += [int(trajectory.model_mask.sum()) for trajectory in batch]
+            lags += [version - trajectory.token_versions()[trajectory.model_mask].mean() for trajectory in batch]
             masks = [stale_mask(each, learner_version=version, max_lag=arguments.max_lag) for each in batch]
             stale += [int(mask.sum()) for mask in masks]
     num_steps = len(fleet.batches) - first - 1
@@ -84,6 +86,7 @@ def _row(fleet: FleetRun, arguments: argparse.Namespace, *, step_s: float, targe
     return {
         "step_s": step_s,
         "target_lag": target_lag,
+        "lag": sum(lags) / len(lags),
         "stale_fraction": sum(stale) / sum(lengths),
         "stale_length_ratio": sum(cut) / len(cut) / mean if cut else 0.0,
         "seconds_per_step": seconds / num_steps,
@@ -91,14 +94,10 @@ def _row(fleet: FleetRun, arguments: argparse.Namespace, *, step_s: float, targe
     }
 
 
-def _numbers(text: str) -> list[float]:
-    return [float(number) for number in text.split(",")]
-
-
 if __name__ == "__main__":
     parser = make_parser("benchmarks.generators.long_answers", __doc__)
     parser.add_argument("--max-lag", type=int, default=4, help="staleness.max_lag (4)")
-    parser.add_argument("--target-lags", type=_numbers, default=[4.0, 3.0, 2.0, 1.0], help="bounds (4,3,2,1)")
+    parser.add_argument("--target-lags", nargs="+", default=["auto", "4", "3", "2", "1"], help="values (auto 4 3 2 1)")
     parser.add_argument("--sigma", type=float, default=1.0, help="spread of the lengths, log scale (1)")
     parser.add_argument("--token-s", type=float, default=0.005, help="seconds per token (0.005)")
     parser.add_argument("--step-s", type=float, default=0.5, help="step of the slow learner, seconds (0.5)")

@@ -80,7 +80,7 @@ def main(arguments: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
     traces: dict[str, list[float]] = {}
     for name, situation in _SITUATIONS.items():
-        compared = []
+        compared: list[dict[str, Any]] = []
         for lag in ["auto", "4", "3", "2", "1"]:
             runs = [Simulation(situation, lag, seed=seed, num_steps=arguments.steps) for seed in range(arguments.seeds)]
             figures = [each.run() for each in runs]
@@ -212,7 +212,7 @@ def _plot(traces: dict[str, list[float]], path: Path) -> None:
 
 if __name__ == "__main__":
     parser = make_parser("benchmarks.generators.pacing", __doc__)
-    parser.add_argument("--steps", type=int, default=200, help="steps of a run (200)")
+    parser.add_argument("--steps", type=int, default=300, help="steps of a run (300)")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each situation (3)")
     parser.add_argument("--plot", type=Path, help="write the chosen lags of all situations to this image")
     main(parser.parse_args())

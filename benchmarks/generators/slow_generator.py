@@ -23,6 +23,7 @@ from benchmarks.router import join_run, open_store, router_thread
 from slipstream.broker.messages import Member, Update, UpdateApplied
 from slipstream.broker.transport.session import Session, StatusBoard, call_threadsafe
 from slipstream.buffer.codec import unpack
+from slipstream.buffer.pacing import Pacer
 from slipstream.buffer.records import Claim, StepEntry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Trajectory
@@ -101,10 +102,16 @@ class FleetRun:
     def train(self, *, seconds: float, step_s: float = 0.0) -> None:
         """Claim, commit, and publish until `seconds` have passed. A step takes at least `step_s`."""
         self._publish(0)
-        self.started_at, step = time.monotonic(), 0
+        self.started_at, step, pacer = time.monotonic(), 0, Pacer(self._run)
+        claimed_at = self.started_at
         while time.monotonic() < self.started_at + seconds:
-            step += 1
+            step, asked_at = step + 1, time.monotonic()
             claim = self._claim(step)
+            last_claimed_at, claimed_at = claimed_at, time.monotonic()
+            if pacer.record_step(
+                waited_s=claimed_at - asked_at, step_s=claimed_at - last_claimed_at, num_spare=claim.num_spare
+            ):
+                self._store.set_target_lag(pacer.lag)
             time.sleep(step_s)
             groups = [[unpack(payload) for payload in group] for group in self._store.fetch(claim.group_ids)]
             self.batches.append([trajectory for group in groups for trajectory in group])

@@ -54,7 +54,7 @@ PHASES = {
     "generator/prompts": Range(
         meaning="generators stand idle while the learner waits: pacing admits too few prompts, or a few long answers "
         "hold up their groups",
-        advice="raise staleness.max_lag (now {max_lag}) or target_lag (now {target_lag})",
+        advice="raise staleness.max_lag (now {max_lag}), or set target_lag (now {target_lag}) to auto",
     ),
     "generator/updating": Range(
         meaning="generators stand still for new weights (the newest version took {sync_s} s, and {pause_s} s of pause)",

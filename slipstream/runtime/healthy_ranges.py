@@ -62,7 +62,7 @@ def figures_of(row: Mapping[str, Any], run: RunConfig) -> dict[str, str]:
     algorithm, staleness, reward = run.algorithm, run.staleness, run.generators.reward
     settings = {
         "max_lag": staleness.max_lag,
-        "target_lag": staleness.max_lag if staleness.target_lag is None else staleness.target_lag,
+        "target_lag": staleness.target_lag,
         "updates_per_step": algorithm.updates_per_step,
         "entropy_coef": algorithm.entropy_coef,
         "kl_coefficient": algorithm.kl.coef,
