@@ -205,6 +205,10 @@ class CheckpointPointer(Record):
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
+Phase = Literal["starting", "training", "finishing", "finished", "failed"]
+"""starting: no batch yet | finishing: no more training prompts are leased."""
+
+
 class RunState(Record):
     """State of the run.
 
@@ -212,8 +216,7 @@ class RunState(Record):
     """
 
     run_id: str
-    phase: Literal["starting", "training", "finishing", "finished", "failed"]
-    """starting: no batch yet | finishing: no more training prompts are leased."""
+    phase: Phase
     step: int
     """Last committed step."""
     version: int

@@ -22,7 +22,7 @@ from slipstream.buffer.errors import (
 )
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.buffer.records import CheckpointPointer, FinishedGroup, RunState, StepEntry
-from slipstream.buffer.store_rules import NO_FENCE, stale_chief
+from slipstream.buffer.store_rules import NO_FENCE
 from slipstream.configs.buffer import ArchiveConfig
 from tests.builders import make_finished, write_archive
 from tests.fakes import FakeClock
@@ -78,7 +78,7 @@ class FakeStore:
     def forget(self, group_ids: list[str], *, fence: int) -> int:
         self._record("forget")
         if fence != self.fence:
-            raise stale_chief(fence)
+            raise StaleFenceError(f"another broker took over from fence {fence}")
         before = len(self.groups)
         self.groups = [group for group in self.groups if group.id not in group_ids]
         return before - len(self.groups)
