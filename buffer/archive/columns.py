@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.codec import encode, from_wire, to_wire, unpack
-from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.records import StoredGroup
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Media, Reward, Sampling, Trajectory, VersionSpan
 
 ARCHIVE_SCHEMA = 2
@@ -85,14 +85,14 @@ _OUTCOME = ["oldest_version", "newest_version", "reason", "steps", "archived_at"
 _REWARD = {"total": "reward_total", "status": "reward_status", "is_correct": "is_correct", "detail": "reward_detail"}
 
 
-def to_table(groups: list[FinishedGroup], *, archived_at: float) -> pa.Table:
+def to_table(groups: list[StoredGroup], *, archived_at: float) -> pa.Table:
     """Build a table with one row per payload; `archived_at` in seconds since 1970.
 
     Raises RecordRefusedError for an invalid payload, and as `tabulate`.
     """
     return tabulate(
         [
-            StoredTrajectory(unpack(payload), group.outcome, group.reason, group.steps, archived_at)
+            StoredTrajectory(unpack(payload), group.state, group.reason, group.steps, archived_at)
             for group in groups
             for payload in group.payloads
         ]

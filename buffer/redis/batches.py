@@ -8,7 +8,7 @@ import numpy as np
 
 from slipstream.buffer.codec import decode, encode, pack, unpack
 from slipstream.buffer.errors import StaleFenceError
-from slipstream.buffer.records import CheckpointPointer, Claim, FinishedGroup, StepEntry
+from slipstream.buffer.records import CheckpointPointer, Claim, StepEntry, StoredGroup
 from slipstream.buffer.redis.connection import RedisConnection, text
 from slipstream.buffer.sampling import Candidate, NotReady, Queue, Sample, SamplingRules, evict, sample, sample_oldest
 from slipstream.buffer.store_rules import make_claim, split_lag, stale_claim
@@ -30,7 +30,7 @@ class RedisBatches(RedisConnection):
     _planned: Mapping[int, Sample] = {}
     """Step -> its groups in a replay."""
 
-    def load(self, groups: list[FinishedGroup], *, samples: Mapping[int, Sample]) -> None:
+    def load(self, groups: list[StoredGroup], *, samples: Mapping[int, Sample]) -> None:
         """Load groups of an earlier run as ready, in this order. They count as accepted and admitted.
 
         Ordinals between theirs are marked as finished. `samples`: claims of these steps, in place of the sampler's. Not
@@ -49,7 +49,7 @@ class RedisBatches(RedisConnection):
         self._call(self._client.set, self._key("done"), np.packbits(done).tobytes())
         self._call(self._client.hset, self._key("run"), mapping=fields)
 
-    def _load_chunk(self, groups: list[FinishedGroup], *, first_sequence: int) -> None:
+    def _load_chunk(self, groups: list[StoredGroup], *, first_sequence: int) -> None:
         pipeline = self._client.pipeline(transaction=False)
         for sequence, group in enumerate(groups, start=first_sequence):
             trajectories = [unpack(payload) for payload in group.payloads]
@@ -208,7 +208,7 @@ class RedisBatches(RedisConnection):
         return [decode(entry, StepEntry) for entry in entries if entry is not None]
 
 
-def _record(group: FinishedGroup, trajectories: list[Trajectory]) -> dict[str, int | float | str]:
+def _record(group: StoredGroup, trajectories: list[Trajectory]) -> dict[str, int | float | str]:
     """Return a group's fields as `lease.lua` and `insert.lua` write them, without lag."""
     lease_id, size = make_lease_id(group.id, trajectories[0].attempt), len(trajectories)
     headers = [pack(each, lease_id=lease_id, purpose="train", group_size=size)[0] for each in trajectories]

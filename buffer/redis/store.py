@@ -21,7 +21,6 @@ from slipstream.buffer.records import (
     Addressee,
     CheckpointPointer,
     Event,
-    FinishedGroup,
     GroupState,
     Heartbeat,
     MetricsRows,
@@ -144,13 +143,13 @@ class RedisStore(RedisPrompts, RedisBatches):
         return [decode(entry, VersionEntry) for entry in entries]
 
     # --- finished groups, and all groups for inspection --------------------------------------------------------------
-    def finished(self, *, limit: int) -> list[FinishedGroup]:
+    def finished(self, *, limit: int) -> list[StoredGroup]:
         """Return the oldest `limit` finished groups, without removing them."""
         group_ids = self._sorted("finished", limit=limit) if limit > 0 else []
         found = zip(group_ids, *self._read_groups(group_ids), strict=True)
         # Another archiver may have deleted one.
         return [
-            FinishedGroup(group_id, outcome, reason, steps, payloads)  # type: ignore[arg-type]
+            StoredGroup(group_id, outcome, reason, steps, payloads)  # type: ignore[arg-type]
             for group_id, (outcome, reason, steps), payloads in found
             if outcome
         ]

@@ -14,10 +14,10 @@ from slipstream.buffer.records import (
     ROLES_KEPT,
     Addressee,
     Event,
-    FinishedGroup,
     Heartbeat,
     MetricsRows,
     RunState,
+    StoredGroup,
     VersionEntry,
     progress_mark,
 )
@@ -111,12 +111,12 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             self._opened()
             return list(self._versions)
 
-    def finished(self, *, limit: int) -> list[FinishedGroup]:
+    def finished(self, *, limit: int) -> list[StoredGroup]:
         with self._changed:
             self._opened()
             groups = [self._groups[group_id] for group_id in self._finished[:limit]]
             return [
-                FinishedGroup(group.id, group.outcome, group.reason, group.steps, group.payloads)  # type: ignore[arg-type]
+                StoredGroup(group.id, group.outcome, group.reason, group.steps, group.payloads)  # type: ignore[arg-type]
                 for group in groups
             ]
 

@@ -21,7 +21,7 @@ from slipstream.buffer.errors import (
     StoreUnavailableError,
 )
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
-from slipstream.buffer.records import CheckpointPointer, FinishedGroup, RunState, StepEntry
+from slipstream.buffer.records import CheckpointPointer, RunState, StepEntry, StoredGroup
 from slipstream.buffer.store_rules import NO_FENCE
 from slipstream.configs.buffer import ArchiveConfig
 from tests.builders import make_finished, write_archive
@@ -36,7 +36,7 @@ class FakeStore:
     """A store of finished groups and steps only; the operation named by `broken` fails."""
 
     def __init__(self) -> None:
-        self.groups: list[FinishedGroup] = []
+        self.groups: list[StoredGroup] = []
         self.steps: list[StepEntry] = []
         self.checkpoint: CheckpointPointer | None = None
         self.broken = ""
@@ -71,7 +71,7 @@ class FakeStore:
         self._record("counts")
         return msgspec.structs.replace(self._empty_counts, unarchived=len(self.groups))
 
-    def finished(self, *, limit: int) -> list[FinishedGroup]:
+    def finished(self, *, limit: int) -> list[StoredGroup]:
         self._record("finished")
         return self.groups[:limit]
 
@@ -408,7 +408,7 @@ def test_an_archiver_that_hung_does_not_overwrite_in_the_object_store_what_its_s
     class Hangs(ShardWriter):
         """Hangs after its shard until another broker has become the chief and archived on its machine."""
 
-        def write(self, groups: list[FinishedGroup]) -> ShardEntry | None:
+        def write(self, groups: list[StoredGroup]) -> ShardEntry | None:
             written = super().write(groups)
             store.fence = 2
             store.groups.pop(0)
