@@ -26,7 +26,7 @@ from slipstream.buffer.archive.index import LedgerWriter
 from slipstream.buffer.archive.shards import ShardWriter
 from slipstream.buffer.errors import ReplayBufferError, StaleFenceError, StorageError, StoreUnavailableError
 from slipstream.buffer.object_folder import ObjectFolder
-from slipstream.buffer.records import FinishedGroup, StepEntry, image_names
+from slipstream.buffer.records import StepEntry, StoredGroup, image_names
 from slipstream.buffer.role_reports import WaitsFor
 from slipstream.buffer.store import Store
 from slipstream.buffer.store_rules import NO_FENCE
@@ -217,7 +217,7 @@ class Archiver:
         self.num_groups += len(new)
         return len(groups)
 
-    def _peek(self) -> list[FinishedGroup]:
+    def _peek(self) -> list[StoredGroup]:
         # Estimate how many fit, because all groups could exhaust the memory.
         sample = self._store.finished(limit=_SAMPLED_GROUPS)
         num_bytes = sum(len(payload) for group in sample for payload in group.payloads)

@@ -69,7 +69,7 @@ class Insertion(Record):
 
 
 class StoredGroup(Record):
-    """A group of a live store, with its trajectories.
+    """A group with its trajectories: one of a live store, or a finished one, the unit of the archive.
 
     Example: StoredGroup(id="380", state="used", reason="", steps=[12], payloads=[b"...", ...])
     """
@@ -82,19 +82,6 @@ class StoredGroup(Record):
     """Steps that trained on it, in order."""
     payloads: list[bytes]
     """Encoded trajectories by index, without missing members."""
-
-
-class FinishedGroup(Record):
-    """A finished group with its trajectories: the unit of the archive. Fields are as in StoredGroup.
-
-    Example: FinishedGroup(id="380", outcome="retired", reason="", steps=[12], payloads=[b"...", ...])
-    """
-
-    id: str
-    outcome: Outcome
-    reason: str
-    steps: list[int]
-    payloads: list[bytes]
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
@@ -207,6 +194,10 @@ class CheckpointPointer(Record):
 
 
 # --- the run ---------------------------------------------------------------------------------------------------------
+Phase = Literal["starting", "training", "finishing", "finished", "failed"]
+"""starting: no batch yet | finishing: no more training prompts are leased."""
+
+
 class RunState(Record):
     """State of the run.
 
@@ -214,8 +205,7 @@ class RunState(Record):
     """
 
     run_id: str
-    phase: Literal["starting", "training", "finishing", "finished", "failed"]
-    """starting: no batch yet | finishing: no more training prompts are leased."""
+    phase: Phase
     step: int
     """Last committed step."""
     version: int

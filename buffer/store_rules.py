@@ -6,10 +6,10 @@ which the store rejects unless it is the chief's and the lease is live.
 """
 
 import json
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from slipstream.buffer.errors import RunConflictError, StaleFenceError
-from slipstream.buffer.records import CheckpointPointer, Claim, LagSplit, Lease, RunState
+from slipstream.buffer.records import Claim, LagSplit, Lease
 from slipstream.buffer.sampling import RowCount, Sample, row_of
 from slipstream.buffer.trajectory import Purpose, make_lease_id
 from slipstream.configs.base import Record
@@ -17,7 +17,6 @@ from slipstream.configs.buffer import DropShortConfig, TrainShortConfig
 from slipstream.configs.cluster import PLACE
 
 # --- the run ---------------------------------------------------------------------------------------------------------
-PHASES: tuple[str, ...] = get_args(get_type_hints(RunState)["phase"])
 
 MAY_CHANGE = (
     *PLACE,
@@ -157,43 +156,6 @@ def stale_claim(claim: Claim) -> StaleFenceError:
     )
 
 
-def already_committed(step: int, *, newest: int) -> StaleFenceError:
-    """Error of claiming a committed step."""
-    return StaleFenceError(
-        f"a step must be claimed before it is committed, got step {step}, but step {newest} is the last one committed: "
-        "another learner has continued this run; start again with resume=true."
-    )
-
-
-def out_of_order(claim: Claim, *, newest: int) -> StaleFenceError:
-    """Error of committing a step that is not the next one."""
-    return StaleFenceError(
-        f"steps must be committed one after the other, got step {claim.step} after step {newest}: the store is behind "
-        "the learner, or another learner is running; start again with resume=true."
-    )
-
-
-def not_yet_committed(pointer: CheckpointPointer, *, step: int) -> StaleFenceError:
-    """Error of a checkpoint that covers uncommitted steps."""
-    return StaleFenceError(
-        f"a checkpoint must cover committed steps only, got step {pointer.step} ({pointer.name}), but step {step} is "
-        "the last one committed: the store is behind the learner; start the learner again with resume=true."
-    )
-
-
-def superseded_learner(pointer: CheckpointPointer, *, fence: int, newest: int) -> StaleFenceError:
-    """Error of a checkpoint by a learner that was replaced."""
-    return StaleFenceError(
-        f"a checkpoint must come from the newest learner, got {pointer.name} with fence {fence} "
-        f"after fence {newest}: another learner has continued this run; start again with resume=true."
-    )
-
-
-def not_stored(group_id: str) -> StaleFenceError:
-    """Error of fetching a group that is retired or has no members."""
-    return StaleFenceError(f"group {group_id} must be stored to be fetched, but it is retired or has no members.")
-
-
 # --- the chief --------------------------------------------------------------------------------------------------------
 NO_FENCE = 0
 """Fence of a broker that is not the chief. Accepted as long as a run has never had a chief, as in a single process."""
@@ -210,11 +172,3 @@ class Brokers(Record):
     """The chief's fence if this broker is the chief, else NO_FENCE."""
     living: dict[str, dict[str, Any]]
     """Live broker -> its facts."""
-
-
-def stale_chief(fence: int) -> StaleFenceError:
-    """Error of a chief operation by another broker."""
-    return StaleFenceError(
-        f"a broker must be the chief of its run to do this, but its lease with fence {fence} has lapsed or another "
-        "broker holds it: leave it to the current chief."
-    )

@@ -11,7 +11,7 @@ import asyncio
 import re
 import time
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 import structlog
 import xxhash
@@ -26,6 +26,7 @@ from slipstream.broker.messages import (
     Message,
     Nack,
     OpenEpoch,
+    Pong,
     Profile,
     Prompt,
     Prompts,
@@ -34,7 +35,7 @@ from slipstream.broker.messages import (
     Update,
     Welcome,
 )
-from slipstream.broker.transport.client import BrokerClient, PeerStatus
+from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.buffer.codec import pack
 from slipstream.buffer.role_reports import PROBLEM_PREFIX, WaitsFor
@@ -309,34 +310,33 @@ class Generator:
         log.info("draining", reason=reason)
         self._set_state("draining", reason)
 
-    def status(self) -> PeerStatus:
+    def status(self) -> Pong:
         """Status for the next Pong. Thread-safe."""
         outbox = self._client.outbox
-        gauges = (
-            dict[str, float | str](self._gauges)
-            | self._weight_updates.gauges
-            | self._account.gauges()
-            | self._problems
-            | {
-                "tokens_per_s": round(self._tokens.per_s, 1),
-                "tokens": self._tokens.total,
-                "running": len(self._tasks),
-                "max_concurrency": self._concurrency.limit,
-                "kv_usage": round(self._load.kv_usage, 3),
-                "preemptions": self._load.num_preempted,
-                "outbox": len(outbox),
-                "deferred": outbox.num_deferred,
-                "waits_for": self._waits_for,
-                "cpu_s": round(self._processor.seconds, 3),
-            }
-        )
+        gauges: dict[str, Any] = {
+            **self._gauges,
+            **self._weight_updates.gauges,
+            **self._account.gauges(),
+            **self._problems,
+            "tokens_per_s": round(self._tokens.per_s, 1),
+            "tokens": self._tokens.total,
+            "running": len(self._tasks),
+            "max_concurrency": self._concurrency.limit,
+            "kv_usage": round(self._load.kv_usage, 3),
+            "preemptions": self._load.num_preempted,
+            "outbox": len(outbox),
+            "deferred": outbox.num_deferred,
+            "waits_for": self._waits_for,
+            "cpu_s": round(self._processor.seconds, 3),
+        }
         # `list` copies atomically. A lease is held until its last trajectory is acknowledged.
         held = {prompt.lease.id for prompt in list(self._tasks.values())} | outbox.lease_ids()
         reason = self._prompt_error or self._agent.waiting or self._reason
         if outbox.deferral_reason:
             reason = f"trajectories are deferred: {outbox.deferral_reason}"
         updates = self._weight_updates
-        return PeerStatus(self._state, updates.version, reason, gauges, sorted(held), updates.lends_at)
+        state: Any = self._state
+        return Pong(-1.0, state, updates.version, reason, gauges, sorted(held), updates.lends_at)
 
     @property
     def _phase(self) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from threading import Thread
+from typing import Any
 
 import msgspec
 import structlog
@@ -38,6 +38,7 @@ from slipstream.learner.errors import CheckpointError
 from slipstream.learner.ranks import Ranks
 from slipstream.runtime.disk import DiskWait
 from slipstream.runtime.model_files import weight_map
+from slipstream.runtime.process import run_in_thread
 
 Write = Callable[[Path], object]
 """Writes one file, or the folder of a model."""
@@ -148,7 +149,7 @@ class BackgroundSaver:
         self._disk = DiskWait()
         self._waits_for_ranks = ""
         self._draft = folder / "draft"
-        self._in_flight: Future[None] = Future()
+        self._in_flight: Future[Any] = Future()
         self._in_flight.set_result(None)
 
     @property
@@ -252,21 +253,6 @@ class BackgroundSaver:
             self._waits_for_ranks = f"waiting {waited_s:.0f} s for the checkpoint files of {', '.join(missing)}"
             time.sleep(_POLL_S)
         self._waits_for_ranks = ""
-
-
-def run_in_thread(work: Callable[[], object], *, name: str) -> Future[None]:
-    """Run `work` in a daemon thread, so a stopping learner does not wait for it."""
-
-    def run() -> None:
-        try:
-            work()
-            ended.set_result(None)
-        except BaseException as error:
-            ended.set_exception(error)
-
-    ended = Future[None]()
-    Thread(target=run, name=name, daemon=True).start()
-    return ended
 
 
 def _write_sealed(folder: Path, writes: Mapping[str, Write]) -> None:

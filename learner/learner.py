@@ -18,7 +18,7 @@ from functools import partial
 import msgspec
 import structlog
 
-from slipstream.broker.transport.client import PeerStatus
+from slipstream.broker.messages import Pong
 from slipstream.buffer.archive.replay import Rollouts
 from slipstream.buffer.errors import ReplayBufferError, RunConflictError
 from slipstream.buffer.pacing import Pacer
@@ -128,12 +128,12 @@ class Learner:
         self._checkpoint_s = 0.0
         self._claimed_at = 0.0
 
-    def status(self) -> PeerStatus:
+    def status(self) -> Pong:
         """Content of the next Pong. Thread-safe."""
         gauges = self._metrics_log.gauges() | self._stall.gauges() | self._profiler.gauges
         full, away = self._disk.reason or self._saver.reason, self._saver.storage_reason
         waits = {"waits_for": "disk" if full else "storage"} if full or away else {}
-        return PeerStatus("ready", version=self._version, reason=full or away or self._reason, gauges=gauges | waits)
+        return Pong(-1.0, "ready", self._version, reason=full or away or self._reason, gauges=gauges | waits)
 
     def request_stop(self) -> None:
         """Make `run` save and end after the current step or wait. Safe in a signal handler."""

@@ -11,7 +11,7 @@ import msgspec
 import structlog
 import torch
 
-from slipstream.broker.transport.client import PeerStatus
+from slipstream.broker.messages import Pong
 from slipstream.broker.transport.endpoints import collective_environment, find_interface, is_listening
 from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.broker.weights.collective import CollectiveSender
@@ -209,7 +209,7 @@ def _make_snapshot_server(run: RunConfig, keys: Keys, folder: RunFolder) -> Snap
     return SnapshotServer(versions, StreamServer(versions, keys=keys, address=address, cluster=run.cluster))
 
 
-def _status(learner: Learner, store: RedisStore, *, lends_at: str) -> PeerStatus:
+def _status(learner: Learner, store: RedisStore, *, lends_at: str) -> Pong:
     # A Unix socket is local, and its path may not be a valid address in a message.
     port = lends_at if lends_at.startswith("tcp://") else ""
     status, reason = msgspec.structs.replace(learner.status(), lends_at=port), store.waiting_for

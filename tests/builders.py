@@ -9,7 +9,7 @@ import numpy as np
 from slipstream.broker.messages import Prompt
 from slipstream.buffer.archive.shards import ShardWriter
 from slipstream.buffer.codec import encode, pack
-from slipstream.buffer.records import FinishedGroup, Lease
+from slipstream.buffer.records import Lease, StoredGroup
 from slipstream.buffer.trajectory import (
     Purpose,
     Reward,
@@ -94,16 +94,14 @@ def make_run(**overrides: Any) -> RunConfig:
     return msgspec.convert(merged | {"staleness": {"target_lag": staleness.get("max_lag", 4)} | staleness}, RunConfig)
 
 
-def make_finished(group_id: str = "0", *, members: int = 2, **fields: Any) -> FinishedGroup:
+def make_finished(group_id: str = "0", *, members: int = 2, **fields: Any) -> StoredGroup:
     """A group retired by step 1; `fields` are those of its trajectories or of the group."""
-    outcome = {name: fields.pop(name) for name in ("outcome", "reason", "steps") if name in fields}
+    given = {name: fields.pop(name) for name in ("state", "reason", "steps") if name in fields}
     payloads = [encode(make_trajectory(group_id, index, **fields)) for index in range(members)]
-    return FinishedGroup(
-        **({"id": group_id, "outcome": "retired", "reason": "", "steps": [1]} | outcome), payloads=payloads
-    )
+    return StoredGroup(**({"id": group_id, "state": "retired", "reason": "", "steps": [1]} | given), payloads=payloads)
 
 
-def write_archive(folder: Path, *shards: list[FinishedGroup]) -> Path:
+def write_archive(folder: Path, *shards: list[StoredGroup]) -> Path:
     """Write an archive with these shards; returns its folder."""
     writer = ShardWriter(folder, clock=lambda: 1000.0)
     for groups in shards:

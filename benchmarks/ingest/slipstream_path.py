@@ -9,8 +9,7 @@ import numpy as np
 from benchmarks.ingest.paths import Passage, make_trajectory
 from benchmarks.ingest.plain_sockets import plain_sockets
 from benchmarks.ingest.served_run import GROUP_SIZE, MAX_MESSAGE_BYTES, TOKEN, ServedRun
-from slipstream.broker.messages import LeaseRequest, Message, Nack, Prompts
-from slipstream.broker.transport.client import PeerStatus
+from slipstream.broker.messages import LeaseRequest, Message, Nack, Pong, Prompts
 from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.buffer.codec import Packed, pack, unpack
 from slipstream.buffer.records import CheckpointPointer, Claim, Lease, make_entry
@@ -34,7 +33,7 @@ class SlipstreamPath:
         self._step = self._store.run_state().step
         self._leases: list[Lease] = []
         status = StatusBoard()
-        status.set_source(lambda: PeerStatus("ready", version=0))
+        status.set_source(lambda: Pong(-1.0, "ready", 0))
         with plain_sockets() if served.is_plain else nullcontext():
             self._session = join(
                 "generator",

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any
 
 import msgspec
 import structlog
@@ -43,7 +42,6 @@ from slipstream.broker.transport.outbox import Outbox
 from slipstream.buffer.codec import chunks, decode, encode
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.trajectory import TrajectoryHeader
-from slipstream.configs.base import Record
 from slipstream.configs.broker import BROKER_SILENCE_S
 from slipstream.runtime.clock import Clock
 
@@ -131,17 +129,6 @@ _MAX_REASON_LENGTH = 1000
 log = structlog.get_logger(__name__)
 
 
-class PeerStatus(Record):
-    """Contents of the next Pong."""
-
-    state: str
-    version: int = -1
-    reason: str = ""
-    gauges: dict[str, Any] = {}
-    lease_ids: list[str] = []
-    lends_at: str = ""
-
-
 class BrokerClient:
     """A peer's connection to its broker.
 
@@ -157,7 +144,7 @@ class BrokerClient:
         channel: ClientChannel,
         *,
         hello: Hello,
-        status: Callable[[], PeerStatus],
+        status: Callable[[], Pong],
         on_message: Callable[[Message], None],
         on_end: Callable[[ClientDiedError], None] = lambda _: None,
         route: Route | None = None,
@@ -202,7 +189,7 @@ class BrokerClient:
 
     def send_status(self) -> None:
         if self.is_joined:
-            self.send(self._pong(sent_at=-1.0))
+            self.send(self._status())
 
     def step(self, *, timeout_s: float) -> None:
         """Send a due Hello and the outbox, then handle received messages; blocks at most `timeout_s`."""
@@ -254,7 +241,7 @@ class BrokerClient:
         message = _decode(frames)
         match message:
             case Ping(sent_at=sent_at):
-                self._channel.send([encode(self._pong(sent_at=sent_at))])
+                self._channel.send([encode(msgspec.structs.replace(self._status(), sent_at=sent_at))])
             case Ack(ids=ids):
                 self.outbox.acknowledge(ids)
             case Welcome():
@@ -291,7 +278,7 @@ class BrokerClient:
         self.outbox.resend_all()
         self._welcomed.set()
         self._on_message(welcome)
-        self._channel.send([encode(self._pong(sent_at=-1.0))])
+        self._channel.send([encode(self._status())])
 
     def _moves(self, living: LivingBrokers | None) -> bool:
         if not (self._route and living and self._route.follow(living.brokers, at=living.broker)):
@@ -314,9 +301,6 @@ class BrokerClient:
         joined, self._connected = connected - self._connected, connected
         if self.order and not joined.isdisjoint(self.order.members):
             self._channel.send([encode(self.order)])
-
-    def _pong(self, *, sent_at: float) -> Pong:
-        return Pong(sent_at=sent_at, **msgspec.structs.asdict(self._status()))
 
 
 def _decode(frames: Frames) -> Message:

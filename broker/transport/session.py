@@ -29,11 +29,12 @@ from slipstream.broker.messages import (
     MemberState,
     Message,
     OpenEpoch,
+    Pong,
     Refuse,
     Update,
     Welcome,
 )
-from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus, Route
+from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, Route
 from slipstream.broker.transport.endpoints import is_listening, is_own_machine, machine_id
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel, is_refused
 from slipstream.configs.broker import FIRST_BROKER
@@ -277,12 +278,12 @@ class StatusBoard:
     """Status for Pongs. The role sets the source after loading."""
 
     def __init__(self) -> None:
-        self._read: Callable[[], PeerStatus] = lambda: PeerStatus("starting", reason="loading")
+        self._read: Callable[[], Pong] = lambda: Pong(-1.0, "starting", -1, reason="loading")
 
-    def __call__(self) -> PeerStatus:
+    def __call__(self) -> Pong:
         return self._read()
 
-    def set_source(self, read: Callable[[], PeerStatus]) -> None:
+    def set_source(self, read: Callable[[], Pong]) -> None:
         self._read = read
 
 

@@ -5,7 +5,7 @@ One row per trajectory. Re-encoding a trajectory read from a row gives the archi
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.codec import encode, from_wire, to_wire, unpack
-from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.records import StoredGroup
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Media, Reward, Sampling, Trajectory, VersionSpan
 
 ARCHIVE_SCHEMA = 2
@@ -25,34 +25,21 @@ _LISTS: dict[str, pa.DataType] = {
     "model_mask": pa.bool_(),
     "generator_logprobs": pa.float32(),
 }
-_SPAN = pa.struct({"first_token": pa.int64(), "version": pa.int64()})
-_SAMPLING = pa.struct(
-    {
-        "temperature": pa.float64(),
-        "top_p": pa.float64(),
-        "top_k": pa.int64(),
-        "max_tokens": pa.int64(),
-        "seed": pa.int64(),
-        # Absent from older archives.
-        "min_p": pa.float64(),
-        "ignore_eos": pa.bool_(),
-    }
-)
+_TYPES: dict[Any, pa.DataType] = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+_TYPES[float | None] = pa.float64()
+
+
+def _struct(record: type) -> pa.DataType:
+    hints = get_type_hints(record)
+    return pa.struct({name: _TYPES[hint] for name, hint in hints.items()})
+
+
 _ARRAY = pa.struct({"dtype": pa.string(), "shape": pa.list_(pa.int64()), "data": pa.binary()})
-_MEDIA = pa.struct(
-    {
-        "kind": pa.string(),
-        "uri": pa.string(),
-        "checksum": pa.string(),
-        "first_token": pa.int64(),
-        "num_tokens": pa.int64(),
-    }
-)
 _ADDED = {
     "reward_turns": pa.list_(pa.float64()),
     "context_starts": pa.list_(pa.int64()),
     "arrays": pa.map_(pa.string(), _ARRAY),
-    "media": pa.list_(_MEDIA),
+    "media": pa.list_(_struct(Media)),
     "metrics": pa.map_(pa.string(), pa.float64()),
 }
 """Absent from archives of schema 1."""
@@ -63,17 +50,15 @@ SCHEMA = pa.schema(
         "index": pa.int64(),
         "prompt_uid": pa.string(),
         "attempt": pa.int64(),
-        "token_ids": pa.list_(pa.int32()),
-        "model_mask": pa.list_(pa.bool_()),
-        "generator_logprobs": pa.list_(pa.float32()),
-        "version_spans": pa.list_(_SPAN),
+        **{name: pa.list_(kind) for name, kind in _LISTS.items()},
+        "version_spans": pa.list_(_struct(VersionSpan)),
         "reward_total": pa.float64(),
         "reward_parts": pa.map_(pa.string(), pa.float64()),
         "reward_status": pa.string(),
         "is_correct": pa.bool_(),
         "reward_detail": pa.string(),
         "stop_reason": pa.string(),
-        "sampling": _SAMPLING,
+        "sampling": _struct(Sampling),
         "generator_id": pa.string(),
         "started_at": pa.float64(),
         "finished_at": pa.float64(),
@@ -100,14 +85,14 @@ _OUTCOME = ["oldest_version", "newest_version", "reason", "steps", "archived_at"
 _REWARD = {"total": "reward_total", "status": "reward_status", "is_correct": "is_correct", "detail": "reward_detail"}
 
 
-def to_table(groups: list[FinishedGroup], *, archived_at: float) -> pa.Table:
+def to_table(groups: list[StoredGroup], *, archived_at: float) -> pa.Table:
     """Build a table with one row per payload; `archived_at` in seconds since 1970.
 
     Raises RecordRefusedError for an invalid payload, and as `tabulate`.
     """
     return tabulate(
         [
-            StoredTrajectory(unpack(payload), group.outcome, group.reason, group.steps, archived_at)
+            StoredTrajectory(unpack(payload), group.state, group.reason, group.steps, archived_at)
             for group in groups
             for payload in group.payloads
         ]

@@ -18,7 +18,7 @@ from slipstream.buffer.archive.shards import TRAINABLE, read_column, read_shard
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.errors import ArchiveError
-from slipstream.buffer.records import FinishedGroup, StepEntry
+from slipstream.buffer.records import StepEntry, StoredGroup
 from slipstream.buffer.sampling import Sample
 from slipstream.configs.base import ConfigError, Record
 from slipstream.configs.run import RunConfig
@@ -86,10 +86,10 @@ class Rollouts:
 class ReplayPlan(Record):
     """Training data of a replay.
 
-    Example: ReplayPlan(groups=[FinishedGroup(id="17", ...), ...], samples={1: Sample(["17", "12"], ...), ...})
+    Example: ReplayPlan(groups=[StoredGroup(id="17", ...), ...], samples={1: Sample(["17", "12"], ...), ...})
     """
 
-    groups: list[FinishedGroup]
+    groups: list[StoredGroup]
     """By the first step that trained on them; groups without a known step come last, in archive order."""
     samples: dict[int, Sample]
     """Step -> its claim by the ledger; empty to claim in the order of `groups`."""
@@ -120,19 +120,19 @@ def plan_replay(run: RunConfig) -> ReplayPlan:
     return ReplayPlan(groups, samples)
 
 
-def stored_groups(archive: Path) -> list[FinishedGroup]:
+def stored_groups(archive: Path) -> list[StoredGroup]:
     """Return the retired groups (trained on, or imported). Raises ArchiveError."""
     rows = Archive(archive).read(TrajectoryFilter(outcome="retired"))
     groups = []
     for group_id, members in groupby(rows, key=lambda stored: stored.trajectory.group_id):
         group = sorted(members, key=lambda stored: stored.trajectory.index)
         payloads = [encode(stored.trajectory) for stored in group]
-        groups.append(FinishedGroup(group_id, "retired", "", group[0].steps, payloads))
+        groups.append(StoredGroup(group_id, "retired", "", group[0].steps, payloads))
     # Stable: groups of one step keep the archive's order.
     return sorted(groups, key=lambda group: (not group.steps, group.steps[:1]))
 
 
-def _check_complete(archive: Path, steps: Iterable[StepEntry], groups: list[FinishedGroup]) -> None:
+def _check_complete(archive: Path, steps: Iterable[StepEntry], groups: list[StoredGroup]) -> None:
     stored = {group.id: [unpack(payload).id for payload in group.payloads] for group in groups}
     for entry in steps:
         for group_id, names in zip(entry.group_ids, entry.trajectory_ids, strict=True):

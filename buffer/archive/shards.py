@@ -27,7 +27,7 @@ from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.codec import encode
 from slipstream.buffer.durable_files import checksum, sync_path, write_durably
 from slipstream.buffer.errors import ArchiveError, RecordRefusedError, ShardError
-from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.records import StoredGroup
 
 log = structlog.get_logger(__name__)
 
@@ -91,7 +91,7 @@ def _checksum(path: Path, _size: int, _modified_ns: int) -> str:
 
 LOCK = "writer.lock"
 
-# --- overflow: groups that no column can hold, as MessagePack of FinishedGroup ---------------------------------------
+# --- overflow: groups that no column can hold, as MessagePack of StoredGroup ---------------------------------------
 OVERFLOW = "overflow"
 _FOLDERS = (OVERFLOW, "set_aside")
 """The first archives used the second name."""
@@ -154,7 +154,7 @@ class ShardWriter:
         shards = [shard for shard in self.shards if shard.last_step is not None and shard.last_step >= step]
         return overflow_groups(self._folder).union(*map(self._groups_in, shards))
 
-    def write(self, groups: list[FinishedGroup]) -> ShardEntry | None:
+    def write(self, groups: list[StoredGroup]) -> ShardEntry | None:
         """Write one shard durably. Groups that do not fit the columns go to the overflow.
 
         Returns None if no row remains. Can be retried after an OSError.
@@ -201,7 +201,7 @@ class ShardWriter:
             log.warning("shard_refused", reason=str(error))
             return set()
 
-    def _tabulate(self, groups: list[FinishedGroup], *, archived_at: float) -> tuple[pa.Table, list[FinishedGroup]]:
+    def _tabulate(self, groups: list[StoredGroup], *, archived_at: float) -> tuple[pa.Table, list[StoredGroup]]:
         try:
             return to_table(groups, archived_at=archived_at), groups
         except (RecordRefusedError, pa.ArrowException, OverflowError) as error:

@@ -8,19 +8,10 @@ import numpy as np
 
 from slipstream.buffer.codec import decode, encode, pack, unpack
 from slipstream.buffer.errors import StaleFenceError
-from slipstream.buffer.records import CheckpointPointer, Claim, FinishedGroup, StepEntry
+from slipstream.buffer.records import CheckpointPointer, Claim, StepEntry, StoredGroup
 from slipstream.buffer.redis.connection import RedisConnection, text
 from slipstream.buffer.sampling import Candidate, NotReady, Queue, Sample, SamplingRules, evict, sample, sample_oldest
-from slipstream.buffer.store_rules import (
-    already_committed,
-    make_claim,
-    not_stored,
-    not_yet_committed,
-    out_of_order,
-    split_lag,
-    stale_claim,
-    superseded_learner,
-)
+from slipstream.buffer.store_rules import make_claim, split_lag, stale_claim
 from slipstream.buffer.trajectory import Trajectory, make_lease_id
 
 _FETCHED_AT_ONCE = 16
@@ -39,7 +30,7 @@ class RedisBatches(RedisConnection):
     _planned: Mapping[int, Sample] = {}
     """Step -> its groups in a replay."""
 
-    def load(self, groups: list[FinishedGroup], *, samples: Mapping[int, Sample]) -> None:
+    def load(self, groups: list[StoredGroup], *, samples: Mapping[int, Sample]) -> None:
         """Load groups of an earlier run as ready, in this order. They count as accepted and admitted.
 
         Ordinals between theirs are marked as finished. `samples`: claims of these steps, in place of the sampler's. Not
@@ -52,13 +43,13 @@ class RedisBatches(RedisConnection):
         done = np.ones(max(ordinals, default=-1) + 1, dtype=np.uint8)
         done[ordinals] = 0
         uses = Counter(group_id for planned in samples.values() for group_id in planned.group_ids)
-        max_uses = int(self._client.hget(self._key("run"), "max_uses") or 1)
+        max_uses = int(self._call(self._client.hget, self._key("run"), "max_uses") or 1)
         fields = {"next_ordinal": len(done), "admitted": len(groups), "ready_sequence": len(groups)}
-        with self._mapped_errors():
-            self._client.set(self._key("done"), np.packbits(done).tobytes())
-            self._client.hset(self._key("run"), mapping=fields | {"max_uses": max([max_uses, *uses.values()])})
+        fields["max_uses"] = max([max_uses, *uses.values()])
+        self._call(self._client.set, self._key("done"), np.packbits(done).tobytes())
+        self._call(self._client.hset, self._key("run"), mapping=fields)
 
-    def _load_chunk(self, groups: list[FinishedGroup], *, first_sequence: int) -> None:
+    def _load_chunk(self, groups: list[StoredGroup], *, first_sequence: int) -> None:
         pipeline = self._client.pipeline(transaction=False)
         for sequence, group in enumerate(groups, start=first_sequence):
             trajectories = [unpack(payload) for payload in group.payloads]
@@ -68,8 +59,7 @@ class RedisBatches(RedisConnection):
             pipeline.zadd(self._key("ready"), {group.id: sequence})
             pipeline.hincrby(self._key("counters"), "accepted", len(payloads))
             pipeline.hincrby(self._key("counters"), "payload_bytes", sum(map(len, group.payloads)))
-        with self._mapped_errors():
-            pipeline.execute()
+        self._call(pipeline.execute)
 
     def claim(
         self, *, step: int, version: int, num_groups: int, rules: SamplingRules, lease_s: float
@@ -83,7 +73,10 @@ class RedisBatches(RedisConnection):
         for _ in range(_CLAIM_TRIES):
             newest, num_ready, oldest = self._run("release_claim", step, num_groups if rules.only_oldest else 1)
             if step <= newest:
-                raise already_committed(step, newest=newest)
+                raise StaleFenceError(
+                    f"a step must be claimed before it is committed, got step {step}, but step {newest} is the last "
+                    "one committed: another learner has continued this run; start again with resume=true."
+                )
             if step in self._planned:
                 selected: Sample | NotReady = self._planned[step]
             elif rules.only_oldest:
@@ -116,14 +109,13 @@ class RedisBatches(RedisConnection):
     def wait_ready(self, *, num_groups: int, timeout_s: float) -> bool:
         """Block until `num_groups` groups are ready; False after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        with self._mapped_errors():
-            while self._client.zcard(self._key("ready")) < num_groups:
-                remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0:
-                    return False
-                block_s = min(max(remaining_s, _SHORTEST_BLOCK_S), _LONGEST_BLOCK_S)
-                self._client.blpop([self._key("bell")], timeout=block_s)
-            return True
+        while self._call(self._client.zcard, self._key("ready")) < num_groups:
+            remaining_s = deadline - time.monotonic()
+            if remaining_s <= 0:
+                return False
+            block_s = min(max(remaining_s, _SHORTEST_BLOCK_S), _LONGEST_BLOCK_S)
+            self._call(self._client.blpop, [self._key("bell")], timeout=block_s)
+        return True
 
     def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
         """Return each group's encoded trajectories by index. Raises StaleFenceError for a group without any."""
@@ -134,11 +126,12 @@ class RedisBatches(RedisConnection):
             pipeline = self._client.pipeline(transaction=False)
             for group_id in chunk:
                 pipeline.hgetall(self._key(f"payloads:{group_id}"))
-            with self._mapped_errors():
-                stored = pipeline.execute()
+            stored = self._call(pipeline.execute)
             for group_id, members in zip(chunk, stored, strict=True):
                 if not members:
-                    raise not_stored(group_id)
+                    raise StaleFenceError(
+                        f"group {group_id} must be stored to be fetched, but it is retired or has no members."
+                    )
                 groups.append([members[index] for index in sorted(members, key=int)])
         return groups
 
@@ -167,7 +160,10 @@ class RedisBatches(RedisConnection):
         if not is_live:
             raise stale_claim(claim)
         if newest != claim.step:
-            raise out_of_order(claim, newest=newest)
+            raise StaleFenceError(
+                f"steps must be committed one after the other, got step {claim.step} after step {newest}: the store is "
+                "behind the learner, or another learner is running; start again with resume=true."
+            )
 
     def checkpoint(self, pointer: CheckpointPointer, *, fence: int) -> int:
         """Record a durable checkpoint of all steps <= pointer.step; retire their groups, and return their number.
@@ -179,11 +175,17 @@ class RedisBatches(RedisConnection):
         # retires the remaining steps.
         step, newest = self._run("set_checkpoint", pointer.step, fence, encode(pointer))
         if pointer.step > step:
-            raise not_yet_committed(pointer, step=step)
+            raise StaleFenceError(
+                f"a checkpoint must cover committed steps only, got step {pointer.step} ({pointer.name}), but step "
+                f"{step} is the last one committed: the store is behind the learner; start the learner again with "
+                "resume=true."
+            )
         if fence != newest:
-            raise superseded_learner(pointer, fence=fence, newest=newest)
-        with self._mapped_errors():
-            steps = self._client.zrangebyscore(self._key("used_steps"), "-inf", pointer.step)
+            raise StaleFenceError(
+                f"a checkpoint must come from the newest learner, got {pointer.name} with fence {fence} after fence "
+                f"{newest}: another learner has continued this run; start again with resume=true."
+            )
+        steps = self._call(self._client.zrangebyscore, self._key("used_steps"), "-inf", pointer.step)
         return sum(self._run("retire_step", step) for step in steps)
 
     def roll_back(self, *, to_step: int, to_version: int) -> tuple[int, int]:
@@ -200,16 +202,15 @@ class RedisBatches(RedisConnection):
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
         """Return the entries of committed steps, in order."""
         key, entries = self._key("ledger"), list[bytes | None]()
-        with self._mapped_errors():
-            # Names first: all entries of a long run take hundreds of megabytes, and most callers want the newest.
-            steps = sorted(step for name in self._client.hkeys(key) if (step := int(name)) >= first_step)
-            for start in range(0, len(steps), _FETCHED_AT_ONCE):
-                entries += self._client.hmget(key, steps[start : start + _FETCHED_AT_ONCE])
+        # Names first: all entries of a long run take hundreds of megabytes, and most callers want the newest.
+        steps = sorted(step for name in self._call(self._client.hkeys, key) if (step := int(name)) >= first_step)
+        for start in range(0, len(steps), _FETCHED_AT_ONCE):
+            entries += self._call(self._client.hmget, key, steps[start : start + _FETCHED_AT_ONCE])
         # A rollback may have removed some.
         return [decode(entry, StepEntry) for entry in entries if entry is not None]
 
 
-def _record(group: FinishedGroup, trajectories: list[Trajectory]) -> dict[str, int | float | str]:
+def _record(group: StoredGroup, trajectories: list[Trajectory]) -> dict[str, int | float | str]:
     """Return a group's fields as `lease.lua` and `insert.lua` write them, without lag."""
     lease_id, size = make_lease_id(group.id, trajectories[0].attempt), len(trajectories)
     headers = [pack(each, lease_id=lease_id, purpose="train", group_size=size)[0] for each in trajectories]

@@ -7,8 +7,7 @@ import os
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,10 +20,10 @@ from redis.retry import Retry
 from redis.typing import EncodableT
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential
 
-from slipstream.buffer.errors import RunConflictError, StoreCannotWriteError, StoreUnavailableError
+from slipstream.buffer.errors import RunConflictError, StaleFenceError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.redis.scripts import load_script
 from slipstream.buffer.sampling import RowCount
-from slipstream.buffer.store_rules import no_run, stale_chief
+from slipstream.buffer.store_rules import no_run
 from slipstream.configs.buffer import STORE_PASSWORD_VARIABLE
 from slipstream.runtime.disk import describe_disk, is_disk_full
 
@@ -379,8 +378,7 @@ class RedisConnection:
         now = "" if self._clock is None else str(int(self._clock() * 1000))
         if script not in self._scripts:
             self._scripts[script] = self._client.register_script(load_script(script))
-        with self._mapped_errors():
-            return self._scripts[script](keys=[self._prefix], args=[now, *arguments])
+        return self._call(self._scripts[script], keys=[self._prefix], args=[now, *arguments])
 
     def _run_as_chief(self, script: str, fence: int, *arguments: Any) -> Any:
         """Run a script of the chief. Raises StaleFenceError unless `fence` is the chief's."""
@@ -389,23 +387,25 @@ class RedisConnection:
         except StoreUnavailableError as error:
             # Errors within scripts lose their type.
             if "STALE" in str(error.__cause__):
-                raise stale_chief(fence) from None
+                raise StaleFenceError(
+                    f"a broker must be the chief of its run to do this, but its lease with fence {fence} has lapsed or "
+                    "another broker holds it: leave it to the current chief."
+                ) from None
             raise
 
     def _rows_and_seed(self) -> tuple[RowCount, int]:
         """Cached: `open_run` refuses to change them."""
         if self._constants is None:
-            with self._mapped_errors():
-                num_rows, seed = self._client.hmget(self._key("run"), ["num_rows", "seed"])
+            num_rows, seed = self._call(self._client.hmget, self._key("run"), ["num_rows", "seed"])
             if num_rows is None:
                 raise no_run(self._run_id)
             self._constants = decode_row_count(num_rows), int(seed)
         return self._constants
 
-    @contextmanager
-    def _mapped_errors(self) -> Iterator[None]:
+    def _call(self, command: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Call a method of redis-py, and map its errors to ours."""
         try:
-            yield
+            return command(*arguments, **options)
         except redis.RedisError as error:
             raise self._as_ours(error) from error
 

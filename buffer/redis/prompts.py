@@ -83,19 +83,17 @@ class RedisPrompts(RedisConnection):
     def put_images(self, images: Mapping[str, bytes]) -> None:
         """Store images by name for the rest of the run, skipping existing names."""
         key, pipeline = self._key("images"), self._client.pipeline(transaction=False)
-        with self._mapped_errors():
-            # Check first: images are large, and a full server refuses even redundant writes.
-            for name in images:
-                pipeline.hexists(key, name)
-            for name, is_stored in zip(images, pipeline.execute(), strict=True):
-                if not is_stored:
-                    pipeline.hsetnx(key, name, images[name])
-            pipeline.execute()
+        # Check first: images are large, and a full server refuses even redundant writes.
+        for name in images:
+            pipeline.hexists(key, name)
+        for name, is_stored in zip(images, self._call(pipeline.execute), strict=True):
+            if not is_stored:
+                pipeline.hsetnx(key, name, images[name])
+        self._call(pipeline.execute)
 
     def images(self, names: list[str]) -> dict[str, bytes]:
         """Return name -> bytes of those that are stored."""
-        with self._mapped_errors():
-            found = self._client.hmget(self._key("images"), names) if names else []
+        found = self._call(self._client.hmget, self._key("images"), names) if names else []
         return {name: data for name, data in zip(names, found, strict=True) if data is not None}
 
     def heartbeat(self, roles: Sequence[Heartbeat], *, lease_s: float) -> int:
@@ -198,14 +196,12 @@ class RedisPrompts(RedisConnection):
 
     def quarantined_guests(self) -> dict[str, str]:
         """Return quarantined guest -> reason."""
-        with self._mapped_errors():
-            stored = self._client.hgetall(self._key("guests"))
+        stored = self._call(self._client.hgetall, self._key("guests"))
         return {text(guest): text(reason) for guest, reason in stored.items()}
 
     def quarantined_frames(self) -> list[tuple[str, bytes]]:
         """Return (reason, first bytes) of the newest rejected frames, newest first."""
-        with self._mapped_errors():
-            entries = self._client.lrange(self._key("quarantine"), 0, -1)
+        entries = self._call(self._client.lrange, self._key("quarantine"), 0, -1)
         return [msgspec.msgpack.decode(entry, type=tuple[str, bytes]) for entry in entries]
 
     def _insert_chunk(self, chunk: list[Packed], guest: str) -> list[str]:
@@ -238,8 +234,7 @@ class RedisPrompts(RedisConnection):
 
     def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
         """Return the totals so far; None if it was never opened."""
-        with self._mapped_errors():
-            stored = self._client.hgetall(self._key(f"evaluation:{evaluation_id}"))
+        stored = self._call(self._client.hgetall, self._key(f"evaluation:{evaluation_id}"))
         if not stored:
             return None
         fields = {text(name): text(value) for name, value in stored.items()}
@@ -247,8 +242,7 @@ class RedisPrompts(RedisConnection):
 
     def evaluation_answers(self, evaluation_id: str) -> list[EvaluationAnswer]:
         """Return the answers so far, unordered. They expire a day after the last one."""
-        with self._mapped_errors():
-            stored = self._client.hvals(self._key(f"answers:{evaluation_id}"))
+        stored = self._call(self._client.hvals, self._key(f"answers:{evaluation_id}"))
         return [decode(answer, EvaluationAnswer) for answer in stored]
 
 

@@ -21,10 +21,10 @@ from slipstream.buffer.records import (
     Addressee,
     CheckpointPointer,
     Event,
-    FinishedGroup,
     GroupState,
     Heartbeat,
     MetricsRows,
+    Phase,
     RunState,
     StepEntry,
     StoredGroup,
@@ -34,7 +34,7 @@ from slipstream.buffer.redis.batches import RedisBatches
 from slipstream.buffer.redis.connection import decode_row_count, describe_store_disk, text
 from slipstream.buffer.redis.prompts import RedisPrompts
 from slipstream.buffer.sampling import RowCount
-from slipstream.buffer.store_rules import NO_FENCE, PHASES, Brokers, check_same_run, no_run
+from slipstream.buffer.store_rules import NO_FENCE, Brokers, check_same_run, no_run
 from slipstream.configs.buffer import KEEP_ALL, AccuracyConfig, FilterConfig, ZeroAdvantageConfig
 from slipstream.configs.data import CurriculumConfig
 
@@ -102,8 +102,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         return self.run_state()
 
     def run_state(self) -> RunState:
-        with self._mapped_errors():
-            checkpoint, stepped_at, *stored = self._client.hmget(self._key("run"), list(_STATE_FIELDS))
+        checkpoint, stepped_at, *stored = self._call(self._client.hmget, self._key("run"), list(_STATE_FIELDS))
         fields = dict(zip(_STATE_FIELDS[2:], map(text, stored), strict=True))
         if not fields["phase"]:
             raise no_run(self._run_id)
@@ -119,15 +118,12 @@ class RedisStore(RedisPrompts, RedisBatches):
         return msgspec.convert(fields | decoded | {"run_id": self._run_id}, RunState, strict=False)
 
     def run_config_json(self) -> str:
-        with self._mapped_errors():
-            config = self._client.hget(self._key("run"), "config_json")
+        config = self._call(self._client.hget, self._key("run"), "config_json")
         if config is None:
             raise no_run(self._run_id)
         return text(config)
 
-    def set_phase(self, phase: str, *, detail: str = "") -> None:
-        if phase not in PHASES:
-            raise ValueError(f"phase must be one of {PHASES}, got {phase!r}.")
+    def set_phase(self, phase: Phase, *, detail: str = "") -> None:
         self._run("set_state", "phase", phase, "detail", detail)
 
     def set_target_lag(self, lag: float) -> None:
@@ -148,17 +144,17 @@ class RedisStore(RedisPrompts, RedisBatches):
 
     def versions(self) -> list[VersionEntry]:
         """Return every recorded set of weights, in order."""
-        with self._mapped_errors():
-            return [decode(entry, VersionEntry) for entry in self._client.lrange(self._key("versions"), 0, -1)]
+        entries = self._call(self._client.lrange, self._key("versions"), 0, -1)
+        return [decode(entry, VersionEntry) for entry in entries]
 
     # --- finished groups, and all groups for inspection --------------------------------------------------------------
-    def finished(self, *, limit: int) -> list[FinishedGroup]:
+    def finished(self, *, limit: int) -> list[StoredGroup]:
         """Return the oldest `limit` finished groups, without removing them."""
         group_ids = self._sorted("finished", limit=limit) if limit > 0 else []
         found = zip(group_ids, *self._read_groups(group_ids), strict=True)
         # Another archiver may have deleted one.
         return [
-            FinishedGroup(group_id, outcome, reason, steps, payloads)  # type: ignore[arg-type]
+            StoredGroup(group_id, outcome, reason, steps, payloads)  # type: ignore[arg-type]
             for group_id, (outcome, reason, steps), payloads in found
             if outcome
         ]
@@ -210,23 +206,20 @@ class RedisStore(RedisPrompts, RedisBatches):
         places = dict.fromkeys(self._sorted("finished"), GroupPlace(None, 0))
         for steps, prefix, state in (("used_steps", "used:", "used"), ("claims", "claimed:", "claimed")):
             for step in self._sorted(steps):
-                with self._mapped_errors():
-                    listed = self._client.lrange(self._key(f"{prefix}{step}"), 0, -1)
+                listed = self._call(self._client.lrange, self._key(f"{prefix}{step}"), 0, -1)
                 places |= dict.fromkeys(map(text, listed), GroupPlace(state, int(step)))  # type: ignore[arg-type]
         places |= dict.fromkeys(self._sorted("ready"), GroupPlace("ready", 0))
         return places | dict.fromkeys(self._sorted("open"), GroupPlace("open", 0))
 
     def _sorted(self, name: str, *, limit: int = 0) -> list[str]:
-        with self._mapped_errors():
-            return [text(member) for member in self._client.zrange(self._key(name), 0, limit - 1)]
+        return [text(member) for member in self._call(self._client.zrange, self._key(name), 0, limit - 1)]
 
     def _read_groups(self, group_ids: list[str]) -> tuple[list[tuple[str, str, list[int]]], list[list[bytes]]]:
         pipeline = self._client.pipeline(transaction=False)
         for group_id in group_ids:
             pipeline.hmget(self._key(f"group:{group_id}"), ["outcome", "reason", "steps"])
             pipeline.hgetall(self._key(f"payloads:{group_id}"))
-        with self._mapped_errors():
-            answers = pipeline.execute()
+        answers = self._call(pipeline.execute)
         fields = [tuple(map(text, each)) for each in answers[::2]]
         facts = [
             (outcome, reason, [int(step) for step in steps.split(",") if step]) for outcome, reason, steps in fields
@@ -243,8 +236,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         """Return the store's clock, seconds."""
         if self._clock is not None:
             return self._clock()
-        with self._mapped_errors():
-            seconds, microseconds = self._client.time()
+        seconds, microseconds = self._call(self._client.time)
         return float(seconds + microseconds / 1e6)
 
     def ready_versions(self) -> dict[int, int]:
@@ -283,8 +275,7 @@ class RedisStore(RedisPrompts, RedisBatches):
 
     def events(self, *, limit: int) -> list[Event]:
         """Return the newest `limit` events, oldest first."""
-        with self._mapped_errors():
-            packed = self._client.lrange(self._key("events"), -limit, -1) if limit else []
+        packed = self._call(self._client.lrange, self._key("events"), -limit, -1) if limit else []
         rows = [msgspec.msgpack.decode(each, type=tuple[int, str, str]) for each in packed]
         return [Event(at_ms / 1000, role_id, message) for at_ms, role_id, message in rows]
 
@@ -294,8 +285,7 @@ class RedisStore(RedisPrompts, RedisBatches):
 
     def requests(self, addressee: Addressee) -> dict[str, str]:
         """Return subject -> value of pending requests."""
-        with self._mapped_errors():
-            stored = self._client.hgetall(self._key(f"{addressee}_requests"))
+        stored = self._call(self._client.hgetall, self._key(f"{addressee}_requests"))
         return {text(subject): text(value) for subject, value in stored.items()}
 
     def take_requests(self, addressee: Addressee, *, subjects: Sequence[str] | None = None) -> dict[str, str]:
@@ -315,19 +305,16 @@ class RedisStore(RedisPrompts, RedisBatches):
         return MetricsRows(last, [msgspec.msgpack.decode(row) for row in packed])
 
     def cpu_s(self) -> float:
-        with self._mapped_errors():
-            info = self._client.info("cpu")
+        info = self._call(self._client.info, "cpu")
         return float(info["used_cpu_sys"] + info["used_cpu_user"])
 
     def memory(self) -> StoreMemory:
-        with self._mapped_errors():
-            info = self._client.info("memory")
+        info = self._call(self._client.info, "memory")
         return StoreMemory(int(info["used_memory"]), int(info.get("maxmemory", 0)))
 
     def full_disk(self) -> str:
         """Describe the full disk that makes the store refuse writes; else empty."""
-        with self._mapped_errors():
-            info = self._client.info("persistence")
+        info = self._call(self._client.info, "persistence")
         # Set by a failed write, until the next success.
         if info.get("aof_last_write_status", "ok") == "ok":
             return ""

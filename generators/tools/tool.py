@@ -22,6 +22,7 @@ from slipstream.generators.sandbox import Limits, LocalSandbox, RemoteSandbox, S
 from slipstream.generators.tools.http_tool import HttpTool
 from slipstream.generators.tools.search import Search
 from slipstream.runtime.import_path import find_function
+from slipstream.runtime.process import run_in_thread
 
 # --- arithmetic ------------------------------------------------------------------------------------------------------
 _OPERATORS: dict[type, Callable[..., Any]] = {
@@ -212,40 +213,14 @@ async def call_either(function: Callable[[], Any], *, thread: str = "user") -> A
         called = called.func
     if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(type(called).__call__):
         return await function()
-    return await _in_thread(function, name=thread)
+    try:
+        return await asyncio.wrap_future(run_in_thread(function, name=thread))
+    except SystemExit as error:
+        raise ToolError(f"it called sys.exit({error.code!r})") from None
 
 
 def _count_threads(name: str) -> int:
     return sum(thread.name == name for thread in threading.enumerate())
-
-
-async def _in_thread(function: Callable[[], Any], *, name: str) -> Any:
-    """Call a function in a new daemon thread, so that a hanging call delays neither other calls nor the exit."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Any] = loop.create_future()
-
-    def resolve(result: Any, error: Exception | None) -> None:
-        if answer.done():
-            return
-        if error:
-            answer.set_exception(error)
-        else:
-            answer.set_result(result)
-
-    def call() -> None:
-        result, failure = None, None
-        try:
-            result = function()
-        except Exception as error:
-            failure = error
-        except SystemExit as error:
-            failure = ToolError(f"it called sys.exit({error.code!r})")
-        # The loop may be closed when a late call returns.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(resolve, result, failure)
-
-    threading.Thread(target=call, name=name, daemon=True).start()
-    return await answer
 
 
 def load_tools(configs: list[ToolConfig | str], *, setting: str) -> list[Tool]:

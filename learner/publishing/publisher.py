@@ -36,10 +36,10 @@ from slipstream.buffer.records import VersionEntry
 from slipstream.buffer.store import Store
 from slipstream.configs.base import Record
 from slipstream.configs.broker import WeightsConfig
-from slipstream.learner.background_save import run_in_thread
 from slipstream.learner.publishing.fetches import FetchTracker, MemberTable, SnapshotServer
 from slipstream.learner.publishing.staging import Canary, Staged, Stager
 from slipstream.runtime.clock import Clock, Deadline
+from slipstream.runtime.process import run_in_thread
 from slipstream.runtime.trace import PUBLISH, Trace
 
 _MAX_ATTEMPTS = 3

@@ -23,7 +23,7 @@ from slipstream.buffer.archive.index import is_archive
 from slipstream.buffer.archive.shards import ShardWriter
 from slipstream.buffer.codec import encode
 from slipstream.buffer.durable_files import write_durably
-from slipstream.buffer.records import FinishedGroup, Lease, Outcome
+from slipstream.buffer.records import Lease, Outcome, StoredGroup
 from slipstream.buffer.store_rules import check_same_run
 from slipstream.buffer.trajectory import Reward, Trajectory, VersionSpan, make_lease_id
 from slipstream.configs.base import ConfigError
@@ -63,7 +63,7 @@ class AnswerFolder:
         self._folder = folder
         self._outcome: Outcome = outcome
         self._members: dict[str, dict[int, bytes]] = {}
-        self._complete: list[FinishedGroup] = []
+        self._complete: list[StoredGroup] = []
         self._written_at = time.monotonic()
         opened = msgspec.json.encode(settings | {"outcome": outcome} | msgspec.to_builtins(run)).decode()
         path = folder / _SETTINGS
@@ -90,7 +90,7 @@ class AnswerFolder:
         members[job.member] = encode(trajectory)
         if len(members) == job.num_members:
             payloads = [members[index] for index in sorted(self._members.pop(trajectory.group_id))]
-            self._complete.append(FinishedGroup(trajectory.group_id, self._outcome, "", [], payloads))
+            self._complete.append(StoredGroup(trajectory.group_id, self._outcome, "", [], payloads))
         is_old = time.monotonic() - self._written_at > _FLUSH_S
         if self._complete and (is_old or sum(len(group.payloads) for group in self._complete) >= _SHARD_ANSWERS):
             self._flush()

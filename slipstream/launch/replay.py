@@ -22,7 +22,7 @@ from slipstream.buffer.archive.archive import read_images
 from slipstream.buffer.archive.replay import plan_replay
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.buffer.records import FinishedGroup, image_names
+from slipstream.buffer.records import StoredGroup, image_names
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.cluster.seat import run_kept
@@ -104,8 +104,8 @@ _MAX_DECODED = 1024
 
 
 def rescore(
-    groups: list[FinishedGroup], reward: RewardConfig, *, prompts: Dataset, prompting: PromptEncoder
-) -> list[FinishedGroup]:
+    groups: list[StoredGroup], reward: RewardConfig, *, prompts: Dataset, prompting: PromptEncoder
+) -> list[StoredGroup]:
     """Score trajectories again. A failure becomes the reward's status, which training masks.
 
     Raises ConfigError if the function cannot be imported or `prompts` lacks a prompt.
@@ -115,8 +115,8 @@ def rescore(
 
 
 async def _rescore(
-    groups: list[FinishedGroup], reward: RewardConfig, rows: Mapping[str, Row], prompting: PromptEncoder
-) -> list[FinishedGroup]:
+    groups: list[StoredGroup], reward: RewardConfig, rows: Mapping[str, Row], prompting: PromptEncoder
+) -> list[StoredGroup]:
     statuses: Counter[str] = Counter()
     rescored = []
     with closing(RewardPool(reward)) as pool:

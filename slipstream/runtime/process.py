@@ -11,11 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 LAUNCHER_VARIABLE = "SLIPSTREAM_LAUNCHER_PID"
 """Set by a launcher for its roles."""
@@ -215,3 +218,18 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def run_in_thread(work: Callable[[], T], *, name: str) -> Future[T]:
+    """Run `work` in a daemon thread, so that neither other calls nor the exit wait for it."""
+
+    def run() -> None:
+        try:
+            ended.set_result(work())
+        except BaseException as error:
+            ended.set_exception(error)
+
+    ended = Future[T]()
+    ended.set_running_or_notify_cancel()
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return ended

@@ -292,8 +292,8 @@ class Harness:
         )
 
     def _read_state(self) -> state_audit.Snapshot:
-        with self.store._mapped_errors():
-            return state_audit.read_snapshot(self.store._client, f"{{{NAME}}}:")
+        snapshot: state_audit.Snapshot = self.store._call(state_audit.read_snapshot, self.store._client, f"{{{NAME}}}:")
+        return snapshot
 
     def _process(self, name: str, module: str, arguments: list[str], *, is_cold: bool = False) -> Process:
         kind = ColdProcess if is_cold or self._is_cold else WarmProcess

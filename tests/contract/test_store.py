@@ -82,8 +82,6 @@ def test_only_settings_of_the_end_of_a_run_may_change_and_its_phase_and_name_are
     assert fresh_store.run_config_json() == longer
     with pytest.raises(RunConflictError, match="somebody-else"):
         fresh_store.open_run("somebody-else", config_json="{}", num_rows=NUM_ROWS, seed=SEED)
-    with pytest.raises(ValueError, match="phase"):
-        fresh_store.set_phase("resting")
 
 
 def test_leases_follow_the_seeded_permutation_of_rows(store):

@@ -3,8 +3,8 @@
 import time
 from collections import deque
 
-from slipstream.broker.messages import Hello, LeaseRequest, Message, Nack, Prompts
-from slipstream.broker.transport.client import BrokerClient, PeerStatus
+from slipstream.broker.messages import Hello, LeaseRequest, Message, Nack, Pong, Prompts
+from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel
 from slipstream.buffer.codec import Packed
 from tests.builders import make_packed
@@ -58,8 +58,8 @@ class GoodPeer:
     def close(self) -> None:
         self._client.close()
 
-    def _status(self) -> PeerStatus:
-        return PeerStatus("ready", version=0, lease_ids=self._leases)
+    def _status(self) -> Pong:
+        return Pong(-1.0, "ready", 0, lease_ids=self._leases)
 
     def _handle(self, message: Message) -> None:
         match message:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.broker.messages import NO_EPOCH, LeaseRequest, Members, Prompts, Update, UpdateApplied, Welcome
-from slipstream.broker.transport.client import PeerStatus, preferred
+from slipstream.broker.messages import NO_EPOCH, LeaseRequest, Members, Pong, Prompts, Update, UpdateApplied, Welcome
+from slipstream.broker.transport.client import preferred
 from slipstream.broker.transport.session import Session, StatusBoard, join
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.codec import unpack
@@ -78,9 +78,9 @@ class ScriptedGenerator:
         self._session.clients.stop(flush_s=20)
         return not len(self._session.client.outbox)
 
-    def _status(self) -> PeerStatus:
+    def _status(self) -> Pong:
         held = {lease.id for lease, _ in list(self._work)} | self._session.client.outbox.lease_ids()
-        return PeerStatus("ready", self._version, lease_ids=sorted(held))
+        return Pong(-1.0, "ready", self._version, lease_ids=sorted(held))
 
     def _run(self) -> None:
         while self._work or not self._is_draining:
@@ -113,7 +113,7 @@ class ScriptedLearner:
         self.members: list[str] = []
         self.applied: Counter[int] = Counter()
         board = StatusBoard()
-        board.set_source(lambda: PeerStatus("ready"))
+        board.set_source(lambda: Pong(-1.0, "ready", -1))
         self.session = join_run("learner", run, keys, "learner", board)
         self._states: list[Any] = []
         self.step = 0

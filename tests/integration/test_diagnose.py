@@ -16,8 +16,8 @@ import pytest
 from slipstream.broker.chief import LEASE_S
 from slipstream.broker.dataset import Dataset
 from slipstream.broker.handshake import Inspect
+from slipstream.broker.messages import Pong
 from slipstream.broker.router import Router
-from slipstream.broker.transport.client import PeerStatus
 from slipstream.broker.transport.session import StatusBoard, join
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel, ZmqServerChannel, listen
 from slipstream.broker.weights.snapshots import SnapshotStore
@@ -116,7 +116,7 @@ def test_the_learners_port_for_weights_is_tried(served: ServedRun, tmp_path: Pat
     peer = {"peer_id": LEARNER, "status": board, "max_message_bytes": 2**20}
 
     def until_found(lends_at: str, words: str) -> None:
-        board.set_source(lambda: PeerStatus("ready", lends_at=lends_at))
+        board.set_source(lambda: Pong(-1.0, "ready", -1, lends_at=lends_at))
         until(lambda: words in found(address)["weights"].found, timeout_s=20, what=words)
 
     with join("learner", address=served.channel.address, keys=keys, timeout_s=20, **peer).leave_at_exit():

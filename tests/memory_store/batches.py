@@ -2,14 +2,12 @@
 
 from slipstream.buffer.records import CheckpointPointer, Claim, LagSplit, StepEntry
 from slipstream.buffer.sampling import Candidate, NotReady, Queue, Sample, SamplingRules, evict, sample, sample_oldest
-from slipstream.buffer.store_rules import (
+from slipstream.buffer.store_rules import make_claim, split_lag, stale_claim
+from tests.memory_store.errors import (
     already_committed,
-    make_claim,
     not_stored,
     not_yet_committed,
     out_of_order,
-    split_lag,
-    stale_claim,
     superseded_learner,
 )
 from tests.memory_store.state import Group, LiveClaim, MemoryState, UsedStep

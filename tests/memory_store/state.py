@@ -18,11 +18,12 @@ from slipstream.buffer.records import (
     VersionEntry,
 )
 from slipstream.buffer.sampling import RowCount
-from slipstream.buffer.store_rules import no_run, stale_chief
+from slipstream.buffer.store_rules import no_run
 from slipstream.buffer.trajectory import Purpose, TrajectoryHeader
 from slipstream.configs.base import Record
 from slipstream.configs.buffer import AccuracyConfig, FilterConfig, ZeroAdvantageConfig
 from slipstream.configs.data import CurriculumConfig
+from tests.memory_store.errors import stale_chief
 
 
 @dataclass(frozen=True, slots=True)

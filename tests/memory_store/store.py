@@ -14,15 +14,15 @@ from slipstream.buffer.records import (
     ROLES_KEPT,
     Addressee,
     Event,
-    FinishedGroup,
     Heartbeat,
     MetricsRows,
     RunState,
+    StoredGroup,
     VersionEntry,
     progress_mark,
 )
 from slipstream.buffer.sampling import RowCount
-from slipstream.buffer.store_rules import NO_FENCE, PHASES, Brokers, check_same_run, is_evaluation
+from slipstream.buffer.store_rules import NO_FENCE, Brokers, check_same_run, is_evaluation
 from slipstream.configs.buffer import KEEP_ALL, FilterConfig
 from slipstream.configs.data import CurriculumConfig
 from tests.memory_store.batches import MemoryBatches
@@ -82,8 +82,6 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             return self._opened().config_json
 
     def set_phase(self, phase: str, *, detail: str = "") -> None:
-        if phase not in PHASES:
-            raise ValueError(f"phase must be one of {PHASES}, got {phase!r}.")
         with self._changed:
             run = self._opened()
             run.phase, run.detail = phase, detail
@@ -118,12 +116,12 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             self._opened()
             return list(self._versions)
 
-    def finished(self, *, limit: int) -> list[FinishedGroup]:
+    def finished(self, *, limit: int) -> list[StoredGroup]:
         with self._changed:
             self._opened()
             groups = [self._groups[group_id] for group_id in self._finished[:limit]]
             return [
-                FinishedGroup(group.id, group.outcome, group.reason, group.steps, group.payloads)  # type: ignore[arg-type]
+                StoredGroup(group.id, group.outcome, group.reason, group.steps, group.payloads)  # type: ignore[arg-type]
                 for group in groups
             ]
 

@@ -21,7 +21,7 @@ from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
-from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.records import StoredGroup
 from slipstream.buffer.trajectory import SCHEMA_VERSION
 from slipstream.configs.base import ConfigError, Record, require_storage
 from slipstream.observe.catalog.rollout_files import SourcedTrajectory, read_rollouts
@@ -140,7 +140,7 @@ def _content(shards: Iterable[ShardEntry]) -> Imported:
     return Imported(groups=sum(shard.groups for shard in shards), trajectories=sum(shard.rows for shard in shards))
 
 
-def _grouped(found: Iterable[SourcedTrajectory]) -> Iterator[FinishedGroup]:
+def _grouped(found: Iterable[SourcedTrajectory]) -> Iterator[StoredGroup]:
     seen: set[str] = set()
     for group_id, group in groupby(found, key=_group_id):
         members: list[SourcedTrajectory] = []
@@ -175,20 +175,20 @@ def _check_fits(sourced: SourcedTrajectory, members: list[SourcedTrajectory]) ->
         )
 
 
-def _finished(members: list[SourcedTrajectory]) -> FinishedGroup:
+def _finished(members: list[SourcedTrajectory]) -> StoredGroup:
     first = members[0].stored
     by_index = sorted((member.stored.trajectory for member in members), key=lambda trajectory: trajectory.index)
-    return FinishedGroup(
+    return StoredGroup(
         id=first.trajectory.group_id,
-        outcome=first.state,  # type: ignore[arg-type]
+        state=first.state,
         reason=first.reason,
         steps=first.steps,
         payloads=[encode(trajectory) for trajectory in by_index],
     )
 
 
-def _chunks(groups: Iterator[FinishedGroup]) -> Iterator[list[FinishedGroup]]:
-    chunk: list[FinishedGroup] = []
+def _chunks(groups: Iterator[StoredGroup]) -> Iterator[list[StoredGroup]]:
+    chunk: list[StoredGroup] = []
     num_bytes = 0
     for group in groups:
         chunk.append(group)

@@ -21,8 +21,8 @@ from slipstream.buffer.errors import (
     StoreUnavailableError,
 )
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
-from slipstream.buffer.records import CheckpointPointer, FinishedGroup, RunState, StepEntry
-from slipstream.buffer.store_rules import NO_FENCE, stale_chief
+from slipstream.buffer.records import CheckpointPointer, RunState, StepEntry, StoredGroup
+from slipstream.buffer.store_rules import NO_FENCE
 from slipstream.configs.buffer import ArchiveConfig
 from tests.builders import make_finished, write_archive
 from tests.fakes import FakeClock
@@ -36,7 +36,7 @@ class FakeStore:
     """A store of finished groups and steps only; the operation named by `broken` fails."""
 
     def __init__(self) -> None:
-        self.groups: list[FinishedGroup] = []
+        self.groups: list[StoredGroup] = []
         self.steps: list[StepEntry] = []
         self.checkpoint: CheckpointPointer | None = None
         self.broken = ""
@@ -71,14 +71,14 @@ class FakeStore:
         self._record("counts")
         return msgspec.structs.replace(self._empty_counts, unarchived=len(self.groups))
 
-    def finished(self, *, limit: int) -> list[FinishedGroup]:
+    def finished(self, *, limit: int) -> list[StoredGroup]:
         self._record("finished")
         return self.groups[:limit]
 
     def forget(self, group_ids: list[str], *, fence: int) -> int:
         self._record("forget")
         if fence != self.fence:
-            raise stale_chief(fence)
+            raise StaleFenceError(f"another broker took over from fence {fence}")
         before = len(self.groups)
         self.groups = [group for group in self.groups if group.id not in group_ids]
         return before - len(self.groups)
@@ -408,7 +408,7 @@ def test_an_archiver_that_hung_does_not_overwrite_in_the_object_store_what_its_s
     class Hangs(ShardWriter):
         """Hangs after its shard until another broker has become the chief and archived on its machine."""
 
-        def write(self, groups: list[FinishedGroup]) -> ShardEntry | None:
+        def write(self, groups: list[StoredGroup]) -> ShardEntry | None:
             written = super().write(groups)
             store.fence = 2
             store.groups.pop(0)

@@ -7,8 +7,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from slipstream.broker.errors import RefusedByBrokerError
-from slipstream.broker.messages import UNREADABLE, Bye, Hello, Member, Message, Nack, OpenEpoch, Put, Welcome
-from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus
+from slipstream.broker.messages import UNREADABLE, Bye, Hello, Member, Message, Nack, OpenEpoch, Pong, Put, Welcome
+from slipstream.broker.transport.client import BrokerClient, BrokerClientThread
 from slipstream.broker.transport.session import QueueInbox
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.trajectory import SCHEMA_VERSION
@@ -168,7 +168,9 @@ def test_the_error_in_a_bye_is_shown_by_the_run(tmp_path):
 def test_an_undecodable_answer_of_the_broker_refuses_the_peer_with_a_reason(scene, answer, words):
     server = scene.hub.server_channel
     inbox = QueueInbox()
-    client = BrokerClient(scene.hub.client(), hello=HELLO, status=lambda: PeerStatus("starting"), on_message=inbox.put)
+    client = BrokerClient(
+        scene.hub.client(), hello=HELLO, status=lambda: Pong(-1.0, "starting", -1), on_message=inbox.put
+    )
     client.step(timeout_s=0)
     identity, _ = server.receive(timeout_s=0)
     server.send(identity, [encode(answer)])

@@ -10,8 +10,17 @@ import pytest
 import structlog
 
 from slipstream.broker.errors import ClientDiedError
-from slipstream.broker.messages import AnyMessage, LeaseRequest, Member, Message, Nack, Prompt, Prompts, ReturnLeases
-from slipstream.broker.transport.client import PeerStatus
+from slipstream.broker.messages import (
+    AnyMessage,
+    LeaseRequest,
+    Member,
+    Message,
+    Nack,
+    Pong,
+    Prompt,
+    Prompts,
+    ReturnLeases,
+)
 from slipstream.broker.transport.outbox import Outbox
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.records import Lease
@@ -80,7 +89,7 @@ class Scene:
         )
 
     @property
-    def status(self) -> PeerStatus:
+    def status(self) -> Pong:
         return self.generator.status()
 
     @property

@@ -15,10 +15,11 @@ from slipstream.broker.messages import (
     Member,
     Members,
     MemberState,
+    Pong,
     Profile,
     Update,
 )
-from slipstream.broker.transport.client import BrokerClient, PeerStatus
+from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.transport.session import BrokerClients
 from tests.threaded_broker import ThreadedBroker
 from tests.unit.broker.transport.test_client import FakeBroker, make_welcome
@@ -56,7 +57,7 @@ class Scene:
 
     def _connect(self, address: str, on_message: Callable) -> BrokerClient:
         hello = Hello("learner", "learner", "1", "here", 1)
-        status = lambda: PeerStatus("ready")  # noqa: E731
+        status = lambda: Pong(-1.0, "ready", -1)  # noqa: E731
         return BrokerClient(self.hubs[address].client(), hello=hello, status=status, on_message=on_message)
 
     def welcome(self, broker: str, brokers: dict[str, str], *, address: str = "") -> None:

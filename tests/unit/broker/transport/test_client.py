@@ -31,7 +31,7 @@ from slipstream.broker.messages import (
     Welcome,
 )
 from slipstream.broker.transport.channels import MemoryBroker, MemoryServerChannel
-from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, PeerStatus, Route, preferred
+from slipstream.broker.transport.client import BrokerClient, BrokerClientThread, Route, preferred
 from slipstream.broker.transport.session import QueueInbox, call_threadsafe
 from slipstream.buffer.codec import decode, encode
 from slipstream.configs.broker import BROKER_SILENCE_S
@@ -63,7 +63,7 @@ def make_pair():
     client = BrokerClient(
         hub.client(),
         hello=Hello("generator", "g", "1", "here", 1),
-        status=lambda: PeerStatus("ready", version=3, gauges={"running": 2}),
+        status=lambda: Pong(-1.0, "ready", 3, gauges={"running": 2}),
         on_message=received.append,
         clock=clock,
     )

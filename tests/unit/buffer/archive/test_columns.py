@@ -12,7 +12,7 @@ from slipstream.buffer.archive.columns import ARCHIVE_SCHEMA, SCHEMA, from_batch
 from slipstream.buffer.archive.trajectory_filter import StoredTrajectory
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RecordRefusedError
-from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.records import StoredGroup
 from slipstream.buffer.trajectory import SCHEMA_VERSION, Media, Reward, Sampling, Trajectory, VersionSpan
 from tests.builders import make_finished
 
@@ -95,7 +95,7 @@ def rows_of(table: pa.Table) -> list[StoredTrajectory]:
 @given(st.lists(trajectories(), min_size=1, max_size=4))
 def test_archived_trajectories_reencode_to_the_same_bytes(sent: list[Trajectory]) -> None:
     payloads = [encode(trajectory) for trajectory in sent]
-    table = to_table([FinishedGroup("0", "retired", "", [1], payloads)], archived_at=7.0)
+    table = to_table([StoredGroup("0", "retired", "", [1], payloads)], archived_at=7.0)
     assert [encode(stored.trajectory) for stored in rows_of(table)] == payloads
 
 
@@ -107,7 +107,7 @@ def test_rows_in_the_middle_of_a_batch_are_read_as_they_are() -> None:
 
 
 def test_a_row_holds_the_outcome_of_its_group_and_columns_for_other_tools() -> None:
-    group = make_finished("5", members=1, outcome="rejected", reason="on_stale", steps=[3, 9])
+    group = make_finished("5", members=1, state="rejected", reason="on_stale", steps=[3, 9])
     (stored,) = rows_of(to_table([group], archived_at=7.0))
     assert (stored.state, stored.reason, stored.steps, stored.archived_at) == ("rejected", "on_stale", [3, 9], 7.0)
     # No token that the model wrote has version 9.

@@ -87,9 +87,9 @@ def test_groups_without_a_step_come_last(tmp_path: Path) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    poison = make_finished("99", outcome="quarantined", reason="claim_attempts", steps=[])
+    poison = make_finished("99", state="quarantined", reason="claim_attempts", steps=[])
     shards = [[make_finished(str(10 * shard + each)) for each in range(3)] for shard in range(3)]
-    dull = make_finished("98", outcome="rejected", reason="zero_advantage", steps=[])
+    dull = make_finished("98", state="rejected", reason="zero_advantage", steps=[])
     return write_archive(tmp_path, *shards, [poison, dull])
 
 

@@ -11,7 +11,7 @@ from slipstream.buffer.archive.index import MANIFEST, read_manifest
 from slipstream.buffer.archive.shards import OVERFLOW, ShardWriter
 from slipstream.buffer.codec import decode
 from slipstream.buffer.errors import ArchiveError
-from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.records import StoredGroup
 from slipstream.buffer.trajectory import Sampling
 from tests.builders import make_finished, write_archive
 
@@ -29,7 +29,7 @@ def files_in(folder: Path) -> set[str]:
 
 def test_the_manifest_describes_each_shard(tmp_path: Path) -> None:
     groups = [make_finished("0", steps=[4]), make_finished("1", steps=[2, 7]), make_finished("2", members=0, steps=[])]
-    folder = write_archive(tmp_path, groups, [make_finished("3", steps=[], outcome="expired", reason="late")])
+    folder = write_archive(tmp_path, groups, [make_finished("3", steps=[], state="expired", reason="late")])
     shard, expired = read_manifest(folder).shards
     assert (expired.first_step, expired.last_step) == (None, None)
     assert (shard.file, shard.rows, shard.groups) == ("shard-00000001.parquet", 4, 2)
@@ -126,12 +126,12 @@ def test_a_part_of_a_line_left_by_a_failed_append_is_overwritten(tmp_path: Path)
 
 def test_a_group_no_column_can_hold_goes_to_the_overflow_and_the_others_are_written(tmp_path: Path) -> None:
     unfit = make_finished("2", sampling=UNFIT)
-    garbage = FinishedGroup("4", "quarantined", "claim_attempts", [], [b"noise"])
+    garbage = StoredGroup("4", "quarantined", "claim_attempts", [], [b"noise"])
     folder = write_archive(tmp_path, [make_finished("0"), make_finished("1"), unfit, make_finished("3"), garbage])
     assert ids_in(folder) == ["0-0-0", "0-0-1", "1-0-0", "1-0-1", "3-0-0", "3-0-1"]
     for group in (unfit, garbage):
         kept = (folder / OVERFLOW / f"group-{group.id}.msgpack").read_bytes()
-        assert decode(kept, FinishedGroup) == group
+        assert decode(kept, StoredGroup) == group
     with closing(ShardWriter(folder)) as writer:
         assert writer.write([unfit]) is None, "a shard of nothing is not written"
         assert len(writer.shards) == 1

@@ -24,7 +24,7 @@ LONG = {
 GROUPS = [
     make_finished("0", members=1, reward=Reward(0.0), version_spans=[VersionSpan(6, 2), VersionSpan(9, 4)], steps=[5]),
     make_finished("1", members=1, reward=Reward(0.5), data_source="sums", steps=[5, 8]),
-    make_finished("2", members=1, reward=Reward(1.0), outcome="rejected", reason="late", steps=[], **LONG),
+    make_finished("2", members=1, reward=Reward(1.0), state="rejected", reason="late", steps=[], **LONG),
 ]
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.broker.dataset import Dataset
 from slipstream.buffer.codec import encode, unpack
-from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.records import StoredGroup
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ReplayConfig
@@ -53,10 +53,10 @@ def prompts(tmp_path: Path) -> Dataset:
 
 
 @pytest.fixture
-def groups() -> list[FinishedGroup]:
+def groups() -> list[StoredGroup]:
     """As position_match scored them."""
     members = [make_member(index, tokens) for index, tokens in enumerate(ANSWERS)]
-    return [FinishedGroup("0", "retired", "", [1], [encode(member) for member in members])]
+    return [StoredGroup("0", "retired", "", [1], [encode(member) for member in members])]
 
 
 def make_member(index: int, response: list[int]) -> Trajectory:
@@ -66,7 +66,7 @@ def make_member(index: int, response: list[int]) -> Trajectory:
     return make_trajectory("0", index, token_ids=token_ids, prompt_uid="train/00000", reward=reward)
 
 
-def rewards_of(groups: list[FinishedGroup], prompts: Dataset, function: str, **fields: Any) -> list[Reward]:
+def rewards_of(groups: list[StoredGroup], prompts: Dataset, function: str, **fields: Any) -> list[Reward]:
     """After rescoring; nothing else has changed."""
     config = RewardConfig(function=function, **({"num_workers": 0} | fields))
     (group,) = rescore(groups, config, prompts=prompts, prompting=PromptEncoder(Digits(), max_prompt_tokens=8))
@@ -83,7 +83,7 @@ def test_the_same_function_gives_the_stored_rewards_and_another_gives_others(pro
     functions = "slipstream.generators.rewards.functions"
     assert rewards_of(groups, prompts, f"{functions}:position_match") == stored
     assert [each.total for each in rewards_of(groups, prompts, f"{functions}:exact_match")] == [1.0, 0.0, 0.0]
-    stranger = FinishedGroup("1", "retired", "", [1], [encode(make_trajectory("1", prompt_uid="other/00007"))])
+    stranger = StoredGroup("1", "retired", "", [1], [encode(make_trajectory("1", prompt_uid="other/00007"))])
     with pytest.raises(ConfigError, match="but 'other/00007' of 1-0-0 is missing"):
         rewards_of([stranger], prompts, f"{functions}:exact_match")
 

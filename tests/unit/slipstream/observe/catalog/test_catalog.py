@@ -14,7 +14,7 @@ from slipstream.buffer.archive.step_tokens import StepTokens, write_step
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import SearchCancelledError
-from slipstream.buffer.records import FinishedGroup
+from slipstream.buffer.records import StoredGroup
 from slipstream.buffer.trajectory import Reward, Sampling, VersionSpan
 from slipstream.configs.base import ConfigError
 from slipstream.observe.catalog import catalog as catalog_module
@@ -30,13 +30,13 @@ SPANS = [VersionSpan(6, 2), VersionSpan(9, 4)]
 
 def group(
     group_id: str, rewards: list[float], *, steps: list[int], outcome: str = "retired", **fields: Any
-) -> FinishedGroup:
+) -> StoredGroup:
     """Build a group with a member per reward; `fields` apply to every member."""
     members = [
         make_trajectory(group_id, index, reward=Reward(reward), **fields) for index, reward in enumerate(rewards)
     ]
     reason = "" if outcome == "retired" else "late"
-    return FinishedGroup(group_id, outcome, reason, steps, list(map(encode, members)))
+    return StoredGroup(group_id, outcome, reason, steps, list(map(encode, members)))
 
 
 GROUPS = [
@@ -129,7 +129,7 @@ def test_greedy_failed_and_evaluated_members_have_no_advantage(tmp_path):
     fields += [{"reward": Reward(0.0), "sampling": GREEDY}, {"reward": Reward(0.5)}]
     members = [encode(make_trajectory("0", index, **each)) for index, each in enumerate(fields)]
     evaluated = group("e:0", [0.0, 1.0], steps=[], outcome="evaluated")
-    folder = write_archive(tmp_path / "a", [FinishedGroup("0", "retired", "", [1], members), evaluated])
+    folder = write_archive(tmp_path / "a", [StoredGroup("0", "retired", "", [1], members), evaluated])
     with open_catalog(str(folder)) as catalog:
         assert [row.advantage for row in catalog.page(CatalogQuery()).rows] == [0.25, None, None, -0.25, None, None]
 
@@ -195,7 +195,7 @@ def test_turns_and_tool_calls_are_messages(tmp_path):
         "num_turns": 2,
     }
     made = make_trajectory("0", 0, reward=Reward(1.0, turns=[0.25, 0.75]), **tokens)
-    folder = write_archive(tmp_path / "a", [FinishedGroup("0", "retired", "", [1], [encode(made)])])
+    folder = write_archive(tmp_path / "a", [StoredGroup("0", "retired", "", [1], [encode(made)])])
     with open_catalog(str(folder), tokenizer=tmp_path) as catalog:
         messages = catalog.trajectory("0-0-0").messages
     assert [(each.role, each.text, each.calls, each.reward) for each in messages] == [

@@ -31,7 +31,7 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = Path("runs/test/archive")
     spans = [VersionSpan(6, 2), VersionSpan(9, 3)]
     right = Reward(1.0, {"format": 0.25, "answer": 0.75}, is_correct=True)
-    late = {"outcome": "rejected", "reason": "late", "reward": Reward(0.0, status="timeout", detail="5 s")}
+    late = {"state": "rejected", "reason": "late", "reward": Reward(0.0, status="timeout", detail="5 s")}
     write_archive(
         folder,
         [make_finished("0", reward=right, version_spans=spans, steps=[5]), make_finished("1", steps=[6])],

@@ -39,7 +39,7 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_archive(
         tmp_path / "archive",
         [make_finished("3", steps=[1, 2], **fields), make_finished("1", steps=[2], attempt=1)],
-        [make_finished("2", outcome="rejected", reason="late", steps=[], reward=Reward(0.0, status="timeout"))],
+        [make_finished("2", state="rejected", reason="late", steps=[], reward=Reward(0.0, status="timeout"))],
     )
 
 
