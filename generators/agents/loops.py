@@ -218,7 +218,7 @@ def _pay(episode: Episode, score: float) -> None:
 
 
 def _build(config: InteractionConfig, *, setting: str) -> tuple[Any, str]:
-    found = find_function(config.function, setting=setting)
+    found = find_function(config.function, setting=f"{setting}.function")
     try:
         user = found(config.arguments)
     except Exception as error:

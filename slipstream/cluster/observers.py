@@ -53,11 +53,7 @@ def check_loggers(run: RunConfig) -> None:
 
 
 def _check_own(name: str, run: RunConfig) -> None:
-    try:
-        found = find_function(name, setting="logging.backends")
-    except ConfigError as error:
-        # `find_function` assumes a `function` field.
-        raise ConfigError(str(error).replace("logging.backends.function", "logging.backends")) from None
+    found = find_function(name, setting="logging.backends")
     if not callable(getattr(found, "log", None)):
         raise ConfigError(
             f"logging.backends must name classes with a method log(step, metrics), got {name!r}, which has none."

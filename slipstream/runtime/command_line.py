@@ -56,8 +56,22 @@ All settings: docs/settings.md; `slipstream config` prints them with their value
 """
 WITH_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}, "epilog": SETTINGS}
 """For commands with settings. Unknown options become overrides: `--learner.max_steps=5` gets a helpful error."""
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")
+Texts = list[str] | None
+"""Values of a repeatable argument or option."""
+Overrides = Annotated[Texts, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")]
+SourceWord = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE", help="A run's name or folder, an archive, a file of `data export`, or a redis:// address."
+    ),
+]
+RunName = Annotated[
+    str | None, typer.Option("--run", metavar="NAME", help="Name of the run, beside a redis:// address.")
+]
+RunsDir = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the run folders.")]
+TokenizerPath = Annotated[
+    Path | None,
+    typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json or its folder, instead of the run's."),
 ]
 
 _BUILDS = ("torch", "vllm", "deepspeed", "peft")

@@ -25,7 +25,7 @@ from slipstream.observe.catalog.tables import (
     show_tokens,
 )
 from slipstream.observe.catalog.transfer import export, fetch_archive, import_rollouts
-from slipstream.runtime.command_line import make_app, make_console
+from slipstream.runtime.command_line import RunName, RunsDir, SourceWord, TokenizerPath, make_app, make_console
 
 _UNSOUND = 1
 """Exit code when a defect was found."""
@@ -33,17 +33,6 @@ _UNSOUND = 1
 app = make_app("Inspect a run's store or an archive of it.")
 
 
-SourceWord = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE", help="A run's name or folder, an archive's folder, a file of `export`, or a redis:// address."
-    ),
-]
-RunName = Annotated[str | None, typer.Option("--run", help="Name of the run, beside a redis:// address.")]
-RunsDir = Annotated[Path, typer.Option(help="Folder of the run folders.")]
-TokenizerPath = Annotated[
-    Path | None, typer.Option("--tokenizer", help="A tokenizer.json or its folder, instead of the run's own.")
-]
 Limit = Annotated[int | None, typer.Option(min=1, help="Most trajectories.")]
 Lines = Annotated[int, typer.Option(min=1, help="Most lines.")]
 Conditions = Annotated[
