@@ -14,7 +14,12 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.import_path import find_function
 
-LOGGERS = ("trackio", "wandb", "tensorboard")
+LOGGERS = {
+    "trackio": "slipstream.observe.loggers.trackio_logger:TrackioLogger",
+    "wandb": "slipstream.observe.loggers.wandb_logger:WandbLogger",
+    "tensorboard": "slipstream.observe.loggers.tensorboard_logger:TensorboardLogger",
+}
+"""Built-in logger -> class, imported by name, because each needs an optional package."""
 EXPORTER = "exporter"
 _EXPORTER_TIMEOUT_S = 3.0
 LOGGER_TIMEOUT_S = 20.0

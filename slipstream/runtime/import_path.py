@@ -13,14 +13,14 @@ from typing import Any
 from slipstream.configs.base import ConfigError
 
 
-def load_function(path: str, *, setting: str, num_values: int, arguments: dict[str, Any]) -> Callable[..., Any]:
-    """Import a function of `num_values` positional arguments and keyword `arguments`. Raises ConfigError.
+def load_function(path: str, *, setting: str, arguments: dict[str, Any]) -> Callable[..., Any]:
+    """Import a function of one positional argument and keyword `arguments`. Raises ConfigError.
 
     `setting`: key of the record that has `function` and `arguments`.
     """
     function = find_function(path, setting=f"{setting}.function")
     try:
-        inspect.signature(function).bind(*[None] * num_values, **arguments)
+        inspect.signature(function).bind(None, **arguments)
     except TypeError as error:
         raise ConfigError(f"{setting}.arguments must fit {path!r}, got {arguments}: {error}.") from error
     return function

@@ -267,15 +267,14 @@ class TimeAccount:
 class ProcessorTime:
     """CPU seconds of this process and its descendants; never decreases."""
 
-    def __init__(self, *, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._children: list[psutil.Process] = []
-        self._list_at = clock()
+        self._list_at = time.monotonic()
         self._most = 0.0
 
     @property
     def seconds(self) -> float:
-        if self._clock() >= self._list_at:
+        if time.monotonic() >= self._list_at:
             self.list_children()
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         total = time.process_time() + ended.ru_utime + ended.ru_stime
@@ -288,6 +287,6 @@ class ProcessorTime:
 
     def list_children(self) -> None:
         """Scan for child processes; call it after starting one."""
-        self._list_at = self._clock() + _LIST_EVERY_S
+        self._list_at = time.monotonic() + _LIST_EVERY_S
         with suppress(psutil.Error):
             self._children = psutil.Process().children(recursive=True)
