@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 from slipstream.generators import environments
 from slipstream.generators.rewards.mathematics import true_number
 from slipstream.generators.rewards.procedural import UNRELIABLE
@@ -210,11 +210,8 @@ def make_environment_rows(
     for line in done.stdout.splitlines():
         answers |= msgspec.json.decode(line, type=Values)
     found = answers.get("tasks", [])
-    if len(found) < rows + heldout_rows:
-        raise ConfigError(
-            f"--rows + --heldout-rows must be at most the tasks of {environment}, got {rows + heldout_rows} for "
-            f"{answers.get('failed', f'{len(found)} tasks')}."
-        )
+    must, why = f"be at most the tasks of {environment}", answers.get("failed", f"it has {len(found)} tasks")
+    require(len(found) >= rows + heldout_rows, "--rows + --heldout-rows", must, got=rows + heldout_rows, why=why)
 
     def convert(task: Values, **place: Any) -> Values:
         row = make_row(_prompt_of(task), ground_truth=str(task.get("answer", "")), data_source=environment, **place)
@@ -236,11 +233,8 @@ def make_gym_task(task: str, *, arguments: dict[str, Any], rows: int, heldout_ro
     if task in UNRELIABLE:
         raise ConfigError(f"the task {task!r} of reasoning-gym cannot be graded: {UNRELIABLE[task]}.")
     found = list(islice(_entries(task, arguments, size=2 * (rows + heldout_rows), seed=seed), rows + heldout_rows))
-    if len(found) < rows + heldout_rows:
-        raise ConfigError(
-            f"--rows + --heldout-rows must be <= {len(found)}, the different problems of {task!r} among twice as many "
-            f"drawn, got {rows + heldout_rows}."
-        )
+    must, why = f"be <= {len(found)}", f"there are no more different problems of {task!r} among twice as many drawn"
+    require(len(found) >= rows + heldout_rows, "--rows + --heldout-rows", must, got=rows + heldout_rows, why=why)
 
     def convert(entry: Values, **place: Any) -> Values:
         truth = {"answer": entry["answer"], "metadata": entry["metadata"]}

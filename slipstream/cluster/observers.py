@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from slipstream.cluster.role_process import RoleDiedError, RoleProcess
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.import_path import find_function
 
@@ -59,10 +59,8 @@ def check_loggers(run: RunConfig) -> None:
 
 def _check_own(name: str, run: RunConfig) -> None:
     found = find_function(name, setting="logging.backends")
-    if not callable(getattr(found, "log", None)):
-        raise ConfigError(
-            f"logging.backends must name classes with a method log(step, metrics), got {name!r}, which has none."
-        )
+    must = "name classes with a method log(step, metrics)"
+    require(callable(getattr(found, "log", None)), "logging.backends", must, got=repr(name), why="it has none")
     options = run.logging.arguments[name]
     try:
         inspect.signature(found).bind(None, **options)

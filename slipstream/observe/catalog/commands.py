@@ -124,8 +124,7 @@ def export_file(
     with _open(where, run, runs_dir) as source:
         if isinstance(source, FileSource) and source.is_verl:
             raise ConfigError(f"SOURCE must hold tokens to be exported, got {where}: verl's rollouts are texts alone.")
-        decode = decoder_of(source, tokenizer)
-        _check_text(selected, decode)
+        decode = _decoder(source, tokenizer, selected, is_optional=False)
         count = export(islice(source.read(selected, decode=decode), limit), out, decode=decode)
         print(f"{count} trajectories in {out}")
 
@@ -205,16 +204,12 @@ def _open(where: str, run_name: str | None, runs_dir: Path) -> Iterator[Source]:
         raise typer.Exit(_UNSOUND)
 
 
-def _decoder(source: Source, tokenizer: Path | None, selected: TrajectoryFilter) -> Decode | None:
-    if selected.text is None:
-        return None
-    decode = decoder_of(source, tokenizer)
-    _check_text(selected, decode)
-    return decode
-
-
-def _check_text(selected: TrajectoryFilter, decode: Decode | None) -> None:
+def _decoder(
+    source: Source, tokenizer: Path | None, selected: TrajectoryFilter, *, is_optional: bool = True
+) -> Decode | None:
+    decode = None if is_optional and selected.text is None else decoder_of(source, tokenizer)
     if selected.text is not None and decode is None:
         raise ConfigError(
             "a condition on text needs a tokenizer to decode with, and none was found: --tokenizer names one."
         )
+    return decode
