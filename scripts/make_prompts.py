@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -29,6 +27,7 @@ from slipstream.generators import environments
 from slipstream.generators.rewards.mathematics import true_number
 from slipstream.generators.rewards.procedural import UNRELIABLE
 from slipstream.runtime.command_line import fail_cleanly, make_parser
+from slipstream.runtime.row_files import is_json, read_lines, read_table
 from slipstream.scripts.make_digits_data import make_row, split_rows, write_file
 
 Values = dict[str, Any]
@@ -185,13 +184,12 @@ def _download(split: Split) -> list[Path]:
 
 
 def _read_file(file: Path) -> list[Values]:
+    if not is_json(file):
+        return list(read_table(file).to_pylist())
     try:
-        if file.suffix == ".parquet":
-            found: list[Values] = pq.read_table(file).to_pylist()
-            return found
-        return [msgspec.json.decode(line, type=Values) for line in file.read_bytes().splitlines() if line.strip()]
-    except (pa.ArrowException, OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{file} must be Parquet or JSON lines, but cannot be read: {error}") from None
+        return [msgspec.json.decode(line, type=Values) for line in read_lines(file)]
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{file} must be JSON lines, but cannot be read: {error}") from None
 
 
 # --- verifiers environments ------------------------------------------------------------------------------------------
