@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image, ImageDraw
 
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import require
 from slipstream.runtime.command_line import fail_cleanly, make_parser
 
 HELDOUT = "heldout.parquet"
@@ -121,10 +121,8 @@ def picture(number: int, digits: int) -> tuple[str, str]:
 def make_problems(task: str, *, digits: int, count: int, seed: int) -> list[tuple[str, str]]:
     """Sample `count` different (prompt, answer) pairs. Raises ConfigError if fewer exist."""
     available = 8100 if task == "addition" else 10**digits
-    if count > available:
-        raise ConfigError(
-            f"--train-rows + --heldout-rows must be <= {available}, the number of {task} problems, got {count}."
-        )
+    why = f"there are no more different problems of {task}"
+    require(count <= available, "--train-rows + --heldout-rows", f"be <= {available}", got=count, why=why)
     # One draw for both splits, so that they cannot overlap.
     numbers = random.Random(seed).sample(range(available), count)
     made = {"reverse": lambda number: reverse(number, digits), "picture": lambda number: picture(number, digits)}

@@ -19,16 +19,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
-import pyarrow as pa
-import pyarrow.parquet as pq
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 from slipstream.generators import environments
 from slipstream.generators.rewards.mathematics import true_number
 from slipstream.generators.rewards.procedural import UNRELIABLE
 from slipstream.runtime.command_line import fail_cleanly, make_parser
+from slipstream.runtime.row_files import is_json, read_lines, read_table
 from slipstream.scripts.make_digits_data import make_row, split_rows, write_file
 
 Values = dict[str, Any]
@@ -185,13 +184,12 @@ def _download(split: Split) -> list[Path]:
 
 
 def _read_file(file: Path) -> list[Values]:
+    if not is_json(file):
+        return list(read_table(file).to_pylist())
     try:
-        if file.suffix == ".parquet":
-            found: list[Values] = pq.read_table(file).to_pylist()
-            return found
-        return [msgspec.json.decode(line, type=Values) for line in file.read_bytes().splitlines() if line.strip()]
-    except (pa.ArrowException, OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{file} must be Parquet or JSON lines, but cannot be read: {error}") from None
+        return [msgspec.json.decode(line, type=Values) for line in read_lines(file)]
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{file} must be JSON lines, but cannot be read: {error}") from None
 
 
 # --- verifiers environments ------------------------------------------------------------------------------------------
@@ -210,11 +208,8 @@ def make_environment_rows(
     for line in done.stdout.splitlines():
         answers |= msgspec.json.decode(line, type=Values)
     found = answers.get("tasks", [])
-    if len(found) < rows + heldout_rows:
-        raise ConfigError(
-            f"--rows + --heldout-rows must be at most the tasks of {environment}, got {rows + heldout_rows} for "
-            f"{answers.get('failed', f'{len(found)} tasks')}."
-        )
+    must, why = f"be at most the tasks of {environment}", answers.get("failed", f"it has {len(found)} tasks")
+    require(len(found) >= rows + heldout_rows, "--rows + --heldout-rows", must, got=rows + heldout_rows, why=why)
 
     def convert(task: Values, **place: Any) -> Values:
         row = make_row(_prompt_of(task), ground_truth=str(task.get("answer", "")), data_source=environment, **place)
@@ -236,11 +231,8 @@ def make_gym_task(task: str, *, arguments: dict[str, Any], rows: int, heldout_ro
     if task in UNRELIABLE:
         raise ConfigError(f"the task {task!r} of reasoning-gym cannot be graded: {UNRELIABLE[task]}.")
     found = list(islice(_entries(task, arguments, size=2 * (rows + heldout_rows), seed=seed), rows + heldout_rows))
-    if len(found) < rows + heldout_rows:
-        raise ConfigError(
-            f"--rows + --heldout-rows must be <= {len(found)}, the different problems of {task!r} among twice as many "
-            f"drawn, got {rows + heldout_rows}."
-        )
+    must, why = f"be <= {len(found)}", f"there are no more different problems of {task!r} among twice as many drawn"
+    require(len(found) >= rows + heldout_rows, "--rows + --heldout-rows", must, got=rows + heldout_rows, why=why)
 
     def convert(entry: Values, **place: Any) -> Values:
         truth = {"answer": entry["answer"], "metadata": entry["metadata"]}

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from slipstream.broker.dataset import Dataset
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 from slipstream.runtime.command_line import fail_cleanly, make_parser
 from slipstream.runtime.images import Grid, VisionModel, takes_images
 from slipstream.scripts.init_random_model import load_model, save_model
@@ -238,11 +238,9 @@ def warm_up(
             reached = accuracy
         if reached >= low or late:
             break
-    if reached < low / 4:
-        raise ConfigError(
-            f"the exact accuracy must reach {low} within --max-batches ({max_batches}) and --max-seconds "
-            f"({max_seconds:.0f}), got {reached:.3f}: allow more, or choose another --learning-rate."
-        )
+    must = f"reach {low} within --max-batches ({max_batches}) and --max-seconds ({max_seconds:.0f})"
+    why = "allow more, or choose another --learning-rate"
+    require(reached >= low / 4, "the exact accuracy", must, got=f"{reached:.3f}", why=why)
     return reached
 
 

@@ -16,7 +16,19 @@ from slipstream.cluster.role_process import RoleDiedError
 from slipstream.configs.base import ConfigError
 from slipstream.generators.errors import GeneratorError
 from slipstream.learner.errors import LearnerError
-from slipstream.runtime.command_line import WITH_OVERRIDES, Overrides, fail_cleanly, make_app, run_app, with_command
+from slipstream.runtime.command_line import (
+    WITH_OVERRIDES,
+    Overrides,
+    RunName,
+    RunsDir,
+    SourceWord,
+    Texts,
+    TokenizerPath,
+    fail_cleanly,
+    make_app,
+    run_app,
+    with_command,
+)
 
 app = make_app(
     """Asynchronous actor-learner reinforcement learning for language models.
@@ -32,7 +44,7 @@ app = make_app(
 
 _FORWARDED = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 RunWords = Annotated[
-    list[str] | None,
+    Texts,
     typer.Argument(
         metavar="RUN", help="Name or folder of a run (default: the newest); runs_dir=FOLDER is where runs are stored."
     ),
@@ -128,9 +140,7 @@ def check(
         Literal["advantage", "policy_loss"], typer.Argument(metavar="KIND", help="What the function computes.")
     ],
     function: Annotated[str, typer.Argument(metavar="module:function", help="Import path of the function.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME=VALUE", help="Keyword arguments of the function.")
-    ] = None,
+    arguments: Annotated[Texts, typer.Argument(metavar="NAME=VALUE", help="Keyword arguments of the function.")] = None,
 ) -> None:
     """Check a custom advantage or policy loss.
 
@@ -195,16 +205,14 @@ def status(
 @app.command(rich_help_panel="Inspect")
 def watch(
     runs: Annotated[
-        list[str] | None,
+        Texts,
         typer.Argument(
             metavar="RUN", help="Names or folders of runs (default: all); runs_dir=FOLDER is where runs are stored."
         ),
     ] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port (default: 8420, or a free one).")] = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
-    allow_host: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Another name of this machine; repeatable.")
-    ] = None,
+    allow_host: Annotated[Texts, typer.Option(metavar="NAME", help="Another name of this machine; repeatable.")] = None,
 ) -> None:
     """Show live and finished runs in a web browser.
 
@@ -225,9 +233,7 @@ def explain(
         Literal["slow", "reward", "health", "step", "version"],
         typer.Argument(metavar="KIND", help="slow | reward | health | step N | version N."),
     ],
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="[N] [RUN]", help="A number, then a run as for `status`.")
-    ] = None,
+    words: Annotated[Texts, typer.Argument(metavar="[N] [RUN]", help="A number, then a run as for `status`.")] = None,
 ) -> None:
     """Explain a slow run, a fall of the reward, or one step.
 
@@ -328,17 +334,10 @@ def data(ctx: typer.Context) -> None:
 
 @app.command(rich_help_panel="Data")
 def view(
-    where: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE", help="A run's name or folder, an archive, a file of `data export`, or a redis:// address."
-        ),
-    ],
-    tokenizer: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A tokenizer.json or its folder, instead of the run's.")
-    ] = None,
-    run: Annotated[str | None, typer.Option(metavar="NAME", help="Name of the run, beside a redis:// address.")] = None,
-    runs_dir: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the run folders.")] = Path("runs"),
+    where: SourceWord,
+    tokenizer: TokenizerPath = None,
+    run: RunName = None,
+    runs_dir: RunsDir = Path("runs"),
 ) -> None:
     """Look through trajectories in the terminal; `?` lists the keys.
 
@@ -360,7 +359,7 @@ _MODELS_HELP = "Folders in transformers format, or model names on the hub."
 
 @app.command(**WITH_OVERRIDES, rich_help_panel="Models")
 def evaluate(
-    words: Annotated[list[str] | None, typer.Argument(metavar=_MODELS, help=_MODELS_HELP)] = None,
+    words: Annotated[Texts, typer.Argument(metavar=_MODELS, help=_MODELS_HELP)] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Store every answer; a repeated call only makes missing ones.")
     ] = None,
@@ -460,7 +459,7 @@ def plan(
 @app.command(**WITH_OVERRIDES, rich_help_panel="Machines")
 def diagnose(
     words: Annotated[
-        list[str] | None,
+        Texts,
         typer.Argument(
             metavar="[cluster] [RUN] [KEY=VALUE...]",
             help="Name or folder of a run (default: the newest); or settings.",

@@ -218,7 +218,7 @@ def _pay(episode: Episode, score: float) -> None:
 
 
 def _build(config: InteractionConfig, *, setting: str) -> tuple[Any, str]:
-    found = find_function(config.function, setting=setting)
+    found = find_function(config.function, setting=f"{setting}.function")
     try:
         user = found(config.arguments)
     except Exception as error:
@@ -243,7 +243,7 @@ class CustomLoop(AgentLoop):
 
     def __init__(self, config: CustomAgentConfig, *, setting: str) -> None:
         """Raises ConfigError."""
-        function = load_function(config.function, setting=setting, num_values=1, arguments=config.arguments)
+        function = load_function(config.function, setting=setting, arguments=config.arguments)
         if not inspect.iscoroutinefunction(function):
             raise ConfigError(f"{setting}.function must be an `async def` function, got {config.function!r}.")
         self._run = partial(function, **config.arguments)

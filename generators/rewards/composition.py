@@ -61,7 +61,7 @@ class RewardFunction:
     def __init__(self, config: RewardFunctionConfig, *, setting: str) -> None:
         """Raises ConfigError."""
         path = full_path(config.function, setting=setting)
-        found = find_function(path, setting=setting)
+        found = find_function(path, setting=f"{setting}.function")
         self._function, self._form = bind(found, config.arguments, setting=setting, path=config.function)
         is_async = inspect.iscoroutinefunction
         self.compares = self._form.compares

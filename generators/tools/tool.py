@@ -131,7 +131,8 @@ class Tool:
         self._config = config
         self._is_built_in = shared is not None or config.function in BUILT_IN
         self._slots = asyncio.Semaphore(config.max_concurrency)
-        function = shared or BUILT_IN.get(config.function) or find_function(config.function, setting=setting)
+        path = config.function
+        function = shared or BUILT_IN.get(path) or find_function(path, setting=f"{setting}.function")
         # The model calls instances of a class. One instance of a built-in class serves all answers. It is created now,
         # so that missing requirements fail at startup.
         is_class, called = inspect.isclass(function), function

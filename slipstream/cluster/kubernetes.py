@@ -63,11 +63,10 @@ def secret_name(recipe: Recipe) -> str:
 def object_name(recipe: Recipe) -> str:
     """Return a valid Kubernetes name. Raises ConfigError."""
     name = re.sub(r"[^a-z0-9-]", "-", recipe.run.name.lower()).strip("-")
-    if not re.match("[a-z]", name) or len(name) > _MAX_NAME:
-        raise ConfigError(
-            f"name must begin with a letter and have <= {_MAX_NAME} characters, got {recipe.run.name!r}: Kubernetes "
-            "derives host names from it; choose another with name=..."
-        )
+    is_fit = re.match("[a-z]", name) is not None and len(name) <= _MAX_NAME
+    why = "Kubernetes derives host names from it; choose another with name=NAME"
+    must = f"begin with a letter and have <= {_MAX_NAME} characters"
+    require(is_fit, "name", must, got=repr(recipe.run.name), why=why)
     return name
 
 

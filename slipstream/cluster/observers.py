@@ -10,11 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from slipstream.cluster.role_process import RoleDiedError, RoleProcess
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.import_path import find_function
 
-LOGGERS = ("trackio", "wandb", "tensorboard")
+LOGGERS = {
+    "trackio": "slipstream.observe.loggers.trackio_logger:TrackioLogger",
+    "wandb": "slipstream.observe.loggers.wandb_logger:WandbLogger",
+    "tensorboard": "slipstream.observe.loggers.tensorboard_logger:TensorboardLogger",
+}
+"""Built-in logger -> class, imported by name, because each needs an optional package."""
 EXPORTER = "exporter"
 _EXPORTER_TIMEOUT_S = 3.0
 LOGGER_TIMEOUT_S = 20.0
@@ -53,15 +58,9 @@ def check_loggers(run: RunConfig) -> None:
 
 
 def _check_own(name: str, run: RunConfig) -> None:
-    try:
-        found = find_function(name, setting="logging.backends")
-    except ConfigError as error:
-        # `find_function` assumes a `function` field.
-        raise ConfigError(str(error).replace("logging.backends.function", "logging.backends")) from None
-    if not callable(getattr(found, "log", None)):
-        raise ConfigError(
-            f"logging.backends must name classes with a method log(step, metrics), got {name!r}, which has none."
-        )
+    found = find_function(name, setting="logging.backends")
+    must = "name classes with a method log(step, metrics)"
+    require(callable(getattr(found, "log", None)), "logging.backends", must, got=repr(name), why="it has none")
     options = run.logging.arguments[name]
     try:
         inspect.signature(found).bind(None, **options)

@@ -115,15 +115,18 @@ class Host:
 
 # --- on the machine of the launcher ----------------------------------------------------------------------------------
 class RayCluster:
-    """The connected Ray cluster. Implements Cluster."""
+    """The connected Ray cluster, or one bundle of a group that the run keeps. Implements Cluster."""
 
-    _bundle = 0
-    """Bundle of the group that hosts run in."""
-
-    def __init__(self, run: str) -> None:
+    def __init__(self, run: str, *, kept: Any = None, bundle: int = 0) -> None:
+        """`kept`: a group; `bundle`: the one in which hosts run."""
         self._run = run
+        self._kept = kept
+        self._bundle = bundle
 
     def request(self, name: str, bundles: list[dict[str, float]], *, labels: list[dict[str, str]]) -> Any:
+        if self._kept:
+            # Ray replaces a lost machine's bundle, and the group becomes ready again.
+            return self._kept, self._kept.ready()
         group = placement_group(
             bundles,
             strategy="STRICT_SPREAD",
@@ -136,8 +139,9 @@ class RayCluster:
         return bool(ray.wait([group[1]], timeout=0)[0])
 
     def release(self, group: Any) -> None:
-        with suppress(RayError, ConnectionError):
-            remove_placement_group(group[0])
+        if not self._kept:
+            with suppress(RayError, ConnectionError):
+                remove_placement_group(group[0])
 
     def host(self, name: str, group: Any, *, gpus: int) -> Any:
         place = PlacementGroupSchedulingStrategy(group[0], placement_group_bundle_index=self._bundle)
@@ -165,22 +169,6 @@ class RayCluster:
         shown = machines[:_MACHINES_SHOWN]
         more = [f"and {len(machines) - len(shown)} more"] if len(machines) > len(shown) else []
         return "; ".join(shown + more) or "no machine"
-
-
-class RayBundle(RayCluster):
-    """One bundle of a group that the run keeps. Implements Cluster."""
-
-    def __init__(self, run: str, group: Any, bundle: int) -> None:
-        super().__init__(run)
-        self._group = group
-        self._bundle = bundle
-
-    def request(self, name: str, bundles: list[dict[str, float]], *, labels: list[dict[str, str]]) -> Any:
-        # Ray replaces a lost machine's bundle, and the group becomes ready again.
-        return self._group, self._group.ready()
-
-    def release(self, group: Any) -> None:
-        """No-op: the run keeps the group."""
 
 
 def _describe_machine(node: dict[str, Any], free: dict[str, float]) -> str:
@@ -234,7 +222,7 @@ class RayPlaces:
             RemoteSeat(
                 f"learner on machine {number}",
                 log,
-                cluster=RayBundle(self._run, self._group[0], number),
+                cluster=RayCluster(self._run, kept=self._group[0], bundle=number),
                 needs=SeatConfig(cpus=core.cpus, gpus=core.gpus),
                 timeout_s=config.place_timeout_s,
                 remedy="change cluster.learner, or add machines",

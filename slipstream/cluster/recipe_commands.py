@@ -6,7 +6,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -25,7 +25,7 @@ from slipstream.cluster.recipe import Recipe, read_recipe
 from slipstream.cluster.slurm import sbatch_script
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.buffer import EmbeddedRedisConfig
-from slipstream.runtime.command_line import NO_ANSWER, WITH_OVERRIDES, Overrides, exit_with_error, make_app
+from slipstream.runtime.command_line import NO_ANSWER, WITH_OVERRIDES, Overrides, Texts, exit_with_error, make_app
 
 _SUBMIT_TIMEOUT_S = 120.0
 
@@ -33,18 +33,18 @@ app = make_app("Start a run by Slurm or on Kubernetes; docs/cluster.md describes
 Print = Annotated[bool, typer.Option("--print", help="Print the job instead of submitting it.")]
 
 
+def _several(metavar: str, text: str, *names: str) -> Any:
+    return typer.Option(*names, metavar=metavar, help=f"{text}; repeatable.")
+
+
 @app.command(**WITH_OVERRIDES)
 def slurm(
     overrides: Overrides = None,
     print_only: Print = False,
-    option: Annotated[
-        list[str] | None, typer.Option("--sbatch", metavar="OPTION", help="An option of sbatch; repeatable.")
-    ] = None,
-    core_option: Annotated[
-        list[str] | None, typer.Option("--sbatch-core", metavar="OPTION", help="One for the learner's nodes alone.")
-    ] = None,
+    option: Annotated[Texts, _several("OPTION", "An option of sbatch", "--sbatch")] = None,
+    core_option: Annotated[Texts, _several("OPTION", "One for the learner's nodes alone", "--sbatch-core")] = None,
     generator_option: Annotated[
-        list[str] | None, typer.Option("--sbatch-generators", metavar="OPTION", help="One for the generators alone.")
+        Texts, _several("OPTION", "One for the generators alone", "--sbatch-generators")
     ] = None,
     python: Annotated[str, typer.Option(metavar="FILE", help="Python of the nodes.")] = sys.executable,
 ) -> None:
@@ -80,24 +80,12 @@ def kubernetes(
         str | None, typer.Option(metavar="NAME", help="PersistentVolumeClaim with data, models and runs, of all pods.")
     ] = None,
     namespace: Annotated[str, typer.Option(metavar="NAME", help="Namespace (default: kubectl's).")] = "",
-    secret_names: Annotated[
-        list[str] | None,
-        typer.Option("--secret", metavar="NAME", help="Secret of environment variables for the core; repeatable."),
-    ] = None,
-    generator_secret: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME", help="The same for generators, which run other code; repeatable."),
-    ] = None,
-    pull_secret: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="Secret of the image's registry; repeatable.")
-    ] = None,
+    secret_names: Annotated[Texts, _several("NAME", "Secret of environment variables for the core", "--secret")] = None,
+    generator_secret: Annotated[Texts, _several("NAME", "The same for generators, which run other code")] = None,
+    pull_secret: Annotated[Texts, _several("NAME", "Secret of the image's registry")] = None,
     service_account: Annotated[str, typer.Option(metavar="NAME", help="Service account of the pods.")] = "",
-    node_selector: Annotated[
-        list[str] | None, typer.Option(metavar="LABEL=VALUE", help="Label of the nodes; repeatable.")
-    ] = None,
-    toleration: Annotated[
-        list[str] | None, typer.Option(metavar="KEY[=VALUE][:EFFECT]", help="Tolerated taint of nodes; repeatable.")
-    ] = None,
+    node_selector: Annotated[Texts, _several("LABEL=VALUE", "Label of the nodes")] = None,
+    toleration: Annotated[Texts, _several("KEY[=VALUE][:EFFECT]", "Tolerated taint of nodes")] = None,
     patch: Annotated[
         Path | None, typer.Option(metavar="FILE", help="YAML to merge into the manifest; see docs/cluster.md.")
     ] = None,

@@ -10,7 +10,7 @@ from slipstream.buffer.control import (
     request_pause,
     wait_until_gone,
 )
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 from slipstream.configs.learner import PROFILE_REQUEST
 from slipstream.configs.run import read_config
 from slipstream.observe.reader import read_run
@@ -55,10 +55,8 @@ def pause(words: Sequence[str], *, is_off: bool) -> None:
 def profile(words: Sequence[str], *, num_steps: int) -> None:
     """Ask a run's learner to record its next steps. Raises ConfigError if it cannot."""
     run = read_config(find_run(words, command="profile"))
-    if not run.has_roles:
-        raise ConfigError(
-            f"profile needs a run with mode=async, got mode={run.mode}: start a run with profile.steps=[1, 3] instead."
-        )
+    why = "start another run with profile.steps=[1, 3] instead"
+    require(run.has_roles, "mode", "be async to profile a run in progress", got=run.mode, why=why)
     with read_run(words, command="profile") as reader:
         folder, store = reader.folder, reader.store
         state, learner = store.run_state(), store.roles().get("learner", {})
@@ -71,11 +69,9 @@ def profile(words: Sequence[str], *, num_steps: int) -> None:
         # The learner reads the request after the current step.
         first = state.step + 2 + run.profile_lead_steps
         last, most = first + num_steps - 1, run.learner.max_steps
-        if last > most:
-            raise ConfigError(
-                f"--steps must be <= {max(0, most - first + 1)}, got {num_steps}: recording can start at step "
-                f"{first}, the first without leased trajectories, and the run ends with step {most}."
-            )
+        must, can = f"be <= {max(0, most - first + 1)}", f"recording can start at step {first}"
+        why = f"{can}, the first without leased trajectories, and the run ends with step {most}"
+        require(last <= most, "--steps", must, got=num_steps, why=why)
         store.request("learner", PROFILE_REQUEST, f"{first} {last}")
     trace = folder / "profile" / "trace.json.gz"
     steps = f"steps {first} to {last} are" if num_steps > 1 else f"step {first} is"

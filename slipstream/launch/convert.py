@@ -232,11 +232,9 @@ def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, sour
             None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
         )
     for problem in ("missing_keys", "unexpected_keys"):
-        if names := sorted(found[problem]):
-            raise ConfigError(
-                f"{source} must hold the weights of the {name} in {folder}, got {problem.replace('_', ' ')}: "
-                f"{', '.join(names[:3])} ({len(names)} in all)."
-            )
+        names, got = sorted(found[problem]), problem.replace("_", " ")
+        why = f"{', '.join(names[:3])} ({len(names)} in all)"
+        require(not names, str(source), f"hold the weights of the {name} in {folder}", got=got, why=why)
     return module
 
 

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from slipstream.cluster.role_process import RoleDiedError, RoleProcess
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 from slipstream.configs.engines import ScriptedEngineConfig, VllmEngineConfig
 from slipstream.configs.run import RunConfig
 
@@ -72,20 +72,15 @@ def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
         "learner.num_ranks": num_ranks,
         "generators.engine.tensor_parallel_size x pipeline_parallel_size": per_engine,
     }.items():
-        if count > len(gpus):
-            raise ConfigError(
-                f"{setting} must be <= the GPUs here ({len(gpus)}), got {count}: each of these processes needs its "
-                "own GPU."
-            )
+        why = "each of these processes needs its own GPU"
+        require(count <= len(gpus), setting, f"be <= the GPUs here ({len(gpus)})", got=count, why=why)
     names = [f"generator-{number}" for number in range(run.generators.count)]
     num_gpus = {"learner": num_ranks} | dict.fromkeys(names, per_engine)
     if len(gpus) == 1:
         return {name: list(gpus[:count]) for name, count in num_gpus.items()}
-    if sum(num_gpus.values()) > len(gpus):
-        raise ConfigError(
-            f"learner.num_ranks + generators.count x workers of an engine must be <= the GPUs here ({len(gpus)}), got "
-            f"{sum(num_gpus.values())}: reduce them, or start generators on other machines by hand."
-        )
+    needed, sizes = sum(num_gpus.values()), "learner.num_ranks + generators.count x workers of an engine"
+    why = "reduce them, or start generators on other machines by hand"
+    require(needed <= len(gpus), sizes, f"be <= the GPUs here ({len(gpus)})", got=needed, why=why)
     free = iter(gpus)
     return {name: [next(free) for _ in range(count)] for name, count in num_gpus.items()}
 
@@ -93,16 +88,12 @@ def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
 def check_placement(run: RunConfig) -> None:
     """Raise ConfigError if this machine lacks GPUs for the roles."""
     gpus = visible_gpus()
-    if run.learner.device == "cuda" and not gpus:
-        raise ConfigError(
-            "learner.device=cuda needs an NVIDIA GPU that this process may use and a CUDA build of torch, got none: "
-            "use learner.device=auto, or look at CUDA_VISIBLE_DEVICES and `nvidia-smi -L`."
-        )
-    if run.weights.backend == "nccl" and len(gpus) < 2:
-        raise ConfigError(
-            f"weights.backend=nccl needs a GPU for the learner and others for the generators, got {len(gpus)} here: "
-            "use weights.backend=auto."
-        )
+    must = "have an NVIDIA GPU that this process may use and a CUDA build of torch"
+    why = "use learner.device=auto, or look at CUDA_VISIBLE_DEVICES and `nvidia-smi -L`"
+    require(bool(gpus) or run.learner.device != "cuda", "learner.device=cuda", must, got="none", why=why)
+    is_fit, why = run.weights.backend != "nccl" or len(gpus) >= 2, "use weights.backend=auto"
+    must = "have a GPU for the learner and others for the generators"
+    require(is_fit, "weights.backend=nccl", must, got=f"{len(gpus)} here", why=why)
     place(run, gpus=gpus)
 
 
@@ -110,11 +101,9 @@ def check_target(run: RunConfig, target: int, *, num_cores: int) -> None:
     """Raise ConfigError for an implausible number of generators."""
     scale = run.generators.autoscale
     limit = max(run.generators.count, scale.max if scale else 0, _MAX_PER_CORE * num_cores)
-    if target > limit:
-        raise ConfigError(
-            f"generators must be <= {limit} on this machine of {num_cores} cores, got {target}: lower it, start "
-            "some on other machines by hand, or start the run with that generators.count."
-        )
+    must = f"be <= {limit} on this machine of {num_cores} cores"
+    why = "lower it, start some on other machines by hand, or start the run with that generators.count"
+    require(target <= limit, "generators", must, got=target, why=why)
 
 
 class Event(NamedTuple):

@@ -24,7 +24,7 @@ from slipstream.buffer.store import StoreOutage
 from slipstream.cluster.observers import observed
 from slipstream.cluster.role_process import RoleDiedError, RoleProcess
 from slipstream.cluster.seat import LocalSeat, Places
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import require
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.load import own_settings
@@ -159,11 +159,10 @@ class Launcher:
         if self._places:
             return
         check_target(self._run, count, num_cores=os.cpu_count() or 1)
-        if len(self._visible_gpus) == 1 and count > self._most_generators:
-            raise ConfigError(
-                f"generators must be <= {self._most_generators} on the one GPU of this machine, got {count}: its "
-                "memory is divided at the start; start the run with that generators.count."
-            )
+        is_fit = len(self._visible_gpus) != 1 or count <= self._most_generators
+        must = f"be <= {self._most_generators} on the one GPU of this machine"
+        why = "its memory is divided at the start; start the run with that generators.count"
+        require(is_fit, "generators", must, got=count, why=why)
         # At least as many as at the start, so that running generators keep their GPUs.
         generators = msgspec.structs.replace(self._run.generators, count=max(count, self._run.generators.count))
         self._gpus |= place(msgspec.structs.replace(self._run, generators=generators), gpus=self._visible_gpus)

@@ -22,7 +22,7 @@ from slipstream.buffer.redis.run_store import open_run_store, store_url
 from slipstream.buffer.trajectory import Reward
 from slipstream.cluster.observers import check_observers
 from slipstream.cluster.seat import run_kept
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.data import PrepareStep
 from slipstream.configs.generators import (
@@ -83,11 +83,9 @@ def _check_rewards(run: RunConfig) -> None:
 def _check_local(run: RunConfig) -> None:
     if run.cluster.kind != "local":
         return
-    if (machines := run.cluster.learner.machines) > 1:
-        raise ConfigError(
-            f"cluster.learner.machines must be 1 with cluster.kind=local, got {machines}: this launcher only starts "
-            "processes on its own machine; use cluster.kind=ray, `slipstream launch`, or start roles by hand."
-        )
+    machines, must = run.cluster.learner.machines, "be 1 with cluster.kind=local"
+    why = "this launcher starts processes only here; use cluster.kind=ray, `slipstream launch`, or start roles by hand"
+    require(machines == 1, "cluster.learner.machines", must, got=machines, why=why)
     check_placement(run)
 
 

@@ -15,7 +15,7 @@ from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import EVENTS_KEPT
 from slipstream.buffer.role_reports import LAUNCHER, RoleStatus, role_statuses
 from slipstream.buffer.store import Store
-from slipstream.configs.base import ConfigError, Record
+from slipstream.configs.base import ConfigError, Record, require
 from slipstream.configs.generators import AutoscaleConfig
 from slipstream.configs.run import RunConfig
 from slipstream.launch.generator_pool import Event, GeneratorPool
@@ -210,11 +210,10 @@ class Scaling:
         number, _, request_id = value.partition(" ")
         scale = self._run.generators.autoscale
         try:
-            if scale and not scale.min <= int(number) <= scale.max:
-                raise ConfigError(
-                    f"generators must lie between generators.autoscale.min and max ({scale.min} to {scale.max}), got "
-                    f"{int(number)}: the autoscaler decides within them; start the run with other bounds."
-                )
+            if scale:
+                must = f"lie between generators.autoscale.min and max ({scale.min} to {scale.max})"
+                why = "the autoscaler decides within them; start the run with other bounds"
+                require(scale.min <= int(number) <= scale.max, "generators", must, got=int(number), why=why)
             events = self._set_target(int(number), reason="requested")
         except (ValueError, ConfigError) as error:
             self._report.answer(request_id, str(error))

@@ -15,6 +15,7 @@ import msgspec
 from hydra.errors import HydraException
 from rich.table import Table
 
+from slipstream.buffer.durable_files import write_durably
 from slipstream.cluster.seat import run_kept
 from slipstream.configs.base import ConfigError, Record
 from slipstream.configs.load import load, parse
@@ -190,9 +191,7 @@ def combine(runs: Sequence[SweptRun]) -> list[Combination]:
 
 def _write(folder: Path, runs: Sequence[SweptRun]) -> None:
     content = {"runs": runs, "combinations": combine(runs)}
-    draft = folder / f"{RESULTS}.new"
-    draft.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
-    draft.replace(folder / RESULTS)
+    write_durably(folder / RESULTS, msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
 
 
 def draw(runs: Sequence[SweptRun]) -> Iterator[Table | str]:

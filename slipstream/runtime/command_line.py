@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
@@ -56,8 +56,22 @@ All settings: docs/settings.md; `slipstream config` prints them with their value
 """
 WITH_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}, "epilog": SETTINGS}
 """For commands with settings. Unknown options become overrides: `--learner.max_steps=5` gets a helpful error."""
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")
+Texts = list[str] | None
+"""Values of a repeatable argument or option."""
+Overrides = Annotated[Texts, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")]
+SourceWord = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE", help="A run's name or folder, an archive, a file of `data export`, or a redis:// address."
+    ),
+]
+RunName = Annotated[
+    str | None, typer.Option("--run", metavar="NAME", help="Name of the run, beside a redis:// address.")
+]
+RunsDir = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the run folders.")]
+TokenizerPath = Annotated[
+    Path | None,
+    typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json or its folder, instead of the run's."),
 ]
 
 _BUILDS = ("torch", "vllm", "deepspeed", "peft")
@@ -190,38 +204,35 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
 
 
 _OTHER_NAMES = {
-    **dict.fromkeys(("train", "start"), "run"),
-    **dict.fromkeys(("sweep", "multirun", "tune"), "run -m"),
-    **dict.fromkeys(("finetune", "sft-train"), "sft"),
-    **dict.fromkeys(("info", "results", "summary", "report"), "status"),
-    **dict.fromkeys(("dashboard", "ui", "monitor"), "watch"),
-    **dict.fromkeys(("eval", "test"), "evaluate"),
-    **dict.fromkeys(("sample", "rollout", "predict"), "generate"),
-    **{"doctor": "diagnose", "version": "--version", "merge": "convert", "curves": "plot"},
+    "train start": "run",
+    "sweep multirun tune": "run -m",
+    "finetune sft-train": "sft",
+    "info results summary report": "status",
+    "dashboard ui monitor": "watch",
+    "eval test": "evaluate",
+    "sample rollout predict": "generate",
+    "doctor": "diagnose",
+    "version": "--version",
+    "merge": "convert",
+    "curves": "plot",
 }
 """Commands of other tools that are one of ours, with the same arguments."""
 _RESUMING = ("resume", "restart", "continue")
 _TAKE_EXPERIMENTS = ("run", "config", "prepare", "plan")
 _EXPERIMENT_FILE = re.compile(r"^(--config=)?([^=]+\.yaml)$")
-_STOP = "press Ctrl-C where the run was started, or send SIGTERM to its launcher, whose pid `status` shows"
-_LOGS = "a run's logs are runs/NAME/logs/ROLE.log; `slipstream status` shows the last errors"
-_LIST = "`slipstream watch` lists the runs, `slipstream data ls` the trajectories of one"
-_SERVE = "the model of a run is a folder in transformers format: `vllm serve runs/NAME/final_model`"
-_ALGORITHM = "an algorithm is a setting, such as `slipstream run recipe=dapo`"
-_SAVE = "learner.checkpoint.every_steps saves checkpoints, and Ctrl-C saves one; resume=true continues from the newest"
 _ELSEWHERE = {
-    **dict.fromkeys(("stop", "kill", "cancel"), _STOP),
-    **dict.fromkeys(("logs", "log", "tail", "attach"), _LOGS),
-    **dict.fromkeys(("ls", "list", "runs", "ps"), _LIST),
-    **dict.fromkeys(("serve", "chat", "infer"), _SERVE),
-    **dict.fromkeys(("grpo", "ppo", "rl"), _ALGORITHM),
-    **dict.fromkeys(("save", "checkpoint", "checkpoints", "ckpt"), _SAVE),
-    **dict.fromkeys(("rm", "delete", "clean"), "a run is a folder: delete runs/NAME"),
-    **dict.fromkeys(("validate", "dry-run"), "`slipstream diagnose KEY=VALUE` checks settings and inputs of a run"),
-    **dict.fromkeys(
-        ("reward", "score"), "`slipstream run` tries the reward first, `slipstream evaluate` scores answers"
-    ),
-    **dict.fromkeys(("push", "upload"), "`hf upload OWNER/NAME runs/NAME/final_model` puts a model on the hub"),
+    "stop kill cancel": "press Ctrl-C where the run was started, or send SIGTERM to its launcher, whose pid `status` "
+    "shows",
+    "logs log tail attach": "a run's logs are runs/NAME/logs/ROLE.log; `slipstream status` shows the last errors",
+    "ls list runs ps": "`slipstream watch` lists the runs, `slipstream data ls` the trajectories of one",
+    "serve chat infer": "the model of a run is a folder in transformers format: `vllm serve runs/NAME/final_model`",
+    "grpo ppo rl": "an algorithm is a setting, such as `slipstream run recipe=dapo`",
+    "save checkpoint checkpoints ckpt": "learner.checkpoint.every_steps saves checkpoints, and Ctrl-C saves one; "
+    "resume=true continues from the newest",
+    "rm delete clean": "a run is a folder: delete runs/NAME",
+    "validate dry-run": "`slipstream diagnose KEY=VALUE` checks settings and inputs of a run",
+    "reward score": "`slipstream run` tries the reward first, `slipstream evaluate` scores answers",
+    "push upload": "`hf upload OWNER/NAME runs/NAME/final_model` puts a model on the hub",
     "show": "`slipstream status` shows a run, `slipstream data show` a trajectory",
     "export": "`slipstream convert` writes a model, `slipstream data export` trajectories",
     "compare": "`slipstream watch` compares runs, `slipstream evaluate MODEL MODEL` compares models",
@@ -229,18 +240,22 @@ _ELSEWHERE = {
 """Commands of other tools -> what to use."""
 
 
+def _of_other_tools(table: Mapping[str, str], command: str) -> str:
+    return next((use for names, use in table.items() if command in names.split()), "")
+
+
 def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
     """Insert `run` before overrides; replace commands of other tools. Raises ConfigError for unknown commands."""
     first, *others = arguments or ["--help"]
     if first == "help":
         return [*others[:1], "--help"]
-    first, *options = _OTHER_NAMES.get(first, first).split()
+    first, *options = (_of_other_tools(_OTHER_NAMES, first) or first).split()
     arguments = [first, *options, *others]
     if first in _RESUMING and others:
         names = (word if "=" in word or word.startswith("-") else f"name={Path(word).name}" for word in others)
         return ["run", *names, "resume=true"]
-    if first in _ELSEWHERE:
-        raise ConfigError(f"no command `{first}`: {_ELSEWHERE[first]}.")
+    if elsewhere := _of_other_tools(_ELSEWHERE, first):
+        raise ConfigError(f"no command `{first}`: {elsewhere}.")
     commands = [each.name or each.callback.__name__ for each in app.registered_commands if each.callback]
     if first in _TAKE_EXPERIMENTS:
         return [first, *(_EXPERIMENT_FILE.sub(r"experiment=\2", word) for word in arguments[1:])]
@@ -270,8 +285,8 @@ _PIPED_WIDTH = 180
 
 def make_console() -> Console:
     """Return a console without markup, because settings and paths contain brackets."""
-    console = Console(highlight=False, markup=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=_PIPED_WIDTH)
+    width = None if Console().is_terminal else _PIPED_WIDTH
+    return Console(highlight=False, markup=False, width=width)
 
 
 def make_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:

@@ -21,7 +21,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from slipstream.configs.base import ConfigError, Record
+from slipstream.configs.base import ConfigError, Record, require
 from slipstream.configs.broker import BrokerConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.run_folder import RunFolder
@@ -34,7 +34,7 @@ TOKEN_REMEDY = (
 _TOKEN_LENGTHS = range(16, 1025)
 _MIN_OPEN_LENGTH = 32
 """Minimum length if other machines can guess."""
-_MAKE_TOKEN = "make a token with `python -c 'import secrets; print(secrets.token_urlsafe())'`."
+MAKE_TOKEN = "make a token with `python -c 'import secrets; print(secrets.token_urlsafe())'`"
 _ACCESS_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _SCRYPT_COST = 2**15
 """Each guess at a human-chosen token costs 0.1 s and 32 MiB."""
@@ -61,22 +61,17 @@ class Keys(Record):
 def find_token(run: RunConfig) -> str:
     """Return `given_token`, or else the run folder's, or else nothing. Raises ConfigError."""
     token = given_token(run.broker) or _token_in_folder(RunFolder(run))
-    if token and run.cluster.is_open and len(token) < _MIN_OPEN_LENGTH:
-        raise ConfigError(
-            f"the token must have >= {_MIN_OPEN_LENGTH} characters with cluster.interface, got {len(token)}: other "
-            f"machines can try to guess it; {_MAKE_TOKEN}"
-        )
+    is_fit = not token or not run.cluster.is_open or len(token) >= _MIN_OPEN_LENGTH
+    must, why = f"have >= {_MIN_OPEN_LENGTH} characters with cluster.interface", "other machines can try to guess it"
+    require(is_fit, "the token", must, got=len(token), why=f"{why}; {MAKE_TOKEN}")
     return token
 
 
 def make_token(run: RunConfig) -> str:
     """Return the run's token; create one in the run folder if none exists. Raises ConfigError."""
     if token := find_token(run):
-        if token.startswith(_GUEST):
-            raise ConfigError(
-                "the token must be the run's, got a guest's, which can only start generators: unset "
-                f"{TOKEN_VARIABLE}, or start the run with another token."
-            )
+        got, why = "a guest's, which can only start generators", f"unset {TOKEN_VARIABLE}, or use another token"
+        require(not token.startswith(_GUEST), "the token", "be the run's", got=got, why=why)
         return token
     folder = RunFolder(run)
     folder.make()
@@ -110,12 +105,9 @@ def _token_in_folder(folder: RunFolder) -> str:
 
 def _read_private(path: Path) -> str:
     try:
-        mode = path.stat().st_mode
-        if mode & _ACCESS_BY_OTHERS:
-            raise ConfigError(
-                "a token file must be accessible only to its owner, "
-                f"got mode {stat.S_IMODE(mode):04o} of {path}: chmod 600 {path}"
-            )
+        mode, must = path.stat().st_mode, "be accessible only to its owner"
+        got = f"mode {stat.S_IMODE(mode):04o} of {path}"
+        require(not mode & _ACCESS_BY_OTHERS, "a token file", must, got=got, why=f"chmod 600 {path}")
         return path.read_bytes().decode("ascii", errors="replace").strip()
     except OSError as error:
         raise ConfigError(
@@ -125,11 +117,9 @@ def _read_private(path: Path) -> str:
 
 def _check_format(token: str, *, origin: str) -> str:
     # Reveal only the length.
-    if len(token) not in _TOKEN_LENGTHS or not token.isascii() or not token.isprintable():
-        raise ConfigError(
-            f"{origin} must hold {_TOKEN_LENGTHS[0]} to {_TOKEN_LENGTHS[-1]} printable ASCII characters, got "
-            f"{len(token)} characters that are not: {_MAKE_TOKEN}"
-        )
+    is_fit = len(token) in _TOKEN_LENGTHS and token.isascii() and token.isprintable()
+    must = f"hold {_TOKEN_LENGTHS[0]} to {_TOKEN_LENGTHS[-1]} printable ASCII characters"
+    require(is_fit, origin, must, got=f"{len(token)} characters that are not", why=MAKE_TOKEN)
     return token
 
 

@@ -13,29 +13,32 @@ from typing import Any
 from slipstream.configs.base import ConfigError
 
 
-def load_function(path: str, *, setting: str, num_values: int, arguments: dict[str, Any]) -> Callable[..., Any]:
-    """Import a function of `num_values` positional arguments and keyword `arguments`. Raises ConfigError."""
-    function = find_function(path, setting=setting)
+def load_function(path: str, *, setting: str, arguments: dict[str, Any]) -> Callable[..., Any]:
+    """Import a function of one positional argument and keyword `arguments`. Raises ConfigError.
+
+    `setting`: key of the record that has `function` and `arguments`.
+    """
+    function = find_function(path, setting=f"{setting}.function")
     try:
-        inspect.signature(function).bind(*[None] * num_values, **arguments)
+        inspect.signature(function).bind(None, **arguments)
     except TypeError as error:
         raise ConfigError(f"{setting}.arguments must fit {path!r}, got {arguments}: {error}.") from error
     return function
 
 
 def find_function(path: str, *, setting: str) -> Callable[..., Any]:
-    """Import the function or class at `path`. Raises ConfigError."""
+    """Import the function or class at `path`, the value of the key `setting`. Raises ConfigError."""
     module_name, separator, name = path.rpartition(":")
     if not (module_name and separator and name):
-        raise ConfigError(f"{setting}.function must look like `module:function`, got {path!r}.")
+        raise ConfigError(f"{setting} must look like `module:function`, got {path!r}.")
     module = _import(module_name, path, setting)
     function = getattr(module, name, None)
     if function is None:
         nearest = difflib.get_close_matches(name, [n for n in dir(module) if not n.startswith("_")], n=1)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        raise ConfigError(f"{setting}.function={path!r}: module {module.__name__!r} has no {name!r}.{hint}")
+        raise ConfigError(f"{setting}={path!r}: module {module.__name__!r} has no {name!r}.{hint}")
     if not callable(function):
-        raise ConfigError(f"{setting}.function must name a function, got {path!r}: it is a {type(function).__name__}.")
+        raise ConfigError(f"{setting} must name a function, got {path!r}: it is a {type(function).__name__}.")
     found: Callable[..., Any] = function
     return found
 
@@ -45,13 +48,12 @@ def _import(module_name: str, path: str, setting: str) -> ModuleType:
         return _import_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{setting}.function must name a module that can be imported, got {path!r}: "
-            f"there is no module {error.name!r}."
+            f"{setting} must name a module that can be imported, got {path!r}: there is no module {error.name!r}."
         ) from error
     # A script without `if __name__ == "__main__"` may end the process.
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{setting}.function={path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}."
+            f"{setting}={path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}."
         ) from error
 
 

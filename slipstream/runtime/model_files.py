@@ -69,11 +69,9 @@ def check_model_files(model: ModelConfig) -> None:
             )
     settings = read_json(path, _CONFIG)
     kind = str(settings.get("model_type"))
-    if "_vl" in kind and kind not in VISION_FAMILIES:
-        raise ConfigError(
-            f"model.path must be a text model or a vision-language model of the type {' or '.join(VISION_FAMILIES)}, "
-            f"got {path!r}, a {kind}: the learner cannot train it; choose another model."
-        )
+    must = f"be a text model or a vision-language model of the type {' or '.join(VISION_FAMILIES)}"
+    why = "the learner cannot train it; choose another model"
+    require("_vl" not in kind or kind in VISION_FAMILIES, "model.path", must, got=f"{path!r}, a {kind}", why=why)
     inner = settings.get("text_config")
     settings |= inner if isinstance(inner, dict) else {}
     scaling = settings.get("rope_scaling") or settings.get("rope_parameters")
@@ -164,11 +162,10 @@ def check_same_model(path: str, expected: ModelFingerprint | None) -> None:
     theirs = expected.tokenizer_files
     pairs += [(f"{name} of hash", digest, theirs.get(name)) for name, digest in ours.tokenizer_files.items()]
     for field, here, there in pairs:
-        if here is not None and there is not None and here != there:
-            raise ConfigError(
-                f"model.path must hold the same model here as at the broker, got {path!r} with {field} {here} here and "
-                f"{there} at the broker: copy the broker's folder here, or start on a machine that has it."
-            )
+        got = f"{path!r} with {field} {here} here and {there} at the broker"
+        must = "hold the same model here as at the broker"
+        why = "copy the broker's folder here, or start on a machine that has it"
+        require(None in (here, there) or here == there, "model.path", must, got=got, why=why)
 
 
 def _tensors(path: str) -> dict[str, Any]:

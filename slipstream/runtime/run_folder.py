@@ -43,7 +43,7 @@ from typing import IO, Any
 import msgspec
 import structlog
 
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 from slipstream.configs.broker import FIRST_BROKER
 from slipstream.configs.run import NAME_PATTERN, RunConfig
 from slipstream.runtime.disk import is_disk_full
@@ -157,11 +157,9 @@ class RunFolder:
             self.lock()
             self.unlock()
         run, is_used = self._run, self.has_run and not self.is_untrained
-        if is_used and run.resume and run.is_one_process:
-            raise ConfigError(
-                f"resume must be false with mode={run.mode}, which keeps its state in memory, got {run.resume} for "
-                f"{run.name!r}: start another run, if you like with model.path of a model below {self.checkpoints}."
-            )
+        must, got = f"be false with mode={run.mode}, which keeps its state in memory", f"{run.resume} for {run.name!r}"
+        why = f"start another run, if you like with model.path of a model below {self.checkpoints}"
+        require(not (is_used and run.resume and run.is_one_process), "resume", must, got=got, why=why)
         if is_used and not run.resume:
             again = "" if run.is_one_process else "continue it with resume=true, "
             raise ConfigError(

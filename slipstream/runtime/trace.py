@@ -35,7 +35,7 @@ _MAX_PROFILE_BYTES = 2**28
 log = structlog.get_logger(__name__)
 
 
-class TracePart(msgspec.Struct, frozen=True):
+class TracePart(msgspec.Struct):
     """Events of one role."""
 
     role: str
@@ -59,19 +59,17 @@ class Trace:
         self._folder = folder
         self._limit = limit
         self._events = TracePart(role, os.getpid(), [], [])
-        self._dropped = 0
         self.is_on = False
 
     def obey(self, stage: str) -> None:
         """`events` starts recording, `end` writes the file."""
         if stage == "events" and not self.is_on:
-            self._events, self._dropped, self.is_on = TracePart(self._role, os.getpid(), [], []), 0, True
+            self._events, self.is_on = TracePart(self._role, os.getpid(), [], []), True
         elif stage == "end" and self.is_on:
             self.is_on = False
-            part = msgspec.structs.replace(self._events, dropped=self._dropped)
             try:
                 draft = self._part(".new")
-                draft.write_bytes(msgspec.json.encode(part))
+                draft.write_bytes(msgspec.json.encode(self._events))
                 # Atomic, because the merging role polls for the file.
                 draft.replace(self._part(".json"))
             except OSError as error:
@@ -112,7 +110,7 @@ class Trace:
 
     def _has_room(self) -> bool:
         has_room = len(self._events.marks) + len(self._events.spans) < self._limit
-        self._dropped += not has_room
+        self._events.dropped += not has_room
         return has_room
 
 
@@ -267,15 +265,14 @@ class TimeAccount:
 class ProcessorTime:
     """CPU seconds of this process and its descendants; never decreases."""
 
-    def __init__(self, *, clock: Clock = time.monotonic) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._children: list[psutil.Process] = []
-        self._list_at = clock()
+        self._list_at = time.monotonic()
         self._most = 0.0
 
     @property
     def seconds(self) -> float:
-        if self._clock() >= self._list_at:
+        if time.monotonic() >= self._list_at:
             self.list_children()
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         total = time.process_time() + ended.ru_utime + ended.ru_stime
@@ -288,6 +285,6 @@ class ProcessorTime:
 
     def list_children(self) -> None:
         """Scan for child processes; call it after starting one."""
-        self._list_at = self._clock() + _LIST_EVERY_S
+        self._list_at = time.monotonic() + _LIST_EVERY_S
         with suppress(psutil.Error):
             self._children = psutil.Process().children(recursive=True)

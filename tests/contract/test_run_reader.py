@@ -11,6 +11,7 @@ from slipstream.buffer.errors import RunConflictError
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.configs.base import ConfigError
+from slipstream.observe.dashboard.viewed_run import ViewedRun
 from slipstream.observe.reader import RunReader
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_finished, write_archive
@@ -83,8 +84,8 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path
 
 
 @pytest.fixture
-def reader(scene: tuple[Path, Scene]) -> Iterator[RunReader]:
-    with RunReader(scene[0], starts_server=True) as found:
+def reader(scene: tuple[Path, Scene]) -> Iterator[ViewedRun]:
+    with ViewedRun(scene[0], run_id="mine") as found:
         yield found
 
 
@@ -149,7 +150,7 @@ def test_reading_leaves_the_folder_unchanged(scene, reader):
 
 def test_a_reader_follows_a_run_that_is_resumed_with_other_settings(tmp_path):
     folder = record_run(tmp_path, steps=STEPS)
-    with RunReader(folder, starts_server=True) as reader:
+    with ViewedRun(folder, run_id="mine") as reader:
         reader.poll()
         assert reader.view().status is None
         server = record(folder, phase="starting", keeps_running=True)

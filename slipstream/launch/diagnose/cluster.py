@@ -11,7 +11,7 @@ import msgspec
 from slipstream.broker.errors import ChannelClosedError
 from slipstream.broker.handshake import MAX_BYTES, Inspect, Inspected
 from slipstream.broker.messages import LivingBrokers
-from slipstream.broker.transport.endpoints import find_interface, is_listening, machine_id
+from slipstream.broker.transport.endpoints import find_last_port, is_listening, machine_id
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel, is_refused
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.errors import RecordRefusedError
@@ -144,7 +144,7 @@ def _check_reached(link: BrokerLink, cluster: ClusterConfig) -> Result:
     if cluster.network is None:
         return Result("way back", "ok", "not needed: the run has no cluster.interface")
     try:
-        listener = _listen(cluster)
+        listener = socket.create_server(find_last_port(cluster))
     except (ConfigError, OSError) as error:
         return Result("way back", "warn", f"not tried: {error}", fix="correct interface and ports")
     with listener:
@@ -184,16 +184,6 @@ def _check_weights(address: str, keys: Keys) -> Result:
     if is_refused(address, keys):
         return Result("weights", "fail", f"{address} has another token: it belongs to another run", fix=TOKEN_REMEDY)
     return Result("weights", "ok", f"{address} is reached")
-
-
-def _listen(cluster: ClusterConfig) -> socket.socket:
-    host = find_interface(cluster).address
-    for port in cluster.port_range:
-        try:
-            return socket.create_server((host, port))
-        except OSError:
-            continue
-    raise OSError(f"no port of {cluster.ports} is free")
 
 
 def _check_bandwidth(link: BrokerLink, run: RunConfig, answer: Inspected) -> Result:

@@ -16,7 +16,7 @@ from slipstream.buffer.redis.embedded import find_redis_binary
 from slipstream.buffer.redis.run_store import store_url
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.run import RunConfig
-from slipstream.launch.diagnose.machine import Result, Verdict
+from slipstream.launch.diagnose.machine import Result, judge
 from slipstream.launch.preflight import missing_steps, read_data
 from slipstream.runtime.images import VisionModel
 from slipstream.runtime.model_files import (
@@ -139,9 +139,8 @@ def check_data(run: RunConfig) -> list[Result]:
         plan_replay(run)
     sizes = [f"{len(train):,} rows to train on", *(f"{len(rows):,} of {name}" for name, rows in heldout.items())]
     notes = describe_shortages(run, heldout)
-    verdict: Verdict = "warn" if notes else "ok"
-    fix = "lower evaluation.num_final_prompts, or use a larger file" if notes else ""
-    data = Result("data", verdict, "; ".join([", ".join(sizes), *notes]), fix=fix)
+    fix = "lower evaluation.num_final_prompts, or use a larger file"
+    data = judge("data", not notes, "; ".join([", ".join(sizes), *notes]), fix=fix)
     if not find_file(run.model.path, "config.json"):
         return [data]
     for rows in dict.fromkeys([train, *heldout.values()]):

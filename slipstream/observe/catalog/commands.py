@@ -25,7 +25,7 @@ from slipstream.observe.catalog.tables import (
     show_tokens,
 )
 from slipstream.observe.catalog.transfer import export, fetch_archive, import_rollouts
-from slipstream.runtime.command_line import make_app, make_console
+from slipstream.runtime.command_line import RunName, RunsDir, SourceWord, TokenizerPath, make_app, make_console
 
 _UNSOUND = 1
 """Exit code when a defect was found."""
@@ -33,17 +33,6 @@ _UNSOUND = 1
 app = make_app("Inspect a run's store or an archive of it.")
 
 
-SourceWord = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE", help="A run's name or folder, an archive's folder, a file of `export`, or a redis:// address."
-    ),
-]
-RunName = Annotated[str | None, typer.Option("--run", help="Name of the run, beside a redis:// address.")]
-RunsDir = Annotated[Path, typer.Option(help="Folder of the run folders.")]
-TokenizerPath = Annotated[
-    Path | None, typer.Option("--tokenizer", help="A tokenizer.json or its folder, instead of the run's own.")
-]
 Limit = Annotated[int | None, typer.Option(min=1, help="Most trajectories.")]
 Lines = Annotated[int, typer.Option(min=1, help="Most lines.")]
 Conditions = Annotated[
@@ -135,8 +124,7 @@ def export_file(
     with _open(where, run, runs_dir) as source:
         if isinstance(source, FileSource) and source.is_verl:
             raise ConfigError(f"SOURCE must hold tokens to be exported, got {where}: verl's rollouts are texts alone.")
-        decode = decoder_of(source, tokenizer)
-        _check_text(selected, decode)
+        decode = _decoder(source, tokenizer, selected, is_optional=False)
         count = export(islice(source.read(selected, decode=decode), limit), out, decode=decode)
         print(f"{count} trajectories in {out}")
 
@@ -216,16 +204,12 @@ def _open(where: str, run_name: str | None, runs_dir: Path) -> Iterator[Source]:
         raise typer.Exit(_UNSOUND)
 
 
-def _decoder(source: Source, tokenizer: Path | None, selected: TrajectoryFilter) -> Decode | None:
-    if selected.text is None:
-        return None
-    decode = decoder_of(source, tokenizer)
-    _check_text(selected, decode)
-    return decode
-
-
-def _check_text(selected: TrajectoryFilter, decode: Decode | None) -> None:
+def _decoder(
+    source: Source, tokenizer: Path | None, selected: TrajectoryFilter, *, is_optional: bool = True
+) -> Decode | None:
+    decode = None if is_optional and selected.text is None else decoder_of(source, tokenizer)
     if selected.text is not None and decode is None:
         raise ConfigError(
             "a condition on text needs a tokenizer to decode with, and none was found: --tokenizer names one."
         )
+    return decode

@@ -129,20 +129,20 @@ def _from_line(data: bytes) -> StoredTrajectory:
         raise ValueError(f"schema_version must be <= {SCHEMA_VERSION}, got {line.schema_version}")
     if any(not 0 <= token <= _LARGEST for token in line.token_ids):
         raise ValueError(f"token ids must be from 0 to {_LARGEST}")
-    arrays = {
+    return _stored(line)
+
+
+def _stored(line: RolloutLine) -> StoredTrajectory:
+    first = int(np.argmax(line.model_mask)) if line.model_mask else 0
+    fields = {name: getattr(line, name) for name in Trajectory.__struct_fields__} | {
+        "id": line.id or _id_of(line),
+        "version_spans": line.version_spans or [VersionSpan(first, 0)],
         "token_ids": np.array(line.token_ids, np.int32),
         "model_mask": np.array(line.model_mask, bool),
         "generator_logprobs": np.array(line.generator_logprobs, np.float32),
+        "arrays": {name: np.array(array.values, array.dtype) for name, array in line.arrays.items()},
     }
-    first = int(arrays["model_mask"].argmax()) if line.model_mask else 0
-    made: dict[str, Any] = {
-        "id": line.id or _id_of(line),
-        "version_spans": line.version_spans or [VersionSpan(first, 0)],
-    }
-    made["arrays"] = {name: np.array(array.values, array.dtype) for name, array in line.arrays.items()}
-    names = set(Trajectory.__struct_fields__) - set(arrays) - set(made)
-    fields = {name: getattr(line, name) for name in names}
-    return StoredTrajectory(Trajectory(**fields, **arrays, **made), line.outcome, line.reason, line.steps)  # type: ignore[arg-type]
+    return StoredTrajectory(Trajectory(**fields), line.outcome, line.reason, line.steps)  # type: ignore[arg-type]
 
 
 def _read_rows(path: Path) -> Iterator[SourcedTrajectory]:
@@ -280,32 +280,23 @@ def read_verl_dump(path: Path) -> Iterator[StoredTrajectory]:
                     f"{path} line {number} must be a rollout of verl, as its first line is: {error}."
                 ) from None
             group = groups.setdefault((line.step, line.input), len(groups))
-            yield _stored(line, group, members[group], path)
+            yield _stored(_as_rollout(line, group, members[group], path))
             members[group] += 1
 
 
-def _stored(line: VerlLine, group: int, index: int, path: Path) -> StoredTrajectory:
+def _as_rollout(line: VerlLine, group: int, index: int, path: Path) -> RolloutLine:
     prompt, response = line.input.encode(), line.output.encode() or b"\0"
-    tokens = np.frombuffer(prompt + response, np.uint8).astype(np.int32)
-    mask = np.arange(len(tokens)) >= len(prompt)
-    version = max(0, line.step - 1)
-    trajectory = Trajectory(
-        id=f"{group}-0-{index}",
+    return RolloutLine(
         group_id=str(group),
         index=index,
-        prompt_uid=f"{path.stem}/{group}",
-        attempt=0,
-        token_ids=tokens,
-        model_mask=mask,
-        generator_logprobs=np.zeros(len(tokens), np.float32),
-        version_spans=[VersionSpan(len(prompt), version)],
+        token_ids=list(prompt + response),
+        model_mask=[False] * len(prompt) + [True] * len(response),
+        generator_logprobs=[0.0] * len(prompt + response),
         reward=Reward(line.score),
-        stop_reason="stop",
-        sampling=_SAMPLING,
+        prompt_uid=f"{path.stem}/{group}",
+        version_spans=[VersionSpan(len(prompt), max(0, line.step - 1))],
         generator_id="verl",
-        started_at=0.0,
-        finished_at=0.0,
         data_source=path.parent.name,
         extras={} if line.gts is None else {"ground_truth": line.gts},
+        steps=[line.step] if line.step else [],
     )
-    return StoredTrajectory(trajectory, "retired", "", [line.step] if line.step else [])

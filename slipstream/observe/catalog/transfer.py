@@ -23,7 +23,7 @@ from slipstream.buffer.errors import RecordRefusedError
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
 from slipstream.buffer.records import StoredGroup
 from slipstream.buffer.trajectory import SCHEMA_VERSION
-from slipstream.configs.base import ConfigError, Record, require_storage
+from slipstream.configs.base import ConfigError, Record, require, require_storage
 from slipstream.observe.catalog.rollout_files import SourcedTrajectory, read_rollouts
 
 _ROWS_AT_ONCE = 1024
@@ -38,8 +38,7 @@ def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | 
     """
     if target.suffix not in _FORMATS:
         raise ConfigError(f"OUT must end in {' or '.join(_FORMATS)}, got {target}.")
-    if target.exists():
-        raise ConfigError(f"OUT must not exist yet, got {target}: choose another name, or delete it.")
+    require(not target.exists(), "OUT", "not exist yet", got=target, why="choose another name, or delete it")
     if not target.parent.is_dir():
         raise ConfigError(f"OUT must lie in a folder that exists, got {target}.")
     # Renamed once complete: readers never see a partial file.
@@ -147,11 +146,9 @@ def _grouped(found: Iterable[SourcedTrajectory]) -> Iterator[StoredGroup]:
         for sourced in group:
             if members:
                 _check_fits(sourced, members)
-            elif group_id in seen:
-                raise ConfigError(
-                    f"{sourced.source}: the members of a group must stand together, got another of group {group_id}: "
-                    "sort by group_id, and name each file once."
-                )
+            else:
+                key, why = f"{sourced.source}: the members of a group", "sort by group_id, and name each file once"
+                require(group_id not in seen, key, "stand together", got=f"another of group {group_id}", why=why)
             members.append(sourced)
         seen.add(group_id)
         yield _finished(members)
@@ -201,17 +198,12 @@ def _chunks(groups: Iterator[StoredGroup]) -> Iterator[list[StoredGroup]]:
 
 
 def _check_target(where: str, runs_dir: Path) -> None:
-    if "://" in where or any((folder / "config.yaml").is_file() for folder in (Path(where), runs_dir / where)):
-        raise ConfigError(
-            f"--into must be an archive to be made, got {where}, a run that has a store: import into a folder of its "
-            "own, and train on it beside the run's own prompts with replay_mix.archive=ARCHIVE, or alone with "
-            "mode=replay replay.path=ARCHIVE."
-        )
-    if Path(where).exists():
-        raise ConfigError(
-            f"--into must not exist yet, got {where}: choose another name; to join archives, export each and name all "
-            "the files."
-        )
+    is_run = "://" in where or any((folder / "config.yaml").is_file() for folder in (Path(where), runs_dir / where))
+    train = "train on it beside the run's own prompts with replay_mix.archive=ARCHIVE"
+    why = f"import into a folder of its own, and {train}, or alone with mode=replay replay.path=ARCHIVE"
+    require(not is_run, "--into", "be an archive to be made", got=f"{where}, a run that has a store", why=why)
+    why = "choose another name; to join archives, export each and name all the files"
+    require(not Path(where).exists(), "--into", "not exist yet", got=where, why=why)
     if not Path(where).parent.is_dir():
         raise ConfigError(f"--into must lie in a folder that exists, got {where}.")
 

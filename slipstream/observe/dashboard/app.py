@@ -30,19 +30,14 @@ from starlette.staticfiles import StaticFiles
 
 from slipstream.buffer.control import NoAnswerError, request_drain, request_generators, request_pause
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S
 from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
 from slipstream.observe.dashboard.feed import Feed
 from slipstream.observe.dashboard.guard import Guard, find_token
 from slipstream.observe.dashboard.payloads import Trajectories, read_meanings, read_setting_meanings, read_settings
-from slipstream.observe.reader import RunLine, RunReader
+from slipstream.observe.dashboard.viewed_run import RunLine, ViewedRun
 from slipstream.runtime.credentials import is_loopback
 from slipstream.runtime.run_folder import find_run, list_runs
-
-_CONNECT_TIMEOUT_S = 1.0
-_IDLE_TIMEOUT_S = 30.0
-"""A server started by the dashboard stops after this time without clients."""
 
 
 class Runs:
@@ -54,7 +49,7 @@ class Runs:
         names = [word for word in words if word not in folders]
         self.runs_dir = Path(folders[-1].removeprefix("runs_dir=") if folders else "runs")
         self._named = [find_run([name, *folders], command="watch") for name in names]
-        self._readers: dict[str, RunReader] = {}
+        self._readers: dict[str, ViewedRun] = {}
 
     def ids(self) -> list[str]:
         return list(self._folders())
@@ -69,22 +64,15 @@ class Runs:
                 found[f"{name}.{same[name]}" if same[name] > 1 else name] = folder
         return found
 
-    def reader(self, run_id: str) -> RunReader | None:
+    def reader(self, run_id: str) -> ViewedRun | None:
         """Return a run's reader; None for an unknown id."""
         folder = self._folders().get(run_id)
         return self._reader(run_id, folder) if folder else None
 
-    def _reader(self, run_id: str, folder: Path) -> RunReader:
+    def _reader(self, run_id: str, folder: Path) -> ViewedRun:
         known = self._readers.get(run_id)
         if known is None or known.folder != folder:
-            known = self._readers[run_id] = RunReader(
-                folder,
-                run_id=run_id,
-                starts_server=True,
-                timeout_s=_CONNECT_TIMEOUT_S,
-                answer_timeout_s=COMMAND_TIMEOUT_S,
-                idle_timeout_s=_IDLE_TIMEOUT_S,
-            )
+            known = self._readers[run_id] = ViewedRun(folder, run_id=run_id)
         return known
 
     def lines(self) -> list[RunLine]:
@@ -184,7 +172,7 @@ class Dashboard:
             Route("/api/runs/{run}/pause", partial(self._act, Pause), methods=["POST"]),
         ]
 
-    def _reader(self, request: Request) -> RunReader:
+    def _reader(self, request: Request) -> ViewedRun:
         run_id = request.path_params["run"]
         reader = self._runs.reader(run_id)
         if reader is None:

@@ -8,7 +8,7 @@ import anyio
 import msgspec
 from anyio.to_thread import run_sync
 
-from slipstream.observe.reader import RunReader
+from slipstream.observe.dashboard.viewed_run import ViewedRun
 
 _ROWS_EVERY_S = 0.25
 _VIEW_EVERY_S = 1.0
@@ -27,7 +27,7 @@ class Feed:
     The id of a `rows` message is `<generation>.<number of rows so far>`, where a reconnecting client resumes.
     """
 
-    def __init__(self, reader: RunReader) -> None:
+    def __init__(self, reader: ViewedRun) -> None:
         self.reader = reader
         self._queues: set[asyncio.Queue[Message | None]] = set()
         self._tasks: list[asyncio.Task[None]] = []

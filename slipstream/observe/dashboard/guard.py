@@ -6,6 +6,7 @@ other ports cannot read. Run data requires both. The Host header must name the d
 """
 
 import os
+import re
 import secrets
 from collections import deque
 from collections.abc import Iterable
@@ -15,8 +16,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import require
 from slipstream.observe.http_guard import host_of, is_equal
+from slipstream.runtime.credentials import MAKE_TOKEN
 
 TOKEN_VARIABLE = "SLIPSTREAM_WATCH_TOKEN"
 """By default, each start generates a token."""
@@ -48,12 +50,9 @@ def find_token(*, is_open: bool) -> str:
     # No child process may inherit it.
     token = os.environ.pop(TOKEN_VARIABLE, "") or secrets.token_urlsafe(32)
     least = _MIN_OPEN_LENGTH if is_open else _MIN_LENGTH
-    if len(token) < least or not token.isascii() or not token.replace("-", "").replace("_", "").isalnum():
-        raise ConfigError(
-            f"{TOKEN_VARIABLE} must hold >= {least} letters, digits, - or _ {'off loopback ' * is_open}, got "
-            f"{len(token)} characters: make one with `python -c 'import secrets; print(secrets.token_urlsafe())'`, or "
-            "unset it."
-        )
+    is_fit = len(token) >= least and re.fullmatch("[A-Za-z0-9_-]*", token) is not None
+    must = f"hold >= {least} letters, digits, - or _ {'off loopback' * is_open}".rstrip()
+    require(is_fit, TOKEN_VARIABLE, must, got=f"{len(token)} characters", why=f"{MAKE_TOKEN}, or unset it")
     return token
 
 

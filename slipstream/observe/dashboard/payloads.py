@@ -19,7 +19,7 @@ from slipstream.configs.schema import settings
 from slipstream.observe.catalog.catalog import SORTABLE, Catalog, CatalogQuery, open_catalog
 from slipstream.observe.catalog.detail import TrajectoryDetail
 from slipstream.observe.catalog.rows import CatalogRow
-from slipstream.observe.reader import RunReader
+from slipstream.observe.dashboard.viewed_run import ViewedRun
 from slipstream.runtime.run_folder import ORIGINS
 
 _PAGE = Path(__file__).with_name("metrics.md")
@@ -126,7 +126,7 @@ class Trajectories:
 
     def page(
         self,
-        reader: RunReader,
+        reader: ViewedRun,
         *,
         conditions: str,
         sort_by: str,
@@ -149,11 +149,11 @@ class Trajectories:
             conditions=list(NAMES),
         )
 
-    def group(self, reader: RunReader, group_id: str) -> list[TrajectoryDetail]:
+    def group(self, reader: ViewedRun, group_id: str) -> list[TrajectoryDetail]:
         """Return the members of a group; empty for an unknown group. Raises ConfigError, ReplayBufferError."""
         return self._catalog(reader).group(group_id)
 
-    def _catalog(self, reader: RunReader) -> Catalog:
+    def _catalog(self, reader: ViewedRun) -> Catalog:
         is_live = reader.is_live
         with self._lock:
             known = self._opened.get(reader.id)

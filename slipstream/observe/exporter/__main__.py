@@ -53,7 +53,8 @@ class MetricsServer:
         registry.register(self)
         application = guarded(make_wsgi_app(registry), token=token, is_local=ip_address(host).is_loopback)
         try:
-            self._server = make_server(host, port, application, _ServerV6 if ":" in host else _Server, _Handler)
+            kind = _ServerV6 if ":" in host else ThreadingWSGIServer
+            self._server = make_server(host, port, application, kind, _Handler)
         except OSError as error:
             raise ConfigError(
                 f"metrics.prometheus_port must be free at {host}, got {port}: {error.strerror}; choose another."
@@ -99,11 +100,7 @@ def _refusal(environ: dict[str, Any], *, token: str, is_local: bool) -> str | No
     return None if environ["PATH_INFO"] == "/metrics" else "404 Not Found"
 
 
-class _Server(ThreadingWSGIServer):
-    daemon_threads = True
-
-
-class _ServerV6(_Server):
+class _ServerV6(ThreadingWSGIServer):
     address_family = socket.AF_INET6
 
 

@@ -7,7 +7,8 @@ The row key `learner/ess` becomes `slipstream_learner_ess`. Variable parts of a 
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import msgspec
@@ -31,6 +32,8 @@ class Family(NamedTuple):
     name: str
     """Without the prefix and `_total`."""
     help: str
+    source: str = ""
+    """Attribute of the RunStatus or, for `role_...`, of a RoleStatus; empty if computed."""
     is_counter: bool = False
 
     @property
@@ -43,16 +46,16 @@ FAMILIES = {
     for family in (
         Family("up", "1 while the store answers the exporter"),
         Family("phase", "1 for the phase that the run is in"),
-        Family("step", "steps committed"),
-        Family("max_steps", "steps of the whole run"),
-        Family("version", "newest policy version that every generator has verified"),
-        Family("announced_version", "newest policy version of the learner"),
+        Family("step", "steps committed", "step"),
+        Family("max_steps", "steps of the whole run", "max_steps"),
+        Family("version", "newest policy version that every generator has verified", "version"),
+        Family("announced_version", "newest policy version of the learner", "announced_version"),
         Family("checkpoint_step", "step of the checkpoint that a resume starts from"),
         Family("checkpoint_age_seconds", "since that checkpoint changed, as seen by the exporter"),
         Family("disk_free_bytes", "free space on the disk of the run folder"),
-        Family("progress_age_seconds", "since the newest step was committed"),
+        Family("progress_age_seconds", "since the newest step was committed", "progress_age_s"),
         Family("arrival_age_seconds", "since a trajectory was last accepted, as seen by the exporter"),
-        Family("eta_seconds", "until the last step at the present pace"),
+        Family("eta_seconds", "until the last step at the present pace", "eta_s"),
         Family("dead_end", "1 while the learner reports a wait that cannot end"),
         Family("dead_end_after_seconds", "learner.stall.timeout_s: time without an arrival that ends the run"),
         Family("max_lag", "staleness.max_lag: versions that a token may be old"),
@@ -60,28 +63,28 @@ FAMILIES = {
         Family("generators_alive", "generators that report"),
         Family("generators_target", "generators that the launcher keeps running, or generators.count without one"),
         Family("generators_busy_fraction", "trajectories in progress / capacity of the living generators"),
-        Family("role_up", "1 while the role reports, 0 once it is silent or gone"),
-        Family("role_report_age_seconds", "since the last report of a role"),
-        Family("role_progress_age_seconds", "since the last progress of a role"),
+        Family("role_up", "1 while the role reports, 0 once it is silent or gone", "is_alive"),
+        Family("role_report_age_seconds", "since the last report of a role", "report_age_s"),
+        Family("role_progress_age_seconds", "since the last progress of a role", "progress_age_s"),
         Family("role_waiting", "1 while the role waits, by what it waits for"),
-        Family("role_version_lag", "versions announced since the one that a generator holds"),
-        Family("role_tokens_per_second", "tokens generated, or trained on"),
-        Family("role_running", "trajectories in progress"),
-        Family("role_capacity", "trajectories that a generator may have in progress"),
-        Family("role_rewards_failed", "trajectories whose reward function failed", is_counter=True),
-        Family("role_restarts", "restarts by the launcher", is_counter=True),
+        Family("role_version_lag", "versions announced since the one that a generator holds", "version_lag"),
+        Family("role_tokens_per_second", "tokens generated, or trained on", "tokens_per_s"),
+        Family("role_running", "trajectories in progress", "running"),
+        Family("role_capacity", "trajectories that a generator may have in progress", "capacity"),
+        Family("role_rewards_failed", "trajectories whose reward function failed", "rewards_failed", is_counter=True),
+        Family("role_restarts", "restarts by the launcher", "restarts", is_counter=True),
         Family("logger_entries", "entries of a logger: sent, failed, dropped, lost", is_counter=True),
         Family("logger_queued", "entries that wait for a logger"),
-        Family("admitted_prompts", "prompts admitted, less those given back"),
-        Family("admission_limit", "prompts that pacing allows so far"),
-        Family("admission_target_lag", "lag that pacing admits prompts for, versions"),
+        Family("admitted_prompts", "prompts admitted, less those given back", "admission.admitted"),
+        Family("admission_limit", "prompts that pacing allows so far", "admission.limit"),
+        Family("admission_target_lag", "lag that pacing admits prompts for, versions", "admission.target_lag"),
         Family("groups", "groups by state"),
         Family("ready_groups", "ready groups by the versions that their oldest token is old"),
         Family("group_ends", "groups that are over, by outcome and reason", is_counter=True),
         Family("trajectories", "trajectories: accepted, duplicates, superseded, trained", is_counter=True),
         Family("tokens", "model-written tokens: accepted, superseded, wasted, trained", is_counter=True),
         Family("refused_frames", "frames that the broker refused, by reason", is_counter=True),
-        Family("store_payload_bytes", "encoded trajectories in the store"),
+        Family("store_payload_bytes", "encoded trajectories in the store", "counts.payload_bytes"),
         Family("store_memory_bytes", "memory of the store's server"),
         Family("store_memory_limit_bytes", "limit of that memory; absent without one"),
         Family("lag_tokens", "tokens of the newest step by their lag"),
@@ -90,6 +93,8 @@ FAMILIES = {
     )
 }
 """Exported for every run, regardless of its metric rows."""
+_OF_ROLES = [family for family in FAMILIES.values() if family.source and family.name.startswith("role_")]
+_OF_RUN = [family for family in FAMILIES.values() if family.source and family not in _OF_ROLES]
 
 
 class Context(NamedTuple):
@@ -149,18 +154,12 @@ def _add(families: dict[str, Metric], family: Family, labels: Mapping[str, str],
 
 def _samples(status: RunStatus, context: Context) -> Iterator[Sample]:
     run, memory = context.run, status.memory
-    plain: dict[str, float | None] = {
+    computed: dict[str, float | None] = {
         "up": 1.0,
-        "step": status.step,
-        "max_steps": status.max_steps,
-        "version": status.version,
-        "announced_version": status.announced_version,
         "checkpoint_step": status.checkpoint.step if status.checkpoint else None,
         "checkpoint_age_seconds": context.checkpoint_age_s,
         "disk_free_bytes": context.disk_free_bytes,
-        "progress_age_seconds": status.progress_age_s,
         "arrival_age_seconds": context.arrival_age_s,
-        "eta_seconds": status.eta_s,
         "dead_end": float(bool(context.roles.get("learner", {}).get("dead_end"))),
         "dead_end_after_seconds": run.learner.stall.timeout_s,
         "max_lag": run.staleness.max_lag,
@@ -168,14 +167,10 @@ def _samples(status: RunStatus, context: Context) -> Iterator[Sample]:
         "generators_alive": sum(role.role == "generator" and role.is_alive for role in status.roles),
         "generators_target": run.generators.count if status.generators_target is None else status.generators_target,
         "generators_busy_fraction": status.generators_busy_fraction,
-        "admitted_prompts": status.admission.admitted,
-        "admission_limit": status.admission.limit,
-        "admission_target_lag": status.admission.target_lag,
-        "store_payload_bytes": status.counts.payload_bytes,
         "store_memory_bytes": memory.used_bytes or None,
         "store_memory_limit_bytes": memory.max_bytes or None,
     }
-    yield from ((name, {}, float(value)) for name, value in plain.items() if value is not None)
+    yield from _known(computed | _read(status, _OF_RUN), {})
     yield from (("phase", {"phase": phase}, float(phase == status.phase)) for phase in _PHASES)
     for role in status.roles:
         yield from _role_samples(role, context.roles.get(role.name, {}))
@@ -189,20 +184,17 @@ def _samples(status: RunStatus, context: Context) -> Iterator[Sample]:
                 yield "time_share", {"role": role["role"], "phase": phase}, share
 
 
+def _read(record: object, families: Sequence[Family]) -> dict[str, float | None]:
+    return {family.name: attrgetter(family.source)(record) for family in families}
+
+
+def _known(values: Mapping[str, float | None], labels: Mapping[str, str]) -> Iterator[Sample]:
+    yield from ((name, labels, float(value)) for name, value in values.items() if value is not None)
+
+
 def _role_samples(role: RoleStatus, gauges: Mapping[str, Any]) -> Iterator[Sample]:
     labels = {"role": role.role, "name": role.name}
-    values: dict[str, float | None] = {
-        "role_up": float(role.is_alive),
-        "role_report_age_seconds": role.report_age_s,
-        "role_progress_age_seconds": role.progress_age_s,
-        "role_version_lag": role.version_lag,
-        "role_tokens_per_second": role.tokens_per_s,
-        "role_running": role.running,
-        "role_capacity": role.capacity,
-        "role_rewards_failed": role.rewards_failed,
-        "role_restarts": role.restarts,
-    }
-    yield from ((name, labels, float(value)) for name, value in values.items() if value is not None)
+    yield from _known(_read(role, _OF_ROLES), labels)
     if role.waits_for:
         yield "role_waiting", labels | {"waits_for": role.waits_for}, 1.0
     if role.role == "logger":

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from slipstream.cluster.observers import LOGGERS
 from slipstream.configs.base import Record
 from slipstream.runtime.import_path import find_function
 
@@ -65,13 +66,7 @@ class Entry(Record):
 
 def make_logger(name: str, run: LoggedRun, options: Mapping[str, Any]) -> RunLogger:
     """Build a logger by its name in `logging.backends`. Raises ConfigError, and any error of its library."""
-    # Imported by name: each needs an optional package.
-    in_the_box = {
-        "trackio": "slipstream.observe.loggers.trackio_logger:TrackioLogger",
-        "wandb": "slipstream.observe.loggers.wandb_logger:WandbLogger",
-        "tensorboard": "slipstream.observe.loggers.tensorboard_logger:TensorboardLogger",
-    }
-    logger: RunLogger = find_function(in_the_box.get(name, name), setting="logging.backends")(run, **options)
+    logger: RunLogger = find_function(LOGGERS.get(name, name), setting="logging.backends")(run, **options)
     return logger
 
 

@@ -39,5 +39,5 @@ def test_nothing_but_the_two_files_is_left(tmp_path: Path) -> None:
 
 
 def test_more_problems_than_there_are_are_refused() -> None:
-    with pytest.raises(ConfigError, match="must be <= 100, the number of reverse problems, got 101"):
+    with pytest.raises(ConfigError, match="must be <= 100, got 101: there are no more different problems of reverse"):
         make_problems("reverse", digits=2, count=101, seed=0)

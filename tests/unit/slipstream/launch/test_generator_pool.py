@@ -147,9 +147,9 @@ def test_no_two_processes_of_a_group_share_a_gpu(overrides: list[str], gpus: lis
 def test_a_learner_that_must_have_a_gpu_is_refused_before_the_start_without_one():
     check_placement(load(["learner.device=cpu"]))
     # A machine without a driver, or a CPU build of torch.
-    with pytest.raises(ConfigError, match=r"^learner.device=cuda needs an NVIDIA GPU"):
+    with pytest.raises(ConfigError, match=r"^learner.device=cuda must have an NVIDIA GPU"):
         check_placement(load(["learner.device=cuda"]))
-    with pytest.raises(ConfigError, match=r"weights\.backend=nccl needs a GPU for the learner and .* got 0 here"):
+    with pytest.raises(ConfigError, match=r"weights\.backend=nccl must have a GPU for the learner and .* got 0 here"):
         check_placement(load(["weights.backend=nccl"]))
 
 

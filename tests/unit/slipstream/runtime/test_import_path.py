@@ -12,4 +12,4 @@ from slipstream.runtime.import_path import find_function
 def test_a_file_that_cannot_be_imported_is_named_and_ends_nothing(tmp_path: Path, content: str) -> None:
     (tmp_path / "mine.py").write_text(content)
     with pytest.raises(ConfigError, match=r"^reward\.function='.*mine\.py:f': importing '.*mine\.py' failed: \w+: "):
-        find_function(f"{tmp_path}/mine.py:f", setting="reward")
+        find_function(f"{tmp_path}/mine.py:f", setting="reward.function")

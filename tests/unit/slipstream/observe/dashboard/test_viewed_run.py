@@ -1,4 +1,4 @@
-"""RunReader without a store, its health, and the settings' origins."""
+"""ViewedRun without a store, its health, the list of runs, and the settings' origins."""
 
 import shutil
 import threading
@@ -6,12 +6,12 @@ import threading
 import pytest
 
 from slipstream.configs.load import load, provenance
-from slipstream.observe import reader as run_reader
 from slipstream.observe.dashboard import app as module_of_runs
+from slipstream.observe.dashboard import viewed_run
 from slipstream.observe.dashboard.app import Runs
 from slipstream.observe.dashboard.payloads import read_settings
+from slipstream.observe.dashboard.viewed_run import ViewedRun
 from slipstream.observe.metrics_rows import read_tail
-from slipstream.observe.reader import RunReader
 from slipstream.runtime.run_folder import RunFolder, is_held, list_runs
 from tests.recorded_run import append_rows, make_config, make_row, record_run
 
@@ -19,7 +19,7 @@ SERIAL = {"mode": "serial", "weights": {"transport": "memory"}}
 
 
 def read(folder):
-    reader = RunReader(folder, starts_server=True, timeout_s=1.0)
+    reader = ViewedRun(folder, run_id="mine")
     reader.poll()
     return reader
 
@@ -81,10 +81,10 @@ def test_a_list_looks_for_runs_once_and_reads_a_file_that_is_as_before_once(tmp_
         folder = record_run(tmp_path, name, steps=5, **SERIAL)
     looks, reads = [], []
     monkeypatch.setattr(module_of_runs, "list_runs", lambda path: looks.append(path) or list_runs(path))
-    monkeypatch.setattr(run_reader, "read_tail", lambda path: reads.append(path) or read_tail(path))
+    monkeypatch.setattr(viewed_run, "read_tail", lambda path: reads.append(path) or read_tail(path))
     assert len(Runs([f"runs_dir={tmp_path}"]).lines()) == 3
     assert (looks, len(reads)) == ([tmp_path], 3)
-    reader = RunReader(folder)
+    reader = ViewedRun(folder, run_id="mine")
     assert (reader.line().step, reader.line().step, len(reads)) == (5, 5, 4)
     assert reader.line().accuracies == {"sampled": 0.71}, "of the final evaluation"
     reader.folder.joinpath("summary.json").unlink()

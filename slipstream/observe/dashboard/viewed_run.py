@@ -1,0 +1,182 @@
+"""ViewedRun: a run as the dashboard's pages show it, read repeatedly."""
+
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from slipstream.buffer.records import EVENTS_KEPT, Event
+from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S
+from slipstream.configs.base import ConfigError, Record
+from slipstream.configs.run import RunConfig
+from slipstream.observe.metrics_rows import Health, HealthWarning, MetricsTable, Row, read_tail
+from slipstream.observe.reader import UNREADABLE, RunReader
+from slipstream.observe.run_status import RunStatus
+
+_CONNECT_TIMEOUT_S = 1.0
+_IDLE_TIMEOUT_S = 30.0
+"""A server started by the dashboard stops after this time without clients."""
+_ENDED = ("finished", "failed")
+_ACCURACY = "eval/accuracy_"
+
+
+class RunView(Record):
+    """State of a run, from its folder and, if it answers, its store."""
+
+    id: str
+    phase: str
+    """As in RunStatus, or as in RunLine without a store."""
+    step: int
+    max_steps: int | None
+    """None if the settings cannot be read."""
+    max_lag: int | None
+    is_live: bool
+    status: RunStatus | None
+    """As last read; None if the store never answered."""
+    status_age_s: float | None
+    """Seconds since the status was read; 0 once the run is over."""
+    problem: str
+    """Reason that the store cannot be read; else empty."""
+    summary: dict[str, Any]
+    """summary.json; empty before the end."""
+    times: dict[str, Any]
+    """StepTimes as a dict; empty before the first step."""
+    lag_tokens: dict[str, int]
+    warnings: list[HealthWarning]
+    num_rows: int
+
+
+class RunLine(Record):
+    """A run in a list."""
+
+    id: str
+    phase: str
+    """running | finished (has a summary) | stopped (neither)."""
+    mode: str
+    """Empty if the settings cannot be read."""
+    step: int
+    max_steps: int | None
+    changed_at: float | None
+    """Time of the newest step, seconds since 1970."""
+    started_at: float
+    time_s: float | None
+    reward: float | None
+    accuracies: dict[str, float]
+    """By held-out set, of the final evaluation once the run has finished, else of the newest monitored one."""
+
+
+class ViewedRun(RunReader):
+    """A run that pages show. Life: (poll | view | line)* -> close."""
+
+    def __init__(self, folder: Path, *, run_id: str) -> None:
+        super().__init__(
+            folder,
+            starts_server=True,
+            timeout_s=_CONNECT_TIMEOUT_S,
+            answer_timeout_s=COMMAND_TIMEOUT_S,
+            idle_timeout_s=_IDLE_TIMEOUT_S,
+        )
+        self.id = run_id
+        self.table = MetricsTable(folder / "metrics.jsonl")
+        self.events_seen: list[Event] = []
+        """Events as of the last `view`."""
+        self._health = Health(self._known_config)
+        # Separate locks: `view` may block on the store without delaying `poll`.
+        self._polling, self._viewing = threading.Lock(), threading.Lock()
+        self._tail_read = (0, 0)
+        self._tail: tuple[float, Row, dict[str, float]] = (0.0, {}, {})
+        self._status: RunStatus | None = None
+        self._status_at: float | None = None
+        self._is_final = False
+
+    @property
+    def _known_config(self) -> RunConfig | None:
+        with suppress(ConfigError):
+            return self.config
+        return None
+
+    def poll(self) -> list[Row]:
+        """Add new rows of metrics.jsonl to `table` and return them."""
+        # A disconnecting client cancels its task, but not its thread.
+        with self._polling:
+            generation, rows = self.table.generation, self.table.poll()
+            if self.table.generation != generation:
+                self._health = Health(self._known_config)
+            for row in rows:
+                self._health.add(row)
+            return rows
+
+    def view(self) -> RunView:
+        """Blocks for seconds at most if the store does not answer."""
+        with self._viewing:
+            is_live = self.is_live
+            # The run may have been resumed.
+            self._is_final = self._is_final and not is_live
+            if not self._is_final:
+                self._read_store(is_live=is_live)
+            summary, run, read = self.summary, self._known_config, None if self.problem else self._status
+            step = int(self.table.newest("step") or 0)
+            age_s = None if self._status_at is None else 0.0 if self._is_final else time.monotonic() - self._status_at
+            has_phase = is_live or not self._is_final or (read is not None and read.phase in _ENDED)
+            return RunView(
+                id=self.id,
+                phase=read.phase if read and has_phase else self.folder_phase,
+                step=max(step, read.step) if read else step,
+                max_steps=run.learner.max_steps if run else None,
+                max_lag=run.staleness.max_lag if run else None,
+                is_live=is_live,
+                status=self._status,
+                status_age_s=age_s,
+                problem=self.problem,
+                summary=summary,
+                times=summary.get("times") or self.table.nested.get("times") or {},
+                lag_tokens=self.table.nested.get("lag/histogram") or {},
+                warnings=self._health.warnings,
+                num_rows=len(self.table),
+            )
+
+    def _read_store(self, *, is_live: bool) -> None:
+        try:
+            self._status, self._status_at, self.problem = self.status(), time.monotonic(), ""
+            self.events_seen = self.store.events(limit=EVENTS_KEPT)
+            self._is_final = not is_live and not any(role.is_alive for role in self._status.roles)
+        except UNREADABLE as error:
+            self.problem = str(error)
+            self._is_final = not is_live
+        if self._is_final or self.problem:
+            # An embedded server stops only when it has no clients.
+            self.close()
+
+    def line(self) -> RunLine:
+        changed_at, last, accuracies = self._newest_rows()
+        run = self._known_config
+        final = (self.summary.get("evaluation") or {}) if self.folder_phase == "finished" else {}
+        accuracies = {
+            key.removeprefix(_ACCURACY): final[key] for key in final if key.startswith(_ACCURACY)
+        } or accuracies
+        return RunLine(
+            id=self.id,
+            phase=self.folder_phase,
+            mode=run.mode if run else "",
+            step=int(last.get("step", 0)),
+            max_steps=run.learner.max_steps if run else None,
+            changed_at=changed_at if last else None,
+            started_at=(self.folder / "config.yaml").stat().st_mtime,
+            time_s=last.get("time_s"),
+            reward=last.get("learner/reward_mean"),
+            accuracies=accuracies,
+        )
+
+    def _newest_rows(self) -> tuple[float, Row, dict[str, float]]:
+        """Return (write time of the newest row, the row, newest accuracy by set)."""
+        with suppress(OSError):
+            found = self.table.path.stat()
+            # Pages list all runs every few seconds.
+            if (found.st_mtime_ns, found.st_size) != self._tail_read:
+                self._tail_read = found.st_mtime_ns, found.st_size
+                rows = read_tail(self.table.path)
+                evaluated = {key: value for row in rows for key, value in row.items() if key.startswith(_ACCURACY)}
+                newest = {key.removeprefix(_ACCURACY): value for key, value in evaluated.items()}
+                self._tail = found.st_mtime, rows[-1] if rows else {}, newest
+        return self._tail
