@@ -12,7 +12,7 @@ from slipstream.configs.advantages import (
     VtraceConfig,
     WinRateConfig,
 )
-from slipstream.configs.base import Config, ConfigError, Positive, Share
+from slipstream.configs.base import Config, ConfigError, Positive
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig, PpoClipConfig, SppoConfig
 
@@ -48,8 +48,6 @@ class DistillationConfig(Config):
     """Weight relative to the task loss."""
     with_rewards: bool = True
     """Whether rewards count as well; false = only the teacher."""
-    bound: Positive = 10.0
-    """Largest advantage or loss of a token, nats; for `k1` and `k3`."""
     top_k: Annotated[int, Meta(ge=1)] = 32
     """Number of the teacher's most likely tokens; for `forward_kl_topk` and `jsd_topk`."""
     beta: Annotated[float, Meta(gt=0, lt=1)] = 0.5
@@ -111,8 +109,6 @@ class RewardShapingConfig(Config):
     1; below 1, a fraction of `generators.sampling.max_tokens`. null = off."""
     normalize: Literal["none", "batch", "group"] = "none"
     """Normalize to mean 0 and standard deviation 1: over the `batch`, or within each `group`."""
-    epsilon: Positive = 1e-6
-    """Added to that standard deviation."""
     mask_truncated: bool = False
     """Whether to exclude responses that were cut off at the maximum length from the loss; they stay in the baseline of
     their group."""
@@ -206,17 +202,6 @@ class CorrectionConfig(Config):
 _MEANS_OF_SEQUENCES = ("seq_mean_token_mean", "prompt_mean")
 
 
-class EssLearningRateConfig(Config):
-    """Learning rate that follows the effective sample size (VCPO), `importance.ess_learning_rate_scale`."""
-
-    level: Literal["token", "sequence"] = "sequence"
-    """Importance weights, before any bound: one per `token`, or per `sequence`."""
-    power: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Exponent: scale = effective fraction ^ power."""
-    floor: Share = 0.1
-    """Smallest scale of the learning rate."""
-
-
 class AlgorithmConfig(Config):
     """Objective: shaping of rewards, advantages, policy loss, corrections, masks, and penalties."""
 
@@ -248,8 +233,8 @@ class AlgorithmConfig(Config):
     """Weight of the entropy bonus."""
     positive_nll_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the negative log-likelihood of correct answers (VAPO)."""
-    ess_learning_rate: EssLearningRateConfig | None = None
-    """Learning rate that follows the effective sample size; null = off."""
+    ess_learning_rate: bool = False
+    """Learning rate that follows the effective sample size of the sequence weights (VCPO)."""
     updates_per_step: Annotated[int, Meta(ge=1)] = 1
     """Optimizer updates per claimed batch."""
 
@@ -296,7 +281,7 @@ class AlgorithmConfig(Config):
             self.correction.needs_whole_batch
             or (self.kl.apply_to == "reward" and self.kl.coef > 0)
             or self.advantage.needs_start_logprobs
-            or self.ess_learning_rate is not None
+            or self.ess_learning_rate
             or (self.distillation is not None and self.distillation.divergence == "k1")
         )
 

@@ -101,10 +101,6 @@ class RewardConfig(Config):
     timeout_s: Positive = 30.0
     """Wall-clock limit of one call, seconds. Beyond it, `reward_status` is `timeout`, and the call is canceled, or the
     worker and its processes are killed."""
-    start_timeout_s: Positive = 60.0
-    """Longest startup of a worker, seconds: importing the functions, loading a reward model."""
-    retries: Annotated[int, Meta(ge=0)] = 0
-    """Retries after an error or a timeout before the trajectory is masked."""
     max_cpu_s: Annotated[int, Meta(ge=1)] | None = None
     """CPU time of one call over all threads of the worker, and of each process that it starts, seconds; beyond it,
     `reward_status` is `timeout`. null = bounded only by `timeout_s`."""
@@ -145,10 +141,6 @@ def with_arguments(function: str, arguments: dict[str, Any]) -> str:
 
 class AgentConfig(Config, tag_field="kind"):
     """Agent loop: from a prompt to an answer with one or more turns."""
-
-    timeout_s: Positive = 600.0
-    """Longest duration of an answer, seconds; beyond it, its `reward_status` is `timeout`, and it is masked in
-    training."""
 
     @property
     def reads_text(self) -> bool:
@@ -257,8 +249,6 @@ class SearchAgentConfig(AgentConfig, tag="search", kw_only=True):
     """Passages per search."""
     max_turns: Annotated[int, Meta(ge=1)] = 16
     """Maximum turns of the model, including the final answer."""
-    max_turn_tokens: Annotated[int, Meta(ge=1)] | None = None
-    """Maximum tokens per turn; null = the rest of `sampling.max_tokens`."""
     max_observation_tokens: Annotated[int, Meta(ge=1)] = 500
     """Maximum tokens of the passages of one search; the rest is cut off."""
     invalid_action: str = (
@@ -267,10 +257,6 @@ class SearchAgentConfig(AgentConfig, tag="search", kw_only=True):
         "again.\n"
     )
     """Text after a turn that neither searches nor answers; empty = end the answer."""
-    search_timeout_s: Positive = 30.0
-    """Longest search, seconds; beyond it, the model reads an error."""
-    max_concurrency: Annotated[int, Meta(ge=1)] = 64
-    """Maximum concurrent searches over all answers of a generator."""
 
     @property
     def executed(self) -> set[str]:
@@ -301,9 +287,6 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
 class ExternalAgentConfig(AgentConfig, tag="external"):
     """Agents outside the generator that take answers over HTTP."""
 
-    silence_timeout_s: Positive = 300.0
-    """Longest time between two requests of an agent, seconds. Then another agent gets the answer, or, if the model has
-    already written something, the answer is masked in training and counted."""
     tool_call_format: str = "hermes"
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
 
@@ -325,11 +308,6 @@ class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
     one."""
     max_turns: Annotated[int, Meta(ge=1)] = 16
     """Maximum turns of the model in a verifiers environment."""
-    start_timeout_s: Positive = 120.0
-    """Longest startup of the process, seconds."""
-    silence_timeout_s: Positive = 60.0
-    """Longest time without a sign of life of the process, seconds. Then it is reported, killed, and restarted; its
-    answers in progress are masked in training and counted. A blocked event loop is killed after `timeout_s`."""
     tool_call_format: str = "hermes"
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
 
@@ -371,6 +349,9 @@ class GeneratorsConfig(Config):
     reward: RewardConfig = RewardConfig()
     agent: AgentKind = SingleTurnConfig()
     """Agent loop of rows without `agent_name`."""
+    answer_timeout_s: Positive = 600.0
+    """Longest duration of an answer, seconds; beyond it, its `reward_status` is `timeout`, and it is masked in
+    training."""
     agents: dict[str, AgentKind] = {}
     """Agent loops by `agent_name` of the row. `single_turn` and verl's names need no entry: `single_turn_agent` is the
     single turn, `tool_agent` and `react_agent` are the first agent with tools."""

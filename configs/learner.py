@@ -170,7 +170,7 @@ class StallConfig(Config):
     timeout_s: Positive = 600.0
     """Seconds without any useful arrival after which the learner treats the run as stalled; must exceed the time of the
     longest answer. Starting an engine and fetching weights have their own limits on top. By default at least
-    `generators.agent.timeout_s` plus the time limit of all attempts of the reward."""
+    `generators.answer_timeout_s` plus `generators.reward.timeout_s`."""
 
 
 PAUSE_REQUEST = "pause"

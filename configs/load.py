@@ -121,8 +121,7 @@ def _derive(data: dict[str, Any]) -> None:
         put("learner.optimizer.learning_rate", _LORA_LEARNING_RATE)
     if value("model.dtype") != "float32":
         put("weights.max_probe_diff", _HALF_PRECISION_DIFF)
-    attempts = 1 + value("generators.reward.retries")
-    answer_s = value("generators.agent.timeout_s") + attempts * value("generators.reward.timeout_s")
+    answer_s = value("generators.answer_timeout_s") + value("generators.reward.timeout_s")
     put("learner.stall.timeout_s", max(value("learner.stall.timeout_s"), answer_s))
 
 

@@ -16,7 +16,6 @@ from slipstream.configs.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,
     DistillationConfig,
-    EssLearningRateConfig,
     RewardShapingConfig,
 )
 from slipstream.learner.algorithms import advantages, distillation, importance, segments
@@ -121,10 +120,10 @@ def _normalized(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> 
     members = batch.trajectories.is_member
     shaped = torch.where(members, rewards, 0.0)
     if shaping.normalize == "batch":
-        shaped[members] = segments.whiten(shaped[members], epsilon=shaping.epsilon)
+        shaped[members] = segments.whiten(shaped[members], epsilon=advantages.EPSILON)
     elif shaping.normalize == "group":
         groups = batch.trajectories.groups[members]
-        shaped[members] = segments.standardized(shaped[members], groups, epsilon=shaping.epsilon)
+        shaped[members] = segments.standardized(shaped[members], groups, epsilon=advantages.EPSILON)
     return shaped
 
 
@@ -196,7 +195,7 @@ def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch
         advantages = torch.zeros_like(advantages)
     if config.divergence == "k1":
         own, teacher = known(batch.tokens.start_logprobs), known(batch.tokens.teacher_logprobs)
-        advantages = advantages + config.coef * distillation.teacher_advantages(own, teacher, bound=config.bound)
+        advantages = advantages + config.coef * distillation.teacher_advantages(own, teacher)
     return batch.with_tokens(advantages=advantages)
 
 
@@ -231,18 +230,14 @@ def _num_kept(batch: Batch) -> Tensor:
     return segments.sizes(batch.tokens.sequences[is_kept], num_segments=batch.num_trajectories)
 
 
-def learning_rate_scale(batch: Batch, *, config: EssLearningRateConfig | None) -> float:
-    """Factor from a step's effective sample size."""
-    if config is None:
-        return 1.0
+def learning_rate_scale(batch: Batch) -> float:
+    """Factor from the effective sample size of a step's sequence weights, before any bound."""
     tokens = batch.tokens
     drift = importance.token_log_ratio(known(tokens.start_logprobs), tokens.generator_logprobs)
     ratios = RatioInputs(drift, tokens.contexts, batch.num_contexts)
-    weights = importance.LEVELS[config.level](ratios)
-    if config.level == "sequence":
-        weights = importance.one_per_sequence(weights, ratios)
+    weights = importance.one_per_sequence(importance.LEVELS["sequence"](ratios), ratios)
     ess = float(importance.effective_sample_size(weights))
-    return importance.ess_learning_rate_scale(ess, power=config.power, floor=config.floor)
+    return importance.ess_learning_rate_scale(ess)
 
 
 def describe_advantages(batch: Batch) -> dict[str, float]:

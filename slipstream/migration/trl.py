@@ -50,7 +50,7 @@ def _objective(config: Translation) -> None:
     if kind == "cispo":
         loss, fields = "cispo", {"algorithm.policy_loss.clip_high": high or low}
     elif kind in ("sapo", "vespo"):
-        loss, fields = kind, {ours: config.take(theirs) for theirs, ours in config.tables[kind].items()}
+        loss, fields = kind, {ours: config.take(theirs) for theirs, ours in config.tables.get(kind, {}).items()}
     elif level == "sequence":
         loss, fields = "gspo", clip
     config.put("algorithm/policy_loss", loss)

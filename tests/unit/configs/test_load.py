@@ -355,7 +355,7 @@ def test_loggers_are_named_with_or_without_arguments(text: str, arguments: dict[
 
 
 def test_defaults_that_depend_on_other_settings_follow_them():
-    run = load([*OWN_TASK, "generators.sampling.max_tokens=9000", "model.lora={}", "generators.agent.timeout_s=1800"])
+    run = load([*OWN_TASK, "generators.sampling.max_tokens=9000", "model.lora={}", "generators.answer_timeout_s=1800"])
     assert (run.model.max_length, run.learner.tokens_per_microbatch) == (10024, 10024)
     assert run.learner.optimizer.learning_rate == 1e-5
     assert (run.weights.max_probe_diff, load([*OWN_TASK, "model.dtype=float32"]).weights.max_probe_diff) == (0.05, 1e-3)
@@ -371,7 +371,7 @@ def test_defaults_that_depend_on_other_settings_follow_them():
     )
     assert (given.model.max_length, given.learner.stall.timeout_s) == (4096, 7)
     assert given.learner.optimizer.learning_rate == 1e-4
-    for wrong in ("generators.sampling.max_tokens=many", "generators.reward.retries=[1]", "model.dtype=[a]"):
+    for wrong in ("generators.sampling.max_tokens=many", "generators.reward.num_workers=[1]", "model.dtype=[a]"):
         with pytest.raises(ConfigError, match="must be"):
             load([*OWN_TASK, wrong])
 

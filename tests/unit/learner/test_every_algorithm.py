@@ -72,7 +72,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "entropy": {"entropy_coef": 0.01},
     "positive_nll": {"positive_nll_coef": 0.1},
-    "ess": {"ess_learning_rate": configs.EssLearningRateConfig()},
+    "ess": {"ess_learning_rate": True},
     "overlong": {"reward": configs.RewardShapingConfig(overlong_buffer=8, normalize="group")},
 }
 

@@ -8,7 +8,6 @@ from slipstream.configs.algorithm import (
     AdaptiveKlConfig,
     AlgorithmConfig,
     CorrectionConfig,
-    EssLearningRateConfig,
     KlConfig,
     RejectionConfig,
 )
@@ -173,7 +172,7 @@ def test_several_updates_follow_the_schedule_and_leave_the_proximal_policy(tmp_p
 
 def test_the_update_is_as_small_as_the_effective_sample_size_makes_the_learning_rate(tmp_path):
     path, optimizer, moved = make_model(tmp_path), OptimizerConfig(learning_rate=1e-3), []
-    for ess_learning_rate in (None, EssLearningRateConfig()):
+    for ess_learning_rate in (False, True):
         algorithm = AlgorithmConfig(proximal="recompute", ess_learning_rate=ess_learning_rate)
         trainer = make_trainer(make_run(path, learner={"optimizer": optimizer}, algorithm=algorithm))
         before = weights(trainer)
