@@ -10,6 +10,8 @@ from slipstream.configs.base import Config, Positive, require
 
 BROKER_SILENCE_S = 8.0
 """Silence of the broker after which a peer reconnects, seconds."""
+CLAIM_LEASES = 4
+"""Lease of a claimed batch, in `broker.lease_s`."""
 FIRST_BROKER = "broker"
 """Name of the first or only broker of a run."""
 BROKER_NAME = re.compile(rf"{FIRST_BROKER}(-\d+)?", re.ASCII)
@@ -41,12 +43,26 @@ class BrokerConfig(Config):
     """Silence after which a peer is considered gone, seconds. Larger values tolerate pauses but detect failures
     later."""
     lease_s: Positive = 30.0
-    """Time after which a leased prompt is leased again unless its generator pings, seconds. At least three pings must
-    fit."""
+    """Time after which a leased prompt is leased again unless its generator pings, seconds; at least three pings must
+    fit. A store that does not answer for twice as long ends the run, and a batch that the learner has not renewed for
+    four times as long lapses."""
 
     @property
     def names(self) -> list[str]:
         return [FIRST_BROKER, *(f"{FIRST_BROKER}-{number}" for number in range(1, self.shards))]
+
+    @property
+    def store_timeout_s(self) -> float:
+        """Longest retry of an operation while the store does not answer, seconds: a restart with much data takes 20."""
+        return 2 * self.lease_s
+
+    @property
+    def claim_lease_s(self) -> float:
+        """Time within which the learner commits or renews a claim, seconds.
+
+        Longer than for prompts, because a lapsed claim costs a whole step.
+        """
+        return CLAIM_LEASES * self.lease_s
 
     @property
     def heartbeat_s(self) -> float:

@@ -75,7 +75,7 @@ class ArchiveConfig(Config):
 
 # --- groups with missing members -------------------------------------------------------------------------------------
 class RefillConfig(Config, tag="refill", tag_field="kind"):
-    """A group waits for all members; its prompt is leased again, up to `max_attempts` times."""
+    """A group waits for all members; its prompt is leased again, up to five times."""
 
 
 class TrainShortConfig(Config, tag="train_short", tag_field="kind"):
@@ -250,9 +250,3 @@ class BufferConfig(Config):
     """Limits at which admission stops."""
     archive: ArchiveConfig = ArchiveConfig()
     """Archive of finished groups."""
-    claim_lease_s: Positive = 120.0
-    """Time within which the learner commits or renews a claim, seconds."""
-    max_attempts: Annotated[int, Meta(ge=1)] = 5
-    """Leases of a group, or claims, before it is quarantined."""
-    retry_timeout_s: Positive = 60.0
-    """Longest retry of an operation while the store does not answer, seconds."""

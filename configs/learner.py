@@ -54,9 +54,6 @@ class EvaluationConfig(Config):
     goals: list[MetricBound] = []
     """Conditions on the final evaluation, all required for a positive verdict, such as `[{metric: eval/accuracy_greedy,
     at_least: 0.95}]`; empty = the verdict only reports."""
-    timeout_s: Positive = 600.0
-    """Longest wait for the evaluations before and after training, seconds; shorter if no answer can arrive
-    (`learner.stall`)."""
 
     def rows(self, num_rows: int) -> tuple[range, range]:
         """Split the rows of a file into those monitored during training and those evaluated before and after it.
@@ -169,8 +166,9 @@ class StallConfig(Config):
     live view, and log, is removed."""
     timeout_s: Positive = 600.0
     """Seconds without any useful arrival after which the learner treats the run as stalled; must exceed the time of the
-    longest answer. Starting an engine and fetching weights have their own limits on top. By default at least
-    `generators.answer_timeout_s` plus `generators.reward.timeout_s`."""
+    longest answer. While answers arrive, a batch or an evaluation may take three times as long. Starting an engine and
+    fetching weights have their own limits on top. By default at least `generators.answer_timeout_s` plus
+    `generators.reward.timeout_s`."""
 
 
 PAUSE_REQUEST = "pause"
@@ -191,9 +189,6 @@ class LearnerConfig(Config):
 
     num_ranks: Annotated[int, Meta(ge=1)] = 1
     """Number of learner processes."""
-    rank_timeout_s: Positive = 60.0
-    """Silence of a rank or its machine after which the other ranks exit, seconds. Ranks also send signs of life during
-    long steps."""
     sequence_parallel: Annotated[int, Meta(ge=1)] = 1
     """Processes that share each sequence, one slice each; these groups share the batch. Must divide `num_ranks` and the
     model's attention heads. 1 = off."""
@@ -221,8 +216,6 @@ class LearnerConfig(Config):
     token_stats_gib: Annotated[float, Meta(ge=0)] = 1.0
     """Disk space for the learner's log-ratio and entropy of each trained token, for the trajectory views, GiB; about 4
     bytes per token, oldest steps deleted first. 0 = none."""
-    wait_timeout_s: Positive = 1800.0
-    """Longest wait for a batch while trajectories arrive, seconds; shorter if none can become complete (`stall`)."""
     stall: StallConfig = StallConfig()
 
     def __post_init__(self) -> None:

@@ -277,7 +277,7 @@ class Learner:
         with self._account.phase("waiting"):
             claim = self._claim_groups(step=self._step + 1)
         claimed_at, claimed_at_ns = self._clock(), time.time_ns()
-        with keep_claim(self._store, claim, lease_s=self._run.buffer.claim_lease_s):
+        with keep_claim(self._store, claim, lease_s=self._run.broker.claim_lease_s):
             self._reason = f"training step {claim.step}"
             num_mixed, mix = self._run.mixed_groups_per_step, self._rollouts
             with self._account.phase("batch"):
@@ -369,7 +369,7 @@ class Learner:
                 version=self._version,
                 num_groups=num_groups,
                 rules=self._rules,
-                lease_s=self._run.buffer.claim_lease_s,
+                lease_s=self._run.broker.claim_lease_s,
             )
             if not isinstance(claim, Claim):
                 missing, num_ready = claim.reason, claim.ready_needed

@@ -106,9 +106,8 @@ class Progress:
         self._version_lag = 0
         self._applied_at = clock()
 
-    def begin(self, *, limit_s: float, limit_setting: str) -> None:
-        """Start a wait. `limit_s`, the value of `limit_setting`, counts from the first generator with weights."""
-        self.limit_s, self.limit_setting = limit_s, limit_setting
+    def begin(self) -> None:
+        """Start a wait."""
         self._progressed_at = self._clock()
         self._served_since: float | None = None
         self._base: StoreCounts | None = None
@@ -203,6 +202,8 @@ Kind = Literal[
 ]  # fmt: skip
 
 _MOST_NAMED = 3
+_SLOW_STALLS = 3
+"""`learner.stall.timeout_s` after which a wait ends although answers arrive: by then, a step takes half an hour."""
 _SEE_LOGS = "see their logs and the events"
 
 
@@ -232,7 +233,7 @@ def find_cause(progress: Progress) -> StallCause | None:
             _broker_dead, _generators_dead, _weights_missing, _weights_outdated, _rewards_failed, _groups_lost,
             _frames_refused, _store_full, _generators_silent,
         ]  # fmt: skip
-    if progress.served_s >= progress.limit_s:
+    if progress.served_s >= _SLOW_STALLS * progress.run.learner.stall.timeout_s:
         checks.append(_too_slow)
     return next(filter(None, (check(progress) for check in checks)), None)
 
@@ -337,7 +338,7 @@ def _generators_silent(progress: Progress) -> StallCause:
 
 def _too_slow(progress: Progress) -> StallCause:
     problem = f"it is incomplete after {progress.served_s:.0f} s, in which {progress.accepted} trajectories arrived"
-    return StallCause("slow", problem, f"start more generators, or raise {progress.limit_setting}")
+    return StallCause("slow", problem, "start more generators, or raise learner.stall.timeout_s")
 
 
 def _describe(generators: Sequence[RoleStatus]) -> str:

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 
 from slipstream.buffer.records import RunState
-from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, RetryPolicy, await_usable_server, connect
+from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, MAX_ATTEMPTS, RetryPolicy, await_usable_server, connect
 from slipstream.buffer.redis.embedded import IDLE_TIMEOUT_S, EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import RowCount
@@ -29,7 +29,7 @@ def open_run_store(
     timeout_s: float,
     retry_timeout_s: float = 0.0,
     answer_timeout_s: float = ANSWER_TIMEOUT_S,
-    max_attempts: int = 5,
+    max_attempts: int = MAX_ATTEMPTS,
     starts_server: bool = False,
     idle_timeout_s: float | None = None,
 ) -> RedisStore:
@@ -86,7 +86,7 @@ def open_own_store(
     run_id: str,
     *,
     max_memory_mib: int = 1024,
-    max_attempts: int = 5,
+    max_attempts: int = MAX_ATTEMPTS,
     clock: Callable[[], float] | None = None,
 ) -> RedisStore:
     """Start a server for this process only, without data on disk, and open a store on it.

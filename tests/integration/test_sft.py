@@ -29,8 +29,6 @@ SMALL = (
     "sft.eval_rows=100",
 )
 TWO_RANKS = ("learner.num_ranks=2", "learner/engine=deepspeed_zero2", "learner.tokens_per_microbatch=64")
-# Limits only rank 0's waits, not the collectives in which the others wait for it.
-TWO_RANKS += ("learner.wait_timeout_s=0.1",)
 
 
 @pytest.fixture(scope="module")

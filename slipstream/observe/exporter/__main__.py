@@ -142,7 +142,7 @@ def main(arguments: list[str]) -> None:
         log.info(
             "serving", address=f"http://{config.prometheus_host}:{server.port}/metrics", needs_token=config.is_open
         )
-    reader = RunReader(folder, timeout_s=run.buffer.retry_timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S)
+    reader = RunReader(folder, timeout_s=run.broker.store_timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S)
     with reader.connect(), closing(Outbox(folder, run)) as outbox:
         scraped = RunMetrics(reader)
         while not is_stopping():

@@ -25,7 +25,7 @@ from slipstream.configs.schema import groups, peer_names, settings
         ("+learner.max_steps=7", 7),
         ("++learner.max_steps=7", 7),
         ("learner.optimizer.betas=[0.8,0.9]", (0.8, 0.9)),
-        ("evaluation.timeout_s=3", 3.0),
+        ("learner.stall.timeout_s=3", 3.0),
         ("generators.reward.arguments.scale=2", 2),
     ],
 )
@@ -171,7 +171,7 @@ def test_an_unknown_option_names_the_one_meant(line: str, meant: str) -> None:
 
 
 def test_other_unknown_keys_and_options_list_those_there_are() -> None:
-    assert refusal("learner.qqq=3").startswith("unknown key learner.qqq; learner has num_ranks, rank_timeout_s, ")
+    assert refusal("learner.qqq=3").startswith("unknown key learner.qqq; learner has num_ranks, sequence_parallel, ")
     assert refusal("learner=3").startswith("learner is a record")
     message = refusal("buffer/store=sqlite")
     assert message == "unknown option buffer/store=sqlite; choose one of embedded, embedded_large, redis."

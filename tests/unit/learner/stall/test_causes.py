@@ -11,7 +11,7 @@ from tests.builders import make_run
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
 
-AFTER_S, START_AFTER_S, LIMIT_S = 120.0, 720.0, 1800.0
+AFTER_S, START_AFTER_S, LIMIT_S = 120.0, 720.0, 360.0
 MAX_FAILED = 2 * 2 * 2
 """Trajectories in two steps of the builders' run."""
 
@@ -48,7 +48,7 @@ class Scene:
         self.begin()
 
     def begin(self) -> None:
-        self.progress.begin(limit_s=LIMIT_S, limit_setting="learner.wait_timeout_s")
+        self.progress.begin()
 
     def after(self, seconds: float, now: Snapshot) -> StallCause | None:
         self.clock.now += seconds
@@ -194,7 +194,7 @@ def test_slow_progress_ends_at_the_limit_counted_from_the_first_generator(scene,
     causes = [scene.after(100, working(accepted=n)) for n in range(20)]
     first = next(filter(None, causes))
     assert (first.kind, 100 * causes.index(first)) == ("slow", LIMIT_S)
-    assert "learner.wait_timeout_s" in first.remedy
+    assert "learner.stall.timeout_s" in first.remedy
 
 
 def test_training_while_no_generator_applies_newer_weights_becomes_a_dead_end(scene):
