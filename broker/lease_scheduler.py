@@ -34,6 +34,8 @@ from slipstream.runtime.images import image_id
 
 log = structlog.get_logger(__name__)
 
+_EVALUATION_FRACTION = 0.5
+"""Maximum fraction of a lease for evaluations while training prompts are available: neither of them starves."""
 _MAX_WAIT_S = 1.0
 """Time after which a request is answered empty, with the reason."""
 _MAX_ANSWERS = 64
@@ -237,7 +239,7 @@ class LeaseScheduler:
             admission_limit=offer.admission_limit,
             # An evaluation accepts answers from one version, and none from guests.
             version=-1 if peer.guest else peer.version,
-            max_evaluations=ceil(self._run.evaluation.lease_fraction * offer.max_groups * self._run.members_per_group),
+            max_evaluations=ceil(_EVALUATION_FRACTION * offer.max_groups * self._run.members_per_group),
             upcoming=upcoming,
         )
         self._fair_share.record_leases(peer, leases)

@@ -59,9 +59,6 @@ def capacity_reason(capacity: CapacityConfig, counts: StoreCounts) -> str:
     if capacity.max_groups is not None and counts.outstanding >= capacity.max_groups:
         limit = f"buffer.capacity.max_groups is {capacity.max_groups}"
         return f"capacity: {counts.outstanding} groups are outstanding, {limit}"
-    stored_mib = counts.payload_bytes / 2**20
-    if capacity.max_mib is not None and stored_mib >= capacity.max_mib:
-        return f"capacity: {stored_mib:.1f} MiB are stored, buffer.capacity.max_mib is {capacity.max_mib}"
     return ""
 
 

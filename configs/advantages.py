@@ -1,6 +1,6 @@
 """Advantage functions: one settings record per function."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
@@ -115,9 +115,6 @@ class MovingBaselineConfig(AdvantageConfig, tag="moving_baseline"):
     has_own_baseline: ClassVar[bool] = True
     compares_groups: ClassVar[bool] = True
 
-    decay: Annotated[float, Meta(gt=0, lt=1)] = 0.9
-    """Fraction of the average kept at each step."""
-
 
 class OptimalTokenBaselineConfig(AdvantageConfig, tag="optimal_token_baseline"):
     """Rewards minus the minimum-variance baseline of each token."""
@@ -140,8 +137,6 @@ class TurnReturnsConfig(AdvantageConfig, tag="turn_returns"):
 
     gamma: Share = 1.0
     """Discount of future rewards, per turn."""
-    over: Literal["index", "group"] = "index"
-    """Turns that are compared: those with the same index in their answers, or all of the group."""
     normalize: bool = True
     """Divide by the standard deviation, after the mean is subtracted."""
 

@@ -96,8 +96,6 @@ class WeightsConfig(Config):
     """ZeroMQ endpoint of the learner for generators without access to the run folder. null: a Unix socket in the run
     folder, or with `cluster.interface` a port. A tunnel needs a port, such as `tcp://127.0.0.1:5758`, with the same
     number at both ends."""
-    fan_out: Annotated[int, Meta(ge=1)] = 8
-    """Generators on other machines that fetch a version from the learner itself; each then serves as many others."""
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
     """Size of one flat broadcast buffer, bytes."""
     transfer_timeout_s: Positive = 60.0
@@ -118,12 +116,8 @@ class LoggingConfig(Config):
     backends: list[str] | dict[str, dict[str, Any]] = []
     """Metric destinations: `trackio`, `wandb`, `tensorboard`, or a class as `module:Class`; with their arguments as
     `{wandb: {project: digits}}`."""
-    curve_every_s: Annotated[float, Meta(ge=0)] = 60.0
-    """Minimum time between two images of the curve, seconds; 0 = none."""
     samples_every_steps: Annotated[int, Meta(ge=0)] = 10
-    """Steps between two tables of trained answers; 0 = none. Only with mode=async."""
-    num_samples: Annotated[int, Meta(ge=1)] = 8
-    """Answers per table."""
+    """Steps between two tables of eight trained answers; 0 = none. Only with mode=async."""
 
     def __post_init__(self) -> None:
         is_fit, why = len(set(self.backends)) == len(self.backends), "two would write the same data"

@@ -5,7 +5,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, ConfigError, Positive, Share, require_folder
+from slipstream.configs.base import Config, ConfigError, Positive, require_folder
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
@@ -56,8 +56,6 @@ class CapacityConfig(Config):
 
     max_groups: Annotated[int, Meta(ge=1)] | None = None
     """Unfinished groups (running, buffered, used) and those not yet archived; null = as many as pacing admits."""
-    max_mib: Annotated[int, Meta(ge=1)] | None = None
-    """Size of encoded trajectories, MiB; prompts in flight still add to it. null = the limit of the server."""
 
 
 class ArchiveConfig(Config):
@@ -65,10 +63,6 @@ class ArchiveConfig(Config):
 
     enabled: bool = True
     """Whether to archive finished groups; false = delete them."""
-    groups_per_shard: Annotated[int, Meta(ge=1)] = 1024
-    """Number of waiting groups that triggers writing a shard."""
-    flush_s: Positive = 30.0
-    """Longest wait of a group for its shard to fill, seconds."""
     max_gib: Positive = 100.0
     """Archive size above which groups leave the store without being archived, GiB; `status` reports it."""
 
@@ -116,13 +110,11 @@ class PrioritizedConfig(Config, tag="prioritized", tag_field="kind"):
     Source: Schaul et al., Prioritized Experience Replay, arXiv:1511.05952, section 3.3-3.4.
     Differs: the priority is the standard deviation of a group's rewards, rounded to powers of two from 1/256 up, so
     groups with equal rewards are rare but never starve. Weights are exact for sampling without replacement, and not
-    divided by their maximum: with `importance_exponent=1` the expected gradient equals that of a uniform sample.
+    divided by their maximum: the expected gradient equals that of a uniform sample.
     """
 
     exponent: Annotated[float, Meta(ge=0, le=4)] = 0.6
     """Exponent of the priority; 0 = uniform."""
-    importance_exponent: Share = 1.0
-    """Weight is (groups sampled / (ready groups * inclusion probability)) ** importance_exponent; 0 = no weights."""
 
 
 SamplerConfig = FifoConfig | FreshestConfig | UniformConfig | PrioritizedConfig
@@ -143,9 +135,6 @@ class ZeroAdvantageConfig(Config, tag="zero_advantage", tag_field="kind"):
     Differs: compares rewards instead of correctness, and judges a group when its last member arrives, so that its
     replacement starts before the rest of the batch is complete.
     """
-
-    min_spread: Positive = 1e-6
-    """Required difference between the largest and smallest reward of a group, including its greedy baseline."""
 
 
 class AccuracyConfig(Config, tag="accuracy", tag_field="kind"):

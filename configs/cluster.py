@@ -54,9 +54,6 @@ class UntrustedGeneratorsConfig(Config):
     """Generator ids of guests that may join. The broker writes a token for each into `guests/` of the run folder."""
     audit_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.1
     """Fraction of a guest's groups that the run's own generators score and grade again."""
-    max_logprob_diff: Positive = 0.05
-    """Largest mean absolute difference between log-probabilities of a guest and of the run's own engine, nats, in
-    addition to twice the difference among the run's own generators."""
 
     def __post_init__(self) -> None:
         odd = next((name for name in self.names if not re.fullmatch(_GUEST_NAME, name)), "")

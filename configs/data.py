@@ -16,8 +16,6 @@ class LoraConfig(Config):
     """Rank of the adapter matrices; vLLM serves at most 512."""
     alpha: Positive = 32.0
     """The product of the matrices is scaled by alpha / rank."""
-    rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead: similar update sizes across ranks."""
     targets: str | Annotated[list[str], Meta(min_length=1)] = "all-linear"
     """Names of adapted layers, or their last parts, such as `[q_proj, v_proj]`; `all-linear` = every linear layer
     except the head and a mixture's experts."""
@@ -105,7 +103,7 @@ class TrainFile(Config):
 class CurriculumConfig(Config):
     """Skips prompts with a measured success rate outside `low` to `high`.
 
-    rate = sum over the row's groups of decay ** (later groups) * correct answers / the same sum of all answers
+    rate = sum over the row's groups of 0.5 ** (later groups) * correct answers / the same sum of all answers
     """
 
     low: Share = 0.1
@@ -115,9 +113,6 @@ class CurriculumConfig(Config):
     explore: Share = 0.1
     """Fraction of prompts outside the band that are generated anyway, to measure their rows again; 0 = only if no other
     row is left, 1 = skip none."""
-    decay: Share = 0.5
-    """Factor on the weight of earlier answers with each later group of the row; 0 = only the newest group counts, 1 =
-    all equally."""
     min_answers: Annotated[int, Meta(ge=1)] = 8
     """Answers needed before a row can be skipped."""
 

@@ -17,15 +17,6 @@ class AutoscaleConfig(Config):
     """Minimum number of generators."""
     max: Annotated[int, Meta(ge=1)] = 4
     """Maximum number of generators."""
-    more_above: Annotated[float, Meta(gt=0, le=1)] = 0.3
-    """Add a generator when the learner spends more than this fraction of its time waiting for groups."""
-    fewer_below: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Remove a generator when all together run less than this fraction of their capacity, and one fewer could run the
-    load."""
-    settle_s: Positive = 60.0
-    """Measuring time before each change, seconds, from when the learner and all generators are working."""
-    absent_after_s: Positive = 600.0
-    """Longest wait for a generator that is not working, seconds; then it is left out of the measurement."""
 
 
 class SamplingConfig(Config):

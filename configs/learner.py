@@ -41,8 +41,6 @@ class EvaluationConfig(Config):
     all answers have arrived, so all of them come from the evaluated version."""
     before_training: bool = True
     """Whether to evaluate the final rows before training as well."""
-    lease_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Maximum fraction of a lease for evaluations while training prompts are available."""
     num_prompts: Annotated[int, Meta(ge=1)] = 128
     """Rows at the start of the held-out file, evaluated during training and for early stopping. A file with fewer rows
     than `num_prompts` + `num_final_prompts` is split in that proportion."""
@@ -151,8 +149,6 @@ class CheckpointConfig(Config):
     """Steps between checkpoints; the last step always writes one."""
     keep: Annotated[int, Meta(ge=1)] = 2
     """Number of newest checkpoints to keep."""
-    max_shard_gb: Positive = 50.0
-    """Largest safetensors file of a saved model, GB."""
     best: BestConfig | None = None
     """Metric by which to keep one more checkpoint, exported as `best_model` at the end. Every monitored evaluation then
     writes a checkpoint. null = none."""
@@ -213,9 +209,6 @@ class LearnerConfig(Config):
     packing: bool = True
     """Pack several sequences into a row, if the model keeps them apart; false = one per row."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    token_stats_gib: Annotated[float, Meta(ge=0)] = 1.0
-    """Disk space for the learner's log-ratio and entropy of each trained token, for the trajectory views, GiB; about 4
-    bytes per token, oldest steps deleted first. 0 = none."""
     stall: StallConfig = StallConfig()
 
     def __post_init__(self) -> None:

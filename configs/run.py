@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from slipstream.configs.advantages import RemaxConfig
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.base import Config, ConfigError, Positive, require, require_storage
+from slipstream.configs.base import Config, ConfigError, require, require_storage
 from slipstream.configs.broker import BrokerConfig, LoggingConfig, MetricsConfig, WeightsConfig
 from slipstream.configs.buffer import (
     AccuracyConfig,
@@ -35,8 +35,6 @@ class StorageConfig(Config):
     uri: str | None = None
     """Object store for checkpoints, archive, and models: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, or
     `file:///FOLDER`. Credentials come from the environment. null = keep everything in the run folder."""
-    timeout_s: Positive = 1800.0
-    """Seconds for which the object store may fail before the learner exits."""
 
 
 class RunConfig(Config):

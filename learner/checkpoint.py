@@ -123,6 +123,8 @@ class BestCheckpoint:
         return self._folder.best_model
 
 
+_MAX_SHARD = "50GB"
+"""Largest safetensors file of a saved model, the default of transformers."""
 _REFERENCE = "reference"
 _CRITIC = "critic"
 _STATE = "state.json"
@@ -441,8 +443,7 @@ def save_model(trainer: Trainer, folder: Path, *, run: RunConfig, ranks: Ranks) 
 
 def write_model(trainer: Trainer, folder: Path, *, weights: dict[str, Tensor], run: RunConfig) -> None:
     """Write gathered weights like `save_model`."""
-    size = f"{1e6 * run.learner.checkpoint.max_shard_gb:.0f}KB"
-    save_pretrained(trainer.engine.model, folder, weights=weights, config=run.model, max_shard_size=size)
+    save_pretrained(trainer.engine.model, folder, weights=weights, config=run.model, max_shard_size=_MAX_SHARD)
 
 
 def _read_state(folder: Path) -> CheckpointState:

@@ -162,12 +162,12 @@ def remax(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
     return torch.where(inputs.greedy_rewards.isnan(), 0, inputs.rewards - inputs.greedy_rewards)
 
 
-def moving_baseline(inputs: AdvantageInputs, *, decay: float) -> Float[Tensor, "B"]:
+def moving_baseline(inputs: AdvantageInputs, *, decay: float = 0.9) -> Float[Tensor, "B"]:
     """Rewards minus a moving average over earlier steps, for prompts with a single answer.
 
     A_i = r_i - baseline, then baseline <- decay * baseline + (1 - decay) * mean(r), starting at the first mean
 
-    Source: SPIRAL, arXiv:2506.24119 (one moving baseline per role).
+    Source: SPIRAL, arXiv:2506.24119 (one moving baseline per role); a decay of 0.9 averages ten steps.
     """
     mean = float(inputs.rewards.mean())
     baseline = inputs.state.get("baseline", mean)

@@ -175,7 +175,7 @@ def _sums_to_go(rows: Float[Tensor, "B L"], decay: Float[Tensor, "B L"]) -> Floa
 
 # --- turns -----------------------------------------------------------------------------------------------------------
 def turn_returns(
-    inputs: AdvantageInputs, *, gamma: float, over: str, normalize: bool = True, epsilon: float = EPSILON
+    inputs: AdvantageInputs, *, gamma: float, over: str = "index", normalize: bool = True, epsilon: float = EPSILON
 ) -> Float[Tensor, "N"]:
     """Discounted returns of turns, normalized within the group, per turn index or over all turns. Equal within a turn.
 

@@ -150,7 +150,6 @@ class Stage:
             ),
             *("data.train=data/train.parquet", "data.eval=data/heldout.parquet"),
             *("buffer/store=redis", f"buffer.store.url='{self.store.url}'"),
-            *("buffer.archive.groups_per_shard=64", "buffer.archive.flush_s=2.0"),
             f"broker.lease_s={lapse_after_s}",
             *(f"broker.peer_timeout_s={PEER_TIMEOUT_S}", f"weights.transfer_timeout_s={transfer_timeout_s}"),
             *(*self.pace.engine, f"generators.group_size={GROUP_SIZE}", f"staleness.max_lag={max_lag}"),

@@ -30,6 +30,7 @@ def main(arguments: Sequence[str]) -> None:
     journal = WatchedStore.journal = Journal(Path(JOURNALS), "broker")
     points = WatchedStore.points = Points(Path(POINTS), "broker", on_obey=lambda at: journal.write("obeyed", point=at))
     run_store.RedisStore = WatchedStore
+    archiver._GROUPS_PER_SHARD, archiver._FLUSH_S = 64, 2.0
     configs.CLAIM_LEASES = 1  # so that claims lapse as soon as leases
     write_durably = shards.write_durably
 

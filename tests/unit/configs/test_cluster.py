@@ -75,7 +75,6 @@ def test_the_place_and_the_guests_of_a_run_are_no_part_of_its_identity() -> None
         "resume=true",
         "runs_dir=elsewhere",
         "storage.uri=s3://bucket/runs",
-        "storage.timeout_s=99",
         "cluster.interface=10.0.0.0/8",
         "broker.address=tcp://10.0.0.5:20000",
         "broker.shards=2",
@@ -84,7 +83,6 @@ def test_the_place_and_the_guests_of_a_run_are_no_part_of_its_identity() -> None
         "buffer/store=redis",
         "buffer.store.url=rediss://store:6380/0",
         "logging.backends=[tensorboard]",
-        "logging.num_samples=4",
         "metrics.prometheus_port=9400",
     ]
     keys = {override.partition("=")[0].replace("/", ".") for override in elsewhere}
