@@ -1,7 +1,6 @@
 """Settings of the broker, weight transfer, loggers, and exporter."""
 
 import re
-from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -133,22 +132,13 @@ class MetricsConfig(Config):
     """Prometheus metrics and OpenTelemetry spans of a run."""
 
     prometheus_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
-    """Port for Prometheus to scrape; null = none."""
-    prometheus_host: str = "127.0.0.1"
-    """IP address to listen on; a non-loopback address requires the run's token."""
+    """Port for Prometheus to scrape, on a loopback address, or with `cluster.interface` on all, where each request needs
+    the run's token. null = none."""
     otlp_endpoint: str | None = None
     """OTLP/HTTP address to which recorded steps are sent as spans, such as `http://127.0.0.1:4318/v1/traces`.
     Credentials come from the environment variable `OTEL_EXPORTER_OTLP_HEADERS`."""
 
     def __post_init__(self) -> None:
-        why = "a name can have several addresses"
-        require(
-            _is_address(self.prometheus_host),
-            "metrics.prometheus_host",
-            "be an IP address",
-            got=repr(self.prometheus_host),
-            why=why,
-        )
         is_url = self.otlp_endpoint is None or re.fullmatch(r"https?://[^@?#\s]+", self.otlp_endpoint) is not None
         # Not shown: it may contain a password.
         shown = "one with them" if "@" in (self.otlp_endpoint or "") else repr(self.otlp_endpoint)
@@ -164,16 +154,3 @@ class MetricsConfig(Config):
     @property
     def is_wanted(self) -> bool:
         return self.prometheus_port is not None or self.otlp_endpoint is not None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether other machines can reach it."""
-        return not ip_address(self.prometheus_host).is_loopback
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ip_address(text)
-    except ValueError:
-        return False
-    return True

@@ -149,7 +149,8 @@ class EvalSet(Config):
 
 
 NAMED_COLUMNS = ("prompt", "ground_truth", "images", "data_source", "agent_name", "response")
-"""Fields of a row that `data.columns` can name; only `slipstream evaluate --responses` reads `response`."""
+"""Fields of a row that `data.columns` can name; only supervised training and `slipstream evaluate --responses` read
+`response`."""
 
 
 class DataConfig(Config):
@@ -170,8 +171,8 @@ class DataConfig(Config):
     max_prompt_tokens: Annotated[int, Meta(ge=1)] = 1024
     """Longest prompt, tokens."""
     on_too_long: Literal["error", "skip"] = "error"
-    """Handling of files with prompts longer than `max_prompt_tokens`. `error`: stop. `skip`: leave these rows out and
-    log how many."""
+    """Handling of rows with prompts longer than `max_prompt_tokens`, and of demonstrations that are longer than
+    `model.max_length` or have an empty response. `error`: stop. `skip`: leave these rows out and log how many."""
     curriculum: CurriculumConfig | None = None
     """Skip prompts that are too easy or too hard according to earlier answers; null = use every row in turn."""
 
@@ -237,13 +238,6 @@ class SftConfig(Config):
     """Demonstrations to train on; empty in all other modes."""
     eval_path: str = ""
     """Demonstrations for measuring the held-out loss; empty = none."""
-    prompt: str = "prompt"
-    """Column of the prompts; `record.field` selects a field of a record."""
-    response: str = "response"
-    """Column of the responses, in the same notation; an end token is appended to each."""
-    on_too_long: Literal["error", "skip"] = "error"
-    """Handling of rows with an empty response, or longer than `model.max_length`. `error`: stop. `skip`: leave them
-    out and count them."""
     batch_size: Annotated[int, Meta(ge=1)] = 64
     """Demonstrations per optimizer update, over all ranks."""
     eval_every_steps: Annotated[int, Meta(ge=0)] = 20

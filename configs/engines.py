@@ -23,7 +23,6 @@ _SET_BY_OTHERS = {
     "kv_cache_memory_bytes": "generators.engine.kv_cache_gib",
     "enforce_eager": "generators.engine.enforce_eager",
     "enable_prefix_caching": "generators.engine.enable_prefix_caching",
-    "enable_chunked_prefill": "generators.engine.chunked_prefill",
     "max_num_batched_tokens": "generators.engine.max_num_batched_tokens",
     "kv_cache_dtype": "generators.engine.kv_cache_dtype",
     "quantization": "generators.engine.quantization",
@@ -39,6 +38,7 @@ SAFE_ARGUMENTS = frozenset({
     # scheduling
     "async_scheduling", "scheduling_policy", "scheduler_reserve_full_isl", "max_num_active_seqs",
     "max_num_scheduled_tokens", "long_prefill_token_threshold", "stream_interval", "disable_chunked_mm_input",
+    "enable_chunked_prefill",
     # parallelism
     "distributed_timeout_seconds", "cpu_distributed_timeout_seconds", "disable_custom_all_reduce", "all2all_backend",
     "decode_context_parallel_size", "dcp_comm_backend", "mm_encoder_tp_mode", "numa_bind", "numa_bind_nodes",
@@ -87,9 +87,6 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     all roles share a GPU, the memory that `slipstream plan` finds free; 1 on a CPU."""
     max_num_batched_tokens: Annotated[int, Meta(ge=1)] | None = None
     """Maximum tokens per engine step, prompts and responses together; null = vLLM's choice."""
-    chunked_prefill: bool | None = None
-    """Split the prefill of long prompts over several steps, between decoding; null = vLLM's choice. Always off on a
-    CPU."""
     kv_cache_dtype: str = "auto"
     """Data type of the KV cache, such as `fp8`; `auto` = as the model."""
     quantization: Quantization | None = None

@@ -261,14 +261,13 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
     """`module:function` of `async def function(episode, **arguments)`; docs/agents.md describes the episode."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the function."""
-    serve_openai_api: bool = False
-    """Whether the loop uses the model over HTTP: `episode.door` then has an OpenAI-compatible address and a key."""
-    tool_call_format: str = "hermes"
-    """Format of tool calls at that address: `hermes`, `json`, or `vllm:NAME`."""
+    tool_call_format: str = ""
+    """Format of tool calls at the OpenAI-compatible address that `episode.door` has with a key: `hermes`, `json`, or
+    `vllm:NAME`; empty = the loop doesn't use the model over HTTP."""
 
     @property
     def calls(self) -> str:
-        return self.tool_call_format if self.serve_openai_api else ""
+        return self.tool_call_format
 
     @property
     def executed(self) -> set[str]:

@@ -133,15 +133,6 @@ class TorchEngineConfig(Config, tag="torch", tag_field="kind"):
     gradient_checkpointing: ClassVar[bool] = False
 
 
-class BestConfig(Config):
-    """Checkpoint of the best monitored evaluation."""
-
-    metric: str
-    """Metric key, such as `eval/accuracy_greedy`."""
-    mode: Literal["max", "min"] = "max"
-    """Whether larger or smaller is better."""
-
-
 class CheckpointConfig(Config):
     """Checkpoints for resuming a run."""
 
@@ -149,9 +140,9 @@ class CheckpointConfig(Config):
     """Steps between checkpoints; the last step always writes one."""
     keep: Annotated[int, Meta(ge=1)] = 2
     """Number of newest checkpoints to keep."""
-    best: BestConfig | None = None
-    """Metric by which to keep one more checkpoint, exported as `best_model` at the end. Every monitored evaluation then
-    writes a checkpoint. null = none."""
+    best: str | None = None
+    """Metric by which to keep one more checkpoint, exported as `best_model` at the end, such as `eval/accuracy_greedy`;
+    of a loss, the smallest is best. Every monitored evaluation then writes a checkpoint. null = none."""
 
 
 class StallConfig(Config):

@@ -91,6 +91,11 @@ class RunConfig(Config):
         return self.mode in ("serial", "replay")
 
     @property
+    def metrics_host(self) -> str:
+        """Address at which the exporter listens: any of the machine, if others can reach the run."""
+        return "0.0.0.0" if self.cluster.is_open else "127.0.0.1"
+
+    @property
     def profile_lead_steps(self) -> int:
         """Steps before the first recorded one in which its trajectories may already be leased."""
         return (self.staleness.max_lag + 1) * self.weights.publish_every_steps
@@ -168,8 +173,8 @@ def _check_heldout(run: RunConfig) -> None:
     names, best = [each.name for each in run.data.eval_sets], run.learner.checkpoint.best
     asked = {"evaluation.stop": run.evaluation.stop or [], "evaluation.goals": run.evaluation.goals}
     ends = tuple(f"_{name}" for name in names)
-    for key, bounds in (asked | {"learner.checkpoint.best": [best] if best else []}).items():
-        metrics = [each.metric for each in bounds]
+    named = {key: [each.metric for each in bounds] for key, bounds in asked.items()}
+    for key, metrics in (named | {"learner.checkpoint.best": [best] if best else []}).items():
         unknown = next((each for each in metrics if not (each.startswith("eval/") and each.endswith(ends))), "")
         must = f"name metrics of {', '.join(names)}, the sets of data.eval, such as eval/accuracy_{names[0]}"
         require(not unknown, key, must, got=unknown, why="no evaluation would have it")
@@ -190,7 +195,7 @@ def _check_sft_best(run: RunConfig) -> None:
         return
     measured = ("eval/loss", "eval/pair_accuracy")[: 1 + run.trains_reward_model]
     must, why = f"name {' or '.join(measured)} with mode=sft", "held-out rows have no other metric"
-    require(best.metric in measured, key, must, got=best.metric, why=why)
+    require(best in measured, key, must, got=best, why=why)
     why = "checkpoints are compared on held-out rows"
     require(bool(run.sft.eval_path), "sft.eval_path", f"be set with {key}", got=run.sft.eval_path, why=why)
 

@@ -82,8 +82,6 @@ def manifests(recipe: Recipe, kind: Kind, options: Options, *, patches: Sequence
     `patches`: documents merged into that of the same kind; those of kind Pod into every pod.
     """
     port = recipe.run.metrics.prometheus_port
-    if port is not None and not recipe.run.metrics.is_open:
-        recipe = recipe._replace(settings=[*recipe.settings, "metrics.prometheus_host=0.0.0.0"])
     job = _Job(recipe, options, [patch for patch in patches if patch.get("kind") == "Pod"])
     documents = [job.jobset() if kind == "jobset" else job.rayjob()]
     if port is not None:

@@ -76,7 +76,7 @@ def test_two_ranks_make_the_weights_of_one(folder: Path, alone: dict) -> None:
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        (("sft.response=answer",), "must have the column `answer`"),
+        (("data.columns={response: answer}",), "must have the column `answer`"),
         (("model.max_length=8", *TWO_RANKS), "row 0: it must hold at most model.max_length (8) tokens, got 12"),
     ],
 )

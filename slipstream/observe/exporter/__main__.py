@@ -136,12 +136,9 @@ def main(arguments: list[str]) -> None:
         raise ConfigError("metrics.prometheus_port or metrics.otlp_endpoint must be set for the exporter, got neither.")
     server = None
     if config.prometheus_port is not None:
-        server = MetricsServer(
-            config.prometheus_host, config.prometheus_port, token=find_token(run) if config.is_open else ""
-        )
-        log.info(
-            "serving", address=f"http://{config.prometheus_host}:{server.port}/metrics", needs_token=config.is_open
-        )
+        host, token = run.metrics_host, find_token(run) if run.cluster.is_open else ""
+        server = MetricsServer(host, config.prometheus_port, token=token)
+        log.info("serving", address=f"http://{host}:{server.port}/metrics", needs_token=bool(token))
     reader = RunReader(folder, timeout_s=run.broker.store_timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S)
     with reader.connect(), closing(Outbox(folder, run)) as outbox:
         scraped = RunMetrics(reader)
