@@ -198,7 +198,7 @@ def _observing(run: RunConfig, folder: RunFolder, chief: Chief) -> Iterator[Obse
 @contextmanager
 def _archiving(run: RunConfig, folder: RunFolder, store_url: str, chief: Chief) -> Iterator[None]:
     """Archive finished groups during the block while this broker is the chief."""
-    if not run.buffer.archive.enabled:
+    if not run.buffer.archive.is_enabled:
         yield
         return
     connect = partial(open_run_store, store_url, run.name, timeout_s=run.broker.store_timeout_s)

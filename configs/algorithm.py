@@ -168,8 +168,6 @@ class CorrectionConfig(Config):
     """Rejections; a token stays in the loss only if every entry accepts it."""
     veto: tuple[Positive, Positive] | None = None
     """Bounds of token ratios: a trajectory with any token outside leaves the loss; null = off."""
-    exclude_rejected_from_baseline: bool = False
-    """Whether a completely rejected trajectory also leaves its group's baseline."""
     loss_denominator: Literal["all_tokens", "kept_tokens"] = "all_tokens"
     """Tokens that count in the denominator of the loss: all trainable tokens, or those not rejected."""
     log_ratio_penalty: Annotated[float, Meta(ge=0)] = 0.0
@@ -194,9 +192,7 @@ class CorrectionConfig(Config):
     @property
     def needs_whole_batch(self) -> bool:
         """Whether the weights of a microbatch depend on the rest of the batch."""
-        return self.normalize or (
-            self.rejects and (self.exclude_rejected_from_baseline or self.loss_denominator == "kept_tokens")
-        )
+        return self.normalize or (self.rejects and self.loss_denominator == "kept_tokens")
 
 
 _MEANS_OF_SEQUENCES = ("seq_mean_token_mean", "prompt_mean")
@@ -304,9 +300,8 @@ def _check_proximal(config: AlgorithmConfig) -> None:
         )
     if config.correction.needs_whole_batch and config.proximal in ("reuse", "interpolate"):
         raise ConfigError(
-            "algorithm.correction.normalize, exclude_rejected_from_baseline and loss_denominator=kept_tokens need the "
-            f"weights of the whole batch before the first gradient, got algorithm.proximal={config.proximal}: choose "
-            "proximal=auto."
+            "algorithm.correction.normalize and loss_denominator=kept_tokens need the weights of the whole batch "
+            f"before the first gradient, got algorithm.proximal={config.proximal}: choose proximal=auto."
         )
     if config.proximal == "interpolate" and not config.policy_loss.has_ratio:
         raise ConfigError(

@@ -34,7 +34,7 @@ class BrokerConfig(Config):
     """File with the token that encrypts and authenticates all sockets of the run, readable only by its owner. The
     environment variable `SLIPSTREAM_TOKEN` takes precedence. Without either, a token is created in the run folder."""
     join_timeout_s: Positive = 600.0
-    """Longest wait of a starting role for the broker, which may start later, seconds."""
+    """Longest wait of a starting role for the broker, which may start later, or for Ray to place it, seconds."""
     max_message_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
     """Largest accepted frame, bytes. Larger trajectories, and data rows above half this size, are rejected with an
     error. Generators started elsewhere need the same value."""
@@ -132,8 +132,8 @@ class MetricsConfig(Config):
     """Prometheus metrics and OpenTelemetry spans of a run."""
 
     prometheus_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
-    """Port for Prometheus to scrape, on a loopback address, or with `cluster.interface` on all, where each request needs
-    the run's token. null = none."""
+    """Port for Prometheus to scrape, on a loopback address, or on all addresses with `cluster.interface`, where each
+    request needs the run's token. null = none."""
     otlp_endpoint: str | None = None
     """OTLP/HTTP address to which recorded steps are sent as spans, such as `http://127.0.0.1:4318/v1/traces`.
     Credentials come from the environment variable `OTEL_EXPORTER_OTLP_HEADERS`."""

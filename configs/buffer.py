@@ -61,10 +61,13 @@ class CapacityConfig(Config):
 class ArchiveConfig(Config):
     """The archive: finished groups move from the store to Parquet shards in the run folder."""
 
-    enabled: bool = True
-    """Whether to archive finished groups; false = delete them."""
-    max_gib: Positive = 100.0
-    """Archive size above which groups leave the store without being archived, GiB; `status` reports it."""
+    max_gib: Annotated[float, Meta(ge=0)] = 100.0
+    """Maximum archive size, GiB. When reached, finished groups are deleted instead of archived, and `status` reports
+    it; 0 = no archive."""
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.max_gib > 0
 
 
 # --- groups with missing members -------------------------------------------------------------------------------------

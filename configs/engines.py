@@ -56,6 +56,8 @@ SAFE_ARGUMENTS = frozenset({
 """vLLM arguments that change neither the model nor how tokens are sampled and scored. Kernels may round differently,
 within the bound of each version's probe."""
 
+START_STALLS = 3
+"""Longest startup of an engine, in `learner.stall.timeout_s`: it includes download, loading, and CUDA graphs."""
 Quantization = Literal[
     "fp8",
     "fp8_per_tensor",
@@ -101,10 +103,6 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     enable_prefix_caching: bool | None = None
     """Compute shared prompt prefixes once per version. null = on if an agent can have several turns, since each turn
     starts with the previous ones."""
-    start_timeout_s: Positive = 1800.0
-    """Longest startup of the engine, seconds."""
-    stall_timeout_s: Positive = 120.0
-    """Longest time without an engine step while requests are open, seconds; then the generator restarts."""
     engine_kwargs: dict[str, Any] = {}
     """Additional arguments of vLLM's `AsyncEngineArgs`, such as `{block_size: 32, async_scheduling: false}`: those in
     `SAFE_ARGUMENTS` (configs/engines.py), for memory, scheduling, caching, parallelism, kernels, loading, and logging.

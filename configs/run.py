@@ -91,6 +91,16 @@ class RunConfig(Config):
         return self.mode in ("serial", "replay")
 
     @property
+    def learner_gpus(self) -> int:
+        """GPUs to reserve on each machine of the learner."""
+        return self.learner.num_ranks // self.cluster.learner.machines if self.learner.device == "cuda" else 0
+
+    @property
+    def generator_gpus(self) -> int:
+        """GPUs to reserve for each generator."""
+        return getattr(self.generators.engine, "num_workers", 1) if self.learner.device == "cuda" else 0
+
+    @property
     def metrics_host(self) -> str:
         """Address at which the exporter listens: any of the machine, if others can reach the run."""
         return "0.0.0.0" if self.cluster.is_open else "127.0.0.1"
@@ -261,11 +271,9 @@ def _check_one_process(run: RunConfig) -> None:
 
 
 def _check_places(run: RunConfig) -> None:
-    workers = getattr(run.generators.engine, "num_workers", 0)
-    ranks, device = run.learner.num_ranks, run.learner.device
-    run.cluster.check_machines(num_ranks=ranks)
+    run.cluster.check_machines(num_ranks=run.learner.num_ranks)
     run.cluster.check_brokers(run.broker.shards, address=run.broker.address, mode=run.mode)
-    run.cluster.check_ray(mode=run.mode, num_ranks=ranks, device=device, num_workers=workers)
+    run.cluster.check_ray(mode=run.mode)
     run.cluster.check_guests(
         mode=run.mode,
         generators=run.generators,

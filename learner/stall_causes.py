@@ -13,7 +13,7 @@ from slipstream.buffer.accounting import REJECTION_REASONS, StoreCounts
 from slipstream.buffer.pacing import capacity_reason
 from slipstream.buffer.role_reports import RoleStatus, last_heard, role_statuses
 from slipstream.buffer.store import Store
-from slipstream.configs.engines import VllmEngineConfig
+from slipstream.configs.engines import START_STALLS, VllmEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 
@@ -202,8 +202,8 @@ Kind = Literal[
 ]  # fmt: skip
 
 _MOST_NAMED = 3
-_SLOW_STALLS = 3
-"""`learner.stall.timeout_s` after which a wait ends although answers arrive: by then, a step takes half an hour."""
+_SLOW_S = 1800.0
+"""Time after which a wait ends although answers arrive, or three times `learner.stall.timeout_s` if that is longer."""
 _SEE_LOGS = "see their logs and the events"
 
 
@@ -233,7 +233,7 @@ def find_cause(progress: Progress) -> StallCause | None:
             _broker_dead, _generators_dead, _weights_missing, _weights_outdated, _rewards_failed, _groups_lost,
             _frames_refused, _store_full, _generators_silent,
         ]  # fmt: skip
-    if progress.served_s >= _SLOW_STALLS * progress.run.learner.stall.timeout_s:
+    if progress.served_s >= max(_SLOW_S, 3 * progress.run.learner.stall.timeout_s):
         checks.append(_too_slow)
     return next(filter(None, (check(progress) for check in checks)), None)
 
@@ -246,7 +246,7 @@ def _max_idle_s(progress: Progress) -> float:
         longer.append(run.weights.fetch_timeout_s)
     if any(each.state == "starting" for each in live) and isinstance(engine, VllmEngineConfig):
         # The generator's own start timeout fires first, because it knows the reason.
-        longer.append(engine.start_timeout_s)
+        longer.append(START_STALLS * run.learner.stall.timeout_s)
     return run.learner.stall.timeout_s + max(longer)
 
 

@@ -74,7 +74,7 @@ def begin_run(store: RedisStore, run: RunConfig, *, num_rows: RowCount) -> RunSt
         config_json=msgspec.json.encode(run).decode(),
         num_rows=num_rows,
         seed=run.seed,
-        keeps_finished=run.buffer.archive.enabled,
+        keeps_finished=run.buffer.archive.is_enabled,
         max_uses=run.buffer.reuse.max_uses,
         group_filter=run.buffer.filter,
         curriculum=run.data.curriculum,

@@ -74,22 +74,16 @@ Mask = Callable[[MaskInputs], Tensor]
 
 
 def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
-    """Fill weights and rejections if known before the first gradient; apply `exclude_rejected_from_baseline`."""
+    """Fill weights and rejections if known before the first gradient."""
     tokens = batch.tokens
     if tokens.start_logprobs is None or config.proximal in ("reuse", "interpolate"):
         return batch
     drift = importance.token_log_ratio(tokens.start_logprobs, tokens.generator_logprobs)
     ratios = RatioInputs(drift, tokens.contexts, batch.num_contexts)
     correction = correct(ratios, learner=ratios, config=config.correction)
-    batch = batch.with_tokens(
+    return batch.with_tokens(
         correction_weights=correction.weights, is_kept=correction.is_kept, is_bounded=correction.is_bounded
     )
-    if not config.correction.exclude_rejected_from_baseline:
-        return batch
-    # Trajectories without trained tokens (such as truncated ones) stay.
-    is_rejected = (batch.trajectories.num_trained > 0) & (_num_kept(batch) == 0)
-    is_left = batch.trajectories.is_member & ~is_rejected
-    return batch.replace(trajectories=batch.trajectories.replace(is_member=is_left))
 
 
 # --- rewards ---------------------------------------------------------------------------------------------------------

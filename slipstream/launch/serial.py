@@ -181,6 +181,6 @@ def run_serial(
         learner.run()
         rank_group.shutdown()
         pump.stop()
-        if run.buffer.archive.enabled:
+        if run.buffer.archive.is_enabled:
             with closing(Archiver(store, folder.archive, run.buffer.archive, fence=router.chief.fence)) as archiver:
                 archiver.flush()

@@ -149,7 +149,7 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
     except TimeoutError as error:
         await _abandon(starting)
         raise EngineStartError(
-            f"vLLM must start within generators.engine.start_timeout_s ({timeout_s:g} s), but did not: "
+            f"vLLM must start within {timeout_s:g} s (see learner.stall.timeout_s), but did not: "
             "see the log above, or raise the limit"
         ) from error
     except asyncio.CancelledError:
