@@ -114,7 +114,8 @@ class LoggingConfig(Config):
 
     backends: list[str] | dict[str, dict[str, Any]] = []
     """Metric destinations: `trackio`, `wandb`, `tensorboard`, or a class as `module:Class`; with their arguments as
-    `{wandb: {project: digits}}`."""
+    `{wandb: {project: digits}}`. On the command line, a list chooses among those of a file, and a record adds to
+    them."""
     samples_every_steps: Annotated[int, Meta(ge=0)] = 10
     """Steps between two tables of eight trained answers; 0 = none. Only with mode=async."""
 

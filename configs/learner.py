@@ -88,8 +88,8 @@ class OptimizerConfig(Config):
     """Learning rate after the warm-up; `linear` and `cosine` reach zero at `max_steps`."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
     """Length of the linear warm-up, in steps (of `algorithm.updates_per_step` updates)."""
-    max_grad_norm: Positive = 1.0
-    """Global gradient norm above which gradients are scaled down."""
+    max_grad_norm: Positive | None = 1.0
+    """Global gradient norm above which gradients are scaled down; null = never."""
 
     def check_installed(self, setting: str) -> None:
         """Raise ConfigError unless this machine has the optimizer's library."""

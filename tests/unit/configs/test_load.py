@@ -337,6 +337,32 @@ def test_a_file_with_a_value_in_place_of_a_record_is_one_sentence(tmp_path: Path
         load([f"experiment={tmp_path}/mine.yaml", *recipe])
 
 
+@pytest.mark.parametrize("backends", ["[wandb]", "{wandb: {}}"])
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("seed=1", {"wandb": {}}),
+        ("logging.backends={wandb: {project: x}}", {"wandb": {"project": "x"}}),
+        ("logging.backends.wandb.project=x", {"wandb": {"project": "x"}}),
+        ("logging.backends={tensorboard: {}}", {"wandb": {}, "tensorboard": {}}),
+        ("logging.backends=[tensorboard]", {"tensorboard": {}}),
+        ("logging.backends=[]", {}),
+    ],
+)
+def test_loggers_of_a_file_and_of_the_command_line_merge_in_both_forms(
+    tmp_path: Path, backends: str, override: str, expected: dict[str, Any]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(f"defaults: [digits_cpu]\nlogging: {{backends: {backends}}}\n")
+    assert load([f"experiment={tmp_path}/mine.yaml", override]).logging.arguments == expected
+
+
+def test_a_list_of_loggers_keeps_the_arguments_of_a_file(tmp_path: Path) -> None:
+    text = "defaults: [digits_cpu]\nlogging: {backends: {wandb: {project: x}, trackio: {}}}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    run = load([f"experiment={tmp_path}/mine.yaml", "logging.backends=[wandb]"])
+    assert run.logging.arguments == {"wandb": {"project": "x"}}
+
+
 @pytest.mark.parametrize("overrides", [OWN_TASK, ["model=qwen2_5_7b"], [*OWN_TASK, "recipe=dapo"]])
 def test_a_users_own_task_takes_nothing_from_the_demo(overrides: list[str]):
     run = load(overrides)
