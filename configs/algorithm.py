@@ -169,7 +169,7 @@ class CorrectionConfig(Config):
     veto: tuple[Positive, Positive] | None = None
     """Bounds of token ratios: a trajectory with any token outside leaves the loss; null = off."""
     loss_denominator: Literal["all_tokens", "kept_tokens"] = "all_tokens"
-    """Tokens that count in the denominator of the loss: all trainable tokens, or those not rejected."""
+    """Tokens that the mean of the loss divides by. `all_tokens`: rejected ones count too. `kept_tokens`: they don't."""
     log_ratio_penalty: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of log(learner/generator)^2 in the loss of every token that is not rejected: a pull toward the sampling
     policy, even where a clip, a mask, or equal rewards leave no gradient."""
@@ -211,11 +211,11 @@ class AlgorithmConfig(Config):
     """Masks of tokens that leave the policy loss because the learner has moved too far from the sampling policy."""
     correction: CorrectionConfig = CorrectionConfig()
     proximal: Literal["auto", "recompute", "reuse", "generator", "interpolate"] = "auto"
-    """Proximal policy of the ratio. `recompute`: the learner at the start of the step, from a separate forward pass.
-    `reuse`: the same, from the update's own forward pass (needs one update per step). `auto`: `reuse` if it gives the
-    same result and no other setting needs the pass, otherwise `recompute`; recorded in `config.yaml`. `generator`: the
-    generator, without correction weights (bypass). `interpolate`: between generator and learner according to the lag of
-    each token (A-3PO)."""
+    """Denominator of the ratio learner/proximal. `generator`: the policy that sampled the token, without correction
+    weights (bypass). `recompute`: the learner at the start of the step, from an extra forward pass (decoupled PPO).
+    `reuse`: the same without that pass; needs one update per step. `interpolate`: between generator and learner
+    according to the lag of each token (A-3PO). `auto`: `reuse` if it is equivalent and no other setting needs the pass,
+    otherwise `recompute`; recorded in `config.yaml`."""
     loss_aggregation: Literal[
         "token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"
     ] = "token_mean"

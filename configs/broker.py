@@ -36,8 +36,8 @@ class BrokerConfig(Config):
     join_timeout_s: Positive = 600.0
     """Longest wait of a starting role for the broker, which may start later, or for Ray to place it, seconds."""
     max_message_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
-    """Largest accepted frame, bytes. Larger trajectories, and data rows above half this size, are rejected with an
-    error. Generators started elsewhere need the same value."""
+    """Maximum size of a message, bytes. A larger trajectory is rejected with an error that names it; a data row may
+    have half of it. Generators started elsewhere need the same value."""
     peer_timeout_s: Positive = 8.0
     """Silence after which a peer is considered gone, seconds. Larger values tolerate pauses but detect failures
     later."""
@@ -103,10 +103,10 @@ class WeightsConfig(Config):
     fetch_timeout_s: Positive = 600.0
     """Longest fetch of one version, seconds; the generator keeps generating."""
     max_probe_diff: Positive = 1e-3
-    """Largest mean absolute difference of log-probabilities, nats: between engine and learner on the canary sequences,
-    and between sampled tokens and the same tokens in a prompt. A generator above it gets no work. With a `model.dtype`
-    below float32, the limit is at least three times the difference at the first version. The run stops if the tokens of
-    step 1 exceed it."""
+    """Maximum mean absolute difference of log-probabilities after an update, nats: between engine and learner on fixed
+    canary sequences, and between sampled tokens and the same tokens in a prompt. A generator above it gets no work.
+    With a `model.dtype` below float32, the limit is at least three times the difference at the first version. The run
+    stops if the tokens of step 1 exceed it."""
 
 
 class LoggingConfig(Config):

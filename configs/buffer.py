@@ -55,7 +55,8 @@ class CapacityConfig(Config):
     """Limits of the store. At a limit, no prompt is admitted until groups have finished."""
 
     max_groups: Annotated[int, Meta(ge=1)] | None = None
-    """Unfinished groups (running, buffered, used) and those not yet archived; null = as many as pacing admits."""
+    """Maximum groups in the store: running, ready, in use, or waiting for the archive; null = as many as `max_lag`
+    admits."""
 
 
 class ArchiveConfig(Config):
@@ -192,13 +193,14 @@ class StalenessConfig(Config):
     """Bound on the age of trained tokens."""
 
     max_lag: Annotated[int, Meta(ge=0)] = 4
-    """Largest difference between the learner's version and the version that sampled a token; 0 = synchronous."""
+    """Maximum age of a trained token, in versions of the policy; 0 = synchronous and on-policy. Larger values hide
+    slower generation, but make training more off-policy."""
     on_stale: Literal["mask", "drop"] = "mask"
     """Tokens beyond the bound. `mask`: they leave the loss, but their reward stays in the baseline of the group.
     `drop`: a ready group with such a token expires, and another prompt is admitted for it."""
     target_lag: Annotated[float, Meta(ge=0)] | None = None
-    """Mean lag for which pacing admits prompts, versions; null = `max_lag`, the maximum. Lower it if answer lengths
-    vary widely: fewer groups are generated concurrently, and `learner/stale_fraction` decreases."""
+    """Mean lag that pacing aims at, versions; null = `max_lag`. Lower it if answer lengths vary widely: fewer groups
+    are generated concurrently, and fewer tokens become stale (`learner/stale_fraction`)."""
 
     def __post_init__(self) -> None:
         if self.target_lag is not None and self.target_lag > self.max_lag:

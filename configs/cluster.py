@@ -52,7 +52,7 @@ class UntrustedGeneratorsConfig(Config):
     names: list[str] = []
     """Generator ids of guests that may join. The broker writes a token for each into `guests/` of the run folder."""
     audit_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.1
-    """Fraction of a guest's groups that the run's own generators score and grade again."""
+    """Fraction of the groups of untrusted generators that the run's own generators score and grade again."""
 
     def __post_init__(self) -> None:
         odd = next((name for name in self.names if not re.fullmatch(_GUEST_NAME, name)), "")

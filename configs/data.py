@@ -39,8 +39,8 @@ class MoeConfig(Config):
     """Settings of models with a mixture of experts."""
 
     router_replay: bool = False
-    """Record which experts the engine selected for each token, and use the same experts in the learner (routing
-    replay)."""
+    """Record which experts the engine selected for each token, and send tokens to the same ones in the learner (routing
+    replay, R3)."""
     router_aux_loss: Annotated[float, Meta(ge=0)] | Literal["checkpoint"] = 0.0
     """Coefficient of the load-balancing loss; `checkpoint` = `router_aux_loss_coef` from its config; 0 = off."""
 
@@ -51,7 +51,7 @@ class ModelConfig(Config):
     path: str
     """Folder or hub name of the initial weights and tokenizer, in transformers format."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Data type of engine computation and weight transfer; the learner keeps float32 master weights."""
+    """Data type in which the engine computes and weights are sent; the learner keeps float32 master weights."""
     max_length: Annotated[int, Meta(ge=2)] = 2048
     """Maximum length of prompt plus response, tokens; by default `data.max_prompt_tokens` +
     `generators.sampling.max_tokens`."""
@@ -79,8 +79,8 @@ class ReplayConfig(Config):
     path: str = ""
     """Local archive folder of a run, such as `runs/mine/archive`; empty in all other modes."""
     rescore: RewardConfig | str | None = None
-    """Reward function instead of the stored rewards: `module:function`, or the fields of `generators.reward`; null =
-    keep the stored rewards."""
+    """Reward function whose values replace the stored ones: `module:function`, or the fields of `generators.reward`;
+    null = train on the stored rewards."""
 
     def __post_init__(self) -> None:
         require_folder("replay.path", self.path)
@@ -111,8 +111,8 @@ class CurriculumConfig(Config):
     high: Share = 0.9
     """Highest success rate to train on; rows above it are too easy."""
     explore: Share = 0.1
-    """Fraction of prompts outside the band that are generated anyway, to measure their rows again; 0 = only if no other
-    row is left, 1 = skip none."""
+    """Fraction of prompts outside the band to generate anyway, because their success rate changes during training; 0 =
+    only if no other prompt is left, 1 = skip none."""
     min_answers: Annotated[int, Meta(ge=1)] = 8
     """Answers needed before a row can be skipped."""
 

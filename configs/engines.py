@@ -97,12 +97,11 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     enforce_eager: bool | None = None
     """Run without compiled graphs: starts within seconds but decodes more slowly on GPUs; null = only on a CPU."""
     on_weight_update: Literal["keep_kv", "recompute_kv"] = "keep_kv"
-    """Effect of a weight update on running requests. `keep_kv`: continue with the old KV cache (faster).
-    `recompute_kv`: prefill again with the new weights, after which every token has exactly the distribution of its
-    version."""
+    """Treatment of running requests at a weight update. `keep_kv`: continue with the KV cache of the old weights
+    (faster, but the next tokens mix both versions). `recompute_kv`: prefill again with the new weights (exact)."""
     enable_prefix_caching: bool | None = None
-    """Compute shared prompt prefixes once per version. null = on if an agent can have several turns, since each turn
-    starts with the previous ones."""
+    """Keep the KV cache of prompt prefixes for later requests of the same version. null = on if an agent can have
+    several turns, since each turn starts with the previous ones."""
     engine_kwargs: dict[str, Any] = {}
     """Additional arguments of vLLM's `AsyncEngineArgs`, such as `{block_size: 32, async_scheduling: false}`: those in
     `SAFE_ARGUMENTS` (configs/engines.py), for memory, scheduling, caching, parallelism, kernels, loading, and logging.

@@ -63,8 +63,8 @@ class RewardFunctionConfig(Config):
     data_sources: list[str] = []
     """Rows to score: values of `data_source`, or patterns such as `math*`; empty = every row."""
     counts_for_accuracy: bool = False
-    """Whether `accuracy` requires this function to judge an answer correct. If no function of a row decides, its first
-    one does."""
+    """Whether an answer counts as correct in `accuracy` only if this function says so. If none is marked, the first one
+    that takes the row decides."""
 
     def takes(self, data_source: str) -> bool:
         """Whether it scores rows of this data source."""
@@ -93,8 +93,8 @@ class RewardConfig(Config):
     """Wall-clock limit of one call, seconds. Beyond it, `reward_status` is `timeout`, and the call is canceled, or the
     worker and its processes are killed."""
     max_cpu_s: Annotated[int, Meta(ge=1)] | None = None
-    """CPU time of one call over all threads of the worker, and of each process that it starts, seconds; beyond it,
-    `reward_status` is `timeout`. null = bounded only by `timeout_s`."""
+    """CPU time of one call, summed over the threads of the worker, and of each process that it starts, seconds; beyond
+    it, `reward_status` is `timeout`. null = only `timeout_s` ends a call."""
     max_memory_mib: Annotated[int, Meta(ge=64)] | None = 4096
     """Memory of the worker, and of each process that it starts, MiB; allocations beyond it fail with `reward_status`
     `error`. null = no limit. Like `timeout_s`, not enforced with `num_workers=0`."""
@@ -330,9 +330,9 @@ class GeneratorsConfig(Config):
     autoscale: AutoscaleConfig | None = None
     """Automatic scaling of this number; null = off."""
     group_size: Annotated[int, Meta(ge=1)] = 8
-    """Sampled trajectories per prompt lease."""
+    """Answers sampled per prompt; most advantages compare the answers of such a group."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 256
-    """Maximum trajectories in flight per generator; fewer if its engine lacks room."""
+    """Maximum trajectories in flight per generator; fewer while the KV cache of its engine is full."""
     sampling: SamplingConfig = SamplingConfig()
     engine: VllmEngineConfig | HfEngineConfig | ScriptedEngineConfig = VllmEngineConfig()
     """Inference engine of a generator."""
