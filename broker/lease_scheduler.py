@@ -19,7 +19,6 @@ from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.pacing import (
     admission_limit,
     admission_reason,
-    capacity_limit,
     oldest_version,
     pacing_reason,
     weights_reason,
@@ -27,7 +26,6 @@ from slipstream.buffer.pacing import (
 from slipstream.buffer.records import Lease, RunState
 from slipstream.buffer.sampling import NOTHING_SKIPPED, Upcoming, look_ahead
 from slipstream.buffer.store import Store, StoreOutage
-from slipstream.configs.buffer import CapacityConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.images import image_id
@@ -164,9 +162,7 @@ class LeaseScheduler:
     # --- how much ------------------------------------------------------------------------------------------------
     def _offer(self, request: _Request, state: RunState) -> _Offer:
         requested = max(1, request.max_trajectories // self._run.members_per_group)
-        limit, capacity = admission_limit(self._run, consumed=state.consumed), self._run.buffer.capacity
-        if capacity != CapacityConfig():
-            limit = min(limit, capacity_limit(capacity, self._store_counts()))
+        limit = admission_limit(self._run, consumed=state.consumed)
         if state.phase not in ("starting", "training"):
             # The store leases only evaluation rows then.
             return _Offer(self._fair_share.num_rows(request.peer, requested=requested), limit)

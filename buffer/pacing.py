@@ -1,10 +1,7 @@
 """Admission: how many training prompts may be in flight."""
 
-import sys
-
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.records import RunState
-from slipstream.configs.buffer import CapacityConfig
 from slipstream.configs.run import RunConfig
 
 
@@ -36,8 +33,6 @@ def admission_reason(run: RunConfig, *, state: RunState, counts: StoreCounts) ->
     """Return why no new training prompt can be admitted; empty if one can."""
     if state.phase not in ("starting", "training"):
         return f"the run is {state.phase}"
-    if reason := capacity_reason(run.buffer.capacity, counts):
-        return reason
     return pacing_reason(state) if counts.admitted >= admission_limit(run, consumed=state.consumed) else ""
 
 
@@ -52,20 +47,3 @@ def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
         return ""
     max_lag = run.staleness.max_lag
     return f"weights: holds version {version}, {committed} is committed and staleness.max_lag is {max_lag}"
-
-
-def capacity_reason(capacity: CapacityConfig, counts: StoreCounts) -> str:
-    """Return which capacity limit is reached; empty if the store has room."""
-    if capacity.max_groups is not None and counts.outstanding >= capacity.max_groups:
-        limit = f"buffer.capacity.max_groups is {capacity.max_groups}"
-        return f"capacity: {counts.outstanding} groups are outstanding, {limit}"
-    return ""
-
-
-def capacity_limit(capacity: CapacityConfig, counts: StoreCounts) -> int:
-    """Maximum of `StoreCounts.admitted` within the store's capacity."""
-    if capacity_reason(capacity, counts):
-        return counts.admitted
-    if capacity.max_groups is None:
-        return sys.maxsize
-    return counts.admitted + capacity.max_groups - counts.outstanding

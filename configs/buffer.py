@@ -51,14 +51,6 @@ class RedisConfig(Config, tag="redis", tag_field="kind"):
             )
 
 
-class CapacityConfig(Config):
-    """Limits of the store. At a limit, no prompt is admitted until groups have finished."""
-
-    max_groups: Annotated[int, Meta(ge=1)] | None = None
-    """Maximum groups in the store: running, ready, in use, or waiting for the archive; null = as many as `max_lag`
-    admits."""
-
-
 class ArchiveConfig(Config):
     """The archive: finished groups move from the store to Parquet shards in the run folder."""
 
@@ -240,7 +232,5 @@ class BufferConfig(Config):
     """Training on groups more than once."""
     group_deadline: GroupDeadline = RefillConfig()
     """Handling of groups with missing members."""
-    capacity: CapacityConfig = CapacityConfig()
-    """Limits at which admission stops."""
     archive: ArchiveConfig = ArchiveConfig()
     """Archive of finished groups."""

@@ -328,17 +328,6 @@ def _check_buffer(run: RunConfig) -> None:
         must = f"be >= groups of a step / fresh groups of a step ({per_step} / {fresh} = {least:.3g})"
         why = "uses would outrun arrivals; raise it, or raise buffer.reuse.fresh_fraction"
         require(got >= least, key, must, got=got, why=why)
-    # A step's groups must fit in addition to those not yet covered by a checkpoint.
-    limit = run.buffer.capacity.max_groups
-    uncovered = run.learner.checkpoint.every_steps * per_step
-    kept = run.buffer.reuse.max_groups if run.buffer.reuse.max_uses > 1 else 0
-    room = uncovered + kept + per_step
-    must = (
-        f"be >= {room} = {uncovered} used groups without a checkpoint (learner.checkpoint.every_steps x {per_step}) + "
-    )
-    must += f"{kept} kept for reuse + {per_step} for the next step"
-    why = "the store would be full and the learner would wait forever"
-    require(limit is None or limit >= room, "buffer.capacity.max_groups", must, got=limit, why=why)
 
 
 _LEARNER_CHECKS = (_check_mode, _check_places, _check_learner, _check_router_replay, _check_sft_best)

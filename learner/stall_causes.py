@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slipstream.buffer.accounting import REJECTION_REASONS, StoreCounts
-from slipstream.buffer.pacing import capacity_reason
 from slipstream.buffer.role_reports import RoleStatus, last_heard, role_statuses
 from slipstream.buffer.store import Store
 from slipstream.configs.engines import START_STALLS, VllmEngineConfig
@@ -39,8 +38,6 @@ class Snapshot:
     """Trajectories with a reward, since the start of each live generator."""
     unrewarded: int = 0
     """Trajectories with a failed reward function, likewise."""
-    capacity_reason: str = ""
-    """Limit that stops the store from admitting more, if any."""
     answered: int | None = None
     """Answers of the awaited evaluation; None while waiting for groups."""
 
@@ -68,7 +65,6 @@ def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) 
         generators=generators,
         rewarded=sum(all_ - failed for all_, failed in pairs),
         unrewarded=sum(failed for _, failed in pairs),
-        capacity_reason=capacity_reason(run.buffer.capacity, counts),
         answered=answered,
     )
 
@@ -322,8 +318,7 @@ def _frames_refused(progress: Progress) -> StallCause | None:
 
 def _store_full(progress: Progress) -> StallCause | None:
     broker = progress.now.broker
-    deferred = broker.reason if broker and broker.waits_for == "store" else ""
-    if not (reason := progress.now.capacity_reason or deferred):
+    if not (reason := broker.reason if broker and broker.waits_for == "store" else ""):
         return None
     return StallCause(
         "store", f"the store accepts nothing more ({reason})", "free space, or raise the limit named there"

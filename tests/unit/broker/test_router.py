@@ -48,19 +48,6 @@ def test_prompts_are_leased_up_to_the_pacing_limit_and_then_refused_with_the_rea
     assert "pacing" in answer.reason
 
 
-def test_a_full_store_stops_admission_and_the_answer_gives_the_reason(tmp_path: Path):
-    learner = {"prompts_per_step": 2, "checkpoint": {"every_steps": 1}}
-    capacity = {"max_groups": 4}
-    scene = RouterScene(tmp_path, settings={"learner": learner}, staleness={"max_lag": 9}, capacity=capacity)
-    peer = scene.join()
-    assert len(peer.lease(max_trajectories=8).prompts) == 4
-    assert peer.exchange(LeaseRequest(max_trajectories=2)) == []
-    scene.tick(1.0)
-    (answer,) = peer.receive()
-    assert answer.prompts == []
-    assert answer.reason == "capacity: 4 groups are outstanding, buffer.capacity.max_groups is 4"
-
-
 def test_a_trajectory_is_acknowledged_once_it_is_stored_and_a_duplicate_again(scene: RouterScene):
     peer = scene.join()
     peer.lease()

@@ -177,8 +177,7 @@ def test_an_engine_must_hold_one_sequence(tmp_path: Path) -> None:
 
 
 def test_gpus_hold_what_their_roles_need(model: Path, tmp_path: Path) -> None:
-    wide = ("generators/engine=vllm_gpu", "generators.engine.tensor_parallel_size=2", "generators.count=2")
-    run = settings(model, *wide, "learner.device=auto")
+    run = settings(model, "generators/engine=vllm_gpu_tp2", "generators.count=2", "learner.device=auto")
     plan = make_plan(run, LARGE)
     places = {need.process: {n.place for n in plan.needs if n.process == need.process} for need in plan.needs}
     assert places["learner rank 0"] == {"gpu 0", HOST}
@@ -194,8 +193,7 @@ def test_gpus_hold_what_their_roles_need(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_shared_gpu_is_dealt_out_to_learner_and_engines(model: Path) -> None:
-    engine = ("generators/engine=vllm_gpu", "generators.engine.max_num_seqs=256")
-    run = settings(model, *engine, "generators.count=2", "model.dtype=bfloat16")
+    run = settings(model, "generators/engine=vllm_gpu_shared", "generators.count=2", "model.dtype=bfloat16")
     one = Machine(host_gib=1024, gpus=1, gpu_gib=80)
     # Few sequences fill less than is left: keys and values of two heads of 32, in four layers, in half precision.
     full = (256 + 4) * 256 * 2 * 2 * 32 * 2 * LAYERS / GIB
@@ -207,13 +205,13 @@ def test_a_shared_gpu_is_dealt_out_to_learner_and_engines(model: Path) -> None:
     tight = make_plan(run, Machine(host_gib=1024, gpus=1, gpu_gib=(others + 0.1) / 0.92))
     assert gib(tight, "generator-0", "KV cache") == pytest.approx(0.05)
     assert tight.problems == []
-    given = settings(model, "generators.engine.kv_cache_gib=2.5", "generators/engine=vllm_gpu")
+    given = settings(model, "generators.engine.kv_cache_gib=2.5", "generators/engine=vllm_gpu_shared")
     assert gib(make_plan(given, one), "generator-0", "KV cache") == 2.5
     assert gib(make_plan(run, Machine(host_gib=1024)), "generator-0", "KV cache") == 1
 
 
 def test_a_gpu_that_cannot_hold_both_is_refused_with_what_each_takes(model: Path) -> None:
-    run = settings(model, "generators/engine=vllm_gpu", "learner.device=auto")
+    run = settings(model, "generators/engine=vllm_gpu_shared", "learner.device=auto")
     with pytest.raises(ConfigError) as caught:
         shared_cache_gib(run, gpu_gib=2.0)
     message = str(caught.value)
