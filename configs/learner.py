@@ -154,7 +154,7 @@ class StallConfig(Config):
     timeout_s: Positive = 600.0
     """Seconds without any useful arrival after which the learner treats the run as stalled; must exceed the time of the
     longest answer. While answers arrive, a batch or an evaluation may take three times as long, or half an hour.
-    Starting an engine may take three times as long, and a step of it a fifth. By default at least
+    Starting an engine may take three times as long, and a step of it a third. By default at least
     `generators.answer_timeout_s` plus `generators.reward.timeout_s`."""
 
 

@@ -64,7 +64,7 @@ _SECOND_CHANCE_S = 2.0
 """Limit of a call after an unanswered one: a slow engine has recovered by then, and a dead one must be replaced within
 `learner.stall.timeout_s`."""
 
-_STEP_STALLS = 5
+_STEP_STALLS = 3
 """An engine may make no step for this part of `learner.stall.timeout_s`: its replacement then answers before the run
 counts as stalled."""
 

@@ -7,7 +7,6 @@ Invariant: a scrape reads memory only, so it does not load the store or a role.
 
 import os
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -53,7 +52,7 @@ class MetricsServer:
         registry.register(self)
         application = guarded(make_wsgi_app(registry), token=token, is_local=ip_address(host).is_loopback)
         try:
-            self._server = make_server(host, port, application, _ServerV6 if ":" in host else _Server, _Handler)
+            self._server = make_server(host, port, application, _Server, _Handler)
         except OSError as error:
             raise ConfigError(
                 f"metrics.prometheus_port must be free at {host}, got {port}: {error.strerror}; choose another."
@@ -101,10 +100,6 @@ def _refusal(environ: dict[str, Any], *, token: str, is_local: bool) -> str | No
 
 class _Server(ThreadingWSGIServer):
     daemon_threads = True
-
-
-class _ServerV6(_Server):
-    address_family = socket.AF_INET6
 
 
 class _Handler(WSGIRequestHandler):
