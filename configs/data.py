@@ -15,7 +15,7 @@ class LoraConfig(Config):
     rank: Annotated[int, Meta(ge=1, le=512)] = 16
     """Rank of the adapter matrices; vLLM serves at most 512."""
     alpha: Positive = 32.0
-    """The product of the matrices is scaled by alpha / rank."""
+    """The product of the matrices is scaled by alpha / rank; rsLoRA's scale is alpha x sqrt(rank)."""
     targets: str | Annotated[list[str], Meta(min_length=1)] = "all-linear"
     """Names of adapted layers, or their last parts, such as `[q_proj, v_proj]`; `all-linear` = every linear layer
     except the head and a mixture's experts."""
