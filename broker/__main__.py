@@ -121,7 +121,7 @@ def _make_supervisor(run: RunConfig, folder: RunFolder) -> RedisSupervisor | Non
     if has_launcher() or not isinstance(store, EmbeddedRedisConfig):
         return None
     server = EmbeddedRedis(folder.store, durability=store.durability, max_memory_mib=store.max_memory_mib)
-    return RedisSupervisor(server, start_timeout_s=run.buffer.retry_timeout_s)
+    return RedisSupervisor(server, start_timeout_s=run.broker.store_timeout_s)
 
 
 def _serve(
@@ -140,8 +140,7 @@ def _serve(
     store = open_run_store(
         url,
         run.name,
-        timeout_s=run.buffer.retry_timeout_s,
-        max_attempts=run.buffer.max_attempts,
+        timeout_s=run.broker.store_timeout_s,
         answer_timeout_s=_ANSWER_TIMEOUT_S,
     )
     router = Router(
@@ -173,7 +172,7 @@ def _serve(
 
 
 def _open_run(run: RunConfig, url: str, *, num_rows: RowCount) -> RunState:
-    timeout_s = run.buffer.retry_timeout_s
+    timeout_s = run.broker.store_timeout_s
     with open_run_store(url, run.name, timeout_s=timeout_s, retry_timeout_s=timeout_s) as store:
         state = begin_run(store, run, num_rows=num_rows)
         is_served = store.roles().get(LAUNCHER, {}).get("pid") == launcher_pid()
@@ -199,10 +198,10 @@ def _observing(run: RunConfig, folder: RunFolder, chief: Chief) -> Iterator[Obse
 @contextmanager
 def _archiving(run: RunConfig, folder: RunFolder, store_url: str, chief: Chief) -> Iterator[None]:
     """Archive finished groups during the block while this broker is the chief."""
-    if not run.buffer.archive.enabled:
+    if not run.buffer.archive.is_enabled:
         yield
         return
-    connect = partial(open_run_store, store_url, run.name, timeout_s=run.buffer.retry_timeout_s)
+    connect = partial(open_run_store, store_url, run.name, timeout_s=run.broker.store_timeout_s)
     storage = open_storage(run, timeout_s=_STORAGE_TIMEOUT_S)
     archive = storage and storage.child(folder.archive.name)
     archiver = ArchiverThread(

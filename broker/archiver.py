@@ -2,7 +2,7 @@
 
 Consumes: the store's finished groups, oldest first; its step ledger.
 Produces: shards and a ledger in the archive folder; free space in the store; the gauges of the role `archiver`.
-Waits for: enough groups for a shard, at most `flush_s`.
+Waits for: enough groups for a shard, at most `_FLUSH_S`.
 Woken by: its clock, every second.
 Invariant: the store forgets a group only after the archive, and the object store if configured, hold it durably. The
 archive takes each group once. Its ledger has a step only if a checkpoint covers it and all of its groups are archived.
@@ -35,6 +35,10 @@ from slipstream.configs.buffer import ArchiveConfig
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import describe_disk, is_disk_full
 
+_GROUPS_PER_SHARD = 1024
+"""Waiting groups that trigger writing a shard: as many as Parquet compresses well, in hundreds of files per run."""
+_FLUSH_S = 30.0
+"""Longest wait of a group for its shard to fill, so that commands soon see it."""
 _SAMPLED_GROUPS = 8
 """Groups in the sample that estimates the mean group size."""
 _MAX_SHARD_BYTES = 256 * 2**20
@@ -100,7 +104,7 @@ OpenWriter = Callable[[Path], ShardWriter]
 
 
 class Archiver:
-    """Writes a shard when it is full or its oldest group has waited `flush_s`. Belongs to one thread.
+    """Writes a shard when it is full or its oldest group has waited `_FLUSH_S`. Belongs to one thread.
 
     Life: step* -> flush -> close.
     """
@@ -187,7 +191,7 @@ class Archiver:
         if self._waiting_since is None:
             self._waiting_since = now
         waited_s = now - self._waiting_since
-        return num_waiting >= self._config.groups_per_shard or waited_s >= self._config.flush_s
+        return num_waiting >= _GROUPS_PER_SHARD or waited_s >= _FLUSH_S
 
     def _move(self) -> int:
         groups = self._peek()
@@ -222,7 +226,7 @@ class Archiver:
         sample = self._store.finished(limit=_SAMPLED_GROUPS)
         num_bytes = sum(len(payload) for group in sample for payload in group.payloads)
         fitting = self._max_shard_bytes * len(sample) // max(1, num_bytes)
-        limit = max(1, min(fitting, self._config.groups_per_shard))
+        limit = max(1, min(fitting, _GROUPS_PER_SHARD))
         return sample[:limit] if limit <= len(sample) else self._store.finished(limit=limit)
 
 

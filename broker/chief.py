@@ -131,7 +131,7 @@ class Chief:
         self._store.follow_clock(
             jump_s=jump_s if has_jumped and jump_s > 0 else 0.0,
             lease_s=self._run.broker.lease_s,
-            claim_lease_s=self._run.buffer.claim_lease_s,
+            claim_lease_s=self._run.broker.claim_lease_s,
             fence=self.fence,
         )
         # Only after success: a failed call is repeated.

@@ -24,6 +24,9 @@ from slipstream.buffer.trajectory import AnswerCheck, Sampling, Trajectory, Traj
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 
+MAX_LOGPROB_DIFF = 0.05
+"""Mean absolute difference between log-probabilities of a guest and of the run's own engine, nats, in addition to twice
+the difference among the run's own generators. Other kernels and bfloat16 cause 0.01 to 0.03."""
 _KEPT = 64
 """Newest checks per guest that `convict` considers."""
 _MAX_UNCHECKED = 64
@@ -188,7 +191,7 @@ class Guests:
         guest = self._guests[order.guest]
         guest.num_checked += 1
         guest.checks.append(self._compare(guest, order, audited.check))
-        if reason := convict(guest.checks, max_logprob_diff=self._config.max_logprob_diff):
+        if reason := convict(guest.checks):
             self._expel(order.guest, reason)
 
     def _compare(self, guest: _Guest, order: _Check, check: AnswerCheck) -> AnswerCheck:
@@ -216,7 +219,7 @@ _DEVIATIONS = 4.0
 """Tolerated sampling noise, standard deviations."""
 
 
-def convict(checks: Sequence[AnswerCheck], *, max_logprob_diff: float) -> str:
+def convict(checks: Sequence[AnswerCheck]) -> str:
     """Return the reason to quarantine a guest with these checks; empty for none."""
     lies = [check.lie for check in checks if check.lie]
     if len(lies) >= _MIN_LIES:
@@ -229,9 +232,9 @@ def convict(checks: Sequence[AnswerCheck], *, max_logprob_diff: float) -> str:
     diff = sum(check.logprob_diff for check in scored) / num_tokens
     trusted_diff = sum(check.own_logprob_diff * check.num_tokens for check in scored) / num_tokens
     # `not <=` rather than `>`: NaN must convict.
-    if not diff <= max_logprob_diff + 2 * trusted_diff:
+    if not diff <= MAX_LOGPROB_DIFF + 2 * trusted_diff:
         return (
-            f"its log-probabilities must be those of the policy within {max_logprob_diff:g} nats on average, got "
+            f"its log-probabilities must be those of the policy within {MAX_LOGPROB_DIFF:g} nats on average, got "
             f"{diff:.3g} {of}; trusted generators differ by {trusted_diff:.2g}"
         )
     surplus = sum(check.surplus for check in scored) / num_tokens

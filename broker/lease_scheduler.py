@@ -19,7 +19,6 @@ from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.buffer.pacing import (
     admission_limit,
     admission_reason,
-    capacity_limit,
     oldest_version,
     pacing_reason,
     weights_reason,
@@ -27,13 +26,14 @@ from slipstream.buffer.pacing import (
 from slipstream.buffer.records import Lease, RunState
 from slipstream.buffer.sampling import NOTHING_SKIPPED, Upcoming, look_ahead
 from slipstream.buffer.store import Store, StoreOutage
-from slipstream.configs.buffer import CapacityConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.images import image_id
 
 log = structlog.get_logger(__name__)
 
+_EVALUATION_FRACTION = 0.5
+"""Maximum fraction of a lease for evaluations while training prompts are available: neither of them starves."""
 _MAX_WAIT_S = 1.0
 """Time after which a request is answered empty, with the reason."""
 _MAX_ANSWERS = 64
@@ -162,9 +162,7 @@ class LeaseScheduler:
     # --- how much ------------------------------------------------------------------------------------------------
     def _offer(self, request: _Request, state: RunState) -> _Offer:
         requested = max(1, request.max_trajectories // self._run.members_per_group)
-        limit, capacity = admission_limit(self._run, state), self._run.buffer.capacity
-        if capacity != CapacityConfig():
-            limit = min(limit, capacity_limit(capacity, self._store_counts()))
+        limit = admission_limit(self._run, state)
         if state.phase not in ("starting", "training"):
             # The store leases only evaluation rows then.
             return _Offer(self._fair_share.num_rows(request.peer, requested=requested), limit)
@@ -237,7 +235,7 @@ class LeaseScheduler:
             admission_limit=offer.admission_limit,
             # An evaluation accepts answers from one version, and none from guests.
             version=-1 if peer.guest else peer.version,
-            max_evaluations=ceil(self._run.evaluation.lease_fraction * offer.max_groups * self._run.members_per_group),
+            max_evaluations=ceil(_EVALUATION_FRACTION * offer.max_groups * self._run.members_per_group),
             upcoming=upcoming,
         )
         self._fair_share.record_leases(peer, leases)

@@ -80,12 +80,6 @@ class StoreCounts(Record):
         return in_band | {f"buffer/{name}": self.curriculum.get(name, 0) for name in names}
 
     @property
-    def outstanding(self) -> int:
-        """Groups that are admitted and unfinished, or finished and still stored."""
-        in_store = self.ready + self.claimed + self.used + self.unarchived
-        return self.leased + self.returned + in_store
-
-    @property
     def filtered(self) -> int:
         return sum(self.reasons.get(f"rejected: {reason}", 0) for reason in REJECTION_REASONS)
 

@@ -34,6 +34,8 @@ _PROBE = "write-probe"
 _BLOCK_BYTES = 16 * 2**20
 _BLOCKS_IN_FLIGHT = 8
 """Concurrent parts of a multipart upload, which pyarrow does not limit."""
+_OUTAGE_S = 1800.0
+"""Time for which the object store may fail before the learner exits: most outages of object stores are shorter."""
 UPLOAD_TIMEOUT_S = 60.0
 """For a stopping role to finish its uploads."""
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 30.0
@@ -250,12 +252,11 @@ class ObjectFolder:
             sync_path(Path(self._at(name)))
 
 
-def open_storage(run: RunConfig, *, timeout_s: float | None = None) -> ObjectFolder | None:
+def open_storage(run: RunConfig, *, timeout_s: float = _OUTAGE_S) -> ObjectFolder | None:
     """Return the run's folder in `storage.uri`, if set. Raises StorageError."""
     if not run.storage.uri:
         return None
-    wait = StorageWait(run.storage.timeout_s if timeout_s is None else timeout_s)
-    return ObjectFolder(f"{run.storage.uri.rstrip('/')}/{run.name}", wait)
+    return ObjectFolder(f"{run.storage.uri.rstrip('/')}/{run.name}", StorageWait(timeout_s))
 
 
 def check_storage(run: RunConfig, *, has_folder: bool) -> None:

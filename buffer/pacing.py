@@ -1,12 +1,10 @@
 """Admission: how many training prompts may be in flight."""
 
 import math
-import sys
 from typing import NamedTuple
 
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.records import RunState
-from slipstream.configs.buffer import CapacityConfig
 from slipstream.configs.run import RunConfig
 
 _MAX_WAIT = 0.01
@@ -117,8 +115,6 @@ def admission_reason(run: RunConfig, *, state: RunState, counts: StoreCounts) ->
     """Return why no new training prompt can be admitted; empty if one can."""
     if state.phase not in ("starting", "training"):
         return f"the run is {state.phase}"
-    if reason := capacity_reason(run.buffer.capacity, counts):
-        return reason
     return pacing_reason(state) if counts.admitted >= admission_limit(run, state) else ""
 
 
@@ -133,23 +129,3 @@ def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
         return ""
     max_lag = run.staleness.max_lag
     return f"weights: holds version {version}, {committed} is committed and staleness.max_lag is {max_lag}"
-
-
-def capacity_reason(capacity: CapacityConfig, counts: StoreCounts) -> str:
-    """Return which capacity limit is reached; empty if the store has room."""
-    if capacity.max_groups is not None and counts.outstanding >= capacity.max_groups:
-        limit = f"buffer.capacity.max_groups is {capacity.max_groups}"
-        return f"capacity: {counts.outstanding} groups are outstanding, {limit}"
-    stored_mib = counts.payload_bytes / 2**20
-    if capacity.max_mib is not None and stored_mib >= capacity.max_mib:
-        return f"capacity: {stored_mib:.1f} MiB are stored, buffer.capacity.max_mib is {capacity.max_mib}"
-    return ""
-
-
-def capacity_limit(capacity: CapacityConfig, counts: StoreCounts) -> int:
-    """Maximum of `StoreCounts.admitted` within the store's capacity."""
-    if capacity_reason(capacity, counts):
-        return counts.admitted
-    if capacity.max_groups is None:
-        return sys.maxsize
-    return counts.admitted + capacity.max_groups - counts.outstanding

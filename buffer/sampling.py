@@ -270,7 +270,7 @@ def inclusion_probabilities(rates: np.ndarray, *, threshold: float) -> np.ndarra
 def _race(
     candidates: list[Candidate], sampler: SamplerConfig, *, num_groups: int, seeds: tuple[int, int, int]
 ) -> tuple[list[str], list[float]]:
-    """Sample in proportion to priority. With `correction=1`, the expected gradient is that of a uniform sample."""
+    """Sample in proportion to priority. With the weights, the expected gradient is that of a uniform sample."""
     exponent = sampler.exponent if isinstance(sampler, PrioritizedConfig) else 0.0
     rates = np.array([priority(candidate) ** exponent for candidate in candidates])
     # The +1 maps raw values to (0, 1], where the logarithm is finite.
@@ -282,7 +282,7 @@ def _race(
     # Given the smallest losing key, inclusions are independent with known probabilities.
     threshold = float(np.partition(keys, num_groups)[num_groups]) if num_groups < len(keys) else math.inf
     included = inclusion_probabilities(rates[selected], threshold=threshold)
-    weights = (len(selected) / (len(candidates) * included)) ** sampler.importance_exponent
+    weights = len(selected) / (len(candidates) * included)
     return group_ids, weights.tolist()
 
 

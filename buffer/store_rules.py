@@ -23,7 +23,7 @@ MAY_CHANGE = (
     "learner.max_steps", "learner.epochs", "evaluation.stop",
     "learner.num_ranks", "learner.engine", "learner.device", "learner.tokens_per_microbatch", "learner.packing",
     "generators.count", "generators.reward.num_workers", "generators.reward.timeout_s",
-    "learner.stall", "learner.wait_timeout_s", "evaluation.timeout_s",
+    "learner.stall",
 )  # fmt: skip
 """Settings that a resumed run may change: where it runs, when it ends, workers and timeouts, and how the learner
 divides model and work without affecting gradients.

@@ -1,10 +1,10 @@
 """Advantage functions: one settings record per function."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from slipstream.configs.base import ConfigError, Formula, Positive, Share, union_of
+from slipstream.configs.base import Formula, Positive, Share, union_of
 
 
 class AdvantageConfig(Formula):
@@ -34,9 +34,6 @@ class AdvantageConfig(Formula):
 class GrpoConfig(AdvantageConfig, tag="grpo"):
     """Rewards normalized within their group."""
 
-    epsilon: Positive = 1e-6
-    """Added to the standard deviation."""
-
 
 class DrGrpoConfig(AdvantageConfig, tag="dr_grpo"):
     """Rewards minus the group mean."""
@@ -49,9 +46,6 @@ class RlooConfig(AdvantageConfig, tag="rloo"):
 class LitePpoConfig(AdvantageConfig, tag="lite_ppo"):
     """Rewards minus the group mean, divided by the standard deviation of the batch."""
 
-    epsilon: Positive = 1e-6
-    """Added to the standard deviation."""
-
 
 class OpoConfig(AdvantageConfig, tag="opo"):
     """Rewards minus the length-weighted group mean."""
@@ -60,15 +54,9 @@ class OpoConfig(AdvantageConfig, tag="opo"):
 class GpgConfig(AdvantageConfig, tag="gpg"):
     """Rewards minus the group mean, scaled up for groups without a signal."""
 
-    normalizer: Positive = 1.0
-    """Factor F_norm of the paper."""
-
 
 class MaxRlConfig(AdvantageConfig, tag="maxrl"):
     """Rewards relative to the group mean."""
-
-    epsilon: Positive = 1e-6
-    """Added to the group mean."""
 
 
 class RemaxConfig(AdvantageConfig, tag="remax"):
@@ -88,8 +76,6 @@ class ReinforcePlusPlusConfig(AdvantageConfig, tag="reinforce_plus_plus"):
 
     gamma: Share = 1.0
     """Discount of future rewards, per token."""
-    epsilon: Positive = 1e-6
-    """Added to the standard deviation."""
 
 
 class ReinforcePlusPlusBaselineConfig(AdvantageConfig, tag="reinforce_plus_plus_baseline"):
@@ -97,15 +83,12 @@ class ReinforcePlusPlusBaselineConfig(AdvantageConfig, tag="reinforce_plus_plus_
 
     compares_groups: ClassVar[bool] = True
 
-    epsilon: Positive = 1e-6
-    """Added to the standard deviation."""
-
 
 class PassAtKBestConfig(AdvantageConfig, tag="grpo_passk"):
     """Lead of the best member of a group over the second best; 0 for all other members."""
 
-    epsilon: Positive | None = None
-    """Divide the lead by the standard deviation of the group + epsilon; null = use the lead itself."""
+    normalize: bool = False
+    """Divide the lead by the standard deviation of the group."""
 
 
 class PassAtKConfig(AdvantageConfig, tag="pass_at_k"):
@@ -124,8 +107,6 @@ class GdpoConfig(AdvantageConfig, tag="gdpo"):
 
     weights: dict[str, float] = {}
     """Part -> weight; empty = all parts with weight 1."""
-    epsilon: Positive = 1e-6
-    """Added to the standard deviations."""
 
 
 class MovingBaselineConfig(AdvantageConfig, tag="moving_baseline"):
@@ -133,9 +114,6 @@ class MovingBaselineConfig(AdvantageConfig, tag="moving_baseline"):
 
     has_own_baseline: ClassVar[bool] = True
     compares_groups: ClassVar[bool] = True
-
-    decay: Annotated[float, Meta(gt=0, lt=1)] = 0.9
-    """Fraction of the average kept at each step."""
 
 
 class OptimalTokenBaselineConfig(AdvantageConfig, tag="optimal_token_baseline"):
@@ -148,8 +126,6 @@ class OptimalTokenBaselineConfig(AdvantageConfig, tag="optimal_token_baseline"):
 
     per_turn: bool = False
     """For tool agents: align members by turn and position in the turn instead of position in the answer."""
-    epsilon: Positive = 1e-8
-    """Added to the baseline's denominator."""
 
 
 class TurnReturnsConfig(AdvantageConfig, tag="turn_returns"):
@@ -161,10 +137,8 @@ class TurnReturnsConfig(AdvantageConfig, tag="turn_returns"):
 
     gamma: Share = 1.0
     """Discount of future rewards, per turn."""
-    over: Literal["index", "group"] = "index"
-    """Turns that are compared: those with the same index in their answers, or all of the group."""
-    epsilon: Positive | None = 1e-6
-    """Added to the standard deviation; null = subtract only the mean."""
+    normalize: bool = True
+    """Divide by the standard deviation, after the mean is subtracted."""
 
 
 class GigpoConfig(AdvantageConfig, tag="gigpo"):
@@ -180,8 +154,8 @@ class GigpoConfig(AdvantageConfig, tag="gigpo"):
     """Discount of future rewards, per turn."""
     step_weight: Annotated[float, Meta(ge=0)] = 1.0
     """Weight of the second term, the paper's omega."""
-    epsilon: Positive | None = 1e-6
-    """Added to the standard deviations; null = subtract only the means, the paper's F_norm = 1."""
+    normalize: bool = True
+    """Divide by the standard deviations, after the means are subtracted; false = the paper's F_norm = 1."""
 
 
 class WinRateConfig(AdvantageConfig, tag="win_rate"):
@@ -205,8 +179,6 @@ class GaeConfig(AdvantageConfig, tag="gae"):
     """Lambda of the critic targets."""
     length_adaptive_alpha: Positive | None = None
     """Alpha of VAPO: the lambda of the policy is 1 - 1 / (alpha x length); null = `lam`."""
-    epsilon: Positive | None = 1e-6
-    """Added to the standard deviation when whitening advantages over all tokens; null = no whitening."""
 
 
 class VtraceConfig(AdvantageConfig, tag="vtrace"):
@@ -223,17 +195,6 @@ class VtraceConfig(AdvantageConfig, tag="vtrace"):
     """Discount of future rewards, per token."""
     lam: Share = 1.0
     """Decay of the trace, per token."""
-    rho_bar: Positive = 1.0
-    """Bound of the ratios that determine the fixed point."""
-    c_bar: Positive = 1.0
-    """Bound of the ratios that determine the speed of convergence; at most `rho_bar`."""
-
-    def __post_init__(self) -> None:
-        if self.c_bar > self.rho_bar:
-            raise ConfigError(
-                f"algorithm.advantage.c_bar must be <= rho_bar ({self.rho_bar:g}), got {self.c_bar:g}: traces "
-                "would reach further than the errors they carry are corrected."
-            )
 
 
 class CustomAdvantageConfig(AdvantageConfig, tag="custom"):

@@ -12,7 +12,7 @@ from slipstream.configs.advantages import (
     VtraceConfig,
     WinRateConfig,
 )
-from slipstream.configs.base import Config, ConfigError, Positive, Share
+from slipstream.configs.base import Config, ConfigError, Positive
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig, PpoClipConfig, SppoConfig
 
@@ -48,8 +48,6 @@ class DistillationConfig(Config):
     """Weight relative to the task loss."""
     with_rewards: bool = True
     """Whether rewards count as well; false = only the teacher."""
-    bound: Positive = 10.0
-    """Largest advantage or loss of a token, nats; for `k1` and `k3`."""
     top_k: Annotated[int, Meta(ge=1)] = 32
     """Number of the teacher's most likely tokens; for `forward_kl_topk` and `jsd_topk`."""
     beta: Annotated[float, Meta(gt=0, lt=1)] = 0.5
@@ -111,8 +109,6 @@ class RewardShapingConfig(Config):
     1; below 1, a fraction of `generators.sampling.max_tokens`. null = off."""
     normalize: Literal["none", "batch", "group"] = "none"
     """Normalize to mean 0 and standard deviation 1: over the `batch`, or within each `group`."""
-    epsilon: Positive = 1e-6
-    """Added to that standard deviation."""
     mask_truncated: bool = False
     """Whether to exclude responses that were cut off at the maximum length from the loss; they stay in the baseline of
     their group."""
@@ -172,10 +168,8 @@ class CorrectionConfig(Config):
     """Rejections; a token stays in the loss only if every entry accepts it."""
     veto: tuple[Positive, Positive] | None = None
     """Bounds of token ratios: a trajectory with any token outside leaves the loss; null = off."""
-    exclude_rejected_from_baseline: bool = False
-    """Whether a completely rejected trajectory also leaves its group's baseline."""
     loss_denominator: Literal["all_tokens", "kept_tokens"] = "all_tokens"
-    """Tokens that count in the denominator of the loss: all trainable tokens, or those not rejected."""
+    """Tokens that the mean of the loss divides by. `all_tokens`: rejected ones count too. `kept_tokens`: they don't."""
     log_ratio_penalty: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of log(learner/generator)^2 in the loss of every token that is not rejected: a pull toward the sampling
     policy, even where a clip, a mask, or equal rewards leave no gradient."""
@@ -198,23 +192,10 @@ class CorrectionConfig(Config):
     @property
     def needs_whole_batch(self) -> bool:
         """Whether the weights of a microbatch depend on the rest of the batch."""
-        return self.normalize or (
-            self.rejects and (self.exclude_rejected_from_baseline or self.loss_denominator == "kept_tokens")
-        )
+        return self.normalize or (self.rejects and self.loss_denominator == "kept_tokens")
 
 
 _MEANS_OF_SEQUENCES = ("seq_mean_token_mean", "prompt_mean")
-
-
-class EssLearningRateConfig(Config):
-    """Learning rate that follows the effective sample size (VCPO), `importance.ess_learning_rate_scale`."""
-
-    level: Literal["token", "sequence"] = "sequence"
-    """Importance weights, before any bound: one per `token`, or per `sequence`."""
-    power: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Exponent: scale = effective fraction ^ power."""
-    floor: Share = 0.1
-    """Smallest scale of the learning rate."""
 
 
 class AlgorithmConfig(Config):
@@ -230,11 +211,11 @@ class AlgorithmConfig(Config):
     """Masks of tokens that leave the policy loss because the learner has moved too far from the sampling policy."""
     correction: CorrectionConfig = CorrectionConfig()
     proximal: Literal["auto", "recompute", "reuse", "generator", "interpolate"] = "auto"
-    """Proximal policy of the ratio. `recompute`: the learner at the start of the step, from a separate forward pass.
-    `reuse`: the same, from the update's own forward pass (needs one update per step). `auto`: `reuse` if it gives the
-    same result and no other setting needs the pass, otherwise `recompute`; recorded in `config.yaml`. `generator`: the
-    generator, without correction weights (bypass). `interpolate`: between generator and learner according to the lag of
-    each token (A-3PO)."""
+    """Denominator of the ratio learner/proximal. `generator`: the policy that sampled the token, without correction
+    weights (bypass). `recompute`: the learner at the start of the step, from an extra forward pass (decoupled PPO).
+    `reuse`: the same without that pass; needs one update per step. `interpolate`: between generator and learner
+    according to the lag of each token (A-3PO). `auto`: `reuse` if it is equivalent and no other setting needs the pass,
+    otherwise `recompute`; recorded in `config.yaml`."""
     loss_aggregation: Literal[
         "token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "prompt_mean"
     ] = "token_mean"
@@ -248,8 +229,8 @@ class AlgorithmConfig(Config):
     """Weight of the entropy bonus."""
     positive_nll_coef: Annotated[float, Meta(ge=0)] = 0.0
     """Weight of the negative log-likelihood of correct answers (VAPO)."""
-    ess_learning_rate: EssLearningRateConfig | None = None
-    """Learning rate that follows the effective sample size; null = off."""
+    ess_learning_rate: bool = False
+    """Learning rate that follows the effective sample size of the sequence weights (VCPO)."""
     updates_per_step: Annotated[int, Meta(ge=1)] = 1
     """Optimizer updates per claimed batch."""
 
@@ -296,7 +277,7 @@ class AlgorithmConfig(Config):
             self.correction.needs_whole_batch
             or (self.kl.apply_to == "reward" and self.kl.coef > 0)
             or self.advantage.needs_start_logprobs
-            or self.ess_learning_rate is not None
+            or self.ess_learning_rate
             or (self.distillation is not None and self.distillation.divergence == "k1")
         )
 
@@ -319,9 +300,8 @@ def _check_proximal(config: AlgorithmConfig) -> None:
         )
     if config.correction.needs_whole_batch and config.proximal in ("reuse", "interpolate"):
         raise ConfigError(
-            "algorithm.correction.normalize, exclude_rejected_from_baseline and loss_denominator=kept_tokens need the "
-            f"weights of the whole batch before the first gradient, got algorithm.proximal={config.proximal}: choose "
-            "proximal=auto."
+            "algorithm.correction.normalize and loss_denominator=kept_tokens need the weights of the whole batch "
+            f"before the first gradient, got algorithm.proximal={config.proximal}: choose proximal=auto."
         )
     if config.proximal == "interpolate" and not config.policy_loss.has_ratio:
         raise ConfigError(

@@ -1,7 +1,6 @@
 """Settings of the broker, weight transfer, loggers, and exporter."""
 
 import re
-from ipaddress import ip_address
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -10,6 +9,8 @@ from slipstream.configs.base import Config, Positive, require
 
 BROKER_SILENCE_S = 8.0
 """Silence of the broker after which a peer reconnects, seconds."""
+CLAIM_LEASES = 4
+"""Lease of a claimed batch, in `broker.lease_s`."""
 FIRST_BROKER = "broker"
 """Name of the first or only broker of a run."""
 BROKER_NAME = re.compile(rf"{FIRST_BROKER}(-\d+)?", re.ASCII)
@@ -33,20 +34,34 @@ class BrokerConfig(Config):
     """File with the token that encrypts and authenticates all sockets of the run, readable only by its owner. The
     environment variable `SLIPSTREAM_TOKEN` takes precedence. Without either, a token is created in the run folder."""
     join_timeout_s: Positive = 600.0
-    """Longest wait of a starting role for the broker, which may start later, seconds."""
+    """Longest wait of a starting role for the broker, which may start later, or for Ray to place it, seconds."""
     max_message_bytes: Annotated[int, Meta(ge=4096)] = 64 * 1024 * 1024
-    """Largest accepted frame, bytes. Larger trajectories, and data rows above half this size, are rejected with an
-    error. Generators started elsewhere need the same value."""
+    """Maximum size of a message, bytes. A larger trajectory is rejected with an error that names it; a data row may
+    have half of it. Generators started elsewhere need the same value."""
     peer_timeout_s: Positive = 8.0
     """Silence after which a peer is considered gone, seconds. Larger values tolerate pauses but detect failures
     later."""
     lease_s: Positive = 30.0
-    """Time after which a leased prompt is leased again unless its generator pings, seconds. At least three pings must
-    fit."""
+    """Time after which a leased prompt is leased again unless its generator pings, seconds; at least three pings must
+    fit. A store that does not answer for twice as long ends the run, and a batch that the learner has not renewed for
+    four times as long lapses."""
 
     @property
     def names(self) -> list[str]:
         return [FIRST_BROKER, *(f"{FIRST_BROKER}-{number}" for number in range(1, self.shards))]
+
+    @property
+    def store_timeout_s(self) -> float:
+        """Longest retry of an operation while the store does not answer, seconds: a restart with much data takes 20."""
+        return 2 * self.lease_s
+
+    @property
+    def claim_lease_s(self) -> float:
+        """Time within which the learner commits or renews a claim, seconds.
+
+        Longer than for prompts, because a lapsed claim costs a whole step.
+        """
+        return CLAIM_LEASES * self.lease_s
 
     @property
     def heartbeat_s(self) -> float:
@@ -80,8 +95,6 @@ class WeightsConfig(Config):
     """ZeroMQ endpoint of the learner for generators without access to the run folder. null: a Unix socket in the run
     folder, or with `cluster.interface` a port. A tunnel needs a port, such as `tcp://127.0.0.1:5758`, with the same
     number at both ends."""
-    fan_out: Annotated[int, Meta(ge=1)] = 8
-    """Generators on other machines that fetch a version from the learner itself; each then serves as many others."""
     bucket_bytes: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
     """Size of one flat broadcast buffer, bytes."""
     transfer_timeout_s: Positive = 60.0
@@ -90,10 +103,10 @@ class WeightsConfig(Config):
     fetch_timeout_s: Positive = 600.0
     """Longest fetch of one version, seconds; the generator keeps generating."""
     max_probe_diff: Positive = 1e-3
-    """Largest mean absolute difference of log-probabilities, nats: between engine and learner on the canary sequences,
-    and between sampled tokens and the same tokens in a prompt. A generator above it gets no work. With a `model.dtype`
-    below float32, the limit is at least three times the difference at the first version. The run stops if the tokens of
-    step 1 exceed it."""
+    """Maximum mean absolute difference of log-probabilities after an update, nats: between engine and learner on fixed
+    canary sequences, and between sampled tokens and the same tokens in a prompt. A generator above it gets no work.
+    With a `model.dtype` below float32, the limit is at least three times the difference at the first version. The run
+    stops if the tokens of step 1 exceed it."""
 
 
 class LoggingConfig(Config):
@@ -101,13 +114,10 @@ class LoggingConfig(Config):
 
     backends: list[str] | dict[str, dict[str, Any]] = []
     """Metric destinations: `trackio`, `wandb`, `tensorboard`, or a class as `module:Class`; with their arguments as
-    `{wandb: {project: digits}}`."""
-    curve_every_s: Annotated[float, Meta(ge=0)] = 60.0
-    """Minimum time between two images of the curve, seconds; 0 = none."""
+    `{wandb: {project: digits}}`. On the command line, a list chooses among those of a file, and a record adds to
+    them."""
     samples_every_steps: Annotated[int, Meta(ge=0)] = 10
-    """Steps between two tables of trained answers; 0 = none. Only with mode=async."""
-    num_samples: Annotated[int, Meta(ge=1)] = 8
-    """Answers per table."""
+    """Steps between two tables of eight trained answers; 0 = none. Only with mode=async."""
 
     def __post_init__(self) -> None:
         is_fit, why = len(set(self.backends)) == len(self.backends), "two would write the same data"
@@ -123,22 +133,13 @@ class MetricsConfig(Config):
     """Prometheus metrics and OpenTelemetry spans of a run."""
 
     prometheus_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
-    """Port for Prometheus to scrape; null = none."""
-    prometheus_host: str = "127.0.0.1"
-    """IP address to listen on; a non-loopback address requires the run's token."""
+    """Port for Prometheus to scrape, on a loopback address, or on all addresses with `cluster.interface`, where each
+    request needs the run's token. null = none."""
     otlp_endpoint: str | None = None
     """OTLP/HTTP address to which recorded steps are sent as spans, such as `http://127.0.0.1:4318/v1/traces`.
     Credentials come from the environment variable `OTEL_EXPORTER_OTLP_HEADERS`."""
 
     def __post_init__(self) -> None:
-        why = "a name can have several addresses"
-        require(
-            _is_address(self.prometheus_host),
-            "metrics.prometheus_host",
-            "be an IP address",
-            got=repr(self.prometheus_host),
-            why=why,
-        )
         is_url = self.otlp_endpoint is None or re.fullmatch(r"https?://[^@?#\s]+", self.otlp_endpoint) is not None
         # Not shown: it may contain a password.
         shown = "one with them" if "@" in (self.otlp_endpoint or "") else repr(self.otlp_endpoint)
@@ -154,16 +155,3 @@ class MetricsConfig(Config):
     @property
     def is_wanted(self) -> bool:
         return self.prometheus_port is not None or self.otlp_endpoint is not None
-
-    @property
-    def is_open(self) -> bool:
-        """Whether other machines can reach it."""
-        return not ip_address(self.prometheus_host).is_loopback
-
-
-def _is_address(text: str) -> bool:
-    try:
-        ip_address(text)
-    except ValueError:
-        return False
-    return True

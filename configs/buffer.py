@@ -5,7 +5,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, ConfigError, Positive, Share, require_folder
+from slipstream.configs.base import Config, ConfigError, Positive, require_folder
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
@@ -51,31 +51,21 @@ class RedisConfig(Config, tag="redis", tag_field="kind"):
             )
 
 
-class CapacityConfig(Config):
-    """Limits of the store. At a limit, no prompt is admitted until groups have finished."""
-
-    max_groups: Annotated[int, Meta(ge=1)] | None = None
-    """Unfinished groups (running, buffered, used) and those not yet archived; null = as many as pacing admits."""
-    max_mib: Annotated[int, Meta(ge=1)] | None = None
-    """Size of encoded trajectories, MiB; prompts in flight still add to it. null = the limit of the server."""
-
-
 class ArchiveConfig(Config):
     """The archive: finished groups move from the store to Parquet shards in the run folder."""
 
-    enabled: bool = True
-    """Whether to archive finished groups; false = delete them."""
-    groups_per_shard: Annotated[int, Meta(ge=1)] = 1024
-    """Number of waiting groups that triggers writing a shard."""
-    flush_s: Positive = 30.0
-    """Longest wait of a group for its shard to fill, seconds."""
-    max_gib: Positive = 100.0
-    """Archive size above which groups leave the store without being archived, GiB; `status` reports it."""
+    max_gib: Annotated[float, Meta(ge=0)] = 100.0
+    """Maximum archive size, GiB. When reached, finished groups are deleted instead of archived, and `status` reports
+    it; 0 = no archive."""
+
+    @property
+    def is_enabled(self) -> bool:
+        return self.max_gib > 0
 
 
 # --- groups with missing members -------------------------------------------------------------------------------------
 class RefillConfig(Config, tag="refill", tag_field="kind"):
-    """A group waits for all members; its prompt is leased again, up to `max_attempts` times."""
+    """A group waits for all members; its prompt is leased again, up to five times."""
 
 
 class TrainShortConfig(Config, tag="train_short", tag_field="kind"):
@@ -116,13 +106,11 @@ class PrioritizedConfig(Config, tag="prioritized", tag_field="kind"):
     Source: Schaul et al., Prioritized Experience Replay, arXiv:1511.05952, section 3.3-3.4.
     Differs: the priority is the standard deviation of a group's rewards, rounded to powers of two from 1/256 up, so
     groups with equal rewards are rare but never starve. Weights are exact for sampling without replacement, and not
-    divided by their maximum: with `importance_exponent=1` the expected gradient equals that of a uniform sample.
+    divided by their maximum: the expected gradient equals that of a uniform sample.
     """
 
     exponent: Annotated[float, Meta(ge=0, le=4)] = 0.6
     """Exponent of the priority; 0 = uniform."""
-    importance_exponent: Share = 1.0
-    """Weight is (groups sampled / (ready groups * inclusion probability)) ** importance_exponent; 0 = no weights."""
 
 
 SamplerConfig = FifoConfig | FreshestConfig | UniformConfig | PrioritizedConfig
@@ -143,9 +131,6 @@ class ZeroAdvantageConfig(Config, tag="zero_advantage", tag_field="kind"):
     Differs: compares rewards instead of correctness, and judges a group when its last member arrives, so that its
     replacement starts before the rest of the batch is complete.
     """
-
-    min_spread: Positive = 1e-6
-    """Required difference between the largest and smallest reward of a group, including its greedy baseline."""
 
 
 class AccuracyConfig(Config, tag="accuracy", tag_field="kind"):
@@ -200,7 +185,8 @@ class StalenessConfig(Config):
     """Bound on the age of trained tokens."""
 
     max_lag: Annotated[int, Meta(ge=0)] = 4
-    """Largest difference between the learner's version and the version that sampled a token; 0 = synchronous."""
+    """Maximum age of a trained token, in versions of the policy; 0 = synchronous and on-policy. Larger values hide
+    slower generation, but make training more off-policy."""
     on_stale: Literal["mask", "drop"] = "mask"
     """Tokens beyond the bound. `mask`: they leave the loss, but their reward stays in the baseline of the group.
     `drop`: a ready group with such a token expires, and another prompt is admitted for it."""
@@ -246,13 +232,5 @@ class BufferConfig(Config):
     """Training on groups more than once."""
     group_deadline: GroupDeadline = RefillConfig()
     """Handling of groups with missing members."""
-    capacity: CapacityConfig = CapacityConfig()
-    """Limits at which admission stops."""
     archive: ArchiveConfig = ArchiveConfig()
     """Archive of finished groups."""
-    claim_lease_s: Positive = 120.0
-    """Time within which the learner commits or renews a claim, seconds."""
-    max_attempts: Annotated[int, Meta(ge=1)] = 5
-    """Leases of a group, or claims, before it is quarantined."""
-    retry_timeout_s: Positive = 60.0
-    """Longest retry of an operation while the store does not answer, seconds."""

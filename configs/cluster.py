@@ -21,26 +21,25 @@ _PORTS = range(1024, 65536)
 
 
 class LearnerMachinesConfig(Config):
-    """Machines of the learner, and resources reserved on each. The first also runs broker, store, and rank 0."""
+    """Machines of the learner, and resources reserved on each; with `learner.device=cuda`, also a GPU for each rank.
+
+    The first also runs broker, store, and rank 0.
+    """
 
     machines: Annotated[int, Meta(ge=1)] = 1
     """Machines that share the learner ranks equally."""
     cpus: Positive = 2.0
     """CPU cores per machine, for all roles on it."""
-    gpus: Annotated[int, Meta(ge=0)] = 0
-    """GPUs per machine, one for each rank on it; 0 = the learner trains on the CPU."""
     memory_gib: Positive | None = None
     """Main memory per machine, for Slurm and Kubernetes, GiB; null = the partition's default, or in a manifest 16, and
     64 for each GPU."""
 
 
 class SeatConfig(Config):
-    """Resources of one generator, for placement by Ray."""
+    """Resources of one generator; with `learner.device=cuda`, also a GPU for each worker of its engine."""
 
     cpus: Positive = 1.0
     """CPU cores of the generator and its engine."""
-    gpus: Annotated[int, Meta(ge=0)] = 0
-    """GPUs of the engine, one per worker; 0 = none."""
     memory_gib: Positive | None = None
     """Main memory, as `cluster.learner.memory_gib`."""
     labels: dict[str, str] = {}
@@ -53,10 +52,7 @@ class UntrustedGeneratorsConfig(Config):
     names: list[str] = []
     """Generator ids of guests that may join. The broker writes a token for each into `guests/` of the run folder."""
     audit_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.1
-    """Fraction of a guest's groups that the run's own generators score and grade again."""
-    max_logprob_diff: Positive = 0.05
-    """Largest mean absolute difference between log-probabilities of a guest and of the run's own engine, nats, in
-    addition to twice the difference among the run's own generators."""
+    """Fraction of the groups of untrusted generators that the run's own generators score and grade again."""
 
     def __post_init__(self) -> None:
         odd = next((name for name in self.names if not re.fullmatch(_GUEST_NAME, name)), "")
@@ -68,12 +64,8 @@ class ClusterConfig(Config):
     """Machines of the roles, their addresses and ports, and trust in the network between them."""
 
     kind: Literal["local", "ray"] = "local"
-    """`local`: the launcher starts all roles on its machine. `ray`: generators are placed individually on a Ray
-    cluster."""
-    address: str = "auto"
-    """Address of the Ray head, `HOST:PORT`; `auto` = the cluster that this machine belongs to."""
-    place_timeout_s: Positive = 600.0
-    """Longest wait for Ray to place the core or a generator, seconds; an autoscaler takes minutes to add a machine."""
+    """`local`: the launcher starts all roles on its machine. `ray`: generators are placed individually on the
+    Ray cluster that this machine belongs to, or that the environment variable `RAY_ADDRESS` names."""
     learner: LearnerMachinesConfig = LearnerMachinesConfig()
     generator: SeatConfig = SeatConfig()
     untrusted_generators: UntrustedGeneratorsConfig = UntrustedGeneratorsConfig()
@@ -88,8 +80,6 @@ class ClusterConfig(Config):
     it can then read and change weights and gradients. Everything else uses CURVE."""
 
     def __post_init__(self) -> None:
-        must, why = "be auto or HOST:PORT of the Ray head", "a Ray Client driver is not on a machine of the cluster"
-        require("://" not in self.address, "cluster.address", must, got=self.address, why=why)
         if self.interface:
             try:
                 IPv4Network(self.interface)
@@ -114,25 +104,14 @@ class ClusterConfig(Config):
         why = "gradients and trajectories cross the network between ranks unencrypted"
         require(self.trusted_network or machines == 1, "cluster.trusted_network", must, got=False, why=why)
 
-    def check_ray(self, *, mode: str, num_ranks: int, device: str, num_workers: int) -> None:
-        """Raise ConfigError if the other settings of the run don't fit `kind=ray`.
-
-        `num_workers`: workers of the engine; 0 = it has none.
-        """
+    def check_ray(self, *, mode: str) -> None:
+        """Raise ConfigError if the other settings of the run don't fit `kind=ray`."""
         if self.kind == "local":
             return
         must, why = f"be local with mode={mode}", "there is no generator to place"
         require(mode in ("async", "evaluate"), "cluster.kind", must, got=self.kind, why=why)
         must, why = "be set with cluster.kind=ray", "generators on other machines could not reach this one"
         require(bool(self.interface), "cluster.interface", must, got='""', why=why)
-        gpus, ranks = self.learner.gpus, num_ranks // self.learner.machines
-        fit = {"auto": (0, ranks), "cuda": (ranks,), "cpu": (0,)}[device]
-        must = f"be {' or '.join(map(str, fit))} with learner.num_ranks={num_ranks}, learner.device={device}"
-        must += f", cluster.learner.machines={self.learner.machines}" if self.learner.machines > 1 else ""
-        require(gpus in fit, "cluster.learner.gpus", must, got=gpus, why="each rank needs its own GPU")
-        gpus, must = self.generator.gpus, f"be 0, or the workers of generators.engine ({num_workers})"
-        is_fit = not num_workers or gpus in (0, num_workers)
-        require(is_fit, "cluster.generator.gpus", must, got=gpus, why="each worker needs its own GPU")
 
     def check_guests(self, *, mode: str, generators: GeneratorsConfig, has_baseline: bool, router_replay: bool) -> None:
         """Raise ConfigError if settings prevent checking the answers of named guests."""

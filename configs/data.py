@@ -15,9 +15,7 @@ class LoraConfig(Config):
     rank: Annotated[int, Meta(ge=1, le=512)] = 16
     """Rank of the adapter matrices; vLLM serves at most 512."""
     alpha: Positive = 32.0
-    """The product of the matrices is scaled by alpha / rank."""
-    rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead: similar update sizes across ranks."""
+    """The product of the matrices is scaled by alpha / rank; rsLoRA's scale is alpha x sqrt(rank)."""
     targets: str | Annotated[list[str], Meta(min_length=1)] = "all-linear"
     """Names of adapted layers, or their last parts, such as `[q_proj, v_proj]`; `all-linear` = every linear layer
     except the head and a mixture's experts."""
@@ -41,8 +39,8 @@ class MoeConfig(Config):
     """Settings of models with a mixture of experts."""
 
     router_replay: bool = False
-    """Record which experts the engine selected for each token, and use the same experts in the learner (routing
-    replay)."""
+    """Record which experts the engine selected for each token, and send tokens to the same ones in the learner (routing
+    replay, R3)."""
     router_aux_loss: Annotated[float, Meta(ge=0)] | Literal["checkpoint"] = 0.0
     """Coefficient of the load-balancing loss; `checkpoint` = `router_aux_loss_coef` from its config; 0 = off."""
 
@@ -53,7 +51,7 @@ class ModelConfig(Config):
     path: str
     """Folder or hub name of the initial weights and tokenizer, in transformers format."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    """Data type of engine computation and weight transfer; the learner keeps float32 master weights."""
+    """Data type in which the engine computes and weights are sent; the learner keeps float32 master weights."""
     max_length: Annotated[int, Meta(ge=2)] = 2048
     """Maximum length of prompt plus response, tokens; by default `data.max_prompt_tokens` +
     `generators.sampling.max_tokens`."""
@@ -81,8 +79,8 @@ class ReplayConfig(Config):
     path: str = ""
     """Local archive folder of a run, such as `runs/mine/archive`; empty in all other modes."""
     rescore: RewardConfig | str | None = None
-    """Reward function instead of the stored rewards: `module:function`, or the fields of `generators.reward`; null =
-    keep the stored rewards."""
+    """Reward function whose values replace the stored ones: `module:function`, or the fields of `generators.reward`;
+    null = train on the stored rewards."""
 
     def __post_init__(self) -> None:
         require_folder("replay.path", self.path)
@@ -105,7 +103,7 @@ class TrainFile(Config):
 class CurriculumConfig(Config):
     """Skips prompts with a measured success rate outside `low` to `high`.
 
-    rate = sum over the row's groups of decay ** (later groups) * correct answers / the same sum of all answers
+    rate = sum over the row's groups of 0.5 ** (later groups) * correct answers / the same sum of all answers
     """
 
     low: Share = 0.1
@@ -113,11 +111,8 @@ class CurriculumConfig(Config):
     high: Share = 0.9
     """Highest success rate to train on; rows above it are too easy."""
     explore: Share = 0.1
-    """Fraction of prompts outside the band that are generated anyway, to measure their rows again; 0 = only if no other
-    row is left, 1 = skip none."""
-    decay: Share = 0.5
-    """Factor on the weight of earlier answers with each later group of the row; 0 = only the newest group counts, 1 =
-    all equally."""
+    """Fraction of prompts outside the band to generate anyway, because their success rate changes during training; 0 =
+    only if no other prompt is left, 1 = skip none."""
     min_answers: Annotated[int, Meta(ge=1)] = 8
     """Answers needed before a row can be skipped."""
 
@@ -154,7 +149,8 @@ class EvalSet(Config):
 
 
 NAMED_COLUMNS = ("prompt", "ground_truth", "images", "data_source", "agent_name", "response")
-"""Fields of a row that `data.columns` can name; only `slipstream evaluate --responses` reads `response`."""
+"""Fields of a row that `data.columns` can name; only supervised training and `slipstream evaluate --responses` read
+`response`."""
 
 
 class DataConfig(Config):
@@ -175,8 +171,8 @@ class DataConfig(Config):
     max_prompt_tokens: Annotated[int, Meta(ge=1)] = 1024
     """Longest prompt, tokens."""
     on_too_long: Literal["error", "skip"] = "error"
-    """Handling of files with prompts longer than `max_prompt_tokens`. `error`: stop. `skip`: leave these rows out and
-    log how many."""
+    """Handling of rows with prompts longer than `max_prompt_tokens`, and of demonstrations that are longer than
+    `model.max_length` or have an empty response. `error`: stop. `skip`: leave these rows out and log how many."""
     curriculum: CurriculumConfig | None = None
     """Skip prompts that are too easy or too hard according to earlier answers; null = use every row in turn."""
 
@@ -242,13 +238,6 @@ class SftConfig(Config):
     """Demonstrations to train on; empty in all other modes."""
     eval_path: str = ""
     """Demonstrations for measuring the held-out loss; empty = none."""
-    prompt: str = "prompt"
-    """Column of the prompts; `record.field` selects a field of a record."""
-    response: str = "response"
-    """Column of the responses, in the same notation; an end token is appended to each."""
-    on_too_long: Literal["error", "skip"] = "error"
-    """Handling of rows with an empty response, or longer than `model.max_length`. `error`: stop. `skip`: leave them
-    out and count them."""
     batch_size: Annotated[int, Meta(ge=1)] = 64
     """Demonstrations per optimizer update, over all ranks."""
     eval_every_steps: Annotated[int, Meta(ge=0)] = 20

@@ -23,7 +23,6 @@ _SET_BY_OTHERS = {
     "kv_cache_memory_bytes": "generators.engine.kv_cache_gib",
     "enforce_eager": "generators.engine.enforce_eager",
     "enable_prefix_caching": "generators.engine.enable_prefix_caching",
-    "enable_chunked_prefill": "generators.engine.chunked_prefill",
     "max_num_batched_tokens": "generators.engine.max_num_batched_tokens",
     "kv_cache_dtype": "generators.engine.kv_cache_dtype",
     "quantization": "generators.engine.quantization",
@@ -39,6 +38,7 @@ SAFE_ARGUMENTS = frozenset({
     # scheduling
     "async_scheduling", "scheduling_policy", "scheduler_reserve_full_isl", "max_num_active_seqs",
     "max_num_scheduled_tokens", "long_prefill_token_threshold", "stream_interval", "disable_chunked_mm_input",
+    "enable_chunked_prefill",
     # parallelism
     "distributed_timeout_seconds", "cpu_distributed_timeout_seconds", "disable_custom_all_reduce", "all2all_backend",
     "decode_context_parallel_size", "dcp_comm_backend", "mm_encoder_tp_mode", "numa_bind", "numa_bind_nodes",
@@ -56,6 +56,8 @@ SAFE_ARGUMENTS = frozenset({
 """vLLM arguments that change neither the model nor how tokens are sampled and scored. Kernels may round differently,
 within the bound of each version's probe."""
 
+START_STALLS = 3
+"""Longest startup of an engine, in `learner.stall.timeout_s`: it includes download, loading, and CUDA graphs."""
 Quantization = Literal[
     "fp8",
     "fp8_per_tensor",
@@ -87,9 +89,6 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     all roles share a GPU, the memory that `slipstream plan` finds free; 1 on a CPU."""
     max_num_batched_tokens: Annotated[int, Meta(ge=1)] | None = None
     """Maximum tokens per engine step, prompts and responses together; null = vLLM's choice."""
-    chunked_prefill: bool | None = None
-    """Split the prefill of long prompts over several steps, between decoding; null = vLLM's choice. Always off on a
-    CPU."""
     kv_cache_dtype: str = "auto"
     """Data type of the KV cache, such as `fp8`; `auto` = as the model."""
     quantization: Quantization | None = None
@@ -98,16 +97,11 @@ class VllmEngineConfig(Config, tag="vllm", tag_field="kind"):
     enforce_eager: bool | None = None
     """Run without compiled graphs: starts within seconds but decodes more slowly on GPUs; null = only on a CPU."""
     on_weight_update: Literal["keep_kv", "recompute_kv"] = "keep_kv"
-    """Effect of a weight update on running requests. `keep_kv`: continue with the old KV cache (faster).
-    `recompute_kv`: prefill again with the new weights, after which every token has exactly the distribution of its
-    version."""
+    """Treatment of running requests at a weight update. `keep_kv`: continue with the KV cache of the old weights
+    (faster, but the next tokens mix both versions). `recompute_kv`: prefill again with the new weights (exact)."""
     enable_prefix_caching: bool | None = None
-    """Compute shared prompt prefixes once per version. null = on if an agent can have several turns, since each turn
-    starts with the previous ones."""
-    start_timeout_s: Positive = 1800.0
-    """Longest startup of the engine, seconds."""
-    stall_timeout_s: Positive = 120.0
-    """Longest time without an engine step while requests are open, seconds; then the generator restarts."""
+    """Keep the KV cache of prompt prefixes for later requests of the same version. null = on if an agent can have
+    several turns, since each turn starts with the previous ones."""
     engine_kwargs: dict[str, Any] = {}
     """Additional arguments of vLLM's `AsyncEngineArgs`, such as `{block_size: 32, async_scheduling: false}`: those in
     `SAFE_ARGUMENTS` (configs/engines.py), for memory, scheduling, caching, parallelism, kernels, loading, and logging.

@@ -17,15 +17,6 @@ class AutoscaleConfig(Config):
     """Minimum number of generators."""
     max: Annotated[int, Meta(ge=1)] = 4
     """Maximum number of generators."""
-    more_above: Annotated[float, Meta(gt=0, le=1)] = 0.3
-    """Add a generator when the learner spends more than this fraction of its time waiting for groups."""
-    fewer_below: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Remove a generator when all together run less than this fraction of their capacity, and one fewer could run the
-    load."""
-    settle_s: Positive = 60.0
-    """Measuring time before each change, seconds, from when the learner and all generators are working."""
-    absent_after_s: Positive = 600.0
-    """Longest wait for a generator that is not working, seconds; then it is left out of the measurement."""
 
 
 class SamplingConfig(Config):
@@ -72,8 +63,8 @@ class RewardFunctionConfig(Config):
     data_sources: list[str] = []
     """Rows to score: values of `data_source`, or patterns such as `math*`; empty = every row."""
     counts_for_accuracy: bool = False
-    """Whether `accuracy` requires this function to judge an answer correct. If no function of a row decides, its first
-    one does."""
+    """Whether an answer counts as correct in `accuracy` only if this function says so. If none is marked, the first one
+    that takes the row decides."""
 
     def takes(self, data_source: str) -> bool:
         """Whether it scores rows of this data source."""
@@ -101,13 +92,9 @@ class RewardConfig(Config):
     timeout_s: Positive = 30.0
     """Wall-clock limit of one call, seconds. Beyond it, `reward_status` is `timeout`, and the call is canceled, or the
     worker and its processes are killed."""
-    start_timeout_s: Positive = 60.0
-    """Longest startup of a worker, seconds: importing the functions, loading a reward model."""
-    retries: Annotated[int, Meta(ge=0)] = 0
-    """Retries after an error or a timeout before the trajectory is masked."""
     max_cpu_s: Annotated[int, Meta(ge=1)] | None = None
-    """CPU time of one call over all threads of the worker, and of each process that it starts, seconds; beyond it,
-    `reward_status` is `timeout`. null = bounded only by `timeout_s`."""
+    """CPU time of one call, summed over the threads of the worker, and of each process that it starts, seconds; beyond
+    it, `reward_status` is `timeout`. null = only `timeout_s` ends a call."""
     max_memory_mib: Annotated[int, Meta(ge=64)] | None = 4096
     """Memory of the worker, and of each process that it starts, MiB; allocations beyond it fail with `reward_status`
     `error`. null = no limit. Like `timeout_s`, not enforced with `num_workers=0`."""
@@ -145,10 +132,6 @@ def with_arguments(function: str, arguments: dict[str, Any]) -> str:
 
 class AgentConfig(Config, tag_field="kind"):
     """Agent loop: from a prompt to an answer with one or more turns."""
-
-    timeout_s: Positive = 600.0
-    """Longest duration of an answer, seconds; beyond it, its `reward_status` is `timeout`, and it is masked in
-    training."""
 
     @property
     def reads_text(self) -> bool:
@@ -257,8 +240,6 @@ class SearchAgentConfig(AgentConfig, tag="search", kw_only=True):
     """Passages per search."""
     max_turns: Annotated[int, Meta(ge=1)] = 16
     """Maximum turns of the model, including the final answer."""
-    max_turn_tokens: Annotated[int, Meta(ge=1)] | None = None
-    """Maximum tokens per turn; null = the rest of `sampling.max_tokens`."""
     max_observation_tokens: Annotated[int, Meta(ge=1)] = 500
     """Maximum tokens of the passages of one search; the rest is cut off."""
     invalid_action: str = (
@@ -267,10 +248,6 @@ class SearchAgentConfig(AgentConfig, tag="search", kw_only=True):
         "again.\n"
     )
     """Text after a turn that neither searches nor answers; empty = end the answer."""
-    search_timeout_s: Positive = 30.0
-    """Longest search, seconds; beyond it, the model reads an error."""
-    max_concurrency: Annotated[int, Meta(ge=1)] = 64
-    """Maximum concurrent searches over all answers of a generator."""
 
     @property
     def executed(self) -> set[str]:
@@ -284,14 +261,13 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
     """`module:function` of `async def function(episode, **arguments)`; docs/agents.md describes the episode."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the function."""
-    serve_openai_api: bool = False
-    """Whether the loop uses the model over HTTP: `episode.door` then has an OpenAI-compatible address and a key."""
-    tool_call_format: str = "hermes"
-    """Format of tool calls at that address: `hermes`, `json`, or `vllm:NAME`."""
+    tool_call_format: str = ""
+    """Format of tool calls at the OpenAI-compatible address that `episode.door` has with a key: `hermes`, `json`, or
+    `vllm:NAME`; empty = the loop doesn't use the model over HTTP."""
 
     @property
     def calls(self) -> str:
-        return self.tool_call_format if self.serve_openai_api else ""
+        return self.tool_call_format
 
     @property
     def executed(self) -> set[str]:
@@ -301,9 +277,6 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
 class ExternalAgentConfig(AgentConfig, tag="external"):
     """Agents outside the generator that take answers over HTTP."""
 
-    silence_timeout_s: Positive = 300.0
-    """Longest time between two requests of an agent, seconds. Then another agent gets the answer, or, if the model has
-    already written something, the answer is masked in training and counted."""
     tool_call_format: str = "hermes"
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
 
@@ -325,11 +298,6 @@ class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
     one."""
     max_turns: Annotated[int, Meta(ge=1)] = 16
     """Maximum turns of the model in a verifiers environment."""
-    start_timeout_s: Positive = 120.0
-    """Longest startup of the process, seconds."""
-    silence_timeout_s: Positive = 60.0
-    """Longest time without a sign of life of the process, seconds. Then it is reported, killed, and restarted; its
-    answers in progress are masked in training and counted. A blocked event loop is killed after `timeout_s`."""
     tool_call_format: str = "hermes"
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
 
@@ -362,15 +330,18 @@ class GeneratorsConfig(Config):
     autoscale: AutoscaleConfig | None = None
     """Automatic scaling of this number; null = off."""
     group_size: Annotated[int, Meta(ge=1)] = 8
-    """Sampled trajectories per prompt lease."""
+    """Answers sampled per prompt; most advantages compare the answers of such a group."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 256
-    """Maximum trajectories in flight per generator; fewer if its engine lacks room."""
+    """Maximum trajectories in flight per generator; fewer while the KV cache of its engine is full."""
     sampling: SamplingConfig = SamplingConfig()
     engine: VllmEngineConfig | HfEngineConfig | ScriptedEngineConfig = VllmEngineConfig()
     """Inference engine of a generator."""
     reward: RewardConfig = RewardConfig()
     agent: AgentKind = SingleTurnConfig()
     """Agent loop of rows without `agent_name`."""
+    answer_timeout_s: Positive = 600.0
+    """Longest duration of an answer, seconds; beyond it, its `reward_status` is `timeout`, and it is masked in
+    training."""
     agents: dict[str, AgentKind] = {}
     """Agent loops by `agent_name` of the row. `single_turn` and verl's names need no entry: `single_turn_agent` is the
     single turn, `tool_agent` and `react_agent` are the first agent with tools."""

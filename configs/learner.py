@@ -41,8 +41,6 @@ class EvaluationConfig(Config):
     all answers have arrived, so all of them come from the evaluated version."""
     before_training: bool = True
     """Whether to evaluate the final rows before training as well."""
-    lease_fraction: Annotated[float, Meta(gt=0, le=1)] = 0.5
-    """Maximum fraction of a lease for evaluations while training prompts are available."""
     num_prompts: Annotated[int, Meta(ge=1)] = 128
     """Rows at the start of the held-out file, evaluated during training and for early stopping. A file with fewer rows
     than `num_prompts` + `num_final_prompts` is split in that proportion."""
@@ -54,9 +52,6 @@ class EvaluationConfig(Config):
     goals: list[MetricBound] = []
     """Conditions on the final evaluation, all required for a positive verdict, such as `[{metric: eval/accuracy_greedy,
     at_least: 0.95}]`; empty = the verdict only reports."""
-    timeout_s: Positive = 600.0
-    """Longest wait for the evaluations before and after training, seconds; shorter if no answer can arrive
-    (`learner.stall`)."""
 
     def rows(self, num_rows: int) -> tuple[range, range]:
         """Split the rows of a file into those monitored during training and those evaluated before and after it.
@@ -93,8 +88,8 @@ class OptimizerConfig(Config):
     """Learning rate after the warm-up; `linear` and `cosine` reach zero at `max_steps`."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
     """Length of the linear warm-up, in steps (of `algorithm.updates_per_step` updates)."""
-    max_grad_norm: Positive = 1.0
-    """Global gradient norm above which gradients are scaled down."""
+    max_grad_norm: Positive | None = 1.0
+    """Global gradient norm above which gradients are scaled down; null = never."""
 
     def check_installed(self, setting: str) -> None:
         """Raise ConfigError unless this machine has the optimizer's library."""
@@ -138,15 +133,6 @@ class TorchEngineConfig(Config, tag="torch", tag_field="kind"):
     gradient_checkpointing: ClassVar[bool] = False
 
 
-class BestConfig(Config):
-    """Checkpoint of the best monitored evaluation."""
-
-    metric: str
-    """Metric key, such as `eval/accuracy_greedy`."""
-    mode: Literal["max", "min"] = "max"
-    """Whether larger or smaller is better."""
-
-
 class CheckpointConfig(Config):
     """Checkpoints for resuming a run."""
 
@@ -154,11 +140,9 @@ class CheckpointConfig(Config):
     """Steps between checkpoints; the last step always writes one."""
     keep: Annotated[int, Meta(ge=1)] = 2
     """Number of newest checkpoints to keep."""
-    max_shard_gb: Positive = 50.0
-    """Largest safetensors file of a saved model, GB."""
-    best: BestConfig | None = None
-    """Metric by which to keep one more checkpoint, exported as `best_model` at the end. Every monitored evaluation then
-    writes a checkpoint. null = none."""
+    best: str | None = None
+    """Metric by which to keep one more checkpoint, exported as `best_model` at the end, such as `eval/accuracy_greedy`;
+    of a loss, the smallest is best. Every monitored evaluation then writes a checkpoint. null = none."""
 
 
 class StallConfig(Config):
@@ -169,8 +153,9 @@ class StallConfig(Config):
     live view, and log, is removed."""
     timeout_s: Positive = 600.0
     """Seconds without any useful arrival after which the learner treats the run as stalled; must exceed the time of the
-    longest answer. Starting an engine and fetching weights have their own limits on top. By default at least
-    `generators.agent.timeout_s` plus the time limit of all attempts of the reward."""
+    longest answer. While answers arrive, a batch or an evaluation may take three times as long, or half an hour.
+    Starting an engine may take three times as long, and a step of it a third. By default at least
+    `generators.answer_timeout_s` plus `generators.reward.timeout_s`."""
 
 
 PAUSE_REQUEST = "pause"
@@ -191,9 +176,6 @@ class LearnerConfig(Config):
 
     num_ranks: Annotated[int, Meta(ge=1)] = 1
     """Number of learner processes."""
-    rank_timeout_s: Positive = 60.0
-    """Silence of a rank or its machine after which the other ranks exit, seconds. Ranks also send signs of life during
-    long steps."""
     sequence_parallel: Annotated[int, Meta(ge=1)] = 1
     """Processes that share each sequence, one slice each; these groups share the batch. Must divide `num_ranks` and the
     model's attention heads. 1 = off."""
@@ -218,11 +200,6 @@ class LearnerConfig(Config):
     packing: bool = True
     """Pack several sequences into a row, if the model keeps them apart; false = one per row."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    token_stats_gib: Annotated[float, Meta(ge=0)] = 1.0
-    """Disk space for the learner's log-ratio and entropy of each trained token, for the trajectory views, GiB; about 4
-    bytes per token, oldest steps deleted first. 0 = none."""
-    wait_timeout_s: Positive = 1800.0
-    """Longest wait for a batch while trajectories arrive, seconds; shorter if none can become complete (`stall`)."""
     stall: StallConfig = StallConfig()
 
     def __post_init__(self) -> None:

@@ -25,6 +25,7 @@ from slipstream.configs.data import EVAL_NAME_PATTERN
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.run import NAME_PATTERN, RunConfig
 from slipstream.configs.schema import (
+    LOGGERS,
     PRESETS,
     groups,
     nearest_key,
@@ -66,9 +67,18 @@ def load(overrides: list[str]) -> RunConfig:
 
 
 def _compose(overrides: list[str]) -> Any:
+    values = [each.value() for each in parse(overrides) if each.key_or_group == LOGGERS]
+    chosen = values[-1] if values and isinstance(values[-1], list) else None
+    others = [text for text in overrides if chosen is None or parse([text])[0].key_or_group != LOGGERS]
     try:
         with initialize_config_dir(str(PRESETS), version_base=None):
-            return OmegaConf.to_container(compose(PRIMARY, overrides=hydra_arguments(overrides)), resolve=True)
+            data: Any = OmegaConf.to_container(compose(PRIMARY, overrides=hydra_arguments(others)), resolve=True)
+            if chosen is not None:
+                # Chooses among the loggers of a file, which keep their arguments.
+                data["logging"] = own = data.get("logging") or {}
+                given = own.get("backends")
+                own["backends"] = {str(name): given.get(name, {}) if isinstance(given, dict) else {} for name in chosen}
+            return data
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, TypeError) as error:
         raise ConfigError(f"the config cannot be composed: {str(error).strip().splitlines()[0]}") from None
 
@@ -121,8 +131,7 @@ def _derive(data: dict[str, Any]) -> None:
         put("learner.optimizer.learning_rate", _LORA_LEARNING_RATE)
     if value("model.dtype") != "float32":
         put("weights.max_probe_diff", _HALF_PRECISION_DIFF)
-    attempts = 1 + value("generators.reward.retries")
-    answer_s = value("generators.agent.timeout_s") + attempts * value("generators.reward.timeout_s")
+    answer_s = value("generators.answer_timeout_s") + value("generators.reward.timeout_s")
     put("learner.stall.timeout_s", max(value("learner.stall.timeout_s"), answer_s))
 
 

@@ -83,8 +83,6 @@ class AspoConfig(PolicyLossConfig, tag="aspo"):
     """Distance of the lower clip bound below ratio 1."""
     clip_high: Positive = 0.2
     """Distance of the upper clip bound above ratio 1."""
-    cap: Annotated[float, Meta(gt=1)] = 3.0
-    """Largest ratio used as a token weight."""
 
 
 class DppoConfig(PolicyLossConfig, tag="dppo"):
@@ -96,15 +94,10 @@ class DppoConfig(PolicyLossConfig, tag="dppo"):
     """Bound of the divergence for negative advantages."""
     clip_high: Positive = 0.2
     """Bound of the divergence for positive advantages."""
-    ratio_cap: Positive = 20.0
-    """Largest ratio used as a token weight."""
 
 
 class ToprConfig(PolicyLossConfig, tag="topr"):
     """Positive advantages count fully; negative ones fade as the answer becomes unlikely."""
-
-    level: Literal["sequence", "token"] = "sequence"
-    """Ratio by which negative advantages fade; the paper uses the sequence ratio."""
 
 
 class GspoConfig(PolicyLossConfig, tag="gspo"):
@@ -143,15 +136,6 @@ class GmpoConfig(PolicyLossConfig, tag="gmpo"):
 class VespoConfig(PolicyLossConfig, tag="vespo"):
     """Score function softly weighted by the ratio of the whole sequence."""
 
-    power_positive: Positive = 2.0
-    """Exponent of the ratio for positive advantages."""
-    decay_positive: Positive = 3.0
-    """Decay of large ratios for positive advantages."""
-    power_negative: Positive = 3.0
-    """Exponent of the ratio for negative advantages."""
-    decay_negative: Positive = 2.0
-    """Decay of large ratios for negative advantages."""
-
 
 class ClipCovConfig(PolicyLossConfig, tag="clip_cov"):
     """PPO-clip that drops a few random tokens of high covariance."""
@@ -177,7 +161,7 @@ class KlCovConfig(PolicyLossConfig, tag="kl_cov"):
 
     fraction: Share = 2e-4
     """Fraction of all tokens to penalize, at least one token; 0 = none."""
-    coef: Positive = 1.0
+    beta: Positive = 1.0
     """Weight of the KL penalty on the selected tokens."""
 
 

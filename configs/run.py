@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from slipstream.configs.advantages import RemaxConfig
 from slipstream.configs.algorithm import AlgorithmConfig
-from slipstream.configs.base import Config, ConfigError, Positive, require, require_storage
+from slipstream.configs.base import Config, ConfigError, require, require_storage
 from slipstream.configs.broker import BrokerConfig, LoggingConfig, MetricsConfig, WeightsConfig
 from slipstream.configs.buffer import (
     AccuracyConfig,
@@ -35,8 +35,6 @@ class StorageConfig(Config):
     uri: str | None = None
     """Object store for checkpoints, archive, and models: `s3://BUCKET/PREFIX`, `gs://BUCKET/PREFIX`, or
     `file:///FOLDER`. Credentials come from the environment. null = keep everything in the run folder."""
-    timeout_s: Positive = 1800.0
-    """Seconds for which the object store may fail before the learner exits."""
 
 
 class RunConfig(Config):
@@ -91,6 +89,21 @@ class RunConfig(Config):
     @property
     def is_one_process(self) -> bool:
         return self.mode in ("serial", "replay")
+
+    @property
+    def learner_gpus(self) -> int:
+        """GPUs to reserve on each machine of the learner."""
+        return self.learner.num_ranks // self.cluster.learner.machines if self.learner.device == "cuda" else 0
+
+    @property
+    def generator_gpus(self) -> int:
+        """GPUs to reserve for each generator."""
+        return getattr(self.generators.engine, "num_workers", 1) if self.learner.device == "cuda" else 0
+
+    @property
+    def metrics_host(self) -> str:
+        """Address at which the exporter listens: any of the machine, if others can reach the run."""
+        return "0.0.0.0" if self.cluster.is_open else "127.0.0.1"
 
     @property
     def profile_lead_steps(self) -> int:
@@ -170,8 +183,8 @@ def _check_heldout(run: RunConfig) -> None:
     names, best = [each.name for each in run.data.eval_sets], run.learner.checkpoint.best
     asked = {"evaluation.stop": run.evaluation.stop or [], "evaluation.goals": run.evaluation.goals}
     ends = tuple(f"_{name}" for name in names)
-    for key, bounds in (asked | {"learner.checkpoint.best": [best] if best else []}).items():
-        metrics = [each.metric for each in bounds]
+    named = {key: [each.metric for each in bounds] for key, bounds in asked.items()}
+    for key, metrics in (named | {"learner.checkpoint.best": [best] if best else []}).items():
         unknown = next((each for each in metrics if not (each.startswith("eval/") and each.endswith(ends))), "")
         must = f"name metrics of {', '.join(names)}, the sets of data.eval, such as eval/accuracy_{names[0]}"
         require(not unknown, key, must, got=unknown, why="no evaluation would have it")
@@ -192,7 +205,7 @@ def _check_sft_best(run: RunConfig) -> None:
         return
     measured = ("eval/loss", "eval/pair_accuracy")[: 1 + run.trains_reward_model]
     must, why = f"name {' or '.join(measured)} with mode=sft", "held-out rows have no other metric"
-    require(best.metric in measured, key, must, got=best.metric, why=why)
+    require(best in measured, key, must, got=best, why=why)
     why = "checkpoints are compared on held-out rows"
     require(bool(run.sft.eval_path), "sft.eval_path", f"be set with {key}", got=run.sft.eval_path, why=why)
 
@@ -258,11 +271,9 @@ def _check_one_process(run: RunConfig) -> None:
 
 
 def _check_places(run: RunConfig) -> None:
-    workers = getattr(run.generators.engine, "num_workers", 0)
-    ranks, device = run.learner.num_ranks, run.learner.device
-    run.cluster.check_machines(num_ranks=ranks)
+    run.cluster.check_machines(num_ranks=run.learner.num_ranks)
     run.cluster.check_brokers(run.broker.shards, address=run.broker.address, mode=run.mode)
-    run.cluster.check_ray(mode=run.mode, num_ranks=ranks, device=device, num_workers=workers)
+    run.cluster.check_ray(mode=run.mode)
     run.cluster.check_guests(
         mode=run.mode,
         generators=run.generators,
@@ -317,17 +328,6 @@ def _check_buffer(run: RunConfig) -> None:
         must = f"be >= groups of a step / fresh groups of a step ({per_step} / {fresh} = {least:.3g})"
         why = "uses would outrun arrivals; raise it, or raise buffer.reuse.fresh_fraction"
         require(got >= least, key, must, got=got, why=why)
-    # A step's groups must fit in addition to those not yet covered by a checkpoint.
-    limit = run.buffer.capacity.max_groups
-    uncovered = run.learner.checkpoint.every_steps * per_step
-    kept = run.buffer.reuse.max_groups if run.buffer.reuse.max_uses > 1 else 0
-    room = uncovered + kept + per_step
-    must = (
-        f"be >= {room} = {uncovered} used groups without a checkpoint (learner.checkpoint.every_steps x {per_step}) + "
-    )
-    must += f"{kept} kept for reuse + {per_step} for the next step"
-    why = "the store would be full and the learner would wait forever"
-    require(limit is None or limit >= room, "buffer.capacity.max_groups", must, got=limit, why=why)
 
 
 _LEARNER_CHECKS = (_check_mode, _check_places, _check_learner, _check_router_replay, _check_sft_best)

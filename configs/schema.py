@@ -125,6 +125,10 @@ def field_docstrings(record: type) -> dict[str, str]:
     return found
 
 
+LOGGERS = "logging.backends"
+"""The only setting that is a list of names or a mapping of names to their arguments."""
+
+
 @cache
 def groups() -> dict[str, list[str]]:
     """Group -> its options, sorted. The first call registers generated options with Hydra."""
@@ -150,6 +154,9 @@ def preset_of_file(group: str, file: Path, *, chosen: Collection[str] = ()) -> s
         raise ConfigError(f"{group}={file} must be a readable YAML file: {' '.join(str(error).split())}.") from None
     if not isinstance(node, DictConfig):
         raise ConfigError(f"{group}={file} must contain settings as key: value, got a list.")
+    if OmegaConf.is_list(listed := OmegaConf.select(node, LOGGERS)):
+        # The command line can then add arguments, or other loggers.
+        OmegaConf.update(node, LOGGERS, {str(name): {} for name in listed}, merge=False)
     is_resolved = {setting.key for setting in settings() if "." not in setting.key} <= set(node)
     for other in chosen:
         parent, _, name = other.replace("/", ".").rpartition(".")

@@ -37,7 +37,13 @@ def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
         case VllmEngineConfig() as config:
             from slipstream.generators.engines.vllm.engine import VllmEngine
 
-            return VllmEngine(run.model, config, seed=run.seed, reads_text=run.generators.reads_text)
+            return VllmEngine(
+                run.model,
+                config,
+                seed=run.seed,
+                reads_text=run.generators.reads_text,
+                stall_timeout_s=run.learner.stall.timeout_s,
+            )
         case HfEngineConfig() as config:
             from slipstream.generators.engines.hf_engine import HfEngine
 

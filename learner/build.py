@@ -28,7 +28,7 @@ from slipstream.learner.publishing.fetches import SnapshotServer
 from slipstream.learner.publishing.publisher import BackgroundPublisher, Publisher
 from slipstream.learner.publishing.staging import Stager, prompt_tokens
 from slipstream.learner.rank_group import RankGroup
-from slipstream.learner.ranks import Ranks, join_ranks
+from slipstream.learner.ranks import SILENCE_S, Ranks, join_ranks
 from slipstream.learner.training.attention import SequenceGroup, compile_layers
 from slipstream.learner.training.critic import OPTIMIZER_SETTING, PATH_SETTING, Critic, load_value_model
 from slipstream.learner.training.layout import LayoutChooser
@@ -166,8 +166,7 @@ def _check_vocabulary(vocab_size: int, policy: Policy, *, setting: str, path: st
 
 def build_rank_group(run: RunConfig, *, folder: RunFolder, device: torch.device, rank: int = 0) -> RankGroup:
     """Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
-    size, silence_s = run.learner.num_ranks, run.learner.rank_timeout_s
-    ranks = join_ranks(rank=rank, size=size, device=device, silence_s=silence_s)
+    ranks = join_ranks(rank=rank, size=run.learner.num_ranks, device=device, silence_s=SILENCE_S)
     # Rank 0 has already compared its model with the broker's.
     model = [encode(fingerprint(run.model.path))] if ranks.is_first else None
     check_same_model(run.model.path, decode(ranks.broadcast_bytes(model)[0], ModelFingerprint | None))  # type: ignore[arg-type]

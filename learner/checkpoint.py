@@ -33,7 +33,7 @@ from slipstream.buffer.durable_files import CHECKSUMS, checksum, checksums_of, f
 from slipstream.buffer.object_folder import open_storage
 from slipstream.buffer.records import CheckpointPointer
 from slipstream.configs.base import Record
-from slipstream.configs.learner import BestConfig, DeepSpeedEngineConfig
+from slipstream.configs.learner import DeepSpeedEngineConfig
 from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
 from slipstream.learner.background_save import BackgroundSaver, RankFolders, Write, delete_folder
@@ -67,11 +67,11 @@ BEST_FILE = "best.json"
 
 
 class BestCheckpoint:
-    """Tracks and exports the best checkpoint. Life: resume -> (add -> judge)* -> export. A no-op without a config."""
+    """Tracks and exports the best checkpoint. Life: resume -> (add -> judge)* -> export. A no-op without a metric."""
 
-    def __init__(self, config: BestConfig | None, folder: RunFolder, *, flush: Callable[[], object]) -> None:
+    def __init__(self, metric: str | None, folder: RunFolder, *, flush: Callable[[], object]) -> None:
         """`flush` waits until the newest checkpoint is durable."""
-        self._config = config
+        self._metric = metric
         self._folder = folder
         self._file = folder.path / BEST_FILE
         self._flush = flush
@@ -80,10 +80,10 @@ class BestCheckpoint:
 
     def resume(self) -> None:
         """Load the entry. A restore has fetched it from the object store if necessary."""
-        if self._config and self._file.is_file():
+        if self._metric and self._file.is_file():
             entry = msgspec.json.decode(self._file.read_bytes(), type=BestEntry)
             is_there = (self._folder.checkpoints / entry.checkpoint.name).is_dir()
-            if entry.metric == self._config.metric and is_there:
+            if entry.metric == self._metric and is_there:
                 self.entry = entry
 
     @property
@@ -99,15 +99,15 @@ class BestCheckpoint:
     def judge(self, row: Row) -> None:
         """Update the entry if this row of metrics has a pending evaluation's result."""
         pointer = self._evaluated.pop(row.get("eval/version", -1), None)
-        value = row.get(self._config.metric) if self._config else None
-        if self._config is None or pointer is None or value is None:
+        value = row.get(self._metric) if self._metric else None
+        if self._metric is None or pointer is None or value is None:
             return
-        sign = 1 if self._config.mode == "max" else -1
+        sign = -1 if self._metric.startswith("eval/loss") else 1
         # On a tie, keep the earlier one, which took fewer steps.
         if self.entry is None or sign * value > sign * self.entry.value:
             # The best checkpoint must survive a crash.
             self._flush()
-            self.entry = BestEntry(self._config.metric, value, pointer)
+            self.entry = BestEntry(self._metric, value, pointer)
             write_durably(self._file, msgspec.json.encode(self.entry))
             log.info("best_checkpoint", metric=self.entry.metric, value=round(value, 4), checkpoint=pointer.name)
 
@@ -123,6 +123,8 @@ class BestCheckpoint:
         return self._folder.best_model
 
 
+_MAX_SHARD = "50GB"
+"""Largest safetensors file of a saved model, the default of transformers."""
 _REFERENCE = "reference"
 _CRITIC = "critic"
 _STATE = "state.json"
@@ -441,8 +443,7 @@ def save_model(trainer: Trainer, folder: Path, *, run: RunConfig, ranks: Ranks) 
 
 def write_model(trainer: Trainer, folder: Path, *, weights: dict[str, Tensor], run: RunConfig) -> None:
     """Write gathered weights like `save_model`."""
-    size = f"{1e6 * run.learner.checkpoint.max_shard_gb:.0f}KB"
-    save_pretrained(trainer.engine.model, folder, weights=weights, config=run.model, max_shard_size=size)
+    save_pretrained(trainer.engine.model, folder, weights=weights, config=run.model, max_shard_size=_MAX_SHARD)
 
 
 def _read_state(folder: Path) -> CheckpointState:

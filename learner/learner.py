@@ -286,7 +286,7 @@ class Learner:
         step_s = claimed_at - last_claim_at
         if self._pacer.record_step(waited_s=waited_s, step_s=step_s, num_spare=claim.num_spare):
             self._store.set_target_lag(self._pacer.lag)
-        with keep_claim(self._store, claim, lease_s=self._run.buffer.claim_lease_s):
+        with keep_claim(self._store, claim, lease_s=self._run.broker.claim_lease_s):
             self._reason = f"training step {claim.step}"
             num_mixed, mix = self._run.mixed_groups_per_step, self._rollouts
             with self._account.phase("batch"):
@@ -379,7 +379,7 @@ class Learner:
                 version=self._version,
                 num_groups=num_groups,
                 rules=self._rules,
-                lease_s=self._run.buffer.claim_lease_s,
+                lease_s=self._run.broker.claim_lease_s,
             )
             if not isinstance(claim, Claim):
                 missing, num_ready = claim.reason, claim.ready_needed

@@ -30,6 +30,8 @@ Row = dict[str, Any]
 log = structlog.get_logger(__name__)
 
 
+_TOKEN_STATS_GIB = 1.0
+"""Disk space for log-ratio and entropy of trained tokens: 250 million tokens at 4 bytes, oldest deleted first."""
 _MAX_WAITING = 4
 """Maximum steps that wait for the thread of StepTokensWriter."""
 _SWEEPS = 64
@@ -111,7 +113,7 @@ class MetricsLog:
         self._clock = clock
         self._alerts = MetricAlerts(lambda text: store.record_event("learner", text), run=run)
         self._step_tokens = StepTokensWriter(
-            folder.token_stats, max_gib=run.learner.token_stats_gib, in_background=not run.is_one_process
+            folder.token_stats, max_gib=_TOKEN_STATS_GIB, in_background=not run.is_one_process
         )
         self._tokens = Rate(window_s=10.0, clock=clock)
         self._generated = Growth({})

@@ -37,6 +37,9 @@ from slipstream.runtime.command_line import TRY_AGAIN
 from slipstream.runtime.credentials import is_loopback
 from slipstream.runtime.process import NCCL_ENVIRONMENT
 
+SILENCE_S = 60.0
+"""Silence of a rank or its machine after which the other ranks exit. A thread of each rank gives a sign of life, also
+during long steps."""
 COLLECTIVE_TIMEOUT_S = 2400.0
 """Time limit of a collective. Other ranks wait in one while rank 0 publishes, reads a checkpoint, or waits for its
 store. Longer waits call `keep_alive`, so no user setting can exceed it."""
@@ -343,7 +346,7 @@ class RankWatch:
                 return
 
     def _message(self, silent: Sequence[int]) -> str:
-        limit = f"within learner.rank_timeout_s ({self._timeout_s:g} s)"
+        limit = f"within {self._timeout_s:g} s"
         # Without readable heartbeats, the rendezvous on rank 0's machine is lost, and the others' state is unknown.
         if self._unread_s > self._timeout_s / 2 and self._rank:
             return (

@@ -159,8 +159,8 @@ def _run_first_rank(run: RunConfig, *, device: torch.device) -> None:
 
 
 def _open_store(run: RunConfig, url: str) -> RedisStore:
-    timeout_s, max_attempts = run.buffer.retry_timeout_s, run.buffer.max_attempts
-    return open_run_store(url, run.name, timeout_s=timeout_s, retry_timeout_s=timeout_s, max_attempts=max_attempts)
+    timeout_s = run.broker.store_timeout_s
+    return open_run_store(url, run.name, timeout_s=timeout_s, retry_timeout_s=timeout_s)
 
 
 def wait_for_token(run: RunConfig, *, deadline: Deadline) -> str:

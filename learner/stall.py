@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from operator import attrgetter
 
 import structlog
 
@@ -27,8 +26,6 @@ _CHECK_EVERY_S = 1.0
 _LOG_EVERY_S = 5.0
 _EVENTS_READ, _EVENTS_SHOWN = 100, 3
 _PAUSE_POLL_S = 0.5
-_LIMITS = {"groups": "learner.wait_timeout_s", "evaluation": "evaluation.timeout_s"}
-"""Reason of a wait -> setting of its limit, seconds."""
 
 log = structlog.get_logger(__name__)
 
@@ -67,11 +64,10 @@ class StallDetector:
         return {"waits_for": self._waits_for, "dead_end": str(self._cause or "")}
 
     def begin(self, goal: str, *, waits_for: WaitsFor) -> None:
-        """Start a wait for `goal`, which its setting in `_LIMITS` bounds even if it makes progress."""
+        """Start a wait for `goal`, which ends some time even if it makes progress."""
         self._goal, self._waits_for = goal, waits_for
         self._log_at = self._clock() + _LOG_EVERY_S
-        setting = _LIMITS[waits_for]
-        self._progress.begin(limit_s=attrgetter(setting)(self._run), limit_setting=setting)
+        self._progress.begin()
 
     def poll(self, missing: str, *, answered: int | None = None) -> str:
         """Check the run at most once a second. Returns the reason for the wait, with `missing`.

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slipstream.buffer.accounting import REJECTION_REASONS, StoreCounts
-from slipstream.buffer.pacing import capacity_reason
 from slipstream.buffer.role_reports import RoleStatus, last_heard, role_statuses
 from slipstream.buffer.store import Store
-from slipstream.configs.engines import VllmEngineConfig
+from slipstream.configs.engines import START_STALLS, VllmEngineConfig
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 
@@ -39,8 +38,6 @@ class Snapshot:
     """Trajectories with a reward, since the start of each live generator."""
     unrewarded: int = 0
     """Trajectories with a failed reward function, likewise."""
-    capacity_reason: str = ""
-    """Limit that stops the store from admitting more, if any."""
     answered: int | None = None
     """Answers of the awaited evaluation; None while waiting for groups."""
 
@@ -68,7 +65,6 @@ def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) 
         generators=generators,
         rewarded=sum(all_ - failed for all_, failed in pairs),
         unrewarded=sum(failed for _, failed in pairs),
-        capacity_reason=capacity_reason(run.buffer.capacity, counts),
         answered=answered,
     )
 
@@ -106,9 +102,8 @@ class Progress:
         self._version_lag = 0
         self._applied_at = clock()
 
-    def begin(self, *, limit_s: float, limit_setting: str) -> None:
-        """Start a wait. `limit_s`, the value of `limit_setting`, counts from the first generator with weights."""
-        self.limit_s, self.limit_setting = limit_s, limit_setting
+    def begin(self) -> None:
+        """Start a wait."""
         self._progressed_at = self._clock()
         self._served_since: float | None = None
         self._base: StoreCounts | None = None
@@ -203,6 +198,8 @@ Kind = Literal[
 ]  # fmt: skip
 
 _MOST_NAMED = 3
+_SLOW_S = 1800.0
+"""Time after which a wait ends although answers arrive, or three times `learner.stall.timeout_s` if that is longer."""
 _SEE_LOGS = "see their logs and the events"
 
 
@@ -232,7 +229,7 @@ def find_cause(progress: Progress) -> StallCause | None:
             _broker_dead, _generators_dead, _weights_missing, _weights_outdated, _rewards_failed, _groups_lost,
             _frames_refused, _store_full, _generators_silent,
         ]  # fmt: skip
-    if progress.served_s >= progress.limit_s:
+    if progress.served_s >= max(_SLOW_S, 3 * progress.run.learner.stall.timeout_s):
         checks.append(_too_slow)
     return next(filter(None, (check(progress) for check in checks)), None)
 
@@ -245,7 +242,7 @@ def _max_idle_s(progress: Progress) -> float:
         longer.append(run.weights.fetch_timeout_s)
     if any(each.state == "starting" for each in live) and isinstance(engine, VllmEngineConfig):
         # The generator's own start timeout fires first, because it knows the reason.
-        longer.append(engine.start_timeout_s)
+        longer.append(START_STALLS * run.learner.stall.timeout_s)
     return run.learner.stall.timeout_s + max(longer)
 
 
@@ -321,8 +318,7 @@ def _frames_refused(progress: Progress) -> StallCause | None:
 
 def _store_full(progress: Progress) -> StallCause | None:
     broker = progress.now.broker
-    deferred = broker.reason if broker and broker.waits_for == "store" else ""
-    if not (reason := progress.now.capacity_reason or deferred):
+    if not (reason := broker.reason if broker and broker.waits_for == "store" else ""):
         return None
     return StallCause(
         "store", f"the store accepts nothing more ({reason})", "free space, or raise the limit named there"
@@ -337,7 +333,7 @@ def _generators_silent(progress: Progress) -> StallCause:
 
 def _too_slow(progress: Progress) -> StallCause:
     problem = f"it is incomplete after {progress.served_s:.0f} s, in which {progress.accepted} trajectories arrived"
-    return StallCause("slow", problem, f"start more generators, or raise {progress.limit_setting}")
+    return StallCause("slow", problem, "start more generators, or raise learner.stall.timeout_s")
 
 
 def _describe(generators: Sequence[RoleStatus]) -> str:

@@ -211,7 +211,7 @@ _OF_A_REPLAY = (
     "name", "runs_dir", "resume", "mode", "replay", "generators.engine", "weights.transport", "buffer.store",
 )  # fmt: skip
 """Not taken over from the run."""
-REPLAY = ("mode=replay", "generators/engine=hf", "weights.transport=memory", "buffer.archive.enabled=false")
+REPLAY = ("mode=replay", "generators/engine=hf", "weights.transport=memory", "buffer.archive.max_gib=0")
 
 
 def replay_overrides(config: RunConfig) -> list[str]:

@@ -76,7 +76,7 @@ class ServedRun:
             "broker.lease_s=600",
             f"buffer.store.durability={self._durability}",
             "buffer.store.max_memory_mib=4096",
-            "buffer.archive.enabled=false",
+            "buffer.archive.max_gib=0",
             f"generators.group_size={GROUP_SIZE}",
             # Disables the pacing limit.
             "staleness.max_lag=1000000",

@@ -175,10 +175,10 @@ class LearnerStep:
                 num_groups=run.learner.prompts_per_step,
                 rules=SamplingRules(),
                 version=0,
-                lease_s=run.buffer.claim_lease_s,
+                lease_s=run.broker.claim_lease_s,
             )
         assert isinstance(claim, Claim), "call fill() before run()"
-        with keep_claim(store, claim, lease_s=run.buffer.claim_lease_s):
+        with keep_claim(store, claim, lease_s=run.broker.claim_lease_s):
             with self._timed("fetch"):
                 payloads = store.fetch(claim.group_ids)
             with self._timed("unpack"):

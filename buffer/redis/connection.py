@@ -37,6 +37,9 @@ _WRITES_REFUSED = ("MISCONF", "READONLY", "OOM command not allowed")
 
 log = structlog.get_logger(__name__)
 
+MAX_ATTEMPTS = 5
+"""Leases of a group, or claims, before it is quarantined: several generators fail to answer a poisonous prompt."""
+
 
 class RetryPolicy(Retry):
     """Retries a command until `timeout_s` after its first attempt; with 0, not at all. Thread-safe.
@@ -332,7 +335,7 @@ class RedisConnection:
         client: redis.Redis,
         run_id: str,
         *,
-        max_attempts: int = 5,
+        max_attempts: int = MAX_ATTEMPTS,
         clock: Callable[[], float] | None = None,
         retry: RetryPolicy | None = None,
         on_close: Callable[[], None] | None = None,

@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 
 from slipstream.buffer.records import RunState
-from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, RetryPolicy, await_usable_server, connect
+from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, MAX_ATTEMPTS, RetryPolicy, await_usable_server, connect
 from slipstream.buffer.redis.embedded import IDLE_TIMEOUT_S, EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import RowCount
@@ -29,7 +29,7 @@ def open_run_store(
     timeout_s: float,
     retry_timeout_s: float = 0.0,
     answer_timeout_s: float = ANSWER_TIMEOUT_S,
-    max_attempts: int = 5,
+    max_attempts: int = MAX_ATTEMPTS,
     starts_server: bool = False,
     idle_timeout_s: float | None = None,
 ) -> RedisStore:
@@ -74,7 +74,7 @@ def begin_run(store: RedisStore, run: RunConfig, *, num_rows: RowCount) -> RunSt
         config_json=msgspec.json.encode(run).decode(),
         num_rows=num_rows,
         seed=run.seed,
-        keeps_finished=run.buffer.archive.enabled,
+        keeps_finished=run.buffer.archive.is_enabled,
         max_uses=run.buffer.reuse.max_uses,
         group_filter=run.buffer.filter,
         curriculum=run.data.curriculum,
@@ -86,7 +86,7 @@ def open_own_store(
     run_id: str,
     *,
     max_memory_mib: int = 1024,
-    max_attempts: int = 5,
+    max_attempts: int = MAX_ATTEMPTS,
     clock: Callable[[], float] | None = None,
 ) -> RedisStore:
     """Start a server for this process only, without data on disk, and open a store on it.

@@ -46,6 +46,8 @@ _STATE_FIELDS = (
     "layout", "learner_fence", "next_ordinal", "admitted", "target_lag",
 )  # fmt: skip
 _READ_AT_ONCE = 32
+_MIN_SPREAD = 1e-6
+"""Difference of rewards that counts as a signal: sums of equal parts differ by rounding."""
 """Groups with payloads in memory at once."""
 
 
@@ -327,8 +329,8 @@ def _numbers(flat: list[Any]) -> dict[str, int]:
 
 def _filter_arguments(group_filter: FilterConfig) -> tuple[str, float, float]:
     match group_filter:
-        case ZeroAdvantageConfig(min_spread=least):
-            return "zero_advantage", least, 0.0
+        case ZeroAdvantageConfig():
+            return "zero_advantage", _MIN_SPREAD, 0.0
         case AccuracyConfig(min_accuracy=above, max_accuracy=below):
             return "accuracy", above, below
         case _:

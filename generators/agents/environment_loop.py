@@ -23,6 +23,10 @@ from slipstream.generators.rewards.reward import checked
 
 _WORKER = Path(environments.__file__).with_name("worker.py")
 _PING_EVERY_S = 1.0
+_START_TIMEOUT_S = 600.0
+"""Importing an environment, which may load a data set."""
+_SILENCE_TIMEOUT_S = 60.0
+"""Longest time without a sign of life. A thread gives it every second, which a call that holds the GIL can delay."""
 _MOST_STARTS = 3
 """Consecutive starts without an answer before the generator gives up."""
 _LONGEST_LINE = 64 * 2**20
@@ -37,8 +41,9 @@ class EnvironmentDiedError(Exception):
 class EnvironmentLoop(AgentLoop):
     """One process serves all answers. Life cycle: start -> run* -> close."""
 
-    def __init__(self, config: EnvironmentAgentConfig, *, setting: str) -> None:
+    def __init__(self, config: EnvironmentAgentConfig, *, setting: str, answer_timeout_s: float) -> None:
         self._config = config
+        self._answer_timeout_s = answer_timeout_s
         self._setting = setting
         self._process: asyncio.subprocess.Process | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -167,21 +172,22 @@ class EnvironmentLoop(AgentLoop):
 
     async def _watch(self, name: str, ready: asyncio.Future[None]) -> None:
         """Ping the process and report silence. Raises GeneratorError after the time limits."""
-        config, self._replied_at = self._config, time.monotonic()
-        silence_limit_s = config.silence_timeout_s
+        self._replied_at = time.monotonic()
         for number in itertools.count():
             await asyncio.sleep(_PING_EVERY_S)
             now = time.monotonic()
             is_ready, quiet_s = ready.done(), now - self._replied_at
             if is_ready:
                 self._send({"ping": number})
-                if now - self._heard_at >= silence_limit_s:
-                    raise GeneratorError(f"{name} must give a sign of life within {silence_limit_s:g} s, but did not")
+                if now - self._heard_at >= _SILENCE_TIMEOUT_S:
+                    raise GeneratorError(
+                        f"{name} must give a sign of life within {_SILENCE_TIMEOUT_S:g} s, but did not"
+                    )
             # A thread gives the signs of life; the environment may block the loop that answers.
-            limit_s = max(config.timeout_s, silence_limit_s) if is_ready else config.start_timeout_s
+            limit_s = max(self._answer_timeout_s, _SILENCE_TIMEOUT_S) if is_ready else _START_TIMEOUT_S
             if quiet_s >= limit_s:
                 raise GeneratorError(f"{name} must answer within {limit_s:g} s, but did not")
-            is_late = quiet_s >= min(limit_s, silence_limit_s)
+            is_late = quiet_s >= min(limit_s, _SILENCE_TIMEOUT_S)
             is_news = is_late and (not self.waiting or number % 10 == 0)
             self.waiting = f"{name} is alive, but has not answered for {quiet_s:.0f} s" if is_late else ""
             if is_news:

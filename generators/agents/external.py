@@ -17,7 +17,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from slipstream.buffer.trajectory import Reward, ShortName
-from slipstream.configs.generators import ExternalAgentConfig
 from slipstream.generators.agents.episode import Access, AgentLoop, Episode
 from slipstream.generators.agents.model_server import AgentAccess
 from slipstream.generators.agents.openai_api import ApiError, bearer_token, decode_json, read_body
@@ -29,6 +28,8 @@ _LOOK_EVERY_S = 1.0
 _REPORT_AFTER_S = 5.0
 """Shorter waits are normal between two answers."""
 _LOG_INTERVAL_S = 30.0
+SILENT_FRACTION = 0.5
+"""Of `generators.answer_timeout_s`, between two requests of an agent. The other half is left for the next agent."""
 
 log = structlog.get_logger(__name__)
 
@@ -176,12 +177,12 @@ class AnswerQueue:
 class ExternalLoop(AgentLoop):
     """Agent loop of an external agent."""
 
-    def __init__(self, config: ExternalAgentConfig, *, queue: AnswerQueue) -> None:
-        self._config = config
+    def __init__(self, queue: AnswerQueue, *, silence_timeout_s: float) -> None:
         self._queue = queue
+        self._silence_timeout_s = silence_timeout_s
 
     async def run(self, episode: Episode) -> None:
-        await self._queue.lend(episode, silence_timeout_s=self._config.silence_timeout_s)
+        await self._queue.lend(episode, silence_timeout_s=self._silence_timeout_s)
 
 
 class _Lend(msgspec.Struct):

@@ -22,7 +22,7 @@ from slipstream.configs.generators import (
 )
 from slipstream.generators.agents.environment_loop import EnvironmentLoop
 from slipstream.generators.agents.episode import AgentLoop, Episode, Turn
-from slipstream.generators.agents.external import AnswerQueue, ExternalLoop
+from slipstream.generators.agents.external import SILENT_FRACTION, AnswerQueue, ExternalLoop
 from slipstream.generators.errors import PromptError, ToolError
 from slipstream.generators.tokenization import PromptEncoder
 from slipstream.generators.tools.call_format import ONLY, ToolCall, load_format
@@ -266,18 +266,13 @@ class SearchLoop(AgentLoop):
         """Open the index. Raises ConfigError."""
         self._config = config
         self._shortened = encoder.shortened
-        search = ToolConfig(
-            function="search",
-            arguments={"index": config.index, "topk": config.num_passages},
-            timeout_s=config.search_timeout_s,
-            max_concurrency=config.max_concurrency,
-        )
+        search = ToolConfig("search", arguments={"index": config.index, "topk": config.num_passages})
         self._search = Tool(search, setting=setting).open({})
 
     async def run(self, episode: Episode) -> None:
         episode.metrics.update(tool_calls=0, tool_failures=0, invalid_actions=0)
         for number in range(1, self._config.max_turns + 1):
-            turn = await episode.generate(max_tokens=self._config.max_turn_tokens, stop=_STOPS)
+            turn = await episode.generate(stop=_STOPS)
             action, query = read_action(turn.text)
             if episode.room <= 0 or action == "answer":
                 return
@@ -313,7 +308,12 @@ def read_action(text: str) -> tuple[str, str]:
 
 
 def build_loop(
-    config: AgentKind, *, encoder: PromptEncoder, setting: str, queue: AnswerQueue | None = None
+    config: AgentKind,
+    *,
+    encoder: PromptEncoder,
+    setting: str,
+    answer_timeout_s: float,
+    queue: AnswerQueue | None = None,
 ) -> AgentLoop:
     """Raises ConfigError."""
     match config:
@@ -328,11 +328,11 @@ def build_loop(
         case CustomAgentConfig():
             return CustomLoop(config, setting=setting)
         case EnvironmentAgentConfig():
-            return EnvironmentLoop(config, setting=setting)
+            return EnvironmentLoop(config, setting=setting, answer_timeout_s=answer_timeout_s)
         case ExternalAgentConfig():
             if queue is None:
                 raise ConfigError(
                     f"{setting} may be `external` only if the roles run as processes, got a run without a token, which "
                     "external agents need to authenticate."
                 )
-            return ExternalLoop(config, queue=queue)
+            return ExternalLoop(queue, silence_timeout_s=SILENT_FRACTION * answer_timeout_s)

@@ -50,7 +50,6 @@ def request_seed(run_seed: int, *, group_id: str, attempt: int, index: int, turn
 
 class _ReadyLoop(NamedTuple):
     loop: AgentLoop
-    timeout_s: float
     form: ChatForm | None
     """Chat format, if the loop may query the model server."""
 
@@ -128,8 +127,13 @@ class AgentRunner:
         self._queue = AnswerQueue(token=token) if is_external and token else None
         loops = {
             setting: _ReadyLoop(
-                build_loop(agent, encoder=encoder, setting=setting, queue=self._queue),
-                agent.timeout_s,
+                build_loop(
+                    agent,
+                    encoder=encoder,
+                    setting=setting,
+                    answer_timeout_s=run.generators.answer_timeout_s,
+                    queue=self._queue,
+                ),
                 ChatForm(agent.calls, encoder=encoder, setting=setting) if agent.calls else None,
             )
             for setting, agent in agents.items()
@@ -197,10 +201,10 @@ class AgentRunner:
         if prompt.agent_name not in self._loops:
             missing = self._run.generators.describe_missing(prompt.agent_name, row=f"prompt {prompt.uid}")
             raise PromptError(missing)
-        loop, timeout_s, form = self._loops[prompt.agent_name]
+        loop, form = self._loops[prompt.agent_name]
         episode = self._episode(prompt, index, tools=loop.tools(prompt))
         async with self._model_server.open(episode, form) if self._model_server and form else nullcontext():
-            failure = await _run_loop(loop, episode, timeout_s=timeout_s)
+            failure = await _run_loop(loop, episode, timeout_s=self._run.generators.answer_timeout_s)
         self._trace.mark("generated", make_trajectory_id(prompt.lease.id, index))
         own = episode.transcript
         episode.contexts = [context for context in episode.contexts if context.num_turns]
@@ -337,7 +341,7 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
         problem = "the agent failed: " + f"{type(error).__name__}: {error}".removesuffix(": ")
         status, episode.stop_reason = "error", "tool_failure"
         if limit.expired():
-            problem = f"an answer must end within {timeout_s:g} s (timeout_s of the agent)"
+            problem = f"an answer must end within {timeout_s:g} s (generators.answer_timeout_s)"
             status, episode.stop_reason = "timeout", "timeout"
         reward = failed_reward(status, problem)
         log.warning("agent_failed", prompt=episode.prompt.uid, reason=reward.detail)

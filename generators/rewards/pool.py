@@ -36,6 +36,8 @@ from slipstream.generators.rewards.worker import (
 
 REAP_TIMEOUT_S = 2.0
 """Time limit for a worker to kill its reward function's processes and exit."""
+_START_TIMEOUT_S = 600.0
+"""Importing the functions and loading a reward model from a slow disk; nobody waits longer than for an answer."""
 _REAP_INTERVAL_S = 0.01
 _MAX_PENDING = 16
 """Unanswered samples per worker: enough to keep it busy, few enough that a hang delays few others."""
@@ -44,11 +46,9 @@ _MAX_PENDING = 16
 class ScoreRequest:
     """One sample, or all samples of a comparison."""
 
-    def __init__(self, samples: list[RewardInput], *, compares: bool, tries: int) -> None:
+    def __init__(self, samples: list[RewardInput], *, compares: bool) -> None:
         self.samples = samples
         self.compares = compares
-        self.tries = tries
-        """Includes the current one."""
         self.rewards: asyncio.Future[list[Reward]] = asyncio.get_running_loop().create_future()
 
     def resolve(self, rewards: list[Reward]) -> None:
@@ -65,8 +65,7 @@ class RewardWorker(asyncio.Protocol):
 
     A worker with synchronous functions replies in order, so its oldest request is to blame for a timeout or crash. A
     worker with async functions cancels slow calls itself. Its Mark identifies a call that blocks or crashes it.
-    `on_change(worker)`: it may have capacity, or is closed. `on_failure(request, rewards)`: all samples of a request
-    failed.
+    `on_change(worker)`: it may have capacity, or is closed.
     """
 
     def __init__(
@@ -75,12 +74,10 @@ class RewardWorker(asyncio.Protocol):
         *,
         is_concurrent: bool,
         on_change: Callable[["RewardWorker"], None],
-        on_failure: Callable[[ScoreRequest, list[Reward]], None],
     ) -> None:
         self._config = config
         self._is_concurrent = is_concurrent
         self._on_change = on_change
-        self._on_failure = on_failure
         self._decoder = FrameDecoder()
         self._socket, self._process, self._mark = _launch()
         self._timer: asyncio.TimerHandle | None = None
@@ -148,7 +145,7 @@ class RewardWorker(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._timer = asyncio.get_running_loop().call_later(self._config.start_timeout_s, self._on_timeout)
+        self._timer = asyncio.get_running_loop().call_later(_START_TIMEOUT_S, self._on_timeout)
         transport.write(frame(self._config))
 
     def data_received(self, data: bytes) -> None:
@@ -159,17 +156,11 @@ class RewardWorker(asyncio.Protocol):
             elif isinstance(reply, str):
                 self.error = reply
             elif pending := self._pending.pop(reply.id, None):
-                self._settle(pending[1], reply.rewards)
+                pending[1].resolve(reply.rewards)
         self._stop_timer()
         if self._pending:
             self._start_timer()
         self._on_change(self)
-
-    def _settle(self, request: ScoreRequest, rewards: list[Reward]) -> None:
-        if any(reward.status == "ok" for reward in rewards):
-            request.resolve(rewards)
-        else:
-            self._on_failure(request, rewards)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_timer()
@@ -198,8 +189,7 @@ class RewardWorker(asyncio.Protocol):
         marked = self._mark.get() if self._is_concurrent else 0
         culprit = marked if marked in self._pending else next(iter(self._pending), None)
         if culprit is not None:
-            request = self._pending.pop(culprit)[1]
-            self._settle(request, [reward] * len(request.samples))
+            self._pending.pop(culprit)[1].fail(reward)
 
     def _kill(self) -> None:
         """Kill a worker that does not exit, or a killed supervisor's scorer."""
@@ -230,8 +220,7 @@ class RewardWorker(asyncio.Protocol):
         if self.pid:
             late = timeout_reward(self._config)
         else:
-            limit = f"generators.reward.start_timeout_s ({self._config.start_timeout_s:g} s)"
-            late = failed_reward("error", f"a reward worker must be ready within {limit}, but was not")
+            late = failed_reward("error", f"a reward worker must be ready within {_START_TIMEOUT_S:g} s, but was not")
         self.error = late.detail
         self._fail_culprit(late)
         self.end()
@@ -288,7 +277,7 @@ class RewardPool:
         self._start_workers()
 
     async def score(self, sample: RewardInput) -> Reward:
-        """Score one sample. A try takes at most `timeout_s` in a worker, or twice that if an async function cannot be
+        """Score one sample. A call takes at most `timeout_s` in a worker, or twice that if an async function cannot be
         canceled."""
         return (await self._ask([sample], compares=False))[0]
 
@@ -307,28 +296,12 @@ class RewardPool:
         return [reward for reward in rewards if reward is not None]
 
     async def _ask(self, samples: list[RewardInput], *, compares: bool) -> list[Reward]:
-        tries = 1 + self._config.retries
         if self._config.num_workers == 0:
-            return await self._score_here(samples, compares=compares, tries=tries)
-        request = ScoreRequest(samples, compares=compares, tries=tries)
+            return await self._functions.score_all(samples, compares=compares)
+        request = ScoreRequest(samples, compares=compares)
         self._queue.append(request)
         self._schedule_dispatch()
         return await request.rewards
-
-    async def _score_here(self, samples: list[RewardInput], *, compares: bool, tries: int) -> list[Reward]:
-        for _ in range(tries):
-            rewards = await self._functions.score_all(samples, compares=compares)
-            if any(reward.status == "ok" for reward in rewards):
-                break
-        return rewards
-
-    def _on_failure(self, request: ScoreRequest, rewards: list[Reward]) -> None:
-        request.tries -= 1
-        if request.tries <= 0 or request.rewards.done():
-            request.resolve(rewards)
-        else:
-            self._queue.append(request)
-            self._schedule_dispatch()
 
     def close(self) -> None:
         """Stop the workers and fail unanswered calls. Blocks at most REAP_TIMEOUT_S. Idempotent."""
@@ -378,7 +351,6 @@ class RewardPool:
                     self._config,
                     is_concurrent=self._functions.is_async,
                     on_change=self._on_change,
-                    on_failure=self._on_failure,
                 )
             except OSError as error:
                 if not self._workers:

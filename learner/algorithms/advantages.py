@@ -1,7 +1,7 @@
 """Advantages: group rewards -> one number per trajectory.
 
 Group sizes may differ. A group of one has advantage 0, except with `remax` and `moving_baseline`. `lite_ppo`, `gpg`,
-`gdpo`, `reinforce_plus_plus_baseline`, and `moving_baseline` use whole-batch statistics. epsilon > 0.
+`gdpo`, `reinforce_plus_plus_baseline`, and `moving_baseline` use whole-batch statistics.
 """
 
 import torch
@@ -12,8 +12,11 @@ from slipstream.learner.algorithms import segments
 from slipstream.learner.algorithms.inputs import AdvantageInputs
 from slipstream.learner.errors import BatchError
 
+EPSILON = 1e-6
+"""Added to standard deviations and means. TRL adds 1e-4 and verl 1e-6; rewards of real tasks spread far more."""
 
-def grpo(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
+
+def grpo(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Float[Tensor, "B"]:
     """Rewards normalized within their group.
 
     A_i = (r_i - mean(r)) / (std(r) + epsilon)
@@ -44,7 +47,7 @@ def rloo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
     return segments.centered(inputs.rewards, inputs.groups) * sizes / (sizes - 1).clamp(min=1)
 
 
-def lite_ppo(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
+def lite_ppo(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Float[Tensor, "B"]:
     """Rewards minus the group mean, divided by the standard deviation over the batch.
 
     A_i = (r_i - mean_group(r)) / (std_batch(r) + epsilon)
@@ -57,7 +60,7 @@ def lite_ppo(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
     return segments.centered(inputs.rewards, inputs.groups) / (batch_deviation + epsilon)
 
 
-def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Float[Tensor, "B"]:
     """Rewards minus the group mean, whitened over all tokens of the batch.
 
     d_i = r_i - mean_group(r)
@@ -85,21 +88,21 @@ def opo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
     return above - (weighted / tokens.clamp(min=1))[groups]
 
 
-def gpg(inputs: AdvantageInputs, *, normalizer: float) -> Float[Tensor, "B"]:
+def gpg(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
     """Rewards minus the group mean, scaled up to offset trajectories without gradient.
 
-    A_i = alpha * (r_i - mean(r)) / normalizer, alpha = B / (trajectories in groups of unequal rewards)
+    A_i = alpha * (r_i - mean(r)), alpha = B / (trajectories in groups of unequal rewards)
 
-    Source: GPG, arXiv:2504.02546, accurate gradient estimation; normalizer is its F_norm.
+    Source: GPG, arXiv:2504.02546, accurate gradient estimation, with F_norm = 1.
     """
     rewards, groups, num_groups = inputs.rewards, inputs.groups, segments.count(inputs.groups)
     lowest = segments.minima(rewards, groups, num_segments=num_groups)
     differs = segments.maxima(rewards, groups, num_segments=num_groups) > lowest
     alpha = len(rewards) / differs[groups].to(rewards.dtype).sum().clamp(min=1)
-    return alpha * segments.centered(rewards, groups) / normalizer
+    return alpha * segments.centered(rewards, groups)
 
 
-def maxrl(inputs: AdvantageInputs, *, epsilon: float) -> Float[Tensor, "B"]:
+def maxrl(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Float[Tensor, "B"]:
     """Rewards relative to the group mean, so that hard prompts count more.
 
     A_i = (r_i - mean(r)) / (mean(r) + epsilon); 0 where mean(r) <= 0. Meant for rewards >= 0.
@@ -127,7 +130,7 @@ def win_rate(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
     return segments.from_rows(signs.sum(2), groups) / (2 * (segments.own_sizes(groups) - 1).clamp(min=1))
 
 
-def gdpo(inputs: AdvantageInputs, *, weights: dict[str, float], epsilon: float) -> Float[Tensor, "B"]:
+def gdpo(inputs: AdvantageInputs, *, weights: dict[str, float], epsilon: float = EPSILON) -> Float[Tensor, "B"]:
     """Sum of reward parts, each normalized within its group so that no part dominates.
 
     S_i = sum_k weights_k * grpo(parts_k)_i,  A_i = S_i / (std_batch(S) + epsilon)
@@ -159,12 +162,12 @@ def remax(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
     return torch.where(inputs.greedy_rewards.isnan(), 0, inputs.rewards - inputs.greedy_rewards)
 
 
-def moving_baseline(inputs: AdvantageInputs, *, decay: float) -> Float[Tensor, "B"]:
+def moving_baseline(inputs: AdvantageInputs, *, decay: float = 0.9) -> Float[Tensor, "B"]:
     """Rewards minus a moving average over earlier steps, for prompts with a single answer.
 
     A_i = r_i - baseline, then baseline <- decay * baseline + (1 - decay) * mean(r), starting at the first mean
 
-    Source: SPIRAL, arXiv:2506.24119 (one moving baseline per role).
+    Source: SPIRAL, arXiv:2506.24119 (one moving baseline per role); a decay of 0.9 averages ten steps.
     """
     mean = float(inputs.rewards.mean())
     baseline = inputs.state.get("baseline", mean)
@@ -172,10 +175,10 @@ def moving_baseline(inputs: AdvantageInputs, *, decay: float) -> Float[Tensor, "
     return inputs.rewards - baseline
 
 
-def grpo_passk(inputs: AdvantageInputs, *, epsilon: float | None = None) -> Float[Tensor, "B"]:
+def grpo_passk(inputs: AdvantageInputs, *, normalize: bool = False, epsilon: float = EPSILON) -> Float[Tensor, "B"]:
     """Lead of the group's best trajectory; 0 for others and for ties.
 
-    A_i = max_j(r_j) - max_{j != i}(r_j) [/ (std(r) + epsilon), if epsilon is given]
+    A_i = max_j(r_j) - max_{j != i}(r_j) [/ (std(r) + epsilon), with `normalize`]
 
     Source: Optimizing Language Models for Inference Time Objectives, arXiv:2503.19595, leave-one-out pass@k.
     """
@@ -186,7 +189,7 @@ def grpo_passk(inputs: AdvantageInputs, *, epsilon: float | None = None) -> Floa
     num_best = segments.sums(is_best.to(rewards.dtype), groups, num_segments=num_groups)[groups]
     is_signal = is_best & (num_best == 1) & runners_up.isfinite()
     lead = torch.where(is_signal, best - runners_up, torch.zeros_like(rewards))
-    return lead if epsilon is None else lead / (segments.deviations(rewards, groups) + epsilon)
+    return lead / (segments.deviations(rewards, groups) + epsilon) if normalize else lead
 
 
 def pass_at_k(inputs: AdvantageInputs, *, k: int) -> Float[Tensor, "B"]:

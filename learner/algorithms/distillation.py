@@ -13,9 +13,12 @@ from torch import Tensor
 from slipstream.learner.algorithms import importance, kl
 from slipstream.learner.algorithms.inputs import KlInputs
 
+_BOUND = 10.0
+"""Largest advantage or loss of a token, nats, as in verl: only tokens that one model almost excludes reach it."""
+
 
 def teacher_advantages(
-    learner_logprobs: Float[Tensor, "N"], teacher_logprobs: Float[Tensor, "N"], *, bound: float
+    learner_logprobs: Float[Tensor, "N"], teacher_logprobs: Float[Tensor, "N"], *, bound: float = _BOUND
 ) -> Float[Tensor, "N"]:
     """Advantages that make the policy gradient minimize KL(learner || teacher) per token. No gradient.
 
@@ -27,7 +30,7 @@ def teacher_advantages(
 
 
 def sampled_k3(
-    learner_logprobs: Float[Tensor, "N"], teacher_logprobs: Float[Tensor, "N"], *, max_loss: float
+    learner_logprobs: Float[Tensor, "N"], teacher_logprobs: Float[Tensor, "N"], *, max_loss: float = _BOUND
 ) -> Float[Tensor, "N"]:
     """k3 estimate of KL(learner || teacher) as a loss, without gradient beyond the cap.
 

@@ -176,13 +176,14 @@ def effective_sample_size(weights: Float[Tensor, "N"]) -> Float[Tensor, ""]:
     return weights.sum().square() / torch.where(spread > 0, spread, torch.ones_like(spread))
 
 
-def ess_learning_rate_scale(ess: float, *, power: float = 0.5, floor: float) -> float:
+def ess_learning_rate_scale(ess: float, *, power: float = 0.5, floor: float = 0.1) -> float:
     """Learning-rate factor for an `effective_sample_size`.
 
     scale = max(ess^power, floor), with power 1/2 for Adam-like optimizers and 1 for SGD
 
     Source: VCPO, arXiv:2602.17616, learning rate by effective sample size.
-    Differs: adds the floor, and treats NaN as 0. Omits the paper's optimal baseline (see `optimal_token_baseline`).
+    Differs: adds the floor, so that one dominating answer does not stop training, and treats NaN as 0. Omits the
+    paper's optimal baseline (see `optimal_token_baseline`).
     """
     return max(floor, min(ess, 1.0) ** power) if ess > 0 else floor
 

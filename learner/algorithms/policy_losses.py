@@ -77,15 +77,15 @@ def clip_cov(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[
     return ppo_clip(inputs, clip_low=clip_low, clip_high=clip_high) * known(inputs.is_selected)
 
 
-def kl_cov(inputs: LossInputs, *, coef: float) -> Float[Tensor, "N"]:
+def kl_cov(inputs: LossInputs, *, beta: float) -> Float[Tensor, "N"]:
     """Surrogate with a penalty on the high-covariance tokens of `token_masks.kl_cov_mask`.
 
-    loss = -ratio * A + coef * |log ratio| * selected
+    loss = -ratio * A + beta * |log ratio| * selected
 
     Source: KL-Cov, arXiv:2505.22617, eq. 14.
     Differs: the paper writes KL(proximal, learner); like the authors' code, this uses |log ratio| per token.
     """
-    return unclipped(inputs) + coef * inputs.log_ratio.abs() * known(inputs.is_selected)
+    return unclipped(inputs) + beta * inputs.log_ratio.abs() * known(inputs.is_selected)
 
 
 def cispo(inputs: LossInputs, *, clip_low: float | None, clip_high: float) -> Float[Tensor, "N"]:
@@ -123,13 +123,13 @@ def dro(inputs: LossInputs, *, beta: float) -> Float[Tensor, "N"]:
     return -inputs.advantages * inputs.log_ratio + beta / 2 * inputs.log_ratio.square()
 
 
-def aspo(inputs: LossInputs, *, clip_low: float, clip_high: float, cap: float) -> Float[Tensor, "N"]:
+def aspo(inputs: LossInputs, *, clip_low: float, clip_high: float, cap: float = 3.0) -> Float[Tensor, "N"]:
     """PPO-clip with the inverse ratio for A > 0, so that small ratios are raised most.
 
     A > 0:  loss = -sg(w) * A * log pi_learner, w = min(1 / ratio, cap) if ratio <= 1 + clip_high else 0
     else:   loss = ppo_clip with dual_clip = cap
 
-    Source: ASPO, arXiv:2510.06062, section 6, eq. 3.
+    Source: ASPO, arXiv:2510.06062, section 6, eq. 3; cap as in its experiments.
     """
     ratio = inputs.log_ratio.detach().exp()
     weights = (1 / ratio).clamp(max=cap) * (ratio <= 1 + clip_high)
@@ -215,16 +215,15 @@ def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[Tens
     return -advantages * means[inputs.sequences].exp()
 
 
-def topr(inputs: LossInputs, *, level: str = "sequence") -> Float[Tensor, "N"]:
+def topr(inputs: LossInputs) -> Float[Tensor, "N"]:
     """Tapered REINFORCE: full weight for A > 0, otherwise less as the answer becomes unlikely.
 
-    loss = -sg(w) * A * log pi_learner, w = 1 if A > 0 else min(prod_t ratio_t, 1); min(ratio_t, 1) at the token level
+    loss = -sg(w) * A * log pi_learner, w = 1 if A > 0 else min(prod_t ratio_t, 1)
 
     Source: TOPR, arXiv:2503.14286, eq. 7 and 8.
-    Differs: tapers by the sign of the advantage, not the reward. The token level is our addition.
+    Differs: tapers by the sign of the advantage, not the reward.
     """
-    log_ratio = inputs.log_ratio.detach() if level == "token" else _sequence_log_ratio(inputs)
-    weights = torch.where(inputs.advantages > 0, 1.0, log_ratio.clamp(max=0).exp())
+    weights = torch.where(inputs.advantages > 0, 1.0, _sequence_log_ratio(inputs).clamp(max=0).exp())
     return -weights * inputs.advantages * inputs.log_ratio
 
 
@@ -241,7 +240,7 @@ def vespo(
     loss = -sg(phi(W)) * A * log pi_learner, phi(W) = W^power * exp(decay * (1 - W)), W = prod_t ratio_t
 
     phi(1) = 1, and phi peaks at W = power / decay. The `*_positive` pair applies to A > 0, the other to A <= 0.
-    Source: VESPO, arXiv:2602.10693, eq. 20.
+    Source: VESPO, arXiv:2602.10693, eq. 20; the defaults are those of its experiments.
     """
     advantages, log_weight = inputs.advantages, _sequence_log_ratio(inputs)
     power = torch.where(advantages > 0, torch.full_like(advantages, power_positive), power_negative)

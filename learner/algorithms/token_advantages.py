@@ -4,15 +4,23 @@ Only trained tokens are time steps, so tool output between them takes no time. T
 trajectory is 0. The critic's targets are never whitened.
 """
 
+from functools import partial
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from slipstream.learner.algorithms import importance, segments
+from slipstream.learner.algorithms.advantages import EPSILON
 from slipstream.learner.algorithms.inputs import AdvantageInputs, known
 
+_ENERGY_EPSILON = 1e-8
+"""Makes the baseline the plain mean where all weights are 0; far below the weight of any other token."""
+_TRACE_BOUND = 1.0
+"""Both bounds of IMPALA's experiments: with rho_bar = 1, the targets are those of a policy between both."""
 
-def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float, epsilon: float) -> Float[Tensor, "N"]:
+
+def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float, epsilon: float = EPSILON) -> Float[Tensor, "N"]:
     """Discounted returns, whitened over all tokens of the batch.
 
     A_t = (G_t - mean(G)) / (std(G) + epsilon),  G_t = r_t + gamma * G_{t+1}
@@ -36,7 +44,9 @@ def returns_to_go(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"
     return segments.from_rows(rows, inputs.sequences)
 
 
-def optimal_token_baseline(inputs: AdvantageInputs, *, per_turn: bool, epsilon: float) -> Float[Tensor, "N"]:
+def optimal_token_baseline(
+    inputs: AdvantageInputs, *, per_turn: bool, epsilon: float = _ENERGY_EPSILON
+) -> Float[Tensor, "N"]:
     """Returns minus the minimum-variance baseline per group and position, over members that reach the position.
 
     norm_t = 1 - 2 * pi_t + sum_v pi_v^2, the squared norm of a token's gradient with respect to its logits
@@ -82,9 +92,9 @@ def gae(
     lam: float,
     critic_lam: float,
     length_adaptive_alpha: float | None,
-    epsilon: float | None,
+    epsilon: float | None = EPSILON,
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
-    """Generalized advantages with `lam`, whitened if `epsilon` is given, and returns with `critic_lam`.
+    """Generalized advantages with `lam`, whitened unless `epsilon` is None, and returns with `critic_lam`.
 
     delta_t = r_t + gamma * V_{t+1} - V_t,  A_t = delta_t + gamma * lambda * A_{t+1},  return_t = A_t + V_t
 
@@ -124,7 +134,7 @@ def length_adaptive_lambda(lengths: Int[Tensor, "B"], *, alpha: float) -> Float[
 
 
 def vtrace(
-    inputs: AdvantageInputs, *, gamma: float, lam: float, rho_bar: float, c_bar: float
+    inputs: AdvantageInputs, *, gamma: float, lam: float, rho_bar: float = _TRACE_BOUND, c_bar: float = _TRACE_BOUND
 ) -> tuple[Float[Tensor, "N"], Float[Tensor, "N"]]:
     """Off-policy advantages and value targets, ratio = pi_learner / pi_generator.
 
@@ -164,7 +174,9 @@ def _sums_to_go(rows: Float[Tensor, "B L"], decay: Float[Tensor, "B L"]) -> Floa
 
 
 # --- turns -----------------------------------------------------------------------------------------------------------
-def turn_returns(inputs: AdvantageInputs, *, gamma: float, over: str, epsilon: float | None) -> Float[Tensor, "N"]:
+def turn_returns(
+    inputs: AdvantageInputs, *, gamma: float, over: str = "index", normalize: bool = True, epsilon: float = EPSILON
+) -> Float[Tensor, "N"]:
     """Discounted returns of turns, normalized within the group, per turn index or over all turns. Equal within a turn.
 
     A_k = (G_k - mean(G)) / (std(G) + epsilon),  G_k = r_k + gamma * G_{k+1},  r_k = the rewards of turn k's tokens
@@ -176,10 +188,14 @@ def turn_returns(inputs: AdvantageInputs, *, gamma: float, over: str, epsilon: f
     turns, firsts, returns = _turns(inputs, gamma=gamma)
     groups, indices = inputs.groups[inputs.sequences[firsts]], inputs.turns[firsts]
     cells = groups if over == "group" else groups * segments.count(indices) + indices
-    return _normalized(returns, cells, epsilon=epsilon)[turns]
+    return (segments.standardized(returns, cells, epsilon=epsilon) if normalize else segments.centered(returns, cells))[
+        turns
+    ]
 
 
-def gigpo(inputs: AdvantageInputs, *, gamma: float, step_weight: float, epsilon: float | None) -> Float[Tensor, "N"]:
+def gigpo(
+    inputs: AdvantageInputs, *, gamma: float, step_weight: float, normalize: bool = True, epsilon: float = EPSILON
+) -> Float[Tensor, "N"]:
     """Normalized reward of the trajectory plus normalized return of the turn among turns at the same anchor state.
 
     A_k = A^E + step_weight * A^S_k                                    eq. 8
@@ -196,8 +212,9 @@ def gigpo(inputs: AdvantageInputs, *, gamma: float, step_weight: float, epsilon:
     sequences = inputs.sequences[firsts]
     states = torch.stack([inputs.groups[sequences], known(inputs.observations)[firsts]])
     anchors = torch.unique(states, dim=1, return_inverse=True)[1]
-    episodes = _normalized(inputs.rewards, inputs.groups, epsilon=epsilon)[sequences]
-    return (episodes + step_weight * _normalized(returns, anchors, epsilon=epsilon))[turns]
+    normalized = partial(segments.standardized, epsilon=epsilon) if normalize else segments.centered
+    episodes = normalized(inputs.rewards, inputs.groups)[sequences]
+    return (episodes + step_weight * normalized(returns, anchors))[turns]
 
 
 def _turns(inputs: AdvantageInputs, *, gamma: float) -> tuple[Int[Tensor, "N"], Int[Tensor, "K"], Float[Tensor, "K"]]:
@@ -210,12 +227,6 @@ def _turns(inputs: AdvantageInputs, *, gamma: float) -> tuple[Int[Tensor, "N"], 
     rows = segments.to_rows(rewards, inputs.sequences[firsts], num_sequences=inputs.num_sequences)
     sums = _sums_to_go(rows, torch.full_like(rows, gamma))
     return turns, firsts, segments.from_rows(sums, inputs.sequences[firsts])
-
-
-def _normalized(values: Float[Tensor, "K"], cells: Int[Tensor, "K"], *, epsilon: float | None) -> Float[Tensor, "K"]:
-    if epsilon is None:
-        return segments.centered(values, cells)
-    return segments.standardized(values, cells, epsilon=epsilon)
 
 
 # --- the critic's own loss -------------------------------------------------------------------------------------------

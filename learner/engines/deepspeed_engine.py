@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import sys
 from collections import Counter
@@ -64,7 +65,7 @@ def deepspeed_config(
         "train_batch_size": num_ranks,
         "managed_gradient_accumulation": False,
         # At stage 0 DeepSpeed does not report the norm, so an optimizer hook clips instead.
-        "gradient_clipping": optimizer.max_grad_norm if optimizer and config.zero_stage else 0.0,
+        "gradient_clipping": (optimizer.max_grad_norm or 0.0) if optimizer and config.zero_stage else 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
@@ -196,7 +197,7 @@ class DeepSpeedEngine(ShardedModel[M], TrainEngine[M]):
         self.device = ranks.device
         self.optimizer = make_optimizer(model, optimizer)
         self._setting = setting
-        self._max_grad_norm = optimizer.max_grad_norm
+        self._max_grad_norm = optimizer.max_grad_norm or math.inf
         self._grad_norm = 0.0
         if not config.zero_stage:
             self.optimizer.register_step_pre_hook(self._clip)

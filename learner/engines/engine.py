@@ -123,7 +123,7 @@ class TrainEngine(ModelEngine[M]):
         self.device = device
         self.optimizer = make_optimizer(model, optimizer)
         self._setting = setting
-        self._max_grad_norm = optimizer.max_grad_norm
+        self._max_grad_norm = optimizer.max_grad_norm or math.inf
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient. Losses are summed, not averaged, over microbatches and ranks."""

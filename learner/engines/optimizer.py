@@ -88,7 +88,7 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     Moonlight, arXiv:2502.16982, eq. 4.
     """
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    hidden = _hidden_matrices(module) if config.name == "muon" else set()
+    hidden = hidden_matrices(module) if config.name == "muon" else set()
     # `ds_shape` is the unsharded shape of a ZeRO-3 parameter.
     vectors = [each for each in trained if config.weight_decay and len(getattr(each, "ds_shape", each.shape)) < 2]
     matrices = [each for each in trained if id(each) not in hidden | {id(vector) for vector in vectors}]
@@ -109,7 +109,7 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     return parts[0] if len(parts) == 1 else MuonWithAdamW(*parts)
 
 
-def _hidden_matrices(module: nn.Module) -> set[int]:
+def hidden_matrices(module: nn.Module) -> set[int]:
     """`id` of each matrix outside embeddings and heads. A value head has one row."""
     parts = [*module.modules()]
     outer = [each for each in parts if isinstance(each, nn.Embedding)]

@@ -47,6 +47,8 @@ from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.publishing.staging import Staged
 from slipstream.runtime.clock import Clock
 
+_FAN_OUT = 8
+"""Generators on other machines that fetch a version from the learner itself; each then serves as many others."""
 _FIRST_BACKOFF_S = 2.0
 """Doubled by each further eviction."""
 _MAX_BACKOFF_S = 60.0
@@ -331,7 +333,7 @@ class FetchTracker:
         self._timeout_s = config.fetch_timeout_s + config.transfer_timeout_s
         self._requests: dict[Member, _Request] = {}
         self._fetched_at: dict[Member, float] = {}
-        self._lenders = Lenders(members, fan_out=config.fan_out, clock=clock)
+        self._lenders = Lenders(members, fan_out=_FAN_OUT, clock=clock)
         self._digests: tuple[int, list[bytes]] = (-1, [])
         """Version, and the digests of its buckets."""
 

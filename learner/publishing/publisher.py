@@ -336,7 +336,7 @@ class BackgroundPublisher:
         """Block until nothing is in flight.
 
         Bounded: at most two versions have a few attempts each, each phase of an attempt has a limit in `weights`, and
-        `buffer.retry_timeout_s` limits store calls.
+        `broker.store_timeout_s` limits store calls.
         """
         if self._in_flight:
             wait([self._in_flight])

@@ -142,8 +142,8 @@ def _read(path: Path, *, run: RunConfig, max_rows: int | None) -> SftFile:
 
 
 def _add(demonstration: Demonstration | Pair | None, *, file: SftFile, run: RunConfig, vocab_size: int) -> None:
-    max_length, is_strict = run.model.max_length, run.sft.on_too_long == "error"
-    skip = "drop the row, or leave such rows out with sft.on_too_long=skip."
+    max_length, is_strict = run.model.max_length, run.data.on_too_long == "error"
+    skip = "drop the row, or leave such rows out with data.on_too_long=skip."
     if demonstration is None or not len(demonstration.trained):
         if is_strict:
             raise ConfigError(f"the response must not be empty: there is nothing to learn; {skip}")
@@ -229,11 +229,12 @@ class _Form(NamedTuple):
 
 
 def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
-    prompt = _column(schema, run.sft.prompt, common=PROMPTS)
-    response = _column(schema, run.sft.response, common=RESPONSES)
+    columns = {"prompt": "prompt", "response": "response"} | run.data.columns
+    prompt = _column(schema, columns["prompt"], common=PROMPTS)
+    response = _column(schema, columns["response"], common=RESPONSES)
     if run.sft.objective == "pairs":
         # A common name beside whole conversations may be a copy of their first message.
-        return _find_pairs(schema, run.sft.prompt, run=run)
+        return _find_pairs(schema, columns["prompt"], run=run)
     # A run's archive and exported trajectories have these columns, too.
     if {"token_ids", "model_mask"} <= set(schema.names):
         _check_type(schema, "token_ids", _is_list_of(pa.types.is_integer), "lists of integers")
@@ -394,8 +395,8 @@ def _check_type(schema: pa.Schema, column: str, holds: Any, expected: str) -> No
     kind = _type(schema, column)
     if kind is None:
         raise ConfigError(
-            f"the file must have the column `{column}`, got only {', '.join(schema.names)}: name it with sft.prompt or "
-            "sft.response, or give `messages`, or `token_ids` with `model_mask`."
+            f"the file must have the column `{column}`, got only {', '.join(schema.names)}: name it with data.columns, "
+            "or give `messages`, or `token_ids` with `model_mask`."
         )
     if not holds(kind):
         raise ConfigError(f"the column `{column}` must hold {expected}, got {kind}.")

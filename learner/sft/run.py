@@ -46,7 +46,7 @@ from slipstream.learner.checkpoint import BestCheckpoint, Checkpoints, write_mod
 from slipstream.learner.engines.engine import gather_to_first
 from slipstream.learner.engines.optimizer import learning_rate
 from slipstream.learner.errors import DivergenceError
-from slipstream.learner.ranks import Ranks, join_ranks
+from slipstream.learner.ranks import SILENCE_S, Ranks, join_ranks
 from slipstream.learner.sft.dataset import Demonstration, Pair, SftFile, read_heldout, read_train
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.disk import DiskWait
@@ -213,8 +213,8 @@ class SftRun:
         self._files = {"train": read_train(run), "heldout": read_heldout(run)}
         self._train, self._heldout = (file.demonstrations for file in self._files.values())
         self._folder = folder = RunFolder(run)
-        size, silence_s = run.learner.num_ranks, run.learner.rank_timeout_s
-        self._ranks = ranks = join_ranks(rank=rank, size=size, device=device, silence_s=silence_s)
+        ranks = join_ranks(rank=rank, size=run.learner.num_ranks, device=device, silence_s=SILENCE_S)
+        self._ranks = ranks
         if ranks.is_first:
             folder.begin()
         torch.manual_seed(run.seed)

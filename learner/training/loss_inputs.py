@@ -16,7 +16,6 @@ from slipstream.configs.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,
     DistillationConfig,
-    EssLearningRateConfig,
     RewardShapingConfig,
 )
 from slipstream.learner.algorithms import advantages, distillation, importance, segments
@@ -75,22 +74,16 @@ Mask = Callable[[MaskInputs], Tensor]
 
 
 def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
-    """Fill weights and rejections if known before the first gradient; apply `exclude_rejected_from_baseline`."""
+    """Fill weights and rejections if known before the first gradient."""
     tokens = batch.tokens
     if tokens.start_logprobs is None or config.proximal in ("reuse", "interpolate"):
         return batch
     drift = importance.token_log_ratio(tokens.start_logprobs, tokens.generator_logprobs)
     ratios = RatioInputs(drift, tokens.contexts, batch.num_contexts)
     correction = correct(ratios, learner=ratios, config=config.correction)
-    batch = batch.with_tokens(
+    return batch.with_tokens(
         correction_weights=correction.weights, is_kept=correction.is_kept, is_bounded=correction.is_bounded
     )
-    if not config.correction.exclude_rejected_from_baseline:
-        return batch
-    # Trajectories without trained tokens (such as truncated ones) stay.
-    is_rejected = (batch.trajectories.num_trained > 0) & (_num_kept(batch) == 0)
-    is_left = batch.trajectories.is_member & ~is_rejected
-    return batch.replace(trajectories=batch.trajectories.replace(is_member=is_left))
 
 
 # --- rewards ---------------------------------------------------------------------------------------------------------
@@ -121,10 +114,10 @@ def _normalized(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> 
     members = batch.trajectories.is_member
     shaped = torch.where(members, rewards, 0.0)
     if shaping.normalize == "batch":
-        shaped[members] = segments.whiten(shaped[members], epsilon=shaping.epsilon)
+        shaped[members] = segments.whiten(shaped[members], epsilon=advantages.EPSILON)
     elif shaping.normalize == "group":
         groups = batch.trajectories.groups[members]
-        shaped[members] = segments.standardized(shaped[members], groups, epsilon=shaping.epsilon)
+        shaped[members] = segments.standardized(shaped[members], groups, epsilon=advantages.EPSILON)
     return shaped
 
 
@@ -196,7 +189,7 @@ def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch
         advantages = torch.zeros_like(advantages)
     if config.divergence == "k1":
         own, teacher = known(batch.tokens.start_logprobs), known(batch.tokens.teacher_logprobs)
-        advantages = advantages + config.coef * distillation.teacher_advantages(own, teacher, bound=config.bound)
+        advantages = advantages + config.coef * distillation.teacher_advantages(own, teacher)
     return batch.with_tokens(advantages=advantages)
 
 
@@ -231,18 +224,14 @@ def _num_kept(batch: Batch) -> Tensor:
     return segments.sizes(batch.tokens.sequences[is_kept], num_segments=batch.num_trajectories)
 
 
-def learning_rate_scale(batch: Batch, *, config: EssLearningRateConfig | None) -> float:
-    """Factor from a step's effective sample size."""
-    if config is None:
-        return 1.0
+def learning_rate_scale(batch: Batch) -> float:
+    """Factor from the effective sample size of a step's sequence weights, before any bound."""
     tokens = batch.tokens
     drift = importance.token_log_ratio(known(tokens.start_logprobs), tokens.generator_logprobs)
     ratios = RatioInputs(drift, tokens.contexts, batch.num_contexts)
-    weights = importance.LEVELS[config.level](ratios)
-    if config.level == "sequence":
-        weights = importance.one_per_sequence(weights, ratios)
+    weights = importance.one_per_sequence(importance.LEVELS["sequence"](ratios), ratios)
     ess = float(importance.effective_sample_size(weights))
-    return importance.ess_learning_rate_scale(ess, power=config.power, floor=config.floor)
+    return importance.ess_learning_rate_scale(ess)
 
 
 def describe_advantages(batch: Batch) -> dict[str, float]:

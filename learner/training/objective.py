@@ -254,7 +254,7 @@ def _teacher_losses(tokens: Tokens, measured: dict[str, Tensor], *, config: Dist
     if config.divergence == "k1":
         return torch.zeros_like(measured["logprobs"])
     if config.divergence == "k3":
-        losses = distillation.sampled_k3(measured["logprobs"], known(tokens.teacher_logprobs), max_loss=config.bound)
+        losses = distillation.sampled_k3(measured["logprobs"], known(tokens.teacher_logprobs))
     elif config.divergence == "forward_kl_topk":
         losses = distillation.forward_kl_topk(
             measured["candidate_logprobs"], measured["teacher_candidate_logprobs"], renormalize=config.renormalize

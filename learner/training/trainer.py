@@ -162,8 +162,8 @@ class Trainer:
             updates = [self.collate(samples) for samples in built.updates]
         self.check_rows([sample for samples in built.updates for sample in samples], step=step)
         batch = self.objective.prepare(self._recompute(built.batch.to(self.engine.device), [*chain(*updates)]))
-        scale = learning_rate_scale(batch, config=self._run.algorithm.ess_learning_rate)
-        step_metrics = StepMetrics(TokenRecorder(batch.tokens) if self._run.learner.token_stats_gib else None)
+        scale = learning_rate_scale(batch) if self._run.algorithm.ess_learning_rate else 1.0
+        step_metrics = StepMetrics(TokenRecorder(batch.tokens))
         norms = []  # of updates with a trained token
         for index, microbatches in enumerate(updates):
             if self._tokens_of(batch, index).any():

@@ -81,8 +81,6 @@ def manifests(recipe: Recipe, kind: Kind, options: Options, *, patches: Sequence
     `patches`: documents merged into that of the same kind; those of kind Pod into every pod.
     """
     port = recipe.run.metrics.prometheus_port
-    if port is not None and not recipe.run.metrics.is_open:
-        recipe = recipe._replace(settings=[*recipe.settings, "metrics.prometheus_host=0.0.0.0"])
     job = _Job(recipe, options, [patch for patch in patches if patch.get("kind") == "Pod"])
     documents = [job.jobset() if kind == "jobset" else job.rayjob()]
     if port is not None:
@@ -171,8 +169,8 @@ class _Size(NamedTuple):
     gpus: int = 0
 
 
-def _size_of(machine: LearnerMachinesConfig | SeatConfig) -> _Size:
-    return _Size(ceil(machine.cpus), machine.memory_gib or _BASE_GIB + _GPU_GIB * machine.gpus, machine.gpus)
+def _size_of(machine: LearnerMachinesConfig | SeatConfig, *, gpus: int) -> _Size:
+    return _Size(ceil(machine.cpus), machine.memory_gib or _BASE_GIB + _GPU_GIB * gpus, gpus)
 
 
 class _Job:
@@ -186,7 +184,7 @@ class _Job:
         self._core_host = f"{self._name}-core-0-0.{self._name}"
         metrics = recipe.run.metrics.prometheus_port
         self._metrics = {"metrics": metrics} if metrics else {}
-        self._core = _size_of(self._cluster.learner)
+        self._core = _size_of(self._cluster.learner, gpus=self._run.learner_gpus)
 
     def jobset(self) -> Manifest:
         """One pod for broker, store, and first ranks; one per further machine of ranks; one per generator."""
@@ -207,7 +205,7 @@ class _Job:
         core, store, secrets = self._cluster.learner, self._run.buffer.store, self._options.secrets
         broker_gib = _BROKER_GIB + (store.max_memory_mib / 1024 if isinstance(store, EmbeddedRedisConfig) else 0)
         # The broker needs one core.
-        size = _Size(max(1, self._core.cpus - 1), self._core.memory_gib - broker_gib, core.gpus)
+        size = _Size(max(1, self._core.cpus - 1), self._core.memory_gib - broker_gib, self._core.gpus)
         must, why = f"be > {broker_gib:g}", "broker and store need that much"
         require(size.memory_gib > 0, "cluster.learner.memory_gib", must, got=core.memory_gib, why=why)
         make = ["python", "-m", "slipstream", "prepare", *self._recipe.settings]
@@ -231,7 +229,7 @@ class _Job:
     def _generator_pod(self) -> Manifest:
         start = 'exec "$@" --id "generator-$JOB_COMPLETION_INDEX"'
         address = f"broker.address=tcp://{self._core_host}:{self._ports[0]}"
-        size = _size_of(self._cluster.generator)
+        size = _size_of(self._cluster.generator, gpus=self._run.generator_gpus)
         container = self._container(
             "generator",
             ["bash", "-c", start, "generator", "python", "-m", "slipstream.generators", *self._recipe.own, address],
@@ -274,7 +272,8 @@ class _Job:
     def _workers(self) -> list[Manifest]:
         generator, count, scale = self._cluster.generator, self._run.generators.count, self._run.generators.autoscale
         secrets, ports = self._options.generator_secrets, {"weights": self._ports[0]}
-        engine = self._container("ray-worker", size=_size_of(generator), secrets=secrets, ports=ports)
+        own = _size_of(generator, gpus=self._run.generator_gpus)
+        engine = self._container("ray-worker", size=own, secrets=secrets, ports=ports)
         size = {"count": count, "least": scale.min if scale else count, "most": scale.max if scale else count}
         pod, labels = self._pod("generators", engine), dict(generator.labels)
         engines = _fill("workers", name="generators", pod=pod, labels=labels, **size)

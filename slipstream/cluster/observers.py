@@ -31,13 +31,12 @@ def check_observers(run: RunConfig) -> None:
     check_loggers(run)
     metrics = run.metrics
     if metrics.prometheus_port is not None:
-        family = socket.AF_INET6 if ":" in metrics.prometheus_host else socket.AF_INET
         try:
-            socket.create_server((metrics.prometheus_host, metrics.prometheus_port), family=family).close()
+            socket.create_server((run.metrics_host, metrics.prometheus_port)).close()
         except OSError as error:
             raise ConfigError(
-                f"metrics.prometheus_port must be free at metrics.prometheus_host={metrics.prometheus_host}, got "
-                f"{metrics.prometheus_port}: {error.strerror}; choose another."
+                f"metrics.prometheus_port must be free at {run.metrics_host}, got {metrics.prometheus_port}: "
+                f"{error.strerror}; choose another."
             ) from None
 
 

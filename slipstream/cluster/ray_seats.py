@@ -26,8 +26,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import slipstream
 from slipstream.cluster.remote_seat import UNWATCHED_S, RemoteSeat, SeatAwayError, SeatLostError, describe
 from slipstream.cluster.seat import LocalSeat, Seat, SpreadSeat
-from slipstream.configs.base import ConfigError
-from slipstream.configs.cluster import ClusterConfig, SeatConfig
+from slipstream.configs.base import ConfigError, require
+from slipstream.configs.cluster import SeatConfig
+from slipstream.configs.run import RunConfig
 
 _POLL_EVERY_S = 0.1
 _OLDEST = (2, 52)
@@ -183,48 +184,54 @@ def _describe_machine(node: dict[str, Any], free: dict[str, float]) -> str:
 class RayPlaces:
     """The core, which includes this machine, and generators. Implements Places."""
 
-    def __init__(self, config: ClusterConfig, *, run: str) -> None:
-        """Block until Ray has reserved the core. Raises ConfigError after `place_timeout_s`."""
-        self._config = config
+    def __init__(self, run: RunConfig) -> None:
+        """Block until Ray has reserved the core. Raises ConfigError after `broker.join_timeout_s`."""
+        core, num_gpus = run.cluster.learner, run.learner_gpus
         self._run = run
-        self._cluster = RayCluster(run)
-        core = config.learner
+        self._cluster = RayCluster(run.name)
         here = {_NODE_LABEL: ray.get_runtime_context().get_node_id()}
-        bundle = {"CPU": core.cpus} | ({"GPU": float(core.gpus)} if core.gpus else {})
+        bundle = {"CPU": core.cpus} | ({"GPU": float(num_gpus)} if num_gpus else {})
         # Hold the machines for the whole run.
         others = core.machines - 1
         self._group = self._cluster.request("core", [bundle] * core.machines, labels=[here, *[{}] * others])
-        ends_at = time.monotonic() + config.place_timeout_s
+        ends_at = time.monotonic() + run.broker.join_timeout_s
         while not self._cluster.is_placed(self._group):
             if time.monotonic() > ends_at:
                 raise ConfigError(
                     f"cluster.learner needs {describe(bundle, {})} free on the machine of the launcher"
                     f"{f' and on each of {others} more' if others else ''}, and got none within "
-                    f"cluster.place_timeout_s ({config.place_timeout_s:g} s); the cluster has "
+                    f"broker.join_timeout_s ({run.broker.join_timeout_s:g} s); the cluster has "
                     f"{self._cluster.offers()}: ask for less, or start the run on another machine."
                 )
             time.sleep(_POLL_EVERY_S)
         self.gpus: list[str] = []
-        if core.gpus:
+        if num_gpus:
             # Ray reveals GPU ids only to an actor in the group.
-            host = self._cluster.host("core", self._group, gpus=core.gpus)
+            host = self._cluster.host("core", self._group, gpus=num_gpus)
             self.gpus = ray.get(host.gpus.remote(), timeout=UNWATCHED_S)
             self._cluster.end(host)
 
     def seat(self, name: str, log: Path) -> RemoteSeat:
-        config = self._config
-        return RemoteSeat(name, log, cluster=self._cluster, needs=config.generator, timeout_s=config.place_timeout_s)
+        return RemoteSeat(
+            name,
+            log,
+            cluster=self._cluster,
+            needs=self._run.cluster.generator,
+            gpus=self._run.generator_gpus,
+            timeout_s=self._run.broker.join_timeout_s,
+        )
 
     def learner_seat(self, log: Path, *, meet: Callable[[], Mapping[str, str]]) -> Seat:
-        config, core = self._config, self._config.learner
+        core = self._run.cluster.learner
         # The launcher looks for the role's error in one log.
         others = [
             RemoteSeat(
                 f"learner on machine {number}",
                 log,
                 cluster=RayCluster(self._run, kept=self._group[0], bundle=number),
-                needs=SeatConfig(cpus=core.cpus, gpus=core.gpus),
-                timeout_s=config.place_timeout_s,
+                needs=SeatConfig(cpus=core.cpus),
+                gpus=self._run.learner_gpus,
+                timeout_s=self._run.broker.join_timeout_s,
                 remedy="change cluster.learner, or add machines",
             )
             for number in range(1, core.machines)
@@ -234,23 +241,26 @@ class RayPlaces:
 
 # --- the connection --------------------------------------------------------------------------------------------------
 @contextmanager
-def join_cluster(config: ClusterConfig, *, run: str, log: Path) -> Iterator[RayPlaces]:
+def join_cluster(run: RunConfig, *, log: Path) -> Iterator[RayPlaces]:
     """Connect to the Ray cluster and reserve a run's core. Raises ConfigError.
 
     `log`: file for Ray's messages, which the launcher's own would drown in.
     """
     _check_version(ray.__version__)
+    address = os.environ.get("RAY_ADDRESS", "")
+    must, why = "be HOST:PORT of the Ray head", "a Ray Client driver is not on a machine of the cluster"
+    require("://" not in address, "RAY_ADDRESS", must, got=address, why=why)
     try:
-        ray.init(address=config.address, namespace="slipstream", log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address="auto", namespace="slipstream", log_to_driver=False, logging_level=logging.ERROR)
     except (RayError, OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"cluster.address must be a Ray cluster that includes this machine, got {config.address}: "
+            f"cluster.kind=ray needs a Ray cluster that includes this machine, got {address or 'none'}: "
             f"{' '.join(str(error).split())[:_MAX_ERROR_LENGTH]}: start one with `ray start`, or join it."
         ) from error
     try:
         with _messages_in(log):
             _check_access(ray.get_runtime_context().gcs_address)
-            yield RayPlaces(config, run=run)
+            yield RayPlaces(run)
     finally:
         ray.shutdown()
 

@@ -53,7 +53,7 @@ def slurm(
     \b
     slipstream launch slurm cluster.interface=10.0.0.0/8 --sbatch=--partition=gpu --sbatch=--time=24:00:00
     slipstream launch slurm cluster.interface=10.0.0.0/8 --sbatch-core=--partition=h200 --sbatch-generators=--mem=200G
-    slipstream launch slurm cluster.interface=10.0.0.0/8 generators.count=8 cluster.generator.gpus=1 --print
+    slipstream launch slurm cluster.interface=10.0.0.0/8 generators.count=8 learner.device=cuda --print
 
     Exit codes: 0, 1 if sbatch rejects the job, 2 for invalid settings or without sbatch.
     """

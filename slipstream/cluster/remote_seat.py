@@ -75,6 +75,7 @@ class RemoteSeat:
         *,
         cluster: Cluster,
         needs: SeatConfig,
+        gpus: int,
         timeout_s: float,
         remedy: str = "change cluster.generator, ask for fewer generators, or add machines",
         clock: Clock = time.monotonic,
@@ -84,6 +85,7 @@ class RemoteSeat:
         self._log = log
         self._cluster = cluster
         self._needs = needs
+        self._gpus = gpus
         self._timeout_s = timeout_s
         self._remedy = remedy
         self._clock = clock
@@ -149,7 +151,7 @@ class RemoteSeat:
 
     @property
     def _bundle(self) -> dict[str, float]:
-        wanted = {"CPU": self._needs.cpus, "GPU": float(self._needs.gpus)}
+        wanted = {"CPU": self._needs.cpus, "GPU": float(self._gpus)}
         return {resource: amount for resource, amount in wanted.items() if amount}
 
     def _advance(self) -> None:
@@ -176,13 +178,13 @@ class RemoteSeat:
             self._waits = "has a place, and starts there"
             self._num_bytes = 0
             self._heard_at = self._clock()
-            self._host = self._cluster.host(self._name, self._group, gpus=self._needs.gpus)
+            self._host = self._cluster.host(self._name, self._group, gpus=self._gpus)
             self._ask("start", *self._order)
         elif waited_s > self._timeout_s:
             self._end(
                 BAD_INPUT,
                 f"error: {self._name} needs a machine with {describe(self._bundle, self._needs.labels)} free, and got "
-                f"none within cluster.place_timeout_s ({self._timeout_s:g} s); the cluster has "
+                f"none within broker.join_timeout_s ({self._timeout_s:g} s); the cluster has "
                 f"{self._cluster.offers()}: {self._remedy}.",
             )
         elif waited_s > _EXPLAIN_AFTER_S and ";" not in self._waits:

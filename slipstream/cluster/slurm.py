@@ -24,10 +24,13 @@ def sbatch_script(
     ports = run.cluster.port_range
     meet = ports[len(ports) // 2 :]
     nodes = [f"--nodes={core.machines}", f"--ntasks={core.machines}", "--ntasks-per-node=1"]
-    nodes += [f"--cpus-per-task={ceil(core.cpus)}", *([f"--gpus-per-node={core.gpus}"] if core.gpus else [])]
+    nodes += [
+        f"--cpus-per-task={ceil(core.cpus)}",
+        *([f"--gpus-per-node={run.learner_gpus}"] if run.learner_gpus else []),
+    ]
     nodes += [f"--mem={ceil(core.memory_gib * 1024)}M"] if core.memory_gib else []
     tasks = [f"--ntasks={count}", f"--cpus-per-task={ceil(generator.cpus)}"]
-    tasks += [f"--gpus-per-task={generator.gpus}"] if generator.gpus else []
+    tasks += [f"--gpus-per-task={run.generator_gpus}"] if run.generator_gpus else []
     if generator.memory_gib:
         # Slurm knows no memory of a task.
         tasks.append(f"--mem-per-cpu={ceil(generator.memory_gib * 1024 / ceil(generator.cpus))}M")

@@ -210,7 +210,7 @@ class Launcher:
             # No role connects during preparation.
             idle_timeout_s=IDLE_TIMEOUT_S + preparation_limit_s(self._run),
         )
-        self._supervisor = RedisSupervisor(server, start_timeout_s=self._run.buffer.retry_timeout_s)
+        self._supervisor = RedisSupervisor(server, start_timeout_s=self._run.broker.store_timeout_s)
         try:
             self._supervisor.start()
             with self._open(server.url) as store:
@@ -223,8 +223,7 @@ class Launcher:
         return open_run_store(
             url,
             self._run.name,
-            timeout_s=self._run.buffer.retry_timeout_s,
-            max_attempts=self._run.buffer.max_attempts,
+            timeout_s=self._run.broker.store_timeout_s,
             answer_timeout_s=_ANSWER_TIMEOUT_S,
         )
 
@@ -369,7 +368,7 @@ class Launcher:
             self._outage.record(error)
             # A store that only refuses writes waits for disk space, however long that takes.
             is_away = not isinstance(error, StoreCannotWriteError)
-            if is_away and self._outage.seconds > self._run.buffer.retry_timeout_s:
+            if is_away and self._outage.seconds > self._run.broker.store_timeout_s:
                 raise
         except RunConflictError:
             # The broker has not opened the run yet or, after the first step, the store was emptied.

@@ -19,11 +19,12 @@ from slipstream.configs.broker import PROBE_SEQUENCES
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
-from slipstream.configs.learner import DeepSpeedEngineConfig
+from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig
 from slipstream.configs.load import derived_sizes, load
 from slipstream.configs.run import RunConfig
 from slipstream.launch.generator_pool import place
 from slipstream.learner.engines.deepspeed_engine import BUCKET_ELEMENTS
+from slipstream.learner.engines.optimizer import hidden_matrices
 from slipstream.learner.training.model import COMPUTE_DTYPES
 from slipstream.learner.training.step_memory import layer_input_bytes, step_bytes
 from slipstream.runtime.command_line import add_row, exit_with_error, make_console, make_table
@@ -36,6 +37,8 @@ HOST = "host"
 TOO_LARGE = 1
 """Exit code."""
 _FLOAT = 4
+_BLOCK, _MIN_8_BIT = 256, 4096
+"""Elements of a block with its own scale in bitsandbytes, and of the smallest tensor with moments in 8 bits."""
 _MAX_LIVE_ELEMENTS = 10**9
 """Parameters that ZeRO-3 keeps gathered: DeepSpeed's default."""
 _LIBRARIES_GIB = {"learner": 0.6, "generator": 0.5, "engine": 1.0, "broker": 0.15}
@@ -204,40 +207,41 @@ def tables(plan: Plan) -> list[Table]:
 
 def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[str]) -> Iterator[Need]:
     size, engine, algorithm = run.learner.num_ranks, run.learner.engine, run.algorithm
-    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     activations = step_bytes(run, policy, on_gpu=bool(gpus)) / run.learner.sequence_parallel / GIB
     on_host = 0.0
     if isinstance(engine, DeepSpeedEngineConfig) and engine.offload_activations:
         on_host = layer_input_bytes(run, policy) / run.learner.sequence_parallel / GIB
     # Linear layers, which hold nearly all parameters, are gathered in the compute dtype.
     gathered_bytes = COMPUTE_DTYPES[run.model.dtype].itemsize
-    models = {"weights": (_num_elements(policy), trained)}
+    models = {"weights": (_num_elements(policy), *_moved(policy, run.learner.optimizer))}
     if run.mode != "sft":
         if algorithm.kl.coef and not run.model.lora:
-            models["reference"] = (_num_elements(policy), 0)
+            models["reference"] = (_num_elements(policy), 0, 0)
         if algorithm.distillation:
             chosen = msgspec.structs.replace(run.model, path=algorithm.distillation.teacher_path, lora=None)
-            models["teacher"] = (_num_elements(_meta(chosen, setting="algorithm.distillation.teacher_path")), 0)
+            models["teacher"] = (_num_elements(_meta(chosen, setting="algorithm.distillation.teacher_path")), 0, 0)
         if algorithm.advantage.needs_critic:
             path = algorithm.critic.path or run.model.path
             critic = _meta(msgspec.structs.replace(run.model, path=path, lora=None), setting="algorithm.critic.path")
-            elements = _num_elements(critic.base_model)
-            models["critic"] = (elements, elements)
+            models["critic"] = (
+                _num_elements(critic.base_model),
+                *_moved(critic.base_model, algorithm.critic.optimizer),
+            )
     for rank in range(size):
         name, device = f"learner rank {rank}", f"gpu {gpus[rank % len(gpus)]}" if gpus else HOST
         if gpus:
             yield Need(name, device, "context and libraries", _CONTEXT_GIB)
         yield Need(name, HOST, "libraries", _LIBRARIES_GIB["learner"])
-        for model, (elements, moved) in models.items():
-            own = _states(model, elements, moved, engine=engine, size=size, gathered_bytes=gathered_bytes)
+        for model, sizes in models.items():
+            own = _states(model, *sizes, engine=engine, size=size, gathered_bytes=gathered_bytes)
             for cause, is_away, count in own:
                 yield Need(name, HOST if is_away else device, cause, count * _FLOAT / GIB)
         yield Need(name, device, "activations of the largest microbatch", activations - on_host)
         if on_host:
             yield Need(name, HOST, "inputs of layers", on_host)
         # Copied between steps and written during later ones.
-        copied = 2 * sum(moved for _, moved in models.values()) / size
-        copied += sum(elements for elements, moved in models.values() if moved) if rank == 0 else 0
+        copied = sum(moments for _, _, moments in models.values()) / size
+        copied += sum(elements for elements, moved, _ in models.values() if moved) if rank == 0 else 0
         yield Need(name, HOST, "checkpoint being written", copied * _FLOAT / GIB)
         if rank == 0 and run.mode != "sft":
             # One version is sent while the next is queued.
@@ -246,8 +250,23 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
                 yield Need(name, device, "staged version", _published_gib(run, policy))
 
 
+def _moved(model: nn.Module, config: OptimizerConfig) -> tuple[int, float]:
+    """Return the trained elements of a model, and the size of their moments in float32 numbers."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hidden = hidden_matrices(model) if config.name == "muon" else set()
+    is_small = config.name == "adamw_8bit"
+    # Muon has one moment of hidden matrices. bitsandbytes keeps a byte, and a float32 of each block, unless a tensor is
+    # small.
+    widths = [
+        1 if id(each) in hidden else 2 * (1 / 4 + 1 / _BLOCK if is_small and each.numel() >= _MIN_8_BIT else 1)
+        for each in trained
+    ]
+    numbers = [each.numel() for each in trained]
+    return sum(numbers), sum(width * number for width, number in zip(widths, numbers, strict=True))
+
+
 def _states(
-    model: str, elements: int, moved: int, *, engine: object, size: int, gathered_bytes: int
+    model: str, elements: int, moved: int, moments: float, *, engine: object, size: int, gathered_bytes: int
 ) -> Iterator[tuple[str, bool, float]]:
     """Yield (cause, is in host memory, float32 elements) of a model on one rank."""
     stage, offloads, keeps_parameters_away = 0, False, False
@@ -265,7 +284,7 @@ def _states(
     if stage:
         yield f"{prefix}optimizer: master weights", offloads, moved / size
         yield f"{prefix}gradients, a bucket to reduce", False, min(BUCKET_ELEMENTS, moved)
-    yield f"{prefix}optimizer: two moments", offloads, 2 * moved / (size if stage else 1)
+    yield f"{prefix}optimizer: moments", offloads, moments / (size if stage else 1)
 
 
 def _engine_needs(run: RunConfig, model: PreTrainedModel, name: str, *, gpus: Sequence[str]) -> list[Need]:

@@ -125,7 +125,7 @@ def _open_places(run: RunConfig) -> Iterator[Places | None]:
         from slipstream.cluster.ray_seats import join_cluster
     except ImportError as error:
         raise ConfigError(f"cluster.kind=ray needs Ray, got {error}: `pip install 'slipstream[ray]'`.") from None
-    with join_cluster(run.cluster, run=run.name, log=RunFolder(run).logs / "ray.log") as places:
+    with join_cluster(run, log=RunFolder(run).logs / "ray.log") as places:
         yield places
 
 

@@ -25,6 +25,16 @@ from slipstream.runtime.clock import Clock
 _WORKING_STATES = ("ready", "updating")
 _MIN_STEPS = 5
 """Steps before the learner's waits are meaningful."""
+_MORE_ABOVE = 0.3
+"""Fraction of the learner's time spent waiting for groups, above which a generator is added: below it, a step becomes
+shorter by less than a third."""
+_FEWER_BELOW = 0.5
+"""Fraction of their capacity that all generators use, below which one is removed: far enough from full that the next
+measurement doesn't add it again."""
+_SETTLE_S = 60.0
+"""Measuring time before each change, from when the learner and all generators work: many answers, and a few steps."""
+_ABSENT_AFTER_S = 600.0
+"""Longest wait for a generator that is not working: loading a large model. Then it is left out of the measurement."""
 
 
 class Change(Record):
@@ -38,7 +48,7 @@ class Change(Record):
 
 
 class Autoscaler:
-    """Decides once per window of `settle_s`, or longer if steps are slow. Used by one thread.
+    """Decides once per window of `_SETTLE_S`, or longer if steps are slow. Used by one thread.
 
     Scaling up has priority: if the learner waits while generators idle, the cause lies elsewhere.
     """
@@ -66,7 +76,7 @@ class Autoscaler:
         self._busy += [] if busy is None else [busy]
         self._starving.append(is_starving)
         seconds = self._clock() - self._started_at
-        if seconds < self._config.settle_s:
+        if seconds < _SETTLE_S:
             return None
         if target < (least := self._config.min):
             # Generators were drained or abandoned.
@@ -81,11 +91,11 @@ class Autoscaler:
 
     def _scale_up(self, seconds: float, *, target: int) -> Change | None:
         waited, config = self._learner_wait_fraction(), self._config
-        if target >= config.max or waited is None or waited <= config.more_above:
+        if target >= config.max or waited is None or waited <= _MORE_ABOVE:
             return None
         return Change(
             target + 1,
-            f"the learner waited {waited:.0%} of the last {seconds:.0f} s for groups, above {config.more_above:.0%}",
+            f"the learner waited {waited:.0%} of the last {seconds:.0f} s for groups, above {_MORE_ABOVE:.0%}",
         )
 
     def _scale_down(self, seconds: float, *, num_ready: int, target: int) -> Change | None:
@@ -93,16 +103,15 @@ class Autoscaler:
         if target <= config.min or not self._busy or len(self._rows) < _MIN_STEPS:
             return None
         # Not while the learner waits: at `max`, a generator would leave and return repeatedly.
-        if waited is None or waited > config.more_above:
+        if waited is None or waited > _MORE_ABOVE:
             return None
         busy = sum(self._busy) / len(self._busy)
         # The others must be able to take over its work.
-        if busy >= config.fewer_below or busy * num_ready > num_ready - 1:
+        if busy >= _FEWER_BELOW or busy * num_ready > num_ready - 1:
             return None
         return Change(
             target - 1,
-            f"the generators used {busy:.0%} of their capacity in the last {seconds:.0f} s, below "
-            f"{config.fewer_below:.0%}",
+            f"the generators used {busy:.0%} of their capacity in the last {seconds:.0f} s, below {_FEWER_BELOW:.0%}",
         )
 
     def _learner_wait_fraction(self) -> float | None:
@@ -192,8 +201,7 @@ class Scaling:
         self._check_room = check_room
         config = run.generators.autoscale
         self._autoscaler = Autoscaler(config, clock=clock) if config else None
-        self._absent_after_s = config.absent_after_s if config else inf
-        self._absences = AbsenceTracker(absent_after_s=self._absent_after_s, clock=clock)
+        self._absences = AbsenceTracker(absent_after_s=_ABSENT_AFTER_S if config else inf, clock=clock)
         self._refused: tuple[int, str] | None = None
         self._is_first_poll = True
 
@@ -249,7 +257,7 @@ class Scaling:
         return [
             Event(
                 name,
-                f"{name} is {states.get(name, 'absent')} and has not worked for {self._absent_after_s:g} s: the "
+                f"{name} is {states.get(name, 'absent')} and has not worked for {_ABSENT_AFTER_S:g} s: the "
                 "autoscaler ignores it until it works",
             )
             for name in self._absences.update(self._pool.active_names, working=working)

@@ -150,10 +150,11 @@ def run_serial(
     train, heldout = open_datasets(run)
     config = run.buffer.store
     assert isinstance(config, EmbeddedRedisConfig), "the settings are checked"
-    limits = {"max_memory_mib": config.max_memory_mib, "max_attempts": run.buffer.max_attempts}
     with ExitStack() as stack:
         # Persists nothing, because a serial run cannot be resumed.
-        store = stack.enter_context(open_own_store(folder.store, run.name, **limits, clock=clock))
+        store = stack.enter_context(
+            open_own_store(folder.store, run.name, max_memory_mib=config.max_memory_mib, clock=clock)
+        )
         begin_run(store, run, num_rows=train.row_count)
         router = Router(hub.server(), store, run=run, train=train, heldout=heldout, clock=clock)
         prepare_store(store)
@@ -180,6 +181,6 @@ def run_serial(
         learner.run()
         rank_group.shutdown()
         pump.stop()
-        if run.buffer.archive.enabled:
+        if run.buffer.archive.is_enabled:
             with closing(Archiver(store, folder.archive, run.buffer.archive, fence=router.chief.fence)) as archiver:
                 archiver.flush()

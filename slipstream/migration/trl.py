@@ -1,6 +1,6 @@
 """Translate settings of TRL 1.16's GRPO trainers that depend on each other."""
 
-from math import ceil
+from math import ceil, sqrt
 
 from slipstream.configs.base import ConfigError
 from slipstream.migration.translation import Trainer, Translation
@@ -11,10 +11,11 @@ def _model(config: Translation) -> None:
     config.put("model.dtype", dtype if dtype in ("float32", "bfloat16", "float16") else "bfloat16")
     config.put("model.chat_template_kwargs", config.record("chat_template_kwargs") or None)
     if config.take("use_peft"):
-        config.put("model.lora.rank", config.take("lora_r") or 16)
-        config.put("model.lora.alpha", config.take("lora_alpha") or 32)
+        rank, alpha = config.take("lora_r") or 16, config.take("lora_alpha") or 32
+        config.put("model.lora.rank", rank)
+        # rsLoRA scales by alpha / sqrt(rank) instead of alpha / rank.
+        config.put("model.lora.alpha", alpha * sqrt(rank) if config.take("use_rslora") else alpha)
         config.same("lora_target_modules", "model.lora.targets")
-        config.same("use_rslora", "model.lora.rslora")
     response = config.take("max_completion_length")
     prompt = config.take("max_prompt_length") or config.take("vllm_max_model_length") or 2 * response
     prompt = prompt if config.given.get("max_prompt_length") or prompt <= response else prompt - response
@@ -50,7 +51,7 @@ def _objective(config: Translation) -> None:
     if kind == "cispo":
         loss, fields = "cispo", {"algorithm.policy_loss.clip_high": high or low}
     elif kind in ("sapo", "vespo"):
-        loss, fields = kind, {ours: config.take(theirs) for theirs, ours in config.tables[kind].items()}
+        loss, fields = kind, {ours: config.take(theirs) for theirs, ours in config.tables.get(kind, {}).items()}
     elif level == "sequence":
         loss, fields = "gspo", clip
     config.put("algorithm/policy_loss", loss)

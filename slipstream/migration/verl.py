@@ -172,7 +172,6 @@ def _distillation(config: Translation) -> None:
     config.same(f"{_LOSS}.topk", "algorithm.distillation.top_k")
     config.same(f"{_LOSS}.use_task_rewards", "algorithm.distillation.with_rewards")
     config.same(f"{_LOSS}.distillation_loss_coef", "algorithm.distillation.coef")
-    config.same(f"{_LOSS}.loss_max_clamp", "algorithm.distillation.bound")
 
 
 def _agent(config: Translation) -> None:

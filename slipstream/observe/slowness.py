@@ -63,7 +63,7 @@ PHASES = {
     ),
     "generator/store": Range(
         meaning="the store does not take what generators have made",
-        advice="`slipstream status` has the reason; see buffer.capacity and buffer.store.max_memory_mib",
+        advice="`slipstream status` has the reason; see buffer.store.max_memory_mib",
     ),
     "learner/waiting": Range(
         meaning="no generator has reported what it does: where one process has all roles, it generates meanwhile"

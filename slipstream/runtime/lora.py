@@ -61,7 +61,6 @@ def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> N
     settings = peft.LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,  # type: ignore[arg-type]
-        use_rslora=lora.rslora,
         target_modules=names,
         fan_in_fan_out=any(isinstance(parts[name], Conv1D) for name in names),
         base_model_name_or_path=base,

@@ -24,6 +24,7 @@ from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.redis import run_store
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.trajectory import Trajectory
+from slipstream.configs import broker as configs
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
 from slipstream.learner import background_save
@@ -141,6 +142,7 @@ def watch() -> None:
     WatchedStore.repeats = True
     session.ZmqClientChannel = WatchedChannel
     run_store.RedisStore = WatchedStore
+    configs.CLAIM_LEASES = 1
 
 
 @fail_cleanly(BrokerError, ReplayBufferError, LearnerError)
@@ -171,10 +173,8 @@ def main(arguments: list[str]) -> None:
 def _train(run: RunConfig, joined: Session, board: StatusBoard, sender: WeightSender) -> None:
     folder = RunFolder(run)
     folder.open()
-    url, attempts, retry_timeout_s = joined.welcome.store_url, run.buffer.max_attempts, run.buffer.retry_timeout_s
-    store = open_run_store(
-        url, run.name, timeout_s=retry_timeout_s, retry_timeout_s=retry_timeout_s, max_attempts=attempts
-    )
+    url, retry_timeout_s = joined.welcome.store_url, run.broker.store_timeout_s
+    store = open_run_store(url, run.name, timeout_s=retry_timeout_s, retry_timeout_s=retry_timeout_s)
     learner = build_learner(
         run,
         rank_group=_make_rank_group(run, folder),

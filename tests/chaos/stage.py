@@ -135,8 +135,7 @@ class Stage:
 
     @property
     def settings(self) -> list[str]:
-        # Short times, so that peers, leases, and claims also lapse. max_attempts is unreachable, because a prompt with
-        # many attempts is not poisonous here.
+        # Short times, so that peers and leases also lapse.
         lapse_after_s, max_lag = self.pace.lapse_after_s, self.pace.max_lag
         transfer_timeout_s = self.pace.transfer_timeout_s or lapse_after_s
         return [
@@ -151,12 +150,7 @@ class Stage:
             ),
             *("data.train=data/train.parquet", "data.eval=data/heldout.parquet"),
             *("buffer/store=redis", f"buffer.store.url='{self.store.url}'"),
-            *("buffer.archive.groups_per_shard=64", "buffer.archive.flush_s=2.0"),
-            *(
-                f"buffer.claim_lease_s={lapse_after_s}",
-                f"broker.lease_s={lapse_after_s}",
-                "buffer.max_attempts=1000000",
-            ),
+            f"broker.lease_s={lapse_after_s}",
             *(f"broker.peer_timeout_s={PEER_TIMEOUT_S}", f"weights.transfer_timeout_s={transfer_timeout_s}"),
             *(*self.pace.engine, f"generators.group_size={GROUP_SIZE}", f"staleness.max_lag={max_lag}"),
             *("learner/engine=torch", f"learner.prompts_per_step={self.pace.prompts_per_step}"),

@@ -15,7 +15,7 @@ from slipstream.runtime.lora import adapter_parameters, attach_adapter
 from tests.contract.engines import VLLM_CONFIG, Rig, make_sampling, reference_logits, reference_logprobs
 from tests.tiny_model import make_tiny_module
 
-LORA = LoraConfig(rank=5, rslora=True)
+LORA = LoraConfig(rank=5, alpha=7.0)
 PROMPT = [6, 10, 4, 3, 5, 12]
 
 
@@ -95,7 +95,7 @@ def test_a_corrupted_adapter_leaves_the_one_before(rig: Rig):
 
 
 @pytest.mark.parametrize(
-    "lora", [LoraConfig(rank=4, rslora=True), LoraConfig(rank=5, targets=["q_proj"])], ids=["rank", "targets"]
+    "lora", [LoraConfig(rank=4, alpha=7.0), LoraConfig(rank=5, targets=["q_proj"])], ids=["rank", "targets"]
 )
 def test_an_adapter_of_other_settings_leaves_the_one_before(rig: Rig, lora: LoraConfig):
     publish(rig, make_policy(5))

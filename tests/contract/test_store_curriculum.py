@@ -11,7 +11,7 @@ from slipstream.configs.data import CurriculumConfig
 from tests.contract.stores import GREEDY, GROUP_SIZE, NUM_ROWS, SEED, AnyStore, answer, claim, commit, open_run
 from tests.contract.stores import audit as check_counts
 
-BAND = CurriculumConfig(low=0.2, high=0.8, decay=0.5, min_answers=2)
+BAND = CurriculumConfig(low=0.2, high=0.8, min_answers=2)
 RIGHT, WRONG, FAILED = Reward(1.0, is_correct=True), Reward(0.4), Reward(0.0, status="timeout")
 
 

@@ -60,8 +60,6 @@ def assert_balanced(store: AnyStore) -> StoreCounts:
         (ZeroAdvantageConfig(), rewards(0.1 + 0.2, 0.3, 0.3), "rejected: zero_advantage"),
         (ZeroAdvantageConfig(), rewards(0.3, 0.3, 0.31), "ready"),
         (ZeroAdvantageConfig(), rewards(-1, 0, 1), "ready"),
-        (ZeroAdvantageConfig(min_spread=0.25), rewards(0.5, 0.5, 0.75), "ready"),
-        (ZeroAdvantageConfig(min_spread=0.25), rewards(0.5, 0.5, 0.74), "rejected: zero_advantage"),
         (ZeroAdvantageConfig(), rewards(0.5, 0.5, None), "rejected: zero_advantage"),
         (ZeroAdvantageConfig(), rewards(0.5, None, None), "rejected: zero_advantage"),
         (ZeroAdvantageConfig(), rewards(None, None, None), "rejected: no_reward"),

@@ -59,7 +59,7 @@ RULES = st.builds(
 )
 KEEP, ZERO, SHARE = KeepAllConfig(), ZeroAdvantageConfig(), AccuracyConfig()
 FILTERS = pick([KEEP, KEEP, ZERO, ZeroAdvantageConfig(0.2), SHARE, AccuracyConfig(0.4, 1.0)])
-CURRICULA = pick([None, CurriculumConfig(0.3, 0.7, decay=0.3, min_answers=1), CurriculumConfig(decay=0.1)])
+CURRICULA = pick([None, CurriculumConfig(0.3, 0.7, min_answers=1), CurriculumConfig()])
 REWARDS = st.builds(
     Reward, total=pick([0.5, 0.1, 0.25]), status=pick(["ok", "ok", "ok", "timeout"]), is_correct=st.booleans()
 )

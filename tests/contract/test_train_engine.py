@@ -199,6 +199,20 @@ def test_the_returned_norm_is_before_clipping(tmp_path, engine):
 
 
 @every_engine
+def test_gradients_are_scaled_down_above_the_bound_and_without_one_never(tmp_path, engine):
+    moves = []
+    for bound in (1e9, None, 1e-3):
+        # A large epsilon makes the update a smooth function of the gradient.
+        used = make_engine(tmp_path, engine, max_grad_norm=bound, epsilon=1.0)
+        before = copied(used)
+        accumulate(used, make_microbatches())
+        used.step(learning_rate=1.0)
+        moves.append(largest_difference(before, copied(used)))
+    assert moves[0] == pytest.approx(moves[1])
+    assert moves[2] < 0.1 * moves[0]
+
+
+@every_engine
 def test_the_cosine_of_consecutive_gradients_is_that_of_full_gradients(tmp_path, engine):
     def gradient(twin, seed):
         accumulate(twin, make_microbatches(seed))

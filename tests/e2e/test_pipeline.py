@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def printed(folder: Path) -> str:
     """The output of a 40-step run, `learns`."""
-    best = ("learner.checkpoint.best.metric=eval/reward_sampled", "learner.checkpoint.keep=1")
+    best = ("learner.checkpoint.best=eval/reward_sampled", "learner.checkpoint.keep=1")
     own = ("name=learns", "learner.max_steps=40", "profile.steps=[20,21]", *best)
     return runs.train(folder, *SMALL, *own, timeout_s=400)
 

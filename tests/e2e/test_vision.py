@@ -78,7 +78,7 @@ def test_a_run_in_one_process_is_replayed_from_its_archive_bit_for_bit(tmp_path:
     assert (folder / "final_model" / "preprocessor_config.json").is_file()
     # Only archive and settings: the pictures also come from there.
     (folder / "archive").rename(tmp_path / "elsewhere")
-    runs.train(tmp_path, *SERIAL, "name=again", "mode=replay", "replay.path=elsewhere", "buffer.archive.enabled=false")
+    runs.train(tmp_path, *SERIAL, "name=again", "mode=replay", "replay.path=elsewhere", "buffer.archive.max_gib=0")
     losses = [[row["learner/loss"] for row in found] for found in (rows, runs.metrics(tmp_path, "again"))]
     assert losses[0] == losses[1]
 

@@ -53,6 +53,11 @@ def join_run(role: Any, run: RunConfig, keys: Keys, name: str, board: StatusBoar
     )
 
 
+_BROKER = (
+    "import sys; from slipstream.broker import __main__, archiver; archiver._FLUSH_S = 1.0; __main__.main(sys.argv[1:])"
+)
+
+
 class ScriptedGenerator:
     """Requests one group at a time and puts its members one by one, over the real client."""
 
@@ -156,7 +161,6 @@ class Scene:
             "broker.shards=2",
             f"generators.group_size={GROUP_SIZE} learner.max_steps=1000000",
             "staleness.max_lag=1000000 staleness.target_lag=1000000",
-            "buffer.archive.flush_s=1 buffer.archive.groups_per_shard=64",
         ]
         self.settings = " ".join(settings).split()
         self.run = load(self.settings)
@@ -175,7 +179,7 @@ class Scene:
 
     def start(self, name: str) -> None:
         shard = self.run.broker.names.index(name)
-        command = [sys.executable, "-m", "slipstream.broker", "--shard", str(shard), *self.settings]
+        command = [sys.executable, "-c", _BROKER, "--shard", str(shard), *self.settings]
         log, launcher = self.folder.path / f"{name}.log", {LAUNCHER_VARIABLE: str(os.getpid())}
         self.brokers[name] = start(log, command, self.folder.path, **launcher)
 

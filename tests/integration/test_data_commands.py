@@ -117,11 +117,11 @@ def test_stats_count_every_state(store, config, capsys):
 
 def test_stats_show_reasons_and_leave_greedy_baselines_out_of_rewards(server, config, capsys):
     opened = RedisStore(connect(server.url), "mine")
-    group_filter = ZeroAdvantageConfig(min_spread=0.2)
+    group_filter = ZeroAdvantageConfig()
     config_json = msgspec.json.encode(config).decode()
     open_run(opened, config_json=config_json, keeps_finished=True, group_filter=group_filter)
     wanted = {"owner": "g", "group_size": GROUP_SIZE, "has_baseline": True, "lease_s": 60.0, "admission_limit": 9}
-    for each, greedy in zip(opened.lease(max_groups=3, **wanted), (0.5, 0.6, 1.0), strict=True):
+    for each, greedy in zip(opened.lease(max_groups=3, **wanted), (0.5, 0.5, 1.0), strict=True):
         answers = [Reward(total=0.5), Reward(total=greedy, is_correct=greedy == 1)]
         opened.insert([answer(each, i, has_baseline=True, reward=reward) for i, reward in enumerate(answers)])
     opened.close()

@@ -93,7 +93,7 @@ def test_a_run_whose_groups_are_all_filtered_is_a_dead_end_with_that_cause(tmp_p
     settings = {"buffer": {"filter": {"kind": "accuracy"}}, "learner": {"stall": {"timeout_s": AFTER_S}}}
     scene = GeneratorScene(tmp_path, make_store=make_store, reward=f"{HERE}:hopeless", **settings)
     progress = Progress(scene.run, clock=scene.clock)
-    progress.begin(limit_s=10_000, limit_setting="learner.wait_timeout_s")
+    progress.begin()
     causes = []
 
     async def script() -> None:

@@ -82,7 +82,6 @@ def loggers(*names: str) -> str:
 def test_a_run_with_loggers_from_hell_makes_every_step_and_leaves_nothing(folder):
     chosen = loggers("tensorboard", "Hangs", "Raises", "Fills", "Dies", "Quiet")
     settings = [f"learner.max_steps={STEPS}", "logging.samples_every_steps=1"]
-    settings += ["logging.curve_every_s=0"]
     with runs.Run(folder, "hell", chosen, *settings).ended_at_last() as run:
         assert run.await_end() == 0, run.printed
     runs.assert_all_steps_once(run, STEPS)

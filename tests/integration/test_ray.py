@@ -69,11 +69,11 @@ class Run:
         self.folder = folder
         self.path = folder / "runs" / "placed"
         self.output = folder / "placed.out"
-        network = ("cluster.interface=127.0.0.0/8", "cluster.ports=21100-21119", f"cluster.address={cluster.address}")
-        placement = ("cluster.kind=ray", "cluster.learner.cpus=1", "cluster.place_timeout_s=12")
+        network = ("cluster.interface=127.0.0.0/8", "cluster.ports=21100-21119")
+        placement = ("cluster.kind=ray", "cluster.learner.cpus=1", "broker.join_timeout_s=25")
         pace = ("learner.max_steps=100000", "generators.engine.seconds_per_token=0.2", "weights.transport=delta")
         command = runs.command(*SMALL, "name=placed", *network, *placement, *pace, *overrides)
-        environment = os.environ | {TOKEN_VARIABLE: TOKEN} | ACCESS
+        environment = os.environ | {TOKEN_VARIABLE: TOKEN, "RAY_ADDRESS": cluster.address} | ACCESS
         with self.output.open("a") as output:
             self.launcher = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
 
@@ -150,7 +150,7 @@ def test_generators_come_and_go_and_what_ends_their_place_ends_them(folder: Path
         assert run.call("scale", "generators=4", "name=placed")
         run.until(lambda: cluster.demand() == [[{"CPU": 1.0}]])
         run.until(lambda: "generator-3 is abandoned, the target is 3 now" in run.printed)
-        assert "generator-3 needs a machine with 1 CPU free, and got none within cluster.place_timeout_s" in run.printed
+        assert "generator-3 needs a machine with 1 CPU free, and got none within broker.join_timeout_s" in run.printed
         assert "the cluster has 127.0.0.2 with 0 of 2 CPU, 0 of 0 GPU free" in run.printed
         assert run.call("scale", "generators=1", "name=placed")
         run.until(lambda: set(run.at_work()) == {"generator-0"})
@@ -225,7 +225,7 @@ def test_ranks_on_several_machines_are_placed_started_and_ended_together(folder:
 def test_a_core_that_is_not_to_be_had_as_a_whole_is_named(folder: Path) -> None:
     ranks = ("learner.num_ranks=2", "cluster.learner.machines=2", "cluster.trusted_network=true")
     with Cluster(1) as cluster:
-        run = Run(folder, cluster, *ranks, "learner/engine=deepspeed_zero2", "cluster.place_timeout_s=3")
+        run = Run(folder, cluster, *ranks, "learner/engine=deepspeed_zero2", "broker.join_timeout_s=3")
         assert run.launcher.wait(timeout=PATIENCE_S) == 2
         needs = (
             "error: cluster.learner needs 1 CPU free on the machine of the launcher and on each of 1 more, and got no"

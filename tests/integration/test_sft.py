@@ -29,8 +29,6 @@ SMALL = (
     "sft.eval_rows=100",
 )
 TWO_RANKS = ("learner.num_ranks=2", "learner/engine=deepspeed_zero2", "learner.tokens_per_microbatch=64")
-# Limits only rank 0's waits, not the collectives in which the others wait for it.
-TWO_RANKS += ("learner.wait_timeout_s=0.1",)
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +76,7 @@ def test_two_ranks_make_the_weights_of_one(folder: Path, alone: dict) -> None:
 @pytest.mark.parametrize(
     ("overrides", "complaint"),
     [
-        (("sft.response=answer",), "must have the column `answer`"),
+        (("data.columns={response: answer}",), "must have the column `answer`"),
         (("model.max_length=8", *TWO_RANKS), "row 0: it must hold at most model.max_length (8) tokens, got 12"),
     ],
 )

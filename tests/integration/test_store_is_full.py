@@ -178,7 +178,7 @@ def waits_for(folder: Path) -> dict[str, str]:
 @pytest.mark.timeout(240)
 def test_a_run_pauses_on_a_full_disk_by_name_and_goes_on_when_there_is_room(tmp_path: Path, limitable: None):
     folder = runs.make_task(tmp_path, warm=False)
-    settings = ["learner.max_steps=14", "buffer.retry_timeout_s=2", "buffer.claim_lease_s=4"]
+    settings = ["learner.max_steps=14", "broker.lease_s=3"]
     with Run(folder, "full", *settings).ended_at_last() as run:
         until(has_stepped(run, 6), timeout_s=120, what="training has begun")
         launcher = psutil.Process(run.launcher.pid)
@@ -186,7 +186,7 @@ def test_a_run_pauses_on_a_full_disk_by_name_and_goes_on_when_there_is_room(tmp_
         limit_all([launcher, *roles], 1)
         until(lambda: "all roles" in waits_for(folder), timeout_s=60, what="a word in the status")
         steps = run.steps
-        full_until = time.monotonic() + 5
+        full_until = time.monotonic() + 8
         until(lambda: time.monotonic() > full_until, timeout_s=10, what="more than a silent store gets")
         reason = waits_for(folder)["all roles"]
         assert reason.startswith("the disk: ")

@@ -45,7 +45,7 @@ def test_a_rank_that_stands_still_ends_the_other_with_its_name_and_machine(
     printed, _ = started[1 - stopped].communicate(timeout=DEADLINE_S)
     assert started[1 - stopped].returncode == TRY_AGAIN, printed
     (message,) = [line for line in printed.splitlines() if line.startswith("error: ")]
-    named = ["within learner.rank_timeout_s (3 s), got no", f"rank {stopped}", socket.gethostname()]
+    named = ["within 3 s, got no", f"rank {stopped}", socket.gethostname()]
     assert [words for words in named if words not in message] == []
     assert "Traceback" not in printed
 

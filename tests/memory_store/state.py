@@ -38,8 +38,8 @@ def rejection_reason(rewards: GroupRewards, group_filter: FilterConfig) -> str:
     if isinstance(group_filter, ZeroAdvantageConfig | AccuracyConfig) and not rewards.answered:
         return "no_reward"
     match group_filter:
-        case ZeroAdvantageConfig(min_spread=least):
-            return "zero_advantage" if rewards.most - rewards.least < least else ""
+        case ZeroAdvantageConfig():
+            return "zero_advantage" if rewards.most - rewards.least < 1e-6 else ""
         case AccuracyConfig(min_accuracy=above, max_accuracy=below):
             share = rewards.correct / rewards.answered
             return "too_hard" if share <= above else "too_easy" if share >= below else ""
@@ -52,8 +52,8 @@ class SuccessRate(Record):
     weight: float = 0.0
     right: float = 0.0
 
-    def after(self, group: GroupRewards, curriculum: CurriculumConfig) -> "SuccessRate":
-        weight, right = self.weight * curriculum.decay + group.answered, self.right * curriculum.decay + group.correct
+    def after(self, group: GroupRewards) -> "SuccessRate":
+        weight, right = self.weight / 2 + group.answered, self.right / 2 + group.correct
         return SuccessRate(self.answers + group.answered, weight, right)
 
     def flaw(self, curriculum: CurriculumConfig) -> str:
@@ -304,7 +304,7 @@ class MemoryState:
         if curriculum is None or group.row is None or not rewards.answered:
             return
         was = self._success[group.row]
-        self._success[group.row] = was.after(rewards, curriculum)
+        self._success[group.row] = was.after(rewards)
         if not was.answers:
             self._curriculum["rows"] += 1
         for rate, change in ((was, -1), (self._success[group.row], 1)):

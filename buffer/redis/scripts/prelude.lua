@@ -104,6 +104,9 @@ local function end_group(group, outcome, reason)
 end
 
 -- --- curriculum -----------------------------------------------------------------------------------------------------
+-- Factor on the weight of earlier answers with each later group of the row: half of a rate is its newest group.
+local RATE_DECAY = 0.5
+
 -- The run's CurriculumConfig; false without one.
 local function curriculum_of_run()
   local rules = redis.call('HGET', key('run'), 'curriculum') or ''
@@ -125,7 +128,7 @@ local function measure(group, answered, correct)
   local row, curriculum = redis.call('HGET', key('group:' .. group), 'row'), curriculum_of_run()
   if not row or not curriculum or answered == 0 then return end
   local was = success_of(row)
-  local is = {was[1] + answered, was[2] * curriculum.decay + answered, was[3] * curriculum.decay + correct}
+  local is = {was[1] + answered, was[2] * RATE_DECAY + answered, was[3] * RATE_DECAY + correct}
   redis.call('HSET', key('success'), row, cmsgpack.pack(is))
   if was[1] == 0 then redis.call('HINCRBY', key('curriculum'), 'rows', 1) end
   for rate, change in pairs({[was] = -1, [is] = 1}) do

@@ -40,7 +40,7 @@ def describe(lora: LoraConfig | None) -> dict[str, Any]:
     """Settings in peft's format; empty without an adapter."""
     if lora is None:
         return {}
-    return {"r": lora.rank, "lora_alpha": lora.alpha, "use_rslora": lora.rslora, "target_modules": []}
+    return {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": []}
 
 
 def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointN
 from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
-from slipstream.configs.engines import VllmEngineConfig
+from slipstream.configs.engines import START_STALLS, VllmEngineConfig
 from slipstream.generators.engines.engine import Completion, EngineLoad, PromptScores, WeightLayout, require_routers
 from slipstream.generators.engines.vllm.adapter import ADAPTER, check_experts, describe
 from slipstream.generators.engines.vllm.environment import engine_environment
@@ -64,14 +64,27 @@ _SECOND_CHANCE_S = 2.0
 """Limit of a call after an unanswered one: a slow engine has recovered by then, and a dead one must be replaced within
 `learner.stall.timeout_s`."""
 
+_STEP_STALLS = 3
+"""An engine may make no step for this part of `learner.stall.timeout_s`: its replacement then answers before the run
+counts as stalled."""
+
 
 class VllmEngine:
     """Implements Engine. The engine process ends with this process, even if this one is killed."""
 
-    def __init__(self, model: ModelConfig, engine: VllmEngineConfig, *, seed: int, reads_text: bool = False) -> None:
-        """`reads_text`: whether requests may have stop strings."""
+    def __init__(
+        self,
+        model: ModelConfig,
+        engine: VllmEngineConfig,
+        *,
+        seed: int,
+        reads_text: bool = False,
+        stall_timeout_s: float = 600.0,
+    ) -> None:
+        """`reads_text`: whether requests may have stop strings. `stall_timeout_s`: `learner.stall.timeout_s`."""
         self._model = model
         self._reads_text = reads_text
+        self._start_timeout_s = START_STALLS * stall_timeout_s
         self._vision = VisionModel(model.path) if takes_images(model.path) else None
         self._config = engine
         self._seed = seed
@@ -89,7 +102,7 @@ class VllmEngine:
         self._is_paused = False
         self._unanswered = ""
         self._has_answered = False
-        self._watchdog = StepWatchdog(limit_s=engine.stall_timeout_s)
+        self._watchdog = StepWatchdog(limit_s=stall_timeout_s / _STEP_STALLS)
 
     async def start(self) -> None:
         """Takes half a minute on a CPU. Raises EngineError."""
@@ -111,7 +124,7 @@ class VllmEngine:
             reads_text=self._reads_text,
             lora_targets=adapted_layers(module),
         )
-        self._llm = await start_llm(arguments, timeout_s=self._config.start_timeout_s)
+        self._llm = await start_llm(arguments, timeout_s=self._start_timeout_s)
         await self._call(self._llm.update_weight_version(str(self.version)))
         self.device = (await self._call(self._llm.collective_rpc("weight_device")))[0]
 

@@ -39,8 +39,8 @@ class StepWatchdog:
             self._num_steps, self._progressed_at = load.num_steps, self._clock()
         elif self._clock() - self._progressed_at > self._limit_s:
             raise EngineDiedError(
-                f"the engine must make a step within generators.engine.stall_timeout_s ({self._limit_s:g} s) while "
-                f"requests are open, but made none with {load.num_open} open: see the log above, or raise the limit"
+                f"the engine must make a step within {self._limit_s:g} s while requests are open, but made none with "
+                f"{load.num_open} open: see the log above, or raise learner.stall.timeout_s"
             )
 
 

@@ -92,9 +92,6 @@ def engine_arguments(
         enable_prefix_caching=records
         or (reads_text if engine.enable_prefix_caching is None else engine.enable_prefix_caching),
         enable_return_routed_experts=records,
-        # On a CPU, a seeded request with a chunked prompt crashes the engine process: after each chunk except the last,
-        # vLLM rewinds the request's random generator, which torch does not support there.
-        enable_chunked_prefill=False if is_cpu else engine.chunked_prefill,
         max_num_batched_tokens=engine.max_num_batched_tokens,
         kv_cache_dtype=engine.kv_cache_dtype,
         quantization=engine.quantization,
@@ -106,15 +103,17 @@ def engine_arguments(
         use_tqdm_on_load=False,
         **lora_arguments(model.lora, targets=lora_targets),
         **(image_arguments(is_cpu=is_cpu) if has_images else {}),
-        **({"profiler_config": _PROFILER} | engine.engine_kwargs),
+        # On a CPU, a seeded request with a chunked prompt crashes the engine process: after each chunk except the last,
+        # vLLM rewinds the request's random generator, which torch does not support there.
+        **({"profiler_config": _PROFILER, "enable_chunked_prefill": False if is_cpu else None} | engine.engine_kwargs),
     )
 
 
 def _check_arguments(engine: VllmEngineConfig, *, is_cpu: bool, records: bool) -> None:
-    if is_cpu and engine.chunked_prefill:
+    if is_cpu and engine.engine_kwargs.get("enable_chunked_prefill"):
         raise EngineError(
-            "generators.engine.chunked_prefill must be false or null on a CPU, got true: vLLM does not support seeded "
-            "requests with chunked prompts there"
+            "enable_chunked_prefill in generators.engine.engine_kwargs must be false on a CPU, got true: vLLM does not "
+            "support seeded requests with chunked prompts there"
         )
     if is_cpu and records and engine.enforce_eager is False:
         raise EngineError(
@@ -150,7 +149,7 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
     except TimeoutError as error:
         await _abandon(starting)
         raise EngineStartError(
-            f"vLLM must start within generators.engine.start_timeout_s ({timeout_s:g} s), but did not: "
+            f"vLLM must start within {timeout_s:g} s (see learner.stall.timeout_s), but did not: "
             "see the log above, or raise the limit"
         ) from error
     except asyncio.CancelledError:

@@ -57,7 +57,7 @@ def judge_server(info: Mapping[str, Any], *, address: str, is_durable: bool) -> 
     found = f"{used / 2**20:,.0f} MiB of {(limit or total) / 2**20:,.0f} MiB, policy {info.get('maxmemory_policy')}"
     memory = Result("store memory", "ok", found)
     if used > _MUCH * (limit or total) > 0:
-        fix = "raise buffer.store.max_memory_mib (maxmemory of an external server), or lower buffer.capacity.max_groups"
+        fix = "raise buffer.store.max_memory_mib (maxmemory of an external server), or lower staleness.max_lag"
         memory = Result("store memory", "fail" if used > _FULL * (limit or total) else "warn", found, fix=fix)
     has_log = bool(int(info.get("aof_enabled", 0)))
     disk = Result("store persistence", "ok", "append-only file" if has_log else "none, as durability=fast says")

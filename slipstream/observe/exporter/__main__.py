@@ -7,7 +7,6 @@ Invariant: a scrape reads memory only, so it does not load the store or a role.
 
 import os
 import shutil
-import socket
 import sys
 import threading
 import time
@@ -53,8 +52,7 @@ class MetricsServer:
         registry.register(self)
         application = guarded(make_wsgi_app(registry), token=token, is_local=ip_address(host).is_loopback)
         try:
-            kind = _ServerV6 if ":" in host else ThreadingWSGIServer
-            self._server = make_server(host, port, application, kind, _Handler)
+            self._server = make_server(host, port, application, ThreadingWSGIServer, _Handler)
         except OSError as error:
             raise ConfigError(
                 f"metrics.prometheus_port must be free at {host}, got {port}: {error.strerror}; choose another."
@@ -100,10 +98,6 @@ def _refusal(environ: dict[str, Any], *, token: str, is_local: bool) -> str | No
     return None if environ["PATH_INFO"] == "/metrics" else "404 Not Found"
 
 
-class _ServerV6(ThreadingWSGIServer):
-    address_family = socket.AF_INET6
-
-
 class _Handler(WSGIRequestHandler):
     timeout = _TIMEOUT_S
 
@@ -133,13 +127,10 @@ def main(arguments: list[str]) -> None:
         raise ConfigError("metrics.prometheus_port or metrics.otlp_endpoint must be set for the exporter, got neither.")
     server = None
     if config.prometheus_port is not None:
-        server = MetricsServer(
-            config.prometheus_host, config.prometheus_port, token=find_token(run) if config.is_open else ""
-        )
-        log.info(
-            "serving", address=f"http://{config.prometheus_host}:{server.port}/metrics", needs_token=config.is_open
-        )
-    reader = RunReader(folder, timeout_s=run.buffer.retry_timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S)
+        host, token = run.metrics_host, find_token(run) if run.cluster.is_open else ""
+        server = MetricsServer(host, config.prometheus_port, token=token)
+        log.info("serving", address=f"http://{host}:{server.port}/metrics", needs_token=bool(token))
+    reader = RunReader(folder, timeout_s=run.broker.store_timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S)
     with reader.connect(), closing(Outbox(folder, run)) as outbox:
         scraped = RunMetrics(reader)
         while not is_stopping():

@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
     folder = find_run(words, command="loggers")
     run = read_config(folder)
     check_loggers(run)
-    reader = RunReader(folder, timeout_s=run.buffer.retry_timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S)
+    reader = RunReader(folder, timeout_s=run.broker.store_timeout_s, answer_timeout_s=COMMAND_TIMEOUT_S)
     with reader.connect():
         process = LoggerProcess(name, reader)
         while not is_stopping():

@@ -24,6 +24,9 @@ from slipstream.runtime.model_files import find_file
 
 SAMPLE_COLUMNS = ("step", "trajectory", "data_source", "prompt", "answer", "reward", "ended by", "lag")
 _MAX_TEXT = 4000
+_NUM_SAMPLES = 8
+_CURVE_EVERY_S = 60.0
+"""Minimum time between two images of the curve: one takes a quarter of a second to draw."""
 _SLOW_S = 10.0
 """Calls that take longer are reported."""
 
@@ -159,7 +162,7 @@ class Feed:
         self._clock = clock
         self._cursor = cursor
         self._drawn_at = clock()
-        self._curve = _make_curve(reader, cursor=cursor) if config.curve_every_s else None
+        self._curve = _make_curve(reader, cursor=cursor)
         self.num_lost = 0
         """Rows that the store dropped before they were read."""
 
@@ -172,20 +175,18 @@ class Feed:
             # Only the last row moves the cursor: by then the logger has all rows.
             cursor = changes.position if row is changes.rows[-1] else 0
             self._delivery.put(Entry(row["step"], "log", (numbers_of(row),), cursor))
-        if self._curve:
-            self._curve.add(changes.rows)
+        self._curve.add(changes.rows)
         # Read samples last: if the store fails here, no row is lost.
         every = self._config.samples_every_steps
         due = [row["step"] for row in changes.rows if every and row["step"] % every == 0]
         # Only the newest step: the store no longer holds the answers of a backlog.
-        if due and (rows := read_samples(self._reader, due[-1], limit=self._config.num_samples)):
+        if due and (rows := read_samples(self._reader, due[-1], limit=_NUM_SAMPLES)):
             self._delivery.put(Entry(due[-1], "table", ("samples", SAMPLE_COLUMNS, rows)))
-        if self._curve:
-            is_due = is_last or self._clock() - self._drawn_at >= self._config.curve_every_s
-            if is_due and self._curve.has_undrawn:
-                self._drawn_at = self._clock()
-                step, png = self._curve.draw()
-                self._delivery.put(Entry(step, "image", ("curve", png)))
+        is_due = is_last or self._clock() - self._drawn_at >= _CURVE_EVERY_S
+        if is_due and self._curve.has_undrawn:
+            self._drawn_at = self._clock()
+            step, png = self._curve.draw()
+            self._delivery.put(Entry(step, "image", ("curve", png)))
 
 
 def read_samples(reader: RunReader, step: int, *, limit: int) -> list[list[Cell]]:

@@ -12,6 +12,7 @@ from slipstream.broker import __main__ as role
 from slipstream.broker import archiver, ingest, router
 from slipstream.buffer.archive import shards
 from slipstream.buffer.redis import run_store
+from slipstream.configs import broker as configs
 from tests.chaos.stage import JOURNALS, POINTS
 from tests.chaos.watched.journal import Journal
 from tests.chaos.watched.points import Points
@@ -29,6 +30,8 @@ def main(arguments: Sequence[str]) -> None:
     journal = WatchedStore.journal = Journal(Path(JOURNALS), "broker")
     points = WatchedStore.points = Points(Path(POINTS), "broker", on_obey=lambda at: journal.write("obeyed", point=at))
     run_store.RedisStore = WatchedStore
+    archiver._GROUPS_PER_SHARD, archiver._FLUSH_S = 64, 2.0
+    configs.CLAIM_LEASES = 1  # so that claims lapse as soon as leases
     write_durably = shards.write_durably
 
     def watched(*given: Any, **named: Any) -> Any:

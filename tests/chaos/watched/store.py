@@ -27,6 +27,10 @@ class WatchedStore(RedisStore):
     points: ClassVar[Points]
     repeats: ClassVar[bool] = False
 
+    def __init__(self, *given: Any, **named: Any) -> None:
+        # Unreachable, because a prompt with many attempts is not poisonous here.
+        super().__init__(*given, **(named | {"max_attempts": 10**6}))
+
     def lease(self, *, owner: str, **settings: Any) -> list[Any]:
         since = time.time()
         leases = super().lease(owner=owner, **settings)

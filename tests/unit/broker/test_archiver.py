@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from slipstream.broker import archiver as archiver_module
 from slipstream.broker.archiver import Archiver, ArchiverThread, OpenWriter
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.archive.archive import Archive, ArchiveMirror
@@ -29,7 +30,12 @@ from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
 from tests.unit.buffer.archive.test_ledger import make_step
 
-CONFIG = ArchiveConfig(groups_per_shard=3, flush_s=30.0)
+CONFIG = ArchiveConfig()
+
+
+@pytest.fixture(autouse=True)
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archiver_module, "_GROUPS_PER_SHARD", 3)
 
 
 class FakeStore:
@@ -144,7 +150,7 @@ def test_a_group_waits_at_most_flush_s(archiver, store, clock, tmp_path):
 def test_a_shard_of_large_groups_has_fewer_of_them(store, tmp_path):
     size = len(make_finished().payloads[0])
     store.finish(*range(4), members=2**20 // size // 2 + 1)
-    archiver = Archiver(store, tmp_path, ArchiveConfig(groups_per_shard=3), max_shard_bytes=2**20)
+    archiver = Archiver(store, tmp_path, CONFIG, max_shard_bytes=2**20)
     assert archiver.step() == 1
 
 

@@ -10,12 +10,12 @@ import pytest
 from slipstream.broker.messages import LeaseRequest, Pong, Prompts, Put
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import StoreCannotWriteError
-from slipstream.buffer.pacing import admission_limit, admission_reason, capacity_limit, capacity_reason
+from slipstream.buffer.pacing import admission_limit, admission_reason
 from slipstream.buffer.records import Claim, RunState, StepEntry
 from slipstream.buffer.sampling import SamplingRules
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.base import ConfigError
-from slipstream.configs.buffer import CapacityConfig, StalenessConfig
+from slipstream.configs.buffer import StalenessConfig
 from slipstream.runtime.images import image_id
 from tests.builders import make_packed, make_run
 from tests.fakes import FakePeer, RouterScene
@@ -258,24 +258,10 @@ def counts(**fields):
     return msgspec.structs.replace(store.counts(), **fields)
 
 
-def test_stored_groups_and_bytes_are_bounded_with_the_reason():
-    full = counts(admitted=50, leased=2, returned=1, ready=4, claimed=4, used=5, unarchived=4)
-    reason = "capacity: 20 groups are outstanding, buffer.capacity.max_groups is 20"
-    assert capacity_reason(CapacityConfig(max_groups=20), full) == reason
-    assert capacity_limit(CapacityConfig(max_groups=20), full) == 50
-    assert capacity_limit(CapacityConfig(max_groups=23), full) == 53
-    assert capacity_reason(CapacityConfig(max_groups=21), full) == ""
-    heavy = counts(admitted=7, payload_bytes=3 * 2**20)
-    assert capacity_reason(CapacityConfig(max_mib=3), heavy).startswith("capacity: 3.0 MiB are stored")
-    assert capacity_limit(CapacityConfig(max_mib=3), heavy) == 7
-    assert capacity_limit(CapacityConfig(max_mib=4), heavy) > 10**9
-
-
 def test_the_reason_is_the_first_condition_that_forbids_admission():
-    run = make_run(buffer={"capacity": {"max_groups": 200}}, staleness={"max_lag": 1})
+    run = make_run(staleness={"max_lag": 1})
     state = make_state()
     assert admission_reason(run, state=state, counts=counts(admitted=3)) == ""
     assert admission_reason(run, state=state, counts=counts(admitted=4)).startswith("pacing: ")
-    assert admission_reason(run, state=state, counts=counts(admitted=4, ready=200)).startswith("capacity: ")
     over = msgspec.structs.replace(state, phase="finishing")
     assert admission_reason(run, state=over, counts=counts()) == "the run is finishing"

@@ -48,21 +48,6 @@ def test_prompts_are_leased_up_to_the_pacing_limit_and_then_refused_with_the_rea
     assert "pacing" in answer.reason
 
 
-def test_a_full_store_stops_admission_and_the_answer_gives_the_reason(tmp_path: Path):
-    scene = RouterScene(tmp_path, capacity={"max_mib": 1})
-    peer = scene.join()
-    (first,) = peer.lease(max_trajectories=2).prompts
-    heavy = {"data_source": "x" * 600_000}
-    for index in (0, 1):
-        header, payload = make_packed(first.lease.group_id, index, group_size=2, **heavy)
-        peer.exchange(Put([header]), payload)
-    assert peer.exchange(LeaseRequest(max_trajectories=2)) == []
-    scene.tick(1.0)
-    (answer,) = peer.receive()
-    assert answer.prompts == []
-    assert answer.reason == "capacity: 1.1 MiB are stored, buffer.capacity.max_mib is 1"
-
-
 def test_a_trajectory_is_acknowledged_once_it_is_stored_and_a_duplicate_again(scene: RouterScene):
     peer = scene.join()
     peer.lease()

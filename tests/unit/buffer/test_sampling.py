@@ -98,7 +98,7 @@ def test_negative_ordinals_and_empty_datasets_are_refused():
         row_of(0, num_rows=0, seed=3)
 
 
-HALF = CurriculumConfig(low=0.25, high=0.75, decay=0.5, min_answers=4)
+HALF = CurriculumConfig(low=0.25, high=0.75, min_answers=4)
 
 
 def test_the_look_ahead_is_a_function_of_seed_and_ordinal():
@@ -180,9 +180,8 @@ def test_weights_make_a_prioritized_mean_the_mean_over_all_groups(num_groups):
     assert abs(np.mean(means) - np.mean(list(values.values()))) < 4 * error
 
 
-def test_weights_are_one_when_all_are_sampled_or_correction_is_zero():
+def test_weights_are_one_when_all_are_sampled_or_all_are_equally_likely():
     assert fresh(MIXED, PrioritizedConfig(), 4)[1] == [1.0] * 4
-    assert fresh(MIXED, PrioritizedConfig(importance_exponent=0.0), 2)[1] == [1.0] * 2
     assert fresh(MIXED, UniformConfig(), 2)[1] == [1.0] * 2
 
 

@@ -25,7 +25,7 @@ from slipstream.configs.schema import groups, peer_names, settings
         ("+learner.max_steps=7", 7),
         ("++learner.max_steps=7", 7),
         ("learner.optimizer.betas=[0.8,0.9]", (0.8, 0.9)),
-        ("evaluation.timeout_s=3", 3.0),
+        ("learner.stall.timeout_s=3", 3.0),
         ("generators.reward.arguments.scale=2", 2),
     ],
 )
@@ -171,7 +171,7 @@ def test_an_unknown_option_names_the_one_meant(line: str, meant: str) -> None:
 
 
 def test_other_unknown_keys_and_options_list_those_there_are() -> None:
-    assert refusal("learner.qqq=3").startswith("unknown key learner.qqq; learner has num_ranks, rank_timeout_s, ")
+    assert refusal("learner.qqq=3").startswith("unknown key learner.qqq; learner has num_ranks, sequence_parallel, ")
     assert refusal("learner=3").startswith("learner is a record")
     message = refusal("buffer/store=sqlite")
     assert message == "unknown option buffer/store=sqlite; choose one of embedded, embedded_large, redis."
@@ -247,7 +247,7 @@ def test_a_variant_is_chosen_as_an_option_only(override: str) -> None:
             "name must be 1 to 80 letters, digits, ., _ and -, and not start with a dot, because it names a folder, "
             "got 'a/b'.",
         ),
-        ("sft.prompt=5", "sft.prompt must be a string, got 5. Quote it: \"sft.prompt='5'\"."),
+        ("sft.train_path=5", "sft.train_path must be a string, got 5. Quote it: \"sft.train_path='5'\"."),
         (
             "data.eval=[{name: a/b, path: x.jsonl}]",
             "data.eval[0].name must be 1 to 48 letters, digits, ., _ and -, and start with a letter or digit, "
@@ -337,6 +337,32 @@ def test_a_file_with_a_value_in_place_of_a_record_is_one_sentence(tmp_path: Path
         load([f"experiment={tmp_path}/mine.yaml", *recipe])
 
 
+@pytest.mark.parametrize("backends", ["[wandb]", "{wandb: {}}"])
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("seed=1", {"wandb": {}}),
+        ("logging.backends={wandb: {project: x}}", {"wandb": {"project": "x"}}),
+        ("logging.backends.wandb.project=x", {"wandb": {"project": "x"}}),
+        ("logging.backends={tensorboard: {}}", {"wandb": {}, "tensorboard": {}}),
+        ("logging.backends=[tensorboard]", {"tensorboard": {}}),
+        ("logging.backends=[]", {}),
+    ],
+)
+def test_loggers_of_a_file_and_of_the_command_line_merge_in_both_forms(
+    tmp_path: Path, backends: str, override: str, expected: dict[str, Any]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(f"defaults: [digits_cpu]\nlogging: {{backends: {backends}}}\n")
+    assert load([f"experiment={tmp_path}/mine.yaml", override]).logging.arguments == expected
+
+
+def test_a_list_of_loggers_keeps_the_arguments_of_a_file(tmp_path: Path) -> None:
+    text = "defaults: [digits_cpu]\nlogging: {backends: {wandb: {project: x}, trackio: {}}}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    run = load([f"experiment={tmp_path}/mine.yaml", "logging.backends=[wandb]"])
+    assert run.logging.arguments == {"wandb": {"project": "x"}}
+
+
 @pytest.mark.parametrize("overrides", [OWN_TASK, ["model=qwen2_5_7b"], [*OWN_TASK, "recipe=dapo"]])
 def test_a_users_own_task_takes_nothing_from_the_demo(overrides: list[str]):
     run = load(overrides)
@@ -355,7 +381,7 @@ def test_loggers_are_named_with_or_without_arguments(text: str, arguments: dict[
 
 
 def test_defaults_that_depend_on_other_settings_follow_them():
-    run = load([*OWN_TASK, "generators.sampling.max_tokens=9000", "model.lora={}", "generators.agent.timeout_s=1800"])
+    run = load([*OWN_TASK, "generators.sampling.max_tokens=9000", "model.lora={}", "generators.answer_timeout_s=1800"])
     assert (run.model.max_length, run.learner.tokens_per_microbatch) == (10024, 10024)
     assert run.learner.optimizer.learning_rate == 1e-5
     assert (run.weights.max_probe_diff, load([*OWN_TASK, "model.dtype=float32"]).weights.max_probe_diff) == (0.05, 1e-3)
@@ -371,7 +397,7 @@ def test_defaults_that_depend_on_other_settings_follow_them():
     )
     assert (given.model.max_length, given.learner.stall.timeout_s) == (4096, 7)
     assert given.learner.optimizer.learning_rate == 1e-4
-    for wrong in ("generators.sampling.max_tokens=many", "generators.reward.retries=[1]", "model.dtype=[a]"):
+    for wrong in ("generators.sampling.max_tokens=many", "generators.reward.num_workers=[1]", "model.dtype=[a]"):
         with pytest.raises(ConfigError, match="must be"):
             load([*OWN_TASK, wrong])
 

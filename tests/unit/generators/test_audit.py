@@ -83,7 +83,7 @@ class Scene:
         return asyncio.run(all_of_them())
 
     def verdict(self, answers: list[tuple[Prompt, Trajectory]]) -> str:
-        return convict(self.check(answers), max_logprob_diff=self.run.cluster.untrusted_generators.max_logprob_diff)
+        return convict(self.check(answers))
 
     def scored_by_the_policy(self, trajectory: Trajectory) -> dict[str, Any]:
         scores = asyncio.run(self.engine.prompt_logprobs(trajectory.token_ids.tolist()))

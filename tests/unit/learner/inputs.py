@@ -28,7 +28,7 @@ POLICY_LOSSES = {
     "reinforce": checked(policy_losses.reinforce),
     "unclipped": checked(policy_losses.unclipped),
     "clip_cov": partial(checked(policy_losses.clip_cov), **_CLIPS),
-    "kl_cov": partial(checked(policy_losses.kl_cov), coef=0.1),
+    "kl_cov": partial(checked(policy_losses.kl_cov), beta=0.1),
     "cispo": partial(checked(policy_losses.cispo), **_CLIPS),
     "sapo": partial(checked(policy_losses.sapo), tau_positive=1.0, tau_negative=1.05),
     "dro": partial(checked(policy_losses.dro), beta=0.1),
@@ -40,7 +40,6 @@ POLICY_LOSSES = {
     "luspo": partial(checked(policy_losses.gspo), **_CLIPS, form="length_scaled"),
     "gmpo": partial(checked(policy_losses.gmpo), clip_low=0.4, clip_high=0.4),
     "topr": checked(policy_losses.topr),
-    "topr_token": partial(checked(policy_losses.topr), level="token"),
     "vespo": checked(policy_losses.vespo),
 }
 """Name -> loss with settings, without SPPO, which needs win rates as advantages."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from slipstream.configs.advantages import DrGrpoConfig, GrpoConfig, RlooConfig
+from slipstream.configs.advantages import CustomAdvantageConfig, DrGrpoConfig, RlooConfig
 from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, RewardShapingConfig
 from slipstream.configs.policy_losses import (
     CispoConfig,
@@ -40,7 +40,7 @@ SEQUENCES = torch.arange(NUM_SEQUENCES).repeat_interleave(torch.tensor(LENGTHS))
 TRUNCATED = (1, 5)
 CLIP = PpoClipConfig(clip_low=0.2, clip_high=0.28)
 SEQUENCE_CLIP = {"clip_low": 0.05, "clip_high": 0.1}
-VESPO = VespoConfig(power_positive=2.0, decay_positive=3.0, power_negative=3.0, decay_negative=2.0)
+VESPO = VespoConfig()
 NONE = CorrectionConfig(level="none", max_weight=None)
 UNBOUNDED = CorrectionConfig(level="token", max_weight=None)
 CLOSE = {"rtol": 1e-6, "atol": 1e-7}
@@ -112,6 +112,10 @@ def assert_same(found, expected, *, factor=1.0, has_value=True):
     torch.testing.assert_close(gradient, factor * column(expected["gradient"]), **CLOSE)
 
 
+def make_grpo(epsilon):
+    return CustomAdvantageConfig("slipstream.learner.algorithms.advantages:grpo", {"epsilon": epsilon})
+
+
 def trl_epsilon(num_members):
     return max(1e-9, 1e-4 * math.sqrt((num_members - 1) / num_members))
 
@@ -148,7 +152,7 @@ SAME = {
     ),
     "dapo_truncated": make_config(loss_aggregation="token_mean", reward=RewardShapingConfig(mask_truncated=True)),
     # TRL's only trainer with population deviations
-    "async_grpo": make_config(advantage=GrpoConfig(epsilon=1e-8), proximal="generator", loss_aggregation="token_mean"),
+    "async_grpo": make_config(advantage=make_grpo(1e-8), proximal="generator", loss_aggregation="token_mean"),
     # What the mask drops keeps its KL.
     "kl_masked": make_config(correction=UNBOUNDED, masks=[OpsmConfig(delta=0.29)], kl=KlConfig(0.1)),
 }
@@ -168,7 +172,7 @@ KL_IN_REWARD = KlConfig(0.1, estimator="k1", apply_to="reward")
 GRADIENT_ALONE = {"has_value": False}
 DIFFERENT = {
     # Scaled by the deviation of a group, it is larger by Bessel's factor.
-    "grpo_scaled": ({"advantage": GrpoConfig(epsilon=trl_epsilon(SIZE))}, {}, {"factor": bessel(SIZE)}),
+    "grpo_scaled": ({"advantage": make_grpo(trl_epsilon(SIZE))}, {}, {"factor": bessel(SIZE)}),
     # TRL uses sg(weight) * log pi, we use sg(weight) * log ratio: different values, equal gradients.
     "cispo": ({"policy_loss": CispoConfig(clip_high=0.3), **MEAN}, {}, GRADIENT_ALONE),
     "vespo": ({"policy_loss": VESPO, **MEAN}, {}, GRADIENT_ALONE),

@@ -14,7 +14,7 @@ from slipstream.buffer.errors import DamagedObjectError
 from slipstream.buffer.records import CheckpointPointer
 from slipstream.configs.advantages import MovingBaselineConfig
 from slipstream.configs.algorithm import AdaptiveKlConfig, AlgorithmConfig, KlConfig
-from slipstream.configs.learner import BestConfig, CheckpointConfig, OptimizerConfig, TorchEngineConfig
+from slipstream.configs.learner import CheckpointConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.configs.run import StorageConfig
 from slipstream.learner.checkpoint import BestCheckpoint, write_model
 from slipstream.learner.engines.optimizer import Shard, copy_moments, restore_moments
@@ -105,7 +105,7 @@ def test_a_checkpoint_of_another_model_and_a_missing_one_are_refused(tmp_path):
 
 
 def test_a_run_resumes_elsewhere_from_the_object_store_with_its_best_checkpoint(tmp_path):
-    keep = CheckpointConfig(keep=1, best=BestConfig("eval/accuracy_greedy"))
+    keep = CheckpointConfig(keep=1, best="eval/accuracy_greedy")
     run = make_run(
         make_model(tmp_path), learner={"checkpoint": keep}, storage=StorageConfig(f"file://{tmp_path}/remote")
     )

@@ -50,11 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "geometric": {"correction": CorrectionConfig(level="geometric", max_weight=5.0)},
     "seq_mis": {"correction": CorrectionConfig(level="sequence", outside="mask", min_weight=0.2, max_weight=5.0)},
     "normalized": {"correction": CorrectionConfig(level="sequence", normalize=True)},
-    "rejected": {
-        "correction": CorrectionConfig(
-            reject=[REJECT_MEAN], exclude_rejected_from_baseline=True, loss_denominator="kept_tokens"
-        )
-    },
+    "rejected": {"correction": CorrectionConfig(reject=[REJECT_MEAN], loss_denominator="kept_tokens")},
     "veto": {"correction": CorrectionConfig(veto=(1e-3, 1e3))},
     "bypass": {"proximal": "generator", "correction": NONE},
     "bypass-geo_rs": {"proximal": "generator", "correction": ONLY_REJECTED},
@@ -72,7 +68,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "entropy": {"entropy_coef": 0.01},
     "positive_nll": {"positive_nll_coef": 0.1},
-    "ess": {"ess_learning_rate": configs.EssLearningRateConfig()},
+    "ess": {"ess_learning_rate": True},
     "overlong": {"reward": configs.RewardShapingConfig(overlong_buffer=8, normalize="group")},
 }
 
@@ -180,7 +176,7 @@ CORRECTIONS = [
     CorrectionConfig(level="geometric", max_weight=1.1),
     CorrectionConfig(outside="mask", min_weight=0.7, max_weight=1.4, veto=(0.3, 4.0)),
     CorrectionConfig(level="sequence", normalize=True, reject=[MEAN], loss_denominator="kept_tokens"),
-    CorrectionConfig(level="none", max_weight=None, reject=[MEAN], exclude_rejected_from_baseline=True),
+    CorrectionConfig(level="none", max_weight=None, reject=[MEAN]),
 ]
 PROXIMALS = ("recompute", "reuse", "generator", "interpolate")
 MASKS = ([], list(examples(policy_losses.MaskConfig).values()))

@@ -106,7 +106,7 @@ def test_a_replay_has_the_settings_of_its_run(overrides: list[str]) -> None:
     own, of_replay = to_plain(config), to_plain(replayed)
     for key in ("algorithm", "learner", "evaluation", "data", "model", "seed"):
         assert of_replay[key] == own[key], key
-    assert (replayed.mode, replayed.buffer.archive.enabled) == ("replay", False)
+    assert (replayed.mode, replayed.buffer.archive.is_enabled) == ("replay", False)
     assert own["generators"]["sampling"] == of_replay["generators"]["sampling"]
 
 

@@ -293,6 +293,6 @@ FEW_TOKENS = changed(num_tokens=4, logprob_diff=0.0, surplus=-1.0, variance=1.0)
     ],
 )
 def test_the_checks_convict_a_dishonest_guest_and_no_honest_one(checks: list[AnswerCheck], reason: str):
-    found = convict(checks, max_logprob_diff=0.05)
+    found = convict(checks)
     assert bool(found) == bool(reason)
     assert reason in found

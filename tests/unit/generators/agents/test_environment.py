@@ -119,21 +119,25 @@ def test_an_environment_that_cannot_be_loaded_ends_the_generator_with_its_reason
         play(environment("two_turns", python="/nowhere/python"), [])
 
 
-def test_a_process_without_a_sign_of_life_is_named_and_ended():
-    trajectory = play(environment("stopping", silence_timeout_s=2.5), ["it is 42"])
+def test_a_process_without_a_sign_of_life_is_named_and_ended(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment_loop, "_SILENCE_TIMEOUT_S", 2.5)
+    trajectory = play(environment("stopping"), ["it is 42"])
     assert trajectory.reward.status == "error"
     assert "environments.py:stopping (process" in trajectory.reward.detail
     assert "must give a sign of life within 2.5 s, but did not" in trajectory.reward.detail
 
 
-def test_a_blocked_event_loop_is_not_silence():
-    trajectory = play(environment("blocking", silence_timeout_s=2.5, arguments={"seconds": 5}), ["it is 42"])
+def test_a_blocked_event_loop_is_not_silence(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment_loop, "_SILENCE_TIMEOUT_S", 2.5)
+    trajectory = play(environment("blocking", arguments={"seconds": 5}), ["it is 42"])
     assert trajectory.reward.total == 1.0
 
 
-def test_a_process_whose_event_loop_never_returns_is_replaced():
-    agent = environment("blocking", silence_timeout_s=2.0, timeout_s=4.0, arguments={"seconds": 60})
-    runner = make_runner(WritingEngine(["it is 42"] * 2), generators={"agent": agent})
+def test_a_process_whose_event_loop_never_returns_is_replaced(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(environment_loop, "_SILENCE_TIMEOUT_S", 2.0)
+    agent = environment("blocking", arguments={"seconds": 60})
+    generators = {"agent": agent, "answer_timeout_s": 4.0}
+    runner = make_runner(WritingEngine(["it is 42"] * 2), generators=generators)
 
     async def answer_both() -> list[Trajectory]:
         await runner.start()

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.base import ConfigError
-from slipstream.generators.agents import external
+from slipstream.generators.agents import external, loops
 from slipstream.generators.agents.runner import AgentRunner
 from tests.builders import make_prompt
 from tests.fakes import TOKEN
@@ -39,12 +40,13 @@ class Outside:
         assert answer.status_code == 200, answer.text
 
 
-def play(agent: Agent, *, silence_timeout_s: float = 5.0, **settings: Any) -> tuple[Trajectory, Any]:
+def play(agent: Agent, *, silence_timeout_s: float = 5.0, answer_timeout_s: float = 600.0) -> tuple[Trajectory, Any]:
     """Run an external agent; returns the trajectory and the scorer."""
     engine, scorer = WritingEngine(["it is 42"] * 3), RecordingScorer()
-    external = {"kind": "external", "silence_timeout_s": silence_timeout_s, **settings}
-    run = {"generators": {"agent": external, "sampling": {"max_tokens": 400}}, "model": {"max_length": 2000}}
-    runner = make_runner(engine, scorer=scorer, token=TOKEN, **run)
+    generators = {"agent": {"kind": "external"}, "sampling": {"max_tokens": 400}, "answer_timeout_s": answer_timeout_s}
+    with mock.patch.object(loops, "SILENT_FRACTION", silence_timeout_s / answer_timeout_s):
+        run = {"generators": generators, "model": {"max_length": 2000}}
+        runner = make_runner(engine, scorer=scorer, token=TOKEN, **run)
 
     async def both() -> Trajectory:
         await runner.start()
@@ -108,9 +110,9 @@ def test_an_answer_that_was_begun_is_masked_and_counted(leaves: str, status: str
         await outside.ask(lease)
         if leaves == "returns":
             await outside.post("/v1/return", lease["api_key"], reason="no time")
-        assert (await outside.post("/v1/leases", TOKEN, wait_s=0.6)).status_code == 204
+        assert (await outside.post("/v1/leases", TOKEN, wait_s=2.0)).status_code == 204
 
-    trajectory, scorer = play(agent, silence_timeout_s=0.4)
+    trajectory, scorer = play(agent, silence_timeout_s=1.5)
     assert (trajectory.reward.status, trajectory.stop_reason, scorer.samples) == (status, stop_reason, [])
 
 
@@ -150,7 +152,7 @@ def test_an_answer_that_no_agent_takes_goes_back():
         assert (await outside.post("/v1/leases", "x")).status_code == 401
 
     with pytest.raises(Exception, match=r"the agent ended without one: .* within 0.3 s"):
-        play(agent, timeout_s=0.3)
+        play(agent, answer_timeout_s=0.3)
 
 
 def test_a_run_without_a_token_lets_no_agent_in():

@@ -56,7 +56,7 @@ def talk(loop: Loop, texts: list[str | list[int]], **settings: Any) -> Trajector
         Scene.scorer = scorer
 
     Scene.loop, Scene.failure = staticmethod(loop), None
-    agent = {"kind": "custom", "function": f"{__name__}:visit", "serve_openai_api": True}
+    agent = {"kind": "custom", "function": f"{__name__}:visit", "tool_call_format": "hermes"}
     trajectory = unpack(encode(play(agent, texts, inspect=inspect, **settings)))
     if Scene.failure:
         raise Scene.failure

@@ -108,15 +108,6 @@ def with_turns(sample: RewardInput, *, turns: Sequence[float] = (0.5, -0.25, 0.2
     return Reward(total=sum(turns), turns=list(turns))
 
 
-def third_time(sample: RewardInput) -> float:
-    """Fail twice; the response names a file for the count."""
-    file = Path(sample.response)
-    file.write_text((file.read_text() if file.exists() else "") + "x")
-    if len(file.read_text()) < 3:
-        raise ValueError("not yet")
-    return 1.0
-
-
 class Lengths:
     """Rewards long responses."""
 

@@ -281,16 +281,6 @@ def test_cpu_time_is_limited_between_two_awaits():
     assert "generators.reward.max_cpu_s (1 s)" in rewards[1].detail
 
 
-@pytest.mark.parametrize(
-    ("num_workers", "retries", "status"), [(0, 0, "error"), (0, 2, "ok"), (1, 1, "error"), (1, 2, "ok")]
-)
-def test_failures_are_tried_again(num_workers: int, retries: int, status: str, tmp_path: Path):
-    config = RewardConfig(f"{SAMPLES}:third_time", num_workers=num_workers, retries=retries, timeout_s=20)
-    (reward,) = scores(config, [make_input(str(tmp_path / "tries"))])
-    assert reward.status == status
-    assert len((tmp_path / "tries").read_text()) == min(3, 1 + retries)
-
-
 RECORD = {"total": 0.75, "parts": {"a": 0.5, "b": 0.25}, "is_correct": True}
 
 

@@ -118,8 +118,6 @@ def test_an_invalid_action_is_told_or_ends_the_answer(index: str):
     assert f"it is Bonn<|im_end|>\n{INVALID} If I want to search" in text
     assert (trajectory.num_turns, trajectory.metrics["invalid_actions"]) == (2, 1)
     assert shown(index, ["it is Bonn"], invalid_action="")[1].num_turns == 1
-    text, trajectory = shown(index, ["<answer>" + "so " * 20, "<answer>Bonn</answer>"], max_turn_tokens=40)
-    assert (trajectory.num_turns, trajectory.metrics["invalid_actions"]) == (2, 1)
     assert shown(index, ["so " * 50], max_tokens=30)[1].stop_reason == "length"
 
 

@@ -43,11 +43,11 @@ WITHIN_GROUPS = {
     "maxrl": partial(maxrl, epsilon=EPSILON),
     "win_rate": win_rate,
     "grpo_passk": grpo_passk,
-    "grpo_passk by deviation": partial(grpo_passk, epsilon=1e-6),
+    "grpo_passk by deviation": partial(grpo_passk, normalize=True),
 }
 OVER_THE_BATCH = {
     "lite_ppo": partial(lite_ppo, epsilon=EPSILON),
-    "gpg": partial(gpg, normalizer=2.0),
+    "gpg": gpg,
     "gdpo": of_parts,
     "reinforce_plus_plus_baseline": partial(reinforce_plus_plus_baseline, epsilon=EPSILON),
 }
@@ -136,10 +136,9 @@ def test_advantages_follow_shift_sign_and_scale_of_the_rewards(name, scale, shif
 
 def test_gpg_scales_up_for_groups_without_a_gradient_but_not_for_rewards_of_zero():
     rewards, groups = wide(0, 1, 1, 1, 1, 0, 0), whole(0, 0, 1, 1, 1, 2, 2)
-    assert gpg(rewards, groups, normalizer=1.0).tolist() == [-1.75, 1.75, 0, 0, 0, 0, 0]
-    assert gpg(rewards, groups, normalizer=7.0).tolist() == pytest.approx([-0.25, 0.25, 0, 0, 0, 0, 0])
+    assert gpg(rewards, groups).tolist() == [-1.75, 1.75, 0, 0, 0, 0, 0]
     # Two of four rewards are 0, yet every trajectory has a gradient: alpha is 1.
-    assert gpg(wide(0, 1, 0, 1), whole(0, 0, 1, 1), normalizer=1.0).tolist() == [-0.5, 0.5, -0.5, 0.5]
+    assert gpg(wide(0, 1, 0, 1), whole(0, 0, 1, 1)).tolist() == [-0.5, 0.5, -0.5, 0.5]
 
 
 def test_lite_ppo_divides_by_the_spread_of_the_batch():
@@ -243,9 +242,9 @@ def test_only_the_best_gets_its_lead_which_may_be_divided_by_the_deviation():
     assert grpo_passk(wide(1, 5, 3, 2, 9), whole(0, 0, 0, 1, 1)).tolist() == [0, 2, 0, 0, 7]
     assert grpo_passk(wide(5, 5, 1, 0), whole(0, 0, 0, 0)).tolist() == [0, 0, 0, 0]
     rewards, groups = wide(0, 0, 3), whole(0, 0, 0)
-    assert grpo_passk(rewards, groups, epsilon=1e-12).tolist() == pytest.approx([0, 0, 3 / 2**0.5])
-    scaled = grpo_passk(10 * rewards + 4, groups, epsilon=1e-12)
-    assert torch.allclose(scaled, grpo_passk(rewards, groups, epsilon=1e-12))
+    assert grpo_passk(rewards, groups, normalize=True, epsilon=1e-12).tolist() == pytest.approx([0, 0, 3 / 2**0.5])
+    scaled = grpo_passk(10 * rewards + 4, groups, normalize=True, epsilon=1e-12)
+    assert torch.allclose(scaled, grpo_passk(rewards, groups, normalize=True, epsilon=1e-12))
 
 
 NO_TURNS = (0, 0, 0, 0, 0, 0)

@@ -23,9 +23,9 @@ TWO = advantage_inputs(
     ("settings", "expected"),
     [
         # With gamma 1/2 the returns are 1 + 0 / 2 and 0 of A, 0 + 4 / 2 and 4 of B.
-        ({"over": "index", "epsilon": None}, [-0.5, -0.5, -2, 0.5, 2, 2]),
+        ({"over": "index", "normalize": False}, [-0.5, -0.5, -2, 0.5, 2, 2]),
         # The mean over all four turns is 1.75.
-        ({"over": "group", "epsilon": None}, [-0.75, -0.75, -1.75, 0.25, 2.25, 2.25]),
+        ({"over": "group", "normalize": False}, [-0.75, -0.75, -1.75, 0.25, 2.25, 2.25]),
         # The deviations are 0.5 and 2.
         ({"over": "index", "epsilon": 0.5}, [-0.5, -0.5, -0.8, 0.5, 0.8, 0.8]),
     ],
@@ -55,7 +55,7 @@ def test_gigpo_by_hand_for_two_answers_that_part_after_a_shared_state():
         observations=whole(10, 11, 10, 12),
     )
     # Episodes: +-0.5. At the shared state the returns are 1/2 and 0, so +-1/4. The others are alone.
-    found = gigpo(inputs, gamma=0.5, step_weight=2.0, epsilon=None)
+    found = gigpo(inputs, gamma=0.5, step_weight=2.0, normalize=False)
     assert found.tolist() == [0.5 + 2 * 0.25, 0.5, -0.5 - 2 * 0.25, -0.5]
     # Divided by deviations of 0.5 and 0.25, each plus 0.25.
     found = gigpo(inputs, gamma=0.5, step_weight=2.0, epsilon=0.25)

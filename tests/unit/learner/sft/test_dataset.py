@@ -47,16 +47,15 @@ def make_file(folder: Path, rows, name="train.parquet") -> str:
     return str(path)
 
 
-def sft_run(folder: Path, rows=ROWS, *, max_length=64, template: str | None = None, variables=None, **settings):
+def sft_run(folder: Path, rows=ROWS, *, max_length=64, template: str | None = None, variables=None, data=None, **sft):
     model = make_model(folder)
     if template is not None:
         chat_tokenizer(template or None).save_pretrained(model)
         if not template:
             (model / "chat_template.jinja").unlink(missing_ok=True)
-    sft = SftConfig(train_path=make_file(folder, rows), **settings)
-    run = make_run(model, mode="sft", sft=sft)
+    run = make_run(model, mode="sft", sft=SftConfig(train_path=make_file(folder, rows), **sft))
     model = ModelConfig(dtype="float32", path=str(model), max_length=max_length, chat_template_kwargs=variables or {})
-    return msgspec.structs.replace(run, model=model)
+    return msgspec.structs.replace(run, model=model, data=msgspec.structs.replace(run.data, **(data or {})))
 
 
 def refusal(folder, rows=ROWS, **settings) -> str:
@@ -165,9 +164,12 @@ UNFIT = [*ROWS, *({"prompt": "1=", "response": none} for none in ("", None)), {"
 def test_unfit_rows_are_refused_by_default_and_skipped_and_counted_on_request(tmp_path):
     assert "row 2: the response must not be empty" in refusal(tmp_path, UNFIT)
     assert "row 1: it must hold at most model.max_length (6) tokens, got 8" in refusal(tmp_path, max_length=6)
-    file = read_train(sft_run(tmp_path, UNFIT, on_too_long="skip"))
+    data = {"on_too_long": "skip"}
+    file = read_train(sft_run(tmp_path, UNFIT, data=data))
     assert (len(file.demonstrations), file.num_empty, file.num_too_long) == (2, 2, 1)
-    assert "got none: 2 rows with nothing to learn and 1 longer" in refusal(tmp_path, UNFIT[2:], on_too_long="skip")
+    assert "got none: 2 rows with nothing to learn and 1 longer" in refusal(
+        tmp_path, UNFIT[2:], data={"on_too_long": "skip"}
+    )
     assert "must hold at least one demonstration" in refusal(tmp_path, pa.Table.from_pylist(ROWS).slice(0, 0))
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 from slipstream.buffer.errors import RunConflictError
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import SftConfig
-from slipstream.configs.learner import BestConfig, CheckpointConfig, OptimizerConfig
+from slipstream.configs.learner import CheckpointConfig, OptimizerConfig
 from slipstream.configs.load import load
 from slipstream.generators.rewards.reward_model import RewardModel
 from slipstream.learner.errors import DivergenceError
@@ -141,8 +141,9 @@ def test_the_checkpoint_of_the_best_held_out_loss_is_kept_and_exported(tmp_path)
     # A few memorized rows: the loss on other rows falls and then rises.
     few = make_file(tmp_path, problems(0, 4), "few.parquet")
     run = make_sft_run(tmp_path, steps=40, eval_every_steps=5, train_path=few, batch_size=4)
-    best = BestConfig("eval/loss", mode="min")
-    learner = msgspec.structs.replace(run.learner, checkpoint=CheckpointConfig(every_steps=50, keep=1, best=best))
+    learner = msgspec.structs.replace(
+        run.learner, checkpoint=CheckpointConfig(every_steps=50, keep=1, best="eval/loss")
+    )
     run = msgspec.structs.replace(run, learner=learner)
     for steps in (20, 40):
         at_most = msgspec.structs.replace(run.learner, max_steps=steps)
@@ -167,7 +168,7 @@ def test_the_checkpoint_of_the_best_held_out_loss_is_kept_and_exported(tmp_path)
     ],
 )
 def test_a_best_checkpoint_that_cannot_be_is_refused(metric, heldout, message):
-    settings = [f"sft.eval_path={heldout}", f"learner.checkpoint.best={{metric: {metric}}}"]
+    settings = [f"sft.eval_path={heldout}", f"learner.checkpoint.best={metric}"]
     with pytest.raises(ConfigError, match=message):
         load(["experiment=sft", "sft.train_path=train.parquet", "model.path=somewhere", *settings])
 

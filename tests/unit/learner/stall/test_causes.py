@@ -48,7 +48,7 @@ class Scene:
         self.begin()
 
     def begin(self) -> None:
-        self.progress.begin(limit_s=LIMIT_S, limit_setting="learner.wait_timeout_s")
+        self.progress.begin()
 
     def after(self, seconds: float, now: Snapshot) -> StallCause | None:
         self.clock.now += seconds
@@ -80,7 +80,6 @@ STILL = {
     "fetching": (snapshot(FETCHING), "weights", START_AFTER_S, ["generator-0 is unsynced with no weights: fetching"]),
     "unsynced": (snapshot(*UNSYNCED), "weights", AFTER_S, ["probe differs by 0.1", "probe differs by 0.2"]),
     "outdated": (snapshot(role(version=3), version=7), "outdated", AFTER_S, ["version 7", "ready with version 3"]),
-    "store_full": (working(capacity_reason="capacity: 9 groups are outstanding"), "store", AFTER_S, ["9 groups"]),
     "store_readonly": (
         working(broker=role("broker", "broker", reason="store_cannot_write", waits_for="store")),
         "store", AFTER_S, ["store_cannot_write"],
@@ -181,9 +180,9 @@ def test_a_start_that_took_long_leaves_the_next_phase_its_own_time(scene, phases
 
 
 def test_an_engine_that_may_start_longer_has_that_time():
-    scene = Scene(generators={"engine": {"kind": "vllm", "start_timeout_s": 900.0}})
+    scene = Scene(generators={"engine": {"kind": "vllm"}}, learner={"stall": {"timeout_s": 300.0}})
     assert scene.after(0, STARTING) is None
-    assert scene.after(900 + AFTER_S - 1, STARTING) is None
+    assert scene.after(4 * 300 - 1, STARTING) is None
     assert scene.after(1, STARTING).kind == "start"
 
 
@@ -194,7 +193,7 @@ def test_slow_progress_ends_at_the_limit_counted_from_the_first_generator(scene,
     causes = [scene.after(100, working(accepted=n)) for n in range(20)]
     first = next(filter(None, causes))
     assert (first.kind, 100 * causes.index(first)) == ("slow", LIMIT_S)
-    assert "learner.wait_timeout_s" in first.remedy
+    assert "learner.stall.timeout_s" in first.remedy
 
 
 def test_training_while_no_generator_applies_newer_weights_becomes_a_dead_end(scene):

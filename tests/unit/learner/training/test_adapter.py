@@ -114,7 +114,7 @@ def test_the_saved_model_is_the_base_with_its_adapter(tmp_path, architecture):
     base = make_random_model(architecture=architecture, layers=2, width=64, seed=3, head_width=32)
     base.save_pretrained(tmp_path / "base")
     make_tokenizer().save_pretrained(tmp_path / "base")
-    run = make_lora_run(tmp_path / "base", rslora=True)
+    run = make_lora_run(tmp_path / "base", alpha=7.0)
     policy = load_policy(run.model, device=CPU)
     for _, parameter in policy.weights():
         torch.nn.init.normal_(parameter, std=0.05)

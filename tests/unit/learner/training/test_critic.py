@@ -164,8 +164,8 @@ def test_tokens_that_are_not_trained_on_may_hold_anything(tmp_path):
 
 
 def test_tokens_that_the_correction_rejects_teach_the_critic_nothing(tmp_path):
-    correction = CorrectionConfig(veto=(1e-6, 1e6), exclude_rejected_from_baseline=True, loss_denominator="kept_tokens")
-    run = make_critic_run(tmp_path, advantage=GaeConfig(epsilon=None), correction=correction)
+    correction = CorrectionConfig(veto=(1e-6, 1e6), loss_denominator="kept_tokens")
+    run = make_critic_run(tmp_path, advantage=GaeConfig(), correction=correction)
     groups, results = make_groups(), []
     logprobs = groups[0][0].generator_logprobs - 30
     for reward in (0.0, 5.0):

@@ -11,7 +11,7 @@ from slipstream.cluster.role_process import RoleDiedError, RoleProcess
 from slipstream.configs.cluster import SeatConfig
 
 LOST, REFUSED = -9, 2
-NEEDS = SeatConfig(cpus=4, gpus=1, labels={"accelerator": "H100"})
+NEEDS = SeatConfig(cpus=4, labels={"accelerator": "H100"})
 
 
 class FakeCluster:
@@ -68,7 +68,7 @@ class Scene:
         self.seat = self.make(self.log)
 
     def make(self, log: Path) -> RemoteSeat:
-        limits = {"needs": NEEDS, "timeout_s": 600.0, "clock": lambda: self.now}
+        limits = {"needs": NEEDS, "gpus": 1, "timeout_s": 600.0, "clock": lambda: self.now}
         return RemoteSeat("generator-1", log, cluster=self.cluster, **limits)
 
     def start(self) -> None:
@@ -123,7 +123,7 @@ def test_a_place_that_is_not_found_is_named_with_what_the_machines_offer(scene: 
     assert scene.seat.poll() == REFUSED
     assert scene.log.read_text() == (
         "error: generator-1 needs a machine with 4 CPU, 1 GPU, label accelerator=H100 free, and got none within "
-        "cluster.place_timeout_s (600 s); the cluster has 10.0.0.1 with 1 of 8 CPU, 0 of 0 GPU free: change "
+        "broker.join_timeout_s (600 s); the cluster has 10.0.0.1 with 1 of 8 CPU, 0 of 0 GPU free: change "
         "cluster.generator, ask for fewer generators, or add machines.\n"
     )
     assert scene.cluster.asked[-1] == "release"

@@ -16,11 +16,12 @@ from slipstream.configs.load import load
 SPREAD = (
     "name=mine",
     "learner.num_ranks=16",
-    "cluster.learner={machines: 2, cpus: 32, gpus: 8}",
+    "learner.device=cuda",
+    "cluster.learner={machines: 2, cpus: 32}",
     "cluster.interface=10.0.0.0/8",
     "cluster.trusted_network=true",
     "generators.count=4",
-    "cluster.generator={cpus: 7.5, gpus: 1, labels: {kind: h100}}",
+    "cluster.generator={cpus: 7.5, labels: {kind: h100}}",
 )
 
 
@@ -82,10 +83,6 @@ def test_the_roles_get_the_settings_of_the_run_and_go_on_where_they_were():
             r"^cluster\.learner\.machines must divide learner\.num_ranks \(15\), got 2",
         ),
         ([*SPREAD, "cluster.trusted_network=false"], r"^cluster\.trusted_network must be true with cluster\.learner"),
-        (
-            [*SPREAD, "cluster.learner.gpus=4"],
-            r"^cluster\.learner\.gpus must be 0 or 8 with learner\.num_ranks=16, .*=2",
-        ),
     ],
 )
 def test_a_job_whose_roles_could_not_meet_is_refused(overrides: list[str], sentence: str):

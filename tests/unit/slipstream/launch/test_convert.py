@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from slipstream.buffer.durable_files import find_damage
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import LoraConfig, ModelConfig
-from slipstream.configs.learner import CheckpointConfig
 from slipstream.launch.convert import convert
+from slipstream.learner import checkpoint
 from slipstream.learner.checkpoint import Checkpoints
 from tests.fakes import no_file_above
 from tests.families import make_family
@@ -49,14 +50,15 @@ def refusal(*arguments, **options):
 def trained(folder, *, engine=None, lora=None):
     """A trainer after one step on the tiny model, and its checkpoint."""
     model = make_tiny_model(folder / "base")
-    learner = {"checkpoint": CheckpointConfig(max_shard_gb=5e-5)} | ({"engine": engine} if engine else {})
+    learner = {"engine": engine} if engine else {}
     settings = make_run(
         model, learner=learner, model=ModelConfig(max_length=64, dtype="float32", path=str(model), lora=lora)
     )
     trainer = make_trainer(settings)
     trainer.step(make_groups(), learner_version=0, step=1)
     checkpoints = Checkpoints(folder / "checkpoints", run=settings, trainer=trainer, ranks=make_alone())
-    return trainer, folder / "checkpoints" / save(checkpoints, step=1)
+    with mock.patch.object(checkpoint, "_MAX_SHARD", "50KB"):
+        return trainer, folder / "checkpoints" / save(checkpoints, step=1)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe"])

@@ -56,7 +56,7 @@ def test_states_are_those_of_the_zero_stage(model: Path) -> None:
     whole = plan_of(model)
     assert gib(whole, "learner rank 0", "weights") == pytest.approx(one)
     assert gib(whole, "learner rank 0", "gradients") == pytest.approx(one)
-    assert gib(whole, "learner rank 0", "optimizer: two moments") == pytest.approx(2 * one)
+    assert gib(whole, "learner rank 0", "optimizer: moments") == pytest.approx(2 * one)
     ranks = ("learner.num_ranks=4", "learner.engine.zero_stage=3", "algorithm.kl.coef=0.1")
     sharded = plan_of(model, *ranks)
     for cause, share in (
@@ -64,10 +64,19 @@ def test_states_are_those_of_the_zero_stage(model: Path) -> None:
         ("weights, gathered", 1),
         ("gradients", 1 / 4),
         ("optimizer: master weights", 1 / 4),
-        ("optimizer: two moments", 2 / 4),
+        ("optimizer: moments", 2 / 4),
         ("reference: weights", 1 / 4),
     ):
         assert gib(sharded, "learner rank 3", cause) == pytest.approx(share * one), cause
+
+
+@pytest.mark.parametrize(
+    ("name", "embeddings", "hidden"), [("adamw", 2, 2), ("muon", 2, 1), ("adamw_8bit", 0.508, 0.508)]
+)
+def test_moments_are_those_of_the_optimizer(model: Path, name: str, embeddings: float, hidden: float) -> None:
+    plan = plan_of(model, f"learner.optimizer.name={name}")
+    expected = (embeddings * VOCABULARY * WIDTH + hidden * (NUM_ELEMENTS - VOCABULARY * WIDTH)) * 4 / GIB
+    assert gib(plan, "learner rank 0", "optimizer: moments") == pytest.approx(expected, rel=0.01)
 
 
 def test_an_adapter_needs_no_gradients_of_the_base_and_travels_alone(model: Path) -> None:

@@ -53,7 +53,7 @@ def test_sft_on_a_file_of_the_users_own_takes_nothing_from_the_default_task(give
     run = load(with_sft_preset(given))
     assert (run.mode, run.name) == ("sft", experiment)
     if experiment == "sft":
-        assert (run.prepare, run.sft.eval_path, run.sft.response) == ([], "", "response")
+        assert (run.prepare, run.sft.eval_path, run.sft.batch_size) == ([], "", 64)
 
 
 def test_a_resumed_run_starts_from_the_overrides_that_started_it(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from msgspec import structs
 from slipstream.buffer.errors import RunConflictError, StoreUnavailableError
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import AutoscaleConfig
+from slipstream.launch import scaling
 from slipstream.launch.generator_pool import Event
 from slipstream.launch.scaling import AbsenceTracker, Autoscaler, LauncherReport, Scaling
 from slipstream.observe.run_status import Monitor
@@ -16,10 +17,14 @@ from tests.builders import make_run
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
 
-CONFIG = AutoscaleConfig(min=1, max=3, more_above=0.3, fewer_below=0.5, settle_s=60.0)
-EAGER = AutoscaleConfig(min=1, max=3, fewer_below=0.9, settle_s=60.0)
-RAISED = AutoscaleConfig(min=3, max=4, settle_s=60.0)
+CONFIG, RAISED = AutoscaleConfig(min=1, max=3), AutoscaleConfig(min=3, max=4)
 WAITED = "the learner waited {} of the last {} s for groups, above 30%"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "_SETTLE_S", 5.0)
+    monkeypatch.setattr(scaling, "_ABSENT_AFTER_S", 20.0)
 
 
 class FakePool:
@@ -116,8 +121,8 @@ def test_a_number_without_room_or_beyond_the_bounds_of_the_autoscaler_is_refused
         assert f"between generators.autoscale.min and max (2 to 4), got {count}" in refusal
 
 
-def test_the_autoscaler_scales_up_to_the_room_and_reports_why():
-    scene = Scene(AutoscaleConfig(max=20, settle_s=5.0), target=7)
+def test_the_autoscaler_scales_up_to_the_room_and_reports_why(quick):
+    scene = Scene(AutoscaleConfig(max=20), target=7)
     events = [scene.settle()[0] for _ in range(2)]
     reason = WAITED.format("100%", 5)
     assert events == [
@@ -129,14 +134,14 @@ def test_the_autoscaler_scales_up_to_the_room_and_reports_why():
 @pytest.mark.parametrize(
     ("states", "waits_for"), [(("ready", "starting"), "groups"), (("ready",), ""), (("ready",), "evaluation")]
 )
-def test_nothing_is_measured_while_a_generator_starts_or_before_the_learner_waits_for_groups(states, waits_for):
-    scene = Scene(AutoscaleConfig(settle_s=5.0), target=len(states))
+def test_nothing_is_measured_while_a_generator_starts_or_before_the_learner_waits_for_groups(quick, states, waits_for):
+    scene = Scene(AutoscaleConfig(), target=len(states))
     assert scene.watch(*states, polls=4, every_s=5, waits_for=waits_for) == []
     assert scene.pool.target == len(states)
 
 
-def test_missing_room_is_reported_once_per_target():
-    scene = Scene(AutoscaleConfig(max=20, settle_s=5.0), target=8)
+def test_missing_room_is_reported_once_per_target(quick):
+    scene = Scene(AutoscaleConfig(max=20), target=8)
     events = []
     for target in (8, 8, 8, 7, 8, 8):
         scene.pool.target = target
@@ -145,13 +150,13 @@ def test_missing_room_is_reported_once_per_target():
     assert events == [stays, changes, "started", stays]
 
 
-def test_below_min_generators_are_started_again():
+def test_below_min_generators_are_started_again(quick):
     change = "the number of generators changes from 2 to 3: generators.autoscale.min is 3"
-    assert Scene(AutoscaleConfig(min=3, settle_s=5.0), target=2).settle()[0] == ("launcher", change)
+    assert Scene(AutoscaleConfig(min=3), target=2).settle()[0] == ("launcher", change)
 
 
-def test_a_generator_that_never_works_is_ignored_with_one_event():
-    scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=20.0), target=2)
+def test_a_generator_that_never_works_is_ignored_with_one_event(quick):
+    scene = Scene(AutoscaleConfig(), target=2)
     assert scene.watch("ready", "unsynced", polls=21) == []
     ignored = "generator-1 is unsynced and has not worked for 20 s: the autoscaler ignores it until it works"
     change = f"the number of generators changes from 2 to 3: {WAITED.format('100%', 5)}"
@@ -159,10 +164,10 @@ def test_a_generator_that_never_works_is_ignored_with_one_event():
     assert scene.watch("ready", "unsynced", polls=6) == expected
 
 
-def test_the_capacity_of_an_ignored_generator_does_not_count():
-    scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=1.0, fewer_below=0.9), target=3)
+def test_the_capacity_of_an_ignored_generator_does_not_count(quick):
+    scene = Scene(AutoscaleConfig(), target=3)
     events = []
-    for _ in range(20):
+    for _ in range(40):
         scene.store.append_metrics({"step": 1, "time_s": 1.0, **rows(0.0, 1.0)[0]})
         scene.store.report_role("generator-2", {"role": "generator", "state": "unsynced", "max_concurrency": 32})
         events += scene.watch("ready", "ready", polls=1)
@@ -170,8 +175,8 @@ def test_the_capacity_of_an_ignored_generator_does_not_count():
     assert scene.pool.target == 3
 
 
-def test_nothing_is_decided_while_the_learner_is_silent():
-    scene = Scene(AutoscaleConfig(settle_s=5.0, absent_after_s=1.0))
+def test_nothing_is_decided_while_the_learner_is_silent(quick):
+    scene = Scene(AutoscaleConfig())
     scene.report_roles("ready")
     events = []
     for _ in range(5):
@@ -303,8 +308,6 @@ class Measured:
         (CONFIG, 0.0, None, 2, None),
         # The remaining generators must be able to do the work.
         (CONFIG, 0.0, 0.49, 3, (2, "the generators used 49% of their capacity in the last 60 s, below 50%")),
-        (EAGER, 0.0, 0.8, 3, None),
-        (EAGER, 0.0, 0.6, 3, (2, "the generators used 60% of their capacity in the last 60 s, below 90%")),
         # The bounds are kept.
         (CONFIG, 0.9, 1.0, 3, None),
         (CONFIG, 0.0, 0.0, 1, None),
@@ -322,7 +325,7 @@ def test_one_generator_more_or_less_is_decided_by_the_waits_and_each_change_says
 
 
 def test_a_generator_that_is_not_ready_holds_up_a_change_to_fewer():
-    assert Measured(EAGER).observe(rows(0.0, 1.0), busy=0.6, target=3, num_ready=2) is None
+    assert Measured(CONFIG).observe(rows(0.0, 1.0), busy=0.4, target=3, num_ready=1) is None
 
 
 def test_every_change_starts_a_new_window():

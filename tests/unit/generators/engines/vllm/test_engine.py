@@ -80,8 +80,8 @@ def test_settings_reach_vllm_and_so_do_its_other_arguments() -> None:
     assert (arguments.max_num_batched_tokens, arguments.kv_cache_dtype) == (512, "fp8")
     assert (arguments.quantization, arguments.distributed_executor_backend) == ("fp8_per_tensor", "mp")
     assert (arguments.block_size, arguments.async_scheduling) == (32, False)
-    with pytest.raises(EngineError, match=r"chunked_prefill must be false or null on a CPU"):
-        arguments_of(chunked_prefill=True)
+    with pytest.raises(EngineError, match=r"enable_chunked_prefill .* must be false on a CPU"):
+        arguments_of(engine_kwargs={"enable_chunked_prefill": True})
 
 
 @pytest.mark.parametrize(

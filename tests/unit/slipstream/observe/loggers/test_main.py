@@ -28,7 +28,7 @@ class Scene:
         (folder / "kept_logger.py").write_text(LOGGER)
         self.name = f"{folder}/kept_logger.py:Kept"
         serial = {"mode": "serial", "weights": {"transport": "memory"}}
-        logging = {"curve_every_s": 0, "backends": [self.name]}
+        logging = {"backends": [self.name]}
         self.folder = record_run(folder, steps=0, logging=logging, **serial)
 
     def write(self, *steps: int) -> None:
