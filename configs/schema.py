@@ -169,6 +169,10 @@ def preset_of_file(group: str, file: Path, *, chosen: Collection[str] = ()) -> s
     return name
 
 
+NO_SETTING = "no setting"
+"""Group of `peer_names` for names without an equal setting; they have an answer instead of a key."""
+
+
 @cache
 def peer_names() -> dict[str, tuple[str, str]]:
     """Other trainers' names, as ends of dotted keys -> trainer, our key or group."""
@@ -182,32 +186,29 @@ def peer_names() -> dict[str, tuple[str, str]]:
     return {name: (trainer, ours) for name, trainer, ours in reversed(rows)}
 
 
-_PENALTY = "the learner could not compute the probabilities that tokens were sampled with; give the reward a penalty"
-_UNSUPPORTED = dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _PENALTY)
-
-
 def unknown_key(key: str) -> str:
     """Error message for `key`, with the key meant, the variants that have it, or its siblings."""
     owners = {setting.variant for setting in settings() if setting.key == key}
     if owners:
         return f"unknown key {key}: it belongs to {' and '.join(sorted(owners))}."
-    if (name := key.rpartition(".")[2]) in _UNSUPPORTED:
-        return f"unknown key {key}: {name} is not supported, because {_UNSUPPORTED[name]}."
-    if name := _peer_name(key):
-        trainer, ours = peer_names()[name]
-        return f"unknown key {key}: {name} is the name in {trainer}; here it is {ours}."
+    if advice := peer_advice(key):
+        return f"unknown key {key}: {advice}."
     if found := nearest_key(key):
         return f"unknown key {key}; did you mean {found}?"
     return f"unknown key {key}; {_siblings(key)}."
 
 
-def _peer_name(key: str) -> str:
+def peer_advice(key: str) -> str:
+    """Say what other trainers' name for a setting is here, or why it has no setting; empty for other names."""
     # slime's names have dashes.
     path = key.replace("-", "_").split(".")
-    name = next((name for name in (".".join(path[-2:]), path[-1]) if name in peer_names()), "")
+    ends = [".".join(path[start:]) for start in range(len(path))]
+    name = next((end for end in ends if end in peer_names()), "")
     # `policy_loss.beta` is nearer to our setting with that end.
-    is_ours = len(path) > 1 and any(setting.key.endswith("." + ".".join(path[-2:])) for setting in settings())
-    return "" if is_ours else name
+    if not name or any(setting.key.endswith(f".{end}") for setting in settings() for end in ends[-2:-1]):
+        return ""
+    trainer, ours = peer_names()[name]
+    return ours if trainer == NO_SETTING else f"{name} is the name in {trainer}; here it is {ours}"
 
 
 def unknown_option(group: str, option: object) -> str:
@@ -234,8 +235,6 @@ def nearest_key(wrong: str) -> str | None:
     Candidates have a similar last part (`max_step`, `lr`, `kl_coef`); the whole path ranks them.
     """
     path = wrong.replace("/", ".")
-    if name := _peer_name(path):
-        return peer_names()[name][1]
     names = {name.replace("/", "."): name for name in groups()}
     # An entry of a list is not set on the command line.
     plain = [setting.key for setting in settings() if setting.takes_value]

@@ -252,10 +252,10 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
     close = get_close_matches(first, commands, n=1)
     if close:
         raise ConfigError(f"no command `{first}`, did you mean `{close[0]}`?")
-    from slipstream.configs.schema import nearest_key
+    from slipstream.configs.schema import nearest_key, peer_advice
 
     # `max_steps 5`: loading the settings explains the correct form.
-    if len(arguments) > 1 and nearest_key(first):
+    if len(arguments) > 1 and (nearest_key(first) or peer_advice(first)):
         return ["run", *arguments]
     raise ConfigError(f"no command `{first}`; there are: {', '.join(commands)}.")
 
