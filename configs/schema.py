@@ -8,6 +8,7 @@ more options (`buffer/store=embedded_large`) or form their own groups (`recipe=d
 import ast
 import inspect
 import itertools
+import re
 from collections.abc import Collection, Iterator
 from difflib import SequenceMatcher
 from functools import cache
@@ -195,7 +196,7 @@ def unknown_key(key: str) -> str:
         return f"unknown key {key}: {advice}."
     if found := nearest_key(key):
         return f"unknown key {key}; did you mean {found}?"
-    return f"unknown key {key}; {_siblings(key)}."
+    return f"unknown key {key}; {siblings(key)}."
 
 
 def peer_advice(key: str) -> str:
@@ -211,18 +212,22 @@ def peer_advice(key: str) -> str:
     return ours if trainer == NO_SETTING else f"{name} is the name in {trainer}; here it is {ours}"
 
 
+_PATHS = {"model": ("a folder or hub name", "model.path"), "data": ("a file", "data.train")}
+
+
 def unknown_option(group: str, option: object) -> str:
     """Error message for `group=option`, with the option meant (also of another group), or all options."""
     options = groups()[group]
-    if group == "model" and "/" in str(option):
-        return f"unknown option model={option}; a folder or hub name is set as model.path={option}."
+    if group in _PATHS and (re.search(r"[/.]", str(option)) or Path(str(option)).exists()):
+        what, key = _PATHS[group]
+        return f"unknown option {group}={option}; {what} is set as {key}={option}."
     # A prefix within this group wins over a name in another: experiment=gsm8k does not mean data=gsm8k.
     meant = [f"{group}={name}" for name in options if name.startswith(f"{option}_")]
     elsewhere = [f"{other}={option}" for other in groups() if option in groups()[other]]
     if not meant and len(elsewhere) == 1:
         meant = elsewhere
     if not meant:
-        scores = {f"{group}={name}": SequenceMatcher(None, str(option), name).ratio() for name in options}
+        scores = {f"{group}={name}": SequenceMatcher(None, str(option).lower(), name).ratio() for name in options}
         best = max(scores.values())
         meant = [choice for choice, score in scores.items() if score == best >= _SIMILAR_SIBLING]
     advice = f"did you mean {' or '.join(meant)}?" if meant else f"choose one of {', '.join(options)}."
@@ -263,7 +268,8 @@ def _end_similarity(wrong: str, name: str) -> float:
     return 1.0 if is_abbreviation else SequenceMatcher(None, wrong, name).ratio()
 
 
-def _siblings(key: str) -> str:
+def siblings(key: str) -> str:
+    """List the fields of the nearest record around `key`."""
     parent = key
     while parent:
         parent = parent.rpartition(".")[0]

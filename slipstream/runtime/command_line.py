@@ -202,7 +202,7 @@ _OTHER_NAMES = {
 """Commands of other tools that are one of ours, with the same arguments."""
 _RESUMING = ("resume", "restart", "continue")
 _TAKE_EXPERIMENTS = ("run", "config", "prepare", "plan")
-_EXPERIMENT_FILE = re.compile(r"^(--config=)?([^=]+\.yaml)$")
+_EXPERIMENT_FILE = re.compile(r"^(--config=)?([^=]+\.ya?ml)$")
 _STOP = "press Ctrl-C where the run was started, or send SIGTERM to its launcher, whose pid `status` shows"
 _LOGS = "a run's logs are runs/NAME/logs/ROLE.log; `slipstream status` shows the last errors"
 _LIST = "`slipstream watch` lists the runs, `slipstream data ls` the trajectories of one"
@@ -236,7 +236,9 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
         return [*others[:1], "--help"]
     first, *options = _OTHER_NAMES.get(first, first).split()
     arguments = [first, *options, *others]
-    if first in _RESUMING and others:
+    if first in _RESUMING:
+        if not others:
+            raise ConfigError(f"{first} must have the name of a run, such as `slipstream resume mine`, got none.")
         names = (word if "=" in word or word.startswith("-") else f"name={Path(word).name}" for word in others)
         return ["run", *names, "resume=true"]
     if first in _ELSEWHERE:

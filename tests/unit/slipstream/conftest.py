@@ -20,6 +20,7 @@ def answer_to(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
         raise StartedError
 
     monkeypatch.setattr("slipstream.launch.run.Launcher", start)
+    monkeypatch.setattr("os.execv", start)
 
     def call(*words: str) -> str:
         with pytest.raises((SystemExit, StartedError)) as ended:
