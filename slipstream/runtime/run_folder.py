@@ -160,7 +160,8 @@ class RunFolder:
         if is_used and run.resume and run.is_one_process:
             raise ConfigError(
                 f"resume must be false with mode={run.mode}, which keeps its state in memory, got {run.resume} for "
-                f"{run.name!r}: start another run, if you like with model.path of a model below {self.checkpoints}."
+                f"{run.name!r}: delete the folder, or start another run, if you like with model.path of a model below "
+                f"{self.checkpoints}."
             )
         if is_used and not run.resume:
             again = "" if run.is_one_process else "continue it with resume=true, "
