@@ -373,6 +373,7 @@ def open_rows(path: Path, *, columns: Mapping[str, str], max_rows: int | None = 
     """
     if not path.is_file():
         what = "it is a folder" if path.is_dir() else "there is no such file"
+        what += "" if path.is_dir() or path.suffix else ": a dataset of the hub must be downloaded as files"
         raise ConfigError(f"{path} must be a file of prompts ({KINDS}), but {what}.")
     kind = JsonRows if is_json(path) else TableRows
     rows: TableRows | JsonRows = kind(path, columns=columns, max_rows=max_rows)

@@ -29,8 +29,10 @@ from slipstream.configs.schema import (
     PRESETS,
     groups,
     nearest_key,
+    peer_advice,
     preset_of_file,
     settings,
+    siblings,
     unknown_key,
     unknown_option,
 )
@@ -289,7 +291,7 @@ def _preset_layers(overrides: list[str]) -> Iterator[tuple[str, dict[str, Any]]]
 def _file(path: str) -> Path:
     """File of a preset, or a user's (`preset_of_file`)."""
     group, _, option = path.rpartition("/")
-    return Path(option.replace("|", "/")) if option.endswith(".yaml") else PRESETS / group / f"{option}.yaml"
+    return Path(option.replace("|", "/")) if option.endswith((".yaml", ".yml")) else PRESETS / group / f"{option}.yaml"
 
 
 def _preset_file(path: str) -> str:
@@ -345,6 +347,9 @@ def parse(overrides: list[str], *, can_sweep: bool = False) -> list[Override]:
 def _advice(texts: list[str], index: int) -> str:
     """Error message for the argument at `index`, with the override probably meant."""
     text, previous = texts[index], texts[index - 1] if index else ""
+    if Path(text).exists():
+        key = "model.path" if Path(text).is_dir() else "data.train"
+        return f"a setting must read key=value, got `{text}`: write {key}={text}."
     if "=" in text and not text.startswith("-"):
         return (
             f"a setting must read key=value, got `{text}`: put quotes around special characters, as in 'key=\"value\"'."
@@ -357,6 +362,8 @@ def _advice(texts: list[str], index: int) -> str:
         value = next((word.lstrip("=") for word in texts[index + 1 :] if word != "="), "")
     plain = name.replace("-", "_")
     is_known = plain in groups() or any(setting.key == plain for setting in settings())
+    if not is_known and (advice := peer_advice(plain)):
+        return f"a setting must read key=value, got `{text}`: {advice}."
     if value and "=" not in value and (key := plain if is_known else nearest_key(plain)):
         return f"a setting must read key=value, got `{text}`: write {key}={value}."
     presets = [f"{group}={name}" for group, options in groups().items() if name in options]
@@ -371,7 +378,7 @@ def _hydra_argument(text: str, override: Override, *, chosen: set[str]) -> str:
         return text
     if key in groups():
         option = str(override.value())
-        if option.endswith(".yaml"):
+        if option.endswith((".yaml", ".yml")):
             return f"{key}={preset_of_file(key, Path(option), chosen=chosen)}"
         if option not in groups()[key]:
             raise ConfigError(unknown_option(key, option))
@@ -392,7 +399,7 @@ def _refuse_whole_record(text: str, key: str, value: object) -> None:
     below = [group for group in groups() if group.startswith(f"{node}/")]
     if below:
         raise ConfigError(
-            f"{key} is a record and must be set by its fields, got `{text}`: write {key}.FIELD=VALUE, or choose an "
+            f"{key} is a record and must be set by its fields, got `{text}`: {siblings(f'{key}.')}; or choose an "
             f"option of {', '.join(below)}."
         )
 
@@ -492,10 +499,17 @@ def _sentence(error: msgspec.ValidationError, data: object) -> str:
     got: Any = data
     for step in re.findall(r"[^.\[\]]+", path):
         got = got[int(step)] if isinstance(got, list) else got[step]
-    advice = (
-        f" Quote it: \"{path}='{got}'\"." if expected.startswith("a string") and isinstance(got, int | float) else ""
-    )
-    return f"{path or 'the config'} must be {expected}, got {got!r}.{advice}"
+    return f"{path or 'the config'} must be {expected}, got {got!r}.{_form(path, expected, got)}"
+
+
+def _form(path: str, expected: str, got: Any) -> str:
+    """Describe how to write a value of the expected type."""
+    if expected.startswith("a string") and isinstance(got, int | float):
+        return f" Quote it: \"{path}='{got}'\"."
+    if "a list" in expected and isinstance(got, str):
+        return f" Write {path}=[{got}]."
+    fields = [setting.key for setting in settings() if setting.key.rpartition(".")[0] == path]
+    return f" Set its fields, such as {fields[0]}." if expected.startswith("a record") and fields else ""
 
 
 _OWN_SETTINGS = (

@@ -8,6 +8,7 @@ more options (`buffer/store=embedded_large`) or form their own groups (`recipe=d
 import ast
 import inspect
 import itertools
+import re
 from collections.abc import Collection, Iterator
 from difflib import SequenceMatcher
 from functools import cache
@@ -176,6 +177,10 @@ def preset_of_file(group: str, file: Path, *, chosen: Collection[str] = ()) -> s
     return name
 
 
+NO_SETTING = "no setting"
+"""Group of `peer_names` for names without an equal setting; they have an answer instead of a key."""
+
+
 @cache
 def peer_names() -> dict[str, tuple[str, str]]:
     """Other trainers' names, as ends of dotted keys -> trainer, our key or group."""
@@ -189,46 +194,47 @@ def peer_names() -> dict[str, tuple[str, str]]:
     return {name: (trainer, ours) for name, trainer, ours in reversed(rows)}
 
 
-_PENALTY = "the learner could not compute the probabilities that tokens were sampled with; give the reward a penalty"
-_UNSUPPORTED = dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), _PENALTY)
-
-
 def unknown_key(key: str) -> str:
     """Error message for `key`, with the key meant, the variants that have it, or its siblings."""
     owners = {setting.variant for setting in settings() if setting.key == key}
     if owners:
         return f"unknown key {key}: it belongs to {' and '.join(sorted(owners))}."
-    if (name := key.rpartition(".")[2]) in _UNSUPPORTED:
-        return f"unknown key {key}: {name} is not supported, because {_UNSUPPORTED[name]}."
-    if name := _peer_name(key):
-        trainer, ours = peer_names()[name]
-        return f"unknown key {key}: {name} is the name in {trainer}; here it is {ours}."
+    if advice := peer_advice(key):
+        return f"unknown key {key}: {advice}."
     if found := nearest_key(key):
         return f"unknown key {key}; did you mean {found}?"
-    return f"unknown key {key}; {_siblings(key)}."
+    return f"unknown key {key}; {siblings(key)}."
 
 
-def _peer_name(key: str) -> str:
+def peer_advice(key: str) -> str:
+    """Say what other trainers' name for a setting is here, or why it has no setting; empty for other names."""
     # slime's names have dashes.
     path = key.replace("-", "_").split(".")
-    name = next((name for name in (".".join(path[-2:]), path[-1]) if name in peer_names()), "")
+    ends = [".".join(path[start:]) for start in range(len(path))]
+    name = next((end for end in ends if end in peer_names()), "")
     # `policy_loss.beta` is nearer to our setting with that end.
-    is_ours = len(path) > 1 and any(setting.key.endswith("." + ".".join(path[-2:])) for setting in settings())
-    return "" if is_ours else name
+    if not name or any(setting.key.endswith(f".{end}") for setting in settings() for end in ends[-2:-1]):
+        return ""
+    trainer, ours = peer_names()[name]
+    return ours if trainer == NO_SETTING else f"{name} is the name in {trainer}; here it is {ours}"
+
+
+_PATHS = {"model": ("a folder or hub name", "model.path"), "data": ("a file", "data.train")}
 
 
 def unknown_option(group: str, option: object) -> str:
     """Error message for `group=option`, with the option meant (also of another group), or all options."""
     options = groups()[group]
-    if group == "model" and "/" in str(option):
-        return f"unknown option model={option}; a folder or hub name is set as model.path={option}."
+    if group in _PATHS and (re.search(r"[/.]", str(option)) or Path(str(option)).exists()):
+        what, key = _PATHS[group]
+        return f"unknown option {group}={option}; {what} is set as {key}={option}."
     # A prefix within this group wins over a name in another: experiment=gsm8k does not mean data=gsm8k.
     meant = [f"{group}={name}" for name in options if name.startswith(f"{option}_")]
     elsewhere = [f"{other}={option}" for other in groups() if option in groups()[other]]
     if not meant and len(elsewhere) == 1:
         meant = elsewhere
     if not meant:
-        scores = {f"{group}={name}": SequenceMatcher(None, str(option), name).ratio() for name in options}
+        scores = {f"{group}={name}": SequenceMatcher(None, str(option).lower(), name).ratio() for name in options}
         best = max(scores.values())
         meant = [choice for choice, score in scores.items() if score == best >= _SIMILAR_SIBLING]
     advice = f"did you mean {' or '.join(meant)}?" if meant else f"choose one of {', '.join(options)}."
@@ -241,8 +247,6 @@ def nearest_key(wrong: str) -> str | None:
     Candidates have a similar last part (`max_step`, `lr`, `kl_coef`); the whole path ranks them.
     """
     path = wrong.replace("/", ".")
-    if name := _peer_name(path):
-        return peer_names()[name][1]
     names = {name.replace("/", "."): name for name in groups()}
     # An entry of a list is not set on the command line.
     plain = [setting.key for setting in settings() if setting.takes_value]
@@ -271,7 +275,8 @@ def _end_similarity(wrong: str, name: str) -> float:
     return 1.0 if is_abbreviation else SequenceMatcher(None, wrong, name).ratio()
 
 
-def _siblings(key: str) -> str:
+def siblings(key: str) -> str:
+    """List the fields of the nearest record around `key`."""
     parent = key
     while parent:
         parent = parent.rpartition(".")[0]

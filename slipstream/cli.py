@@ -401,7 +401,7 @@ def generate(
     """Answer the prompts of data.train with a model.
 
     \b
-    slipstream generate models/mine --out answers --samples 8
+    slipstream generate runs/mine --out answers --samples 8
     slipstream generate models/mine --out answers data.train=prompts.jsonl generators.sampling.temperature=0.7
     slipstream data ls answers -t      slipstream data export answers right.parquet --where 'reward>=1'
 

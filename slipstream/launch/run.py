@@ -45,10 +45,10 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
         run = with_epochs(run)
     run, overrides = with_free_name(run, overrides)
     folder = RunFolder(run)
-    folder.check_name()
     if run.resume and (done := describe_finished(run, folder)):
         console.print(done, soft_wrap=True)
         return
+    folder.check_name()
     check_surroundings(run)
     # Generators load libraries during preparation, which takes up to minutes. Check everything else first, so that a
     # rejected run starts no process and leaves no folder.

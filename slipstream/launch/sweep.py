@@ -20,7 +20,7 @@ from slipstream.cluster.seat import run_kept
 from slipstream.configs.base import ConfigError, Record
 from slipstream.configs.load import load, parse
 from slipstream.configs.run import NAME_PATTERN
-from slipstream.launch.run import with_free_name
+from slipstream.launch.run import describe_finished, with_free_name
 from slipstream.runtime.command_line import INTERRUPTED, add_row, make_console, make_table, printable
 from slipstream.runtime.process import raise_on_stop_signal
 from slipstream.runtime.run_folder import RunFolder, make_private
@@ -78,8 +78,9 @@ def run_sweep(overrides: list[str], *, program: str) -> None:
     base, _ = with_free_name(own_name, overrides)
     runs = [SweptRun(name, values) for name, (values, _) in zip(name_runs(base.name, swept), swept, strict=True)]
     commands = [[*own, f"name={run.name}"] for run, (_, own) in zip(runs, swept, strict=True)]
-    for command in commands:
-        RunFolder(load(command)).check_name()
+    for run in map(load, commands):
+        if not (run.resume and describe_finished(run, RunFolder(run))):
+            RunFolder(run).check_name()
     folder = RunFolder(base).path
     make_private(folder)
     raise_on_stop_signal()
@@ -93,7 +94,7 @@ def run_sweep(overrides: list[str], *, program: str) -> None:
     finally:
         _write(folder, runs)
         make_console().print("", *draw(runs), f"all figures  {folder / RESULTS}", sep="\n", soft_wrap=True)
-        if any(run.state != "done" for run in runs) and not base.is_one_process:
+        if any(run.state != "done" for run in runs):
             again = [text for text in overrides if not text.startswith(("name=", "resume="))]
             command = [*program.split(), "run", "-m", *again, f"name={base.name}", "resume=auto"]
             print(f"continue with: {shlex.join(command)}")

@@ -69,8 +69,6 @@ def _objective(config: Translation) -> None:
 
 
 def _optimizer(config: Translation) -> None:
-    if config.take("trainer.optim.type") != "adamw":
-        config.note("trainer.optim.type", "learner.optimizer.name is adamw here; muon and adamw_8bit exist.")
     config.put("learner.optimizer.betas", [config.take("trainer.optim.betas1"), config.take("trainer.optim.betas2")])
     steps = config.take("trainer.scheduler.warmup_steps")
     if config.take("trainer.scheduler.type") == "linear":

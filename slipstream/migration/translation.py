@@ -15,6 +15,12 @@ from slipstream.configs.load import leaves
 _PLAIN = re.compile(r"[A-Za-z_][\w./-]*")
 _WORDS = ("null", "true", "false", "inf", "nan")
 _LOGGERS = ("trackio", "wandb", "tensorboard")
+_OPTIMIZERS = {
+    "adamw": r"(paged_)?(fused)?adamw?(_hf|_torch|_apex|_anyprecision|_fused|_npu|_xla|_32bit)*",
+    "adamw_8bit": r"(paged_)?adamw(_bnb|_torch)?_?8bit",
+    "muon": r"(dist_)?muon",
+}
+"""Our optimizer -> its names elsewhere, in lower case."""
 _OFF = "off, or a default that the file does not use"
 
 
@@ -122,6 +128,18 @@ class Translation:
             "Move the border with learner.num_ranks and generators.count; `slipstream plan` shows the memory."
         )
 
+    def put_optimizer(self, key: str) -> None:
+        """Set the optimizer and the ZeRO stage that it needs."""
+        name = str(self.take(key) or "adamw")
+        ours = next((ours for ours, names in _OPTIMIZERS.items() if re.fullmatch(names, name.lower())), None)
+        if ours is None:
+            self.note(key, f"there are {', '.join(_OPTIMIZERS)}; adamw stays.")
+        elif ours != "adamw":
+            self.put("learner.optimizer.name", ours)
+            self.put("learner.engine.zero_stage", 0)
+            self.ours.pop("learner.engine.offload_optimizer", None)
+            self.notes.append(f"{key}={name}: {ours} needs learner.engine.zero_stage=0, its whole state on every rank.")
+
     def put_synchronous(self) -> None:
         self.put("staleness.max_lag", 0)
         self.notes.append(
@@ -164,8 +182,9 @@ class Trainer(NamedTuple):
     """Another trainer: a file of its settings and their equivalents, and translations of those that depend on others.
 
     The file has `starts` (beginnings of its keys; a file without any of them is of another program), `aliases` (older
-    names), `same` (their key -> ours, or [ours, conversion]), `defaults`, `notes` (their key -> what to do about it),
-    unless it has its default; and `decided` (reason -> beginnings of keys that need no equivalent for it).
+    names), `optimizer` (key of its name), `same` (their key -> ours, or [ours, conversion]), `defaults`, `notes` (their
+    key -> what to do about it), unless it has its default; and `decided` (reason -> beginnings of keys that need no
+    equivalent for it).
     """
 
     file: str
@@ -189,6 +208,7 @@ class Trainer(NamedTuple):
             config.same(theirs, ours, conversion.get if isinstance(conversion, dict) else _CONVERSIONS[conversion])
         for special in self.special:
             special(config)
+        config.put_optimizer(tables["optimizer"])
         for key, sentence in tables["notes"].items():
             usual, names = tables["defaults"].get(key), config.below(key)
             if any(config.given[name] != usual if key in tables["defaults"] else config.given[name] for name in names):

@@ -219,7 +219,7 @@ _OTHER_NAMES = {
 """Commands of other tools that are one of ours, with the same arguments."""
 _RESUMING = ("resume", "restart", "continue")
 _TAKE_EXPERIMENTS = ("run", "config", "prepare", "plan")
-_EXPERIMENT_FILE = re.compile(r"^(--config=)?([^=]+\.yaml)$")
+_EXPERIMENT_FILE = re.compile(r"^(--config=)?([^=]+\.ya?ml)$")
 _ELSEWHERE = {
     "stop kill cancel": "press Ctrl-C where the run was started, or send SIGTERM to its launcher, whose pid `status` "
     "shows",
@@ -251,7 +251,9 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
         return [*others[:1], "--help"]
     first, *options = (_of_other_tools(_OTHER_NAMES, first) or first).split()
     arguments = [first, *options, *others]
-    if first in _RESUMING and others:
+    if first in _RESUMING:
+        if not others:
+            raise ConfigError(f"{first} must have the name of a run, such as `slipstream resume mine`, got none.")
         names = (word if "=" in word or word.startswith("-") else f"name={Path(word).name}" for word in others)
         return ["run", *names, "resume=true"]
     if elsewhere := _of_other_tools(_ELSEWHERE, first):
@@ -267,10 +269,10 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
     close = get_close_matches(first, commands, n=1)
     if close:
         raise ConfigError(f"no command `{first}`, did you mean `{close[0]}`?")
-    from slipstream.configs.schema import nearest_key
+    from slipstream.configs.schema import nearest_key, peer_advice
 
     # `max_steps 5`: loading the settings explains the correct form.
-    if len(arguments) > 1 and nearest_key(first):
+    if len(arguments) > 1 and (nearest_key(first) or peer_advice(first)):
         return ["run", *arguments]
     raise ConfigError(f"no command `{first}`; there are: {', '.join(commands)}.")
 

@@ -36,7 +36,7 @@ def find_function(path: str, *, setting: str) -> Callable[..., Any]:
     if function is None:
         nearest = difflib.get_close_matches(name, [n for n in dir(module) if not n.startswith("_")], n=1)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        raise ConfigError(f"{setting}={path!r}: module {module.__name__!r} has no {name!r}.{hint}")
+        raise ConfigError(f"{setting}={path!r}: {module_name} has no {name!r}.{hint}")
     if not callable(function):
         raise ConfigError(f"{setting} must name a function, got {path!r}: it is a {type(function).__name__}.")
     found: Callable[..., Any] = function

@@ -158,7 +158,9 @@ class RunFolder:
             self.unlock()
         run, is_used = self._run, self.has_run and not self.is_untrained
         must, got = f"be false with mode={run.mode}, which keeps its state in memory", f"{run.resume} for {run.name!r}"
-        why = f"start another run, if you like with model.path of a model below {self.checkpoints}"
+        why = (
+            f"delete the folder, or start another run, if you like with model.path of a model below {self.checkpoints}"
+        )
         require(not (is_used and run.resume and run.is_one_process), "resume", must, got=got, why=why)
         if is_used and not run.resume:
             again = "" if run.is_one_process else "continue it with resume=true, "

@@ -106,7 +106,7 @@ def test_a_function_may_lie_in_a_file(tmp_path: Path):
         ({"function": "no_such_module:f"}, "no module 'no_such_module'"),
         ({"function": f"{SAMPLES}:by_respons"}, "Did you mean 'by_response'"),
         ({"function": f"{SAMPLES}:NOT_A_FUNCTION"}, "it is a int"),
-        ({"function": __file__ + ":lengthy"}, r"test_composition\.py' has no 'lengthy'"),
+        ({"function": __file__ + ":lengthy"}, r"test_composition\.py has no 'lengthy'"),
         ({"functions": [{"function": "exact_mach"}]}, r"reward\.functions\[0\]\.function must .* Did you mean 'exact"),
         ({"function": f"{SAMPLES}:Lengths"}, r"arguments must fit .* missing 1 required .*'factor'"),
         ({"function": f"{SAMPLES}:Lengths", "arguments": {"factor": 0}}, "ValueError: no such factor"),

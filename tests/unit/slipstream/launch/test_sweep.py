@@ -7,7 +7,9 @@ import pytest
 from rich.console import Console
 
 from slipstream.configs.base import ConfigError
-from slipstream.launch.sweep import Spread, SweptRun, combine, draw, expand, name_runs
+from slipstream.configs.load import load
+from slipstream.launch.sweep import Spread, SweptRun, combine, draw, expand, name_runs, run_sweep
+from slipstream.runtime.run_folder import RunFolder
 
 RATE = "learner.optimizer.learning_rate"
 
@@ -67,6 +69,23 @@ def test_runs_are_named_after_their_values_if_these_tell_them_apart(
 ) -> None:
     swept = expand(overrides)
     assert name_runs("mine", swept) == (names or [f"mine-{number}" for number in range(1, len(swept) + 1)])
+
+
+def test_a_sweep_skips_finished_runs_and_refuses_an_interrupted_one_that_cannot_resume(tmp_path, capfd):
+    overrides = ["experiment=digits_serial", "learner.max_steps=3", f"runs_dir={tmp_path}", "name=mine", "resume=auto"]
+    for seed in (1, 2):
+        folder = RunFolder(load([*overrides, f"name=mine-seed-{seed}", f"seed={seed}"]))
+        folder.claim()
+        folder.unlock()
+        folder.write_summary({"steps": 3, "evaluation": {"eval/accuracy_greedy": seed / 8}})
+    run_sweep([*overrides, "seed=1,2"], program="slipstream")
+    printed = capfd.readouterr().out
+    assert printed.count("is finished: it ended after 3 of 3 steps") == 2
+    assert "0.188 (0.125 to 0.250)" in printed
+    folder.summary.unlink()
+    folder.metrics.write_text("{}\n")
+    with pytest.raises(ConfigError, match=r"with mode=serial, .* 'mine-seed-2': delete the folder"):
+        run_sweep([*overrides, "seed=1,2"], program="slipstream")
 
 
 def make_run(seed: int, rate: str, **changes: Any) -> SweptRun:

@@ -183,6 +183,35 @@ def test_a_setting_of_another_trainer_becomes_ours(tmp_path: Path, trainer: str,
     assert ours in imported(tmp_path, trainer, needed + given, name="f.yaml").overrides
 
 
+@pytest.mark.parametrize(
+    ("trainer", "given", "ours"),
+    [
+        ("trl", "optim: adamw_torch_fused", None),
+        ("trl", "optim: paged_adamw_8bit", "adamw_8bit"),
+        ("trl", "optim: lion_32bit", ""),
+        ("verl", "actor_rollout_ref.actor.optim.optimizer: AdamW8bit", "adamw_8bit"),
+        ("verl", "actor_rollout_ref.actor: {optim.optimizer: adam, fsdp_config.optimizer_offload: true}", None),
+        (
+            "verl",
+            "actor_rollout_ref.actor: {optim: {optimizer: dist_muon}, fsdp_config: {optimizer_offload: true}}",
+            "muon",
+        ),
+        ("openrlhf", "actor.optim: muon", "muon"),
+        ("prime-rl", "trainer.optim.type: muon", "muon"),
+        ("prime-rl", "trainer.optim.type: sgd", ""),
+    ],
+)
+def test_the_optimizer_of_another_trainer_becomes_ours(tmp_path: Path, trainer: str, given: str, ours: str | None):
+    needed = NEEDED.get(trainer, "algorithm: {adv_estimator: grpo}\nactor_rollout_ref.rollout.n: 4\n")
+    found = imported(tmp_path, trainer, needed + given, name="f.yaml")
+    run = load([*found.overrides, "model.path=m", "generators.group_size=8"])
+    assert run.learner.optimizer.name == (ours or "adamw")
+    assert run.learner.engine.zero_stage == (0 if ours else 2 if "learner.num_ranks=1" in found.overrides else 3)
+    assert any("there are adamw, adamw_8bit, muon; adamw stays" in note for note in found.notes) == (ours == "")
+    assert any("zero_stage=0" in note for note in found.notes) == bool(ours)
+    assert not [line for line in found.untranslated if "optim" in line]
+
+
 def test_bounds_and_penalties_without_effect_are_left_out(tmp_path: Path) -> None:
     lines = "actor_rollout_ref.actor: {policy_loss: {loss_mode: cispo}, clip_ratio_low: 10, clip_ratio_high: 0.28}\n"
     lines += "algorithm: {adv_estimator: remax, use_kl_in_reward: true, kl_ctrl: {kl_coef: 0.0}}\n"
@@ -340,8 +369,8 @@ def test_the_page_names_settings_that_the_importer_reads(trainer: str, title: st
 
 
 def test_names_that_errors_translate_are_read_by_the_importers() -> None:
-    owners = {"verl's": "verl", "TRL's": "trl", "prime-rl's": "prime-rl", "OpenRLHF's": "openrlhf"}
+    owners = {"verl": "verl", "TRL": "trl", "prime-rl": "prime-rl", "OpenRLHF": "openrlhf"}
     words = {owner: re.findall(r"\w+", sources(trainer)) for owner, trainer in owners.items()}
     named = [(owner, name.split(".")[-1]) for name, (owner, _) in peer_names().items() if owner in owners]
-    begins = {owner: tuple(f"{word}_" for word in words[owner] if len(word) > 12) for owner in owners}
+    begins = {owner: tuple(word for word in words[owner] if len(word) > 3) for owner in owners}
     assert not [name for owner, name in named if name not in words[owner] and not name.startswith(begins[owner])]

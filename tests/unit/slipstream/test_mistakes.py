@@ -1,0 +1,273 @@
+"""Mistakes of newcomers: each gets one sentence that says what to correct, before anything starts."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.tiny_model import make_tiny_model
+
+ANSWERED = '"answer": "2"}\n'
+MESSAGES = '{{"prompt": [{{"role": "user", "content": "1+1="}}{}], ' + ANSWERED.replace("}", "}}")
+FILES = {
+    "train.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n',
+    "heldout.jsonl": '{"prompt": "2+2=", "answer": "4"}\n',
+    "messages.jsonl": MESSAGES.format(""),
+    "broken.jsonl": '{"prompt": "1+1=", "answer": \n',
+    "empty.jsonl": "",
+    "fake.parquet": "no parquet",
+    "notes.txt": "no rows\n",
+    "no_prompt.jsonl": '{"text_in": "1+1=", ' + ANSWERED,
+    "no_answer.jsonl": '{"prompt": "1+1="}\n',
+    "blank.jsonl": '{"prompt": "", ' + ANSWERED,
+    "number.jsonl": '{"prompt": 11, ' + ANSWERED,
+    "list.jsonl": "3\n",
+    "answered.jsonl": MESSAGES.format(', {"role": "assistant", "content": "2"}'),
+    "agent.jsonl": '{"prompt": "1+1=", "agent_name": "tool_agent", ' + ANSWERED,
+    "mine.yaml": "learner: {max_step: 3}\n",
+    "broken.yaml": "a: [\n",
+    "syntax.py": "def score(sample)\n    return 1\n",
+    "imports.py": "import nosuch\ndef score(sample): return 1\n",
+    "exits.py": "import sys\nsys.exit(1)\n",
+    "rewards.py": """\
+import sys
+LIMIT = 3
+def score(sample): return {"score": 1}
+def total(sample): return {"total": 0.5}
+def raises(sample): raise ValueError("boom")
+def text(sample): return "1.0"
+def nothing(sample): return None
+def nan(sample): return float("nan")
+def pair(sample): return 1, 2
+def key(sample): return {"reward": 1}
+def leaves(sample): sys.exit(3)
+def assumes(sample): return 1.0 if int(sample.response) == 2 else 0.0
+def attribute(sample): return float(sample.completion == "2")
+def missing(completions, answers): return [1.0 for _ in completions]
+def alone(): return 1.0
+""",
+}
+TASK = (
+    *(
+        "model.path=model",
+        "data.train=train.jsonl",
+        "data.eval=heldout.jsonl",
+        "generators.reward.function=exact_match",
+    ),
+    *("data.max_prompt_tokens=16", "generators.sampling.max_tokens=16"),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("newcomer")
+    make_tiny_model(made / "model")
+    for name, content in FILES.items():
+        (made / name).write_text(content)
+    (made / "adapter").mkdir()
+    (made / "adapter" / "adapter_config.json").write_text("{}")
+    for name, left_out in (("untokenized", "tokenizer*"), ("unweighted", "*.safetensors"), ("wide", "config.json")):
+        shutil.copytree(made / "model", made / name, ignore=shutil.ignore_patterns(left_out))
+    config = json.loads((made / "model" / "config.json").read_text())
+    (made / "wide" / "config.json").write_text(json.dumps(config | {"vocab_size": 20}))
+    return made
+
+
+RUNS = """
+learner.max_steps=0                         learner.max_steps must be an integer >= 1, got 0.
+learner.epochs=0                            learner.epochs must be an integer >= 1, got 0.
+generators.group_size=1                     must be >= 2 for algorithm/advantage=grpo, got 1
+learner.optimizer.learning_rate=0           learner.optimizer.learning_rate must be a number > 0.0, got 0.
+learner.optimizer.learning_rate=small       learner.optimizer.learning_rate must be a number, got 'small'.
+learner.optimizer.warmup_steps=0.1          learner.optimizer.warmup_steps must be an integer, got 0.1.
+learner.optimizer.betas=0.9                 learner.optimizer.betas must be a list, got 0.9.
+learner.optimizer.name=adam                 must be one of adamw, adamw_8bit, muon, got 'adam'.
+learner.optimizer.schedule=cosine_restarts  must be one of constant, cosine, linear, got 'cosine_restarts'.
+generators.sampling.temperature=0           generators.sampling.temperature must be a number > 0.0, got 0.
+generators.sampling.top_p=1.5               generators.sampling.top_p must be a number <= 1.0, got 1.5.
+generators.sampling.max_tokens=1e3          generators.sampling.max_tokens must be an integer, got 1000.0.
+generators.sampling.stop=END                must be a list, got 'END'. Write generators.sampling.stop=[END].
+generators.engine.gpu_memory_utilization=90 must be a number <= 1.0, got 90.
+generators.count=-1                         generators.count must be an integer >= 0, got -1.
+generators.count=two                        generators.count must be an integer, got 'two'.
+model.dtype=fp32                            model.dtype must be one of bfloat16, float16, float32, got 'fp32'.
+model.lora=true                             must be a record or null, got True. Set its fields, such as model.lora.rank.
+model.lora=16                               must be a record or null, got 16. Set its fields, such as model.lora.rank.
+model.max_length=8                          must be >= data.max_prompt_tokens + generators.sampling.max_tokens (32)
+data.max_prompt_tokens=-1                   data.max_prompt_tokens must be an integer >= 1, got -1.
+data.max_rows=0                             data.max_rows must be an integer >= 1, got 0.
+staleness.max_lag=-1                        staleness.max_lag must be an integer >= 0, got -1.
+evaluation.every_steps=often                evaluation.every_steps must be an integer, got 'often'.
+evaluation.stop=0.9                         evaluation.stop must be a list or null, got 0.9.
+"evaluation.stop=[{metric: accuracy, at_least: 0.9}]"  such as eval/accuracy_sampled, got accuracy
+learner.checkpoint.best.metric=accuracy     such as eval/accuracy_sampled, got accuracy
+mode=sync                                   mode must be one of async, evaluate, replay, serial, sft, got 'sync'.
+resume=yes                                  resume must be one of true, false, auto, got 'yes'.
+seed=-1                                     seed must be an integer >= 0, got -1.
+"name='my run'"                             name must be 1 to 80 letters, digits, ., _ and -
+learner.engine.zero_stage=4                 learner.engine.zero_stage must be one of 0, 1, 2, 3, got 4.
+learner.device=gpu                          learner.device must be one of auto, cpu, cuda, got 'gpu'.
+learner.num_ranks=0                         learner.num_ranks must be an integer >= 1, got 0.
+algorithm.kl.estimator=k4                   algorithm.kl.estimator must be one of abs, abs_st, full, k1
+algorithm.kl.coef=-0.1                      algorithm.kl.coef must be a number >= 0.0, got -0.1.
+logging.backends=wandb                      must be a record or a list, got 'wandb'. Write logging.backends=[wandb].
+logging.backends=[wanb]                     must name trackio, wandb, tensorboard or a class as module:Class
+weights.transport=nccl                      weights.transport must be one of collective, delta, memory, snapshot
+broker.address=localhost:5555               broker.address must be a loopback or ipc endpoint (like tcp://127.0.0.1:5757
+prepare=[make.py]                           prepare[0] must be a record, got 'make.py'. Set its fields
+generators=2                                must be set by its fields, got `generators=2`: generators has count,
+learner=deepspeed                           or choose an option of learner/engine.
+experiment=gsm8k                            did you mean experiment=gsm8k_1gpu or
+experiment=nosuch.yaml                      experiment=nosuch.yaml must be a readable YAML file
+mine.yaml                                   unknown key learner.max_step; did you mean learner.max_steps?
+nosuch.yml                                  experiment=nosuch.yml must be a readable YAML file
+broken.yaml                                 experiment=broken.yaml must be a readable YAML file: while parsing
+recipe=GRPO                                 unknown option recipe=GRPO; did you mean recipe=grpo?
+recipe=reinforce                            did you mean recipe=reinforce_plus_plus or recipe=reinforce
+model=Qwen/Qwen3-0.6B                       a folder or hub name is set as model.path=Qwen/Qwen3-0.6B.
+model=model                                 a folder or hub name is set as model.path=model.
+data=train.jsonl                            a file is set as data.train=train.jsonl.
+generators/engine=sglang                    unknown option generators/engine=sglang; choose one of hf, scripted, vllm
+generators/agent=react                      unknown option generators/agent=react; choose one of custom, environment
+algorithm/policy_loss=ppo                   did you mean algorithm/policy_loss=ppo_clip?
+algorithm.advantage=rloo                    write algorithm/advantage=rloo.
+"buffer/store=redis buffer.store.url=localhost:6379"  must be a redis://, rediss:// or unix:// address
+"learner.prompts_per_step=4 algorithm.updates_per_step=8"  must be a multiple of algorithm.updates_per_step (8), got 4
+"generators.autoscale.min=3 generators.autoscale.max=1"  must lie between generators.autoscale.min and max (3 to 1)
+"data.curriculum.low=0.9 data.curriculum.high=0.1"  data.curriculum.low must be < high (0.1), got 0.9
+learner.sequence_parallel=2                 learner.num_ranks must be a multiple of learner.sequence_parallel (2), got 1
+learner.device=cuda                         learner.device=cuda needs an NVIDIA GPU
+algorithm.distillation.coef=1               algorithm.distillation.teacher_path must be set, got nothing.
+mode=replay                                 replay.path must be set with mode=replay and only then
+mode=sft                                    sft.train_path must be set with mode=sft and only then
+mode=serial                                 weights.transport must be memory with mode=serial, got collective
+"name=nosuch resume=true"                   but there is no runs/nosuch
+runs_dir=/proc/x                            must be a path where a folder can be made: choose another runs_dir.
+runs_dir=train.jsonl                        train.jsonl/run must be a path that this user may read and write
+data.train=nosuch.jsonl                     nosuch.jsonl must be a file of prompts (Parquet, or by its extension CSV
+data.train=openai/gsm8k                     but there is no such file: a dataset of the hub must be downloaded as files.
+data.train=[train.jsonl,nosuch.jsonl]       nosuch.jsonl must be a file of prompts
+data.train=                                 data.train must name files of prompts, got nothing
+data.train=[]                               data.train must name a file, got an empty list
+data.train=.                                . must be a file of prompts
+data.train=broken.jsonl                     broken.jsonl, row 0: it must be a JSON record, got `{"prompt": "1+1=
+data.train=list.jsonl                       list.jsonl, row 0: it must be a JSON record, got 3.
+data.train=empty.jsonl                      empty.jsonl must hold at least one prompt, but is empty.
+data.train=fake.parquet                     fake.parquet must be Parquet
+data.train=notes.txt                        notes.txt must be Parquet, or by its extension CSV (.csv) or JSON (.jsonl
+data.train=no_prompt.jsonl                  got only text_in, answer: name the column of your file with data.columns
+data.train=no_answer.jsonl                  got only prompt: name the column of your file with data.columns.ground
+data.train=blank.jsonl                      text or a list of chat messages, and not be empty, got empty text.
+data.train=number.jsonl                     `prompt` must be text or a list of chat messages, and not be empty, got 11.
+data.train=answered.jsonl                   got the model's own turn at the end: '2'; remove that message.
+data.train=agent.jsonl                      names the agent 'tool_agent', so generators.agents must have it, got none
+data.columns.prompt=question                `question` must be filled, got only prompt, answer
+data.columns=[prompt]                       data.columns must be a record, got ['prompt'].
+"data.columns={question: prompt}"           data.columns must name columns for prompt, ground_truth
+data.eval=                                  data.eval must name files of prompts, got nothing
+"data.eval=[{path: heldout.jsonl}]"         data.eval[0].name must be set, got nothing.
+data.eval=nosuch.jsonl                      nosuch.jsonl must be a file of prompts
+data.eval=train.jsonl                       must hold prompts that are not trained on, got train.jsonl, the same file
+model.path=./nosuch/model                   got './nosuch/model': there is no such folder.
+model.path=model/config.json                got 'model/config.json': there is no such folder.
+model.path=.                                got '.': the folder has no config.json.
+"model.path='two words'"                    got 'two words': there is no such folder.
+model.path=adapter                          got 'adapter': the folder has no config.json.
+model.path=untokenized                      no tokenizer (tokenizer.json)
+model.path=unweighted                       no weights (model.safetensors)
+model.path=wide                             token 40 of its tokenizer has no embedding
+model.chat_template=nosuch.jinja            model.chat_template must be a file with a Jinja template, got 'nosuch.jinja'
+generators.reward.function=exactmatch       Did you mean 'exact_match'?
+generators.reward.function=rewards.py       must look like `module:function` or be one of exact_match
+generators.reward.function=rewards.py:nosuch   rewards.py has no 'nosuch'.
+generators.reward.function=rewards.py:raise rewards.py has no 'raise'. Did you mean 'raises'?
+generators.reward.function=rewards.py:LIMIT must name a function, got 'rewards.py:LIMIT': it is a int.
+generators.reward.function=nosuch.py:score  importing 'nosuch.py' failed: FileNotFoundError
+generators.reward.function=nosuch:score     got 'nosuch:score': there is no module 'nosuch'.
+generators.reward.function=syntax.py:score  importing 'syntax.py' failed: SyntaxError: expected ':' (syntax.py, line 1).
+generators.reward.function=imports.py:score got 'imports.py:score': there is no module 'nosuch'.
+generators.reward.function=exits.py:score   importing 'exits.py' failed: SystemExit: 1.
+generators.reward.function=rewards.py:alone must fit 'rewards.py:alone', got {}: too many positional arguments.
+generators.reward.arguments.scale=2         must fit 'exact_match', got {'scale': 2}
+generators.reward.functions=[exact_match]   generators.reward.functions[0] must be a record, got 'exact_match'.
+generators.reward.function=rewards.py:raises   boom, at {folder}/rewards.py:5: `def raises(sample): raise
+generators.reward.function=rewards.py:text  must be a Reward, a number, or a dict with `total`
+generators.reward.function=rewards.py:nothing  got None, a NoneType
+generators.reward.function=rewards.py:nan   a reward must be a finite number, got total=nan
+generators.reward.function=rewards.py:pair  got (1, 2), a tuple
+generators.reward.function=rewards.py:key   got {'reward': 1}, a dict
+generators.reward.function=rewards.py:leaves   the reward function must return, it called sys.exit(3)
+generators.reward.function=rewards.py:assumes  invalid literal for int() with base 10: 'I do not know.'
+generators.reward.function=rewards.py:attribute  'RewardInput' object has no attribute 'completion'
+generators.reward.function=rewards.py:missing  missing 1 required positional argument: 'answers'
+generators.reward.function=rewards.py:score
+generators.reward.function=rewards.py:total
+data.train=messages.jsonl
+"""
+
+COMMANDS = """
+"resume"                                    the name of a run, such as `slipstream resume mine`, got none.
+"resume nosuch"                             but there is no runs/nosuch
+"status"                                    there must be a run in runs/, got none: start one with `slipstream run`.
+"status nosuch"                             runs/nosuch must be a run folder, but has no config.yaml
+"watch nosuch"                              runs/nosuch must be a run folder
+"plot nosuch"                               runs/nosuch must be a run folder
+"explain speed"                             'speed' is not one of 'slow', 'reward', 'health', 'step', 'version'
+"explain slow"                              there must be a run in runs/, got none
+"scale 2"                                   scale needs generators=N once
+"drain"                                     missing argument 'GENERATOR'
+"profile --steps 0"                         '--steps': Input should be greater than or equal to 1
+"view train.jsonl"                          slipstream view must run in a terminal
+"data ls nosuch"                            got 'nosuch': there is no such run, folder or file.
+"evaluate"                                  MODEL must be a folder in transformers format or a name on the hub
+"evaluate ./nosuch"                         got './nosuch': there is no such folder.
+"evaluate model"                            data.eval must name files of prompts, got nothing
+"evaluate model data.eval=nosuch.jsonl"     nosuch.jsonl must be a file of prompts
+"evaluate --responses heldout.jsonl"        name the column of your file with data.columns.response=NAME.
+"generate model"                            missing option '--out'
+"generate model --out a"                    data.train must name files of prompts, got nothing
+"generate model other --out a data.train=train.jsonl"  generate must have one model, got model, other.
+"convert nosuch out"                        SOURCE must be a folder with a checkpoint of a run, a model or adapter
+"convert model model"                       TARGET must be a folder to be made, got model
+"plan model.path=./nosuch"                  got './nosuch': there is no such folder.
+"plan --gpus many"                          '--gpus': Input should be a valid integer
+"sft sft.train_path=train.jsonl"            got 'models/base': there is no such folder.
+"check loss nosuch:f"                       'loss' is not one of 'advantage', 'policy_loss'
+"check advantage nosuch:f"                  there is no module 'nosuch'.
+"import-config verl nosuch.sh"              FILE must exist, got nosuch.sh.
+"import-config sglang train.jsonl"          'sglang' is not one of 'verl', 'trl', 'prime-rl', 'openrlhf'
+"launch k8s"                                no such command 'k8s'
+"launch slurm"                              cluster.interface must name the network that the machines share
+"launch kubernetes model.path=model"        missing option '--image'
+"run model"                                 got `model`: write model.path=model.
+"run train.jsonl"                           got `train.jsonl`: write data.train=train.jsonl.
+"run --model.path model"                    got `--model.path`: write model.path=model.
+"run -m seed=1"                             a sweep must have a setting with several values, such as seed=1,2,3.
+"config --source"                           got `--source`.
+"""
+
+
+def rows(table: str) -> list[tuple[str, str]]:
+    """(words, answer) of each row; several words are in quotes."""
+    split = (line.lstrip('"').partition('"' if line.startswith('"') else " ") for line in table.strip().splitlines())
+    return [(words, answer.strip()) for words, _, answer in split]
+
+
+@pytest.mark.parametrize(("words", "answer"), rows(RUNS))
+def test_a_mistake_in_a_run_is_answered_before_it_starts(
+    words: str, answer: str, folder: Path, tmp_path: Path, answer_to, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    runs_dir = [] if "runs_dir" in words or "resume" in words else [f"runs_dir={tmp_path}"]
+    found = answer_to("run", *TASK, *runs_dir, *([words] if "{" in words or "'" in words else words.split()))
+    assert answer.replace("{folder}", str(folder)) in found
+    assert bool(answer) == bool(found)
+
+
+@pytest.mark.parametrize(("words", "answer"), rows(COMMANDS))
+def test_a_mistaken_command_is_answered(
+    words: str, answer: str, folder: Path, answer_to, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    assert answer in answer_to(*words.split())
