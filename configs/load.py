@@ -23,6 +23,7 @@ from slipstream.configs.base import Config, ConfigError
 from slipstream.configs.cluster import PLACE
 from slipstream.configs.data import EVAL_NAME_PATTERN
 from slipstream.configs.engines import VllmEngineConfig
+from slipstream.configs.model_cache import cache_folder, gguf_step
 from slipstream.configs.run import NAME_PATTERN, RunConfig
 from slipstream.configs.schema import (
     PRESETS,
@@ -34,6 +35,7 @@ from slipstream.configs.schema import (
     unknown_option,
 )
 
+OmegaConf.register_new_resolver("cache", lambda name: str(cache_folder(name)))
 PRIMARY = "config"
 """Preset with the defaults list of all groups."""
 C = TypeVar("C", bound=Config)
@@ -61,6 +63,7 @@ def load(overrides: list[str]) -> RunConfig:
         if isinstance(data["buffer"], dict):
             data["buffer"]["filter"] = chosen["buffer"]["filter"]
     _resolve_training_length(data, overrides)
+    _resolve_gguf(data)
     _derive(data)
     return convert(data, RunConfig)
 
@@ -95,6 +98,14 @@ def _resolve_training_length(data: dict[str, Any], overrides: list[str]) -> None
             "learner.epochs=null."
         )
     learner["epochs"] = None
+
+
+def _resolve_gguf(data: dict[str, Any]) -> None:
+    """Replace a GGUF file in `model.path` by its folder in the cache, and prepend the step that makes it."""
+    model = data["model"]
+    if isinstance(model, dict) and (step := gguf_step(str(model.get("path")))):
+        model["path"] = step["creates"]
+        data["prepare"] = [step, *(data.get("prepare") or [])]
 
 
 def _derive(data: dict[str, Any]) -> None:
