@@ -497,7 +497,10 @@ def _sentence(error: msgspec.ValidationError, data: object) -> str:
     advice = (
         f" Quote it: \"{path}='{got}'\"." if expected.startswith("a string") and isinstance(got, int | float) else ""
     )
-    return f"{path or 'the config'} must be {expected}, got {got!r}.{advice}"
+    meaning = next((setting.meaning for setting in settings() if setting.key == path), "")
+    if got is None and (zero := re.search(r"\b0 = ([^.;,]*)", meaning)):
+        advice = f" {path}=0 means: {zero[1]}."
+    return f"{path or 'the config'} must be {expected}, got {'null' if got is None else repr(got)}.{advice}"
 
 
 _OWN_SETTINGS = (
