@@ -23,6 +23,7 @@ from slipstream.configs.base import Config, ConfigError
 from slipstream.configs.cluster import PLACE
 from slipstream.configs.data import EVAL_NAME_PATTERN
 from slipstream.configs.engines import VllmEngineConfig
+from slipstream.configs.model_cache import cache_folder, gguf_step
 from slipstream.configs.run import NAME_PATTERN, RunConfig
 from slipstream.configs.schema import (
     LOGGERS,
@@ -37,6 +38,7 @@ from slipstream.configs.schema import (
     unknown_option,
 )
 
+OmegaConf.register_new_resolver("cache", lambda name: str(cache_folder(name)))
 PRIMARY = "config"
 """Preset with the defaults list of all groups."""
 C = TypeVar("C", bound=Config)
@@ -64,6 +66,7 @@ def load(overrides: list[str]) -> RunConfig:
         if isinstance(data["buffer"], dict):
             data["buffer"]["filter"] = chosen["buffer"]["filter"]
     _resolve_training_length(data, overrides)
+    _resolve_gguf(data)
     _derive(data)
     return convert(data, RunConfig)
 
@@ -107,6 +110,14 @@ def _resolve_training_length(data: dict[str, Any], overrides: list[str]) -> None
             "learner.epochs=null."
         )
     learner["epochs"] = None
+
+
+def _resolve_gguf(data: dict[str, Any]) -> None:
+    """Replace a GGUF file in `model.path` by its folder in the cache, and prepend the step that makes it."""
+    model = data["model"]
+    if isinstance(model, dict) and (step := gguf_step(str(model.get("path")))):
+        model["path"] = step["creates"]
+        data["prepare"] = [step, *(data.get("prepare") or [])]
 
 
 def _derive(data: dict[str, Any]) -> None:
@@ -499,7 +510,8 @@ def _sentence(error: msgspec.ValidationError, data: object) -> str:
     got: Any = data
     for step in re.findall(r"[^.\[\]]+", path):
         got = got[int(step)] if isinstance(got, list) else got[step]
-    return f"{path or 'the config'} must be {expected}, got {got!r}.{_form(path, expected, got)}"
+    shown = "null" if got is None else repr(got)
+    return f"{path or 'the config'} must be {expected}, got {shown}.{_form(path, expected, got)}"
 
 
 def _form(path: str, expected: str, got: Any) -> str:
@@ -508,6 +520,9 @@ def _form(path: str, expected: str, got: Any) -> str:
         return f" Quote it: \"{path}='{got}'\"."
     if "a list" in expected and isinstance(got, str):
         return f" Write {path}=[{got}]."
+    meaning = next((setting.meaning for setting in settings() if setting.key == path), "")
+    if got is None and (zero := re.search(r"\b0 = ([^.;,]*)", meaning)):
+        return f" {path}=0 means: {zero[1]}."
     fields = [setting.key for setting in settings() if setting.key.rpartition(".")[0] == path]
     return f" Set its fields, such as {fields[0]}." if expected.startswith("a record") and fields else ""
 

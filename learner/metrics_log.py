@@ -1,6 +1,7 @@
 """MetricsLog: one row of metrics per step, per-token statistics (StepTokensWriter), and the run's summary."""
 
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
 from queue import Full, Queue
@@ -13,7 +14,7 @@ import structlog
 
 from slipstream.buffer.archive.step_tokens import StepTokens, drop_steps, keep_newest, write_step
 from slipstream.buffer.records import Claim, EvaluationResult
-from slipstream.buffer.role_reports import Counter, Roles, make_step_times, role_statuses, time_counters
+from slipstream.buffer.role_reports import Counter, Roles, make_step_times, time_counters
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Purpose
 from slipstream.configs.run import RunConfig
@@ -37,6 +38,8 @@ _MAX_WAITING = 4
 _SWEEPS = 64
 """Deletions of old files per `max_gib` of new ones."""
 _CLOSE_S = 60.0
+_RATE_STEPS = 10
+"""Steps over which the rate of generation is averaged, because groups of a step arrive in bursts."""
 
 
 class StepTokensWriter:
@@ -117,6 +120,7 @@ class MetricsLog:
         )
         self._tokens = Rate(window_s=10.0, clock=clock)
         self._generated = Growth({})
+        self._generated_by: deque[tuple[float, float]] = deque(maxlen=_RATE_STEPS + 1)
         self.account = account or TimeAccount("rest")
         self._processor = ProcessorTime()
         self._times = Growth({})
@@ -145,6 +149,8 @@ class MetricsLog:
         self._tokens = Rate(window_s=10.0, clock=self._clock)
         roles = self._store.roles()
         self._generated = Growth(_generated_tokens(roles))
+        self._generated_by.clear()
+        self._generated_by.append((self._row_at, 0.0))
         self.account.restart()
         self._times = Growth(self._time_counters(roles))
         return kept
@@ -177,7 +183,7 @@ class MetricsLog:
             **times,
         }
         row["learner/tokens_per_s"] = metrics["learner/tokens"] / max(1e-9, self._row_at - began_at)
-        row["generators/tokens_per_s"] = self._generated_per_s(version)
+        row["generators/tokens_per_s"] = self._generated_per_s()
         if published:
             row |= {
                 "weights/sync_s": published.seconds,
@@ -248,17 +254,17 @@ class MetricsLog:
             lambda: self.folder.keep_metrics(up_to_step=up_to_step), what="the metrics", path=self.folder.metrics
         )
 
-    def _generated_per_s(self, version: int) -> float:
-        """Rate of the live generators. Also updates the growth of all counters."""
-        gauges = self._update_counters()
-        roles = role_statuses(gauges, run=self._run, now=self._store.now(), announced_version=version)
-        return sum(role.tokens_per_s or 0.0 for role in roles if role.role == "generator" and role.is_alive)
+    def _generated_per_s(self) -> float:
+        """Mean rate of the last steps. Also updates the growth of all counters."""
+        self._update_counters()
+        self._generated_by.append((self._row_at, self._generated.total))
+        (since, before), (now, total) = self._generated_by[0], self._generated_by[-1]
+        return (total - before) / max(1e-9, now - since)
 
-    def _update_counters(self) -> Roles:
+    def _update_counters(self) -> None:
         gauges = self._store.roles()
         self._generated.update(_generated_tokens(gauges))
         self._times.update(self._time_counters(gauges))
-        return gauges
 
     def _time_counters(self, roles: Roles) -> dict[Counter, float]:
         own = {"learner": self.gauges() | {"role": "learner"}}

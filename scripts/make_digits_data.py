@@ -1,4 +1,4 @@
-"""Make prompts of a task that a tiny model learns in minutes: reversing digits, adding numbers, reading pictures.
+"""Make prompts of a task that a small model learns in minutes: reversing digits, adding numbers, reading pictures.
 
     python -m slipstream.scripts.make_digits_data --task=reverse --digits=5 --out=data/digits
 
@@ -113,27 +113,47 @@ def draw(digits: str, *, seed: int) -> bytes:
     return buffer.getvalue()
 
 
+SUMMANDS = [(low, high) for high in range(1, 21) for low in range(1, high + 1)]
+
+
+def question(number: int) -> tuple[list[dict[str, str]], str]:
+    """Chat messages and answer of one of 210 sums: 59 -> ("What is 11 + 4?", "15").
+
+    Each pair of numbers occurs in one order only, so that none is in both splits.
+    """
+    left, right = SUMMANDS[number] if number % 2 else SUMMANDS[number][::-1]
+    return [
+        {"role": "system", "content": "Reply with the number only."},
+        {"role": "user", "content": f"What is {left} + {right}?"},
+    ], str(left + right)
+
+
 def picture(number: int, digits: int) -> tuple[str, str]:
     """Prompt and answer: 4711 -> ("<image>=", "4711")."""
     return "<image>=", f"{number:0{digits}d}"
 
 
-def make_problems(task: str, *, digits: int, count: int, seed: int) -> list[tuple[str, str]]:
+def make_problems(task: str, *, digits: int, count: int, seed: int) -> list[tuple[Any, str]]:
     """Sample `count` different (prompt, answer) pairs. Raises ConfigError if fewer exist."""
-    available = 8100 if task == "addition" else 10**digits
+    available = {"addition": 8100, "question": len(SUMMANDS)}.get(task, 10**digits)
     why = f"there are no more different problems of {task}"
     require(count <= available, "--train-rows + --heldout-rows", f"be <= {available}", got=count, why=why)
     # One draw for both splits, so that they cannot overlap.
     numbers = random.Random(seed).sample(range(available), count)
-    made = {"reverse": lambda number: reverse(number, digits), "picture": lambda number: picture(number, digits)}
-    return [made.get(task, addition)(number) for number in numbers]
+    made: dict[str, Callable[[int], tuple[Any, str]]] = {
+        "reverse": lambda number: reverse(number, digits),
+        "picture": lambda number: picture(number, digits),
+        "addition": addition,
+        "question": question,
+    }
+    return [made[task](number) for number in numbers]
 
 
 def make_files(folder: Path, *, task: str, digits: int, train_rows: int, heldout_rows: int, seed: int) -> None:
     """Write both files. Raises ConfigError."""
     problems = make_problems(task, digits=digits, count=train_rows + heldout_rows, seed=seed)
 
-    def convert(problem: tuple[str, str], **place: Any) -> dict[str, Any]:
+    def convert(problem: tuple[Any, str], **place: Any) -> dict[str, Any]:
         prompt, answer = problem
         row = make_row(prompt, ground_truth=answer, data_source=f"digits/{task}", **place)
         if task == "picture":
@@ -148,7 +168,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Write the files."""
     parser = make_parser("slipstream.scripts.make_digits_data", __doc__)
     parser.add_argument(
-        "--task", choices=["reverse", "addition", "picture"], default="reverse", help="what to learn (reverse)"
+        "--task",
+        choices=["reverse", "addition", "question", "picture"],
+        default="reverse",
+        help="what to learn (reverse)",
     )
     parser.add_argument("--digits", type=int, default=5, help="length of the numbers to reverse or read (5)")
     parser.add_argument("--train-rows", type=int, default=20_000, help="prompts to train on (20000)")

@@ -1,5 +1,6 @@
 """`slipstream explain`: answers a question about a run from its records."""
 
+import os
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -164,7 +165,9 @@ def _slow(reader: RunReader) -> Answer:
             "`slipstream watch` draws, tell its pace."
         )
     rows = reader.rows()
-    return explain_slowness(rows, reader.config, events=reader.events_by_step(rows))
+    is_one_machine = reader.config.cluster.kind == "local" and not reader.config.cluster.network
+    num_cores = os.cpu_count() if is_one_machine else None
+    return explain_slowness(rows, reader.config, events=reader.events_by_step(rows), num_cores=num_cores)
 
 
 def _reward(reader: RunReader) -> Answer:

@@ -32,8 +32,13 @@ STYLE: Any = {
     "legend.frameon": False,
     "lines.linewidth": 1.8,
 }
-ACCURACY = "eval/accuracy_"
+ACCURACY, REWARD = "eval/accuracy_", "eval/reward_"
+TRAINING_REWARD, ENTROPY = "learner/reward_mean", "learner/entropy"
+LENGTH = re.compile("learner/by_source/(.+)/(length_mean|trajectories)")
 MISMATCH = re.compile("learner/by_lag/([^/]+)/mismatch_k3")
+_BY, _UNITS = {"step": "step", "time_s": "time"}, {"step": "step", "time_s": "seconds"}
+_COLUMNS = 3
+"""Panels in a row below the first."""
 SHADES = ("#2563a8", "#2f8f5b", "#c9a227", "#d9741a", "#b3372b", "#6b2d5c")
 SET_COLORS = (BLUE, ORANGE, GREEN, *SHADES)
 RATES = {
@@ -44,8 +49,8 @@ RATES = {
 
 def is_drawn(key: str) -> bool:
     """Return whether `draw` reads this key of a row."""
-    read = ("step", "time_s", "learner/reward_mean", "lag/mean", "lag/max", *RATES)
-    return key in read or key.startswith(ACCURACY) or MISMATCH.fullmatch(key) is not None
+    read = ("step", "time_s", TRAINING_REWARD, ENTROPY, "lag/mean", "lag/max", *RATES)
+    return key in read or key.startswith((ACCURACY, REWARD)) or bool(MISMATCH.fullmatch(key) or LENGTH.fullmatch(key))
 
 
 def plot_run(run_dir: Path) -> Path:
@@ -59,37 +64,78 @@ def plot_run(run_dir: Path) -> Path:
 
 
 def draw(rows: Rows, *, title: str) -> Figure:
-    """Draw accuracy by step and time on top; reward, lag, mismatch, and speed below."""
-    figure = Figure(figsize=(14, 6.8), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    """Draw what was learned by step and time on top, and below one panel for each further measure of the run.
+
+    What was learned is the held-out accuracy if any answer was correct, otherwise the reward.
+    """
+    measured = {key for row in rows for key in row if row[key] is not None}
+    has_accuracy = any(row[key] for row in rows for key in row if key.startswith(ACCURACY))
+    panels = {
+        _draw_reward: has_accuracy,
+        _draw_entropy: ENTROPY in measured,
+        _draw_length: any(map(LENGTH.fullmatch, measured)),
+        _draw_lag: any(row.get("lag/max") for row in rows),
+        _draw_mismatch: any(map(MISMATCH.fullmatch, measured)),
+        _draw_rates: bool(measured & RATES.keys()),
+    }
+    shown = [panel for panel, is_measured in panels.items() if is_measured]
+    num_rows = 1 + -(-len(shown) // _COLUMNS)
+    figure = Figure(figsize=(14, 3.4 * num_rows), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     figure.suptitle(title, x=0.012, ha="left", fontsize=14, fontweight="bold")
-    grid = figure.add_gridspec(2, 4)
-    by_step, by_time = figure.add_subplot(grid[0, :2]), figure.add_subplot(grid[0, 2:])
-    reward, lag, mismatch, speed = (figure.add_subplot(grid[1, column]) for column in range(4))
-    _draw_accuracy(by_step, rows, over="step")
-    _draw_accuracy(by_time, rows, over="time_s")
-    positions, values = _series(rows, "learner/reward_mean", "step")
-    reward.plot(positions, values, color=GREY, alpha=0.4, linewidth=1)
-    reward.plot(positions, running_mean(values, width=10), color=GREEN)
-    reward.set(title="Reward, and its mean of 10 steps", xlabel="step")
-    lag.scatter(*_series(rows, "lag/max", "step"), color=ORANGE, s=9, label="oldest of a batch")
-    lag.plot(*_series(rows, "lag/mean", "step"), color=BLUE, label="mean of a batch")
-    lag.set(title="Lag, versions", xlabel="step")
-    lag.set_ylim(bottom=0)
-    lag.yaxis.set_major_locator(MaxNLocator(integer=True))
-    lag.legend(loc="lower right")
-    _draw_mismatch(mismatch, rows)
-    _draw_rates(speed, rows)
+    grid = figure.add_gridspec(num_rows, 2 * _COLUMNS)
+    for over, columns in (("step", slice(0, _COLUMNS)), ("time_s", slice(_COLUMNS, None))):
+        (_draw_accuracy if has_accuracy else _draw_reward)(figure.add_subplot(grid[0, columns]), rows, over=over)
+    for index, panel in enumerate(shown):
+        row, column = divmod(index, _COLUMNS)
+        panel(figure.add_subplot(grid[1 + row, 2 * column : 2 * column + 2]), rows)
     return figure
 
 
 def _draw_accuracy(axes: Axes, rows: Rows, *, over: str) -> None:
-    axes.set(ylim=(0, 1.02), xlabel={"step": "step", "time_s": "seconds"}[over])
-    axes.set_title({"step": "Held-out accuracy by step", "time_s": "Held-out accuracy by time"}[over])
-    found = [key.removeprefix(ACCURACY) for row in rows for key in row if key.startswith(ACCURACY)]
-    for label, color in zip(dict.fromkeys(found or ["sampled", "greedy"]), itertools.cycle(SET_COLORS), strict=False):
-        positions, values = _series(rows, f"{ACCURACY}{label}", over)
-        name = f"{label}, {values[-1]:.3f} at the end" if values else label
+    axes.set(ylim=(0, 1.02), xlabel=_UNITS[over], title=f"Held-out accuracy by {_BY[over]}")
+    _draw_sets(axes, rows, prefix=ACCURACY, over=over)
+    axes.legend(loc="lower right")
+
+
+def _draw_sets(axes: Axes, rows: Rows, *, prefix: str, over: str) -> None:
+    found = dict.fromkeys(key.removeprefix(prefix) for row in rows for key in row if key.startswith(prefix))
+    for label, color in zip(found, itertools.cycle(SET_COLORS), strict=False):
+        positions, values = _series(rows, f"{prefix}{label}", over)
+        name = f"{label}, {values[-1]:.3f} at the end"
         axes.plot(positions, values, color=color, marker="o", markersize=3.5, label=name)
+
+
+def _draw_reward(axes: Axes, rows: Rows, *, over: str = "step") -> None:
+    positions, values = _series(rows, TRAINING_REWARD, over)
+    axes.plot(positions, values, color=GREY, alpha=0.4, linewidth=1)
+    axes.plot(positions, running_mean(values, width=10), color=GREY, label="training, mean of 10 steps")
+    _draw_sets(axes, rows, prefix=REWARD, over=over)
+    axes.set(title=f"Reward by {_BY[over]}", xlabel=_UNITS[over])
+    axes.legend(loc="best")
+
+
+def _draw_entropy(axes: Axes, rows: Rows) -> None:
+    axes.plot(*_series(rows, ENTROPY, "step"), color=BLUE)
+    axes.set(title="Entropy at the sampled tokens, nats", xlabel="step", ylim=(0, None))
+
+
+def _draw_length(axes: Axes, rows: Rows) -> None:
+    lengths = []
+    for row in rows:
+        found = {match[1]: row[key] for key in row if (match := LENGTH.fullmatch(key)) and match[2] == "length_mean"}
+        counts = {source: row.get(f"learner/by_source/{source}/trajectories", 1.0) for source in found}
+        total = sum(counts.values())
+        mean = sum(length * counts[source] for source, length in found.items()) / total if total else None
+        lengths.append({"step": row["step"], "length": mean})
+    axes.plot(*_series(lengths, "length", "step"), color=BLUE)
+    axes.set(title="Length of answers, tokens", xlabel="step", ylim=(0, None))
+
+
+def _draw_lag(axes: Axes, rows: Rows) -> None:
+    axes.scatter(*_series(rows, "lag/max", "step"), color=ORANGE, s=9, label="oldest of a batch")
+    axes.plot(*_series(rows, "lag/mean", "step"), color=BLUE, label="mean of a batch")
+    axes.set(title="Lag, versions", xlabel="step", ylim=(0, None))
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(loc="lower right")
 
 
@@ -102,9 +148,8 @@ def _draw_mismatch(axes: Axes, rows: Rows) -> None:
         positions, values = _series(rows, f"learner/by_lag/{bucket}/mismatch_k3", "step")
         axes.plot(positions, values, color=color, linewidth=1.2, label=bucket)
     axes.set(title="Mismatch k3 by lag, nats", xlabel="step")
-    if buckets:
-        axes.set_yscale("log", nonpositive="mask")
-        axes.legend(loc="lower right")
+    axes.set_yscale("log", nonpositive="mask")
+    axes.legend(loc="lower right")
 
 
 def _draw_rates(axes: Axes, rows: Rows) -> None:

@@ -62,9 +62,9 @@ def draw_results(run: RunConfig, summary: dict[str, Any]) -> Iterator[Renderable
     labels |= {f"accuracy after, {each.name}": f"accuracy_{each.name}" for each in sets}
     table = Table(show_header=False, box=None)
     for label, key in (labels | _REPORTED).items():
-        if key in summary:
-            value = summary[key]
-            table.add_row(label, "-" if value is None else f"{value:,.4g}" if isinstance(value, float) else str(value))
+        # A value that was not measured is null.
+        if (value := summary.get(key)) is not None:
+            table.add_row(label, f"{value:,.4g}" if isinstance(value, float) else str(value))
     yield table
     if best := summary.get("best"):
         yield f"best model: step {best['checkpoint']['step']}, {best['metric']} {best['value']:.4g}"

@@ -98,8 +98,22 @@ PHASES = {
 """`ROLE/PHASE` of `times` -> meaning of a large share and remedy."""
 
 
-def explain_slowness(rows: Sequence[Row], run: RunConfig, *, events: Events = MappingProxyType({})) -> Answer:
-    """Return where the time went. Raises ConfigError for rows without `times`."""
+_SHARE_CORES = ("generator/working", "learner/compute", "learner/optimizer")
+"""Phases that more processes shorten, unless all cores are busy."""
+_NO_CORE_IDLE = (
+    "the run keeps {busy:.1f} of {cores} cores busy, and more processes would only divide them: lower "
+    "generators.sampling.max_tokens (now {max_tokens}) or generators.group_size (now {group_size}), or use a smaller "
+    "model, a machine with more cores, or a GPU"
+)
+
+
+def explain_slowness(
+    rows: Sequence[Row], run: RunConfig, *, events: Events = MappingProxyType({}), num_cores: int | None = None
+) -> Answer:
+    """Return where the time went. Raises ConfigError for rows without `times`.
+
+    `num_cores`: of the run's machine, if all roles share one.
+    """
     # There are no `times` before roles report.
     held = next((row["times"] for row in reversed(rows) if row.get("times")), None)
     try:
@@ -118,7 +132,7 @@ def explain_slowness(rows: Sequence[Row], run: RunConfig, *, events: Events = Ma
     headline = f"The largest part of a step, {learner.get(largest, 0):.0%} of {shown(times.step_s)} s, is: {words}"
     return Answer(
         headline=f"{headline}{_meanwhile(times) if largest == 'waiting' else ''}.",
-        findings=list(_findings(times, figures_of(rows[-1], run))),
+        findings=list(_findings(times, figures_of(rows[-1], run), num_cores=num_cores)),
         facts=[
             *describe_times(held),
             *(rates if math.isfinite(made + trained) else ()),
@@ -137,15 +151,20 @@ def _meanwhile(times: StepTimes) -> str:
     return f"; the largest part of the generators' time, {shares[largest]:.0%}, is: {PHASE_WORDS['generator'][largest]}"
 
 
-def _findings(times: StepTimes, figures: Mapping[str, str]) -> Iterator[Finding]:
+def _findings(times: StepTimes, figures: Mapping[str, str], *, num_cores: int | None) -> Iterator[Finding]:
     """Yield the learner's phases, longest first, with generators' phases instead of its wait."""
+    busy = sum(role.cpu_s for role in times.roles) / times.step_s
+    is_full = num_cores is not None and num_cores - busy < 1
     for phase, share in _sorted(times.shares("learner"), least=_LEAST_SHARE):
         seconds = f"{shown(share * times.step_s)} s of a step"
         causes = _sorted(times.shares("generator"), least=_LEAST_GENERATOR_SHARE) if phase == "waiting" else []
         found = {f"generator/{cause}": f"{part:.0%} of the generators' time; the learner waits {share:.0%} of its own, "
                  f"{seconds}" for cause, part in causes}  # fmt: skip
         for key, text in (found or {f"learner/{phase}": f"{share:.0%} of the learner's time, {seconds}"}).items():
-            yield Finding(key, text, PHASES[key].explain(figures) if key in PHASES else "")
+            advice = PHASES[key].explain(figures) if key in PHASES else ""
+            if is_full and key in _SHARE_CORES:
+                advice = f"{PHASES[key].meaning}; {_NO_CORE_IDLE.format(busy=busy, cores=num_cores, **figures)}"
+            yield Finding(key, text, advice)
 
 
 def _sorted(shares: Mapping[str, float], *, least: float) -> list[tuple[str, float]]:

@@ -109,7 +109,7 @@ def step_line(row: dict[str, Any], snapshot: RunSnapshot, *, max_steps: int) -> 
     """Format one step as a plain line."""
     return (
         f"step {row['step']:>4}/{max_steps}  {duration(row['time_s']):>6}  reward {row['learner/reward_mean']:.3f}  "
-        f"accuracy {_accuracy(snapshot)}  "
+        f"{f'accuracy {accuracy}  ' if (accuracy := _accuracy(snapshot)) else ''}"
         f"lag {row['lag/mean']:.1f} (max {row['lag/max']:.0f})  "
         f"tokens/s {row['generators/tokens_per_s']:.0f} generated {row['learner/tokens_per_s']:.0f} learned  "
         f"wait {row['learner/wait_s']:.2f} s of {row['learner/wait_s'] + row['learner/train_s']:.2f} s"
@@ -131,7 +131,8 @@ def _numbers(snapshot: RunSnapshot) -> Table:
     found = ([row[key] for key in row if key.startswith("eval/accuracy_")] for row in snapshot.rows)
     accuracies = [values[0] for values in found if values]
     grid.add_row("reward", f"{last.get('learner/reward_mean', 0):.3f}", sparkline(rewards, low=0, high=1))
-    grid.add_row("accuracy", _accuracy(snapshot), sparkline(accuracies, low=0, high=1))
+    if accuracies:
+        grid.add_row("accuracy", _accuracy(snapshot), sparkline(accuracies, low=0, high=1))
     speeds = (
         f"{last.get('generators/tokens_per_s', 0):,.0f} generated, {last.get('learner/tokens_per_s', 0):,.0f} learned"
     )
@@ -159,11 +160,10 @@ def _role_lines(snapshot: RunSnapshot) -> Table:
 
 
 def _accuracy(snapshot: RunSnapshot) -> str:
+    """Newest accuracy of each held-out set, such as `0.250 sampled 0.500 greedy`; empty if none was measured."""
     prefix = "eval/accuracy_"
-    names = [key.removeprefix(prefix) for row in snapshot.rows for key in row if key.startswith(prefix)]
-    shown = dict.fromkeys(names or ["sampled", "greedy"])
-    values = {name: snapshot.newest(f"{prefix}{name}") for name in shown}
-    return " ".join(f"{'  …  ' if value is None else f'{value:.3f}'} {name}" for name, value in values.items())
+    newest = {key: value for row in snapshot.rows for key, value in row.items() if key.startswith(prefix)}
+    return " ".join(f"{value:.3f} {key.removeprefix(prefix)}" for key, value in newest.items())
 
 
 def duration(seconds: float) -> str:

@@ -195,6 +195,11 @@ def test_a_variant_is_chosen_as_an_option_only(override: str) -> None:
         ("buffer/store=redis", "buffer.store.url must be set, got nothing."),
         ("learner.prompts_per_step=0", "learner.prompts_per_step must be an integer >= 1, got 0."),
         ("learner.prompts_per_step=many", "learner.prompts_per_step must be an integer, got 'many'."),
+        (
+            "evaluation.every_steps=null",
+            "evaluation.every_steps must be an integer, got null. evaluation.every_steps=0 means: only before and "
+            "after training.",
+        ),
         ("learner.prompts_per_step=1.5", "learner.prompts_per_step must be an integer, got 1.5."),
         ("weights.fetch_timeout_s=inf", "weights.fetch_timeout_s must be a finite number, got inf."),
         (

@@ -114,16 +114,14 @@ def test_generators_that_leave_restart_and_join_are_counted_for_what_they_genera
     assert scene.generated_tokens_per_s() == (100 + 200 + 100 + 50 + 100 + 30 + 40) / 2
 
 
-def test_the_rate_of_a_row_is_that_of_the_living_generators(folder: RunFolder):
+def test_the_rate_of_a_row_is_the_mean_of_the_last_ten_steps(folder: RunFolder):
     scene = GeneratorScene(folder)
     scene.log.start_training(step=0)
-    scene.report(falls_silent=1.0, leaves=1.0, stays=1.0)
+    scene.report(bursts=300.0)
     assert scene.step(1) == 300.0
-    scene.report(leaves=None)
-    assert scene.step(2) == 200.0
-    scene.clock.now += 8.0
-    scene.report(stays=2.0)
-    assert scene.step(3) == 100.0
+    assert [scene.step(number) for number in (2, 3)] == [150.0, 100.0], "no token has arrived since"
+    scene.report(bursts=600.0)
+    assert [scene.step(number) for number in range(4, 14)][-4:] == [60.0, 30.0, 30.0, 30.0]
 
 
 def test_every_held_out_set_has_its_accuracies_in_the_summary(folder: RunFolder):

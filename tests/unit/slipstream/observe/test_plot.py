@@ -27,9 +27,35 @@ def test_every_held_out_set_has_a_curve_of_the_evaluated_steps():
 
 def test_every_lag_has_its_line_of_mismatch_from_fresh_to_stale():
     buckets = {f"learner/by_lag/{bucket}/mismatch_k3": 0.01 for bucket in ("16+", "0", "2-3", "8-15")}
-    mismatch = draw([{"step": 1, "time_s": 1.0} | buckets, {"step": 2, "time_s": 2.0}], title="a run").axes[4]
+    mismatch = draw([{"step": 1, "time_s": 1.0} | buckets, {"step": 2, "time_s": 2.0}], title="a run").axes[2]
     assert [line.get_label() for line in mismatch.get_lines()] == ["0", "2-3", "8-15", "16+"]
     assert [list(line.get_xdata()) for line in mismatch.get_lines()] == [[1]] * 4
+
+
+ANSWERS = {"learner/by_source/sums/length_mean": 4.0, "learner/by_source/sums/trajectories": 30.0}
+ANSWERS |= {"learner/by_source/words/length_mean": 8.0, "learner/by_source/words/trajectories": 10.0}
+
+
+@pytest.mark.parametrize(
+    ("values", "titles"),
+    [
+        ({}, ["Reward by step", "Reward by time", "Entropy", "Lag", "Mismatch", "Tokens per second"]),
+        (EVALUATED, ["Held-out", "Held-out", "Reward by step", "Entropy", "Lag", "Mismatch", "Tokens per second"]),
+        (
+            {"eval/accuracy_greedy": 0.0, "eval/reward_greedy": 0.2, "lag/max": 0} | ANSWERS,
+            ["Reward by step", "Reward by time", "Entropy", "Length of answers", "Mismatch", "Tokens per second"],
+        ),
+    ],
+)
+def test_the_panels_are_those_that_the_run_measured_and_accuracies_that_stay_0_get_none(values, titles):
+    rows = [{key: value for key, value in make_row(step).items() if "eval" not in key} | values for step in (1, 2)]
+    axes = draw(rows, title="a run").axes
+    shown = [panel.get_title() for panel in axes]
+    assert [title[: len(start)] for title, start in zip(shown, titles, strict=True)] == titles
+    reward = next(panel for panel in axes if panel.get_title().startswith("Reward"))
+    assert len(reward.get_lines()) == 2 + ("eval/reward_greedy" in values), "held-out next to training"
+    if ANSWERS.items() <= values.items():
+        assert list(axes[3].get_lines()[0].get_ydata()) == [5.0, 5.0]
 
 
 def test_a_folder_without_steps_is_refused(tmp_path):

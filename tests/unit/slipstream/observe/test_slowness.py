@@ -18,10 +18,10 @@ def make_times(*, learner, generator=None, step_s=0.5):
     return {"steps": 40, "step_s": step_s, "roles": roles}
 
 
-def explain(*, learner, generator=None, rows=None, events=None):
+def explain(*, learner, generator=None, rows=None, events=None, num_cores=None):
     rows = rows or [make_row(step) for step in range(1, 41)]
     rows[-1] |= {"times": make_times(learner=learner, generator=generator)}
-    return explain_slowness(rows, make_run(), events=events or {})
+    return explain_slowness(rows, make_run(), events=events or {}, num_cores=num_cores)
 
 
 def keys(answer):
@@ -55,6 +55,15 @@ def test_a_publish_stall_of_the_generators_or_the_learner():
     assert keys(answer)[:2] == ["generator/updating", "generator/working"]
     assert "(the newest version took 4 s, and 3.5 s of pause)" in answer.findings[0].advice
     assert keys(explain(learner={"publishing": 0.6, "compute": 0.4}))[0] == "learner/publishing"
+
+
+@pytest.mark.parametrize(("num_cores", "is_full"), [(None, False), (2, True), (3, False)])
+def test_more_processes_are_advised_only_where_a_core_is_idle(num_cores, is_full):
+    answer = explain(learner=BUSY | {"waiting": 0.2}, generator={"working": 0.9}, num_cores=num_cores)
+    advice = {finding.key: finding.advice for finding in answer.findings}
+    for key, setting in (("learner/compute", "learner.num_ranks"), ("generator/working", "generators.count")):
+        assert (setting in advice[key]) != is_full
+        assert ("keeps 1.2 of 2 cores busy" in advice[key]) == is_full
 
 
 def test_pacing_that_lets_too_few_prompts_out():

@@ -62,6 +62,8 @@ def test_each_step_is_one_plain_line(scene):
     scene.show()
     for step in (1, 2):
         scene.append(step, **ROW)
+    scene.show()
+    assert "accuracy" not in scene.text(), "nothing was measured"
     scene.append(3, **ROW, **{"eval/accuracy_sampled": 0.25, "eval/accuracy_greedy": 0.5})
     scene.show()
     lines = [line for line in scene.text().splitlines() if line.startswith("step")]
