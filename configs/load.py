@@ -373,8 +373,8 @@ def _advice(texts: list[str], index: int) -> str:
         value = next((word.lstrip("=") for word in texts[index + 1 :] if word != "="), "")
     plain = name.replace("-", "_")
     is_known = plain in groups() or any(setting.key == plain for setting in settings())
-    if not is_known and (advice := peer_advice(plain)):
-        return f"a setting must read key=value, got `{text}`: {advice}."
+    if not is_known and (known := peer_advice(plain)):
+        return f"a setting must read key=value, got `{text}`: {known}."
     if value and "=" not in value and (key := plain if is_known else nearest_key(plain)):
         return f"a setting must read key=value, got `{text}`: write {key}={value}."
     presets = [f"{group}={name}" for group, options in groups().items() if name in options]

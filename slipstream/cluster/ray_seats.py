@@ -228,7 +228,7 @@ class RayPlaces:
             RemoteSeat(
                 f"learner on machine {number}",
                 log,
-                cluster=RayCluster(self._run, kept=self._group[0], bundle=number),
+                cluster=RayCluster(self._run.name, kept=self._group[0], bundle=number),
                 needs=SeatConfig(cpus=core.cpus),
                 gpus=self._run.learner_gpus,
                 timeout_s=self._run.broker.join_timeout_s,
