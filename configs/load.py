@@ -373,10 +373,10 @@ def _advice(texts: list[str], index: int) -> str:
         value = next((word.lstrip("=") for word in texts[index + 1 :] if word != "="), "")
     plain = name.replace("-", "_")
     is_known = plain in groups() or any(setting.key == plain for setting in settings())
-    if not is_known and (known := peer_advice(plain)):
-        return f"a setting must read key=value, got `{text}`: {known}."
-    if value and "=" not in value and (key := plain if is_known else nearest_key(plain)):
-        return f"a setting must read key=value, got `{text}`: write {key}={value}."
+    if not is_known and (peer := peer_advice(plain)):
+        return f"a setting must read key=value, got `{text}`: {peer}."
+    if value and "=" not in value and (ours := plain if is_known else nearest_key(plain)):
+        return f"a setting must read key=value, got `{text}`: write {ours}={value}."
     presets = [f"{group}={name}" for group, options in groups().items() if name in options]
     advice = f": write {presets[0]}." if len(presets) == 1 else "."
     return f"a setting must read key=value, got `{text}`{advice}"

@@ -170,7 +170,7 @@ async def _flood(ask: Callable[[], Awaitable[int]], run: RunConfig, *, seconds: 
 
 async def _run_role(generator: Generator, admits: Event, *, seconds: float) -> float:
     admits.set()
-    rate = await _rate(lambda: generator.status().gauges["tokens"], seconds=seconds)
+    rate = await _rate(lambda: float(generator.status().gauges["tokens"] or 0), seconds=seconds)
     admits.clear()
     await _until(lambda: not generator.status().gauges["running"], condition="the generator must be idle")
     return rate
