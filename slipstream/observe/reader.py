@@ -29,12 +29,7 @@ from slipstream.configs.base import ConfigError, require
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.observe.finding import number_in
-from slipstream.observe.metrics_rows import (
-    MetricsFile,
-    Row,
-    RunChanges,
-    read_rows,
-)
+from slipstream.observe.metrics_rows import MetricsFile, Row, RunChanges, read_rows
 from slipstream.observe.run_status import Monitor, RunStatus
 from slipstream.runtime.command_line import NO_ANSWER, exit_with_error
 from slipstream.runtime.run_folder import find_run, is_held
