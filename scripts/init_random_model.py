@@ -105,36 +105,24 @@ def make_model(
         return build(layers=layers, width=width, num_heads=width // head_width, max_length=max_length)
 
 
-def _make_gpt2(*, layers: int, width: int, num_heads: int, max_length: int) -> GPT2LMHeadModel:
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=VOCABULARY_SIZE,
-            n_positions=max_length,
-            n_embd=width,
-            n_layer=layers,
-            n_head=num_heads,
-            embd_pdrop=0.0,
-            resid_pdrop=0.0,
-            attn_pdrop=0.0,
-            **_SHARED,
-        )
-    )
+def _sizes(*, layers: int, width: int, num_heads: int, max_length: int) -> dict[str, Any]:
+    """Arguments by names that the configs of all architectures accept."""
+    return _SHARED | {
+        "vocab_size": VOCABULARY_SIZE,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": num_heads,
+        "max_position_embeddings": max_length,
+    }
 
 
-def _make_qwen2(*, layers: int, width: int, num_heads: int, max_length: int) -> Qwen2ForCausalLM:
-    return Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=VOCABULARY_SIZE,
-            hidden_size=width,
-            intermediate_size=width * 11 // 4,
-            num_hidden_layers=layers,
-            num_attention_heads=num_heads,
-            num_key_value_heads=num_heads,
-            max_position_embeddings=max_length,
-            pad_token_id=0,
-            **_SHARED,
-        )
-    )
+def _make_gpt2(**sizes: int) -> GPT2LMHeadModel:
+    return GPT2LMHeadModel(GPT2Config(embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0, **_sizes(**sizes)))
+
+
+def _make_qwen2(*, width: int, num_heads: int, **sizes: int) -> Qwen2ForCausalLM:
+    own = {"intermediate_size": width * 11 // 4, "num_key_value_heads": num_heads, "pad_token_id": 0}
+    return Qwen2ForCausalLM(Qwen2Config(**own, **_sizes(width=width, num_heads=num_heads, **sizes)))
 
 
 def _make_qwen2_5_vl(*, layers: int, width: int, num_heads: int, max_length: int) -> Qwen2_5_VLForConditionalGeneration:

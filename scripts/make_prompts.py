@@ -282,24 +282,17 @@ def main(arguments: list[str] | None = None) -> None:
         for name, source in SOURCES.items():
             print(name, *(f"{split.repository}:{split.file}*" for split in (source.train, source.heldout) if split))
         return
+    name = options.task.removeprefix(_GYM).removeprefix(_ENVIRONMENT)
+    out = options.out or Path("data") / name
+    made = {"arguments": options.arguments, "rows": options.rows, "heldout_rows": options.heldout_rows, "out": out}
     if options.task.startswith(_ENVIRONMENT):
-        name = options.task.removeprefix(_ENVIRONMENT)
-        make_environment_rows(
-            name, python=options.python, arguments=options.arguments, rows=options.rows,
-            heldout_rows=options.heldout_rows, out=options.out or Path("data") / name,
-        )  # fmt: skip
-        return
-    task = options.task.removeprefix(_GYM)
-    out = options.out or Path("data") / task
-    if task != options.task:
-        make_gym_task(
-            task, arguments=options.arguments, rows=options.rows, heldout_rows=options.heldout_rows, seed=options.seed,
-            out=out,
-        )  # fmt: skip
-    elif task in SOURCES:
-        make_source(task, folder=options.source, out=out)
+        make_environment_rows(name, python=options.python, **made)
+    elif options.task.startswith(_GYM):
+        make_gym_task(name, seed=options.seed, **made)
+    elif name in SOURCES:
+        make_source(name, folder=options.source, out=out)
     else:
-        raise ConfigError(f"the task must be one of {', '.join(SOURCES)}, or {_GYM}TASK, got {task or 'nothing'!r}.")
+        raise ConfigError(f"the task must be one of {', '.join(SOURCES)}, or {_GYM}TASK, got {name or 'nothing'!r}.")
 
 
 if __name__ == "__main__":

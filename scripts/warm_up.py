@@ -265,16 +265,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of batches and samples (0)")
     disable_progress_bar()
     torch.set_num_threads(1)
-    _run(**vars(parser.parse_args(arguments)))
-
-
-def _run(*, model: Path, data: Path, out: Path, evaluation_rows: int, **options: Any) -> None:
-    """`options`: of `warm_up`."""
+    options = vars(parser.parse_args(arguments))
+    model, data, out, num_rows = (options.pop(name) for name in ("model", "data", "out", "evaluation_rows"))
     trained, tokenizer = load_model(model)
     vision = VisionModel(str(model)) if takes_images(str(model)) else None
     train, heldout = (read_problems(data / name, tokenizer=tokenizer, vision=vision) for name in (TRAIN, HELDOUT))
     # The last rows, because runs are evaluated on the first ones.
-    heldout = heldout[-evaluation_rows:]
+    heldout = heldout[-num_rows:]
     accuracy = warm_up(trained, train=train, heldout=heldout, pad_id=tokenizer.pad_token_id, **options)
     save_model(out, model=trained, tokenizer=tokenizer)
     print(f"{out}: exact accuracy {accuracy:.3f} on {len(heldout)} held-out prompts")

@@ -6,7 +6,6 @@ functions from files.
 
 import hashlib
 import inspect
-import json
 import subprocess
 import sys
 import textwrap
@@ -26,6 +25,7 @@ from slipstream.migration.translation import format_value
 from slipstream.observe.catalog.catalog import Catalog, CatalogQuery, open_catalog
 from slipstream.observe.catalog.detail import TrajectoryDetail
 from slipstream.observe.metrics_rows import read_rows
+from slipstream.observe.reader import RunReader
 from slipstream.runtime.run_folder import RunFolder, find_run
 
 Function = str | Callable[..., Any]
@@ -134,11 +134,9 @@ class Run:
     @property
     def summary(self) -> dict[str, Any]:
         """Results, as in docs/metrics.md. Raises ConfigError if the run has not finished."""
-        path = self.folder / "summary.json"
-        if not path.is_file():
-            raise ConfigError(f"run {self.name!r} must have finished to have a summary: {path} does not exist.")
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
+        if found := RunReader(self.folder).summary:
+            return found
+        raise ConfigError(f"run {self.name!r} must have finished to have a summary, but {self.folder} has none.")
 
     def metrics(self) -> pa.Table:
         """Return the metrics, one row per step so far; `.to_pandas()` needs pandas."""

@@ -174,8 +174,6 @@ def _size_of(machine: LearnerMachinesConfig | SeatConfig, *, gpus: int) -> _Size
 
 
 class _Job:
-    """Builds a run's job."""
-
     def __init__(self, recipe: Recipe, options: Options, patches: Sequence[Manifest]) -> None:
         self._recipe, self._options, self._patches = recipe, options, patches
         self._run, self._cluster, self._ports = recipe.run, recipe.run.cluster, recipe.run.cluster.port_range

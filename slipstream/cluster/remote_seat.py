@@ -96,20 +96,16 @@ class RemoteSeat:
         self._requested_at = self._heard_at = 0.0
         self._address = self._waits = ""
         self._num_bytes = 0
-        self._pid: int | None = None
+        self.pid: int | None = None
         self._code: int | None = None
 
     @property
-    def pid(self) -> int | None:
-        return self._pid
-
-    @property
     def place(self) -> str:
-        return f"pid {self._pid} on {self._address}" if self._pid is not None else self._waits
+        return f"pid {self.pid} on {self._address}" if self.pid is not None else self._waits
 
     def start(self, arguments: Sequence[str], *, variables: Mapping[str, str]) -> None:
         self._order = (list(arguments), dict(variables))
-        self._pid = self._code = None
+        self.pid = self._code = None
         self._heard_at = self._clock()
         self._waits = f"waits for a place with {describe(self._bundle, self._needs.labels)}"
         if self._host is not None:
@@ -124,7 +120,7 @@ class RemoteSeat:
                 self._advance()
             except SeatAwayError as away:
                 # The role may survive. The cluster raises SeatLostError once it gives up on the machine.
-                if self._pid is not None:
+                if self.pid is not None:
                     self._ask("look", self._num_bytes)
                 else:
                     self._lose(away)
@@ -133,12 +129,12 @@ class RemoteSeat:
         return self._code
 
     def terminate(self) -> None:
-        if self._pid is not None and self._code is None:
+        if self.pid is not None and self._code is None:
             self._cluster.call(self._host, "terminate")
 
     def stop(self, *, ends_at: float) -> None:
         self._await_end(ends_at)
-        if self._host is not None and self._pid is not None and self.poll() is None:
+        if self._host is not None and self.pid is not None and self.poll() is None:
             self._cluster.call(self._host, "kill")
             self._await_end(time.monotonic() + _KILL_TIMEOUT_S)
         if self._host is not None:
@@ -162,8 +158,8 @@ class RemoteSeat:
             raise SeatLostError(f"it has not answered for {UNWATCHED_S:g} s")
         elif (answer := self._cluster.answer(self._pending)) is not None:
             self._heard_at = self._clock()
-            if self._pid is None:
-                self._pid, self._address = answer
+            if self.pid is None:
+                self.pid, self._address = answer
             else:
                 self._code, part = answer
                 self._num_bytes += len(part)
@@ -207,7 +203,7 @@ class RemoteSeat:
         self._leave()
 
     def _await_end(self, ends_at: float) -> None:
-        while self._pid is not None and self.poll() is None and time.monotonic() < ends_at:
+        while self.pid is not None and self.poll() is None and time.monotonic() < ends_at:
             time.sleep(_POLL_EVERY_S)
 
     def _leave(self) -> None:

@@ -67,9 +67,7 @@ class Places(Protocol):
         """The learner's GPUs on this machine, by number or UUID."""
         ...
 
-    def seat(self, name: str, log: Path) -> Seat:
-        """Return a seat for the generator `name`."""
-        ...
+    def seat(self, name: str, log: Path) -> Seat: ...
 
     def learner_seat(self, log: Path, *, meet: Callable[[], Mapping[str, str]]) -> Seat:
         """Return the learner's seat; `meet` returns the ranks' rendezvous variables."""
@@ -97,24 +95,20 @@ class LocalSeat:
         self._attachment = "detached" if is_detached else "attached"
         self._keeper: subprocess.Popen[bytes] | None = None
         self._status = -1
-        self._pid: int | None = None
+        self.pid: int | None = None
         self._code: int | None = None
         self._kill_at: float | None = None
 
     @property
-    def pid(self) -> int | None:
-        return self._pid
-
-    @property
     def place(self) -> str:
-        return f"pid {self._pid}"
+        return f"pid {self.pid}"
 
     def start(self, arguments: Sequence[str], *, variables: Mapping[str, str]) -> None:
         self._close()
-        self._pid = self._code = self._kill_at = None
+        self.pid = self._code = self._kill_at = None
         self._start_keeper([sys.executable, "-m", *arguments], {**self._environment, **variables})
         self._read(timeout_s=_START_TIMEOUT_S)
-        if self._pid is None:
+        if self.pid is None:
             self._close()
             raise OSError(f"the keeper of a role must start within {_START_TIMEOUT_S:g} s, but did not")
 
@@ -177,17 +171,17 @@ class LocalSeat:
         for report in reports.decode().splitlines():
             word, _, number = report.partition(" ")
             if word == "started":
-                self._pid = int(number)
+                self.pid = int(number)
             else:
                 self._code = int(number)
                 self._close()
 
     def _poll_orphan(self, kill_at: float) -> None:
         """Poll a role whose keeper was killed. The kernel has sent it SIGTERM."""
-        assert self._pid is not None
+        assert self.pid is not None
         is_due = time.monotonic() >= kill_at
         try:
-            os.killpg(self._pid, signal.SIGKILL if is_due else 0)
+            os.killpg(self.pid, signal.SIGKILL if is_due else 0)
         except ProcessLookupError:
             is_due = True
         if is_due:

@@ -25,12 +25,7 @@ from slipstream.cluster.seat import run_kept
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.buffer import RedisConfig
 from slipstream.configs.data import PrepareStep
-from slipstream.configs.generators import (
-    RewardConfig,
-    SearchAgentConfig,
-    SingleTurnConfig,
-    ToolsAgentConfig,
-)
+from slipstream.configs.generators import RewardConfig, SearchAgentConfig, SingleTurnConfig, ToolsAgentConfig
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.composition import REACHING_OUT, RewardFunctions
 from slipstream.generators.rewards.pool import RewardPool

@@ -126,10 +126,9 @@ async def _rescore(
             members = [[unpack(payload) for payload in group.payloads] for group in chunk]
             inputs = [[_reward_input(member, rows, prompting) for member in group] for group in members]
             found = await asyncio.gather(*(_score_group(pool, group) for group in inputs))
-            rewards = iter([reward for group in found for reward in group])
-            for group, trajectories in zip(chunk, members, strict=True):
-                pairs = [(trajectory, next(rewards)) for trajectory in trajectories]
-                statuses.update(new.status for _, new in pairs)
+            for group, trajectories, rewards in zip(chunk, members, found, strict=True):
+                statuses.update(reward.status for reward in rewards)
+                pairs = zip(trajectories, rewards, strict=True)
                 payloads = [encode(msgspec.structs.replace(trajectory, reward=new)) for trajectory, new in pairs]
                 rescored.append(msgspec.structs.replace(group, payloads=payloads))
     log.info("rescored", function=reward.summary, **statuses)

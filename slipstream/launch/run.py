@@ -116,7 +116,7 @@ def _run_here(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> Non
 
 @contextmanager
 def _open_places(run: RunConfig) -> Iterator[Places | None]:
-    """Join the run's cluster, if any. Raises ConfigError."""
+    """Join the run's cluster, if any."""
     if run.cluster.kind == "local":
         yield None
         return

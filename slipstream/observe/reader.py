@@ -25,16 +25,11 @@ from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S, open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import Trajectory
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.observe.finding import number_in
-from slipstream.observe.metrics_rows import (
-    MetricsFile,
-    Row,
-    RunChanges,
-    read_rows,
-)
+from slipstream.observe.metrics_rows import MetricsFile, Row, RunChanges, read_rows
 from slipstream.observe.run_status import Monitor, RunStatus
 from slipstream.runtime.command_line import NO_ANSWER, exit_with_error
 from slipstream.runtime.run_folder import find_run, is_held
@@ -120,10 +115,8 @@ class RunReader:
 
     def rows(self) -> list[Row]:
         """Return all rows of metrics.jsonl. Raises ConfigError if it has none."""
-        if not (rows := read_rows(self._file.path)):
-            raise ConfigError(
-                f"{self._file.path} must hold a whole step, but holds none: name the folder of a run that has made one."
-            )
+        rows, why = read_rows(self._file.path), "name the folder of a run that has made one"
+        require(bool(rows), str(self._file.path), "hold a whole step", got="none", why=why)
         return rows
 
     @property

@@ -227,7 +227,7 @@ class RunFolder:
             log.warning("run_folder_not_updated", folder=str(self.path), reason=str(error))
 
     def read_address(self, broker: str = FIRST_BROKER) -> str:
-        """Return a broker's newest address for other machines, or empty."""
+        """Return the newest address for other machines, or empty."""
         file = self._address_file(broker)
         return file.read_text().strip() if file.is_file() else ""
 

@@ -19,13 +19,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.launch.diagnose.machine import Result, judge
 from slipstream.launch.preflight import missing_steps, read_data
 from slipstream.runtime.images import VisionModel
-from slipstream.runtime.model_files import (
-    TOKENIZER_FILES,
-    check_model_path,
-    find_file,
-    fingerprint,
-    weight_map,
-)
+from slipstream.runtime.model_files import TOKENIZER_FILES, check_model_path, find_file, fingerprint, weight_map
 
 _STORE_TIMEOUT_S = 5.0
 _MUCH, _FULL = 0.8, 0.95

@@ -60,9 +60,8 @@ def check_versions(run: RunConfig, own: Mapping[str, str], theirs: Mapping[str, 
     ours, expected = _merged(own), _merged(theirs or {})
     shown = ", ".join(f"{name} {ours[name]}" for name in _COMPARED if name in ours)
     if isinstance(run.generators.engine, VllmEngineConfig) and "vllm" not in ours:
-        return Result(
-            "versions", "fail", f"{shown}, no vllm", fix="make setup, or pip install the run's version of vllm"
-        )
+        fix = "make setup, or pip install the run's version of vllm"
+        return Result("versions", "fail", f"{shown}, no vllm", fix=fix)
     differing = [name for name in _COMPARED if name in ours and name in expected and ours[name] != expected[name]]
     if not differing:
         return Result("versions", "ok", shown + (", as at the broker" if expected else ""))
@@ -244,12 +243,8 @@ def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: 
     needed = _LITTLE_DISK + (checkpoint * (run.learner.checkpoint.keep + 1) if run and not is_over else 0)
     if not os.access(folder, os.W_OK):
         verdict: Verdict = "warn" if is_over else "fail"
-        return Result(
-            name,
-            verdict,
-            f"{folder} cannot be written to",
-            fix="change its owner or permissions, or name another folder",
-        )
+        fix = "change its owner or permissions, or name another folder"
+        return Result(name, verdict, f"{folder} cannot be written to", fix=fix)
     if free < _MIN_DISK or (stats.f_files and not stats.f_favail):
         return Result(name, "fail", f"no room or no inode is left on {found}", fix="delete files, or use another disk")
     found += f"; the run may need {needed / 2**30:.0f} GiB" if free < needed else ""

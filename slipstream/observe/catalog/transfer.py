@@ -68,7 +68,7 @@ def _write_parquet(found: Iterable[StoredTrajectory], file: BinaryIO) -> int:
 
 
 def _write_lines(found: Iterable[StoredTrajectory], file: BinaryIO, decode: Decode | None) -> int:
-    encoder = msgspec.json.Encoder(enc_hook=_as_list)
+    encoder = msgspec.json.Encoder(enc_hook=np.ndarray.tolist)
     count = 0
     for stored in found:
         file.write(encoder.encode(_record(stored, decode)) + b"\n")
@@ -87,12 +87,6 @@ def _record(stored: StoredTrajectory, decode: Decode | None) -> dict[str, Any]:
     marks = {"outcome": stored.state, "schema_version": SCHEMA_VERSION}
     arrays = {name: {"dtype": array.dtype.name, "values": array} for name, array in trajectory.arrays.items()}
     return msgspec.structs.asdict(trajectory) | {"arrays": arrays} | marks | outcome | texts
-
-
-def _as_list(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    raise TypeError(f"only plain values and arrays can be exported, got {type(value).__name__}")
 
 
 _SHARD_BYTES = 256 * 2**20

@@ -28,10 +28,12 @@ from starlette.responses import FileResponse, PlainTextResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from slipstream.buffer.archive.trajectory_filter import parse_conditions
 from slipstream.buffer.control import NoAnswerError, request_drain, request_generators, request_pause
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
+from slipstream.observe.catalog.catalog import CatalogQuery
 from slipstream.observe.dashboard.feed import Feed
 from slipstream.observe.dashboard.guard import Guard, find_token
 from slipstream.observe.dashboard.payloads import Trajectories, read_meanings, read_setting_meanings, read_settings
@@ -224,17 +226,11 @@ class Dashboard:
         if not start.isdecimal():
             raise HTTPException(400, f"start must be a whole number >= 0, got {start!r}.")
         is_left = threading.Event()
-        list_page = partial(
-            self._trajectories.page,
-            reader,
-            conditions=asked.get("where", ""),
-            sort_by=asked.get("sort", ""),
-            is_descending=asked.get("descending") == "1",
-            start=int(start),
-            is_cancelled=is_left.is_set,
-        )
-        listing = asyncio.ensure_future(run_sync(list_page))
         try:
+            where, is_descending = parse_conditions(asked.get("where", "")), asked.get("descending") == "1"
+            query = CatalogQuery(where, sort_by=asked.get("sort", ""), is_descending=is_descending)
+            list_page = partial(self._trajectories.page, reader, query, start=int(start), is_cancelled=is_left.is_set)
+            listing = asyncio.ensure_future(run_sync(list_page))
             # Cancel the search when its client disconnects.
             while not (await asyncio.wait({listing}, timeout=_WATCH_EVERY_S))[0] and not is_left.is_set():
                 if await request.is_disconnected():

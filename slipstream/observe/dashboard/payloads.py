@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from slipstream.buffer.archive.index import is_archive
-from slipstream.buffer.archive.trajectory_filter import NAMES, parse_conditions
+from slipstream.buffer.archive.trajectory_filter import NAMES
 from slipstream.configs.base import ConfigError, Record
 from slipstream.configs.load import leaves
 from slipstream.configs.schema import settings
@@ -125,17 +125,9 @@ class Trajectories:
         self._opened: dict[str, _Opened] = {}
 
     def page(
-        self,
-        reader: ViewedRun,
-        *,
-        conditions: str,
-        sort_by: str,
-        is_descending: bool,
-        start: int,
-        is_cancelled: Callable[[], bool],
+        self, reader: ViewedRun, query: CatalogQuery, *, start: int, is_cancelled: Callable[[], bool]
     ) -> TrajectoryPage:
         """Raises ConfigError, ReplayBufferError."""
-        query = CatalogQuery(parse_conditions(conditions), sort_by=sort_by, is_descending=is_descending)
         catalog = self._catalog(reader)
         catalog.refresh()
         page = catalog.page(query, start=start, size=PAGE_ROWS, is_cancelled=is_cancelled)

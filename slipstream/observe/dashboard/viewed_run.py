@@ -1,7 +1,6 @@
 """ViewedRun: a run as the dashboard's pages show it, read repeatedly."""
 
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ _ACCURACY = "eval/accuracy_"
 class RunView(Record):
     """State of a run, from its folder and, if it answers, its store."""
 
-    id: str
     phase: str
     """As in RunStatus, or as in RunLine without a store."""
     step: int
@@ -34,8 +32,6 @@ class RunView(Record):
     is_live: bool
     status: RunStatus | None
     """As last read; None if the store never answered."""
-    status_age_s: float | None
-    """Seconds since the status was read; 0 once the run is over."""
     problem: str
     """Reason that the store cannot be read; else empty."""
     summary: dict[str, Any]
@@ -59,7 +55,6 @@ class RunLine(Record):
     max_steps: int | None
     changed_at: float | None
     """Time of the newest step, seconds since 1970."""
-    started_at: float
     time_s: float | None
     reward: float | None
     accuracies: dict[str, float]
@@ -87,7 +82,6 @@ class ViewedRun(RunReader):
         self._tail_read = (0, 0)
         self._tail: tuple[float, Row, dict[str, float]] = (0.0, {}, {})
         self._status: RunStatus | None = None
-        self._status_at: float | None = None
         self._is_final = False
 
     @property
@@ -117,17 +111,14 @@ class ViewedRun(RunReader):
                 self._read_store(is_live=is_live)
             summary, run, read = self.summary, self._known_config, None if self.problem else self._status
             step = int(self.table.newest("step") or 0)
-            age_s = None if self._status_at is None else 0.0 if self._is_final else time.monotonic() - self._status_at
             has_phase = is_live or not self._is_final or (read is not None and read.phase in _ENDED)
             return RunView(
-                id=self.id,
                 phase=read.phase if read and has_phase else self.folder_phase,
                 step=max(step, read.step) if read else step,
                 max_steps=run.learner.max_steps if run else None,
                 max_lag=run.staleness.max_lag if run else None,
                 is_live=is_live,
                 status=self._status,
-                status_age_s=age_s,
                 problem=self.problem,
                 summary=summary,
                 times=summary.get("times") or self.table.nested.get("times") or {},
@@ -138,7 +129,7 @@ class ViewedRun(RunReader):
 
     def _read_store(self, *, is_live: bool) -> None:
         try:
-            self._status, self._status_at, self.problem = self.status(), time.monotonic(), ""
+            self._status, self.problem = self.status(), ""
             self.events_seen = self.store.events(limit=EVENTS_KEPT)
             self._is_final = not is_live and not any(role.is_alive for role in self._status.roles)
         except UNREADABLE as error:
@@ -151,10 +142,7 @@ class ViewedRun(RunReader):
     def line(self) -> RunLine:
         changed_at, last, accuracies = self._newest_rows()
         run = self._known_config
-        final = (self.summary.get("evaluation") or {}) if self.folder_phase == "finished" else {}
-        accuracies = {
-            key.removeprefix(_ACCURACY): final[key] for key in final if key.startswith(_ACCURACY)
-        } or accuracies
+        final = self.summary.get("evaluation") if self.folder_phase == "finished" else None
         return RunLine(
             id=self.id,
             phase=self.folder_phase,
@@ -162,10 +150,9 @@ class ViewedRun(RunReader):
             step=int(last.get("step", 0)),
             max_steps=run.learner.max_steps if run else None,
             changed_at=changed_at if last else None,
-            started_at=(self.folder / "config.yaml").stat().st_mtime,
             time_s=last.get("time_s"),
             reward=last.get("learner/reward_mean"),
-            accuracies=accuracies,
+            accuracies=_accuracies(final or {}) or accuracies,
         )
 
     def _newest_rows(self) -> tuple[float, Row, dict[str, float]]:
@@ -176,7 +163,10 @@ class ViewedRun(RunReader):
             if (found.st_mtime_ns, found.st_size) != self._tail_read:
                 self._tail_read = found.st_mtime_ns, found.st_size
                 rows = read_tail(self.table.path)
-                evaluated = {key: value for row in rows for key, value in row.items() if key.startswith(_ACCURACY)}
-                newest = {key.removeprefix(_ACCURACY): value for key, value in evaluated.items()}
+                newest = {name: value for row in rows for name, value in _accuracies(row).items()}
                 self._tail = found.st_mtime, rows[-1] if rows else {}, newest
         return self._tail
+
+
+def _accuracies(row: Row) -> dict[str, float]:
+    return {key.removeprefix(_ACCURACY): value for key, value in row.items() if key.startswith(_ACCURACY)}
