@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -256,7 +257,12 @@ def rows(table: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("words", "answer"), rows(RUNS))
 def test_a_mistake_in_a_run_is_answered_before_it_starts(
-    words: str, answer: str, folder: Path, tmp_path: Path, answer_to, monkeypatch: pytest.MonkeyPatch
+    words: str,
+    answer: str,
+    folder: Path,
+    tmp_path: Path,
+    answer_to: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(folder)
     runs_dir = [] if "runs_dir" in words or "resume" in words else [f"runs_dir={tmp_path}"]
@@ -267,7 +273,7 @@ def test_a_mistake_in_a_run_is_answered_before_it_starts(
 
 @pytest.mark.parametrize(("words", "answer"), rows(COMMANDS))
 def test_a_mistaken_command_is_answered(
-    words: str, answer: str, folder: Path, answer_to, monkeypatch: pytest.MonkeyPatch
+    words: str, answer: str, folder: Path, answer_to: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     assert answer in answer_to(*words.split())
