@@ -359,8 +359,8 @@ def _advice(texts: list[str], index: int) -> str:
     """Error message for the argument at `index`, with the override probably meant."""
     text, previous = texts[index], texts[index - 1] if index else ""
     if Path(text).exists():
-        key = "model.path" if Path(text).is_dir() else "data.train"
-        return f"a setting must read key=value, got `{text}`: write {key}={text}."
+        meant = "model.path" if Path(text).is_dir() else "data.train"
+        return f"a setting must read key=value, got `{text}`: write {meant}={text}."
     if "=" in text and not text.startswith("-"):
         return (
             f"a setting must read key=value, got `{text}`: put quotes around special characters, as in 'key=\"value\"'."

@@ -376,8 +376,7 @@ _PROBE_LIMITS = Limits(time_s=10, cpu_s=1, memory_mib=128, disk_mib=8, file_mib=
 _ENDLESS = {
     ("time: an endless loop is not ended by its processor time", "timeout"): """
 import time
-until = time.monotonic() + 6
-while time.monotonic() < until:
+while time.process_time() < 6:
     pass
 """,
     ("time: a sleep is not ended by the wall clock", "timeout"): "import time; time.sleep(6)",
@@ -389,7 +388,7 @@ time.sleep(6)
 """,
     ("output: more can be printed than allowed", "output"): "print('x' * 2**18)",
 }
-"""(escape, status of a stopped run) -> code, which ends within six seconds even if it escapes."""
+"""(escape, status of a stopped run) -> code, which ends after six seconds even if it escapes."""
 
 
 async def _probe(sandbox: LocalSandbox) -> list[str]:
@@ -403,10 +402,12 @@ async def _probe(sandbox: LocalSandbox) -> list[str]:
         return [f"{name} ({how})" for name, how in found.items() if how]
 
     async def outlasted(name: str, status: str, code: str) -> list[str]:
-        limits = _PROBE_LIMITS if "loop" in name else msgspec.structs.replace(_PROBE_LIMITS, time_s=2)
+        # On a busy machine, a second of processor time takes long.
+        is_loop = "loop" in name
+        limits = msgspec.structs.replace(_PROBE_LIMITS, time_s=60 if is_loop else 2)
         started_at = time.monotonic()
         found = await sandbox.run(code, limits=limits)
-        return [] if found.status == status and time.monotonic() - started_at < 5 else [name]
+        return [] if found.status == status and (is_loop or time.monotonic() - started_at < 5) else [name]
 
     alone = [name for name in escapes.ALONE if sandbox.limits_all_processes or not name.startswith("memory")]
     with _surroundings() as around:

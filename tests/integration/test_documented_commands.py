@@ -84,20 +84,20 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data/gsm8k/train.parquet",
     ):
         (made / name).parent.mkdir(exist_ok=True)
-        pq.write_table(rows, made / f"{name}.parquet")
+        pq.write_table(rows, made / name)
     texts = [
-        {"prompt": "12345=", "answer": "54321", "response": "54321"},
-        {"prompt": "1=", "answer": "1", "response": "2"},
+        {"prompt": f"{number}=", "answer": number, "response": "54321", "text": number, "title": "a"}
+        for number in ("12345", "54321")
     ]
     for name in ("answers.jsonl", "base.jsonl", "trained.jsonl", "prompts.jsonl", "train.jsonl", "corpus.jsonl"):
-        (made / name).write_text(
-            "".join(json.dumps(row | {"text": row["prompt"], "title": "a"}) + "\n" for row in texts)
-        )
+        (made / name).write_text("".join(json.dumps(row) + "\n" for row in texts))
     pq.write_table(pa.Table.from_pylist(texts), made / "answers.parquet")
     pq.write_table(pa.Table.from_pylist(texts), made / "right.parquet")
-    (made / "my_module.py").write_text("def my_loss(inputs, beta=0.1):\n    return -inputs.advantages * inputs.ratio\n")
+    (made / "my_module.py").write_text(
+        "def my_loss(inputs, beta=0.1):\n    return -inputs.advantages * inputs.log_ratio.exp()\n"
+    )
     (made / "my_logger.py").write_text(
-        "class Mine:\n    def __init__(self, **_): ...\n    def log(self, *_, **__): ...\n    def close(self): ...\n"
+        "class Mine:\n    def __init__(self, run): ...\n    def log(self, step, metrics): ...\n"
     )
     (made / "run_qwen2-7b.sh").write_text("python3 -m verl.trainer.main_ppo algorithm.adv_estimator=grpo\n")
     (made / "train_ppo.sh").write_text("python3 -m openrlhf.cli.train_ppo_ray --actor.model_name_or_path m\n")

@@ -221,7 +221,7 @@ algorithm/entropy_coef              algorithm.entropy_coef
 
 
 @pytest.mark.parametrize("row", GUESSES.strip().splitlines(), ids=lambda row: row.split()[0])
-def test_a_guessed_setting_is_answered_with_the_one_meant_or_the_reason(row: str, answer_to, monkeypatch) -> None:
+def test_a_guessed_setting_is_answered_with_the_one_meant_or_the_reason(row, answer_to, monkeypatch):
     guess, _, expected = re.split(r" +(\| )?", row, maxsplit=1)
     # Before anything of the default run is made.
     monkeypatch.setattr("slipstream.launch.run.prepare", None)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -115,7 +116,7 @@ logging.backends=wandb                      must be a record or a list, got 'wan
 logging.backends=[wanb]                     must name trackio, wandb, tensorboard or a class as module:Class
 weights.transport=nccl                      weights.transport must be one of collective, delta, memory, snapshot
 broker.address=localhost:5555               broker.address must be a loopback or ipc endpoint (like tcp://127.0.0.1:5757
-prepare=[make.py]                           prepare[0] must be a record, got 'make.py'. Set its fields
+prepare=[make.py]                           prepare[0] must be a record, got 'make.py'.
 generators=2                                must be set by its fields, got `generators=2`: generators has count,
 learner=deepspeed                           or choose an option of learner/engine.
 experiment=gsm8k                            did you mean experiment=gsm8k_1gpu or
@@ -232,7 +233,7 @@ COMMANDS = """
 "convert model model"                       TARGET must be a folder to be made, got model
 "plan model.path=./nosuch"                  got './nosuch': there is no such folder.
 "plan --gpus many"                          '--gpus': Input should be a valid integer
-"sft sft.train_path=train.jsonl"            got 'models/base': there is no such folder.
+"sft sft.train_path=train.jsonl model.path=./nosuch"  got './nosuch': there is no such folder.
 "check loss nosuch:f"                       'loss' is not one of 'advantage', 'policy_loss'
 "check advantage nosuch:f"                  there is no module 'nosuch'.
 "import-config verl nosuch.sh"              FILE must exist, got nosuch.sh.
@@ -256,7 +257,12 @@ def rows(table: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("words", "answer"), rows(RUNS))
 def test_a_mistake_in_a_run_is_answered_before_it_starts(
-    words: str, answer: str, folder: Path, tmp_path: Path, answer_to, monkeypatch: pytest.MonkeyPatch
+    words: str,
+    answer: str,
+    folder: Path,
+    tmp_path: Path,
+    answer_to: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(folder)
     runs_dir = [] if "runs_dir" in words or "resume" in words else [f"runs_dir={tmp_path}"]
@@ -267,7 +273,7 @@ def test_a_mistake_in_a_run_is_answered_before_it_starts(
 
 @pytest.mark.parametrize(("words", "answer"), rows(COMMANDS))
 def test_a_mistaken_command_is_answered(
-    words: str, answer: str, folder: Path, answer_to, monkeypatch: pytest.MonkeyPatch
+    words: str, answer: str, folder: Path, answer_to: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
     assert answer in answer_to(*words.split())

@@ -85,6 +85,32 @@ def role_of(container: Any, module: str) -> list[str]:
     return words[words.index(module) + 1 :]
 
 
+def with_resources(node: Any) -> list[Any]:
+    """Whatever becomes a container, at any depth, including the autoscaler of KubeRay."""
+    if isinstance(node, list):
+        return [found for each in node for found in with_resources(each)]
+    if not isinstance(node, dict):
+        return []
+    own = [container for key in ("containers", "initContainers") for container in node.get(key) or []]
+    own += [node["autoscalerOptions"]] if "autoscalerOptions" in node else []
+    return own + with_resources([*node.values()])
+
+
+@pytest.mark.parametrize("kind", ["jobset", "rayjob"])
+@pytest.mark.parametrize(
+    ("overrides", "num_containers"),
+    [(["generators.count=1"], 4), (["model.path=m", "data.train=t", "data.eval=e"], 4), (SPREAD, 5)],
+)
+def test_a_namespace_with_a_quota_admits_every_container(kind: Kind, overrides, num_containers) -> None:
+    recipe = recipe_of(kind, *overrides)
+    documents = [yaml.safe_load(dump(each)) for each in manifests(recipe, kind, OPTIONS)]
+    containers = with_resources(documents)
+    assert len(containers) == num_containers
+    for each in containers:
+        for bound in ("requests", "limits"):
+            assert set(each["resources"][bound]) >= {"cpu", "memory"}, each
+
+
 @pytest.mark.parametrize("make", [jobset, rayjob])
 def test_every_reference_leads_somewhere_and_no_container_has_more_rights_or_fewer_resources_than_it_needs(make):
     document = make(*SPREAD)
