@@ -112,7 +112,7 @@ class WeightsConfig(Config):
 class LoggingConfig(Config):
     """Loggers of a run."""
 
-    backends: list[str] | dict[str, dict[str, Any]] = []
+    backends: list[str] | dict[str, dict[str, Any]] = {}
     """Metric destinations: `trackio`, `wandb`, `tensorboard`, or a class as `module:Class`; with their arguments as
     `{wandb: {project: digits}}`. On the command line, a list chooses among those of a file, and a record adds to
     them."""

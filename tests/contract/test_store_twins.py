@@ -58,7 +58,7 @@ RULES = st.builds(
     staleness=st.builds(StalenessConfig, max_lag=pick([0, 1, 2]), on_stale=pick(["mask", "drop"])),
 )
 KEEP, ZERO, SHARE = KeepAllConfig(), ZeroAdvantageConfig(), AccuracyConfig()
-FILTERS = pick([KEEP, KEEP, ZERO, ZeroAdvantageConfig(0.2), SHARE, AccuracyConfig(0.4, 1.0)])
+FILTERS = pick([KEEP, KEEP, ZERO, SHARE, AccuracyConfig(0.4, 1.0)])
 CURRICULA = pick([None, CurriculumConfig(0.3, 0.7, min_answers=1), CurriculumConfig()])
 REWARDS = st.builds(
     Reward, total=pick([0.5, 0.1, 0.25]), status=pick(["ok", "ok", "ok", "timeout"]), is_correct=st.booleans()

@@ -224,7 +224,7 @@ def test_a_variant_is_chosen_as_an_option_only(override: str) -> None:
             "name must be 1 to 80 letters, digits, ., _ and -, and not start with a dot, because it names a folder, "
             "got 'a/b'.",
         ),
-        ("sft.train_path=5", "sft.train_path must be a string, got 5. Quote it: \"sft.train_path='5'\"."),
+        ("sft.eval_path=5", "sft.eval_path must be a string, got 5. Quote it: \"sft.eval_path='5'\"."),
         (
             "data.eval=[{name: a/b, path: x.jsonl}]",
             "data.eval[0].name must be 1 to 48 letters, digits, ., _ and -, and start with a letter or digit, "

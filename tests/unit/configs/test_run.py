@@ -120,6 +120,11 @@ def test_bounds_of_one_record_are_checked_by_itself() -> None:
         ReuseConfig(max_uses=2, fresh_fraction=0.25)
 
 
+def test_patience_with_the_store_and_claims_follow_from_leases() -> None:
+    broker = make_run(broker={"lease_s": 5.0}).broker
+    assert (broker.store_timeout_s, broker.claim_lease_s) == (10.0, 20.0)
+
+
 def test_what_just_fits_is_accepted() -> None:
     reuse = {"max_uses": 2, "fresh_fraction": 0.5, "samples_per_insert": 2.0}
     run = make_run(buffer={"reuse": reuse}, learner=STEPS_OF_FOUR)

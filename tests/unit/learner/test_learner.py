@@ -252,7 +252,7 @@ def test_every_monitored_evaluation_is_of_the_version_that_it_names(run: RunConf
 
 def test_an_evaluation_that_is_open_at_the_end_is_waited_for_before_the_last_version(run: RunConfig):
     # Step 9 is evaluated at version 4 and produces version 5.
-    run = with_settings(run, every_steps=3, timeout_s=1.0)
+    run = with_settings(run, every_steps=3)
     run = msgspec.structs.replace(run, weights=msgspec.structs.replace(run.weights, publish_every_steps=2))
     store = make_store()
     assert train(run, store)[-1] == 9

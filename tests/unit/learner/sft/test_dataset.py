@@ -66,7 +66,8 @@ def refusal(folder, rows=ROWS, **settings) -> str:
 
 
 RECORD = {"question": "12=", "reward_model": {"style": "rule", "ground_truth": "21"}}
-COLUMNS = {"prompt": "question", "response": "reward_model.ground_truth"}
+COLUMNS = {"data": {"columns": {"prompt": "question", "response": "reward_model.ground_truth"}}}
+MISSING = {"data": {"columns": {"response": "record.missing"}}}
 ANSWERED = conversation(("user", "1+2"), ("assistant", "3"))
 PROMPT = conversation(("user", "1"), ("assistant", "2"), ("user", "3"))
 
@@ -178,7 +179,7 @@ def test_unfit_rows_are_refused_by_default_and_skipped_and_counted_on_request(tm
     [
         ({"prompt": "1", "reply": "2"}, "must have the column `response`, got only prompt, reply", {}),
         ({"token_ids": [4, 5]}, "must have the column `prompt`, got only token_ids", {}),
-        ({"prompt": "1", "record": {"a": "2"}}, "`record.missing`", {"response": "record.missing"}),
+        ({"prompt": "1", "record": {"a": "2"}}, "`record.missing`", MISSING),
         ({"prompt": 1, "response": "2"}, "`prompt` must hold text or lists of messages, got int64", {}),
         ({"prompt": "1", "response": 2}, "`response` must hold text, got int64", {}),
         ({"messages": "1"}, "`messages` must hold lists of records with `role` and `content`", {}),

@@ -170,6 +170,8 @@ def test_the_losses_and_weights_of_trl(tmp_path: Path) -> None:
     for kind, ours in (("cispo", "cispo"), ("sapo", "sapo"), ("vespo", "vespo")):
         run, _ = translated(tmp_path, "trl", f"num_generations: 8\nloss_type: {kind}\n")
         assert run.algorithm.policy_loss.kind == ours
+    rslora = "num_generations: 8\nuse_peft: true\nlora_r: 4\nlora_alpha: 6\nuse_rslora: true\n"
+    assert translated(tmp_path, "trl", rslora)[0].model.lora.alpha == 12, "6 / sqrt(4) = 12 / 4"
     run, _ = translated(tmp_path, "trl", "num_generations: 8\nmax_staleness: 4\nweight_sync_steps: 2\n")
     assert (run.staleness.max_lag, run.weights.publish_every_steps) == (4, 2)
 

@@ -69,7 +69,7 @@ def test_a_restarted_logger_gets_only_what_it_lacks_and_a_curve_of_all(store, ma
     for step in (1, 2, 3):
         store.append_metrics(row(step))
     clock = FakeClock(0.0)
-    feed, kept = make_feed(clock, cursor=2, curve_every_s=60.0)
+    feed, kept = make_feed(clock, cursor=2)
     clock.now = 61.0
     feed.turn()
     assert [entry.step for entry in kept.of("log")] == [3]
@@ -87,7 +87,7 @@ def test_a_restarted_logger_gets_only_what_it_lacks_and_a_curve_of_all(store, ma
 
 
 def test_a_store_that_goes_away_before_the_samples_leaves_no_hole_in_the_curve(store, make_feed, monkeypatch):
-    feed, kept = make_feed(FakeClock(0.0), samples_every_steps=1, curve_every_s=60.0)
+    feed, kept = make_feed(FakeClock(0.0), samples_every_steps=1)
     store.append_metrics(row(1))
     gone = StoreUnavailableError("gone")
     with monkeypatch.context() as patch:
@@ -98,11 +98,12 @@ def test_a_store_that_goes_away_before_the_samples_leaves_no_hole_in_the_curve(s
     assert [entry.step for entry in kept.of("log")] == [entry.step for entry in kept.of("image")] == [1]
 
 
-def test_a_table_holds_the_answers_of_a_step_as_they_are(store, make_feed):
+def test_a_table_holds_the_answers_of_a_step_as_they_are(store, make_feed, monkeypatch):
+    monkeypatch.setattr(feed_module, "_NUM_SAMPLES", 1)
     make_ready(store, 2)
     commit(store, claim(store, 1, 2))
     store.append_metrics(row(1))
-    feed, kept = make_feed(FakeClock(0.0), samples_every_steps=1, num_samples=1)
+    feed, kept = make_feed(FakeClock(0.0), samples_every_steps=1)
     feed.turn()
     (table,) = kept.of("table")
     name, columns, (answer,) = table.arguments
@@ -110,7 +111,7 @@ def test_a_table_holds_the_answers_of_a_step_as_they_are(store, make_feed):
 
 
 def test_rows_that_the_store_dropped_are_counted(store, make_feed):
-    feed, _ = make_feed(FakeClock(0.0), curve_every_s=0.0)
+    feed, _ = make_feed(FakeClock(0.0))
     for step in range(1, 1011):
         store.append_metrics({"step": step})
     feed.turn()
