@@ -51,7 +51,8 @@ class ModelConfig(Config):
     """The policy: a transformers checkpoint."""
 
     path: str
-    """Folder or hub name of the initial weights and tokenizer, in transformers format."""
+    """Folder or hub name of the initial weights and tokenizer, in transformers format, or a GGUF file (`FILE.gguf` or
+    `gguf:FILE`), converted once to float32 into a folder of the user's cache."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type of engine computation and weight transfer; the learner keeps float32 master weights."""
     max_length: Annotated[int, Meta(ge=2)] = 2048
