@@ -114,11 +114,11 @@ def draw(digits: str, *, seed: int) -> bytes:
     return buffer.getvalue()
 
 
-SUMMANDS = list(combinations(range(1, 11), 2))
+SUMMANDS = list(combinations(range(2, 12), 2))
 
 
 def question(number: int) -> tuple[list[dict[str, str]], str]:
-    """Chat messages and answer of one of 90 sums: 1 -> ("What is 2 + 1?", "3"). 2n and 2n + 1 share a pair."""
+    """Chat messages and answer of one of 90 sums: 1 -> ("What is 3 + 2?", "5"). 2n and 2n + 1 share a pair."""
     left, right = SUMMANDS[number // 2][:: -1 if number % 2 else 1]
     return [
         {"role": "system", "content": "Reply with the number only."},

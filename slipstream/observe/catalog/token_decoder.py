@@ -53,7 +53,10 @@ class TokenDecoder:
         token_ids, start = trajectory.token_ids, int(np.argmax(trajectory.model_mask))
         parts = token_ids[max(0, start - _EXCERPT_TOKENS) : start], token_ids[start : start + _EXCERPT_TOKENS]
         prompt, answer = (" ".join(self.plain(part).split()) for part in parts)
-        return prompt[-EXCERPT:].strip(), answer[:EXCERPT]
+        return (
+            prompt if len(prompt) <= EXCERPT else f"…{prompt[1 - EXCERPT :].strip()}",
+            answer if len(answer) <= EXCERPT else f"{answer[: EXCERPT - 1].strip()}…",
+        )
 
     def describe(self, trajectory: Trajectory) -> str:
         """Describe an answer in one line: `reward 0.500  What is 2 + 1? -> It is 3.`"""

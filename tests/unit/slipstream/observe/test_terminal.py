@@ -129,9 +129,9 @@ def test_rows_are_new_once_even_if_the_store_has_dropped_older_ones(scene):
 def test_answers_are_shown_every_ten_steps_and_at_the_start_of_a_run_without_a_signal(
     tmp_path, step, unsignaled, size, has_answers
 ):
-    byte_tokenizer(tmp_path, *"abcdefghijkl")
+    byte_tokenizer(tmp_path / "model", *"abcdefghijkl")
     answers = [make_trajectory("0", index, reward=Reward(total)) for index, total in enumerate((0.5, 0.0, 1.0))]
-    scene = Scene(model=tmp_path, answers=answers, **size)
+    scene = Scene(model=tmp_path / "model", answers=answers, **size)
     scene.append(step, **ROW, **{"learner/advantage_zero_fraction": unsignaled})
     scene.show()
     shown = [f"answer of step {step}: reward {reward}  abcdef -> ghijkl" for reward in ("1.000", "0.000")]

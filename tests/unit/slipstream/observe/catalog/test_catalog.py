@@ -122,7 +122,9 @@ def test_a_page_shows_the_end_of_the_prompt_and_the_beginning_of_the_answer(tmp_
     with open_catalog(str(write_archive(tmp_path / "a", [short, cut])), tokenizer=tokenizer) as catalog:
         for _ in range(2):
             rows = catalog.page(CatalogQuery(is_descending=True), size=3).rows
-            assert [(row.prompt, row.answer) for row in rows] == [("a" * 48, "b" * 48)] * 2 + [("abcdef", "ghijkl")]
+            assert [(row.prompt, row.answer) for row in rows] == [("…" + "a" * 47, "b" * 47 + "…")] * 2 + [
+                ("abcdef", "ghijkl")
+            ]
 
 
 def test_a_row_shows_advantage_and_lag(tmp_path, folder):
