@@ -168,7 +168,7 @@ RANGES = {
     ),
     "learner/advantage_zero_fraction": Range(
         None, 0.95, "all answers of nearly every group have the same reward, so that hardly anything has a gradient",
-        "read answers and rewards with `slipstream data ls -t`: does generators.reward find the answer, and does the "
+        "read answers and rewards with `slipstream data ls`: does generators.reward find the answer, and does the "
         "prompt ask for its format? Otherwise choose prompts of another difficulty (mean reward now "
         "{reward_mean}), a larger generators.group_size (now {group_size}), or buffer/filter=zero_advantage, which "
         "leaves such groups out",
