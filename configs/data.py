@@ -49,7 +49,8 @@ class ModelConfig(Config):
     """The policy: a transformers checkpoint."""
 
     path: str
-    """Folder or hub name of the initial weights and tokenizer, in transformers format."""
+    """Folder or hub name of the initial weights and tokenizer, in transformers format, or a GGUF file (`FILE.gguf` or
+    `gguf:FILE`), converted once to float32 into a folder of the user's cache."""
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     """Data type in which the engine computes and weights are sent; the learner keeps float32 master weights."""
     max_length: Annotated[int, Meta(ge=2)] = 2048

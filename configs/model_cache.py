@@ -22,8 +22,8 @@ def gguf_step(path: str) -> dict[str, Any] | None:
 
     The folder's name has a hash of the file, so that a changed file is converted again.
 
-    Example: gguf_step("gguf:models/tiny.gguf") -> {"creates": "/home/me/.cache/slipstream/tiny-0a55b7e139f2c61d",
-        "module": "slipstream.scripts.convert_gguf", "args": ["models/tiny.gguf", "--out=/home/me/.cache/..."]}
+    Example: gguf_step("gguf:models/tiny.gguf") -> {"creates": "CACHE/tiny-0a55b7e139f2c61d", "module":
+        "slipstream.scripts.convert_gguf", "args": ["FOLDER/models/tiny.gguf", "--out=CACHE/tiny-0a55b7e139f2c61d"]}
     """
     file = Path(path.removeprefix("gguf:")).expanduser()
     if not path.startswith("gguf:") and file.suffix != ".gguf":

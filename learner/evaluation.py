@@ -21,6 +21,7 @@ from slipstream.buffer.trajectory import Purpose
 from slipstream.configs.base import Record
 from slipstream.configs.data import EvalSet
 from slipstream.configs.learner import EvaluationConfig
+from slipstream.runtime.clock import Clock
 
 _RESAMPLES = 1000
 _SEED = 42
@@ -190,6 +191,24 @@ def differences(scored: Mapping[str, Sums], base: Mapping[str, Sums]) -> dict[st
     return {name: estimate(scored[name], minus=base[name]) for name in scored if name in same}
 
 
+class EvaluationProgress:
+    """Estimates when all answers of an evaluation are in, from their rate since the first one."""
+
+    def __init__(self, *, clock: Clock) -> None:
+        self._clock = clock
+        self._first: tuple[float, int] | None = None
+
+    def describe(self, answered: int, asked: int) -> str:
+        """Example: `12 of 225 answers are in, about 65 s left`."""
+        if answered and self._first is None:
+            self._first = self._clock(), answered
+        since, before = self._first or (0.0, 0)
+        left = ""
+        if self._first and answered > before:
+            left = f", about {(self._clock() - since) / (answered - before) * (asked - answered):.0f} s left"
+        return f"{answered} of {asked} answers are in{left}"
+
+
 class Evaluator:
     """Opens evaluations in the store, one per held-out set."""
 
@@ -229,6 +248,9 @@ class Evaluator:
 
     def num_answered(self, name: str) -> int:
         return sum(result.num_answered for result in self._results(name).values())
+
+    def num_asked(self, name: str) -> int:
+        return sum(result.num_asked for result in self._results(name).values())
 
     def result(self, name: str) -> dict[Purpose, EvaluationResult] | None:
         """Results by set, or None while answers are missing."""

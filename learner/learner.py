@@ -30,7 +30,7 @@ from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
 from slipstream.learner.checkpoint import BestCheckpoint
 from slipstream.learner.errors import DeadEndError, DivergenceError, LearnerError
-from slipstream.learner.evaluation import Evaluator
+from slipstream.learner.evaluation import EvaluationProgress, Evaluator
 from slipstream.learner.metrics_log import MetricsLog, Row
 from slipstream.learner.profiler import StepProfiler
 from slipstream.learner.publishing.publisher import BackgroundPublisher
@@ -441,11 +441,12 @@ class Learner:
 
     def _await_evaluation(self, name: str) -> dict[Purpose, EvaluationResult]:
         self._stall.begin(f"the evaluation {name!r}", waits_for="evaluation")
+        progress = EvaluationProgress(clock=self._clock)
         with self._account.phase("evaluating"):
             while (result := self._evaluator.result(name)) is None:
                 self._check_stop()
-                answered = self._evaluator.num_answered(name)
-                self._reason = self._stall.poll(f"{answered} answers are in", answered=answered)
+                answered, asked = self._evaluator.num_answered(name), self._evaluator.num_asked(name)
+                self._reason = self._stall.poll(progress.describe(answered, asked), answered=answered)
                 self._publisher.sync_members(timeout_s=0.05)
         self._stall.end()
         return result

@@ -8,6 +8,7 @@ Training and held-out prompts never overlap; the same seed gives the same files.
 import io
 import random
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -113,15 +114,12 @@ def draw(digits: str, *, seed: int) -> bytes:
     return buffer.getvalue()
 
 
-SUMMANDS = [(low, high) for high in range(1, 21) for low in range(1, high + 1)]
+SUMMANDS = list(combinations(range(2, 12), 2))
 
 
 def question(number: int) -> tuple[list[dict[str, str]], str]:
-    """Chat messages and answer of one of 210 sums: 59 -> ("What is 11 + 4?", "15").
-
-    Each pair of numbers occurs in one order only, so that none is in both splits.
-    """
-    left, right = SUMMANDS[number] if number % 2 else SUMMANDS[number][::-1]
+    """Chat messages and answer of one of 90 sums: 1 -> ("What is 3 + 2?", "5"). 2n and 2n + 1 share a pair."""
+    left, right = SUMMANDS[number // 2][:: -1 if number % 2 else 1]
     return [
         {"role": "system", "content": "Reply with the number only."},
         {"role": "user", "content": f"What is {left} + {right}?"},
@@ -135,11 +133,15 @@ def picture(number: int, digits: int) -> tuple[str, str]:
 
 def make_problems(task: str, *, digits: int, count: int, seed: int) -> list[tuple[Any, str]]:
     """Sample `count` different (prompt, answer) pairs. Raises ConfigError if fewer exist."""
-    available = {"addition": 8100, "question": len(SUMMANDS)}.get(task, 10**digits)
+    available = {"addition": 8100, "question": 2 * len(SUMMANDS)}.get(task, 10**digits)
     why = f"there are no more different problems of {task}"
     require(count <= available, "--train-rows + --heldout-rows", f"be <= {available}", got=count, why=why)
     # One draw for both splits, so that they cannot overlap.
     numbers = random.Random(seed).sample(range(available), count)
+    if task == "question":
+        # Both orders of a pair are in the same split if both sizes are even.
+        pairs = random.Random(seed).sample(range(len(SUMMANDS)), len(SUMMANDS))
+        numbers = [2 * pair + order for pair in pairs for order in (0, 1)][:count]
     made: dict[str, Callable[[int], tuple[Any, str]]] = {
         "reverse": lambda number: reverse(number, digits),
         "picture": lambda number: picture(number, digits),

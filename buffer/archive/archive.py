@@ -109,20 +109,22 @@ class Archive:
         *,
         decode: Decode | None = None,
         on_refused: Callable[[ShardError], None] = _raise,
+        is_newest_first: bool = False,
     ) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories in the order archived; members of a group are adjacent.
+        """Yield the selected trajectories in the order archived, or in reverse; members of a group are adjacent.
 
         Without `decode`, a condition on text is ignored. `on_refused` is called for each unreadable shard, which is
         skipped unless it raises.
         """
         selected = selected or TrajectoryFilter()
         where = selected.expression()
-        for shard in filter(selected.may_be_in, self.shards):
+        for shard in filter(selected.may_be_in, self.shards[::-1] if is_newest_first else self.shards):
             try:
                 # Ids are 1 % of a shard; reading them first skips the rest of all shards but one.
                 if selected.id is not None and selected.id not in read_column(self.folder, shard, "id"):
                     continue
-                for stored in read_shard(self.folder, shard, where=where):
+                found = read_shard(self.folder, shard, where=where)
+                for stored in reversed(list(found)) if is_newest_first else found:
                     if selected.matches(stored, decode=decode):
                         yield stored
             except ShardError as error:

@@ -291,12 +291,15 @@ def _metrics(members: Sequence[_Member], trajectories: Trajectories) -> dict[str
     lengths = trajectories.lengths[is_sampled].double()
     is_cut = torch.tensor([member.num_stale > 0 for member in members], dtype=torch.bool)[is_sampled]
     bias = {"learner/stale_length_ratio": float(lengths[is_cut].mean() / lengths.mean())} if is_cut.any() else {}
+    sampled = [member.trajectory for member in members if not member.trajectory.is_greedy]
     return {
-        **describe_answers(member.trajectory for member in members if not member.trajectory.is_greedy),
+        **describe_answers(sampled),
         "learner/trajectories": float(num_sampled),
         "learner/reward_mean": float(answered.mean()) if len(answered) else 0.0,
         "learner/stale_fraction": num_stale / max(1, int(trajectories.lengths[is_sampled].sum())),
         "learner/failed_fraction": 1.0 - len(answered) / max(1, num_sampled),
+        "learner/correct_fraction": fmean([each.reward.is_correct for each in sampled] or [0.0]),
+        "learner/truncated_fraction": fmean([each.stop_reason == "length" for each in sampled] or [0.0]),
         **bias,
     }
 

@@ -13,7 +13,8 @@ import msgspec
 from rich.console import Console
 
 from slipstream.broker.transport.endpoints import find_last_port
-from slipstream.buffer.errors import RunConflictError, StoreCannotWriteError, StoreUnavailableError
+from slipstream.buffer.codec import unpack
+from slipstream.buffer.errors import RunConflictError, StaleFenceError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S
 from slipstream.buffer.redis.embedded import IDLE_TIMEOUT_S, EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store, store_url
@@ -21,6 +22,7 @@ from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.buffer.role_reports import LAUNCHER, LEARNER, PROBLEM_PREFIX
 from slipstream.buffer.store import StoreOutage
+from slipstream.buffer.trajectory import Trajectory
 from slipstream.cluster.observers import observed
 from slipstream.cluster.role_process import RoleDiedError, RoleProcess
 from slipstream.cluster.seat import LocalSeat, Places
@@ -52,6 +54,7 @@ from slipstream.runtime.run_folder import RunFolder
 _POLL_EVERY_S = 0.5
 _ANSWER_TIMEOUT_S = 3.0
 """Longest wait for an answer of the store, during which the launcher polls no role."""
+_SAMPLED_GROUPS = 8
 _REMIND_EVERY_S = 20.0
 """Interval between messages while the launcher waits for the broker, which may read large files, to open the run."""
 _MAX_PROBLEMS = 32
@@ -81,7 +84,8 @@ class Launcher:
     ) -> None:
         self._run = run
         self._folder = folder
-        self._view = LiveView(run, console=console)
+        self._opened_store: RedisStore | None = None
+        self._view = LiveView(run, console=console, read_answers=self._read_answers)
         self._outage = StoreOutage(report=lambda sentence: self._view.print_line(sentence))
         self._supervisor: RedisSupervisor | None = None
         # Read once: later generators get GPUs from the same list.
@@ -295,7 +299,18 @@ class Launcher:
         finally:
             report.end(reason=reason, restarts=self._restarts(), generators_target=self._pool.target)
 
+    def _read_answers(self, step: int) -> list[Trajectory]:
+        """Return trajectories of a step that are still in the store, at most those of some groups."""
+        if (store := self._opened_store) is None or not (entries := store.ledger(first_step=step)):
+            return []
+        try:
+            groups = store.fetch(entries[0].group_ids[:_SAMPLED_GROUPS])
+        except StaleFenceError:
+            return []
+        return [unpack(payload) for group in groups for payload in group]
+
     def _watch(self, store: RedisStore, report: LauncherReport) -> None:
+        self._opened_store = store
         monitor = Monitor(store, self._run)
         scaling = Scaling(self._pool, report, run=self._run, check_room=self._check_room)
         self._remind_at = time.monotonic() + _REMIND_EVERY_S

@@ -14,6 +14,7 @@ from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.records import StepEntry
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.base import ConfigError
+from slipstream.observe.catalog.token_decoder import TOKENIZER, extremes, find_decoder
 from slipstream.observe.finding import Answer, Finding, shown
 from slipstream.observe.metrics_rows import Health, HealthWarning
 from slipstream.observe.reader import RunReader
@@ -21,6 +22,7 @@ from slipstream.observe.reward_fall import explain_reward
 from slipstream.observe.slowness import explain_slowness
 from slipstream.runtime.command_line import add_row, make_console, make_table, printable
 from slipstream.runtime.healthy_ranges import RANGES
+from slipstream.runtime.model_files import find_file
 from slipstream.runtime.run_folder import find_run
 
 _GONE = "its tokens are stored no more"
@@ -195,7 +197,16 @@ def _health(reader: RunReader) -> Answer:
         findings.append(Finding(first.metric, "; ".join(figures), advice))
     count = sum(map(len, by_advice.values()))
     said = f"{count} of {len(RANGES)} watched metrics" if count else "no watched metric"
-    return Answer(f"After step {rows[-1]['step']}, outside of its healthy range: {said}.", findings)
+    headline = f"After step {rows[-1]['step']}, outside of its healthy range: {said}."
+    return Answer(headline, findings, facts=_sample(reader, rows[-1]["step"]) if findings else [])
+
+
+def _sample(reader: RunReader, step: int) -> list[str]:
+    """Describe the answers of a step with the highest and lowest reward, as far as they are stored and decodable."""
+    entry, model = reader.find_step(step), reader.config.model.path
+    decoder = find_decoder(find_file(model, TOKENIZER), candidates=[reader.folder / "final_model"])
+    members = reader.members(entry).values() if entry and decoder else ()
+    return [f"answer of step {step}: {decoder.describe(each)}" for each in extremes(members)] if decoder else []
 
 
 def _figures(warning: HealthWarning) -> str:

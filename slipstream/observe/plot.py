@@ -94,7 +94,8 @@ def draw(rows: Rows, *, title: str) -> Figure:
 def _draw_accuracy(axes: Axes, rows: Rows, *, over: str) -> None:
     axes.set(ylim=(0, 1.02), xlabel=_UNITS[over], title=f"Held-out accuracy by {_BY[over]}")
     _draw_sets(axes, rows, prefix=ACCURACY, over=over)
-    axes.legend(loc="lower right")
+    axes.set_xlim(left=0)
+    axes.legend(loc="best")
 
 
 def _draw_sets(axes: Axes, rows: Rows, *, prefix: str, over: str) -> None:

@@ -3,8 +3,8 @@
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import msgspec
@@ -20,25 +20,37 @@ from slipstream.buffer.control import _POLL_EVERY_S
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.redis.run_store import COMMAND_TIMEOUT_S
 from slipstream.buffer.role_reports import Liveness, RoleStatus, describe_times, number_of
+from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.base import ConfigError
 from slipstream.configs.run import RunConfig
+from slipstream.observe.catalog.token_decoder import TOKENIZER, TokenDecoder, extremes, find_decoder
 from slipstream.observe.reader import RunReader, read_run
 from slipstream.observe.results import draw_results
 from slipstream.observe.run_status import RunSnapshot, RunStatus, dead_end_cause
 from slipstream.runtime.command_line import add_row, make_console, make_table, printable
 from slipstream.runtime.credentials import TOKEN_VARIABLE
+from slipstream.runtime.model_files import find_file
 from slipstream.runtime.process import on_stop_signal
 from slipstream.runtime.run_folder import find_run
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 48
+_ANSWERS_EVERY, _FIRST_STEPS, _MIN_WIDTH = 10, 2, 100
+"""Steps between two samples of answers, steps at the start checked for a signal, and columns that a sample needs."""
+_NO_SIGNAL = 0.95
+"""Share of tokens without an advantage."""
 
 
 class LiveView:
     """Shows snapshots of a run inside `with view.shown():`."""
 
-    def __init__(self, run: RunConfig, *, console: Console) -> None:
+    def __init__(
+        self, run: RunConfig, *, console: Console, read_answers: Callable[[int], list[Trajectory]] = lambda _: []
+    ) -> None:
+        """`read_answers` returns the trajectories of a step that are still stored."""
         self._run = run
+        self._read_answers = read_answers
+        self._decoder: TokenDecoder | None = None
         self._console = console
         self._live: Live | None = None
         self._last_wait: str | None = None
@@ -52,7 +64,9 @@ class LiveView:
         self._live = None
 
     def show(self, snapshot: RunSnapshot) -> None:
-        """Redraw the panel, or print one line per new step without a terminal."""
+        """Redraw the panel, or print one line per new step without a terminal. Print some answers of some steps."""
+        for row in snapshot.new_rows[-1:]:
+            self._show_answers(row)
         if self._live:
             self._live.update(self._panel(snapshot))
             return
@@ -66,6 +80,23 @@ class LiveView:
         if not snapshot.rows and (waits := snapshot.describe_waits()) != self._last_wait:
             self._last_wait = waits
             self.print_line(f"{snapshot.state.phase}: {waits or 'no role waits'}")
+
+    def _show_answers(self, row: dict[str, Any]) -> None:
+        step = row["step"]
+        has_no_signal = row.get("learner/advantage_zero_fraction", 0.0) > _NO_SIGNAL
+        is_due = step % _ANSWERS_EVERY == 1 or (has_no_signal and step <= _FIRST_STEPS)
+        if not is_due or (self._console.is_terminal and self._console.width < _MIN_WIDTH):
+            return
+        with suppress(ConfigError):
+            self._decoder = self._decoder or find_decoder(find_file(self._run.model.path, TOKENIZER), candidates=[])
+        if self._decoder:
+            for trajectory in extremes(self._read_answers(step)):
+                self.print_line(f"answer of step {step}: {self._decoder.describe(trajectory)}")
+        if has_no_signal:
+            self.print_line(
+                f"step {step} has almost no learning signal: all answers of nearly every group have the same reward. "
+                "Is the reward right for these answers, and does the prompt ask for the format that it needs?"
+            )
 
     def print_line(self, sentence: str) -> None:
         self._console.print(sentence, highlight=False, soft_wrap=True)

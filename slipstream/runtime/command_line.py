@@ -37,14 +37,15 @@ INTERRUPTED = 130
 
 SETTINGS = """\b
 Most used settings:
-  experiment=PRESET             digits_cpu (the default), digits_rotary_cpu, addition_cpu, picture_digits_cpu,
-                                gsm8k_1gpu, gsm8k_8gpu, gsm8k_32b_8gpu, gsm8k_moe_8gpu, gsm8k_lora_1gpu, math_1gpu,
-                                retool_1gpu, search_r1_1gpu, environment_1gpu, geometry_1gpu, digits_serial,
-                                digits_replay, digits_sft, sft, reward_model; or your own mine.yaml
+  experiment=PRESET             digits_cpu (the default), smollm2_cpu, digits_rotary_cpu, addition_cpu,
+                                picture_digits_cpu, gsm8k_1gpu, gsm8k_8gpu, gsm8k_32b_8gpu, gsm8k_moe_8gpu,
+                                gsm8k_lora_1gpu, math_1gpu, retool_1gpu, search_r1_1gpu, environment_1gpu,
+                                geometry_1gpu, digits_serial, digits_replay, digits_sft, sft, reward_model; or your own
+                                mine.yaml
   recipe=PRESET                 algorithm: dapo, dr_grpo, gspo, cispo, ppo, ...
   name=NAME                     run folder runs/NAME; resume=true continues it
   seed=0                        every random choice of the run derives from it
-  model.path=FOLDER             model to train: a transformers folder, or a name on the Hugging Face hub
+  model.path=FOLDER             model to train: a transformers folder, a GGUF file, or a name on the hub
   data.train=FILE               prompts (Parquet, CSV, JSON lines); data.eval=FILE those to evaluate on
   generators.count=1            vLLM engines; generators.group_size=8 answers to each prompt
   generators.reward.function=module:function

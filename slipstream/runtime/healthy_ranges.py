@@ -35,6 +35,8 @@ class Range:
     """Skip steps without stale tokens."""
     of_median: bool = False
     """Bounds are multiples of the metric's median over previous steps."""
+    min_wrong: float = 0.0
+    """Skip steps in which the fraction of wrong answers is smaller."""
 
     def holds(self, value: float) -> bool:
         """Return whether the value is in the range; False for NaN."""
@@ -139,9 +141,10 @@ RANGES = {
         "look for overflow: model.dtype, learner.optimizer.max_grad_norm (now {max_grad_norm})",
     ),
     "learner/entropy": Range(
-        0.01, None, "the policy has stopped exploring: all answers to a prompt are alike, and it learns no more",
+        0.1, None, "the policy has stopped exploring: all answers to a prompt are alike, and it learns no more",
         "raise algorithm.entropy_coef (now {entropy_coef}), lower learner.optimizer.learning_rate (now "
         "{learning_rate}), or stop here if the reward (now {reward_mean}) is good",
+        patience=3, min_wrong=0.1,
     ),
     "learner/grad_norm": Range(
         None, 10.0, "a spike of the gradient precedes a collapse",
@@ -165,9 +168,22 @@ RANGES = {
     ),
     "learner/advantage_zero_fraction": Range(
         None, 0.95, "all answers of nearly every group have the same reward, so that hardly anything has a gradient",
-        "choose prompts of another difficulty (mean reward now {reward_mean}), a larger generators.group_size (now "
-        "{group_size}), or buffer/filter=zero_advantage, which leaves such groups out",
-        patience=5,
+        "read answers and rewards with `slipstream data ls`: does generators.reward find the answer, and does the "
+        "prompt ask for its format? Otherwise choose prompts of another difficulty (mean reward now "
+        "{reward_mean}), a larger generators.group_size (now {group_size}), or buffer/filter=zero_advantage, which "
+        "leaves such groups out",
+        patience=2,
+    ),
+    "learner/correct_fraction": Range(
+        0.001, None, "no answer has been correct, whatever its reward (now {reward_mean}): a part of the reward for "
+        "something else may be all that is learned",
+        "look at answers with `slipstream data ls`; `is_correct` of the reward must mean what you want to learn",
+        patience=20,
+    ),
+    "learner/truncated_fraction": Range(
+        None, 0.9, "nearly all answers are cut off before they end, and a reward for the whole answer is lost",
+        "raise generators.sampling.max_tokens (now {max_tokens}), or ask for shorter answers in the prompt",
+        patience=2,
     ),
 }  # fmt: skip
 """Key -> healthy range, as in docs/metrics.md."""
@@ -271,5 +287,10 @@ class Watched:
 def changed(watched: Mapping[str, Watched], row: Mapping[str, Any]) -> list[tuple[str, Watched]]:
     """Add a step's metrics; return those that left or reentered their range."""
     is_stale = row.get("lag/max", 0) > 0
-    found = {key: each for key, each in watched.items() if key in row and (is_stale or not each.healthy.only_stale)}
+    wrong = 1.0 - row.get("learner/correct_fraction", 0.0)
+    found = {
+        key: each
+        for key, each in watched.items()
+        if key in row and (is_stale or not each.healthy.only_stale) and wrong >= each.healthy.min_wrong
+    }
     return [(key, each) for key, each in found.items() if each.update(float(row[key]))]

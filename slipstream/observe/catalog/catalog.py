@@ -4,7 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from slipstream.observe.catalog.token_decoder import TokenDecoder, find_text
 
 SORTABLE = tuple(field.name for field in ROWS if not pa.types.is_list(field.type))
 _QUERIES_KEPT = 8
+_EXCERPTS_KEPT = 4096
 _SEARCH_THREADS = min(4, os.cpu_count() or 1)
 """Each holds about a million tokens in memory."""
 
@@ -71,6 +72,7 @@ class Catalog:
         self._refreshing = threading.Lock()
         self._snapshot = _Snapshot([], {})
         self._select = lru_cache(_QUERIES_KEPT)(_select)
+        self._excerpts: dict[str, tuple[str, str]] = {}
         self._found: tuple[str, dict[int, tuple[Block, np.ndarray]]] = "", {}
         self.refresh()
 
@@ -114,7 +116,13 @@ class Catalog:
         snapshot = self._snapshot
         indices = self._indices(snapshot, query, is_cancelled)
         chosen = [snapshot.rows.slice(index, 1) for index in indices[start : start + size].tolist()]
-        return Page(len(indices), start, to_records(pa.concat_tables([ROWS.empty_table(), *chosen])))
+        rows = to_records(pa.concat_tables([ROWS.empty_table(), *chosen]))
+        texts = self._read_excerpts(snapshot, indices[start : start + size], rows) if self.decoder else {}
+        rows = [
+            msgspec.structs.replace(row, prompt=texts[row.id][0], answer=texts[row.id][1]) if row.id in texts else row
+            for row in rows
+        ]
+        return Page(len(indices), start, rows)
 
     def select(self, query: CatalogQuery) -> pa.Table:
         """Return the rows of the result.
@@ -137,14 +145,31 @@ class Catalog:
     def stored(self, query: CatalogQuery) -> Iterator[StoredTrajectory]:
         """Yield the trajectories of the result. Raises the errors of `select`."""
         snapshot = self._snapshot
-        indices = np.sort(self._indices(snapshot, query))
-        start = 0
+        yield from self._read(snapshot, self._indices(snapshot, query))
+
+    def _read(self, snapshot: _Snapshot, indices: np.ndarray) -> Iterator[StoredTrajectory]:
+        indices, start = np.sort(indices), 0
         for block in snapshot.blocks:
             own = indices[(indices >= start) & (indices < start + block.rows.num_rows)] - start
             start += block.rows.num_rows
             with _refusing():
                 if len(own):
                     yield from read_stored(block.dataset, block.rows["id"].take(pa.array(own)).to_pylist())
+
+    def _read_excerpts(
+        self, snapshot: _Snapshot, indices: np.ndarray, rows: list[CatalogRow]
+    ) -> dict[str, tuple[str, str]]:
+        """Return id -> beginnings of prompt and answer, as far as they are known or can be read."""
+        assert self.decoder is not None
+        known = self._excerpts
+        is_missing = np.array([row.id not in known for row in rows], dtype=bool)
+        with suppress(ArchiveError):
+            read = self._read(snapshot, indices[is_missing])
+            found = {each.trajectory.id: self.decoder.excerpts(each.trajectory) for each in read}
+            # Another thread may read `known`.
+            known = known | found
+            self._excerpts = known if len(known) < _EXCERPTS_KEPT else found
+        return known
 
     def _details(self, where: pc.Expression) -> list[TrajectoryDetail]:
         snapshot = self._snapshot

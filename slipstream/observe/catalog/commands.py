@@ -56,14 +56,16 @@ def ls(
     run: RunName = None,
     runs_dir: RunsDir = Path("runs"),
 ) -> None:
-    """List groups, or trajectories."""
+    """List groups, or trajectories, newest first."""
     selected = parse_conditions(conditions)
     with _open(where, run, runs_dir) as source:
-        found = source.read(selected, decode=_decoder(source, tokenizer, selected))
-        table, count = (list_trajectories if trajectories else list_groups)(found, limit=limit)
+        decoder = decoder_of(source, tokenizer)
+        _check_text(selected, decoder)
+        found = source.read(selected, decode=decoder, is_newest_first=True)
+        table, count = (list_trajectories if trajectories else list_groups)(found, limit=limit, decoder=decoder)
         make_console().print(table if count else "nothing matches")
         if count == limit:
-            print(f"the first {limit}; more with --limit")
+            print(f"the newest {limit}; more with --limit")
 
 
 @app.command()

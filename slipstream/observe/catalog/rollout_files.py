@@ -251,6 +251,8 @@ class ByteDecoder(TokenDecoder):
     def __call__(self, tokens: np.ndarray) -> str:
         return tokens.astype(np.uint8).tobytes().decode(errors="replace")
 
+    plain = __call__
+
     @cached_property
     def pieces(self) -> list[bytes]:
         """Every byte, and an empty last entry."""

@@ -54,13 +54,20 @@ class CatalogRow(Record):
     """Learner's version at the start of `last_step` minus `oldest_version`; None if either is unknown."""
     seconds: float
     """Generation time."""
+    prompt: str = ""
+    """End of the prompt, and beginning of the answer; only in pages, with a tokenizer."""
+    answer: str = ""
 
 
 _AS_ARCHIVED = [name for name in CatalogRow.__struct_fields__ if name in SCHEMA.names]
 _DERIVED = {"versions": pa.list_(pa.int64()), "advantage": pa.float64(), "seconds": pa.float64()}
 ROWS = pa.schema(
     {name: SCHEMA.field(name).type for name in _AS_ARCHIVED}
-    | {name: _DERIVED.get(name, pa.int64()) for name in CatalogRow.__struct_fields__ if name not in _AS_ARCHIVED}
+    | {
+        name: _DERIVED.get(name, pa.int64())
+        for name in CatalogRow.__struct_fields__
+        if name not in (*_AS_ARCHIVED, "prompt", "answer")
+    }
 )
 """Archive columns, then derived columns."""
 

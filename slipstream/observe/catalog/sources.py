@@ -74,9 +74,11 @@ class ArchiveSource:
         """One sentence on each part that cannot be read."""
         return [note for note in (self._note, self.archive.note, *self._refused.values()) if note]
 
-    def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
+    def read(
+        self, selected: TrajectoryFilter, *, decode: Decode | None, is_newest_first: bool = False
+    ) -> Iterator[StoredTrajectory]:
         """Yield trajectories, group by group. A text condition needs `decode`."""
-        return self.archive.read(selected, decode=decode, on_refused=self._warn)
+        return self.archive.read(selected, decode=decode, on_refused=self._warn, is_newest_first=is_newest_first)
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
         """Return a block per readable shard. Raises ArchiveError for a damaged manifest."""
@@ -158,17 +160,21 @@ class StoreSource:
     def num_unreadable(self) -> int:
         return self._archive.num_unreadable if self._archive else 0
 
-    def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
+    def read(
+        self, selected: TrajectoryFilter, *, decode: Decode | None, is_newest_first: bool = False
+    ) -> Iterator[StoredTrajectory]:
         """Yield the store's trajectories, then the archive's."""
         self.store.run_state()
         group_id = group_of(lease_of(selected.id)) if selected.id else selected.group_id
         group_ids = None if group_id is None else {group_id}
         seen = set()
-        for group in self.store.groups(group_ids=group_ids, state=selected.outcome):
+        groups = self.store.groups(group_ids=group_ids, state=selected.outcome)
+        for group in reversed(list(groups)) if is_newest_first else groups:
             seen.add(group.id)
             yield from (stored for stored in _members(group) if selected.matches(stored, decode=decode))
         # Read the archive last: a group that moves in between is found twice, not lost.
-        for stored in self._archive.read(selected, decode=decode) if self._archive else ():
+        archive = self._archive
+        for stored in archive.read(selected, decode=decode, is_newest_first=is_newest_first) if archive else ():
             if stored.trajectory.group_id not in seen:
                 yield stored
 
@@ -231,9 +237,12 @@ class FileSource:
     def parts(self) -> "list[Source]":
         return [self]
 
-    def read(self, selected: TrajectoryFilter, *, decode: Decode | None) -> Iterator[StoredTrajectory]:
+    def read(
+        self, selected: TrajectoryFilter, *, decode: Decode | None, is_newest_first: bool = False
+    ) -> Iterator[StoredTrajectory]:
         found = read_verl_dump(self.path) if self.is_verl else (each.stored for each in read_rollouts(self.path))
-        return (stored for stored in found if selected.matches(stored, decode=decode))
+        ordered = reversed(list(found)) if is_newest_first else found
+        return (stored for stored in ordered if selected.matches(stored, decode=decode))
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
         """Return a block: Parquet in place, JSON lines in memory. Raises ConfigError."""

@@ -14,6 +14,7 @@ from slipstream.buffer.archive.archive import ArchiveCheck
 from slipstream.buffer.archive.trajectory_filter import GROUP_STATES, Decode, StoredTrajectory
 from slipstream.buffer.records import FRAME_BYTES_KEPT
 from slipstream.buffer.trajectory import Trajectory, lag_histogram
+from slipstream.observe.catalog.token_decoder import TokenDecoder
 from slipstream.runtime.command_line import add_row, make_table
 
 
@@ -31,29 +32,35 @@ def distribution(values: list[float]) -> list[str]:
 
 
 _COMMON = ("outcome", "tokens", "versions", "steps", "data source", "reason")
+_TEXTS = ("prompt", "answer")
 _NUMBERS = ("members", "reward", "tokens", "index")
 
 
-def list_groups(found: Iterable[StoredTrajectory], *, limit: int) -> tuple[Table, int]:
-    """Return (table with a line per group of selected members, number of lines)."""
-    table = make_table("group", "members", "reward", *_COMMON, numbers=_NUMBERS)
+def list_groups(found: Iterable[StoredTrajectory], *, limit: int, decoder: TokenDecoder | None) -> tuple[Table, int]:
+    """Return (table with a line per group of selected members, number of lines). The text is of one member."""
+    table = make_table("group", "members", "reward", *_TEXTS[: 2 * (decoder is not None)], *_COMMON, numbers=_NUMBERS)
     groups = (list(members) for _, members in groupby(found, key=lambda stored: stored.trajectory.group_id))
     for group in islice(groups, limit):
         rewards = sum(member.trajectory.reward.total for member in group) / len(group)
         tokens = sum(member.trajectory.num_tokens for member in group) / len(group)
         versions = sorted({version for member in group for version in member.versions})
-        first = group[0]
-        _add(table, first, first.trajectory.group_id, len(group), f"{rewards:.3f}", tokens=tokens, versions=versions)
+        first = group[-1]
+        texts = decoder.excerpts(first.trajectory) if decoder else ()
+        cells = (first.trajectory.group_id, len(group), f"{rewards:.3f}", *texts)
+        _add(table, first, *cells, tokens=tokens, versions=versions)
     return table, table.row_count
 
 
-def list_trajectories(found: Iterable[StoredTrajectory], *, limit: int) -> tuple[Table, int]:
+def list_trajectories(
+    found: Iterable[StoredTrajectory], *, limit: int, decoder: TokenDecoder | None
+) -> tuple[Table, int]:
     """Return (table with a line per trajectory, number of lines)."""
-    table = make_table("id", "reward", *_COMMON, numbers=_NUMBERS)
+    table = make_table("id", "reward", *_TEXTS[: 2 * (decoder is not None)], *_COMMON, numbers=_NUMBERS)
     for stored in islice(found, limit):
         trajectory = stored.trajectory
         reward = f"{trajectory.reward.total:.3f}" if trajectory.reward.status == "ok" else trajectory.reward.status
-        _add(table, stored, trajectory.id, reward, tokens=trajectory.num_tokens, versions=stored.versions)
+        texts = decoder.excerpts(trajectory) if decoder else ()
+        _add(table, stored, trajectory.id, reward, *texts, tokens=trajectory.num_tokens, versions=stored.versions)
     return table, table.row_count
 
 

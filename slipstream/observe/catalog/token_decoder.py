@@ -1,7 +1,7 @@
 """TokenDecoder: decodes and searches token ids with the tokenizer of a run's model."""
 
 import codecs
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -12,13 +12,18 @@ import pyarrow.dataset as ds
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from slipstream.buffer.errors import SearchCancelledError
+from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.base import ConfigError
+from slipstream.runtime.command_line import printable
 
-_FILE = "tokenizer.json"
+TOKENIZER = "tokenizer.json"
 _FIRST_SHIFTED = 256
 """Byte-level tokenizers map non-printable bytes to characters from here on."""
 _ROWS_AT_ONCE = 65536
 _TOKENS_AT_ONCE = 2**22
+EXCERPT = 48
+"""Characters of a prompt or an answer in a list."""
+_EXCERPT_TOKENS = 2 * EXCERPT
 _ROWS_TRIED = 16
 """Rows that must equal their joined pieces to search pieces instead of texts."""
 
@@ -38,6 +43,27 @@ class TokenDecoder:
 
     def __call__(self, tokens: np.ndarray) -> str:
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+
+    def plain(self, tokens: np.ndarray) -> str:
+        """Decode without special tokens."""
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+    def excerpts(self, trajectory: Trajectory) -> tuple[str, str]:
+        """End of the prompt, because chat templates begin alike, and beginning of the answer, each as one line."""
+        token_ids, start = trajectory.token_ids, int(np.argmax(trajectory.model_mask))
+        parts = token_ids[max(0, start - _EXCERPT_TOKENS) : start], token_ids[start : start + _EXCERPT_TOKENS]
+        prompt, answer = (" ".join(self.plain(part).split()) for part in parts)
+        return (
+            prompt if len(prompt) <= EXCERPT else f"…{prompt[1 - EXCERPT :].strip()}",
+            answer if len(answer) <= EXCERPT else f"{answer[: EXCERPT - 1].strip()}…",
+        )
+
+    def describe(self, trajectory: Trajectory) -> str:
+        """Describe an answer in one line: `reward 0.500  What is 2 + 1? -> It is 3.`"""
+        prompt, answer = self.excerpts(trajectory)
+        reward = trajectory.reward
+        shown = f"{reward.total:.3f}" if reward.status == "ok" else reward.status
+        return printable(f"reward {shown}  {prompt} -> {answer}")
 
     @cached_property
     def pieces(self) -> list[bytes]:
@@ -73,17 +99,23 @@ class TokenDecoder:
         return joined.decode(errors="replace") == self(tokens)
 
 
+def extremes(found: Iterable[Trajectory]) -> list[Trajectory]:
+    """Return the answer with the highest reward and the one with the lowest."""
+    ranked = sorted(found, key=lambda each: -each.reward.total)
+    return [ranked[0], ranked[-1]] if len(ranked) > 1 else ranked
+
+
 def find_decoder(given: Path | None, *, candidates: list[Path]) -> TokenDecoder | None:
     """Return the tokenizer `given` as folder or file, or else the first of `candidates`, or None.
 
     Raises ConfigError if `given` has none or a tokenizer cannot be read.
     """
     if given is None:
-        paths = [folder / _FILE for folder in candidates]
+        paths = [folder / TOKENIZER for folder in candidates]
         return next((TokenDecoder(path) for path in paths if path.is_file()), None)
-    path = given / _FILE if given.is_dir() else given
+    path = given / TOKENIZER if given.is_dir() else given
     if not path.is_file():
-        raise ConfigError(f"--tokenizer must be a {_FILE} or a folder with one, got {given}.")
+        raise ConfigError(f"--tokenizer must be a {TOKENIZER} or a folder with one, got {given}.")
     return TokenDecoder(path)
 
 

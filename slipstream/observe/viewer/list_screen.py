@@ -45,6 +45,8 @@ COLUMNS: dict[str, tuple[str, int, Callable[[CatalogRow], str]]] = {
         8,
         lambda row: _number(row.reward_total, ".3f") if row.reward_status == "ok" else row.reward_status,
     ),
+    "prompt": ("prompt", 28, lambda row: row.prompt[-28:]),
+    "answer": ("answer", 36, lambda row: row.answer),
     "advantage": ("advantage", 9, lambda row: _number(row.advantage, "+.3f")),
     "num_tokens": ("tokens", 7, lambda row: str(row.num_tokens)),
     "num_turns": ("turns", 5, lambda row: str(row.num_turns)),
@@ -55,7 +57,7 @@ COLUMNS: dict[str, tuple[str, int, Callable[[CatalogRow], str]]] = {
     "stop_reason": ("stop", 8, lambda row: row.stop_reason),
     "generator_id": ("generator", 12, lambda row: row.generator_id),
     "data_source": ("source", 14, lambda row: row.data_source),
-    "prompt_uid": ("prompt", 20, lambda row: row.prompt_uid),
+    "prompt_uid": ("prompt id", 20, lambda row: row.prompt_uid),
     "finished_at": ("finished", 14, lambda row: f"{datetime.fromtimestamp(row.finished_at, UTC):%m-%d %H:%M:%S}"),
     "reason": ("reason", 20, lambda row: row.reason),
 }
@@ -158,6 +160,7 @@ def headings(sort_by: str, *, is_descending: bool) -> str:
 
 
 _REFRESH_S = 2.0
+_NEWEST_FIRST = CatalogQuery(is_descending=True)
 _FIRST_ROWS = 256
 
 
@@ -187,7 +190,7 @@ class ListScreen(Screen[None]):
         super().__init__()
         self._catalog = catalog
         self._source = name
-        self._query = CatalogQuery()
+        self._query = _NEWEST_FIRST
         self._edited = ""
 
     def compose(self) -> ComposeResult:

@@ -6,8 +6,9 @@ from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.data import DataConfig, EvalSet
 from slipstream.configs.learner import EvaluationConfig
-from slipstream.learner.evaluation import Evaluator
+from slipstream.learner.evaluation import EvaluationProgress, Evaluator
 from tests.contract.stores import answer, lease, open_run
+from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
 
 SETS = DataConfig(train="a", eval="b").eval_sets
@@ -75,10 +76,22 @@ def test_an_evaluation_without_a_reward_is_requested_under_another_name(store, e
     assert evaluator.open_final("before", version=0) == "before-2"
     reply(store, status="timeout")
     assert evaluator.open_final("before", version=0) == "before-3"
-    assert (evaluator.num_answered("before-3"), evaluator.result("before-3")) == (0, None)
+    assert (evaluator.num_answered("before-3"), evaluator.num_asked("before-3")) == (0, 4)
+    assert evaluator.result("before-3") is None
     assert reply(store, status="ok") == evaluator.num_answered("before-3") == 4
     assert set(evaluator.result("before-3")) == {"sampled", "greedy"}
     assert evaluator.open_final("before", version=0) == "before-3"
+
+
+def test_the_remaining_time_of_an_evaluation_follows_from_the_rate_since_its_first_answer():
+    clock = FakeClock(0.0)
+    progress = EvaluationProgress(clock=clock)
+    said = []
+    for now, answered in ((60.0, 0), (70.0, 5), (80.0, 25), (95.0, 55)):
+        clock.now = now
+        said.append(progress.describe(answered, 105).removesuffix(" left"))
+    rest = (" answers are in", " answers are in", " answers are in, about 40 s", " answers are in, about 25 s")
+    assert said == [f"{count} of 105{end}" for count, end in zip((0, 5, 25, 55), rest, strict=True)]
 
 
 def test_each_set_has_its_rows_and_samples(store):

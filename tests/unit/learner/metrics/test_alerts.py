@@ -59,6 +59,32 @@ def test_a_metric_of_stale_tokens_is_not_checked_without_any():
     assert len(scene.check(0.9, **{"lag/max": 2})) == 1
 
 
+def test_a_policy_that_answers_correctly_may_stop_exploring():
+    scene = Watched(Range(low=0.1, min_wrong=0.1))
+    assert scene.check(0.05, **{"learner/correct_fraction": 0.95}) == []
+    assert len(scene.check(0.05, **{"learner/correct_fraction": 0.6})) == 1
+    assert len(Watched(Range(low=0.1, min_wrong=0.1)).check(0.05)) == 1, "correctness is not known"
+
+
+@pytest.mark.parametrize(
+    ("values", "num_steps"),
+    [
+        ({"learner/advantage_zero_fraction": 1.0}, 2),
+        ({"learner/truncated_fraction": 1.0}, 2),
+        ({"learner/entropy": 0.05, "learner/correct_fraction": 0.5}, 3),
+        ({"learner/correct_fraction": 0.0, "learner/reward_mean": 0.4}, 20),
+    ],
+)
+def test_what_beginners_get_wrong_is_told_within_a_few_steps(values: dict[str, float], num_steps: int):
+    texts: list[str] = []
+    alerts = MetricAlerts(texts.append, run=make_run(make_model))
+    for step in range(1, num_steps + 1):
+        assert texts == [], step
+        alerts.check(values)
+    assert len(texts) == 1
+    assert next(iter(values)) in texts[0]
+
+
 def test_a_spike_is_seen_against_the_median_of_the_steps_before():
     scene = Watched(Range(high=10.0, of_median=True))
     assert scene.check(*[100.0] * 3) == scene.check(*[2.0] * 20, 19.0) == []

@@ -24,7 +24,7 @@ def test_health_names_metrics_that_mean_the_same_together_with_the_runs_figures(
     append_rows(folder, make_row(31, **{"learner/ess": 0.1, "learner/chi2": 3.0, "learner/failed_fraction": 0.5}))
     explain("health", [str(folder)])
     first, *lines = capsys.readouterr().out.splitlines()
-    assert first == "After step 31, outside of its healthy range: 3 of 22 watched metrics."
+    assert first == "After step 31, outside of its healthy range: 3 of 24 watched metrics."
     ess = "1. learner/ess: 0.1, healthy is >= 0.3, since step 31; learner/chi2 3, healthy is <= 1, since step 31"
     assert ess in lines
     assert any("max_lag (now 7, mean lag 1.4)" in line for line in lines)

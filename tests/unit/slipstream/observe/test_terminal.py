@@ -1,6 +1,7 @@
 """The live view and the status of a run on a terminal: complete and free of control characters at any width."""
 
 import io
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -9,11 +10,13 @@ from rich.console import Console
 
 from slipstream.buffer.records import Event
 from slipstream.buffer.role_reports import role_statuses
+from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.observe.run_status import Monitor, RunStatus
 from slipstream.observe.terminal import LiveView, draw_status, sparkline
-from tests.builders import make_run
+from tests.builders import make_run, make_trajectory
 from tests.fakes import STATUS_ROW, make_reports, status_of
 from tests.memory_store.store import MemoryStore
+from tests.unit.slipstream.observe.catalog.test_catalog import byte_tokenizer
 
 ROW = {
     "time_s": 65.0,
@@ -31,13 +34,17 @@ ROW = {
 class Scene:
     """A run in a store, with its live view on a console."""
 
-    def __init__(self, *, is_terminal: bool) -> None:
+    def __init__(
+        self, *, is_terminal: bool, width: int = 120, model: Path | None = None, answers: list[Trajectory] | None = None
+    ) -> None:
+        """`model` has the tokenizer of `answers`, those of every step."""
+        run = make_run(model={"path": str(model)}) if model else make_run()
         self.store = MemoryStore()
         self.store.open_run("test", config_json="{}", num_rows=1, seed=0)
         self.monitor = Monitor(self.store, make_run())
         self._output = io.StringIO()
-        console = Console(file=self._output, force_terminal=is_terminal, width=120)
-        self.view = LiveView(make_run(), console=console)
+        console = Console(file=self._output, force_terminal=is_terminal, width=width)
+        self.view = LiveView(run, console=console, read_answers=lambda _: answers or [])
 
     def append(self, step: int, **values: Any) -> None:
         self.store.append_metrics({"step": step, "version": step} | values)
@@ -106,6 +113,30 @@ def test_rows_are_new_once_even_if_the_store_has_dropped_older_ones(scene):
     snapshot = scene.monitor.poll()
     assert [row["step"] for row in snapshot.new_rows] == [1003]
     assert [row["step"] for row in snapshot.rows] == list(range(4, 1004)), "as many as the store keeps"
+
+
+@pytest.mark.parametrize(
+    ("step", "unsignaled", "size", "has_answers"),
+    [
+        (1, 0.5, {"is_terminal": False}, True),
+        (2, 0.5, {"is_terminal": False}, False),
+        (2, 1.0, {"is_terminal": False}, True),
+        (3, 1.0, {"is_terminal": False}, False),
+        (11, 0.5, {"is_terminal": True, "width": 120}, True),
+        (11, 0.5, {"is_terminal": True, "width": 90}, False),
+    ],
+)
+def test_answers_are_shown_every_ten_steps_and_at_the_start_of_a_run_without_a_signal(
+    tmp_path, step, unsignaled, size, has_answers
+):
+    byte_tokenizer(tmp_path / "model", *"abcdefghijkl")
+    answers = [make_trajectory("0", index, reward=Reward(total)) for index, total in enumerate((0.5, 0.0, 1.0))]
+    scene = Scene(model=tmp_path / "model", answers=answers, **size)
+    scene.append(step, **ROW, **{"learner/advantage_zero_fraction": unsignaled})
+    scene.show()
+    shown = [f"answer of step {step}: reward {reward}  abcdef -> ghijkl" for reward in ("1.000", "0.000")]
+    assert [line in scene.text().splitlines() for line in shown] == [has_answers] * 2
+    assert ("almost no learning signal" in scene.text()) == (has_answers and unsignaled == 1.0)
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

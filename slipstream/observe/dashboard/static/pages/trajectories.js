@@ -6,6 +6,7 @@ import { makeHead } from "./run.js";
 
 const COLUMNS = [["reward_total", "reward"], ["advantage", "advantage"], ["num_tokens", "tokens"], ["num_turns", "turns"], ["last_step", "step"], ["lag", "lag"], ["newest_version", "version"], ["seconds", "seconds"]];
 const WORDS = [["outcome", "state"], ["stop_reason", "end"], ["data_source", "source"], ["generator_id", "generator"], ["finished_at", "made"], ["id", "id"]];
+const TEXTS = [["prompt", "prompt"], ["answer", "answer"]];
 const MAX_TOKENS = 3000;
 const SIZE = 50;
 
@@ -34,7 +35,7 @@ class List {
     Object.assign(this, { feed, open });
     this.where = asked.get("where") || "";
     this.sort = asked.get("sort") || "";
-    this.descending = asked.get("descending") === "1";
+    this.descending = asked.get("descending") === "1" || !asked.get("sort");
     this.start = Number(asked.get("start") || 0);
     const search = h("input", { type: "search", value: this.where, "aria-label": "conditions", placeholder: "reward>=0.5 step<=40 outcome=retired text='the answer'", onchange: () => open({ where: search.value, start: "" }), class: "line" });
     this.count = h("span", { class: "muted" });
@@ -71,11 +72,11 @@ class List {
     const word = (row, name) => (name === "finished_at" ? clock(row[name]) : row[name] || DASH);
     const line = (row) => h("tr", { "data-to": row.group_id, tabindex: 0, onclick: () => this.enter(row), onkeydown: (event) => event.key === "Enter" && this.enter(row) },
       h("td", null, h("i", { class: `dot ${row.reward_status !== "ok" ? "bad" : row.is_correct ? "good" : ""}`, title: row.reward_status !== "ok" ? `reward: ${row.reward_status}` : row.is_correct ? "correct" : "" })),
-      COLUMNS.map(([name]) => h("td", { class: "num" }, cell(row, name))), WORDS.map(([name]) => h("td", { class: "nowrap" }, word(row, name))));
-    return h("div", { class: "scroll" }, h("table", null, h("thead", null, h("tr", null, h("th", null), COLUMNS.map((column) => head(column, true)), WORDS.map((column) => head(column, false)))), h("tbody", null, found.rows.map(line))));
+      TEXTS.map(([name]) => h("td", { class: "nowrap" }, row[name])), COLUMNS.map(([name]) => h("td", { class: "num" }, cell(row, name))), WORDS.map(([name]) => h("td", { class: "nowrap" }, word(row, name))));
+    return h("div", { class: "scroll" }, h("table", null, h("thead", null, h("tr", null, h("th", null), TEXTS.map((column) => head(column, false)), COLUMNS.map((column) => head(column, true)), WORDS.map((column) => head(column, false)))), h("tbody", null, found.rows.map(line))));
   }
 
-  /** Largest first, then smallest first, then as archived. */
+  /** Largest first, then smallest first, then newest first. */
   sortBy(name) {
     const again = name === this.sort;
     this.open({ sort: again && !this.descending ? "" : name, descending: again ? "" : "1", start: "" });

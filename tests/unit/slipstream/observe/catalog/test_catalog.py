@@ -21,7 +21,7 @@ from slipstream.observe.catalog import catalog as catalog_module
 from slipstream.observe.catalog.catalog import SORTABLE, Catalog, CatalogQuery, open_catalog
 from slipstream.observe.catalog.rows import ROWS, CatalogRow
 from slipstream.observe.catalog.token_decoder import TokenDecoder, find_text
-from tests.builders import make_run, make_trajectory, write_archive
+from tests.builders import make_finished, make_run, make_trajectory, write_archive
 from tests.unit.slipstream.observe.catalog.data_command import run
 
 GREEDY = Sampling(temperature=0.0, top_p=1.0, top_k=-1, max_tokens=6, seed=0)
@@ -114,11 +114,25 @@ def test_rows_sort_by_every_column_keep_their_order_where_equal_and_come_in_page
     assert [(page.num_rows, page.start, len(page.rows)) for page in pages] == [(6, 0, 4), (6, 4, 2), (6, 8, 0)]
 
 
+def test_a_page_shows_the_end_of_the_prompt_and_the_beginning_of_the_answer(tmp_path):
+    long = np.array([0] * 100 + [1] * 100, dtype=np.int32)
+    texts = {"token_ids": long, "model_mask": long > 0, "generator_logprobs": np.zeros(200, dtype=np.float32)}
+    short, cut = make_finished("0"), make_finished("1", version_spans=[VersionSpan(100, 0)], **texts)
+    tokenizer = byte_tokenizer(tmp_path / "model", *"abcdefghijkl")
+    with open_catalog(str(write_archive(tmp_path / "a", [short, cut])), tokenizer=tokenizer) as catalog:
+        for _ in range(2):
+            rows = catalog.page(CatalogQuery(is_descending=True), size=3).rows
+            assert [(row.prompt, row.answer) for row in rows] == [("…" + "a" * 47, "b" * 47 + "…")] * 2 + [
+                ("abcdef", "ghijkl")
+            ]
+
+
 def test_a_row_shows_advantage_and_lag(tmp_path, folder):
     with open_catalog(str(folder)) as catalog:
         rows = {row.id: row for row in catalog.page(CatalogQuery()).rows}
-    assert set(CatalogRow.__struct_fields__) == set(ROWS.names)
+    assert set(CatalogRow.__struct_fields__) == {*ROWS.names, "prompt", "answer"}
     assert (rows["0-0-1"].advantage, rows["0-0-1"].lag, rows["0-0-1"].uses) == (0.5, 2, 1)
+    assert {row.prompt for row in rows.values()} == {""}, "without a tokenizer"
     assert rows["1-0-2"].advantage == pytest.approx(0.2)
     assert (rows["1-0-2"].last_step, rows["1-0-2"].lag) == (8, 7)
     assert (rows["2-0-0"].last_step, rows["2-0-0"].lag, rows["2-0-0"].reason) == (None, None, "late")

