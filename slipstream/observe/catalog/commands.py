@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from slipstream.buffer.archive.trajectory_filter import NAMES, Decode, TrajectoryFilter, parse_conditions
+from slipstream.buffer.archive.trajectory_filter import NAMES, TrajectoryFilter, parse_conditions
 from slipstream.configs.base import ConfigError
 from slipstream.observe.catalog.sources import FileSource, Source, StoreSource, decoder_of, open_source
 from slipstream.observe.catalog.tables import (
@@ -24,6 +24,7 @@ from slipstream.observe.catalog.tables import (
     show_segments,
     show_tokens,
 )
+from slipstream.observe.catalog.token_decoder import TokenDecoder
 from slipstream.observe.catalog.transfer import export, fetch_archive, import_rollouts
 from slipstream.runtime.command_line import RunName, RunsDir, SourceWord, TokenizerPath, make_app, make_console
 
@@ -59,8 +60,7 @@ def ls(
     """List groups, or trajectories, newest first."""
     selected = parse_conditions(conditions)
     with _open(where, run, runs_dir) as source:
-        decoder = decoder_of(source, tokenizer)
-        _check_text(selected, decoder)
+        decoder = _decoder(source, tokenizer, selected, is_optional=False)
         found = source.read(selected, decode=decoder, is_newest_first=True)
         table, count = (list_trajectories if trajectories else list_groups)(found, limit=limit, decoder=decoder)
         make_console().print(table if count else "nothing matches")
@@ -208,7 +208,7 @@ def _open(where: str, run_name: str | None, runs_dir: Path) -> Iterator[Source]:
 
 def _decoder(
     source: Source, tokenizer: Path | None, selected: TrajectoryFilter, *, is_optional: bool = True
-) -> Decode | None:
+) -> TokenDecoder | None:
     decode = None if is_optional and selected.text is None else decoder_of(source, tokenizer)
     if selected.text is not None and decode is None:
         raise ConfigError(
