@@ -42,8 +42,9 @@ class WeightSender(Protocol):
 class WeightReceiver(Protocol):
     """A generator's end. Belongs to one thread, except `device`."""
 
-    device: DeviceName
-    """Device that receives broadcasts."""
+    @property
+    def device(self) -> DeviceName:
+        """Device that receives broadcasts."""
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         """Join the group, blocking until all members have. Raises WeightTransferError."""

@@ -189,14 +189,14 @@ class ModelVersions:
         if self._device.type == "cpu":
             # vLLM 0.32 repacks experts for the CPU only when it builds their kernel.
             for layer in filter(_has_kernel_of_experts, model.modules()):
-                layer.quant_method.moe_kernel = None  # type: ignore[union-attr]
+                layer.quant_method.moe_kernel = None
         initialize_layerwise_reload(model)
         # The load adds parameters that vLLM derives from others.
         loadable = {name for name, _ in model.named_parameters()}
         load = RecordedLoad(model)
         try:
             with load:
-                loaded: Any = model.load_weights(tensors)  # type: ignore[operator]
+                loaded: Any = model.load_weights(tensors)
         except Exception as error:
             # A loader may raise anything. The engine stays alive but unverified until an update succeeds.
             raise WeightTransferError(f"the engine could not load it: {type(error).__name__}: {error}") from error
