@@ -271,6 +271,8 @@ class SnapshotSource(Record):
     """Generators to try before the learner, in this order."""
     is_lent: bool = False
     """Whether this generator lends the version to others, and keeps it until the next one."""
+    memory: str = ""
+    """Path of the learner's memory with the buckets, for generators on its machine; empty: none."""
 
 
 class LenderError(Record):
@@ -315,9 +317,8 @@ class OpenEpoch(Message):
     """Increases over the run."""
     members: list[Member]
     host: str
-    """Host of the learner's rendezvous store, or `file://` and its path."""
+    """Host of the learner's rendezvous store."""
     port: int
-    """Port of that store; 0 for a file."""
     timeout_s: float
     backend: GroupBackend = "gloo"
     """nccl: between GPUs | gloo: through host memory."""
@@ -374,6 +375,12 @@ class UpdateApplied(Message):
     device: DeviceName = "cpu"
     """Receives broadcasts: `cpu`, or `cuda:` and the GPU's UUID."""
     lender_errors: Annotated[list[LenderError], Meta(max_length=16)] = []
+    receive_s: float = 0.0
+    """Until the bytes were in this machine's memory and verified; generation continued."""
+    prepare_s: float = 0.0
+    """Until the engine was ready to switch; generation continued."""
+    probe_s: float = 0.0
+    """Probe after the switch; generation continued."""
 
 
 class Profile(Message):

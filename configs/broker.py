@@ -77,11 +77,11 @@ class WeightsConfig(Config):
     """Publication, transfer, and verification of weights."""
 
     transport: Literal["collective", "snapshot", "delta", "memory"] = "collective"
-    """`collective`: broadcast over NCCL (GPU), Unix sockets, or Gloo (CPU). `snapshot`: each generator fetches every
-    complete version and keeps generating. `delta`: each generator fetches the difference to the version it holds.
-    `memory`: handed over within one process (serial mode). A generator can override the first three for itself: `python
-    -m generators weights.transport=delta`. A joining generator always fetches its first version. Without
-    `cluster.trusted_network`, generators on other machines fetch deltas instead of joining broadcasts."""
+    """`collective`: shared memory on one machine, and broadcasts over NCCL (GPU) or Gloo (CPU) between machines.
+    `snapshot`: each generator fetches every complete version. `delta`: each generator fetches the difference to the
+    version it holds. `memory`: handed over within one process (serial mode). A generator can override the first three
+    for itself: `python -m generators weights.transport=delta`. On another machine, it always fetches its first version.
+    Without `cluster.trusted_network`, generators on other machines fetch deltas instead of joining broadcasts."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """`auto`: `nccl` if the learner and every generator have their own GPU, otherwise `gloo` through host memory;
     chosen again whenever generators join or leave. `nccl`: rejected where it cannot work."""
@@ -101,7 +101,7 @@ class WeightsConfig(Config):
     """Longest broadcast of one bucket, and longest wait for a generator's confirmation of a version, seconds; 10 s more
     per GB of the version."""
     fetch_timeout_s: Positive = 600.0
-    """Longest fetch of one version, seconds; the generator keeps generating."""
+    """Longest fetch of one version, seconds."""
     max_probe_diff: Positive = 1e-3
     """Maximum mean absolute difference of log-probabilities after an update, nats: between engine and learner on fixed
     canary sequences, and between sampled tokens and the same tokens in a prompt. A generator above it gets no work.

@@ -113,17 +113,22 @@ async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, tok
     check_model_path(run.model.path)
     check_same_model(run.model.path, session.welcome.model)
     # Local imports, because torch and vLLM read the environment at import.
+    import torch
+
     from slipstream.broker.weights.collective import CollectiveReceiver
     from slipstream.generators.build import assemble, make_fetcher
     from slipstream.generators.tokenization import load_tokenizer
 
     keys = derive_keys(token, guests=run.cluster.untrusted_generators.names)
+    # Only generators on other machines join broadcasts.
+    is_far = run.cluster.trusted_network and not broker_address.startswith("ipc://")
+    has_gpu = isinstance(run.generators.engine, VllmEngineConfig) and torch.cuda.is_available()
     generator = assemble(
         run,
         member=session.member,
         client=session.client,
         tokenizer=load_tokenizer(run.model),
-        receiver=CollectiveReceiver(device="cpu"),
+        receiver=CollectiveReceiver(device="cuda" if is_far and has_gpu else "cpu"),
         fetcher=make_fetcher(run, keys, broker_address=broker_address),
         token=token,
     )

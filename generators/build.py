@@ -30,8 +30,8 @@ from slipstream.runtime.trace import Trace
 log = structlog.get_logger(__name__)
 
 
-def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
-    """Build the configured engine. vLLM ignores `receiver`, because its workers build their own."""
+def build_engine(run: RunConfig) -> Engine:
+    """Build the configured engine, without starting it."""
     # Local imports, because torch and vLLM read the environment at import.
     match run.generators.engine:
         case VllmEngineConfig() as config:
@@ -47,11 +47,11 @@ def build_engine(run: RunConfig, *, receiver: WeightReceiver) -> Engine:
         case HfEngineConfig() as config:
             from slipstream.generators.engines.hf_engine import HfEngine
 
-            return HfEngine(run.model, config, receiver=receiver)
+            return HfEngine(run.model, config)
         case ScriptedEngineConfig() as config:
             from slipstream.generators.engines.scripted_engine import ScriptedEngine
 
-            return ScriptedEngine(config, receiver=receiver)
+            return ScriptedEngine(config)
 
 
 def make_fetcher(run: RunConfig, keys: Keys, *, broker_address: str) -> Fetcher:
@@ -80,7 +80,7 @@ def assemble(
     clock: Clock = time.monotonic,
 ) -> Generator:
     """Build a Generator and its parts, without starting them."""
-    engine = build_engine(run, receiver=receiver)
+    engine = build_engine(run)
     pool = RewardPool(run.generators.reward)
     trace = Trace(member.peer_id, RunFolder(run).profile)
     vision = VisionModel(run.model.path)
@@ -108,6 +108,7 @@ def assemble(
         engine=engine,
         agent=agent,
         rewards=pool,
+        receiver=receiver,
         fetcher=fetcher,
         trace=trace,
         clock=clock,

@@ -37,6 +37,7 @@ from slipstream.broker.messages import (
 )
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.weights.fetcher import Fetcher
+from slipstream.broker.weights.transport import WeightReceiver
 from slipstream.buffer.codec import pack
 from slipstream.buffer.role_reports import PROBLEM_PREFIX, WaitsFor
 from slipstream.buffer.trajectory import make_trajectory_id
@@ -131,6 +132,7 @@ class Generator:
         engine: Engine,
         agent: Agent,
         rewards: RewardPool,
+        receiver: WeightReceiver,
         fetcher: Fetcher | None = None,
         trace: Trace | None = None,
         clock: Clock = time.monotonic,
@@ -172,6 +174,7 @@ class Generator:
             engine=engine,
             set_state=self._set_state,
             release=self._release,
+            receiver=receiver,
             fetcher=fetcher,
             trace=self._trace,
         )
@@ -340,7 +343,7 @@ class Generator:
 
     @property
     def _phase(self) -> str:
-        if self._state == "updating":
+        if self._weight_updates.is_switching:
             return "updating"
         if self._tasks:
             return "working"

@@ -7,10 +7,13 @@ Invariant: `is_verified` is set only while the engine holds a version that passe
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import pairwise
 from threading import Event
+from typing import TypeVar
 
 import numpy as np
 import structlog
@@ -19,25 +22,19 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, OpenEpoch, Update, UpdateApplied
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.weights.fetcher import Fetcher
-from slipstream.broker.weights.shared_buckets import SharedBuckets
+from slipstream.broker.weights.transport import HostBuckets, MemoryReceiver, WeightReceiver
 from slipstream.buffer.trajectory import Sampling
 from slipstream.configs.base import Record
 from slipstream.generators.engines.engine import Engine
-from slipstream.generators.errors import EngineDiedError, EngineError, UnverifiedWeightsError
+from slipstream.generators.errors import EngineError, UnverifiedWeightsError
 from slipstream.runtime.trace import Trace
 
+T = TypeVar("T")
 log = structlog.get_logger(__name__)
 
 _PROBE_TIMEOUT_S = 30.0
 _SAMPLED_TOKENS = 4
 """Tokens to sample after a prefix of each canary sequence. Each costs a decoding step."""
-_GIVEN_UP_S = 20.0
-"""Time for the engine to end an abandoned broadcast. Must be below `learner.stall.timeout_s`, after which the
-learner ends a run without generators that have weights."""
-
-
-class _UnendedBroadcastError(EngineDiedError):
-    """The engine hangs in a broadcast. Ends the generator."""
 
 
 class ProbeResult(Record):
@@ -114,27 +111,31 @@ class WeightUpdates:
         engine: Engine,
         set_state: Callable[[str, str], None],
         release: Callable[[str], Awaitable[None]],
+        receiver: WeightReceiver,
         fetcher: Fetcher | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """`release(reason)`: cancel requests in flight. `fetcher`: closed at the end."""
+        """`release(reason)`: cancel requests in flight. `receiver`, `fetcher`: closed at the end."""
         self._trace = trace or Trace(member.peer_id)
         self._member = member
         self._client = client
         self._engine = engine
         self._set_state = set_state
         self._release = release
+        self._receiver = receiver
         self._fetcher = fetcher or Fetcher(None)
-        self._fetch_thread = ThreadPoolExecutor(1, thread_name_prefix="fetch-weights")
+        # Both belong to one thread, and waiting for bytes must not block decoding.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="receive-weights")
         self._commands: asyncio.Queue[OpenEpoch | Update] = asyncio.Queue()
         self._newest: OpenEpoch | Update | None = None
         self._newest_answer: EpochOpened | UpdateApplied | None = None
         self._abandoned = Event()
-        self._given_up = asyncio.Event()
-        self._received: Update | None = None
+        self._receiving: OpenEpoch | Update | None = None
         self.version = -1
         """Newest verified version; -1 without one."""
         self.is_fetching = False
+        self.is_switching = False
+        """Whether the engine may be paused."""
         self.is_verified = asyncio.Event()
         """Set while the engine's weights have passed the probe."""
         self._gauges: dict[str, float] = {"updates": 0, "fetched_mib": 0.0}
@@ -154,10 +155,9 @@ class WeightUpdates:
                 self._client.send(self._newest_answer)
             return
         self._newest, self._newest_answer = command, None
-        # The learner no longer waits for a fetch in progress.
-        self._abandoned.set()
-        if self._received and self._received.epoch != command.epoch:
-            self._given_up.set()
+        # The learner no longer waits for a fetch in progress, nor for a broadcast of another epoch.
+        if self._receiving and (self._receiving.epoch == NO_EPOCH or self._receiving.epoch != command.epoch):
+            self._abandoned.set()
         self._commands.put_nowait(command)
 
     async def run(self) -> None:
@@ -172,9 +172,10 @@ class WeightUpdates:
                     await self._apply(command)
         finally:
             self._abandoned.set()
-            # The fetch thread owns the fetcher's socket.
-            self._fetch_thread.submit(self._fetcher.close)
-            self._fetch_thread.shutdown(wait=False)
+            # The thread owns their sockets.
+            self._thread.submit(self._fetcher.close)
+            self._thread.submit(self._receiver.close)
+            self._thread.shutdown(wait=False)
 
     def _is_superseded(self, command: OpenEpoch | Update) -> bool:
         # Commands of an old epoch and all fetched versions except the newest are skipped. Within the newest epoch every
@@ -185,7 +186,8 @@ class WeightUpdates:
     async def _open_epoch(self, opening: OpenEpoch) -> None:
         message = ""
         try:
-            await self._engine.open_epoch(opening, rank=opening.members.index(self._member) + 1)
+            rank = opening.members.index(self._member) + 1
+            await self._in_thread(partial(self._receiver.open_epoch, opening, rank=rank))
         except Exception as error:
             message = _describe(error)
             log.warning("epoch_not_opened", epoch=opening.epoch, error=message)
@@ -193,21 +195,32 @@ class WeightUpdates:
 
     async def _apply(self, update: Update) -> None:
         pause_s, result, message, was_verified = 0.0, ProbeResult(), "", self.is_verified.is_set()
+        times = [time.perf_counter()]
         try:
-            with self._trace.timed("fetch", version=update.version):
-                fetched = await self._fetch(update)
+            # Requests are decoded and answered meanwhile.
+            with self._trace.timed("receive", version=update.version):
+                received = await self._receive(update)
+            times.append(time.perf_counter())
+            with self._trace.timed("prepare", version=update.version):
+                await self._engine.prepare(update, received)
+            times.append(time.perf_counter())
             # First, to hold back responses that end before the probe.
             self.is_verified.clear()
+            self.is_switching = True
             self._set_state("updating", "")
-            with self._trace.timed("receive and load", version=update.version):
-                pause_s = await (self._engine.update(update, fetched) if fetched else self._receive(update))
+            try:
+                with self._trace.timed("switch", version=update.version):
+                    pause_s = await self._engine.switch(update)
+            finally:
+                self.is_switching = False
+            self._set_state("updating", "checking the new weights")
+            times.append(time.perf_counter())
             with self._trace.timed("probe", version=update.version):
                 result = await probe(self._engine, update)
+            times.append(time.perf_counter())
             self.version = update.version
             self.is_verified.set()
             self._set_state("ready", "")
-        except _UnendedBroadcastError:
-            raise
         except WeightTransferError as error:
             # The engine still holds the previous weights.
             message = str(error)
@@ -219,69 +232,58 @@ class WeightUpdates:
             message = _describe(error)
             self._set_state("unsynced", message)
             await self._release(message)
-        self._report(update, pause_s, result, message)
-
-    async def _receive(self, update: Update) -> float:
-        """Have the engine receive and load a broadcast. Returns the pause, seconds. Raises EngineDiedError if it hangs.
-
-        The engine's limit applies per bucket, which adds up to hours for a large model. A command for another epoch
-        shows that the learner has abandoned the broadcast, so the engine must end soon after it.
-        """
-        self._received = update
-        self._given_up.clear()
-        loading = asyncio.create_task(self._engine.update(update, None))
-        given_up = asyncio.create_task(self._given_up.wait())
-        try:
-            await asyncio.wait([loading, given_up], return_when=asyncio.FIRST_COMPLETED)
-            if not (await asyncio.wait([loading], timeout=_GIVEN_UP_S))[0]:
-                raise _UnendedBroadcastError(
-                    f"the engine must end the broadcast of version {update.version} within {_GIVEN_UP_S:g} s after the "
-                    "learner abandoned it, got no answer: replacing the engine. Large models may need a longer "
-                    "weights.transfer_timeout_s."
-                )
-            return await loading
-        finally:
-            self._received = None
-            given_up.cancel()
-            loading.cancel()
-
-    async def _fetch(self, update: Update) -> SharedBuckets | None:
-        """Fetch an update while generation continues; None if it is broadcast."""
-        if update.source is None:
-            return None
-        if self.version < 0:
-            self._set_state("unsynced", f"fetching version {update.version}")
-        # `submit` has set the event of older updates.
-        if update is self._newest:
-            self._abandoned = Event()
-        fetch = partial(self._fetcher.fetch, update, cancelled=self._abandoned)
-        self.is_fetching = True
-        try:
-            fetched = await asyncio.get_running_loop().run_in_executor(self._fetch_thread, fetch)
-        finally:
-            self.is_fetching = False
-        self._gauges["fetched_mib"] += self._fetcher.num_bytes / 2**20
-        return fetched
-
-    def _report(self, update: Update, pause_s: float, result: ProbeResult, error: str) -> None:
-        if update.source is None or not (update.source.has_deltas or update.source.is_lent):
-            # No later update and no other generator needs the fetched bytes.
-            self._fetcher.release()
-        if error:
-            log.error("weight_update_failed", version=update.version, error=error)
-        self._gauges["updates"] += not error
-        self._gauges |= {"pause_ms": round(1000 * pause_s, 1), "probe_diff": result.mean}
+        receive_s, prepare_s, _, probe_s = [*(end - begin for begin, end in pairwise(times)), 0.0, 0.0, 0.0, 0.0][:4]
         answer = UpdateApplied(
             update.epoch,
             update.version,
             self._member,
-            error,
+            message,
             result.mean,
             result.largest,
             pause_s,
-            self._engine.device,
+            self._receiver.device,
             self._fetcher.lender_errors if update.source else [],
+            receive_s,
+            prepare_s,
+            probe_s,
         )
+        self._report(update, answer)
+
+    async def _receive(self, update: Update) -> HostBuckets:
+        """Receive a broadcast, or fetch or map the version. Raises WeightTransferError."""
+        if update.source is None:
+            receive: Callable[..., HostBuckets] = self._receiver.receive
+        else:
+            receive = self._fetcher.fetch
+            if self.version < 0:
+                self._set_state("unsynced", f"fetching version {update.version}")
+        # `submit` has set the event of older updates.
+        self._receiving, self._abandoned = update, Event()
+        if update is not self._newest and self._newest and self._newest.epoch != update.epoch:
+            self._abandoned.set()
+        self.is_fetching = update.source is not None
+        try:
+            received = await self._in_thread(partial(receive, update, cancelled=self._abandoned))
+        finally:
+            self._receiving, self.is_fetching = None, False
+        if update.source:
+            self._gauges["fetched_mib"] += self._fetcher.num_bytes / 2**20
+        return received
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        # Transfers within the process never block, and a thread would make token versions nondeterministic.
+        if isinstance(self._receiver, MemoryReceiver):
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)
+
+    def _report(self, update: Update, answer: UpdateApplied) -> None:
+        if update.source is None or not (update.source.has_deltas or update.source.is_lent):
+            # No later update and no other generator needs the fetched bytes.
+            self._fetcher.release()
+        if answer.error:
+            log.error("weight_update_failed", version=update.version, error=answer.error)
+        self._gauges["updates"] += not answer.error
+        self._gauges |= {"pause_ms": round(1000 * answer.pause_s, 1), "probe_diff": answer.probe_diff}
         self._answer(update, answer)
 
     def _answer(self, command: OpenEpoch | Update, answer: EpochOpened | UpdateApplied) -> None:

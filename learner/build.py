@@ -184,7 +184,7 @@ def build_learner(
     folder: RunFolder,
     client: Sender,
     inbox: Inbox,
-    sender: WeightSender,
+    sender: WeightSender | None,
     snapshots: SnapshotServer | None = None,
     wait: Callable[[int, float], object],
     num_heldout: Mapping[str, int],

@@ -188,7 +188,10 @@ class MetricsLog:
             row |= {
                 "weights/sync_s": published.seconds,
                 "weights/members": published.num_members,
+                "weights/receive_s": published.receive_s,
+                "weights/prepare_s": published.prepare_s,
                 "weights/pause_s": published.pause_s,
+                "weights/probe_s": published.probe_s,
                 "weights/probe_diff_mean": published.probe_diff_mean,
                 "weights/probe_diff_max": published.probe_diff_max,
             }

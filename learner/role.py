@@ -141,7 +141,7 @@ def _run_first_rank(run: RunConfig, *, device: torch.device) -> None:
             folder=folder,
             client=session.clients,
             inbox=session.inbox,
-            sender=_make_sender(run, folder, device),
+            sender=_make_sender(run, device),
             snapshots=snapshots,
             wait=lambda num_ready, timeout_s: store.wait_ready(num_groups=num_ready, timeout_s=timeout_s),
             num_heldout=session.welcome.num_heldout,
@@ -186,14 +186,14 @@ def wait_for_token(run: RunConfig, *, deadline: Deadline) -> str:
     return token
 
 
-def _make_sender(run: RunConfig, folder: RunFolder, device: torch.device) -> CollectiveSender:
+def _make_sender(run: RunConfig, device: torch.device) -> CollectiveSender | None:
     if run.weights.backend == "nccl" and device.type == "cpu":
         raise ConfigError(
             "weights.backend=nccl needs a learner on a GPU, got one on a CPU: use weights.backend=auto, which "
             "chooses a backend by the devices of the roles."
         )
     if not run.cluster.trusted_network:
-        return CollectiveSender(device=device, folder=folder.sockets)
+        return None  # other machines fetch deltas
     return CollectiveSender(find_interface(run.cluster).address, device=device, ports=run.cluster.port_range)
 
 

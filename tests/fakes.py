@@ -4,6 +4,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event as ThreadEvent
 from typing import Any
 
 import msgspec
@@ -11,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from slipstream.broker.dataset import Dataset
-from slipstream.broker.messages import AnyMessage, Hello, LeaseRequest, Ping, Pong, Prompts
+from slipstream.broker.messages import AnyMessage, Hello, LeaseRequest, OpenEpoch, Ping, Pong, Prompts, Update
 from slipstream.broker.router import Router
 from slipstream.broker.transport.channels import MemoryBroker
+from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.records import Event
 from slipstream.configs.run import RunConfig
@@ -223,3 +225,16 @@ def no_file_above(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+class NoBytes:
+    """Implements WeightReceiver: every version arrives at once, without buckets."""
+
+    device = "cpu"
+
+    def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None: ...
+
+    def receive(self, update: Update, *, cancelled: ThreadEvent) -> HostBuckets:
+        return HostBuckets([])
+
+    def close(self) -> None: ...

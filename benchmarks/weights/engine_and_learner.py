@@ -1,9 +1,8 @@
-"""EngineAndLearner: a real vLLM engine and the learner's end of its weight group in one process."""
+"""EngineAndLearner: a real vLLM engine, and versions in shared memory as the learner writes them."""
 
 import asyncio
 import os
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen2ForCausalLM
 
-from slipstream.broker.messages import Member, OpenEpoch, Update
+from slipstream.broker.messages import NO_EPOCH, Member, SnapshotSource, Update
 from slipstream.broker.weights import buckets
-from slipstream.broker.weights.collective import CollectiveSender
+from slipstream.broker.weights.shared_buckets import SharedBuckets
+from slipstream.broker.weights.transport import HostBuckets
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.vllm.environment import engine_environment
@@ -50,25 +50,32 @@ def tensors_of(module: nn.Module) -> Tensors:
 
 
 def announce(
-    tensors: Tensors, *, module: nn.Module, epoch: int, version: int, bucket_bytes: int
-) -> tuple[Update, list[Tensor]]:
+    tensors: Tensors,
+    *,
+    module: nn.Module,
+    version: int,
+    bucket_bytes: int = 1 << 20,
+    memory: SharedBuckets | None = None,
+) -> tuple[Update, SharedBuckets]:
     """Build an update of `tensors` and its buckets. `module` computes the canary's log-probabilities."""
     slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in tensors], bucket_bytes=bucket_bytes)
-    packed = buckets.pack(tensors, slots, sizes=sizes)
+    memory = memory if memory and memory.sizes == sizes else SharedBuckets(sizes)
+    buckets.pack(tensors, slots, into=memory.tensors)
     canary = torch.randint(2, 14, _CANARY_SHAPE, generator=torch.Generator().manual_seed(0))
     update = Update(
-        epoch=epoch,
+        epoch=NO_EPOCH,
         members=[MEMBER],
         version=version,
         slots=slots,
         bucket_bytes=sizes,
-        checksums=buckets.checksums(packed),
+        checksums=buckets.checksums(memory.tensors),
         canary_token_ids=canary.tolist(),
         canary_logprobs=[prompt_logprobs(module, sequence) for sequence in canary.tolist()],
         max_probe_diff=1e-3,
         timeout_s=TIMEOUT_S,
+        source=SnapshotSource("", "", memory=memory.path),
     )
-    return update, packed
+    return update, memory
 
 
 @torch.inference_mode()
@@ -80,7 +87,7 @@ def prompt_logprobs(module: Any, token_ids: Sequence[int]) -> list[float]:
 
 
 class EngineAndLearner:
-    """A started engine and a sender, with helpers for both ends of a broadcast. Life: create -> use -> close.
+    """A started engine. Life: create -> use -> close.
 
     Sets the environment variables that vLLM needs in this process.
     """
@@ -101,10 +108,7 @@ class EngineAndLearner:
         save_model(folder, model=module, tokenizer=make_tokenizer())
         model = ModelConfig(dtype="float32", path=str(folder), max_length=module.config.max_position_embeddings - 1)
         self.engine = VllmEngine(model, config, seed=0)
-        self.epoch = 0
         self._runner = asyncio.Runner()
-        self._sender = CollectiveSender("127.0.0.1", device="cpu")
-        self._sender_thread = ThreadPoolExecutor(1)
         self.run(self.engine.start(), timeout_s=_START_S)
 
     def __enter__(self) -> Self:
@@ -117,37 +121,16 @@ class EngineAndLearner:
         """Run a coroutine on the engine's event loop."""
         return self._runner.run(asyncio.wait_for(work, timeout_s))
 
-    def opening(self) -> OpenEpoch:
-        """Build the order to open the next epoch, with the engine as its only member."""
-        self.epoch += 1
-        host, port = self._sender.address
-        return OpenEpoch(self.epoch, members=[MEMBER], host=host, port=port, timeout_s=TIMEOUT_S)
+    async def publish(self, module: nn.Module, *, version: int) -> float:
+        """Bring the module's weights into the engine. Returns the pause."""
+        return await self.apply(*announce(tensors_of(module), module=module, version=version))
 
-    def announce(self, module: nn.Module, *, version: int, bucket_bytes: int = 1 << 20) -> tuple[Update, list[Tensor]]:
-        """Build an update of the module's weights in the open epoch."""
-        return announce(tensors_of(module), module=module, epoch=self.epoch, version=version, bucket_bytes=bucket_bytes)
-
-    async def open_epoch(self) -> None:
-        """Join both ends into a new weight group."""
-        opening = self.opening()
-        await asyncio.gather(self.open_sender(), self.engine.open_epoch(opening, rank=1))
-
-    async def open_sender(self) -> None:
-        """Join the learner's end into the epoch."""
-        await self._in_sender_thread(
-            lambda: self._sender.open_epoch(self.epoch, num_members=1, timeout_s=TIMEOUT_S),
-        )
-
-    async def broadcast(self, packed: list[Tensor]) -> None:
-        """Send the buckets of an update."""
-        await self._in_sender_thread(lambda: self._sender.broadcast(packed, timeout_s=TIMEOUT_S))
+    async def apply(self, update: Update, memory: SharedBuckets) -> float:
+        """Prepare a version and switch to it. Returns the pause."""
+        await self.engine.prepare(update, HostBuckets(memory.tensors, memory.path))
+        return await self.engine.switch(update)
 
     def close(self) -> None:
-        """Stop the engine and the sender. No process remains."""
+        """Stop the engine. No process remains."""
         self.run(self.engine.stop())
-        self._sender_thread.submit(self._sender.close).result(TIMEOUT_S)
-        self._sender_thread.shutdown()
         self._runner.close()
-
-    def _in_sender_thread(self, work: Callable[[], None]) -> asyncio.Future[None]:
-        return asyncio.get_running_loop().run_in_executor(self._sender_thread, work)

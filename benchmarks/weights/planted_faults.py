@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,8 @@ from benchmarks.weights.engine_and_learner import (
     tensors_of,
 )
 from slipstream.broker.messages import TensorSlot, Update, UpdateApplied
+from slipstream.broker.weights.collective import CollectiveReceiver
+from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.weight_updates import WeightUpdates
 
@@ -126,14 +129,14 @@ def _send_old_bucket(packed: list[Tensor], old: list[Tensor]) -> None:
 
 def _once(worker: Any, corrupt: Callable[[Callable[[Any], Any], Tensors], Any]) -> None:
     """Replace the worker's next load by `corrupt(load, tensors)`."""
-    transfer = worker.weight_transfer_engine
-    load = transfer._load
+    versions = worker._versions
+    load = versions._load_recorded
 
-    def load_once(tensors: Tensors) -> Any:
-        transfer._load = load
-        return corrupt(load, tensors)
+    def load_once(model: Any, tensors: Tensors) -> Any:
+        versions._load_recorded = load
+        return corrupt(partial(load, model), tensors)
 
-    transfer._load = load_once
+    versions._load_recorded = load_once
 
 
 def _leave_out(worker: Any) -> None:
@@ -153,7 +156,7 @@ def _fail_halfway(worker: Any) -> None:
 
 
 def _keep_head_kernel(worker: Any) -> None:
-    head = worker.weight_transfer_engine.model.lm_head
+    head = worker._versions._second.lm_head
     kernel = head.cpu_linear
 
     def corrupt(load: Callable[[Any], Any], tensors: Tensors) -> Any:
@@ -186,19 +189,15 @@ FAULTS = [
     Fault(
         "the head's kernel keeps the old weights",
         "verification of the loaded model",
-        is_loaded=True,
         worker=_keep_head_kernel,
     ),
-    Fault(
-        "the engine's loader leaves a norm out", "report of the loaded parameters", is_loaded=True, worker=_leave_out
-    ),
+    Fault("the engine's loader leaves a norm out", "report of the loaded parameters", worker=_leave_out),
     Fault(
         "the engine's loader writes a wrong value",
         "verification of the loaded model",
-        is_loaded=True,
         worker=_load_another,
     ),
-    Fault("the engine's loader fails halfway", "the engine's loader", is_loaded=True, worker=_fail_halfway),
+    Fault("the engine's loader fails halfway", "the engine's loader", worker=_fail_halfway),
     Fault("one bit flips in transit", "checksum of the bucket", transit=_flip_bit),
     Fault("a bucket of the previous version arrives", "checksum of the bucket", transit=_send_old_bucket),
     Fault(
@@ -234,6 +233,7 @@ class PlantedFaults:
             engine=self.rig.engine,
             set_state=lambda state, _: self.states.append(state),
             release=self._release,
+            receiver=CollectiveReceiver(device="cpu"),
         )
         self._updating = self.rig.run(self._begin())
 
@@ -251,8 +251,6 @@ class PlantedFaults:
 
     async def _begin(self) -> asyncio.Task[None]:
         running = asyncio.create_task(self._updates.run())
-        self._updates.submit(self.rig.opening())
-        await asyncio.gather(self.rig.open_sender(), self._answers.get())
         return running
 
     async def _run(self, fault: Fault) -> Outcome:
@@ -275,28 +273,26 @@ class PlantedFaults:
     async def _publish(self, module: Qwen2ForCausalLM, fault: Fault | None = None) -> UpdateApplied:
         """Publish the module's weights as the next version, with the fault planted."""
         self._version += 1
-        update, packed = self._pack(module, fault)
+        update, memory = self._pack(module, fault)
         if fault and fault.worker:
             await self.rig.engine._running.collective_rpc(fault.worker)
         self._updates.submit(update)
-        _, answer = await asyncio.gather(self.rig.broadcast(packed), self._answers.get())
+        answer = await self._answers.get()
         if fault is None:
-            self._packed = packed
+            self._packed = memory.tensors
         self._module = module
         return answer
 
-    def _pack(self, module: Qwen2ForCausalLM, fault: Fault | None) -> tuple[Update, list[Tensor]]:
+    def _pack(self, module: Qwen2ForCausalLM, fault: Fault | None) -> tuple[Update, SharedBuckets]:
         tensors = tensors_of(module)
         if fault and fault.sent:
             tensors = fault.sent(tensors, dict(tensors_of(self._module)))
-        update, packed = announce(
-            tensors, module=module, epoch=self.rig.epoch, version=self._version, bucket_bytes=_BUCKET_BYTES
-        )
+        update, memory = announce(tensors, module=module, version=self._version, bucket_bytes=_BUCKET_BYTES)
         if fault and fault.announced:
             update = msgspec.structs.replace(update, slots=fault.announced(update.slots))
         if fault and fault.transit:
-            fault.transit(packed, self._packed)
-        return update, packed
+            fault.transit(memory.tensors, self._packed)
+        return update, memory
 
     def _moved(self, distance: float) -> Qwen2ForCausalLM:
         module = make_module(is_tied=True)

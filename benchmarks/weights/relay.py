@@ -93,7 +93,8 @@ class Scene:
         slots, sizes = flat.plan(
             [(name, part.shape, part.dtype) for name, part in named], bucket_bytes=self._bucket_bytes
         )
-        packed = flat.pack(named, slots, sizes=sizes)
+        packed = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+        flat.pack(named, slots, into=packed)
         update = Update(0, [], version, slots, sizes, flat.checksums(packed), [], [], 1e-3, _TIMEOUT_S)
         self._store.put(update, packed, with_delta=True)
         return msgspec.structs.replace(update, digests=[digest(bucket) for bucket in packed])

@@ -12,8 +12,7 @@ import xxhash
 from torch import Tensor
 
 from slipstream.broker.errors import AlteredWeightsError, WeightTransferError
-from slipstream.broker.messages import TensorSlot, Update
-from slipstream.broker.weights.shared_buckets import SharedBuckets
+from slipstream.broker.messages import TensorSlot
 
 ALIGNMENT_BYTES = 64
 """Alignment of every tensor, so that any dtype can be viewed in place."""
@@ -47,38 +46,12 @@ def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[Tens
     return slots, sizes
 
 
-def allocate(
-    sizes: Sequence[int], *, reuse: Sequence[Tensor] = (), is_pinned: bool = False, device: torch.device | None = None
-) -> list[Tensor]:
-    """Allocate zeroed uint8 buckets in host memory or on `device`, or return `reuse` unchanged if its sizes match.
-
-    `is_pinned`: page-lock them, for asynchronous copies from and to a GPU. Raises WeightTransferError if memory is
-    short.
-    """
-    if reuse and [bucket.numel() for bucket in reuse] == list(sizes):
-        return list(reuse)
-    if is_pinned:
-        # Not with torch's allocator of pinned memory, which rounds each bucket up to a power of two.
-        shared = SharedBuckets(sizes, is_pinned=True)
-        pinned = shared.tensors
-        shared.close()
-        return pinned
-    return [torch.zeros(size, dtype=torch.uint8, device=device) for size in sizes]
-
-
 @torch.no_grad()
-def pack(
-    tensors: Iterable[tuple[str, Tensor]],
-    slots: Sequence[TensorSlot],
-    *,
-    sizes: Sequence[int],
-    reuse: Sequence[Tensor] = (),
-) -> list[Tensor]:
-    """Copy tensors, in any order, into their slots, cast to the slots' dtypes. Every slot must be filled exactly once.
+def pack(tensors: Iterable[tuple[str, Tensor]], slots: Sequence[TensorSlot], *, into: Sequence[Tensor]) -> None:
+    """Copy tensors, in any order, into their slots of uint8 buckets, cast to the slots' dtypes.
 
-    `reuse`: buckets to overwrite. Raises WeightTransferError.
+    Every slot must be filled exactly once. Raises WeightTransferError.
     """
-    buckets: list[Tensor] = []
     is_queued = False
     open_slots = {slot.name: slot for slot in slots}
     for name, tensor in tensors:
@@ -88,27 +61,18 @@ def pack(
             raise WeightTransferError(
                 f"tensor {name} must match the plan, which has {planned}, got shape {list(tensor.shape)}"
             )
-        # Copies into pinned buckets are faster and overlap with gathering the next tensor.
-        buckets = buckets or allocate(sizes, reuse=reuse, is_pinned=tensor.is_cuda)
-        _view(buckets, slot).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-        is_queued = tensor.is_cuda and not buckets[0].is_cuda
+        # A copy into page-locked buckets overlaps with gathering the next tensor.
+        _view(into, slot).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+        is_queued = tensor.is_cuda and not into[0].is_cuda
     if open_slots:
         raise WeightTransferError(f"every planned tensor must be packed: {_first(open_slots)} not given")
     if is_queued:
         torch.cuda.current_stream().synchronize()
-    return buckets
 
 
 def unpack(buckets: Sequence[Tensor], slots: Sequence[TensorSlot]) -> list[tuple[str, Tensor]]:
     """Return named views into the buckets, in slot order. Raises WeightTransferError for an invalid slot."""
     return [(slot.name, _view(buckets, slot)) for slot in slots]
-
-
-def unpack_verified(buckets: Sequence[Tensor], update: Update) -> list[tuple[str, Tensor]]:
-    """Return the update's named views into its buckets. Raises WeightTransferError if damaged."""
-    # Before the engine loads anything, since a partial load cannot be undone.
-    verify(buckets, expected=update.checksums)
-    return unpack(buckets, update.slots)
 
 
 def checksums(buckets: Iterable[Tensor]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Collective transport: broadcasts over NCCL, Gloo or unix sockets, in one process group per membership epoch.
+"""Collective transport: broadcasts over NCCL or Gloo, in one process group per membership epoch, between machines.
 
 torch's default group belongs to DeepSpeed in the learner and to vLLM in a generator. Separate groups can be rebuilt as
 members join and leave.
@@ -6,7 +6,6 @@ members join and leave.
 
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from threading import Event
 
 import torch
@@ -16,16 +15,18 @@ from torch import Tensor
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import DeviceName, GroupBackend, OpenEpoch, Update
 from slipstream.broker.weights import buckets as flat
-from slipstream.broker.weights import process_group
-from slipstream.broker.weights.process_group import (
+from slipstream.broker.weights.process_group import ProcessGroup, device_name
+from slipstream.broker.weights.rendezvous import (
     SENDER_RANK,
     EpochRank,
-    ProcessGroup,
-    device_name,
+    connect,
+    listen,
     naming_phase,
+    own_address,
     seconds_left,
 )
 from slipstream.broker.weights.shared_buckets import SharedBuckets
+from slipstream.broker.weights.transport import HostBuckets
 
 _LOOPBACK = "127.0.0.1"
 
@@ -39,25 +40,16 @@ class CollectiveSender:
         *,
         device: str | torch.device,
         ports: Iterable[int] = (0,),
-        folder: Path | None = None,
     ) -> None:
-        """`host`: an IPv4 address or name of this machine. Raises WeightTransferError.
+        """`host`: an IPv4 address or name of this machine. `ports`: for the rendezvous, the first free one; 0 for any.
 
-        `folder`: private folder for the rendezvous; None: use a TCPStore on `host` at the first free port of `ports` (0
-        for any).
+        Raises WeightTransferError.
         """
         self._device = torch.device(device)
         self.device: DeviceName = device_name(self._device)
-        self._own_host = folder or host
-        self.address: tuple[str, int]
+        self._store: dist.TCPStore | None = listen(host, ports=ports)
+        self.address: tuple[str, int] = host, self._store.port
         """As in WeightSender; constant for the whole run."""
-        self._store: dist.Store | None
-        if folder:
-            self.address = process_group.create_file(folder), 0
-            self._store = process_group.open_file(self.address[0])
-        else:
-            listening = process_group.listen(host, ports=ports)
-            self.address, self._store = (host, listening.port), listening
         self._group: ProcessGroup | None = None
         self._num_members: int | None = None
         self._is_aborted = Event()
@@ -79,7 +71,7 @@ class CollectiveSender:
             wire_device = torch.device("cpu") if backend == "gloo" else self._device
             self._group = ProcessGroup(own, device=wire_device, is_aborted=self._is_aborted)
             try:
-                self._group.open(self._store, own_host=self._own_host, timeout_s=timeout_s)
+                self._group.open(self._store, own_host=self.address[0], timeout_s=timeout_s)
             except WeightTransferError:
                 self._close_group()
                 raise
@@ -105,8 +97,6 @@ class CollectiveSender:
     def close(self) -> None:
         self._close_group()
         self._store = None
-        if process_group.is_file(self.address[0]):
-            process_group.delete_file(self.address[0])
 
     def _close_group(self) -> None:
         self._num_members = None
@@ -118,14 +108,17 @@ class CollectiveSender:
 class CollectiveReceiver:
     """A generator's end. Implements WeightReceiver; belongs to one thread.
 
-    Received tensors are views into staging buckets in host memory, which the next `receive` overwrites.
+    The next `receive` overwrites the received buckets.
     """
 
     def __init__(self, *, device: str | torch.device) -> None:
         self._device = torch.device(device)
         self._group: ProcessGroup | None = None
-        self.staging: SharedBuckets | None = None
-        """Buckets of the last `receive`, for other processes on this machine to map."""
+        self._staging: SharedBuckets | None = None
+
+    @property
+    def device(self) -> DeviceName:
+        return device_name(self._device)
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         self._close_group()
@@ -134,48 +127,39 @@ class CollectiveReceiver:
         own = EpochRank(opening.epoch, rank, len(opening.members) + 1)
         deadline = time.monotonic() + opening.timeout_s
         with naming_phase(own, f"reach the learner's rendezvous store at {opening.host}:{opening.port}"):
-            store, own_host = _open_rendezvous(opening, deadline)
+            own_host = own_address(opening.host, opening.port, timeout_s=opening.timeout_s)
+            store = connect(opening.host, opening.port, timeout_s=seconds_left(deadline))
         group = ProcessGroup(own, device=wire_device)
         self._group = group.open(store, own_host=own_host, timeout_s=seconds_left(deadline))
 
-    def receive(self, update: Update) -> list[tuple[str, Tensor]]:
-        """Receive and verify all buckets, return named views; `update.timeout_s` bounds each bucket.
-
-        Raises WeightTransferError. A wrong checksum or layout leaves the group open; any other error closes it.
-        """
+    def receive(self, update: Update, *, cancelled: Event) -> HostBuckets:
+        """`update.timeout_s` bounds each bucket. An error closes the group, except a wrong checksum."""
         group = _require_open(self._group)
         try:
-            if self.staging is None or self.staging.sizes != update.bucket_bytes:
+            if self._staging is None or self._staging.sizes != update.bucket_bytes:
                 self._free()
-                self.staging = SharedBuckets(update.bucket_bytes, is_pinned=self._device.type == "cuda")
-            staging = self.staging.tensors
-            group.receive(staging, timeout_s=update.timeout_s)
+                self._staging = SharedBuckets(update.bucket_bytes, is_pinned=self._device.type == "cuda")
+            staging = self._staging
+            group.receive(staging.tensors, timeout_s=update.timeout_s, cancelled=cancelled)
         except WeightTransferError:
             self._close_group()
             raise
-        return flat.unpack_verified(staging, update)
+        flat.verify(staging.tensors, expected=update.checksums)
+        return HostBuckets(staging.tensors, staging.path)
 
     def close(self) -> None:
         self._close_group()
         self._free()
 
     def _free(self) -> None:
-        if self.staging:
-            self.staging.close()
-            self.staging = None
+        if self._staging:
+            self._staging.close()
+            self._staging = None
 
     def _close_group(self) -> None:
         if self._group is not None:
             self._group.close()
             self._group = None
-
-
-def _open_rendezvous(opening: OpenEpoch, deadline: float) -> tuple[dist.Store, str | Path]:
-    if process_group.is_file(opening.host):
-        store = process_group.open_file(opening.host)
-        return store, Path(store.path).parent
-    own_host = process_group.own_address(opening.host, opening.port, timeout_s=opening.timeout_s)
-    return process_group.connect(opening.host, opening.port, timeout_s=seconds_left(deadline)), own_host
 
 
 def _require_open(group: ProcessGroup | None) -> ProcessGroup:

@@ -1,9 +1,9 @@
 """Fetcher: a generator's end of the snapshot and delta transports.
 
-It reads from the update's lenders, then from the learner's folder if visible, then from the learner's server. If a
-lender fails, it tries the next source; if the learner's deltas fail, the whole snapshot. The result always matches the
-update's checksums. A lender's bytes must also match the learner's digests, which cannot be forged. Lenders get half of
-the time limit.
+On the learner's machine, it maps the learner's memory. Otherwise, it reads from the update's lenders, then from the
+learner's folder if visible, then from the learner's server. If a lender fails, it tries the next source; if the
+learner's deltas fail, the whole snapshot. The result always matches the update's checksums. A lender's bytes must also
+match the learner's digests, which cannot be forged. Lenders get half of the time limit.
 """
 
 import os
@@ -22,9 +22,10 @@ from slipstream.broker.transport.endpoints import is_listening
 from slipstream.broker.weights import buckets as flat
 from slipstream.broker.weights import snapshots
 from slipstream.broker.weights.host_weights import HostWeights
-from slipstream.broker.weights.shared_buckets import SharedBuckets
+from slipstream.broker.weights.shared_buckets import BucketMaps
 from slipstream.broker.weights.snapshots import Manifest, SnapshotStore, WeightFiles
 from slipstream.broker.weights.stream import StreamServer, WeightStream
+from slipstream.broker.weights.transport import HostBuckets
 from slipstream.configs.cluster import LOCAL, ClusterConfig
 from slipstream.runtime.clock import Deadline
 from slipstream.runtime.credentials import Keys
@@ -55,6 +56,7 @@ class Fetcher:
         self._keys = keys
         self._streams: dict[str, WeightStream] = {}
         self._host_weights = host_weights or HostWeights()
+        self._maps = BucketMaps()
         self._server = (
             StreamServer(self._host_weights, keys=keys, address=lend_at, cluster=cluster) if keys and lend_at else None
         )
@@ -72,14 +74,18 @@ class Fetcher:
     def num_bytes_lent(self) -> int:
         return self._server.num_bytes if self._server else 0
 
-    def fetch(self, update: Update, *, cancelled: Event) -> SharedBuckets:
+    def fetch(self, update: Update, *, cancelled: Event) -> HostBuckets:
         """Fetch and verify the version of an update that has a source; the result is valid until the next call.
 
         Blocks at most `update.timeout_s`, and returns soon after `cancelled` is set. Raises WeightTransferError.
         """
         source, manifest, before = update.source, Manifest.of(update), self._host_weights.num_bytes
         assert source is not None, "a version that is broadcast cannot be fetched"
-        self.lender_errors = []
+        self.lender_errors, self.num_bytes = [], 0
+        if source.memory:
+            mapped = self._maps.get(source.memory, sizes=update.bucket_bytes)
+            flat.verify(mapped, expected=update.checksums)
+            return HostBuckets(mapped, source.memory)
         self._disconnect(kept=[*source.lenders, source.address])
         deadline = Deadline(update.timeout_s, what=f"version {update.version}")
         try:
@@ -95,7 +101,7 @@ class Fetcher:
             self.num_bytes = self._host_weights.num_bytes - before
         buckets = self._host_weights.buckets
         assert buckets is not None, "a fetched version is held"
-        return buckets
+        return HostBuckets(buckets.tensors, buckets.path)
 
     def release(self) -> None:
         """Free the buckets, which must not be in use. The next version is fetched whole."""

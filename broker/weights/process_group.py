@@ -1,7 +1,4 @@
-"""ProcessGroup: one rank of an epoch's process group, over NCCL, Gloo or, on one machine, unix sockets.
-
-The ranks of an epoch meet in a rendezvous store, which is not the run's Redis store. The learner owns it for the whole
-run. It is a file in the run's private folder, or a TCPStore, which accepts writes from anyone who can reach its port.
+"""ProcessGroup: one rank of an epoch's process group, over NCCL or Gloo.
 
 Building has three phases, all before the epoch's deadline:
 
@@ -19,17 +16,13 @@ would block closing for a minute, and NCCL's monitor would end the process. So N
 module enforces the deadlines.
 """
 
-import select
-import socket
 import time
-import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from threading import Event, Thread, Timer
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,201 +30,15 @@ from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import DeviceName, GroupBackend
-
-StartBroadcast = Callable[[int, Tensor], Callable[[], object]]
-"""Starts the broadcast of bucket `index` from or into a buffer, after the current stream's work. The returned function
-makes that stream wait for the broadcast and blocks until it ends."""
-
-
-class DoubleBuffer:
-    """Two GPU buffers: one bucket is copied from or to host memory while another one is broadcast. Belongs to one
-    thread.
-
-    Versions are staged and verified in host memory, because a second version on the GPU would double the model's
-    memory. The buffers grow to the largest bucket and are kept.
-
-    Invariant: nothing is enqueued on the default stream, which the learner trains on. A copy starts only after the
-    previous broadcast from its buffer, and a broadcast only after its copy.
-    """
-
-    def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:
-        self._device = device
-        self._cuda = cuda
-        self._copies = cuda.Stream(device)
-        self._broadcasts = cuda.Stream(device)
-        self._buffers: list[Tensor] = []
-
-    def send(self, buckets: Sequence[Tensor], start: StartBroadcast) -> None:
-        """Broadcast buckets in order, those on the GPU without a copy. Blocks."""
-        self._grow([bucket for bucket in buckets if not bucket.is_cuda])
-        self._upload(buckets, 0)
-        for index in range(len(buckets)):
-            self._broadcasts.wait_stream(self._copies)
-            with self._cuda.stream(self._broadcasts):
-                finish = start(index, self._buffer(buckets, index))
-                # The previous `finish` blocked until the other buffer was free.
-                self._upload(buckets, index + 1)
-                finish()
-
-    def receive(self, buckets: Sequence[Tensor], start: StartBroadcast) -> None:
-        self._grow(buckets)
-        copied: list[Any] = []
-        for index, bucket in enumerate(buckets):
-            with self._cuda.stream(self._broadcasts):
-                if index > 1:
-                    self._broadcasts.wait_event(copied[index - 2])
-                start(index, self._buffer(buckets, index))()
-            self._copies.wait_stream(self._broadcasts)
-            # While the other buffer fills.
-            with self._cuda.stream(self._copies):
-                bucket.copy_(self._buffer(buckets, index), non_blocking=True)
-            copied.append(self._copies.record_event())
-        self._copies.synchronize()
-
-    def _upload(self, buckets: Sequence[Tensor], index: int) -> None:
-        if index < len(buckets) and not buckets[index].is_cuda:
-            with self._cuda.stream(self._copies):
-                self._buffer(buckets, index).copy_(buckets[index], non_blocking=True)
-
-    def _grow(self, buckets: Sequence[Tensor]) -> None:
-        largest = max((bucket.numel() for bucket in buckets), default=0)
-        if largest > (self._buffers[0].numel() if self._buffers else 0):
-            # On the stream that writes them first: kernels on the default stream may still read memory allocated there.
-            with self._cuda.stream(self._copies):
-                self._buffers = [torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(2)]
-
-    def _buffer(self, buckets: Sequence[Tensor], index: int) -> Tensor:
-        bucket = buckets[index]
-        return bucket if bucket.is_cuda else self._buffers[index % 2][: bucket.numel()]
-
-
-SENDER_RANK = 0
-STORE_TIMEOUT_S = 10.0
-"""Default timeout of the learner's store operations."""
-PROCEED = b"proceed"
-_POLL_INTERVAL_S = 0.002
-
-
-class EpochRank(NamedTuple):
-    """A rank of a membership epoch. Example: EpochRank(epoch=3, rank=1, num_ranks=4)."""
-
-    epoch: int
-    rank: int
-    num_ranks: int
-
-
-def listen(host: str, *, ports: Iterable[int]) -> dist.TCPStore:
-    """Open the store at the first free port (0 for any). Raises WeightTransferError."""
-    # torch itself would listen on every interface.
-    listener = _listen_first(host, ports)
-    return dist.TCPStore(
-        host,
-        listener.getsockname()[1],
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=STORE_TIMEOUT_S),
-        master_listen_fd=listener.detach(),  # the store now owns and closes it
-    )
-
-
-def _listen_first(host: str, ports: Iterable[int]) -> socket.socket:
-    failure = ""
-    for port in ports:
-        try:
-            return socket.create_server((host, port), backlog=128)
-        except OSError as error:
-            failure = failure or f"{host}:{port}: {error}"
-    raise WeightTransferError(
-        f"the host of a rendezvous must be an address of this machine with a free port, got {failure}"
-    )
-
-
-_FILE = "file://"
-FILE_NAME = "rendezvous-"
-
-
-def create_file(folder: Path) -> str:
-    """Create a store in `folder` and return its address. Deletes the stores of killed learners."""
-    for left_behind in folder.glob(f"{FILE_NAME}*"):
-        left_behind.unlink(missing_ok=True)
-    path = folder.resolve() / f"{FILE_NAME}{uuid.uuid4().hex}"
-    path.touch(mode=0o600)
-    return f"{_FILE}{path}"
-
-
-def delete_file(address: str) -> None:
-    """Delete a store of `create_file`. Idempotent."""
-    Path(address.removeprefix(_FILE)).unlink(missing_ok=True)
-
-
-def is_file(address: str) -> bool:
-    """Return whether an address is a file's."""
-    return address.startswith(_FILE)
-
-
-def open_file(address: str) -> dist.FileStore:
-    """Open a store of `create_file`. Raises OSError if it does not exist."""
-    path = address.removeprefix(_FILE)
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"{path} must exist, on the learner's machine, got no such file")
-    # With -1 users, the learner deletes the file, not its last user.
-    return dist.FileStore(path, -1)
-
-
-def connect(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
-    """Open a client of the learner's store. Raises RuntimeError."""
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-
-
-def own_address(host: str, port: int, *, timeout_s: float) -> str:
-    """Return the local address of a connection to the learner; this machine's name need not resolve. Raises OSError.
-
-    Fails early if the store is unreachable, whereas torch's client would retry and dump its stack.
-    """
-    with socket.create_connection((host, port), timeout=timeout_s) as probe:
-        return probe.getsockname()[0]
-
-
-def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Event | None = None) -> None:
-    """Wait until all ranks have registered. Raises RuntimeError naming the ranks missing at `deadline` (monotonic).
-
-    Rank 0 also stops waiting when `is_aborted` is set.
-    """
-    if own.rank != SENDER_RANK:
-        store.set(f"ready/{own.rank}", b"1")
-        _await_verdict(store, deadline=deadline)
-        return
-    missing = ", ".join(str(rank) for rank in _missing_ranks(store, own, deadline, is_aborted))
-    verdict = f"rank {missing} did not arrive in time" if missing else ""
-    store.set("verdict", verdict.encode() or PROCEED)
-    if missing:
-        raise RuntimeError(verdict)
-
-
-def seconds_left(deadline: float) -> float:
-    """Return the seconds until the deadline, at least 0.001: torch treats 0 as no timeout."""
-    return max(deadline - time.monotonic(), 0.001)
-
-
-def _missing_ranks(store: dist.Store, own: EpochRank, deadline: float, is_aborted: Event | None) -> Iterator[int]:
-    for rank in range(SENDER_RANK + 1, own.num_ranks):
-        # Not `wait`, because torch writes two lines to stderr for every timeout.
-        while not store.check([f"ready/{rank}"]):
-            if time.monotonic() >= deadline or (is_aborted and is_aborted.is_set()):
-                yield rank
-                break
-            time.sleep(_POLL_INTERVAL_S)
-
-
-def _await_verdict(store: dist.Store, *, deadline: float) -> None:
-    try:
-        store.wait(["verdict"], timedelta(seconds=seconds_left(deadline)))
-    except RuntimeError as error:
-        raise RuntimeError("rank 0 (the learner) did not publish its verdict in time") from error
-    verdict = store.get("verdict")
-    if verdict != PROCEED:
-        raise RuntimeError(verdict.decode())
-
+from slipstream.broker.weights.double_buffer import DoubleBuffer
+from slipstream.broker.weights.rendezvous import (
+    SENDER_RANK,
+    TORCH_ERRORS,
+    EpochRank,
+    gather,
+    naming_phase,
+    seconds_left,
+)
 
 _PIECE_BYTES = 1024 * 1024
 """Size of one operation on host memory, equal on all ranks. It fits into the kernel's socket buffer: if Gloo blocks in
@@ -246,8 +53,6 @@ _NCCL_POLL_S = 0.0002
 """A bucket of 256 MB takes 5 ms at 50 GB/s."""
 _ABORT_S = 5.0
 """Maximum wait for an NCCL abort, which may hang; it continues in the background."""
-TORCH_ERRORS = (RuntimeError, ValueError, OSError)
-"""DistError and Gloo's errors are RuntimeErrors."""
 
 
 def device_name(device: torch.device) -> str:
@@ -276,77 +81,11 @@ def choose_backend(
 
 
 class Backend(Protocol):
-    """UnixBackend, ProcessGroupGloo, or ProcessGroupNCCL, which only CUDA builds of torch have."""
+    """ProcessGroupGloo, or ProcessGroupNCCL, which only CUDA builds of torch have."""
 
-    def broadcast(self, tensor: Tensor, root: int, *, timeout: timedelta) -> "dist.Work | UnixBackend": ...
+    def broadcast(self, tensor: Tensor, root: int, *, timeout: timedelta) -> "dist.Work": ...
 
     def abort(self) -> None: ...
-
-
-class UnixBackend:
-    """Broadcasts from rank 0 over unix sockets in a folder private to the user.
-
-    Gloo would listen at TCP ports, which accept connections from every user. Operations run in `wait`.
-    """
-
-    def __init__(self, store: dist.Store, own: EpochRank, *, folder: Path, timeout_s: float) -> None:
-        """Block until all ranks are connected. Raises OSError, RuntimeError."""
-        self._is_sender = own.rank == SENDER_RANK
-        self._peers: list[socket.socket] = []
-        self._buffer, self._deadline = memoryview(b""), time.monotonic() + timeout_s
-        if not self._is_sender:
-            self._peers.append(socket.socket(socket.AF_UNIX))
-            self._peers[0].settimeout(timeout_s)
-            self._peers[0].connect(store.get("socket"))
-            self._peers[0].setblocking(False)
-            return
-        # A new name per epoch, unknown to members of earlier ones.
-        path = folder / f"{FILE_NAME}{uuid.uuid4().hex[:8]}.s"
-        with socket.socket(socket.AF_UNIX) as listening:
-            listening.bind(str(path))
-            try:
-                listening.listen(own.num_ranks)
-                store.set("socket", str(path))
-                while len(self._peers) < own.num_ranks - 1:
-                    listening.settimeout(seconds_left(self._deadline))
-                    self._peers.append(listening.accept()[0])
-                    self._peers[-1].setblocking(False)
-            finally:
-                path.unlink(missing_ok=True)
-
-    def broadcast(self, tensor: Tensor, _root: int, *, timeout: timedelta) -> "UnixBackend":
-        self._buffer, self._deadline = memoryview(tensor.numpy()), time.monotonic() + timeout.total_seconds()
-        return self
-
-    def wait(self, _timeout: timedelta) -> None:
-        """Send to all peers, or receive from the sender. Raises OSError."""
-        left = {peer.fileno(): (peer, self._buffer) for peer in self._peers}
-        poll = select.poll()
-        for descriptor in left:
-            poll.register(descriptor, select.POLLOUT if self._is_sender else select.POLLIN)
-        while left:
-            ready = poll.poll(seconds_left(self._deadline) * 1000)
-            if not ready:
-                raise TimeoutError(f"{len(left)} of {len(self._peers)} connections timed out")
-            for descriptor, _ in ready:
-                peer, buffer = left.pop(descriptor)
-                moved = peer.send(buffer) if self._is_sender else peer.recv_into(buffer)
-                if moved == 0:
-                    raise ConnectionError("connection closed by the sender")
-                if moved < len(buffer):
-                    left[descriptor] = peer, buffer[moved:]
-                else:
-                    poll.unregister(descriptor)
-
-    def abort(self) -> None:
-        """End the operations of all ranks. Thread-safe."""
-        for peer in self._peers:
-            with suppress(OSError):
-                peer.shutdown(socket.SHUT_RDWR)
-
-    def __del__(self) -> None:
-        for peer in self._peers:
-            peer.close()
 
 
 class ProcessGroup:
@@ -358,14 +97,15 @@ class ProcessGroup:
         self._phase = partial(naming_phase, own)
         self._device = device
         self._is_aborted = is_aborted or Event()
+        self._cancelled = self._is_aborted
         self._is_on_host = device.type == "cpu"
         self._double_buffer = None if self._is_on_host else DoubleBuffer(device)
         self._backend: Backend | None = None
 
-    def open(self, store: dist.Store, *, own_host: str | Path, timeout_s: float) -> "ProcessGroup":
+    def open(self, store: dist.Store, *, own_host: str, timeout_s: float) -> "ProcessGroup":
         """Block until all ranks have joined. Raises WeightTransferError and closes the group.
 
-        `own_host`: address of this machine, or the socket folder of ranks on the same machine.
+        `own_host`: address of this machine.
         """
         deadline = time.monotonic() + timeout_s
         # The prefix separates it from late writes of earlier epochs.
@@ -395,8 +135,9 @@ class ProcessGroup:
         else:
             self._broadcast_in_pieces(buckets, timeout_s=timeout_s)
 
-    def receive(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
-        """Receive into host buckets of the same sizes. Raises WeightTransferError."""
+    def receive(self, buckets: Sequence[Tensor], *, timeout_s: float, cancelled: Event) -> None:
+        """Receive into host buckets of the same sizes. Raises WeightTransferError, soon after `cancelled` is set."""
+        self._cancelled = cancelled
         if self._double_buffer:
             self._double_buffer.receive(buckets, partial(self._start_bucket, of=len(buckets), timeout_s=timeout_s))
         else:
@@ -466,7 +207,7 @@ class ProcessGroup:
 
     def _check_not_aborted(self) -> None:
         # An aborted NCCL operation ends like a successful one.
-        if self._is_aborted.is_set():
+        if self._is_aborted.is_set() or self._cancelled.is_set():
             raise RuntimeError("it was aborted")
 
     @contextmanager
@@ -483,26 +224,13 @@ class ProcessGroup:
             timer.cancel()
 
 
-@contextmanager
-def naming_phase(own: EpochRank, phase: str) -> Iterator[None]:
-    """Convert torch's errors to WeightTransferErrors that name epoch, rank and phase."""
-    try:
-        yield
-    except TORCH_ERRORS as error:
-        raise WeightTransferError(
-            f"weight epoch {own.epoch}, rank {own.rank} of {own.num_ranks}: {phase} failed: {error}"
-        ) from error
-
-
 def build_backend(
-    store: dist.Store, own: EpochRank, *, own_host: str | Path, device: torch.device, timeout_s: float
+    store: dist.Store, own: EpochRank, *, own_host: str, device: torch.device, timeout_s: float
 ) -> Backend:
-    """Build the process group: NCCL for a GPU, else unix sockets on one machine, else Gloo. Raises `TORCH_ERRORS`."""
+    """Build the process group: NCCL for a GPU, else Gloo. Raises `TORCH_ERRORS`."""
     store.set_timeout(timedelta(seconds=timeout_s))
     if device.type != "cpu":
         return _build_nccl(store, own)
-    if isinstance(own_host, Path):
-        return UnixBackend(store, own, folder=own_host, timeout_s=timeout_s)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1

@@ -43,7 +43,8 @@ class SharedBuckets:
         self.sizes = list(sizes)
         """Size of each bucket, bytes; empty once closed."""
         # A memfd leaves no file behind after a crash; other processes open it through /proc.
-        self._descriptor: int | None = os.memfd_create("slipstream-weights", os.MFD_CLOEXEC)
+        self._descriptor = os.memfd_create("slipstream-weights", os.MFD_CLOEXEC)
+        self._free = weakref.finalize(self, os.close, self._descriptor)
         try:
             os.ftruncate(self._descriptor, _end(sizes))
             memory = _map(self._descriptor, _end(sizes), is_writable=True, is_pinned=is_pinned)
@@ -60,9 +61,35 @@ class SharedBuckets:
 
     def close(self) -> None:
         """Free the memory once no views of it remain. Idempotent."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor, self.tensors, self.sizes = None, [], []
+        self._free()
+        self.tensors, self.sizes = [], []
+
+
+class BucketMaps:
+    """Buckets of other processes, which stay mapped while they exist: mapping a page takes longer than copying it."""
+
+    def __init__(self, *, is_pinned: bool = False) -> None:
+        self._is_pinned = is_pinned
+        self._maps: dict[str, tuple[int, list[Tensor]]] = {}
+
+    def get(self, path: str, *, sizes: Sequence[int]) -> list[Tensor]:
+        """Map the buckets at `path`, unverified; treat them as read-only. Raises WeightTransferError."""
+        self._maps = {name: known for name, known in self._maps.items() if _inode(name) == known[0]}
+        if not _inode(path):
+            raise WeightTransferError(f"the buckets of this machine must exist at {path}, got no file that can be read")
+        _, tensors = self._maps.get(path, (None, []))
+        if [tensor.numel() for tensor in tensors] != list(sizes):
+            tensors = map_buckets(path, sizes=sizes, is_pinned=self._is_pinned)
+            self._maps[path] = _inode(path), tensors
+        return tensors
+
+
+def _inode(path: str) -> int:
+    """Number of a file; 0 for a missing one. It stays unique while the file is mapped."""
+    try:
+        return Path(path).stat().st_ino
+    except OSError:
+        return 0
 
 
 def map_buckets(path: str, *, sizes: Sequence[int], is_pinned: bool = False) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """Protocols for the two ends of a weight transport, and a single-threaded in-memory transport for the serial mode."""
 
-from typing import Protocol
+from threading import Event
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -9,11 +10,20 @@ from slipstream.broker.messages import DeviceName, GroupBackend, OpenEpoch, Upda
 from slipstream.broker.weights import buckets as flat
 
 
+class HostBuckets(NamedTuple):
+    """A verified version in host memory. Example: HostBuckets([tensor], "/proc/17/fd/9")."""
+
+    tensors: list[Tensor]
+    """uint8, one per bucket; valid until the next version is received."""
+    path: str = ""
+    """Shared memory with the same buckets, for other processes of this user; empty: none."""
+
+
 class WeightSender(Protocol):
     """The learner's end; rank 0 of every epoch."""
 
     address: tuple[str, int]
-    """Host and port of the rendezvous store; for a file, `file://` with its path, and 0."""
+    """Host and port of the rendezvous store."""
     device: DeviceName
     """Device of the sender, for the choice of an epoch's backend."""
 
@@ -30,16 +40,17 @@ class WeightSender(Protocol):
 
 
 class WeightReceiver(Protocol):
-    """A generator's end, in the process that holds the model (for vLLM, the worker process)."""
+    """A generator's end. Belongs to one thread, except `device`."""
+
+    @property
+    def device(self) -> DeviceName:
+        """Device that receives broadcasts."""
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
         """Join the group, blocking until all members have. Raises WeightTransferError."""
 
-    def receive(self, update: Update) -> list[tuple[str, Tensor]]:
-        """Receive all buckets, verify their checksums and return named tensors. Raises WeightTransferError.
-
-        The tensors are views, valid until the next `receive`. An error leaves the engine at its current version.
-        """
+    def receive(self, update: Update, *, cancelled: Event) -> HostBuckets:
+        """Receive all buckets and verify their checksums. Raises WeightTransferError, soon after `cancelled` is set."""
 
     def close(self) -> None: ...
 
@@ -79,10 +90,12 @@ class MemorySender:
 
 
 class MemoryReceiver:
-    """A generator's end. Implements WeightReceiver; never blocks, so engines call it on their event loop's thread.
+    """A generator's end. Implements WeightReceiver; never blocks, so it runs on the event loop's thread.
 
-    Received tensors are views shared by all receivers; treat them as read-only.
+    All receivers share the buckets; treat them as read-only.
     """
+
+    device: DeviceName = "cpu"
 
     def __init__(self, weights: MemoryWeights) -> None:
         self._weights = weights
@@ -96,7 +109,7 @@ class MemoryReceiver:
             )
         self._epoch = opening.epoch
 
-    def receive(self, update: Update) -> list[tuple[str, Tensor]]:
+    def receive(self, update: Update, *, cancelled: Event) -> HostBuckets:
         if self._epoch is None or self._epoch != self._weights.epoch:
             raise WeightTransferError(
                 f"a weight epoch must be open before a broadcast, got {self._weights.epoch} while in {self._epoch}"
@@ -104,7 +117,8 @@ class MemoryReceiver:
         buckets = self._weights.buckets
         if (sizes := [bucket.numel() for bucket in buckets]) != update.bucket_bytes:
             raise WeightTransferError(f"buckets must have the announced sizes {update.bucket_bytes}, got {sizes}")
-        return flat.unpack_verified(buckets, update)
+        flat.verify(buckets, expected=update.checksums)
+        return HostBuckets(buckets)
 
     def close(self) -> None:
         self._epoch = None

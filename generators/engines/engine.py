@@ -5,14 +5,12 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import OpenEpoch, TensorSlot, Update
+from slipstream.broker.messages import TensorSlot, Update
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
-from slipstream.broker.weights.shared_buckets import SharedBuckets
-from slipstream.broker.weights.transport import WeightReceiver
+from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.base import Record
 from slipstream.generators.errors import EngineError
@@ -61,13 +59,11 @@ class EngineLoad(Record):
 class Engine(Protocol):
     """Generates token ids from token ids, on one asyncio loop.
 
-    Life cycle: start -> (open_epoch, update)* interleaved with generate -> stop.
+    Life cycle: start -> (prepare -> switch)* interleaved with generate -> stop.
     """
 
     version: int
     """Current policy version; -1 before the first update."""
-    device: str
-    """Device that receives broadcasts, as named by `device_name`. Known after `start`."""
 
     async def start(self) -> None:
         """Load the model and wait until it serves requests. Raises EngineError."""
@@ -96,14 +92,16 @@ class Engine(Protocol):
     async def prompt_scores(self, token_ids: list[int]) -> PromptScores:
         """Score each token given the tokens before it. Raises EngineError."""
 
-    async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Join the weight group. Raises WeightTransferError."""
+    async def prepare(self, update: Update, received: HostBuckets) -> None:
+        """Get ready to switch to a received version, while requests are decoded. May be repeated.
 
-    async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
-        """Receive and verify an update, pause requests to load it, and switch the version.
+        Raises WeightTransferError; the current weights then stay in place.
+        """
 
-        `fetched`: the bytes, unless they are broadcast. Returns the pause, seconds. Raises WeightTransferError if
-        generation continues with the previous weights, UnverifiedWeightsError if the new ones are loaded incorrectly.
+    async def switch(self, update: Update) -> float:
+        """Switch to the prepared version between two tokens. Returns the pause of generation, seconds.
+
+        Raises UnverifiedWeightsError if the weights are loaded incorrectly.
         """
 
     def current_load(self) -> EngineLoad:
@@ -172,11 +170,3 @@ class WeightLayout:
             raise WeightTransferError(
                 f"every parameter must be sent once, got {len(names)} tensors for {len(expected)}"
             )
-
-
-def receive_update(receiver: WeightReceiver, update: Update, fetched: SharedBuckets | None) -> list[tuple[str, Tensor]]:
-    """Return an update's verified tensors, from `fetched` or from the weight group. Raises WeightTransferError.
-
-    Blocks. The tensors are views of buffers that the next update overwrites.
-    """
-    return receiver.receive(update) if fetched is None else buckets.unpack_verified(fetched.tensors, update)

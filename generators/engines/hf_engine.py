@@ -4,9 +4,8 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import structlog
 import torch
@@ -14,10 +13,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer, DynamicCache
 
-from slipstream.broker.messages import OpenEpoch, Update
+from slipstream.broker.messages import Update
+from slipstream.broker.weights import buckets
 from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
-from slipstream.broker.weights.shared_buckets import SharedBuckets
-from slipstream.broker.weights.transport import MemoryReceiver, WeightReceiver
+from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import HfEngineConfig
@@ -26,7 +25,6 @@ from slipstream.generators.engines.engine import (
     EngineLoad,
     PromptScores,
     WeightLayout,
-    receive_update,
     require_routers,
 )
 from slipstream.generators.errors import EngineDiedError, EngineError
@@ -34,8 +32,6 @@ from slipstream.runtime.images import PromptImage, VisionModel
 from slipstream.runtime.lora import attach_adapter, language_model_class
 from slipstream.runtime.model_files import end_token_ids
 from slipstream.runtime.routers import Routers
-
-T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -253,13 +249,10 @@ class HfEngine:
     Decoding and loading share the loop's thread, so an update always falls between two tokens.
     """
 
-    def __init__(self, model: ModelConfig, engine: HfEngineConfig, *, receiver: WeightReceiver) -> None:
-        self.device = "cpu"
+    def __init__(self, model: ModelConfig, engine: HfEngineConfig) -> None:
         self._config = model
         self._max_num_seqs = engine.max_num_seqs
-        self._receiver = receiver
-        # A receiver belongs to one thread, and waiting for bytes must not block decoding.
-        self._receiver_thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
+        self._received: dict[str, Tensor] = {}
         self._model: Any = None
         self._routers: Routers | None = None
         self._names: CheckpointNames
@@ -328,24 +321,17 @@ class HfEngine:
         own = logprobs.gather(-1, ids[0, 1:, None])[:, 0]
         return PromptScores(own.tolist(), logprobs.amax(-1).tolist())
 
-    async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        await self._receive(lambda: self._receiver.open_epoch(opening, rank=rank))
-
-    async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
+    async def prepare(self, update: Update, received: HostBuckets) -> None:
         self._check_started()
-        tensors = await self._receive(lambda: receive_update(self._receiver, update, fetched))
-        paused_at = time.perf_counter()
         # Check everything before loading anything.
         WeightLayout(self._names, dtype=self._config.dtype).check(update.slots)
-        self._names.load_into(self._model, dict(tensors))
-        self.version = update.version
-        return time.perf_counter() - paused_at
+        self._received = dict(buckets.unpack(received.tensors, update.slots))
 
-    async def _receive(self, call: Callable[[], T]) -> T:
-        # Transfers within the process never block, and a thread would make token versions nondeterministic.
-        if isinstance(self._receiver, MemoryReceiver):
-            return call()
-        return await asyncio.get_running_loop().run_in_executor(self._receiver_thread, call)
+    async def switch(self, update: Update) -> float:
+        paused_at = time.perf_counter()
+        self._names.load_into(self._model, self._received)
+        self._received, self.version = {}, update.version
+        return time.perf_counter() - paused_at
 
     def current_load(self) -> EngineLoad:
         return EngineLoad()
@@ -356,9 +342,6 @@ class HfEngine:
     async def stop(self) -> None:
         if self._decoding is not None:
             self._decoding.cancel()
-        # Runs after any transfer in flight, on the receiver's thread.
-        self._receiver_thread.submit(self._receiver.close)
-        self._receiver_thread.shutdown(wait=False)
 
     async def _decode(self) -> None:
         batch: list[HfRequest] = []

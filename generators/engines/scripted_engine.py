@@ -3,15 +3,13 @@
 import asyncio
 import math
 import random
-import time
 from collections.abc import Sequence
 
-from slipstream.broker.messages import OpenEpoch, Update
-from slipstream.broker.weights.shared_buckets import SharedBuckets
-from slipstream.broker.weights.transport import WeightReceiver
+from slipstream.broker.messages import Update
+from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.engines import ScriptedEngineConfig
-from slipstream.generators.engines.engine import Completion, EngineLoad, PromptScores, receive_update
+from slipstream.generators.engines.engine import Completion, EngineLoad, PromptScores
 from slipstream.runtime.images import PromptImage
 
 END_TOKEN_ID = 1
@@ -24,11 +22,8 @@ class ScriptedEngine:
     Probes always pass, because canaries get the log-probabilities in the last update.
     """
 
-    def __init__(self, engine: ScriptedEngineConfig, *, receiver: WeightReceiver | None = None) -> None:
-        """Without a receiver, an update only changes the version."""
-        self.device = "cpu"
+    def __init__(self, engine: ScriptedEngineConfig) -> None:
         self._config = engine
-        self._receiver = receiver
         self._canaries: dict[tuple[int, ...], list[float]] = {}
         self.version = -1
 
@@ -70,18 +65,14 @@ class ScriptedEngine:
         own = await self.prompt_logprobs(token_ids)
         return PromptScores(own, own)
 
-    async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        if self._receiver is not None:
-            await asyncio.to_thread(self._receiver.open_epoch, opening, rank=rank)
+    async def prepare(self, update: Update, received: HostBuckets) -> None:
+        """No-op."""
 
-    async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
-        started_at = time.perf_counter()
-        if self._receiver is not None:
-            await asyncio.to_thread(receive_update, self._receiver, update, fetched)
+    async def switch(self, update: Update) -> float:
         canaries = zip(update.canary_token_ids, update.canary_logprobs, strict=True)
         self._canaries = {tuple(tokens): logprobs for tokens, logprobs in canaries}
         self.version = update.version
-        return time.perf_counter() - started_at
+        return 0.0
 
     def current_load(self) -> EngineLoad:
         return EngineLoad()
@@ -90,8 +81,7 @@ class ScriptedEngine:
         """No-op."""
 
     async def stop(self) -> None:
-        if self._receiver is not None:
-            self._receiver.close()
+        """No-op."""
 
     def _script(self, seed: int) -> list[int]:
         rng, config = random.Random(seed), self._config

@@ -30,6 +30,7 @@ from slipstream.learner.engines.optimizer import (
 )
 from slipstream.learner.errors import TrainEngineError
 from slipstream.learner.ranks import Ranks
+from slipstream.runtime.routers import EXPERT_MATRICES
 
 _GATHER_BYTES = 256 * 1024 * 1024
 """Parameters that ZeRO-3 gathers at once for export and import."""
@@ -168,7 +169,7 @@ class ShardedModel(ModelEngine[M]):
             _set_comm_dtypes(self._comm_dtypes)
 
     def _lossless_in_compute_dtype(self) -> list[nn.Parameter]:
-        """Linear layers' weights, which autocast rounds anyway: gathering them rounded halves traffic.
+        """Weights of linear layers and experts, which autocast rounds anyway: gathering them rounded halves traffic.
 
         Excludes biases, which ZeRO-3 adds in float32, and small weights, which stay gathered and would be exported
         rounded.
@@ -177,8 +178,15 @@ class ShardedModel(ModelEngine[M]):
             return []
         parts = list(self.model.backbone.modules())
         linear = [part for part in parts if type(part) is nn.Linear and part is not getattr(parts[0], "score", None)]
+        experts = [
+            parameter
+            for part in parts
+            for name, parameter in part.named_parameters(recurse=False)
+            if name in EXPERT_MATRICES and len(parameter.ds_shape) == 3
+        ]
         users = Counter(each for part in parts for each in part.parameters(recurse=False))
-        return [part.weight for part in linear if users[part.weight] == 1 and not part.weight.ds_persist]
+        rounded = [*(part.weight for part in linear), *experts]
+        return [weight for weight in rounded if users[weight] == 1 and not weight.ds_persist]
 
 
 class DeepSpeedEngine(ShardedModel[M], TrainEngine[M]):

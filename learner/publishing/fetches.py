@@ -2,9 +2,10 @@
 
 FetchTracker: tracks versions that generators fetch, and owns the server they fetch from.
 
-A joiner fetches its first version and joins broadcasts afterward. A generator behind a slow link always fetches, from
-the learner or from another generator. A request stays open until its member answers, leaves, or misses its deadline.
-The publisher waits for one only while no member holds the version.
+A generator on the learner's machine reads every version from the learner's memory. Another one fetches its first
+version and joins broadcasts afterward, or always fetches, from the learner or from another generator. A request stays
+open until its member answers, leaves, or misses its deadline. The publisher waits for those that read memory, and for
+others only while no member holds the version.
 
 Lenders: plans who fetches a version from whom, so the learner sends it to only a few generators.
 
@@ -40,6 +41,7 @@ from slipstream.broker.messages import (
 )
 from slipstream.broker.transport.endpoints import is_here, is_own_machine
 from slipstream.broker.transport.session import Sender
+from slipstream.broker.weights.buckets import SLOWEST_BYTES_PER_S
 from slipstream.broker.weights.host_weights import digest
 from slipstream.broker.weights.snapshots import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
@@ -309,8 +311,13 @@ class SnapshotServer:
 @dataclass
 class _Request:
     update: Update
+    limit_s: float
     ends_at: float
     resend_at: float
+
+    @property
+    def reads_memory(self) -> bool:
+        return bool(self.update.source and self.update.source.memory)
 
 
 class FetchTracker:
@@ -330,15 +337,25 @@ class FetchTracker:
         self._members = members
         self._config = config
         self._clock = clock
-        self._timeout_s = config.fetch_timeout_s + config.transfer_timeout_s
         self._requests: dict[Member, _Request] = {}
+        self._reads_files: set[Member] = set()
+        """Members on this machine that failed to apply a version from memory."""
+        self._unanswered: set[int] = set()
+        """Versions that a member may still read from memory: it left or missed its deadline."""
         self._fetched_at: dict[Member, float] = {}
         self._lenders = Lenders(members, fan_out=_FAN_OUT, clock=clock)
         self._digests: tuple[int, list[bytes]] = (-1, [])
         """Version, and the digests of its buckets."""
 
-    def is_fetching(self, version: int) -> bool:
-        return any(request.update.version == version for request in self._requests.values())
+    def is_awaited(self, version: int) -> bool:
+        """Whether a commit of this version should wait: a member reads it from memory, or no member holds it yet."""
+        requests = [request for request in self._requests.values() if request.update.version == version]
+        return any(each.reads_memory for each in requests) or bool(requests and not self._members.num_holding(version))
+
+    def may_overwrite(self, version: int) -> bool:
+        """Whether no member can still be reading this version's memory."""
+        is_read = any(each.reads_memory and each.update.version == version for each in self._requests.values())
+        return not is_read and version not in self._unanswered
 
     def broadcast_members(self) -> list[Member]:
         """Members with the collective transport that hold a version and are not fetching."""
@@ -361,6 +378,10 @@ class FetchTracker:
     def request(self, staged: Staged) -> None:
         """Ask all due members to fetch this version. Blocks while it is written; evicts them if the disk is full."""
         due = self.due(staged.version)
+        if near := [member for member in due if self._reads_memory(member)]:
+            limit_s = self._config.transfer_timeout_s + sum(staged.update.bucket_bytes) / SLOWEST_BYTES_PER_S
+            self._announce(staged, near, SnapshotSource("", "", memory=staged.memory.path), limit_s=limit_s)
+        due = [member for member in due if member not in near]
         has_deltas = any(state.transport == "delta" for state in self._members.live.values())
         try:
             # Write the delta if any member uses deltas, but announce it only to those members.
@@ -381,7 +402,7 @@ class FetchTracker:
             if now >= request.ends_at:
                 self._end(member)
                 version = request.update.version
-                self._members.evict([member], f"version {version} was not fetched within {self._timeout_s:g} s")
+                self._members.evict([member], f"version {version} was not applied within {request.limit_s:.3g} s")
             elif now >= request.resend_at:
                 request.resend_at = now + _RESEND_AFTER_S
                 # Only to this member: the others may have finished.
@@ -392,8 +413,11 @@ class FetchTracker:
         request = self._requests.get(answer.member)
         if request is None or request.update.version != answer.version:
             return False
-        self._end(answer.member, is_lending=not answer.error, errors=answer.lender_errors)
+        self._end(answer.member, is_lending=not answer.error, errors=answer.lender_errors, has_answered=True)
         if answer.error:
+            if request.reads_memory:
+                # Another user's processes, or those of a container, cannot map this process's memory.
+                self._reads_files.add(answer.member)
             self._members.evict([answer.member], f"version {answer.version} was not applied: {answer.error}")
             return False
         self._members.record_applied(answer.member, answer.version, device=answer.device)
@@ -404,34 +428,51 @@ class FetchTracker:
     def close(self) -> None:
         self._server.close()
 
-    def _end(self, member: Member, *, is_lending: bool = False, errors: Sequence[LenderError] = ()) -> None:
-        del self._requests[member]
+    def _end(
+        self,
+        member: Member,
+        *,
+        is_lending: bool = False,
+        errors: Sequence[LenderError] = (),
+        has_answered: bool = False,
+    ) -> None:
+        request = self._requests.pop(member)
+        if request.reads_memory and not has_answered:
+            self._unanswered.add(request.update.version)
         self._lenders.record_end(member, is_lending=is_lending, errors=errors)
 
+    def _reads_memory(self, member: Member) -> bool:
+        state = self._members.live[member]
+        return state.transport == "collective" and is_here(state.machine) and member not in self._reads_files
+
     def _joins_broadcasts(self, member: Member) -> bool:
-        return self._members.live[member].transport == "collective" and self._members.holds_any(member)
+        state = self._members.live[member]
+        return state.transport == "collective" and not is_here(state.machine) and self._members.holds_any(member)
 
     def _send(self, staged: Staged, members: list[Member], *, put_delta: bool, with_deltas: bool) -> None:
         pinned = {request.update.version for request in self._requests.values()}
         source = self._server.add(staged.update, staged.buckets, with_delta=put_delta, pinned=pinned)
+        limit_s = self._config.fetch_timeout_s + self._config.transfer_timeout_s
         holding = [member for member in members if with_deltas and self._members.holds_any(member)]
         joining = [member for member in members if member not in holding]
-        now = self._clock()
         for by_delta, fetching in ((True, holding), (False, joining)):
             for place, together in self._lenders.assign(staged.version, fetching, by_delta=by_delta).items():
                 lenders = list(place.lenders)
                 if lenders and self._digests[0] != staged.version:
                     self._digests = staged.version, [digest(bucket) for bucket in staged.buckets]
-                update = msgspec.structs.replace(
-                    staged.update,
-                    epoch=NO_EPOCH,
-                    members=together,
-                    timeout_s=self._config.fetch_timeout_s,
-                    source=msgspec.structs.replace(
-                        source, has_deltas=with_deltas, lenders=lenders, is_lent=place.is_lent
-                    ),
-                    digests=self._digests[1] if lenders else [],
-                )
-                self._client.send(update)
-                for member in together:
-                    self._requests[member] = _Request(update, now + self._timeout_s, now + _RESEND_AFTER_S)
+                own = msgspec.structs.replace(source, has_deltas=with_deltas, lenders=lenders, is_lent=place.is_lent)
+                self._announce(staged, together, own, limit_s=limit_s)
+
+    def _announce(self, staged: Staged, members: list[Member], source: SnapshotSource, *, limit_s: float) -> None:
+        update = msgspec.structs.replace(
+            staged.update,
+            epoch=NO_EPOCH,
+            members=members,
+            timeout_s=self._config.fetch_timeout_s,
+            source=source,
+            digests=self._digests[1] if source.lenders else [],
+        )
+        self._client.send(update)
+        now = self._clock()
+        for member in members:
+            self._requests[member] = _Request(update, limit_s, now + limit_s, now + _RESEND_AFTER_S)

@@ -70,6 +70,10 @@ class Published(Record):
     """Largest single difference, nats."""
     pause_s: float = 0.0
     """Longest time that a member paused generation."""
+    receive_s: float = 0.0
+    """Longest stages of a member in which it did not: see UpdateApplied."""
+    prepare_s: float = 0.0
+    probe_s: float = 0.0
 
 
 class Publisher:
@@ -80,7 +84,7 @@ class Publisher:
         *,
         client: Sender,
         inbox: Inbox,
-        sender: WeightSender,
+        sender: WeightSender | None,
         config: WeightsConfig,
         snapshots: SnapshotServer | None = None,
         is_one_process: bool = False,
@@ -88,7 +92,9 @@ class Publisher:
         trusts_network: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`is_one_process`: a serial run or a replay, where the sender never blocks.
+        """`sender`: None if no member can join broadcasts, because the network is not trusted.
+
+        `is_one_process`: a serial run or a replay, where the sender never blocks.
 
         `snapshots` serves members that fetch; without it, all join broadcasts.
         For `on_evict` and `trusts_network` see MemberTable.
@@ -114,9 +120,10 @@ class Publisher:
         self._transfers_s: deque[float] = deque(maxlen=_TRANSFERS_KEPT)
 
     def set_version(self, staged: Staged) -> Staged | None:
-        """Returns the previous version, so its buckets can be reused."""
+        """Returns the previous version, so its memory can be reused; None while a generator may read it."""
         before, self._staged = self._staged, staged
-        return before
+        may_overwrite = before and (self._fetches is None or self._fetches.may_overwrite(before.version))
+        return before if may_overwrite else None
 
     @property
     def version(self) -> int:
@@ -154,24 +161,28 @@ class Publisher:
                 break
         if self._fetches:
             self._fetches.request(self._require_staged())
-            # Don't commit a version that no member holds while a fetch of it is in flight.
-            deadline = Deadline(self._config.transfer_timeout_s, what="a generator to fetch", clock=self._clock)
-            while not self.num_holding and self._fetches.is_fetching(self.version) and not deadline.is_over:
+            deadline = Deadline(self._limit_s, what="generators to apply a version", clock=self._clock)
+            while self._fetches.is_awaited(self.version) and not deadline.is_over:
                 self.poll(timeout_s=min(_WAIT_STEP_S, deadline.left_s))
         applied = [a for a in [*self._applied.values(), *self._fetched.values()] if not a.error]
+        longest = {
+            name: max((getattr(each, name) for each in applied), default=0.0)
+            for name in ("pause_s", "receive_s", "prepare_s", "probe_s")
+        }
         return Published(
             version=self.version,
             num_members=self.num_holding,
             seconds=self._clock() - started_at,
             probe_diff_mean=max((a.probe_diff for a in applied), default=0.0),
             probe_diff_max=max((a.probe_diff_max for a in applied), default=0.0),
-            pause_s=max((a.pause_s for a in applied), default=0.0),
+            **longest,
         )
 
     def close(self) -> None:
         if self._fetches:
             self._fetches.close()
-        self._sender.close()
+        if self._sender:
+            self._sender.close()
 
     def _broadcast_members(self) -> list[Member]:
         if self._fetches is None:
@@ -179,9 +190,18 @@ class Publisher:
         # Latecomers fetch: rebroadcasting would pause every holder.
         return self._fetches.broadcast_members() if self.num_holding == 0 else []
 
+    @property
+    def _limit_s(self) -> float:
+        size_bytes = sum(self._require_staged().update.bucket_bytes)
+        return self._config.transfer_timeout_s + size_bytes / SLOWEST_BYTES_PER_S
+
     def _require_staged(self) -> Staged:
         assert self._staged is not None, "set_version() comes first"
         return self._staged
+
+    def _require_sender(self) -> WeightSender:
+        assert self._sender is not None, "without a trusted network, no member joins broadcasts"
+        return self._sender
 
     # --- one attempt ---------------------------------------------------------------------------------------------
     def _open_epoch(self, members: list[Member]) -> bool:
@@ -191,11 +211,12 @@ class Publisher:
         self._epoch_members = []
         self._opened = {}
         timeout_s = min(_JOIN_TIMEOUT_S, self._config.transfer_timeout_s)
-        host, port = self._sender.address
+        sender = self._require_sender()
+        host, port = sender.address
         try:
             # A CPU member or a shared GPU rules out NCCL.
             backend = choose_backend(
-                self._config.backend, self._sender.device, [self._members.device(member) for member in members]
+                self._config.backend, sender.device, [self._members.device(member) for member in members]
             )
         except WeightTransferError as unfit:
             self._members.evict(members, str(unfit))
@@ -203,7 +224,7 @@ class Publisher:
         self._client.send(OpenEpoch(self._epoch, members, host, port, timeout_s, backend))
 
         def open_epoch() -> None:
-            self._sender.open_epoch(self._epoch, num_members=len(members), timeout_s=timeout_s, backend=backend)
+            sender.open_epoch(self._epoch, num_members=len(members), timeout_s=timeout_s, backend=backend)
 
         error, missing = self._run_phase(open_epoch, self._opened, members, timeout_s=timeout_s)
         failed = dict.fromkeys(missing, "no answer") | {m: o.error for m, o in self._opened.items() if o.error}
@@ -217,7 +238,7 @@ class Publisher:
     def _broadcast(self, members: list[Member]) -> bool:
         """Return whether all `members` now hold the version."""
         staged = self._require_staged()
-        limit_s = self._config.transfer_timeout_s + sum(staged.update.bucket_bytes) / SLOWEST_BYTES_PER_S
+        limit_s = self._limit_s
         started_at, timeout_s = self._clock(), limit_s
         # A hung member delays all others by the full timeout, so derive a tighter limit from recent transfers.
         if self._transfers_s:
@@ -228,7 +249,7 @@ class Publisher:
         self._client.send(update)
 
         def send() -> None:
-            self._sender.broadcast(staged.buckets, timeout_s=timeout_s)
+            self._require_sender().broadcast(staged.buckets, timeout_s=timeout_s)
             self._transfers_s.append(self._clock() - started_at)
 
         error, missing = self._run_phase(send, self._applied, members, timeout_s=limit_s)
@@ -261,7 +282,7 @@ class Publisher:
         while not wait([in_flight], timeout=_POLL_EVERY_S).done:
             self.poll(timeout_s=0)
             if not set(members) <= self._members.live.keys():
-                self._sender.abort()
+                self._require_sender().abort()
         in_flight.result()
 
     def _collect(self, answers: Mapping[Member, Message], members: list[Member], *, timeout_s: float) -> list[Member]:

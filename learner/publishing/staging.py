@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from slipstream.broker.dataset import read_train
 from slipstream.broker.messages import Update
 from slipstream.broker.weights import buckets
+from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.configs.base import ConfigError
 from slipstream.configs.broker import PROBE_SEQUENCES, WeightsConfig
 from slipstream.configs.engines import ScriptedEngineConfig
@@ -151,11 +152,12 @@ class Staged:
     and have no checksums. `update`, `buckets`, and `checksum` call it.
     """
 
-    def __init__(self, update: Update, buckets: list[torch.Tensor], *, pull: Callable[[], None] | None = None) -> None:
-        """`pull` fills `buckets`, which are in host memory."""
+    def __init__(self, update: Update, memory: SharedBuckets, *, pull: Callable[[], None] | None = None) -> None:
+        """`pull` fills `memory`."""
         self.version = update.version
+        self.memory = memory
+        """Generators on this machine map it. May be overwritten once all of them have answered."""
         self._update = update
-        self._buckets = buckets
         self._pull = pull
         # Separate locks: staging the next version needs these bytes pulled, but no checksums.
         self._pulling, self._summing = Lock(), Lock()
@@ -172,7 +174,7 @@ class Staged:
         self.pull()
         with self._summing:
             if not self._update.checksums:
-                checksums = buckets.checksums(self._buckets)
+                checksums = buckets.checksums(self.memory.tensors)
                 self._update = msgspec.structs.replace(self._update, checksums=checksums)
         return self
 
@@ -184,7 +186,7 @@ class Staged:
     @property
     def buckets(self) -> list[torch.Tensor]:
         """uint8, one tensor per message of a broadcast."""
-        return self.finish()._buckets
+        return self.finish().memory.tensors
 
     @property
     def checksum(self) -> str:
@@ -214,6 +216,7 @@ class Stager:
         self.probe_limit = ProbeLimit(config.max_probe_diff, is_calibrated=is_exact)
         self._device = device
         self._cuda = cuda
+        self._is_pinned = device is not None and device.type == "cuda"
         self._device_buckets: list[torch.Tensor] | None = None
         self._has_staged = False
         self._newest: Staged | None = None
@@ -239,21 +242,23 @@ class Stager:
             max_probe_diff=self.probe_limit.nats,
             timeout_s=self._config.transfer_timeout_s,
         )
-        free = reuse._buckets if reuse else []
+        is_reused = reuse is not None and reuse.memory.sizes == self._sizes
+        memory = reuse.memory if reuse and is_reused else SharedBuckets(self._sizes, is_pinned=self._is_pinned)
         # The first version precedes the first step, which has not allocated its share of the GPU's memory yet.
         if self._device_buckets is None and (self._has_staged or self._config.staging == "device"):
             self._device_buckets = self._allocate_on_device()
         self._has_staged = True
         # Packs one tensor at a time: all weights together may not fit on this rank.
         if not self._device_buckets:
-            return Staged(update, buckets.pack(weights, self._slots, sizes=self._sizes, reuse=free))
+            buckets.pack(weights, self._slots, into=memory.tensors)
+            return Staged(update, memory)
         if self._newest and self._newest is not reuse:
             # The previous version may exist only in the device buckets, which are overwritten next.
             self._newest.pull()
-        packed = buckets.pack(weights, self._slots, sizes=self._sizes, reuse=self._device_buckets)
-        host = buckets.allocate(self._sizes, reuse=free, is_pinned=self._cuda is torch.cuda)
+        packed = self._device_buckets
+        buckets.pack(weights, self._slots, into=packed)
         is_packed = self._cuda.current_stream(self._device).record_event()
-        self._newest = Staged(update, host, pull=partial(self._copy_to_host, packed, host, is_packed))
+        self._newest = Staged(update, memory, pull=partial(self._copy_to_host, packed, memory.tensors, is_packed))
         return self._newest
 
     def _allocate_on_device(self) -> list[torch.Tensor]:
@@ -264,7 +269,7 @@ class Stager:
         # At most half of the free memory, because later steps may be longer.
         if staging == "auto" and 2 * sum(self._sizes) > self._cuda.mem_get_info(self._device)[0]:
             return []
-        return buckets.allocate(self._sizes, device=self._device)
+        return [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in self._sizes]
 
     def _copy_to_host(self, packed: list[torch.Tensor], host: list[torch.Tensor], is_packed: Any) -> None:
         stream = self._cuda.Stream(self._device)

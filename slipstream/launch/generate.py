@@ -17,7 +17,6 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeRemainin
 from slipstream.broker.dataset import open_train
 from slipstream.broker.lease_scheduler import make_prompt
 from slipstream.broker.messages import Prompt
-from slipstream.broker.weights.transport import MemoryReceiver, MemoryWeights
 from slipstream.buffer.archive.archive import Archive, write_images
 from slipstream.buffer.archive.index import is_archive
 from slipstream.buffer.archive.shards import ShardWriter
@@ -148,8 +147,7 @@ def answer(
 async def _answer(
     run: RunConfig, jobs: Iterable[Job], on_answer: Callable[[Job, Trajectory], None], *, is_scored: bool
 ) -> None:
-    # The receiver stays unused: the engine loads the folder's weights.
-    engine = build_engine(run, receiver=MemoryReceiver(MemoryWeights()))
+    engine = build_engine(run)
     pool = RewardPool(run.generators.reward) if is_scored else None
     vision = VisionModel(run.model.path)
     encoder = PromptEncoder(

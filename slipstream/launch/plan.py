@@ -303,6 +303,8 @@ def _engine_needs(run: RunConfig, model: PreTrainedModel, name: str, *, gpus: Se
         "engine: weights": _num_elements(model) * weight_bytes / engine.num_workers / GIB,
         "engine: logits of a step": engine.max_num_seqs * text.vocab_size * _FLOAT * 2 / GIB,
     }
+    if not gpus:
+        own["engine: second copy, for the next version"] = own["engine: weights"]
     if gpus:
         inner = 3 * getattr(text, "intermediate_size", 4 * text.hidden_size) / engine.num_workers
         tokens = engine.max_num_batched_tokens or _BATCHED_TOKENS

@@ -136,6 +136,7 @@ def explain_slowness(
         facts=[
             *describe_times(held),
             *(rates if math.isfinite(made + trained) else ()),
+            *_weight_update(rows),
             *_unused(rows[-1]),
             *_change_of_pace(rows),
             *_slow_steps(rows, events),
@@ -169,6 +170,19 @@ def _findings(times: StepTimes, figures: Mapping[str, str], *, num_cores: int | 
 
 def _sorted(shares: Mapping[str, float], *, least: float) -> list[tuple[str, float]]:
     return sorted(((phase, share) for phase, share in shares.items() if share >= least), key=lambda item: -item[1])
+
+
+def _weight_update(rows: Sequence[Row]) -> Iterator[str]:
+    """Describe the stages of a typical weight update."""
+    stages = {"received": "receive_s", "prepared": "prepare_s", "probed": "probe_s", "paused": "pause_s"}
+    seconds = {
+        what: statistics.median(found)
+        for what, name in stages.items()
+        if (found := [value for row in rows if math.isfinite(value := number_in(row, f"weights/{name}"))])
+    }
+    if "prepared" in seconds:
+        during = ", ".join(f"{what} in {shown(seconds[what])} s" for what in ("received", "prepared", "probed"))
+        yield f"a weight update: {during} during generation, which paused for {shown(seconds['paused'])} s (medians)"
 
 
 def _unused(row: Row) -> Iterator[str]:

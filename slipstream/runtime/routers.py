@@ -85,6 +85,10 @@ def aux_loss_coefficient(config: ModelConfig, module: Any) -> float:
     return float(own or 0.0)
 
 
+EXPERT_MATRICES = ("gate_up_proj", "up_proj", "down_proj")
+"""Parameters of experts, float[experts, rows, columns], that are computed in the autocast dtype."""
+
+
 class _CastExperts:
     """Experts with matrices of another dtype."""
 
@@ -93,7 +97,7 @@ class _CastExperts:
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._experts, name)
-        return value.to(self._dtype) if name in ("gate_up_proj", "up_proj", "down_proj") else value
+        return value.to(self._dtype) if name in EXPERT_MATRICES else value
 
 
 def _run_experts(experts: nn.Module, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -3,19 +3,21 @@
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any, TypeVar
 
+import msgspec
 import psutil
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from slipstream.broker.messages import Member, OpenEpoch, Update
+from slipstream.broker.messages import SnapshotSource, Update
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
-from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
+from slipstream.broker.weights.fetcher import Fetcher
+from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.buffer.trajectory import Sampling
 from slipstream.configs.data import LoraConfig, ModelConfig, MoeConfig
 from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
@@ -24,6 +26,7 @@ from slipstream.generators.engines.hf_engine import HfEngine
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.runtime.lora import adapter_parameters
 from tests.tiny_model import make_tiny_model, make_tiny_module
+from tests.unit.broker.weight_versions import announce
 
 T = TypeVar("T")
 
@@ -40,11 +43,10 @@ def make_engine(
     model = ModelConfig(
         dtype="float32", path=str(folder), max_length=MAX_LENGTH, lora=lora, moe=MoeConfig(router_replay=records)
     )
-    receiver = CollectiveReceiver(device="cpu")
     if kind == "scripted":
-        return ScriptedEngine(ScriptedEngineConfig(tokens_per_response=40, seconds_per_token=0.01), receiver=receiver)
+        return ScriptedEngine(ScriptedEngineConfig(tokens_per_response=40, seconds_per_token=0.01))
     if kind == "hf":
-        return HfEngine(model, HfEngineConfig(), receiver=receiver)
+        return HfEngine(model, HfEngineConfig())
     from slipstream.generators.engines.vllm.engine import VllmEngine
 
     return VllmEngine(model, vllm, seed=0, reads_text=True)
@@ -73,10 +75,8 @@ class Rig:
             make_tiny_model(folder, is_tied=is_tied)
         self.engine = make_engine(kind, folder, vllm=vllm, lora=lora, records=records)
         self.module: PreTrainedModel = module or make_tiny_module(is_tied=is_tied)
-        self.epoch = 0
         self._runner = asyncio.Runner()
-        self._sender = CollectiveSender("127.0.0.1", device="cpu")
-        self._sender_thread = ThreadPoolExecutor(1)
+        self._memory: SharedBuckets | None = None
         self.run(self.engine.start(), timeout_s=200)
 
     def run(self, work: Coroutine[Any, Any, T], *, timeout_s: float = 60.0) -> T:
@@ -88,63 +88,31 @@ class Rig:
         self.run(self.engine.stop())
         assert time.monotonic() - started_at < 5
         assert engine_processes() == []
-        self._sender_thread.submit(self._sender.close).result(PATIENCE_S)
-        self._sender_thread.shutdown()
         self._runner.close()
 
-    async def open_epoch(self) -> None:
-        self.epoch += 1
-        host, port = self._sender.address
-        opening = OpenEpoch(
-            self.epoch, members=[Member("generator-0", "0")], host=host, port=port, timeout_s=PATIENCE_S
-        )
-        ours = self._in_sender_thread(lambda: self._sender.open_epoch(self.epoch, num_members=1, timeout_s=PATIENCE_S))
-        await asyncio.gather(ours, self.engine.open_epoch(opening, rank=1))
-
     async def publish(self, module: PreTrainedModel, *, version: int, is_corrupted: bool = False) -> float:
-        """Broadcast the module's weights as this version. Returns the pause; raises what `update` raises.
+        """Bring the module's weights into the engine as this version. Returns the pause; raises the engine's errors.
 
-        A corrupted broadcast has one flipped bit, in its last bucket.
+        A corrupted version has one flipped bit, in its last bucket.
         """
-        if self.epoch == 0:
-            await self.open_epoch()
-        update, packed = self._announce(module, version=version, timeout_s=PATIENCE_S)
+        update, memory = self.announce(module, version=version)
         if is_corrupted:
-            packed[-1][0] ^= 1
-        # Shielded: if cancelled before its thread starts, it would never be sent.
-        ours = asyncio.shield(self._in_sender_thread(lambda: self._sender.broadcast(packed, timeout_s=PATIENCE_S)))
-        pause, _ = await asyncio.gather(self.engine.update(update), ours, return_exceptions=True)
-        if isinstance(pause, BaseException):
-            raise pause
+            memory.tensors[-1][0] ^= 1
+        received = Fetcher(None).fetch(update, cancelled=Event())
+        await self.engine.prepare(update, received)
+        pause = await self.engine.switch(update)
         self.module = module
         return pause
 
-    async def update_without_sender(self, *, version: int, timeout_s: float) -> None:
-        """Announce an update that is never broadcast."""
-        update, _ = self._announce(self.module, version=version, timeout_s=timeout_s)
-        await self.engine.update(update)
-
-    def _announce(self, module: PreTrainedModel, *, version: int, timeout_s: float) -> tuple[Update, list[Tensor]]:
+    def announce(self, module: PreTrainedModel, *, version: int) -> tuple[Update, SharedBuckets]:
+        """Write the module's weights into shared memory, as the learner does."""
         names = AdapterNames(module) if self.has_adapter else CheckpointNames(module)
         slots, sizes = buckets.plan(names.metadata(torch.float32), bucket_bytes=40_000)
         held = adapter_parameters(module) if self.has_adapter else module.state_dict().items()
-        packed = buckets.pack(names.convert(held), slots, sizes=sizes)
-        update = Update(
-            self.epoch,
-            members=[Member("generator-0", "0")],
-            version=version,
-            slots=slots,
-            bucket_bytes=sizes,
-            checksums=buckets.checksums(packed),
-            canary_token_ids=[],
-            canary_logprobs=[],
-            max_probe_diff=1e-3,
-            timeout_s=timeout_s,
-        )
-        return update, packed
-
-    def _in_sender_thread(self, work: Any) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().run_in_executor(self._sender_thread, work)
+        memory = self._memory = self._memory or SharedBuckets(sizes)
+        buckets.pack(names.convert(held), slots, into=memory.tensors)
+        update = announce(slots, sizes, buckets.checksums(memory.tensors), version=version)
+        return msgspec.structs.replace(update, source=SnapshotSource("", "", memory=memory.path)), memory
 
     async def generate(
         self, prompts: list[list[int]], samplings: list[Sampling], *, stop: Sequence[str] = ()

@@ -207,10 +207,8 @@ def test_generated_logprobs_are_those_of_the_sampling_distribution(real: Rig, ch
             assert completion.token_ids == logits.argmax(-1).tolist(), "greedy takes the likeliest"
 
 
-def test_updates_bring_version_and_weights_over_several_epochs(rig: Rig):
+def test_updates_bring_version_and_weights(rig: Rig):
     for version in range(7):
-        if version % 3 == 2:
-            rig.run(rig.open_epoch())
         assert 0 <= rig.run(rig.publish(make_tiny_module(seed=version + 1), version=version)) < 20
         assert rig.engine.version == version
     (completion,) = rig.run(rig.generate([PROMPT], [make_sampling()]))
@@ -218,7 +216,7 @@ def test_updates_bring_version_and_weights_over_several_epochs(rig: Rig):
     assert_prompt_logprobs_agree(rig)
 
 
-def test_a_corrupted_broadcast_is_rejected_and_the_old_version_stays(rig: Rig):
+def test_a_corrupted_version_is_rejected_and_the_old_version_stays(rig: Rig):
     before = rig.engine.version
     with pytest.raises(WeightTransferError, match="checksum"):
         rig.run(rig.publish(make_tiny_module(seed=9), version=before + 1, is_corrupted=True))

@@ -1,10 +1,11 @@
-"""Weight transport over Gloo and over unix sockets, then properties of process groups only."""
+"""Weight transport over Gloo."""
 
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
 from slipstream.broker.weights.transport import WeightReceiver, WeightSender
 from tests.contract.test_channels import eventually
-from tests.unit.broker.weight_versions import announce
+from tests.unit.broker.weight_versions import announce, pack
 
 TIMEOUT_S = 10.0
 HOST = "127.0.0.1"
@@ -54,15 +55,17 @@ class Group:
     def update(self, tensors: Named, *, members: list[int], bucket_bytes: int = 256, **changes: Any) -> list[Named]:
         """Broadcast; returns the result of each receiver, or raises its error."""
         slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in tensors], bucket_bytes=bucket_bytes)
-        packed = buckets.pack(tensors, slots, sizes=sizes)
+        packed = pack(tensors, slots, sizes)
         update = msgspec.structs.replace(
             announce(slots, sizes, buckets.checksums(packed), timeout_s=TIMEOUT_S), **changes
         )
-        receipts = [self._threads.submit(self.receivers[member].receive, update) for member in members]
+        receipts = [
+            self._threads.submit(self.receivers[member].receive, update, cancelled=Event()) for member in members
+        ]
         self.sender.broadcast(packed, timeout_s=TIMEOUT_S)
         for bucket in packed:
             bucket.zero_()
-        return [receipt.result(TIMEOUT_S) for receipt in receipts]
+        return [buckets.unpack(receipt.result(TIMEOUT_S).tensors, slots) for receipt in receipts]
 
     def close(self) -> None:
         for receiver in self.receivers:
@@ -74,20 +77,13 @@ class Group:
 NUM_RECEIVERS = 3
 
 
-def make_group(folder: Path | None = None) -> Group:
-    sender = CollectiveSender(HOST, device="cpu", folder=folder)
+def make_group() -> Group:
+    sender = CollectiveSender(HOST, device="cpu")
     return Group(sender, [CollectiveReceiver(device="cpu") for _ in range(NUM_RECEIVERS)])
 
 
-@pytest.fixture(params=["gloo", "unix sockets"])
-def group(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Group]:
-    opened = make_group(tmp_path if request.param == "unix sockets" else None)
-    yield opened
-    opened.close()
-
-
 @pytest.fixture
-def gloo() -> Iterator[Group]:
+def group() -> Iterator[Group]:
     opened = make_group()
     yield opened
     opened.close()
@@ -136,7 +132,7 @@ def test_without_members_a_broadcast_returns_at_once(group: Group) -> None:
 def test_a_wrong_checksum_is_refused_and_the_epoch_stays_open(group: Group) -> None:
     group.open_epoch(1, members=[0])
     slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in make_weights()], bucket_bytes=256)
-    sums = buckets.checksums(buckets.pack(make_weights(), slots, sizes=sizes))
+    sums = buckets.checksums(pack(make_weights(), slots, sizes))
     sums[1] ^= 1
     with pytest.raises(WeightTransferError, match=f"bucket 1 of {len(sums)} must have checksum .* nothing was loaded"):
         group.update(make_weights(), members=[0], checksums=sums, timeout_s=2.0)
@@ -148,7 +144,7 @@ def test_a_broadcast_requires_an_open_epoch(group: Group) -> None:
         with pytest.raises(WeightTransferError, match="must be open"):
             group.sender.broadcast([], timeout_s=1.0)
         with pytest.raises(WeightTransferError, match="must be open"):
-            group.receivers[0].receive(announce([], [], []))
+            group.receivers[0].receive(announce([], [], []), cancelled=Event())
 
     assert_refused_at_both_ends()
     group.open_epoch(1, members=[0])
@@ -163,7 +159,7 @@ def test_the_waits_of_a_receiver_for_an_epoch_and_a_broadcast_are_bounded(group:
         group.receivers[1].open_epoch(group.opening(7, num_members=1, timeout_s=0.3), rank=1)
     group.open_epoch(1, members=[0])
     with pytest.raises(WeightTransferError, match="weight epoch 1"):
-        group.receivers[0].receive(announce([], [64], [0], timeout_s=0.3))
+        group.receivers[0].receive(announce([], [64], [0], timeout_s=0.3), cancelled=Event())
     assert time.monotonic() - started < 3.0
 
 
@@ -191,12 +187,12 @@ def test_a_late_member_fails_at_once(group: Group) -> None:
     assert time.monotonic() - started < 3.0
 
 
-def test_an_unreachable_learner_is_an_error_at_once(gloo: Group) -> None:
-    opening = gloo.opening(1, num_members=1)
-    gloo.sender.close()
+def test_an_unreachable_learner_is_an_error_at_once(group: Group) -> None:
+    opening = group.opening(1, num_members=1)
+    group.sender.close()
     started = time.monotonic()
     with pytest.raises(WeightTransferError, match=r"reach the learner's rendezvous store at 127\.0\.0\.1"):
-        gloo.receivers[0].open_epoch(opening, rank=1)
+        group.receivers[0].open_epoch(opening, rank=1)
     assert time.monotonic() - started < 3.0
 
 
@@ -207,7 +203,7 @@ def test_a_member_that_leaves_fails_the_broadcast_for_all(group: Group) -> None:
     with pytest.raises(WeightTransferError, match=r"epoch 1, rank 0 of 3: broadcast of bucket \d+ of 64"):
         group.sender.broadcast([torch.zeros(1 << 20, dtype=torch.uint8)] * 64, timeout_s=TIMEOUT_S)
     with pytest.raises(WeightTransferError, match="epoch 1, rank 1 of 3: broadcast of bucket"):
-        group.receivers[0].receive(announce([], [1 << 20] * 64, [0] * 64, timeout_s=TIMEOUT_S))
+        group.receivers[0].receive(announce([], [1 << 20] * 64, [0] * 64, timeout_s=TIMEOUT_S), cancelled=Event())
     assert time.monotonic() - started < TIMEOUT_S / 2
     with pytest.raises(WeightTransferError, match="must be open"):
         group.sender.broadcast([], timeout_s=1.0)
@@ -221,25 +217,25 @@ def listening_ports() -> set[tuple[str, int]]:
     return {tuple(each.laddr) for each in connections if each.status == psutil.CONN_LISTEN}
 
 
-def test_the_rendezvous_listens_on_its_host_only_and_a_port_in_use_is_named(gloo: Group) -> None:
-    address = gloo.sender.address
+def test_the_rendezvous_listens_on_its_host_only_and_a_port_in_use_is_named(group: Group) -> None:
+    address = group.sender.address
     assert (HOST, address[1]) in listening_ports()
-    gloo.open_epoch(1, members=[0])
-    assert gloo.sender.address == address
+    group.open_epoch(1, members=[0])
+    assert group.sender.address == address
     with socket.create_server((HOST, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(WeightTransferError, match=f"must be an address of this machine .*{port}"):
             CollectiveSender(HOST, device="cpu", ports=[port])
 
 
-def test_staging_memory_is_reused(gloo: Group) -> None:
-    gloo.open_epoch(1, members=[0])
-    first = gloo.update(make_weights(1), members=[0])[0]
-    second = gloo.update(make_weights(2), members=[0])[0]
+def test_staging_memory_is_reused(group: Group) -> None:
+    group.open_epoch(1, members=[0])
+    first = group.update(make_weights(1), members=[0])[0]
+    second = group.update(make_weights(2), members=[0])[0]
     assert [t.data_ptr() for _, t in first] == [t.data_ptr() for _, t in second]
 
 
-def test_the_default_group_of_torch_is_not_touched(gloo: Group, tmp_path: Path) -> None:
+def test_the_default_group_of_torch_is_not_touched(group: Group, tmp_path: Path) -> None:
     # Tests of the training engines in the same process may have created one already.
     is_ours = not dist.is_initialized()
     if is_ours:
@@ -247,8 +243,8 @@ def test_the_default_group_of_torch_is_not_touched(gloo: Group, tmp_path: Path) 
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     default = dist.group.WORLD
     try:
-        gloo.open_epoch(1, members=[0, 1])
-        assert_same(gloo.update(make_weights(), members=[0, 1])[0], make_weights())
+        group.open_epoch(1, members=[0, 1])
+        assert_same(group.update(make_weights(), members=[0, 1])[0], make_weights())
         assert dist.group.WORLD is default
         ones = torch.ones(2)
         dist.all_reduce(ones)
@@ -277,18 +273,14 @@ def test_a_hundred_epochs_leave_no_threads_and_no_files_behind(group: Group) -> 
     assert eventually(lambda: process.num_fds() <= before[0] and process.num_threads() <= before[1])
 
 
-def test_members_on_one_machine_open_no_port_and_their_files_are_gone_afterwards(tmp_path: Path) -> None:
-    left_behind = tmp_path / "rendezvous-of-a-killed-learner"
-    left_behind.touch()
-    listening = listening_ports()
-    group = make_group(tmp_path)
-    assert group.sender.address[0].startswith(f"file://{tmp_path}/rendezvous-")
-    group.open_epoch(1, members=[0, 1])
-    assert_same(group.update(make_weights(), members=[0, 1])[1], make_weights())
-    assert listening_ports() <= listening
-    (store,) = tmp_path.iterdir()
-    assert store.stat().st_mode & 0o077 == 0
-    group.close()
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(WeightTransferError, match="must exist, on the learner's machine"):
-        group.receivers[0].open_epoch(OpenEpoch(1, [], f"file://{store}", 0, 1.0), rank=1)
+def test_a_cancelled_receiver_leaves_the_broadcast(group: Group) -> None:
+    group.open_epoch(1, members=[0])
+    cancelled = Event()
+    with ThreadPoolExecutor(1) as threads:
+        update = announce([], [1 << 20] * 64, [0] * 64, timeout_s=TIMEOUT_S)
+        receiving = threads.submit(group.receivers[0].receive, update, cancelled=cancelled)
+        cancelled.set()
+        with pytest.raises(WeightTransferError):
+            group.sender.broadcast([torch.zeros(1 << 20, dtype=torch.uint8)] * 64, timeout_s=TIMEOUT_S)
+        with pytest.raises(WeightTransferError, match=r"bucket 0 of 64 .* it was aborted"):
+            receiving.result(TIMEOUT_S)

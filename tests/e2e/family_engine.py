@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +67,17 @@ def run(
         prompt = tokens_input(token_ids)
     llm: Any = LLMEngine.from_engine_args(arguments)
     try:
-        weights = llm.engine_core.engine_core.model_executor.driver_worker.worker.weight_transfer_engine
+        weights = llm.engine_core.engine_core.model_executor.driver_worker.worker
         found, outcomes = [logprobs(llm, prompt)], []
         for update in updates:
             outcomes.append(apply(weights, names, update, dtype=dtype))
             llm.engine_core.engine_core.reset_encoder_cache()
             found.append(logprobs(llm, prompt))
-        return {"architecture": type(weights.model).__name__, "logprobs": found, "outcomes": outcomes}
+        return {
+            "architecture": type(weights.model_runner.get_model()).__name__,
+            "logprobs": found,
+            "outcomes": outcomes,
+        }
     finally:
         llm.engine_core.shutdown()
         weights = llm = None
@@ -81,14 +86,18 @@ def run(
 
 
 def apply(weights: Any, names: CheckpointNames, update: dict[str, Any], *, dtype: str) -> list[Any]:
-    """Load fetched buckets like generator and worker: check the layout, verify, load, compare."""
-    from slipstream.generators.engines.vllm.weights import BroadcastInfo
+    """Load buckets like generator and worker: check the layout, load, compare, switch."""
+    from slipstream.generators.engines.vllm.weights import LoadOrder
 
-    WeightLayout(names, dtype=dtype).check(msgspec.convert(update["update"], Update).slots)
-    weights.start_weight_update()
-    weights.receive_weights(BroadcastInfo(tied=names.tied, **update))
-    weights.finish_weight_update()
-    return list(weights.pop_outcome())
+    described = msgspec.convert(update["update"], Update)
+    WeightLayout(names, dtype=dtype).check(described.slots)
+    order = LoadOrder(update["fetched_path"], described.bucket_bytes, described.slots, names.tied)
+    weights.prepare_weights(msgspec.msgpack.encode(order))
+    while (prepared := weights.pop_prepared()) is None:
+        time.sleep(0.001)
+    outcomes = [prepared, *([] if prepared["error"] else [weights.switch_weights()])]
+    error = "".join(outcome["error"] for outcome in outcomes)
+    return [error, len(outcomes) == 2, [name for outcome in outcomes for name in outcome["uncompared"]]]
 
 
 def logprobs(llm: Any, prompt: Any) -> list[float]:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from transformers import Qwen2ForCausalLM
 from vllm import SamplingParams
 
-from benchmarks.weights.engine_and_learner import EngineAndLearner, make_module, prompt_logprobs
+from benchmarks.weights.engine_and_learner import EngineAndLearner, announce, make_module, prompt_logprobs, tensors_of
 from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.weights.fetcher import Fetcher
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.engine import Completion
@@ -45,16 +47,12 @@ class Scene:
         self._num_requests = 0
 
     async def publish(self, module: Qwen2ForCausalLM, *, is_corrupted: bool = False) -> None:
-        if self.rig.epoch == 0:
-            await self.rig.open_epoch()
-        update, packed = self.rig.announce(module, version=self.rig.engine.version + 1)
+        version = self.rig.engine.version + 1
+        update, memory = announce(tensors_of(module), module=module, version=version)
         if is_corrupted:
-            packed[0][0] ^= 1
-        _, error = await asyncio.gather(
-            self.rig.broadcast(packed), self.rig.engine.update(update), return_exceptions=True
-        )
-        if isinstance(error, BaseException):
-            raise error
+            memory.tensors[0][0] ^= 1
+        Fetcher(None).fetch(update, cancelled=Event())
+        await self.rig.apply(update, memory)
         self.module = self.versions[self.rig.engine.version] = module
 
     async def generate(self, seed: int, *, prompt: list[int] = PROMPT) -> Completion:

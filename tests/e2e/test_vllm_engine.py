@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.weights.transport import HostBuckets
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.vllm.environment import engine_environment
@@ -58,33 +59,18 @@ def test_updates_reach_the_tied_head(tied: Rig):
     assert probe_diff(tied, [2 + i % 30 for i in range(112)]) < 1e-4
 
 
-def test_a_missing_broadcast_leaves_the_old_version_and_decoding_continues(tied: Rig):
-    before = tied.engine.version
-
-    async def scenario() -> None:
-        running = asyncio.create_task(tied.generate([PROMPT] * 4, [make_sampling(s, max_tokens=90) for s in range(4)]))
-        with pytest.raises(WeightTransferError, match="weight epoch"):
-            await tied.update_without_sender(version=before + 1, timeout_s=0.5)
-        assert len(await running) == 4
-
-    tied.run(scenario())
-    assert tied.engine.version == before
-    assert probe_diff(tied) < 1e-4
-    tied.run(tied.open_epoch())
-    publish_next(tied, seed=8)
-    assert probe_diff(tied) < 1e-4
-
-
 def test_an_update_answered_too_late_does_not_block_the_next(tied: Rig, monkeypatch: pytest.MonkeyPatch):
     llm, version = tied.engine._llm, tied.engine.version
-    update_weights = llm.update_weights
+    call = llm.collective_rpc
 
-    async def late(request: Any) -> None:
-        await update_weights(request)
-        raise TimeoutError
+    async def late(method: str, *arguments: Any, **named: Any) -> Any:
+        answer = await call(method, *arguments, **named)
+        if method == "switch_weights":
+            raise TimeoutError
+        return answer
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm, "update_weights", late)
+        patch.setattr(llm, "collective_rpc", late)
         with pytest.raises(UnverifiedWeightsError, match="it was not: vLLM's engine process must answer"):
             publish_next(tied, seed=10)
     tied.run(tied.publish(make_tiny_module(seed=11, is_tied=True), version=version + 2))
@@ -95,11 +81,10 @@ def test_an_engine_that_does_not_answer_a_pause_is_dead(tied: Rig, monkeypatch: 
     async def never(**_: Any) -> None:
         raise TimeoutError
 
-    tied.run(tied.open_epoch())
     with monkeypatch.context() as patch:
         patch.setattr(tied.engine._llm.engine_core, "pause_scheduler_async", never)
         with pytest.raises(EngineError, match="got no answer"):
-            tied.run(tied.update_without_sender(version=tied.engine.version + 1, timeout_s=0.5))
+            publish_next(tied, seed=12)
     with pytest.raises(EngineDiedError, match="got no answer"):
         tied.run(tied.engine.check_health())
     publish_next(tied, seed=12)
@@ -110,14 +95,14 @@ def test_an_update_completes_although_its_caller_is_cancelled(tied: Rig):
     version = tied.engine.version + 1
 
     async def scenario() -> None:
-        if tied.epoch == 0:
-            await tied.open_epoch()
-        publishing = asyncio.create_task(tied.publish(make_tiny_module(seed=9, is_tied=True), version=version))
-        # Enough turns of the loop for the update to start.
+        update, memory = tied.announce(make_tiny_module(seed=9, is_tied=True), version=version)
+        await tied.engine.prepare(update, HostBuckets(memory.tensors, memory.path))
+        switching = asyncio.create_task(tied.engine.switch(update))
+        # Enough turns of the loop for the switch to start.
         for _ in range(3):
             await asyncio.sleep(0)
-        publishing.cancel()
-        await asyncio.gather(publishing, return_exceptions=True)
+        switching.cancel()
+        await asyncio.gather(switching, return_exceptions=True)
         deadline = time.monotonic() + 30
         while tied.engine.version != version:
             assert time.monotonic() < deadline

@@ -82,7 +82,7 @@ def test_bfloat16_of_an_engine_is_near_the_learners(tmp_path: Path, capsys: pyte
     own = canary_logprobs(trainer.engine, token_ids, layout=Layout("one_per_row", 4096))
 
     async def read() -> list[list[float]]:
-        engine = HfEngine(model, HfEngineConfig(), receiver=None)  # type: ignore[arg-type]
+        engine = HfEngine(model, HfEngineConfig())
         await engine.start()
         return [await engine.prompt_logprobs(row.tolist()) for row in token_ids]
 

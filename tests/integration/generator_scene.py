@@ -22,7 +22,7 @@ from slipstream.generators.tokenization import PromptEncoder
 from slipstream.launch.serial import SerialPeer, TurnClock
 from tests.builders import make_run
 from tests.contract.stores import AnyStore, make_memory_store, open_run
-from tests.fakes import write_rows
+from tests.fakes import NoBytes, write_rows
 from tests.tiny_model import make_tokenizer
 
 CANARY = [-1.0, -2.0]
@@ -108,7 +108,9 @@ def make_generator(scene: Any, peer: Any = None, engine: ScriptedEngine | None =
     parts = {"run": scene.run, "engine": engine, "rewards": pool}
     encoder = PromptEncoder(make_tokenizer(), max_prompt_tokens=16)
     agent = AgentRunner(encoder=encoder, generator_id=peer.member.peer_id, **parts)
-    generator = Generator(member=peer.member, client=peer.client, agent=agent, clock=scene.clock, **parts)
+    generator = Generator(
+        member=peer.member, client=peer.client, agent=agent, receiver=NoBytes(), clock=scene.clock, **parts
+    )
     peer.board.set_source(generator.status)
     return generator
 

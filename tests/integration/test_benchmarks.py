@@ -32,7 +32,7 @@ LONG = {
     "gpu": "--device=cpu --tiny --seconds=1",
     "overhead --parts=learner": f"--seconds=0.1 --rounds=1 -- {TINY}",
     "overhead --parts=generators": f"--seconds=0.1 --rounds=1 -- {TINY}",
-    "weights.update_pause": "--updates=1 --requests=2 --layers=1 --width=64 --kv-on-update=keep",
+    "weights.update_pause": "--updates=1 --requests=2 --models default",
     "generators.prefix_caching": ("--rounds=1 --conversations=2 --turns=2 --prompt=8 --tokens=4 --layers=1 --width=32"),
     "learner.router_replay": "--dtypes=float32 --lags=0 --answers=2 --tokens=4 --layers=1 --experts=4",
     "weights.planted_faults": "--faults=1",

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from threading import Event
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import Member, OpenEpoch
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
-from tests.unit.broker.weight_versions import announce
+from tests.unit.broker.weight_versions import announce, pack
 
 pytestmark = pytest.mark.slow
 
@@ -41,8 +42,13 @@ def serve_member(commands: Connection) -> None:
         except EOFError:
             return
         try:
-            received = getattr(receiver, action)(**options)
-            commands.send({name: tensor.double().sum().item() for name, tensor in received or ()})
+            if action == "open_epoch":
+                receiver.open_epoch(**options)
+                commands.send({})
+                continue
+            received = receiver.receive(**options, cancelled=Event()).tensors
+            named = buckets.unpack(received, options["update"].slots)
+            commands.send({name: tensor.double().sum().item() for name, tensor in named})
         except WeightTransferError as error:
             commands.send(f"error {error}")
 
@@ -83,7 +89,7 @@ class Learner:
         self.tensors = {f"layer.{i}": torch.full((BUCKET_BYTES // 4,), float(i)) for i in range(NUM_BUCKETS)}
         metadata = [(name, tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()]
         self.slots, self.sizes = buckets.plan(metadata, bucket_bytes=BUCKET_BYTES)
-        self.packed = buckets.pack(self.tensors.items(), self.slots, sizes=self.sizes)
+        self.packed = pack(self.tensors.items(), self.slots, self.sizes)
 
     def open_epoch(self, epoch: int, members: list[MemberProcess]) -> None:
         host, port = self.sender.address

@@ -13,12 +13,11 @@ from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
 from vllm import SamplingParams
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
 from vllm.inputs import EngineInput, tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
@@ -26,10 +25,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import OpenEpoch, Update
+from slipstream.broker.messages import Update
 from slipstream.broker.weights.buckets import SLOWEST_BYTES_PER_S
 from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
-from slipstream.broker.weights.shared_buckets import SharedBuckets
+from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import START_STALLS, VllmEngineConfig
@@ -47,7 +46,9 @@ from slipstream.generators.engines.vllm.process import (
     start_llm,
     stop_llm,
 )
+from slipstream.generators.engines.vllm.weights import LoadOrder, Outcome
 from slipstream.generators.errors import EngineDiedError, EngineError, EngineStartError, UnverifiedWeightsError
+from slipstream.runtime.clock import Deadline
 from slipstream.runtime.images import PromptImage, VisionModel, takes_images
 from slipstream.runtime.lora import adapted_layers
 
@@ -56,6 +57,8 @@ log = structlog.get_logger(__name__)
 
 _CALL_TIMEOUT_S = 30.0
 """Limit of a call to the engine process, in addition to its work."""
+_POLL_S = 0.01
+"""Interval between questions whether a version is prepared, each of which delays a step by a tenth of a millisecond."""
 _MAX_PROFILED_STEPS = 24
 """The engine blocks while writing them, 0.1 s each on a CPU."""
 _PROFILE_TIMEOUT_S = 120.0
@@ -94,7 +97,8 @@ class VllmEngine:
         self._uncompared = Counter[str]()
         self._num_probes = 0
         self._routed_layers: list[int] = []
-        self.device = "cpu"
+        self.update_seconds: dict[str, float] = {}
+        """Durations of the parts of the last update."""
         self.version = -1
         self._num_updates = 0
         self._open_requests: set[str] = set()
@@ -126,7 +130,6 @@ class VllmEngine:
         )
         self._llm = await start_llm(arguments, timeout_s=self._start_timeout_s)
         await self._call(self._llm.update_weight_version(str(self.version)))
-        self.device = (await self._call(self._llm.collective_rpc("weight_device")))[0]
 
     async def generate(
         self,
@@ -193,19 +196,25 @@ class VllmEngine:
         output = await self._final_output(token_ids, params, f"probe-{self._num_probes}")
         return output.prompt_logprobs.logprobs
 
-    async def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        """Join the weight group, while decoding stops. Raises WeightTransferError, EngineError."""
-        request = WeightTransferInitRequest(init_info={"opening": msgspec.to_builtins(opening), "rank": rank})
-        limit_s = 2 * opening.timeout_s + _CALL_TIMEOUT_S
-        await self._call(self._running.init_weight_transfer_engine(request), timeout_s=limit_s)
-        error, _ = await self._pop_weight_outcome()
-        if error:
+    async def prepare(self, update: Update, received: HostBuckets) -> None:
+        """Also raises EngineError if the engine does not answer."""
+        WeightLayout(self._names, dtype=self._model.dtype).check(update.slots)
+        order = LoadOrder(
+            received.path, update.bucket_bytes, update.slots, self._names.tied, lora=describe(self._model.lora)
+        )
+        await self._call(self._running.collective_rpc("prepare_weights", args=(msgspec.msgpack.encode(order),)))
+        deadline = Deadline(self._loading_s(update), what="the engine to load the weights")
+        while None in (outcomes := await self._call(self._running.collective_rpc("pop_prepared"))):
+            if deadline.is_over:
+                raise EngineError(f"the engine must load version {update.version} within {self._loading_s(update):g} s")
+            await asyncio.sleep(_POLL_S)
+        if error := self._read_outcomes(outcomes):
             raise WeightTransferError(error)
 
-    async def update(self, update: Update, fetched: SharedBuckets | None = None) -> float:
+    async def switch(self, update: Update) -> float:
         """Also raises EngineError if the engine does not answer."""
         # Shielded, because an update canceled halfway would leave the engine paused.
-        return await asyncio.shield(asyncio.create_task(self._update(update, fetched)))
+        return await asyncio.shield(asyncio.create_task(self._switch(update)))
 
     def current_load(self) -> EngineLoad:
         return read_load(self._running)
@@ -237,16 +246,22 @@ class VllmEngine:
         return sorted(PROFILES.glob("*.pt.trace.json"))
 
     # --- weights -------------------------------------------------------------------------------------------------
-    async def _update(self, update: Update, fetched: SharedBuckets | None) -> float:
+    async def _switch(self, update: Update) -> float:
         llm = self._running
-        paused_at = time.perf_counter()
         # mode="keep" does not abort requests. AsyncLLM.pause_generation would sleep 20 ms to order outputs, which carry
-        # their versions here.
+        # their versions here. The answer comes after the current step.
         await self._call(llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+        paused_at = time.perf_counter()
         # Only now, so that `check_health` detects a stall until then.
         self._is_paused = True
         try:
-            await self._receive_and_load(update, fetched)
+            try:
+                switching = llm.collective_rpc("switch_weights")
+                error = self._read_outcomes(await self._call(switching, timeout_s=self._loading_s(update)))
+            except EngineError as caught:
+                # The model may have changed.
+                error = str(caught)
+            await self._switch_version(update.version)
         except BaseException:
             # Report this error rather than a failed resume.
             with suppress(EngineError):
@@ -255,39 +270,23 @@ class VllmEngine:
         finally:
             self._is_paused = False
         await self._call(llm.resume_generation())
-        return time.perf_counter() - paused_at
-
-    async def _receive_and_load(self, update: Update, fetched: SharedBuckets | None) -> None:
-        llm = self._running
-        # `WeightUpdates` ends an abandoned broadcast long before.
-        limit_s = update.timeout_s * (1 if fetched else len(update.bucket_bytes)) + _CALL_TIMEOUT_S
-        loading_s = _CALL_TIMEOUT_S + sum(update.bucket_bytes) / SLOWEST_BYTES_PER_S / self._config.num_workers
-        try:
-            request = self._update_request(update, fetched)
-            if self._model.lora:
-                await self._call(llm.collective_rpc("update_adapter", args=(request.update_info,)), timeout_s=limit_s)
-            else:
-                await self._call(llm.start_weight_update())
-                await self._call(llm.update_weights(request), timeout_s=limit_s)
-                await self._call(llm.finish_weight_update(), timeout_s=loading_s)
-            error, is_model_changed = await self._pop_weight_outcome()
-        except EngineError as caught:
-            # The model may have changed.
-            await self._abort_weight_update()
-            error, is_model_changed = str(caught), True
-        if not is_model_changed:
-            raise WeightTransferError(error)
-        await self._switch_version(update.version)
         if error:
             raise UnverifiedWeightsError(f"version {update.version} must be loaded completely, it was not: {error}")
+        return time.perf_counter() - paused_at
 
-    async def _abort_weight_update(self) -> None:
-        # vLLM rejects an update while another one is in progress.
-        if not self._model.lora:
-            with suppress(EngineError):
-                await self._call(self._running.finish_weight_update())
-        with suppress(EngineError):
-            await self._pop_weight_outcome()
+    def _loading_s(self, update: Update) -> float:
+        return _CALL_TIMEOUT_S + sum(update.bucket_bytes) / SLOWEST_BYTES_PER_S / self._config.num_workers
+
+    def _read_outcomes(self, outcomes: list[dict[str, Any]]) -> str:
+        """Record the durations of a phase. Returns the workers' first error, or empty."""
+        read = msgspec.convert(outcomes, list[Outcome])
+        for part in {*chain(*(each.seconds for each in read))}:
+            self.update_seconds[part] = max(each.seconds.get(part, 0.0) for each in read)
+        kinds = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in sorted({*chain(*(o.uncompared for o in read))}))
+        if kinds and kinds != self._uncompared:
+            self._uncompared = kinds
+            log.info("weights_not_compared", parameters=dict(kinds))
+        return next((each.error for each in read if each.error), "")
 
     async def _switch_version(self, version: int) -> None:
         """Label new tokens with `version`, and invalidate caches of the previous weights."""
@@ -308,33 +307,6 @@ class VllmEngine:
         self._to_restart = self._open_requests - {s.external_req_id for s in states if not s.is_prefilling}
         if self._to_restart:
             await self._call(llm.abort(list(self._to_restart)))
-
-    async def _pop_weight_outcome(self) -> tuple[str, bool]:
-        """Return the workers' first error, or empty, and whether any worker changed its model."""
-        outcomes = await self._call(self._running.collective_rpc("pop_weight_outcome"))
-        errors, is_changed, uncompared = zip(*outcomes, strict=True)
-        kinds = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in sorted({*chain(*uncompared)}))
-        if kinds and kinds != self._uncompared:
-            self._uncompared = kinds
-            log.info("weights_not_compared", parameters=dict(kinds))
-        return next(filter(None, errors), ""), any(is_changed)
-
-    def _update_request(self, update: Update, fetched: SharedBuckets | None) -> WeightTransferUpdateRequest:
-        # A layout error is not raised, because the worker must still take part in the broadcast.
-        names, rejection = self._names, ""
-        try:
-            WeightLayout(names, dtype=self._model.dtype).check(update.slots)
-        except WeightTransferError as error:
-            rejection = str(error)
-        return WeightTransferUpdateRequest(
-            update_info={
-                "update": msgspec.to_builtins(update),
-                "fetched_path": fetched.path if fetched else "",
-                "tied": names.tied,
-                "lora": describe(self._model.lora),
-                "rejection": rejection,
-            }
-        )
 
     # --- requests ------------------------------------------------------------------------------------------------
     async def _final_output(

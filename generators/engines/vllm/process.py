@@ -14,7 +14,6 @@ from pathlib import Path
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from vllm import envs
 from vllm.config.profiler import ProfilerConfig
-from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -26,7 +25,7 @@ from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.vllm.adapter import lora_arguments
 from slipstream.generators.engines.vllm.health import LoadRecorder, forget_fatal_error, read_fatal_error
 from slipstream.generators.engines.vllm.patches import image_arguments, record_routed_experts
-from slipstream.generators.engines.vllm.weights import BACKEND, VLLM_PROCESSES, OutcomeReport
+from slipstream.generators.engines.vllm.weights import VLLM_PROCESSES, WeightWorker
 from slipstream.generators.errors import EngineError, EngineStartError
 from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import meta_model
@@ -96,8 +95,7 @@ def engine_arguments(
         kv_cache_dtype=engine.kv_cache_dtype,
         quantization=engine.quantization,
         logprobs_mode="processed_logprobs",
-        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
-        worker_extension_cls=f"{OutcomeReport.__module__}.{OutcomeReport.__qualname__}",
+        worker_extension_cls=f"{WeightWorker.__module__}.{WeightWorker.__qualname__}",
         seed=seed,
         disable_log_stats=True,
         use_tqdm_on_load=False,

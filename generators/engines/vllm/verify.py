@@ -5,10 +5,12 @@ replays them into a copy of one layer at a time, and compares bit for bit.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from copy import copy
+from functools import partial
 from inspect import BoundArguments
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +25,25 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+T = TypeVar("T")
+Check = Callable[[], bool]
 Call = tuple[str, BoundArguments]
 """Parameter name within its layer, and the loader's arguments."""
+
+
+def resolve(future: "Future[T]", call: Callable[..., T], *arguments: Any) -> None:
+    """Set the future to the result of a call, or to its error."""
+    try:
+        future.set_result(call(*arguments))
+    except Exception as error:
+        future.set_exception(error)
+
+
+def run_now(check: Check) -> "Future[bool]":
+    """Run a check of a kernel in this thread."""
+    checked: Future[bool] = Future()
+    resolve(checked, check)
+    return checked
 
 
 class _Calls(list[Call]):
@@ -59,6 +78,9 @@ class RecordedLoad(TorchDispatchMode):
             get_layerwise_info(layer).loaded_weights = self._calls[path]
             for name, parameter in layer.named_parameters(recurse=False):
                 self._owners[parameter.untyped_storage()._cdata] = path, name
+        kernels = {path: getattr(layer, "cpu_linear", None) for path, layer in self._layers.items()}
+        self._kernels = {path: kernel for path, kernel in kernels.items() if kernel is not nn.functional.linear}
+        """Kernels of the previous weights."""
         self.uncompared: list[str] = []
         """Parameters and sent tensors that could not be compared; filled by `first_mismatch`."""
 
@@ -76,20 +98,44 @@ class RecordedLoad(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     @torch.no_grad()
-    def first_mismatch(self, sent: Sequence[tuple[str, Tensor]]) -> str:
-        """Return the name of the first tensor that differs from the model's, or empty."""
+    def first_mismatch(
+        self,
+        sent: Sequence[tuple[str, Tensor]],
+        *,
+        run: Callable[[Check], Future[bool]] = run_now,
+        part: tuple[int, int] = (0, 1),
+        is_sampled: bool = False,
+    ) -> str:
+        """Return the name of the first tensor that differs from the model's, or empty.
+
+        `run`: runs a check of a kernel in the thread of the model. `part`: (i, n) compares the i-th of n parts of the
+        kernels, and checks that the others are new; `uncompared` is filled only for n = 1. `is_sampled`: also compares
+        only this part of the layers without kernels.
+        """
         compared = set[int]()
-        for path, layer in self._layers.items():
-            for name, is_held in _compare(layer, self._calls[path].kept):
+        later: list[tuple[str, Future[bool]]] = []
+        start, step = part
+        for index, (path, layer) in enumerate(self._layers.items()):
+            calls, kernel = self._calls[path].kept, getattr(layer, "cpu_linear", nn.functional.linear)
+            if calls and kernel is self._kernels.get(path):
+                return f"{path}.weight"
+            if (index - start) % step and (is_sampled or kernel is not nn.functional.linear):
+                continue
+            for name, is_held in _compare(layer, calls):
+                if callable(is_held):
+                    later.append((f"{path}.{name}", run(is_held)))
+                    continue
                 if is_held is False:
                     return f"{path}.{name}"
                 if is_held:
                     compared.add(id(layer._parameters[name]))
+        if different := next((name for name, check in later if not check.result()), ""):
+            return different
         held = dict(self._layers[""].named_parameters(remove_duplicate=False))
         # The model may have transformed the tensors that no loader received.
-        calls = (arguments for calls in self._calls.values() for _, arguments in calls.kept)
+        kept = (arguments for calls in self._calls.values() for _, arguments in calls.kept)
         tensors = dict(sent)
-        missed = _not_passed(tensors, [v for c in calls for k, v in c.arguments.items() if k != "param"])
+        missed = _not_passed(tensors, [v for c in kept for k, v in c.arguments.items() if k != "param"])
         for name in missed:
             # vLLM may pad the vocabulary with extra rows.
             rows = held[name][: len(tensors[name])] if name in held and tensors[name].dim() else held.get(name)
@@ -97,13 +143,18 @@ class RecordedLoad(TorchDispatchMode):
                 if not torch.equal(rows, tensors[name].to(rows)):
                     return name
                 compared.add(id(held[name]))
+        if step > 1:
+            return ""
         unknown = [name for name, tensor in self._layers[""].named_parameters() if id(tensor) not in compared]
         self.uncompared = sorted({*unknown, *(name for name in missed if id(held.get(name)) not in compared)})
         return ""
 
 
-def _compare(layer: nn.Module, calls: Sequence[Call]) -> Iterator[tuple[str, bool | None]]:
-    """Yield each parameter's name, and whether it matches the replayed calls; None = unknown."""
+def _compare(layer: nn.Module, calls: Sequence[Call]) -> Iterator[tuple[str, "bool | Check | None"]]:
+    """Yield each parameter's name, and whether it matches the replayed calls; None = unknown.
+
+    A kernel's result is a function, because two threads must not run vLLM's kernels for the CPU at the same time.
+    """
     expected = _place(layer, calls)
     kernel = getattr(layer, "cpu_linear", nn.functional.linear)
     is_held = {name: _is_same(layer._parameters[name], tensor) for name, tensor in expected.items()}
@@ -121,7 +172,12 @@ def _compare(layer: nn.Module, calls: Sequence[Call]) -> Iterator[tuple[str, boo
         # Only a kernel's output shows its packed weights.
         row = torch.randn(1, expected["weight"].shape[1], generator=torch.Generator().manual_seed(0))
         row = row.to(expected["weight"].dtype)
-        yield "weight", torch.equal(*(made.cpu_linear(row, made.weight, None) for made in (layer, repacked)))
+        yield "weight", partial(_has_same_output, layer, repacked, row)
+
+
+@torch.no_grad()
+def _has_same_output(layer: Any, other: Any, row: Tensor) -> bool:
+    return torch.equal(*(made.cpu_linear(row, made.weight, None) for made in (layer, other)))
 
 
 def _place(layer: nn.Module, calls: Sequence[Call]) -> dict[str, Tensor]:

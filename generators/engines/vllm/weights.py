@@ -1,4 +1,5 @@
-"""Weight updates inside vLLM's worker processes.
+"""Weight updates inside vLLM's worker processes: a version is loaded into a second copy of the model while requests
+are decoded, and takes the place of the current one between two steps.
 
 `register` is the entry point `vllm.general_plugins`, which vLLM calls in each of its processes.
 """
@@ -7,52 +8,44 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
 from multiprocessing import connection
-from pathlib import Path
+from queue import Empty, Full, Queue
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from vllm.distributed.parallel_state import get_world_group
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 from vllm.platforms import current_platform
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import OpenEpoch, Update
+from slipstream.broker.messages import TensorSlot
 from slipstream.broker.weights import buckets
-from slipstream.broker.weights.collective import CollectiveReceiver
-from slipstream.broker.weights.process_group import device_name
-from slipstream.broker.weights.shared_buckets import map_buckets
+from slipstream.broker.weights.shared_buckets import BucketMaps
+from slipstream.configs.base import Record
 from slipstream.generators.engines.vllm.adapter import first_adapter_mismatch, load_adapter, serve_adapters_of_gpt2
 from slipstream.generators.engines.vllm.health import report_fatal_errors
 from slipstream.generators.engines.vllm.patches import record_routed_experts, serve_images_without_torchvision
-from slipstream.generators.engines.vllm.verify import RecordedLoad
+from slipstream.generators.engines.vllm.verify import Check, RecordedLoad, resolve, run_now
 
-BACKEND = "slipstream"
-"""Name in vLLM's registry of weight transfer engines."""
-_ANSWER_BYTES = 16384
-"""Size of the first worker's message to the others."""
-_MAX_ERROR_LENGTH = 2000
 VLLM_PROCESSES = ("EngineCore", "VllmWorker")
 """Name prefixes of vLLM's processes."""
+_CHECKS_AHEAD = 4
+_CHECK_TIMEOUT_S = 60.0
+_CHECK_S = 0.002
+_PARTS = 8
+"""Updates after the first over which all kernels are compared."""
 
 
 def register() -> None:
-    """Register `BACKEND`. Make vLLM's processes exit with their parent and report fatal errors."""
-    # vLLM may call the entry point twice per process, and raises ValueError for a registered name.
-    with suppress(ValueError):
-        WeightTransferEngineFactory.register_engine(BACKEND, BroadcastWeights)
+    """Make vLLM's processes exit with their parent and report fatal errors."""
     serve_images_without_torchvision()
     if multiprocessing.current_process().name.startswith(VLLM_PROCESSES):
         die_with_parent()
@@ -79,115 +72,91 @@ def _kill_at_parent_exit(sentinel: int) -> None:
 
 
 # --- weight updates --------------------------------------------------------------------------------------------------
-@dataclass
-class EpochInfo(WeightTransferInitInfo):
-    """Argument of `init_transfer_engine`."""
+class LoadOrder(Record):
+    """A verified version in shared memory. Example: LoadOrder("/proc/17/fd/9", [4096], slots=[...])."""
 
-    opening: dict[str, Any]
-    """An OpenEpoch as builtins, which vLLM can serialize."""
-    rank: int
-    """Rank in the weight group. The learner has rank 0."""
-
-
-@dataclass
-class BroadcastInfo(WeightTransferUpdateInfo):
-    """Argument of `receive_weights`."""
-
-    update: dict[str, Any]
-    """An Update as builtins."""
-    fetched_path: str = ""
-    """Shared memory with fetched buckets; empty = broadcast."""
-    tied: list[list[str]] = field(default_factory=list)
+    path: str
+    bucket_bytes: list[int]
+    slots: list[TensorSlot]
+    tied: list[list[str]] = []
     """CheckpointNames.tied; a tensor is sent under its first name."""
-    lora: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] = {}
     """Adapter settings; empty = the model's weights."""
-    rejection: str = ""
-    """Reason not to load an intact update; empty = load it."""
 
 
-class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
-    """Receives and verifies all bytes of an update before it changes the model.
+class Outcome(Record):
+    """Result of a phase in one worker."""
 
-    Reports errors through `pop_outcome`: if several workers raised, vLLM would read only the first error, and mistake
-    the second for the answer to the next call.
-    Invariant: only `finish_weight_update` and `update_adapter` write to the model, after an error-free transfer.
+    error: str = ""
+    uncompared: list[str] = []
+    """Tensors that could not be compared."""
+    seconds: dict[str, float] = {}
+    """Durations of the parts."""
+
+
+class ModelVersions:
+    """The model that decodes and, where it is possible, a second copy that the next version is loaded into.
+
+    Life cycle: (prepare -> switch)*. An error of `prepare` leaves the model unchanged. Without a second copy, `switch`
+    loads.
     """
 
-    init_info_cls = EpochInfo
-    update_info_cls = BroadcastInfo
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        receiver = CollectiveReceiver(device=self.device)
-        self._is_split = self.parallel_config.world_size > 1
-        self._receiver = SharedReceiver(receiver, device=self.device) if self._is_split else receiver
+    def __init__(self, worker: Any) -> None:
+        self.model: nn.Module = worker.model_runner.get_model()
+        self._config = worker.vllm_config
+        self._device: torch.device = worker.device
+        self._maps = BucketMaps(is_pinned=self._device.type == "cuda")
+        self.checks = KernelChecks()
+        self._second: nn.Module | None = None
         self._received: list[tuple[str, Tensor]] = []
-        self._error = ""
-        self._is_model_changed = False
-        self._uncompared: list[str] = []
+        self._lora: dict[str, Any] = {}
+        self._is_loaded = False
+        self._num_loaded = 0
 
-    def pop_outcome(self) -> tuple[str, bool, list[str]]:
-        """Return and reset the last error (empty = none), whether the model changed, and the names of tensors that
-        could not be compared."""
-        outcome = self._error, self._is_model_changed, self._uncompared
-        self._error, self._is_model_changed, self._uncompared = "", False, []
-        return outcome
+    def prepare(self, order: LoadOrder) -> Outcome:
+        """Load and compare a version in the second copy. Runs in a thread while the model decodes."""
+        started_at, seconds = time.perf_counter(), dict[str, float]()
+        self._received, self._is_loaded, self._lora = [], False, order.lora
+        self.checks = KernelChecks()
+        try:
+            tensors = buckets.unpack(self._maps.get(order.path, sizes=order.bucket_bytes), order.slots)
+            received = [*tensors, *self._tied(dict(tensors), order.tied)]
+            seconds["map"] = time.perf_counter() - started_at
+            uncompared: list[str] = []
+            if not order.lora and self._has_room_for_two():
+                self._second = self._second or second_copy(self.model)
+                uncompared = self._load(self._second, received, seconds)
+                self._is_loaded = True
+        except WeightTransferError as error:
+            return Outcome(str(error), seconds=seconds)
+        self._received = received
+        return Outcome("", uncompared, seconds)
 
-    def init_transfer_engine(self, init_info: EpochInfo) -> None:
-        with self._recording_errors():
-            self._receiver.open_epoch(msgspec.convert(init_info.opening, OpenEpoch), rank=init_info.rank)
-
-    def start_weight_update(self) -> None:
-        self._received = []
-
-    def receive_weights(self, update_info: BroadcastInfo) -> None:
-        """Receives even a rejected update, because the broadcast needs every member."""
-        with self._recording_errors():
-            tensors = self._receive(update_info)
-            if update_info.rejection:
-                raise WeightTransferError(update_info.rejection)
-            self._received = [*tensors, *self._tied(dict(tensors), update_info.tied)]
-
-    def finish_weight_update(self) -> None:
+    def switch(self) -> Outcome:
+        """Exchange the models, or load the prepared version. Must run between two steps."""
+        started_at, seconds = time.perf_counter(), dict[str, float]()
         received, self._received = self._received, []
-        if not received:
-            return
-        self._is_model_changed = True
-        with self._recording_errors():
-            load = self._load(received)
-            if name := load.first_mismatch(received):
-                raise WeightTransferError(f"the engine must hold {name} as sent, but it holds different values")
-            held = dict(self.model.named_parameters())
-            # With pipeline parallelism, other workers hold some of the layers.
-            is_whole = self.parallel_config.pipeline_parallel_size == 1
-            self._uncompared = [name for name in load.uncompared if is_whole or name in held]
+        uncompared: list[str] = []
+        try:
+            if self._is_loaded and self._second:
+                exchange(self.model, self._second)
+            elif self._lora:
+                self._load_adapter(received)
+            else:
+                uncompared = self._load(self.model, received, seconds)
+        except WeightTransferError as error:
+            return Outcome(str(error), seconds=seconds)
+        return Outcome("", uncompared, seconds | {"switch": time.perf_counter() - started_at})
 
-    def update_adapter(self, update_info: BroadcastInfo) -> None:
-        """Receive, verify, and load an adapter. vLLM's update calls would empty the slot."""
-        self.start_weight_update()
-        self.receive_weights(update_info)
-        received, self._received = self._received, []
-        if not received:
-            return
-        self._is_model_changed = True
-        with self._recording_errors():
-            load_adapter(self.model, received, settings=update_info.lora)
-            mismatch = first_adapter_mismatch(self.model, received, settings=update_info.lora)
-            # A split model holds slices of the tensors, which only the probe checks.
-            if mismatch and not self._is_split:
-                raise WeightTransferError(
-                    f"vLLM must hold {mismatch} as sent, but it holds different values or nothing"
-                )
-
-    def shutdown(self) -> None:
-        self._receiver.close()
-
-    def _receive(self, info: BroadcastInfo) -> list[tuple[str, Tensor]]:
-        update = msgspec.convert(info.update, Update)
-        if info.fetched_path:
-            # Fetched once per generator, mapped by all its workers.
-            return buckets.unpack_verified(map_buckets(info.fetched_path, sizes=update.bucket_bytes), update)
-        return self._receiver.receive(update)
+    def _has_room_for_two(self) -> bool:
+        """Whether a second copy is possible: compiled graphs refer to the first one's memory, a GPU has no room for it,
+        and some layers share a state that is derived from their weights."""
+        is_eager, layers = self._config.model_config.enforce_eager, self.model.modules()
+        return (
+            self._device.type == "cpu"
+            and is_eager
+            and not any(isinstance(each, MLAAttention) or _has_kernel_of_experts(each) for each in layers)
+        )
 
     def _tied(self, sent: dict[str, Tensor], tied: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
         """Yield tied tensors for layers with a separate copy, such as the packed head of vLLM's CPU build."""
@@ -196,28 +165,45 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
         for first, *others in tied:
             yield from ((name, sent[first]) for name in others if name in own)
 
-    def _load(self, tensors: list[tuple[str, Tensor]]) -> RecordedLoad:
+    def _load(self, model: nn.Module, received: list[tuple[str, Tensor]], seconds: dict[str, float]) -> list[str]:
+        """Load and compare a version. Returns the tensors that could not be compared. Raises WeightTransferError."""
+        started_at = time.perf_counter()
+        with set_current_vllm_config(self._config):
+            load = self._load_recorded(model, received)
+            seconds["load"] = time.perf_counter() - started_at
+            # The first version is compared fully, and later ones in parts.
+            is_paused, part = model is self.model, (self._num_loaded, _PARTS if self._num_loaded else 1)
+            run = run_now if is_paused else self.checks.run
+            mismatch = load.first_mismatch(received, run=run, part=part, is_sampled=is_paused)
+            self._num_loaded += 1
+        seconds["compare"] = time.perf_counter() - started_at - seconds["load"]
+        if mismatch:
+            raise WeightTransferError(f"the engine must hold {mismatch} as sent, but it holds different values")
+        held = dict(model.named_parameters())
+        # With pipeline parallelism, other workers hold some of the layers.
+        is_whole = self._config.parallel_config.pipeline_parallel_size == 1
+        return [name for name in load.uncompared if is_whole or name in held]
+
+    def _load_recorded(self, model: nn.Module, tensors: list[tuple[str, Tensor]]) -> RecordedLoad:
         """Raises WeightTransferError if the model reports that it did not load all parameters."""
-        if self.device.type == "cpu":
+        if self._device.type == "cpu":
             # vLLM 0.32 repacks experts for the CPU only when it builds their kernel.
-            for layer in self.model.modules():
-                method: Any = getattr(layer, "quant_method", None)
-                if hasattr(method, "moe_kernel"):
-                    method.moe_kernel = None
-        initialize_layerwise_reload(self.model)
+            for layer in filter(_has_kernel_of_experts, model.modules()):
+                layer.quant_method.moe_kernel = None
+        initialize_layerwise_reload(model)
         # The load adds parameters that vLLM derives from others.
-        loadable = {name for name, _ in self.model.named_parameters()}
-        load = RecordedLoad(self.model)
+        loadable = {name for name, _ in model.named_parameters()}
+        load = RecordedLoad(model)
         try:
             with load:
-                loaded = self.model.load_weights(tensors)
+                loaded: Any = model.load_weights(tensors)
         except Exception as error:
             # A loader may raise anything. The engine stays alive but unverified until an update succeeds.
             raise WeightTransferError(f"the engine could not load it: {type(error).__name__}: {error}") from error
         finally:
-            finalize_layerwise_reload(self.model, self.model_config)
+            finalize_layerwise_reload(model, self._config.model_config)
         # Quantized models have parameters that are never sent. Some models report nothing.
-        is_reported = loaded is not None and self.model_config.quantization is None
+        is_reported = loaded is not None and self._config.model_config.quantization is None
         if stale := sorted(loadable - loaded) if is_reported else []:
             raise WeightTransferError(
                 f"every parameter of the engine must be loaded, {stale[0]} and {len(stale) - 1} more kept their old "
@@ -225,72 +211,110 @@ class BroadcastWeights(WeightTransferEngine[EpochInfo, BroadcastInfo]):
             )
         return load
 
-    @contextmanager
-    def _recording_errors(self) -> Iterator[None]:
+    def _load_adapter(self, received: list[tuple[str, Tensor]]) -> None:
+        load_adapter(self.model, received, settings=self._lora)
+        mismatch = first_adapter_mismatch(self.model, received, settings=self._lora)
+        # A split model holds slices of the tensors, which only the probe checks.
+        if mismatch and self._config.parallel_config.world_size == 1:
+            raise WeightTransferError(f"vLLM must hold {mismatch} as sent, but it holds different values or nothing")
+
+
+class KernelChecks:
+    """Checks of kernels, from the thread that loads to the thread that decodes: vLLM's kernels for the CPU share memory
+    between calls, so only one thread may run them."""
+
+    def __init__(self) -> None:
+        # Bounded, because each check holds a packed layer.
+        self._waiting: Queue[tuple[Check, Future[bool]]] = Queue(maxsize=_CHECKS_AHEAD)
+
+    def run(self, check: Check) -> "Future[bool]":
+        """Queue a check. Raises WeightTransferError if the decoding thread runs none for long."""
+        checked: Future[bool] = Future()
         try:
-            yield
-        except WeightTransferError as error:
-            self._error = str(error)
+            self._waiting.put((check, checked), timeout=_CHECK_TIMEOUT_S)
+        except Full:
+            raise WeightTransferError(
+                f"kernels must be compared within {_CHECK_TIMEOUT_S:g} s, they were not"
+            ) from None
+        return checked
 
-
-class OutcomeReport:
-    """Mixin of vLLM's worker class, so that `collective_rpc` can call BroadcastWeights."""
-
-    def weight_device(self) -> str:
-        return device_name(self.weight_transfer_engine.device)  # type: ignore[attr-defined]
-
-    def pop_weight_outcome(self) -> tuple[str, bool, list[str]]:
-        return self.weight_transfer_engine.pop_outcome()  # type: ignore[attr-defined]
-
-    def update_adapter(self, update_info: dict[str, Any]) -> None:
-        self.weight_transfer_engine.update_adapter(BroadcastInfo(**update_info))  # type: ignore[attr-defined]
-
-
-class SharedReceiver:
-    """Represents all workers of an engine as one member of the weight group. Implements WeightReceiver.
-
-    The first worker receives and verifies in host memory, which the others map, so that an update needs GPU memory only
-    for the layer being loaded. Every worker must make the same calls, and gets the first worker's errors.
-    """
-
-    def __init__(self, receiver: CollectiveReceiver, *, device: torch.device) -> None:
-        self._receiver = receiver
-        self._is_pinned = device.type == "cuda"
-        self._mapped: list[Tensor] = []
-        self._mapping: tuple[int, list[int]] | None = None
-
-    def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        self._run_on_first(lambda: self._receiver.open_epoch(opening, rank=rank))
-
-    def receive(self, update: Update) -> list[tuple[str, Tensor]]:
-        path = self._run_on_first(lambda: self._receiver.receive(update))
-        if held := self._receiver.staging:
-            return buckets.unpack(held.tensors, update.slots)
-        mapping = Path(path).stat().st_ino, update.bucket_bytes
-        if mapping != self._mapping:
-            mapped = map_buckets(path, sizes=update.bucket_bytes, is_pinned=self._is_pinned)
-            self._mapped, self._mapping = mapped, mapping
-        return buckets.unpack(self._mapped, update.slots)
-
-    def close(self) -> None:
-        self._receiver.close()
-        self._mapped, self._mapping = [], None
-
-    def _run_on_first(self, action: Callable[[], object]) -> str:
-        """Run on the first worker. Returns its memory's path, or raises WeightTransferError, on every worker."""
-        group = get_world_group()
-        path, error = "", ""
-        if group.is_first_rank:
+    def run_waiting(self) -> None:
+        """Run queued checks for a few milliseconds, between two steps."""
+        ends_at = time.perf_counter() + _CHECK_S
+        while time.perf_counter() < ends_at:
             try:
-                action()
-                path = self._receiver.staging.path if self._receiver.staging else ""
-            except WeightTransferError as caught:
-                error = str(caught)[:_MAX_ERROR_LENGTH]
-        answer = torch.zeros(_ANSWER_BYTES, dtype=torch.uint8)
-        encoded = msgspec.json.encode((path, error)).ljust(_ANSWER_BYTES)
-        answer.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
-        dist.broadcast(answer, src=group.first_rank, group=group.cpu_group)
-        path, error = msgspec.json.decode(answer.numpy().tobytes(), type=tuple[str, str])
-        if error:
-            raise WeightTransferError(error)
-        return path
+                check, checked = self._waiting.get_nowait()
+            except Empty:
+                return
+            resolve(checked, check)
+
+
+def second_copy(model: nn.Module) -> nn.Module:
+    """Copy the modules and tensors of a model; everything else, such as KV caches, is shared with it."""
+    tensors: dict[int, Tensor | None] = {}
+
+    def copied(tensor: Tensor | None) -> Tensor | None:
+        if tensor is not None and id(tensor) not in tensors:
+            made = tensor.data.clone()
+            made.__class__, made.__dict__ = tensor.__class__, tensor.__dict__.copy()
+            tensors[id(tensor)] = made
+        return tensors.get(id(tensor))
+
+    copies = {module: object.__new__(type(module)) for module in model.modules()}
+    for module, made in copies.items():
+        state = vars(module) | {"_modules": {name: child and copies[child] for name, child in module._modules.items()}}
+        for kind in ("_parameters", "_buffers"):
+            state[kind] = {name: copied(tensor) for name, tensor in state[kind].items()}
+        state["_non_persistent_buffers_set"] = set(module._non_persistent_buffers_set)
+        made.__dict__.update(state)
+        known, own = get_layerwise_info(module), get_layerwise_info(made)
+        parameters, held = known.restore_metadata
+        own.restore_device = known.restore_device
+        own.restore_metadata = (
+            {name: to_meta_tensor(each) for name, each in parameters.items()},
+            {name: to_meta_tensor(each) for name, each in held.items()},
+        )
+    return copies[model]
+
+
+def exchange(model: nn.Module, second: nn.Module) -> None:
+    """Exchange the tensors and kernels of two copies of a model, layer by layer, without copying."""
+    for one, other in zip(list(model.modules()), list(second.modules()), strict=True):
+        ours, theirs = vars(one), vars(other)
+        # vLLM refers to the layers of the first model by identity.
+        ours["_modules"], theirs["_modules"] = theirs["_modules"], ours["_modules"]
+        object.__setattr__(one, "__dict__", theirs)
+        object.__setattr__(other, "__dict__", ours)
+
+
+def _has_kernel_of_experts(layer: nn.Module) -> bool:
+    return hasattr(getattr(layer, "quant_method", None), "moe_kernel")
+
+
+class WeightWorker:
+    """Mixin of vLLM's worker class, for `collective_rpc`."""
+
+    _versions: ModelVersions | None = None
+    _preparing: "Future[Outcome] | None" = None
+
+    def prepare_weights(self, order: bytes) -> None:
+        """Start to prepare the version in a thread."""
+        if self._preparing and not self._preparing.done():
+            raise RuntimeError("the engine must have loaded the previous version before the next, it has not")
+        self._versions = self._versions or ModelVersions(self)
+        decoded, prepared = msgspec.msgpack.decode(order, type=LoadOrder), Future[Outcome]()
+        self._preparing = prepared
+        arguments = prepared, self._versions.prepare, decoded
+        # A daemon, so that it does not delay the end of the process.
+        threading.Thread(target=resolve, args=arguments, name="prepare-weights", daemon=True).start()
+
+    def pop_prepared(self) -> dict[str, Any] | None:
+        """Return the Outcome of `prepare_weights` as builtins; None until it ends."""
+        assert self._versions is not None, "prepare_weights comes first"
+        assert self._preparing is not None, "prepare_weights comes first"
+        self._versions.checks.run_waiting()
+        return msgspec.to_builtins(self._preparing.result()) if self._preparing.done() else None
+
+    def switch_weights(self) -> dict[str, Any]:
+        assert self._versions is not None, "prepare_weights comes first"
+        return msgspec.to_builtins(self._versions.switch())

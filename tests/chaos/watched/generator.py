@@ -27,6 +27,7 @@ from tests.chaos.stage import ANSWER_TIMEOUT_S, JOURNALS
 from tests.chaos.watched.channel import WatchedChannel
 from tests.chaos.watched.credit import Credit
 from tests.chaos.watched.journal import Journal, content_of
+from tests.fakes import NoBytes
 
 _FAILING, _SPOILED, _LONG = 0.01, 0.01, 0.006
 """Fractions of responses that fail, arrive damaged, or outlast every lease."""
@@ -124,9 +125,9 @@ class LightEngine(ScriptedEngine):
             raise PromptError(f"{request_id} fails on purpose")
         return await super().generate(prompt_token_ids, sampling, request_id=request_id, stop=stop)
 
-    async def update(self, update: Any, fetched: Any = None) -> float:
+    async def switch(self, update: Any) -> float:
         await asyncio.sleep(_UPDATE_S)
-        return await super().update(update, fetched)
+        return await super().switch(update)
 
     def _script(self, seed: int) -> list[int]:
         script = super()._script(seed)
@@ -139,7 +140,7 @@ class LightEngine(ScriptedEngine):
 def lighten() -> None:
     client.BROKER_SILENCE_S = _SILENCE_S
     outbox._ANSWER_TIMEOUT_S = Credit.answer_timeout_s = ANSWER_TIMEOUT_S
-    collective.CollectiveReceiver = lambda device: None
+    collective.CollectiveReceiver = lambda device: NoBytes()
     tokenization.load_tokenizer = lambda model: CharacterTokenizer()
     build.RewardPool = InlineRewards
     scripted_engine.ScriptedEngine = LightEngine

@@ -1,5 +1,7 @@
 """Builders of small weight versions and their updates."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,13 @@ from slipstream.broker.weights import buckets
 
 NAMES = ("embed.weight", "norm.weight", "lm_head.weight")
 BUCKET_BYTES = 32 * 1024
+
+
+def pack(tensors: Iterable[tuple[str, Tensor]], slots: list[TensorSlot], sizes: list[int]) -> list[Tensor]:
+    """Pack tensors into new buckets."""
+    packed = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
+    buckets.pack(tensors, slots, into=packed)
+    return packed
 
 
 def make_slots(*, num_columns: int = 4096) -> tuple[list[TensorSlot], list[int]]:
@@ -24,7 +33,7 @@ def make_version(
     weights = [(name, torch.randn(4, num_columns, generator=chance).to(torch.bfloat16)) for name in NAMES]
     for _, weight in weights:
         weight.view(-1).view(torch.int16)[:moved] += 1
-    packed = buckets.pack(weights, slots, sizes=sizes)
+    packed = pack(weights, slots, sizes)
     return make_update(version, slots, packed), packed
 
 

@@ -56,7 +56,7 @@ class Scene:
         )
 
     def make_engine(self, *, seed: int = 0) -> HfEngine:
-        engine = HfEngine(self.run.model, HfEngineConfig(), receiver=None)  # type: ignore[arg-type]
+        engine = HfEngine(self.run.model, HfEngineConfig())
         asyncio.run(engine.start())
         engine._model = make_tiny_module(seed=seed)
         engine.version = 3

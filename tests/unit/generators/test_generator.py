@@ -32,6 +32,7 @@ from slipstream.generators.errors import EngineDiedError, EngineError, Generator
 from slipstream.generators.generator import Generator
 from slipstream.generators.rewards.pool import RewardPool
 from tests.builders import make_run, make_trajectory
+from tests.fakes import NoBytes
 
 LEASE = Lease("3-0", "3", "train", 3, 3, 0, [0, 1])
 PROMPT = Prompt(lease=LEASE, uid="u", prompt="1+1=", ground_truth="2", data_source="test", extra_info={})
@@ -84,6 +85,7 @@ class Scene:
             client=self.client,  # type: ignore[arg-type]
             engine=ScriptedEngine(ScriptedEngineConfig()),
             agent=self.agent,
+            receiver=NoBytes(),
             rewards=RewardPool(RewardConfig("tests.unit.generators.rewards.samples:by_response", num_workers=0)),
             clock=lambda: self.now,
         )

@@ -5,20 +5,24 @@ import math
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
 import pytest
 
+from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import NO_EPOCH, EpochOpened, Member, OpenEpoch, SnapshotSource, Update, UpdateApplied
 from slipstream.broker.weights.fetcher import Fetcher
+from slipstream.broker.weights.shared_buckets import SharedBuckets
 from slipstream.broker.weights.snapshots import SnapshotStore
 from slipstream.broker.weights.stream import StreamServer
+from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.generators.engines.engine import Completion
 from slipstream.generators.engines.scripted_engine import VOCABULARY, ScriptedEngine
-from slipstream.generators.errors import EngineDiedError, EngineError
+from slipstream.generators.errors import EngineError
 from slipstream.generators.weight_updates import WeightUpdates
 from slipstream.learner.publishing.fetches import SnapshotServer
 from tests.fakes import KEYS
@@ -30,12 +34,22 @@ CANARY = [-1.0, -2.0]
 
 
 class FakeReceiver:
-    """Receives everything immediately."""
+    """Receives everything immediately, or only once `is_open` is set."""
+
+    device = "cpu"
+
+    def __init__(self) -> None:
+        self.is_open, self.is_cancelled = Event(), Event()
+        self.is_open.set()
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None: ...
 
-    def receive(self, update: Update) -> list[Any]:
-        return []
+    def receive(self, update: Update, *, cancelled: Event) -> HostBuckets:
+        while not self.is_open.wait(0.01):
+            if cancelled.is_set():
+                self.is_cancelled.set()
+                raise WeightTransferError("it was aborted")
+        return HostBuckets([])
 
     def close(self) -> None: ...
 
@@ -46,8 +60,9 @@ class Scene:
     def __init__(self, folder: Path) -> None:
         self.sent: list[Any] = []
         self.states: list[tuple[str, str]] = []
-        self.engine = ScriptedEngine(ScriptedEngineConfig(), receiver=FakeReceiver())
+        self.engine, self.receiver = ScriptedEngine(ScriptedEngineConfig()), FakeReceiver()
         self.updates = WeightUpdates(
+            receiver=self.receiver,
             fetcher=Fetcher(KEYS),
             member=MEMBER,
             client=self,  # type: ignore[arg-type]
@@ -116,7 +131,8 @@ def test_a_version_is_fetched_and_verified_without_a_group(scene: Scene) -> None
     assert (answer.epoch, answer.version, answer.error) == (NO_EPOCH, 3, "")
     assert scene.updates.version == scene.engine.version == 3
     assert scene.updates.is_verified.is_set()
-    assert scene.states == [("unsynced", "fetching version 3"), ("updating", ""), ("ready", "")]
+    updating = [("updating", ""), ("updating", "checking the new weights")]
+    assert scene.states == [("unsynced", "fetching version 3"), *updating, ("ready", "")]
     assert scene.updates.gauges["fetched_mib"] > 0.09
 
 
@@ -153,32 +169,40 @@ def test_fetching_from_a_dead_learner_ends_with_the_next_command(scene: Scene) -
     assert [(answer.version, "cancelled" in answer.error) for answer in scene.sent] == [(1, True), (2, False)]
 
 
-def test_an_engine_that_hangs_in_a_broadcast_is_dead_once_the_learner_has_given_it_up(
-    scene: Scene, monkeypatch
-) -> None:
-    monkeypatch.setattr("slipstream.generators.weight_updates._GIVEN_UP_S", 0.05)
-    begun = asyncio.Event()
-
-    async def never(update: Update, fetched: Any) -> float:
-        begun.set()
-        await asyncio.Event().wait()
-        return 0.0
-
+def test_a_broadcast_ends_with_a_command_of_another_epoch_and_decoding_never_stops(scene: Scene) -> None:
     async def script() -> None:
-        scene.engine.update = never  # type: ignore[method-assign]
-        running = asyncio.create_task(scene.updates.run())
-        scene.updates.submit(opening(1))
-        scene.updates.submit(scene.command(1))
-        await begun.wait()
-        # A command of the same epoch says nothing.
+        await scene.apply(1)
+        scene.receiver.is_open.clear()
+        await scene.answers(2, opening(1))
         scene.updates.submit(scene.command(2))
-        assert not (await asyncio.wait([running], timeout=0.2))[0]
-        scene.updates.submit(scene.serve(2))
-        with pytest.raises(EngineDiedError, match="broadcast of version 1"):
-            await asyncio.wait_for(running, PATIENCE_S)
+        await asyncio.sleep(0.05)
+        # A command of the same epoch says nothing.
+        scene.updates.submit(scene.command(3))
+        assert not scene.receiver.is_cancelled.wait(0.1)
+        assert scene.updates.is_verified.is_set()
+        await scene.apply(4)
 
-    asyncio.run(script())
-    scene.server.close()
+    scene.play(script)
+    assert scene.receiver.is_cancelled.is_set()
+    assert [answer.version for answer in scene.sent if isinstance(answer, UpdateApplied) and answer.error] == [2]
+
+
+def test_a_version_in_the_memory_of_the_learner_is_verified_before_anything_changes(scene: Scene) -> None:
+    async def script() -> None:
+        for version, damaged in ((1, 0), (2, 1)):
+            update, packed = make_version(version, moved=version)
+            memory = SharedBuckets(update.bucket_bytes)
+            for own, bucket in zip(memory.tensors, packed, strict=True):
+                own.copy_(bucket)
+            memory.tensors[-1][5] ^= damaged
+            source = SnapshotSource("", "", memory=memory.path)
+            await scene.answers(version, scene.command(version, epoch=NO_EPOCH, source=source))
+        assert scene.updates.is_verified.is_set()
+
+    scene.play(script)
+    assert scene.sent[0].error == ""
+    assert "bucket 2 of 3 must have checksum" in scene.sent[1].error
+    assert scene.updates.version == scene.engine.version == 1
 
 
 async def sampled_with_an_offset(prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:

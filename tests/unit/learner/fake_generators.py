@@ -57,7 +57,7 @@ class FakeGenerators:
                 "unsynced",
                 -1,
                 self.transports.get(name, "collective"),
-                self.machines.get(name, ""),
+                self.machines.get(name, "elsewhere"),
                 self.lends_at(name),
             )
             for name in sorted(members)
@@ -146,7 +146,7 @@ def make_publisher(
     snapshots: "FakeSnapshots | None" = None,
     transports: dict[str, str] | None = None,
     machines: dict[str, str] | None = None,
-    trusts_network: bool = False,
+    trusts_network: bool = True,
     backend: str = "auto",
     **members: str,
 ) -> tuple[Publisher, FakeGenerators, FakeClock]:

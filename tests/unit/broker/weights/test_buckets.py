@@ -8,7 +8,8 @@ from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import TensorSlot
-from slipstream.broker.weights import buckets, shared_buckets
+from slipstream.broker.weights import buckets
+from tests.unit.broker.weight_versions import pack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
 
@@ -41,7 +42,7 @@ def test_tensors_are_unpacked_as_they_were_packed(
 ) -> None:
     tensors = [(f"t{i}", make_tensor(shape, dtype, seed=i)) for i, (shape, dtype) in enumerate(specs)]
     slots, sizes = layout(tensors, bucket_bytes=bucket_bytes)
-    packed = buckets.pack(tensors, slots, sizes=sizes)
+    packed = pack(tensors, slots, sizes)
     assert [bucket.numel() for bucket in packed] == sizes
     assert same(buckets.unpack(packed, slots), tensors)
 
@@ -73,33 +74,32 @@ def test_a_tensor_larger_than_a_bucket_gets_its_own() -> None:
 def test_packing_casts_and_records_no_gradient_and_unpacked_tensors_are_views() -> None:
     source = torch.tensor([1.0, 2.5, 3.00001])
     slots, sizes = buckets.plan([("w", source.shape, torch.bfloat16)], bucket_bytes=64)
-    (_, received) = buckets.unpack(buckets.pack([("w", source)], slots, sizes=sizes), slots)[0]
+    (_, received) = buckets.unpack(pack([("w", source)], slots, sizes), slots)[0]
     assert received.dtype == torch.bfloat16
     assert torch.equal(received, source.to(torch.bfloat16))
     tensors = [("w", torch.ones(3))]
     slots, sizes = layout(tensors, bucket_bytes=64)
-    packed = buckets.pack(tensors, slots, sizes=sizes)
+    packed = pack(tensors, slots, sizes)
     buckets.unpack(packed, slots)[0][1].fill_(7.0)
     assert torch.equal(buckets.unpack(packed, slots)[0][1], torch.full((3,), 7.0))
     parameter = torch.nn.Parameter(torch.ones(3))
     slots, sizes = layout([("w", parameter)], bucket_bytes=64)
-    assert not buckets.pack([("w", parameter)], slots, sizes=sizes)[0].requires_grad
+    assert not pack([("w", parameter)], slots, sizes)[0].requires_grad
 
 
-def test_buckets_are_reused_and_filled_in_any_order() -> None:
+def test_buckets_are_overwritten_in_any_order() -> None:
     first = [("a", torch.ones(3)), ("b", torch.ones(100))]
     slots, sizes = layout(first, bucket_bytes=64)
-    packed = buckets.pack(first, slots, sizes=sizes)
+    packed = pack(first, slots, sizes)
     second = [("b", torch.full((100,), 2.0)), ("a", torch.full((3,), 3.0))]
-    repacked = buckets.pack(second, slots, sizes=sizes, reuse=packed)
-    assert [bucket.data_ptr() for bucket in repacked] == [bucket.data_ptr() for bucket in packed]
-    assert same(buckets.unpack(repacked, slots), second[::-1])
+    buckets.pack(second, slots, into=packed)
+    assert same(buckets.unpack(packed, slots), second[::-1])
 
 
 def test_a_checksum_is_xxh3_of_the_bytes_and_one_flipped_bit_changes_it() -> None:
     tensors = [("a", torch.ones(3)), ("b", torch.ones(100))]
     slots, sizes = layout(tensors, bucket_bytes=1024)
-    left, right = (buckets.pack(tensors, slots, sizes=sizes) for _ in range(2))
+    left, right = (pack(tensors, slots, sizes) for _ in range(2))
     assert buckets.checksums(left) == buckets.checksums(right)
     right[0][5] ^= 1
     with pytest.raises(WeightTransferError, match="bucket 0 of 1 must have checksum"):
@@ -119,7 +119,7 @@ def test_a_checksum_is_xxh3_of_the_bytes_and_one_flipped_bit_changes_it() -> Non
 def test_tensors_that_do_not_match_the_plan_are_refused(given_tensors: list[tuple[str, Tensor]], message: str) -> None:
     slots, sizes = layout([("w", torch.ones(3)), ("v", torch.ones(1))], bucket_bytes=1024)
     with pytest.raises(WeightTransferError, match=message):
-        buckets.pack(given_tensors, slots, sizes=sizes)
+        pack(given_tensors, slots, sizes)
 
 
 def test_names_must_be_unique() -> None:
@@ -144,15 +144,3 @@ def test_names_must_be_unique() -> None:
 def test_a_slot_from_the_wire_cannot_reach_outside_its_bucket(slot: TensorSlot) -> None:
     with pytest.raises(WeightTransferError, match="tensor w must"):
         buckets.unpack([torch.zeros(16, dtype=torch.uint8)], [slot])
-
-
-def test_pinned_buckets_are_one_region_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned: list[int] = []
-    monkeypatch.setattr(shared_buckets, "_pin", lambda memory, _: pinned.append(memory.numel()))
-    sizes = [3 << 20, 5 << 20, 100]
-    allocated = buckets.allocate(sizes, is_pinned=True)
-    assert [bucket.numel() for bucket in allocated] == sizes
-    assert sum(sizes) <= sum(pinned) < sum(sizes) + len(sizes) * 4096
-    allocated[1].fill_(7)
-    assert buckets.allocate(sizes, reuse=allocated, is_pinned=True)[1][0] == 7
-    assert len(pinned) == 1

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from threading import Event
 
 import pytest
@@ -16,7 +15,9 @@ from torch import Tensor
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights import process_group
 from slipstream.broker.weights.collective import CollectiveSender
-from slipstream.broker.weights.process_group import DoubleBuffer, EpochRank, ProcessGroup
+from slipstream.broker.weights.double_buffer import DoubleBuffer
+from slipstream.broker.weights.process_group import ProcessGroup
+from slipstream.broker.weights.rendezvous import EpochRank, connect
 from tests.cuda_fake import FakeCuda, FakeNccl
 
 NOT_A_CPU = torch.device("meta")
@@ -71,10 +72,10 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[BlockingBackend]:
     opened.is_over.set()
 
 
-def make_sender(folder: Path) -> CollectiveSender:
+def make_sender() -> CollectiveSender:
     """A sender, and a member that has registered for its first epoch."""
-    sender = CollectiveSender(device=NOT_A_CPU, folder=folder)
-    dist.PrefixStore("weights/epoch-1", process_group.open_file(sender.address[0])).set("ready/1", b"1")
+    sender = CollectiveSender(device=NOT_A_CPU)
+    dist.PrefixStore("weights/epoch-1", connect(*sender.address, timeout_s=5)).set("ready/1", b"1")
     return sender
 
 
@@ -86,8 +87,8 @@ def test_connecting_ends_at_its_deadline(backend: BlockingBackend, monkeypatch: 
     assert time.monotonic() - started_at < 3
 
 
-def test_an_abort_from_another_thread_ends_connecting(backend: BlockingBackend, tmp_path: Path):
-    sender = make_sender(tmp_path)
+def test_an_abort_from_another_thread_ends_connecting(backend: BlockingBackend):
+    sender = make_sender()
     with ThreadPoolExecutor(1) as threads:
         opening = threads.submit(sender.open_epoch, 1, num_members=1, timeout_s=10)
         assert backend.is_blocked.wait(5)
@@ -98,9 +99,9 @@ def test_an_abort_from_another_thread_ends_connecting(backend: BlockingBackend, 
         sender.broadcast([], timeout_s=1)
 
 
-def test_an_aborted_broadcast_does_not_count_as_sent(backend: BlockingBackend, tmp_path: Path):
+def test_an_aborted_broadcast_does_not_count_as_sent(backend: BlockingBackend):
     backend.num_sound = 1
-    sender = make_sender(tmp_path)
+    sender = make_sender()
     sender.open_epoch(1, num_members=1, timeout_s=10)
     with ThreadPoolExecutor(1) as threads:
         sending = threads.submit(sender.broadcast, [torch.ones(8, dtype=torch.uint8)], timeout_s=10)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.weights.shared_buckets import SharedBuckets, free_memory_bytes, map_buckets
+from slipstream.broker.weights.shared_buckets import BucketMaps, SharedBuckets, free_memory_bytes, map_buckets
 
 READER = """
 import sys
@@ -29,6 +29,29 @@ def test_another_process_reads_the_buckets_and_cannot_change_them() -> None:
     assert reader.stdout.strip() == "[99, 1, 2, 3, 4] []"
     assert buckets.tensors[0].tolist() == [0, 1, 2, 3, 4]
     buckets.close()
+
+
+def test_buckets_stay_mapped_exactly_while_they_exist() -> None:
+    maps, first, second = BucketMaps(), SharedBuckets([5]), SharedBuckets([5])
+    mapped = [maps.get(buckets.path, sizes=[5]) for buckets in (first, second, first)]
+    assert mapped[0] is mapped[2]
+    first.tensors[0].fill_(3)
+    assert mapped[0][0].tolist() == [3] * 5
+    path = first.path
+    first.close()
+    # Takes the descriptor of the closed one.
+    other = SharedBuckets([5])
+    assert other.path == path
+    assert maps.get(path, sizes=[5])[0].tolist() == [0] * 5
+    other.close()
+    second.close()
+    with pytest.raises(WeightTransferError, match="must exist at"):
+        maps.get(path, sizes=[5])
+
+
+def test_dropped_buckets_leave_no_descriptor() -> None:
+    path = Path(SharedBuckets([4096]).path)
+    assert not path.exists()
 
 
 def test_closed_buckets_leave_no_descriptor() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from slipstream.broker.messages import LenderError
+from slipstream.broker.messages import LenderError, SnapshotSource, Update
 from slipstream.learner.publishing.publisher import Publisher
 from tests.fakes import FakeClock
 from tests.unit.learner.fake_generators import FakeGenerators, FakeSnapshots, make_publisher, publish, stage
@@ -90,7 +90,7 @@ def test_a_request_is_repeated_and_ends_with_an_eviction_at_its_deadline():
     assert [names for _, names in generators.updates(fetched=True)] == [["g0", "g1"], ["g1"]]
     clock.now += 660
     publisher.poll(timeout_s=0)
-    assert generators.evicted == [("g1", "evicted: version 1 was not fetched within 660 s")]
+    assert generators.evicted == [("g1", "evicted: version 1 was not applied within 660 s")]
 
 
 def test_answers_for_another_version_do_not_count_and_requests_of_members_that_left_are_dropped():
@@ -169,15 +169,14 @@ def test_a_full_disk_evicts_the_joiners_with_the_reason():
 
 @pytest.mark.parametrize("trusts_network", [False, True])
 def test_on_an_untrusted_network_a_member_elsewhere_fetches_deltas_and_the_reason_is_recorded_once(trusts_network):
-    machines = {"g1": "elsewhere"}
+    machines = {"g0": "", "g1": "elsewhere"}
     publisher, generators, _, _ = start(machines=machines, trusts_network=trusts_network, g0="well", g1="well")
     for version in (1, 2, 3):
         publish(publisher, version)
         generators.set_members(g0="well", g1="well")
         publisher.poll(timeout_s=0)
     assert publisher.num_holding == 2
-    together = ["g0", "g1"] if trusts_network else ["g0"]
-    assert generators.updates(fetched=False) == [(2, together), (3, together)]
+    assert generators.updates(fetched=False) == ([(2, ["g1"]), (3, ["g1"])] if trusts_network else [])
     assert [name for name, _ in generators.evicted] == ([] if trusts_network else ["g1"])
     assert all("cluster.trusted_network" in reason for _, reason in generators.evicted)
 
@@ -209,3 +208,52 @@ def test_a_lender_that_altered_weights_is_reported():
     ((name, reason),) = generators.evicted
     assert liar == generators.lends_at(name)
     assert f"{by} got other weights from it than were published: bucket 0 differs" in reason
+
+
+HERE = {"g0": "", "g1": ""}
+
+
+def sources(generators: FakeGenerators) -> list[SnapshotSource]:
+    return [order.source for order in generators.sent if isinstance(order, Update) and order.source]
+
+
+def test_members_on_the_learners_machine_read_its_memory_and_a_version_waits_for_all_of_them():
+    publisher, generators, clock, snapshots = start(machines=HERE, g0="well", g1="well")
+    for version in (1, 2):
+        staged = stage(version)
+        publisher.set_version(staged)
+        assert publisher.synchronize().num_members == 2
+        assert sources(generators)[-1].memory == staged.memory.path
+    assert generators.updates(fetched=True) == [(1, ["g0", "g1"]), (2, ["g0", "g1"])]
+    assert generators.updates(fetched=False) == snapshots.added == generators.opened_with == []
+    generators.set_members(g0="well", g1="slow")
+    started_at = clock.now
+    assert publish(publisher, 3).num_members == 1
+    assert 60 <= clock.now - started_at < 62
+
+
+@pytest.mark.parametrize("ends_by", ["answering", "leaving", "missing its deadline"])
+def test_memory_is_overwritten_only_once_every_reader_has_answered(ends_by: str):
+    publisher, generators, clock, _ = start(machines=HERE, g0="well", g1="slow")
+    publisher.set_version(stage(1))
+    publisher.poll(timeout_s=0)
+    publisher._fetches.request(publisher._staged)
+    if ends_by == "answering":
+        generators.finish_fetching("g1", 1)
+    elif ends_by == "leaving":
+        generators.set_members(g0="well")
+    else:
+        clock.now += 1000
+    publisher.poll(timeout_s=0)
+    before = publisher.set_version(stage(2))
+    assert (before is not None) == (ends_by == "answering")
+
+
+def test_a_member_that_cannot_read_memory_gets_files():
+    publisher, generators, clock, snapshots = start(machines=HERE, g0="wrong")
+    publish(publisher, 1)
+    generators.set_members(g0="well")
+    clock.now += 100
+    publish(publisher, 2)
+    assert [bool(source.memory) for source in sources(generators)] == [True, False]
+    assert snapshots.added == [(2, False, [])]

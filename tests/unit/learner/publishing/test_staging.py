@@ -34,12 +34,12 @@ def make_stager(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, *, staging: str
     """A stager that queues its packing after the default stream's work, as on a GPU."""
     pack = buckets.pack
 
-    def queue_pack(weights, slots, *, sizes, reuse):
+    def queue_pack(weights, slots, *, into):
         if not cuda.packs_later:
-            return pack(weights, slots, sizes=sizes, reuse=reuse)
+            pack(weights, slots, into=into)
+            return
         kept = [(name, tensor.clone()) for name, tensor in weights]
-        cuda.default.enqueue("pack", lambda: bool(pack(kept, slots, sizes=sizes, reuse=reuse)))
-        return list(reuse)
+        cuda.default.enqueue("pack", lambda: pack(kept, slots, into=into) is None)
 
     cuda.packs_later = staging == "device"
     monkeypatch.setattr(buckets, "pack", queue_pack)

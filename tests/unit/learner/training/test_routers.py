@@ -1,24 +1,22 @@
 import asyncio
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.algorithm import AlgorithmConfig, KlConfig
-from slipstream.configs.base import ConfigError
-from slipstream.configs.data import LoraConfig, ModelConfig, MoeConfig
-from slipstream.configs.engines import HfEngineConfig, VllmEngineConfig
-from slipstream.configs.generators import GeneratorsConfig
+from slipstream.configs.data import ModelConfig, MoeConfig
+from slipstream.configs.engines import HfEngineConfig
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Microbatch
-from slipstream.learner.errors import BatchError
+from slipstream.learner.engines.deepspeed_engine import ShardedModel
 from slipstream.learner.training.model import Policy, load_policy
 from slipstream.learner.training.step_metrics import describe_experts
 from slipstream.learner.training.trainer import Trainer
@@ -26,7 +24,6 @@ from slipstream.runtime.routers import EXPERTS
 from tests.families import make_family, make_family_module
 from tests.metric_docs import EXPERTS as EXPERTS_TABLE
 from tests.metric_docs import keys_under
-from tests.tiny_model import make_tiny_model
 from tests.tolerance import largest_difference
 from tests.unit.learner.builders import CPU, make_groups, make_run, make_samples, make_trainer, measure, weights, zero
 
@@ -254,7 +251,6 @@ def test_an_engine_records_what_the_learner_would_choose(tmp_path: Path):
         engine = HfEngine(
             ModelConfig(max_length=64, dtype="float32", path=str(path), moe=MoeConfig(router_replay=True)),
             HfEngineConfig(),
-            receiver=Receiver(),
         )
         await engine.start()
         answers = [engine.generate(prompt, sampling, request_id=str(i)) for i, prompt in enumerate(prompts)]
@@ -269,93 +265,15 @@ def test_an_engine_records_what_the_learner_would_choose(tmp_path: Path):
         assert np.array_equal(answer.experts, policy.routers.chosen().numpy())
 
 
-class Receiver:
-    def close(self) -> None: ...
-
-
-def test_trajectories_without_fitting_experts_are_refused(tmp_path: Path):
-    trainer = make_trainer(moe_run(tmp_path, router_replay=True))
-    groups = make_groups()
-    with pytest.raises(BatchError, match="got none in 0-0-0 of"):
-        trainer.step(groups, learner_version=0, step=1)
-    for array, got in (
-        (np.zeros((3, 2, 2), np.uint8), r"uint8\[3, 2, 2\]"),
-        (np.full((groups[0][0].num_tokens, 2, 2), 4, np.uint8), "4 to 4"),
-    ):
-        groups[0][0] = msgspec.structs.replace(groups[0][0], arrays={EXPERTS: array})
-        with pytest.raises(BatchError, match=got):
-            trainer.step(groups, learner_version=0, step=1)
-
-
-@pytest.mark.parametrize(
-    ("name", "settings", "message"),
-    [
-        ("", {"router_replay": True}, "model.moe.router_replay must be off .* Qwen2ForCausalLM"),
-        ("", {"router_aux_loss": 0.1}, "model.moe.router_aux_loss must be off"),
-        ("deepseek_v3", {"router_aux_loss": 0.1}, "balances its experts by a bias"),
-        ("deepseek_v2", {"router_aux_loss": "checkpoint"}, "without router_aux_loss_coef"),
-    ],
-)
-def test_models_that_a_setting_does_not_fit_are_refused(tmp_path: Path, name: str, settings: dict, message: str):
-    path = make_family(tmp_path, name) if name else make_tiny_model(tmp_path / "dense")
-    with pytest.raises(ConfigError, match=message):
-        load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path), moe=MoeConfig(**settings)), device=CPU)
-
-
-def test_engines_that_cannot_record_are_refused():
-    engine = VllmEngineConfig(pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match=r"router_replay must be false .* pipeline_parallel_size > 1"):
-        make_run(
-            "x",
-            model=ModelConfig(max_length=64, dtype="float32", path="x", moe=MoeConfig(router_replay=True)),
-            generators=GeneratorsConfig(engine=engine),
-        )
-
-
-def test_an_adapter_leaves_experts_and_routers_alone(tmp_path: Path):
-    trainer = make_trainer(moe_run(tmp_path, lora=LoraConfig(rank=4)))
-    adapted = {name.split(".")[-3] for name, _ in trainer.engine.model.weights()}
-    assert adapted == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    before = weights(trainer)
-    metrics = trainer.step(make_groups(), learner_version=0, step=1)
-    assert metrics["learner/grad_norm"] > 0
-    assert any(not torch.equal(before[name], tensor) for name, tensor in weights(trainer).items())
-    with pytest.raises(ConfigError, match="got gate_up_proj: this Qwen3MoeForCausalLM has k_"):
-        make_trainer(moe_run(tmp_path, lora=LoraConfig(targets=["gate_up_proj"])))
-
-
-class Products(TorchDispatchMode):
-    """Records the dtypes of grouped and plain matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.grouped: list[torch.dtype] = []
-        self.wide: list[tuple[int, ...]] = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        name = str(operation)
-        if "grouped_mm" in name:
-            self.grouped += [each.dtype for each in args[:2]]
-        elif name.startswith(("aten.mm.", "aten.bmm.", "aten.addmm.")) and args[-1].dtype == torch.float32:
-            self.wide.append(tuple(args[-1].shape))
-        return operation(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
-def test_experts_compute_in_half_precision_near_their_float32_values(name: str):
-    (microbatch,) = collated(make_groups(), LAYOUTS[0])
-    exact = make_policy(name)(microbatch)["logprobs"]
-    policy = Policy(make_family_module(name).train(), compute_dtype=torch.bfloat16)
-    with Products() as products:
-        rough = policy(microbatch)["logprobs"]
-        rough.sum().backward()
-    assert products.grouped
-    assert set(products.grouped) == {torch.bfloat16}
-    experts = policy.routers.num_experts
-    assert not [shape for shape in products.wide if experts not in shape], "only the router multiplies in float32"
-    assert all(each.grad is None or each.grad.dtype == torch.float32 for each in policy.parameters())
-    assert not rough.equal(exact)
-    # The attention's four products and the head are rounded in any case, the experts' two in addition.
-    policy.causal_lm.set_experts_implementation("grouped_mm")
-    wide = policy(microbatch)["logprobs"]
-    assert (rough - exact).abs().mean() < 3 * (wide - exact).abs().mean()
+def test_zero_gathers_experts_in_the_compute_dtype_and_keeps_routers_in_float32(tmp_path: Path):
+    model = load_policy(
+        ModelConfig(max_length=64, dtype="bfloat16", path=str(make_family(tmp_path, "qwen3_moe"))), device=CPU
+    )
+    for parameter in model.backbone.parameters():
+        # As DeepSpeed marks a sharded parameter that is large enough to be gathered on demand.
+        parameter.ds_shape, parameter.ds_persist = parameter.shape, False
+    sharded = SimpleNamespace(_stage=3, model=SimpleNamespace(compute_dtype=torch.bfloat16, backbone=model.backbone))
+    names = {parameter: name for name, parameter in model.backbone.named_parameters()}
+    rounded = {names[each].rpartition("layers.0.")[2] for each in ShardedModel._lossless_in_compute_dtype(sharded)}
+    assert {"mlp.experts.gate_up_proj", "mlp.experts.down_proj", "self_attn.q_proj.weight"} <= rounded
+    assert not [name for name in rounded if "gate.weight" in name or "norm" in name or "embed" in name]

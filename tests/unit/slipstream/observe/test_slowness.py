@@ -66,6 +66,20 @@ def test_more_processes_are_advised_only_where_a_core_is_idle(num_cores, is_full
         assert ("keeps 1.2 of 2 cores busy" in advice[key]) == is_full
 
 
+def test_the_stages_of_a_weight_update_are_facts():
+    stages = {"receive_s": 0.04, "prepare_s": 1.5, "probe_s": 1.0}
+    rows = [make_row(step, **{f"weights/{name}": each for name, each in stages.items()}) for step in range(1, 41)]
+    assert not any("weight update" in fact for fact in explain(learner=BUSY, rows=rows[:0] or None).facts)
+    for row in rows:
+        row["weights/pause_s"] = 0.004
+    rows[3]["weights/prepare_s"] = 90.0
+    expected = (
+        "a weight update: received in 0.04 s, prepared in 1.5 s, probed in 1 s during generation, which paused for "
+        "0.004 s (medians)"
+    )
+    assert expected in explain(learner=BUSY, rows=rows).facts
+
+
 def test_pacing_that_lets_too_few_prompts_out():
     answer = explain(learner=WAITS, generator={"working": 0.2, "prompts": 0.8})
     assert keys(answer)[0] == "generator/prompts"

@@ -124,6 +124,33 @@ def test_one_changed_element_is_found_in_any_parameter(change: Callable[[Model],
     assert record.first_mismatch(sent) == name
 
 
+def test_a_part_of_the_kernels_is_compared_and_all_must_be_new():
+    """And the other parameters are compared every time, unless requests wait."""
+    model, sent = Model(), make_sent()
+    load(model, make_sent(1))
+    kernel, index = model.qk.cpu_linear, list(dict(model.named_modules())).index("qk")
+    record = load(model, sent)
+    good = model.qk.cpu_linear
+    model.qk.cpu_linear = lambda *arguments: good(*arguments) + 1e-6
+    assert [record.first_mismatch(sent, part=(i, 8)) for i in (index, index + 1, index + 8)] == [
+        "qk.weight",
+        "",
+        "qk.weight",
+    ]
+    model.qk.cpu_linear = kernel
+    assert record.first_mismatch(sent, part=(index + 1, 8)) == "qk.weight"
+    model.qk.cpu_linear = good
+    corrupt("norm.weight")(model)
+    found = [record.first_mismatch(sent, part=(index, 8), is_sampled=each) for each in (False, True)]
+    assert found == ["norm.weight", ""]
+
+
+def test_a_tensor_that_was_altered_before_the_loader_got_it_is_found_in_every_update():
+    model, sent = Model(), make_sent()
+    record = load(model, [(name, tensor + 1e-6 if name == "norm.weight" else tensor) for name, tensor in sent])
+    assert [record.first_mismatch(sent, part=(i, 8)) for i in range(8)] == ["norm.weight"] * 8
+
+
 def test_what_could_not_be_compared_is_named():
     model, sent = Model(), make_sent()
     record = load(model, [(name, 2 * tensor if name == "q" else tensor) for name, tensor in sent if name != "experts"])
