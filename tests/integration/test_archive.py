@@ -6,6 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from slipstream.broker import archiver as archiver_module
 from slipstream.broker.archiver import ArchiverThread
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.shards import ShardWriter
@@ -20,6 +21,11 @@ from tests.runs import until
 pytestmark = pytest.mark.core
 
 CONFIG = ArchiveConfig(groups_per_shard=4, flush_s=0.2)
+
+
+@pytest.fixture(autouse=True)
+def _ticks_fast(monkeypatch) -> None:
+    monkeypatch.setattr(archiver_module, "_TICK_S", 0.02)
 
 
 @pytest.fixture
@@ -43,7 +49,7 @@ def connect_to(server: EmbeddedRedis) -> RedisStore:
 
 
 def start_archiver(server: EmbeddedRedis, folder: Path) -> ArchiverThread:
-    archiver = ArchiverThread(lambda: connect_to(server), folder, CONFIG, tick_s=0.02)
+    archiver = ArchiverThread(lambda: connect_to(server), folder, CONFIG)
     archiver.start()
     return archiver
 

@@ -297,7 +297,7 @@ class VllmEngine:
             await self._call(llm.abort(list(self._to_restart)))
 
     async def _pop_weight_outcome(self) -> tuple[str, bool]:
-        """Return the workers' first error, or empty, and whether any worker changed its model."""
+        """Workers' first error, or empty, and whether any worker changed its model."""
         outcomes = await self._call(self._running.collective_rpc("pop_weight_outcome"))
         errors, is_changed, uncompared = zip(*outcomes, strict=True)
         kinds = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in sorted({*chain(*uncompared)}))

@@ -77,7 +77,7 @@ class RecordedLoad(TorchDispatchMode):
 
     @torch.no_grad()
     def first_mismatch(self, sent: Sequence[tuple[str, Tensor]]) -> str:
-        """Return the name of the first tensor that differs from the model's, or empty."""
+        """Name of the first tensor that differs from the model's, or empty."""
         compared = set[int]()
         for path, layer in self._layers.items():
             for name, is_held in _compare(layer, self._calls[path].kept):
