@@ -101,7 +101,7 @@ def main(overrides: list[str]) -> None:
 
 
 def split_shard(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return the word after `--shard` (default "0") and the overrides."""
+    """Word after `--shard` (default "0") and the overrides."""
     if "--shard" not in arguments:
         return "0", arguments
     at = arguments.index("--shard")
@@ -116,7 +116,7 @@ def _name_of(run: RunConfig, shard: str) -> str:
 
 
 def _make_supervisor(run: RunConfig, folder: RunFolder) -> RedisSupervisor | None:
-    """Return the supervisor of the embedded store; None if the launcher runs it or the store is external."""
+    """Supervisor of the embedded store; None if the launcher runs it or the store is external."""
     store = run.buffer.store
     if has_launcher() or not isinstance(store, EmbeddedRedisConfig):
         return None

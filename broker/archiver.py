@@ -100,9 +100,6 @@ class StepArchiver:
             self._pending += entries
 
 
-OpenWriter = Callable[[Path], ShardWriter]
-
-
 class Archiver:
     """Writes a shard when it is full or its oldest group has waited `_FLUSH_S`. Belongs to one thread.
 
@@ -115,9 +112,7 @@ class Archiver:
         folder: Path,
         config: ArchiveConfig,
         *,
-        max_shard_bytes: int = _MAX_SHARD_BYTES,
         clock: Clock = time.monotonic,
-        open_writer: OpenWriter = ShardWriter,
         mirror: ArchiveMirror | None = None,
         fence: int = NO_FENCE,
     ) -> None:
@@ -128,13 +123,12 @@ class Archiver:
         self._store = store
         self._folder = folder
         self._config = config
-        self._max_shard_bytes = max_shard_bytes
         self._clock = clock
         self._mirror = mirror
         self._fence = fence
         if mirror:
             mirror.fetch()
-        self._writer = open_writer(folder)
+        self._writer = ShardWriter(folder)
         self._waiting_since: float | None = None
         try:
             self._steps = StepArchiver(store, folder, self._writer)
@@ -225,7 +219,7 @@ class Archiver:
         # Estimate how many fit, because all groups could exhaust the memory.
         sample = self._store.finished(limit=_SAMPLED_GROUPS)
         num_bytes = sum(len(payload) for group in sample for payload in group.payloads)
-        fitting = self._max_shard_bytes * len(sample) // max(1, num_bytes)
+        fitting = _MAX_SHARD_BYTES * len(sample) // max(1, num_bytes)
         limit = max(1, min(fitting, _GROUPS_PER_SHARD))
         return sample[:limit] if limit <= len(sample) else self._store.finished(limit=limit)
 
@@ -255,8 +249,6 @@ class ArchiverThread:
         folder: Path,
         config: ArchiveConfig,
         *,
-        tick_s: float = _TICK_S,
-        open_writer: OpenWriter = ShardWriter,
         storage: ObjectFolder | None = None,
         lead: Callable[[], int | None] = lambda: NO_FENCE,
     ) -> None:
@@ -265,8 +257,6 @@ class ArchiverThread:
         self._connect = connect
         self._folder = folder
         self._config = config
-        self._tick_s = tick_s
-        self._open_writer = open_writer
         self._storage = storage
         self._lead = lead
         self._fence: int | None = None
@@ -295,7 +285,7 @@ class ArchiverThread:
 
     def _run(self) -> None:
         while not self._attempt():
-            if self._stopping.wait(self._tick_s):
+            if self._stopping.wait(_TICK_S):
                 return
 
     def _attempt(self) -> bool:
@@ -318,14 +308,8 @@ class ArchiverThread:
 
     def _open(self, store: Store) -> Archiver:
         mirror = ArchiveMirror(self._folder, self._storage) if self._storage else None
-        return Archiver(
-            store,
-            self._folder,
-            self._config,
-            open_writer=self._open_writer,
-            mirror=mirror,
-            fence=NO_FENCE if self._fence is None else self._fence,
-        )
+        fence = NO_FENCE if self._fence is None else self._fence
+        return Archiver(store, self._folder, self._config, mirror=mirror, fence=fence)
 
     def _archive(self, archiver: Archiver, store: Store) -> bool:
         while not self._stopping.is_set():
@@ -335,7 +319,7 @@ class ArchiverThread:
             self._record_progress(archiver, state="archiving")
             self._report(store)
             if not moved:
-                self._stopping.wait(self._tick_s)
+                self._stopping.wait(_TICK_S)
         archiver.flush()
         self._record_progress(archiver, state="gone")
         self._report(store)

@@ -66,7 +66,7 @@ class Chief:
         return self.has_others and self._clock() - self._reported_at > LEASE_S
 
     def living_for(self, machine: str) -> LivingBrokers | None:
-        """Return the live brokers with their addresses for a peer on `machine`; None if the run has one broker."""
+        """Live brokers with their addresses for a peer on `machine`; None if the run has one broker."""
         if not self.has_others:
             return None
         brokers = {
@@ -76,7 +76,7 @@ class Chief:
         return LivingBrokers(self.name, brokers)
 
     def serving_gauges(self, owner: str) -> dict[str, str]:
-        """Return gauges that show other brokers who serves a peer; empty if the run has one broker."""
+        """Gauges that show other brokers who serves a peer; empty if the run has one broker."""
         return {"broker": self.name, "owner": owner} if self.has_others else {}
 
     def report(self, *, num_generators: int) -> bool:

@@ -31,7 +31,7 @@ _EPSILON = 1e-6
 
 # --- the shares of generators ----------------------------------------------------------------------------------------
 def finish_s(group_s: np.ndarray, groups_per_s: np.ndarray, in_flight: np.ndarray, *, num_groups: int) -> float:
-    """Return the least time in which N generators finish everything in flight and `num_groups` more; inf for N = 0.
+    """Least time in which N generators finish everything in flight and `num_groups` more; inf for N = 0.
 
     min over k of max(group_s[k], (num_groups + sum of in_flight[:k + 1]) / sum of groups_per_s[:k + 1]), fastest first:
     each additional generator helps unless its first group takes longer.
@@ -42,7 +42,7 @@ def finish_s(group_s: np.ndarray, groups_per_s: np.ndarray, in_flight: np.ndarra
 
 
 def shares(group_s: np.ndarray, groups_per_s: np.ndarray, in_flight: np.ndarray, *, num_groups: int) -> np.ndarray:
-    """Return each generator's share of `num_groups`, [N]; 0 if it is too slow or busy enough.
+    """Each generator's share of `num_groups`, [N]; 0 if it is too slow or busy enough.
 
     round(groups_per_s * (num_groups + sum of in_flight) / sum of groups_per_s - in_flight), over the fast generators.
     """
@@ -219,22 +219,22 @@ class FairShare:
             # Keep young leases, which older Pongs cannot list.
             before = self._now - self._lost_after_s
             for owner, generator in self._generators.items():
-                if generator.throughput.drop_lost(generator.peer.lease_ids, leased_before=before):
+                if generator.throughput.drop_lost(generator.peer.status.lease_ids, leased_before=before):
                     self._changed.add(owner)
         peers = [each.peer for each in self._generators.values()]
-        may_lease = [p.state in ("starting", "ready", "updating") and not p.is_disconnected for p in peers]
+        may_lease = [p.status.state in ("starting", "ready", "updating") and not p.is_disconnected for p in peers]
         self._is_eligible = np.array(may_lease, dtype=np.bool_)
-        self._version = np.array([peer.version for peer in peers])
+        self._version = np.array([peer.status.version for peer in peers])
         self._measure()
 
     def group_s(self, peer: Peer) -> float:
-        """Return the seconds this generator takes for a group; 0 before the first."""
+        """Seconds this generator takes for a group; 0 before the first."""
         generator = self._generators.get(peer.owner)
         group_s = float(self._group_s[generator.row]) if generator and generator.row < len(self._group_s) else nan
         return 0.0 if isnan(group_s) else group_s
 
     def num_rows(self, peer: Peer, *, requested: int) -> int:
-        """Return the number of evaluation rows for a generator.
+        """Number of evaluation rows for a generator.
 
         The fastest gets all rows it requested, any other as many as it answers in that time, so that none delays the
         evaluation.
@@ -244,7 +244,7 @@ class FairShare:
         return requested if isnan(rate) else max(1, round(requested * float(rate / np.fmax.reduce(rates))))
 
     def num_groups(self, peer: Peer, *, available: int, oldest_version: int) -> int:
-        """Return this generator's share of the available groups.
+        """This generator's share of the available groups.
 
         A generator excluded from the division, such as one with a version older than `oldest_version`, is not limited.
         """

@@ -97,7 +97,7 @@ class Guests:
 
     # --- leases --------------------------------------------------------------------------------------------------
     def reason_to_wait(self, peer: Peer) -> str:
-        """Return the reason to lease a guest nothing now; empty if it may lease."""
+        """Reason to lease a guest nothing now; empty if it may lease."""
         if not self._num_auditors:
             return "guests: no trusted generator is ready to check answers"
         num_open = sum(check.guest == peer.guest for check in self._open.values())
@@ -169,7 +169,9 @@ class Guests:
         """Assign open checks to trusted, ready generators; reassign them after a departure or a timeout."""
         if not self._config.names:
             return
-        auditors = {peer.owner: peer for peer in self._peers.generators() if not peer.guest and peer.state == "ready"}
+        auditors = {
+            peer.owner: peer for peer in self._peers.generators() if not peer.guest and peer.status.state == "ready"
+        }
         self._num_auditors, now = len(auditors), self._clock()
         for check in self._open.values():
             if check.owner and (check.owner not in auditors or now >= check.due_at):
@@ -220,7 +222,7 @@ _DEVIATIONS = 4.0
 
 
 def convict(checks: Sequence[AnswerCheck]) -> str:
-    """Return the reason to quarantine a guest with these checks; empty for none."""
+    """Reason to quarantine a guest with these checks; empty for none."""
     lies = [check.lie for check in checks if check.lie]
     if len(lies) >= _MIN_LIES:
         return f"{len(lies)} of {len(checks)} checked answers are false, the last one: {lies[-1]}"

@@ -50,7 +50,7 @@ class Handshake:
         self._trusts_network = trusts_network
 
     def check(self, hello: Hello, *, guest: str = "", quarantined: Mapping[str, str]) -> Rejection | None:
-        """Return the reason to reject a peer; None if it may join.
+        """Reason to reject a peer; None if it may join.
 
         `guest`: guest that the peer's key belongs to; empty for the run's token. `quarantined`: guest -> reason.
         """

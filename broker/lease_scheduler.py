@@ -140,10 +140,10 @@ class LeaseScheduler:
         return answers
 
     def _try(self, request: _Request) -> tuple[list[Prompt], str]:
-        """Return prompts, or after the deadline the reason for an empty answer."""
+        """Prompts, or after the deadline the reason for an empty answer."""
         # Hold back an empty answer until the deadline: prompts that are admitted meanwhile save a round trip.
         is_due = self._clock() >= request.deadline
-        if not is_due and request.peer.version in self._exhausted:
+        if not is_due and request.peer.status.version in self._exhausted:
             return [], ""
         if request.peer.guest and (reason := self._guests.reason_to_wait(request.peer)):
             return [], reason if is_due else ""
@@ -166,7 +166,7 @@ class LeaseScheduler:
         if state.phase not in ("starting", "training"):
             # The store leases only evaluation rows then.
             return _Offer(self._fair_share.num_rows(request.peer, requested=requested), limit)
-        if reason := weights_reason(self._run, version=request.peer.version, committed=state.version):
+        if reason := weights_reason(self._run, version=request.peer.status.version, committed=state.version):
             return self._offer_evaluation(request.peer, requested, reason)
         share = self._share(request.peer, state, limit=limit)
         if share == 0:
@@ -203,7 +203,7 @@ class LeaseScheduler:
 
     # --- prompts -------------------------------------------------------------------------------------------------
     def _upcoming(self, offer: _Offer, state: RunState) -> Upcoming:
-        """Return the next prompts, for the store to choose from by success rate."""
+        """Next prompts, for the store to choose from by success rate."""
         curriculum, seed = self._run.data.curriculum, self._run.seed
         num_new = min(offer.max_groups, offer.admission_limit - state.admitted)
         if curriculum is None or num_new <= 0:
@@ -222,7 +222,7 @@ class LeaseScheduler:
 
     def _lease(self, peer: Peer, offer: _Offer, *, upcoming: Upcoming) -> list[Prompt]:
         known_empty = self._exhausted | self._without_rows if offer.reason else self._exhausted
-        if offer.max_groups == 0 or peer.version in known_empty:
+        if offer.max_groups == 0 or peer.status.version in known_empty:
             return []
         # First: if images cannot be stored, leased prompts would lapse until they are quarantined.
         self._put_images({})
@@ -234,7 +234,7 @@ class LeaseScheduler:
             lease_s=self._run.broker.lease_s,
             admission_limit=offer.admission_limit,
             # An evaluation accepts answers from one version, and none from guests.
-            version=-1 if peer.guest else peer.version,
+            version=-1 if peer.guest else peer.status.version,
             max_evaluations=ceil(_EVALUATION_FRACTION * offer.max_groups * self._run.members_per_group),
             upcoming=upcoming,
         )
@@ -242,7 +242,7 @@ class LeaseScheduler:
         self._count_in(leases)
         if not leases and not peer.guest:
             # Nothing is left for this version: one store call answers all of its generators.
-            (self._without_rows if offer.reason else self._exhausted).add(peer.version)
+            (self._without_rows if offer.reason else self._exhausted).add(peer.status.version)
         prompts = [make_prompt(lease, self._datasets[lease.purpose].row(lease.row)) for lease in leases]
         if peer.guest:
             self._guests.record_leases(peer, prompts)

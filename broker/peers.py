@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from math import ceil
 
@@ -11,7 +11,6 @@ import structlog
 from slipstream.broker.messages import (
     MAX_REASON_LENGTH,
     Drain,
-    Gauges,
     Hello,
     Member,
     Members,
@@ -30,6 +29,9 @@ from slipstream.runtime.clock import Clock
 log = structlog.get_logger(__name__)
 
 
+_UNHEARD = Pong(-1.0, "starting", version=-1)
+
+
 @dataclass
 class Peer:
     """One incarnation of a generator or the learner, as the broker sees it."""
@@ -39,13 +41,8 @@ class Peer:
     hello: Hello
     heard_at: float
     """Time of its last message, seconds by the broker's clock."""
-    state: str = "starting"
-    """From its last Pong, like the next five fields."""
-    version: int = -1
-    reason: str = ""
-    gauges: Gauges = field(default_factory=dict)
-    lease_ids: list[str] = field(default_factory=list)
-    lends_at: str = ""
+    status: Pong = _UNHEARD
+    """Its last Pong."""
     is_disconnected: bool = False
     """Whether the last ping could not be delivered."""
     guest: str = ""
@@ -59,16 +56,16 @@ class Peer:
     def beat(self, more: dict[str, object]) -> Heartbeat:
         # The peer's gauges come first, so that they cannot replace these.
         gauges: dict[str, object] = {
-            **self.gauges,
+            **self.status.gauges,
             "role": self.hello.role,
-            "state": self.state,
-            "version": self.version,
-            "reason": self.reason,
+            "state": self.status.state,
+            "version": self.status.version,
+            "reason": self.status.reason,
             "host": self.hello.host,
             "pid": self.hello.pid,
             **more,
         }
-        return Heartbeat(self.hello.peer_id, gauges, self.owner, self.lease_ids)
+        return Heartbeat(self.hello.peer_id, gauges, self.owner, self.status.lease_ids)
 
     @property
     def member(self) -> Member:
@@ -111,7 +108,7 @@ class Peers:
         return peer
 
     def find_duplicate(self, hello: Hello) -> Peer | None:
-        """Return another live incarnation with the same role and id."""
+        """Another live incarnation with the same role and id."""
         peer = self._by_name.get((hello.role, hello.peer_id))
         is_other = peer is not None and peer.hello.incarnation != hello.incarnation and self._is_alive(peer)
         return peer if is_other else None
@@ -160,24 +157,22 @@ class Peers:
 
     def weights_at(self) -> str:
         learner = self.learner()
-        return learner.lends_at if learner else ""
+        return learner.status.lends_at if learner else ""
 
     def is_back(self, peer: Peer) -> bool:
-        """Return whether a removed peer has reconnected with the same incarnation."""
+        """Whether a removed peer has reconnected with the same incarnation."""
         named = self._by_name.get((peer.hello.role, peer.hello.peer_id))
         return named is not None and named.owner == peer.owner
 
     def silence_has_changed(self) -> bool:
-        """Return whether the set of late peers, and so `members`, has changed since the last call."""
+        """Whether the set of late peers, and so `members`, has changed since the last call."""
         silent = list(takewhile(self._is_late, self._by_identity.values()))
         has_changed, self._silent = silent != self._silent, silent
         return has_changed
 
     def record_pong(self, peer: Peer, pong: Pong) -> bool:
-        changed = (peer.state, peer.version, peer.lends_at) != (pong.state, pong.version, pong.lends_at)
-        peer.state, peer.version, peer.reason = pong.state, pong.version, pong.reason
-        peer.gauges, peer.lease_ids, peer.lends_at = pong.gauges, pong.lease_ids, pong.lends_at
-        return changed
+        before, peer.status = peer.status, pong
+        return (before.state, before.version, before.lends_at) != (pong.state, pong.version, pong.lends_at)
 
     def members(self) -> Members:
         """Build the learner's membership message.
@@ -189,11 +184,11 @@ class Peers:
             [
                 MemberState(
                     p.member,
-                    "silent" if self.is_silent(p) else p.state,
-                    p.version,
+                    "silent" if self.is_silent(p) else p.status.state,
+                    p.status.version,
                     self._transport_of(p),
                     p.hello.machine,
-                    p.lends_at,
+                    p.status.lends_at,
                 )
                 for p in self.generators()
             ]
@@ -205,7 +200,7 @@ class Peers:
         return peer.hello.weight_transport or own
 
     def is_silent(self, peer: Peer) -> bool:
-        """Return whether the peer misses pings: stopped, dead, or moved to another broker."""
+        """Whether the peer misses pings: stopped, dead, or moved to another broker."""
         return peer.is_disconnected or self._is_late(peer)
 
     def _is_late(self, peer: Peer) -> bool:
@@ -288,7 +283,6 @@ class DrainRequests:
         self._send = send
 
     def send_due(self) -> None:
-        """Send the open requests. Raises StoreUnavailableError."""
         if not (requests := self._store.requests("broker")):
             return
         heard = (peer for peer in self._peers.generators() if not self._peers.is_silent(peer))
@@ -298,7 +292,7 @@ class DrainRequests:
             deadline, _, owner = value.partition(" ")
             peer = here.get(subject)
             # Sending binds the request to that incarnation: a successor with the same name is not drained.
-            is_answered = peer is not None and (peer.state == "draining" or owner not in ("", peer.owner))
+            is_answered = peer is not None and (peer.status.state == "draining" or owner not in ("", peer.owner))
             if is_answered or now >= float(deadline):
                 over.append(subject)
             elif peer and self._send(peer.identity, Drain("drain requested")) and not owner:

@@ -100,7 +100,7 @@ def standardize(values: Values, columns: Mapping[str, str]) -> Values:
 
 
 def _further(values: Values, columns: Mapping[str, str], prompt: str) -> Values:
-    """Return the other columns. A truth stays, because TRL's reward functions read it under its column's name."""
+    """Other columns. A truth stays, because TRL's reward functions read it under its column's name."""
     fields = _COMMON.keys() - {"ground_truth", "response"}
     used = {prompt, *(_column(field, values, columns) for field in fields), "extra_info"}
     used |= {"input"} if prompt == "instruction" else set()
@@ -114,13 +114,13 @@ def _further(values: Values, columns: Mapping[str, str], prompt: str) -> Values:
 
 
 def _column(field: str, values: Mapping[str, Any] | Sequence[str], columns: Mapping[str, str]) -> str:
-    """Return the column of a field: the named one, else the first common one that is there, else the first."""
+    """Column of a field: the named one, else the first common one that is there, else the first."""
     common = _COMMON.get(field, (field,))
     return columns.get(field) or next((name for name in common if name in values), common[0])
 
 
 def _prompt(values: Values, columns: Mapping[str, str]) -> tuple[Any, Any]:
-    """Return the prompt, and the text of a conversation's last turn if the model wrote it; None if absent."""
+    """Prompt, and the text of a conversation's last turn if the model wrote it; None if absent."""
     name = _column("prompt", values, columns)
     prompt = chat_messages(value_at(values, name))
     if name == "instruction":
@@ -132,7 +132,7 @@ def _prompt(values: Values, columns: Mapping[str, str]) -> tuple[Any, Any]:
 
 # --- images ----------------------------------------------------------------------------------------------------------
 def image_sources(values: Values) -> list[Any]:
-    """Return the images as stored: the column `images`, else the image parts of the messages."""
+    """Images as stored: the column `images`, else the image parts of the messages."""
     if (column := values.get("images")) is not None:
         return column if isinstance(column, list) else [column]
     prompt = values["prompt"]
@@ -142,7 +142,7 @@ def image_sources(values: Values) -> list[Any]:
 
 
 def place_images(values: Values) -> PromptText:
-    """Return the prompt with a placeholder for each image: the model's text in plain text, parts in chat messages.
+    """Prompt with a placeholder for each image: the model's text in plain text, parts in chat messages.
 
     Raises ConfigError unless the numbers of placeholders and images match.
     """
@@ -236,7 +236,7 @@ class TableRows:
         return _column("images", names, self._columns).split(".")[0] in names or is_parts
 
     def num_bytes(self, start: int, end: int) -> int:
-        """Return the Arrow size of rows, without decoding them; at least an eighth of their size in a message."""
+        """Arrow size of rows, without decoding them; at least an eighth of their size in a message."""
         return int(self._table.slice(start, end - start).nbytes)
 
 
@@ -258,7 +258,7 @@ def _as_json(table: pa.Table, path: Path) -> pa.Table:
 
 
 def _unproven_rows(table: pa.Table, columns: Mapping[str, str]) -> Sequence[int]:
-    """Return the rows that column types and null counts do not prove valid, usually none."""
+    """Rows that column types and null counts do not prove valid, usually none."""
     names, everything = table.schema.names, range(table.num_rows)
     prompt, truth = (_column(field, names, columns) for field in ("prompt", "ground_truth"))
     kinds = {name: (pa.types.is_struct if name == "extra_info" else pa.types.is_string) for name in _PLAIN}
@@ -279,7 +279,7 @@ _PLAIN = ("data_source", "agent_name", "extra_info", "images")
 
 
 def _ending_with_answers(prompts: pa.ChunkedArray) -> list[int]:
-    """Return the rows of chats that end with a turn of the model."""
+    """Rows of chats that end with a turn of the model."""
     if not pa.types.is_list(prompts.type):
         return []
     ends = pc.subtract(pc.cumulative_sum(pc.list_value_length(prompts)), 1)
@@ -293,7 +293,7 @@ def _type(table: pa.Table, column: str) -> pa.DataType:
 
 
 def _are_filled(prompts: pa.ChunkedArray) -> bool:
-    """Return whether all prompts are non-empty texts, or lists of messages with role and text."""
+    """Whether all prompts are non-empty texts, or lists of messages with role and text."""
     if prompts.null_count:
         return False
     if pa.types.is_string(prompts.type):

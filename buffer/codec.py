@@ -83,7 +83,7 @@ _WireTrajectory: Any = msgspec.defstruct(
 
 
 def to_wire(array: np.ndarray) -> tuple[str, list[int], bytes]:
-    """Return dtype, shape, and little-endian bytes. Raises TypeError for an unsupported dtype."""
+    """Dtype, shape, and little-endian bytes. Raises TypeError for an unsupported dtype."""
     name = array.dtype.name
     if name not in _DTYPES:
         raise TypeError(f"arrays must be one of {sorted(_DTYPES)}, got {name}")
@@ -136,12 +136,12 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def checksum(data: bytes) -> int:
-    """Return xxh3-64 of the bytes."""
+    """Xxh3-64 of the bytes."""
     return xxhash.xxh3_64_intdigest(data)
 
 
 def pack(trajectory: Trajectory, *, lease_id: str, purpose: Purpose, group_size: int) -> tuple[TrajectoryHeader, bytes]:
-    """Return the header and the payload, which is stored unchanged."""
+    """Header and the payload, which is stored unchanged."""
     payload = encode(trajectory)
     return _describe(trajectory, payload, lease_id=lease_id, purpose=purpose, group_size=group_size), payload
 
@@ -173,7 +173,7 @@ def _describe(
 
 
 def _versions_used(trajectory: Trajectory) -> list[int]:
-    """Return the versions of spans with model-written tokens. Shapes may be invalid."""
+    """Versions of spans with model-written tokens. Shapes may be invalid."""
     starts = [span.first_token for span in trajectory.version_spans]
     bounds = zip(starts, [*starts[1:], None], strict=False)
     has_tokens = [np.count_nonzero(trajectory.model_mask[start:end]) for start, end in bounds]

@@ -46,7 +46,7 @@ def write_durably(path: Path, data: bytes | memoryview) -> None:
 
 
 def checksum(path: Path) -> str:
-    """Return xxh3-64 of a file, hexadecimal."""
+    """Xxh3-64 of a file, hexadecimal."""
     digest = xxhash.xxh3_64()
     with path.open("rb", buffering=0) as file:
         while block := file.read(_BLOCK_BYTES):
@@ -88,7 +88,7 @@ def parse_line(text: bytes, kind: type[T], *, schema: int, where: str | Path) ->
 def parse_lines(
     content: bytes, parse: Callable[[bytes], T | None], *, where: str | Path, rule: str
 ) -> tuple[list[T], bytes]:
-    """Return (entries, complete lines) of a LineFile, ignoring a truncated last line.
+    """(entries, complete lines) of a LineFile, ignoring a truncated last line.
 
     `parse` returns None for a damaged line. `rule` completes "a line must ..." in errors. Raises ArchiveError for a
     damaged line before the last.
@@ -177,7 +177,7 @@ def merge(parts: Sequence[Path], *, into: Path) -> None:
 
 
 def find_damage(folder: Path) -> str:
-    """Return the beginning of a sentence about a changed file of a sealed folder; empty if intact."""
+    """Beginning of a sentence about a changed file of a sealed folder; empty if intact."""
     try:
         expected, found = read_checksums(folder), checksums_of(folder)
     except (OSError, msgspec.MsgspecError) as error:
@@ -192,12 +192,12 @@ def find_damage(folder: Path) -> str:
 
 
 def read_checksums(folder: Path) -> dict[str, str]:
-    """Return path -> recorded checksum. Raises OSError, msgspec.MsgspecError."""
+    """Path -> recorded checksum. Raises OSError, msgspec.MsgspecError."""
     return msgspec.json.decode((folder / CHECKSUMS).read_bytes(), type=dict[str, str])
 
 
 def checksums_of(folder: Path) -> dict[str, str]:
-    """Return path -> computed checksum of every file except the checksum file."""
+    """Path -> computed checksum of every file except the checksum file."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / CHECKSUMS)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         return dict(zip((str(path.relative_to(folder)) for path in files), pool.map(checksum, files), strict=True))

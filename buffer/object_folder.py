@@ -48,16 +48,15 @@ log = structlog.get_logger(__name__)
 class StorageWait:
     """Retries operations with back-off. Used by one thread; any thread may read `reason`."""
 
-    def __init__(self, timeout_s: float, *, first_delay_s: float = _FIRST_DELAY_S) -> None:
+    def __init__(self, timeout_s: float) -> None:
         """`timeout_s`: from an operation's first failure until it is given up."""
         self._timeout_s = timeout_s
-        self._first_delay_s = first_delay_s
         self.reason = ""
         """Current wait, such as `waiting 12 s of 60 s for s3://...: <error>`; else empty."""
 
     def repeat(self, what: str, call: Callable[[], T]) -> T:
         """Call until it succeeds. Raises StorageError, which names `what`, at the timeout."""
-        failing_since, delay_s = 0.0, self._first_delay_s
+        failing_since, delay_s = 0.0, _FIRST_DELAY_S
         while True:
             try:
                 result = call()
@@ -101,11 +100,11 @@ class ObjectFolder:
         self.remove(_PROBE)
 
     def names(self) -> list[str]:
-        """Return the names of complete subfolders, sorted."""
+        """Names of complete subfolders, sorted."""
         return sorted(str(path.parent) for path in map(PurePosixPath, self.objects()) if path.parts[1:] == (CHECKSUMS,))
 
     def manifest(self) -> dict[str, str] | None:
-        """Return name -> checksum of the files; None if the folder is incomplete."""
+        """Name -> checksum of the files; None if the folder is incomplete."""
         data = self.read(CHECKSUMS)
         return None if data is None else _parse(data, where=f"{self.uri}/{CHECKSUMS}")
 
@@ -172,7 +171,7 @@ class ObjectFolder:
 
     # --- single objects ------------------------------------------------------------------------------------------
     def objects(self) -> dict[str, FileInfo]:
-        """Return relative name -> info of all files below."""
+        """Relative name -> info of all files below."""
         selector = FileSelector(self._path, recursive=True, allow_not_found=True)
         infos = self.wait.repeat(self.uri, lambda: self._files.get_file_info(selector))
         return {
@@ -180,7 +179,7 @@ class ObjectFolder:
         }
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a small object; None if absent."""
+        """Content of a small object; None if absent."""
 
         def call() -> bytes | None:
             try:
@@ -253,7 +252,7 @@ class ObjectFolder:
 
 
 def open_storage(run: RunConfig, *, timeout_s: float = _OUTAGE_S) -> ObjectFolder | None:
-    """Return the run's folder in `storage.uri`, if set. Raises StorageError."""
+    """Run's folder in `storage.uri`, if set. Raises StorageError."""
     if not run.storage.uri:
         return None
     return ObjectFolder(f"{run.storage.uri.rstrip('/')}/{run.name}", StorageWait(timeout_s))

@@ -179,7 +179,7 @@ class _MediaOf(msgspec.Struct):
 
 
 def image_names(payloads: Iterable[bytes]) -> set[str]:
-    """Return the stored names of the trajectories' images."""
+    """Stored names of the trajectories' images."""
     found = chain.from_iterable(decode(payload, _MediaOf).media for payload in payloads)
     return {media.checksum for media in found if media.kind == "image"}
 
@@ -356,7 +356,7 @@ class Heartbeat(Record):
 
 
 def progress_mark(gauges: dict[str, Any]) -> str:
-    """Return the progress gauges as one string; empty without any.
+    """Progress gauges as one string; empty without any.
 
     Version -1 without totals also gives an empty string: joining again is not progress.
 

@@ -85,7 +85,7 @@ class RoleStatus(Record):
 
 
 def role_statuses(roles: Roles, *, run: RunConfig, now: float, announced_version: int) -> list[RoleStatus]:
-    """Return the status of every stored role, generators last, each by name."""
+    """Status of every stored role, generators last, each by name."""
     restarts = roles.get(LAUNCHER, {}).get("restarts", {})
     statuses = [
         _role_status(name, gauges, run=run, now=now, announced_version=announced_version, restarts=restarts.get(name))
@@ -132,12 +132,12 @@ def _role_status(
 
 
 def last_heard(roles: list[RoleStatus], role: str) -> RoleStatus | None:
-    """Return the role of this kind with the latest report, if any."""
+    """Role of this kind with the latest report, if any."""
     return min((each for each in roles if each.role == role), key=lambda each: each.report_age_s, default=None)
 
 
 def number_of(gauges: dict[str, Any], name: str) -> float | None:
-    """Return a gauge if it is a finite number: peers may report any plain value."""
+    """Gauge if it is a finite number: peers may report any plain value."""
     value = gauges.get(name)
     return value if isinstance(value, int | float) and math.isfinite(value) else None
 
@@ -210,7 +210,7 @@ class StepTimes(Record):
 
 
 def time_counters(roles: Roles) -> dict[Counter, float]:
-    """Return the roles' time counters. The broker reports the store's."""
+    """Roles' time counters. The broker reports the store's."""
     found: dict[Counter, float] = {}
     for name, gauges in roles.items():
         kind = str(gauges.get("role", ""))

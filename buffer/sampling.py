@@ -51,7 +51,7 @@ RowCount = int | list[FileShare]
 
 
 def row_of(ordinal: int, *, num_rows: RowCount, seed: int) -> int:
-    """Return the dataset row of prompt `ordinal`, from 0.
+    """Dataset row of prompt `ordinal`, from 0.
 
     Each file has its own epochs, seeded permutations of its rows. Every range of prompts holds each file's share, to
     within one prompt per file.
@@ -66,7 +66,7 @@ def row_of(ordinal: int, *, num_rows: RowCount, seed: int) -> int:
 
 
 def _file_of(ordinal: int, weights: tuple[float, ...]) -> tuple[int, int]:
-    """Return the prompt's file, and the number of earlier prompts from it.
+    """Prompt's file, and the number of earlier prompts from it.
 
     Files are spread evenly: the first takes prompt n where round(n * share) steps up, the second does the same among
     the rest, and so on. Random draws would vary the mixture between batches, leave a file of weight 0.01 out of 100
@@ -176,7 +176,7 @@ class NotReady(Record):
 
 # --- selection -------------------------------------------------------------------------------------------------------
 def evict(queue: Queue, rules: SamplingRules, *, version: int) -> Evictions:
-    """Return the groups that are too old for a learner at `version`, or too many."""
+    """Groups that are too old for a learner at `version`, or too many."""
     reuse, max_lag = rules.reuse, rules.staleness.max_lag
     stale = [candidate.id for candidate in queue.ready if version - candidate.oldest_version > max_lag]
     surplus = len(queue.reusable) - reuse.max_groups
@@ -224,7 +224,7 @@ def sample_oldest(oldest: list[str], *, num_groups: int, num_ready: int) -> Samp
 
 
 def _split(queue: Queue, reuse: ReuseConfig, *, num_groups: int) -> tuple[int, int]:
-    """Return (fresh, reused) counts by `fresh_fraction`; one kind makes up for the other."""
+    """(fresh, reused) counts by `fresh_fraction`; one kind makes up for the other."""
     num_fresh = min(len(queue.ready), math.ceil(reuse.fresh_fraction * num_groups))
     num_reused = min(len(queue.reusable), num_groups - num_fresh)
     return min(len(queue.ready), num_groups - num_reused), num_reused
@@ -234,7 +234,7 @@ def _split(queue: Queue, reuse: ReuseConfig, *, num_groups: int) -> tuple[int, i
 def sample_fresh(
     candidates: list[Candidate], sampler: SamplerConfig, *, num_groups: int, seed: int, step: int
 ) -> tuple[list[str], list[float]]:
-    """Return (group ids, loss weights) of at most `num_groups` candidates, in order."""
+    """(group ids, loss weights) of at most `num_groups` candidates, in order."""
     if isinstance(sampler, PrioritizedConfig):
         return _race(candidates, sampler, num_groups=num_groups, seeds=(seed, step, _FRESH_STREAM))
     if isinstance(sampler, UniformConfig):
@@ -249,7 +249,7 @@ def sample_fresh(
 
 
 def priority(candidate: Candidate) -> float:
-    """Return the standard deviation of the rewards, rounded to a power of two of at least 1/256."""
+    """Standard deviation of the rewards, rounded to a power of two of at least 1/256."""
     if candidate.answered == 0:
         return 2.0**_SMALLEST_PRIORITY_LOG2
     mean = candidate.reward_sum / candidate.answered
@@ -259,7 +259,7 @@ def priority(candidate: Candidate) -> float:
 
 
 def inclusion_probabilities(rates: np.ndarray, *, threshold: float) -> np.ndarray:
-    """Return selection probabilities given the smallest losing key, float64, shape of `rates`.
+    """Selection probabilities given the smallest losing key, float64, shape of `rates`.
 
     Sums over selected candidates, divided by these, are unbiased estimates of sums over all candidates.
     Source: Cohen & Kaplan, Summarizing data using bottom-k sketches, 2007 (rank conditioning).
@@ -313,7 +313,7 @@ NOTHING_SKIPPED = Upcoming()
 
 
 def look_ahead(first: int, num_new: int, *, curriculum: CurriculumConfig, seed: int, may_skip: bool) -> Upcoming:
-    """Return enough prompts for `num_new` leases, all explored without `may_skip`."""
+    """Enough prompts for `num_new` leases, all explored without `may_skip`."""
     num_skips = _SKIPS_PER_PROMPT * num_new if may_skip else 0
     # A hash of the ordinal, so that repeated leases and other brokers decide the same.
     draws = [xxhash.xxh3_64_intdigest(f"explore:{seed}:{first + place}".encode()) for place in range(num_skips)]

@@ -41,7 +41,6 @@ class StoreOutage:
             self._report(f"waiting for the store for {self.seconds:.0f} s: {error}")
 
     def end(self) -> None:
-        """Record a successful call."""
         if self._began_at is not None:
             self._report(f"the store works again after {self.seconds:.1f} s")
         self._began_at, self.reason = None, ""

@@ -66,14 +66,14 @@ def _flatten(value: Any, path: str) -> dict[str, Any]:
 
 # --- leases ----------------------------------------------------------------------------------------------------------
 def asked_answers(rows: list[int], *, samples: int) -> list[str]:
-    """Return the answers to ask for, one group each: `<row>`, or `<row>.<sample>` if `samples` > 1."""
+    """Answers to ask for, one group each: `<row>`, or `<row>.<sample>` if `samples` > 1."""
     # Samples of a row are consecutive, for the engine's prefix cache.
     numbers = [""] if samples == 1 else [f".{sample}" for sample in range(samples)]
     return [f"{row}{number}" for row in dict.fromkeys(rows) for number in numbers]
 
 
 def evaluation_group_id(evaluation_id: str, answer: str) -> str:
-    """Return `<evaluation id>:<answer>`; ids of training groups have no colon."""
+    """`<evaluation id>:<answer>`; ids of training groups have no colon."""
     return f"{evaluation_id}:{answer}"
 
 

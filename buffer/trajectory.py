@@ -24,12 +24,12 @@ Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 def make_lease_id(group_id: str, attempt: int) -> str:
-    """Return `<group_id>-<attempt>`."""
+    """`<group_id>-<attempt>`."""
     return f"{group_id}-{attempt}"
 
 
 def make_trajectory_id(lease_id: str, index: int) -> str:
-    """Return `<group_id>-<attempt>-<index>`, unique within the run."""
+    """`<group_id>-<attempt>-<index>`, unique within the run."""
     return f"{lease_id}-{index}"
 
 
@@ -212,18 +212,18 @@ class Trajectory(Record):
         return self.sampling.temperature == 0
 
     def context_bounds(self) -> list[int]:
-        """Return the first token of each context, and the end of the last."""
+        """First token of each context, and the end of the last."""
         return [0, *self.context_starts, self.num_tokens]
 
     def turn_starts(self) -> np.ndarray:
-        """Return the first token of each turn, int64[num_turns]."""
+        """First token of each turn, int64[num_turns]."""
         continues = np.zeros(self.num_tokens, dtype=np.bool_)
         continues[1:] = self.model_mask[:-1]
         continues[self.context_starts] = False
         return np.flatnonzero(self.model_mask & ~continues)
 
     def token_versions(self) -> np.ndarray:
-        """Return the version that sampled each token, int32[T]; -1 for tokens not written by the model."""
+        """Version that sampled each token, int32[T]; -1 for tokens not written by the model."""
         versions = np.full(self.num_tokens, -1, dtype=np.int32)
         # Each span overwrites the tail of the previous one.
         for span in self.version_spans:
@@ -263,7 +263,7 @@ class AnswerCheck(Record):
 
 # --- lag: the learner's version minus the version that sampled the token ----------------------------------------------
 def lag(versions: np.ndarray, learner_version: int) -> np.ndarray:
-    """Return the lag of tokens, same shape as `versions`.
+    """Lag of tokens, same shape as `versions`.
 
     Negative after the learner resumes from an older checkpoint; such tokens count as fresh.
     """
@@ -271,13 +271,13 @@ def lag(versions: np.ndarray, learner_version: int) -> np.ndarray:
 
 
 def stale_mask(trajectory: Trajectory, *, learner_version: int, max_lag: int) -> np.ndarray:
-    """Return where model-written tokens are more than `max_lag` versions old, bool[T]."""
+    """Where model-written tokens are more than `max_lag` versions old, bool[T]."""
     too_old = lag(trajectory.token_versions(), learner_version) > max_lag
     return too_old & trajectory.model_mask
 
 
 def lag_histogram(trajectories: Iterable[Trajectory], *, learner_version: int) -> dict[int, int]:
-    """Return lag -> number of model-written tokens, ascending."""
+    """Lag -> number of model-written tokens, ascending."""
     counts: Counter[int] = Counter()
     for trajectory in trajectories:
         starts = [span.first_token for span in trajectory.version_spans]

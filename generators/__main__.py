@@ -24,9 +24,9 @@ import os
 import re
 import socket
 import sys
-import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
@@ -54,7 +54,7 @@ from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.credentials import TOKEN_REMEDY, TOKEN_VARIABLE, derive_keys, find_token, given_token
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_model_path, check_same_model
-from slipstream.runtime.process import exempt_from_collection, on_stop_signal
+from slipstream.runtime.process import exempt_from_collection, on_stop_signal, run_in_thread
 from slipstream.runtime.run_folder import RunFolder, describe_others, list_runs
 
 _FLUSH_S = 3.0
@@ -103,7 +103,7 @@ def main(arguments: list[str]) -> None:
         log.info("joined", run=run.name)
         if (_transport_override(overrides) or run.weights.transport) == "collective":
             os.environ.update(collective_environment(run.cluster))
-        loading.join()
+        loading.result()
         asyncio.run(_generate(session, board, run=run, token=token, broker_address=address))
     log.info("stopped")
 
@@ -140,7 +140,7 @@ async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, tok
     await generator.run()
 
 
-def start_loading(run: RunConfig | None) -> threading.Thread:
+def start_loading(run: RunConfig | None) -> Future[None]:
     """Import vLLM, which takes ten seconds, in a thread, if the local `run` uses it.
 
     Ignores errors, which recur at the later import.
@@ -155,14 +155,12 @@ def start_loading(run: RunConfig | None) -> threading.Thread:
             for module in modules:
                 import_module(module)
 
-    thread = threading.Thread(target=load_modules, name="load", daemon=True)
-    thread.start()
-    return thread
+    return run_in_thread(load_modules, name="load")
 
 
 # --- local settings of the run ---------------------------------------------------------------------------------------
 def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline) -> tuple[list[RunConfig], str]:
-    """Return the local settings of the run, those with the broker's address first, and the run's token.
+    """Local settings of the run, those with the broker's address first, and the run's token.
 
     Waits for the run to start. Removes secrets from the environment. Raises ConfigError, WaitTimeoutError.
     """
@@ -190,7 +188,7 @@ def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline
 
 
 def find_local_run(given: RunConfig, overrides: list[str]) -> RunConfig | None:
-    """Return the settings of the run in `runs_dir` to join, None without one, as on another machine.
+    """Settings of the run in `runs_dir` to join, None without one, as on another machine.
 
     The named run, else the newest at the given address, else the newest with a listening broker.
     """
@@ -259,12 +257,12 @@ def _transport_override(overrides: list[str]) -> Any:
 
 
 def ignored_settings(overrides: list[str]) -> list[str]:
-    """Return overrides that have no effect, because the broker sends these settings."""
+    """Overrides that have no effect, because the broker sends these settings."""
     return [text for text in overrides if not text.lstrip("+").startswith(_OWN_SETTINGS)]
 
 
 def split_id(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return the generator's id and the overrides. Raises ConfigError for `--id` without a name."""
+    """Generator's id and the overrides. Raises ConfigError for `--id` without a name."""
     words = [
         word for argument in arguments for word in (("--id", argument[5:]) if argument[:5] == "--id=" else (argument,))
     ]

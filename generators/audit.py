@@ -120,7 +120,7 @@ class Auditor:
         )
 
     async def _find_lie(self, prompt: Prompt, trajectory: Trajectory) -> str:
-        """Return a mismatch of prompt or reward; empty without one, or if the reward cannot be recomputed."""
+        """Mismatch of prompt or reward; empty without one, or if the reward cannot be recomputed."""
         first = int(np.argmax(trajectory.model_mask))
         expected, _ = self._encoder.encode(prompt)
         if trajectory.token_ids[:first].tolist() != expected:
@@ -150,7 +150,7 @@ class Auditor:
         )
 
     async def _score(self, trajectory: Trajectory) -> tuple[PromptScores | None, int]:
-        """Return an answer's scores (None if weight updates interrupted every try) and the engine's version."""
+        """Answer's scores (None if weight updates interrupted every try) and the engine's version."""
         for _ in range(_TRIES):
             version = self._engine.version
             scores = await self._engine.prompt_scores(trajectory.token_ids.tolist())

@@ -452,17 +452,20 @@ async def _try_escapes(sandbox: LocalSandbox, names: list[str], around: dict[str
 
 
 # --- on a service ----------------------------------------------------------------------------------------------------
+_ANSWER_S = 10.0
+"""Added to the run's time limit."""
+
+
 class RemoteSandbox:
     """Runs code on a service with SandboxFusion's API.
 
     Source: https://github.com/bytedance/SandboxFusion, POST /run_code
     """
 
-    def __init__(self, address: str, *, timeout_s: float = 10.0) -> None:
-        """`address`: base URL, e.g. http://sandbox:8080. `timeout_s`: added to the run's time limit."""
+    def __init__(self, address: str) -> None:
+        """`address`: base URL, e.g. http://sandbox:8080."""
         self._address = address.rstrip("/")
-        self._timeout_s = timeout_s
-        self._client: httpx.AsyncClient | None = None
+        self._client = httpx.AsyncClient()
 
     async def run(self, code: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Execution:
         """Run the code as LocalSandbox does. Raises SandboxError."""
@@ -473,12 +476,8 @@ class RemoteSandbox:
             "run_timeout": limits.time_s,
             "memory_limit_MB": limits.memory_mib,
         }
-        if self._client is None:
-            self._client = httpx.AsyncClient()
         try:
-            answer = await self._client.post(
-                f"{self._address}/run_code", json=body, timeout=limits.time_s + self._timeout_s
-            )
+            answer = await self._client.post(f"{self._address}/run_code", json=body, timeout=limits.time_s + _ANSWER_S)
             answer.raise_for_status()
             found = answer.json()
             run = found.get("run_result") or {}

@@ -95,7 +95,7 @@ class PromptEncoder:
         return token_ids, images
 
     def row_variables(self, prompt: Prompt, *, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the row's template variables (`extra_info.chat_template_kwargs`), and `asked` over them.
+        """Row's template variables (`extra_info.chat_template_kwargs`), and `asked` over them.
 
         Raises PromptError.
         """

@@ -108,7 +108,7 @@ def _subsets(num: int, k: int) -> Float[np.ndarray, "subsets num"]:
 
 
 def metric_sums(answers: Iterable[EvaluationAnswer], *, kinds: Sequence[str] = _KINDS) -> dict[str, Sums]:
-    """Return `accuracy`, `reward`, and each of `kinds` at k = 1, 2, 4, ... and at k = the number of answers.
+    """`accuracy`, `reward`, and each of `kinds` at k = 1, 2, 4, ... and at k = the number of answers.
 
     Metrics at k leave out prompts with fewer than k answers.
     """
@@ -143,7 +143,7 @@ def _prompt_sums(
 
 
 def estimate(sums: Sums, *, minus: Sums | None = None) -> Estimate:
-    """Return the mean, or its paired difference to `minus`, with the bootstrap interval over prompts.
+    """Mean, or its paired difference to `minus`, with the bootstrap interval over prompts.
 
     `minus` must cover the same prompts.
 
@@ -186,7 +186,7 @@ def by_source(answers: Iterable[EvaluationAnswer]) -> dict[str, list[EvaluationA
 
 
 def differences(scored: Mapping[str, Sums], base: Mapping[str, Sums]) -> dict[str, Estimate]:
-    """Return `scored` - `base`, paired, for metrics that both have on the same prompts."""
+    """`scored` - `base`, paired, for metrics that both have on the same prompts."""
     same = {name for name, sums in scored.items() if name in base and len(sums.total) == len(base[name].total)}
     return {name: estimate(scored[name], minus=base[name]) for name in scored if name in same}
 

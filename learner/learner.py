@@ -419,7 +419,7 @@ class Learner:
         self._rank_group.checkpoints.prune(pinned={pointer.name, *pinned})
 
     def _meets_stop(self, row: Row) -> bool:
-        """Return whether a row meets `evaluation.stop`, which ends training. Also checks rows kept by a resume."""
+        """Whether a row meets `evaluation.stop`, which ends training. Also checks rows kept by a resume."""
         stop = self._run.evaluation.stop or []
         is_met = bool(stop) and all(bound.holds(row) for bound in stop)
         if is_met:

@@ -55,6 +55,7 @@ class Operation(Command):
     """Last step in the weights."""
     version: int = 0
     path: str = ""
+    names: list[str] = []
 
 
 class RankGroup:
@@ -98,12 +99,11 @@ class RankGroup:
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
         """Unsharded weights, named by the policy's `checkpoint_names`. Consume them before the next command."""
-        self._broadcast("gather_weights")
+        self._ranks.broadcast_bytes([encode(Operation("gather_weights"))])
         return self.trainer.engine.model.checkpoint_names.convert(self.trainer.engine.gather_parameters())
 
     def canary(self, *, step: int) -> Canary:
-        self._broadcast("compute_canary", step=step)
-        return self.trainer.canary(step=step)
+        return self._on_all(Operation("compute_canary", step=step))
 
     def save_checkpoint(
         self, *, step: int, version: int, finish: Callable[[CheckpointPointer], object]
@@ -112,27 +112,21 @@ class RankGroup:
 
         Raises DivergenceError, and writes nothing, unless the entire state is finite.
         """
-        self._broadcast("save_checkpoint", step=step, version=version)
-        self.trainer.canary(step=step)
-        return self.checkpoints.save(step=step, version=version, finish=finish)
+        return self._on_all(Operation("save_checkpoint", step=step, version=version), finish=finish)
 
     def flush_checkpoint(self) -> None:
         """Wait until the checkpoint is durable and `finish` has returned. Raises their errors."""
-        self._broadcast("flush_checkpoint")
-        self.checkpoints.saver.flush()
+        self._on_all(Operation("flush_checkpoint"))
 
     def restore(self, pointer: CheckpointPointer) -> CheckpointState:
         """Load a checkpoint or the newest finite one before it. Raises CheckpointError."""
         names = self.checkpoints.names()
         older = names[: names.index(pointer.name)] if pointer.name in names else []
-        candidates = [pointer.name, *reversed(older)]
-        self._ranks.broadcast_bytes([encode(Operation("restore_checkpoint")), *map(str.encode, candidates)])
-        return self.checkpoints.restore_finite(candidates)
+        return self._on_all(Operation("restore_checkpoint", names=[pointer.name, *reversed(older)]))
 
     def save_model(self, folder: Path) -> None:
         """Save the model as `checkpoint.save_model` does. Raises OSError if the disk is full; safe to retry."""
-        self._broadcast("save_model", path=str(folder))
-        save_model(self.trainer, folder, run=self._run, ranks=self._ranks)
+        self._on_all(Operation("save_model", path=str(folder)))
 
     def upload(self, folders: Iterable[Path]) -> None:
         """Upload folders and wait until they are stored. Raises StorageError."""
@@ -141,13 +135,15 @@ class RankGroup:
 
     def keep_alive(self) -> None:
         """Call every few seconds while waiting: the other ranks wait in a collective that times out."""
-        self._broadcast("keep_alive")
+        self._on_all(Operation("keep_alive"))
 
     def shutdown(self) -> None:
-        self._broadcast("shutdown")
+        self._on_all(Operation("shutdown"))
 
-    def _broadcast(self, name: Any, **fields: Any) -> None:
-        self._ranks.broadcast_bytes([encode(Operation(name, **fields))])
+    def _on_all(self, operation: Operation, **local: Any) -> Any:
+        """Execute on every rank. `local`: arguments of this rank only."""
+        self._ranks.broadcast_bytes([encode(operation)])
+        return self._execute(operation, **local)
 
     # --- other ranks ---------------------------------------------------------------------------------------------
     def worker_loop(self) -> None:
@@ -160,30 +156,33 @@ class RankGroup:
             if isinstance(command, Operation) and command.name == "shutdown":
                 return
             try:
-                self._execute(command, payloads)
+                if isinstance(command, TrainStep):
+                    members = iter(payloads)
+                    groups = [[next(members) for _ in range(size)] for size in command.group_sizes]
+                    self._train(command, groups, list(members))
+                else:
+                    self._execute(command)
             except DivergenceError as error:
                 raise self.checkpoints.with_remedy(error) from None
 
-    def _execute(self, command: TrainStep | Operation, payloads: list[bytes]) -> None:
-        match command:
-            case TrainStep(group_sizes=sizes):
-                members = iter(payloads)
-                self._train(command, [[next(members) for _ in range(size)] for size in sizes], list(members))
+    # --- all ranks -----------------------------------------------------------------------------------------------
+    def _execute(self, operation: Operation, **local: Any) -> Any:
+        match operation:
             case Operation("gather_weights"):
                 deque(self.trainer.engine.gather_parameters(), maxlen=0)
             case Operation("compute_canary", step=step):
-                self.trainer.canary(step=step)
+                return self.trainer.canary(step=step)
             case Operation("save_checkpoint", step=step, version=version):
                 self.trainer.canary(step=step)
-                self.checkpoints.save(step=step, version=version)
+                return self.checkpoints.save(step=step, version=version, **local)
             case Operation("flush_checkpoint"):
                 self.checkpoints.saver.flush()
-            case Operation("restore_checkpoint"):
-                self.checkpoints.restore_finite([name.decode() for name in payloads])
+            case Operation("restore_checkpoint", names=names):
+                return self.checkpoints.restore_finite(names)
             case Operation("save_model", path=folder):
                 save_model(self.trainer, Path(folder), run=self._run, ranks=self._ranks)
+        return None
 
-    # --- all ranks -----------------------------------------------------------------------------------------------
     def _train(self, command: TrainStep, payloads: list[list[bytes]], images: list[bytes]) -> dict[str, Any]:
         with self.trainer.account.phase("batch"):
             groups: list[list[Trajectory]] = [[unpack(payload) for payload in group] for group in payloads]

@@ -93,7 +93,7 @@ def launch_ranks(
 
 
 def _file_rendezvous(folder: Path) -> list[str]:
-    """Return torchrun options for ranks that meet through files in a private folder.
+    """Torchrun options for ranks that meet through files in a private folder.
 
     `torchrun --standalone` is unsafe: its stores listen on every interface, and it unpickles their content.
     """
@@ -107,7 +107,7 @@ def _file_rendezvous(folder: Path) -> list[str]:
 
 
 def machine_rendezvous(environment: Mapping[str, str], *, num_machines: int) -> list[str]:
-    """Return torchrun options for one of several machines. Raises ConfigError without MACHINE_VARIABLES."""
+    """Torchrun options for one of several machines. Raises ConfigError without MACHINE_VARIABLES."""
     number, address, port = (environment.get(name, "") for name in MACHINE_VARIABLES)
     numbers = range(num_machines)
     if not (number.isdecimal() and int(number) in numbers and address and port.isdecimal()):
@@ -194,7 +194,7 @@ class Ranks:
         return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
-        """Return one payload per rank, in rank order, on every rank."""
+        """One payload per rank, in rank order, on every rank."""
         return [
             self.broadcast_bytes([payload] if rank == self.rank else None, source=rank)[0] for rank in range(self.size)
         ]
@@ -272,24 +272,14 @@ class RankWatch:
     The first one hangs if the rendezvous, on rank 0's machine, vanishes.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        *,
-        rank: int,
-        size: int,
-        timeout_s: float,
-        end: Callable[[str], None] = _end_process,
-        host: str = "",
-    ) -> None:
-        """`store`: a dedicated connection to the rendezvous. `end` is called once, with an error message."""
+    def __init__(self, store: Any, *, rank: int, size: int, timeout_s: float) -> None:
+        """`store`: a dedicated connection to the rendezvous."""
         self._store = store
         self._rank = rank
         self._others = [other for other in range(size) if other != rank]
         self._timeout_s = timeout_s
         self._interval_s = min(_MAX_INTERVAL_S, timeout_s / _BEATS)
-        self._end = end
-        self._host = host or socket.gethostname()
+        self._host = socket.gethostname()
         self._beats = dict.fromkeys(self._others, "")
         """Newest heartbeat per rank: a number and the host name."""
         self._silent_s = dict.fromkeys(self._others, 0.0)
@@ -342,7 +332,7 @@ class RankWatch:
             for other in self._others:
                 self._silent_s[other] += passed_s
             if silent := [other for other in self._others if self._silent_s[other] > self._timeout_s]:
-                self._end(self._message(silent))
+                _end_process(self._message(silent))
                 return
 
     def _message(self, silent: Sequence[int]) -> str:

@@ -115,8 +115,8 @@ def _check_loss(function: Callable[[LossInputs], Tensor]) -> list[Finding]:
         return [Finding("one number per token", False, True)]
     losses, gradient = _differentiated(function, inputs)
     parts = [function(inputs.take(sequences == number)) for number in range(3)]
-    _, at_one = _differentiated(function, inputs.with_log_ratio(torch.zeros(9)))
-    _, far = _differentiated(function, inputs.with_log_ratio(torch.tensor([20.0, -20.0, 0.0] * 3)))
+    _, at_one = _differentiated(function, dataclasses.replace(inputs, log_ratio=torch.zeros(9)))
+    _, far = _differentiated(function, dataclasses.replace(inputs, log_ratio=torch.tensor([20.0, -20.0, 0.0] * 3)))
     _, without = _differentiated(function, dataclasses.replace(inputs, advantages=torch.zeros(9)))
     return [
         Finding("one number per token", True, True),
@@ -131,7 +131,7 @@ def _check_loss(function: Callable[[LossInputs], Tensor]) -> list[Finding]:
 
 def _differentiated(function: Callable[[LossInputs], Tensor], inputs: LossInputs) -> tuple[Tensor, Tensor]:
     leaf = inputs.log_ratio.clone().requires_grad_()
-    losses = function(inputs.with_log_ratio(leaf))
+    losses = function(dataclasses.replace(inputs, log_ratio=leaf))
     if not losses.requires_grad:
         raise ConfigError("algorithm.policy_loss must depend on log_ratio, got losses without a gradient.")
     (gradient,) = torch.autograd.grad(losses.sum(), leaf)

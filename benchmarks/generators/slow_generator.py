@@ -20,8 +20,9 @@ from rich.console import Console
 
 from benchmarks.harness import make_parser, make_table, medians, write_result
 from benchmarks.router import join_run, open_store, router_thread
-from slipstream.broker.messages import Member, Update, UpdateApplied
+from slipstream.broker.messages import DeviceName, Member, OpenEpoch, Update, UpdateApplied
 from slipstream.broker.transport.session import Session, StatusBoard, call_threadsafe
+from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.codec import unpack
 from slipstream.buffer.pacing import Pacer
 from slipstream.buffer.records import Claim, StepEntry
@@ -170,6 +171,19 @@ class FleetRun:
         self._store.commit_version(version)
 
 
+class _NoBytes:
+    """Implements WeightReceiver: every version arrives at once, without buckets."""
+
+    device: DeviceName = "cpu"
+
+    def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None: ...
+
+    def receive(self, update: Update, *, cancelled: threading.Event) -> HostBuckets:
+        return HostBuckets([])
+
+    def close(self) -> None: ...
+
+
 # --- roles ---------------------------------------------------------------------------------------------------------
 def _generator(run: RunConfig, session: Session, config: ScriptedEngineConfig) -> Generator:
     engine = ScriptedEngine(config)
@@ -181,7 +195,15 @@ def _generator(run: RunConfig, session: Session, config: ScriptedEngineConfig) -
         encoder=PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens),
         generator_id=session.member.peer_id,
     )
-    return Generator(run=run, member=session.member, client=session.client, engine=engine, agent=agent, rewards=pool)
+    return Generator(
+        run=run,
+        member=session.member,
+        client=session.client,
+        receiver=_NoBytes(),
+        engine=engine,
+        agent=agent,
+        rewards=pool,
+    )
 
 
 def _serve(loop: asyncio.AbstractEventLoop, generator: Generator, session: Session, ready: threading.Event) -> None:

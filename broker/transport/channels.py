@@ -40,13 +40,13 @@ class ServerChannel(Protocol):
     """Guest that sent the last received message; empty for a peer with the run's token."""
 
     def receive(self, *, timeout_s: float) -> tuple[bytes, Frames] | None:
-        """Return (identity, frames) from any peer; None after `timeout_s`."""
+        """(identity, frames) from any peer; None after `timeout_s`."""
 
     def send(self, identity: bytes, frames: Frames) -> bool:
         """Send without blocking; False if the peer is gone or its queue is full."""
 
     def take_refused(self) -> int:
-        """Return the number of connections refused since the last call for lack of a valid token."""
+        """Number of connections refused since the last call for lack of a valid token."""
 
     def close(self) -> None: ...
 

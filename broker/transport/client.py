@@ -50,7 +50,7 @@ _MAX_PROBES = 4
 
 
 def preferred(peer_id: str, brokers: Iterable[str]) -> list[str]:
-    """Return the brokers in this peer's order of preference: by descending hash of both names.
+    """Brokers in this peer's order of preference: by descending hash of both names.
 
     Peers spread evenly over the brokers. If a broker dies, its peers spread over the others; no other peer moves.
 
@@ -108,7 +108,7 @@ class Route:
         return self._go_to_first(order[: min(order.index(at), _MAX_PROBES)])
 
     def _addresses_of(self, broker: str, living: Mapping[str, str]) -> list[str]:
-        """Return possible addresses: the announced, the last used, then those that belong to no other broker."""
+        """Possible addresses: the announced, the last used, then those that belong to no other broker."""
         others = {address for each in (living, self._confirmed) for name, address in each.items() if name != broker}
         known = (self._confirmed.get(broker), self._configured.get(broker), *self._configured.values())
         found = (living.get(broker), *(address for address in known if address not in others))

@@ -3,7 +3,6 @@
 import ipaddress
 import re
 import socket
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from ipaddress import IPv4Address
@@ -45,7 +44,7 @@ def check_reach(address: str, *, setting: str, network: ipaddress.IPv4Network | 
 
 @cache
 def machine_id() -> str:
-    """Return an id that is equal in all processes that share a loopback interface; host names may repeat.
+    """Id that is equal in all processes that share a loopback interface; host names may repeat.
 
     Example: `node7-1f0c33a9-4026531840`.
     """
@@ -58,12 +57,12 @@ def machine_id() -> str:
 
 
 def is_here(machine: str) -> bool:
-    """Return whether a `machine_id` is this machine's; True for an empty one."""
+    """Whether a `machine_id` is this machine's; True for an empty one."""
     return machine in ("", machine_id())
 
 
 def is_own_machine(address: str) -> bool:
-    """Return whether an endpoint can be reached only from its machine."""
+    """Whether an endpoint can be reached only from its machine."""
     transport, _, endpoint = address.partition("://")
     return transport != "tcp" or is_loopback(endpoint.rpartition(":")[0])
 
@@ -86,7 +85,7 @@ def remove_path(address: str) -> None:
 
 
 def is_listening(address: str) -> bool:
-    """Return whether a process accepts connections at a tcp or ipc endpoint; blocks at most one second."""
+    """Whether a process accepts connections at a tcp or ipc endpoint; blocks at most one second."""
     transport, _, endpoint = address.partition("://")
     try:
         with _connected(transport, endpoint):
@@ -115,7 +114,7 @@ CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20,
 
 
 def speaks_curve(address: str) -> bool:
-    """Return whether a CURVE server listens at an endpoint; a silent process takes up to two seconds."""
+    """Whether a CURVE server listens at an endpoint; a silent process takes up to two seconds."""
     transport, _, endpoint = address.partition("://")
     try:
         with _connected(transport, endpoint) as probe:
@@ -139,15 +138,11 @@ def bind_error(address: str, reason: object, *, setting: str) -> ChannelClosedEr
 
 
 def is_inside(host: str, network: ipaddress.IPv4Network | None) -> bool:
-    """Return whether a host is an address in the network."""
+    """Whether a host is an address in the network."""
     try:
         return network is not None and ipaddress.IPv4Address(host) in network
     except ValueError:
         return False
-
-
-Addresses = Mapping[str, Sequence[str]]
-"""Interface name -> its IPv4 addresses."""
 
 
 class Interface(NamedTuple):
@@ -158,19 +153,19 @@ class Interface(NamedTuple):
 
 
 def own_addresses() -> dict[str, list[str]]:
-    """Return this machine's IPv4 addresses by interface."""
+    """This machine's IPv4 addresses by interface."""
     found = psutil.net_if_addrs()
     return {name: [each.address for each in found[name] if each.family == socket.AF_INET] for name in sorted(found)}
 
 
-def find_interface(cluster: ClusterConfig, *, addresses: Addresses | None = None) -> Interface:
-    """Return the one address of this machine, or in `addresses`, that is in `cluster.interface`.
+def find_interface(cluster: ClusterConfig) -> Interface:
+    """The one address of this machine in `cluster.interface`.
 
     Raises ConfigError listing the available addresses.
     """
     network = cluster.network
     assert network is not None, "cluster.interface is set"
-    candidates = [Interface(name, each) for name, found in (addresses or own_addresses()).items() for each in found]
+    candidates = [Interface(name, each) for name, found in own_addresses().items() for each in found]
     inside = [each for each in candidates if IPv4Address(each.address) in network]
     # Exclude loopback from a wide network such as 0.0.0.0/0.
     reachable = [each for each in inside if not IPv4Address(each.address).is_loopback]
@@ -186,7 +181,7 @@ def find_interface(cluster: ClusterConfig, *, addresses: Addresses | None = None
 
 
 def is_free(host: str, port: int) -> bool:
-    """Return whether a role can listen at a port now."""
+    """Whether a role can listen at a port now."""
     # Reuses addresses, like ZeroMQ: a port with connections in TIME_WAIT counts as free.
     with suppress(OSError), socket.create_server((host, port)):
         return True
@@ -194,7 +189,7 @@ def is_free(host: str, port: int) -> bool:
 
 
 def find_last_port(cluster: ClusterConfig) -> tuple[str, int]:
-    """Return this machine's address and the last free port of `cluster.ports`. Raises ConfigError.
+    """This machine's address and the last free port of `cluster.ports`. Raises ConfigError.
 
     For programs that take a port number but no open socket; roles take the first.
     """
@@ -206,7 +201,7 @@ def find_last_port(cluster: ClusterConfig) -> tuple[str, int]:
 
 
 def tcp_endpoints(cluster: ClusterConfig, *, previous: str = "") -> list[str]:
-    """Return the endpoints that a role may bind here; `previous` first if it is one of them. Raises ConfigError."""
+    """Endpoints that a role may bind here; `previous` first if it is one of them. Raises ConfigError."""
     host = find_interface(cluster).address
     endpoints = [f"tcp://{host}:{port}" for port in cluster.port_range]
     # Other machines find a restarted role at its previous address.
@@ -214,7 +209,7 @@ def tcp_endpoints(cluster: ClusterConfig, *, previous: str = "") -> list[str]:
 
 
 def collective_environment(cluster: ClusterConfig) -> dict[str, str]:
-    """Return the environment variables that select Gloo's and NCCL's interface; empty unless the network is trusted.
+    """Environment variables that select Gloo's and NCCL's interface; empty unless the network is trusted.
 
     Raises ConfigError.
     """

@@ -4,16 +4,11 @@ import threading
 import time
 
 from slipstream.broker.messages import Nack
+from slipstream.buffer.codec import Packed
 from slipstream.buffer.trajectory import TrajectoryHeader
-from slipstream.configs.base import Record
 from slipstream.runtime.clock import Clock
 
 _ANSWER_TIMEOUT_S = 15.0
-
-
-class _Entry(Record):
-    header: TrajectoryHeader
-    payload: bytes
 
 
 class Outbox:
@@ -26,7 +21,7 @@ class Outbox:
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, Packed] = {}
         self._waiting: dict[str, float] = {}
         self._sent_at: dict[str, float] = {}
         self._sent_bytes = 0
@@ -48,7 +43,7 @@ class Outbox:
 
     def lease_ids(self) -> set[str]:
         with self._lock:
-            return {entry.header.lease_id for entry in self._entries.values()}
+            return {header.lease_id for header, _ in self._entries.values()}
 
     def set_credit(self, *, messages: int, size_bytes: int) -> None:
         with self._lock:
@@ -56,24 +51,24 @@ class Outbox:
 
     def add(self, header: TrajectoryHeader, payload: bytes) -> None:
         with self._lock:
-            self._entries[header.id] = _Entry(header, payload)
+            self._entries[header.id] = header, payload
             self._waiting[header.id] = 0.0
 
-    def pop_sendable(self) -> list[tuple[TrajectoryHeader, bytes]]:
+    def pop_sendable(self) -> list[Packed]:
         """Return the trajectories to send now, oldest first, and mark them as sent."""
         now = self._clock()
         with self._lock:
             for trajectory_id in [each for each, at in self._sent_at.items() if now - at > _ANSWER_TIMEOUT_S]:
                 self._wait(trajectory_id, until=0.0)
-            sendable: list[tuple[TrajectoryHeader, bytes]] = []
+            sendable: list[Packed] = []
             for trajectory_id, at in self._waiting.items():
-                entry = self._entries[trajectory_id]
+                header, payload = self._entries[trajectory_id]
                 if at > now:
                     continue
-                if not self._has_credit(len(entry.payload), num_sending=len(sendable)):
+                if not self._has_credit(len(payload), num_sending=len(sendable)):
                     break
-                self._sent_bytes += len(entry.payload)
-                sendable.append((entry.header, entry.payload))
+                self._sent_bytes += len(payload)
+                sendable.append((header, payload))
             for header, _ in sendable:
                 del self._waiting[header.id]
                 self._sent_at[header.id] = now
@@ -104,7 +99,7 @@ class Outbox:
 
     def _wait(self, trajectory_id: str, *, until: float) -> None:
         del self._sent_at[trajectory_id]
-        self._sent_bytes -= len(self._entries[trajectory_id].payload)
+        self._sent_bytes -= len(self._entries[trajectory_id][1])
         self._waiting[trajectory_id] = until
 
     def _has_credit(self, size_bytes: int, *, num_sending: int) -> bool:
@@ -117,4 +112,4 @@ class Outbox:
         entry = self._entries.pop(trajectory_id, None)
         self._waiting.pop(trajectory_id, None)
         if entry and self._sent_at.pop(trajectory_id, None) is not None:
-            self._sent_bytes -= len(entry.payload)
+            self._sent_bytes -= len(entry[1])

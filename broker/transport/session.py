@@ -187,7 +187,7 @@ class Inbox(Protocol):
     """Source of messages for a synchronous role."""
 
     def get(self, *, timeout_s: float) -> Message | None:
-        """Return the next message; None after `timeout_s`.
+        """Next message; None after `timeout_s`.
 
         Raises RefusedByBrokerError if the broker refused this peer, ClientDiedError if the client's thread died.
         """

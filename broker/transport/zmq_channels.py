@@ -149,7 +149,7 @@ def check_free(address: str, *, network: IPv4Network | None = None) -> None:
 
 
 def is_refused(address: str, keys: Keys) -> bool:
-    """Return whether a CURVE server refuses these keys; blocks at most three seconds.
+    """Whether a CURVE server refuses these keys; blocks at most three seconds.
 
     A refusal closes the connection immediately, so a slow answer is not one.
     """

@@ -45,12 +45,12 @@ def write_images(folder: Path, images: Mapping[str, bytes]) -> None:
 
 
 def missing_images(folder: Path, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that the archive lacks."""
+    """Those of `names` that the archive lacks."""
     return [name for name in names if not (folder / IMAGES / name).is_file()]
 
 
 def read_images(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Return name -> bytes of the named images that the archive has."""
+    """Name -> bytes of the named images that the archive has."""
     # A name comes from a trajectory and must not lead out of the folder.
     paths = {name: folder / IMAGES / Path(name).name for name in names}
     return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
@@ -100,7 +100,7 @@ class Archive:
         """One sentence if the manifest is incomplete after a crash or damage; else empty."""
 
     def steps(self) -> list[StepEntry]:
-        """Return the ledger; empty if absent. Raises ArchiveError if it is damaged."""
+        """Ledger; empty if absent. Raises ArchiveError if it is damaged."""
         return read_ledger(self.folder, self._ledger)
 
     def read(
@@ -246,6 +246,6 @@ class ArchiveMirror:
 
 
 def _whole_lines(path: Path) -> bytes:
-    """Return a file's complete lines (a crash can cut the last one short); empty if missing."""
+    """File's complete lines (a crash can cut the last one short); empty if missing."""
     content = path.read_bytes() if path.is_file() else b""
     return content[: content.rfind(b"\n") + 1]

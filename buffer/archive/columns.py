@@ -134,18 +134,18 @@ def from_batch(batch: pa.RecordBatch) -> Iterator[StoredTrajectory]:
 
 
 def known_columns(schema: pa.Schema) -> list[str]:
-    """Return the archive's columns that this schema has."""
+    """Archive's columns that this schema has."""
     return [name for name in SCHEMA.names if name in schema.names]
 
 
 def missing_columns(schema: pa.Schema) -> str:
-    """Return an error phrase if this schema lacks required columns; else empty."""
+    """Error phrase if this schema lacks required columns; else empty."""
     missing = sorted(set(SCHEMA.names) - set(_ADDED) - set(schema.names))
     return f"must have the columns of an archive, but lacks {', '.join(missing)}" if missing else ""
 
 
 def newer_schema(schema: pa.Schema) -> str:
-    """Return an error phrase if a newer Slipstream wrote this schema; else empty."""
+    """Error phrase if a newer Slipstream wrote this schema; else empty."""
     metadata = schema.metadata or {}
     for key, newest in ((_ARCHIVE_KEY, ARCHIVE_SCHEMA), (_TRAJECTORY_KEY, SCHEMA_VERSION)):
         written = int(metadata.get(key, b"0"))
@@ -169,7 +169,7 @@ def _list_columns(trajectories: list[Trajectory]) -> dict[str, Any]:
 
 
 def _split(lists: pa.ListArray) -> list[np.ndarray]:
-    """Return one array per row, without copying except for booleans, which Arrow stores as bits."""
+    """One array per row, without copying except for booleans, which Arrow stores as bits."""
     offsets = lists.offsets.to_numpy()
     values = lists.flatten().to_numpy(zero_copy_only=False)
     starts = (offsets - offsets[0]).tolist()

@@ -49,13 +49,13 @@ class ShardEntry(Record):
 
 
 def next_shard(shards: list[ShardEntry]) -> str:
-    """Return the file name of the next shard; they are numbered from 1."""
+    """File name of the next shard; they are numbered from 1."""
     number = 1 + max((shard_number(shard.file) or 0 for shard in shards), default=0)
     return f"shard-{number:08d}.parquet"
 
 
 def shard_number(name: str) -> int | None:
-    """Return the number in a shard's file name; None for any other file."""
+    """Number in a shard's file name; None for any other file."""
     match = _SHARD_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -152,7 +152,7 @@ LEDGER_SCHEMA = 1
 
 
 def read_ledger(folder: Path, sealed: ShardEntry | None) -> list[StepEntry]:
-    """Return the ledger's steps. `sealed` is the manifest's ledger entry, if any.
+    """Ledger's steps. `sealed` is the manifest's ledger entry, if any.
 
     Raises ArchiveError for a ledger that is damaged, or shorter than the manifest says.
     """
@@ -179,7 +179,7 @@ class LedgerWriter:
         return max(self._entries, default=0)
 
     def lacks(self, entries: list[StepEntry]) -> list[StepEntry]:
-        """Return the first of `entries` that is missing or different here, and all after it."""
+        """First of `entries` that is missing or different here, and all after it."""
         first = next((entry.step for entry in entries if self._entries.get(entry.step) != entry), None)
         return [] if first is None else [entry for entry in entries if entry.step >= first]
 

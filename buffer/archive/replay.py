@@ -50,7 +50,7 @@ class Rollouts:
         return sum(map(len, self._group_ids))
 
     def take(self, *, first: int, count: int) -> tuple[list[str], list[list[bytes]]]:
-        """Return ids and encoded trajectories (by index) of `count` groups, from position `first` of the sequence."""
+        """Ids and encoded trajectories (by index) of `count` groups, from position `first` of the sequence."""
         found = [self._group_at(number) for number in range(first, first + count)]
         return [group_id for group_id, _ in found], [payloads for _, payloads in found]
 
@@ -121,7 +121,7 @@ def plan_replay(run: RunConfig) -> ReplayPlan:
 
 
 def stored_groups(archive: Path) -> list[StoredGroup]:
-    """Return the retired groups (trained on, or imported). Raises ArchiveError."""
+    """Retired groups (trained on, or imported). Raises ArchiveError."""
     rows = Archive(archive).read(TrajectoryFilter(outcome="retired"))
     groups = []
     for group_id, members in groupby(rows, key=lambda stored: stored.trajectory.group_id):

@@ -56,7 +56,7 @@ def read_shard(folder: Path, shard: ShardEntry, *, where: pc.Expression | None =
 
 
 def read_column(folder: Path, shard: ShardEntry, name: str, *, where: pc.Expression | None = None) -> list[str]:
-    """Return a text column of the rows that satisfy `where`, in order. Raises ShardError."""
+    """Text column of the rows that satisfy `where`, in order. Raises ShardError."""
     with open_shard(folder, shard) as dataset:
         return dataset.to_table(columns=[name], filter=where)[name].to_pylist()
 
@@ -99,7 +99,7 @@ _PREFIX, _SUFFIX = "group-", ".msgpack"
 
 
 def overflow_groups(archive: Path) -> set[str]:
-    """Return the ids of the groups in the overflow."""
+    """Ids of the groups in the overflow."""
     files = [file for folder in _FOLDERS for file in (archive / folder).glob(f"{_PREFIX}*{_SUFFIX}")]
     return {file.name.removeprefix(_PREFIX).removesuffix(_SUFFIX) for file in files}
 
@@ -150,7 +150,7 @@ class ShardWriter:
         return any(group_id in groups for groups in self._recent)
 
     def groups_since(self, step: int) -> set[str]:
-        """Return the groups of all shards that hold a group trained on at `step` or later, plus the overflow."""
+        """Groups of all shards that hold a group trained on at `step` or later, plus the overflow."""
         shards = [shard for shard in self.shards if shard.last_step is not None and shard.last_step >= step]
         return overflow_groups(self._folder).union(*map(self._groups_in, shards))
 

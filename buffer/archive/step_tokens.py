@@ -81,7 +81,7 @@ def drop_steps(folder: Path, *, after: int) -> None:
 
 
 def read_steps(folder: Path, last_steps: Mapping[str, int | None]) -> dict[str, TokenNumbers]:
-    """Return trajectory id -> numbers of its last step, under names prefixed with `learner_`.
+    """Trajectory id -> numbers of its last step, under names prefixed with `learner_`.
 
     Omits trajectories with a missing or damaged file.
     """

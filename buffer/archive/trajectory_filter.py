@@ -132,7 +132,7 @@ class TrajectoryFilter(Record):
         return (first is None or first <= shard.last_step) and (last is None or last >= shard.first_step)
 
     def expression(self) -> pc.Expression | None:
-        """Return the conditions that columns can express; `matches` evaluates all."""
+        """Conditions that columns can express; `matches` evaluates all."""
         least, greatest = self.versions or (None, None)
         equal = {name: getattr(self, name) for name in (*_EQUAL, "outcome", "reward_status")}
         bounds = [

@@ -118,7 +118,7 @@ class RedisBatches(RedisConnection):
         return True
 
     def fetch(self, group_ids: list[str]) -> list[list[bytes]]:
-        """Return each group's encoded trajectories by index. Raises StaleFenceError for a group without any."""
+        """Each group's encoded trajectories by index. Raises StaleFenceError for a group without any."""
         groups: list[list[bytes]] = []
         for start in range(0, len(group_ids), _FETCHED_AT_ONCE):
             chunk = group_ids[start : start + _FETCHED_AT_ONCE]
@@ -136,7 +136,6 @@ class RedisBatches(RedisConnection):
         return groups
 
     def renew_claim(self, claim: Claim, *, lease_s: float) -> None:
-        """Extend the claim's lease. Raises StaleFenceError."""
         if not self._run("renew_claim", claim.step, claim.fence, int(lease_s * 1000)):
             raise stale_claim(claim)
 
@@ -200,7 +199,7 @@ class RedisBatches(RedisConnection):
         return num_returned, fence
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
-        """Return the entries of committed steps, in order."""
+        """Entries of committed steps, in order."""
         key, entries = self._key("ledger"), list[bytes | None]()
         # Names first: all entries of a long run take hundreds of megabytes, and most callers want the newest.
         steps = sorted(step for name in self._call(self._client.hkeys, key) if (step := int(name)) >= first_step)
@@ -211,7 +210,7 @@ class RedisBatches(RedisConnection):
 
 
 def _record(group: StoredGroup, trajectories: list[Trajectory]) -> dict[str, int | float | str]:
-    """Return a group's fields as `lease.lua` and `insert.lua` write them, without lag."""
+    """Group's fields as `lease.lua` and `insert.lua` write them, without lag."""
     lease_id, size = make_lease_id(group.id, trajectories[0].attempt), len(trajectories)
     headers = [pack(each, lease_id=lease_id, purpose="train", group_size=size)[0] for each in trajectories]
     rewards = [header.reward for header in headers if header.reward_status == "ok" and not header.is_greedy]

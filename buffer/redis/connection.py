@@ -157,7 +157,7 @@ _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 
 
 def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> redis.Redis:
-    """Return a client that returns bytes and connects with its first command.
+    """Client that returns bytes and connects with its first command.
 
     Without `retry` it never repeats a command: only the caller knows whether that is safe after a lost answer. Raises
     StoreUnavailableError for an invalid address.
@@ -285,7 +285,7 @@ def _lacks_right(client: redis.Redis, error: Exception) -> str:
 
 
 def address_of(client: redis.Redis) -> str:
-    """Return the address without user and password."""
+    """Address without user and password."""
     target = client.connection_pool.connection_kwargs
     if "path" in target:
         return f"unix://{target['path']}"

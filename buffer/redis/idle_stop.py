@@ -78,7 +78,7 @@ class _Server:
 
 
 def _started_at(pid: int) -> str | None:
-    """Return the start time in kernel ticks; None for ended processes and zombies."""
+    """Start time in kernel ticks; None for ended processes and zombies."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2].split()
     except (OSError, ValueError):
@@ -118,7 +118,7 @@ def _connect(path: str, *, timeout_s: float) -> socket.socket | None:
 
 
 def _count_users(connection: socket.socket) -> int:
-    """Return the number of other connections. Raises OSError."""
+    """Number of other connections. Raises OSError."""
     connection.sendall(b"*2\r\n$6\r\nCLIENT\r\n$4\r\nLIST\r\n")
     with connection.makefile("rb") as answer:
         head = answer.readline()

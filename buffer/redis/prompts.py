@@ -92,7 +92,7 @@ class RedisPrompts(RedisConnection):
         self._call(pipeline.execute)
 
     def images(self, names: list[str]) -> dict[str, bytes]:
-        """Return name -> bytes of those that are stored."""
+        """Name -> bytes of those that are stored."""
         found = self._call(self._client.hmget, self._key("images"), names) if names else []
         return {name: data for name, data in zip(names, found, strict=True) if data is not None}
 
@@ -195,12 +195,12 @@ class RedisPrompts(RedisConnection):
         return self._run("quarantine_guest", guest, reason)
 
     def quarantined_guests(self) -> dict[str, str]:
-        """Return quarantined guest -> reason."""
+        """Quarantined guest -> reason."""
         stored = self._call(self._client.hgetall, self._key("guests"))
         return {text(guest): text(reason) for guest, reason in stored.items()}
 
     def quarantined_frames(self) -> list[tuple[str, bytes]]:
-        """Return (reason, first bytes) of the newest rejected frames, newest first."""
+        """(reason, first bytes) of the newest rejected frames, newest first."""
         entries = self._call(self._client.lrange, self._key("quarantine"), 0, -1)
         return [msgspec.msgpack.decode(entry, type=tuple[str, bytes]) for entry in entries]
 
@@ -233,7 +233,7 @@ class RedisPrompts(RedisConnection):
         self._run("open_evaluation", evaluation_id, purpose, version, base, *asked_answers(rows, samples=samples))
 
     def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
-        """Return the totals so far; None if it was never opened."""
+        """Totals so far; None if it was never opened."""
         stored = self._call(self._client.hgetall, self._key(f"evaluation:{evaluation_id}"))
         if not stored:
             return None
@@ -241,7 +241,7 @@ class RedisPrompts(RedisConnection):
         return msgspec.convert(fields | {"id": evaluation_id}, EvaluationResult, strict=False)
 
     def evaluation_answers(self, evaluation_id: str) -> list[EvaluationAnswer]:
-        """Return the answers so far, unordered. They expire a day after the last one."""
+        """Answers so far, unordered. They expire a day after the last one."""
         stored = self._call(self._client.hvals, self._key(f"answers:{evaluation_id}"))
         return [decode(answer, EvaluationAnswer) for answer in stored]
 

@@ -99,7 +99,7 @@ def open_own_store(
 
 
 def store_url(run: RunConfig, folder: Path) -> str:
-    """Return the address of the run's store. Raises ConfigError if it has none, or one private to its process."""
+    """Address of the run's store. Raises ConfigError if it has none, or one private to its process."""
     config = run.buffer.store
     if run.mode == "sft":
         raise ConfigError(

@@ -145,13 +145,13 @@ class RedisStore(RedisPrompts, RedisBatches):
         self._run("record_version", encode(entry), entry.version, entry.step)
 
     def versions(self) -> list[VersionEntry]:
-        """Return every recorded set of weights, in order."""
+        """Every recorded set of weights, in order."""
         entries = self._call(self._client.lrange, self._key("versions"), 0, -1)
         return [decode(entry, VersionEntry) for entry in entries]
 
     # --- finished groups, and all groups for inspection --------------------------------------------------------------
     def finished(self, *, limit: int) -> list[StoredGroup]:
-        """Return the oldest `limit` finished groups, without removing them."""
+        """Oldest `limit` finished groups, without removing them."""
         group_ids = self._sorted("finished", limit=limit) if limit > 0 else []
         found = zip(group_ids, *self._read_groups(group_ids), strict=True)
         # Another archiver may have deleted one.
@@ -204,7 +204,7 @@ class RedisStore(RedisPrompts, RedisBatches):
                     yield StoredGroup(name, at, reason, steps, payloads)  # type: ignore[arg-type]
 
     def group_places(self) -> dict[str, GroupPlace]:
-        """Return group id -> place, finished groups first."""
+        """Group id -> place, finished groups first."""
         places = dict.fromkeys(self._sorted("finished"), GroupPlace(None, 0))
         for steps, prefix, state in (("used_steps", "used:", "used"), ("claims", "claimed:", "claimed")):
             for step in self._sorted(steps):
@@ -235,14 +235,14 @@ class RedisStore(RedisPrompts, RedisBatches):
         return StoreCounts(**numbers, **dict(zip(names, tables, strict=True)))  # type: ignore[arg-type]
 
     def now(self) -> float:
-        """Return the store's clock, seconds."""
+        """Store's clock, seconds."""
         if self._clock is not None:
             return self._clock()
         seconds, microseconds = self._call(self._client.time)
         return float(seconds + microseconds / 1e6)
 
     def ready_versions(self) -> dict[int, int]:
-        """Return oldest token version -> number of ready groups."""
+        """Oldest token version -> number of ready groups."""
         return {int(version): count for version, count in _numbers(self._run("ready_versions")).items()}
 
     def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
@@ -259,7 +259,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         return Brokers(text(chief), fence, {text(each): msgspec.msgpack.decode(packed) for each, packed in pairs})
 
     def roles(self) -> dict[str, dict[str, Any]]:
-        """Return the latest gauges of every stored role, with `reported_at`, seconds of the store's clock.
+        """Latest gauges of every stored role, with `reported_at`, seconds of the store's clock.
 
         After progress (`progress_mark`), also with `progressed_at`.
         """
@@ -276,7 +276,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         self._run("record_event", role_id, text[:EVENT_CHARACTERS_KEPT], EVENTS_KEPT)
 
     def events(self, *, limit: int) -> list[Event]:
-        """Return the newest `limit` events, oldest first."""
+        """Newest `limit` events, oldest first."""
         packed = self._call(self._client.lrange, self._key("events"), -limit, -1) if limit else []
         rows = [msgspec.msgpack.decode(each, type=tuple[int, str, str]) for each in packed]
         return [Event(at_ms / 1000, role_id, message) for at_ms, role_id, message in rows]
@@ -286,7 +286,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         self._run("request", f"{addressee}_requests", subject, value)
 
     def requests(self, addressee: Addressee) -> dict[str, str]:
-        """Return subject -> value of pending requests."""
+        """Subject -> value of pending requests."""
         stored = self._call(self._client.hgetall, self._key(f"{addressee}_requests"))
         return {text(subject): text(value) for subject, value in stored.items()}
 
@@ -302,7 +302,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         self._run("append_metrics", encode(row), METRICS_KEPT)
 
     def metrics(self, *, after: int = 0) -> MetricsRows:
-        """Return the stored rows after the first `after` ever appended."""
+        """Stored rows after the first `after` ever appended."""
         last, packed = self._run("read_metrics", after)
         return MetricsRows(last, [msgspec.msgpack.decode(row) for row in packed])
 

@@ -46,7 +46,6 @@ class Fsyncer:
         return [self._warnings.popleft() for _ in range(len(self._warnings))]
 
     def sync(self) -> None:
-        """Sync once. Raises OSError if the disk fails."""
         # Redis 6 writes one file, Redis 7 and Valkey write a folder of files.
         paths = [*self._directory.glob("appendonly.aof"), *self._directory.glob("appendonlydir/*")]
         inodes = {path.stat().st_ino: path for path in paths}
@@ -115,7 +114,7 @@ class RedisSupervisor:
             self._fsyncer.start()
 
     def poll(self) -> list[str]:
-        """Return a sentence for each event since the last call. Raises StoreLostError; never blocks."""
+        """Sentence for each event since the last call. Raises StoreLostError; never blocks."""
         if self._lost:
             raise self._lost
         events = [self._events.popleft() for _ in range(len(self._events))]

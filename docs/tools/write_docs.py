@@ -31,7 +31,7 @@ from slipstream.configs.base import Formula
 from slipstream.configs.generators import RewardConfig, RewardFunctionConfig
 from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig
 from slipstream.configs.schema import PRESETS, Setting, groups, settings, variants
-from slipstream.learner.training.objective import find
+from slipstream.learner.algorithms import find
 from slipstream.runtime.healthy_ranges import RANGES
 
 OFTEN_CHANGED = (

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -48,7 +49,7 @@ class Scorer(Protocol):
     """Scores samples. RewardPool implements it."""
 
     async def score(self, sample: RewardInput) -> Reward:
-        """Return the reward. Failures are a Reward with another status, never an exception."""
+        """Reward. Failures are a Reward with another status, never an exception."""
 
     def compares(self, data_source: str) -> bool:
         """Whether answers of this source are compared, by `score_group`."""
@@ -163,63 +164,51 @@ class Access(Protocol):
         """Replace the key, and forget responses under the old one."""
 
 
+@dataclass(kw_only=True, eq=False)
 class Episode:
     """One answer in progress. Contexts, rewards, metrics, and extras become the trajectory.
 
     Life cycle: generate -> (observe -> generate)*.
     """
 
-    def __init__(
-        self,
-        *,
-        prompt: Prompt,
-        prompt_token_ids: list[int],
-        sampling: Sampling,
-        max_length: int,
-        engine: Engine,
-        encoder: PromptEncoder,
-        request_id: str,
-        seed_of: Callable[[int], int],
-        stop: Sequence[str | int] = (),
-        images: Sequence[PromptImage] = (),
-    ) -> None:
-        """`max_length`: limit on prompt plus answer, tokens. `seed_of`: request number, from 0 -> seed. `stop`: texts
-        and token ids that end every turn. `images`: the prompt's images, which only the context of `generate` contains.
-        """
-        self.id = request_id
-        """Unique within the run."""
-        self.prompt = prompt
-        """Dataset row: `prompt`, `ground_truth`, `data_source`, `extra_info`."""
-        self.images = images
-        self.stop = stop
-        self.sampling = sampling
-        """Sampling of the first turn. Later turns get the remaining `max_tokens` and another seed."""
-        self.contexts = [Transcript(prompt_token_ids)]
-        """The context of `generate`, then those of requests to the model server. Contexts without model tokens are
-        dropped at the end."""
-        self.door: Access | None = None
-        """For HTTP requests to the model, if the loop may make them."""
-        self.fault: GeneratorError | None = None
-        """Engine failure in any request."""
-        self.turns: list[Turn] = []
-        """Model turns in all contexts, in order of completion."""
-        self.reward: Reward | None = None
-        """From the loop; replaces the reward function."""
-        self.messages: list[dict[str, Any]] = []
-        """Chat messages after the prompt, for the reward function."""
-        self.turn_rewards: list[float] = []
-        """From the loop, one per turn or none."""
-        self.metrics: Counter[str] = Counter()
-        """Reported numbers, such as `tool_calls`."""
-        self.extras: dict[str, Any] = {}
-        """Plain values stored with the trajectory."""
-        self.stop_reason = "stop"
-        """That of the last turn, unless the loop sets another."""
-        self._max_length = max_length
-        self._engine = engine
-        self._encoder = encoder
-        self._seed_of = seed_of
-        self._num_requests = 0
+    id: str
+    """Unique within the run."""
+    prompt: Prompt
+    """Dataset row: `prompt`, `ground_truth`, `data_source`, `extra_info`."""
+    contexts: list[Transcript]
+    """The context of `generate`, then those of requests to the model server. Contexts without model tokens are dropped
+    at the end."""
+    images: Sequence[PromptImage]
+    """The prompt's, which only the context of `generate` contains."""
+    stop: Sequence[str | int]
+    """Texts and token ids that end every turn."""
+    sampling: Sampling
+    """Sampling of the first turn. Later turns get the remaining `max_tokens` and another seed."""
+    max_length: int
+    """Limit on prompt plus answer, tokens."""
+    engine: Engine
+    encoder: PromptEncoder
+    seed_of: Callable[[int], int]
+    """Request number, from 0 -> seed."""
+    num_requests: int = 0
+    door: Access | None = None
+    """For HTTP requests to the model, if the loop may make them."""
+    fault: GeneratorError | None = None
+    """Engine failure in any request."""
+    turns: list[Turn] = field(default_factory=list)
+    """Model turns in all contexts, in order of completion."""
+    reward: Reward | None = None
+    """From the loop; replaces the reward function."""
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """Chat messages after the prompt, for the reward function."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """From the loop, one per turn or none."""
+    metrics: Counter[str] = field(default_factory=Counter)
+    """Reported numbers, such as `tool_calls`."""
+    extras: dict[str, Any] = field(default_factory=dict)
+    """Plain values stored with the trajectory."""
+    stop_reason: str = "stop"
+    """That of the last turn, unless the loop sets another."""
 
     @property
     def transcript(self) -> Transcript:
@@ -232,11 +221,11 @@ class Episode:
     def room_after(self, token_ids: list[int]) -> int:
         """Tokens that the model may write after these."""
         written = sum(len(turn.token_ids) for turn in self.turns)
-        return min(self.sampling.max_tokens - written, self._max_length - len(token_ids))
+        return min(self.sampling.max_tokens - written, self.max_length - len(token_ids))
 
     def reason_of_no_room(self, token_ids: list[int]) -> str:
         """`length` if `max_tokens` is used up, else `context_overflow`."""
-        return "length" if len(token_ids) < self._max_length else "context_overflow"
+        return "length" if len(token_ids) < self.max_length else "context_overflow"
 
     async def generate(self, *, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> Turn:
         """Let the model write a turn, up to its end token, a stop string in `stop`, or a limit. Raises EngineError.
@@ -261,14 +250,14 @@ class Episode:
         self, token_ids: list[int], *, max_tokens: int, stop: Sequence[str], images: Sequence[PromptImage] = ()
     ) -> Completion:
         """Request a completion without recording it. Raises EngineError."""
-        number, self._num_requests = self._num_requests, self._num_requests + 1
-        sampling = msgspec.structs.replace(self.sampling, max_tokens=max_tokens, seed=self._seed_of(number))
+        number, self.num_requests = self.num_requests, self.num_requests + 1
+        sampling = msgspec.structs.replace(self.sampling, max_tokens=max_tokens, seed=self.seed_of(number))
         request_id = f"{self.id}-turn-{number}" if number else self.id
         shown: dict[str, Any] = {"images": images} if images else {}
         # vLLM rejects empty stop strings.
         ends = (*self.stop, *(text for text in stop if text))
         try:
-            return await self._engine.generate(token_ids, sampling, request_id=request_id, stop=ends, **shown)
+            return await self.engine.generate(token_ids, sampling, request_id=request_id, stop=ends, **shown)
         except GeneratorError as error:
             self.fault = error
             raise
@@ -279,7 +268,7 @@ class Episode:
 
     def record(self, transcript: Transcript, completion: Completion) -> Turn:
         transcript.add_completion(completion)
-        turn = Turn(self._encoder.decode(completion.token_ids), completion.token_ids, completion.stop_reason)
+        turn = Turn(self.encoder.decode(completion.token_ids), completion.token_ids, completion.stop_reason)
         self.turns.append(turn)
         self.stop_reason = turn.stop_reason
         return turn
@@ -289,14 +278,14 @@ class Episode:
 
         `special_tokens`: encode names of special tokens, such as `<|im_end|>`, as those tokens. Not for untrusted text.
         """
-        self._append(self._encoder.encode_text(text, special_tokens=special_tokens))
+        self._append(self.encoder.encode_text(text, special_tokens=special_tokens))
         self.messages.append({"role": "user", "content": text})
 
     def observe_messages(self, messages: list[dict[str, Any]]) -> None:
         """Append chat messages with the chat template's text around them. Raises PromptError."""
         last = self.transcript.token_ids[-1] if self.turns else None
-        variables = self._encoder.row_variables(self.prompt)
-        self._append(self._encoder.encode_between_turns(messages, last_token_id=last, variables=variables))
+        variables = self.encoder.row_variables(self.prompt)
+        self._append(self.encoder.encode_between_turns(messages, last_token_id=last, variables=variables))
         self.messages += messages
 
     def _append(self, token_ids: list[int]) -> None:

@@ -113,7 +113,7 @@ class ToolLoop:
         return [text for text, _ in results] + [limit] * left_out
 
     async def _result(self, call: ToolCall | ToolError, tools: dict[str, OpenTool]) -> tuple[str, bool]:
-        """Return the text for the model, and whether the call failed."""
+        """Text for the model, and whether the call failed."""
         try:
             if isinstance(call, ToolError):
                 raise call
@@ -158,7 +158,6 @@ class InteractionLoop(ToolLoop):
     """Agent loop with a simulated user. One object serves all answers and distinguishes them by id."""
 
     def __init__(self, config: InteractionAgentConfig, *, encoder: PromptEncoder, setting: str) -> None:
-        """Raises ConfigError."""
         super().__init__(config, encoder=encoder, setting=setting)
         if not config.interactions:
             raise ConfigError(f"{setting}.interactions must name at least one class, got none.")
@@ -242,7 +241,6 @@ class CustomLoop(AgentLoop):
     """Agent loop that calls the user's coroutine function."""
 
     def __init__(self, config: CustomAgentConfig, *, setting: str) -> None:
-        """Raises ConfigError."""
         function = load_function(config.function, setting=setting, arguments=config.arguments)
         if not inspect.iscoroutinefunction(function):
             raise ConfigError(f"{setting}.function must be an `async def` function, got {config.function!r}.")
@@ -297,7 +295,7 @@ class SearchLoop(AgentLoop):
 
 
 def read_action(text: str) -> tuple[str, str]:
-    """Return name and content of the tag that ends a turn; empty without a complete tag."""
+    """Name and content of the tag that ends a turn; empty without a complete tag."""
     for name in ("search", "answer"):
         # Takes linear time even with thousands of opening tags.
         before, end, _ = text.partition(f"</{name}>")

@@ -161,7 +161,7 @@ class ModelServer:
             await access.leave()
 
     def _authenticate(self, request: Request) -> AgentAccess:
-        """Return the access that a request's key opens. Raises ApiError without a valid key."""
+        """Access that a request's key opens. Raises ApiError without a valid key."""
         key = bearer_token(request) if KEY_HEADER not in request.headers else request.headers[KEY_HEADER]
         access = self._accesses.get(key.partition(".")[0])
         # Compare in constant time, even for an unknown name.

@@ -111,7 +111,7 @@ def decode_json(body: bytes, kind: Any) -> Any:
 
 
 def bearer_token(request: Request) -> str:
-    """Return the Authorization header's bearer token, or empty."""
+    """Authorization header's bearer token, or empty."""
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 

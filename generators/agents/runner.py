@@ -236,15 +236,15 @@ class AgentRunner:
                 del self._encoded[next(iter(self._encoded))]
         token_ids, images = encoded
         return Episode(
+            id=make_trajectory_id(prompt.lease.id, index),
             prompt=prompt,
-            prompt_token_ids=token_ids,
+            contexts=[Transcript(token_ids)],
             images=images,
             sampling=self._sampling(prompt.lease, index),
             stop=[*self._run.generators.sampling.stop, *self._run.generators.sampling.stop_token_ids],
             max_length=self._run.model.max_length,
             engine=self._engine,
             encoder=self._encoder,
-            request_id=make_trajectory_id(prompt.lease.id, index),
             seed_of=partial(self._seed, prompt.lease, index),
         )
 

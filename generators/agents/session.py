@@ -21,7 +21,6 @@ class ChatForm:
     """Translates between chat messages with tool calls and the model's text."""
 
     def __init__(self, format_name: str, *, encoder: PromptEncoder, setting: str) -> None:
-        """Raises ConfigError."""
         self.encoder = encoder
         # Ids may have gaps.
         self.vocabulary_size = max(encoder.tokenizer.get_vocab().values()) + 1
@@ -34,7 +33,6 @@ class ChatForm:
             )
 
     def rendered(self, message: Message) -> Message:
-        """Convert for chat templates. Raises PromptError."""
         role = {"developer": "system"}.get(message["role"], message["role"])
         shown = {**message, "role": self._result_role if role == "tool" else role, "content": text_of(message)}
         if calls := message.get("tool_calls"):
@@ -168,7 +166,7 @@ class Session:
     def _continued(
         self, messages: list[Message], tools: list[Message] | None, variables: Mapping[str, Any]
     ) -> tuple[Context, list[int]]:
-        """Return a known or new context, and the tokens to add to it."""
+        """Known or new context, and the tokens to add to it."""
         shared = [(context.shared_end(messages, tools), context) for context in self._contexts]
         (num_messages, num_tokens), found = max(shared, key=lambda each: each[0], default=((0, 0), None))
         rendered = [self._form.rendered(message) for message in messages[num_messages:]]

@@ -87,7 +87,7 @@ class Engine(Protocol):
         """Sample like `generate`, but without waiting for open requests. Raises EngineError."""
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        """Return `prompt_scores(token_ids).own`. Raises EngineError."""
+        """`prompt_scores(token_ids).own`. Raises EngineError."""
 
     async def prompt_scores(self, token_ids: list[int]) -> PromptScores:
         """Score each token given the tokens before it. Raises EngineError."""
@@ -105,7 +105,7 @@ class Engine(Protocol):
         """
 
     def current_load(self) -> EngineLoad:
-        """Return the latest known utilization without calling the engine. Valid between `start` and `stop`."""
+        """Latest known utilization without calling the engine. Valid between `start` and `stop`."""
 
     async def check_health(self) -> None:
         """Raise EngineError if the engine is dead or stalled."""
@@ -115,7 +115,7 @@ class Engine(Protocol):
 
 
 def require_routers(module: Any) -> list[Router]:
-    """Return the routers of a model. Raises EngineError if it has none."""
+    """Routers of a model. Raises EngineError if it has none."""
     if routers := find_routers(module):
         return routers
     raise EngineError(

@@ -215,7 +215,7 @@ class HfBatch:
         return output.logits[:, -1].cpu()
 
     def _read_images(self, positions: Tensor, vision: VisionModel) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return 3-axis positions, and model inputs for the images. Their `input_ids` are -1 except at image tokens."""
+        """3-axis positions, and model inputs for the images. Their `input_ids` are -1 except at image tokens."""
         positions, ids = positions.repeat(3, 1, 1), torch.full_like(self._input_ids, -1)
         for row, request in enumerate(self._requests):
             length = len(request.prompt_token_ids)

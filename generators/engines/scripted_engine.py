@@ -39,7 +39,7 @@ class ScriptedEngine:
         stop: Sequence[str | int] = (),
         images: Sequence[PromptImage] = (),
     ) -> Completion:
-        """Return `tokens_per_response` tokens, varied by `length_sigma`, with the end token last. Ignores `stop`."""
+        """`tokens_per_response` tokens, varied by `length_sigma`, with the end token last. Ignores `stop`."""
         script = self._script(sampling.seed)
         length = min(len(script), sampling.max_tokens)
         spans: list[VersionSpan] = []

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import RewardConfig, RewardFunctionConfig
-from slipstream.generators.rewards.reward import RewardInput, bind, call, checked, failed_reward
+from slipstream.generators.rewards.reward import RewardInput, bind, checked, failed_reward
 from slipstream.runtime.import_path import find_function
 
 _FOLDER = "slipstream.generators.rewards"
@@ -59,7 +59,6 @@ class RewardFunction:
     """A loaded function and its config."""
 
     def __init__(self, config: RewardFunctionConfig, *, setting: str) -> None:
-        """Raises ConfigError."""
         path = full_path(config.function, setting=setting)
         found = find_function(path, setting=f"{setting}.function")
         self._function, self._form = bind(found, config.arguments, setting=setting, path=config.function)
@@ -75,7 +74,13 @@ class RewardFunction:
             start()
 
     def start(self, sample: RewardInput | list[RewardInput]) -> Any:
-        return call(self._function, self._form, sample)
+        """Call the function by its convention. An async function's result is awaitable."""
+        if self._form.keywords is None or isinstance(sample, list):
+            return self._function(sample)
+        keywords, parameters = self._form.keywords(sample), inspect.signature(self._function).parameters
+        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+            keywords = {name: value for name, value in keywords.items() if name in parameters}
+        return self._function(**keywords)
 
     def result(self, value: Any) -> Reward | None:
         """Convert the function's value to a reward, None = no opinion. Raises for an invalid value."""

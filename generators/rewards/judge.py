@@ -68,7 +68,8 @@ class ChatClient:
         self._next_at = 0.0
         key = os.environ.get(api_key_variable, "")
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client: httpx.AsyncClient | None = None
+        # The pool limits number and time of calls.
+        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
 
     async def ask(self, template: str, texts: dict[str, str]) -> str:
         """Fill the template's `{name}` placeholders and query the model. Raises RuntimeError."""
@@ -80,9 +81,6 @@ class ChatClient:
             now = asyncio.get_running_loop().time()
             self._next_at = max(now, self._next_at) + self._interval_s
             await asyncio.sleep(self._next_at - self._interval_s - now)
-        if self._client is None:
-            # It must belong to the running event loop. The pool limits calls.
-            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
             answer = await self._client.post(
                 self.address, json=self._options | {"messages": messages}, headers=self._headers

@@ -70,7 +70,7 @@ def truth_text(sample: RewardInput, *, grader: str) -> str:
 
 
 def truth_texts(sample: RewardInput, *, grader: str) -> list[str]:
-    """Return a ground truth's alternatives: a string, a list of strings, or a record with either as `target`.
+    """Ground truth's alternatives: a string, a list of strings, or a record with either as `target`.
 
     Raises TypeError.
     """
@@ -109,7 +109,7 @@ def _one_line(text: str) -> str:
 
 
 def checked(reward: Reward) -> Reward:
-    """Return the reward with a one-line `detail`. Raises ValueError for too many parts or non-finite values."""
+    """Reward with a one-line `detail`. Raises ValueError for too many parts or non-finite values."""
     if len(reward.parts) > _MAX_PARTS or any(len(name) > _MAX_PART_NAME for name in reward.parts):
         raise ValueError(
             f"a reward must have at most {_MAX_PARTS} parts with names of at most {_MAX_PART_NAME} characters, got "
@@ -155,16 +155,6 @@ def bind(
     except Exception as error:
         raise ConfigError(f"{setting}.function={path!r}: {type(error).__name__}: {error}.") from error
     return partial(function, **arguments), form
-
-
-def call(function: RewardFunction, form: Form, sample: RewardInput | list[RewardInput]) -> Any:
-    """Call the function by its convention. An async function's result is awaitable."""
-    if form.keywords is None or isinstance(sample, list):
-        return function(sample)
-    keywords, parameters = form.keywords(sample), inspect.signature(function).parameters
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        keywords = {name: value for name, value in keywords.items() if name in parameters}
-    return function(**keywords)
 
 
 def _form(function: RewardFunction) -> Form:

@@ -71,7 +71,7 @@ _FORMATS = {
 
 
 def load_format(name: str, *, tokenizer: Any, setting: str) -> CallFormat:
-    """Return the format with this name. Raises ConfigError."""
+    """Format with this name. Raises ConfigError."""
     if name in _FORMATS:
         return _FORMATS[name]
     library, _, parser = name.partition(":")

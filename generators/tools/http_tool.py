@@ -64,23 +64,20 @@ class HttpTool:
             )
         self._headers = from_environment(headers or {}, found_in="headers of an http tool")
         self._retries, self._max_bytes = retries, max_bytes
-        self._client: httpx.AsyncClient | None = None
+        # `Tool` limits number and time of calls.
+        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         shape = {"type": "object", "properties": self._parameters, "required": self._required}
         self.schema = {"description": description, "parameters": shape}
 
     async def __call__(self, **arguments: Any) -> str:
-        """Raises ToolError."""
         if unknown := set(arguments) - set(self._parameters):
             raise ToolError(f"unknown parameter {', '.join(sorted(unknown))}, available: {list(self._parameters)}")
         if missing := [name for name in self._required if name not in arguments]:
             raise ToolError(f"the parameter {missing[0]} is required")
-        if self._client is None:
-            # It must belong to the running event loop. `Tool` limits number and time of calls.
-            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         for number in range(self._retries + 1):
             is_last = number == self._retries or self._method not in _REPEATABLE
             try:
-                return await self._send(self._client, arguments)
+                return await self._send(arguments)
             except httpx.HTTPStatusError as error:
                 if is_last or error.response.status_code not in _PASSING:
                     text = error.response.text[:_MAX_SHOWN].strip()
@@ -91,12 +88,12 @@ class HttpTool:
             await asyncio.sleep(_FIRST_PAUSE_S * 2**number)
         raise AssertionError("unreachable: the last try returns or raises")
 
-    async def _send(self, client: httpx.AsyncClient, arguments: dict[str, Any]) -> str:
+    async def _send(self, arguments: dict[str, Any]) -> str:
         rest = dict(arguments)
         url = _PLACE.sub(lambda found: _quoted(rest.pop(found.group(1), "")), self._url)
         has_body = self._method in ("POST", "PUT", "PATCH")
         given: dict[str, Any] = {"json": rest} if has_body else {"params": rest} if rest else {}
-        async with client.stream(self._method, url, headers=self._headers, **given) as answer:
+        async with self._client.stream(self._method, url, headers=self._headers, **given) as answer:
             body = bytearray()
             async for data in answer.aiter_bytes():
                 body += data

@@ -166,7 +166,6 @@ class McpTool:
         self.schema = {"description": description.description or "", "parameters": description.input_schema}
 
     async def __call__(self, **arguments: Any) -> str:
-        """Raises ToolError."""
         result = await asyncio.wrap_future(self._server.run(self._server.call(self.name, arguments)))
         parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
         text = "\n".join(parts)

@@ -136,7 +136,7 @@ class LocalIndex:
         self._find = lru_cache(_CACHED_QUERIES)(self._search)
 
     async def find(self, query: str, topk: int) -> list[Passage]:
-        """Return at most `topk` passages, best first. Runs in a thread: it may take longer than sampling a token."""
+        """At most `topk` passages, best first. Runs in a thread: it may take longer than sampling a token."""
         # Punctuation would act as query operators.
         words = " ".join(re.findall(r"\w+", query.lower())[:_MAX_WORDS])
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, words, topk)
@@ -160,13 +160,10 @@ class RemoteIndex:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._client: httpx.AsyncClient | None = None
+        # As in HttpTool.
+        self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
 
     async def find(self, query: str, topk: int) -> list[Passage]:
-        """Raises ToolError."""
-        if self._client is None:
-            # As in HttpTool.
-            self._client = httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=None))
         try:
             body = {"queries": [query], "topk": topk, "return_scores": True}
             answer = await self._client.post(self._address, json=body)

@@ -174,7 +174,7 @@ class OpenTool:
         self._thread = f"tool {name}"
 
     async def call(self, arguments: dict[str, Any]) -> str:
-        """Return the result as text, within the time limit. Raises ToolError."""
+        """Result as text, within the time limit. Raises ToolError."""
         self._num_calls += 1
         if self._config.max_calls is not None and self._num_calls > self._config.max_calls:
             raise ToolError(f"{self._name} may be called {self._config.max_calls} times, this call exceeds the limit")

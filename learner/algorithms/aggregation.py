@@ -6,8 +6,6 @@ loss. T_i is `AggregationInputs.num_tokens`, and B counts the sequences with T_i
 If T_i includes rejected tokens, rejection shrinks the step.
 """
 
-from collections.abc import Callable
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -76,17 +74,6 @@ def prompt_mean(inputs: AggregationInputs) -> Float[Tensor, "B"]:
     lengths, groups = inputs.num_tokens.to(torch.float64), inputs.groups
     per_group = segments.sums(lengths, groups, num_segments=segments.count(groups))
     return _present(inputs) / (per_group.clamp(min=1)[groups] * _num_present(per_group))
-
-
-AGGREGATIONS: dict[str, Callable[[AggregationInputs], Tensor]] = {
-    "token_mean": token_mean,
-    "token_sum": token_sum,
-    "seq_mean_token_mean": seq_mean_token_mean,
-    "seq_mean_token_sum": seq_mean_token_sum,
-    "seq_mean_token_sum_norm": seq_mean_token_sum_norm,
-    "prompt_mean": prompt_mean,
-}
-"""`algorithm.loss_aggregation` -> function that returns float64[B]."""
 
 
 def _present(inputs: AggregationInputs) -> Float[Tensor, "B"]:

@@ -3,8 +3,8 @@
 Log-ratios are clamped, in at least float32, and 0 if not finite. x_t is the `log_ratio` of the inputs.
 
 Importance weights correct for drift, x_t = log pi_proximal - log pi_generator. They have no gradient, because
-grad(w log pi) would add an unwanted term log pi * grad w. The steps are a level (LEVELS), bounds (`truncate` or
-`mask`), and optionally `normalize`.
+grad(w log pi) would add an unwanted term log pi * grad w. The steps are a level (`token_level`, ...), bounds
+(`truncate` or `mask`), and optionally `normalize`.
 
 Rejection removes tokens from an update, based on x_t = log pi_learner - log pi_generator. Each function returns one
 bool per token, True = keep. Statistics are per token (`over="token"`) or per sequence: "sum", "mean", or, for k2 and
@@ -23,21 +23,16 @@ from slipstream.learner.algorithms.inputs import RatioInputs
 
 
 # --- a proximal policy without a forward pass, for the trust region and the drift correction; no gradient ------------
-def interpolation(
-    token_versions: Int[Tensor, "N"], *, proximal_version: int, learner_version: int
-) -> Float[Tensor, "N"]:
-    """Position of the proximal policy between generator (0) and learner (1), from policy versions.
+def interpolation(lags: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
+    """Position of the proximal policy between generator (0) and learner (1), from the tokens' lags k >= 0.
 
-    alpha = (v_proximal - v_token) / (v_learner - v_token), within [0, 1]
-
-    The current step produces `learner_version`.
+    alpha = (v_proximal - v_token) / (v_learner - v_token) = k / (k + 1)
 
     Source: A-3PO, arXiv:2512.06547.
-    Differs: v_proximal is the start of the step, as in decoupled PPO, so alpha is k / (k + 1) at lag k. In the authors'
+    Differs: v_proximal is the start of the step, as in decoupled PPO, and the step produces v_learner. In the authors'
     code, the start is v_learner, so alpha is (k - 1) / k and lag 1 is not corrected.
     """
-    gone, whole = proximal_version - token_versions, learner_version - token_versions
-    return (gone / whole.clamp(min=1)).clamp(0, 1)
+    return lags / (lags + 1)
 
 
 def loglinear(
@@ -115,14 +110,6 @@ def geometric_level(inputs: RatioInputs) -> Float[Tensor, "N"]:
     """
     means = segments.means(inputs.log_ratio.detach(), inputs.sequences, num_segments=inputs.num_sequences)
     return means.exp()[inputs.sequences]
-
-
-LEVELS: dict[str, Callable[[RatioInputs], Tensor]] = {
-    "token": token_level,
-    "sequence": sequence_level,
-    "geometric": geometric_level,
-}
-"""`correction.level` -> function that returns Float[N]."""
 
 
 def truncate(weights: Float[Tensor, "N"], *, low: float = -math.inf, high: float) -> Float[Tensor, "N"]:
@@ -228,10 +215,6 @@ def keep_k3(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: flo
     drift = bounded(inputs.log_ratio.detach())
     divergence = _aggregate(drift.expm1() - drift, inputs, over=over)
     return (divergence >= low) & (divergence <= high)
-
-
-STATISTICS: dict[str, Callable[..., Tensor]] = {"k1": keep_k1, "k2": keep_k2, "k3": keep_k3}
-"""`correction.reject.statistic` -> function that returns Bool[N]."""
 
 
 def veto(inputs: RatioInputs, *, low: float, high: float) -> Bool[Tensor, "N"]:

@@ -108,9 +108,6 @@ class LossInputs:
             None if self.is_selected is None else self.is_selected[is_taken],
         )
 
-    def with_log_ratio(self, log_ratio: Float[Tensor, "N"]) -> "LossInputs":
-        return dataclasses.replace(self, log_ratio=log_ratio)
-
 
 @dataclass(frozen=True, slots=True)
 class MaskInputs:

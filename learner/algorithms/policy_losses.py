@@ -7,6 +7,8 @@ Sequence-level losses are repeated for each token, which aggregations weight equ
 Except in the token forms, advantages must be equal within a sequence.
 """
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -195,7 +197,7 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float, form: str = "
     log_ratio = segments.means(inputs.log_ratio, sequences, num_segments=num_sequences)[sequences]
     if form == "token":
         log_ratio = log_ratio.detach() + (inputs.log_ratio - inputs.log_ratio.detach())
-    losses = ppo_clip(inputs.with_log_ratio(log_ratio), clip_low=clip_low, clip_high=clip_high)
+    losses = ppo_clip(replace(inputs, log_ratio=log_ratio), clip_low=clip_low, clip_high=clip_high)
     return (
         segments.sizes(sequences, num_segments=num_sequences)[sequences] * losses if form == "length_scaled" else losses
     )

@@ -105,7 +105,7 @@ def to_rows(values: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequ
 
 
 def from_rows(rows: Float[Tensor, "S L"], sequences: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Return the values of `to_rows` in their original order, without the padding."""
+    """Values of `to_rows` in their original order, without the padding."""
     return rows[sequences, indices_in_rows(sequences, num_sequences=len(rows))]
 
 

@@ -218,7 +218,7 @@ def gigpo(
 
 
 def _turns(inputs: AdvantageInputs, *, gamma: float) -> tuple[Int[Tensor, "N"], Int[Tensor, "K"], Float[Tensor, "K"]]:
-    """Return each token's turn in the batch, and each turn's first token and discounted return."""
+    """Each token's turn in the batch, and each turn's first token and discounted return."""
     keys = inputs.sequences * segments.count(inputs.turns) + inputs.turns
     turns = torch.unique_consecutive(keys, return_inverse=True)[1]
     num_turns = segments.count(turns)

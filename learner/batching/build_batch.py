@@ -55,8 +55,9 @@ def build_batch(
     groups: Sequence[Sequence[Trajectory]],
     *,
     learner_version: int,
-    max_lags: Sequence[int | None],
-    weights: Sequence[float],
+    max_lag: int | None = None,
+    max_lags: Sequence[int | None] = (),
+    weights: Sequence[float] = (),
     num_updates: int,
     vocab_size: int,
     has_baseline: bool = False,
@@ -68,30 +69,26 @@ def build_batch(
 ) -> BuiltBatch:
     """Distribute groups over updates and build their columns. Raises BatchError.
 
-    `max_lags` (None: no bound) and `weights` have one entry per group. `has_baseline`: groups may contain a greedy
-    answer. `masks_truncated`: responses cut off at the maximum length count only in the baseline. `has_observations`:
-    hash what each turn answers. `num_mixed`: final groups from another run. `routers` replay recorded experts.
+    `max_lags`: lag above which each group's tokens leave the loss, None: no bound, default `max_lag`. `weights`: one
+    per group, default 1. `has_baseline`: groups may contain a greedy answer. `masks_truncated`: responses cut off at
+    the maximum length count only in the baseline. `has_observations`: hash what each turn answers. `num_mixed`: final
+    groups from another run. `routers` replay recorded experts.
     """
-    num_own = len(groups) - num_mixed
-    members = []
-    for index, group in enumerate(groups):
+    num_own, members = len(groups) - num_mixed, []
+    for index, (group, limit) in enumerate(zip(groups, max_lags or [max_lag] * len(groups), strict=True)):
         for trajectory in group:
             _check_sampling(trajectory, has_baseline=has_baseline)
             if routers:
                 _check_experts(trajectory, routers)
             member = _make_member(
-                trajectory,
-                index,
-                learner_version=learner_version,
-                max_lag=max_lags[index],
-                masks_truncated=masks_truncated,
+                trajectory, index, learner_version=learner_version, max_lag=limit, masks_truncated=masks_truncated
             )
             is_own = index < num_own
             members.append(member if is_own else member._replace(lags=np.full_like(member.lags, _UNKNOWN_LAG)))
     _check_vocabulary(members, vocab_size=vocab_size)
     # Round-robin, because reused and mixed groups come last and must not all land in one update.
     update_of = np.arange(len(groups)) % num_updates
-    batch = _lay_out(members, update_of=update_of, weights=weights)
+    batch = _lay_out(members, update_of=update_of, weights=weights or [1.0] * len(groups))
     if has_observations:
         batch = batch.with_tokens(observations=_observations(members))
     updates: list[list[Sample]] = [[] for _ in range(num_updates)]

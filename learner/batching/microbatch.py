@@ -197,9 +197,8 @@ _KEPT_BYTES = 2**30
 class PromptImages:
     """Cache of prompt images, identical on every rank. Life: (missing -> keep -> of*)*, once per step."""
 
-    def __init__(self, model_path: str, *, kept_bytes: int = _KEPT_BYTES) -> None:
+    def __init__(self, model_path: str) -> None:
         self._vision = VisionModel(model_path)
-        self._kept_bytes = kept_bytes
         self._images: OrderedDict[str, bytes] = OrderedDict()
 
     def missing(self, names: Collection[str]) -> list[str]:
@@ -217,7 +216,7 @@ class PromptImages:
             )
         for name in sorted(set(names)):
             self._images.move_to_end(name)
-        while sum(map(len, self._images.values())) > self._kept_bytes and next(iter(self._images)) not in names:
+        while sum(map(len, self._images.values())) > _KEPT_BYTES and next(iter(self._images)) not in names:
             self._images.popitem(last=False)
 
     def of(self, trajectory: Trajectory, start: int, end: int) -> SampleImages | None:

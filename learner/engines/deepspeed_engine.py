@@ -286,14 +286,12 @@ def _keep_inputs_on_host(model: nn.Module) -> None:
             part._gradient_checkpointing_func = recompute
 
 
-def _buckets(
-    parameters: Iterator[tuple[str, Tensor]], *, max_bytes: int = _GATHER_BYTES
-) -> Iterator[list[tuple[str, Tensor]]]:
+def _buckets(parameters: Iterator[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
     bucket: list[tuple[str, Tensor]] = []
     size = 0
     for name, parameter in parameters:
         num_bytes = getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
-        if bucket and size + num_bytes > max_bytes:
+        if bucket and size + num_bytes > _GATHER_BYTES:
             yield bucket
             bucket, size = [], 0
         bucket.append((name, parameter))

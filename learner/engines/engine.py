@@ -59,7 +59,7 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], *, what: str, step: int,
 
 
 def check_grad_norm(norm: float, *, setting: str) -> float:
-    """Return the norm. Raises DivergenceError if it is not finite. `setting`: as in `check_loss`."""
+    """Norm. Raises DivergenceError if it is not finite. `setting`: as in `check_loss`."""
     if not math.isfinite(norm):
         raise DivergenceError(
             f"the gradient norm must be finite, got {norm}: lower {setting}.learning_rate, or look at "

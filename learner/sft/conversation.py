@@ -71,7 +71,7 @@ def chat_pieces(
 
 
 def _with_arguments(message: Message, *, as_json: bool) -> Message:
-    """Return the message with the arguments of its calls as records, or as JSON text. Raises ConfigError."""
+    """Message with the arguments of its calls as records, or as JSON text. Raises ConfigError."""
     given, calls = message["tool_calls"], []
     for call in given if isinstance(given, list) else [given]:
         function = call.get("function", call) if isinstance(call, dict) else call
@@ -137,7 +137,7 @@ def _require_calls(message: Message, text: str, *, ends: Sequence[str], reasonin
 
 
 def _marked(message: Message) -> Message:
-    """Return the turn with a mark at its end, which the text after the turn does not depend on."""
+    """Turn with a mark at its end, which the text after the turn does not depend on."""
     marked = {name: value for name, value in message.items() if name != "reasoning_content"}
     if not (calls := marked.get("tool_calls")):
         return {**marked, "content": _MARK}
@@ -149,7 +149,7 @@ def _marked(message: Message) -> Message:
 
 
 def _written(message: Message, opened: str, closed: str, *, names: list[str], reasoning: Reasoning) -> str:
-    """Return what the model writes after `opened`, the text up to the header of its turn. Raises ConfigError."""
+    """What the model writes after `opened`, the text up to the header of its turn. Raises ConfigError."""
     text = closed[len(opened) :]
     given, _ = reasoning.split(str(message.get("content") or ""), is_open=False)
     given = str(message.get("reasoning_content") or given or "").strip()
@@ -174,7 +174,7 @@ def _written(message: Message, opened: str, closed: str, *, names: list[str], re
 
 
 def _shared(first: str, second: str, *, names: list[str]) -> str:
-    """Return the common beginning, without a part of a special token."""
+    """Common beginning, without a part of a special token."""
     shared = os.path.commonprefix([first, second])  # noqa: RUF071, texts rather than paths
     cuts = [
         start

@@ -260,7 +260,7 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
 
 
 def _column(schema: pa.Schema, name: str, *, common: Sequence[str]) -> str:
-    """Return the column, or for a missing default one its first common equivalent."""
+    """Column, or for a missing default one its first common equivalent."""
     if name != common[0] or name in schema.names:
         return name
     return next((each for each in common if each in schema.names and each not in CHATS), name)
@@ -300,7 +300,7 @@ def _from_tokens(row: Row) -> Demonstration:
 
 
 def _rendering(row: Row, variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the row's tools, as schemas or their JSON text, and its variables of the template. Raises ConfigError."""
+    """Row's tools, as schemas or their JSON text, and its variables of the template. Raises ConfigError."""
     found = {}
     for name, kind, what in (("tools", list, "a list of schemas"), ("chat_template_kwargs", dict, "a record")):
         value = row.get(name)
@@ -361,7 +361,7 @@ def _load_tokenizer(run: RunConfig, *, is_chat: bool) -> Any:
 
 
 def _coding(run: RunConfig, *, is_chat: bool) -> Row:
-    """Return the tokenizer and the end tokens of the run's model."""
+    """Tokenizer and the end tokens of the run's model."""
     tokenizer = _load_tokenizer(run, is_chat=is_chat)
     try:
         generation = GenerationConfig.from_pretrained(run.model.path)

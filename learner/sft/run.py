@@ -56,7 +56,7 @@ log = structlog.get_logger(__name__)
 
 
 class SftTrainer:
-    """One per rank. Life: (step | loss)*. Every method is collective."""
+    """One per rank. Life: (step | measure)*. Every method is collective."""
 
     def __init__(self, run: RunConfig, *, trainer: Trainer, ranks: Ranks, num_steps: int) -> None:
         """`num_steps`: of the whole run."""
@@ -89,7 +89,7 @@ class SftTrainer:
         }
 
     def _finish(self, losses: Sequence[Tensor], microbatches: Sequence[Microbatch], *, step: int) -> dict[str, float]:
-        """Returns metrics common to all objectives."""
+        """Metrics common to all objectives."""
         rate = learning_rate(self._trainer.num_updates, config=self._optimizer, num_steps=self._num_steps)
         return {
             "learner/grad_norm": self._trainer.finish_update(losses, learning_rate=rate, step=step),
@@ -98,22 +98,19 @@ class SftTrainer:
             "learner/computed_tokens": self._sum([torch.tensor(float(m.num_tokens)) for m in microbatches]),
         }
 
-    def measure(self, demonstrations: Sequence[Demonstration]) -> dict[str, float]:
-        return {"eval/loss": self.loss(demonstrations)}
-
     @torch.no_grad()
-    def loss(self, demonstrations: Sequence[Demonstration]) -> float:
-        """Mean loss over trained tokens, without impossible ones, nats."""
+    def measure(self, demonstrations: Sequence[Demonstration]) -> dict[str, float]:
+        """`eval/loss`: mean loss over trained tokens, without impossible ones, nats."""
         parts = [demonstrations[i : i + self._batch_size] for i in range(0, len(demonstrations), self._batch_size)]
         microbatches = (microbatch for part in parts for microbatch in self._trainer.collate(to_samples(part)))
         found = [(logprobs.double().sum(), count) for logprobs, count, _ in map(self._logprobs, microbatches)]
         num_tokens, num_impossible = count_tokens(demonstrations), int(self._sum([count for _, count in found]))
         if num_impossible:
             log.warning("impossible_tokens_left_out", tokens=num_impossible, of=num_tokens)
-        return -self._sum([total for total, _ in found]) / max(1, num_tokens - num_impossible)
+        return {"eval/loss": -self._sum([total for total, _ in found]) / max(1, num_tokens - num_impossible)}
 
     def _logprobs(self, microbatch: Microbatch, **prices: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return log-probabilities of trained tokens, the number of impossible tokens, and all outputs.
+        """Log-probabilities of trained tokens, the number of impossible tokens, and all outputs.
 
         Impossible tokens have log-probability -inf in the model and 0 in the result.
         """
@@ -153,7 +150,7 @@ class PairTrainer(SftTrainer):
             "learner/trajectories": float(len(pairs)),
         }
 
-    def measure(self, pairs: Sequence[Pair]) -> dict[str, float]:  # type: ignore[override]
+    def measure(self, pairs: Sequence[Pair]) -> dict[str, float]:
         parts = [pairs[i : i + self._batch_size] for i in range(0, len(pairs), self._batch_size)]
         found = [self._compare(self._trainer.collate(_pair_samples(part)), num_pairs=len(part)) for part in parts]
         weights = [len(part) / len(pairs) for part in parts]
@@ -164,7 +161,7 @@ class PairTrainer(SftTrainer):
 
     @torch.no_grad()
     def _compare(self, microbatches: Sequence[Microbatch], *, num_pairs: int) -> tuple[Tensor, float, Tensor]:
-        """Return loss, accuracy, and d loss / d score, float32[2 * num_pairs]."""
+        """Loss, accuracy, and d loss / d score, float32[2 * num_pairs]."""
         scores = torch.zeros(2 * num_pairs, device=self._trainer.engine.device)
         for microbatch in microbatches:
             scores[microbatch.indices] = self._trainer.engine.forward(microbatch)["scores"].float()

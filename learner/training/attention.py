@@ -189,7 +189,7 @@ class PackedRows:
     """Indices of `spans` on the device, shared by all layers: each copy would stop the GPU."""
 
     def index(self, name: str, make: Callable[[], Tensor], device: torch.device) -> Tensor:
-        """Return an index of the microbatch, copied to the device at the first call."""
+        """Index of the microbatch, copied to the device at the first call."""
         if name not in self.indices:
             self.indices[name] = make().to(device)
         return self.indices[name]

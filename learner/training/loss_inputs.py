@@ -18,8 +18,7 @@ from slipstream.configs.algorithm import (
     DistillationConfig,
     RewardShapingConfig,
 )
-from slipstream.learner.algorithms import advantages, distillation, importance, segments
-from slipstream.learner.algorithms.aggregation import AGGREGATIONS
+from slipstream.learner.algorithms import advantages, distillation, find, importance, segments
 from slipstream.learner.algorithms.inputs import (
     AdvantageInputs,
     AggregationInputs,
@@ -50,12 +49,12 @@ def correct(inputs: RatioInputs, *, learner: RatioInputs, config: CorrectionConf
     is_kept = torch.ones_like(learner.log_ratio, dtype=torch.bool)
     for entry in config.reject:
         low, high = _bounds(entry.low, entry.high)
-        is_kept &= importance.STATISTICS[entry.statistic](learner, over=entry.over, low=low, high=high)
+        is_kept &= find(f"importance.keep_{entry.statistic}")(learner, over=entry.over, low=low, high=high)
     if config.veto:
         is_kept &= importance.veto(learner, low=config.veto[0], high=config.veto[1])
     if config.level == "none":
         return Correction(torch.ones_like(inputs.log_ratio), is_kept, torch.zeros_like(is_kept))
-    ratios = importance.LEVELS[config.level](inputs)
+    ratios = find(f"importance.{config.level}_level")(inputs)
     low, high = _bounds(config.min_weight, config.max_weight)
     bound = importance.mask if config.outside == "mask" else importance.truncate
     weights = bound(ratios, low=low, high=high)
@@ -202,7 +201,7 @@ def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> 
     for update in trajectories.updates.unique():
         own = trajectories.updates == update
         inputs = AggregationInputs(counts[own], trajectories.groups[own], config.loss_aggregation_length or max_tokens)
-        weights[own] = AGGREGATIONS[config.loss_aggregation](inputs)
+        weights[own] = find(f"aggregation.{config.loss_aggregation}")(inputs)
     return batch.per_token(weights * trajectories.draw_weights).float()
 
 
@@ -229,7 +228,7 @@ def learning_rate_scale(batch: Batch) -> float:
     tokens = batch.tokens
     drift = importance.token_log_ratio(known(tokens.start_logprobs), tokens.generator_logprobs)
     ratios = RatioInputs(drift, tokens.contexts, batch.num_contexts)
-    weights = importance.one_per_sequence(importance.LEVELS["sequence"](ratios), ratios)
+    weights = importance.one_per_sequence(importance.sequence_level(ratios), ratios)
     ess = float(importance.effective_sample_size(weights))
     return importance.ess_learning_rate_scale(ess)
 

@@ -152,7 +152,7 @@ class Policy(nn.Module):
         reference_logits: Tensor | DeferredLogits | None = None,
         prices: Tensor | None = None,
     ) -> dict[str, Any]:
-        """Return `logprobs` of the trained tokens, float32[N], and the requested numbers (see `measure_tokens`).
+        """`logprobs` of the trained tokens, float32[N], and the requested numbers (see `measure_tokens`).
 
         If `requested` is None, return this rank's `logits` [N, V] instead. `reference_logits` are also this rank's. A
         mixture of experts adds `expert_load` [M, E] and, given `prices` (see `Trainer.expert_prices`), `aux_loss`.
@@ -243,7 +243,7 @@ class RewardModel(Policy):
     """Policy on a single-label sequence classifier."""
 
     def forward(self, microbatch: Microbatch, *, prices: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
-        """Return `scores`, float32[N], at the tokens before the trained tokens, and router outputs."""
+        """`scores`, float32[N], at the tokens before the trained tokens, and router outputs."""
         part = self.group.take(microbatch)
         self._set_routers(part, prices)
         scores = self.causal_lm.score(self._states(part).float()).squeeze(-1)

@@ -16,7 +16,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from slipstream.configs.advantages import CustomAdvantageConfig
 from slipstream.configs.algorithm import AlgorithmConfig, DistillationConfig
 from slipstream.configs.base import Formula
 from slipstream.configs.policy_losses import CustomPolicyLossConfig
-from slipstream.learner.algorithms import distillation, importance, kl
+from slipstream.learner.algorithms import distillation, find, importance, kl
 from slipstream.learner.algorithms.inputs import KlInputs, LossInputs, RatioInputs, known
 from slipstream.learner.algorithms.logprobs import Requested
 from slipstream.learner.algorithms.policy_losses import idle_tokens
@@ -39,7 +38,7 @@ from slipstream.runtime.import_path import load_function
 
 
 def load_formula(record: Formula, *, setting: str) -> Callable[[Any], Any]:
-    """Return the function that `record` selects, with its settings bound.
+    """Function that `record` selects, with its settings bound.
 
     `setting`: its config key. Raises ConfigError.
     """
@@ -55,13 +54,6 @@ def bind(name: str, record: Formula) -> Callable[[Any], Any]:
     # A record with a selector has settings for two functions.
     taken = inspect.signature(function).parameters
     return partial(function, **{field: getattr(record, field) for field in record.__struct_fields__ if field in taken})
-
-
-def find(name: str) -> Callable[..., Any]:
-    """Return the function `module.function` in learner/algorithms."""
-    module, _, attribute = name.partition(".")
-    function: Callable[..., Any] = getattr(import_module(f"slipstream.learner.algorithms.{module}"), attribute)
-    return function
 
 
 @dataclass
@@ -162,7 +154,7 @@ class Objective:
             # On a leaf, to keep the first graph for the backward pass.
             leaf = counted.log_ratio.detach().requires_grad_()
             with torch.enable_grad():
-                again = self._policy_loss(counted.with_log_ratio(leaf))
+                again = self._policy_loss(dataclasses.replace(counted, log_ratio=leaf))
             is_idle = is_idle.masked_scatter(is_counted, idle_tokens(again, leaf, counted.advantages))
         divergence = self._reference_kl(tokens, measured)
         token_losses = correction.weights * policy_losses + self._regularizers(tokens, measured, divergence)
@@ -208,7 +200,7 @@ class Objective:
             return tokens.generator_logprobs
         if self._config.proximal == "interpolate":
             # Versions relative to the learner at the start of the step, which produces version 1.
-            alpha = importance.interpolation(-tokens.lags, proximal_version=0, learner_version=1)
+            alpha = importance.interpolation(tokens.lags)
             return importance.loglinear(tokens.generator_logprobs, learner_logprobs, alpha=alpha)
         if self._config.proximal == "reuse" or tokens.start_logprobs is None:
             # With one update per step, these are its starting values: ratio 1.

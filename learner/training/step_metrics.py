@@ -225,7 +225,7 @@ class TokenRecorder:
         self._values[:, microbatch.indices] = torch.stack([outputs[name].float() for name in ("logprobs", "entropies")])
 
     def collect(self, members: Iterable[tuple[Trajectory, np.ndarray]], *, ranks: Ranks) -> StepTokens | None:
-        """Return statistics on rank 0, None on other ranks. Collective.
+        """Statistics on rank 0, None on other ranks. Collective.
 
         `members`: first trajectories of the batch with positions of trained tokens. Log-ratios are from the start of
         the step if known, otherwise from the loss's forward pass, like entropies.
@@ -315,6 +315,7 @@ def describe_experts(load: Float[Tensor, "M E"], layers: Sequence[int]) -> dict[
 
 
 _MAX_ENTRIES = 2**20
+"""Per optimizer step on this rank."""
 _MAX_UNREPORTED = 1024
 
 
@@ -325,10 +326,8 @@ class GradientSimilarity:
     pieces or copies of the gradients.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, *, seed: int, max_entries: int = _MAX_ENTRIES) -> None:
-        """`max_entries`: per optimizer step on this rank."""
+    def __init__(self, optimizer: torch.optim.Optimizer, *, seed: int) -> None:
         self._seed = seed
-        self._max_entries = max_entries
         self._indices: list[list[Tensor]] = []
         self._previous: list[Tensor] = []
         self._previous_square = torch.zeros(())
@@ -360,12 +359,12 @@ class GradientSimilarity:
         """Optimizer pre-step hook. With ZeRO-3, an update has a step per subgroup of shards."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         total = sum(parameter.numel() for parameter in parameters)
-        if total <= self._max_entries:
+        if total <= _MAX_ENTRIES:
             self._keep([_gradient(parameter).flatten().float() for parameter in parameters])
             return
         if len(self._indices) == len(self._current):
             generator = torch.Generator().manual_seed(self._seed + len(self._indices))
-            drawn = torch.randint(total, (self._max_entries,), generator=generator).unique()
+            drawn = torch.randint(total, (_MAX_ENTRIES,), generator=generator).unique()
             ends = torch.tensor([parameter.numel() for parameter in parameters]).cumsum(0)
             parts = zip(drawn.tensor_split(torch.searchsorted(drawn, ends)[:-1]), [0, *ends[:-1].tolist()], strict=True)
             own = zip(parts, parameters, strict=True)

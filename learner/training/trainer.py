@@ -22,7 +22,7 @@ from slipstream.configs.algorithm import AlgorithmConfig
 from slipstream.configs.run import RunConfig
 from slipstream.learner.algorithms.logprobs import DeferredLogits, Requested
 from slipstream.learner.batching.batch import Batch
-from slipstream.learner.batching.build_batch import BuiltBatch, build_batch
+from slipstream.learner.batching.build_batch import build_batch
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Microbatch, PromptImages, Sample, recompute
 from slipstream.learner.engines.engine import ModelEngine, TrainEngine, check_finite, check_loss, take_step
@@ -139,6 +139,17 @@ class Trainer:
         self.step_tokens: StepTokens | None = None
         """Statistics of the last step on rank 0, if recorded."""
         self.account = TimeAccount("rest")
+        self._build = partial(
+            build_batch,
+            max_lag=run.staleness.max_lag,
+            num_updates=run.algorithm.updates_per_step,
+            masks_truncated=run.algorithm.reward.mask_truncated,
+            has_baseline=run.has_baseline,
+            has_observations=run.algorithm.advantage.needs_observations,
+            vocab_size=engine.model.vocab_size,
+            images=self.images,
+            routers=engine.model.routers if run.model.moe.router_replay else None,
+        )
 
     def step(
         self,
@@ -152,13 +163,13 @@ class Trainer:
     ) -> dict[str, float]:
         """Train on the claimed groups. Returns `learner/...` metrics, equal on all ranks.
 
-        `weights`: factor of each group's loss, default 1. `max_lags`: lag above which a group's tokens leave the loss,
-        None = no limit, default `staleness.max_lag`. `num_mixed`: final groups from another run.
-
-        Raises BatchError, RankGroupError, DivergenceError. The trainer is then unusable.
+        `weights`: factor of each group's loss. `max_lags`, `num_mixed`: see `build_batch`. Raises BatchError,
+        RankGroupError, DivergenceError. The trainer is then unusable.
         """
         with self.account.phase("batch"):
-            built = self._build(groups, learner_version, max_lags=max_lags, weights=weights, num_mixed=num_mixed)
+            built = self._build(
+                groups, learner_version=learner_version, max_lags=max_lags, weights=weights, num_mixed=num_mixed
+            )
             updates = [self.collate(samples) for samples in built.updates]
         self.check_rows([sample for samples in built.updates for sample in samples], step=step)
         batch = self.objective.prepare(self._recompute(built.batch.to(self.engine.device), [*chain(*updates)]))
@@ -189,31 +200,6 @@ class Trainer:
             "learner/learning_rate": scale * self._learning_rate(max(0, self.num_updates - 1)),
             "learner/learning_rate_scale": scale,
         }
-
-    def _build(
-        self,
-        groups: Sequence[Sequence[Trajectory]],
-        learner_version: int,
-        *,
-        max_lags: Sequence[int | None],
-        weights: Sequence[float],
-        num_mixed: int,
-    ) -> BuiltBatch:
-        run = self._run
-        return build_batch(
-            groups,
-            learner_version=learner_version,
-            max_lags=max_lags or [run.staleness.max_lag] * len(groups),
-            weights=weights or [1.0] * len(groups),
-            num_updates=run.algorithm.updates_per_step,
-            masks_truncated=run.algorithm.reward.mask_truncated,
-            has_baseline=run.has_baseline,
-            has_observations=run.algorithm.advantage.needs_observations,
-            vocab_size=self.engine.model.vocab_size,
-            num_mixed=num_mixed,
-            images=self.images,
-            routers=self.engine.model.routers if run.model.moe.router_replay else None,
-        )
 
     def _recompute(self, batch: Batch, microbatches: list[Microbatch]) -> Batch:
         config = self._run.algorithm
@@ -259,7 +245,7 @@ class Trainer:
 
     @torch.no_grad()
     def expert_prices(self, microbatches: Sequence[Microbatch]) -> dict[str, Tensor]:
-        """Return `prices`, float32[M, E], for `Policy.forward`; {} without a load-balancing loss. Collective.
+        """`prices`, float32[M, E], for `Policy.forward`; {} without a load-balancing loss. Collective.
 
         loss = coefficient * mean over routers of E * sum over experts of f * P = sum(prices * token probabilities)
 
@@ -284,7 +270,7 @@ class Trainer:
         return {"prices": prices.float()}
 
     def finish_update(self, losses: Sequence[Tensor], *, learning_rate: float, step: int) -> float:
-        """Returns the gradient norm. Raises DivergenceError."""
+        """Gradient norm. Raises DivergenceError."""
         total = torch.stack(list(losses)).sum()
         check_loss(total, what="the loss", step=step, setting="learner.optimizer", ranks=self._ranks)
         # Timed after the check, which waits for backward passes.
@@ -330,7 +316,6 @@ class Trainer:
                 check_rows(model, samples, layout=self._layout, ranks=self._ranks, step=step)
 
     def check_weights(self, *, step: int) -> None:
-        """Raise DivergenceError unless all weights are finite after `step`."""
         check = partial(check_finite, step=step, ranks=self._ranks)
         lower = "lower {}.learning_rate, or raise its epsilon".format
         check(self.engine.held_weights(), what="the learner's weights", remedy=lower("learner.optimizer"))

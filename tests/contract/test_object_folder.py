@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.buffer import object_folder
 from slipstream.buffer.durable_files import CHECKSUMS, checksums_of, find_damage, seal
 from slipstream.buffer.errors import DamagedObjectError, StorageError
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
@@ -171,9 +172,10 @@ def test_prune_deletes_unkept_folders_and_interrupted_uploads(tmp_path, uri):
 
 @pytest.mark.slow
 def test_a_server_that_is_away_is_waited_for_and_named(tmp_path, server, monkeypatch):
+    monkeypatch.setattr(object_folder, "_FIRST_DELAY_S", 0.1)
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
-    folder, wait = make_folder(tmp_path / "step-1"), StorageWait(60, first_delay_s=0.1)
+    folder, wait = make_folder(tmp_path / "step-1"), StorageWait(60)
     remote = ObjectFolder(f"s3://{server.new_bucket()}/runs", wait).child("step-1")
     server.stop()
     sending = threading.Thread(target=send, args=(folder, remote), daemon=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from slipstream.broker import archiver
+from slipstream.broker import archiver as archiver_module
 from slipstream.broker.archiver import ArchiverThread
 from slipstream.buffer.archive.archive import Archive
 from slipstream.buffer.archive.shards import ShardWriter
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.core
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archiver, "_GROUPS_PER_SHARD", 4)
-    monkeypatch.setattr(archiver, "_FLUSH_S", 0.2)
+    for name, value in (("_GROUPS_PER_SHARD", 4), ("_FLUSH_S", 0.2), ("_TICK_S", 0.02)):
+        monkeypatch.setattr(archiver_module, name, value)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def connect_to(server: EmbeddedRedis) -> RedisStore:
 
 
 def start_archiver(server: EmbeddedRedis, folder: Path) -> ArchiverThread:
-    archiver = ArchiverThread(lambda: connect_to(server), folder, ArchiveConfig(), tick_s=0.02)
+    archiver = ArchiverThread(lambda: connect_to(server), folder, ArchiveConfig())
     archiver.start()
     return archiver
 

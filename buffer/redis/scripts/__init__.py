@@ -7,7 +7,7 @@ from importlib import resources
 
 @cache
 def load_script(name: str) -> str:
-    """Return the text of `<name>.lua` after the prelude, as the server runs it.
+    """Text of `<name>.lua` after the prelude, as the server runs it.
 
     Comment lines are blanked, because the server logs the text and sends it to replicas. They are not removed, so that
     line numbers in errors match the concatenated files.

@@ -67,7 +67,7 @@ def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings:
 
 
 def first_adapter_mismatch(model: Any, sent: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> str:
-    """Return the name of the first tensor that differs from the slot's, or empty."""
+    """Name of the first tensor that differs from the slot's, or empty."""
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
     manager = model.lora_manager

@@ -50,7 +50,7 @@ def engine_environment(config: VllmEngineConfig, *, device: str | None = None) -
 
 
 def detect_device() -> str:
-    """Return `cuda` if the machine has an NVIDIA device and vLLM is not the CPU build, else `cpu`."""
+    """`cuda` if the machine has an NVIDIA device and vLLM is not the CPU build, else `cpu`."""
     # Without torch, which would read the environment.
     has_device = Path("/dev/nvidiactl").exists() or Path("/dev/dxg").exists()
     try:

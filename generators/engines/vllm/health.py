@@ -103,7 +103,7 @@ def report_fatal_errors() -> None:
 
 
 def read_fatal_error() -> str:
-    """Return the fatal error of this process's engine, one line, or empty."""
+    """Fatal error of this process's engine, one line, or empty."""
     try:
         return _path().read_text(errors="replace")
     except OSError:

@@ -88,7 +88,7 @@ class _PilModule(ModuleType):
 
 
 def select_experts(output: RequestOutput, *, layers: Sequence[int]) -> np.ndarray | None:
-    """Return `Completion.experts` of these layers. None without layers.
+    """`Completion.experts` of these layers. None without layers.
 
     Raises EngineError unless vLLM returned a row for each token except the last.
     """

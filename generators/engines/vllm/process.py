@@ -212,7 +212,7 @@ def _kill_engine_processes() -> None:
 
 
 def read_checkpoint(model: ModelConfig) -> tuple[list[int], PreTrainedModel]:
-    """Return the end tokens and the learner's module, on the meta device. Raises EngineError, ConfigError."""
+    """End tokens and the learner's module, on the meta device. Raises EngineError, ConfigError."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         module = meta_model(model)

@@ -106,7 +106,7 @@ class RecordedLoad(TorchDispatchMode):
         part: tuple[int, int] = (0, 1),
         is_sampled: bool = False,
     ) -> str:
-        """Return the name of the first tensor that differs from the model's, or empty.
+        """Name of the first tensor that differs from the model's, or empty.
 
         `run`: runs a check of a kernel in the thread of the model. `part`: (i, n) compares the i-th of n parts of the
         kernels, and checks that the others are new; `uncompared` is filled only for n = 1. `is_sampled`: also compares

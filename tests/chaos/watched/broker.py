@@ -48,7 +48,7 @@ def lighten() -> None:
     router._CREDIT_MESSAGES, router._CREDIT_BYTES = _CREDIT_MESSAGES, _CREDIT_BYTES
     router._REAP_INTERVAL_S, router._REAP_AFTER_OUTAGE_S = _REAP_INTERVAL_S, _REAP_AFTER_OUTAGE_S
     ingest._RETRY_S = _RETRY_S
-    archiver.ArchiverThread.__init__.__kwdefaults__["tick_s"] = _TICK_S
+    archiver._TICK_S = _TICK_S
 
 
 if __name__ == "__main__":

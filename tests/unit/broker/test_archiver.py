@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from slipstream.broker import archiver as archiver_module
-from slipstream.broker.archiver import Archiver, ArchiverThread, OpenWriter
+from slipstream.broker.archiver import Archiver, ArchiverThread
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.archive.archive import Archive, ArchiveMirror
 from slipstream.buffer.archive.index import ShardEntry
@@ -35,7 +35,8 @@ CONFIG = ArchiveConfig()
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archiver_module, "_GROUPS_PER_SHARD", 3)
+    for name, value in (("_GROUPS_PER_SHARD", 3), ("_TICK_S", 0.001)):
+        monkeypatch.setattr(archiver_module, name, value)
 
 
 class FakeStore:
@@ -147,10 +148,11 @@ def test_a_group_waits_at_most_flush_s(archiver, store, clock, tmp_path):
     assert shards_in(tmp_path) == [["0", "1"], ["2"]]
 
 
-def test_a_shard_of_large_groups_has_fewer_of_them(store, tmp_path):
+def test_a_shard_of_large_groups_has_fewer_of_them(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(archiver_module, "_MAX_SHARD_BYTES", 2**20)
     size = len(make_finished().payloads[0])
     store.finish(*range(4), members=2**20 // size // 2 + 1)
-    archiver = Archiver(store, tmp_path, CONFIG, max_shard_bytes=2**20)
+    archiver = Archiver(store, tmp_path, CONFIG)
     assert archiver.step() == 1
 
 
@@ -281,9 +283,10 @@ def full_disk(_: Path) -> ShardWriter:
 
 
 @pytest.mark.parametrize(("open_writer", "waits_for"), [(ShardWriter, "store"), (full_disk, "disk")])
-def test_a_stuck_archiver_says_which_side_it_waits_for(tmp_path: Path, open_writer, waits_for: str):
+def test_a_stuck_archiver_says_which_side_it_waits_for(tmp_path: Path, monkeypatch, open_writer, waits_for: str):
+    monkeypatch.setattr(archiver_module, "ShardWriter", open_writer)
     store = RefusingStore()
-    thread = ArchiverThread(lambda: store, tmp_path / "archive", CONFIG, tick_s=0.001, open_writer=open_writer)
+    thread = ArchiverThread(lambda: store, tmp_path / "archive", CONFIG)
     thread.start()
     assert thread.stop(timeout_s=10)
     assert thread.status().waits_for == waits_for
@@ -293,7 +296,7 @@ def test_a_full_archive_lets_groups_go_says_so_and_its_ledger_ends_where_it_does
     config = msgspec.structs.replace(CONFIG, max_gib=1 / 2**30)
     store.train(1, 1, 2, 3)
     store.train(2, 4, 5, 6)
-    thread = ArchiverThread(lambda: store, tmp_path, config, tick_s=0.001)
+    thread = ArchiverThread(lambda: store, tmp_path, config)
     thread.start()
     await_status(thread, lambda status: status.state == "full")
     thread.stop(timeout_s=10)
@@ -351,7 +354,7 @@ def test_an_object_store_that_is_away_is_reported_by_name(store, tmp_path):
     (tmp_path / "remote").write_text("no folder")
     store.finish(0, 1, 2)
     storage = ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0))
-    thread = ArchiverThread(lambda: store, tmp_path / "here", CONFIG, tick_s=0.01, storage=storage)
+    thread = ArchiverThread(lambda: store, tmp_path / "here", CONFIG, storage=storage)
     thread.start()
     try:
         await_status(thread, lambda status: status.waits_for == "storage" and f"{tmp_path}/remote" in status.reason)
@@ -378,7 +381,6 @@ def test_the_archiver_works_while_its_broker_is_the_chief_and_leaves_the_folder_
             lambda: store,
             tmp_path,
             CONFIG,
-            tick_s=0.001,
             lead=lambda name=name: fences[name],  # type: ignore[misc]
         )
         for name in fences
@@ -405,11 +407,11 @@ def test_the_archiver_works_while_its_broker_is_the_chief_and_leaves_the_folder_
 
 
 def test_an_archiver_that_hung_does_not_overwrite_in_the_object_store_what_its_successor_wrote(
-    tmp_path: Path, store: FakeStore
+    tmp_path: Path, store: FakeStore, monkeypatch
 ):
-    def archiver(place: str, fence: int, open_writer: OpenWriter = ShardWriter) -> Archiver:
+    def archiver(place: str, fence: int) -> Archiver:
         mirror = ArchiveMirror(tmp_path / place, ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0)))
-        return Archiver(store, tmp_path / place, CONFIG, mirror=mirror, fence=fence, open_writer=open_writer)
+        return Archiver(store, tmp_path / place, CONFIG, mirror=mirror, fence=fence)
 
     class Hangs(ShardWriter):
         """Hangs after its shard until another broker has become the chief and archived on its machine."""
@@ -418,13 +420,15 @@ def test_an_archiver_that_hung_does_not_overwrite_in_the_object_store_what_its_s
             written = super().write(groups)
             store.fence = 2
             store.groups.pop(0)
+            monkeypatch.undo()
             second = archiver("there", 2)
             second.flush()
             second.close()
             return written
 
     store.fence = 1
-    first = archiver("here", 1, Hangs)
+    monkeypatch.setattr(archiver_module, "ShardWriter", Hangs)
+    first = archiver("here", 1)
     store.finish(0, 1, 2)
     with pytest.raises(StaleFenceError):
         first.step()

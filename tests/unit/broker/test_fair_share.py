@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from slipstream.broker.fair_share import FairShare, Throughput, finish_s, shares
-from slipstream.broker.messages import Hello
+from slipstream.broker.messages import Hello, Pong
 from slipstream.broker.peers import Peer
 from slipstream.buffer.records import Lease
 from tests.fakes import FakeClock
@@ -78,6 +79,9 @@ def test_at_least_one_generator_gets_groups(num_groups: int, in_flight: int):
     assert shares(*vectors(paces), num_groups=num_groups).sum() > 0
 
 
+READY = Pong(-1.0, "ready", 0)
+
+
 class Scene:
     """Generators by name; each lease has one member."""
 
@@ -87,7 +91,7 @@ class Scene:
         self.num_leased = 0
 
     def add(self, name: str, *, version: int = 0, state: str = "ready") -> Peer:
-        peer = Peer(name.encode(), Hello("generator", name, "1", "here", 1), self.clock.now, state, version)
+        peer = Peer(name.encode(), Hello("generator", name, "1", "here", 1), self.clock.now, Pong(-1.0, state, version))
         self.shares.add(peer)
         return peer
 
@@ -97,7 +101,7 @@ class Scene:
         self.num_leased += count
         leases = [Lease(f"{n}-0", str(n), "train", n, n, attempt=0, indices=[0]) for n in ordinals]
         self.shares.record_leases(peer, leases)
-        peer.lease_ids = [*peer.lease_ids, *(lease.id for lease in leases)]
+        peer.status = replace(peer.status, lease_ids=[*peer.status.lease_ids, *(lease.id for lease in leases)])
         return [f"{lease.id}-0" for lease in leases]
 
     def measure(self, peer: Peer, *, count: int, seconds: float) -> None:
@@ -105,7 +109,7 @@ class Scene:
         ids = self.lease(peer, count)
         self.clock.now += seconds
         self.shares.record_stored(peer, ids)
-        peer.lease_ids = []
+        peer.status = replace(peer.status, lease_ids=[])
 
     def num_groups(self, peer: Peer, num_groups: int, *, oldest_version: int = 0) -> int:
         self.shares.start_round()
@@ -185,11 +189,12 @@ def test_a_long_excluded_generator_is_measured_again(scene: Scene):
 
 def test_a_generator_that_has_stale_weights_or_accepts_no_prompts_takes_no_part(scene: Scene):
     fast, slow = pair(scene)
-    fast.version, slow.version = 3, 5
+    fast.status, slow.status = (replace(READY, version=version) for version in (3, 5))
     assert scene.num_groups(slow, 8, oldest_version=4) == 8
-    fast.version = -1
+    fast.status = replace(READY, version=-1)
     assert scene.num_groups(slow, 8, oldest_version=4) == 0
-    for fast.state in ("unsynced", "draining"):
+    for state in ("unsynced", "draining"):
+        fast.status = replace(READY, state=state)
         assert scene.num_groups(slow, 8) == 8
 
 
@@ -199,7 +204,7 @@ def test_returned_leases_stop_counting(scene: Scene):
     scene.measure(second, count=8, seconds=60.0)
     scene.lease(first, 8)
     assert scene.num_groups(first, 8) == 0
-    first.lease_ids = []
+    first.status = replace(first.status, lease_ids=[])
     scene.clock.now += 8.1
     assert scene.num_groups(first, 8) == 4
 
@@ -223,7 +228,7 @@ def test_evaluation_rows_follow_throughput_and_nobody_gets_none(scene: Scene):
 
 def test_a_generator_keeps_its_measurements_on_a_new_connection(scene: Scene):
     fast, slow = pair(scene)
-    again = Peer(b"new", slow.hello, scene.clock.now, "ready", 0)
+    again = Peer(b"new", slow.hello, scene.clock.now, READY)
     scene.shares.add(again)
     assert scene.num_groups(again, 8) == 0
     assert scene.num_groups(fast, 8) == 8
@@ -291,7 +296,7 @@ def test_rounds_decide_as_if_all_were_worked_out_anew_for_every_request(seed: in
             case "join" if len(peers) < 12:
                 name = f"generator-{draw.randrange(99)}"
                 if name not in peers:
-                    peers[name] = Peer(name.encode(), Hello("generator", name, "1", "here", 1), clock.now, "ready", 0)
+                    peers[name] = Peer(name.encode(), Hello("generator", name, "1", "here", 1), clock.now, READY)
                     fair_share.add(peers[name])
                     oracle.add(name)
             case "leave" if peers and draw.random() < 0.3:
@@ -300,8 +305,8 @@ def test_rounds_decide_as_if_all_were_worked_out_anew_for_every_request(seed: in
                 del oracle.groups[name], oracle.took[name]
             case "state" if peers:
                 peer = peers[draw.choice(sorted(peers))]
-                peer.version, peer.is_disconnected = draw.choice([-1, 0, 1, 2]), draw.random() < 0.2
-                peer.state = draw.choice(["ready", "ready", "unsynced", "updating"])
+                version, peer.is_disconnected = draw.choice([-1, 0, 1, 2]), draw.random() < 0.2
+                peer.status = Pong(-1.0, draw.choice(["ready", "ready", "unsynced", "updating"]), version)
             case "complete":
                 for name in peers:
                     for lease_id in [each for each in oracle.groups[name] if draw.random() < 0.4]:
@@ -313,9 +318,9 @@ def test_rounds_decide_as_if_all_were_worked_out_anew_for_every_request(seed: in
                 takes_part = {
                     name
                     for name, peer in peers.items()
-                    if peer.state != "unsynced"
+                    if peer.status.state != "unsynced"
                     and not peer.is_disconnected
-                    and (peer.version < 0 or peer.version >= oldest)
+                    and (peer.status.version < 0 or peer.status.version >= oldest)
                 }
                 for name in draw.sample(sorted(peers), len(peers)):
                     expected = oracle.num_groups(name, available, clock.now, takes_part)
@@ -339,7 +344,7 @@ def test_rounds_decide_as_if_all_were_worked_out_anew_for_every_request(seed: in
 def test_a_thousand_generators_that_ask_at_once_are_measured_once():
     clock, measured = FakeClock(), []
     fair_share = FairShare(lost_after_s=8.0, clock=clock)
-    peers = [Peer(b"", Hello("generator", f"g-{n}", "1", "here", 1), 0.0, "ready", 0) for n in range(1000)]
+    peers = [Peer(b"", Hello("generator", f"g-{n}", "1", "here", 1), 0.0, READY) for n in range(1000)]
     for number, peer in enumerate(peers):
         fair_share.add(peer)
         fair_share.record_leases(peer, [Lease(f"{number}-0", str(number), "train", number, number, 0, [0])])

@@ -238,8 +238,10 @@ def test_a_request_past_its_deadline_is_dropped(scene: RouterScene):
 
 
 def test_gauges_cannot_replace_what_the_broker_knows_of_a_peer():
-    peer = Peer(b"", Hello("generator", "g-0", "i", "node", 7), heard_at=0.0, state="ready", version=3)
-    peer.gauges = {"role": "learner", "state": "gone", "version": "x", "pid": 1, "tokens": 5}
+    gauges = {"role": "learner", "state": "gone", "version": "x", "pid": 1, "tokens": 5}
+    peer = Peer(
+        b"", Hello("generator", "g-0", "i", "node", 7), heard_at=0.0, status=Pong(-1.0, "ready", 3, gauges=gauges)
+    )
     known = {"role": "generator", "state": "ready", "version": 3, "reason": "", "host": "node", "pid": 7}
     assert peer.beat({}).gauges == known | {"tokens": 5}
 

@@ -1,5 +1,6 @@
 """Builders of the algorithm functions' input records. Importing this module enables shape checks of these records."""
 
+import dataclasses
 import math
 from functools import partial
 
@@ -104,5 +105,5 @@ def find_idle(loss, columns: inputs.LossInputs) -> torch.Tensor:
     """Tokens with an advantage that the loss leaves without gradient."""
     leaf = columns.log_ratio.detach().requires_grad_()
     with torch.enable_grad():
-        losses = loss(columns.with_log_ratio(leaf))
+        losses = loss(dataclasses.replace(columns, log_ratio=leaf))
     return checked(policy_losses.idle_tokens)(losses, leaf, columns.advantages)

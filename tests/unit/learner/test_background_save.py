@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from slipstream.buffer import object_folder
 from slipstream.buffer.durable_files import CHECKSUMS, find_damage, write_durably
 from slipstream.buffer.errors import StorageError
 from slipstream.buffer.object_folder import ObjectFolder, StorageWait
@@ -224,9 +225,10 @@ def test_a_checkpoint_of_two_machines_counts_once_both_have_written_and_sent_the
     assert [*tmp_path.glob("*/draft*")] == []
 
 
-def test_a_dead_object_store_ends_the_save_before_its_pointer_moves_and_leaves_it_on_the_disk(tmp_path):
+def test_a_dead_object_store_ends_the_save_before_its_pointer_moves_and_leaves_it_on_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(object_folder, "_FIRST_DELAY_S", 0.05)
     (tmp_path / "remote").write_text("no folder")
-    storage = ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0.3, first_delay_s=0.05))
+    storage = ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0.3))
     saver = make_saver(tmp_path / "0", 0, size=1, storage=storage)
     finished: list[bool] = []
     start(saver, 1, finish=lambda: finished.append(True))

@@ -35,26 +35,32 @@ class Watches:
     def __init__(self) -> None:
         self.store = dist.HashStore()
         self.watches: list[RankWatch] = []
-        self.ended: dict[int, str] = {}
+        self.ended: list[str] = []
         self.has_ended = threading.Event()
 
     def join(self, rank: int, *, size: int = 2, store: dist.Store | None = None) -> RankWatch:
-        def end(message: str) -> None:
-            self.ended[rank] = message
-            self.has_ended.set()
-
-        watch = RankWatch(store or self.store, rank=rank, size=size, timeout_s=TIMEOUT_S, end=end, host=f"node{rank}")
+        watch = RankWatch(store or self.store, rank=rank, size=size, timeout_s=TIMEOUT_S)
+        watch._host = f"node{rank}"
         self.watches.append(watch)
         watch.start()
         return watch
 
+    def end(self, message: str) -> None:
+        self.ended.append(message)
+        self.has_ended.set()
+
 
 @pytest.fixture
-def ranks() -> Iterator[Watches]:
+def ranks(monkeypatch) -> Iterator[Watches]:
     made = Watches()
+    monkeypatch.setattr(ranks_module, "_end_process", made.end)
     yield made
     for watch in made.watches:
         watch.stop()
+    # Before the patch goes: the real function would end this process.
+    for thread in threading.enumerate():
+        if thread.name == "rank-watch-judge":
+            thread.join(DEADLINE_S)
 
 
 def test_a_silent_rank_is_named_with_its_machine(ranks: Watches):
@@ -64,7 +70,7 @@ def test_a_silent_rank_is_named_with_its_machine(ranks: Watches):
     ranks.store.wait(["alive/2"], timedelta(seconds=DEADLINE_S))
     silent.stop()
     assert ranks.has_ended.wait(DEADLINE_S)
-    message = next(iter(ranks.ended.values()))
+    message = ranks.ended[0]
     assert message == (
         "all learner ranks must send a heartbeat within 0.3 s, got none from rank 2 on node2: "
         "a machine is down or a process hangs; the ranks are restarted."
@@ -85,7 +91,7 @@ def test_a_lost_rendezvous_is_blamed_on_rank_0(ranks: Watches):
     ranks.join(1, store=lost)
     assert ranks.has_ended.wait(DEADLINE_S)
     lost.is_back.set()
-    assert ranks.ended[1].startswith("the machine of learner rank 0, an unknown machine, must answer")
+    assert ranks.ended[-1].startswith("the machine of learner rank 0, an unknown machine, must answer")
 
 
 def test_a_process_that_was_suspended_blames_no_rank(ranks: Watches, monkeypatch: pytest.MonkeyPatch):

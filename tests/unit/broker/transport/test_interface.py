@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.broker.errors import ChannelClosedError
+from slipstream.broker.transport import endpoints
 from slipstream.broker.transport.endpoints import Interface, check_reach, collective_environment, find_interface
 from slipstream.broker.transport.zmq_channels import ZmqClientChannel, ZmqServerChannel, is_refused, listen
 from slipstream.configs.base import ConfigError
@@ -54,12 +55,14 @@ def port_of(server: ZmqServerChannel) -> int:
         (LOOPBACK, Interface("lo", "127.0.0.1")),
     ],
 )
-def test_the_one_address_inside_is_found(network: str, found: Interface) -> None:
-    assert find_interface(ClusterConfig(interface=network), addresses=MACHINE) == found
+def test_the_one_address_inside_is_found(network: str, found: Interface, monkeypatch) -> None:
+    monkeypatch.setattr(endpoints, "own_addresses", lambda: MACHINE)
+    assert find_interface(ClusterConfig(interface=network)) == found
 
 
-def test_the_loopback_address_is_not_meant_by_a_network_of_everything() -> None:
-    found = find_interface(ClusterConfig(interface="0.0.0.0/0"), addresses={"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"]})
+def test_the_loopback_address_is_not_meant_by_a_network_of_everything(monkeypatch) -> None:
+    monkeypatch.setattr(endpoints, "own_addresses", lambda: {"lo": ["127.0.0.1"], "eth0": ["10.0.0.5"]})
+    found = find_interface(ClusterConfig(interface="0.0.0.0/0"))
     assert found.name == "eth0"
 
 
@@ -72,9 +75,10 @@ def test_the_loopback_address_is_not_meant_by_a_network_of_everything() -> None:
         ("0.0.0.0/0", "4 inside: 172.17.0.1 (docker0),"),
     ],
 )
-def test_no_address_inside_or_several_are_named(network: str, got: str) -> None:
+def test_no_address_inside_or_several_are_named(network: str, got: str, monkeypatch) -> None:
+    monkeypatch.setattr(endpoints, "own_addresses", lambda: MACHINE)
     with pytest.raises(ConfigError, match=f"must hold exactly one address of .*, got {re.escape(got)}"):
-        find_interface(ClusterConfig(interface=network), addresses=MACHINE)
+        find_interface(ClusterConfig(interface=network))
 
 
 def test_collectives_use_the_interface_of_a_trusted_network_alone() -> None:

@@ -1,7 +1,10 @@
+from typing import get_args, get_type_hints
+
 import pytest
 import torch
 
-from slipstream.learner.algorithms import aggregation
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.learner.algorithms import find
 from slipstream.learner.algorithms.inputs import AggregationInputs
 from tests.unit.learner.inputs import checked
 
@@ -14,12 +17,12 @@ def weighing(name):
 
     def weigh(counts, groups=None):
         groups = torch.arange(len(counts)) // 2 if groups is None else groups
-        return checked(aggregation.AGGREGATIONS[name])(AggregationInputs(counts, groups, LENGTH))
+        return checked(find(f"aggregation.{name}"))(AggregationInputs(counts, groups, LENGTH))
 
     return weigh
 
 
-WEIGH = {name: weighing(name) for name in aggregation.AGGREGATIONS}
+WEIGH = {name: weighing(name) for name in get_args(get_type_hints(AlgorithmConfig)["loss_aggregation"])}
 
 
 def test_weights_by_hand():

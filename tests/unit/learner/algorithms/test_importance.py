@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from slipstream.learner.algorithms import importance
+from slipstream.learner.algorithms import find, importance
 from slipstream.learner.algorithms.inputs import RatioInputs
 from tests.unit.learner.inputs import checked, over_ratios
 
@@ -13,7 +13,7 @@ token_ratio, token_log_ratio, truncate, mask, normalize, effective_sample_size =
     checked(getattr(importance, name)) for name in names
 )
 interpolation, loglinear = checked(importance.interpolation), checked(importance.loglinear)
-LEVELS = {name: over_ratios(level) for name, level in importance.LEVELS.items()}
+LEVELS = {name: over_ratios(find(f"importance.{name}_level")) for name in ("token", "sequence", "geometric")}
 
 LOG_RATIO = torch.tensor([math.log(2), math.log(3), math.log(0.5), 0.0])
 SEQUENCES = torch.tensor([0, 0, 2, 2])
@@ -138,10 +138,7 @@ GENERATOR, LEARNER = torch.tensor([0.2, 0.5, 0.9]).log(), torch.tensor([0.8, 0.4
 
 
 def test_the_interpolated_policy_by_hand_is_exact_at_both_ends_and_neutral_where_not_finite():
-    versions, expected = torch.tensor([6, 7, 8, 9]), {9: [3 / 4, 2 / 3, 1 / 2, 0], 8: [2 / 4, 1 / 3, 0, 0]}
-    for proximal, shares in expected.items():
-        found = interpolation(versions, proximal_version=proximal, learner_version=10)
-        assert found.tolist() == pytest.approx(shares), proximal
+    assert interpolation(torch.tensor([3, 2, 1, 0])).tolist() == pytest.approx([3 / 4, 2 / 3, 1 / 2, 0])
     assert loglinear(GENERATOR, LEARNER, alpha=torch.zeros(3)).equal(GENERATOR)
     assert loglinear(GENERATOR, LEARNER, alpha=torch.ones(3)).equal(LEARNER)
     geometric = loglinear(GENERATOR, LEARNER, alpha=torch.full((3,), 0.5)).exp()
@@ -151,7 +148,7 @@ def test_the_interpolated_policy_by_hand_is_exact_at_both_ends_and_neutral_where
     assert importance.token_ratio(between, broken).tolist() == pytest.approx([1, 1, 1])
 
 
-keep_k1, keep_k2, keep_k3 = (over_ratios(keep) for keep in importance.STATISTICS.values())
+keep_k1, keep_k2, keep_k3 = (over_ratios(find(f"importance.keep_{name}")) for name in ("k1", "k2", "k3"))
 veto = over_ratios(importance.veto)
 OVERS = ["token", "sum", "mean"]
 REJECTIONS = {

@@ -158,9 +158,10 @@ def test_the_visual_encoder_is_trained_unless_it_is_frozen(folder: Path) -> None
         assert "language_model" in moves
 
 
-def test_images_are_kept_over_steps_up_to_a_size(folder: Path) -> None:
+def test_images_are_kept_over_steps_up_to_a_size(folder: Path, monkeypatch) -> None:
+    monkeypatch.setattr("slipstream.learner.batching.microbatch._KEPT_BYTES", len(PICTURES[1]) + len(PICTURES[2]))
     names = [image_id(data) for data in PICTURES]
-    held = PromptImages(str(folder), kept_bytes=len(PICTURES[1]) + len(PICTURES[2]))
+    held = PromptImages(str(folder))
     assert held.missing(names[:2]) == sorted(names[:2])
     held.keep(names[:2], {image_id(data): data for data in PICTURES[:2]})
     assert held.missing(names) == [names[2]]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from slipstream.learner.training import step_metrics
 from slipstream.learner.training.step_metrics import GradientSimilarity
 from tests.unit.learner.builders import make_alone
 
@@ -11,10 +12,10 @@ from tests.unit.learner.builders import make_alone
 class Scene:
     """Parameters with given gradients, and an observed optimizer."""
 
-    def __init__(self, *sizes: int, **settings) -> None:
+    def __init__(self, *sizes: int) -> None:
         self.parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.0)
-        self.similarity = GradientSimilarity(self.optimizer, seed=0, **settings)
+        self.similarity = GradientSimilarity(self.optimizer, seed=0)
 
     def use(self, *gradients: torch.Tensor | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -90,14 +91,16 @@ def test_ranks_with_pieces_or_with_copies_find_the_cosine_of_the_whole(is_replic
     assert mine.cosine(Rank(recording.values)) == pytest.approx(whole.cosine())
 
 
-def test_of_a_long_gradient_the_same_few_entries_are_kept_and_stand_for_all():
-    scene, whole = Scene(30_000, 70_000, max_entries=5_000), Scene(30_000, 70_000)
+def test_of_a_long_gradient_the_same_few_entries_are_kept_and_stand_for_all(monkeypatch):
+    scene, whole = Scene(30_000, 70_000), Scene(30_000, 70_000)
     generator = torch.Generator().manual_seed(3)
     first = [torch.randn(size, generator=generator) for size in (30_000, 70_000)]
     second = [0.5 * gradient + torch.randn(len(gradient), generator=generator) for gradient in first]
     for gradients in (first, second):
-        scene.update(*gradients)
         whole.update(*gradients)
+    monkeypatch.setattr(step_metrics, "_MAX_ENTRIES", 5_000)
+    for gradients in (first, second):
+        scene.update(*gradients)
     assert sum(part.numel() for part in scene.similarity._previous) <= 5_000
     recording = Rank()
     assert scene.cosine(recording) == pytest.approx(whole.cosine(), abs=0.03)

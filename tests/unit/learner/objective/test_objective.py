@@ -21,8 +21,9 @@ from slipstream.configs.policy_losses import (
     ReinforceConfig,
     ToprConfig,
 )
+from slipstream.learner.algorithms import find
 from slipstream.learner.batching.batch import Tokens
-from slipstream.learner.training.objective import Objective, ObjectiveState, find
+from slipstream.learner.training.objective import Objective, ObjectiveState
 from slipstream.learner.training.step_metrics import StepMetrics
 from tests.metric_docs import STEP, TOKENS, keys_under
 from tests.unit.learner.builders import documented, make_alone

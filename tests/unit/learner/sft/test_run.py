@@ -125,7 +125,7 @@ def test_weights_that_an_update_made_nan_end_the_run_and_its_resume_begins_befor
 def test_an_evaluation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, monkeypatch):
     run = SftRun(make_sft_run(tmp_path, eval_every_steps=6), device=CPU)
     losses = iter([1.0, float("nan")])
-    monkeypatch.setattr(run._sft, "loss", lambda _rows: next(losses))
+    monkeypatch.setattr(run._sft, "measure", lambda _rows: {"eval/loss": next(losses)})
     with pytest.raises(DivergenceError, match=r"evaluation loss must be finite after step 3, .*No checkpoint"):
         run.run()
     assert not list((tmp_path / "runs/first/checkpoints").iterdir())

@@ -114,7 +114,7 @@ def test_three_steps_match_a_plain_loop(tmp_path, engine):
     assert [row["learner/grad_norm"] for row in rows] == pytest.approx(norms, rel=1e-4)
     assert [row["learner/tokens"] for row in rows] == [count_tokens(batch) for batch in batches]
     with torch.no_grad():
-        assert sft.loss(batches[0]) == pytest.approx(plain_loss(module, batches[0]).item(), rel=1e-4)
+        assert sft.measure(batches[0])["eval/loss"] == pytest.approx(plain_loss(module, batches[0]).item(), rel=1e-4)
     found, expected = weights(trainer), dict(module.named_parameters())
     assert max(float((found[name] - parameter.detach()).abs().max()) for name, parameter in expected.items()) < 1e-5
 
@@ -125,7 +125,7 @@ def test_the_loss_weighs_tokens_equally_for_any_batch_size(tmp_path):
     for batch in (1, 4, 64):
         sft, trainer = make_sft_trainer(tmp_path, batch=batch)
         before = weights(trainer)
-        assert sft.loss(demonstrations) == pytest.approx(expected, rel=1e-5)
+        assert sft.measure(demonstrations)["eval/loss"] == pytest.approx(expected, rel=1e-5)
         assert all(tensor.equal(before[name]) for name, tensor in weights(trainer).items())
 
 
@@ -145,7 +145,7 @@ def test_a_token_that_the_model_finds_impossible_has_no_loss_and_is_counted(tmp_
     # The other token's softmax also excludes it.
     logits = make_tiny_module()(input_ids=torch.tensor([[4, 8]])).logits[0]
     expected = -logits.index_fill(-1, torch.tensor([5]), -torch.inf).log_softmax(-1)[0, 8].item()
-    assert sft.loss([impossible]) == pytest.approx(expected, rel=1e-5)
+    assert sft.measure([impossible])["eval/loss"] == pytest.approx(expected, rel=1e-5)
     metrics = sft.step([impossible], step=1)
     assert metrics["learner/loss"] == pytest.approx(expected / 2, rel=1e-5)
     assert metrics["learner/nonfinite_fraction"] == 0.5

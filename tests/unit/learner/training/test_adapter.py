@@ -138,7 +138,7 @@ def test_the_reference_is_the_base_without_a_second_model(tmp_path, engine, esti
     assert first["learner/reference_kl"] == pytest.approx(0.0, abs=1e-6)
     assert last["learner/reference_kl"] > 1e-4
     twin = load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU)
-    samples = trainer.collate(trainer._build(make_groups(), 0, max_lags=(), weights=(), num_mixed=0).updates[0])
+    samples = trainer.collate(trainer._build(make_groups(), learner_version=0).updates[0])
     reference = trainer._frozen_models.reference
     with torch.no_grad():
         assert all(reference.forward(one)["logprobs"].equal(twin(one)["logprobs"]) for one in samples)

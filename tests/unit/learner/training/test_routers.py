@@ -230,7 +230,7 @@ def test_a_step_replays_in_every_pass_of_the_policy_and_in_none_of_the_reference
 def test_recorded_experts_are_counted_without_a_pass_of_their_own(tmp_path: Path):
     trainer = make_trainer(moe_run(tmp_path, router_replay=True, router_aux_loss=1.0))
     groups = route(trainer.engine.model, make_groups())
-    built = trainer._build(groups, 0, max_lags=[], weights=[], num_mixed=0)
+    built = trainer._build(groups, learner_version=0)
     microbatches = trainer.collate(built.updates[0])
     passes = trainer.expert_prices(microbatches)["prices"]
     plain = [dataclasses.replace(microbatch, experts=None) for microbatch in microbatches]
