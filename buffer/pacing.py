@@ -33,7 +33,7 @@ def pacing_reason(state: RunState) -> str:
 
 
 def admission_reason(run: RunConfig, *, state: RunState, counts: StoreCounts) -> str:
-    """Why no new training prompt can be admitted; empty if one can."""
+    """Reason that no new training prompt can be admitted; empty if one can."""
     if state.phase not in ("starting", "training"):
         return f"the run is {state.phase}"
     if reason := capacity_reason(run.buffer.capacity, counts):
@@ -47,7 +47,7 @@ def oldest_version(run: RunConfig, *, committed: int) -> int:
 
 
 def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
-    """Why a generator at this version gets no training prompts; empty if it does, or has no version (-1)."""
+    """Reason that a generator at this version gets no training prompts; empty if it does, or has no version (-1)."""
     if version < 0 or version >= oldest_version(run, committed=committed):
         return ""
     max_lag = run.staleness.max_lag
@@ -55,7 +55,7 @@ def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
 
 
 def capacity_reason(capacity: CapacityConfig, counts: StoreCounts) -> str:
-    """Which capacity limit is reached; empty if the store has room."""
+    """Capacity limit that is reached; empty if the store has room."""
     if capacity.max_groups is not None and counts.outstanding >= capacity.max_groups:
         limit = f"buffer.capacity.max_groups is {capacity.max_groups}"
         return f"capacity: {counts.outstanding} groups are outstanding, {limit}"
