@@ -112,7 +112,7 @@ def pacing_reason(state: RunState) -> str:
 
 
 def admission_reason(run: RunConfig, *, state: RunState, counts: StoreCounts) -> str:
-    """Why no new training prompt can be admitted; empty if one can."""
+    """Reason that no new training prompt can be admitted; empty if one can."""
     if state.phase not in ("starting", "training"):
         return f"the run is {state.phase}"
     return pacing_reason(state) if counts.admitted >= admission_limit(run, state) else ""
@@ -124,7 +124,7 @@ def oldest_version(run: RunConfig, *, committed: int) -> int:
 
 
 def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
-    """Why a generator at this version gets no training prompts; empty if it does, or has no version (-1)."""
+    """Reason that a generator at this version gets no training prompts; empty if it does, or has no version (-1)."""
     if version < 0 or version >= oldest_version(run, committed=committed):
         return ""
     max_lag = run.staleness.max_lag

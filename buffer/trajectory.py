@@ -271,7 +271,7 @@ def lag(versions: np.ndarray, learner_version: int) -> np.ndarray:
 
 
 def stale_mask(trajectory: Trajectory, *, learner_version: int, max_lag: int) -> np.ndarray:
-    """Where model-written tokens are more than `max_lag` versions old, bool[T]."""
+    """Whether model-written tokens are more than `max_lag` versions old, bool[T]."""
     too_old = lag(trajectory.token_versions(), learner_version) > max_lag
     return too_old & trajectory.model_mask
 

@@ -149,7 +149,7 @@ def _marked(message: Message) -> Message:
 
 
 def _written(message: Message, opened: str, closed: str, *, names: list[str], reasoning: Reasoning) -> str:
-    """What the model writes after `opened`, the text up to the header of its turn. Raises ConfigError."""
+    """Text that the model writes after `opened`, the text up to the header of its turn. Raises ConfigError."""
     text = closed[len(opened) :]
     given, _ = reasoning.split(str(message.get("content") or ""), is_open=False)
     given = str(message.get("reasoning_content") or given or "").strip()
