@@ -468,6 +468,8 @@ def _variant_errors(expected: UnionType, value: dict[str, Any], path: str) -> It
         yield from _errors(kinds[None], value, path)
     elif value.get("kind") in kinds:
         yield from _record_errors(kinds[value["kind"]], value, path)
+    elif not kinds:
+        yield f"{path} must be one value, got a record with {', '.join(value)}."
     else:
         yield f"{path}.kind must be one of {', '.join(map(str, kinds))}, got {value.get('kind', 'nothing')!r}."
 

@@ -579,7 +579,7 @@ def test_evaluation_answers_are_kept_like_finished_groups(fresh_store):
     packed = answer(each, reward=Reward(total=0.5, is_correct=True, detail="42"), data_source="maths")
     assert store.insert([packed, packed]) == [READY, DUPLICATE]
     (kept,) = store.finished(limit=9)
-    assert (kept.id, kept.outcome, kept.payloads) == ("e:4", "evaluated", [packed[1]])
+    assert (kept.id, kept.state, kept.payloads) == ("e:4", "evaluated", [packed[1]])
     assert store.counts().outcomes == {}
     (found,) = store.evaluation_answers("e")
     assert (found.row, found.reward, found.is_correct, found.answer, found.data_source) == (4, 0.5, True, "42", "maths")
@@ -597,8 +597,8 @@ def test_with_an_archive_a_group_stays_until_it_is_forgotten(fresh_store):
     commit(store, claim(store, 1, 1))
     checkpoint(store, 1)
     first, second = store.finished(limit=9)
-    assert (first.id, first.outcome, first.reason, first.steps) == (unfit.group_id, "rejected", "unfit", [])
-    assert (second.id, second.outcome, second.steps) == (used.group_id, "retired", [1])
+    assert (first.id, first.state, first.reason, first.steps) == (unfit.group_id, "rejected", "unfit", [])
+    assert (second.id, second.state, second.steps) == (used.group_id, "retired", [1])
     assert second.payloads == [answer(used, index)[1] for index in range(GROUP_SIZE)]
     assert store.insert([answer(used)]) == [DUPLICATE]
     assert store.counts().payload_bytes == sum(map(len, first.payloads + second.payloads))

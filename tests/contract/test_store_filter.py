@@ -124,7 +124,7 @@ def test_a_repeat_of_an_answer_to_a_rejected_group_is_recognized(fresh_store, ke
     counts = assert_balanced(store)
     assert (counts.open, counts.open_members, counts.accepted, counts.unarchived) == (1, 1, 4, keeps_finished)
     for group in store.finished(limit=9):
-        assert (group.id, group.outcome, group.reason, group.steps) == ("0", "rejected", "zero_advantage", [])
+        assert (group.id, group.state, group.reason, group.steps) == ("0", "rejected", "zero_advantage", [])
         assert group.payloads == [payload for _, payload in packed]
         assert store.forget([group.id]) == 1
     assert_balanced(store)

@@ -102,7 +102,8 @@ staleness.max_lag=-1                        staleness.max_lag must be an integer
 evaluation.every_steps=often                evaluation.every_steps must be an integer, got 'often'.
 evaluation.stop=0.9                         evaluation.stop must be a list or null, got 0.9.
 "evaluation.stop=[{metric: accuracy, at_least: 0.9}]"  such as eval/accuracy_sampled, got accuracy
-learner.checkpoint.best.metric=accuracy     such as eval/accuracy_sampled, got accuracy
+learner.checkpoint.best=accuracy            such as eval/accuracy_sampled, got accuracy
+learner.checkpoint.best.metric=accuracy     learner.checkpoint.best must be one value, got a record with metric
 mode=sync                                   mode must be one of async, evaluate, replay, serial, sft, got 'sync'.
 resume=yes                                  resume must be one of true, false, auto, got 'yes'.
 seed=-1                                     seed must be an integer >= 0, got -1.
@@ -138,7 +139,7 @@ algorithm.advantage=rloo                    write algorithm/advantage=rloo.
 "generators.autoscale.min=3 generators.autoscale.max=1"  must lie between generators.autoscale.min and max (3 to 1)
 "data.curriculum.low=0.9 data.curriculum.high=0.1"  data.curriculum.low must be < high (0.1), got 0.9
 learner.sequence_parallel=2                 learner.num_ranks must be a multiple of learner.sequence_parallel (2), got 1
-learner.device=cuda                         learner.device=cuda needs an NVIDIA GPU
+learner.device=cuda                         learner.device=cuda must have an NVIDIA GPU
 algorithm.distillation.coef=1               algorithm.distillation.teacher_path must be set, got nothing.
 mode=replay                                 replay.path must be set with mode=replay and only then
 mode=sft                                    sft.train_path must be set with mode=sft and only then
