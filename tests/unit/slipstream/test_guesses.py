@@ -198,7 +198,7 @@ optimizer                           learner.optimizer.name
 grad_clip                           learner.optimizer.max_grad_norm
 dropout                             | has dropout
 flash_attention                     | follow from the device
-buffer_size                         pacing (staleness.max_lag) bounds
+buffer_size                         | pacing (staleness.max_lag) bounds
 redis_url                           buffer.store.url
 dynamic_sampling                    buffer/filter
 save_every                          learner.checkpoint.every_steps
