@@ -1,4 +1,4 @@
-"""What `staleness.target_lag=auto` costs and saves, simulated: fixed values next to it in many situations.
+"""Costs and gains of `staleness.target_lag=auto`, simulated: fixed values next to it in many situations.
 
 The real `Pacer` and admission limit drive a simulated engine and learner on simulated time, so that hundreds of steps
 take seconds and other load on the machine changes nothing. Lengths are lognormal; an engine slows down when more

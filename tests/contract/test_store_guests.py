@@ -114,6 +114,6 @@ def test_a_quarantined_group_returns_its_admission_and_is_archived_with_its_reas
     store.quarantine_guest("mallory", reason="lies")
     assert store.run_state().admitted == 0
     (over,) = store.finished(limit=9)
-    assert (over.outcome, over.reason, len(over.payloads)) == ("quarantined", "guest: mallory", GROUP_SIZE)
+    assert (over.state, over.reason, len(over.payloads)) == ("quarantined", "guest: mallory", GROUP_SIZE)
     make_ready(store, 1)
     assert isinstance(store.claim(step=1, version=0, num_groups=1, rules=REUSE, lease_s=60.0), Claim)
