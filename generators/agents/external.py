@@ -29,8 +29,8 @@ _REPORT_AFTER_S = 5.0
 """Shorter waits are normal between two answers."""
 _LOG_INTERVAL_S = 30.0
 SILENT_FRACTION = 0.5
-"""Largest silence between two requests of an agent, as a fraction of `generators.answer_timeout_s`; the rest is left for
-the next agent."""
+"""Largest silence between two requests of an agent, as a fraction of `generators.answer_timeout_s`. The rest is left
+for the next agent."""
 
 log = structlog.get_logger(__name__)
 
