@@ -109,7 +109,9 @@ class Rig:
         names = AdapterNames(module) if self.has_adapter else CheckpointNames(module)
         slots, sizes = buckets.plan(names.metadata(torch.float32), bucket_bytes=40_000)
         held = adapter_parameters(module) if self.has_adapter else module.state_dict().items()
-        memory = self._memory = self._memory or SharedBuckets(sizes)
+        if self._memory is None or self._memory.sizes != sizes:
+            self._memory = SharedBuckets(sizes)
+        memory = self._memory
         buckets.pack(names.convert(held), slots, into=memory.tensors)
         update = announce(slots, sizes, buckets.checksums(memory.tensors), version=version)
         return msgspec.structs.replace(update, source=SnapshotSource("", "", memory=memory.path)), memory

@@ -32,7 +32,7 @@ class Scene:
         self.folder = record_run(folder, steps=0, logging=logging, **serial)
 
     def write(self, *steps: int) -> None:
-        rows = [json.dumps({"step": step, "learner/reward_mean": 0.5}) + "\n" for step in steps]
+        rows = [json.dumps({"step": step, "time_s": step, "learner/reward_mean": 0.5}) + "\n" for step in steps]
         (self.folder / "metrics.jsonl").write_text("".join(rows))
 
     def start(self) -> LoggerProcess:
