@@ -88,7 +88,7 @@ class FrozenModels:
         """Arguments for the learner's forward pass, and outputs, too large for the whole batch."""
         arguments, outputs = dict[str, Tensor | DeferredLogits](), dict[str, Tensor]()
         microbatch = replace(microbatch, experts=None)
-        if self.reference and self.config.kl.coef and self.config.kl.estimator == "full":
+        if self.reference and self.config.kl.estimator == "full":
             arguments["reference_logits"] = self.reference.forward(microbatch, requested=None)["logits"]
         if self.teacher and self.config.distillation and self.config.distillation.takes_candidates:
             likely = self.teacher.forward(microbatch, requested=Requested(top_k=self.config.distillation.top_k))

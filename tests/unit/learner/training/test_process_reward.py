@@ -51,10 +51,14 @@ def make_prime_run(tmp_path, *, learner=None, process_reward=None, model=None, *
 
 
 def make_mixed_groups(seed=0):
-    """Groups of three and two, one answer of two contexts, and one whose reward failed."""
+    """Groups of three and two, one answer of two contexts, and one with a failed reward.
+
+    Together, the two contexts exceed a microbatch of 64 tokens.
+    """
     first, second = make_groups(num_groups=2, group_size=4, seed=seed, longest=7)
     failed = msgspec.structs.replace(first[3], reward=Reward(total=1e30, is_correct=True, status="error"))
-    two = make_response(1, 1, reward=0.9, prompt=(4, 8), response=(2, 9, 5, 1, 7, 3), context_starts=[6])
+    tokens = tuple(np.random.default_rng(seed).integers(2, 30, 70).tolist())
+    two = make_response(1, 1, reward=0.9, prompt=(4, 8), response=tokens, context_starts=[36])
     return [[*first[:3], failed], [second[0], two]]
 
 
