@@ -24,11 +24,12 @@ from slipstream.configs.load import load
 from slipstream.runtime.command_line import fail_cleanly
 
 METHODS = ("prime", "rloo", "grpo")
-GOALS = (0.25, 0.5, 0.9)
+GOALS = (25, 50, 90)
+"""Accuracies, percent."""
 _COLUMNS = {
     "method": "{method}",
     "seed": "{seed}",
-    **{f"answers to {goal:g}": f"{{to_{goal:g}}}" for goal in GOALS},
+    **{f"answers to {goal} %": f"{{to_{goal}}}" for goal in GOALS},
     "final accuracy": "{final:.3f}",
     "CPU seconds": "{seconds:.0f}",
 }
@@ -53,9 +54,9 @@ def main(arguments: argparse.Namespace) -> None:
     console.print(make_table(rows, _COLUMNS))
     for method in arguments.methods:
         own = [row for row in rows if row["method"] == method]
-        reached = {goal: [row[f"to_{goal:g}"] for row in own if row[f"to_{goal:g}"] is not None] for goal in GOALS}
+        reached = {goal: [row[f"to_{goal}"] for row in own if row[f"to_{goal}"] is not None] for goal in GOALS}
         cells = (
-            f"{goal:g}: {statistics.median(found):,.0f} ({len(found)} of {len(own)})" if found else f"{goal:g}: never"
+            f"{goal} %: {statistics.median(found):,.0f} ({len(found)} of {len(own)})" if found else f"{goal} %: never"
             for goal, found in reached.items()
         )
         console.print(f"{method}: median answers to {', '.join(cells)}")
@@ -81,11 +82,11 @@ def run(method: str, seed: int, *, model: str, arguments: argparse.Namespace) ->
     plan = Plan(method, lag=0, replay=0, seed=seed, steps=arguments.steps, groups=arguments.groups, learning_rate=rate)
     trained = LaggingRun(plan, config=config)
     points = list(trained.points(every_steps=arguments.every))
-    reached = {goal: next((p.samples for p in points if p.accuracy >= goal), None) for goal in GOALS}
+    reached = {goal: next((p.samples for p in points if 100 * p.accuracy >= goal), None) for goal in GOALS}
     return {
         "method": method,
         "seed": seed,
-        **{f"to_{goal:g}": samples for goal, samples in reached.items()},
+        **{f"to_{goal}": samples for goal, samples in reached.items()},
         "final": points[-1].accuracy,
         "diverged": trained.diverged,
         "seconds": time.process_time() - started_at,
@@ -107,7 +108,9 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=5, help="steps between evaluations (5)")
     parser.add_argument("--learning-rate", type=float, default=1.4e-3, help="constant (1.4e-3)")
     parser.add_argument("--beta", type=float, default=0.05, help="reward per nat of the process reward model (0.05)")
-    parser.add_argument("--model-rate", type=float, default=1.0, help="its learning rate, relative to the policy's (1)")
+    parser.add_argument(
+        "--model-rate", type=float, default=0.1, help="its learning rate, relative to the policy's (0.1)"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes, one thread each (2)")
     parser.add_argument("--folder", type=Path, default=Path("runs/staleness"), help="of the model (runs/staleness)")
     return parser.parse_args()
