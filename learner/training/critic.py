@@ -158,10 +158,6 @@ class Critic(SecondModel[ValueModel, CriticConfig]):
     def save(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
         save_value_model(self.engine.model, folder, weights=weights)
 
-    @property
-    def warmup_steps(self) -> int:  # type: ignore[override]
-        return self._config.warmup_steps
-
     def fill(
         self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int
     ) -> tuple[Batch, dict[str, float]]:

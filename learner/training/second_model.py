@@ -24,9 +24,6 @@ C = TypeVar("C", CriticConfig, ProcessRewardConfig)
 class SecondModel(ABC, Generic[M, C]):
     """The model and its optimizer. Life: (fill -> learn)*, once per step. Every method is collective."""
 
-    warmup_steps = 0
-    """Initial steps that don't train the policy."""
-
     def __init__(self, run: RunConfig, config: C, *, engine: TrainEngine[M], ranks: Ranks) -> None:
         self._run = run
         self._config: C = config
@@ -36,6 +33,8 @@ class SecondModel(ABC, Generic[M, C]):
         """Folder in checkpoints, and start of its metrics."""
         self.noun = config.key.replace("_", " ")
         self.optimizer_setting = f"algorithm.{config.key}.optimizer"
+        self.warmup_steps: int = getattr(config, "warmup_steps", 0)
+        """Initial steps that don't train the policy."""
         self.num_updates = 0
         """Optimizer updates so far, restored from a checkpoint."""
 
