@@ -45,7 +45,7 @@ from tests.unit.learner.builders import (
 
 NAMED = r"the weights must be finite after step 4, got NaN or infinity in model\.norm\.weight: start again\."
 QUICK = CriticOptimizerConfig(learning_rate=1e-3)
-PROCESS_REWARD = ProcessRewardConfig(optimizer=ProcessRewardOptimizerConfig(learning_rate=1e-3))
+PROCESS_REWARD = ProcessRewardConfig(optimizer=ProcessRewardOptimizerConfig(learning_rate=1e-3, epsilon=1e-4))
 ENGINES = {"torch": TorchEngineConfig(), **{f"zero-{stage}": zero(stage) for stage in range(4)}}
 SETTINGS = {
     "whole": {},

@@ -57,7 +57,8 @@ def test_process_rewards_are_compared_with_the_mean_token_of_the_other_members()
     )
     found = checked(token_advantages.prime)(inputs, gamma=0.5)
     first, others = 1.0, -0.5
-    assert found.tolist() == [first - 1.5 + 0.25, first + 0.5, others + 2.5, others - 3 - 0.5, others - 1, 0]
+    expected = [first - 1.5 + 0.25, first + 0.5, others + 2.5, others - 3 - 0.5, others - 1, 0]
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def masked_gae(rewards, values, is_ours, *, gamma, lam):
