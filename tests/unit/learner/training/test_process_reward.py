@@ -39,7 +39,7 @@ from tests.unit.learner.builders import (
 )
 
 METRICS = keys_under(PROCESS_REWARD)
-BETA, RATE, GAMMA = 0.5, 1e-3, 0.9
+BETA, RATE, GAMMA = 0.05, 1e-3, 0.9
 QUICK = ProcessRewardOptimizerConfig(learning_rate=RATE, epsilon=1e-3, max_grad_norm=1e9)
 """The large epsilon makes an update a smooth function of the gradient."""
 
@@ -132,21 +132,20 @@ def test_two_steps_match_a_textbook_loop(tmp_path, budget):
         loss, advantages = book.step(groups)
         num_tokens = sum(len(t.token_ids) for group in groups for t in group)
         terms = gradient_terms(book.model, num_tokens=num_tokens)
-        # A longer sum than that of a log-probability: matrix products, the answer's tokens, and the group.
         assert metrics["learner/process_reward_loss"] == pytest.approx(loss, abs=1e-5)
         found = batches[-1].tokens.advantages
         assert is_rounding([found], [advantages], terms=terms)
         assert float((found - advantages).abs().max()) < 1e-5
         # The second step's weights already differ by the rounding of Adam's first.
         assert largest_difference(gradients, book.gradients) < 1e-5
-        assert float(max(tensor.abs().max() for tensor in book.gradients.values())) > 1e-2
+        assert float(max(tensor.abs().max() for tensor in book.gradients.values())) > 1e-3
         assert largest_difference(second_weights(trainer), dict(book.model.named_parameters())) < 1e-5
     assert metrics.keys() >= METRICS
     assert trainer.second_model.num_updates == trainer.num_updates == 2
 
 
 def test_it_learns_which_answers_are_correct_and_rewards_the_token_that_decides(tmp_path):
-    process_reward = {"optimizer": ProcessRewardOptimizerConfig(learning_rate=3e-3)}
+    process_reward = {"optimizer": ProcessRewardOptimizerConfig(learning_rate=3e-3), "beta": 0.5}
     trainer = make_trainer(make_prime_run(tmp_path, learner={"max_steps": 30}, process_reward=process_reward))
     batches, prepare = [], trainer.objective.prepare
     trainer.objective.prepare = lambda batch: batches.append(batch) or prepare(batch)
