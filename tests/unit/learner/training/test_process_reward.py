@@ -185,11 +185,11 @@ def test_each_update_of_a_step_learns_from_its_own_answers(tmp_path):
     learner = {"prompts_per_step": 2}
     trainer = make_trainer(make_prime_run(tmp_path, learner=learner, updates_per_step=2))
     groups = make_groups(num_groups=2)
-    trainer.step(groups, learner_version=0, step=1)
+    metrics = trainer.step(groups, learner_version=0, step=1)
     assert trainer.second_model.num_updates == 2
     book = Textbook(make_model(tmp_path))
-    for group in groups:
-        book.step([group])
+    losses = [book.step([group])[0] for group in groups]
+    assert metrics["learner/process_reward_loss"] == pytest.approx(np.mean(losses), abs=1e-6)
     assert largest_difference(second_weights(trainer), dict(book.model.named_parameters())) < 1e-5
 
 
