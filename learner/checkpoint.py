@@ -146,7 +146,7 @@ class CheckpointState(Record):
     """Engine that wrote it, `torch` or `zero-<stage>`. Any engine can resume from it."""
     num_ranks: int
     critic_updates: int = 0
-    """Of the critic or the process reward model."""
+    """Updates of the critic or the process reward model."""
     base: dict[str, str] = {}
     """Checksums of the base model's files if an adapter is trained."""
     objective: dict[str, float] = {}

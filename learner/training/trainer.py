@@ -161,10 +161,7 @@ class Trainer:
             built = self._build(groups, learner_version, max_lags=max_lags, weights=weights, num_mixed=num_mixed)
             updates = [self.collate(samples) for samples in built.updates]
         self.check_rows([sample for samples in built.updates for sample in samples], step=step)
-        batch, fitted = self._recompute(built.batch.to(self.engine.device), [*chain(*updates)]), dict[str, float]()
-        if self.second_model:
-            batch, fitted = self.second_model.fill(batch, updates, step=step)
-        batch = self.objective.prepare(batch)
+        batch, fitted = self._prepare(built.batch.to(self.engine.device), updates, step=step)
         scale = learning_rate_scale(batch, config=self._run.algorithm.ess_learning_rate)
         step_metrics = StepMetrics(TokenRecorder(batch.tokens) if self._run.learner.token_stats_gib else None)
         norms = []  # of updates with a trained token
@@ -219,15 +216,19 @@ class Trainer:
             routers=self.engine.model.routers if run.model.moe.router_replay else None,
         )
 
-    def _recompute(self, batch: Batch, microbatches: list[Microbatch]) -> Batch:
-        config = self._run.algorithm
+    def _prepare(self, batch: Batch, updates: list[list[Microbatch]], *, step: int) -> tuple[Batch, dict[str, float]]:
+        """Fill the columns that updates need. Returns metrics of a second model that trains first."""
+        config, microbatches, metrics = self._run.algorithm, [*chain(*updates)], dict[str, float]()
         if config.needs_start_logprobs:
             requested = Requested(collision=config.advantage.needs_collisions)
             names = ["logprobs", "collisions"] if requested.collision else ["logprobs"]
             forward = partial(self.engine.forward, requested=requested)
             columns = recompute(batch, microbatches, forward, names=names, ranks=self._ranks)
             batch = batch.with_tokens(start_logprobs=columns["logprobs"], collisions=columns.get("collisions"))
-        return self._frozen_models.recompute_logprobs(batch, microbatches, ranks=self._ranks)
+        batch = self._frozen_models.recompute_logprobs(batch, microbatches, ranks=self._ranks)
+        if self.second_model:
+            batch, metrics = self.second_model.fill(batch, updates, step=step)
+        return self.objective.prepare(batch), metrics
 
     def _update(
         self, batch: Batch, index: int, microbatches: list[Microbatch], *, metrics: StepMetrics, step: int, scale: float
