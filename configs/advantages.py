@@ -21,6 +21,8 @@ class AdvantageConfig(Formula):
     """Whether it returns one advantage per token."""
     needs_critic: ClassVar[bool] = False
     """Whether it takes critic values; it then returns (advantages, critic targets)."""
+    needs_process_rewards: ClassVar[bool] = False
+    """Whether it takes token rewards of a process reward model."""
     needs_start_logprobs: ClassVar[bool] = False
     """Whether it takes the learner's log-probabilities from the start of the step."""
     needs_collisions: ClassVar[bool] = False
@@ -195,6 +197,17 @@ class VtraceConfig(AdvantageConfig, tag="vtrace"):
     """Discount of future rewards, per token."""
     lam: Share = 1.0
     """Decay of the trace, per token."""
+
+
+class PrimeConfig(AdvantageConfig, tag="prime"):
+    """Rewards minus the mean of the other members, plus future rewards of a process reward model minus theirs."""
+
+    module: ClassVar[str] = "token_advantages"
+    is_per_token: ClassVar[bool] = True
+    needs_process_rewards: ClassVar[bool] = True
+
+    gamma: Share = 1.0
+    """Discount of future process rewards, per token."""
 
 
 class CustomAdvantageConfig(AdvantageConfig, tag="custom"):
