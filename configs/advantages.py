@@ -21,6 +21,8 @@ class AdvantageConfig(Formula):
     """Whether it returns one advantage per token."""
     needs_critic: ClassVar[bool] = False
     """Whether it takes critic values; it then returns (advantages, critic targets)."""
+    needs_process_rewards: ClassVar[bool] = False
+    """Whether it takes token rewards of a process reward model."""
     needs_start_logprobs: ClassVar[bool] = False
     """Whether it takes the learner's log-probabilities from the start of the step."""
     needs_collisions: ClassVar[bool] = False
@@ -234,6 +236,17 @@ class VtraceConfig(AdvantageConfig, tag="vtrace"):
                 f"algorithm.advantage.c_bar must be <= rho_bar ({self.rho_bar:g}), got {self.c_bar:g}: traces "
                 "would reach further than the errors they carry are corrected."
             )
+
+
+class PrimeConfig(AdvantageConfig, tag="prime"):
+    """Rewards minus the mean of the other members, plus future rewards of a process reward model minus theirs."""
+
+    module: ClassVar[str] = "token_advantages"
+    is_per_token: ClassVar[bool] = True
+    needs_process_rewards: ClassVar[bool] = True
+
+    gamma: Share = 1.0
+    """Discount of future process rewards, per token."""
 
 
 class CustomAdvantageConfig(AdvantageConfig, tag="custom"):

@@ -1,6 +1,6 @@
 """The objective: advantage, correction, policy loss, KL, and aggregation, chosen independently."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta, structs
 
@@ -9,6 +9,7 @@ from slipstream.configs.advantages import (
     GdpoConfig,
     GrpoConfig,
     OptimalTokenBaselineConfig,
+    PrimeConfig,
     VtraceConfig,
     WinRateConfig,
 )
@@ -27,6 +28,8 @@ class CriticOptimizerConfig(OptimizerConfig):
 class CriticConfig(Config):
     """Value model for advantages that need one (`gae`, `vtrace`): a separate trunk with one output per token."""
 
+    key: ClassVar[str] = "critic"
+
     path: str | None = None
     """Initial checkpoint: a policy, or the `critic/model` folder of a checkpoint; null = `model.path`."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
@@ -34,6 +37,26 @@ class CriticConfig(Config):
     """Largest change of a value in one step, in reward units; null = unbounded."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
     """Initial steps that train only the critic."""
+
+
+class ProcessRewardOptimizerConfig(OptimizerConfig):
+    """Optimizer of the process reward model and its learning rate schedule."""
+
+    learning_rate: Positive = 1e-6
+    """Peak of the learning rate schedule."""
+
+
+class ProcessRewardConfig(Config):
+    """Implicit process reward model for `advantage=prime`: a language model that learns in each step, before the
+    policy, which answers are correct, and rewards tokens by its log-ratio to `model.path`."""
+
+    key: ClassVar[str] = "process_reward"
+
+    path: str | None = None
+    """Initial checkpoint, a policy; null = `model.path`."""
+    optimizer: ProcessRewardOptimizerConfig = ProcessRewardOptimizerConfig()
+    beta: Positive = 0.05
+    """Reward per nat of the log-ratio."""
 
 
 class DistillationConfig(Config):
@@ -224,6 +247,7 @@ class AlgorithmConfig(Config):
     advantage: AdvantageConfig = GrpoConfig()
     """Advantage per trajectory or token, from shaped rewards."""
     critic: CriticConfig = CriticConfig()
+    process_reward: ProcessRewardConfig = ProcessRewardConfig()
     policy_loss: PolicyLossConfig = PpoClipConfig()
     """Policy loss per token, from the ratio learner/proximal and the advantage."""
     masks: list[MaskConfig] = []
@@ -267,9 +291,21 @@ class AlgorithmConfig(Config):
         _check_policy_loss(self)
 
     @property
+    def second_model(self) -> CriticConfig | ProcessRewardConfig | None:
+        """Model that is trained beside the policy."""
+        if self.advantage.needs_critic:
+            return self.critic
+        return self.process_reward if self.advantage.needs_process_rewards else None
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the policy, or a second model, is compared with a reference policy."""
+        return self.kl.coef > 0 or self.advantage.needs_process_rewards
+
+    @property
     def signal_beside_rewards(self) -> str:
         """Setting that gives groups with equal rewards a gradient; empty = none."""
-        if self.advantage.compares_groups:
+        if self.advantage.compares_groups or self.advantage.needs_process_rewards:
             return f"algorithm.advantage={self.advantage.kind}"
         if isinstance(self.advantage, GdpoConfig) or self.reward.parts:
             return "parts of the reward that are weighted separately"
@@ -351,10 +387,15 @@ def _check_advantage(config: AlgorithmConfig) -> None:
             f"got level={config.correction.level}, proximal={config.proximal}: its advantages contain the ratio "
             "learner/generator already, and it would count twice; choose algorithm/correction=none, proximal=auto."
         )
-    if isinstance(config.advantage, OptimalTokenBaselineConfig) and config.reward.mask_truncated:
+    if isinstance(config.advantage, OptimalTokenBaselineConfig | PrimeConfig) and config.reward.mask_truncated:
         raise ConfigError(
-            "algorithm.advantage=optimal_token_baseline needs algorithm.reward.mask_truncated=false, got true: its "
+            f"algorithm.advantage={config.advantage.kind} needs algorithm.reward.mask_truncated=false, got true: its "
             "baselines are made of the tokens of the group, and those of a masked answer are missing."
+        )
+    if config.advantage.needs_process_rewards and config.kl.refresh_every_steps:
+        raise ConfigError(
+            f"algorithm.advantage={config.advantage.kind} needs algorithm.kl.refresh_every_steps=null, got "
+            f"{config.kl.refresh_every_steps}: process rewards are relative to a reference that never changes."
         )
 
 

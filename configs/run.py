@@ -223,9 +223,10 @@ def _check_learner(run: RunConfig) -> None:
     is_fit, ranks = isinstance(engine, DeepSpeedEngineConfig) or learner.num_ranks == 1, learner.num_ranks
     why = "that engine is one process; choose learner/engine=deepspeed"
     require(is_fit, "learner.num_ranks", "be 1 with learner/engine=torch", got=ranks, why=why)
-    for setting, optimizer in (("learner", learner.optimizer), ("algorithm.critic", run.algorithm.critic.optimizer)):
-        is_fit, must = not engine.zero_stage, f"be 0 with {setting}.optimizer.name={optimizer.name}"
-        is_fit, why = is_fit or optimizer.name == "adamw", "that optimizer needs whole parameters, which ZeRO divides"
+    seconds = {f"algorithm.{each.key}": each for each in (run.algorithm.critic, run.algorithm.process_reward)}
+    for setting, config in {"learner": learner, **seconds}.items():
+        is_fit, must = not engine.zero_stage, f"be 0 with {setting}.optimizer.name={config.optimizer.name}"
+        is_fit, why = is_fit or config.optimizer.name == "adamw", "it needs whole parameters, which ZeRO divides"
         require(is_fit, "learner.engine.zero_stage", must, got=engine.zero_stage, why=why)
     every, key = run.algorithm.kl.refresh_every_steps, "algorithm.kl.refresh_every_steps"
     why = "the reference is the model without its adapter, which never changes"

@@ -30,10 +30,12 @@ from slipstream.learner.publishing.staging import Stager, prompt_tokens
 from slipstream.learner.rank_group import RankGroup
 from slipstream.learner.ranks import Ranks, join_ranks
 from slipstream.learner.training.attention import SequenceGroup, compile_layers
-from slipstream.learner.training.critic import OPTIMIZER_SETTING, PATH_SETTING, Critic, load_value_model
+from slipstream.learner.training.critic import Critic
 from slipstream.learner.training.layout import LayoutChooser
 from slipstream.learner.training.model import Policy, is_sharded, load_policy
 from slipstream.learner.training.objective import Objective
+from slipstream.learner.training.process_reward import ProcessReward
+from slipstream.learner.training.second_model import SecondModel
 from slipstream.learner.training.trainer import AdapterOff, FrozenModels, Trainer
 from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import DiskWait
@@ -67,7 +69,7 @@ def build_trainer(run: RunConfig, *, ranks: Ranks) -> Trainer:
     text = ranks.broadcast_ints(prompt_tokens(run) if ranks.is_first and run.mode != "sft" else None)
     chooser = LayoutChooser(run, policy, ranks=ranks, text=text)
     frozen_models = models.load_frozen_models(engine, chooser)
-    critic = models.build_critic(policy, chooser) if run.algorithm.advantage.needs_critic else None
+    second_model = models.build_second(policy, chooser)
     layout = chooser.choose()
     if run.learner.compile:
         # Compile last: choosing a layout also runs the model in float32 and on other shapes.
@@ -78,7 +80,7 @@ def build_trainer(run: RunConfig, *, ranks: Ranks) -> Trainer:
         ranks=ranks,
         objective=objective,
         frozen_models=frozen_models,
-        critic=critic,
+        second_model=second_model,
         layout=layout,
         text=text,
     )
@@ -107,22 +109,28 @@ class _Models:
             policy.check_head()
         return engine
 
-    def build_critic(self, policy: Policy, chooser: LayoutChooser) -> Critic:
-        run, config = self._run, self._run.algorithm.critic
+    def build_second(self, policy: Policy, chooser: LayoutChooser) -> SecondModel | None:
+        run, config = self._run, self._run.algorithm.second_model
+        if config is None:
+            return None
+        kind: Any = Critic if run.algorithm.advantage.needs_critic else ProcessReward
+        setting = f"algorithm.{config.key}"
         chosen = msgspec.structs.replace(run.model, path=config.path or run.model.path)
         checkpointing = run.learner.engine.gradient_checkpointing
-        model = load_value_model(chosen, gradient_checkpointing=checkpointing, **self._options())
-        _check_vocabulary(model.vocab_size, policy, setting="algorithm.critic.path", path=chosen.path)
-        engine = self._build_engine(model, optimizer=config.optimizer, setting=OPTIMIZER_SETTING)
-        chooser.check(model, setting=PATH_SETTING, path=chosen.path)
-        return Critic(run, engine=engine, ranks=self._ranks)
+        model = kind.load(chosen, gradient_checkpointing=checkpointing, **self._options())
+        _check_vocabulary(model.vocab_size, policy, setting=f"{setting}.path", path=chosen.path)
+        engine = self._build_engine(model, optimizer=config.optimizer, setting=f"{setting}.optimizer")
+        if is_sharded(model) and isinstance(model, Policy):
+            model.check_head()
+        chooser.check(model, setting=f"{setting}.path (by default model.path)", path=chosen.path)
+        return kind(run, config, engine=engine, ranks=self._ranks)
 
     def load_frozen_models(self, engine: TrainEngine[Policy], chooser: LayoutChooser) -> FrozenModels:
         run, policy, teacher = self._run, engine.model, None
         reference: ModelEngine[Policy] | AdapterOff | None = None
-        if run.algorithm.kl.coef and run.model.lora:
+        if run.algorithm.needs_reference and run.model.lora:
             reference = AdapterOff(engine)
-        elif run.algorithm.kl.coef:
+        elif run.algorithm.needs_reference:
             reference = self._load_frozen(run.model, setting="model.path")
             # The chooser may have changed the policy's attention implementation.
             reference.model.backbone.set_attn_implementation(policy.backbone.config._attn_implementation)

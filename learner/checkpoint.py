@@ -9,7 +9,8 @@ machine has the files of its own ranks. With `storage.uri`, the object store has
 <folder>/step-00000050/model/adapter/    the adapter in peft's format, if one is trained
 <folder>/step-00000050/optimizer-rank-*  optimizer moments by parameter, sharded by rank; readable by any layout
 <folder>/step-00000050/reference/        the reference policy, if it is refreshed
-<folder>/step-00000050/critic/           model/ and optimizer-rank-* of the critic, if the run has one
+<folder>/step-00000050/critic/           model/ and optimizer-rank-* of the critic, if the run has one;
+                                         likewise process_reward/
 <folder>/step-00000050/checksums.json    xxh3-64 of every other file, checked before loading
 <folder>/step-00000100.31/               written by the learner that resumed with fencing token 31; names never collide
 """
@@ -42,7 +43,6 @@ from slipstream.learner.engines.optimizer import STATE_FILE, named_weights, read
 from slipstream.learner.errors import CheckpointError, DivergenceError, ModelError
 from slipstream.learner.metrics_log import Row
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.critic import load_value_model, save_value_model
 from slipstream.learner.training.model import is_sharded, load_policy, save_pretrained
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.lora import ADAPTER_FILE
@@ -124,7 +124,6 @@ class BestCheckpoint:
 
 
 _REFERENCE = "reference"
-_CRITIC = "critic"
 _STATE = "state.json"
 _NAME = re.compile(r"(?:draft-)?step-(\d+)(?:\.(\d+))?")
 """Step and life of a checkpoint or draft. The first life of a run is omitted."""
@@ -147,6 +146,7 @@ class CheckpointState(Record):
     """Engine that wrote it, `torch` or `zero-<stage>`. Any engine can resume from it."""
     num_ranks: int
     critic_updates: int = 0
+    """Updates of the critic or the process reward model."""
     base: dict[str, str] = {}
     """Checksums of the base model's files if an adapter is trained."""
     objective: dict[str, float] = {}
@@ -287,8 +287,8 @@ class Checkpoints:
         layout = self._run.learner.engine
         states = STATE_FILE.format(rank)
         files = {states: trainer.engine.copy_state()}
-        if trainer.critic:
-            files[f"{_CRITIC}/{states}"] = trainer.critic.engine.copy_state()
+        if second := trainer.second_model:
+            files[f"{second.name}/{states}"] = second.engine.copy_state()
         trainer.check_state(files.values(), step=step)
         writes: dict[str, Write] = {name: partial(save_file, tensors) for name, tensors in files.items()}
         weights = gather_to_first(trainer.engine, ranks=self._ranks, is_whole=True)
@@ -298,7 +298,7 @@ class Checkpoints:
                 step=step,
                 version=version,
                 num_updates=trainer.num_updates,
-                critic_updates=trainer.critic.num_updates if trainer.critic else 0,
+                critic_updates=second.num_updates if second else 0,
                 seed=self._run.seed,
                 config_hash=config_hash(self._run),
                 engine=f"zero-{layout.zero_stage}" if isinstance(layout, DeepSpeedEngineConfig) else "torch",
@@ -309,11 +309,10 @@ class Checkpoints:
             writes[_STATE] = lambda path: path.write_bytes(
                 msgspec.json.encode(msgspec.structs.replace(state, base=self._base))
             )
-        if critic := trainer.critic:
-            values = gather_to_first(critic.engine, ranks=self._ranks)
+        if second:
+            gathered = gather_to_first(second.engine, ranks=self._ranks)
             if is_first:
-                model = critic.engine.model
-                writes[f"{_CRITIC}/model"] = lambda folder: save_value_model(model, folder, weights=values)
+                writes[f"{second.name}/model"] = partial(second.save, weights=gathered)
         # A reference that is never refreshed is the initial policy and needs no copy.
         if reference := trainer.reference:
             frozen = gather_to_first(reference, ranks=self._ranks)
@@ -366,7 +365,7 @@ class Checkpoints:
         self._trainer.objective.state.restore(state.objective)
         if reference := self._trainer.reference:
             reference.load_parameters(self._read_weights(folder / _REFERENCE).items())
-        self._restore_critic(folder / _CRITIC, num_updates=state.critic_updates)
+        self._restore_second(folder, num_updates=state.critic_updates)
         self._newest = CheckpointPointer(state.step, state.version, name)
         # Seed last, because loading a model may draw random numbers.
         self._seed_generators(step=state.step)
@@ -400,20 +399,21 @@ class Checkpoints:
                 best.download(self._folder / PurePosixPath(best.uri).name)
                 write_durably(path, data)
 
-    def _restore_critic(self, folder: Path, *, num_updates: int) -> None:
-        if not (critic := self._trainer.critic):
+    def _restore_second(self, folder: Path, *, num_updates: int) -> None:
+        if not (second := self._trainer.second_model):
             return
+        folder /= second.name
         config, weights = msgspec.structs.replace(self._run.model, path=str(folder / "model")), dict[str, Tensor]()
         try:
-            if self._ranks.is_first or not is_sharded(critic.engine.model):
-                weights = dict(load_value_model(config, device=critic.engine.device).weights())
+            if self._ranks.is_first or not is_sharded(second.engine.model):
+                weights = dict(second.load(config, device=second.engine.device).weights())
         except ModelError as error:
             raise CheckpointError(
-                f"{folder} must hold the critic that algorithm.advantage needs, got: {error} Resume with the original "
-                "advantage, or start a new run."
+                f"{folder} must hold the {second.noun} that algorithm.advantage needs, got: {error} Resume with the "
+                "original advantage, or start a new run."
             ) from error
-        critic.engine.restore_state(folder, weights={name: weight.detach() for name, weight in weights.items()})
-        critic.num_updates = num_updates
+        second.engine.restore_state(folder, weights={name: weight.detach() for name, weight in weights.items()})
+        second.num_updates = num_updates
 
     def _read_weights(self, folder: Path) -> dict[str, Tensor]:
         """Read the model or only its adapter. Empty if rank 0 distributes the shards."""

@@ -8,6 +8,7 @@ ROWS = "Rows"
 STEP = "Diagnostics of a step"
 TOKENS = "Tokens and trajectories, in total and by lag"
 CRITIC = "The critic, where `algorithm.advantage` uses one"
+PROCESS_REWARD = "The process reward model, where `algorithm.advantage` uses one"
 EXPERTS = "The experts, where the model is a mixture of them"
 SUMMARY = "summary.json"
 

@@ -97,9 +97,9 @@ class LaggingRun:
         """Whether the run ended early because a loss was not finite."""
         self._update_generator()
 
-    def points(self) -> Iterator[Point]:
-        """Train, yielding an evaluation at the start and at every interval."""
-        every = max(1, EVALUATION_INTERVAL_STEPS // (1 + self._plan.replay))
+    def points(self, *, every_steps: int = EVALUATION_INTERVAL_STEPS) -> Iterator[Point]:
+        """Train, yielding an evaluation at the start and after every `every_steps` learner steps."""
+        every = max(1, every_steps // (1 + self._plan.replay))
         yield self._evaluate(0)
         for step in range(1, self._plan.steps + 1):
             try:

@@ -64,6 +64,8 @@ class AdvantageInputs:
     """Probability that two samples of the learner are equal; None unless the advantage needs it."""
     values: Float[Tensor, "N"] | None = None
     """float32, critic's value of the state before each token; None without a critic."""
+    process_rewards: Float[Tensor, "N"] | None = None
+    """float32, from the process reward model; None without one."""
     correction_weights: Float[Tensor, "N"] | None = None
     """float32, importance weights; None if they are computed with the loss."""
     state: dict[str, float] = dataclasses.field(default_factory=dict)

@@ -4,11 +4,14 @@ Only trained tokens are time steps, so tool output between them takes no time. T
 trajectory is 0. The critic's targets are never whitened.
 """
 
+from dataclasses import replace
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
-from slipstream.learner.algorithms import importance, segments
+from slipstream.learner.algorithms import advantages, importance, segments
 from slipstream.learner.algorithms.inputs import AdvantageInputs, known
 
 
@@ -216,6 +219,52 @@ def _normalized(values: Float[Tensor, "K"], cells: Int[Tensor, "K"], *, epsilon:
     if epsilon is None:
         return segments.centered(values, cells)
     return segments.standardized(values, cells, epsilon=epsilon)
+
+
+# --- process rewards -------------------------------------------------------------------------------------------------
+def prime(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"]:
+    """Leave-one-out advantage of the outcome, plus the discounted sum of centered process rewards from each token on.
+
+    A_t = R_i - mean_{j != i}(R_j) + sum_{s >= t} gamma^(s - t) * (q_s - mean_{j != i}(Q_j))
+
+    q = process rewards, Q_j = mean of q over the tokens of trajectory j, over the other members of the group. 0 in a
+    group of one.
+
+    Source: PRIME, arXiv:2502.01456, eq. 5.
+    Differs: the code in verl multiplies q_s by n / (n - 1), which adds (q_s - Q_i) / (n - 1), scales both parts by 5
+    and process rewards by their largest return, and whitens the sum.
+    """
+    rewards, sequences = known(inputs.process_rewards).to(inputs.rewards.dtype), inputs.sequences
+    means = segments.means(rewards, sequences, num_segments=inputs.num_sequences)
+    others = means - advantages.rloo(replace(inputs, rewards=means))
+    futures = returns_to_go(replace(inputs, token_rewards=rewards - others[sequences]), gamma=gamma)
+    has_others = segments.own_sizes(inputs.groups) > 1
+    return (advantages.rloo(inputs)[sequences] + futures) * has_others[sequences]
+
+
+def implicit_rewards(
+    logprobs: Float[Tensor, "N"], reference_logprobs: Float[Tensor, "N"], *, beta: float
+) -> Float[Tensor, "N"]:
+    """q_t = beta * log(pi(a_t | s_t) / pi_reference(a_t | s_t)), bounded like `importance.token_log_ratio`.
+
+    Source: PRIME, arXiv:2502.01456, eq. 3.
+    """
+    return beta * importance.token_log_ratio(logprobs, reference_logprobs)
+
+
+def outcome_cross_entropy(
+    scores: Float[Tensor, "B"], is_correct: Bool[Tensor, "B"], *, weights: Float[Tensor, "B"]
+) -> tuple[Float[Tensor, ""], Float[Tensor, "B"]]:
+    """Cross-entropy of sigmoid(score) with the outcome, and its gradient with respect to the scores.
+
+    loss = -sum_i w_i * (r_i * log sigmoid(s_i) + (1 - r_i) * log(1 - sigmoid(s_i)))
+    slope_i = w_i * (sigmoid(s_i) - r_i)
+
+    Source: PRIME, arXiv:2502.01456, the loss of the implicit process reward model.
+    """
+    outcomes = is_correct.to(scores.dtype)
+    loss = binary_cross_entropy_with_logits(scores, outcomes, weight=weights, reduction="sum")
+    return loss, weights * (scores.sigmoid() - outcomes)
 
 
 # --- the critic's own loss -------------------------------------------------------------------------------------------

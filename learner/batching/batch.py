@@ -98,6 +98,8 @@ class Tokens(_Columns):
     """Probability that two draws from the learner are equal: sum of squared probabilities."""
     values: Float[Tensor, "N"] | None = None
     """float32, critic's value of the state before the token, at the start of the step."""
+    process_rewards: Float[Tensor, "N"] | None = None
+    """float32, from the process reward model after its updates."""
 
     rewards: Float[Tensor, "N"] | None = None
     """float64: turn rewards, plus the remaining shaped reward at the trajectory's last token, minus the KL penalty."""

@@ -8,7 +8,10 @@ no loss.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -16,18 +19,17 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils import logging
 
+from slipstream.configs.algorithm import CriticConfig
 from slipstream.configs.data import ModelConfig
-from slipstream.configs.run import RunConfig
 from slipstream.learner.algorithms.inputs import known
 from slipstream.learner.algorithms.token_advantages import clipped_value_loss, explained_variance
 from slipstream.learner.batching.batch import Batch, Tokens
 from slipstream.learner.batching.microbatch import Microbatch, recompute
-from slipstream.learner.engines.engine import TrainEngine, check_loss, take_step
-from slipstream.learner.engines.optimizer import learning_rate, named_weights, read_tensors
+from slipstream.learner.engines.optimizer import named_weights, read_tensors
 from slipstream.learner.errors import ModelError
-from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.attention import SINGLE_RANK, SequenceGroup
 from slipstream.learner.training.model import COMPUTE_DTYPES, forward_pass, load_module, scaled
+from slipstream.learner.training.second_model import SecondModel
 
 
 def describe_values(tokens: Tokens) -> dict[str, float]:
@@ -43,7 +45,7 @@ def describe_values(tokens: Tokens) -> dict[str, float]:
 
 # --- the value model -------------------------------------------------------------------------------------------------
 _HEAD_FILE = "value_head.safetensors"
-PATH_SETTING = "algorithm.critic.path (by default model.path)"
+_PATH = "algorithm.critic.path (by default model.path)"
 
 
 class ValueModel(nn.Module):
@@ -101,13 +103,13 @@ def load_value_model(
             AutoModel,
             config,
             device=device,
-            setting=PATH_SETTING,
+            setting=_PATH,
             group=group,
             gradient_checkpointing=gradient_checkpointing,
         )
     if missing:
         raise ModelError(
-            f"{PATH_SETTING} must hold a causal language model made of a trunk and an lm_head, got {config.path!r}, "
+            f"{_PATH} must hold a causal language model made of a trunk and an lm_head, got {config.path!r}, "
             f"which lacks {len(missing)} weights of the trunk ({missing[0]}, ...): choose another model, or an "
             "algorithm.advantage without a critic."
         )
@@ -118,7 +120,7 @@ def load_value_model(
     elif trunk.config.architectures == [type(trunk).__name__]:
         # A policy would name its causal language model here.
         raise ModelError(
-            f"{PATH_SETTING} must hold a policy, or a value model with its {_HEAD_FILE}, got a trunk without a head in "
+            f"{_PATH} must hold a policy, or a value model with its {_HEAD_FILE}, got a trunk without a head in "
             f"{config.path!r}: copy the whole folder critic/model of a checkpoint."
         )
     return model
@@ -146,35 +148,28 @@ def _without_report() -> Iterator[None]:
 
 
 # --- the critic ------------------------------------------------------------------------------------------------------
-OPTIMIZER_SETTING = "algorithm.critic.optimizer"
+class Critic(SecondModel[ValueModel, CriticConfig]):
+    """The value model and its optimizer."""
 
+    @staticmethod
+    def load(config: ModelConfig, *, device: torch.device, **options: Any) -> ValueModel:
+        return load_value_model(config, device=device, **options)
 
-class Critic:
-    """The value model and its optimizer. Life: (fill_values -> learn)*, once per step. Every method is collective."""
+    def save(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
+        save_value_model(self.engine.model, folder, weights=weights)
 
-    def __init__(self, run: RunConfig, *, engine: TrainEngine[ValueModel], ranks: Ranks) -> None:
-        self._run = run
-        self._ranks = ranks
-        self.engine = engine
-        self.num_updates = 0
-        """Optimizer updates so far, restored from a checkpoint."""
-
-    def fill_values(self, batch: Batch, microbatches: Sequence[Microbatch]) -> Batch:
-        columns = recompute(batch, microbatches, self.engine.forward, names=["values"], ranks=self._ranks)
-        return batch.with_tokens(**columns)
+    def fill(
+        self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int
+    ) -> tuple[Batch, dict[str, float]]:
+        columns = recompute(batch, [*chain(*updates)], self.engine.forward, names=["values"], ranks=self._ranks)
+        return batch.with_tokens(**columns), {}
 
     def learn(self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int) -> dict[str, float]:
-        """Make one optimizer update per entry of `updates`, and return metrics.
-
-        `batch`: from `Objective.prepare`. Raises DivergenceError.
-        """
         sums, norms = torch.zeros(3, dtype=torch.float64), []
         for microbatches in updates:
-            found = torch.stack([self._backward(batch.tokens.take(m.indices), m) for m in microbatches]).sum(0)
-            sums += found.cpu()
-            check_loss(found[0], what="the critic's loss", step=step, setting=OPTIMIZER_SETTING, ranks=self._ranks)
-            norms.append(take_step(self.engine, learning_rate=self._learning_rate(), step=step))
-            self.num_updates += 1
+            found, norm = self.update(microbatches, partial(self._measure, batch.tokens), step=step)
+            sums += found
+            norms.append(norm)
         loss, clipped, kept = self._ranks.sum(sums).tolist()
         return describe_values(batch.tokens) | {
             "learner/critic_loss": loss / max(1, len(norms)),
@@ -182,18 +177,12 @@ class Critic:
             "learner/critic_clip_fraction": clipped / max(1.0, kept),
         }
 
-    def _learning_rate(self) -> float:
-        algorithm, num_steps = self._run.algorithm, self._run.learner.max_steps
-        config, per_step = algorithm.critic.optimizer, algorithm.updates_per_step
-        return learning_rate(self.num_updates, config=config, num_steps=num_steps, updates_per_step=per_step)
-
-    def _backward(self, tokens: Tokens, microbatch: Microbatch) -> Tensor:
-        """float64[3]: loss, clipped tokens, tokens in the loss."""
-        values = self.engine.forward(microbatch)["values"]
+    def _measure(self, tokens: Tokens, microbatch: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, clipped tokens, tokens in the loss."""
+        tokens, values = tokens.take(microbatch.indices), self.engine.forward(microbatch)["values"]
         losses, is_clipped = clipped_value_loss(
-            values, known(tokens.returns), known(tokens.values), clip=self._run.algorithm.critic.value_clip
+            values, known(tokens.returns), known(tokens.values), clip=self._config.value_clip
         )
         is_kept = torch.ones_like(is_clipped) if tokens.is_kept is None else tokens.is_kept
         loss = (known(tokens.token_weights) * is_kept * losses).sum()
-        self.engine.backward(loss)
-        return torch.stack([number.detach().double() for number in (loss, (is_clipped & is_kept).sum(), is_kept.sum())])
+        return loss, (is_clipped & is_kept).sum(), is_kept.sum()

@@ -178,6 +178,7 @@ def _advantage_inputs(members: Batch, *, state: dict[str, float]) -> AdvantageIn
         learner_logprobs=tokens.start_logprobs,
         collisions=tokens.collisions,
         values=tokens.values,
+        process_rewards=tokens.process_rewards,
         correction_weights=tokens.correction_weights,
         state=state,
     )

@@ -29,11 +29,11 @@ from slipstream.learner.engines.engine import ModelEngine, TrainEngine, check_fi
 from slipstream.learner.engines.optimizer import learning_rate
 from slipstream.learner.publishing.staging import canary_logprobs, canary_token_ids
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.critic import OPTIMIZER_SETTING, Critic
 from slipstream.learner.training.layout import CHECK_EVERY_STEPS, check_rows
 from slipstream.learner.training.loss_inputs import describe_advantages, learning_rate_scale
 from slipstream.learner.training.model import Policy
 from slipstream.learner.training.objective import Objective
+from slipstream.learner.training.second_model import SecondModel
 from slipstream.learner.training.step_metrics import GradientSimilarity, StepMetrics, TokenRecorder
 from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import adapter_off
@@ -75,7 +75,7 @@ class FrozenModels:
     def recompute_logprobs(self, batch: Batch, microbatches: Sequence[Microbatch], *, ranks: Ranks) -> Batch:
         """Fill `reference_logprobs` and `teacher_logprobs` if needed. Collective."""
         microbatches = [replace(microbatch, experts=None) for microbatch in microbatches]
-        if self.reference and self.config.kl.estimator != "full":
+        if self.reference and (self.config.kl.estimator != "full" or self.config.advantage.needs_process_rewards):
             columns = recompute(batch, microbatches, self.reference.forward, names=["logprobs"], ranks=ranks)
             batch = batch.with_tokens(reference_logprobs=columns["logprobs"])
         if self.teacher and self.config.distillation and not self.config.distillation.takes_candidates:
@@ -117,7 +117,7 @@ class Trainer:
         objective: Objective,
         frozen_models: FrozenModels,
         layout: Layout,
-        critic: Critic | None = None,
+        second_model: SecondModel | None = None,
         text: Sequence[int] = (),
     ) -> None:
         """`layout` must be exact for all models (see LayoutChooser). `text`: tokens for the canary."""
@@ -128,7 +128,7 @@ class Trainer:
         self._canary_ids = canary_token_ids(run, vocab_size=engine.model.vocab_size, text=text)
         self.engine = engine
         self.objective = objective
-        self.critic = critic
+        self.second_model = second_model
         self.reference = frozen_models.refreshed
         self.gradients = GradientSimilarity(engine.optimizer, seed=run.seed)
         self.images = PromptImages(run.model.path) if takes_images(run.model.path) else None
@@ -161,7 +161,7 @@ class Trainer:
             built = self._build(groups, learner_version, max_lags=max_lags, weights=weights, num_mixed=num_mixed)
             updates = [self.collate(samples) for samples in built.updates]
         self.check_rows([sample for samples in built.updates for sample in samples], step=step)
-        batch = self.objective.prepare(self._recompute(built.batch.to(self.engine.device), [*chain(*updates)]))
+        batch, fitted = self._prepare(built.batch.to(self.engine.device), updates, step=step)
         scale = learning_rate_scale(batch, config=self._run.algorithm.ess_learning_rate)
         step_metrics = StepMetrics(TokenRecorder(batch.tokens) if self._run.learner.token_stats_gib else None)
         norms = []  # of updates with a trained token
@@ -183,7 +183,8 @@ class Trainer:
         return {
             **metrics,
             **self.gradients.report(self._ranks),
-            **self._train_critic(batch, updates, step=step),
+            **fitted,
+            **self._train_second(batch, updates, step=step),
             "learner/updates": float(len(moved)),
             "learner/grad_norm": sum(moved) / max(1, len(moved)),
             "learner/learning_rate": scale * self._learning_rate(max(0, self.num_updates - 1)),
@@ -215,17 +216,19 @@ class Trainer:
             routers=self.engine.model.routers if run.model.moe.router_replay else None,
         )
 
-    def _recompute(self, batch: Batch, microbatches: list[Microbatch]) -> Batch:
-        config = self._run.algorithm
+    def _prepare(self, batch: Batch, updates: list[list[Microbatch]], *, step: int) -> tuple[Batch, dict[str, float]]:
+        """Fill the columns that updates need. Returns metrics of a second model that trains first."""
+        config, microbatches, metrics = self._run.algorithm, [*chain(*updates)], dict[str, float]()
         if config.needs_start_logprobs:
             requested = Requested(collision=config.advantage.needs_collisions)
             names = ["logprobs", "collisions"] if requested.collision else ["logprobs"]
             forward = partial(self.engine.forward, requested=requested)
             columns = recompute(batch, microbatches, forward, names=names, ranks=self._ranks)
             batch = batch.with_tokens(start_logprobs=columns["logprobs"], collisions=columns.get("collisions"))
-        if self.critic:
-            batch = self.critic.fill_values(batch, microbatches)
-        return self._frozen_models.recompute_logprobs(batch, microbatches, ranks=self._ranks)
+        batch = self._frozen_models.recompute_logprobs(batch, microbatches, ranks=self._ranks)
+        if self.second_model:
+            batch, metrics = self.second_model.fill(batch, updates, step=step)
+        return self.objective.prepare(batch), metrics
 
     def _update(
         self, batch: Batch, index: int, microbatches: list[Microbatch], *, metrics: StepMetrics, step: int, scale: float
@@ -234,7 +237,7 @@ class Trainer:
 
         During the critic's warm-up, or if no token is kept, only collect metrics and return None.
         """
-        is_moving = (not self.critic or step > self._run.algorithm.critic.warmup_steps) and self._has_loss(batch, index)
+        is_moving = step > self._warmup_steps and self._has_loss(batch, index)
         if self._run.algorithm.needs_current_logprobs:
             current = recompute(batch, microbatches, self.engine.forward, names=["logprobs"], ranks=self._ranks)
             batch = batch.with_tokens(current_logprobs=current["logprobs"])
@@ -294,11 +297,9 @@ class Trainer:
         self.num_updates += 1
         return norm
 
-    def _train_critic(self, batch: Batch, updates: list[list[Microbatch]], *, step: int) -> dict[str, float]:
-        if self.critic is None:
-            return {}
+    def _train_second(self, batch: Batch, updates: list[list[Microbatch]], *, step: int) -> dict[str, float]:
         own = [microbatches for index, microbatches in enumerate(updates) if self._has_loss(batch, index)]
-        return self.critic.learn(batch, own, step=step)
+        return self.second_model.learn(batch, own, step=step) if self.second_model else {}
 
     def _has_loss(self, batch: Batch, index: int) -> bool:
         """True if the correction keeps any token of the update."""
@@ -308,11 +309,15 @@ class Trainer:
     def _tokens_of(self, batch: Batch, index: int) -> Tensor:
         return batch.trajectories.updates[batch.tokens.sequences] == index
 
+    @property
+    def _warmup_steps(self) -> int:
+        return self.second_model.warmup_steps if self.second_model else 0
+
     def _learning_rate(self, update: int) -> float:
         """The schedule excludes the critic's warm-up."""
-        algorithm, config = self._run.algorithm, self._run.learner.optimizer
-        num_steps = self._run.learner.max_steps - (algorithm.critic.warmup_steps if self.critic else 0)
-        return learning_rate(update, config=config, num_steps=num_steps, updates_per_step=algorithm.updates_per_step)
+        config, num_steps = self._run.learner.optimizer, self._run.learner.max_steps - self._warmup_steps
+        per_step = self._run.algorithm.updates_per_step
+        return learning_rate(update, config=config, num_steps=num_steps, updates_per_step=per_step)
 
     def collate(self, samples: Sequence[Sample]) -> list[Microbatch]:
         rank, num_ranks = self._ranks.share
@@ -323,7 +328,7 @@ class Trainer:
         """Check regularly that samples stay independent: a leak may grow with the weights. Raises DivergenceError."""
         if step % CHECK_EVERY_STEPS != 1:
             return
-        models = [self.engine.model, *([self.critic.engine.model] if self.critic else [])]
+        models = [self.engine.model, *([self.second_model.engine.model] if self.second_model else [])]
         # Too few samples to compile for.
         with torch.compiler.set_stance("force_eager") if self._run.learner.compile else nullcontext():
             for model in models:
@@ -334,8 +339,9 @@ class Trainer:
         check = partial(check_finite, step=step, ranks=self._ranks)
         lower = "lower {}.learning_rate, or raise its epsilon".format
         check(self.engine.held_weights(), what="the learner's weights", remedy=lower("learner.optimizer"))
-        if self.critic:
-            check(self.critic.engine.held_weights(), what="the critic's weights", remedy=lower(OPTIMIZER_SETTING))
+        if second := self.second_model:
+            remedy = lower(second.optimizer_setting)
+            check(second.engine.held_weights(), what=f"the {second.noun}'s weights", remedy=remedy)
 
     def check_state(self, moments: Iterable[Mapping[str, Tensor]], *, step: int) -> None:
         """Raise DivergenceError unless optimizer moments and objective state are finite."""

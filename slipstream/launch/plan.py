@@ -63,6 +63,7 @@ _ADVICE = {
     "reference": "shard it with learner/engine=deepspeed_zero3 over more learner.num_ranks, or train model.lora",
     "teacher": "shard it with learner/engine=deepspeed_zero3 over more learner.num_ranks",
     "critic": "take an advantage without a critic, or shard it over more learner.num_ranks",
+    "process reward": "take an advantage without process rewards, or shard it over more learner.num_ranks",
     "checkpoint": "train model.lora, whose checkpoints are small, or use a machine with more memory",
     "engine": "raise generators.engine.tensor_parallel_size, or lower generators.engine.gpu_memory_utilization",
     "KV cache": "lower generators.engine.kv_cache_gib or generators.count",
@@ -213,16 +214,16 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
     gathered_bytes = COMPUTE_DTYPES[run.model.dtype].itemsize
     models = {"weights": (_num_elements(policy), trained)}
     if run.mode != "sft":
-        if algorithm.kl.coef and not run.model.lora:
+        if algorithm.needs_reference and not run.model.lora:
             models["reference"] = (_num_elements(policy), 0)
         if algorithm.distillation:
             chosen = msgspec.structs.replace(run.model, path=algorithm.distillation.teacher_path, lora=None)
             models["teacher"] = (_num_elements(_meta(chosen, setting="algorithm.distillation.teacher_path")), 0)
-        if algorithm.advantage.needs_critic:
-            path = algorithm.critic.path or run.model.path
-            critic = _meta(msgspec.structs.replace(run.model, path=path, lora=None), setting="algorithm.critic.path")
-            elements = _num_elements(critic.base_model)
-            models["critic"] = (elements, elements)
+        if second := algorithm.second_model:
+            chosen = msgspec.structs.replace(run.model, path=second.path or run.model.path, lora=None)
+            module = _meta(chosen, setting=f"algorithm.{second.key}.path")
+            elements = _num_elements(module.base_model if algorithm.advantage.needs_critic else module)
+            models[second.key.replace("_", " ")] = (elements, elements)
     for rank in range(size):
         name, device = f"learner rank {rank}", f"gpu {gpus[rank % len(gpus)]}" if gpus else HOST
         if gpus:

@@ -8,8 +8,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slipstream.configs.advantages import GaeConfig
-from slipstream.configs.algorithm import AlgorithmConfig, CriticConfig, CriticOptimizerConfig, KlConfig
+from slipstream.configs.advantages import GaeConfig, PrimeConfig
+from slipstream.configs.algorithm import (
+    AlgorithmConfig,
+    CriticConfig,
+    CriticOptimizerConfig,
+    KlConfig,
+    ProcessRewardConfig,
+    ProcessRewardOptimizerConfig,
+)
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.learner import build
 from slipstream.learner.algorithms import logprobs
@@ -19,6 +26,7 @@ from slipstream.learner.engines.engine import check_finite
 from slipstream.learner.engines.optimizer import STATE_FILE
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.publishing.staging import canary_logprobs
+from slipstream.learner.training import critic
 from slipstream.learner.training.critic import load_value_model
 from slipstream.learner.training.model import is_sharded, load_policy
 from slipstream.learner.training.step_metrics import GradientSimilarity
@@ -37,6 +45,7 @@ from tests.unit.learner.builders import (
 
 NAMED = r"the weights must be finite after step 4, got NaN or infinity in model\.norm\.weight: start again\."
 QUICK = CriticOptimizerConfig(learning_rate=1e-3)
+PROCESS_REWARD = ProcessRewardConfig(optimizer=ProcessRewardOptimizerConfig(learning_rate=1e-3, epsilon=1e-4))
 ENGINES = {"torch": TorchEngineConfig(), **{f"zero-{stage}": zero(stage) for stage in range(4)}}
 SETTINGS = {
     "whole": {},
@@ -45,6 +54,7 @@ SETTINGS = {
     },
     "reference": {"algorithm": AlgorithmConfig(kl=KlConfig(coef=0.1, estimator="full", refresh_every_steps=2))},
     "critic": {"algorithm": AlgorithmConfig(advantage=GaeConfig(), critic=CriticConfig(optimizer=QUICK))},
+    "process reward": {"algorithm": AlgorithmConfig(advantage=PrimeConfig(), process_reward=PROCESS_REWARD)},
 }
 MUON = {"learner": {"optimizer": OptimizerConfig(name="muon", learning_rate=1e-4, weight_decay=10.0)}}
 every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES.keys())
@@ -123,7 +133,7 @@ def test_zero_3_shards_models_while_they_are_loaded(tmp_path, monkeypatch):
 
     original = build.DeepSpeedEngine
     monkeypatch.setattr(build, "load_policy", partial(load, load_policy))
-    monkeypatch.setattr(build, "load_value_model", partial(load, load_value_model))
+    monkeypatch.setattr(critic, "load_value_model", partial(load, load_value_model))
     monkeypatch.setattr(build, "DeepSpeedEngine", start)
     algorithm = AlgorithmConfig(kl=KlConfig(coef=0.1), advantage=GaeConfig())
     make_trainer(make_run(make_model(tmp_path), algorithm=algorithm, learner={"engine": zero(3)}))

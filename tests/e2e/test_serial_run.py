@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+from math import log
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,26 @@ def test_a_run_that_is_resumed_at_a_checkpoint_equals_one_without_a_break_bit_fo
     assert [each for each in groups[0] if each["steps"]] == [each for each in groups[1] if each["steps"]]
     first, second = (load_file(path / "final_model/model.safetensors") for path in (straight, resumed))
     assert all(tensor.equal(second[name]) for name, tensor in first.items())
+
+
+def test_a_process_reward_model_trains_beside_the_policy_and_resumes_bit_for_bit(folder: Path):
+    changes = ("recipe=prime", "algorithm.process_reward.optimizer.learning_rate=3e-4", *SYNCHRONOUS)
+    train(folder, "prime", *changes)
+    changes = ("experiment=digits_serial", "name=prime_resumed", *changes, "learner.checkpoint.every_steps=2")
+    runs.run_script(folder, "tests.e2e.resumed_serial", *SMALL, *changes)
+    keys = (*KEYS, "learner/process_reward_loss", "learner/process_reward_grad_norm")
+    rows, again = (
+        [{key: row[key] for key in keys} for row in runs.metrics(folder, name)] for name in ("prime", "prime_resumed")
+    )
+    assert rows == again
+    losses = [row["learner/process_reward_loss"] for row in rows]
+    assert losses[0] == pytest.approx(log(2), abs=1e-6)
+    assert losses[0] != losses[1] != losses[2]
+    models = [
+        load_file(next((folder / "runs" / name / "checkpoints").glob("step-*3*/process_reward/model/*.safetensors")))
+        for name in ("prime", "prime_resumed")
+    ]
+    assert all(tensor.equal(models[1][name]) for name, tensor in models[0].items())
 
 
 @pytest.mark.usefixtures("synchronous")

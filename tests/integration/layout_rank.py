@@ -78,7 +78,10 @@ def main() -> None:
         checkpoints = Checkpoints(args.folder / f"{source}-checkpoints", run=run, trainer=trainer, ranks=ranks)
         assert checkpoints.restore("step-00000002").num_updates == 2
         name = f"{source}-to-{args.out}"
-        for part, engine in (("policy", trainer.engine), ("critic", trainer.critic and trainer.critic.engine)):
+        for part, engine in (
+            ("policy", trainer.engine),
+            ("critic", trainer.second_model and trainer.second_model.engine),
+        ):
             if engine:
                 save_file(engine.copy_state(), args.folder / f"{name}.{part}-{args.rank}.safetensors")
         step(trainer, ranks, 3)

@@ -21,6 +21,7 @@ QUICK = {
     "weights.relay": "--generators=5 --mib=1 --bucket-mib=1 --fan-out=2 --uplink-mib-s=0 --rounds=1",
 }
 LONG = {
+    "outcome_rewards": "--seeds=0 --methods=prime --steps=1 --groups=1 --jobs=1",
     "first_minute": f"--seeds=0 --here -- {RUN} learner.max_steps=11",
     "weights.kills": f"--kills=1 --generators=2 --mib=1 {TINY}",
     "generators.slow_generator": f"--settings=1 --rounds=1 --seconds=2 --times=2 {TINY}",

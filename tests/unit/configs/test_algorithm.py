@@ -58,7 +58,7 @@ def test_a_recipe_is_its_papers_method_without_the_terms_of_the_default():
         assert found.correction.log_ratio_penalty == 0, recipe
 
 
-@pytest.mark.parametrize("recipe", ["dapo", "gspo", "decoupled_ppo", "vapo", "m2po"])
+@pytest.mark.parametrize("recipe", ["dapo", "gspo", "decoupled_ppo", "vapo", "m2po", "prime"])
 def test_a_recipe_replaces_the_algorithm_and_the_filter_of_an_experiment(recipe):
     alone, chosen = load([f"recipe={recipe}"]), [f"recipe={recipe}", "experiment=math_1gpu"]
     run = load(chosen)

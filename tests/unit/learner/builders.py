@@ -184,15 +184,16 @@ def make_trainer(run: RunConfig, *, device: torch.device = CPU) -> Trainer:
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Copies of all parameters; the critic's are named `critic.*`."""
+    """Copies of all parameters; those of a second model are named `critic.*` or `process_reward.*`."""
     policy = {name: tensor.clone() for name, tensor in trainer.engine.gather_parameters()}
-    return policy | {f"critic.{name}": tensor for name, tensor in critic_weights(trainer).items()}
+    second = trainer.second_model
+    return policy | {f"{second and second.name}.{name}": tensor for name, tensor in second_weights(trainer).items()}
 
 
-def critic_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Copies of the critic's parameters, if any."""
-    critic = trainer.critic
-    return {name: tensor.clone() for name, tensor in critic.engine.gather_parameters()} if critic else {}
+def second_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Copies of the second model's parameters, if any."""
+    second = trainer.second_model
+    return {name: tensor.clone() for name, tensor in second.engine.gather_parameters()} if second else {}
 
 
 def make_checkpoints(run: RunConfig, folder: Path) -> tuple[Trainer, Checkpoints]:

@@ -30,12 +30,16 @@ NONE = CorrectionConfig(level="none", max_weight=None)
 ONLY_REJECTED = CorrectionConfig(level="none", max_weight=None, reject=[REJECT_MEAN])
 QUICK = configs.CriticOptimizerConfig(learning_rate=1e-3)
 CRITIC, WARMED_UP = CriticConfig(optimizer=QUICK), CriticConfig(optimizer=QUICK, warmup_steps=1)
+PROCESS_REWARD = configs.ProcessRewardConfig(
+    optimizer=configs.ProcessRewardOptimizerConfig(learning_rate=1e-3, epsilon=1e-4)
+)
 OWN = "tests.unit.learner.own_algorithm:"
 COMPANIONS: dict[str, dict[str, Any]] = {
     "advantage-win_rate": {"policy_loss": policy_losses.SppoConfig(eta=1.0), "loss_aggregation": "prompt_mean"},
     "loss-sppo": {"advantage": advantages.WinRateConfig(), "loss_aggregation": "prompt_mean"},
     "loss-gspo-length_scaled": {"loss_aggregation": "seq_mean_token_mean"},
     "advantage-vtrace": {"correction": NONE},
+    "advantage-prime": {"process_reward": PROCESS_REWARD},
 }
 """Settings that an advantage or a loss requires."""
 ADVANTAGES = examples(advantages.AdvantageConfig, function=f"{OWN}centered")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from slipstream.learner.algorithms import token_advantages
-from tests.unit.learner.inputs import checked, token_inputs, wide
+from tests.unit.learner.inputs import advantage_inputs, checked, token_inputs, wide
 
 length_adaptive_lambda = checked(token_advantages.length_adaptive_lambda)
 PLAIN = {"gamma": 1.0, "lam": 1.0, "critic_lam": 1.0, "length_adaptive_alpha": None, "epsilon": None}
@@ -46,6 +46,19 @@ def sums_to_go(values: torch.Tensor, decay: float) -> torch.Tensor:
         running = value + decay * running
         sums.append(running)
     return wide(*reversed(sums))
+
+
+def test_process_rewards_are_compared_with_the_mean_token_of_the_other_members():
+    # Token means 2, 4, 1, so the baselines of the first group are 2.5, 1.5, 3. The last trajectory is alone.
+    rewards = torch.tensor([1.0, 3.0, 4.0, 0.0, 2.0, 9.0])
+    sequences = torch.tensor([0, 0, 1, 2, 2, 3])
+    inputs = advantage_inputs(
+        wide(1, 0, 0, 1), torch.tensor([0, 0, 0, 1]), sequences=sequences, process_rewards=rewards
+    )
+    found = checked(token_advantages.prime)(inputs, gamma=0.5)
+    first, others = 1.0, -0.5
+    expected = [first - 1.5 + 0.25, first + 0.5, others + 2.5, others - 3 - 0.5, others - 1, 0]
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
 
 
 def masked_gae(rewards, values, is_ours, *, gamma, lam):

@@ -24,7 +24,6 @@ from tests.tiny_model import make_tiny_module, make_tokenizer
 from tests.tolerance import gradient_terms, is_rounding, largest_difference
 from tests.unit.learner.builders import (
     CPU,
-    critic_weights,
     make_checkpoints,
     make_groups,
     make_model,
@@ -34,6 +33,7 @@ from tests.unit.learner.builders import (
     make_trainer,
     measure,
     save,
+    second_weights,
     weights,
     zero,
 )
@@ -61,15 +61,15 @@ def policy_weights(trainer):
 
 def test_a_step_reports_and_moves_the_critic_and_without_one_nothing_of_it_is_there(tmp_path):
     trainer, metrics = train(make_critic_run(tmp_path))
-    before = dict(make_trainer(make_critic_run(tmp_path)).critic.engine.gather_parameters())
+    before = dict(make_trainer(make_critic_run(tmp_path)).second_model.engine.gather_parameters())
     assert set(metrics[0]) >= CRITIC_METRICS
     assert all(type(metrics[1][key]) is float and np.isfinite(metrics[1][key]) for key in CRITIC_METRICS)
     assert metrics[0]["learner/critic_value_mean"] == 0
     assert metrics[1]["learner/critic_value_mean"] != 0
-    assert largest_difference(critic_weights(trainer), before) > 0
-    assert trainer.critic.num_updates == trainer.num_updates == 2
+    assert largest_difference(second_weights(trainer), before) > 0
+    assert trainer.second_model.num_updates == trainer.num_updates == 2
     plain, metrics = train(make_run(make_model(tmp_path)), steps=1)
-    assert plain.critic is None
+    assert plain.second_model is None
     assert not CRITIC_METRICS & set(metrics[0])
 
 
@@ -126,7 +126,7 @@ def test_the_warm_up_teaches_the_critic_alone(tmp_path):
     run = make_critic_run(tmp_path, critic={"warmup_steps": 2}, learner=learner, kl=kl)
     fresh, (trainer, metrics) = make_trainer(run), train(run)
     assert largest_difference(policy_weights(fresh), policy_weights(trainer)) == 0
-    assert largest_difference(critic_weights(fresh), critic_weights(trainer)) > 0
+    assert largest_difference(second_weights(fresh), second_weights(trainer)) > 0
     assert [m["learner/updates"] for m in metrics] == [0, 0]
     assert [m["learner/grad_norm"] for m in metrics] == [0, 0]
     assert metrics[1]["learner/ratio_mean"] == pytest.approx(1), "the policy is measured all the same"
@@ -134,13 +134,13 @@ def test_the_warm_up_teaches_the_critic_alone(tmp_path):
     third = trainer.step(make_groups(seed=2), learner_version=0, step=3)
     assert largest_difference(policy_weights(fresh), policy_weights(trainer)) > 0
     assert third["learner/learning_rate"] == pytest.approx(1e-3), "the policy's schedule begins with the policy"
-    assert (trainer.num_updates, trainer.critic.num_updates) == (1, 3)
+    assert (trainer.num_updates, trainer.second_model.num_updates) == (1, 3)
 
 
 def test_the_critic_may_begin_from_another_checkpoint_of_the_same_vocabulary(tmp_path):
     run = make_critic_run(tmp_path, critic={"path": str(make_model(tmp_path, seed=3))})
     trunk = {f"trunk.{name}": p for name, p in make_tiny_module(seed=3).model.named_parameters()}
-    found = critic_weights(make_trainer(run))
+    found = second_weights(make_trainer(run))
     assert all(parameter.equal(found[name]) for name, parameter in trunk.items())
     other = make_tiny_module()
     other.resize_token_embeddings(len(make_tokenizer()) + 1)
@@ -157,7 +157,7 @@ def test_tokens_that_are_not_trained_on_may_hold_anything(tmp_path):
         failed = msgspec.structs.replace(make_response(0, 2), reward=Reward(total=reward, status="error"))
         trainer = make_trainer(make_critic_run(tmp_path))
         groups = [[old, make_response(0, 1, response=(9, 9), version=9), failed]]
-        results.append((trainer.step(groups, learner_version=9, step=1), critic_weights(trainer)))
+        results.append((trainer.step(groups, learner_version=9, step=1), second_weights(trainer)))
     (metrics, found), (others, poisoned) = results
     assert metrics == others
     assert largest_difference(found, poisoned) == 0
@@ -173,7 +173,7 @@ def test_tokens_that_the_correction_rejects_teach_the_critic_nothing(tmp_path):
         trainer = make_trainer(run)
         metrics = trainer.step(groups, learner_version=0, step=1)
         assert metrics["learner/kept_fraction"] < 1
-        results.append((metrics["learner/critic_loss"], critic_weights(trainer)))
+        results.append((metrics["learner/critic_loss"], second_weights(trainer)))
     assert results[0][0] == results[1][0]
     assert largest_difference(results[0][1], results[1][1]) == 0
 
@@ -194,11 +194,13 @@ def test_the_size_of_microbatches_changes_nothing(tmp_path, num_updates):
 
 def test_a_value_that_is_not_finite_stops_the_step_and_names_the_critic(tmp_path):
     trainer = make_trainer(make_critic_run(tmp_path, advantage=GaeConfig(), critic={"warmup_steps": 9}))
-    trainer.critic.fill_values = lambda batch, _: batch.with_tokens(
-        values=torch.zeros_like(batch.tokens.generator_logprobs)
+    zeros = torch.zeros_like
+    trainer.second_model.fill = lambda batch, _, step: (
+        batch.with_tokens(values=zeros(batch.tokens.generator_logprobs)),
+        {},
     )
     with torch.no_grad():
-        dict(trainer.critic.engine.gather_parameters())["head.bias"].fill_(float("nan"))
+        dict(trainer.second_model.engine.gather_parameters())["head.bias"].fill_(float("nan"))
     named = r"the critic's loss of step 7 .*algorithm\.critic\.optimizer\.learning_rate"
     with pytest.raises(DivergenceError, match=named):
         trainer.step(make_groups(), learner_version=0, step=7)
@@ -239,7 +241,7 @@ def test_a_checkpoint_without_a_critic_cannot_be_resumed_with_one_and_its_critic
     trainer.step(make_groups(), learner_version=0, step=1)
     path = tmp_path / "other" / "checkpoints" / save(checkpoints, step=1) / "critic" / "model"
     other = make_trainer(make_critic_run(tmp_path, critic={"path": str(path)}))
-    assert largest_difference(critic_weights(trainer), critic_weights(other)) == 0
+    assert largest_difference(second_weights(trainer), second_weights(other)) == 0
 
 
 WHOLE = Layout("shared_rows", 8192)

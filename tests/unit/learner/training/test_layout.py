@@ -211,7 +211,7 @@ def test_a_leak_that_appears_during_training_stops_the_run(tmp_path, places, wha
     trainer = make_trainer(make_run(make_model(tmp_path), algorithm=AlgorithmConfig(advantage=GaeConfig())))
     groups = make_groups(longest=20)
     trainer.step(groups, learner_version=0, step=1)
-    model = (trainer.critic if is_critic else trainer).engine.model
+    model = (trainer.second_model if is_critic else trainer).engine.model
     leak(model.backbone.base_model.layers[-1], places=places)
     trainer.step(groups, learner_version=0, step=20)
     name = type(model.backbone).__name__

@@ -70,6 +70,17 @@ def test_states_are_those_of_the_zero_stage(model: Path) -> None:
         assert gib(sharded, "learner rank 3", cause) == pytest.approx(share * one), cause
 
 
+def test_a_process_reward_model_is_a_second_policy_beside_its_reference(model: Path) -> None:
+    one = 4 * NUM_ELEMENTS / GIB
+    needs = {need.cause: need.gib for need in plan_of(model, "recipe=prime").needs if need.process == "learner rank 0"}
+    for cause, share in {"weights": 1, "gradients": 1, "optimizer: two moments": 2}.items():
+        assert needs[f"process reward: {cause}"] == pytest.approx(share * one)
+    assert needs["reference: weights"] == pytest.approx(one)
+    adapted = plan_of(model, "recipe=prime", "model.lora.rank=4")
+    assert gib(adapted, "learner rank 0", "process reward: gradients") == pytest.approx(one)
+    assert not [need for need in adapted.needs if need.cause.startswith("reference")]
+
+
 def test_an_adapter_needs_no_gradients_of_the_base_and_travels_alone(model: Path) -> None:
     plan = plan_of(model, "model.lora.rank=4", "algorithm.kl.coef=0.1")
     # Rank-4 matrices for q, k, v, o, gate, up, and down.
