@@ -30,8 +30,8 @@ def main(overrides: list[str]) -> None:
     server = EmbeddedRedis(folder.store, durability="fast")
     server.start()
 
-    def open_store(_folder: Path, name: str, *, max_attempts: int, clock: TurnClock, **_: int) -> closing[RedisStore]:
-        return closing(RedisStore(connect(server.url), name, max_attempts=max_attempts, clock=clock))
+    def open_store(_folder: Path, name: str, *, clock: TurnClock, **_: int) -> closing[RedisStore]:
+        return closing(RedisStore(connect(server.url), name, clock=clock))
 
     def stop_behind_checkpoint(learner: Learner, **options: bool) -> None:
         checkpoint(learner, **options)

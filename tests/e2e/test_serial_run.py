@@ -118,11 +118,13 @@ def test_a_process_reward_model_trains_beside_the_policy_and_resumes_bit_for_bit
 
 @pytest.mark.usefixtures("synchronous")
 def test_max_lag_zero_is_exactly_on_policy(folder: Path):
-    for row in runs.metrics(folder, "synchronous"):
+    rows = runs.metrics(folder, "synchronous")
+    for row in rows:
         assert row["lag/max"] == 0
         assert row["learner/weight_mean"] == pytest.approx(1.0, abs=1e-4)
         assert row["learner/mismatch_max"] < 1e-4
-        assert row["generators/tokens_per_s"] > 0
+    # Generators report once a second, so a step may come before the report on its tokens.
+    assert max(row["generators/tokens_per_s"] for row in rows) > 0
     # The values that trajectory pages show for each token.
     with open_catalog(str(folder / "runs/synchronous/archive")) as catalog:
         trained = catalog.page(CatalogQuery(TrajectoryFilter(step=3))).rows

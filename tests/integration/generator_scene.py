@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,9 @@ class GeneratorScene:
             while self.peer.received:
                 self.generator.receive(self.peer.received.popleft())
             self.generator.wake()
+            # Versions are received in the generator's thread, which ends with it.
+            with suppress(RuntimeError):
+                await asyncio.get_running_loop().run_in_executor(self.generator._weight_updates._thread, int)
             for _ in range(10):
                 await asyncio.sleep(0)
 

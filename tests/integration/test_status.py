@@ -139,7 +139,7 @@ def test_a_run_that_has_ended_or_is_one_process_has_no_profile(config, server, s
     kept = (folder.path / "config.yaml").read_bytes()
     serial = make_run(name="mine", runs_dir=config.runs_dir, mode="serial", weights={"transport": "memory"})
     (folder.path / "config.yaml").write_bytes(msgspec.yaml.encode(serial))
-    with pytest.raises(ConfigError, match=r"got mode=serial: start a run with profile.steps"):
+    with pytest.raises(ConfigError, match=r"got serial: start another run with profile.steps"):
         profile(["mine", f"runs_dir={config.runs_dir}"], num_steps=3)
     (folder.path / "config.yaml").write_bytes(kept)
     server.stop()
