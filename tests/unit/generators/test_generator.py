@@ -209,7 +209,8 @@ async def keep_serving(scene: Scene, running: "asyncio.Task[None]", *, most: int
             times.append(scene.now)
             lease = msgspec.structs.replace(LEASE, indices=list(range(200)))
             scene.generator.receive(Prompts([msgspec.structs.replace(PROMPT, lease=lease)]))
-        else:
+        elif not scene.generator._tasks:
+            # Time passes only between answers, so that a slow machine changes nothing.
             scene.now += 0.05
             scene.generator.wake()
         await asyncio.sleep(0.001)
@@ -220,7 +221,7 @@ def test_prompts_that_always_fail_are_requested_ever_less_often_and_end_the_gene
     async def scenario(scene: Scene) -> list[float]:
         running = await scene.served()
         times = await keep_serving(scene, running, most=50)
-        with pytest.raises(GeneratorError, match=r"^the last 1[0-9]01 answers failed .* with: prompt u must fit .* boom"):
+        with pytest.raises(GeneratorError, match=r"^the last 1201 answers failed .* with: prompt u must fit .* boom"):
             await asyncio.wait_for(running, timeout=10)
         assert [*scene.generator._problems.values()] == [f"a prompt fails: {BOOM}"]
         return times
@@ -228,8 +229,8 @@ def test_prompts_that_always_fail_are_requested_ever_less_often_and_end_the_gene
     with structlog.testing.capture_logs() as logged:
         times = asyncio.run(scenario(Scene(BOOM)))
     gaps = np.diff(times)
-    assert len(times) <= 7
-    assert gaps[-1] > 4 * gaps[0]
+    assert len(times) == 7
+    assert (gaps[1:] > 1.5 * gaps[:-1]).all()
     lines = [entry for entry in logged if entry["event"] == "prompt_failed"]
     assert len(lines) <= 10
 
