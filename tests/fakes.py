@@ -15,7 +15,7 @@ from slipstream.broker.dataset import Dataset
 from slipstream.broker.messages import AnyMessage, Hello, LeaseRequest, OpenEpoch, Ping, Pong, Prompts, Update
 from slipstream.broker.router import Router
 from slipstream.broker.transport.channels import MemoryBroker
-from slipstream.broker.weights.transport import HostBuckets
+from slipstream.broker.weights.transport import HostBuckets, MemoryReceiver
 from slipstream.buffer.codec import decode, encode
 from slipstream.buffer.records import Event
 from slipstream.configs.run import RunConfig
@@ -227,10 +227,10 @@ def no_file_above(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-class NoBytes:
-    """Implements WeightReceiver: every version arrives at once, without buckets."""
+class NoBytes(MemoryReceiver):
+    """Every version arrives at once, without buckets and without a thread, which simulated time would not wait for."""
 
-    device = "cpu"
+    def __init__(self) -> None: ...
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None: ...
 
