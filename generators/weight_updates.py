@@ -8,10 +8,10 @@ Invariant: `is_verified` is set only while the engine holds a version that passe
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from threading import Event
 from typing import TypeVar
 
@@ -194,30 +194,26 @@ class WeightUpdates:
         self._answer(opening, EpochOpened(opening.epoch, self._member, message))
 
     async def _apply(self, update: Update) -> None:
+        seconds: dict[str, float] = {}
         pause_s, result, message, was_verified = 0.0, ProbeResult(), "", self.is_verified.is_set()
-        times = [time.perf_counter()]
         try:
-            # Requests are decoded and answered meanwhile.
-            with self._trace.timed("receive", version=update.version):
+            # Requests are decoded and answered during the first two stages.
+            with self._timed("receive", update, seconds):
                 received = await self._receive(update)
-            times.append(time.perf_counter())
-            with self._trace.timed("prepare", version=update.version):
+            with self._timed("prepare", update, seconds):
                 await self._engine.prepare(update, received)
-            times.append(time.perf_counter())
             # First, to hold back responses that end before the probe.
             self.is_verified.clear()
             self.is_switching = True
             self._set_state("updating", "")
             try:
-                with self._trace.timed("switch", version=update.version):
+                with self._timed("switch", update, seconds):
                     pause_s = await self._engine.switch(update)
             finally:
                 self.is_switching = False
             self._set_state("updating", "checking the new weights")
-            times.append(time.perf_counter())
-            with self._trace.timed("probe", version=update.version):
+            with self._timed("probe", update, seconds):
                 result = await probe(self._engine, update)
-            times.append(time.perf_counter())
             self.version = update.version
             self.is_verified.set()
             self._set_state("ready", "")
@@ -232,7 +228,6 @@ class WeightUpdates:
             message = _describe(error)
             self._set_state("unsynced", message)
             await self._release(message)
-        receive_s, prepare_s, _, probe_s = [*(end - begin for begin, end in pairwise(times)), 0.0, 0.0, 0.0, 0.0][:4]
         answer = UpdateApplied(
             update.epoch,
             update.version,
@@ -243,11 +238,17 @@ class WeightUpdates:
             pause_s,
             self._receiver.device,
             self._fetcher.lender_errors if update.source else [],
-            receive_s,
-            prepare_s,
-            probe_s,
+            *(seconds.get(stage, 0.0) for stage in ("receive", "prepare", "probe")),
         )
         self._report(update, answer)
+
+    @contextmanager
+    def _timed(self, stage: str, update: Update, seconds: dict[str, float]) -> Iterator[None]:
+        """Trace a stage of an update; record its duration if it succeeds."""
+        began_at = time.perf_counter()
+        with self._trace.timed(stage, version=update.version):
+            yield
+        seconds[stage] = time.perf_counter() - began_at
 
     async def _receive(self, update: Update) -> HostBuckets:
         """Receive a broadcast, or fetch or map the version. Raises WeightTransferError."""

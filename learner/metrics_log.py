@@ -183,7 +183,9 @@ class MetricsLog:
             **times,
         }
         row["learner/tokens_per_s"] = metrics["learner/tokens"] / max(1e-9, self._row_at - began_at)
-        row["generators/tokens_per_s"] = self._generated_per_s()
+        rate = self._generated_per_s()
+        # Generators report once a second: before the first report, the rate is unknown, not 0.
+        row |= {"generators/tokens_per_s": rate} if self._generated.total else {}
         if published:
             row |= {
                 "weights/sync_s": published.seconds,

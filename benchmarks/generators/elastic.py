@@ -130,7 +130,7 @@ def summarize(number: int, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "seconds": waited + worked,
         "wait_fraction": waited / max(waited + worked, 1e-9),
         "publish_fraction": sum(row["learner/publish_s"] for row in rows) / max(waited + worked, 1e-9),
-        "tokens_per_s": statistics.median([row["generators/tokens_per_s"] for row in rows] or [0.0]),
+        "tokens_per_s": statistics.median([row.get("generators/tokens_per_s", 0.0) for row in rows] or [0.0]),
         "lag_mean": statistics.fmean([row["lag/mean"] for row in rows] or [0.0]),
         "reward_at_end": statistics.fmean([row["learner/reward_mean"] for row in rows[-_REWARD_ROWS:]] or [0.0]),
     }

@@ -313,7 +313,7 @@ def build_loop(
     answer_timeout_s: float,
     queue: AnswerQueue | None = None,
 ) -> AgentLoop:
-    """Raises ConfigError."""
+    """The loop that runs one agent kind for the given settings. Raises ConfigError."""
     match config:
         case SingleTurnConfig():
             return SingleTurn()

@@ -101,7 +101,7 @@ async def read_body(request: Request) -> bytes:
 
 
 def decode_json(body: bytes, kind: Any) -> Any:
-    """Raises ApiError."""
+    """A request's JSON body as `kind`. Raises ApiError, with the status to answer, for anything else."""
     try:
         found = msgspec.json.decode(body or b"{}", type=kind)
         msgspec.convert(getattr(found, "messages", []), list[_Message])

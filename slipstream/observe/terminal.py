@@ -142,9 +142,15 @@ def step_line(row: dict[str, Any], snapshot: RunSnapshot, *, max_steps: int) -> 
         f"step {row['step']:>4}/{max_steps}  {duration(row['time_s']):>6}  reward {row['learner/reward_mean']:.3f}  "
         f"{f'accuracy {accuracy}  ' if (accuracy := _accuracy(snapshot)) else ''}"
         f"lag {row['lag/mean']:.1f} (max {row['lag/max']:.0f})  "
-        f"tokens/s {row['generators/tokens_per_s']:.0f} generated {row['learner/tokens_per_s']:.0f} learned  "
+        f"tokens/s {_rates(row)}  "
         f"wait {row['learner/wait_s']:.2f} s of {row['learner/wait_s'] + row['learner/train_s']:.2f} s"
     )
+
+
+def _rates(row: dict[str, Any]) -> str:
+    """Format the rates that a row has; the generators' is unknown before their first report."""
+    rates = {"generated": row.get("generators/tokens_per_s"), "learned": row.get("learner/tokens_per_s")}
+    return ", ".join(f"{rate:,.0f} {what}" for what, rate in rates.items() if rate is not None)
 
 
 def sparkline(values: list[float], *, low: float, high: float) -> str:
@@ -164,10 +170,7 @@ def _numbers(snapshot: RunSnapshot) -> Table:
     grid.add_row("reward", f"{last.get('learner/reward_mean', 0):.3f}", sparkline(rewards, low=0, high=1))
     if accuracies:
         grid.add_row("accuracy", _accuracy(snapshot), sparkline(accuracies, low=0, high=1))
-    speeds = (
-        f"{last.get('generators/tokens_per_s', 0):,.0f} generated, {last.get('learner/tokens_per_s', 0):,.0f} learned"
-    )
-    grid.add_row("tokens/s", speeds, "")
+    grid.add_row("tokens/s", _rates(last), "")
     states = {state: getattr(snapshot.counts, state) for state in ("leased", "ready", "claimed", "used")}
     groups = (states | snapshot.counts.outcomes).items()
     grid.add_row("groups", ", ".join(f"{number} {state}" for state, number in groups), "")
@@ -280,7 +283,7 @@ def _last_step(row: dict[str, Any]) -> str:
     return (
         f"reward {row['learner/reward_mean']:.3f}, lag {row['lag/mean']:.1f} (max {row['lag/max']:.0f}), waited "
         f"{row['learner/wait_s']:.2f} s, trained {row['learner/train_s']:.2f} s, "
-        f"{row['generators/tokens_per_s']:,.0f} tokens/s generated, {row['learner/tokens_per_s']:,.0f} learned"
+        f"tokens/s {_rates(row)}"
     )
 
 

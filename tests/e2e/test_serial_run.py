@@ -123,8 +123,9 @@ def test_max_lag_zero_is_exactly_on_policy(folder: Path):
         assert row["lag/max"] == 0
         assert row["learner/weight_mean"] == pytest.approx(1.0, abs=1e-4)
         assert row["learner/mismatch_max"] < 1e-4
-    # Generators report once a second, so a step may come before the report on its tokens.
-    assert max(row["generators/tokens_per_s"] for row in rows) > 0
+    rates = [row["generators/tokens_per_s"] for row in rows if "generators/tokens_per_s" in row]
+    assert rates
+    assert min(rates) > 0
     # The values that trajectory pages show for each token.
     with open_catalog(str(folder / "runs/synchronous/archive")) as catalog:
         trained = catalog.page(CatalogQuery(TrajectoryFilter(step=3))).rows

@@ -133,7 +133,7 @@ def check_environment(required: Mapping[str, str]) -> None:
 
 
 async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
-    """Raises EngineError."""
+    """Start vLLM, or stop what has started after `timeout_s`. Raises EngineError."""
     forget_fatal_error()
     own = os.environ.get(_SOCKETS, _SOCKETS_PREFIX)
     # The folder of an engine that has stopped may still be named.

@@ -25,6 +25,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from slipstream.broker.errors import WeightTransferError
+
+CHECK_TIMEOUT_S = 60.0
+"""Longest wait of the thread that loads for the thread that decodes."""
+
 T = TypeVar("T")
 Check = Callable[[], bool]
 Call = tuple[str, BoundArguments]
@@ -37,6 +42,11 @@ def resolve(future: "Future[T]", call: Callable[..., T], *arguments: Any) -> Non
         future.set_result(call(*arguments))
     except Exception as error:
         future.set_exception(error)
+
+
+def kernels_not_compared() -> WeightTransferError:
+    """Error of a decoding thread that runs no checks."""
+    return WeightTransferError(f"kernels must be compared within {CHECK_TIMEOUT_S:g} s, they were not")
 
 
 def run_now(check: Check) -> "Future[bool]":
@@ -129,7 +139,11 @@ class RecordedLoad(TorchDispatchMode):
                     return f"{path}.{name}"
                 if is_held:
                     compared.add(id(layer._parameters[name]))
-        if different := next((name for name, check in later if not check.result()), ""):
+        try:
+            different = next((name for name, check in later if not check.result(CHECK_TIMEOUT_S)), "")
+        except TimeoutError:
+            raise kernels_not_compared() from None
+        if different:
             return different
         held = dict(self._layers[""].named_parameters(remove_duplicate=False))
         # The model may have transformed the tensors that no loader received.

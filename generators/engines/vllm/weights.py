@@ -33,12 +33,18 @@ from slipstream.configs.base import Record
 from slipstream.generators.engines.vllm.adapter import first_adapter_mismatch, load_adapter, serve_adapters_of_gpt2
 from slipstream.generators.engines.vllm.health import report_fatal_errors
 from slipstream.generators.engines.vllm.patches import record_routed_experts, serve_images_without_torchvision
-from slipstream.generators.engines.vllm.verify import Check, RecordedLoad, resolve, run_now
+from slipstream.generators.engines.vllm.verify import (
+    CHECK_TIMEOUT_S,
+    Check,
+    RecordedLoad,
+    kernels_not_compared,
+    resolve,
+    run_now,
+)
 
 VLLM_PROCESSES = ("EngineCore", "VllmWorker")
 """Name prefixes of vLLM's processes."""
 _CHECKS_AHEAD = 4
-_CHECK_TIMEOUT_S = 60.0
 _CHECK_S = 0.002
 _PARTS = 8
 """Updates after the first over which all kernels are compared."""
@@ -231,11 +237,9 @@ class KernelChecks:
         """Queue a check. Raises WeightTransferError if the decoding thread runs none for long."""
         checked: Future[bool] = Future()
         try:
-            self._waiting.put((check, checked), timeout=_CHECK_TIMEOUT_S)
+            self._waiting.put((check, checked), timeout=CHECK_TIMEOUT_S)
         except Full:
-            raise WeightTransferError(
-                f"kernels must be compared within {_CHECK_TIMEOUT_S:g} s, they were not"
-            ) from None
+            raise kernels_not_compared() from None
         return checked
 
     def run_waiting(self) -> None:

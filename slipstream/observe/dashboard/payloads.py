@@ -127,7 +127,7 @@ class Trajectories:
     def page(
         self, reader: ViewedRun, query: CatalogQuery, *, start: int, is_cancelled: Callable[[], bool]
     ) -> TrajectoryPage:
-        """Raises ConfigError, ReplayBufferError."""
+        """A page of the run's trajectories, and their texts. Raises ConfigError, ReplayBufferError."""
         catalog = self._catalog(reader)
         catalog.refresh()
         page = catalog.page(query, start=start, size=PAGE_ROWS, is_cancelled=is_cancelled)

@@ -9,11 +9,12 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from slipstream.buffer.records import Phase
 from slipstream.buffer.role_reports import Roles, RoleStatus, number_of
 from slipstream.configs.run import RunConfig
 from slipstream.observe.run_status import RunStatus
@@ -22,7 +23,6 @@ _PREFIX = "slipstream_"
 _KEY = re.compile(r"learner/by_(?P<kind>lag|source|layer)/(?P<value>[^/]+)/(?P<name>.+)")
 _EVAL = re.compile(r"eval/(?:by_source/(?P<source>.+)/)?(?P<name>[a-z]+(?:@\d+)?)_(?P<set>.+)")
 _NOT_A_NAME = re.compile(r"[^a-z0-9_]+")
-_PHASES = ("starting", "training", "finishing", "finished", "failed")
 _ROW = "`{key}` of the newest step, see docs/metrics.md"
 
 
@@ -171,7 +171,7 @@ def _samples(status: RunStatus, context: Context) -> Iterator[Sample]:
         "store_memory_limit_bytes": memory.max_bytes or None,
     }
     yield from _known(computed | _read(status, _OF_RUN), {})
-    yield from (("phase", {"phase": phase}, float(phase == status.phase)) for phase in _PHASES)
+    yield from (("phase", {"phase": phase}, float(phase == status.phase)) for phase in get_args(Phase))
     for role in status.roles:
         yield from _role_samples(role, context.roles.get(role.name, {}))
     yield from _count_samples(status)

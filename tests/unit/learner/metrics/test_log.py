@@ -90,11 +90,11 @@ class GeneratorScene:
             here = {"state": "ready", "tokens": total, "tokens_per_s": 100.0}
             self.store.report_role(name, {"role": "generator", **({"state": "gone"} if total is None else here)})
 
-    def step(self, number: int) -> float:
-        """Log a step of one second; returns the generated tokens per second of its row."""
+    def step(self, number: int) -> float | None:
+        """Log a step of one second; returns the generated tokens per second of its row, None if unknown."""
         self.clock.now += 1.0
         self.log.add_step(step=number, version=number, metrics=ROW, published=None, evaluated=None, times={})
-        return float(self.store.metrics().rows[-1]["generators/tokens_per_s"])
+        return self.store.metrics().rows[-1].get("generators/tokens_per_s")
 
     def generated_tokens_per_s(self) -> float:
         self.log.end_training()
@@ -122,6 +122,14 @@ def test_the_rate_of_a_row_is_the_mean_of_the_last_ten_steps(folder: RunFolder):
     assert [scene.step(number) for number in (2, 3)] == [150.0, 100.0], "no token has arrived since"
     scene.report(bursts=600.0)
     assert [scene.step(number) for number in range(4, 14)][-4:] == [60.0, 30.0, 30.0, 30.0]
+
+
+def test_the_rate_before_the_first_report_is_unknown(folder: RunFolder):
+    scene = GeneratorScene(folder)
+    scene.log.start_training(step=0)
+    assert scene.step(1) is None
+    scene.report(late=300.0)
+    assert scene.step(2) == 150.0
 
 
 def test_every_held_out_set_has_its_accuracies_in_the_summary(folder: RunFolder):

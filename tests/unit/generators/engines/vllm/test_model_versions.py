@@ -81,7 +81,7 @@ def test_kernels_are_compared_by_the_thread_that_decodes(monkeypatch: pytest.Mon
         checks.run_waiting()
     loading.join(10)
     assert set(ran_in) == {threading.current_thread()}
-    monkeypatch.setattr(weights, "_CHECK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(weights, "CHECK_TIMEOUT_S", 0.05)
     ahead = [checks.run(check) for _ in range(weights._CHECKS_AHEAD)]
     assert not any(each.done() for each in ahead)
     with pytest.raises(WeightTransferError, match="kernels must be compared within"):

@@ -1,6 +1,7 @@
 """A load is compared with the tensors that were sent, through vLLM's own reload of a model in layers."""
 
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
+from slipstream.broker.errors import WeightTransferError
+from slipstream.generators.engines.vllm import verify
 from slipstream.generators.engines.vllm.verify import RecordedLoad
 
 Tensors = list[tuple[str, Tensor]]
@@ -122,6 +125,14 @@ def test_one_changed_element_is_found_in_any_parameter(change: Callable[[Model],
     assert [parameter.is_meta for parameter in kept] == [True] * 5, "a record keeps no second copy of the model"
     change(model)
     assert record.first_mismatch(sent) == name
+
+
+def test_a_check_that_the_decoding_thread_never_runs_ends_the_load(monkeypatch: pytest.MonkeyPatch):
+    model, sent = Model(), make_sent()
+    record = load(model, sent)
+    monkeypatch.setattr(verify, "CHECK_TIMEOUT_S", 0.05)
+    with pytest.raises(WeightTransferError, match="kernels must be compared within"):
+        record.first_mismatch(sent, run=lambda _: Future())
 
 
 def test_a_part_of_the_kernels_is_compared_and_all_must_be_new():
