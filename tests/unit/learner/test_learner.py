@@ -156,6 +156,7 @@ def test_every_key_of_a_row_and_of_the_summary_is_documented_and_the_status_has_
     assert found <= keys_under(ROWS, STEP, TOKENS)
     assert keys_under(ROWS) - found == {
         *("lag/p50", "lag/p95"),  # from the ranks
+        "generators/tokens_per_s",  # from generators
         *(key for key in keys_under(ROWS) if key.startswith("weights/")),  # from the publisher
         *("buffer/skipped_too_easy", "buffer/skipped_too_hard", "buffer/explored", "buffer/in_band_fraction"),
     }
