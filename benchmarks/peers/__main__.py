@@ -9,17 +9,20 @@ answers among those trained on. TRL's AsyncGRPOTrainer sends weights only over N
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.table import Table
+from safetensors import safe_open
 
 from benchmarks.harness import make_parser, rotate, write_result
 from benchmarks.peers.tasks import LONG_TAIL_MODEL, TASKS, Task, save_long_tail_model
@@ -29,7 +32,6 @@ from slipstream.launch.preflight import prepare
 _TRL = ("trl==1.16.0", "accelerate", "datasets")
 _TIMEOUT_S = 1500.0
 _TRL_SIDE = Path(__file__).with_name("trl_side.py")
-_CORRECT = "learner/by_source/digits/reverse/correct_fraction"
 _ENGINES = {
     "vllm": [],
     # Twice the engine's batch, so that the next batch waits while one is decoded.
@@ -42,11 +44,14 @@ console = Console(highlight=False)
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure each task with every contestant in turn; results are written after each task."""
-    prepare(load([]))
+    for experiment in {TASKS[name].experiment for name in arguments.tasks}:
+        prepare(load([f"experiment={experiment}"]))
     if not Path(LONG_TAIL_MODEL).exists():
         save_long_tail_model(Path(LONG_TAIL_MODEL))
     python = make_environment(arguments.trl)
     results: dict[str, Any] = {}
+    peak = matmul_gflops()
+    console.print(f"a plain float32 matrix multiplication: {peak:.0f} GFLOP/s")
     for name in arguments.tasks:
         task, contestants = TASKS[name], [*arguments.engines, "TRL"]
         found: dict[str, list[dict[str, float]]] = {each: [] for each in contestants}
@@ -56,7 +61,7 @@ def main(arguments: argparse.Namespace) -> None:
                     rows = _run_trl(task, python, Path(folder), seed=number)
                 else:
                     rows = _run_ours(task, _ENGINES[contestant], Path(folder), seed=number)
-            found[contestant].append(figures(rows, task))
+            found[contestant].append(figures(rows, task, parameters=num_parameters(Path(task.model)), peak_gflops=peak))
             console.print(f"{name}: {contestant}: {found[contestant][-1]}")
         results[name] = found
         write_result(arguments, {"results": results})
@@ -78,22 +83,55 @@ def make_environment(folder: Path) -> Path:
     return python
 
 
-def figures(rows: list[dict[str, float]], task: Task) -> dict[str, float]:
-    """Condense a run's rows: seconds per step and tokens per second over its second half, time to the goal."""
+def matmul_gflops(*, size: int = 2048, repeats: int = 7) -> float:
+    """Median speed of a square float32 matrix multiplication with all physical cores, GFLOP/s."""
+    import torch
+
+    torch.set_num_threads(_num_cores())
+    matrix, seconds = torch.randn(size, size), []
+    for _ in range(repeats):
+        began_at = time.perf_counter()
+        matrix @ matrix
+        seconds.append(time.perf_counter() - began_at)
+    return 2e-9 * size**3 / statistics.median(seconds)
+
+
+def figures(rows: list[dict[str, float]], task: Task, *, parameters: int, peak_gflops: float) -> dict[str, float]:
+    """Condense a run's rows: seconds per step and tokens per second over its second half, time to the goal.
+
+    `peak_share`: useful floating point operations as a share of a matrix multiplication's speed. Useful are 2 per
+    parameter for each token generated and 6 for each trained, and the prompts once per group, without padding.
+    """
     steady = rows[len(rows) // 2 :]
     seconds = steady[-1]["time_s"] - steady[0]["time_s"]
     # The mean of three steps, because the fraction of correct answers of one step (256 answers) varies by two points.
     means = [statistics.mean(row["accuracy"] for row in rows[at - 2 : at + 1]) for at in range(2, len(rows))]
     reached = [row for row, mean in zip(rows[2:], means, strict=True) if mean >= task.goal]
+    steps, tokens = len(steady) - 1, sum(row["tokens"] for row in steady[1:])
+    useful = 8 * parameters * (tokens + steps * task.groups * task.prompt_tokens)
     return {
-        "seconds_per_step": seconds / (len(steady) - 1),
-        "tokens_per_s": sum(row["tokens"] for row in steady[1:]) / seconds,
+        "seconds_per_step": seconds / steps,
+        "tokens_per_s": tokens / seconds,
+        "peak_share": 1e-9 * useful / seconds / peak_gflops,
         **({"seconds_to_goal": reached[0]["time_s"], "steps_to_goal": reached[0]["step"]} if reached else {}),
     }
 
 
+def num_parameters(model: Path) -> int:
+    """Count the parameters of a model in safetensors format; tied ones count once."""
+    total = 0
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            total += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return total
+
+
+def _num_cores() -> int:
+    return psutil.cpu_count(logical=False) or os.cpu_count() or 1
+
+
 def _run_trl(task: Task, python: Path, folder: Path, *, seed: int) -> list[dict[str, float]]:
-    threads = psutil.cpu_count(logical=False) or os.cpu_count() or 1
+    threads = _num_cores()
     given, result = folder / "task.json", folder / "result.json"
     given.write_text(json.dumps(task.peer(threads=threads, folder=folder / "out", seed=seed)))
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
@@ -109,7 +147,8 @@ def _run_ours(task: Task, engine: list[str], folder: Path, *, seed: int) -> list
     environment = {**os.environ, "OMP_NUM_THREADS": str(task.learner_threads)}
     _call([sys.executable, "-m", "slipstream", "run", *settings], environment)
     rows = [json.loads(line) for line in (folder / "peer" / "metrics.jsonl").read_text().splitlines()]
-    keys = {"step": "step", "time_s": "time_s", "learner/tokens": "tokens", _CORRECT: "accuracy"}
+    correct = f"learner/by_source/{task.source}/correct_fraction"
+    keys = {"step": "step", "time_s": "time_s", "learner/tokens": "tokens", correct: "accuracy"}
     return [{ours: row.get(key, 0.0) for key, ours in keys.items()} for row in rows]
 
 
@@ -121,7 +160,9 @@ def _call(command: list[str], environment: dict[str, str]) -> None:
 
 
 def _print(results: dict[str, Any]) -> None:
-    table = Table("task", "trainer", "s/step", "tokens/s", "s to the goal", "steps to it", "TRL's time")
+    table = Table(
+        "task", "trainer", "s/step", "tokens/s", "share of matmul", "s to the goal", "steps to it", "TRL's time"
+    )
     for name, found in results.items():
         key = "seconds_to_goal" if any("seconds_to_goal" in run for run in found["TRL"]) else "seconds_per_step"
         base = _median(found["TRL"], key)
@@ -132,6 +173,7 @@ def _print(results: dict[str, Any]) -> None:
                 contestant,
                 f"{_median(runs, 'seconds_per_step'):.3f}",
                 f"{_median(runs, 'tokens_per_s'):,.0f}",
+                f"{_median(runs, 'peak_share'):.0%}",
                 f"{_median(runs, 'seconds_to_goal'):.1f}" if key == "seconds_to_goal" else "",
                 f"{_median(runs, 'steps_to_goal'):.0f}" if key == "seconds_to_goal" else "",
                 f"{base / own:.2f} x",

@@ -8,6 +8,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from slipstream.buffer.trajectory import Reward
+from slipstream.configs.model_cache import cache_folder
 from slipstream.generators.agents.episode import Episode
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.scripts.init_random_model import save_model
@@ -30,7 +31,15 @@ class Task(NamedTuple):
     max_tokens: int
     learning_rate: float
     steps: int
+    experiment: str = "digits_cpu"
+    """With its prompts, its model unless `model` names another, and its `prepare` steps."""
     model: str = "models/digits-gpt2-warm"
+    train: str = "data/digits/train.parquet"
+    source: str = "digits/reverse"
+    warmup_steps: int = 10
+    schedule: str = "linear"
+    prompt_tokens: int = 6
+    """On average, with the chat template."""
     goal: float = 2.0
     """Fraction of correct answers over three consecutive steps that ends the measurement; above 1: none."""
     tool_s: float | None = None
@@ -42,12 +51,14 @@ class Task(NamedTuple):
     def settings(self) -> list[str]:
         """Return the settings of a Slipstream run."""
         return [
-            "experiment=digits_cpu",
+            f"experiment={self.experiment}",
             f"model.path={self.model}",
             f"generators.group_size={self.group_size}",
             f"generators.sampling.max_tokens={self.max_tokens}",
             f"learner.prompts_per_step={self.groups}",
             f"learner.optimizer.learning_rate={self.learning_rate}",
+            f"learner.optimizer.warmup_steps={self.warmup_steps}",
+            f"learner.optimizer.schedule={self.schedule}",
             f"learner.max_steps={self.steps}",
             "evaluation.stop=[]",
             "evaluation.every_steps=0",
@@ -59,13 +70,14 @@ class Task(NamedTuple):
         """Return the same for `trl_side.py`."""
         return {
             "model": self.model,
-            "train": "data/digits/train.parquet",
+            "train": self.train,
             "reward": self.reward,
             "groups": self.groups,
             "group_size": self.group_size,
             "max_tokens": self.max_tokens,
             "learning_rate": self.learning_rate,
-            "warmup_steps": 10,
+            "warmup_steps": self.warmup_steps,
+            "schedule": self.schedule,
             "steps": self.steps,
             "seed": seed,
             "threads": threads,
@@ -126,6 +138,24 @@ TASKS = {
                 "model.max_length=288",
                 "learner.tokens_per_microbatch=4096",
             ),
+        ),
+        Task(
+            "real model",
+            experiment="smollm2_cpu",
+            reward="last_number",
+            groups=16,
+            group_size=4,
+            max_tokens=12,
+            learning_rate=1e-5,
+            warmup_steps=2,
+            steps=24,
+            goal=0.8,
+            model=str(cache_folder("smollm2-135m-instruct")),
+            train="data/sums/train.parquet",
+            source="digits/question",
+            prompt_tokens=29,
+            schedule="constant",
+            learner_threads=2,
         ),
         _tool_task("tool 0.08 s", 0.08, steps=30),
         _tool_task("tool 1 s", 1.0, steps=15),

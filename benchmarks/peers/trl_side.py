@@ -7,6 +7,7 @@ A slow tool is called for all answers of a batch at once, the best that a synchr
 
 import asyncio
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -30,7 +31,13 @@ def digit_share(answer: str, truth: str, *, is_ended: bool) -> float:
     return sum(character.isdigit() for character in answer) / max(1, len(answer))
 
 
-REWARDS = {"position_match": position_match, "digit_share": digit_share}
+def last_number(answer: str, truth: str, *, is_ended: bool) -> float:
+    """1 if the last number is right, minus 1 if the answer was cut off."""
+    numbers = re.findall(r"\d+", answer)
+    return float(numbers[-1:] == [truth]) - (not is_ended)
+
+
+REWARDS = {"position_match": position_match, "digit_share": digit_share, "last_number": last_number}
 
 
 class Recorder(TrainerCallback):
@@ -92,10 +99,12 @@ def main() -> None:
     dataset = Dataset.from_list([{"prompt": r["prompt"], "truth": r["reward_model"]["ground_truth"]} for r in rows])
     recorder, score = Recorder(), REWARDS[task["reward"]]
 
-    def reward(completions: list[str], completion_ids: list[list[int]], truth: list[str], **_: Any) -> Any:
+    def reward(completions: list[Any], completion_ids: list[list[int]], truth: list[str], **_: Any) -> Any:
+        # The answer to a chat prompt is a list of messages.
+        texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
         rewards = [
             score(text, right, is_ended=bool(ids) and ids[-1] == tokenizer.eos_token_id)
-            for text, ids, right in zip(completions, completion_ids, truth, strict=True)
+            for text, ids, right in zip(texts, completion_ids, truth, strict=True)
         ]
         recorder.num_tokens += sum(map(len, completion_ids))
         recorder.num_correct += sum(given == 1.0 for given in rewards)
@@ -109,7 +118,7 @@ def main() -> None:
         max_completion_length=task["max_tokens"],
         temperature=1.0,
         learning_rate=task["learning_rate"],
-        lr_scheduler_type="linear",
+        lr_scheduler_type="constant_with_warmup" if task["schedule"] == "constant" else task["schedule"],
         warmup_steps=task["warmup_steps"],
         max_steps=task["steps"],
         gradient_checkpointing=False,
