@@ -19,7 +19,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-from tests.gpu.watch import ROOT, Outcome, become_subreaper, collect, kill_descendants, run_command, run_tests
+from slipstream.runtime.process import adopt_orphans
+from tests.gpu.watch import ROOT, Outcome, collect, kill_descendants, run_command, run_tests
 
 STAGES = {1: (["tests/gpu/test_*.py"], 600.0), 2: (["tests/gpu/several/test_*.py"], 900.0)}
 """Stage -> (files, seconds). The second needs vLLM and two GPUs or more."""
@@ -47,7 +48,8 @@ def main() -> None:
     parser.add_argument("--stage", type=int, choices=[*STAGES], action="append", help="default: both")
     parser.add_argument("paths", nargs="*", help="files of tests, instead of the stages and figures")
     chosen = parser.parse_args()
-    become_subreaper()
+    # Otherwise `kill_descendants` could not find the orphans of a test.
+    adopt_orphans()
     out: Path = chosen.out.absolute()
     _make_empty(out)
     outcomes: list[Outcome] = []
@@ -111,7 +113,9 @@ def _measure(out: Path) -> Outcome:
 def _run_stage(patterns: list[str], out: Path, *, seconds: float, outcomes: list[Outcome]) -> None:
     """Run the tests of a stage; appends their outcomes as they come."""
     ends_at = time.monotonic() + seconds
-    files = [str(file) for pattern in patterns for file in (sorted(ROOT.glob(pattern)) if "*" in pattern else [pattern])]
+    files = [
+        str(file) for pattern in patterns for file in (sorted(ROOT.glob(pattern)) if "*" in pattern else [pattern])
+    ]
     tests, broken = collect(files, out / "logs")
     print(f"\n{len(tests)} tests, at most {seconds / 60:.0f} minutes", flush=True)
 

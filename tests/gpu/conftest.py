@@ -1,5 +1,6 @@
 """Marks and environment of the tests on a GPU."""
 
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     # DeepSpeed has one accelerator for each process, and other tests take the CPU.
     is_alone = all(item.path.is_relative_to(here) for item in items)
+    has_vllm = find_spec("vllm") is not None
     for item in items:
         if item.path.is_relative_to(here):
             item.add_marker(pytest.mark.gpu)
             if not (IS_HERE and is_alone):
                 item.add_marker(pytest.mark.skip(reason=ON_GPU))
+            if item.path.is_relative_to(here / "several") and not has_vllm:
+                item.add_marker(pytest.mark.skip(reason="needs vLLM"))
 
 
 @pytest.fixture(autouse=True)

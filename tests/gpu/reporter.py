@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ def limit_s(item: pytest.Item) -> float:
 
 
 def _report(**event: object) -> None:
-    with open(os.environ[EVENTS_VARIABLE], "a") as file:
+    with Path(os.environ[EVENTS_VARIABLE]).open("a") as file:
         file.write(json.dumps(event) + "\n")
 
 

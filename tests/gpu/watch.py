@@ -3,7 +3,6 @@
 pytest's own timeout needs Python's interpreter, which a test that blocks in C++ never returns to.
 """
 
-import ctypes
 import json
 import os
 import re
@@ -27,7 +26,6 @@ _START_S = 180.0
 _POLL_S = 0.1
 _DUMP_S = 5.0
 """For a killed process to write the tracebacks of its threads."""
-_BECOME_SUBREAPER = 36
 
 
 @dataclass
@@ -88,11 +86,6 @@ class Watched:
         return self.since + (self.tests[self.current].kill_s if self.current else _START_S)
 
 
-def become_subreaper() -> None:
-    """Inherit the orphans of child processes, so that `kill_descendants` finds them. Linux only."""
-    ctypes.CDLL(None).prctl(_BECOME_SUBREAPER, 1, 0, 0, 0)
-
-
 def kill_descendants() -> list[str]:
     """Kill everything that child processes left behind; returns their command lines."""
     found = []
@@ -110,7 +103,13 @@ def run_command(command: Sequence[str], log: Path, *, timeout_s: float) -> str:
     with log.open("ab") as output:
         try:
             done = subprocess.run(
-                command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output, stderr=output, timeout=timeout_s, check=False
+                command,
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                timeout=timeout_s,
+                check=False,
             )
             end = _describe(done.returncode) if done.returncode else ""
         except subprocess.TimeoutExpired:
@@ -148,9 +147,7 @@ def collect(paths: Sequence[str], folder: Path) -> tuple[list[Test], list[Outcom
     return tests, broken
 
 
-def run_tests(
-    tests: Sequence[Test], folder: Path, *, ends_at: float, show: Callable[[Outcome], None]
-) -> list[Outcome]:
+def run_tests(tests: Sequence[Test], folder: Path, *, ends_at: float, show: Callable[[Outcome], None]) -> list[Outcome]:
     """Run the tests of a file in one process, continuing in a new one after a test that hangs or crashes.
 
     `ends_at`: monotonic time after which no process goes on. `show`: called with each outcome as it comes.
@@ -177,9 +174,7 @@ def _first_batch(tests: Sequence[Test]) -> list[Test]:
     return [test for test in tests if test.name.split("::")[0] == file and not test.own_process]
 
 
-def _run_batch(
-    batch: Sequence[Test], stem: Path, *, ends_at: float, show: Callable[[Outcome], None]
-) -> list[Outcome]:
+def _run_batch(batch: Sequence[Test], stem: Path, *, ends_at: float, show: Callable[[Outcome], None]) -> list[Outcome]:
     log, events = stem.with_suffix(".log"), stem.with_suffix(".events")
     watched = Watched(
         _start_pytest(["-vv", *(test.name for test in batch)], log, events), events, {test.name: test for test in batch}
@@ -213,9 +208,7 @@ def _run_batch(
     return list(outcomes.values())
 
 
-def _take_events(
-    watched: Watched, outcomes: dict[str, Outcome], *, log: Path, show: Callable[[Outcome], None]
-) -> None:
+def _take_events(watched: Watched, outcomes: dict[str, Outcome], *, log: Path, show: Callable[[Outcome], None]) -> None:
     """Update what runs and what has ended."""
     for event in watched.new_events():
         name = str(event.get("test"))

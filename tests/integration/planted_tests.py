@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -39,8 +40,8 @@ def test_that_hangs_in_python() -> None:
 def test_that_blocks_in_c() -> None:
     # As NCCL: holds the interpreter's lock, and signals do not end it.
     print("[1] NCCL INFO Bootstrap: the last line of a test that blocks", flush=True)
-    with open(os.environ["NCCL_DEBUG_FILE"].replace("%p", str(os.getpid())), "w") as file:
-        file.write("host:1 [0] NCCL INFO Channel 00\nhost:1 [0] NCCL WARN Call to connect failed\nhost:1 NCCL INFO end\n")
+    written = Path(os.environ["NCCL_DEBUG_FILE"].replace("%p", str(os.getpid())))
+    written.write_text("host:1 NCCL INFO Channel 00\nhost:1 NCCL WARN Call to connect failed\nhost:1 NCCL INFO end\n")
     lock, c = ctypes.create_string_buffer(64), ctypes.PyDLL(None)
     for _ in range(2):
         c.pthread_mutex_lock(lock)

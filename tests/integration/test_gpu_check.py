@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.gpu.watch import Outcome, Test, become_subreaper, run_tests
+from slipstream.runtime.process import adopt_orphans
+from tests.gpu.watch import Outcome, Test, run_tests
 from tests.runs import call
 from tests.shape.tree import ROOT, paths
 from tests.unit.scripts.test_setup import imports
-
 
 PLANTED = "tests/integration/planted_tests.py"
 
@@ -68,7 +68,7 @@ def test_every_test_has_a_result_though_some_hang_and_crash(tmp_path: Path) -> N
 def test_a_stage_ends_at_its_limit_and_names_what_did_not_run(tmp_path: Path) -> None:
     planted = [Test(f"{PLANTED}::{name}", 60.0) for name in ("test_that_passes", "test_that_blocks_in_c", "test_alone")]
     shown: list[Outcome] = []
-    become_subreaper()
+    adopt_orphans()
     run_tests(planted, tmp_path, ends_at=time.monotonic() + 12, show=shown.append)
     assert [each.verdict for each in shown] == ["passed", "TIMEOUT", "NOT RUN"]
     assert "the end of this stage" in shown[1].message
