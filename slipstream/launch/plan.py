@@ -243,19 +243,16 @@ def show_plan(
         console = make_console()
         for table in tables(plan):
             console.print(table, "")
-        for name, value in (derived_sizes(run) | _describe_update(plan)).items():
+        shown = derived_sizes(run)
+        if update := plan.update:
+            shown["weight update, estimated"] = (
+                f"{update.gib:.2f} GiB: the learner waits {update.learner_waits_s:.2g} s, generators switch after "
+                f"{update.update_s:.2g} s, and pause {update.pause_s:.2g} s"
+            )
+        for name, value in shown.items():
             console.print(f"{name:<34}  {value}")
     if plan.problems:
         exit_with_error("\nerror: ".join(plan.problems), code=TOO_LARGE)
-
-
-def _describe_update(plan: Plan) -> dict[str, str]:
-    if not (found := plan.update):
-        return {}
-    return {
-        "weight update, estimated": f"{found.gib:.2f} GiB: the learner waits {found.learner_waits_s:.2g} s, generators "
-        f"switch after {found.update_s:.2g} s, and pause {found.pause_s:.2g} s"
-    }
 
 
 def tables(plan: Plan) -> list[Table]:

@@ -18,16 +18,14 @@ from typing import NamedTuple
 from slipstream.launch.diagnose.machine import Result
 from slipstream.runtime.process import die_with_parent, read_text
 
-_PHASES = ("load torch", "connect", "sum", "end")
 _PHASE = "phase: "
 _POLL_S = 0.05
 _SIZES = (2**10, 2**24)
 """Elements; the second is timed."""
-_FIX = {
-    "nccl": "try NCCL_P2P_DISABLE=1 (peer access that fails, as in virtual machines) and NCCL_SOCKET_IFNAME; compare "
-    "`nvidia-smi topo -m`; in a container, raise /dev/shm",
-    "gloo": "set GLOO_SOCKET_IFNAME to an interface of this machine, such as lo",
-}
+_FIX = (
+    "look at `nvidia-smi topo -m`; try NCCL_P2P_DISABLE=1 (peer access that fails, as in virtual machines) and another "
+    "NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME; in a container, raise /dev/shm"
+)
 
 
 class _Rank(NamedTuple):
@@ -36,18 +34,14 @@ class _Rank(NamedTuple):
     log: Path
 
     @property
-    def phase(self) -> int:
-        """Index of the last phase that it began."""
-        return max([0, *(_PHASES.index(name) for name in re.findall(rf"^{_PHASE}(.+)$", self.printed, re.MULTILINE))])
-
-    @property
-    def printed(self) -> str:
-        return read_text(self.log)
+    def phases(self) -> list[str]:
+        """Phases that it began."""
+        return re.findall(rf"^{_PHASE}(.+)$", read_text(self.log), re.MULTILINE)
 
     def describe(self, end: str) -> str:
-        lines = [line for line in self.printed.splitlines() if line.strip() and not line.startswith(_PHASE)]
+        lines = [line for line in read_text(self.log).splitlines() if line.strip() and not line.startswith(_PHASE)]
         of_nccl = [line for line in lines if "NCCL WARN" in line] or [line for line in lines if " NCCL " in line]
-        text = f"rank {self.number} {end} in the phase {_PHASES[self.phase]!r}"
+        text = f"rank {self.number} {end} in the phase {['', *self.phases][-1]!r}"
         text += f"; its last line: {lines[-1]}" if lines and lines[-1] not in of_nccl else ""
         return text + (f"; NCCL: {of_nccl[-1]}" if of_nccl else "")
 
@@ -66,7 +60,13 @@ def check_all_reduce(num_gpus: int, *, timeout_s: float, program: Path = Path(__
                     variables = {"NCCL_DEBUG": "INFO"} | os.environ
                     process = subprocess.Popen(command, env=variables, stdout=output, stderr=output)
                 ranks.append(_Rank(number, process, log))
-            _await(ranks, timeout_s=timeout_s)
+            ends_at = time.monotonic() + timeout_s
+            # After a failure, the other ranks would wait for that one.
+            while time.monotonic() < ends_at:
+                codes = [rank.process.poll() for rank in ranks]
+                if any(codes) or None not in codes:
+                    break
+                time.sleep(_POLL_S)
             return _judge(ranks, backend, timeout_s=timeout_s)
         finally:
             for rank in ranks:
@@ -74,29 +74,19 @@ def check_all_reduce(num_gpus: int, *, timeout_s: float, program: Path = Path(__
                 rank.process.wait()
 
 
-def _await(ranks: Sequence[_Rank], *, timeout_s: float) -> None:
-    """Wait until all ranks have ended or one has failed, whose peers would wait for it."""
-    ends_at = time.monotonic() + timeout_s
-    while time.monotonic() < ends_at:
-        codes = [rank.process.poll() for rank in ranks]
-        if any(codes) or None not in codes:
-            return
-        time.sleep(_POLL_S)
-
-
 def _judge(ranks: Sequence[_Rank], backend: str, *, timeout_s: float) -> Result:
     codes = {rank: rank.process.poll() for rank in ranks}
     if failed := [rank for rank, code in codes.items() if code]:
         # A signal is a cause; an error may be the consequence of a peer's end.
-        first = min(failed, key=lambda rank: (codes[rank] or 0, rank.phase))
+        first = min(failed, key=lambda rank: (codes[rank] or 0, len(rank.phases)))
         code = codes[first] or 0
         end = f"ended with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
     elif silent := [rank for rank, code in codes.items() if code is None]:
-        first, end = min(silent, key=lambda rank: rank.phase), f"gave no answer within {timeout_s:g} s"
+        first, end = min(silent, key=lambda rank: len(rank.phases)), f"gave no answer within {timeout_s:g} s"
     else:
-        (summary,) = re.findall(r"^.* sums over .*$", ranks[0].printed, re.MULTILINE)
+        (summary,) = re.findall(r"^.* sums over .*$", read_text(ranks[0].log), re.MULTILINE)
         return Result("all-reduce", "ok", summary)
-    return Result("all-reduce", "fail", f"{backend}: {first.describe(end)}", fix=_FIX[backend])
+    return Result("all-reduce", "fail", f"{backend}: {first.describe(end)}", fix=_FIX)
 
 
 def main() -> None:
