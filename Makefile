@@ -48,7 +48,7 @@ test-all: $(INSTALLED) ## run all tests: over an hour on 2 cores
 gpu-bundle: $(INSTALLED) ## collect the wheels of `make gpu-check` for an offline machine, 19 MB, into .gpu_bundle/
 	@scripts/gpu_bundle.sh
 
-gpu-check: ## test one GPU in ten minutes, two or more in 25, into gpu_check/; from .gpu_bundle/ if it exists; ARGS="--stage 1"
+gpu-check: ## test one GPU in about 10 minutes, several in 25, into gpu_check/; from .gpu_bundle/ if it exists; ARGS="--stage 1"
 	@[ -d .gpu_bundle ] || $(MAKE) --no-print-directory setup
 	@scripts/gpu_check.sh $(ARGS)
 

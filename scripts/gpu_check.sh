@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests and benchmarks of this machine's GPUs, each test with a kill timeout (see tests/gpu/check.py): ten
+# Runs the tests and benchmarks of this machine's GPUs, each test with a kill timeout (see tests/gpu/check.py): about ten
 # minutes on one GPU, and 15 more with vLLM on two or more. Uses .venv, or, if .gpu_bundle/ exists (see
 # scripts/gpu_bundle.sh), offline PYTHON (python3) and its wheels. Arguments: those of tests.gpu.check.
 #

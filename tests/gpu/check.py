@@ -1,7 +1,7 @@
 """`make gpu-check`: figures and tests of this machine's GPUs, and what describes it, in one folder to send.
 
     python -m tests.gpu.check --out gpu_check               # both stages
-    python -m tests.gpu.check --out gpu_check --stage 1     # one GPU, ten minutes, without vLLM
+    python -m tests.gpu.check --out gpu_check --stage 1     # one GPU, about ten minutes, without vLLM
     python -m tests.gpu.check --out gpu_check tests/gpu/test_kernels.py
 
 Every test is printed with its result as it ends. Exits with 1 if one failed, hung, crashed, or did not run.
@@ -22,7 +22,7 @@ from pathlib import Path
 from slipstream.runtime.process import adopt_orphans
 from tests.gpu.watch import ROOT, Outcome, collect, kill_descendants, run_command, run_tests
 
-STAGES = {1: (["tests/gpu/test_*.py"], 600.0), 2: (["tests/gpu/several/test_*.py"], 900.0)}
+STAGES = {1: (["tests/gpu/test_*.py"], 420.0), 2: (["tests/gpu/several/test_*.py"], 900.0)}
 """Stage -> (files, seconds). The second needs vLLM and two GPUs or more."""
 _DESCRIPTIONS = {
     "machine.txt": [

@@ -25,8 +25,9 @@ def _report(**event: object) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     for item in session.items:
-        alone = item.get_closest_marker("own_process") is not None
-        _report(event="collected", test=item.nodeid, limit_s=limit_s(item), own_process=alone)
+        is_skipped = item.get_closest_marker("skip") or any(True in mark.args for mark in item.iter_markers("skipif"))
+        is_alone = not is_skipped and item.get_closest_marker("own_process") is not None
+        _report(event="collected", test=item.nodeid, limit_s=limit_s(item), own_process=is_alone)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:
