@@ -291,16 +291,16 @@ def save_published(run: RunConfig, folder: Path) -> None:
 
 @pytest.mark.parametrize(
     # Parameters as the model cards of the hub count them; seconds by hand from docs/memory.md.
-    ("preset", "parameters", "ranks", "generators", "workers", "is_offloaded", "is_staged", "seconds"),
+    ("preset", "parameters", "ranks", "generators", "workers", "is_staged", "seconds"),
     [
-        ("gsm8k_1gpu", 1_543_714_304, 1, 1, 1, False, True, (0.0037, 0.72, 0.069)),
-        ("gsm8k_8gpu", 7_615_616_512, 4, 2, 2, False, True, (0.018, 3.4, 0.17)),
-        ("gsm8k_32b_8gpu", 32_763_876_352, 6, 1, 2, True, False, (1.31, 14.4, 0.74)),
-        ("gsm8k_moe_8gpu", 30_532_122_624, 6, 1, 2, True, False, (1.22, 13.4, 0.69)),
+        ("gsm8k_1gpu", 1_543_714_304, 1, 1, 1, True, (0.0037, 0.72, 0.069)),
+        ("gsm8k_8gpu", 7_615_616_512, 4, 2, 2, True, (0.018, 3.4, 0.17)),
+        ("gsm8k_32b_8gpu", 32_763_876_352, 6, 1, 2, False, (1.31, 14.4, 0.74)),
+        ("gsm8k_moe_8gpu", 30_532_122_624, 6, 1, 2, False, (1.22, 13.4, 0.69)),
     ],
 )
 def test_host_memory_and_updates_are_those_of_hand_arithmetic(
-    preset, parameters, ranks, generators, workers, is_offloaded, is_staged, seconds, tmp_path, monkeypatch
+    preset, parameters, ranks, generators, workers, is_staged, seconds, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("slipstream.launch.plan.step_bytes", lambda *_, **__: 0)
     run = load([f"experiment={preset}"])
@@ -308,15 +308,14 @@ def test_host_memory_and_updates_are_those_of_hand_arithmetic(
     run = load([f"experiment={preset}", f"model.path={tmp_path}"])
     plan = make_plan(run, Machine(host_gib=2048, gpus=8 if ranks > 1 else 1, gpu_gib=79))
     one = parameters / GIB
-    # Float32 moments and weights of a checkpoint, and two versions in bfloat16, which generators map.
-    assert gib(plan, "learner rank 0", "checkpoint being written") == pytest.approx(8 * one / ranks + 4 * one)
+    # Two versions in bfloat16, which generators map.
     assert gib(plan, "learner rank 0", "published versions, two") == pytest.approx(2 * 2 * one)
     assert not [need for need in plan.needs if "received" in need.cause]
+    # Offloaded states and checkpoints of the learner have tests of their own.
+    states = ("checkpoint", "gradients", "optimizer")
+    others = sum(need.gib for need in plan.needs if need.place == HOST and not need.cause.startswith(states))
     libraries = 0.6 * ranks + generators * (0.5 + 1.0 * workers) + 0.15
-    # Gradients, masters, and two moments; and the full store.
-    offloaded = 16 * one if is_offloaded else 0.0
-    expected = 8 * one + 4 * one + 4 * one + offloaded + libraries + run.buffer.store.max_memory_mib / 1024
-    assert plan.total(HOST) == pytest.approx(expected)
+    assert others == pytest.approx(4 * one + libraries + run.buffer.store.max_memory_mib / 1024)
     staged = [need.gib for need in plan.needs if need.cause == "staged version"]
     assert staged == ([pytest.approx(2 * one)] if is_staged else [])
     update = plan.update
