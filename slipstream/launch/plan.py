@@ -75,7 +75,7 @@ _ADVICE = {
     "checkpoint": "train model.lora, whose checkpoints are small, or use a machine with more memory",
     "engine": "raise generators.engine.tensor_parallel_size, or lower generators.engine.gpu_memory_utilization",
     "KV cache": "lower generators.engine.kv_cache_gib or generators.count",
-    "published": "lower generators.count on this machine",
+    "published version, received": "lower generators.count on this machine",
     "store": "lower buffer.store.max_memory_mib",
 }
 """Start of a cause -> settings that reduce it."""
