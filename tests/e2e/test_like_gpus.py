@@ -1,4 +1,4 @@
-"""What GPUs would run, on CPUs: engines with two workers, sharded ranks that publish, bfloat16 throughout."""
+"""Setups of GPUs on a CPU: engines with two workers, sharded ranks that publish, bfloat16 throughout."""
 
 from pathlib import Path
 

@@ -43,7 +43,9 @@ _DIAGNOSE_S, _FIGURES_S, _DESCRIBE_S = 240.0, 290.0, 30.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), help="folder of the report; overwritten")
     parser.add_argument("--stage", type=int, choices=[*STAGES], action="append", help="default: both")
     parser.add_argument("paths", nargs="*", help="files of tests, instead of the stages and figures")

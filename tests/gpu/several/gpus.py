@@ -18,5 +18,5 @@ def take_gpus(*sizes: int) -> list[dict[str, str]]:
 
 
 def num_generators() -> int:
-    """How many generators have their own GPU, at most two."""
+    """Number of generators that can have their own GPU, at most two."""
     return 2 if IS_SMALL else min(2, len(visible_gpus()) - 1)
