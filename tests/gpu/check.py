@@ -22,7 +22,9 @@ from pathlib import Path
 from slipstream.runtime.process import adopt_orphans
 from tests.gpu.watch import ROOT, Outcome, collect, kill_descendants, run_command, run_tests
 
-STAGES = {1: (["tests/gpu/test_*.py"], 420.0), 2: (["tests/gpu/several/test_*.py"], 900.0)}
+_SEVERAL = [f"tests/gpu/several/test_{name}.py" for name in ("members", "updates", "runs")]
+"""The longest come last."""
+STAGES = {1: (["tests/gpu/test_*.py"], 420.0), 2: (_SEVERAL, 900.0)}
 """Stage -> (files, seconds). The second needs vLLM and two GPUs or more."""
 _DESCRIPTIONS = {
     "machine.txt": [

@@ -8,7 +8,7 @@ from tests.e2e.broadcast_updates import Case, check_updates
 from tests.gpu.device import DEVICE, IS_SMALL
 from tests.gpu.several.gpus import take_gpus
 
-pytestmark = [pytest.mark.own_process, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.own_process, pytest.mark.timeout(280)]
 
 CASES = {
     "one worker": Case("qwen2"),
