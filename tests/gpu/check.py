@@ -26,19 +26,18 @@ _SEVERAL = [f"tests/gpu/several/test_{name}.py" for name in ("members", "updates
 """The longest come last."""
 STAGES = {1: (["tests/gpu/test_*.py"], 420.0), 2: (_SEVERAL, 900.0)}
 """Stage -> (files, seconds). The second needs vLLM and two GPUs or more."""
-_DESCRIPTIONS = {
-    "machine.txt": [
-        "uname -a",
-        "nvidia-smi",
-        "nvidia-smi topo -m",
-        "nvidia-smi -q -d MEMORY,ECC,CLOCK",
-        "gcc --version",
-        "df -h /dev/shm .",
-        "free -m",
-        "git log -1 --format=%H",
-        "git status --short",
-    ],
-}
+_COMMANDS = (
+    "uname -a",
+    "nvidia-smi",
+    "nvidia-smi topo -m",
+    "nvidia-smi -q -d MEMORY,ECC,CLOCK",
+    "gcc --version",
+    "df -h /dev/shm .",
+    "free -m",
+    "git log -1 --format=%H",
+    "git status --short",
+)
+"""Commands whose output describes the machine and the checkout."""
 _FROM_BUNDLE = ("diagnosis.json", "versions.json", "environment.txt")
 """Parts of a bug report's bundle; its settings and logs are those of another run."""
 _DIAGNOSE_S, _FIGURES_S, _DESCRIBE_S = 240.0, 290.0, 30.0
@@ -83,11 +82,10 @@ def _make_empty(out: Path) -> None:
 
 
 def _describe_machine(out: Path) -> None:
-    for name, commands in _DESCRIPTIONS.items():
-        for command in commands:
-            with (out / name).open("a") as file:
-                file.write(f"\n$ {command}\n")
-            run_command(command.split(), out / name, timeout_s=_DESCRIBE_S)
+    for words in _COMMANDS:
+        with (out / "machine.txt").open("a") as described:
+            described.write(f"\n$ {words}\n")
+        run_command(words.split(), out / "machine.txt", timeout_s=_DESCRIBE_S)
     bundle = out / "bundle.tar.gz"
     command = [sys.executable, "-m", "slipstream", "diagnose", "--bundle", str(bundle)]
     print("slipstream diagnose", flush=True)
