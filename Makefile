@@ -48,9 +48,9 @@ test-all: $(INSTALLED) ## run all tests: over an hour on 2 cores
 gpu-bundle: $(INSTALLED) ## collect the wheels of `make gpu-check` for an offline machine, 19 MB, into .gpu_bundle/
 	@scripts/gpu_bundle.sh
 
-gpu-check: ## run the GPU tests and benchmarks in ten minutes, from .gpu_bundle/ if it exists
+gpu-check: ## test one GPU in about 10 minutes, several in 25, into gpu_check/; from .gpu_bundle/ if it exists; ARGS="--stage 1"
 	@[ -d .gpu_bundle ] || $(MAKE) --no-print-directory setup
-	@scripts/gpu_check.sh
+	@scripts/gpu_check.sh $(ARGS)
 
 chaos: $(INSTALLED) ## kill roles of a run at random, then audit it; ARGS="--seed=7 --kills=200", or ARGS=--matrix for the failure matrix
 	$(python) -m tests.chaos $(ARGS)

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs the tests and benchmarks of this machine's GPU within ten minutes: with .venv, or, if .gpu_bundle/ exists (see
-# scripts/gpu_bundle.sh), offline with PYTHON (python3) and its wheels.
+# Runs the tests and benchmarks of this machine's GPUs, each test with a kill timeout (see tests/gpu/check.py): about ten
+# minutes on one GPU, and 15 more with vLLM on two or more. Uses .venv, or, if .gpu_bundle/ exists (see
+# scripts/gpu_bundle.sh), offline PYTHON (python3) and its wheels. Arguments: those of tests.gpu.check.
 #
 #   SLIPSTREAM_GPU_TESTS=cpu   run on the CPU at small sizes, to try everything except the device
 #   BUNDLE                     folder of the wheels (.gpu_bundle); empty: .venv
 #   OUT                        folder of the report (gpu_check/)
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=${OUT:-gpu_check}
 bundle=${BUNDLE-.gpu_bundle}
 python=${PYTHON:-$([ -d "$bundle" ] && echo python3 || echo .venv/bin/python)}
 if [ -d "$bundle" ]; then
@@ -21,12 +21,6 @@ else
     export PYTHONPATH=$PWD
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
-mkdir -p "$out"
-size=$([ "${SLIPSTREAM_GPU_TESTS:-}" = cpu ] && echo "--tiny --device=cpu")
-# shellcheck disable=SC2086
-timeout 290 "$python" -m benchmarks.gpu $size --out="$out/figures.json" 2>&1 | tee "$out/figures.txt"
-figures=$?
-timeout 290 "$python" -m pytest -q -rs -p no:cacheprovider --timeout=200 tests/gpu 2>&1 | tee "$out/tests.txt"
-tests=$?
-echo "gpu check: figures $([ $figures = 0 ] && echo done || echo FAILED), tests $([ $tests = 0 ] && echo passed || echo FAILED); $out/"
-exit $((figures || tests))
+# A killed test must not leave a core of many GiB.
+ulimit -c 0
+"$python" -m tests.gpu.check --out "${OUT:-gpu_check}" "$@"

@@ -33,7 +33,7 @@ from slipstream.runtime.model_files import check_model_path
 from slipstream.runtime.process import group_limits
 
 GIB = 2**30
-HOST = "host"
+HOST, STAGED = "host", "staged version"
 TOO_LARGE = 1
 """Exit code."""
 _FLOAT = 4
@@ -55,6 +55,11 @@ _SPARE_CACHE_GIB = 0.25
 _KV_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 _QUANTIZED_BYTES = {"nvfp4_per_token": 0.5}
 """Bytes per weight; 1 for every other quantization."""
+_RATES = {"GPU memory": 2.5e12, "PCIe": 50e9, "checksums": 10.6e9, "CPU: write": 3.1e9, "CPU: load": 0.155e9}
+"""Bytes/s. Specifications of an H100, and measurements of docs/weights.md."""
+_EXCHANGE_S = 0.01
+_COMPARED = 1 / 8
+"""Part of the layers that an update compares."""
 
 _ADVICE = {
     "activations": "lower learner.tokens_per_microbatch, raise learner.sequence_parallel, or set "
@@ -70,7 +75,7 @@ _ADVICE = {
     "checkpoint": "train model.lora, whose checkpoints are small, or use a machine with more memory",
     "engine": "raise generators.engine.tensor_parallel_size, or lower generators.engine.gpu_memory_utilization",
     "KV cache": "lower generators.engine.kv_cache_gib or generators.count",
-    "published": "lower generators.count on this machine",
+    "published version, received": "lower generators.count on this machine",
     "store": "lower buffer.store.max_memory_mib",
 }
 """Start of a cause -> settings that reduce it."""
@@ -110,12 +115,26 @@ class Machine(msgspec.Struct, frozen=True):
         return self.host_gib if place == HOST else self.gpu_gib
 
 
+class UpdateEstimate(msgspec.Struct, frozen=True):
+    """Durations of a weight update on one machine, seconds: UpdateEstimate(14.2, 0.02, 3.5, 0.17)"""
+
+    gib: float
+    """Size of the version, GiB."""
+    learner_waits_s: float
+    update_s: float
+    """From the end of a step until the engines have switched."""
+    pause_s: float
+    """Part of `update_s` in which generators do not generate."""
+
+
 class Plan(msgspec.Struct, frozen=True):
     """Memory needs of a run, and where they do not fit."""
 
     machine: Machine
     needs: list[Need]
     problems: list[str]
+    update: UpdateEstimate | None = None
+    """None without vLLM, or if generators fetch versions."""
 
     def total(self, place: str) -> float:
         return sum(need.gib for need in self.needs if need.place == place)
@@ -126,7 +145,7 @@ def make_plan(run: RunConfig, machine: Machine) -> Plan:
     placed = place(run, gpus=[str(number) for number in range(machine.gpus)])
     policy = _meta(run.model, setting="model.path")
     needs = list(_learner_needs(run, policy, gpus=placed.get("learner", [])))
-    problems = []
+    problems, update = [], None
     if run.mode != "sft":
         names = [f"generator-{index}" for index in range(run.generators.count)]
         for name in names:
@@ -137,6 +156,9 @@ def make_plan(run: RunConfig, machine: Machine) -> Plan:
             cache = _cache_gib(run, policy, machine, needs, where=first, num_engines=len(names))
             problems += _cache_problems(run, policy, machine, needs, where=first, cache=cache)
             needs += [Need(name, held, "KV cache", cache) for name in names for held in own[name]]
+            needs += _auto_staged(run, policy, machine, needs) if run.weights.staging == "auto" else []
+            if _maps_versions(run):
+                update = _estimate_update(run, policy, needs, on_gpu=bool(placed.get(names[0])))
         needs.append(Need("broker", HOST, "libraries", _LIBRARIES_GIB["broker"] * run.broker.shards))
         if isinstance(run.buffer.store, EmbeddedRedisConfig):
             needs.append(Need("store", HOST, "store, full", run.buffer.store.max_memory_mib / 1024))
@@ -153,7 +175,45 @@ def make_plan(run: RunConfig, machine: Machine) -> Plan:
             f"{', '.join(places)} must hold {total:.1f} GiB, got {there:.1f}: the largest part is {cause} "
             f"({size:.1f} GiB); {_advice(cause)}."
         )
-    return Plan(machine, needs, problems)
+    return Plan(machine, needs, problems, update)
+
+
+def _maps_versions(run: RunConfig) -> bool:
+    """Whether generators map the learner's memory."""
+    return run.weights.transport == "collective" and run.cluster.kind == "local"
+
+
+def _auto_staged(run: RunConfig, policy: PreTrainedModel, machine: Machine, needs: Sequence[Need]) -> list[Need]:
+    """Return the copy on rank 0's GPU that `Stager` makes if there is room after the first step."""
+    process, size = "learner rank 0", _published_gib(run, policy)
+    held = [need.place for need in needs if need.process == process and need.place != HOST][:1]
+    free = machine.gpu_gib - sum(need.gib for need in needs if need.place in held)
+    return [Need(process, held[0], STAGED, size)] if held and 2 * size <= free else []
+
+
+def _estimate_update(run: RunConfig, policy: PreTrainedModel, needs: Sequence[Need], *, on_gpu: bool) -> UpdateEstimate:
+    engine, size = run.generators.engine, _published_gib(run, policy) * GIB
+    assert isinstance(engine, VllmEngineConfig)
+    is_staged = any(need.cause == STAGED for need in needs)
+    to_host = size / _RATES["PCIe" if any(n.place != HOST for n in needs if "rank" in n.process) else "CPU: write"]
+    # Reads float32, writes the version.
+    waits = 3 * size / _RATES["GPU memory"] if is_staged else to_host
+    # By the learner, then by the generators.
+    other = 2 * size / _RATES["checksums"] + (to_host if is_staged else 0.0)
+    load = size / engine.num_workers / _RATES["PCIe" if on_gpu else "CPU: load"]
+    if _has_second_copy(engine, policy, on_gpu=on_gpu):
+        pause = _EXCHANGE_S
+        other += load
+    else:
+        pause = load * (1 + _COMPARED)
+    return UpdateEstimate(size / GIB, waits, waits + other + pause, pause)
+
+
+def _has_second_copy(engine: VllmEngineConfig, model: PreTrainedModel, *, on_gpu: bool) -> bool:
+    """Whether the engine loads a version while it generates, as `ModelVersions` decides."""
+    text = model.config.get_text_config()
+    has_parts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "kv_lora_rank"))
+    return not (on_gpu or engine.enforce_eager is False or has_parts)
 
 
 def _advice(cause: str) -> str:
@@ -183,7 +243,13 @@ def show_plan(
         console = make_console()
         for table in tables(plan):
             console.print(table, "")
-        for name, value in derived_sizes(run).items():
+        shown = derived_sizes(run)
+        if update := plan.update:
+            shown["weight update, estimated"] = (
+                f"{update.gib:.2f} GiB: the learner waits {update.learner_waits_s:.2g} s, generators switch after "
+                f"{update.update_s:.2g} s, and pause {update.pause_s:.2g} s"
+            )
+        for name, value in shown.items():
             console.print(f"{name:<34}  {value}")
     if plan.problems:
         exit_with_error("\nerror: ".join(plan.problems), code=TOO_LARGE)
@@ -246,7 +312,7 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
             # One version is sent while the next is queued.
             yield Need(name, HOST, "published versions, two", 2 * _published_gib(run, policy))
             if gpus and run.weights.staging == "device":
-                yield Need(name, device, "staged version", _published_gib(run, policy))
+                yield Need(name, device, STAGED, _published_gib(run, policy))
 
 
 def _moved(model: nn.Module, config: OptimizerConfig) -> tuple[int, float]:
@@ -291,7 +357,7 @@ def _engine_needs(run: RunConfig, model: PreTrainedModel, name: str, *, gpus: Se
     needs = [Need(name, HOST, "libraries", _LIBRARIES_GIB["generator"])]
     if isinstance(engine, ScriptedEngineConfig):
         return needs
-    if run.weights.transport != "memory":
+    if not _maps_versions(run) and run.weights.transport != "memory":
         needs.append(Need(name, HOST, "published version, received", _published_gib(run, model)))
     width = getattr(torch, run.model.dtype).itemsize
     if isinstance(engine, HfEngineConfig):
@@ -302,7 +368,7 @@ def _engine_needs(run: RunConfig, model: PreTrainedModel, name: str, *, gpus: Se
         "engine: weights": _num_elements(model) * weight_bytes / engine.num_workers / GIB,
         "engine: logits of a step": engine.max_num_seqs * text.vocab_size * _FLOAT * 2 / GIB,
     }
-    if not gpus:
+    if _has_second_copy(engine, model, on_gpu=bool(gpus)) and not run.model.lora:
         own["engine: second copy, for the next version"] = own["engine: weights"]
     if gpus:
         inner = 3 * getattr(text, "intermediate_size", 4 * text.hidden_size) / engine.num_workers

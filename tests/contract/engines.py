@@ -5,7 +5,7 @@ import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from threading import Event
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import psutil
@@ -38,10 +38,16 @@ VLLM_CONFIG = VllmEngineConfig(max_num_seqs=64)
 
 
 def make_engine(
-    kind: str, folder: Path, *, vllm: VllmEngineConfig, lora: LoraConfig | None = None, records: bool = False
+    kind: str,
+    folder: Path,
+    *,
+    vllm: VllmEngineConfig,
+    lora: LoraConfig | None = None,
+    records: bool = False,
+    dtype: Literal["float32", "bfloat16"] = "float32",
 ) -> Engine:
     model = ModelConfig(
-        dtype="float32", path=str(folder), max_length=MAX_LENGTH, lora=lora, moe=MoeConfig(router_replay=records)
+        dtype=dtype, path=str(folder), max_length=MAX_LENGTH, lora=lora, moe=MoeConfig(router_replay=records)
     )
     if kind == "scripted":
         return ScriptedEngine(ScriptedEngineConfig(tokens_per_response=40, seconds_per_token=0.01))
@@ -65,6 +71,7 @@ class Rig:
         module: PreTrainedModel | None = None,
         lora: LoraConfig | None = None,
         records: bool = False,
+        dtype: Literal["float32", "bfloat16"] = "float32",
     ) -> None:
         """`module`: of the model that lies in `folder`; without it the tiny one is written there. `records`: whether
         the experts of a mixture are."""
@@ -73,7 +80,7 @@ class Rig:
         self.has_adapter = lora is not None
         if module is None:
             make_tiny_model(folder, is_tied=is_tied)
-        self.engine = make_engine(kind, folder, vllm=vllm, lora=lora, records=records)
+        self.engine = make_engine(kind, folder, vllm=vllm, lora=lora, records=records, dtype=dtype)
         self.module: PreTrainedModel = module or make_tiny_module(is_tied=is_tied)
         self._runner = asyncio.Runner()
         self._memory: SharedBuckets | None = None

@@ -18,9 +18,14 @@ SETTINGS = ("weights.publish_every_steps=5", "learner.stall.timeout_s=60", "lear
 
 
 def test_a_dead_engine_is_replaced_with_its_generator_and_no_prompt_is_lost(tmp_path: Path) -> None:
+    check_replacement(tmp_path)
+
+
+def check_replacement(tmp_path: Path, *settings: str) -> None:
+    """Kill and stop the engine of a run with these further settings."""
     runs.make_task(tmp_path, warm=False)
     real = [word for word in SMALL if not word.startswith("generators")]
-    with Run(tmp_path, "engine", *SETTINGS, base=real).ended_at_last() as run:
+    with Run(tmp_path, "engine", *SETTINGS, *settings, base=real).ended_at_last() as run:
         for number, message in (
             (signal.SIGKILL, "vLLM's engine process died"),
             (signal.SIGSTOP, "the engine must make a step within 20 s"),

@@ -26,6 +26,7 @@ from slipstream.runtime.process import NCCL_ENVIRONMENT
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.own_process,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(120),
 ]

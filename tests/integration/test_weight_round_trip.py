@@ -4,7 +4,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from threading import Event
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import Member, OpenEpoch
+from slipstream.broker.messages import GroupBackend, Member, OpenEpoch
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.collective import CollectiveReceiver, CollectiveSender
 from tests.unit.broker.weight_versions import announce, pack
@@ -30,11 +30,11 @@ BUCKET_BYTES = 16 << 20
 NUM_BUCKETS = 8
 
 
-def serve_member(commands: Connection) -> None:
+def serve_member(commands: Connection, device: str) -> None:
     """A generator's end in a separate process. Opens epochs and receives broadcasts until the pipe closes; answers with
     an error, or with the sum of each tensor."""
     torch.set_num_threads(1)
-    receiver = CollectiveReceiver(device="cpu")
+    receiver = CollectiveReceiver(device=device)
     commands.send("here")
     while True:
         try:
@@ -56,11 +56,16 @@ def serve_member(commands: Connection) -> None:
 class MemberProcess:
     """A member's process and the pipe to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, serve: Callable[..., None] = serve_member, *arguments: Any, **variables: str) -> None:
+        """`serve(pipe, *arguments)` runs in the process, which has these environment variables, too."""
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self.process: BaseProcess = context.Process(target=serve_member, args=(theirs,), daemon=True)
-        self.process.start()
+        # A daemon could not start vLLM's processes.
+        self.process: BaseProcess = context.Process(target=serve, args=(theirs, *(arguments or ("cpu",))))
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            self.process.start()
         theirs.close()
 
     def send(self, action: str, **options: Any) -> None:
@@ -83,25 +88,32 @@ class MemberProcess:
 class Learner:
     """The sender and its members."""
 
-    def __init__(self, members: list[MemberProcess]) -> None:
+    def __init__(self, members: list[MemberProcess], *, device: str = "cpu") -> None:
         self.members = members
-        self.sender = CollectiveSender("127.0.0.1", device="cpu")
-        self.tensors = {f"layer.{i}": torch.full((BUCKET_BYTES // 4,), float(i)) for i in range(NUM_BUCKETS)}
-        metadata = [(name, tensor.shape, tensor.dtype) for name, tensor in self.tensors.items()]
+        self.backend: GroupBackend = "gloo" if device == "cpu" else "nccl"
+        self.sender = CollectiveSender("127.0.0.1", device=device)
+        self.hold({f"layer.{i}": torch.full((BUCKET_BYTES // 4,), float(i)) for i in range(NUM_BUCKETS)})
+
+    def hold(self, tensors: dict[str, Tensor]) -> None:
+        """Take these as the weights to send."""
+        self.tensors = tensors
+        metadata = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         self.slots, self.sizes = buckets.plan(metadata, bucket_bytes=BUCKET_BYTES)
-        self.packed = pack(self.tensors.items(), self.slots, self.sizes)
+        self.packed = pack(tensors.items(), self.slots, self.sizes)
 
     def open_epoch(self, epoch: int, members: list[MemberProcess]) -> None:
         host, port = self.sender.address
         named = [Member(peer_id=f"generator-{i}", incarnation="0") for i in range(len(members))]
-        opening = OpenEpoch(epoch=epoch, members=named, host=host, port=port, timeout_s=TIMEOUT_S)
+        limit_s = START_S if self.backend == "nccl" else TIMEOUT_S
+        opening = OpenEpoch(epoch, named, host, port, limit_s, self.backend)
         for index, member in enumerate(members):
             member.send("open_epoch", opening=opening, rank=index + 1)
-        self.sender.open_epoch(epoch, num_members=len(members), timeout_s=TIMEOUT_S)
-        assert [member.answer() for member in members] == [{}] * len(members)
+        self.sender.open_epoch(epoch, num_members=len(members), timeout_s=limit_s, backend=self.backend)
+        assert [member.answer(timeout_s=limit_s) for member in members] == [{}] * len(members)
 
-    def start_receiving(self, members: list[MemberProcess], *, timeout_s: float = TIMEOUT_S) -> None:
-        update = announce(self.slots, self.sizes, buckets.checksums(self.packed), timeout_s=timeout_s)
+    def start_receiving(self, members: list[MemberProcess], *, timeout_s: float = TIMEOUT_S, version: int = 0) -> None:
+        checksums = buckets.checksums(self.packed)
+        update = announce(self.slots, self.sizes, checksums, version=version, timeout_s=timeout_s)
         for member in members:
             member.send("receive", update=update)
 

@@ -40,8 +40,10 @@ def report(findings: Sequence[Result], *, is_json: bool) -> None:
     else:
         table = make_table("check", "verdict", "found", "fix")
         for each in findings:
-            add_row(table, each.name, each.verdict, each.found, each.fix)
+            add_row(table, each.name, each.verdict, "below" if "\n" in each.found else each.found, each.fix)
         make_console().print(table)
+        # Columns in a cell would be wrapped.
+        print("".join(f"\n{each.name}:{each.found}\n" for each in findings if "\n" in each.found), end="")
     if any(each.verdict == "fail" for each in findings):
         raise SystemExit(_FAILED)
 

@@ -19,18 +19,20 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.launch.diagnose import cluster, inputs, install, machine
+from slipstream.launch.diagnose.all_reduce import check_all_reduce
 from slipstream.launch.diagnose.bundle import Subject, check_bundle, secrets_of, write_bundle
 from slipstream.launch.diagnose.cluster import report
 from slipstream.launch.diagnose.last_run import check_last_run
 from slipstream.launch.diagnose.machine import Result
 from slipstream.launch.diagnose.probe import run_probe
+from slipstream.launch.generator_pool import visible_gpus
 from slipstream.launch.preflight import surroundings
 from slipstream.runtime.credentials import mask
 from slipstream.runtime.run_folder import RunFolder, describe_others, find_run, is_held, list_runs
 
 T = TypeVar("T")
 
-_PROBE_TIMEOUT_S = 120.0
+_PROBE_TIMEOUT_S, _SUM_TIMEOUT_S = 120.0, 90.0
 _READ_TIMEOUT_S, _BUNDLE_TIMEOUT_S = 30.0, 60.0
 _OF_A_RUN = ("name=", "runs_dir=")
 _STORE_FIX = "start the server, or correct buffer.store.url and SLIPSTREAM_REDIS_PASSWORD"
@@ -134,6 +136,9 @@ def _of_machine(run: RunConfig, folder: Path, *, is_live: bool, is_over: bool) -
     def wheels() -> Result:
         return install.check_wheels(run, installed, cuda=cuda, num_gpus=machine.count_gpus())
 
+    def sums() -> Result:
+        return check_all_reduce(len(visible_gpus()), timeout_s=_SUM_TIMEOUT_S)
+
     return [
         Check("packages", lambda: install.check_packages(run, installed, install.requirements())),
         Check("wheels", wheels, timeout_s=30.0),
@@ -142,6 +147,8 @@ def _of_machine(run: RunConfig, folder: Path, *, is_live: bool, is_over: bool) -
         Check("GPUs", lambda: machine.check_gpus(cuda=cuda, is_live=is_live), timeout_s=90.0),
         # The probe times out first and names the part.
         Check("probe", lambda: run_probe(timeout_s=_PROBE_TIMEOUT_S), timeout_s=_PROBE_TIMEOUT_S + 10.0),
+        Check("all-reduce", sums, timeout_s=_SUM_TIMEOUT_S + 10.0),
+        Check("topology", machine.show_topology, timeout_s=60.0),
         Check("hardware", machine.check_hardware),
         Check("memory", machine.check_memory),
         Check("shared memory", machine.check_shared_memory),

@@ -193,6 +193,8 @@ _BYTES_OF_A_PARAMETER = 16
 _MIN_PROCESSES = 512
 """Processes and threads of a small run."""
 _SMI_TIMEOUT_S = 20.0
+_MIN_DRIVERS = {"12": 525, "13": 580}
+"""CUDA -> oldest Linux driver. Source: CUDA toolkit release notes, minor version compatibility."""
 _PLAN = "`slipstream plan` shows what each process takes"
 
 
@@ -260,13 +262,26 @@ def count_gpus() -> int:
 def check_gpus(*, cuda: str, is_live: bool) -> Result:
     """Compare the driver with torch's `cuda`. `is_live`: this run already uses the GPUs."""
     lines = ask_gpus("name,memory.total,memory.used,driver_version")
-    num_gpus, command, printed = count_gpus(), ["nvidia-smi", "--version"], ""
-    if lines:
-        with suppress(OSError, subprocess.TimeoutExpired):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
-            printed = done.stdout
-    found = re.search(r"^CUDA Version\s*:\s*([\d.]+)", printed, re.MULTILINE)
-    return judge_gpus(num_gpus, lines, cuda=cuda, driver=found[1] if found else "", is_live=is_live)
+    found = re.search(r"^CUDA Version\s*:\s*([\d.]+)", _print_smi("--version") if lines else "", re.MULTILINE)
+    return judge_gpus(count_gpus(), lines, cuda=cuda, driver=found[1] if found else "", is_live=is_live)
+
+
+def show_topology() -> Result:
+    """Return the links between GPUs as nvidia-smi prints them."""
+    if count_gpus() < 2:
+        return Result("topology", "skipped", "fewer than two GPUs")
+    if not (printed := _print_smi("topo", "-m").rstrip()):
+        return Result("topology", "warn", "nothing printed", fix="look at `nvidia-smi topo -m`")
+    # Without the colors of a terminal.
+    return Result("topology", "ok", re.sub(r"\x1b\[[\d;]*m", "", f"\n{printed}"))
+
+
+def _print_smi(*options: str) -> str:
+    """Return what nvidia-smi prints; nothing if it fails."""
+    with suppress(OSError, subprocess.TimeoutExpired):
+        command = ["nvidia-smi", *options]
+        return subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False).stdout
+    return ""
 
 
 def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, is_live: bool) -> Result:
@@ -278,9 +293,13 @@ def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, i
         return Result("GPUs", "fail", f"{num_gpus} device files, but nvidia-smi lists no GPU", fix=fix)
     rows = [[cell.strip() for cell in line.split(",")] for line in lines]
     found = f"{len(rows)} x {rows[0][0]}, {rows[0][1]} MiB, driver {rows[0][3]}"
-    if cuda and driver and int(driver.split(".")[0]) < int(cuda.split(".")[0]):
-        fix = f"update the driver to one for CUDA {cuda.split('.')[0]}, or install a torch for CUDA {driver}"
-        return Result("GPUs", "fail", f"{found} serves CUDA {driver}, torch is for {cuda}", fix=fix)
+    needed = cuda.split(".")[0]
+    # Old drivers do not print their CUDA version.
+    is_old = rows[0][3].split(".")[0].isdecimal() and int(rows[0][3].split(".")[0]) < _MIN_DRIVERS.get(needed, 0)
+    if cuda and ((driver and int(driver.split(".")[0]) < int(needed)) or is_old):
+        fix = f"update the driver to one for CUDA {needed} ({_MIN_DRIVERS.get(needed, 'new')} or later), or install "
+        fix += f"a torch for CUDA {driver or 'of this driver'}"
+        return Result("GPUs", "fail", f"{found} serves CUDA {driver or 'older'}, torch is for {cuda}", fix=fix)
     taken = [
         str(at)
         for at, (_, size, used, *_) in enumerate(rows)

@@ -6,11 +6,8 @@ The process prints one line of JSON per finished part.
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from datetime import timedelta
 from itertools import permutations
 from pathlib import Path
 
@@ -20,7 +17,6 @@ from slipstream.launch.diagnose.install import find_kernels, installed_packages
 from slipstream.launch.diagnose.machine import Result
 
 _NO_GPU = "torch finds no GPU"
-_NCCL_TIMEOUT_S = 30.0
 
 
 def _load_torch() -> Result:
@@ -60,41 +56,11 @@ def _use_gpus() -> Result:
     return Result("GPU arithmetic", "ok", f"{count} GPUs multiply matrices" + ", with peer access" * (count > 1))
 
 
-def _try_nccl() -> Result:
-    import torch
-
-    if not torch.cuda.is_available():
-        return Result("NCCL", "skipped", _NO_GPU)
-    took_s = all_reduce("nccl", "cuda")
-    version = ".".join(map(str, torch.cuda.nccl.version()))
-    return Result("NCCL", "ok", f"{version} sums over one rank, {took_s:.1f} s with its start")
-
-
-def all_reduce(backend: str, device: str) -> float:
-    """All-reduce over one rank; return seconds taken. Raises RuntimeError."""
-    import torch
-    import torch.distributed as dist
-
-    began_at, limit = time.monotonic(), timedelta(seconds=_NCCL_TIMEOUT_S)
-    with tempfile.TemporaryDirectory() as folder:
-        where = f"file://{folder}/meeting"
-        dist.init_process_group(backend, init_method=where, rank=0, world_size=1, timeout=limit)
-        numbers = torch.ones(1024, device=device)
-        dist.all_reduce(numbers)
-        assert float(numbers.sum()) == 1024.0, "a sum over one rank must change nothing"
-        dist.destroy_process_group()
-    return time.monotonic() - began_at
-
-
 _REINSTALL = "make clean and make setup, or pip install Slipstream into a fresh environment"
 _PARTS: dict[str, tuple[Callable[[], Result], str]] = {
     "torch": (_load_torch, _REINSTALL),
     "GPU arithmetic": (_use_gpus, "look at `dmesg` for errors of the driver (Xid), then restart the machine"),
     "compiled parts": (_load_kernels, f"{_REINSTALL}: this build is for another torch or processor"),
-    "NCCL": (
-        _try_nccl,
-        "run again with NCCL_DEBUG=INFO, whose last line names the part; in a container, raise /dev/shm",
-    ),
 }
 """Part -> (function, remedy), in order of execution."""
 

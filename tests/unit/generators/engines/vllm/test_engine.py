@@ -14,6 +14,7 @@ from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.vllm.engine import VllmEngine
 from slipstream.generators.engines.vllm.process import engine_arguments
 from slipstream.generators.errors import EngineError
+from tests.unit.broker.weight_versions import announce
 
 
 async def never() -> None:
@@ -35,6 +36,16 @@ def test_an_engine_that_left_one_call_unanswered_is_not_waited_for_again(monkeyp
             await engine._call(never(), timeout_s=0.5)
 
     asyncio.run(asyncio.wait_for(scenario(), 20))
+
+
+def test_the_time_to_load_a_version_grows_with_its_size_and_shrinks_with_the_workers() -> None:
+    model = ModelConfig(max_length=64, dtype="bfloat16", path="none")
+    limits = [
+        VllmEngine(model, VllmEngineConfig(tensor_parallel_size=workers), seed=0)._loading_s(announce([], sizes, []))
+        for workers, sizes in ((1, []), (1, [10**9] * 65), (2, [10**9] * 65))
+    ]
+    # 65 GB at 100 MB/s, the slowest rate that is no hang.
+    assert (limits[1] - limits[0], limits[2] - limits[0]) == (pytest.approx(650), pytest.approx(325))
 
 
 def arguments_of(*, reads_text: bool = False, **settings: Any) -> AsyncEngineArgs:

@@ -13,6 +13,7 @@ import pytest
 
 from slipstream.configs.cluster import ClusterConfig
 from slipstream.launch.diagnose import machine
+from slipstream.launch.diagnose.cluster import report
 from slipstream.runtime.credentials import TOKEN_VARIABLE, make_token
 from slipstream.runtime.model_files import ModelFingerprint
 from tests.builders import make_run
@@ -215,6 +216,8 @@ def test_few_processes_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (2, [H100, H100.replace(" 4,", " 40000,")], "13.0", False, "warn", "others use the memory of 1"),
         (2, [H100, H100.replace(" 4,", " 40000,")], "13.0", True, "ok", "2 x NVIDIA H100"),
         (1, ["NVIDIA GB10, [N/A], [N/A], 580.95"], "13.0", False, "ok", "1 x NVIDIA GB10"),
+        # Its nvidia-smi prints no CUDA version.
+        (1, ["NVIDIA T4, 15360, 4, 470.82"], "", False, "fail", "driver 470.82 serves CUDA older, torch is for 13.0"),
     ],
 )
 def test_gpus_are_judged_by_their_driver_and_by_who_uses_them(num_gpus, lines, driver, is_live, verdict, found):
@@ -237,6 +240,22 @@ def test_the_driver_is_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     program.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert "serves CUDA 12.8, torch is for 13.0" in machine.check_gpus(cuda="13.0", is_live=False).found
+
+
+def test_links_between_gpus_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(machine, "count_gpus", lambda: 2)
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf '\\033[4mGPU0\\tGPU1\\033[0m\\nX\\tNV18\\n'\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    found = machine.show_topology()
+    assert (found.verdict, found.found) == ("ok", "\nGPU0\tGPU1\nX\tNV18")
+    report([found], is_json=False)
+    assert "topology:\nGPU0\tGPU1\nX\tNV18\n" in capsys.readouterr().out
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert machine.show_topology().verdict == "warn"
 
 
 def test_one_core_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,1 @@
+"""Second stage of `make gpu-check`: tests on several GPUs with real vLLM."""
