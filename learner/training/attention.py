@@ -210,14 +210,12 @@ def packed_attention(
     """Attention function for transformers: [R, H, L, D] inputs -> [R, L, H, D]."""
     if attention_mask is not None or not getattr(module, "is_causal", True):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    packed_rows, kind = packed_rows or PackedRows(None, SINGLE_RANK), query.device.type
-    # Like SDPA under autocast. Normalized queries may be float32, values in half precision.
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    packed_rows = packed_rows or PackedRows(None, SINGLE_RANK)
     # Repeat key/value heads so that each rank gets complete query-head groups.
     repeats = math.lcm(key.shape[1], packed_rows.group.size) // key.shape[1]
     if repeats > 1:
         key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
-    states = [packed_rows.group.exchange(part.to(dtype)) for part in (query, key, value)]
+    states = [packed_rows.group.exchange(part) for part in (query, key, value)]
     return packed_rows.group.exchange(_attend(states, packed_rows, window=sliding_window or 0, scale=scaling)), None
 
 

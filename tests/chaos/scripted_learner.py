@@ -65,9 +65,8 @@ class LineageEngine(TrainEngine):
     def copy_state(self) -> dict[str, Tensor]:
         return pack_lineage(self.lineage)
 
-    def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
+    def restore_state(self, folder: Path) -> None:
         self.lineage = read_lineage(folder)
-        self.model.causal_lm.load_state_dict(weights, strict=False)
 
 
 class ScriptedTrainer(Trainer):

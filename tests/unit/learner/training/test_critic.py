@@ -17,13 +17,16 @@ from slipstream.configs.algorithm import (
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
 from slipstream.learner.batching.collate import Layout
+from slipstream.learner.engines.engine import ModelEngine
 from slipstream.learner.errors import CheckpointError, DivergenceError, ModelError
-from slipstream.learner.training.critic import ValueModel, load_value_model, save_value_model
+from slipstream.learner.training.critic import ValueModel, load_value_model
+from slipstream.learner.training.saved_model import save_model
 from tests.metric_docs import CRITIC, keys_under
 from tests.tiny_model import make_tiny_module, make_tokenizer
 from tests.tolerance import gradient_terms, is_rounding, largest_difference
 from tests.unit.learner.builders import (
     CPU,
+    make_alone,
     make_checkpoints,
     make_groups,
     make_model,
@@ -260,7 +263,7 @@ def make_value_model(**settings):
 
 
 def save_weights(model, folder):
-    save_value_model(model, folder, weights={name: parameter.detach() for name, parameter in model.weights()})
+    save_model(ModelEngine(model), folder, config=ModelConfig(path=str(folder)), ranks=make_alone())
 
 
 def values_packed(model, trajectories, layout=WHOLE):
