@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -118,11 +118,14 @@ class ShardedModel(ModelEngine[M]):
         return self._engine(microbatch, **options)
 
     def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
+        if not self.is_sharded:
+            yield from super().gather_parameters(is_whole=is_whole)
+            return
         for bucket in _buckets(self.model.weights(is_whole=is_whole)):
-            with self._gathered([parameter for _, parameter in bucket]):
-                whole = [(name, parameter.detach()) for name, parameter in bucket]
+            unique = list({id(parameter): parameter for _, parameter in bucket}.values())
+            with self._deepspeed.zero.GatheredParameters(unique):
                 # ZeRO-3 frees gathered memory when the context ends.
-                yield from [(name, tensor.clone() if self._stage == 3 else tensor) for name, tensor in whole]
+                yield from [(name, parameter.detach().clone()) for name, parameter in bucket]
 
     def copy_weights(self, ranks: Ranks) -> dict[str, Tensor]:
         # Every rank has all buffers.
@@ -138,27 +141,6 @@ class ShardedModel(ModelEngine[M]):
         if kept:
             kept[0].partition(kept)
             kept[0].all_gather(kept)
-
-    @torch.no_grad()
-    def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        # All ranks must consume the iterator, which may be collective. ZeRO-3 distributes rank 0's values.
-        is_copied = self._stage < 3 or self._ranks.is_first
-        given = {name: tensor if is_copied else None for name, tensor in tensors}
-        for bucket in _buckets(self.model.weights()):
-            with self._gathered([parameter for _, parameter in bucket], modifier_rank=0):
-                for name, parameter in bucket:
-                    if is_copied:
-                        parameter.copy_(given[name])
-
-    @contextlib.contextmanager
-    def _gathered(self, parameters: list[Tensor], *, modifier_rank: int | None = None) -> Iterator[None]:
-        """Unshard the parameters, and distribute the changes of `modifier_rank`."""
-        if self._stage < 3:
-            yield
-            return
-        unique = list({id(parameter): parameter for parameter in parameters}.values())
-        with self._deepspeed.zero.GatheredParameters(unique, modifier_rank=modifier_rank):
-            yield
 
 
 class DeepSpeedEngine(ShardedModel[M], TrainEngine[M]):

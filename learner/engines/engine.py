@@ -115,19 +115,20 @@ class ModelEngine(Generic[M]):
         restore_weights(folder, self._held_shards())
         self._refresh()
 
+    @torch.no_grad()
+    def take_weights(self, other: "ModelEngine") -> None:
+        """Copy the weights of an engine with the same model and layout."""
+        theirs = dict(other.held_weights())
+        for name, weight in self.held_weights():
+            weight.copy_(theirs[name])
+        self._refresh()
+
     def _held_shards(self) -> list[Shard]:
         named = {id(tensor): (name, tensor) for name, tensor in reversed([*self.model.weights()])}
         return [Shard(name, 0, tensor.numel(), tensor, 0) for name, tensor in reversed(named.values())]
 
     def _refresh(self) -> None:
         """Update everything that depends on restored weights."""
-
-    @torch.no_grad()
-    def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the parameters to those of `gather_parameters`. With ZeRO-3, ranks other than 0 may pass no tensors."""
-        held = dict(self.model.weights())
-        for name, tensor in tensors:
-            held[name].copy_(tensor)
 
 
 class TrainEngine(ModelEngine[M]):
