@@ -73,7 +73,8 @@ def build_trainer(run: RunConfig, *, ranks: Ranks) -> Trainer:
     layout = chooser.choose()
     if run.learner.compile:
         # Compile last: choosing a layout also runs the model in float32 and on other shapes.
-        compile_layers(policy.backbone, has_routers=policy.routers is not None)
+        only_norms = policy.routers is not None or policy.group.size > 1 or is_sharded(policy)
+        compile_layers(policy.backbone, only_norms=only_norms)
     return Trainer(
         run,
         engine=engine,
