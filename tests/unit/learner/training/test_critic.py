@@ -312,6 +312,7 @@ def test_it_begins_with_the_policys_trunk_and_zeros_and_returns_float32_even_in_
     rough, exact = load(make_model(tmp_path), dtype="bfloat16"), load(make_model(tmp_path))
     for model in (rough, exact):
         torch.nn.init.constant_(model.head.weight, 0.1)
+    assert {parameter.dtype for parameter in rough.parameters()} == {torch.bfloat16}
     found, expected = (values_packed(model, make_groups()[0]) for model in (rough, exact))
     assert found.dtype == torch.float32
     assert 0 < float((found - expected).abs().max()) < 0.2
