@@ -360,6 +360,11 @@ class Checkpoints:
         if reference := self._trainer.reference:
             reference.restore_weights(folder / _REFERENCE)
         if second := self._trainer.second_model:
+            if not (folder / second.name).is_dir():
+                raise CheckpointError(
+                    f"{folder} must hold the {second.noun} that algorithm.advantage needs, got none: resume with the "
+                    "original advantage, or start a new run."
+                )
             second.engine.restore_state(folder / second.name)
             second.num_updates = state.critic_updates
         self._newest = CheckpointPointer(state.step, state.version, name)
