@@ -63,7 +63,8 @@ def save_model(
         else:
             write()
 
-    files, rest, failure = _files(engine.model), dict[str, Tensor](), None
+    files, rest = _files(engine.model), dict[str, Tensor]()
+    failure: Exception | None = None
     for file, named in groupby(_saved(engine, rest), key=lambda each: files[each[0]]):
         tensors = {name: _copied(tensor) for name, tensor in named if ranks.is_first and not failure}
         if not tensors:
