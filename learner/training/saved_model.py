@@ -6,9 +6,9 @@ memory. The final model is written by rank 0, one file after another.
 
 import json
 import shutil
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +64,19 @@ def save_model(
             write()
 
     files, rest = _files(engine.model), dict[str, Tensor]()
+    missing, parts = Counter(files.values()), defaultdict[str, dict[str, Tensor]](dict)
     failure: Exception | None = None
-    for file, named in groupby(_saved(engine, rest), key=lambda each: files[each[0]]):
-        tensors = {name: _copied(tensor) for name, tensor in named if ranks.is_first and not failure}
-        if not tensors:
+    for name, tensor in _saved(engine, rest):
+        if not ranks.is_first or failure:
             continue
-        try:
-            attempt(partial(_save_file, tensors, folder / file))
-        # The other ranks go on gathering.
-        except Exception as error:
-            failure = error
+        parts[file := files[name]][name] = _copied(tensor)
+        missing[file] -= 1
+        if not missing[file]:
+            try:
+                attempt(partial(_save_file, parts.pop(file), folder / file))
+            # The other ranks go on gathering.
+            except Exception as error:
+                failure = error
     if failure:
         raise failure
     if ranks.is_first:
@@ -81,7 +84,7 @@ def save_model(
 
 
 def _files(model: Trainable) -> dict[str, str]:
-    """Saved tensor -> its file. The tensors of a file are consecutive."""
+    """Saved tensor -> its file. The tensors of a file are gathered at about the same time."""
     sizes = {
         name: shape.numel() * dtype.itemsize for name, shape, dtype in model.saved_names.metadata(model.saved_dtype)
     }

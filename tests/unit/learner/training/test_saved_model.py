@@ -97,12 +97,16 @@ def test_a_rank_that_cannot_write_still_gathers_and_then_raises(tmp_path, monkey
     assert gathered == [name for name, _ in original()]
 
 
-def test_an_adapter_on_a_bfloat16_base_is_merged_without_rounding(tmp_path):
+@pytest.mark.parametrize("file_bytes", [FILE_BYTES, 2**31])
+def test_an_adapter_on_a_bfloat16_base_is_merged_without_rounding(tmp_path, monkeypatch, file_bytes):
+    monkeypatch.setattr(saved_model, "FILE_BYTES", file_bytes)
     engine, config = load(make_model(tmp_path), lora=LoraConfig(rank=4))
     for _, parameter in engine.model.weights():
         torch.nn.init.normal_(parameter, std=1e-3)
     save_model(engine, tmp_path / "final", config=config, ranks=make_alone())
-    merged = load_file(tmp_path / "final" / "model.safetensors")
+    files = (tmp_path / "final").glob("*.safetensors")
+    merged = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert merged.keys() == engine.model.saved_names.tensors.keys()
     module = engine.model.causal_lm.get_submodule("model.layers.0.self_attn.q_proj")
     product = module.scaling["default"] * (module.lora_B.default.weight.float() @ module.lora_A.default.weight.float())
     name = "model.layers.0.self_attn.q_proj.weight"
