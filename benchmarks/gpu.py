@@ -5,7 +5,7 @@ step        a model shaped like Qwen2.5-1.5B with random weights: tokens/s and M
 publish     its weights from the device to buckets in host memory, with checksums, and how long the learner waits
 head        hidden states to log-probabilities and back: all logits at once, and a chunk at a time
 attention   packed rows with the learner's kernel, and SDPA with an equivalent mask, forward and backward
-probe       mean difference of log-probabilities between bfloat16 weights, as in an engine, and bfloat16 products
+probe       mean difference of log-probabilities between bfloat16 and float32
 
 Every part stops at its share of --seconds. `--device cpu --tiny` runs all of them at sizes that need no GPU.
 """
@@ -160,23 +160,22 @@ def measure_step(bench: Bench) -> Figures:
 
 
 def measure_probe(bench: Bench) -> Figures:
-    """Compare a learner (float32 weights, bfloat16 products) with an engine (bfloat16 weights and products)."""
+    """Compare log-probabilities in bfloat16 with those in float32."""
     module = bench.model().eval()
-    policy = _policy(module, bench)
     (microbatch,) = _microbatches(bench, count=1)
     with torch.no_grad():
-        own = policy(microbatch)["logprobs"]
-        half = deepcopy(module).to(bench.half)
-        theirs = _policy(half, bench)(microbatch)["logprobs"]
+        own = _policy(deepcopy(module), bench)(microbatch)["logprobs"]
+        theirs = _policy(module, bench, dtype=torch.float32)(microbatch)["logprobs"]
     return {
         "probe: mean nats": float((own - theirs).abs().mean()),
         "probe: max nats": float((own - theirs).abs().max()),
     }
 
 
-def _policy(module: Qwen2ForCausalLM, bench: Bench) -> Policy:
-    module.set_attn_implementation(PACKED)
-    policy = Policy(module, compute_dtype=bench.half)
+def _policy(module: Qwen2ForCausalLM, bench: Bench, *, dtype: torch.dtype | None = None) -> Policy:
+    dtype = dtype or bench.half
+    module.to(dtype).set_attn_implementation(PACKED)
+    policy = Policy(module, compute_dtype=dtype)
     policy.head = OutputHead(module)
     return policy
 

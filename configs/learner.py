@@ -184,8 +184,8 @@ class LearnerConfig(Config):
     engine: DeepSpeedEngineConfig | TorchEngineConfig = DeepSpeedEngineConfig()
     """Training engine, which holds parameters and optimizer."""
     compile: bool = False
-    """Compile the layers (torch.compile): faster steps on GPUs after a minute or more. Not available with ZeRO stage 3,
-    `sequence_parallel`, or mixtures of experts."""
+    """Compile the layers (torch.compile): faster steps on GPUs after a minute or more. With ZeRO stage 3,
+    `sequence_parallel`, or mixtures of experts, only the norms."""
     optimizer: OptimizerConfig = OptimizerConfig()
     prompts_per_step: Annotated[int, Meta(ge=1)] = 32
     """Groups claimed per step."""
@@ -203,12 +203,7 @@ class LearnerConfig(Config):
     stall: StallConfig = StallConfig()
 
     def __post_init__(self) -> None:
-        is_sharded, size = self.engine.zero_stage == 3, self.sequence_parallel
-        for setting, is_set, why in (
-            ("learner.engine.zero_stage=3", is_sharded, "it gathers parameters within layers"),
-            ("learner.sequence_parallel > 1", size > 1, "ranks exchange tokens within layers"),
-        ):
-            require(not (self.compile and is_set), "learner.compile", f"be false with {setting}", got=True, why=why)
+        size = self.sequence_parallel
         must = f"be a multiple of learner.sequence_parallel ({size})"
         why = "ranks share sequences in groups of this size"
         require(self.num_ranks % size == 0, "learner.num_ranks", must, got=self.num_ranks, why=why)

@@ -37,7 +37,6 @@ from slipstream.buffer.object_folder import ObjectFolder
 from slipstream.learner.errors import CheckpointError
 from slipstream.learner.ranks import Ranks
 from slipstream.runtime.disk import DiskWait
-from slipstream.runtime.model_files import weight_map
 from slipstream.runtime.process import run_in_thread
 
 Write = Callable[[Path], object]
@@ -264,13 +263,12 @@ def _write_sealed(folder: Path, writes: Mapping[str, Write]) -> None:
     try:
         temporary.mkdir(parents=True)
         for name, write in writes.items():
-            (temporary / name).parent.mkdir(exist_ok=True)
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             write(temporary / name)
         seal(temporary)
         sealed = read_checksums(temporary)
         for name in writes:
-            weights = [f"{name}/{file}" for file in weight_map(str(temporary / name))]
-            if name not in sealed and not (weights and sealed.keys() >= {f"{name}/config.json", *weights}):
+            if not {name, f"{name}/config.json"} & sealed.keys():
                 raise CheckpointError(
                     f"{temporary / name} must exist when its checkpoint is sealed, but another process deleted it: "
                     "restart with resume=true unless another learner has taken over this run."

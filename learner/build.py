@@ -32,7 +32,7 @@ from slipstream.learner.ranks import SILENCE_S, Ranks, join_ranks
 from slipstream.learner.training.attention import SequenceGroup, compile_layers
 from slipstream.learner.training.critic import Critic
 from slipstream.learner.training.layout import LayoutChooser
-from slipstream.learner.training.model import Policy, is_sharded, load_policy
+from slipstream.learner.training.model import COMPUTE_DTYPES, Policy, is_sharded, load_policy
 from slipstream.learner.training.objective import Objective
 from slipstream.learner.training.process_reward import ProcessReward
 from slipstream.learner.training.second_model import SecondModel
@@ -73,7 +73,8 @@ def build_trainer(run: RunConfig, *, ranks: Ranks) -> Trainer:
     layout = chooser.choose()
     if run.learner.compile:
         # Compile last: choosing a layout also runs the model in float32 and on other shapes.
-        compile_layers(policy.backbone, has_routers=policy.routers is not None)
+        only_norms = policy.routers is not None or policy.group.size > 1 or is_sharded(policy)
+        compile_layers(policy.backbone, only_norms=only_norms)
     return Trainer(
         run,
         engine=engine,
@@ -154,7 +155,8 @@ class _Models:
         return engine
 
     def _options(self) -> dict[str, Any]:
-        loading = sharded_loading(self._run.learner.engine, ranks=self._ranks)
+        dtype = COMPUTE_DTYPES[self._run.model.dtype]
+        loading = sharded_loading(self._run.learner.engine, ranks=self._ranks, dtype=dtype)
         return {"device": self._ranks.device, "loading": loading, "group": self._group}
 
     def _build_engine(self, model: T, *, optimizer: OptimizerConfig, setting: str) -> TrainEngine[T]:

@@ -7,8 +7,9 @@ machine has the files of its own ranks. With `storage.uri`, the object store has
 <folder>/step-00000050/state.json        CheckpointState
 <folder>/step-00000050/model/            weights in transformers format, with any adapter merged in, and the tokenizer
 <folder>/step-00000050/model/adapter/    the adapter in peft's format, if one is trained
-<folder>/step-00000050/optimizer-rank-*  optimizer moments by parameter, sharded by rank; readable by any layout
-<folder>/step-00000050/reference/        the reference policy, if it is refreshed
+<folder>/step-00000050/optimizer-rank-*  trained weights and moments by parameter, float32, sharded by rank; readable by
+                                         any layout
+<folder>/step-00000050/reference/        weights-rank-* of the reference policy, if it is refreshed
 <folder>/step-00000050/critic/           model/ and optimizer-rank-* of the critic, if the run has one;
                                          likewise process_reward/
 <folder>/step-00000050/checksums.json    xxh3-64 of every other file, checked before loading
@@ -28,7 +29,6 @@ import numpy as np
 import structlog
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 from slipstream.buffer.durable_files import CHECKSUMS, checksum, checksums_of, find_damage, write_durably
 from slipstream.buffer.object_folder import open_storage
@@ -38,14 +38,12 @@ from slipstream.configs.learner import DeepSpeedEngineConfig
 from slipstream.configs.load import config_hash
 from slipstream.configs.run import RunConfig
 from slipstream.learner.background_save import BackgroundSaver, RankFolders, Write, delete_folder
-from slipstream.learner.engines.engine import gather_to_first
-from slipstream.learner.engines.optimizer import STATE_FILE, named_weights, read_tensors
-from slipstream.learner.errors import CheckpointError, DivergenceError, ModelError
+from slipstream.learner.engines.optimizer import STATE_FILE, WEIGHTS_FILE
+from slipstream.learner.errors import CheckpointError, DivergenceError
 from slipstream.learner.metrics_log import Row
 from slipstream.learner.ranks import Ranks
-from slipstream.learner.training.model import is_sharded, load_policy, save_pretrained
+from slipstream.learner.training.saved_model import copy_model
 from slipstream.learner.training.trainer import Trainer
-from slipstream.runtime.lora import ADAPTER_FILE
 from slipstream.runtime.model_files import weight_files
 from slipstream.runtime.run_folder import RunFolder
 
@@ -123,8 +121,6 @@ class BestCheckpoint:
         return self._folder.best_model
 
 
-_MAX_SHARD = "50GB"
-"""Largest safetensors file of a saved model, the default of transformers."""
 _REFERENCE = "reference"
 _STATE = "state.json"
 _NAME = re.compile(r"(?:draft-)?step-(\d+)(?:\.(\d+))?")
@@ -293,9 +289,11 @@ class Checkpoints:
             files[f"{second.name}/{states}"] = second.engine.copy_state()
         trainer.check_state(files.values(), step=step)
         writes: dict[str, Write] = {name: partial(save_file, tensors) for name, tensors in files.items()}
-        weights = gather_to_first(trainer.engine, ranks=self._ranks, is_whole=True)
+        models = {"model": trainer.engine} | ({f"{second.name}/model": second.engine} if second else {})
+        for where, engine in models.items():
+            made = copy_model(engine, config=self._run.model, ranks=self._ranks)
+            writes |= {f"{where}/{name}".rstrip("/"): write for name, write in made.items()}
         if is_first:
-            writes["model"] = lambda folder: write_model(trainer, folder, weights=weights, run=self._run)
             state = CheckpointState(
                 step=step,
                 version=version,
@@ -311,16 +309,10 @@ class Checkpoints:
             writes[_STATE] = lambda path: path.write_bytes(
                 msgspec.json.encode(msgspec.structs.replace(state, base=self._base))
             )
-        if second:
-            gathered = gather_to_first(second.engine, ranks=self._ranks)
-            if is_first:
-                writes[f"{second.name}/model"] = partial(second.save, weights=gathered)
         # A reference that is never refreshed is the initial policy and needs no copy.
         if reference := trainer.reference:
-            frozen = gather_to_first(reference, ranks=self._ranks)
-            if is_first:
-                policy, config = reference.model, self._run.model
-                writes[_REFERENCE] = lambda folder: save_pretrained(policy, folder, weights=frozen, config=config)
+            frozen = reference.copy_weights(self._ranks)
+            writes[f"{_REFERENCE}/{WEIGHTS_FILE.format(rank)}"] = partial(save_file, frozen)
         return writes
 
     def _seed_generators(self, *, step: int) -> None:
@@ -362,12 +354,19 @@ class Checkpoints:
                 f"{self._run.model.path}: put them back, or start a new run with model.path={folder / 'model'}."
             )
         self._ranks.barrier()
-        self._trainer.engine.restore_state(folder, weights=self._read_weights(folder / "model"))
+        self._trainer.engine.restore_state(folder)
         self._trainer.num_updates = state.num_updates
         self._trainer.objective.state.restore(state.objective)
         if reference := self._trainer.reference:
-            reference.load_parameters(self._read_weights(folder / _REFERENCE).items())
-        self._restore_second(folder, num_updates=state.critic_updates)
+            reference.restore_weights(folder / _REFERENCE)
+        if second := self._trainer.second_model:
+            if not (folder / second.name).is_dir():
+                raise CheckpointError(
+                    f"{folder} must hold the {second.noun} that algorithm.advantage needs, got none: resume with the "
+                    "original advantage, or start a new run."
+                )
+            second.engine.restore_state(folder / second.name)
+            second.num_updates = state.critic_updates
         self._newest = CheckpointPointer(state.step, state.version, name)
         # Seed last, because loading a model may draw random numbers.
         self._seed_generators(step=state.step)
@@ -401,49 +400,11 @@ class Checkpoints:
                 best.download(self._folder / PurePosixPath(best.uri).name)
                 write_durably(path, data)
 
-    def _restore_second(self, folder: Path, *, num_updates: int) -> None:
-        if not (second := self._trainer.second_model):
-            return
-        folder /= second.name
-        config, weights = msgspec.structs.replace(self._run.model, path=str(folder / "model")), dict[str, Tensor]()
-        try:
-            if self._ranks.is_first or not is_sharded(second.engine.model):
-                weights = dict(second.load(config, device=second.engine.device).weights())
-        except ModelError as error:
-            raise CheckpointError(
-                f"{folder} must hold the {second.noun} that algorithm.advantage needs, got: {error} Resume with the "
-                "original advantage, or start a new run."
-            ) from error
-        second.engine.restore_state(folder, weights={name: weight.detach() for name, weight in weights.items()})
-        second.num_updates = num_updates
-
-    def _read_weights(self, folder: Path) -> dict[str, Tensor]:
-        """Read the model or only its adapter. Empty if rank 0 distributes the shards."""
-        if not self._ranks.is_first and is_sharded(self._trainer.engine.model):
-            return {}
-        if self._run.model.lora:
-            return read_tensors(folder / ADAPTER_FILE)
-        config, device = msgspec.structs.replace(self._run.model, path=str(folder)), self._trainer.engine.device
-        policy = load_policy(config, device=device, is_reward_model=self._run.trains_reward_model)
-        return {name: weight.detach() for name, weight in named_weights(policy.causal_lm)}
-
 
 def _age(name: str) -> tuple[int, int]:
     """Life and step, for sorting by age. (0, 0) for names of anything else."""
     found = _NAME.match(name)
     return (int(found[2] or 1), int(found[1])) if found else (0, 0)
-
-
-def save_model(trainer: Trainer, folder: Path, *, run: RunConfig, ranks: Ranks) -> None:
-    """Write float32 weights and tokenizer in transformers format. Collective; rank 0 writes."""
-    weights = gather_to_first(trainer.engine, ranks=ranks, is_whole=True)
-    if ranks.is_first:
-        write_model(trainer, folder, weights=weights, run=run)
-
-
-def write_model(trainer: Trainer, folder: Path, *, weights: dict[str, Tensor], run: RunConfig) -> None:
-    """Write gathered weights like `save_model`."""
-    save_pretrained(trainer.engine.model, folder, weights=weights, config=run.model, max_shard_size=_MAX_SHARD)
 
 
 def _read_state(folder: Path) -> CheckpointState:

@@ -13,10 +13,11 @@ from slipstream.buffer.records import CheckpointPointer, image_names
 from slipstream.buffer.trajectory import Trajectory, lag_histogram
 from slipstream.configs.base import Record
 from slipstream.configs.run import RunConfig
-from slipstream.learner.checkpoint import Checkpoints, CheckpointState, save_model
+from slipstream.learner.checkpoint import Checkpoints, CheckpointState
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.publishing.staging import Canary
 from slipstream.learner.ranks import Ranks
+from slipstream.learner.training.saved_model import save_model
 from slipstream.learner.training.trainer import Trainer
 
 FetchImages = Callable[[list[str]], Mapping[str, bytes]]
@@ -125,7 +126,7 @@ class RankGroup:
         return self._on_all(Operation("restore_checkpoint", names=[pointer.name, *reversed(older)]))
 
     def save_model(self, folder: Path) -> None:
-        """Save the model as `checkpoint.save_model` does. Raises OSError if the disk is full; safe to retry."""
+        """Save the model as `saved_model.save_model` does. Raises OSError if the disk is full; safe to retry."""
         self._on_all(Operation("save_model", path=str(folder)))
 
     def upload(self, folders: Iterable[Path]) -> None:
@@ -180,7 +181,7 @@ class RankGroup:
             case Operation("restore_checkpoint", names=names):
                 return self.checkpoints.restore_finite(names)
             case Operation("save_model", path=folder):
-                save_model(self.trainer, Path(folder), run=self._run, ranks=self._ranks)
+                save_model(self.trainer.engine, Path(folder), config=self._run.model, ranks=self._ranks)
         return None
 
     def _train(self, command: TrainStep, payloads: list[list[bytes]], images: list[bytes]) -> dict[str, Any]:

@@ -2,12 +2,9 @@
 
 import contextlib
 import logging
-import math
 import os
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -19,18 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.engine import M, ModelEngine, TrainEngine, check_grad_norm
-from slipstream.learner.engines.optimizer import (
-    Shard,
-    copy_moments,
-    make_optimizer,
-    restore_moments,
-    set_learning_rate,
-    trained_names,
-    whole_shards,
-)
+from slipstream.learner.engines.optimizer import Shard, copy_shards, copy_weights, set_learning_rate, trained_names
 from slipstream.learner.errors import TrainEngineError
 from slipstream.learner.ranks import Ranks
-from slipstream.runtime.routers import EXPERT_MATRICES
 
 _GATHER_BYTES = 256 * 1024 * 1024
 """Parameters that ZeRO-3 gathers at once for export and import."""
@@ -45,12 +33,13 @@ def deepspeed_environment(device: torch.device) -> dict[str, str]:
 
 
 def deepspeed_config(
-    config: DeepSpeedEngineConfig, *, num_ranks: int, optimizer: OptimizerConfig | None = None
+    config: DeepSpeedEngineConfig, *, num_ranks: int, dtype: torch.dtype, optimizer: OptimizerConfig | None = None
 ) -> dict[str, Any]:
-    """Configuration for `deepspeed.initialize`."""
+    """Configuration for `deepspeed.initialize`. `dtype`: of the model's weights."""
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
-        "overlap_comm": False,
+        # At ZeRO-2 it would double the gradient buffer. ZeRO-1 and 0 reduce once, at the end of a step.
+        "overlap_comm": config.zero_stage == 3,
         "contiguous_gradients": True,
         "reduce_bucket_size": BUCKET_ELEMENTS,
         "allgather_bucket_size": BUCKET_ELEMENTS,
@@ -70,14 +59,18 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
+        # With ZeRO: float32 masters of bfloat16 weights. Its check would skip steps silently instead of raising.
+        "bf16": {"enabled": bool(config.zero_stage) and dtype == torch.bfloat16, "check_grad_overflow": False},
         "steps_per_print": None,
         "wall_clock_breakdown": False,
     }
 
 
 @contextlib.contextmanager
-def sharded_loading(config: DeepSpeedEngineConfig | TorchEngineConfig, *, ranks: Ranks) -> Iterator[None]:
-    """Make transformers load models directly into ZeRO-3 shards. No-op below ZeRO-3. Collective."""
+def sharded_loading(
+    config: DeepSpeedEngineConfig | TorchEngineConfig, *, ranks: Ranks, dtype: torch.dtype
+) -> Iterator[None]:
+    """Make transformers load models directly into ZeRO-3 shards of a dtype. No-op below ZeRO-3. Collective."""
     if not isinstance(config, DeepSpeedEngineConfig) or config.zero_stage < 3:
         yield
         return
@@ -86,7 +79,7 @@ def sharded_loading(config: DeepSpeedEngineConfig | TorchEngineConfig, *, ranks:
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     # transformers keeps only a weak reference, and loads whole models if it is collected.
-    settings = HfDeepSpeedConfig(deepspeed_config(config, num_ranks=ranks.size))
+    settings = HfDeepSpeedConfig(deepspeed_config(config, num_ranks=ranks.size, dtype=dtype))
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -114,79 +107,40 @@ class ShardedModel(ModelEngine[M]):
         self._stage = config.zero_stage
         if config.offload_activations:
             _keep_inputs_on_host(model)
-        settings = deepspeed_config(config, optimizer=optimizer, num_ranks=ranks.size)
+        self.is_sharded = self._stage == 3
+        settings = deepspeed_config(config, optimizer=optimizer, num_ranks=ranks.size, dtype=model.compute_dtype)
         with contextlib.redirect_stdout(sys.stderr):
             self._engine: Any = self._deepspeed.initialize(
                 model=model, optimizer=adamw, config=settings, dist_init_required=False
             )[0]
-        self._comm_dtypes = dict.fromkeys(self._lossless_in_compute_dtype(), model.compute_dtype)
-        """Sharded parameter -> dtype that ZeRO-3 gathers for computation."""
-        _set_comm_dtypes(self._comm_dtypes)
 
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
         return self._engine(microbatch, **options)
 
     def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        for bucket in _buckets(self.model.weights(is_whole=is_whole)):
-            with self._gathered([parameter for _, parameter in bucket]):
-                whole = [(name, parameter.detach()) for name, parameter in bucket]
-                # ZeRO-3 frees gathered memory when the context ends.
-                yield from [(name, tensor.clone() if self._stage == 3 else tensor) for name, tensor in whole]
-
-    def held_weights(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self.model.weights():
-            if hasattr(tensor, "ds_tensor"):
-                # The shards of the last ranks are padded with uninitialized memory.
-                begin = self._ranks.rank * tensor.partition_numel()
-                yield name, tensor.ds_tensor[: max(0, tensor.ds_numel - begin)]
-            else:
-                yield name, tensor
-
-    @torch.no_grad()
-    def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        # All ranks must consume the iterator, which may be collective. ZeRO-3 distributes rank 0's values.
-        is_copied = self._stage < 3 or self._ranks.is_first
-        given = {name: tensor if is_copied else None for name, tensor in tensors}
-        for bucket in _buckets(self.model.weights()):
-            with self._gathered([parameter for _, parameter in bucket], modifier_rank=0):
-                for name, parameter in bucket:
-                    if is_copied:
-                        parameter.copy_(given[name])
-
-    @contextlib.contextmanager
-    def _gathered(self, parameters: list[Tensor], *, modifier_rank: int | None = None) -> Iterator[None]:
-        """Unshard the parameters, and distribute the changes of `modifier_rank`."""
-        if self._stage < 3:
-            yield
+        if not self.is_sharded:
+            yield from super().gather_parameters(is_whole=is_whole)
             return
-        unique = list({id(parameter): parameter for parameter in parameters}.values())
-        # Export and import in full precision.
-        _set_comm_dtypes(dict.fromkeys(self._comm_dtypes))
-        try:
-            with self._deepspeed.zero.GatheredParameters(unique, modifier_rank=modifier_rank):
-                yield
-        finally:
-            _set_comm_dtypes(self._comm_dtypes)
+        for bucket in _buckets(self.model.weights(is_whole=is_whole)):
+            unique = list({id(parameter): parameter for _, parameter in bucket}.values())
+            with self._deepspeed.zero.GatheredParameters(unique):
+                # ZeRO-3 frees gathered memory when the context ends.
+                yield from [(name, parameter.detach().clone()) for name, parameter in bucket]
 
-    def _lossless_in_compute_dtype(self) -> list[nn.Parameter]:
-        """Weights of linear layers and experts, which autocast rounds anyway: gathering them rounded halves traffic.
+    def copy_weights(self, ranks: Ranks) -> dict[str, Tensor]:
+        # Every rank has all buffers.
+        own = [each for each in self._held_shards() if hasattr(each.master, "ds_numel") or ranks.is_first]
+        return copy_weights(own) if self.is_sharded else super().copy_weights(ranks)
 
-        Excludes biases, which ZeRO-3 adds in float32, and small weights, which stay gathered and would be exported
-        rounded.
-        """
-        if self._stage < 3 or self.model.compute_dtype == torch.float32:
-            return []
-        parts = list(self.model.backbone.modules())
-        linear = [part for part in parts if type(part) is nn.Linear and part is not getattr(parts[0], "score", None)]
-        experts = [
-            parameter
-            for part in parts
-            for name, parameter in part.named_parameters(recurse=False)
-            if name in EXPERT_MATRICES and len(parameter.ds_shape) == 3
-        ]
-        users = Counter(each for part in parts for each in part.parameters(recurse=False))
-        rounded = [*(part.weight for part in linear), *experts]
-        return [weight for weight in rounded if users[weight] == 1 and not weight.ds_persist]
+    def _held_shards(self) -> list[Shard]:
+        return [_held(shard, rank=self._ranks.rank) for shard in super()._held_shards()]
+
+    def _refresh(self) -> None:
+        # Small parameters stay gathered.
+        kept = [each for each in self.model.parameters() if getattr(each, "ds_persist", False)]
+        if kept:
+            kept[0].partition(kept)
+            kept[0].all_gather(kept)
 
 
 class DeepSpeedEngine(ShardedModel[M], TrainEngine[M]):
@@ -202,13 +156,8 @@ class DeepSpeedEngine(ShardedModel[M], TrainEngine[M]):
         setting: str = "learner.optimizer",
     ) -> None:
         """`setting`: config section of `optimizer`, for errors."""
-        self.device = ranks.device
-        self.optimizer = make_optimizer(model, optimizer)
-        self._setting = setting
-        self._max_grad_norm = optimizer.max_grad_norm or math.inf
-        self._grad_norm = 0.0
-        if not config.zero_stage:
-            self.optimizer.register_step_pre_hook(self._clip)
+        self.device, self.model = ranks.device, model
+        self._set_optimizer(optimizer, setting=setting, is_zero=bool(config.zero_stage))
         super().__init__(model, config=config, ranks=ranks, optimizer=optimizer, adamw=self.optimizer)
 
     def backward(self, loss: Tensor) -> None:
@@ -224,19 +173,11 @@ class DeepSpeedEngine(ShardedModel[M], TrainEngine[M]):
     def copy_state(self) -> dict[str, Tensor]:
         shards = self._shards()
         # At stage 0 every rank holds all shards and writes its share.
-        return copy_moments(shards if self._stage else shards[self._ranks.rank :: self._ranks.size], self.optimizer)
-
-    def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
-        self.load_parameters(weights.items())
-        if self._stage:
-            # The optimizer updates copies of the parameters.
-            self._engine.optimizer.refresh_fp32_params()
-        restore_moments(folder, self._shards(), self.optimizer, names=trained_names(self.model).values())
+        return copy_shards(shards if self._stage else shards[self._ranks.rank :: self._ranks.size], self.optimizer)
 
     def _shards(self) -> list[Shard]:
-        """Slices that AdamW updates on this rank."""
         if not self._stage:
-            return whole_shards(self.model)
+            return super()._shards()
         names, zero, shards = trained_names(self.model), self._engine.optimizer, list[Shard]()
         if self._stage < 3:
             for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
@@ -257,20 +198,17 @@ class DeepSpeedEngine(ShardedModel[M], TrainEngine[M]):
                 offset += length
         return shards
 
-    def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Optimizer pre-step hook of stage 0, after the reduction over ranks."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
-        self._grad_norm = check_grad_norm(norm.item(), setting=self._setting)
 
+def _held(shard: Shard, *, rank: int) -> Shard:
+    """This rank's part of a parameter that ZeRO-3 splits evenly, without the uninitialized padding of the last ranks.
 
-def _set_comm_dtypes(dtypes: Mapping[nn.Parameter, torch.dtype | None]) -> None:
-    """Set the dtype that ZeRO-3 gathers per parameter, None for its own."""
-    for parameter, dtype in dtypes.items():
-        if dtype is None:
-            vars(parameter).pop("comm_dtype", None)
-        else:
-            vars(parameter)["comm_dtype"] = dtype
+    Other tensors stay whole.
+    """
+    if not hasattr(parameter := shard.master, "ds_tensor"):
+        return shard
+    length = parameter.partition_numel()
+    begin = rank * length
+    return Shard(shard.name, begin, max(0, min(length, parameter.ds_numel - begin)), parameter.ds_tensor, 0)
 
 
 def _keep_inputs_on_host(model: nn.Module) -> None:

@@ -12,12 +12,18 @@ from torch import Tensor
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.engines.optimizer import (
+    STATE_FILE,
+    Shard,
     Trainable,
-    copy_moments,
+    copy_shards,
+    copy_weights,
+    make_masters,
     make_optimizer,
-    restore_moments,
+    restore_shards,
+    restore_weights,
     set_learning_rate,
     trained_names,
+    update_masters,
     whole_shards,
 )
 from slipstream.learner.errors import DivergenceError
@@ -74,6 +80,9 @@ M = TypeVar("M", bound=Trainable, covariant=True)
 class ModelEngine(Generic[M]):
     """Holds a model's parameters, here unsharded. Every method is collective (see TrainEngine)."""
 
+    is_sharded = False
+    """True if this rank holds shards of parameters, as with ZeRO-3."""
+
     def __init__(self, model: M) -> None:
         """With ZeRO-3, the parameters of `model` are sharded."""
         self.model = model
@@ -83,7 +92,7 @@ class ModelEngine(Generic[M]):
         return self.model(microbatch, **options)
 
     def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield the unsharded `Trainable.weights`, float32, on the model's device.
+        """Yield the unsharded `Trainable.weights` in the model's dtype, on its device.
 
         They may share memory with the model: copy them before the next step.
         """
@@ -91,15 +100,35 @@ class ModelEngine(Generic[M]):
             yield name, parameter.detach()
 
     def held_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's `Trainable.weights`: with ZeRO-3, shards."""
-        yield from self.model.weights()
+        """Yield this rank's `Trainable.weights`, tied ones once: with ZeRO-3, shards."""
+        for shard in self._held_shards():
+            yield shard.name, shard.of(shard.master)
+
+    def copy_weights(self, ranks: Ranks) -> dict[str, Tensor]:
+        """Copy this rank's share of the weights to host memory (see `WEIGHTS_FILE`)."""
+        shards = self._held_shards()
+        return copy_weights(shards if self.is_sharded else shards[ranks.rank :: ranks.size])
 
     @torch.no_grad()
-    def load_parameters(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Set the parameters to those of `gather_parameters`. With ZeRO-3, ranks other than 0 may pass no tensors."""
-        held = dict(self.model.weights())
-        for name, tensor in tensors:
-            held[name].copy_(tensor)
+    def restore_weights(self, folder: Path) -> None:
+        """Load weights saved by any engine and ranks. Raises CheckpointError."""
+        restore_weights(folder, self._held_shards())
+        self._refresh()
+
+    @torch.no_grad()
+    def take_weights(self, other: "ModelEngine") -> None:
+        """Copy the weights of an engine with the same model and layout."""
+        theirs = dict(other.held_weights())
+        for name, weight in self.held_weights():
+            weight.copy_(theirs[name])
+        self._refresh()
+
+    def _held_shards(self) -> list[Shard]:
+        named = {id(tensor): (name, tensor) for name, tensor in reversed([*self.model.weights()])}
+        return [Shard(name, 0, tensor.numel(), tensor, 0) for name, tensor in reversed(named.values())]
+
+    def _refresh(self) -> None:
+        """Update everything that depends on restored weights."""
 
 
 class TrainEngine(ModelEngine[M]):
@@ -109,7 +138,7 @@ class TrainEngine(ModelEngine[M]):
     """
 
     optimizer: torch.optim.Optimizer
-    """Its pre-step hooks see each gradient once per `step`: unsharded, or this rank's shards."""
+    """Its pre-step hooks see each gradient once per `step`, float32: unsharded, or this rank's shards."""
     device: torch.device
     """Device for microbatches."""
 
@@ -121,9 +150,17 @@ class TrainEngine(ModelEngine[M]):
         logging.getLogger("DeepSpeed").disabled = True
         super().__init__(model)
         self.device = device
-        self.optimizer = make_optimizer(model, optimizer)
-        self._setting = setting
-        self._max_grad_norm = optimizer.max_grad_norm or math.inf
+        self._set_optimizer(optimizer, setting=setting)
+
+    def _set_optimizer(self, config: OptimizerConfig, *, setting: str, is_zero: bool = False) -> None:
+        """`is_zero`: DeepSpeed holds the masters and clips gradients."""
+        self._setting, self._grad_norm = setting, 0.0
+        self._max_grad_norm = config.max_grad_norm or math.inf
+        self._masters = {} if is_zero else make_masters(self.model)
+        self.optimizer = make_optimizer(self.model, config, masters=self._masters)
+        if not is_zero:
+            update_masters(self.optimizer, self.model, self._masters)
+            self.optimizer.register_step_pre_hook(self._clip)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradient. Losses are summed, not averaged, over microbatches and ranks."""
@@ -134,22 +171,32 @@ class TrainEngine(ModelEngine[M]):
 
         Raises DivergenceError if the norm is not finite: parameters are unchanged, but the engine is unusable.
         """
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._max_grad_norm).item()
-        check_grad_norm(norm, setting=self._setting)
         set_learning_rate(self.optimizer, learning_rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return norm
+        return self._grad_norm
+
+    def _clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Optimizer pre-step hook, after any reduction over ranks."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self._max_grad_norm)
+        self._grad_norm = check_grad_norm(norm.item(), setting=self._setting)
 
     def copy_state(self) -> dict[str, Tensor]:
-        """Copy this rank's share of the optimizer state to host memory (see `STATE_FILE`)."""
-        return copy_moments(whole_shards(self.model), self.optimizer)
+        """Copy this rank's share of the trained weights and optimizer state to host memory (see `STATE_FILE`)."""
+        return copy_shards(self._shards(), self.optimizer)
 
-    def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
-        """Load unsharded `weights`, and optimizer state saved by any engine and ranks. Raises CheckpointError."""
-        self.load_parameters(weights.items())
-        names = trained_names(self.model).values()
-        restore_moments(folder, whole_shards(self.model), self.optimizer, names=names)
+    @torch.no_grad()
+    def restore_state(self, folder: Path) -> None:
+        """Load trained weights and optimizer state saved by any engine and ranks. Raises CheckpointError."""
+        names = set(trained_names(self.model).values())
+        restore_shards(folder, self._shards(), self.optimizer, names=names)
+        restore_weights(folder, [each for each in self._held_shards() if each.name in names], pattern=STATE_FILE)
+        self._refresh()
+
+    def _shards(self) -> list[Shard]:
+        """Slices that the optimizer updates on this rank."""
+        return whole_shards(self.model, self._masters)
 
 
 def take_step(engine: TrainEngine[Any], *, learning_rate: float, step: int) -> float:
@@ -158,14 +205,3 @@ def take_step(engine: TrainEngine[Any], *, learning_rate: float, step: int) -> f
         return engine.step(learning_rate=learning_rate)
     except DivergenceError as error:
         raise DivergenceError(f"step {step}: {error}") from None
-
-
-def gather_to_first(engine: ModelEngine, *, ranks: Ranks, is_whole: bool = False) -> dict[str, Tensor]:
-    """Copy the `Trainable.weights` to host memory on rank 0, tied ones once; {} on other ranks. Collective."""
-    first = dict[int, str]()
-    owners = {name: first.setdefault(id(each), name) for name, each in engine.model.weights(is_whole=is_whole)}
-    copies = dict[str, Tensor]()
-    for name, tensor in engine.gather_parameters(is_whole=is_whole):
-        if ranks.is_first:
-            copies[name] = copies[owners[name]] if owners[name] in copies else tensor.to("cpu", copy=True)
-    return copies

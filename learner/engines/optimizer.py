@@ -2,9 +2,10 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from slipstream.broker.weights.checkpoint_names import CheckpointNames, NamedTensors
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.batching.microbatch import Microbatch
 from slipstream.learner.errors import CheckpointError
@@ -37,6 +39,20 @@ class Trainable(Protocol):
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Each parameter once."""
+
+    @property
+    def saved_names(self) -> CheckpointNames:
+        """Tensor names in saved models, with any adapter merged in."""
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        """Dtype of most tensors in saved models."""
+
+    def to_saved(self, tensors: NamedTensors, rest: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Convert all unsharded weights to those of saved models, and add what `save_rest` writes to `rest`."""
+
+    def save_rest(self, folder: Path, rest: dict[str, Tensor]) -> None:
+        """Write weights that have their own file into the folder of a saved model."""
 
 
 def learning_rate(update: int, *, config: OptimizerConfig, num_steps: int, updates_per_step: int = 1) -> float:
@@ -79,16 +95,47 @@ class MuonWithAdamW(torch.optim.Optimizer):
             part.step()
 
 
-def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Optimizer over trainable parameters. One-dimensional ones (norms and biases) do not decay.
+def make_masters(module: nn.Module) -> dict[int, nn.Parameter]:
+    """`id` of each trained parameter below float32 -> its master, a float32 copy that the optimizer updates instead.
+
+    A bfloat16 weight has 8 significant bits and would lose every update smaller than 1/512 of it.
+    """
+    trained = [each for each in module.parameters() if each.requires_grad and each.dtype != torch.float32]
+    return {id(each): nn.Parameter(each.detach().float()) for each in trained}
+
+
+def update_masters(optimizer: torch.optim.Optimizer, module: nn.Module, masters: Mapping[int, nn.Parameter]) -> None:
+    """Make each step move gradients to the masters, and round the updated masters into the parameters."""
+    pairs = [(each, masters[id(each)]) for each in module.parameters() if id(each) in masters]
+
+    def widen(*_: Any) -> None:
+        for parameter, master in pairs:
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+
+    @torch.no_grad()
+    def narrow(*_: Any) -> None:
+        for parameter, master in pairs:
+            parameter.copy_(master)
+            master.grad = None
+
+    optimizer.register_step_pre_hook(widen)
+    optimizer.register_step_post_hook(narrow)
+
+
+def make_optimizer(
+    module: nn.Module, config: OptimizerConfig, *, masters: Mapping[int, nn.Parameter] = MappingProxyType({})
+) -> torch.optim.Optimizer:
+    """Optimizer over trainable parameters or their masters. One-dimensional ones (norms and biases) do not decay.
 
     Muon: M = 0.95 M + 0.05 G, W -= lr (0.2 sqrt(max(rows, columns)) NewtonSchulz5(0.95 M + 0.05 G) + weight_decay W)
 
     Source: Jordan, https://kellerjordan.github.io/posts/muon; the scale, at which AdamW's learning rates fit:
     Moonlight, arXiv:2502.16982, eq. 4.
     """
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    hidden = hidden_matrices(module) if config.name == "muon" else set()
+    trained = [masters.get(id(each), each) for each in module.parameters() if each.requires_grad]
+    matrices_of_layers = hidden_matrices(module) if config.name == "muon" else set()
+    hidden = {id(masters[each]) if each in masters else each for each in matrices_of_layers}
     # `ds_shape` is the unsharded shape of a ZeRO-3 parameter.
     vectors = [each for each in trained if config.weight_decay and len(getattr(each, "ds_shape", each.shape)) < 2]
     matrices = [each for each in trained if id(each) not in hidden | {id(vector) for vector in vectors}]
@@ -126,12 +173,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 
 # --- state on disk ---------------------------------------------------------------------------------------------------
 STATE_FILE = "optimizer-rank-{}.safetensors"
-"""Moments of a rank's elements, [elements], and `step`, the number of updates, float32[1]; 0 for Muon.
+"""A rank's share of the trained weights and moments, [elements], and `step`, the number of updates, float32[1]; 0 for
+Muon.
 
-Keys are `<field>/<first element>/<parameter>`. Float32; with `adamw_8bit` uint8, and float32 `absmax` of blocks. The
-model is saved separately.
+Keys are `<field>/<first element>/<parameter>`. Float32; with `adamw_8bit` uint8, and float32 `absmax` of blocks.
 """
-_STEP = "step"
+WEIGHTS_FILE = "weights-rank-{}.safetensors"
+"""A rank's share of the weights of a model that is not trained, in their dtype, under keys as in `STATE_FILE`."""
+_STEP, _WEIGHT = "step", "weight"
 _ADAMW, _MUON = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 _EIGHT_BITS = ("state1", "state2", "absmax1", "absmax2")
 _FIELDS = (*_ADAMW, *_MUON, *_EIGHT_BITS)
@@ -165,6 +214,10 @@ class Shard(NamedTuple):
     offset: int
     """First element in the flattened `master`."""
 
+    def of(self, tensor: Tensor) -> Tensor:
+        """View of the shard in a tensor with the shape of `master`."""
+        return tensor.detach().view(-1)[self.offset : self.offset + self.size]
+
 
 def trained_names(model: Trainable) -> dict[int, str]:
     """`id` of each trained parameter -> its name, or the first name of a tied one."""
@@ -174,35 +227,51 @@ def trained_names(model: Trainable) -> dict[int, str]:
     return {id(each): names[id(each)] for each in model.parameters() if each.requires_grad}
 
 
-def whole_shards(model: Trainable) -> list[Shard]:
-    """One shard per trained parameter of an unsharded model."""
+def whole_shards(model: Trainable, masters: Mapping[int, nn.Parameter] = MappingProxyType({})) -> list[Shard]:
+    """One shard per trained parameter, or its master, of an unsharded model."""
     names = trained_names(model)
-    return [Shard(names[id(each)], 0, each.numel(), each, 0) for each in model.parameters() if each.requires_grad]
+    trained = [each for each in model.parameters() if each.requires_grad]
+    return [Shard(names[id(each)], 0, each.numel(), masters.get(id(each), each), 0) for each in trained]
 
 
-def copy_moments(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copy the shards' state to host memory under the keys of `STATE_FILE`."""
-    copies = {}
+def copy_weights(shards: Sequence[Shard]) -> dict[str, Tensor]:
+    """Copy the shards' weights to host memory under the keys of `STATE_FILE`."""
+    return {f"{_WEIGHT}/{shard.begin}/{shard.name}": shard.of(shard.master).to("cpu", copy=True) for shard in shards}
+
+
+def copy_shards(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Copy the shards' weights and moments to host memory under the keys of `STATE_FILE`."""
+    copies = copy_weights(shards)
     for shard in shards:
         # A parameter without gradients so far has no state. Save zeros.
         state = optimizer.state.get(shard.master) or _zero_state(optimizer, shard.master)
         for field in filter(state.__contains__, _FIELDS):
-            part = state[field].detach().flatten()[shard.offset : shard.offset + shard.size]
-            copies[f"{field}/{shard.begin}/{shard.name}"] = part.to("cpu", copy=True)
+            copies[f"{field}/{shard.begin}/{shard.name}"] = shard.of(state[field]).to("cpu", copy=True)
         step = torch.as_tensor(state.get(_STEP, 0.0), dtype=torch.float32).detach()
         copies[f"{_STEP}/{shard.begin}/{shard.name}"] = step.reshape(1).to("cpu", copy=True)
     return copies
 
 
-def restore_moments(
+def restore_weights(folder: Path, shards: Sequence[Shard], *, pattern: str = WEIGHTS_FILE) -> None:
+    """Read the shards' weights from the files of all ranks, however they were sharded when saved.
+
+    Raises CheckpointError.
+    """
+    with ExitStack() as files:
+        pieces = _find_pieces(folder, files, pattern=pattern)[_WEIGHT]
+        for shard in shards:
+            _read_shard(pieces[shard.name], shard, into=shard.of(shard.master), what=f"{folder}: {_WEIGHT}")
+
+
+def restore_shards(
     folder: Path, shards: Sequence[Shard], optimizer: torch.optim.Optimizer, *, names: Collection[str]
 ) -> None:
-    """Read the shards' state from the files of all ranks, however it was sharded when saved.
+    """Like `restore_weights` for the files of `copy_shards`, which also have moments.
 
     `names`: trained parameters of all ranks. Raises CheckpointError.
     """
     with ExitStack() as files:
-        pieces = _find_pieces(folder, files)
+        pieces = _find_pieces(folder, files, pattern=STATE_FILE)
         if differing := sorted(pieces[_STEP].keys() ^ set(names)):
             raise CheckpointError(
                 f"{folder} must hold the optimizer state of this model, got the state of another model: "
@@ -213,14 +282,9 @@ def restore_moments(
             optimizer.state[master] = _zero_state(optimizer, master)
         for shard in shards:
             state = optimizer.state[shard.master]
-            for field in filter(state.__contains__, _FIELDS):
-                flat = state[field].view(-1)[shard.offset : shard.offset + shard.size]
-                num_read = sum(_read_overlap(piece, shard, into=flat) for piece in pieces[field][shard.name])
-                if num_read != len(flat):
-                    raise CheckpointError(
-                        f"{folder} must hold each element of {shard.name} once, got {num_read} of {len(flat)} from "
-                        f"element {shard.begin} in {field}: restore the files of all ranks, or start a new run."
-                    )
+            fields = {_WEIGHT: shard.master} | {field: state[field] for field in _FIELDS if field in state}
+            for field, tensor in fields.items():
+                _read_shard(pieces[field][shard.name], shard, into=shard.of(tensor), what=f"{folder}: {field}")
             # A flat tensor has one count. Parameters without gradients may lag.
             counts = [float(piece.file.get_tensor(piece.key)) for piece in pieces[_STEP][shard.name]]
             newest = max([float(state[_STEP]), *counts])
@@ -234,10 +298,10 @@ class _Piece(NamedTuple):
     size: int
 
 
-def _find_pieces(folder: Path, files: ExitStack) -> dict[str, dict[str, list[_Piece]]]:
+def _find_pieces(folder: Path, files: ExitStack, *, pattern: str) -> dict[str, dict[str, list[_Piece]]]:
     """Stored pieces by field and parameter. `files` closes them."""
-    pieces: dict[str, dict[str, list[_Piece]]] = {field: defaultdict(list) for field in (*_FIELDS, _STEP)}
-    for path in sorted(folder.glob(STATE_FILE.format("*"))):
+    pieces: dict[str, dict[str, list[_Piece]]] = {field: defaultdict(list) for field in (*_FIELDS, _STEP, _WEIGHT)}
+    for path in sorted(folder.glob(pattern.format("*"))):
         try:
             file = files.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
@@ -255,14 +319,21 @@ def _find_pieces(folder: Path, files: ExitStack) -> dict[str, dict[str, list[_Pi
     return pieces
 
 
-def _read_overlap(piece: _Piece, shard: Shard, *, into: Tensor) -> int:
-    """Copy the shared elements and return their number."""
-    first, end = max(piece.begin, shard.begin), min(piece.begin + piece.size, shard.begin + shard.size)
-    if first >= end:
-        return 0
-    stored = piece.file.get_slice(piece.key)[first - piece.begin : end - piece.begin]
-    into[first - shard.begin : end - shard.begin].copy_(stored)
-    return end - first
+def _read_shard(pieces: Sequence[_Piece], shard: Shard, *, into: Tensor, what: str) -> None:
+    """Fill `into`, [size], from stored pieces. Raises CheckpointError."""
+    num_read = 0
+    for piece in pieces:
+        first, end = max(piece.begin, shard.begin), min(piece.begin + piece.size, shard.begin + shard.size)
+        if first < end:
+            stored = piece.file.get_slice(piece.key)[first - piece.begin : end - piece.begin]
+            into[first - shard.begin : end - shard.begin].copy_(stored)
+            num_read += end - first
+    if num_read != shard.size:
+        raise CheckpointError(
+            f"{what} must hold each element of {shard.name} once, got {num_read} of {shard.size} from element "
+            f"{shard.begin}: restore the files of all ranks, or start a new run with model.path set to the "
+            "checkpoint's model."
+        )
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

@@ -42,12 +42,12 @@ from slipstream.configs.load import to_plain
 from slipstream.configs.run import RunConfig
 from slipstream.learner.batching.microbatch import Microbatch, Sample
 from slipstream.learner.build import build_trainer
-from slipstream.learner.checkpoint import BestCheckpoint, Checkpoints, write_model
-from slipstream.learner.engines.engine import gather_to_first
+from slipstream.learner.checkpoint import BestCheckpoint, Checkpoints
 from slipstream.learner.engines.optimizer import learning_rate
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.ranks import SILENCE_S, Ranks, join_ranks
 from slipstream.learner.sft.dataset import Demonstration, Pair, SftFile, read_heldout, read_train
+from slipstream.learner.training.saved_model import save_model
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.disk import DiskWait
 from slipstream.runtime.run_folder import RunFolder
@@ -325,13 +325,8 @@ class SftRun:
     def _finish(self) -> None:
         self._checkpoint()
         self._checkpoints.saver.flush()
-        weights = gather_to_first(self._trainer.engine, ranks=self._ranks, is_whole=True)
-        if self._ranks.is_first:
-            self._disk.retry(
-                lambda: write_model(self._trainer, self._folder.final_model, weights=weights, run=self._run),
-                what="the final model",
-                path=self._folder.final_model,
-            )
+        final, engine, config = self._folder.final_model, self._trainer.engine, self._run.model
+        save_model(engine, final, config=config, ranks=self._ranks, disk=self._disk)
         if self._best:
             best = self._disk.retry(self._best.export, what="the best model", path=self._folder.best_model)
             self._checkpoints.upload([self._folder.final_model, *([best] if best else [])])

@@ -210,14 +210,12 @@ def packed_attention(
     """Attention function for transformers: [R, H, L, D] inputs -> [R, L, H, D]."""
     if attention_mask is not None or not getattr(module, "is_causal", True):
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    packed_rows, kind = packed_rows or PackedRows(None, SINGLE_RANK), query.device.type
-    # Like SDPA under autocast. Normalized queries may be float32, values in half precision.
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    packed_rows = packed_rows or PackedRows(None, SINGLE_RANK)
     # Repeat key/value heads so that each rank gets complete query-head groups.
     repeats = math.lcm(key.shape[1], packed_rows.group.size) // key.shape[1]
     if repeats > 1:
         key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
-    states = [packed_rows.group.exchange(part.to(dtype)) for part in (query, key, value)]
+    states = [packed_rows.group.exchange(part) for part in (query, key, value)]
     return packed_rows.group.exchange(_attend(states, packed_rows, window=sliding_window or 0, scale=scaling)), None
 
 
@@ -314,19 +312,26 @@ def _mask(num_queries: int, num_keys: int, window: int, *, like: Tensor) -> Tens
 
 
 # --- compiled layers -------------------------------------------------------------------------------------------------
-def compile_layers(backbone: nn.Module, *, has_routers: bool) -> None:
-    """Compile a transformers model's layers in place. Raises ModelError.
+def compile_layers(backbone: nn.Module, *, only_norms: bool) -> None:
+    """Compile a transformers model's layers in place, or only its norms.
 
-    Excludes packed attention, which would require a graph per microbatch.
+    Excludes packed attention, which would require a graph per microbatch. Within a layer, ZeRO-3 gathers parameters in
+    hooks, experts have data-dependent shapes, and ranks exchange tokens: there, norms are the largest parts without
+    these.
     """
-    layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if has_routers or not layers:
-        reason = "a mixture of experts, with data-dependent shapes" if has_routers else "not made of known layers"
-        raise ModelError(
-            f"learner.compile must be false for {type(backbone).__name__} (model.path), got true: it is {reason}."
-        )
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
-    for layer in layers:
-        # Compiles only `forward`, not the gradient checkpointing around it.
-        layer.compile(dynamic=True, backend=BACKEND)
+    layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if layers and not only_norms:
+        for layer in layers:
+            # Compiles only `forward`, not the gradient checkpointing around it.
+            layer.compile(dynamic=True, backend=BACKEND)
+        return
+    for part in filter(_is_norm, backbone.modules()):
+        # Without the hooks around it.
+        part.forward = torch.compile(part.forward, dynamic=True, backend=BACKEND)
+
+
+def _is_norm(part: nn.Module) -> bool:
+    vectors = [len(getattr(each, "ds_shape", each.shape)) == 1 for each in part.parameters()]
+    return bool(vectors) and all(vectors) and next(part.children(), None) is None

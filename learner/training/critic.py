@@ -8,7 +8,7 @@ no loss.
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModel, PreTrainedModel
 from transformers.utils import logging
 
+from slipstream.broker.weights.checkpoint_names import CheckpointNames, NamedTensors
 from slipstream.configs.algorithm import CriticConfig
 from slipstream.configs.data import ModelConfig
 from slipstream.learner.algorithms.inputs import known
@@ -28,7 +29,7 @@ from slipstream.learner.batching.microbatch import Microbatch, recompute
 from slipstream.learner.engines.optimizer import named_weights, read_tensors
 from slipstream.learner.errors import ModelError
 from slipstream.learner.training.attention import SINGLE_RANK, SequenceGroup
-from slipstream.learner.training.model import COMPUTE_DTYPES, forward_pass, load_module, scaled
+from slipstream.learner.training.model import COMPUTE_DTYPES, WideLinear, forward_pass, load_module, scaled
 from slipstream.learner.training.second_model import SecondModel
 
 
@@ -49,7 +50,7 @@ _PATH = "algorithm.critic.path (by default model.path)"
 
 
 class ValueModel(nn.Module):
-    """Value of the state before each trained token: a language model's trunk with a scalar head, float32."""
+    """Value of the state before each trained token: a language model's trunk with a scalar head."""
 
     group = SINGLE_RANK
     has_trunk = True
@@ -57,12 +58,12 @@ class ValueModel(nn.Module):
     def __init__(self, trunk: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.trunk = trunk
-        self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1)
+        self.head = WideLinear(trunk.config.get_text_config().hidden_size, 1, dtype=compute_dtype)
         # With zeros, advantages equal returns until the critic has learned.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.compute_dtype = compute_dtype
-        """Dtype of the trunk's matrix products."""
+        """Dtype of weights and activations."""
 
     @property
     def vocab_size(self) -> int:
@@ -82,11 +83,33 @@ class ValueModel(nn.Module):
         return self.group.gather({"hidden": hidden}, microbatch)["hidden"]
 
     def _hidden(self, microbatch: Microbatch) -> Tensor:
-        output = forward_pass(self.trunk, microbatch, compute_dtype=self.compute_dtype, group=self.group)
+        output = forward_pass(self.trunk, microbatch, group=self.group)
         return output.last_hidden_state.flatten(0, 1)[microbatch.sources].float()
 
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
         return named_weights(self)
+
+    @cached_property
+    def saved_names(self) -> CheckpointNames:
+        return CheckpointNames(self.trunk)
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        return self.compute_dtype
+
+    def to_saved(self, tensors: NamedTensors, rest: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        def of_trunk() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in tensors:
+                part, _, inner = name.partition(".")
+                if part == "trunk":
+                    yield inner, tensor
+                else:
+                    rest[inner] = tensor.to("cpu", copy=True)
+
+        return self.saved_names.convert(of_trunk())
+
+    def save_rest(self, folder: Path, rest: dict[str, Tensor]) -> None:
+        save_file(rest, folder / _HEAD_FILE)
 
 
 def load_value_model(
@@ -115,6 +138,8 @@ def load_value_model(
         )
     model = ValueModel(trunk, compute_dtype=COMPUTE_DTYPES[config.dtype]).to(device)
     model.group = group
+    # Cache the names before sharding changes the shapes.
+    model.saved_names  # noqa: B018
     if (head := Path(config.path) / _HEAD_FILE).exists():
         model.head.load_state_dict(read_tensors(head))
     elif trunk.config.architectures == [type(trunk).__name__]:
@@ -124,16 +149,6 @@ def load_value_model(
             f"{config.path!r}: copy the whole folder critic/model of a checkpoint."
         )
     return model
-
-
-def save_value_model(model: ValueModel, folder: Path, *, weights: dict[str, Tensor]) -> None:
-    """Write the trunk in transformers format, and the head."""
-    parts: dict[str, dict[str, Tensor]] = {"trunk": {}, "head": {}}
-    for name, tensor in weights.items():
-        part, _, rest = name.partition(".")
-        parts[part][rest] = tensor.contiguous()
-    model.trunk.save_pretrained(folder, state_dict=parts["trunk"])
-    save_file(parts["head"], folder / _HEAD_FILE)
 
 
 @contextmanager
@@ -154,9 +169,6 @@ class Critic(SecondModel[ValueModel, CriticConfig]):
     @staticmethod
     def load(config: ModelConfig, *, device: torch.device, **options: Any) -> ValueModel:
         return load_value_model(config, device=device, **options)
-
-    def save(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
-        save_value_model(self.engine.model, folder, weights=weights)
 
     def fill(
         self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int

@@ -11,7 +11,7 @@ training.
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from slipstream.learner.errors import DivergenceError, ModelError
 from slipstream.learner.ranks import Ranks
 from slipstream.learner.training.attention import PACKED, SINGLE_RANK, native_attention
 from slipstream.learner.training.critic import ValueModel
-from slipstream.learner.training.model import FAILURES, UNLIMITED, Policy, first_line, positions_of
+from slipstream.learner.training.model import FAILURES, UNLIMITED, Policy, first_line, in_float32, positions_of
 from slipstream.learner.training.rounding import LIMIT, MARGIN, difference, rounded
 from slipstream.runtime.images import VisionModel, takes_images
 
@@ -290,13 +290,9 @@ class _ModelCheck:
         ]
 
 
-@contextmanager
-def _computing_in(model: ProbedModel, dtype: torch.dtype) -> Iterator[None]:
-    before, model.compute_dtype = model.compute_dtype, dtype
-    try:
-        yield
-    finally:
-        model.compute_dtype = before
+def _computing_in(model: ProbedModel, dtype: torch.dtype) -> AbstractContextManager[None]:
+    """`dtype`: float32, or that of the weights."""
+    return nullcontext() if dtype == model.compute_dtype else in_float32(model)
 
 
 # --- during training --------------------------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
 """Policy: a transformers causal language model that returns log-probabilities; loading and saving of models."""
 
-import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,17 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.utils import logging
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames
+from slipstream.broker.weights.checkpoint_names import AdapterNames, CheckpointNames, NamedTensors
 from slipstream.configs.data import ModelConfig
 from slipstream.learner.algorithms.inputs import known
 from slipstream.learner.algorithms.logprobs import LOGPROBS, DeferredLogits, Requested, measure_tokens
@@ -47,11 +46,10 @@ from slipstream.runtime.lora import (
     merge,
     save_adapter,
 )
-from slipstream.runtime.model_files import IMAGE_FILES, find_file, read_chat_template
-from slipstream.runtime.routers import Routers, autocast_experts, check_layers, find_routers
+from slipstream.runtime.routers import Routers, check_layers, find_routers
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
-"""`model.dtype` -> dtype of matrix products. float16 gradients would underflow."""
+"""`model.dtype` -> dtype of weights and activations. float16 gradients would underflow."""
 
 _HEAD_TOLERANCE = 1e-5
 """Relative to the largest float32 logit: 84 epsilon for a reordered dot product."""
@@ -95,16 +93,22 @@ class OutputHead(nn.Module):
 
 
 class Policy(nn.Module):
-    """Causal language model with float32 weights and matrix products in `compute_dtype`."""
+    """Causal language model with weights and activations in `compute_dtype`."""
 
     group = SINGLE_RANK
 
     def __init__(
-        self, causal_lm: PreTrainedModel, *, compute_dtype: torch.dtype = torch.float32, has_adapter: bool = False
+        self,
+        causal_lm: PreTrainedModel,
+        *,
+        compute_dtype: torch.dtype = torch.float32,
+        base_names: CheckpointNames | None = None,
     ) -> None:
+        """`base_names`: tensor names before an adapter was attached."""
         super().__init__()
         self.causal_lm = causal_lm
-        self.has_adapter = has_adapter
+        self.has_adapter = base_names is not None
+        self._base_names = base_names
         self.compute_dtype = compute_dtype
         self.head: OutputHead | None = None
         """Computes logits in chunks. None: the model computes all at once."""
@@ -112,8 +116,6 @@ class Policy(nn.Module):
         """Logits per chunk; None for those of the device."""
         found = find_routers(causal_lm)
         self.routers = Routers(found) if found else None
-        if compute_dtype != torch.float32:
-            autocast_experts(causal_lm)
 
     @property
     def vocab_size(self) -> int:
@@ -188,13 +190,13 @@ class Policy(nn.Module):
 
     def _states(self, part: Microbatch) -> Tensor:
         """Hidden states [N, D] that predict the trained tokens."""
-        output = forward_pass(self.causal_lm.base_model, part, compute_dtype=self.compute_dtype, group=self.group)
+        output = forward_pass(self.causal_lm.base_model, part, group=self.group)
         return output.last_hidden_state.flatten(0, 1)[part.sources]
 
     def _logits(self, part: Microbatch) -> Tensor:
         keeps_some = len(part.token_ids) == 1 and "logits_to_keep" in signature(self.causal_lm.forward).parameters
         options = {"logits_to_keep": part.sources} if keeps_some else {}
-        output = forward_pass(self.causal_lm, part, compute_dtype=self.compute_dtype, group=self.group, **options)
+        output = forward_pass(self.causal_lm, part, group=self.group, **options)
         logits = output.logits.flatten(0, 1)
         return logits if keeps_some else logits[part.sources]
 
@@ -217,11 +219,13 @@ class Policy(nn.Module):
             return bool((found - expected).abs().max() <= _HEAD_TOLERANCE * expected.abs().max())
 
         try:
-            states = self.causal_lm.base_model(**inputs).last_hidden_state
-            scale = _HEAD_LOGITS / compute(states).abs().max()
-            with self.causal_lm.get_output_embeddings().register_forward_pre_hook(enlarge):
-                expected = self.causal_lm(**inputs).logits
-            is_same = is_close(seen[0], states) and is_close(compute(states * scale), expected)
+            with in_float32(self):
+                states = self.causal_lm.base_model(**inputs).last_hidden_state
+                scale = _HEAD_LOGITS / compute(states).abs().max()
+                with self.causal_lm.get_output_embeddings().register_forward_pre_hook(enlarge):
+                    expected = self.causal_lm(**inputs).logits
+                found = compute(states * scale)
+            is_same = is_close(seen[0], states) and is_close(found, expected)
         # The head has more layers than a projection.
         except (RuntimeError, AttributeError, IndexError):
             is_same = False
@@ -232,6 +236,22 @@ class Policy(nn.Module):
     def checkpoint_names(self) -> CheckpointNames:
         """Tensor names for inference engines. Raises WeightTransferError if a tensor cannot be published."""
         return AdapterNames(self.causal_lm) if self.has_adapter else CheckpointNames(self.causal_lm)
+
+    @property
+    def saved_names(self) -> CheckpointNames:
+        return self._base_names or self.checkpoint_names
+
+    @property
+    def saved_dtype(self) -> torch.dtype:
+        # A product of the adapter may be smaller than bfloat16 resolves.
+        return torch.float32 if self.has_adapter else self.compute_dtype
+
+    def to_saved(self, tensors: NamedTensors, rest: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        return self.saved_names.convert(merge(self.causal_lm, tensors, adapter=rest) if self.has_adapter else tensors)
+
+    def save_rest(self, folder: Path, rest: dict[str, Tensor]) -> None:
+        if rest:
+            save_adapter(self.causal_lm, folder, weights=rest)
 
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
         """Adapter parameters have their names in peft files unless `is_whole`."""
@@ -246,8 +266,53 @@ class RewardModel(Policy):
         """`scores`, float32[N], at the tokens before the trained tokens, and router outputs."""
         part = self.group.take(microbatch)
         self._set_routers(part, prices)
-        scores = self.causal_lm.score(self._states(part).float()).squeeze(-1)
+        scores = self.causal_lm.score(self._states(part)).squeeze(-1)
         return self.group.gather({"scores": scores}, microbatch) | self._routed(part, prices)
+
+
+class WideLinear(nn.Linear):
+    """Linear layer that computes in float32, for heads with one output."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return linear(input.float(), self.weight.float(), None if self.bias is None else self.bias.float())
+
+
+@contextmanager
+def in_float32(model: Any) -> Iterator[None]:
+    """Hold a model's weights in float32 within the block; with ZeRO-3, only those of the layer that computes.
+
+    `model`: has `compute_dtype`. The weights must not change.
+    """
+    held: list[tuple[nn.Parameter, Tensor]] = []
+    before, model.compute_dtype = model.compute_dtype, torch.float32
+
+    def widen(part: nn.Module, *_: Any) -> None:
+        for parameter in part.parameters(recurse=False):
+            if parameter.dtype != torch.float32:
+                held.append((parameter, parameter.data))
+                parameter.data = parameter.data.float()
+
+    def narrow(part: nn.Module, *_: Any) -> None:
+        own = {id(parameter) for parameter in part.parameters(recurse=False)}
+        for entry in [entry for entry in held if id(entry[0]) in own]:
+            entry[0].data = entry[1]
+            held.remove(entry)
+
+    handles = []
+    for part in model.modules():
+        if is_sharded(model):
+            # After ZeRO-3 has gathered them, and before it frees them.
+            handles += [part.register_forward_pre_hook(widen), part.register_forward_hook(narrow, prepend=True)]
+        else:
+            widen(part)
+    try:
+        yield
+    finally:
+        model.compute_dtype = before
+        for handle in handles:
+            handle.remove()
+        for parameter, data in held:
+            parameter.data = data
 
 
 def scaled(states: Tensor) -> Tensor:
@@ -256,11 +321,8 @@ def scaled(states: Tensor) -> Tensor:
     return states / states.square().mean(-1, keepdim=True).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def forward_pass(
-    module: nn.Module, part: Microbatch, *, compute_dtype: torch.dtype, group: SequenceGroup, **arguments: Any
-) -> Any:
+def forward_pass(module: nn.Module, part: Microbatch, *, group: SequenceGroup, **arguments: Any) -> Any:
     """Forward pass over this rank's part of a microbatch."""
-    is_mixed = compute_dtype != torch.float32
     inputs = {"position_ids": part.position_ids, "pixel_values": part.pixel_values, "image_grid_thw": part.image_grids}
     arguments |= {name: tensor for name, tensor in inputs.items() if tensor is not None}
     token_ids = part.token_ids
@@ -272,8 +334,7 @@ def forward_pass(
         arguments |= {"attention_mask": None, "packed_rows": PackedRows(part.spans, group)}
     else:
         arguments["attention_mask"] = _attention_mask(module.config, part)
-    with torch.autocast(part.token_ids.device.type, dtype=compute_dtype, enabled=is_mixed):
-        return module(input_ids=token_ids, use_cache=False, **arguments)
+    return module(input_ids=token_ids, use_cache=False, **arguments)
 
 
 def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, Tensor] | None:
@@ -313,7 +374,7 @@ def load_policy(
     group: SequenceGroup = SINGLE_RANK,
     setting: str = "model.path",
 ) -> Policy:
-    """Load a checkpoint with float32 weights and without dropout, and attach any adapter.
+    """Load a checkpoint without dropout, and attach any adapter.
 
     `loading`: context such as `sharded_loading`. `setting`: config key of the path. Raises ModelError, ConfigError.
     """
@@ -324,12 +385,16 @@ def load_policy(
         module, _ = load_module(
             kind, config, device=device, setting=setting, group=group, gradient_checkpointing=gradient_checkpointing
         )
+    base_names = None
     if config.lora:
+        base_names = CheckpointNames(module)
         attach_adapter(module, config.lora, base=config.path)
     if config.freeze_vision and takes_images(config.path):
         module.base_model.visual.requires_grad_(False)
+    if is_reward_model:
+        module.score.forward = partial(WideLinear.forward, module.score)
     wrap = RewardModel if is_reward_model else Policy
-    policy = wrap(module, compute_dtype=COMPUTE_DTYPES[config.dtype], has_adapter=config.lora is not None)
+    policy = wrap(module, compute_dtype=COMPUTE_DTYPES[config.dtype], base_names=base_names)
     policy.group = group
     if not is_reward_model and module.get_output_embeddings() is not None and policy.has_trunk:
         policy.head = OutputHead(module)
@@ -369,7 +434,7 @@ def load_module(
         module, found = kind.from_pretrained(
             config.path,
             config=settings,
-            dtype=torch.float32,
+            dtype=COMPUTE_DTYPES[config.dtype],
             attn_implementation=choose_attention(
                 settings, model_class, config, on_gpu=device.type == "cuda", is_sliced=group.size > 1
             ),
@@ -420,7 +485,7 @@ def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: s
         None,
         config=settings,
         state_dict=module.state_dict(),
-        dtype=torch.float32,
+        dtype=module.dtype,
         attn_implementation=module.config._attn_implementation,
     )
     untouched = untouched.to(module.device).eval()
@@ -436,7 +501,7 @@ def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: s
         expected = compute(untouched)
         differs_by = difference(compute(module), expected)
         if differs_by > limit:
-            with rounded(untouched, torch.float32):
+            with rounded(untouched, module.dtype):
                 limit = max(limit, MARGIN * difference(compute(untouched), expected))
     except FAILURES as error:
         raise ModelError(
@@ -473,25 +538,3 @@ def first_line(error: BaseException) -> str:
 def is_sharded(module: nn.Module) -> bool:
     """True if ZeRO-3 has sharded the parameters."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-
-
-def save_pretrained(
-    policy: Policy, folder: Path, *, weights: dict[str, Tensor], config: ModelConfig, max_shard_size: str = "50GB"
-) -> None:
-    """Write a checkpoint in transformers format, with any tokenizer of `config.path`.
-
-    `weights`: all of the module. An adapter is merged and also saved separately.
-    """
-    if policy.has_adapter:
-        save_adapter(policy.causal_lm, folder, weights=weights)
-        weights = merge(policy.causal_lm, weights)
-    policy.causal_lm.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
-    for file in filter(None, (find_file(config.path, name) for name in IMAGE_FILES)):
-        shutil.copy(file, folder / file.name)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
-    except (OSError, ValueError):
-        return
-    if template := read_chat_template(config):
-        tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder)

@@ -13,7 +13,6 @@ because an answer's score is the sum over all its tokens.
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -27,7 +26,7 @@ from slipstream.learner.algorithms.inputs import known
 from slipstream.learner.algorithms.token_advantages import implicit_rewards, outcome_cross_entropy
 from slipstream.learner.batching.batch import Batch
 from slipstream.learner.batching.microbatch import Microbatch, recompute
-from slipstream.learner.training.model import Policy, load_policy, save_pretrained
+from slipstream.learner.training.model import Policy, load_policy
 from slipstream.learner.training.second_model import SecondModel
 
 
@@ -38,9 +37,6 @@ class ProcessReward(SecondModel[Policy, ProcessRewardConfig]):
     def load(config: ModelConfig, *, device: torch.device, **options: Any) -> Policy:
         setting = "algorithm.process_reward.path (by default model.path)"
         return load_policy(msgspec.structs.replace(config, lora=None), device=device, setting=setting, **options)
-
-    def save(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
-        save_pretrained(self.engine.model, folder, weights=weights, config=self._run.model)
 
     def fill(
         self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -41,11 +40,7 @@ class SecondModel(ABC, Generic[M, C]):
     @staticmethod
     @abstractmethod
     def load(config: ModelConfig, *, device: torch.device, **options: Any) -> M:
-        """Load a policy, or a model written by `save`. `options`: see `load_policy`. Raises ModelError."""
-
-    @abstractmethod
-    def save(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
-        """Write gathered weights."""
+        """Load a policy, or a saved model of this kind. `options`: see `load_policy`. Raises ModelError."""
 
     @abstractmethod
     def fill(

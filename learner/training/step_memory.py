@@ -3,8 +3,6 @@
 import dataclasses
 import math
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -48,10 +46,10 @@ def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) 
     """
     microbatch = largest_microbatch(run, model)
     engine, compute_dtype = run.learner.engine, COMPUTE_DTYPES[run.model.dtype]
-    is_recomputed, is_sharded = engine.gradient_checkpointing, engine.zero_stage == 3
+    is_recomputed = engine.gradient_checkpointing
     allocations = Allocations()
     with FakeTensorMode() as fake:
-        _materialize(model)
+        _materialize(model, dtype=compute_dtype)
         model.set_experts_implementation(_EXPERTS)
         is_sliced = run.learner.sequence_parallel > 1
         attention = choose_attention(model.config, type(model), run.model, on_gpu=on_gpu, is_sliced=is_sliced)
@@ -71,27 +69,13 @@ def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) 
             if parameter.requires_grad:
                 parameter.grad = torch.empty_like(parameter)
         try:
-            with allocations, _autocast_cache(enabled=not is_sharded):
+            with allocations:
                 policy(fakes, requested=Requested(entropy=True))["logprobs"].sum().backward()
         except _UNTRACED:
             text = model.config.get_text_config()
             num_kept = 1 if is_recomputed else text.num_hidden_layers
             return 17 * compute_dtype.itemsize * text.hidden_size * num_kept * microbatch.num_tokens
-    if is_sharded and compute_dtype != torch.float32 and not is_recomputed:
-        # With ZeRO-3, linear layers cast weights again instead of saving the cast.
-        return allocations.peak - compute_dtype.itemsize * sum(each.numel() for each in model.parameters())
     return allocations.peak
-
-
-@contextmanager
-def _autocast_cache(*, enabled: bool) -> Iterator[None]:
-    """Set whether autocast keeps cast weights. With ZeRO-3 it does not."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(enabled)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
 
 
 def _run_experts(experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -99,7 +83,7 @@ def _run_experts(experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) 
     repeated = states.repeat_interleave(chosen.shape[-1], dim=0)
 
     def project(inputs: Tensor, matrices: Tensor) -> Tensor:
-        return inputs @ (matrices[0] if experts.is_transposed else matrices[0].T).to(inputs.dtype)
+        return inputs @ (matrices[0] if experts.is_transposed else matrices[0].T)
 
     inner = project(repeated, experts.gate_up_proj if experts.has_gate else experts.up_proj)
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
@@ -111,9 +95,9 @@ ExpertsInterface.register(_EXPERTS, _run_experts)
 
 
 def layer_input_bytes(run: RunConfig, model: PreTrainedModel) -> int:
-    """Size of all float32 layer inputs for the largest microbatch."""
+    """Size of all layer inputs for the largest microbatch."""
     text, num_tokens = model.config.get_text_config(), largest_microbatch(run, model).num_tokens
-    return num_tokens * text.hidden_size * text.num_hidden_layers * torch.float32.itemsize
+    return num_tokens * text.hidden_size * text.num_hidden_layers * COMPUTE_DTYPES[run.model.dtype].itemsize
 
 
 class Allocations(TorchDispatchMode):
@@ -163,8 +147,8 @@ def largest_microbatch(run: RunConfig, model: PreTrainedModel) -> Microbatch:
     return max(collate(samples, layout=Layout("shared_rows", budget, row_tokens)), key=lambda each: each.num_tokens)
 
 
-def _materialize(model: nn.Module) -> None:
-    """Replace meta tensors with fake tensors on the CPU."""
+def _materialize(model: nn.Module, *, dtype: torch.dtype) -> None:
+    """Replace meta tensors with fake tensors on the CPU. `dtype`: of floating-point parameters."""
     made: dict[int, Tensor] = {}
     for part in model.modules():
         for table in (part._parameters, part._buffers):
@@ -172,8 +156,8 @@ def _materialize(model: nn.Module) -> None:
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
-                    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
-                    fresh = torch.empty(tensor.shape, dtype=dtype)
                     is_parameter = isinstance(tensor, nn.Parameter)
+                    kind = (dtype if is_parameter else torch.float32) if tensor.is_floating_point() else tensor.dtype
+                    fresh = torch.empty(tensor.shape, dtype=kind)
                     made[id(tensor)] = nn.Parameter(fresh, tensor.requires_grad) if is_parameter else fresh
                 table[name] = made[id(tensor)]

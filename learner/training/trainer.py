@@ -96,12 +96,11 @@ class FrozenModels:
             outputs["teacher_candidate_logprobs"] = likely["top_logprobs"]
         return arguments, outputs
 
-    @torch.no_grad()
     def refresh_reference(self, engine: TrainEngine, *, step: int) -> None:
         """Copy the learner into the reference if due at this step. Collective."""
         every = self.config.kl.refresh_every_steps
         if self.refreshed and every and step % every == 0:
-            self.refreshed.load_parameters(engine.gather_parameters())
+            self.refreshed.take_weights(engine)
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------

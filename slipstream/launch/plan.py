@@ -5,7 +5,7 @@ Activations are traced on meta tensors. Estimates exclude fragmentation and the 
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from math import inf
+from math import ceil, inf
 
 import msgspec
 import psutil
@@ -26,6 +26,7 @@ from slipstream.launch.generator_pool import place
 from slipstream.learner.engines.deepspeed_engine import BUCKET_ELEMENTS
 from slipstream.learner.engines.optimizer import hidden_matrices
 from slipstream.learner.training.model import COMPUTE_DTYPES
+from slipstream.learner.training.saved_model import FILE_BYTES
 from slipstream.learner.training.step_memory import layer_input_bytes, step_bytes
 from slipstream.runtime.command_line import add_row, exit_with_error, make_console, make_table
 from slipstream.runtime.lora import adapter_parameters, meta_model
@@ -41,6 +42,8 @@ _BLOCK, _MIN_8_BIT = 256, 4096
 """Elements of a block with its own scale in bitsandbytes, and of the smallest tensor with moments in 8 bits."""
 _MAX_LIVE_ELEMENTS = 10**9
 """Parameters that ZeRO-3 keeps gathered: DeepSpeed's default."""
+_SUB_GROUP_ELEMENTS = 10**9
+"""Parameters that ZeRO-3 updates at once: DeepSpeed's default."""
 _LIBRARIES_GIB = {"learner": 0.6, "generator": 0.5, "engine": 1.0, "broker": 0.15}
 """Host memory after imports."""
 _CONTEXT_GIB = 0.8
@@ -64,21 +67,22 @@ _COMPARED = 1 / 8
 _ADVICE = {
     "activations": "lower learner.tokens_per_microbatch, raise learner.sequence_parallel, or set "
     "learner.engine.gradient_checkpointing=true, then learner.engine.offload_activations=true",
-    "weights": "shard them with learner/engine=deepspeed_zero3 over more learner.num_ranks, set "
-    "learner.engine.offload_parameters=true, or train model.lora",
-    "gradients": "shard them with learner/engine=deepspeed_zero2 over more learner.num_ranks, or train model.lora",
-    "optimizer": "set learner.engine.offload_optimizer=true, shard it over more learner.num_ranks, or train model.lora",
-    "reference": "shard it with learner/engine=deepspeed_zero3 over more learner.num_ranks, or train model.lora",
+    "weights": "shard them with learner/engine=deepspeed_zero3 over more learner.num_ranks, or set "
+    "learner.engine.offload_parameters=true",
+    "gradients": "shard them with learner/engine=deepspeed_zero2 over more learner.num_ranks",
+    "optimizer": "set learner.engine.offload_optimizer=true, or shard it over more learner.num_ranks",
+    "reference": "shard it with learner/engine=deepspeed_zero3 over more learner.num_ranks",
     "teacher": "shard it with learner/engine=deepspeed_zero3 over more learner.num_ranks",
     "critic": "take an advantage without a critic, or shard it over more learner.num_ranks",
     "process reward": "take an advantage without process rewards, or shard it over more learner.num_ranks",
-    "checkpoint": "train model.lora, whose checkpoints are small, or use a machine with more memory",
+    "checkpoint": "raise learner.num_ranks, which share its files, or use a machine with more memory",
     "engine": "raise generators.engine.tensor_parallel_size, or lower generators.engine.gpu_memory_utilization",
     "KV cache": "lower generators.engine.kv_cache_gib or generators.count",
     "published version, received": "lower generators.count on this machine",
     "store": "lower buffer.store.max_memory_mib",
 }
 """Start of a cause -> settings that reduce it."""
+_LESS_WITH_LORA = ("weights", "gradients", "optimizer", "reference", "checkpoint")
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -173,7 +177,7 @@ def make_plan(run: RunConfig, machine: Machine) -> Plan:
         size = max(need.gib for need in needs if need.place == places[0])
         problems.append(
             f"{', '.join(places)} must hold {total:.1f} GiB, got {there:.1f}: the largest part is {cause} "
-            f"({size:.1f} GiB); {_advice(cause)}."
+            f"({size:.1f} GiB); {_advice(cause, run.model)}."
         )
     return Plan(machine, needs, problems, update)
 
@@ -216,8 +220,9 @@ def _has_second_copy(engine: VllmEngineConfig, model: PreTrainedModel, *, on_gpu
     return not (on_gpu or engine.enforce_eager is False or has_parts)
 
 
-def _advice(cause: str) -> str:
-    return next((text for word, text in _ADVICE.items() if cause.startswith(word)), "use a larger machine")
+def _advice(cause: str, model: ModelConfig) -> str:
+    text = next((text for word, text in _ADVICE.items() if cause.startswith(word)), "use a larger machine")
+    return f"{text}, or train model.lora" if cause.startswith(_LESS_WITH_LORA) and not model.lora else text
 
 
 def _meta(config: ModelConfig, *, setting: str) -> PreTrainedModel:
@@ -278,8 +283,7 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
     on_host = 0.0
     if isinstance(engine, DeepSpeedEngineConfig) and engine.offload_activations:
         on_host = layer_input_bytes(run, policy) / run.learner.sequence_parallel / GIB
-    # Linear layers, which hold nearly all parameters, are gathered in the compute dtype.
-    gathered_bytes = COMPUTE_DTYPES[run.model.dtype].itemsize
+    width = COMPUTE_DTYPES[run.model.dtype].itemsize
     models = {"weights": (_num_elements(policy), *_moved(policy, run.learner.optimizer))}
     if run.mode != "sft":
         if algorithm.needs_reference and not run.model.lora:
@@ -298,16 +302,23 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
             yield Need(name, device, "context and libraries", _CONTEXT_GIB)
         yield Need(name, HOST, "libraries", _LIBRARIES_GIB["learner"])
         for model, sizes in models.items():
-            own = _states(model, *sizes, engine=engine, size=size, gathered_bytes=gathered_bytes)
-            for cause, is_away, count in own:
-                yield Need(name, HOST if is_away else device, cause, count * _FLOAT / GIB)
-        yield Need(name, device, "activations of the largest microbatch", activations - on_host)
+            for cause, is_away, num_bytes in _states(model, *sizes, engine=engine, size=size, width=width):
+                yield Need(name, HOST if is_away else device, cause, num_bytes / GIB)
+        # The optimizer widens gradients when no activations are left.
+        own = [(activations - on_host, "activations of the largest microbatch")]
+        if width < _FLOAT and not (isinstance(engine, DeepSpeedEngineConfig) and engine.offload_optimizer):
+            widened = models["weights"][1] / (size if engine.zero_stage else 1)
+            widened = min(widened, _SUB_GROUP_ELEMENTS) if engine.zero_stage == 3 else widened
+            own.append((widened * _FLOAT / GIB, "gradients in float32, for the optimizer"))
+        yield Need(name, device, max(own)[1], max(own)[0])
         if on_host:
             yield Need(name, HOST, "inputs of layers", on_host)
         # Copied between steps and written during later ones.
-        copied = sum(moments for _, _, moments in models.values()) / size
-        copied += sum(elements for elements, moved, _ in models.values() if moved) if rank == 0 else 0
-        yield Need(name, HOST, "checkpoint being written", copied * _FLOAT / GIB)
+        trained = [sizes for sizes in models.values() if sizes[1]]
+        copied = sum((moved + moments) * _FLOAT / size for _, moved, moments in trained)
+        saved = _FLOAT if run.model.lora else width
+        copied += sum(_file_bytes(elements * saved, rank=rank, size=size) for elements, _, _ in trained)
+        yield Need(name, HOST, "checkpoint being written", copied / GIB)
         if rank == 0 and run.mode != "sft":
             # One version is sent while the next is queued.
             yield Need(name, HOST, "published versions, two", 2 * _published_gib(run, policy))
@@ -330,26 +341,33 @@ def _moved(model: nn.Module, config: OptimizerConfig) -> tuple[int, float]:
     return sum(numbers), sum(width * number for width, number in zip(widths, numbers, strict=True))
 
 
+def _file_bytes(total: int, *, rank: int, size: int) -> int:
+    """Return a rank's share of a saved model, in files."""
+    files = range(rank, ceil(total / FILE_BYTES), size)
+    return sum(min(FILE_BYTES, total - index * FILE_BYTES) for index in files)
+
+
 def _states(
-    model: str, elements: int, moved: int, moments: float, *, engine: object, size: int, gathered_bytes: int
+    model: str, elements: int, moved: int, moments: float, *, engine: object, size: int, width: int
 ) -> Iterator[tuple[str, bool, float]]:
-    """Yield (cause, is in host memory, float32 elements) of a model on one rank."""
+    """Yield (cause, is in host memory, bytes) of a model on one rank. `width`: bytes per weight."""
     stage, offloads, keeps_parameters_away = 0, False, False
     if isinstance(engine, DeepSpeedEngineConfig):
         stage, offloads, keeps_parameters_away = engine.zero_stage, engine.offload_optimizer, engine.offload_parameters
     named = "weights" if model == "weights" else f"{model}: weights"
     share = elements / size if stage == 3 else elements
-    yield named, keeps_parameters_away, share
+    yield named, keeps_parameters_away, share * width
     if stage == 3:
-        yield f"{named}, gathered", False, min(elements, _MAX_LIVE_ELEMENTS) * gathered_bytes / _FLOAT
+        yield f"{named}, gathered", False, min(elements, _MAX_LIVE_ELEMENTS) * width
     if not moved:
         return
-    prefix = "" if model == "weights" else f"{model}: "
-    yield f"{prefix}gradients", offloads and stage >= 2, moved / size if stage >= 2 else moved
+    prefix, parts = "" if model == "weights" else f"{model}: ", size if stage else 1
+    yield f"{prefix}gradients", offloads and stage >= 2, (moved / size if stage >= 2 else moved) * width
+    if stage or width < _FLOAT:
+        yield f"{prefix}optimizer: master weights", offloads, moved / parts * _FLOAT
     if stage:
-        yield f"{prefix}optimizer: master weights", offloads, moved / size
-        yield f"{prefix}gradients, a bucket to reduce", False, min(BUCKET_ELEMENTS, moved)
-    yield f"{prefix}optimizer: moments", offloads, moments / (size if stage else 1)
+        yield f"{prefix}gradients, a bucket to reduce", False, min(BUCKET_ELEMENTS, moved) * width
+    yield f"{prefix}optimizer: moments", offloads, moments / parts * _FLOAT
 
 
 def _engine_needs(run: RunConfig, model: PreTrainedModel, name: str, *, gpus: Sequence[str]) -> list[Need]:
@@ -416,7 +434,7 @@ def _cache_problems(
         others = sorted((need for need in needs if need.place == where), key=lambda need: -need.gib)
         named = ", ".join(f"{need.process.split()[0]}: {need.cause} {need.gib:.1f}" for need in others)
         problem += f": other needs share {where} of {machine.gpu_gib:.1f} GiB ({named})"
-        remedy = f"the number of GPUs, or {_advice(others[0].cause)}"
+        remedy = f"the number of GPUs, or {_advice(others[0].cause, run.model)}"
     return [f"{problem}: lower model.max_length, or raise {remedy}."]
 
 

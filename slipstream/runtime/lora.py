@@ -1,7 +1,7 @@
 """LoRA: attach an adapter to a model, name its tensors as in peft files, and merge it into the base."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,11 @@ def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> N
     if has_head:
         module.get_submodule(_HEAD).requires_grad_(True)
         settings.modules_to_save = [_HEAD]
+    # The optimizer has float32 masters, and ZeRO shards parameters of one dtype.
+    for _, parameter in adapter_parameters(module):
+        parameter.data = parameter.data.to(module.dtype)
+    for layer in _adapter_layers(module).values():
+        layer.cast_input_dtype_enabled = False
 
 
 def adapted_layers(module: nn.Module) -> list[str]:
@@ -97,22 +102,34 @@ def adapter_off(module: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merge(module: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return merged weights by base name; `weights`: all weights of `module`.
+def merge(
+    module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, adapter: dict[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield merged weights by base name, float32, and fill `adapter` with the adapter's and a trained head's weights.
 
     W + scaling * B A
+
+    `tensors`: all weights of `module` in order. Holds one layer at a time.
     """
-    layers = _adapter_layers(module)
-    merged = {}
-    for name, tensor in weights.items():
+    layers, waiting = _adapter_layers(module), dict[str, Tensor]()
+    for name, tensor in tensors:
         path, _, kind = name.rpartition(".base_layer.")
         if kind == "weight":
-            first, second = (weights[f"{path}.lora_{matrix}.default.weight"] for matrix in "AB")
-            product = layers[path].scaling["default"] * (second @ first)
-            tensor = tensor + (product.T if layers[path].fan_in_fan_out else product)
-        if ".lora_" not in name:
-            merged[name.replace(".base_layer.", ".")] = tensor
-    return merged
+            waiting[path] = tensor
+        elif ".lora_" in name:
+            adapter[name] = tensor.to("cpu", copy=True)
+            path, _, matrix = name.partition(".lora_")
+            if matrix.startswith("B"):
+                first, second = (adapter[f"{path}.lora_{each}.default.weight"].to(tensor.device) for each in "AB")
+                product = layers[path].scaling["default"] * (second.float() @ first.float())
+                yield (
+                    f"{path}.weight",
+                    waiting.pop(path).float() + (product.T if layers[path].fan_in_fan_out else product),
+                )
+        else:
+            if name.startswith(f"{_HEAD}."):
+                adapter[name] = tensor.to("cpu", copy=True)
+            yield name.replace(".base_layer.", "."), tensor.float() if tensor.is_floating_point() else tensor
 
 
 def save_adapter(module: nn.Module, folder: Path, *, weights: Mapping[str, Tensor]) -> None:

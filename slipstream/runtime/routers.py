@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers import PreTrainedModel
-from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.data import ModelConfig
@@ -83,39 +81,6 @@ def aux_loss_coefficient(config: ModelConfig, module: Any) -> float:
     must = "be a number for a checkpoint without router_aux_loss_coef"
     require(own is not None, "model.moe.router_aux_loss", must, got="checkpoint", why=f"it is {type(module).__name__}")
     return float(own or 0.0)
-
-
-EXPERT_MATRICES = ("gate_up_proj", "up_proj", "down_proj")
-"""Parameters of experts, float[experts, rows, columns], that are computed in the autocast dtype."""
-
-
-class _CastExperts:
-    """Experts with matrices of another dtype."""
-
-    def __init__(self, experts: nn.Module, dtype: torch.dtype) -> None:
-        self._experts, self._dtype = experts, dtype
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._experts, name)
-        return value.to(self._dtype) if name in EXPERT_MATRICES else value
-
-
-def _run_experts(experts: nn.Module, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    kind = states.device.type
-    cast = _CastExperts(experts, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else experts
-    return grouped_mm_experts_forward(cast, states, chosen, weights)
-
-
-ExpertsInterface.register("slipstream_cast", _run_experts)
-
-
-def autocast_experts(model: PreTrainedModel) -> None:
-    """Compute experts in the autocast dtype. No-op for a dense model.
-
-    Autocast leaves grouped products in the dtype of their weights, and GPUs have no kernel for float32.
-    """
-    if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
-        model.set_experts_implementation("slipstream_cast")
 
 
 class Routers:

@@ -65,9 +65,14 @@ class LineageEngine(TrainEngine):
     def copy_state(self) -> dict[str, Tensor]:
         return pack_lineage(self.lineage)
 
-    def restore_state(self, folder: Path, *, weights: dict[str, Tensor]) -> None:
+    def restore_state(self, folder: Path) -> None:
         self.lineage = read_lineage(folder)
-        self.model.causal_lm.load_state_dict(weights, strict=False)
+        for _ in self.lineage:
+            self.move()
+
+    @torch.no_grad()
+    def move(self) -> None:
+        next(self.model.parameters()).view(-1)[0] += 2**-10
 
 
 class ScriptedTrainer(Trainer):
@@ -98,8 +103,7 @@ class ScriptedTrainer(Trainer):
         members = [member for group in groups for member in group]
         contents = [content_of(member) for member in members]
         self.engine.lineage.append(Trained(step, samples_of(groups), [member.id for member in members], contents))
-        with torch.no_grad():
-            next(self.engine.model.parameters()).view(-1)[0] += 2**-10
+        self.engine.move()
         self.num_updates += 1
         return {"learner/tokens": sum(len(each.token_ids) for each in members), "learner/reward_mean": 0.0}
 

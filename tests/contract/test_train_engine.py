@@ -17,6 +17,7 @@ from slipstream.configs.algorithm import (
     ProcessRewardConfig,
     ProcessRewardOptimizerConfig,
 )
+from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.learner import build
 from slipstream.learner.algorithms import logprobs
@@ -47,6 +48,7 @@ NAMED = r"the weights must be finite after step 4, got NaN or infinity in model\
 QUICK = CriticOptimizerConfig(learning_rate=1e-3)
 PROCESS_REWARD = ProcessRewardConfig(optimizer=ProcessRewardOptimizerConfig(learning_rate=1e-3, epsilon=1e-4))
 ENGINES = {"torch": TorchEngineConfig(), **{f"zero-{stage}": zero(stage) for stage in range(4)}}
+HALF = {"dtype": "bfloat16", "max_length": 64}
 SETTINGS = {
     "whole": {},
     "split": {
@@ -60,9 +62,11 @@ MUON = {"learner": {"optimizer": OptimizerConfig(name="muon", learning_rate=1e-4
 every_engine = pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES.keys())
 
 
-def make_engine(folder, engine, *, is_tied=False, **optimizer):
-    settings = {"engine": engine, "optimizer": OptimizerConfig(**optimizer)}
-    return make_trainer(make_run(make_model(folder, is_tied=is_tied), learner=settings)).engine
+def make_engine(folder, engine, *, is_tied=False, model=None, **optimizer):
+    """`model`: fields of ModelConfig besides the path."""
+    settings, path = {"engine": engine, "optimizer": OptimizerConfig(**optimizer)}, make_model(folder, is_tied=is_tied)
+    chosen = {"model": ModelConfig(path=str(path), **model)} if model else {}
+    return make_trainer(make_run(path, learner=settings, **chosen)).engine
 
 
 def make_microbatches(seed=0):
@@ -271,9 +275,8 @@ def test_a_weight_that_is_not_finite_is_named_and_an_overflowing_sum_is_none(tmp
     check = partial(check_finite, what="the weights", step=4, remedy="start again", ranks=make_alone())
     largest = torch.finfo(torch.float32).max
     for value, expected in ((largest, nullcontext()), (float("-inf"), pytest.raises(DivergenceError, match=NAMED))):
-        changed = {name: weight.clone() for name, weight in engine.gather_parameters()}
-        changed["model.norm.weight"][-2:] = value
-        engine.load_parameters(changed.items())
+        with torch.no_grad():
+            dict(engine.held_weights())["model.norm.weight"][-2:] = value
         with expected:
             check(engine.held_weights())
 
@@ -305,16 +308,136 @@ def test_a_forward_pass_without_gradient_does_not_change_the_next_step(tmp_path,
 WHOLE = itertools.product(("torch", "zero-0"), ("muon", "adamw_8bit"))
 
 
+@pytest.mark.parametrize("model", [{"dtype": "float32", "max_length": 64}, HALF], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize(("engine", "optimizer"), [*((name, "adamw") for name in ENGINES), *WHOLE])
-def test_training_continues_bit_for_bit_from_the_saved_state(tmp_path, engine, optimizer):
+def test_training_continues_bit_for_bit_from_the_saved_state(tmp_path, engine, optimizer, model):
     if optimizer == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
-    first, second = (make_engine(tmp_path, ENGINES[engine], name=optimizer) for _ in range(2))
+    first, second = (make_engine(tmp_path, ENGINES[engine], name=optimizer, model=model) for _ in range(2))
     accumulate(first, make_microbatches())
     first.step(learning_rate=1e-3)
     save_file(first.copy_state(), tmp_path / STATE_FILE.format(0))
-    second.restore_state(tmp_path, weights=copied(first))
+    second.restore_state(tmp_path)
     for each in (first, second):
         accumulate(each, make_microbatches(seed=1))
         each.step(learning_rate=1e-3)
     assert largest_difference(copied(first), copied(second)) == 0
+
+
+def held_bytes(engine, microbatches):
+    """Bytes of weights, gradients before the step, and optimizer state after it, per trained parameter."""
+    trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
+    shapes = [getattr(parameter, "ds_numel", parameter.numel()) for parameter in trained]
+    shards = [getattr(parameter, "ds_tensor", parameter) for parameter in trained]
+    accumulate(engine, microbatches)
+    stage, inner = getattr(engine, "_stage", 0), getattr(engine, "_engine", None)
+    gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+    if stage == 2:
+        gradients = [each for group in inner.optimizer.all_grad_tensors.values() for each in group]
+    if stage == 3:
+        gradients = [inner.optimizer.grad_partitions_flat_buffer]
+    num_gradients = sum(each.nbytes for each in gradients)
+    engine.step(learning_rate=1e-6)
+    held = {id(shard.master): shard.master for shard in engine._shards()}
+    masters = [each for each in held.values() if all(each is not parameter for parameter in trained)]
+    moments = [tensor for state in engine.optimizer.state.values() for tensor in state.values() if tensor.dim()]
+    total = sum(each.nbytes for each in (*shards, *masters, *moments)) + num_gradients
+    return total / sum(shapes)
+
+
+@every_engine
+def test_a_bfloat16_model_takes_16_bytes_per_parameter_with_masters_and_gradients(tmp_path, engine):
+    exact = held_bytes(make_engine(tmp_path, engine), make_microbatches())
+    rounded = held_bytes(make_engine(tmp_path, engine, model=HALF), make_microbatches())
+    # ZeRO pads to multiples of its alignment.
+    assert rounded == pytest.approx(16, rel=0.01)
+    has_masters = getattr(engine, "zero_stage", 0) > 0
+    assert exact == pytest.approx(20 if has_masters else 16, rel=0.01)
+
+
+@every_engine
+def test_updates_too_small_for_bfloat16_add_up_in_the_masters(tmp_path, engine):
+    """A bfloat16 weight of 0.3 moves only by multiples of 2^-9, 2,000 times the learning rate."""
+    used = make_engine(tmp_path, engine, model=HALF, learning_rate=1e-6)
+    before, weights = used.copy_state(), copied(used)
+    for _ in range(3):
+        accumulate(used, make_microbatches())
+        used.step(learning_rate=1e-6)
+    after = used.copy_state()
+    moved = {key: (after[key] - before[key]).abs() for key in before if key.startswith("weight/")}
+    total = torch.cat([each.flatten() for each in moved.values()])
+    # Adam moves each weight by the learning rate, three times in about the same direction, and float32 resolves it.
+    assert 2e-6 < total.median() < 3.1e-6
+    same = torch.cat([(weights[name] == tensor).flatten() for name, tensor in copied(used).items()])
+    assert same.float().mean() > 0.95
+    rate = 2**-8
+    accumulate(used, make_microbatches())
+    used.step(learning_rate=rate)
+    rounded = {key.split("/", 2)[2]: each for key, each in used.copy_state().items() if key.startswith("weight/")}
+    for name, tensor in copied(used).items():
+        assert tensor.flatten().equal(rounded[name].flatten().bfloat16()), name
+
+
+@every_engine
+def test_an_adapter_trains_on_a_base_in_bfloat16_without_masters(tmp_path, engine):
+    used = make_engine(tmp_path, engine, model=HALF | {"lora": LoraConfig(rank=4)}, learning_rate=1e-3)
+    assert {tensor.dtype for _, tensor in used.gather_parameters(is_whole=True)} == {torch.bfloat16}
+    before = {name: tensor.clone() for name, tensor in used.gather_parameters(is_whole=True)}
+    accumulate(used, make_microbatches())
+    used.step(learning_rate=1e-2)
+    after = dict(used.gather_parameters(is_whole=True))
+    changed = {name for name in before if not before[name].equal(after[name])}
+    assert changed
+    assert all(".lora_" in name for name in changed)
+    names = {key.split("/", 2)[2] for key in used.copy_state()}
+    assert names == dict(used.model.weights()).keys()
+
+
+def test_gradients_of_microbatches_add_up_in_bfloat16_within_the_rounding_of_one(tmp_path):
+    """The sum of 8 parts rounds 8 times, which is less than what rounding activations changes."""
+    exact = make_engine(tmp_path, TorchEngineConfig())
+    whole, split = (make_engine(tmp_path, TorchEngineConfig(), model=HALF) for _ in range(2))
+    microbatches = make_microbatches()
+    for engine, parts in ((exact, 1), (whole, 1), (split, 8)):
+        for _ in range(parts):
+            accumulate(engine, microbatches, factor=1 / parts)
+
+    def gradient(engine):
+        return torch.cat([parameter.grad.flatten().double() for parameter in engine.model.parameters()])
+
+    reference = gradient(exact)
+    errors = [float((gradient(engine) - reference).norm() / reference.norm()) for engine in (whole, split)]
+    assert errors[1] < 2 * errors[0] + 8 * 2**-9
+    assert errors[0] < 0.1
+
+
+@pytest.mark.parametrize(("stage", "per_microbatch"), [(1, False), (2, True), (3, True)])
+def test_gradients_are_reduced_once_per_step_unless_ranks_hold_only_shards_of_them(
+    tmp_path, stage, per_microbatch, monkeypatch
+):
+    engine, counts = make_engine(tmp_path, zero(stage)), []
+    zero_optimizer = engine._engine.optimizer
+    name = "_DeepSpeedZeroOptimizer_Stage3__reduce_and_partition_ipg_grads" if stage == 3 else "average_tensor"
+    original, calls = getattr(zero_optimizer, name), []
+
+    def reduce(*arguments, **options):
+        calls.append(name)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(zero_optimizer, name, reduce)
+    microbatches = make_microbatches()
+    for repeats in (1, 3):
+        calls.clear()
+        for _ in range(repeats):
+            accumulate(engine, microbatches)
+        engine.step(learning_rate=1e-6)
+        counts.append(len(calls))
+    assert counts[0] > 0
+    assert counts[1] == (3 if per_microbatch else 1) * counts[0]
+
+
+def test_zero_3_overlaps_communication_and_computation(tmp_path):
+    """DeepSpeed accepts this at ZeRO-2, too, where it doubles the buffer of gradients."""
+    for stage in range(4):
+        engine = make_engine(tmp_path, zero(stage))
+        assert engine._engine.zero_overlap_comm() == (stage == 3)

@@ -53,7 +53,7 @@ def test_training_continues_from_the_saved_state(tmp_path: Path, stage: int) -> 
     accumulate(first, batches[0])
     first.step(learning_rate=1e-3)
     save_file(first.copy_state(), tmp_path / STATE_FILE.format(0))
-    second.restore_state(tmp_path, weights=copied(first))
+    second.restore_state(tmp_path)
     for each in (first, second):
         accumulate(each, batches[1])
         each.step(learning_rate=1e-3)

@@ -33,9 +33,8 @@ def make_layout_run(args: argparse.Namespace) -> RunConfig:
     learner = {"engine": engine, "num_ranks": args.ranks, "optimizer": OptimizerConfig(**SMOOTH)}
     critic = CriticConfig(optimizer=CriticOptimizerConfig(**SMOOTH))
     algorithm = AlgorithmConfig(advantage=GaeConfig() if args.critic else GrpoConfig(), critic=critic)
-    model = ModelConfig(
-        dtype="float32", path=str(args.folder / "model"), lora=LoraConfig(rank=4) if args.lora else None
-    )
+    lora, dtype = LoraConfig(rank=4) if args.lora else None, "bfloat16" if args.bfloat16 else "float32"
+    model = ModelConfig(dtype=dtype, path=str(args.folder / "model"), lora=lora)
     return make_run(model.path, model=model, learner=learner, algorithm=algorithm)
 
 
@@ -57,6 +56,7 @@ def main() -> None:
     parser.add_argument("--resume", nargs="*", default=[])
     parser.add_argument("--critic", action="store_true")
     parser.add_argument("--lora", action="store_true")
+    parser.add_argument("--bfloat16", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.update(deepspeed_environment(CPU))

@@ -6,7 +6,6 @@ Only rank 0 has the trajectories, as if from the store. The others receive them 
 import argparse
 import os
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -21,10 +20,10 @@ from slipstream.configs.data import LoraConfig, ModelConfig, MoeConfig
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.configs.run import StorageConfig
 from slipstream.learner.build import build_trainer
-from slipstream.learner.checkpoint import Checkpoints, save_model
-from slipstream.learner.engines import deepspeed_engine
+from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.ranks import Ranks, exit_rank, join_ranks
+from slipstream.learner.training.saved_model import save_model
 from slipstream.runtime.images import image_id
 from tests.unit.learner.batching.test_images import PICTURES
 from tests.unit.learner.batching.test_images import make_groups as make_picture_groups
@@ -43,7 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engine-checkpoint", action="store_true", help="save one of DeepSpeed's own, too")
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--optimizer", choices=["muon", "adamw_8bit"])
-    parser.add_argument("--bfloat16", choices=["rounded", "whole"], help="how ZeRO-3 gathers")
+    parser.add_argument("--bfloat16", action="store_true")
     parser.add_argument("--pictures", action="store_true", help="a model with images, prompts with and without")
     parser.add_argument("--aux-loss", type=float, default=0.0)
     parser.add_argument("--microbatch", type=int, default=8192)
@@ -66,29 +65,6 @@ def share_groups(ranks: Ranks, groups: list[list[Trajectory]]) -> list[list[Traj
     return [[next(members) for _ in range(size)] for size in sizes]
 
 
-def count_gathered(path: Path, *, is_whole: bool) -> None:
-    """Write the bytes gathered by forward and backward passes, and keep no parameter gathered. `is_whole`: float32."""
-    import deepspeed.runtime.zero.partition_parameters as zero_parameters
-
-    original, configure = zero_parameters._dist_allgather_fn, deepspeed_engine.deepspeed_config
-    num_bytes = [0]
-
-    def gather(part: torch.Tensor, whole: torch.Tensor, group: object = None) -> object:
-        num_bytes[0] += whole.numel() * whole.element_size()
-        path.write_text(str(num_bytes[0]))
-        return original(part, whole, group)
-
-    def configure_all(*arguments: Any, **options: Any) -> dict[str, Any]:
-        config = configure(*arguments, **options)
-        config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
-        return config
-
-    zero_parameters._dist_allgather_fn = gather
-    deepspeed_engine.deepspeed_config = configure_all
-    if is_whole:
-        deepspeed_engine.ShardedModel._lossless_in_compute_dtype = lambda _: []  # type: ignore[method-assign]
-
-
 def main() -> None:
     args = parse()
     torch.set_num_threads(1)
@@ -106,8 +82,6 @@ def main() -> None:
     model = msgspec.structs.replace(model, moe=MoeConfig(router_aux_loss=args.aux_loss))
     run = make_run(model.path, model=model, learner=learner, algorithm=algorithm, storage=StorageConfig(args.storage))
     torch.manual_seed(run.seed)
-    if args.bfloat16:
-        count_gathered(args.folder / f"{args.out}.rank-{args.rank}.gathered", is_whole=args.bfloat16 == "whole")
     trainer = build_trainer(run, ranks=ranks)
     where = args.folder / args.machine / "checkpoints" if args.machine else args.folder / f"{args.out}-checkpoints"
     checkpoints = Checkpoints(where, run=run, trainer=trainer, ranks=ranks)
@@ -132,7 +106,7 @@ def main() -> None:
     checkpoints.saver.flush()
     if args.engine_checkpoint:
         trainer.engine._engine.save_checkpoint(str(args.folder / f"{args.out}-zero"))
-    save_model(trainer, args.folder / args.out, run=run, ranks=ranks)
+    save_model(trainer.engine, args.folder / args.out, config=run.model, ranks=ranks)
     (args.folder / f"{args.out}.rank-{args.rank}.metrics").write_text(repr(metrics))
     exit_rank()
 

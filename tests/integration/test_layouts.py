@@ -42,9 +42,10 @@ def join_moments(files: list[Path]) -> dict[str, torch.Tensor]:
     return joined
 
 
-def check(folder: Path, source: str, target: str, *, has_critic: bool) -> None:
+def check(folder: Path, source: str, target: str, *, has_critic: bool, is_exact: bool) -> None:
     found, expected = (load_file(folder / f"{name}.safetensors") for name in (f"{source}-to-{target}", target))
-    assert largest_difference(expected, found) < 1e-5, (source, target)
+    # In bfloat16, layouts round gradients differently.
+    assert not is_exact or largest_difference(expected, found) < 1e-5, (source, target)
     checkpoint = folder / f"{source}-checkpoints" / "step-00000002"
     for part in ("policy", "critic") if has_critic else ("policy",):
         saved = checkpoint / "critic" if part == "critic" else checkpoint
@@ -57,7 +58,7 @@ def check(folder: Path, source: str, target: str, *, has_critic: bool) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("extra", ["", "--critic", "--lora"], ids=["policy", "critic", "lora"])
+@pytest.mark.parametrize("extra", ["", "--critic", "--lora", "--bfloat16"])
 def test_every_layout_resumes_from_every_other(tmp_path: Path, extra: str) -> None:
     make_tiny_model(tmp_path / "model")
     layouts = ALL if extra == "" else ["torch-1", "0-2", "1-2", "2-4", "3-1", "3-2"]
@@ -67,4 +68,4 @@ def test_every_layout_resumes_from_every_other(tmp_path: Path, extra: str) -> No
     for layout in layouts:
         launch(tmp_path, layout, *options, "--resume", *layouts)
     for source, target in itertools.product(layouts, layouts):
-        check(tmp_path, source, target, has_critic=extra == "--critic")
+        check(tmp_path, source, target, has_critic=extra == "--critic", is_exact=extra != "--bfloat16")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from slipstream.buffer.archive.step_tokens import read_steps, write_step
@@ -107,21 +108,21 @@ def test_two_ranks_train_with_another_optimizer_as_one_and_resume_bit_for_bit(tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "extra", ["", *(pytest.param(each, marks=pytest.mark.long) for each in ("--critic", "--lora"))]
-)
-def test_gathering_bfloat16_weights_changes_no_bit_and_halves_the_bytes(tmp_path, extra):
+@pytest.mark.parametrize("zero", [0, *(pytest.param(stage, marks=pytest.mark.long) for stage in (1, 2)), 3])
+def test_two_ranks_continue_a_bfloat16_model_bit_for_bit_and_save_what_they_publish(tmp_path, zero):
     make_tiny_model(tmp_path / "model")
-    found, num_bytes = [], []
-    for gathered in ("whole", "rounded"):
-        options = (f"--bfloat16={gathered}", "--microbatch=64", *extra.split())
-        found.append(train(tmp_path, ranks=2, zero=3, out=gathered, extra=options))
-        num_bytes.append(int((tmp_path / f"{gathered}.rank-0.gathered").read_text()))
-    (whole, expected), (rounded, metrics) = found
-    assert largest_difference(whole, rounded) == 0
-    assert metrics == expected
-    assert any(not tensor.equal(tensor.bfloat16().float()) for tensor in rounded.values()), "saved without rounding"
-    assert num_bytes[1] < 0.6 * num_bytes[0]
+    options = ("--bfloat16", "--microbatch=64", "--steps")
+    straight, expected = train(tmp_path, ranks=2, zero=zero, out="straight", extra=(*options, "0", "1"))
+    train(tmp_path, ranks=2, zero=zero, out="resumed", extra=(*options, "0"))
+    (folder,) = (tmp_path / "resumed-checkpoints").glob("step-*")
+    masters = [load_file(path) for path in folder.glob("optimizer-rank-*")]
+    named = {key: tensor for each in masters for key, tensor in each.items() if key.startswith("weight/")}
+    assert any(not tensor.equal(tensor.bfloat16().float()) for tensor in named.values()), "masters are not rounded"
+    saved = load_file(folder / "model" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
+    resumed, metrics = train(tmp_path, ranks=2, zero=zero, out="resumed", extra=(*options, "1"))
+    assert largest_difference(straight, resumed) == 0
+    assert metrics[0][0].items() <= expected[0][1].items()
 
 
 @pytest.mark.slow

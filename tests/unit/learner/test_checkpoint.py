@@ -16,8 +16,8 @@ from slipstream.configs.advantages import MovingBaselineConfig
 from slipstream.configs.algorithm import AdaptiveKlConfig, AlgorithmConfig, KlConfig
 from slipstream.configs.learner import CheckpointConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.configs.run import StorageConfig
-from slipstream.learner.checkpoint import BestCheckpoint, write_model
-from slipstream.learner.engines.optimizer import Shard, copy_moments, restore_moments
+from slipstream.learner.checkpoint import BestCheckpoint
+from slipstream.learner.engines.optimizer import Shard, copy_shards, restore_shards
 from slipstream.learner.errors import CheckpointError
 from slipstream.learner.ranks import Ranks
 from slipstream.runtime.run_folder import RunFolder
@@ -241,8 +241,11 @@ def padded_shards(*, rank, num_ranks):
 LAYOUTS = [(cut, ranks) for cut in (flat_shards, padded_shards) for ranks in (1, 2, 3, 8)]
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
 def true_moments(field, name):
-    return torch.arange(SIZES[name]) + 1000.0 * list(SIZES).index(name) + (0.5 if field == "exp_avg" else 0.25)
+    return torch.arange(SIZES[name]) + 1000.0 * list(SIZES).index(name) + 0.25 * ("weight", *MOMENTS).index(field)
 
 
 def write_layout(folder, cut, num_ranks):
@@ -250,9 +253,10 @@ def write_layout(folder, cut, num_ranks):
         shards = cut(rank=rank, num_ranks=num_ranks)
         optimizer = Moments([shard.master for shard in shards], is_filled=True)
         for name, begin, size, master, offset in shards:
-            for field in ("exp_avg", "exp_avg_sq"):
-                optimizer.state[master][field][offset : offset + size] = true_moments(field, name)[begin : begin + size]
-        save_file(copy_moments(shards, optimizer), folder / f"optimizer-rank-{rank}.safetensors")
+            tensors = {"weight": master} | optimizer.state[master]
+            for field in ("weight", "exp_avg", "exp_avg_sq"):
+                tensors[field][offset : offset + size] = true_moments(field, name)[begin : begin + size]
+        save_file(copy_shards(shards, optimizer), folder / f"optimizer-rank-{rank}.safetensors")
 
 
 def test_every_division_into_ranks_is_read_by_every_other(tmp_path):
@@ -265,14 +269,14 @@ def test_every_division_into_ranks_is_read_by_every_other(tmp_path):
             for rank in range(num_readers):
                 shards = other(rank=rank, num_ranks=num_readers)
                 optimizer = Moments([shard.master for shard in shards], is_filled=False)
-                restore_moments(folder, shards, optimizer, names=SIZES)
+                restore_shards(folder, shards, optimizer, names=SIZES)
                 for name, begin, size, master, offset in shards:
                     state = optimizer.state[master]
                     assert state["step"] == 3.0
-                    for field in ("exp_avg", "exp_avg_sq"):
-                        found = state[field][offset : offset + size]
+                    for field, tensor in {"weight": master, **{each: state[each] for each in MOMENTS}}.items():
+                        found = tensor[offset : offset + size]
                         assert found.equal(true_moments(field, name)[begin : begin + size])
-                        assert state[field].isfinite().all(), "padding must be finite"
+                        assert tensor.isfinite().all(), "padding must be finite"
                     seen[name] += size
             assert seen == SIZES
 
@@ -311,7 +315,7 @@ def test_moments_that_do_not_fit_are_refused(tmp_path, damage, message):
     shards = padded_shards(rank=0, num_ranks=1)
     optimizer = Moments([shard.master for shard in shards], is_filled=False)
     with pytest.raises(CheckpointError, match=message) as caught:
-        restore_moments(tmp_path, shards, optimizer, names=SIZES)
+        restore_shards(tmp_path, shards, optimizer, names=SIZES)
     assert "\n" not in str(caught.value)
 
 
@@ -391,8 +395,8 @@ def test_a_stale_learner_and_its_successor_save_the_same_step_under_different_na
 def test_a_stale_learner_deletes_nothing_of_its_successor(lives, monkeypatch):
     (_, older), (_, newer) = lives
     save(older, step=11)
-    gate = Gate(write_model)
-    monkeypatch.setattr("slipstream.learner.checkpoint.write_model", gate)
+    gate = Gate(save_file)
+    monkeypatch.setattr("slipstream.learner.training.saved_model.save_file", gate)
     name = newer.save(step=12, version=12).name
     assert gate.is_reached.wait(timeout=20), "the optimizer's file is written, the model is not"
     stale = save(older, step=13)
@@ -414,9 +418,9 @@ def test_a_checkpoint_with_a_missing_file_gets_no_name(tmp_path, monkeypatch):
     def write_after_the_draft_lost_a_file(*arguments, **options):
         (file,) = (tmp_path / "checkpoints").rglob("optimizer-rank-0.safetensors")
         file.unlink()
-        write_model(*arguments, **options)
+        save_file(*arguments, **options)
 
-    monkeypatch.setattr("slipstream.learner.checkpoint.write_model", write_after_the_draft_lost_a_file)
+    monkeypatch.setattr("slipstream.learner.training.saved_model.save_file", write_after_the_draft_lost_a_file)
     checkpoints.save(step=12, version=12)
     with pytest.raises(CheckpointError, match=r"optimizer-rank-0\.safetensors must exist"):
         checkpoints.saver.flush()

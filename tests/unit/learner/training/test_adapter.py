@@ -9,9 +9,9 @@ from slipstream.configs.algorithm import AlgorithmConfig, KlConfig
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
-from slipstream.learner.checkpoint import save_model
 from slipstream.learner.errors import CheckpointError
 from slipstream.learner.training.model import load_policy
+from slipstream.learner.training.saved_model import save_model
 from slipstream.runtime.lora import ADAPTER_FILE
 from slipstream.scripts.init_random_model import make_model as make_random_model
 from tests.tiny_model import make_tokenizer
@@ -120,7 +120,7 @@ def test_the_saved_model_is_the_base_with_its_adapter(tmp_path, architecture):
         torch.nn.init.normal_(parameter, std=0.05)
     trainer, _ = start(run)
     trainer.engine.model.load_state_dict(policy.state_dict())
-    save_model(trainer, tmp_path / "model", run=run, ranks=make_alone())
+    save_model(trainer.engine, tmp_path / "model", config=run.model, ranks=make_alone())
     trained = logits_of(policy.causal_lm)
     assert (trained - logits_of(base)).abs().max() > 0.01
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "model")

@@ -4,10 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig
-from slipstream.configs.load import load
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Spans
 from slipstream.learner.errors import ModelError
@@ -284,23 +282,25 @@ def test_generated_kernels_give_the_same_weights(tmp_path: Path, engine, setting
     assert_trains_alike(tmp_path, engine, **settings)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "setting"),
-    [
-        (["learner/engine=deepspeed_zero3"], "learner.engine.zero_stage=3"),
-        (["learner.num_ranks=2", "learner.sequence_parallel=2"], "learner.sequence_parallel > 1"),
-    ],
-)
-def test_what_cannot_be_compiled_is_refused_by_name(overrides: list[str], setting: str) -> None:
-    with pytest.raises(ConfigError, match=f"learner.compile must be false with {setting}, got True"):
-        load(["learner.compile=true", *overrides])
-
-
-def test_a_model_that_cannot_be_compiled_is_refused_by_name(tmp_path: Path) -> None:
-    path = str(make_family(tmp_path, "mixtral"))
-    run = make_run(path, learner={"compile": True})
-    refusal = r"learner.compile must be false for Mixtral.* \(model.path\), got true: it is a"
-    with pytest.raises(ModelError, match=refusal):
-        make_trainer(run)
-    with pytest.raises(ModelError, match="it is not made of known layers"):
-        attention.compile_layers(torch.nn.Linear(1, 1), has_routers=False)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "engine"), [("qwen2", zero(3)), ("qwen3_moe", zero(0)), ("qwen3_moe", zero(3))])
+def test_norms_are_compiled_where_layers_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family, engine):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setattr(attention, "BACKEND", "aot_eager")
+    path, found = str(make_family(tmp_path, family)), []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        learner = {"engine": engine, "compile": is_compiled}
+        model = ModelConfig(dtype="float32", path=path, max_length=64)
+        trainer = make_trainer(make_run(path, model=model, learner=learner))
+        before = weights(trainer)
+        for i in range(2):
+            trainer.step(make_groups(seed=i), learner_version=0, step=i + 1)
+        found.append(weights(trainer))
+    assert largest_difference(*found) < 1e-4 * largest_difference(before, found[0])
+    # Widths of layers and heads, with and without gradients.
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+    names = [name for name, part in trainer.engine.model.backbone.named_modules() if attention._is_norm(part)]
+    assert any("input_layernorm" in name for name in names)
+    assert all("norm" in name for name in names)

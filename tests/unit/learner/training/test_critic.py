@@ -17,13 +17,16 @@ from slipstream.configs.algorithm import (
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
 from slipstream.learner.batching.collate import Layout
+from slipstream.learner.engines.engine import ModelEngine
 from slipstream.learner.errors import CheckpointError, DivergenceError, ModelError
-from slipstream.learner.training.critic import ValueModel, load_value_model, save_value_model
+from slipstream.learner.training.critic import ValueModel, load_value_model
+from slipstream.learner.training.saved_model import save_model
 from tests.metric_docs import CRITIC, keys_under
 from tests.tiny_model import make_tiny_module, make_tokenizer
 from tests.tolerance import gradient_terms, is_rounding, largest_difference
 from tests.unit.learner.builders import (
     CPU,
+    make_alone,
     make_checkpoints,
     make_groups,
     make_model,
@@ -260,7 +263,7 @@ def make_value_model(**settings):
 
 
 def save_weights(model, folder):
-    save_value_model(model, folder, weights={name: parameter.detach() for name, parameter in model.weights()})
+    save_model(ModelEngine(model), folder, config=ModelConfig(path=str(folder)), ranks=make_alone())
 
 
 def values_packed(model, trajectories, layout=WHOLE):
@@ -309,6 +312,7 @@ def test_it_begins_with_the_policys_trunk_and_zeros_and_returns_float32_even_in_
     rough, exact = load(make_model(tmp_path), dtype="bfloat16"), load(make_model(tmp_path))
     for model in (rough, exact):
         torch.nn.init.constant_(model.head.weight, 0.1)
+    assert {parameter.dtype for parameter in rough.parameters()} == {torch.bfloat16}
     found, expected = (values_packed(model, make_groups()[0]) for model in (rough, exact))
     assert found.dtype == torch.float32
     assert 0 < float((found - expected).abs().max()) < 0.2

@@ -1,7 +1,6 @@
 import asyncio
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -16,7 +15,6 @@ from slipstream.configs.data import ModelConfig, MoeConfig
 from slipstream.configs.engines import HfEngineConfig
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Microbatch
-from slipstream.learner.engines.deepspeed_engine import ShardedModel
 from slipstream.learner.training.model import Policy, load_policy
 from slipstream.learner.training.step_metrics import describe_experts
 from slipstream.learner.training.trainer import Trainer
@@ -263,17 +261,3 @@ def test_an_engine_records_what_the_learner_would_choose(tmp_path: Path):
             policy.causal_lm(input_ids=torch.tensor([prompt + answer.token_ids[:-1]]), use_cache=False)
         assert answer.experts.dtype == np.uint8
         assert np.array_equal(answer.experts, policy.routers.chosen().numpy())
-
-
-def test_zero_gathers_experts_in_the_compute_dtype_and_keeps_routers_in_float32(tmp_path: Path):
-    model = load_policy(
-        ModelConfig(max_length=64, dtype="bfloat16", path=str(make_family(tmp_path, "qwen3_moe"))), device=CPU
-    )
-    for parameter in model.backbone.parameters():
-        # As DeepSpeed marks a sharded parameter that is large enough to be gathered on demand.
-        parameter.ds_shape, parameter.ds_persist = parameter.shape, False
-    sharded = SimpleNamespace(_stage=3, model=SimpleNamespace(compute_dtype=torch.bfloat16, backbone=model.backbone))
-    names = {parameter: name for name, parameter in model.backbone.named_parameters()}
-    rounded = {names[each].rpartition("layers.0.")[2] for each in ShardedModel._lossless_in_compute_dtype(sharded)}
-    assert {"mlp.experts.gate_up_proj", "mlp.experts.down_proj", "self_attn.q_proj.weight"} <= rounded
-    assert not [name for name in rounded if "gate.weight" in name or "norm" in name or "embed" in name]

@@ -71,6 +71,55 @@ def test_states_are_those_of_the_zero_stage(model: Path) -> None:
         assert gib(sharded, "learner rank 3", cause) == pytest.approx(share * one), cause
 
 
+STATES = ("weights", "gradients", "optimizer: master weights", "optimizer: moments")
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "expected"), [(0, 1, 16), (1, 4, 4 + 12 / 4), (2, 4, 2 + 14 / 4), (3, 4, 4)]
+)
+def test_a_bfloat16_model_has_float32_masters_and_moments(model: Path, stage: int, ranks: int, expected: float) -> None:
+    """`tests/contract/test_train_engine.py` counts the same bytes in the engines."""
+    layout = (f"learner.num_ranks={ranks}", f"learner.engine.zero_stage={stage}")
+    plan = plan_of(model, "model.dtype=bfloat16", *layout)
+    own = {need.cause: need.gib for need in plan.needs if need.process == "learner rank 0"}
+    assert sum(own[cause] for cause in STATES) * GIB / NUM_ELEMENTS == pytest.approx(expected)
+
+
+def test_an_adapter_trains_on_a_base_of_two_bytes_per_parameter(model: Path) -> None:
+    plan = plan_of(model, "model.lora.rank=4", "model.dtype=bfloat16")
+    assert gib(plan, "learner rank 0", "weights") * GIB / NUM_ELEMENTS == pytest.approx(2, rel=0.1)
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_an_adapter_is_advised_only_to_those_without_one(
+    model: Path, lora: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "_CONTEXT_GIB", 0.0)
+    small = Machine(host_gib=1024, gpus=2, gpu_gib=0.01)
+    settings = ["learner.device=auto", "generators/engine=scripted", "learner.tokens_per_microbatch=256"]
+    settings += ["learner.engine.gradient_checkpointing=true", *(["model.lora.rank=256"] if lora else [])]
+    plan = plan_of(model, *settings, machine=small)
+    (problem,) = plan.problems
+    assert "the largest part is optimizer: moments" in problem
+    assert ("train model.lora" in problem) != lora
+
+
+def test_ranks_share_the_files_of_a_checkpoint(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_module, "FILE_BYTES", NUM_ELEMENTS // 2)
+    plan = plan_of(model, "learner.num_ranks=4", "learner.engine.zero_stage=3", "model.dtype=bfloat16")
+    copies = [gib(plan, f"learner rank {rank}", "checkpoint being written") for rank in range(4)]
+    # Masters and moments, and one of four files.
+    assert copies == pytest.approx([(12 / 4 + 2 / 4) * NUM_ELEMENTS / GIB] * 4, rel=1e-5)
+
+
+def test_gradients_in_float32_take_the_place_of_activations(model: Path) -> None:
+    small = ("learner.tokens_per_microbatch=256", "learner.engine.gradient_checkpointing=true")
+    found = {need.cause: need.gib for need in plan_of(model, "model.dtype=bfloat16", *small).needs}
+    name, other = "gradients in float32, for the optimizer", "activations of the largest microbatch"
+    assert (name in found) != (other in found)
+    assert found.get(name, found.get(other, 0)) >= 4 * NUM_ELEMENTS / GIB
+
+
 @pytest.mark.parametrize(
     ("name", "embeddings", "hidden"), [("adamw", 2, 2), ("muon", 2, 1), ("adamw_8bit", 0.508, 0.508)]
 )
