@@ -9,7 +9,7 @@ import msgspec
 
 from slipstream.buffer.role_reports import LAUNCHER, LEARNER
 from slipstream.configs.base import ConfigError, Record
-from slipstream.observe.finding import Answer, Finding, shown
+from slipstream.observe.finding import Answer, Finding
 from slipstream.runtime.run_folder import STAGES
 
 _LONGEST = 3
@@ -71,7 +71,7 @@ def explain_start(stages: Sequence[Stage]) -> Answer:
     return Answer(
         headline=_headline(found, training),
         findings=[
-            Finding(f"{part.stage.role}/{part.stage.stage}", f"{shown(part.took_s)} s, until {shown(part.at_s)} s")
+            Finding(f"{part.stage.role}/{part.stage.stage}", f"{part.took_s:.1f} s, until {part.at_s:.1f} s")
             for part in longest
             if part.took_s > 0
         ],
@@ -91,9 +91,9 @@ def _span(found: Sequence[Part], first: str, last: str) -> tuple[float, float] |
 def _headline(found: Sequence[Part], training: tuple[float, float] | None) -> str:
     whole = found[-1].at_s
     if training is None:
-        return f"{shown(whole)} s after the start, the newest stage is: {found[-1].stage.stage}."
+        return f"{whole:.1f} s after the start, the newest stage is: {found[-1].stage.stage}."
     began, ended = training
     return (
-        f"Training began {shown(began)} s after the start and took {shown(ended - began)} s; {shown(whole - ended)} s "
-        f"followed: {shown(whole - ended + began)} s outside of training."
+        f"Training began {began:.1f} s after the start and took {ended - began:.1f} s; {whole - ended:.1f} s "
+        f"followed: {whole - ended + began:.1f} s outside of training."
     )
