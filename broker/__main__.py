@@ -77,6 +77,8 @@ def main(overrides: list[str]) -> None:
     train, heldout = open_datasets(run)
     folder = RunFolder(run)
     folder.make()
+    folder.record_process(name)
+    folder.record_stage(name, "prompts read")
     is_first = name == FIRST_BROKER
     if is_first and not has_launcher():
         check_observers(run)
@@ -158,6 +160,7 @@ def _serve(
     # A step longer than the ping interval could count as a pause of this process.
     step_s = min(0.2, run.broker.heartbeat_s)
     exempt_from_collection()
+    RunFolder(run).record_stage(name, "listening")
     log.info("listening", address=channel.address, store=url, step=state.step, version=state.version)
     with closing(store), _observing(run, folder, router.chief) as observers, _archiving(run, folder, url, router.chief):
         while not is_stopping():
@@ -169,6 +172,7 @@ def _serve(
         if not (has_launcher() or router.chief.has_living_others):
             router.drain_all(reason="the broker stops")
     log.info("stopped")
+    folder.record_stage(name, "stopped")
 
 
 def _open_run(run: RunConfig, url: str, *, num_rows: RowCount) -> RunState:

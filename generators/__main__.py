@@ -26,10 +26,8 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +52,7 @@ from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.credentials import TOKEN_REMEDY, TOKEN_VARIABLE, derive_keys, find_token, given_token
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import check_model_path, check_same_model
-from slipstream.runtime.process import exempt_from_collection, on_stop_signal, run_in_thread
+from slipstream.runtime.process import collection_paused, ended_beside, exempt_from_collection, on_stop_signal
 from slipstream.runtime.run_folder import RunFolder, describe_others, list_runs
 
 _FLUSH_S = 3.0
@@ -84,7 +82,8 @@ def main(arguments: list[str]) -> None:
     board = StatusBoard()
     deadline = Deadline(given.broker.join_timeout_s, what="a run to join")
     own, token = wait_for_token(given, overrides, deadline=deadline)
-    loading = start_loading(next((run for run in own if run is not given), None))
+    local = next((run for run in own if run is not given), None)
+    load_engine(local, peer_id)
     keys, brokers = derive_keys(token), RunFolder(own[0]).broker_addresses
     address = brokers[FIRST_BROKER]
     session = join(
@@ -103,9 +102,10 @@ def main(arguments: list[str]) -> None:
         log.info("joined", run=run.name)
         if (_transport_override(overrides) or run.weights.transport) == "collective":
             os.environ.update(collective_environment(run.cluster))
-        loading.result()
         asyncio.run(_generate(session, board, run=run, token=token, broker_address=address))
     log.info("stopped")
+    if local:
+        RunFolder(local).record_stage(peer_id, "stopped")
 
 
 async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, token: str, broker_address: str) -> None:
@@ -140,22 +140,22 @@ async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, tok
     await generator.run()
 
 
-def start_loading(run: RunConfig | None) -> Future[None]:
-    """Import vLLM, which takes ten seconds, in a thread, if the local `run` uses it.
+def load_engine(run: RunConfig | None, peer_id: str) -> None:
+    """Import vLLM, which takes ten seconds, if the local `run` uses it, and prepare the fork of its engine process.
 
     Ignores errors, which recur at the later import.
     """
-    modules = []
-    if run and isinstance(run.generators.engine, VllmEngineConfig):
+    if run is None:
+        return
+    folder = RunFolder(run)
+    folder.record_process(peer_id)
+    if isinstance(run.generators.engine, VllmEngineConfig):
         os.environ.update(vllm_environment(run))
-        modules.append("slipstream.generators.engines.vllm.engine")
+        with suppress(Exception), collection_paused():
+            from slipstream.generators.engines.vllm.process import start_fork_server
 
-    def load_modules() -> None:
-        with suppress(Exception):
-            for module in modules:
-                import_module(module)
-
-    return run_in_thread(load_modules, name="load")
+            start_fork_server()
+    folder.record_stage(peer_id, "libraries loaded")
 
 
 # --- local settings of the run ---------------------------------------------------------------------------------------
@@ -277,4 +277,5 @@ def split_id(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    with ended_beside():
+        main(sys.argv[1:])

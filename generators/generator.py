@@ -146,6 +146,7 @@ class Generator:
         self._rewards = rewards
         self._clock = clock
         self._state = "starting"
+        self._has_been_ready = False
         self._reason = "loading the model"
         self._prompt_error = ""
         self._num_prompt_errors = 0
@@ -163,7 +164,8 @@ class Generator:
         self._next_idle_log_at = 0.0
         # Real time, because a serial run's clock counts turns.
         self._tokens = Rate()
-        self._trace = trace or Trace(member.peer_id, RunFolder(run).profile)
+        self._folder, self._name = RunFolder(run), member.peer_id
+        self._trace = trace or Trace(member.peer_id, self._folder.profile)
         self._account = TimeAccount("starting", trace=self._trace)
         self._profiling: asyncio.Task[None] | None = None
         self._processor = ProcessorTime()
@@ -206,6 +208,7 @@ class Generator:
             self._raise_error()
             return False
         await starting
+        self._record_stage("engine built")
         # Include the engine process.
         self._processor.list_children()
         return True
@@ -267,6 +270,12 @@ class Generator:
             self._state, self._reason = state, reason
         self.wake()
         self._client.send_status()
+        if state == "ready" and not self._has_been_ready:
+            self._has_been_ready = True
+            self._record_stage("weights verified")
+
+    def _record_stage(self, stage: str) -> None:
+        self._folder.record_stage(self._name, stage)
 
     # --- messages and status -------------------------------------------------------------------------------------
     def receive(self, message: Message | ClientDiedError) -> None:
@@ -311,6 +320,7 @@ class Generator:
     def drain(self, reason: str) -> None:
         """Make `run` return the leases in flight and end."""
         log.info("draining", reason=reason)
+        self._record_stage("draining")
         self._set_state("draining", reason)
 
     def status(self) -> Pong:

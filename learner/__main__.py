@@ -25,7 +25,7 @@ from slipstream.configs.load import load
 from slipstream.learner.errors import LearnerError, RankGroupError
 from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.model_files import check_model_path
-from slipstream.runtime.process import ended_beside
+from slipstream.runtime.process import collection_paused, ended_beside
 
 
 @fail_cleanly(
@@ -37,7 +37,8 @@ def main(overrides: list[str]) -> None:
     run = with_epochs(load(overrides))
     check_model_path(run.model.path)
     # Deferred: torch takes seconds to load, and help or a wrong setting should not wait for it.
-    from slipstream.learner.role import run_learner
+    with collection_paused():
+        from slipstream.learner.role import run_learner
 
     run_learner(run, overrides)
 

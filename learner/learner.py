@@ -198,6 +198,7 @@ class Learner:
         self._publish()
         self._publisher.flush()
         self._metrics_log.folder.record_training()
+        self._record_stage("initial weights published")
         self._profiler.prepare(self._step + 1)
         self._store.set_phase("training")
         # A resumed policy is not the initial one, so only the stored result is valid.
@@ -238,6 +239,7 @@ class Learner:
         self._profiler.close()
         # The fencing token distinguishes a step from one that was rolled back.
         after = self._evaluate_fully(f"after-{self._step}-{self._fence}")
+        self._record_stage("evaluated at the end")
         self._checkpoint()
         self._rank_group.flush_checkpoint()
         final = self._metrics_log.folder.final_model
@@ -255,6 +257,7 @@ class Learner:
         self._profiler.join()
         self._store.set_phase("finished")
         self._reason = "finished"
+        self._record_stage("finished")
         log.info("finished", step=self._step, version=self._version)
 
     def _save_all_steps(self) -> None:
@@ -271,6 +274,9 @@ class Learner:
         self._version += 1
         self._version_step = self._step
 
+    def _record_stage(self, stage: str) -> None:
+        self._metrics_log.folder.record_stage("learner", stage)
+
     def _check_stop(self) -> None:
         if self._is_asked_to_stop:
             raise _StopRequestedError
@@ -281,6 +287,8 @@ class Learner:
         self._profiler.begin_step(self._step + 1)
         with self._account.phase("waiting"):
             claim, waited_s = self._claim_groups(step=self._step + 1)
+        if not self._claimed_at:
+            self._record_stage("first batch")
         last_claim_at, self._claimed_at, claimed_at_ns = self._claimed_at, self._clock(), time.time_ns()
         claimed_at = self._claimed_at
         step_s = claimed_at - last_claim_at

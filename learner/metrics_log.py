@@ -136,6 +136,7 @@ class MetricsLog:
 
     def record_before(self, evaluated: dict[Purpose, EvaluationResult]) -> None:
         self._before = evaluated
+        self.folder.record_stage("learner", "evaluated")
         log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
 
     def start_training(self, *, step: int) -> list[Row]:
@@ -153,10 +154,12 @@ class MetricsLog:
         self._generated_by.append((self._row_at, 0.0))
         self.account.restart()
         self._times = Growth(self._time_counters(roles))
+        self.folder.record_stage("learner", "training")
         return kept
 
     def end_training(self) -> None:
         self._ended_at = self._clock()
+        self.folder.record_stage("learner", "trained")
         self._update_counters()
 
     def add_step(

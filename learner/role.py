@@ -67,6 +67,9 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
     raise_on_stop_signal()
     device = choose_device(run.learner.device, local_rank=int(os.environ.get("LOCAL_RANK", "0")))
     _set_environment(device, is_alone=run.learner.num_ranks == 1)
+    if rank == 0:
+        RunFolder(run).record_process("learner")
+        RunFolder(run).record_stage("learner", "libraries loaded")
     os.environ.update(collective_environment(run.cluster))
     if run.mode == "sft":
         sft = SftRun(run, device=device, rank=rank)
@@ -129,10 +132,12 @@ def _run_first_rank(run: RunConfig, *, device: torch.device) -> None:
         check_same_model(run.model.path, session.welcome.model)
         folder = RunFolder(run)
         folder.open()
+        folder.record_stage("learner", "joined")
         # A Redis elsewhere is reached with this machine's settings, such as its CA file.
         is_elsewhere = isinstance(run.buffer.store, RedisConfig)
         store = _open_store(run, store_url(run, folder.path) if is_elsewhere else session.welcome.store_url)
         rank_group = build_rank_group(run, folder=folder, device=device)
+        folder.record_stage("learner", "model built")
         snapshots = _make_snapshot_server(run, keys, folder)
         learner = build_learner(
             run,

@@ -230,12 +230,12 @@ def watch(
 @app.command(rich_help_panel="Inspect")
 def explain(
     kind: Annotated[
-        Literal["slow", "reward", "health", "step", "version"],
-        typer.Argument(metavar="KIND", help="slow | reward | health | step N | version N."),
+        Literal["start", "slow", "reward", "health", "step", "version"],
+        typer.Argument(metavar="KIND", help="start | slow | reward | health | step N | version N."),
     ],
     words: Annotated[Texts, typer.Argument(metavar="[N] [RUN]", help="A number, then a run as for `status`.")] = None,
 ) -> None:
-    """Explain a slow run, a fall of the reward, or one step.
+    """Explain the start of a run, a slow run, a fall of the reward, or one step.
 
     Uses the records of a live or finished run: metrics, step ledger, events, store, and archive.
 

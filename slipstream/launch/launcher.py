@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from math import floor
 from typing import Any
 
@@ -48,7 +49,7 @@ from slipstream.observe.terminal import LiveView, join_command
 from slipstream.runtime.command_line import printable
 from slipstream.runtime.credentials import TOKEN_VARIABLE, make_token
 from slipstream.runtime.logs import make_output_lossy
-from slipstream.runtime.process import LAUNCHER_VARIABLE, raise_on_stop_signal
+from slipstream.runtime.process import LAUNCHER_VARIABLE, raise_on_stop_signal, run_in_thread
 from slipstream.runtime.run_folder import RunFolder
 
 _POLL_EVERY_S = 0.5
@@ -243,10 +244,12 @@ class Launcher:
             self._share_gpu()
             for role in (*self._brokers, self._learner):
                 role.start()
+            self._folder.record_stage(LAUNCHER, "roles started")
             yield
         finally:
             try:
                 self._end_roles(ends_at=time.monotonic() + _STOP_TIMEOUT_S)
+                self._folder.record_stage(LAUNCHER, "roles ended")
             except KeyboardInterrupt:
                 # Second Ctrl-C: no role may survive into the next run.
                 for role in self._roles:
@@ -297,6 +300,7 @@ class Launcher:
             report.record(Event(LAUNCHER, f"ends the run: {death}"))
             raise
         finally:
+            self._folder.record_stage(LAUNCHER, "learner ended")
             report.end(reason=reason, restarts=self._restarts(), generators_target=self._pool.target)
 
     def _read_answers(self, step: int) -> list[Trajectory]:
@@ -323,6 +327,8 @@ class Launcher:
             self._publish(events + self._pool.poll(), report)
             time.sleep(_POLL_EVERY_S)
         self._update(store, monitor, scaling, report)
+        # matplotlib takes a second, and so do the roles to end.
+        run_in_thread(partial(import_module, "slipstream.observe.plot"), name="load")
 
     def _publish(self, events: list[Event], report: LauncherReport) -> None:
         for event in events:

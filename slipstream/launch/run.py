@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from slipstream.broker.dataset import with_epochs
+from slipstream.buffer.role_reports import LAUNCHER
 from slipstream.cluster.observers import observed
 from slipstream.cluster.seat import Places
 from slipstream.configs.base import ConfigError
@@ -58,6 +59,8 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
     with _open_places(run) as places:
         try:
             folder.claim()
+            folder.record_process(LAUNCHER)
+            folder.record_stage(LAUNCHER, "settings checked")
             # Otherwise an interrupted continuation would look finished.
             folder.summary.unlink(missing_ok=True)
             folder.write_origins(provenance(overrides, run), overrides=overrides)
@@ -70,6 +73,7 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
         finally:
             folder.unlock()
     report(run, folder, overrides=overrides, program=program)
+    folder.record_stage(LAUNCHER, "results printed")
 
 
 def with_stored_overrides(overrides: list[str]) -> list[str]:

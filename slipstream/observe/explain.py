@@ -20,6 +20,7 @@ from slipstream.observe.metrics_rows import Health, HealthWarning
 from slipstream.observe.reader import RunReader
 from slipstream.observe.reward_fall import explain_reward
 from slipstream.observe.slowness import explain_slowness
+from slipstream.observe.startup import explain_start, read_stages
 from slipstream.runtime.command_line import add_row, make_console, make_table, printable
 from slipstream.runtime.healthy_ranges import RANGES
 from slipstream.runtime.model_files import find_file
@@ -118,7 +119,7 @@ def table_of_step(entry: StepEntry, members: dict[str, Trajectory]) -> Table:
     return table
 
 
-Kind = Literal["slow", "reward", "health", "step", "version"]
+Kind = Literal["start", "slow", "reward", "health", "step", "version"]
 _NUMBERED = ("step", "version")
 
 
@@ -130,7 +131,12 @@ def explain(kind: Kind, words: Sequence[str]) -> None:
         if not number.isdecimal():
             raise ConfigError(f"{kind} must be followed by its number, `slipstream explain {kind} 12`, got {number!r}.")
     console = make_console()
-    with RunReader(find_run(run, command="explain"), starts_server=True) as reader:
+    folder = find_run(run, command="explain")
+    if kind == "start":
+        # Without the store, which a finished run's server would have to load.
+        _print(console, explain_start(read_stages(folder)).lines())
+        return
+    with RunReader(folder, starts_server=True) as reader:
         if kind == "step":
             entry = find_entry(reader, int(number))
             members = reader.members(entry)

@@ -13,6 +13,7 @@ runs/<name>/            accessible only to its owner
     versions.json       versions of Python and libraries that affect results
     untrained           no weights are published yet, so the name may be reused
     logs/<role>.log     one per role
+    stages.jsonl        moments of each role's start and end, for `slipstream explain start`
     store/              data and log of the embedded Redis server
     metrics.jsonl       one row per step
     summary.json        results
@@ -34,6 +35,7 @@ import os
 import re
 import shutil
 import stat
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -41,6 +43,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import msgspec
+import psutil
 import structlog
 
 from slipstream.configs.base import ConfigError, require
@@ -54,6 +57,7 @@ _LOCK = "run.lock"
 _UNTRAINED = "untrained"
 ORIGINS = "origins.json"
 OVERRIDES = "overrides.json"
+STAGES = "stages.jsonl"
 _OWNER_ONLY = 0o700
 _NAMES_SHOWN = 5
 _MAX_SOCKETS_BYTES = 85
@@ -245,6 +249,23 @@ class RunFolder:
     def write_origins(self, origins: dict[str, str], *, overrides: list[str]) -> None:
         for name, content in ((ORIGINS, origins), (OVERRIDES, overrides)):
             _replace(self.path / name, json.dumps(content, indent=2).encode() + b"\n")
+
+    def record_stage(self, role: str, stage: str, *, at: float | None = None) -> None:
+        """Append a moment of a role's start or end, unless this machine lacks the folder.
+
+        `at`: seconds since 1970, by default now.
+        """
+        line = json.dumps({"at": round(at or time.time(), 3), "role": role, "pid": os.getpid(), "stage": stage})
+        # A full disk must not end the role.
+        with suppress(OSError), (self.path / STAGES).open("a") as file:
+            file.write(f"{line}\n")
+
+    def record_process(self, role: str) -> None:
+        """Record when this process started."""
+        # psutil's times since 1970 have an error of up to a second, that of the boot.
+        since_boot_s = psutil.Process().create_time() - psutil.boot_time()
+        age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s
+        self.record_stage(role, "process started", at=time.time() - age_s)
 
     def append_metrics(self, row: dict[str, Any]) -> None:
         """Append a row atomically. Raises OSError; safe to retry."""

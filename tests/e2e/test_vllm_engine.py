@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -158,23 +159,46 @@ def test_a_failed_start_is_an_error_that_leaves_no_process(tmp_path: Path, monke
     assert engine_processes() == []
 
 
-def test_the_engine_process_ignores_ctrl_c_and_dies_with_its_role(tmp_path: Path):
-    command = [sys.executable, "-m", "tests.e2e.engine_session", str(make_tiny_model(tmp_path))]
+@contextmanager
+def session(kind: str, folder: Path) -> Iterator[Any]:
+    """A role with an engine, in its own process group."""
+    command = [sys.executable, "-m", "tests.e2e.engine_session", str(make_tiny_model(folder)), kind]
     pipe = subprocess.PIPE
-    role = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, process_group=0)
-    assert role.stdin is not None
-    assert role.stdout is not None
-    assert role.stderr is not None
-    engine = [psutil.Process(pid) for pid in json.loads(role.stdout.readline())["pids"]]
-    os.killpg(role.pid, signal.SIGINT)
-    role.stdin.write("after-ctrl-c\n")
-    role.stdin.flush()
-    assert json.loads(role.stdout.readline())["tokens"]
-    role.kill()
-    role.wait(5)
-    _, alive = psutil.wait_procs(engine, timeout=5)
-    assert alive == []
-    assert "Traceback" not in role.stderr.read()
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, process_group=0) as role:
+        try:
+            yield role
+        finally:
+            role.kill()
+
+
+def test_a_forked_engine_gets_the_environment_of_its_role_and_leaves_no_process(tmp_path: Path):
+    with session("forked", tmp_path) as role:
+        assert json.loads(role.stdout.readline()) == {"late": "set after the fork"}
+        server, *others = [psutil.Process(pid) for pid in json.loads(role.stdout.readline())["pids"]]
+        engine = next(each for each in others if each.ppid() == server.pid)
+        assert engine.cmdline() == server.cmdline() == psutil.Process(role.pid).cmdline()
+        out, errors = role.communicate("one\n", timeout=60)
+        answer, left = map(json.loads, out.splitlines())
+        assert answer["tokens"]
+        assert left["pids"] == []
+        assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("kind", ["spawned", "forked"])
+def test_the_engine_process_ignores_ctrl_c_and_dies_with_its_role(kind: str, tmp_path: Path):
+    with session(kind, tmp_path) as role:
+        if kind == "forked":
+            role.stdout.readline()
+        engine = [psutil.Process(pid) for pid in json.loads(role.stdout.readline())["pids"]]
+        os.killpg(role.pid, signal.SIGINT)
+        role.stdin.write("after-ctrl-c\n")
+        role.stdin.flush()
+        assert json.loads(role.stdout.readline())["tokens"]
+        role.kill()
+        role.wait(5)
+        _, alive = psutil.wait_procs(engine, timeout=5)
+        assert alive == []
+        assert "Traceback" not in role.stderr.read()
 
 
 @pytest.mark.long

@@ -1,21 +1,30 @@
 """Starts and stops AsyncLLM, without leaving a process behind."""
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import tempfile
+import threading
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from multiprocessing import resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedModel
 from vllm import envs
 from vllm.config.profiler import ProfilerConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
+from vllm.utils.system_utils import get_mp_context
+from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from slipstream.configs.base import ConfigError
@@ -30,6 +39,7 @@ from slipstream.generators.errors import EngineError, EngineStartError
 from slipstream.runtime.images import takes_images
 from slipstream.runtime.lora import meta_model
 from slipstream.runtime.model_files import end_token_ids
+from slipstream.runtime.process import run_in_thread
 
 _STOP_GRACE_S = 1.0
 """Short, because the engine process holds no state worth waiting for."""
@@ -65,6 +75,9 @@ def engine_arguments(
     """
     is_cpu, records = current_platform.is_cpu(), model.moe.router_replay
     _check_arguments(engine, is_cpu=is_cpu, records=records)
+    if is_cpu:
+        # vLLM inspects a model class in a process that imports vLLM, because the import might initialize a GPU.
+        registry._run_in_subprocess = lambda inspect: inspect()
     if is_cpu and records:
         record_routed_experts()
     has_images = takes_images(model.path)
@@ -132,6 +145,71 @@ def check_environment(required: Mapping[str, str]) -> None:
         )
 
 
+class _EngineProcess(ForkServerProcess):
+    """Runs in the environment of the process that starts it, not in the fork server's."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._environment = dict(os.environ)
+
+    def run(self) -> None:
+        os.environ.clear()
+        os.environ.update(self._environment)
+        # As PYTHONWARNINGS, which Python reads only at its start.
+        warnings.simplefilter("ignore", FutureWarning)
+        super().run()
+
+
+class _EngineContext(ForkServerContext):
+    Process = _EngineProcess  # type: ignore[assignment]
+
+
+def start_fork_server() -> None:
+    """Fork a process from which later engine processes are forked, with vLLM already imported.
+
+    A spawned engine process imports vLLM again, which takes as long as all other parts of a start. Call this after the
+    imports and before this process has threads or sockets, which a fork would share. No-op with threads, and on GPUs,
+    where it is untested.
+    """
+    if not current_platform.is_cpu() or threading.active_count() > 1:
+        return
+    # Objects that no collection visits stay in pages that the processes share.
+    gc.freeze()
+    # Like `ForkServer.ensure_running`, but forked: a server that is started afresh would also import vLLM again.
+    alive_r, alive_w = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(connection.arbitrary_address("AF_UNIX"))
+        listener.listen()
+        if (pid := os.fork()) == 0:
+            try:
+                os.close(alive_w)
+                # Ctrl-C reaches only the process that asked for an engine.
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                forkserver.main(listener.detach(), alive_r, [])
+            finally:
+                os._exit(0)
+        gc.unfreeze()
+        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        server._forkserver_address = listener.getsockname()
+    os.close(alive_r)
+    server._forkserver_pid, server._forkserver_alive_fd = pid, alive_w
+    engine_utils.get_mp_context = _EngineContext
+
+
+def _stop_fork_server() -> None:
+    """End the fork server; later engine processes are spawned."""
+    if engine_utils.get_mp_context is not _EngineContext:
+        return
+    engine_utils.get_mp_context = get_mp_context
+    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    os.kill(server._forkserver_pid, signal.SIGKILL)
+    server._stop()
+    # It ends once no process of the engine is left, and the role's end would interrupt it.
+    stopping = run_in_thread(resource_tracker._resource_tracker._stop, name="stop-tracker")  # type: ignore[attr-defined]
+    with suppress(TimeoutError):
+        stopping.result(timeout=_STOP_GRACE_S)
+
+
 async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
     """Start vLLM, or stop what has started after `timeout_s`. Raises EngineError."""
     forget_fatal_error()
@@ -161,8 +239,10 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
 
 async def stop_llm(llm: AsyncLLM) -> None:
     """Shut down the engine process, then kill the rest, within seconds."""
-    await asyncio.to_thread(llm.shutdown, _STOP_GRACE_S)
+    # On a CPU, leaving the process group of one member takes longer than any grace.
+    await asyncio.to_thread(llm.shutdown, 0.0 if current_platform.is_cpu() else _STOP_GRACE_S)
     _kill_engine_processes()
+    _stop_fork_server()
     envs.disable_envs_cache()
     forget_fatal_error()
     _remove_sockets()
