@@ -14,7 +14,13 @@ from rich.console import Console
 
 from slipstream.broker.transport.endpoints import find_last_port
 from slipstream.buffer.codec import unpack
-from slipstream.buffer.errors import ReplayBufferError, RunConflictError, StaleFenceError, StoreCannotWriteError, StoreUnavailableError
+from slipstream.buffer.errors import (
+    ReplayBufferError,
+    RunConflictError,
+    StaleFenceError,
+    StoreCannotWriteError,
+    StoreUnavailableError,
+)
 from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S
 from slipstream.buffer.redis.embedded import IDLE_TIMEOUT_S, EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store, store_url

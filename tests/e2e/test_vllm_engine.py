@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,10 +160,13 @@ def test_a_failed_start_is_an_error_that_leaves_no_process(tmp_path: Path, monke
     assert engine_processes() == []
 
 
-def test_the_engine_process_ignores_ctrl_c_and_dies_with_its_role(tmp_path: Path):
+def test_the_engine_process_ignores_ctrl_c_and_dies_with_its_role(tmp_path: Path, request: pytest.FixtureRequest):
     command = [sys.executable, "-m", "tests.e2e.engine_session", str(make_tiny_model(tmp_path))]
-    pipe = subprocess.PIPE
-    role = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, process_group=0)
+    # Short, as for paths of sockets.
+    temporary = Path(tempfile.mkdtemp(prefix="engine-"))
+    request.addfinalizer(lambda: shutil.rmtree(temporary))
+    environment, pipe = os.environ | {"TMPDIR": str(temporary)}, subprocess.PIPE
+    role = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, process_group=0, env=environment)
     assert role.stdin is not None
     assert role.stdout is not None
     assert role.stderr is not None
@@ -174,6 +179,7 @@ def test_the_engine_process_ignores_ctrl_c_and_dies_with_its_role(tmp_path: Path
     role.wait(5)
     _, alive = psutil.wait_procs(engine, timeout=5)
     assert alive == []
+    assert [path for path in temporary.iterdir() if "vllm" in path.name] == []
     assert "Traceback" not in role.stderr.read()
 
 
