@@ -12,7 +12,14 @@ import msgspec
 from msgspec import json
 from tokenizers import Tokenizer
 
-from slipstream.broker.dataset import Dataset, describe_shortages, find_template, read_heldout, read_train
+from slipstream.broker.dataset import (
+    Dataset,
+    check_lengths,
+    describe_shortages,
+    find_template,
+    read_heldout,
+    read_train,
+)
 from slipstream.broker.messages import Row
 from slipstream.broker.transport.endpoints import find_interface
 from slipstream.broker.transport.zmq_channels import check_free
@@ -104,17 +111,32 @@ def make_inputs(run: RunConfig) -> None:
         _check_rewards(run)
     train, heldout = read_data(run)
     _check_unseen(run)
-    check_model_path(run.model.path)
-    check_model_files(run.model)
+    check_models(run)
     for note in (*describe_shortages(run, heldout), *describe_doubts(run, num_rows=len(train))):
         print(f"note: {note}", flush=True)
     for rows in dict.fromkeys([train, *heldout.values()]):
         rows.check_images(VisionModel(run.model.path))
+        check_lengths(rows, run, is_trial=True)
     # A replay answers no training prompt.
     check_prompts(run, *([train] if run.mode != "replay" else []), *heldout.values())
     try_rewards(run, train)
     if run.mode == "replay":
         plan_replay(run)
+
+
+def check_models(run: RunConfig) -> None:
+    """Check the folders or names of all models, and the layers of an adapter. Raises ConfigError."""
+    check_model_path(run.model.path)
+    check_model_files(run.model)
+    if distillation := run.algorithm.distillation:
+        check_model_path(distillation.teacher_path, setting="algorithm.distillation.teacher_path")
+    if (second := run.algorithm.second_model) and second.path:
+        check_model_path(second.path, setting=f"algorithm.{second.key}.path")
+    if run.model.lora and "all-linear" not in run.model.lora.targets:
+        # Local, because it loads torch.
+        from slipstream.runtime.lora import meta_model
+
+        meta_model(run.model)
 
 
 def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
