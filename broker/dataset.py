@@ -4,7 +4,7 @@ Counts a prompt's tokens as generators encode it. Reads the tokenizer file direc
 would import torch into the broker.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ _BATCH = 1024
 _TRIED_PROMPTS = 4096
 """Bounds the second or so before a run's first output; the broker measures all."""
 
+Counter = Callable[[list[PromptText]], list[int]]
+"""Number of tokens of each prompt."""
 log = structlog.get_logger(__name__)
 
 
@@ -150,17 +152,13 @@ class Dataset:
             index -= len(file)
         return file.row(index)
 
-    def keep_short(
-        self, num_tokens: Callable[[list[PromptText]], list[int]], *, most: int, drops: bool, num_tried: int = -1
-    ) -> None:
+    def keep_short(self, num_tokens: Counter, *, most: int, drops: bool, num_tried: int | None = None) -> None:
         """Refuse prompts over `most` tokens, or drop them and log how many. Raises ConfigError.
 
-        `num_tried`: number of the longest texts of each file to measure, and drop none.
+        `num_tried`: number of the longest texts of each file to measure; default: all.
         """
         for file in self._files:
-            longer, found = file.find_longer(num_tokens, most=most, drops=drops, num_tried=num_tried)
-            if longer and num_tried < 0:
-                file.leave_out(longer, reason=f"over data.max_prompt_tokens ({most}): {found}")
+            file.keep_short(num_tokens, most=most, drops=drops, num_tried=num_tried)
 
     def check_images(self, vision: VisionModel) -> None:
         """Read the headers of all images. Raises ConfigError for the first image that this model cannot use."""
@@ -219,33 +217,31 @@ class _PromptFile:
                 raise ConfigError(f"{self.path}, row {number}: {error}") from None
             self._images[number] = sum(map(len, images)), sum(tokens) - len(tokens)
 
-    def find_longer(
-        self, num_tokens: Callable[[list[PromptText]], list[int]], *, most: int, drops: bool, num_tried: int
-    ) -> tuple[set[int], str]:
-        """Return the rows over the limit and a description. Raises ConfigError unless they can be dropped."""
+    def keep_short(self, num_tokens: Counter, *, most: int, drops: bool, num_tried: int | None) -> None:
         prompts = self._file.prompts()
         unmeasured = [row for row in self._rows if row in self._images or not is_short(prompts[row], most)]
-        if is_cut := 0 <= num_tried < len(unmeasured):
-            unmeasured = sorted(unmeasured, key=lambda row: len(str(prompts[row])), reverse=True)[:num_tried]
+        unmeasured = sorted(unmeasured, key=lambda row: len(str(prompts[row])), reverse=True)[:num_tried]
         placed = [place_images(self._file.values(row)) if row in self._images else prompts[row] for row in unmeasured]
         found_lengths = zip(unmeasured, num_tokens(placed), strict=True)
         lengths = {row: length + self._images.get(row, (0, 0))[1] for row, length in found_lengths}
         longer = {row: length for row, length in lengths.items() if length > most}
         if not longer:
-            return set(), ""
+            return
         row, length = max(longer.items(), key=lambda item: item[1])
-        count = f"at least {len(longer)}" if is_cut else str(len(longer))
-        found = f"{count} of {len(self)} are longer, up to {length} tokens in row {row}"
+        found = f"{len(longer)} of {len(self)} are longer, up to {length} tokens in row {row}"
         if not drops or len(longer) == len(self):
             raise ConfigError(
                 f"the prompts of {self.path} must hold at most data.max_prompt_tokens ({most}) tokens, but {found}: "
                 "raise the limit, or leave such rows out with data.on_too_long=skip."
             )
-        return {*longer}, found
-
-    def leave_out(self, rows: Collection[int], *, reason: str) -> None:
-        self._rows = [row for row in self._rows if row not in rows]
-        log.warning("prompts_left_out", file=str(self.path), left_out=len(rows), kept=len(self), reason=reason)
+        self._rows = [row for row in self._rows if row not in longer]
+        log.warning(
+            "prompts_left_out",
+            file=str(self.path),
+            left_out=len(longer),
+            kept=len(self),
+            reason=f"over data.max_prompt_tokens ({most}): {found}",
+        )
 
     def check_row_sizes(self, *, max_message_bytes: int) -> None:
         if found := self._find_large(0, len(self._file), most=max_message_bytes // 2):
@@ -327,19 +323,19 @@ def open_heldout(run: RunConfig) -> dict[str, Dataset]:
 
 
 def _checked(dataset: Dataset, run: RunConfig) -> Dataset:
-    dataset.check_images(VisionModel(run.model.path))
-    check_lengths(dataset, run)
+    check_prompt_sizes(dataset, run)
     dataset.check_row_sizes(max_message_bytes=run.broker.max_message_bytes)
     return dataset
 
 
-def check_lengths(dataset: Dataset, run: RunConfig, *, is_trial: bool = False) -> None:
-    """Apply `data.max_prompt_tokens`; as a trial only to the longest texts, and dropping none. Raises ConfigError."""
+def check_prompt_sizes(dataset: Dataset, run: RunConfig, *, is_trial: bool = False) -> None:
+    """Apply `data.max_prompt_tokens`, as a trial only to the longest texts. Raises ConfigError."""
+    dataset.check_images(VisionModel(run.model.path))
     dataset.keep_short(
         lambda prompts: count_tokens(prompts, run.model),
         most=run.data.max_prompt_tokens,
         drops=run.data.on_too_long == "skip",
-        num_tried=_TRIED_PROMPTS if is_trial else -1,
+        num_tried=_TRIED_PROMPTS if is_trial else None,
     )
 
 

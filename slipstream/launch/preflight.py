@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from slipstream.broker.dataset import (
     Dataset,
-    check_lengths,
+    check_prompt_sizes,
     describe_shortages,
     find_template,
     read_heldout,
@@ -40,7 +40,6 @@ from slipstream.generators.rewards.reward import RewardInput
 from slipstream.launch.generator_pool import check_placement
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.credentials import find_token
-from slipstream.runtime.images import VisionModel
 from slipstream.runtime.model_files import check_model_files, check_model_path, find_file
 from slipstream.runtime.run_folder import RunFolder
 
@@ -115,8 +114,7 @@ def make_inputs(run: RunConfig) -> None:
     for note in (*describe_shortages(run, heldout), *describe_doubts(run, num_rows=len(train))):
         print(f"note: {note}", flush=True)
     for rows in dict.fromkeys([train, *heldout.values()]):
-        rows.check_images(VisionModel(run.model.path))
-        check_lengths(rows, run, is_trial=True)
+        check_prompt_sizes(rows, run, is_trial=True)
     # A replay answers no training prompt.
     check_prompts(run, *([train] if run.mode != "replay" else []), *heldout.values())
     try_rewards(run, train)

@@ -219,8 +219,10 @@ _OTHER_NAMES = {
 }
 """Commands of other tools that are one of ours, with the same arguments."""
 _RESUMING = ("resume", "restart", "continue")
-_RESUME_GUESS = re.compile(r"-*(?:resume\w*|restart|continue)(?:=(.*))?")
-_SWITCH = re.compile("true|false|auto|yes|no|on|off|1|0|null", re.IGNORECASE)
+_SWITCH = "true|false|auto|yes|no|on|off|1|0|null"
+_RESUME_GUESS = re.compile(
+    rf"-+(resume\w*|continue)(=.*)?|resume\w*|continue|resume_\w+=.*|resume=(?!({_SWITCH})$).*", re.IGNORECASE
+)
 _TAKE_EXPERIMENTS = ("run", "config", "prepare", "plan")
 _EXPERIMENT_FILE = re.compile(r"^(--config=)?([^=]+\.ya?ml)$")
 _ELSEWHERE = {
@@ -255,14 +257,12 @@ def _run_name(path: str) -> str:
 
 def _check_resume(words: Sequence[str]) -> None:
     """Raise ConfigError for a guess at resuming a run, with the command that does it."""
-    guesses = [(word, match[1]) for word in words if (match := _RESUME_GUESS.fullmatch(word))]
-    word, value = next((guess for guess in guesses if not guess[0].startswith("resume=")), (guesses or [("", "")])[0])
-    if not word or (word.startswith("resume=") and _SWITCH.fullmatch(value or "")):
+    if not (word := next(filter(_RESUME_GUESS.fullmatch, words), "")):
         return
-    named = [word.partition("=")[2] for word in words if re.match("-*name=", word)]
-    beside = [each for each in words[1:] if "=" not in each and not each.startswith("-") and each != word]
-    given = value if value and not _SWITCH.fullmatch(value) else next(iter([*named, *beside]), "NAME")
-    name = _run_name(given)
+    named = [each.partition("=")[2] for each in (word, *words) if re.match("-*name=", each) or each == word]
+    beside = [each for each in words[1:] if "=" not in each and each[:1] != "-" and each != word]
+    given = (each for each in (*named, *beside) if each and not re.fullmatch(_SWITCH, each, re.IGNORECASE))
+    name = _run_name(next(given, "NAME"))
     raise ConfigError(
         f"got `{word}`: write `slipstream resume {name}`, or `slipstream run name={name} resume=true`, to resume it."
     )
