@@ -183,11 +183,15 @@ def _with_reasoning(text: str, given: str, message: Message, *, reasoning: Reaso
         return f"{before}{start}{blank[:middle]}{given}{blank[middle:]}{end}{rest}"
     content = str(message.get("content") or "").strip()
     answer = reasoning.split(content, is_open=False)[1].strip()
-    if reasoning.end in content and content.endswith(answer) and text.lstrip().startswith(answer):
+    has_marks = reasoning.end in content
+    if has_marks and content.endswith(answer) and text.lstrip().startswith(answer):
         return content.removesuffix(answer) + text.lstrip()
+    beside = (
+        "" if has_marks else f", or write it at the start of `content`, between {reasoning.start} and {reasoning.end}"
+    )
     raise ConfigError(
-        f"the chat template must render the reasoning of a turn, but omits {given[:40]!r}: write it at the start of "
-        f"`content`, as the model does (here between {reasoning.start} and {reasoning.end}), or leave it out."
+        f"the chat template must render the reasoning of a turn, but omits {given[:40]!r}: set model.chat_template to "
+        f"one that does{beside}."
     )
 
 
