@@ -230,9 +230,9 @@ class PromptEncoder:
         Raises ConfigError, also for a template that shows results only after `tool_calls`, or with the ids of calls:
         turns here have neither.
         """
-        shown = self._render_results("call00000", "call00001")
+        shown = self._render_result("call00000")
         for role in ("tool", "user"):
-            if shown != self._render_results("call00001", "call00000"):
+            if shown != self._render_result("call00001"):
                 reason = (
                     "the template shows the id of a call with its result (as those of Kimi K2 and Command A do), while "
                     "calls here have no ids"
@@ -257,14 +257,14 @@ class PromptEncoder:
             f"{reason}."
         )
 
-    def _render_results(self, *ids: str) -> str:
-        """Render two calls with results that have these ids, in this order; empty if the template refuses them."""
+    def _render_result(self, id_: str) -> str:
+        """Render two calls and the result of the one with this id; empty if the template refuses them."""
         function = {"name": "look", "arguments": {}}
-        calls = [{"id": each, "type": "function", "function": function} for each in sorted(ids)]
+        calls = [{"id": f"call0000{number}", "type": "function", "function": function} for number in range(2)]
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": "", "tool_calls": calls},
-            *({"role": "tool", "name": "look", "tool_call_id": each, "content": _PROBE} for each in ids),
+            {"role": "tool", "name": "look", "tool_call_id": id_, "content": _PROBE},
         ]
         try:
             return self._render(messages, tools=None, variables=None, subject="a tool result")
