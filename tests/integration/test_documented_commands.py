@@ -51,7 +51,8 @@ PLACEHOLDERS = {
     **{
         "MODEL": "runs/mine/final_model",
         "TARGET": "made",
-        "FOLDER": "models/mine",
+        "sft.train_path=FILE": "sft.train_path=right.parquet",
+        "model.path=FOLDER": "model.path=models/mine",
         "FILE": "mine.parquet",
         "ID": "0-0-0",
     },
