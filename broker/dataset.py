@@ -32,7 +32,11 @@ from slipstream.runtime.images import VisionModel
 from slipstream.runtime.model_files import find_file, read_chat_template, read_json
 
 _BATCH = 1024
+_TRIED_PROMPTS = 4096
+"""Bounds the second or so before a run's first output; the broker measures all."""
 
+Counter = Callable[[list[PromptText]], list[int]]
+"""Number of tokens of each prompt."""
 log = structlog.get_logger(__name__)
 
 
@@ -148,10 +152,13 @@ class Dataset:
             index -= len(file)
         return file.row(index)
 
-    def keep_short(self, num_tokens: Callable[[list[PromptText]], list[int]], *, most: int, drops: bool) -> None:
-        """Refuse prompts over `most` tokens, or drop them and log how many. Raises ConfigError."""
+    def keep_short(self, num_tokens: Counter, *, most: int, drops: bool, num_tried: int | None = None) -> None:
+        """Refuse prompts over `most` tokens, or drop them and log how many. Raises ConfigError.
+
+        `num_tried`: number of the longest texts of each file to measure; default: all.
+        """
         for file in self._files:
-            file.keep_short(num_tokens, most=most, drops=drops)
+            file.keep_short(num_tokens, most=most, drops=drops, num_tried=num_tried)
 
     def check_images(self, vision: VisionModel) -> None:
         """Read the headers of all images. Raises ConfigError for the first image that this model cannot use."""
@@ -210,9 +217,10 @@ class _PromptFile:
                 raise ConfigError(f"{self.path}, row {number}: {error}") from None
             self._images[number] = sum(map(len, images)), sum(tokens) - len(tokens)
 
-    def keep_short(self, num_tokens: Callable[[list[PromptText]], list[int]], *, most: int, drops: bool) -> None:
+    def keep_short(self, num_tokens: Counter, *, most: int, drops: bool, num_tried: int | None) -> None:
         prompts = self._file.prompts()
         unmeasured = [row for row in self._rows if row in self._images or not is_short(prompts[row], most)]
+        unmeasured = sorted(unmeasured, key=lambda row: len(str(prompts[row])), reverse=True)[:num_tried]
         placed = [place_images(self._file.values(row)) if row in self._images else prompts[row] for row in unmeasured]
         found_lengths = zip(unmeasured, num_tokens(placed), strict=True)
         lengths = {row: length + self._images.get(row, (0, 0))[1] for row, length in found_lengths}
@@ -315,14 +323,20 @@ def open_heldout(run: RunConfig) -> dict[str, Dataset]:
 
 
 def _checked(dataset: Dataset, run: RunConfig) -> Dataset:
+    check_prompt_sizes(dataset, run)
+    dataset.check_row_sizes(max_message_bytes=run.broker.max_message_bytes)
+    return dataset
+
+
+def check_prompt_sizes(dataset: Dataset, run: RunConfig, *, is_trial: bool = False) -> None:
+    """Apply `data.max_prompt_tokens`, as a trial only to the longest texts. Raises ConfigError."""
     dataset.check_images(VisionModel(run.model.path))
     dataset.keep_short(
         lambda prompts: count_tokens(prompts, run.model),
         most=run.data.max_prompt_tokens,
         drops=run.data.on_too_long == "skip",
+        num_tried=_TRIED_PROMPTS if is_trial else None,
     )
-    dataset.check_row_sizes(max_message_bytes=run.broker.max_message_bytes)
-    return dataset
 
 
 def describe_shortages(run: RunConfig, heldout: Mapping[str, Dataset]) -> list[str]:

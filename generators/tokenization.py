@@ -227,21 +227,29 @@ class PromptEncoder:
     def result_role(self, *, setting: str) -> str:
         """Role for tool results: `tool`, or `user` if the template does not support it.
 
-        Raises ConfigError, also for a template that shows results only after `tool_calls`, which turns here don't have.
+        Raises ConfigError, also for a template that shows results only after `tool_calls`, or with the ids of calls:
+        turns here have neither.
         """
+        shown = self._render_result("call00000")
         for role in ("tool", "user"):
-            if role == "user" and self._shows_results_of_calls():
+            if shown != self._render_result("call00001"):
+                reason = (
+                    "the template shows the id of a call with its result (as those of Kimi K2 and Command A do), while "
+                    "calls here have no ids"
+                )
+                break
+            if role == "user" and _PROBE in shown:
                 reason = (
                     "the template shows results only after a message with `tool_calls` (as those of gpt-oss and "
                     "Gemma 4 do), while the model's turns here stay text"
                 )
                 break
             try:
-                shown = self.encode_between_turns([{"role": role, "content": _PROBE}], last_token_id=None)
+                result = self.encode_between_turns([{"role": role, "content": _PROBE}], last_token_id=None)
             except PromptError as error:
                 reason = str(error)
             else:
-                if _PROBE in self.decode(shown):
+                if _PROBE in self.decode(result):
                     return role
                 reason = f"the template omits messages with the role {role}"
         raise ConfigError(
@@ -249,18 +257,19 @@ class PromptEncoder:
             f"{reason}."
         )
 
-    def _shows_results_of_calls(self) -> bool:
-        call: dict[str, Any] = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
-        result = {"role": "tool", "name": "look", "tool_call_id": "call00000", "content": _PROBE}
+    def _render_result(self, id_: str) -> str:
+        """Render two calls and the result of the one with this id; empty if the template refuses them."""
+        function = {"name": "look", "arguments": {}}
+        calls = [{"id": f"call0000{number}", "type": "function", "function": function} for number in range(2)]
         messages: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            result,
+            {"role": "assistant", "content": "", "tool_calls": calls},
+            {"role": "tool", "name": "look", "tool_call_id": id_, "content": _PROBE},
         ]
         try:
-            return _PROBE in self._render(messages, tools=None, variables=None, subject="a tool result")
+            return self._render(messages, tools=None, variables=None, subject="a tool result")
         except PromptError:
-            return False
+            return ""
 
     def _require_template(self, reason: str) -> None:
         if not self.tokenizer.chat_template:

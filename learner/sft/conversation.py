@@ -156,7 +156,7 @@ def _written(message: Message, opened: str, closed: str, *, names: list[str], re
     thought, end, _ = text.partition(reasoning.end)
     is_complete = end and reasoning.start not in thought and given in thought
     if closed.startswith(opened) and (is_complete or not reasoning.is_opened_by(opened)):
-        return text
+        return text if given in text else _with_reasoning(text, given, message, reasoning=reasoning)
     shared = _shared(opened, closed, names=names)
     header = opened[len(shared) :].replace(reasoning.start, "").replace(reasoning.end, "")
     if header.strip():
@@ -171,6 +171,28 @@ def _written(message: Message, opened: str, closed: str, *, names: list[str], re
         return rest.lstrip("\n")
     gap = opened[len(opened.rstrip()) :]
     return f"{given or (rendered or '').strip()}{gap}{reasoning.end}{gap * 2}{rest.lstrip()}".lstrip("\n")
+
+
+def _with_reasoning(text: str, given: str, message: Message, *, reasoning: Reasoning) -> str:
+    """Put reasoning in its place in a turn that the template renders without, as Gemma 4's does. Raises ConfigError."""
+    before, start, rest = text.partition(reasoning.start)
+    blank, end, rest = rest.partition(reasoning.end)
+    if end and not blank.strip():
+        # Kimi K2: an empty one.
+        middle = (len(blank) + 1) // 2
+        return f"{before}{start}{blank[:middle]}{given}{blank[middle:]}{end}{rest}"
+    content = str(message.get("content") or "").strip()
+    answer = reasoning.split(content, is_open=False)[1].strip()
+    has_marks = reasoning.end in content
+    if has_marks and content.endswith(answer) and text.lstrip().startswith(answer):
+        return content.removesuffix(answer) + text.lstrip()
+    beside = (
+        "" if has_marks else f", or write it at the start of `content`, between {reasoning.start} and {reasoning.end}"
+    )
+    raise ConfigError(
+        f"the chat template must render the reasoning of a turn, but omits {given[:40]!r}: set model.chat_template to "
+        f"one that does{beside}."
+    )
 
 
 def _shared(first: str, second: str, *, names: list[str]) -> str:

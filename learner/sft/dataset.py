@@ -28,6 +28,7 @@ from slipstream.runtime.row_files import (
     is_json,
     read_lines,
     read_table,
+    require_demonstrations,
     value_at,
     with_input,
     without_nulls,
@@ -165,11 +166,7 @@ def _add(demonstration: Demonstration | Pair | None, *, file: SftFile, run: RunC
 
 
 def _open(path: Path, *, run: RunConfig) -> tuple[Iterator[Row], "_Form"]:
-    if not path.is_file():
-        raise ConfigError(
-            f"{path} must be a file of demonstrations, {KINDS}, but does not exist: correct sft.train_path and "
-            "sft.eval_path, or create a preset's files with `slipstream prepare` and the same overrides."
-        )
+    require_demonstrations(path)
     try:
         if is_parquet := not is_json(path) and extension(path) != ".csv":
             file = pq.ParquetFile(path)

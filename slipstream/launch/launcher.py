@@ -4,7 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from math import floor
@@ -15,7 +15,13 @@ from rich.console import Console
 
 from slipstream.broker.transport.endpoints import find_last_port
 from slipstream.buffer.codec import unpack
-from slipstream.buffer.errors import RunConflictError, StaleFenceError, StoreCannotWriteError, StoreUnavailableError
+from slipstream.buffer.errors import (
+    ReplayBufferError,
+    RunConflictError,
+    StaleFenceError,
+    StoreCannotWriteError,
+    StoreUnavailableError,
+)
 from slipstream.buffer.object_folder import UPLOAD_TIMEOUT_S
 from slipstream.buffer.redis.embedded import IDLE_TIMEOUT_S, EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store, store_url
@@ -260,15 +266,24 @@ class Launcher:
         # Brokers end last, because the other roles sign off with them.
         for role in reversed(self._roles[len(self._brokers) :]):
             role.terminate()
-        if self._step and self._learner.is_running:
-            self._save_progress()
-            ends_at = time.monotonic() + _STOP_TIMEOUT_S
+        while self._opened_store and self._learner.is_running and time.monotonic() < ends_at:
+            if self._has_stepped(self._opened_store):
+                self._save_progress()
+                ends_at = time.monotonic() + _STOP_TIMEOUT_S
+                break
+            time.sleep(_POLL_EVERY_S)
         for role in reversed(self._roles):
             role.terminate()
             is_broker = role in self._brokers
             # It archives the last groups, however long the others took.
             least_s = _ARCHIVE_TIMEOUT_S + (UPLOAD_TIMEOUT_S if self._run.storage.uri else 0.0) if is_broker else 0.0
             role.stop(ends_at=max(ends_at, time.monotonic() + least_s))
+
+    def _has_stepped(self, store: RedisStore) -> bool:
+        # The last poll may be older than the first step, which the learner may also still train.
+        with suppress(ReplayBufferError):
+            return bool(self._step or store.run_state().step)
+        return False
 
     def _save_progress(self) -> None:
         self._view.print_line("stopping: the learner ends its step and saves a checkpoint; Ctrl-C again kills it")

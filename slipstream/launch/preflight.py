@@ -12,7 +12,14 @@ import msgspec
 from msgspec import json
 from tokenizers import Tokenizer
 
-from slipstream.broker.dataset import Dataset, describe_shortages, find_template, read_heldout, read_train
+from slipstream.broker.dataset import (
+    Dataset,
+    check_prompt_sizes,
+    describe_shortages,
+    find_template,
+    read_heldout,
+    read_train,
+)
 from slipstream.broker.messages import Row
 from slipstream.broker.transport.endpoints import find_interface
 from slipstream.broker.transport.zmq_channels import check_free
@@ -33,7 +40,6 @@ from slipstream.generators.rewards.reward import RewardInput
 from slipstream.launch.generator_pool import check_placement
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.credentials import find_token
-from slipstream.runtime.images import VisionModel
 from slipstream.runtime.model_files import check_model_files, check_model_path, find_file
 from slipstream.runtime.run_folder import RunFolder
 
@@ -104,17 +110,31 @@ def make_inputs(run: RunConfig) -> None:
         _check_rewards(run)
     train, heldout = read_data(run)
     _check_unseen(run)
-    check_model_path(run.model.path)
-    check_model_files(run.model)
+    check_models(run)
     for note in (*describe_shortages(run, heldout), *describe_doubts(run, num_rows=len(train))):
         print(f"note: {note}", flush=True)
     for rows in dict.fromkeys([train, *heldout.values()]):
-        rows.check_images(VisionModel(run.model.path))
+        check_prompt_sizes(rows, run, is_trial=True)
     # A replay answers no training prompt.
     check_prompts(run, *([train] if run.mode != "replay" else []), *heldout.values())
     try_rewards(run, train)
     if run.mode == "replay":
         plan_replay(run)
+
+
+def check_models(run: RunConfig) -> None:
+    """Check the folders or names of all models, and the layers of an adapter. Raises ConfigError."""
+    check_model_path(run.model.path)
+    check_model_files(run.model)
+    if distillation := run.algorithm.distillation:
+        check_model_path(distillation.teacher_path, setting="algorithm.distillation.teacher_path")
+    if (second := run.algorithm.second_model) and second.path:
+        check_model_path(second.path, setting=f"algorithm.{second.key}.path")
+    if run.model.lora and "all-linear" not in run.model.lora.targets:
+        # Local, because it loads torch.
+        from slipstream.runtime.lora import meta_model
+
+        meta_model(run.model)
 
 
 def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:

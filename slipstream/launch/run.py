@@ -19,10 +19,17 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load, merge_overrides, provenance
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.launch.launcher import Launcher
-from slipstream.launch.preflight import check_surroundings, describe_doubts, make_inputs, missing_steps, prepare
+from slipstream.launch.preflight import (
+    check_models,
+    check_surroundings,
+    describe_doubts,
+    make_inputs,
+    missing_steps,
+    prepare,
+)
 from slipstream.observe.results import draw_results
 from slipstream.runtime.command_line import make_console
-from slipstream.runtime.model_files import check_model_files, check_model_path
+from slipstream.runtime.row_files import require_demonstrations
 from slipstream.runtime.run_folder import OVERRIDES, RunFolder, is_held
 
 _MAX_OVERRIDES = 60
@@ -140,8 +147,9 @@ def start_sft(overrides: list[str]) -> None:
         raise ConfigError(f"mode must be sft, got {run.mode}: choose experiment=digits_sft or set mode and sft.*.")
     _, overrides = with_free_name(run, overrides)
     prepare(run)
-    check_model_path(run.model.path)
-    check_model_files(run.model)
+    check_models(run)
+    for path in filter(None, (run.sft.train_path, run.sft.eval_path)):
+        require_demonstrations(Path(path))
     for note in describe_doubts(run):
         print(f"note: {note}")
     # exec, because torch must load under the learner's environment variables.

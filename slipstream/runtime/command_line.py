@@ -6,7 +6,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import partial
@@ -219,6 +219,10 @@ _OTHER_NAMES = {
 }
 """Commands of other tools that are one of ours, with the same arguments."""
 _RESUMING = ("resume", "restart", "continue")
+_SWITCH = "true|false|auto|yes|no|on|off|1|0|null"
+_RESUME_GUESS = re.compile(
+    rf"-+(resume\w*|continue)(=.*)?|resume\w*|continue|resume_\w+=.*|resume=(?!({_SWITCH})$).*", re.IGNORECASE
+)
 _TAKE_EXPERIMENTS = ("run", "config", "prepare", "plan")
 _EXPERIMENT_FILE = re.compile(r"^(--config=)?([^=]+\.ya?ml)$")
 _ELSEWHERE = {
@@ -245,6 +249,25 @@ def _of_other_tools(table: Mapping[str, str], command: str) -> str:
     return next((use for names, use in table.items() if command in names.split()), "")
 
 
+def _run_name(path: str) -> str:
+    """Return the run of a folder, or of one of its checkpoints."""
+    *above, last = path.rstrip("/").split("/")
+    return above[above.index("checkpoints") - 1] if "checkpoints" in above[1:] else last
+
+
+def _check_resume(words: Sequence[str]) -> None:
+    """Raise ConfigError for a guess at resuming a run, with the command that does it."""
+    if not (word := next(filter(_RESUME_GUESS.fullmatch, words), "")):
+        return
+    named = [each.partition("=")[2] for each in (word, *words) if re.match("-*name=", each) or each == word]
+    beside = [each for each in words[1:] if "=" not in each and each[:1] != "-" and each != word]
+    given = (each for each in (*named, *beside) if each and not re.fullmatch(_SWITCH, each, re.IGNORECASE))
+    name = _run_name(next(given, "NAME"))
+    raise ConfigError(
+        f"got `{word}`: write `slipstream resume {name}`, or `slipstream run name={name} resume=true`, to resume it."
+    )
+
+
 def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
     """Insert `run` before overrides; replace commands of other tools. Raises ConfigError for unknown commands."""
     first, *others = arguments or ["--help"]
@@ -255,11 +278,13 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
     if first in _RESUMING:
         if not others:
             raise ConfigError(f"{first} must have the name of a run, such as `slipstream resume mine`, got none.")
-        names = (word if "=" in word or word.startswith("-") else f"name={Path(word).name}" for word in others)
-        return ["run", *names, "resume=true"]
+        words = [word.removeprefix("--") for word in others if word != "--name"]
+        return ["run", *(word if "=" in word else f"name={_run_name(word)}" for word in words), "resume=true"]
     if elsewhere := _of_other_tools(_ELSEWHERE, first):
         raise ConfigError(f"no command `{first}`: {elsewhere}.")
     commands = [each.name or each.callback.__name__ for each in app.registered_commands if each.callback]
+    if first == "run" or "=" in first:
+        _check_resume(arguments)
     if first in _TAKE_EXPERIMENTS:
         return [first, *(_EXPERIMENT_FILE.sub(r"experiment=\2", word) for word in arguments[1:])]
     if first in (*commands, "-h", "--help", "-V", "--version"):

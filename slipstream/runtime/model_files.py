@@ -21,32 +21,33 @@ _HUB_TIMEOUT_S = 10.0
 _CONFIG = "config.json"
 
 
-def check_model_path(path: str) -> None:
+def check_model_path(path: str, *, setting: str = "model.path") -> None:
     """Raise ConfigError unless `path` is a checkpoint folder or a name on the Hugging Face hub.
 
     Queries the hub, for at most 10 s, for uncached names.
     """
     if Path(path).is_dir():
         if not (Path(path) / _CONFIG).is_file():
-            raise _invalid_path(path, f"the folder has no {_CONFIG}")
+            raise _invalid_path(path, f"the folder has no {_CONFIG}", setting=setting)
         return
     # A hub name has one slash, after its owner.
     if path.startswith((".", "/", "~")) or path.count("/") > 1 or ("/" in path and Path(path).parent.is_dir()):
-        raise _invalid_path(path, "there is no such folder")
+        raise _invalid_path(path, "there is no such folder", setting=setting)
     try:
         if not isinstance(huggingface_hub.try_to_load_from_cache(path, _CONFIG), str):
             huggingface_hub.HfApi().model_info(path, timeout=_HUB_TIMEOUT_S)
     except huggingface_hub.errors.HFValidationError:
-        raise _invalid_path(path, "there is no such folder") from None
+        raise _invalid_path(path, "there is no such folder", setting=setting) from None
     # The HTTP library raises various errors.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise _invalid_path(path, f"there is no such folder, and the hub answers: {reason}") from None
+        reason = f"there is no such folder, and the hub answers: {reason}"
+        raise _invalid_path(path, reason, setting=setting) from None
 
 
-def _invalid_path(path: str, reason: str) -> ConfigError:
+def _invalid_path(path: str, reason: str, *, setting: str = "model.path") -> ConfigError:
     return ConfigError(
-        f"model.path must be a folder with a transformers checkpoint, or the name of one on the Hugging Face hub, "
+        f"{setting} must be a folder with a transformers checkpoint, or the name of one on the Hugging Face hub, "
         f"got {path!r}: {reason.rstrip('.')}."
     )
 

@@ -35,6 +35,15 @@ def is_json(path: Path) -> bool:
     return extension(path) in _JSON
 
 
+def require_demonstrations(path: Path) -> None:
+    """Raise ConfigError if a file of supervised training does not exist."""
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} must be a file of demonstrations, {KINDS}, but does not exist: correct sft.train_path and "
+            "sft.eval_path, or create a preset's files with `slipstream prepare` and the same overrides."
+        )
+
+
 def read_table(path: Path) -> pa.Table:
     """Read Parquet, or CSV with every value as text. Raises ConfigError."""
     try:

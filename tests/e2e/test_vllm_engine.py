@@ -3,9 +3,11 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,11 +162,13 @@ def test_a_failed_start_is_an_error_that_leaves_no_process(tmp_path: Path, monke
 
 
 @contextmanager
-def session(kind: str, folder: Path) -> Iterator[Any]:
+def session(kind: str, folder: Path, *, temporary: Path | None = None) -> Iterator[Any]:
     """A role with an engine, in its own process group."""
     command = [sys.executable, "-m", "tests.e2e.engine_session", str(make_tiny_model(folder)), kind]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, process_group=0) as role:
+    pipe, environment = subprocess.PIPE, os.environ | ({"TMPDIR": str(temporary)} if temporary else {})
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, process_group=0, env=environment
+    ) as role:
         try:
             yield role
         finally:
@@ -185,8 +189,13 @@ def test_a_forked_engine_gets_the_environment_of_its_role_and_leaves_no_process(
 
 
 @pytest.mark.parametrize("kind", ["spawned", "forked"])
-def test_the_engine_process_ignores_ctrl_c_and_dies_with_its_role(kind: str, tmp_path: Path):
-    with session(kind, tmp_path) as role:
+def test_the_engine_process_ignores_ctrl_c_and_dies_with_its_role(
+    kind: str, tmp_path: Path, request: pytest.FixtureRequest
+):
+    # Short, as for paths of sockets.
+    temporary = Path(tempfile.mkdtemp(prefix="engine-"))
+    request.addfinalizer(lambda: shutil.rmtree(temporary))
+    with session(kind, tmp_path, temporary=temporary) as role:
         if kind == "forked":
             role.stdout.readline()
         engine = [psutil.Process(pid) for pid in json.loads(role.stdout.readline())["pids"]]
@@ -198,6 +207,7 @@ def test_the_engine_process_ignores_ctrl_c_and_dies_with_its_role(kind: str, tmp
         role.wait(5)
         _, alive = psutil.wait_procs(engine, timeout=5)
         assert alive == []
+        assert [path for path in temporary.iterdir() if "vllm" in path.name] == []
         assert "Traceback" not in role.stderr.read()
 
 

@@ -1,26 +1,34 @@
-"""Patches of vLLM: images in prompts, and recording of routed experts on CPUs."""
+"""Patches of vLLM: images in prompts, the folder of temporary files, and recording of routed experts on CPUs."""
 
 import importlib
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 from vllm.inputs import MultiModalInput, mm_input
 from vllm.multimodal.inputs import MultiModalFieldConfig, MultiModalKwargsItems, PlaceholderRange
 from vllm.multimodal.processing.context import InputProcessingContext
 from vllm.outputs import RequestOutput
+from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from slipstream.generators.errors import EngineError
 from slipstream.runtime.images import PromptImage, VisionModel
 from slipstream.runtime.model_files import VISION_FAMILIES
 
 _PACKAGE = "transformers.models.qwen2_vl"
+SOCKETS, SOCKETS_PREFIX = "VLLM_RPC_BASE_PATH", "slipstream-vllm-"
+"""Folder for Unix sockets of vLLM's processes, which vLLM does not remove."""
 
 
 def image_input(
@@ -100,6 +108,20 @@ def select_experts(output: RequestOutput, *, layers: Sequence[int]) -> np.ndarra
         got = "none" if rows is None else f"{len(rows)}"
         raise EngineError(f"vLLM must return the experts of {num_tokens} tokens, got {got}")
     return rows[:, list(layers)].astype(np.uint8 if rows.dtype == np.uint8 else np.int16)
+
+
+def meet_in_own_folder() -> None:
+    """Make the ranks of an engine meet through a file beside its sockets, because a killed engine leaves it behind."""
+    for executor in (uniproc_executor, multiproc_executor):
+        executor.get_file_store_init_method = lambda: f"file://{envs.VLLM_RPC_BASE_PATH}/vllm_dist_{uuid4().hex}"
+
+
+def remove_sockets() -> None:
+    """Remove the folder of this engine's sockets. Idempotent."""
+    folder = Path(os.environ.get(SOCKETS, ""))
+    if folder.name.startswith(SOCKETS_PREFIX):
+        del os.environ[SOCKETS]
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def record_routed_experts() -> None:

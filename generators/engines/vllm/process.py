@@ -33,7 +33,13 @@ from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.generators.engines.vllm.adapter import lora_arguments
 from slipstream.generators.engines.vllm.health import LoadRecorder, forget_fatal_error, read_fatal_error
-from slipstream.generators.engines.vllm.patches import image_arguments, record_routed_experts
+from slipstream.generators.engines.vllm.patches import (
+    SOCKETS,
+    SOCKETS_PREFIX,
+    image_arguments,
+    record_routed_experts,
+    remove_sockets,
+)
 from slipstream.generators.engines.vllm.weights import VLLM_PROCESSES, WeightWorker
 from slipstream.generators.errors import EngineError, EngineStartError
 from slipstream.runtime.images import takes_images
@@ -45,8 +51,6 @@ _STOP_GRACE_S = 1.0
 """Short, because the engine process holds no state worth waiting for."""
 _ABANDON_TIMEOUT_S = 5.0
 PROFILES = Path(tempfile.gettempdir()) / f"slipstream-profile-{os.getpid()}"
-_SOCKETS, _SOCKETS_PREFIX = "VLLM_RPC_BASE_PATH", "slipstream-vllm-"
-"""Folder for Unix sockets of vLLM's processes, which vLLM does not remove."""
 _MAX_TEMPDIR_BYTES = 45
 """The kernel allows 107 bytes with the names of this folder and the socket, a UUID."""
 # Costs nothing until a profile starts. Call stacks would be most of the file.
@@ -213,11 +217,11 @@ def _stop_fork_server() -> None:
 async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
     """Start vLLM, or stop what has started after `timeout_s`. Raises EngineError."""
     forget_fatal_error()
-    own = os.environ.get(_SOCKETS, _SOCKETS_PREFIX)
+    own = os.environ.get(SOCKETS, SOCKETS_PREFIX)
     # The folder of an engine that has stopped may still be named.
-    is_unset = Path(own).name.startswith(_SOCKETS_PREFIX) and not Path(own).is_dir()
+    is_unset = Path(own).name.startswith(SOCKETS_PREFIX) and not Path(own).is_dir()
     if is_unset and len(tempfile.gettempdir().encode()) <= _MAX_TEMPDIR_BYTES:
-        os.environ[_SOCKETS] = tempfile.mkdtemp(prefix=_SOCKETS_PREFIX)
+        os.environ[SOCKETS] = tempfile.mkdtemp(prefix=SOCKETS_PREFIX)
     # The constructor blocks, and its thread cannot be canceled.
     starting = asyncio.create_task(asyncio.to_thread(_start, arguments))
     try:
@@ -232,7 +236,7 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
         await _abandon(starting)
         raise
     except Exception as error:
-        _remove_sockets()
+        remove_sockets()
         cause = read_fatal_error() or one_line(error)
         raise EngineError(f"vLLM did not start with model.path={arguments.model!r}: {cause}") from error
 
@@ -245,15 +249,8 @@ async def stop_llm(llm: AsyncLLM) -> None:
     _stop_fork_server()
     envs.disable_envs_cache()
     forget_fatal_error()
-    _remove_sockets()
+    remove_sockets()
     shutil.rmtree(PROFILES, ignore_errors=True)
-
-
-def _remove_sockets() -> None:
-    folder = Path(os.environ.get(_SOCKETS, ""))
-    if folder.name.startswith(_SOCKETS_PREFIX):
-        del os.environ[_SOCKETS]
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def one_line(error: BaseException) -> str:

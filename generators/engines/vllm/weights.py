@@ -32,7 +32,12 @@ from slipstream.broker.weights.shared_buckets import BucketMaps
 from slipstream.configs.base import Record
 from slipstream.generators.engines.vllm.adapter import first_adapter_mismatch, load_adapter, serve_adapters_of_gpt2
 from slipstream.generators.engines.vllm.health import report_fatal_errors
-from slipstream.generators.engines.vllm.patches import record_routed_experts, serve_images_without_torchvision
+from slipstream.generators.engines.vllm.patches import (
+    meet_in_own_folder,
+    record_routed_experts,
+    remove_sockets,
+    serve_images_without_torchvision,
+)
 from slipstream.generators.engines.vllm.verify import (
     CHECK_TIMEOUT_S,
     Check,
@@ -57,6 +62,7 @@ def register() -> None:
         die_with_parent()
         report_fatal_errors()
         serve_adapters_of_gpt2()
+        meet_in_own_folder()
         if current_platform.is_cpu():
             record_routed_experts()
 
@@ -74,6 +80,7 @@ def die_with_parent() -> None:
 def _kill_at_parent_exit(sentinel: int) -> None:
     # The sentinel pipe becomes ready when the parent ends. No deadline, because this thread has no other purpose.
     connection.wait([sentinel])
+    remove_sockets()
     os.kill(os.getpid(), signal.SIGKILL)
 
 

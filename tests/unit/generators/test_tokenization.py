@@ -111,6 +111,28 @@ def test_results_have_the_role_of_the_template_or_are_refused(family: str, role:
             encoder.result_role(setting="generators.agent")
 
 
+SHOWN = "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls | map(attribute='id') | join }}{% endif %}"
+SHOWN += "<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}RESULT{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "shown",
+    [
+        "## Return of {{ m.tool_call_id }}\n",  # Kimi K2
+        # Command A: numbers the calls
+        "{% for c in messages[1].tool_calls %}{% if c.id == m.tool_call_id %}{{ loop.index0 }}{% endif %}{% endfor %}",
+    ],
+)
+def test_results_that_the_template_shows_with_the_ids_of_calls_are_refused(shown: str):
+    tokenizer = make_chat_tokenizer("chatml")
+    tokenizer.chat_template = SHOWN.replace("RESULT", shown)
+    encoder = PromptEncoder(tokenizer, max_prompt_tokens=100)
+    with pytest.raises(ConfigError, match=r"must fit .* but the template shows the id of a call with its result"):
+        encoder.result_role(setting="generators.agent")
+    tokenizer.chat_template = SHOWN.replace("RESULT", "")
+    assert encoder.result_role(setting="generators.agent") == "tool"
+
+
 def test_a_turn_without_its_end_token_is_ended():
     tokenizer = make_chat_tokenizer("chatml")
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)

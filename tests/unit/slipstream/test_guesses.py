@@ -207,7 +207,7 @@ log_interval                        | every step is logged
 log_level                           | logs/ROLE.log
 dry_run                             | slipstream diagnose
 early_stopping                      evaluation.stop
-resume_from                         resume
+resume_from                         | slipstream resume NAME
 config                              experiment
 names                               name
 experyment                          experiment

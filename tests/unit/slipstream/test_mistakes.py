@@ -15,6 +15,7 @@ FILES = {
     "train.jsonl": '{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1+2=", "answer": "3"}\n',
     "heldout.jsonl": '{"prompt": "2+2=", "answer": "4"}\n',
     "messages.jsonl": MESSAGES.format(""),
+    "long.jsonl": '{"prompt": "2+2=", "answer": "4"}\n{"prompt": "1+1+1+1+1+1+1+1+1=", "answer": "9"}\n',
     "broken.jsonl": '{"prompt": "1+1=", "answer": \n',
     "empty.jsonl": "",
     "fake.parquet": "no parquet",
@@ -179,6 +180,13 @@ model.path=adapter                          got 'adapter': the folder has no con
 model.path=untokenized                      no tokenizer (tokenizer.json)
 model.path=unweighted                       no weights (model.safetensors)
 model.path=wide                             token 40 of its tokenizer has no embedding
+model.lora.targets=[w_proj]                 model.lora.targets must name layers of the model, got w_proj: this
+"model.lora.targets=[q_proj,lm_head]"       must name linear layers other than the head, embeddings, and experts
+"algorithm.distillation={teacher_path: ./nosuch}"   algorithm.distillation.teacher_path must be a folder with a
+"algorithm/advantage=gae algorithm.critic.path=./nosuch"  algorithm.critic.path must be a folder with a transformers
+data.max_prompt_tokens=3                    the prompts of train.jsonl must hold at most data.max_prompt_tokens (3)
+"data.max_prompt_tokens=3 data.on_too_long=skip"  but 2 of 2 are longer, up to 4 tokens in row 0: raise the limit
+data.eval=long.jsonl                        the prompts of long.jsonl must hold at most data.max_prompt_tokens (16)
 model.chat_template=nosuch.jinja            model.chat_template must be a file with a Jinja template, got 'nosuch.jinja'
 generators.reward.function=exactmatch       Did you mean 'exact_match'?
 generators.reward.function=rewards.py       must look like `module:function` or be one of exact_match
@@ -210,6 +218,19 @@ data.train=messages.jsonl
 
 COMMANDS = """
 "resume"                                    the name of a run, such as `slipstream resume mine`, got none.
+"run --resume mine"                         write `slipstream resume mine`, or `slipstream run name=mine resume=true`
+"run --resume"                              write `slipstream resume NAME`, or `slipstream run name=NAME resume=true`
+"run resume mine"                           got `resume`: write `slipstream resume mine`, or
+"run mine --resume"                         got `--resume`: write `slipstream resume mine`, or
+"run --resume=mine"                         got `--resume=mine`: write `slipstream resume mine`, or
+"run name=mine --resume"                    got `--resume`: write `slipstream resume mine`, or
+"run resume=mine learner.max_steps=3"       got `resume=mine`: write `slipstream resume mine`, or
+"run --name=mine --resume=true"             got `--resume=true`: write `slipstream resume mine`, or
+"resume=runs/mine/"                         got `resume=runs/mine/`: write `slipstream resume mine`, or
+"run resume_from_checkpoint=runs/mine/checkpoints/step-00000002"   write `slipstream resume mine`, or
+"run --continue mine"                       got `--continue`: write `slipstream resume mine`, or
+"resume --name nosuch"                      but there is no runs/nosuch
+"resume --name=nosuch"                      but there is no runs/nosuch
 "resume nosuch"                             but there is no runs/nosuch
 "status"                                    there must be a run in runs/, got none: start one with `slipstream run`.
 "status nosuch"                             runs/nosuch must be a run folder, but has no config.yaml
@@ -235,6 +256,8 @@ COMMANDS = """
 "plan model.path=./nosuch"                  got './nosuch': there is no such folder.
 "plan --gpus many"                          '--gpus': Input should be a valid integer
 "sft sft.train_path=train.jsonl model.path=./nosuch"  got './nosuch': there is no such folder.
+"sft sft.train_path=nosuch.jsonl model.path=model model.max_length=32"  nosuch.jsonl must be a file of demonstrations
+"sft sft.train_path=train.jsonl sft.eval_path=nosuch.jsonl model.path=model model.max_length=32"  nosuch.jsonl must
 "check loss nosuch:f"                       'loss' is not one of 'advantage', 'policy_loss'
 "check advantage nosuch:f"                  there is no module 'nosuch'.
 "import-config verl nosuch.sh"              FILE must exist, got nosuch.sh.

@@ -129,6 +129,36 @@ def test_a_finished_turn_that_lacks_the_reasoning_its_header_opens_gets_it(
         assert found == expected[: len(known)]
 
 
+HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+# Kimi K2 Thinking: a finished turn has an empty reasoning, which its header does not open.
+EMPTY = (
+    HEAD.replace("\n", "") + "{% if m.role == 'assistant' %}<think></think>{% endif %}" + LAST + TAIL.replace("\n", "")
+)
+# Gemma 4: a finished turn has none.
+STRIPPED = HEAD + LAST + TAIL
+
+
+@pytest.mark.parametrize("is_field", [False, True])
+def test_the_reasoning_that_a_template_empties_is_put_back(is_field: bool):
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = EMPTY
+    reasoned = {**MESSAGES[1], "reasoning_content": "A", "content": "2"} if is_field else MESSAGES[1]
+    found = [piece.text for piece in chat_pieces([MESSAGES[0], reasoned, *MESSAGES[2:]], tokenizer=tokenizer)]
+    assert found[1::2] == ["<think>A</think>2<|im_end|>", "<think></think>4<|im_end|>"]
+    assert "think" not in found[0] + found[2]
+
+
+def test_the_reasoning_that_a_template_strips_is_kept_as_written_or_refused():
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = STRIPPED
+    written = {**MESSAGES[1], "content": "<think>\nA\n</think>2"}
+    found = [piece.text for piece in chat_pieces([MESSAGES[0], written, *MESSAGES[2:]], tokenizer=tokenizer)]
+    assert found == [OPENED, "<think>\nA\n</think>2<|im_end|>\n", BETWEEN, "4<|im_end|>\n"]
+    with pytest.raises(ConfigError, match=r"reasoning of a turn, but omits 'A': .*, or write it at the start"):
+        chat_pieces([MESSAGES[0], {**MESSAGES[3], "reasoning_content": "A"}], tokenizer=tokenizer)
+
+
 def test_a_header_without_a_line_end_is_followed_by_reasoning_without_one():
     tokenizer = make_chat_tokenizer("qwen3")
     # DeepSeek V3.1: a finished turn has only the end of the reasoning.
@@ -155,8 +185,6 @@ def test_a_turn_that_does_not_follow_its_header_is_refused():
         chat_pieces(MESSAGES, tokenizer=tokenizer)
 
 
-HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 # Qwen: arguments are records
 EACH = "{% for c in m.tool_calls %}<tool_call>"
 CALLS = HEAD + "{{ '' + m.content }}" + EACH + "{{ c.function | tojson }}{% endfor %}" + TAIL
@@ -247,7 +275,7 @@ CHATML = TEMPLATES["chatml"][0]
         (GPT_OSS, "", "omits ('add'|one)"),
         # Nemotron Nano 2: ends the turn between its text and its calls
         (CALLS.replace("{% for c", "{{ '<|turn|>\n' if m.content }}{% for c"), "12", "omits 'add'"),
-        (INSTEAD, "<think>\nA\n</think>\n\n12", "but omits '12': set model.chat_template"),
+        (INSTEAD, "<think>\nA\n</think>\n\n12", "the reasoning of a turn, but omits 'A': set model.chat_template"),
     ],
 )
 def test_a_template_that_omits_calls_or_the_text_beside_them_is_refused(

@@ -1,4 +1,5 @@
 import io
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -152,6 +153,38 @@ def test_a_user_who_insists_ends_all_roles_before_the_launcher_ends(tmp_path: Pa
     with pytest.raises(KeyboardInterrupt), launcher._processes(None):
         pass
     assert events[2:] == ["terminate learner", "terminate learner", "stop learner", "kill broker", "kill learner"]
+
+
+class SavingRole:
+    """A learner that commits its first step only after it was asked to end, and saves until it is stopped."""
+
+    name, is_running, has_finished = "learner", True, False
+
+    def __init__(self, store: MemoryStore, checkpoints: Path) -> None:
+        self._store, self._checkpoints = store, checkpoints
+
+    def start(self) -> None: ...
+
+    def terminate(self) -> None:
+        state = msgspec.structs.replace(self._store.run_state(), step=1)
+        self._store.run_state = lambda: state  # type: ignore[method-assign]
+
+    def stop(self, *, ends_at: float) -> None:
+        # The limit of a step and its checkpoint, rather than that of a role without work.
+        if self.is_running and ends_at - time.monotonic() > 60:
+            (self._checkpoints / "step-00000001").mkdir(parents=True)
+        self.is_running = False
+
+
+def test_a_first_step_that_the_launcher_has_not_seen_is_saved_too(tmp_path: Path) -> None:
+    printed, store = io.StringIO(), MemoryStore()
+    store.open_run("run", config_json="{}", num_rows=4, seed=0)
+    launcher = make_launcher("name=run", f"runs_dir={tmp_path}", printed=printed, places=FarPlaces())
+    launcher._opened_store, launcher._brokers = store, [StubbornRole("broker", [])]
+    launcher._learner = SavingRole(store, tmp_path / "run" / "checkpoints")
+    with pytest.raises(KeyboardInterrupt), launcher._processes(None):
+        pass
+    assert "stopped; the newest checkpoint is that of step 1; continue: slipstream run name=run" in printed.getvalue()
 
 
 def test_each_broker_is_told_its_number_and_the_only_one_none(tmp_path: Path) -> None:
