@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from queue import Full, Queue
@@ -138,12 +139,17 @@ class MetricsLog:
         self._before = evaluated
         log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
 
-    def start_training(self, *, step: int) -> list[Row]:
-        """Start the run's clock, on a resume from the rows that the checkpoint covers. Returns them."""
+    def start_training(self, *, step: int, ends: Callable[[Row], bool] = lambda _: False) -> bool:
+        """Start the run's clock, on a resume from the rows that the checkpoint covers.
+
+        Returns whether any of them `ends` the run.
+        """
         # Later rows belong to steps that were rolled back.
-        kept = self._rows(up_to_step=step)
+        has_ended, self._resumed_at_s = False, 0.0
+        for row in self._rows(up_to_step=step):
+            has_ended = has_ended or ends(row)
+            self._resumed_at_s = row["time_s"]
         self._step_tokens.roll_back(to_step=step)
-        self._resumed_at_s = kept[-1]["time_s"] if kept else 0.0
         self._row_at = self._clock()
         self._started_at = self._row_at - self._resumed_at_s
         self._tokens = Rate(window_s=10.0, clock=self._clock)
@@ -153,7 +159,7 @@ class MetricsLog:
         self._generated_by.append((self._row_at, 0.0))
         self.account.restart()
         self._times = Growth(self._time_counters(roles))
-        return kept
+        return has_ended
 
     def end_training(self) -> None:
         self._ended_at = self._clock()
@@ -254,7 +260,7 @@ class MetricsLog:
         }
         self.disk.retry(lambda: self.folder.write_summary(summary), what="the summary", path=self.folder.summary)
 
-    def _rows(self, *, up_to_step: int) -> list[Row]:
+    def _rows(self, *, up_to_step: int) -> Iterator[Row]:
         return self.disk.retry(
             lambda: self.folder.keep_metrics(up_to_step=up_to_step), what="the metrics", path=self.folder.metrics
         )
