@@ -178,7 +178,7 @@ class LedgerReader:
         self.places: dict[int, tuple[int, int]] = {}
         """Step -> offset and length of its line; ascending."""
         self.digest = xxhash.xxh3_64()
-        """Of all complete lines."""
+        """xxh3-64 of all complete lines."""
         self.num_bytes = 0
         self._num_lines = 0
 
