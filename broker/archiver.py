@@ -4,8 +4,9 @@ Consumes: the store's finished groups, oldest first; its step ledger.
 Produces: shards and a ledger in the archive folder; free space in the store; the gauges of the role `archiver`.
 Waits for: enough groups for a shard, at most `_FLUSH_S`.
 Woken by: its clock, every second.
-Invariant: the store forgets a group only after the archive, and the object store if configured, hold it durably. The
-archive takes each group once. Its ledger has a step only if a checkpoint covers it and all of its groups are archived.
+Invariant: the store forgets a group or a step only after the archive, and the object store if configured, hold it
+durably. The archive takes each group once. Its ledger has a step only if a checkpoint covers it and all of its groups
+are archived.
 """
 
 import os
@@ -50,11 +51,11 @@ log = structlog.get_logger(__name__)
 
 
 class StepArchiver:
-    """Copies the step ledger, each step after its groups. Belongs to one thread.
+    """Moves the step ledger, each step after its groups. Belongs to one thread.
 
     A step may wait long: a group that can be trained on again stays in the store.
 
-    Life: (poll -> mark_archived* -> write)*.
+    Life: (poll -> mark_archived* -> write -> forget)*.
     """
 
     def __init__(self, store: Store, folder: Path, shards: ShardWriter) -> None:
@@ -65,6 +66,8 @@ class StepArchiver:
         self._covered: int | None = None
         self._pending: list[StepEntry] = []
         self._awaited: set[str] = set()
+        self._archived: StepEntry | None = None
+        """Newest step in the archive that the store still has."""
 
     def poll(self) -> None:
         """Find the steps that a checkpoint newly covers. Raises StoreUnavailableError."""
@@ -73,7 +76,10 @@ class StepArchiver:
         if self._covered is None or step < self._covered:
             # First call, or a crash lost the store's last seconds: compare the complete ledger.
             self._pending, self._awaited = [], set()
-            self._add(self.ledger.lacks(self._entries(first_step=1, last_step=step)))
+            entries = self._entries(first_step=1, last_step=step)
+            lacking = self.ledger.lacks(entries)
+            self._archived = next(reversed(entries[: len(entries) - len(lacking)]), None)
+            self._add(lacking)
         elif step > self._covered:
             self._add(self._entries(first_step=self._covered + 1, last_step=step))
         self._covered = step
@@ -87,8 +93,15 @@ class StepArchiver:
         complete = list(takewhile(lambda entry: self._awaited.isdisjoint(entry.group_ids), self._pending))
         if complete:
             self.ledger.append(complete)
+            self._archived = complete[-1]
             del self._pending[: len(complete)]
             log.info("archived_steps", first=complete[0].step, last=complete[-1].step)
+
+    def forget(self, *, fence: int) -> None:
+        """Delete the archived steps from the store. Raises StoreUnavailableError, StaleFenceError."""
+        if self._archived:
+            self._store.forget_steps(self._archived, fence=fence)
+            self._archived = None
 
     def _entries(self, *, first_step: int, last_step: int) -> list[StepEntry]:
         return [entry for entry in self._store.ledger(first_step=first_step) if entry.step <= last_step]
@@ -170,6 +183,8 @@ class Archiver:
     def _write_steps(self) -> None:
         self._steps.write()
         self._send()
+        # After a crash before this, the entries are in both places, and the store's count.
+        self._steps.forget(fence=self._fence)
 
     def _send(self) -> None:
         if self._mirror:

@@ -11,7 +11,7 @@ REJECTION_REASONS = ("no_reward", "zero_advantage", "too_hard", "too_easy")
 success rate is too low or too high.
 """
 _MAX_NAMED = 5
-"""Groups listed per problem of an audit."""
+"""Groups or steps listed per problem of an audit."""
 
 
 class StoreCounts(Record):
@@ -161,6 +161,9 @@ class Snapshot(Record):
     done: list[int]
     outcome_members: dict[str, int]
     ledger: list[StepEntry]
+    """Archived entries up to `archived_step`, then the store's."""
+    archived_step: int = 0
+    """Newest step whose entry is in the archive only."""
 
 
 def audit(snapshot: Snapshot) -> Audit:
@@ -173,6 +176,7 @@ def audit(snapshot: Snapshot) -> Audit:
     doubled = {group: found for group, found in states.items() if len(found) > 1}
     overused = _overused(snapshot)
     skipped = [ordinal for ordinal in range(snapshot.next_ordinal) if str(ordinal) not in states]
+    known = {entry.step for entry in snapshot.ledger}
     recorded = dict.fromkeys(group for entry in snapshot.ledger for group in entry.group_ids)
     # With reuse, a used group may be claimed for another step.
     after_use = {"used", "over", "claimed"} if snapshot.max_uses > 1 else {"used", "over"}
@@ -189,6 +193,10 @@ def audit(snapshot: Snapshot) -> Audit:
             *_problem("in no state", map(str, skipped)),
             *_problem("in more than one state", (f"{group} ({' and '.join(at)})" for group, at in doubled.items())),
             *_problem("trained on more often than allowed", overused),
+            *_problem(
+                "steps moved to the archive, but not in its ledger",
+                (str(step) for step in range(1, snapshot.archived_step + 1) if step not in known),
+            ),
             *_problem(
                 "used, but not in the ledger", (group for group in snapshot.groups["used"] if group not in recorded)
             ),
@@ -221,8 +229,8 @@ def _overused(snapshot: Snapshot) -> list[str]:
     return list(dict.fromkeys([name for name, count in total.items() if count > snapshot.max_uses] + repeated))
 
 
-def _problem(what: str, groups: Iterable[str]) -> list[str]:
-    names = list(groups)
+def _problem(what: str, found: Iterable[str]) -> list[str]:
+    names = list(found)
     if not names:
         return []
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -85,25 +85,26 @@ def parse_line(text: bytes, kind: type[T], *, schema: int, where: str | Path) ->
         return None
 
 
-def parse_lines(
-    content: bytes, parse: Callable[[bytes], T | None], *, where: str | Path, rule: str
-) -> tuple[list[T], bytes]:
-    """(entries, complete lines) of a LineFile, ignoring a truncated last line.
+def whole_lines(
+    lines: Iterable[bytes], parse: Callable[[bytes], T | None], *, where: str | Path, rule: str, first: int = 1
+) -> Iterator[tuple[T, bytes]]:
+    """Yield (entry, line) of a LineFile, ignoring a truncated last line.
 
-    `parse` returns None for a damaged line. `rule` completes "a line must ..." in errors. Raises ArchiveError for a
-    damaged line before the last.
+    `parse` returns None for a damaged line. `rule` completes "a line must ..." in errors; `first`: number of the first
+    line. Raises ArchiveError for a damaged line before the last.
     """
-    lines = content.splitlines(keepends=True)
-    parsed = [parse(line) if line.endswith(b"\n") else None for line in lines]
-    if parsed and parsed[-1] is None:
-        parsed, lines = parsed[:-1], lines[:-1]
-    if None in parsed:
-        number = parsed.index(None)
-        raise ArchiveError(
-            f"line {number + 1} of {where} must {rule}, got {lines[number][:80]!r}: only a last line can be cut short "
-            "by a crash; restore the file from a copy."
-        )
-    return [value for value in parsed if value is not None], b"".join(lines)
+    damaged: bytes | None = None
+    for number, line in enumerate(lines, start=first):
+        if damaged is not None:
+            raise ArchiveError(
+                f"line {number - 1} of {where} must {rule}, got {damaged[:80]!r}: only a last line can be cut short by "
+                "a crash; restore the file from a copy."
+            )
+        entry = parse(line) if line.endswith(b"\n") else None
+        if entry is None:
+            damaged = line
+        else:
+            yield entry, line
 
 
 class LineFile:
@@ -112,12 +113,12 @@ class LineFile:
     Invariant: a line is complete and durable, or the next append or start drops it.
     """
 
-    def __init__(self, path: Path, *, content: bytes, schema: int) -> None:
-        """Create the file if missing. `content`: its complete lines, from `parse_lines`."""
+    def __init__(self, path: Path, *, digest: xxhash.xxh3_64, num_bytes: int, schema: int) -> None:
+        """Create the file if missing. `digest` and `num_bytes`: of its complete lines."""
         self._path = path
         self._schema = schema
-        self._digest = xxhash.xxh3_64(content)
-        self.num_bytes = len(content)
+        self._digest = digest
+        self.num_bytes = num_bytes
         path.touch()
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from slipstream.broker.messages import Prompt
+from slipstream.broker.messages import Row
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig, require_template_variables
 from slipstream.generators.errors import EngineError, PromptError
@@ -55,9 +55,7 @@ class PromptEncoder:
         self._variables = dict(template_variables or {})
         self._vision = vision
 
-    def encode(
-        self, prompt: Prompt, *, tools: list[dict[str, Any]] | None = None
-    ) -> tuple[list[int], list[PromptImage]]:
+    def encode(self, prompt: Row, *, tools: list[dict[str, Any]] | None = None) -> tuple[list[int], list[PromptImage]]:
         """Encode plain text without special tokens, or chat messages with the chat template. Raises PromptError.
 
         `tools`: JSON schemas for the template. Also returns the prompt's images, with expanded placeholder tokens.
@@ -94,7 +92,7 @@ class PromptEncoder:
             )
         return token_ids, images
 
-    def row_variables(self, prompt: Prompt, *, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def row_variables(self, prompt: Row, *, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Row's template variables (`extra_info.chat_template_kwargs`), and `asked` over them.
 
         Raises PromptError.

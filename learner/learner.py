@@ -208,8 +208,7 @@ class Learner:
         if before:
             self._metrics_log.record_before(before)
         self._store.set_target_lag(self._pacer.lag)
-        kept = self._metrics_log.start_training(step=self._step)
-        self._must_stop = any(map(self._meets_stop, kept))
+        self._must_stop = self._metrics_log.start_training(step=self._step, ends=self._meets_stop)
 
     def _check_new(self) -> None:
         """Raise RunConflictError if the run folder has results that the empty store does not know."""

@@ -2,6 +2,7 @@
 
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from queue import Full, Queue
@@ -139,12 +140,17 @@ class MetricsLog:
         self.folder.record_stage("learner", "evaluated")
         log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
 
-    def start_training(self, *, step: int) -> list[Row]:
-        """Start the run's clock, on a resume from the rows that the checkpoint covers. Returns them."""
+    def start_training(self, *, step: int, ends: Callable[[Row], bool] = lambda _: False) -> bool:
+        """Start the run's clock, on a resume from the rows that the checkpoint covers.
+
+        Returns whether any of them `ends` the run.
+        """
         # Later rows belong to steps that were rolled back.
-        kept = self._rows(up_to_step=step)
+        has_ended, self._resumed_at_s = False, 0.0
+        for row in self._rows(up_to_step=step):
+            has_ended = has_ended or ends(row)
+            self._resumed_at_s = row["time_s"]
         self._step_tokens.roll_back(to_step=step)
-        self._resumed_at_s = kept[-1]["time_s"] if kept else 0.0
         self._row_at = self._clock()
         self._started_at = self._row_at - self._resumed_at_s
         self._tokens = Rate(window_s=10.0, clock=self._clock)
@@ -155,7 +161,7 @@ class MetricsLog:
         self.account.restart()
         self._times = Growth(self._time_counters(roles))
         self.folder.record_stage("learner", "training")
-        return kept
+        return has_ended
 
     def end_training(self) -> None:
         self._ended_at = self._clock()
@@ -230,8 +236,6 @@ class MetricsLog:
         # Rates exclude time before a resume: this process counts only its own tokens.
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)
-        rows, goals = self._rows(up_to_step=step), self._run.evaluation.goals[:1]
-        lags = [(int(lag), count) for row in rows for lag, count in row["lag/histogram"].items()]
         summary = {
             **{f"accuracy_{name}": result.accuracy for name, result in after.items()},
             **{
@@ -243,21 +247,31 @@ class MetricsLog:
                 each.name: after[each.name].num_asked // each.samples for each in self._run.data.eval_sets
             },
             "best": best,
-            "seconds_to_goal": next((row["time_s"] for row in rows for goal in goals if goal.holds(row)), None),
             "train_seconds": round(seconds, 3),
             "steps": step,
             "generated_tokens_per_s": self._generated.total / own_seconds,
             "learner_tokens_per_s": self._tokens.total / own_seconds,
-            "lag_mean": sum(lag * count for lag, count in lags) / max(1, sum(count for _, count in lags)),
-            "lag_max": max((int(row["lag/max"]) for row in rows), default=0),
-            "logprob_diff_max": max((row.get("weights/probe_diff_max", 0.0) for row in rows), default=0.0),
+            **self._over_rows(step),
             "seed": self._run.seed,
             "mode": self._run.mode,
             "times": self._step_times(),
         }
         self.disk.retry(lambda: self.folder.write_summary(summary), what="the summary", path=self.folder.summary)
 
-    def _rows(self, *, up_to_step: int) -> list[Row]:
+    def _over_rows(self, step: int) -> Row:
+        """Figures of the summary over all rows, read one at a time."""
+        goals, num_tokens, sum_lags = self._run.evaluation.goals[:1], 0, 0
+        found: Row = {"seconds_to_goal": None, "lag_max": 0, "logprob_diff_max": 0.0}
+        for row in self._rows(up_to_step=step):
+            if found["seconds_to_goal"] is None and any(goal.holds(row) for goal in goals):
+                found["seconds_to_goal"] = row["time_s"]
+            found["lag_max"] = max(found["lag_max"], int(row["lag/max"]))
+            found["logprob_diff_max"] = max(found["logprob_diff_max"], row.get("weights/probe_diff_max", 0.0))
+            for lag, count in row["lag/histogram"].items():
+                num_tokens, sum_lags = num_tokens + count, sum_lags + int(lag) * count
+        return found | {"lag_mean": sum_lags / max(1, num_tokens)}
+
+    def _rows(self, *, up_to_step: int) -> Iterator[Row]:
         return self.disk.retry(
             lambda: self.folder.keep_metrics(up_to_step=up_to_step), what="the metrics", path=self.folder.metrics
         )

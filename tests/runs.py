@@ -21,10 +21,13 @@ import msgspec
 import psutil
 
 from slipstream.buffer.accounting import Audit, StoreCounts
+from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.index import is_archive
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import RunState
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
+from slipstream.buffer.store import Store
 from slipstream.configs.base import ConfigError
 from slipstream.configs.load import load
 from slipstream.configs.run import read_config
@@ -242,13 +245,18 @@ def has_stepped(run: Run, steps: int) -> Callable[[], bool]:
     return lambda: run.steps >= steps or run.launcher.poll() is not None
 
 
+def audited(store: Store, archive: Path) -> Audit:
+    """Audit of a store, with the part of its ledger that is in the archive, if any."""
+    return store.audit(archived=Archive(archive).steps if is_archive(archive) else list)
+
+
 def left_behind(run: Run) -> tuple[StoreCounts, RunState, Audit]:
     """Counts, state and audit of a finished run, read from its store."""
     server = EmbeddedRedis(run.path / "store")
     server.start()
     try:
         store = open_run_store(server.url, run.name, timeout_s=10)
-        return store.counts(), store.run_state(), store.audit()
+        return store.counts(), store.run_state(), audited(store, run.path / "archive")
     finally:
         server.stop()
 

@@ -30,6 +30,17 @@ _UNPACED = [
     "learner/engine=torch",
 ]
 """For the generator side: no pacing limit, and a plain torch engine that publishes its weights."""
+_REAL = [
+    "experiment=smollm2_cpu",
+    "generators.sampling.max_tokens=64",
+    "generators.sampling.ignore_eos=true",
+    "generators.max_concurrency=16",
+    "learner.prompts_per_step=8",
+    "learner.max_steps=1000000",
+    "prepare=[{creates: data/sums/heldout.parquet, module: slipstream.scripts.make_digits_data, args: "
+    "['--task=question', '--train-rows=54', '--heldout-rows=36', '--out=data/sums']}]",
+]
+"""Settings of `--model`: sums as chat messages, answers of 64 tokens."""
 _PARTS = {"generators": "benchmarks.overhead.generator_side", "learner": "benchmarks.overhead.learner_side"}
 
 console = Console()
@@ -37,6 +48,8 @@ console = Console()
 
 def main(arguments: argparse.Namespace) -> None:
     """Measure the selected parts. Results are written after each, because a part takes minutes."""
+    if arguments.model:
+        arguments.overrides = [*_REAL, f"model.path={arguments.model}", *arguments.overrides]
     run = load(arguments.overrides)
     prepare(run)
     result: dict[str, Any] = {"run": to_plain(run), "load_averages": {}}
@@ -67,8 +80,8 @@ def _side(
 ) -> dict[str, Any]:
     """Run one side in its own process: vLLM and DeepSpeed read different environments."""
     command = [sys.executable, "-m", _PARTS[part], f"--seconds={arguments.seconds}", f"--rounds={arguments.rounds}"]
-    command += [*arguments.overrides, *settings]
-    limit_s = _START_S + 10 * arguments.seconds * (arguments.rounds + 1)
+    command += [*(["--no-padding"] if arguments.model else []), *arguments.overrides, *settings]
+    limit_s = _START_S + 10 * (arguments.seconds + 10) * (arguments.rounds + 1)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s, check=False)
     if done.returncode:
         raise RuntimeError(f"{_PARTS[part]} must succeed, got exit code {done.returncode}:\n{done.stderr[-4000:]}")
@@ -79,7 +92,12 @@ def _print_tables(parts: dict[str, dict[str, Any]]) -> None:
     rates = [{"name": name} | figures for side in parts.values() for name, figures in side["rates"].items()]
     columns = {"alone": "{name}", "tokens/s": "{tokens_per_s:,.0f}", "ratio to bare": "{ratio:.3f}"}
     columns["quartiles"] = "{ratio_quartiles[0]:.3f} to {ratio_quartiles[1]:.3f}"
+    columns["of plain matrix products"] = "{share_of_products:.1%}"
     console.print(make_table(rates, columns, title="Each side alone"))
+    wholes = [figures["share_of_products"] for side in parts.values() for figures in [*side["rates"].values()][-1:]]
+    if len(wholes) == len(_PARTS):
+        share = f"{sum(wholes) / len(wholes):.1%}"
+        console.print(f"generator role and learner step, on a core each: {share} of plain matrix products")
     if learner := parts.get("learner"):
         total = sum(learner["parts_ms"].values())
         steps = [{"part": part, "ms": ms, "share": ms / total} for part, ms in learner["parts_ms"].items()]
@@ -92,5 +110,6 @@ if __name__ == "__main__":
     parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement (3)")
     parser.add_argument("--rounds", type=int, default=8, help="measurements per contestant (8)")
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="what to measure (all)")
+    parser.add_argument("--model", help="folder of a chat model: answers of 64 tokens, and a packed bare loop")
     parser.add_argument("overrides", nargs="*", help="settings of the run, after --")
     main(parser.parse_args())

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -12,7 +13,7 @@ from multiprocessing.synchronize import Event
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from vllm import SamplingParams
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind
@@ -22,6 +23,7 @@ from benchmarks.overhead.open_broker import open_broker
 from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarize
 from benchmarks.router import join_run
 from slipstream.broker.dataset import read_train
+from slipstream.broker.messages import Row
 from slipstream.broker.transport.session import Session, StatusBoard, call_threadsafe
 from slipstream.broker.weights.collective import CollectiveReceiver
 from slipstream.buffer.trajectory import Sampling
@@ -31,6 +33,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.generators.build import assemble
 from slipstream.generators.engines.engine import Engine
 from slipstream.generators.generator import Generator
+from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
 
 _TIMEOUT_S = 120.0
 _SETTLE_S = 0.5
@@ -48,7 +51,6 @@ class BareEngine:
         assert isinstance(engine, VllmEngineConfig)
         self._sampling = run.generators.sampling
         self._end_token_id = GenerationConfig.from_pretrained(run.model.path).eos_token_id
-        self._tokenizer = AutoTokenizer.from_pretrained(run.model.path)
         self._num_requests = 0
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
@@ -66,9 +68,6 @@ class BareEngine:
             )
         )
 
-    def encode(self, prompt: str) -> list[int]:
-        return self._tokenizer.encode(prompt, add_special_tokens=False)
-
     async def generate(self, prompt_token_ids: list[int]) -> int:
         """Generate one response; return its number of tokens."""
         self._num_requests += 1
@@ -76,7 +75,8 @@ class BareEngine:
             temperature=self._sampling.temperature,
             max_tokens=self._sampling.max_tokens,
             seed=self._num_requests,
-            stop_token_ids=[self._end_token_id],
+            stop_token_ids=[] if self._sampling.ignore_eos else [self._end_token_id],
+            ignore_eos=self._sampling.ignore_eos,
             logprobs=0,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -121,7 +121,8 @@ async def _measure(run: RunConfig, bare: BareEngine, admits: Event, *, seconds: 
         }
         for warm_up in contestants.values():
             await warm_up()
-        return summarize(await measure_in_turn(contestants, rounds=rounds), base="bare AsyncLLM")
+        rates = await measure_in_turn(contestants, rounds=rounds)
+        return summarize(rates, base="bare AsyncLLM", operations_per_token=_operations_per_token(run))
     finally:
         generator.drain("the benchmark is over")
         await serving
@@ -130,19 +131,25 @@ async def _measure(run: RunConfig, bare: BareEngine, admits: Event, *, seconds: 
 
 # --- contestants ---------------------------------------------------------------------------------------------------
 def _ask_bare(run: RunConfig, bare: BareEngine) -> Callable[[], Awaitable[int]]:
-    prompts = _prompts(run)
-    return lambda: bare.generate(bare.encode(next(prompts)))
+    encoder, prompts = _encoder(run), _prompts(run)
+    return lambda: bare.generate(encoder.encode(next(prompts))[0])
 
 
 def _ask_engine(run: RunConfig, engine: Engine) -> Callable[[], Awaitable[int]]:
-    prompts, numbers = _prompts(run), itertools.count()
-    tokenizer = AutoTokenizer.from_pretrained(run.model.path)
+    encoder, prompts, numbers = _encoder(run), _prompts(run), itertools.count()
     sampling = run.generators.sampling
 
     async def ask() -> int:
         number = next(numbers)
-        drawn = Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, seed=number)
-        token_ids = tokenizer.encode(next(prompts), add_special_tokens=False)
+        drawn = Sampling(
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+            sampling.max_tokens,
+            seed=number,
+            ignore_eos=sampling.ignore_eos,
+        )
+        token_ids, _ = encoder.encode(next(prompts))
         # Includes the time, because request ids must be unique over all rounds.
         completion = await engine.generate(token_ids, drawn, request_id=f"engine-{time.perf_counter_ns()}-{number}")
         return len(completion.token_ids)
@@ -208,8 +215,26 @@ async def _until(is_reached: Callable[[], bool], *, condition: str) -> None:
         await asyncio.sleep(0.05)
 
 
-def _prompts(run: RunConfig) -> Iterator[str]:
-    return itertools.cycle([str(row.prompt) for row in itertools.islice(read_train(run), 1024)])
+def _prompts(run: RunConfig) -> Iterator[Row]:
+    return itertools.cycle(list(itertools.islice(read_train(run), 1024)))
+
+
+def _encoder(run: RunConfig) -> PromptEncoder:
+    return PromptEncoder(load_tokenizer(run.model), max_prompt_tokens=run.data.max_prompt_tokens)
+
+
+def _operations_per_token(run: RunConfig) -> float:
+    """Floating-point operations of the weights' matrix products per response token; attention is left out.
+
+    A prompt passes the layers once per answer, and the head only at its last token.
+    """
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(run.model.path))
+    layers = sum(weight.numel() for weight in model.base_model.layers.parameters() if weight.dim() == 2)
+    encoder, prompts = _encoder(run), itertools.islice(_prompts(run), 64)
+    prompt_tokens = statistics.mean(len(encoder.encode(prompt)[0]) for prompt in prompts)
+    max_tokens = run.generators.sampling.max_tokens
+    return 2 * layers * (1 + prompt_tokens / max_tokens) + 2 * model.lm_head.weight.numel()
 
 
 if __name__ == "__main__":

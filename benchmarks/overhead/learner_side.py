@@ -1,6 +1,8 @@
-"""Learner side of the overhead: bare DeepSpeed loop, Trainer.step, whole step with the store, on the same data."""
+"""Learner side of the overhead: bare DeepSpeed loops, Trainer.step, whole step with the store, on the same data."""
 
+import argparse
 import asyncio
+import itertools
 import json
 import statistics
 import sys
@@ -8,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -15,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.overhead.rounds import measure_in_turn, side_arguments, summarize
@@ -57,6 +61,8 @@ class SyntheticAnswers:
         row = self._rows.row(lease.row)
         prompt = self._tokenizer.encode(str(row.prompt), add_special_tokens=False)
         truth = [*self._tokenizer.encode(row.ground_truth, add_special_tokens=False), self._tokenizer.eos_token_id]
+        if self._run.generators.sampling.ignore_eos:
+            truth = [*itertools.islice(itertools.cycle(truth), self._run.generators.sampling.max_tokens)]
         return [self._member(lease, row, index, prompt=prompt, truth=truth) for index in lease.indices]
 
     def _member(self, lease: Lease, row: Row, index: int, *, prompt: list[int], truth: list[int]) -> Trajectory:
@@ -95,7 +101,7 @@ class BareLoop:
     def __init__(self, run: RunConfig) -> None:
         """Requires the default process group of torch.distributed."""
         optimizer = run.learner.optimizer
-        model = AutoModelForCausalLM.from_pretrained(run.model.path, dtype=torch.float32).train()
+        model = self._load(run.model.path)
         adamw = torch.optim.AdamW(model.parameters(), lr=optimizer.learning_rate, betas=optimizer.betas)
         self._engine, *_ = deepspeed.initialize(
             model=model,
@@ -110,6 +116,9 @@ class BareLoop:
             dist_init_required=False,
         )
 
+    def _load(self, path: str) -> nn.Module:
+        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
+
     def step(self, groups: Sequence[Sequence[Trajectory]]) -> None:
         members = [member for group in groups for member in group]
         token_ids = _pad([torch.from_numpy(member.token_ids).long() for member in members])
@@ -118,13 +127,59 @@ class BareLoop:
         attention_mask = _pad([torch.ones(member.num_tokens, dtype=torch.long) for member in members])
         logits = self._engine(input_ids=token_ids, attention_mask=attention_mask, use_cache=False).logits[:, :-1]
         logprobs = logits.log_softmax(dim=-1).gather(-1, token_ids[:, 1:, None])[..., 0]
-        ratio = (logprobs - generator_logprobs).exp()
-        rewards = torch.tensor([[member.reward.total for member in group] for group in groups])
-        centered, spread = rewards - rewards.mean(dim=1, keepdim=True), rewards.std(dim=1, keepdim=True)
-        advantages = (centered / (spread + 1e-4)).flatten()[:, None]
-        losses = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        losses = _losses(logprobs, generator_logprobs, _advantages(groups)[:, None])
         self._engine.backward((losses * mask).sum() / mask.sum())
         self._engine.step()
+
+
+class PackedModel(nn.Module):
+    """Logits of chosen tokens in packed rows."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, sources: Tensor, **inputs: Any) -> Tensor:
+        states = self.model.base_model(use_cache=False, **inputs).last_hidden_state
+        return self.model.lm_head(states.flatten(0, 1)[sources])
+
+
+class PackedLoop(BareLoop):
+    """BareLoop on the microbatches of Trainer.step, packed beforehand: rows with each prompt once."""
+
+    def __init__(self, run: RunConfig, *, trainer: Trainer, groups: Sequence[Sequence[Trajectory]]) -> None:
+        super().__init__(run)
+        built = trainer._build(groups, learner_version=0)
+        self._tokens = built.batch.tokens
+        self._microbatches = [each for samples in built.updates for each in trainer.collate(samples)]
+
+    def _load(self, path: str) -> nn.Module:
+        return PackedModel(super()._load(path))
+
+    def step(self, groups: Sequence[Sequence[Trajectory]]) -> None:
+        advantages, num_tokens = _advantages(groups)[self._tokens.sequences], len(self._tokens.sequences)
+        for number, part in enumerate(self._microbatches, start=1):
+            spans, shape = part.spans, part.token_ids.shape
+            mask = spans.mask(shape, part.token_ids.device) if spans and spans.has_shared else None
+            inputs = {"input_ids": part.token_ids, "position_ids": part.position_ids, "attention_mask": mask}
+            logits = self._engine(part.sources, **inputs)
+            logprobs = logits.log_softmax(dim=-1).gather(-1, part.targets[:, None])[:, 0]
+            losses = _losses(logprobs, self._tokens.generator_logprobs[part.indices], advantages[part.indices])
+            self._engine.set_gradient_accumulation_boundary(number == len(self._microbatches))
+            self._engine.backward(losses.sum() / num_tokens)
+        self._engine.step()
+
+
+def _advantages(groups: Sequence[Sequence[Trajectory]]) -> Tensor:
+    """Advantage of each trajectory."""
+    rewards = torch.tensor([[member.reward.total for member in group] for group in groups])
+    centered, spread = rewards - rewards.mean(dim=1, keepdim=True), rewards.std(dim=1, keepdim=True)
+    return (centered / (spread + 1e-4)).flatten()
+
+
+def _losses(logprobs: Tensor, generator_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    ratio = (logprobs - generator_logprobs).exp()
+    return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
 
 
 def _pad(rows: list[Tensor]) -> Tensor:
@@ -221,41 +276,53 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         run = msgspec.structs.replace(load(arguments.overrides), runs_dir=folder)
         torch.set_num_threads(1)
-        result = _measure(run, seconds=arguments.seconds, rounds=arguments.rounds)
+        result = _measure(run, arguments)
     print(json.dumps(result))
 
 
-def _measure(run: RunConfig, *, seconds: float, rounds: int) -> dict[str, Any]:
+def _measure(run: RunConfig, arguments: argparse.Namespace) -> dict[str, Any]:
     device = torch.device("cpu")
     ranks = join_ranks(rank=0, size=1, device=device, timeout_s=_TIMEOUT_S)
-    trainer, bare = build_trainer(run, ranks=ranks), BareLoop(run)
+    trainer = build_trainer(run, ranks=ranks)
     folder = RunFolder(run)
     folder.open()
     with _store(run, folder) as store:
         whole = LearnerStep(run, trainer=trainer, store=store, folder=folder)
         groups = whole.fill(num_groups=run.learner.prompts_per_step)
-        contestants = {
-            "bare DeepSpeed loop": lambda: bare.step(groups),
+        packed = PackedLoop(run, trainer=trainer, groups=groups)
+        bare = (
+            {"bare DeepSpeed loop": packed}
+            if arguments.no_padding
+            else {
+                "bare DeepSpeed loop": BareLoop(run),
+                "bare DeepSpeed loop, packed": packed,
+            }
+        )
+        contestants: dict[str, Callable[[], Any]] = {
+            **{name: partial(loop.step, groups) for name, loop in bare.items()},
             "Trainer.step": lambda: trainer.step(groups, learner_version=0, step=1),
             "learner step": whole.run,
         }
-        return asyncio.run(_compare(contestants, whole, groups, seconds=seconds, rounds=rounds))
+        with FlopCounterMode(display=False) as counter:
+            packed.step(groups)
+        return asyncio.run(_compare(contestants, whole, groups, arguments, operations=counter.get_total_flops()))
 
 
 async def _compare(
     steps: dict[str, Callable[[], Any]],
     whole: LearnerStep,
     groups: list[list[Trajectory]],
+    arguments: argparse.Namespace,
     *,
-    seconds: float,
-    rounds: int,
+    operations: int,
 ) -> dict[str, Any]:
+    """`operations`: floating-point operations of a step's matrix products."""
     num_tokens = sum(int(member.model_mask.sum()) for group in groups for member in group)
 
     async def rate(step: Callable[[], Any]) -> float:
         """Return response tokens trained on per second; filling the store is not timed."""
         spent, count = 0.0, 0
-        while spent < seconds:
+        while spent < arguments.seconds:
             if step == whole.run:
                 whole.fill(num_groups=len(groups))
             started_at = time.perf_counter()
@@ -267,7 +334,8 @@ async def _compare(
     contestants = {name: lambda step=step: rate(step) for name, step in steps.items()}
     await measure_in_turn(contestants, rounds=1)
     whole.times.clear()
-    rates = summarize(await measure_in_turn(contestants, rounds=rounds), base="bare DeepSpeed loop")
+    found = await measure_in_turn(contestants, rounds=arguments.rounds)
+    rates = summarize(found, base="bare DeepSpeed loop", operations_per_token=operations / num_tokens)
     parts_ms = {part: 1000 * statistics.median(times) for part, times in whole.times.items()}
     return {"rates": rates, "parts_ms": parts_ms, "tokens_per_step": num_tokens}
 

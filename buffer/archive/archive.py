@@ -4,6 +4,7 @@ The mirror sends shards and ledger before the manifest, so that the object store
 run resumed on another machine starts from this copy.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -13,10 +14,10 @@ import structlog
 from slipstream.buffer.archive.index import (
     LEDGER,
     MANIFEST,
+    LedgerReader,
     Manifest,
     ShardEntry,
     parse_manifest,
-    read_ledger,
     read_manifest,
 )
 from slipstream.buffer.archive.shards import LOCK, OVERFLOW, overflow_groups, read_column, read_shard
@@ -25,6 +26,7 @@ from slipstream.buffer.durable_files import write_durably
 from slipstream.buffer.errors import ArchiveError, ShardError
 from slipstream.buffer.object_folder import ObjectFolder
 from slipstream.buffer.records import StepEntry
+from slipstream.buffer.store import Store
 from slipstream.configs.base import Record
 from slipstream.runtime.run_folder import is_held
 
@@ -92,16 +94,23 @@ class Archive:
     def __init__(self, folder: Path) -> None:
         """Read the manifest. Raises ArchiveError if it is missing or damaged."""
         self.folder = folder
-        manifest = read_manifest(folder)
-        self.shards = manifest.shards
-        """Shards in the manifest when the archive was opened."""
-        self._ledger = manifest.ledger
-        self.note = _unfinished(folder, manifest)
+        self._ledger = LedgerReader(folder)
+        self.shards: list[ShardEntry] = []
+        """Shards in the manifest when it was last read."""
+        self.note = ""
         """One sentence if the manifest is incomplete after a crash or damage; else empty."""
+        self.refresh()
 
-    def steps(self) -> list[StepEntry]:
-        """Ledger; empty if absent. Raises ArchiveError if it is damaged."""
-        return read_ledger(self.folder, self._ledger)
+    def refresh(self) -> None:
+        """Read the manifest again. Raises ArchiveError as the constructor does."""
+        manifest = read_manifest(self.folder)
+        self.shards, self._sealed = manifest.shards, manifest.ledger
+        self.note = _unfinished(self.folder, manifest)
+
+    def steps(self, *, first_step: int = 1, last_step: float = math.inf) -> list[StepEntry]:
+        """Ledger of these steps; empty if absent. Raises ArchiveError if it is damaged."""
+        self._ledger.refresh(self._sealed)
+        return list(self._ledger.read(first_step=first_step, last_step=last_step))
 
     def read(
         self,
@@ -182,6 +191,23 @@ def _unfinished(folder: Path, manifest: Manifest) -> str:
     )
 
 
+def whole_ledger(
+    store: Store, archive: Archive | None, *, first_step: int = 1, last_step: float = math.inf
+) -> list[StepEntry]:
+    """Ledger of these steps of a run: the archived entries, then the store's.
+
+    Lacks the archived part without an archive. Raises ReplayBufferError.
+    """
+    # In this order: an entry leaves the store only after the archive has it, and one that is in both counts once.
+    newest = store.run_state().step
+    stored = store.ledger(first_step=first_step)
+    last_archived = stored[0].step - 1 if stored else newest
+    found = [entry for entry in stored if entry.step <= last_step]
+    if archive is None or first_step > last_archived:
+        return found
+    return archive.steps(first_step=first_step, last_step=min(last_archived, last_step)) + found
+
+
 # --- the mirror in the object store -----------------------------------------------------------------------------------
 _WHOLE_FILES = (LEDGER, MANIFEST)
 """Append-only files, sent whole and in this order. Other files never change."""
@@ -193,15 +219,15 @@ class ArchiveMirror:
     def __init__(self, folder: Path, remote: ObjectFolder) -> None:
         self._folder = folder
         self._remote = remote
-        self._sent = dict[str, int | bytes]()
-        """Size of each object; for append-only files, the content."""
+        self._sent = dict[str, int]()
+        """Size of each object. An append-only file is its beginning."""
 
     def fetch(self) -> None:
         """Bring the folder up to date with the mirror. Raises StorageError, ArchiveError (other shards), OSError."""
         found = self._remote.objects()
         # Manifest first: the ledger may be longer than it says, but not shorter.
         grown = {name: self._remote.read(name) or b"" for name in reversed(_WHOLE_FILES)}
-        self._sent = {name: info.size for name, info in found.items()} | grown
+        self._sent = {name: info.size for name, info in found.items()}
         remote, local = grown[MANIFEST], _whole_lines(self._folder / MANIFEST)
         if local.startswith(remote):
             return
@@ -231,10 +257,12 @@ class ArchiveMirror:
                 self._remote.send(path, name, expected=shard.checksum if shard else "")
                 self._sent[name] = size
         for name in _WHOLE_FILES:
-            content = _whole_lines(self._folder / name)
-            if content and self._sent.get(name) != content:
+            path = self._folder / name
+            # A ledger may have gigabytes, so it is read only when it has grown.
+            sent = self._sent.get(name, 0)
+            if path.is_file() and path.stat().st_size != sent and len(content := _whole_lines(path)) != sent:
                 self._remote.write(name, content)
-                self._sent[name] = content
+                self._sent[name] = len(content)
 
     def _unchanging(self) -> Iterator[tuple[Path, ShardEntry | None]]:
         for shard in read_manifest(self._folder).shards:

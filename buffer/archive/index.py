@@ -5,15 +5,18 @@ step gets its line once a durable checkpoint covers it and all of its groups are
 seconds, a step may run again: its second line replaces the first and every line in between.
 """
 
+import math
 import re
 import time
+from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
 import xxhash
 
-from slipstream.buffer.durable_files import LineFile, parse_line, parse_lines
+from slipstream.buffer.durable_files import LineFile, parse_line, whole_lines
 from slipstream.buffer.errors import ArchiveError
 from slipstream.buffer.records import StepEntry
 from slipstream.configs.base import Record
@@ -104,7 +107,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def parse_manifest(content: bytes, *, where: str | Path) -> Manifest:
     """Parse a manifest, ignoring a truncated last line. Raises ArchiveError."""
-    entries, whole = parse_lines(content, lambda line: _parse_line(line, where), where=where, rule="name a shard")
+    lines = content.splitlines(keepends=True)
+    found = [*whole_lines(lines, lambda line: _parse_line(line, where), where=where, rule="name a shard")]
+    entries, whole = [entry for entry, _ in found], b"".join(line for _, line in found)
     shards = [entry for entry in entries if entry.file != LEDGER]
     ledger = next((entry for entry in reversed(entries) if entry.file == LEDGER), None)
     return Manifest(shards, ledger, whole, unnamed=set(), is_cut=len(whole) < len(content))
@@ -119,7 +124,12 @@ class ManifestWriter:
             (folder / MANIFEST).touch()
         found = read_manifest(folder)
         self.shards, self.ledger, self.unnamed = found.shards, found.ledger, found.unnamed
-        self._file = LineFile(folder / MANIFEST, content=found.content, schema=_SCHEMA)
+        self._file = LineFile(
+            folder / MANIFEST,
+            digest=xxhash.xxh3_64(found.content),
+            num_bytes=len(found.content),
+            schema=_SCHEMA,
+        )
 
     def append(self, entry: ShardEntry) -> None:
         """Append a line durably. Can be retried after an OSError."""
@@ -151,12 +161,73 @@ LEDGER_SCHEMA = 1
 """Increment when an older reader would misread a StepEntry."""
 
 
-def read_ledger(folder: Path, sealed: ShardEntry | None) -> list[StepEntry]:
-    """Ledger's steps. `sealed` is the manifest's ledger entry, if any.
+class _Step(msgspec.Struct):
+    """Decodes only the step of a StepEntry."""
 
-    Raises ArchiveError for a ledger that is damaged, or shorter than the manifest says.
-    """
-    return list(_parse_ledger(folder / LEDGER, sealed)[0].values())
+    step: int
+
+
+class LedgerReader:
+    """Reads a ledger, which may grow, by step. Keeps the position of every line, not the entries."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / LEDGER
+        self._forget()
+
+    def _forget(self) -> None:
+        self.places: dict[int, tuple[int, int]] = {}
+        """Step -> offset and length of its line; ascending."""
+        self.digest = xxhash.xxh3_64()
+        """xxh3-64 of all complete lines."""
+        self.num_bytes = 0
+        self._num_lines = 0
+
+    def refresh(self, sealed: ShardEntry | None) -> None:
+        """Find the lines added since the last call. `sealed` is the manifest's ledger entry, if any.
+
+        Raises ArchiveError for a ledger that is damaged, or shorter than the manifest says.
+        """
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size < self.num_bytes:
+            self._forget()
+        # The checksums of single lines do not detect missing lines.
+        is_checked = sealed is None or sealed.bytes <= self.num_bytes
+        with self._path.open("rb") if size else BytesIO() as file:
+            file.seek(self.num_bytes)
+            found = whole_lines(file, self._parse, where=self._path, rule="hold a step", first=self._num_lines + 1)
+            for entry, line in found:
+                self._enter(entry.step, line)
+                if sealed and self.num_bytes == sealed.bytes:
+                    is_checked = self.digest.hexdigest() == sealed.checksum
+        if sealed and not is_checked:
+            raise ArchiveError(
+                f"{self._path} must begin with the {sealed.bytes} bytes that the manifest records ({sealed.rows} "
+                f"steps, up to step {sealed.last_step}), got {size} bytes with {self._num_lines} whole lines: it is "
+                "damaged; restore it from a copy, or continue the run without this archive by moving its folder away."
+            )
+
+    def _parse(self, line: bytes) -> _Step | None:
+        return parse_line(line, _Step, schema=LEDGER_SCHEMA, where=self._path)
+
+    def _enter(self, step: int, line: bytes) -> None:
+        # A repeated step invalidates all later ones.
+        while self.places and next(reversed(self.places)) >= step:
+            self.places.popitem()
+        self.places[step] = (self.num_bytes, len(line))
+        self.digest.update(line)
+        self.num_bytes += len(line)
+        self._num_lines += 1
+
+    def read(self, *, first_step: int = 1, last_step: float = math.inf) -> Iterator[StepEntry]:
+        """Yield the entries of these steps. Raises ArchiveError."""
+        wanted = [(step, place) for step, place in self.places.items() if first_step <= step <= last_step]
+        with self._path.open("rb") if wanted else BytesIO() as file:
+            for step, (offset, length) in wanted:
+                file.seek(offset)
+                entry = parse_line(file.read(length), StepEntry, schema=LEDGER_SCHEMA, where=self._path)
+                if entry is None:
+                    raise ArchiveError(f"{self._path} must hold step {step} at byte {offset}: restore it from a copy.")
+                yield entry
 
 
 class LedgerWriter:
@@ -169,64 +240,40 @@ class LedgerWriter:
     def __init__(self, folder: Path, manifest: ManifestWriter) -> None:
         """Raises ArchiveError if the ledger is damaged, and OSError."""
         self._manifest = manifest
-        self._entries, content = _parse_ledger(folder / LEDGER, manifest.ledger)
-        self._file = LineFile(folder / LEDGER, content=content, schema=LEDGER_SCHEMA)
+        self._reader = reader = LedgerReader(folder)
+        reader.refresh(manifest.ledger)
+        self._file = LineFile(
+            folder / LEDGER, digest=reader.digest.copy(), num_bytes=reader.num_bytes, schema=LEDGER_SCHEMA
+        )
         if self._file.num_bytes > (manifest.ledger.bytes if manifest.ledger else 0):
             self._seal()
 
     @property
     def last_step(self) -> int:
-        return max(self._entries, default=0)
+        return next(reversed(self._reader.places), 0)
 
     def lacks(self, entries: list[StepEntry]) -> list[StepEntry]:
         """First of `entries` that is missing or different here, and all after it."""
-        first = next((entry.step for entry in entries if self._entries.get(entry.step) != entry), None)
-        return [] if first is None else [entry for entry in entries if entry.step >= first]
+        known = self._reader.read(first_step=entries[0].step) if entries else iter(())
+        number = next((at for at, entry in enumerate(entries) if next(known, None) != entry), len(entries))
+        return entries[number:]
 
     def append(self, entries: list[StepEntry]) -> None:
         """Append steps durably. Can be retried after an OSError."""
         self._file.append(entries)
-        for entry in entries:
-            _enter(self._entries, entry)
+        self._reader.refresh(None)
         self._seal()
 
     def _seal(self) -> None:
+        steps = self._reader.places
         entry = ShardEntry(
             file=LEDGER,
-            rows=len(self._entries),
+            rows=len(steps),
             groups=0,
-            first_step=min(self._entries, default=None),
-            last_step=max(self._entries, default=None),
+            first_step=next(iter(steps), None),
+            last_step=self.last_step or None,
             bytes=self._file.num_bytes,
             checksum=self._file.checksum,
             archived_at=time.time(),
         )
         self._manifest.append(entry)
-
-
-def _enter(entries: dict[int, StepEntry], entry: StepEntry) -> None:
-    # A repeated step invalidates all later ones.
-    for step in [step for step in entries if step >= entry.step]:
-        del entries[step]
-    entries[entry.step] = entry
-
-
-def _parse_ledger(path: Path, sealed: ShardEntry | None) -> tuple[dict[int, StepEntry], bytes]:
-    content = path.read_bytes() if path.exists() else b""
-    parsed, whole = parse_lines(
-        content,
-        lambda line: parse_line(line, StepEntry, schema=LEDGER_SCHEMA, where=path),
-        where=path,
-        rule="hold a step",
-    )
-    # The checksums of single lines do not detect missing lines.
-    if sealed and xxhash.xxh3_64_hexdigest(whole[: sealed.bytes]) != sealed.checksum:
-        raise ArchiveError(
-            f"{path} must begin with the {sealed.bytes} bytes that the manifest records ({sealed.rows} steps, up to "
-            f"step {sealed.last_step}), got {len(content)} bytes with {len(parsed)} whole lines: it is damaged; "
-            "restore it from a copy, or continue the run without this archive by moving its folder away."
-        )
-    entries: dict[int, StepEntry] = {}
-    for entry in parsed:
-        _enter(entries, entry)
-    return entries, whole

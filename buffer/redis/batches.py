@@ -199,7 +199,7 @@ class RedisBatches(RedisConnection):
         return num_returned, fence
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
-        """Entries of committed steps, in order."""
+        """Entries of committed steps that have not moved to the archive, in order; see `whole_ledger`."""
         key, entries = self._key("ledger"), list[bytes | None]()
         # Names first: all entries of a long run take hundreds of megabytes, and most callers want the newest.
         steps = sorted(step for name in self._call(self._client.hkeys, key) if (step := int(name)) >= first_step)

@@ -5,7 +5,7 @@ claimed again. Before it is used, a group may instead be rejected, expired, or q
 is then returned. Each transition is atomic. With an archive, a finished group stays stored until it is archived.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -46,9 +46,11 @@ _STATE_FIELDS = (
     "layout", "learner_fence", "next_ordinal", "admitted", "target_lag",
 )  # fmt: skip
 _READ_AT_ONCE = 32
+"""Groups with payloads in memory at once."""
+_FORGOTTEN_AT_ONCE = 256
+"""Ledger entries deleted per script, so that the server is not blocked for long."""
 _MIN_SPREAD = 1e-6
 """Difference of rewards that counts as a signal: sums of equal parts differ by rounding."""
-"""Groups with payloads in memory at once."""
 
 
 class GroupPlace(NamedTuple):
@@ -165,13 +167,26 @@ class RedisStore(RedisPrompts, RedisBatches):
         """Delete archived groups; return their number. Skips unfinished groups. Restricted to the chief."""
         return self._run_as_chief("forget", fence, *group_ids)
 
-    def audit(self) -> Audit:
-        """Recompute the accounting from the stored data: seconds for a hundred thousand groups."""
+    def forget_steps(self, entry: StepEntry, *, fence: int = NO_FENCE) -> int:
+        """Delete the ledger up to `entry`, which the archive holds; return the number of entries.
+
+        No-op if no checkpoint covers the step, or the store has another entry of it. Restricted to the chief.
+        """
+        forgotten = 0
+        while count := self._run_as_chief("forget_steps", fence, entry.step, encode(entry), _FORGOTTEN_AT_ONCE):
+            forgotten += count
+        return forgotten
+
+    def audit(self, *, archived: Callable[[], list[StepEntry]] | None = list) -> Audit:
+        """Recompute the accounting from the stored data: seconds for a hundred thousand groups.
+
+        `archived`: reads the archive's ledger, for the entries that have moved there; None: they are not audited.
+        """
         # Fails on another key layout.
         self.run_state()
-        next_ordinal, max_uses, accepted, done, states, outcomes, ledger = self._run("snapshot")
+        next_ordinal, max_uses, archived_step, accepted, done, states, outcomes, ledger = self._run("snapshot")
         sized = {text(state): list(zip(*[iter(flat)] * 3, strict=True)) for state, flat in states}
-        entries = [decode(entry, StepEntry) for entry in ledger]
+        entries = sorted((decode(entry, StepEntry) for entry in ledger), key=lambda entry: entry.step)
         snapshot = Snapshot(
             next_ordinal=next_ordinal,
             max_uses=max_uses,
@@ -180,7 +195,8 @@ class RedisStore(RedisPrompts, RedisBatches):
             members={text(group): (counted, kept) for groups in sized.values() for group, counted, kept in groups},
             done=np.flatnonzero(np.unpackbits(np.frombuffer(done, dtype=np.uint8))).tolist(),
             outcome_members=_numbers(outcomes),
-            ledger=sorted(entries, key=lambda entry: entry.step),
+            ledger=[entry for entry in (archived() if archived else ()) if entry.step <= archived_step] + entries,
+            archived_step=archived_step if archived else 0,
         )
         return audit(snapshot)
 

@@ -320,7 +320,9 @@ class Launcher:
 
     def _read_answers(self, step: int) -> list[Trajectory]:
         """Return trajectories of a step that are still in the store, at most those of some groups."""
-        if (store := self._opened_store) is None or not (entries := store.ledger(first_step=step)):
+        store = self._opened_store
+        entries = store.ledger(first_step=step)[:1] if store else []
+        if store is None or not entries or entries[0].step != step:
             return []
         try:
             groups = store.fetch(entries[0].group_ids[:_SAMPLED_GROUPS])

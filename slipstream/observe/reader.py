@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.archive import Archive, whole_ledger
 from slipstream.buffer.archive.index import is_archive
 from slipstream.buffer.archive.trajectory_filter import TrajectoryFilter
 from slipstream.buffer.codec import unpack
@@ -176,14 +176,14 @@ class RunReader:
         # If the store was emptied, `last` is less than `after`.
         return RunChanges(found.rows, found.last, num_lost=max(0, found.last - after - len(found.rows)))
 
-    def steps(self, *, first: int = 1) -> list[StepEntry]:
-        """Return the ledger from `first` on; without a store, the archived part."""
+    def steps(self, *, first: int = 1, last: float = math.inf) -> list[StepEntry]:
+        """Return the ledger of these steps; without a store, the archived part."""
         if store := self.find_store():
-            return store.ledger(first_step=first)
-        return [entry for entry in (self.archive.steps() if self.archive else []) if entry.step >= first]
+            return whole_ledger(store, self.archive, first_step=first, last_step=last)
+        return self.archive.steps(first_step=first, last_step=last) if self.archive else []
 
     def find_step(self, step: int) -> StepEntry | None:
-        return next((entry for entry in self.steps(first=step) if entry.step == step), None)
+        return next(iter(self.steps(first=step, last=step)), None)
 
     def versions(self) -> list[VersionEntry]:
         """Return all published versions; none without a store."""

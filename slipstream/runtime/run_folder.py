@@ -36,7 +36,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
@@ -280,19 +280,29 @@ class RunFolder:
                 file.truncate(size)
                 raise
 
-    def keep_metrics(self, *, up_to_step: int) -> list[dict[str, Any]]:
-        """Drop damaged rows and rows after `up_to_step`; return the rest. Raises OSError; safe to retry."""
-        if not self.metrics.exists():
-            return []
-        lines = self.metrics.read_bytes().splitlines(keepends=True)
-        rows = [parse_row(line) for line in lines]
-        if damaged := [number for number, row in enumerate(rows, start=1) if row is None]:
-            log.warning(
-                "damaged_metrics_dropped", file=str(self.metrics), lines=damaged, whole=len(rows) - len(damaged)
-            )
-        kept = [row for row in rows if row is not None and row["step"] <= up_to_step]
-        _replace(self.metrics, "".join(json.dumps(row) + "\n" for row in kept).encode())
-        return kept
+    def keep_metrics(self, *, up_to_step: int) -> Iterator[dict[str, Any]]:
+        """Drop damaged rows and rows after `up_to_step`; return the rest. Raises OSError; safe to retry.
+
+        Holds one row at a time: those of a long run take gigabytes.
+        """
+        damaged, num_rows, is_kept = list[int](), 0, True
+        for num_rows, (row, _) in enumerate(self._rows(), start=1):
+            if row is None:
+                damaged.append(num_rows)
+            is_kept = is_kept and row is not None and row["step"] <= up_to_step
+        if damaged:
+            log.warning("damaged_metrics_dropped", file=str(self.metrics), lines=damaged, whole=num_rows - len(damaged))
+        if not is_kept:
+            rows = self._rows()
+            _rewrite(self.metrics, (line for row, line in rows if row is not None and row["step"] <= up_to_step))
+        return (row for row, _ in self._rows() if row is not None)
+
+    def _rows(self) -> Iterator[tuple[dict[str, Any] | None, bytes]]:
+        """Yield the rows of the metrics, None if damaged, with their lines."""
+        if self.metrics.exists():
+            with self.metrics.open("rb") as file:
+                for line in file:
+                    yield parse_row(line), line
 
     def write_summary(self, summary: dict[str, Any]) -> None:
         """Write the results atomically. Raises OSError; safe to retry."""
@@ -301,12 +311,16 @@ class RunFolder:
 
 def _replace(path: Path, content: bytes) -> None:
     """Write a file unless it has this content. On OSError the old file remains."""
-    if path.is_file() and path.read_bytes() == content:
-        return
+    if not path.is_file() or path.read_bytes() != content:
+        _rewrite(path, [content])
+
+
+def _rewrite(path: Path, parts: Iterable[bytes]) -> None:
     # Rename into place, so that no partial file remains.
     draft = path.with_name(f"{path.name}.new")
     try:
-        draft.write_bytes(content)
+        with draft.open("wb") as file:
+            file.writelines(parts)
         draft.replace(path)
     except OSError as error:
         draft.unlink(missing_ok=True)

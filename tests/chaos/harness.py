@@ -5,10 +5,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.archive import Archive, whole_ledger
+from slipstream.buffer.archive.index import is_archive
 from slipstream.buffer.errors import ArchiveError, ReplayBufferError
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
+from tests import runs
 from tests.chaos import state_audit
 from tests.chaos.acts import Acts
 from tests.chaos.delivery_audit import find_delivery_problems
@@ -149,9 +151,9 @@ class Harness:
         self.stored, check = read_archive(self.stage.run_folder / "archive")
         groups = {each.sample[0] for each in self.stored}
         return Outcome(
-            self.store.audit(),
+            runs.audited(self.store, self.stage.run_folder / "archive"),
             self.store.counts(),
-            self.store.ledger(),
+            whole_ledger(self.store, Archive(self.stage.run_folder / "archive")),
             trained,
             [each.sample for each in self.stored if each.outcome == "retired"],
             check,
@@ -293,7 +295,9 @@ class Harness:
 
     def _read_state(self) -> state_audit.Snapshot:
         snapshot: state_audit.Snapshot = self.store._call(state_audit.read_snapshot, self.store._client, f"{{{NAME}}}:")
-        return snapshot
+        archive = self.stage.run_folder / "archive"
+        # After the store: an entry leaves it only after the archive has it.
+        return snapshot._replace(archived=Archive(archive).steps() if is_archive(archive) else [])
 
     def _process(self, name: str, module: str, arguments: list[str], *, is_cold: bool = False) -> Process:
         kind = ColdProcess if is_cold or self._is_cold else WarmProcess

@@ -302,7 +302,7 @@ def _play(row: Row, run: Scene) -> Result:
             return Result(row.name, "stands still", Loss(problems=problems), run.take_leftovers(), is_stuck=True)
         next_step_s = time.monotonic() - undone_at
         with closing(run.open_store()) as store:
-            loss = read_books(store)
+            loss = read_books(store, run.path / "archive")
     except (ReplayBufferError, OSError, subprocess.SubprocessError, psutil.Error, KeyError, ValueError) as error:
         problem = f"{type(error).__name__}: {error}, {run.last_line}"
         return Result(row.name, "failed", Loss(problems=[problem]), run.take_leftovers(), is_stuck=True)

@@ -15,7 +15,8 @@ from typing import Any
 
 import psutil
 
-from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.archive import Archive, whole_ledger
+from slipstream.buffer.archive.index import is_archive
 from slipstream.buffer.redis.run_store import open_run_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.base import Record
@@ -202,7 +203,7 @@ class LaunchedRun:
             files += [path for path in (self.folder / "tmp").iterdir() if not path.name.startswith("torchinductor")]
             self._left += [str(path.relative_to(self.folder)) for path in files]
             with closing(open_run_store(self.path, timeout_s=END_TIMEOUT_S, starts_server=True)) as store:
-                loss, counts = read_books(store), store.counts()
+                loss, counts = read_books(store, self.path / "archive"), store.counts()
             archive = Archive(self.path / "archive")
             check, steps = archive.check(), [entry.step for entry in archive.steps()]
             writers = {stored.trajectory.generator_id for stored in archive.read()}
@@ -244,6 +245,10 @@ class LightRun:
     def last_line(self) -> str:
         return self.harness.last_lines
 
+    @property
+    def path(self) -> Path:
+        return self.harness.stage.run_folder
+
     def open_store(self) -> RedisStore:
         return open_run_store(self.harness.stage.store.url, CHAOS_NAME, timeout_s=END_TIMEOUT_S)
 
@@ -256,15 +261,16 @@ class LightRun:
             outcome, problems = self.harness.verdict(timeout_s=STEP_TIMEOUT_S)
         finally:
             self.harness.end()
-        checkpoints = self.harness.stage.run_folder / "checkpoints"
+        checkpoints = self.path / "checkpoints"
         self._left = [f"process {each.pid}" for each in processes_of(self.harness.stage.folder)]
         self._left += [str(path) for path in checkpoints.glob("draft*")]
         return Loss(outcome.audit.lost, outcome.audit.duplicated, problems) if outcome else Loss(problems=problems)
 
 
-def read_books(store: RedisStore) -> Loss:
+def read_books(store: RedisStore, archive: Path) -> Loss:
     """Audit a store, live or not: every trajectory in one place, every group trained on once."""
-    audit, ledger = store.audit(), store.ledger()
+    audit = runs.audited(store, archive)
+    ledger = whole_ledger(store, Archive(archive) if is_archive(archive) else None)
     uses = Counter(group for entry in ledger for group in entry.group_ids)
     again = [group for group, times in uses.items() if times > 1]
     problems = [*audit.problems, *(f"group {group} was trained on {uses[group]} times" for group in again[:3])]

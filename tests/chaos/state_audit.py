@@ -37,6 +37,8 @@ class Snapshot(NamedTuple):
 
     hashes: dict[str, dict[str, bytes]]
     lists: dict[str, list[str]]
+    archived: list[StepEntry] = []
+    """Ledger of the archive, which may be longer than the part that left the store."""
 
     def number(self, name: str, field: str) -> int:
         return int(self.hashes.get(name, {}).get(field) or 0)
@@ -56,9 +58,10 @@ class Snapshot(NamedTuple):
 
     @property
     def ledger(self) -> list[StepEntry]:
-        """Entries of the committed steps, in order."""
+        """Entries of the committed steps, in order: those that left the store, then the store's."""
         entries = [decode(entry, StepEntry) for entry in self.hashes.get("ledger", {}).values()]
-        return sorted(entries, key=lambda entry: entry.step)
+        moved = [entry for entry in self.archived if entry.step <= self.number("run", "archived_step")]
+        return moved + sorted(entries, key=lambda entry: entry.step)
 
     @property
     def places(self) -> dict[str, list[str]]:

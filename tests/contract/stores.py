@@ -5,7 +5,7 @@ import itertools
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -91,10 +91,11 @@ def lease_all(store: RedisStore, count: int, *, group_size: int) -> list[Lease]:
     return store.lease(admission_limit=10**9, **asked)
 
 
-def check_state(store: AnyStore) -> None:
+def check_state(store: AnyStore, *, archived: Sequence[StepEntry] = ()) -> None:
+    """Audit every key of a Redis store. `archived`: the archive's ledger."""
     if isinstance(store, RedisStore):
         admin = redis.Redis.from_url(shared_server().url)
-        assert find_state_problems(read_snapshot(admin, store._prefix)) == []
+        assert find_state_problems(read_snapshot(admin, store._prefix)._replace(archived=[*archived])) == []
         admin.close()
 
 

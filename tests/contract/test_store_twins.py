@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from slipstream.buffer.errors import StaleFenceError
-from slipstream.buffer.records import Claim, Lease, VersionEntry
+from slipstream.buffer.records import Claim, Lease, StepEntry, VersionEntry
 from slipstream.buffer.sampling import SamplingRules, Upcoming
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs.buffer import (
@@ -78,6 +78,7 @@ class Twins(RuleBasedStateMachine):
         self.claims: list[Claim] = []
         self.sent: list[tuple] = []
         self.has_baseline = False
+        self.archived: dict[int, StepEntry] = {}
 
     def both(self, operation: Callable[[Any], Any]) -> Any:
         memory, redis = (_outcome(operation, store) for store in self.stores)
@@ -250,9 +251,20 @@ class Twins(RuleBasedStateMachine):
         finished = self.both(lambda store: store.finished(limit=limit))
         self.both(lambda store: store.forget([group.id for group in finished]))
 
+    @rule(newest=st.integers(0, 5), is_lost=pick([False, False, False, True]))
+    def archive_steps(self, newest: int, is_lost: bool) -> None:
+        """`is_lost`: the store lost the newest entry, and has another."""
+        if entries := self.both(lambda store: store.ledger())[: newest + 1]:
+            last = msgspec.structs.replace(entries[-1], fence=entries[-1].fence + 9 * is_lost)
+            self.archived |= {entry.step: entry for entry in [*entries[:-1], last]}
+            self.both(lambda store: store.forget_steps(last))
+
     @rule()
     def look_at_every_key(self) -> None:
-        check_state(self.stores[1])
+        check_state(self.stores[1], archived=self.ledger_of_archive())
+
+    def ledger_of_archive(self) -> list[StepEntry]:
+        return [self.archived[step] for step in sorted(self.archived)]
 
     @rule(version=st.integers(0, 3), committed=st.booleans())
     def raise_version(self, version: int, committed: bool) -> None:
@@ -270,7 +282,7 @@ class Twins(RuleBasedStateMachine):
     @invariant()
     def agree_and_reconcile(self) -> None:
         audit(self.both(lambda store: store.counts()))
-        found = self.both(lambda store: store.audit())
+        found = self.both(lambda store: store.audit(archived=self.ledger_of_archive))
         assert found.is_sound, found
         self.both(lambda store: (store.ledger(first_step=2), store.ready_versions()))
         self.both(lambda store: (store.evaluation("e"), store.evaluation("f")))
@@ -278,7 +290,7 @@ class Twins(RuleBasedStateMachine):
         assert memory == msgspec.structs.replace(redis, run_id=memory.run_id)
 
     def teardown(self) -> None:
-        check_state(self.stores[1])
+        check_state(self.stores[1], archived=self.ledger_of_archive())
         for store in self.stores:
             store.close()
 

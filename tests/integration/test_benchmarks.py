@@ -18,6 +18,7 @@ QUICK = {
     "ingest --sockets": "--rounds=1 --mib=1 --tokens=64",
     "peers_at_scale": "--peers=6 --brokers=2 --tokens=64 --tokens-per-s=4000 --seconds=2 --processes=2",
     "weights.delta": "--steps=4 --layers=1 --width=64",
+    "long_run": "--steps=120 --trajectories=8",
     "weights.relay": "--generators=5 --mib=1 --bucket-mib=1 --fan-out=2 --uplink-mib-s=0 --rounds=1",
 }
 LONG = {

@@ -33,7 +33,7 @@ from slipstream.runtime.process import LAUNCHER_VARIABLE
 from slipstream.runtime.run_folder import RunFolder
 from tests.builders import make_packed
 from tests.fakes import write_rows
-from tests.runs import start, until
+from tests.runs import audited, start, until
 
 GROUP_SIZE, GENERATORS = 4, [f"generator-{number}" for number in range(10)]
 PUT_EVERY_S = 0.05
@@ -265,7 +265,7 @@ def test_a_broker_is_killed_under_load_and_nothing_is_lost_or_trained_on_twice(s
     assert max(trained.values()) == 1, "trained on twice"
     archived = Counter(stored.trajectory.id for stored in Archive(scene.folder.archive).read())
     assert archived == trained
-    counts, audit = scene.store.counts(), scene.store.audit()
+    counts, audit = scene.store.counts(), audited(scene.store, scene.folder.archive)
     assert audit.is_sound, audit
     assert counts.accepted == sum(put.values())
     assert counts.refused == {}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from slipstream.buffer.archive.archive import Archive, whole_ledger
 from slipstream.buffer.records import StepEntry
 from slipstream.buffer.redis.embedded import EmbeddedRedis
 from slipstream.buffer.redis.run_store import open_run_store
@@ -22,15 +23,17 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 STEPS = 24
 
 
-def ledger_in(server: EmbeddedRedis) -> list[StepEntry]:
+def ledger_in(server: EmbeddedRedis, folder: Path) -> list[StepEntry]:
     with open_run_store(server.url, "mine", timeout_s=10) as store:
-        return store.ledger()
+        return whole_ledger(store, Archive(folder / "elsewhere/mine/archive"))
 
 
-def assert_went_on(server: EmbeddedRedis, before: list[StepEntry], *, from_step: int) -> None:
+def assert_went_on(server: EmbeddedRedis, folder: Path, before: list[StepEntry], *, from_step: int) -> None:
     """Check that the steps covered by the checkpoint are unchanged and every group was trained on in one step."""
     with open_run_store(server.url, "mine", timeout_s=10) as store:
-        after, audit, counts = store.ledger(), store.audit(), store.counts()
+        archive = Archive(folder / "elsewhere/mine/archive")
+        after, audit = whole_ledger(store, archive), store.audit(archived=archive.steps)
+        counts = store.counts()
     assert [entry.step for entry in after] == list(range(1, STEPS + 1))
     assert after[:from_step] == before[:from_step]
     assert {entry.config_hash for entry in after} == {before[0].config_hash}
@@ -80,7 +83,7 @@ def test_a_run_with_its_store_in_its_folder_goes_on_elsewhere(folder):
     move(folder)
     server = EmbeddedRedis(folder / "elsewhere/mine/store")
     server.start()
-    before = ledger_in(server)
+    before = ledger_in(server, folder)
     server.stop()
     here = ("runs_dir=elsewhere", "cluster.interface=127.0.0.0/8", "cluster.ports=22000-22099")
     from_step, run = resumed_from(folder, *here)
@@ -88,7 +91,7 @@ def test_a_run_with_its_store_in_its_folder_goes_on_elsewhere(folder):
     assert "python -m slipstream.generators broker.address=tcp://127.0.0.1:220" in run.printed
     server.start()
     try:
-        assert_went_on(server, before, from_step=from_step)
+        assert_went_on(server, folder, before, from_step=from_step)
     finally:
         server.stop()
 
@@ -109,7 +112,7 @@ def test_a_run_on_a_managed_store_goes_on_elsewhere_with_another_address_of_a_co
     shutil.rmtree(folder / "first")
     second, other = EmbeddedRedis(folder / "second"), make_certificate(folder, "second")
     second.start()
-    before = ledger_in(second)
+    before = ledger_in(second, folder)
     as_limited_user(second, keys="{mine}:*", password=PASSWORD)
     door = TlsDoor(second, other)
     with monkeypatch.context() as environment:
@@ -118,7 +121,7 @@ def test_a_run_on_a_managed_store_goes_on_elsewhere_with_another_address_of_a_co
         from_step, run = resumed_from(folder, *store, "runs_dir=elsewhere", "broker.address=tcp://127.0.0.1:22100")
         assert_secret(folder, run)
     assert 10 <= from_step < STEPS
-    assert_went_on(second, before, from_step=from_step)
+    assert_went_on(second, folder, before, from_step=from_step)
     denied = redis.Redis.from_url(second.url).execute_command("ACL LOG")
     assert denied == [], denied
     door.close()

@@ -169,6 +169,7 @@ class MemoryBatches(MemoryState):
             self._ledger = {step: entry for step, entry in self._ledger.items() if step <= to_step}
             self._consumed_at = {step: total for step, total in self._consumed_at.items() if step <= to_step}
             run.step, run.version = to_step, to_version
+            run.archived_step = min(run.archived_step, to_step)
             run.fence += 1
             run.learner_fence = run.fence
             run.consumed = run.consumed_by_version = self._consumed_at.get(to_step, 0)

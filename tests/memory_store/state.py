@@ -136,6 +136,7 @@ class Run:
     target_lag: float | None = None
     uses: int = 0
     checkpoint: CheckpointPointer | None = None
+    archived_step: int = 0
     phase: str = "starting"
     detail: str = ""
     step: int = 0

@@ -1,7 +1,7 @@
 """MemoryStore: the store on dicts, used as the oracle for the Redis store and as the store of unit tests."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,7 @@ from slipstream.buffer.records import (
     Heartbeat,
     MetricsRows,
     RunState,
+    StepEntry,
     StoredGroup,
     VersionEntry,
     progress_mark,
@@ -100,6 +101,8 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
             run = self._opened()
             run.announced_version = max(run.announced_version, version)
             if version > run.version:
+                for each in range(run.version, version):
+                    self._version_steps.pop(each, None)
                 run.version = version
                 step = self._version_steps.get(version, run.step)
                 run.consumed_by_version = self._consumed_at.get(step, 0)
@@ -134,7 +137,22 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
                 del self._groups[group_id]
             return len(forgotten)
 
-    def audit(self) -> Audit:
+    def forget_steps(self, entry: StepEntry, *, fence: int = NO_FENCE) -> int:
+        with self._changed:
+            self._check_chief(fence)
+            run = self._opened()
+            if run.checkpoint is None or entry.step > run.checkpoint.step or self._ledger.get(entry.step) != entry:
+                return 0
+            forgotten = [step for step in self._ledger if step <= entry.step]
+            published = self._version_steps.get(run.version, 0)
+            for step in forgotten:
+                del self._ledger[step]
+                if step < published and step != run.checkpoint.step:
+                    self._consumed_at.pop(step, None)
+            run.archived_step = entry.step
+            return len(forgotten)
+
+    def audit(self, *, archived: Callable[[], list[StepEntry]] | None = list) -> Audit:
         with self._changed:
             run = self._opened()
             groups = {
@@ -153,7 +171,9 @@ class MemoryStore(MemoryPrompts, MemoryBatches):
                 members={group_id: (size, size) for group_id, size in sizes.items()},
                 done=sorted(self._done),
                 outcome_members=dict(self._outcome_members),
-                ledger=[self._ledger[step] for step in sorted(self._ledger)],
+                ledger=[entry for entry in (archived() if archived else ()) if entry.step <= run.archived_step]
+                + [self._ledger[step] for step in sorted(self._ledger)],
+                archived_step=run.archived_step if archived else 0,
             )
         return audit(snapshot)
 

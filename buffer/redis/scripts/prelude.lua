@@ -5,7 +5,8 @@
 --
 -- Keys, after the prefix:
 --   run                 hash    layout, config_json, num_rows, seed, phase, detail, step, stepped_at, version,
---                               announced_version, checkpoint, fence, learner_fence, next_ordinal, admitted, consumed,
+--                               announced_version, checkpoint, checkpoint_step, archived_step (newest step whose ledger
+--                               entry is in the archive only), fence, learner_fence, next_ordinal, admitted, consumed,
 --                               consumed_by_version, target_lag, uses, max_uses, keeps_finished, sequences (ready,
 --                               finished, evaluation), filter, filter_low, filter_high, curriculum (JSON, or empty)
 --   counters            hash    accepted, duplicates, superseded, open_members, short_members, payload_bytes, trained,
@@ -30,7 +31,8 @@
 --   used_steps          zset    step -> step                     commit_fences      hash  step -> fence
 --   versions            list    encoded VersionEntry             version_steps      hash  version -> step
 --   consumed_at         hash    step -> groups first trained on up to it
---   ledger              hash    step -> encoded StepEntry        done               bitmap  ordinals of finished groups
+--   ledger              hash    step -> encoded StepEntry, after archived_step
+--   done                bitmap  ordinals of finished groups
 --   finished            zset    finished group -> sequence       outcomes           hash  outcome -> groups
 --   outcome_members     hash    outcome -> trajectories          reasons            hash  outcome: reason -> groups
 --   evaluation:<id>     hash    the EvaluationResult             evaluation_pending zset  row group -> sequence

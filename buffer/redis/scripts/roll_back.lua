@@ -44,6 +44,9 @@ for step = to_step + 1, tonumber(redis.call('HGET', run, 'step')) do
   redis.call('HDEL', key('consumed_at'), string.format('%d', step))
 end
 -- `announced_version` stays, because trajectories of undone versions may still arrive.
+if to_step < tonumber(redis.call('HGET', run, 'archived_step') or 0) then
+  redis.call('HSET', run, 'archived_step', ARGV[2])
+end
 local consumed = redis.call('HGET', key('consumed_at'), ARGV[2]) or 0
 redis.call('HSET', run, 'step', ARGV[2], 'version', ARGV[3], 'consumed', consumed, 'consumed_by_version', consumed)
 local fence = redis.call('HINCRBY', run, 'fence', 1)

@@ -11,6 +11,6 @@ local fence = tonumber(redis.call('HGET', run, 'learner_fence') or 0)
 -- Two refusals: the pointer covers steps that are not committed here (the store lost its last seconds), or another
 -- learner has committed or rolled back since. The caller tells them apart by the returned values.
 if tonumber(ARGV[2]) > step or tonumber(ARGV[3]) ~= fence then return {step, fence} end
-redis.call('HSET', run, 'checkpoint', ARGV[4])
+redis.call('HSET', run, 'checkpoint', ARGV[4], 'checkpoint_step', ARGV[2])
 if redis.call('HGET', run, 'phase') == 'finishing' then redis.call('DEL', key('reusable')) end
 return {step, fence}

@@ -185,7 +185,9 @@ def verify(where: SourceWord, run: RunName = None, runs_dir: RunsDir = Path("run
             raise ConfigError(f"SOURCE must be a run, a server or an archive, got {where}: a file has no accounts.")
         lines, is_sound = [], True
         if isinstance(source, StoreSource):
-            audit = source.store.audit()
+            # The archive of a server given by its address is on another machine.
+            missing = list if source.run_folder else None
+            audit = source.store.audit(archived=source.archive.steps if source.archive else missing)
             lines, is_sound = describe_audit(audit), audit.is_sound
         if source.archive:
             check = source.archive.check()

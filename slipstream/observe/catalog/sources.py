@@ -1,7 +1,7 @@
 """Sources of trajectories: a run's store, an archive, or a rollout file."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 
-from slipstream.buffer.archive.archive import Archive
+from slipstream.buffer.archive.archive import Archive, whole_ledger
 from slipstream.buffer.archive.columns import SCHEMA, tabulate
-from slipstream.buffer.archive.index import LEDGER, is_archive
+from slipstream.buffer.archive.index import is_archive
 from slipstream.buffer.archive.shards import open_shard
 from slipstream.buffer.archive.trajectory_filter import Decode, StoredTrajectory, TrajectoryFilter
 from slipstream.buffer.codec import unpack
@@ -47,6 +47,24 @@ class Block(NamedTuple):
     dataset: ds.Dataset
 
 
+class StepVersions:
+    """The learner's version at the start of each step of a ledger that grows."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, int] = {}
+        self._newest: StepEntry | None = None
+
+    def update(self, read: Callable[[int], list[StepEntry]]) -> dict[int, int]:
+        """Return step -> version, decoding only new entries. `read` returns the ledger from a step on."""
+        entries = read(self._newest.step if self._newest else 1)
+        # After a rollback, the newest known step has no entry or a new fence.
+        if self._newest and entries[:1] != [self._newest]:
+            self._found, entries = {}, read(1)
+        self._found |= {entry.step: entry.version for entry in entries}
+        self._newest = entries[-1] if entries else None
+        return self._found
+
+
 class ArchiveSource:
     """An archive, which may grow while it is read."""
 
@@ -56,8 +74,7 @@ class ArchiveSource:
         self._note = note
         self._blocks: dict[str, Block] = {}
         self._refused: dict[str, str] = {}
-        self._versions: dict[int, int] = {}
-        self._ledger_bytes = -1
+        self._versions = StepVersions()
         self.num_unreadable = 0
         """Shards that `read` could not read and reported on stderr."""
         # Archives of `slipstream evaluate` and `generate` contain their settings.
@@ -82,7 +99,7 @@ class ArchiveSource:
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
         """Return a block per readable shard. Raises ArchiveError for a damaged manifest."""
-        self.archive = Archive(self.archive.folder)
+        self.archive.refresh()
         for shard in self.archive.shards:
             if shard.file in self._blocks or shard.file in self._refused:
                 continue
@@ -96,14 +113,8 @@ class ArchiveSource:
 
     def step_versions(self) -> dict[int, int]:
         """Return known step -> the learner's version at its start. Raises ArchiveError."""
-        ledger = self.archive.folder / LEDGER
-        # Read the long ledger only when its size changes.
-        size = ledger.stat().st_size if ledger.is_file() else 0
-        if size != self._ledger_bytes:
-            self._versions = {entry.step: entry.version for entry in self.archive.steps()}
-            self._ledger_bytes = size
-        if size:
-            return self._versions
+        if found := self._versions.update(lambda first: self.archive.steps(first_step=first)):
+            return found
         # A metrics row holds the version after its step, which the next step starts with.
         rows = read_metrics(self.run_folder / "metrics.jsonl")
         return ({1: 0} if rows else {}) | {row["step"] + 1: row["version"] for row in rows if "version" in row}
@@ -134,8 +145,7 @@ class StoreSource:
         self._places: dict[str, GroupPlace] = {}
         self._groups: dict[str, pa.Table] = {}
         self._block = Block(ROWS.empty_table(), ds.dataset(SCHEMA.empty_table()))
-        self._versions: dict[int, int] = {}
-        self._newest: StepEntry | None = None
+        self._versions = StepVersions()
 
     def _find_archive(self) -> ArchiveSource | None:
         if self._archive is None and self.run_folder and is_archive(self.run_folder / "archive"):
@@ -203,14 +213,7 @@ class StoreSource:
         return [self._block]
 
     def step_versions(self) -> dict[int, int]:
-        # After a rollback, the newest known step has no entry or a new fence: read the whole ledger again.
-        first = self._newest.step if self._newest else 1
-        entries = self.store.ledger(first_step=first)
-        if self._newest and entries[:1] != [self._newest]:
-            self._versions, entries = {}, self.store.ledger()
-        self._versions |= {entry.step: entry.version for entry in entries}
-        self._newest = entries[-1] if entries else None
-        return self._versions
+        return self._versions.update(lambda first: whole_ledger(self.store, self.archive, first_step=first))
 
     def model_paths(self) -> list[Path]:
         try:

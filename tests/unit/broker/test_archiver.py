@@ -45,6 +45,8 @@ class FakeStore:
     def __init__(self) -> None:
         self.groups: list[StoredGroup] = []
         self.steps: list[StepEntry] = []
+        """All that were committed; those up to `archived_step` have left the store."""
+        self.archived_step = 0
         self.checkpoint: CheckpointPointer | None = None
         self.broken = ""
         self.fence = NO_FENCE
@@ -69,7 +71,20 @@ class FakeStore:
         return msgspec.structs.replace(self._state, checkpoint=self.checkpoint)
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
-        return [entry for entry in self.steps if entry.step >= first_step]
+        return [entry for entry in self.steps if entry.step >= first_step and entry.step > self.archived_step]
+
+    def forget_steps(self, entry: StepEntry, *, fence: int) -> int:
+        self._record("forget_steps")
+        if fence != self.fence:
+            raise StaleFenceError(f"another broker took over from fence {fence}")
+        assert entry in self.steps
+        self.archived_step, before = entry.step, self.archived_step
+        return entry.step - before
+
+    def lose(self, *, after: int) -> None:
+        """Go back to the state after a step, as if the last seconds had not reached the disk."""
+        self.steps, self.archived_step = self.steps[:after], 0
+        self.checkpoint = CheckpointPointer(after, after, f"step-{after}")
 
     def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
         self._record("report_role")
@@ -191,8 +206,10 @@ def test_a_full_disk_loses_neither_groups_nor_steps(archiver, store, tmp_path):
         archiver.flush()
     (tmp_path / "ledger.jsonl").unlink()
     (tmp_path / "ledger.jsonl").touch()
+    assert store.ledger() == store.steps
     archiver.flush()
     assert steps_in(tmp_path) == [1]
+    assert store.ledger() == []
 
 
 def steps_in(folder: Path) -> list[int]:
@@ -242,18 +259,22 @@ def test_steps_lost_by_the_store_and_repeated_are_written_again(archiver, store,
     for step in (1, 2, 3):
         store.train(step, step)
     archiver.flush()
-    store.steps, store.checkpoint = store.steps[:1], CheckpointPointer(1, 1, "step-1")
+    store.lose(after=1)
     archiver.flush()
-    store.train(2, 8, fence=9)
+    store.train(2, 8, fence=9, is_over=False)
+    archiver.flush()
+    assert store.ledger() == store.steps[1:], "the archive holds another step 2"
+    store.finish(8)
     archiver.flush()
     assert Archive(tmp_path).steps() == store.steps
+    assert store.ledger() == []
 
 
 def test_a_step_that_the_store_lost_while_it_waited_for_a_group_is_not_written(archiver, store, tmp_path):
     store.train(1, 1)
     store.train(2, 2, is_over=False)
     archiver.flush()
-    store.steps, store.checkpoint = store.steps[:1], CheckpointPointer(1, 1, "step-1")
+    store.lose(after=1)
     archiver.flush()
     store.train(2, 3, is_over=False, fence=9)
     store.finish(2)
@@ -312,7 +333,7 @@ def make_mirrored(store: FakeStore, folder: Path, remote: Path) -> Archiver:
     return Archiver(store, folder, CONFIG, mirror=ArchiveMirror(folder, storage))
 
 
-def test_groups_leave_the_store_only_after_the_object_store_has_them(store, tmp_path):
+def test_groups_and_steps_leave_the_store_only_after_the_object_store_has_them(store, tmp_path):
     archiver = make_mirrored(store, tmp_path / "here", tmp_path / "remote")
     (tmp_path / "remote").write_text("no folder")
     store.finish(0, 1, 2)
@@ -323,7 +344,21 @@ def test_groups_leave_the_store_only_after_the_object_store_has_them(store, tmp_
     archiver.step()
     assert store.groups == []
     store.train(1, 3, 4, 5)
+    send, ledger = archiver._mirror.send, tmp_path / "here" / "ledger.jsonl"
+
+    def send_all_but_steps() -> None:
+        if ledger.stat().st_size:
+            raise StorageError("the object store is away")
+        send()
+
+    archiver._mirror.send = send_all_but_steps
+    with pytest.raises(StorageError):
+        archiver.flush()
+    assert store.groups == []
+    assert store.ledger() == store.steps
+    archiver._mirror.send = send
     archiver.flush()
+    assert store.ledger() == []
     assert shards_in(tmp_path / "remote") == shards_in(tmp_path / "here") == [["0", "1", "2"], ["3", "4", "5"]]
     assert Archive(tmp_path / "remote").check().is_sound
     assert [entry.step for entry in Archive(tmp_path / "remote").steps()] == [1]

@@ -1,5 +1,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,6 +20,7 @@ class FakeRun:
     """A run that makes a step whenever it is waited for; it is its own store."""
 
     last_line = "last line"
+    path = Path("no-run")
 
     def __init__(
         self, *, audit: Audit = SOUND, groups: Sequence[str] = ("0",), left: Sequence[str] = (), ended: str = ""
@@ -39,10 +42,13 @@ class FakeRun:
     def close(self) -> None:
         pass
 
-    def audit(self) -> Audit:
+    def audit(self, **_: object) -> Audit:
         return self._audit
 
-    def ledger(self) -> list[StepEntry]:
+    def run_state(self) -> SimpleNamespace:
+        return SimpleNamespace(step=self.step)
+
+    def ledger(self, *, first_step: int) -> list[StepEntry]:
         return [StepEntry(n, 0, 1, 0, "", [group], [[]]) for n, group in enumerate(self._groups, 1)]
 
     def take_leftovers(self) -> list[str]:

@@ -90,7 +90,7 @@ def rewrite(folder: Path, table: object) -> None:
     data = (folder / SECOND).read_bytes()
     first, second, third = read_manifest(folder).shards
     (folder / MANIFEST).write_bytes(b"")
-    manifest = LineFile(folder / MANIFEST, content=b"", schema=1)
+    manifest = LineFile(folder / MANIFEST, digest=xxhash.xxh3_64(), num_bytes=0, schema=1)
     second = msgspec.structs.replace(second, bytes=len(data), checksum=xxhash.xxh3_64_hexdigest(data))
     manifest.append([first, second, third])
 

@@ -107,10 +107,10 @@ WHOLE = [{"step": step, "time_s": float(step)} for step in (1, 2, 3)]
 def test_damaged_rows_are_dropped_with_a_word_and_the_whole_ones_are_kept(tmp_path, damage, lines, steps):
     folder = folder_in(tmp_path)
     folder.claim()
-    assert folder.keep_metrics(up_to_step=3) == []
+    assert [*folder.keep_metrics(up_to_step=3)] == []
     for row in [*WHOLE, {"step": 4, "time_s": 4.0}]:
         folder.append_metrics(row)
-    assert folder.keep_metrics(up_to_step=3) == WHOLE, "rows of rolled back steps are dropped"
+    assert [*folder.keep_metrics(up_to_step=3)] == WHOLE, "rows of rolled back steps are dropped"
     with folder.metrics.open("ab") as file:
         file.write(damage)
     with capture_logs() as logged:
@@ -133,7 +133,7 @@ def test_a_full_disk_takes_a_row_whole_or_not_at_all(tmp_path: Path):
     folder.append_metrics(WHOLE[1])
     with no_file_above(10), pytest.raises(OSError, match="File too large"):
         folder.keep_metrics(up_to_step=1)
-    assert folder.keep_metrics(up_to_step=9) == WHOLE[:2]
+    assert [*folder.keep_metrics(up_to_step=9)] == WHOLE[:2]
     assert not list(folder.path.glob("*.new"))
 
 
