@@ -46,7 +46,7 @@ def test_two_processes_sum() -> None:
         (
             LOGGED + "    import time; time.sleep(60)",
             12.0,
-            "gloo: rank 1 gave no answer within 12 s in the phase 'load torch'; NCCL: host:7:9 [1] NCCL WARN Call to "
+            "gloo: rank 1 gave no answer within 12 s in the phase 'start'; NCCL: host:7:9 [1] NCCL WARN Call to "
             "connect returned Connection refused",
         ),
         (

@@ -41,7 +41,7 @@ class _Rank(NamedTuple):
     def describe(self, end: str) -> str:
         lines = [line for line in read_text(self.log).splitlines() if line.strip() and not line.startswith(_PHASE)]
         of_nccl = [line for line in lines if "NCCL WARN" in line] or [line for line in lines if " NCCL " in line]
-        text = f"rank {self.number} {end} in the phase {['', *self.phases][-1]!r}"
+        text = f"rank {self.number} {end} in the phase {['start', *self.phases][-1]!r}"
         text += f"; its last line: {lines[-1]}" if lines and lines[-1] not in of_nccl else ""
         return text + (f"; NCCL: {of_nccl[-1]}" if of_nccl else "")
 
