@@ -53,7 +53,6 @@ PLACEHOLDERS = {
         "TARGET": "made",
         "sft.train_path=FILE": "sft.train_path=right.parquet",
         "model.path=FOLDER": "model.path=models/mine",
-        "FILE": "mine.parquet",
         "ID": "0-0-0",
     },
     **{"runs/digits_cpu": "runs/mine", "runs/digits_cpu/final_model": "runs/mine/final_model"},
