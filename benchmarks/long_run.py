@@ -83,7 +83,7 @@ _TABLES = {
 def _measure(run: RunConfig, steps: int, arguments: argparse.Namespace) -> dict[str, float]:
     folder = RunFolder(run)
     folder.open()
-    server = EmbeddedRedis(folder.store, durability=run.buffer.store.durability)
+    server = EmbeddedRedis(folder.store)
     server.start()
     try:
         with closing(open_run_store(server.url, run.name, timeout_s=_TIMEOUT_S)) as store:
@@ -102,7 +102,7 @@ def _fill(store: RedisStore, folder: RunFolder, run: RunConfig, steps: int, *, n
     moved, every_steps = 0, run.learner.checkpoint.every_steps
     with closing(Archiver(store, folder.archive, run.buffer.archive)) as archiver:
         # The groups count as archived.
-        archiver._steps._shards.groups_since = lambda _: _Everything()  # type: ignore[method-assign,assignment,return-value]
+        archiver._steps._shards.groups_since = lambda _: _Everything()  # type: ignore[method-assign,assignment]
         for covered in range(0, steps, every_steps):
             if covered:
                 store.checkpoint(CheckpointPointer(covered, covered, f"step-{covered:08}"), fence=0)
@@ -138,7 +138,12 @@ def _commit(store: RedisStore, steps: range, *, num_groups: int) -> None:
     pipeline.ltrim(key("metrics"), -METRICS_KEPT, -1)
     num_done = steps[-1] * num_groups
     pipeline.setbit(key("done"), num_done, 0)
-    fields = {"step": steps[-1], "version": steps[-1], "announced_version": steps[-1], "consumed": num_done}
+    fields: dict[str, int | str] = {
+        "step": steps[-1],
+        "version": steps[-1],
+        "announced_version": steps[-1],
+        "consumed": num_done,
+    }
     fields |= {"next_ordinal": num_done, "admitted": num_done, "consumed_by_version": num_done, "phase": "training"}
     pipeline.hset(key("run"), mapping=fields)
     pipeline.execute()

@@ -20,7 +20,7 @@ Invariant: denominators cover the whole step, so the split into microbatches and
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from math import ceil, isfinite
 from typing import Any
@@ -256,10 +256,8 @@ class SftRun:
         if self._ranks.is_first:
             self._folder.record_training()
             # A resumed run's clock continues from the rows that its checkpoint covers.
-            time_s = 0.0
-            for row in self._keep_rows(up_to_step=self._step or -1):
-                time_s = row["time_s"]
-            self._started_at = time.monotonic() - time_s
+            kept = self._keep_rows(up_to_step=self._step or -1)
+            self._started_at = time.monotonic() - (kept[-1]["time_s"] if kept else 0.0)
         if self._step == 0 and self._heldout:
             self._add_row(self._measure(self._heldout))
 
@@ -305,9 +303,9 @@ class SftRun:
         self._disk.retry(lambda: self._folder.append_metrics(row), what="the metrics", path=self._folder.metrics)
         log.info("step", **{key: round(row[key], 4) for key in _SHOWN if key in row})
 
-    def _keep_rows(self, *, up_to_step: int) -> Iterator[dict[str, Any]]:
+    def _keep_rows(self, *, up_to_step: int) -> list[dict[str, Any]]:
         return self._disk.retry(
-            lambda: self._folder.keep_metrics(up_to_step=up_to_step), what="the metrics", path=self._folder.metrics
+            lambda: [*self._folder.keep_metrics(up_to_step=up_to_step)], what="the metrics", path=self._folder.metrics
         )
 
     @property
