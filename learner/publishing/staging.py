@@ -262,14 +262,21 @@ class Stager:
         return self._newest
 
     def _allocate_on_device(self) -> list[torch.Tensor]:
-        """Empty if disabled or if memory is short."""
+        """Empty if disabled or if memory is short. Raises torch.OutOfMemoryError with staging=device."""
         staging, is_cpu = self._config.staging, self._device is None or self._device.type == "cpu"
         if staging == "host" or (is_cpu and self._cuda is torch.cuda):
             return []
         # At most half of the free memory, because later steps may be longer.
         if staging == "auto" and 2 * sum(self._sizes) > self._cuda.mem_get_info(self._device)[0]:
             return []
-        return [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in self._sizes]
+        try:
+            return [torch.zeros(size, dtype=torch.uint8, device=self._device) for size in self._sizes]
+        except torch.OutOfMemoryError as error:
+            # Free memory may be fragmented.
+            if staging == "device":
+                raise
+            log.warning("staged_on_host", error=str(error))
+            return []
 
     def _copy_to_host(self, packed: list[torch.Tensor], host: list[torch.Tensor], is_packed: Any) -> None:
         stream = self._cuda.Stream(self._device)

@@ -5,6 +5,7 @@ memory. The final model is written by rank 0, one file after another.
 """
 
 import json
+import math
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -86,7 +87,7 @@ def save_model(
 def _files(model: Trainable) -> dict[str, str]:
     """Saved tensor -> its file. The tensors of a file are gathered at about the same time."""
     sizes = {
-        name: shape.numel() * dtype.itemsize for name, shape, dtype in model.saved_names.metadata(model.saved_dtype)
+        name: math.prod(shape) * dtype.itemsize for name, shape, dtype in model.saved_names.metadata(model.saved_dtype)
     }
     parts, size = [list[str]()], 0
     for name, num_bytes in sizes.items():

@@ -130,6 +130,11 @@ def _check_arguments(engine: VllmEngineConfig, *, is_cpu: bool, records: bool) -
             "enable_chunked_prefill in generators.engine.engine_kwargs must be false on a CPU, got true: vLLM does not "
             "support seeded requests with chunked prompts there"
         )
+    if is_cpu and engine.expert_parallel and engine.tensor_parallel_size > 1:
+        raise EngineError(
+            "generators.engine.expert_parallel must be false with several workers on a CPU, got true: vLLM's kernel of "
+            "experts crashes there"
+        )
     if is_cpu and records and engine.enforce_eager is False:
         raise EngineError(
             "generators.engine.enforce_eager must be true on a CPU with model.moe.router_replay, got false: compiled "
@@ -165,7 +170,7 @@ class _EngineProcess(ForkServerProcess):
 
 
 class _EngineContext(ForkServerContext):
-    Process = _EngineProcess  # type: ignore[assignment]
+    Process = _EngineProcess
 
 
 def start_fork_server() -> None:
@@ -182,7 +187,7 @@ def start_fork_server() -> None:
     # Like `ForkServer.ensure_running`, but forked: a server that is started afresh would also import vLLM again.
     alive_r, alive_w = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(connection.arbitrary_address("AF_UNIX"))
+        listener.bind(connection.arbitrary_address("AF_UNIX"))  # type: ignore[attr-defined]
         listener.listen()
         if (pid := os.fork()) == 0:
             try:
@@ -193,7 +198,7 @@ def start_fork_server() -> None:
             finally:
                 os._exit(0)
         gc.unfreeze()
-        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        server: Any = forkserver._forkserver
         server._forkserver_address = listener.getsockname()
     os.close(alive_r)
     server._forkserver_pid, server._forkserver_alive_fd = pid, alive_w
@@ -205,7 +210,7 @@ def _stop_fork_server() -> None:
     if engine_utils.get_mp_context is not _EngineContext:
         return
     engine_utils.get_mp_context = get_mp_context
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     os.kill(server._forkserver_pid, signal.SIGKILL)
     server._stop()
     # It ends once no process of the engine is left, and the role's end would interrupt it.

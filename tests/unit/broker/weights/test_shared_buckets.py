@@ -1,5 +1,6 @@
 """Shared buckets are readable by another process, and refused before allocation if memory is short."""
 
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from slipstream.broker.errors import WeightTransferError
+from slipstream.broker.weights import shared_buckets
 from slipstream.broker.weights.shared_buckets import BucketMaps, SharedBuckets, free_memory_bytes, map_buckets
 
 READER = """
@@ -29,6 +31,18 @@ def test_another_process_reads_the_buckets_and_cannot_change_them() -> None:
     assert reader.stdout.strip() == "[99, 1, 2, 3, 4] []"
     assert buckets.tensors[0].tolist() == [0, 1, 2, 3, 4]
     buckets.close()
+
+
+def test_pinned_buckets_are_one_region_of_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+    monkeypatch.setattr(shared_buckets, "_pin", lambda memory, _: pinned.append(memory.numel()))
+    sizes = [3 << 20, 5 << 20, 100]
+    allocated = SharedBuckets(sizes, is_pinned=True)
+    assert [bucket.numel() for bucket in allocated.tensors] == sizes
+    # A page more per bucket, not the next power of two.
+    (region,) = pinned
+    assert sum(sizes) <= region < sum(sizes) + len(sizes) * mmap.PAGESIZE
+    allocated.close()
 
 
 def test_buckets_stay_mapped_exactly_while_they_exist() -> None:

@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -103,6 +105,18 @@ def test_auto_stages_on_the_gpu_after_the_first_step_where_half_of_the_free_memo
     cuda.free_bytes = free
     assert_holds(stage(stager, 1), 1)
     assert sum(bucket.numel() for bucket in stager._device_buckets or ()) == expected
+
+
+@pytest.mark.parametrize("staging", ["auto", "device"])
+def test_without_memory_on_the_gpu_only_auto_stages_in_host_memory(staging: Any, monkeypatch: pytest.MonkeyPatch):
+    stager = make_stager(FakeCuda(), monkeypatch, staging=staging)
+    monkeypatch.setattr(torch, "zeros", MagicMock(side_effect=torch.OutOfMemoryError("fragmented")))
+    if staging == "device":
+        with pytest.raises(torch.OutOfMemoryError):
+            stage(stager, 0)
+    else:
+        for version in range(3):
+            assert_holds(stage(stager, version), version)
 
 
 def test_a_cpu_stages_in_host_memory():

@@ -14,8 +14,8 @@ from slipstream.buffer.durable_files import find_damage
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.launch.convert import convert
-from slipstream.learner import checkpoint
 from slipstream.learner.checkpoint import Checkpoints
+from slipstream.learner.training import saved_model
 from tests.fakes import no_file_above
 from tests.families import make_family
 from tests.tiny_model import make_tiny_model, make_tiny_module
@@ -57,7 +57,7 @@ def trained(folder, *, engine=None, lora=None):
     trainer = make_trainer(settings)
     trainer.step(make_groups(), learner_version=0, step=1)
     checkpoints = Checkpoints(folder / "checkpoints", run=settings, trainer=trainer, ranks=make_alone())
-    with mock.patch.object(checkpoint, "_MAX_SHARD", "50KB"):
+    with mock.patch.object(saved_model, "FILE_BYTES", 50_000):
         return trainer, folder / "checkpoints" / save(checkpoints, step=1)
 
 

@@ -93,6 +93,8 @@ def test_settings_reach_vllm_and_so_do_its_other_arguments() -> None:
     assert (arguments.block_size, arguments.async_scheduling) == (32, False)
     with pytest.raises(EngineError, match=r"enable_chunked_prefill .* must be false on a CPU"):
         arguments_of(engine_kwargs={"enable_chunked_prefill": True})
+    with pytest.raises(EngineError, match=r"expert_parallel must be false with several workers on a CPU"):
+        arguments_of(expert_parallel=True, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(
