@@ -236,7 +236,7 @@ COMMANDS = """
 "status nosuch"                             runs/nosuch must be a run folder, but has no config.yaml
 "watch nosuch"                              runs/nosuch must be a run folder
 "plot nosuch"                               runs/nosuch must be a run folder
-"explain speed"                             'speed' is not one of 'slow', 'reward', 'health', 'step', 'version'
+"explain speed"                             'speed' is not one of 'start', 'slow', 'reward', 'health', 'step', 'version'
 "explain slow"                              there must be a run in runs/, got none
 "scale 2"                                   scale needs generators=N once
 "drain"                                     missing argument 'GENERATOR'
