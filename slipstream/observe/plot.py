@@ -102,7 +102,7 @@ def _draw_sets(axes: Axes, rows: Rows, *, prefix: str, over: str) -> None:
     found = dict.fromkeys(key.removeprefix(prefix) for row in rows for key in row if key.startswith(prefix))
     for label, color in zip(found, itertools.cycle(SET_COLORS), strict=False):
         positions, values = _series(rows, f"{prefix}{label}", over)
-        name = f"{label}, {values[-1]:.3f} at the end"
+        name = f"{label}, last {values[-1]:.3f}"
         axes.plot(positions, values, color=color, marker="o", markersize=3.5, label=name)
 
 

@@ -21,7 +21,7 @@ def test_every_held_out_set_has_a_curve_of_the_evaluated_steps():
     rows[9]["eval/accuracy_aime"], rows[29]["eval/accuracy_aime"] = 0.1, 0.2
     lines = draw(rows, title="a run").axes[0].get_lines()
     labels = [str(line.get_label()) for line in lines]
-    assert labels == ["sampled, 0.400 at the end", "greedy, 0.500 at the end", "aime, 0.200 at the end"]
+    assert labels == ["sampled, last 0.400", "greedy, last 0.500", "aime, last 0.200"]
     assert [list(line.get_xdata()) for line in lines] == [[10, 20, 30], [10, 20, 30], [10, 30]]
 
 
