@@ -23,7 +23,7 @@ class Stage(Record):
     role: str
     pid: int
     stage: str
-    """What has just ended, such as `libraries loaded`, or begun, such as `training`."""
+    """The event: the end of a stage, such as `libraries loaded`, or a beginning, such as `training`."""
 
 
 def read_stages(folder: Path) -> list[Stage]:
