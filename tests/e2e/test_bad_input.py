@@ -71,12 +71,9 @@ def test_a_wrong_setting_is_found_before_anything_starts_and_the_name_stays_free
 
 
 def test_a_refused_run_trains_under_its_name_once_the_settings_are_right_even_without_a_compiler(folder: Path) -> None:
-    for wrong, words in (
-        ("data.max_prompt_tokens=2", ("data.max_prompt_tokens",)),
-        ("model.path=models/damaged", ("learner: model.path", "models/damaged", "learner.log")),
-    ):
-        assert_ends_with_one_sentence(launch(folder, "again", wrong), folder, *words)
-        assert (folder / "runs" / "again" / "config.yaml").exists()
+    refused = launch(folder, "again", "model.path=models/damaged")
+    assert_ends_with_one_sentence(refused, folder, "learner: model.path", "models/damaged", "learner.log")
+    assert (folder / "runs" / "again" / "config.yaml").exists()
     # DeepSpeed compiles its optimizer for CPUs if it finds a compiler.
     (folder / "empty").mkdir()
     done = launch(folder, "again", "learner/engine=deepspeed", PATH=str(folder / "empty"))
