@@ -167,6 +167,8 @@ def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: flo
         "retry": retry or RetryPolicy(0.0, target=url),
         "socket_timeout": answer_timeout_s,
         "command_packer": CommandPacker(),
+        # Its command needs a right that Redis 7.0 cannot grant alone.
+        "driver_info": None,
     }
     if password := os.environ.get(STORE_PASSWORD_VARIABLE):
         options["password"] = password

@@ -196,6 +196,7 @@ class RunReader:
         stored = [each for group_id in entry.group_ids for each in self.group(group_id)]
         found = {each.id: each for each in stored if each.id in names}
         if self.archive and names - found.keys():
+            self.archive.refresh()
             selected = TrajectoryFilter(min_step=entry.step, max_step=entry.step)
             archived = (each.trajectory for each in self.archive.read(selected))
             found |= {each.id: each for each in archived if each.id in names}

@@ -26,6 +26,7 @@ def check(out: Path, *arguments: str, timeout_s: float, **variables: str) -> sub
     return call(["scripts/gpu_check.sh", *arguments], ROOT, timeout_s=timeout_s, **variables)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(280)
 def test_every_test_has_a_result_though_some_hang_and_crash(tmp_path: Path) -> None:
     done = check(tmp_path / "report", PLANTED, timeout_s=250)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from msgspec.structs import replace
 
 from slipstream.buffer.archive.trajectory_filter import Decode
 from slipstream.buffer.trajectory import Trajectory
@@ -190,13 +191,15 @@ class Feed:
 
 
 def read_samples(reader: RunReader, step: int, *, limit: int) -> list[list[Cell]]:
-    """Return a step's stored answers as rows of SAMPLE_COLUMNS. Raises ConfigError, ReplayBufferError."""
+    """Return a step's stored or archived answers as rows of SAMPLE_COLUMNS. Raises ConfigError, ReplayBufferError."""
     entry = reader.find_step(step) if reader.has_store else None
     if entry is None:
         return []
     decode = find_decoder(find_file(reader.config.model.path, "tokenizer.json"), candidates=[])
-    groups = [reader.group(group_id) for group_id in entry.group_ids[:limit]]
-    return [_sample(group[0], decode, step=step, version=entry.version) for group in groups if group]
+    entry = replace(entry, group_ids=entry.group_ids[:limit], trajectory_ids=entry.trajectory_ids[:limit])
+    members = reader.members(entry)
+    found = [members[names[0]] for names in entry.trajectory_ids if names and names[0] in members]
+    return [_sample(trajectory, decode, step=step, version=entry.version) for trajectory in found]
 
 
 def _sample(trajectory: Trajectory, decode: Decode | None, *, step: int, version: int) -> list[Cell]:
