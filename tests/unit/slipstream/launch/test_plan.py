@@ -418,12 +418,13 @@ def test_a_preset_fits_the_gpus_it_is_for(preset, gpus, num_billions, tmp_path, 
     run = load([*chosen, f"model.path={tmp_path}"])
     plan = make_plan(run, Machine(host_gib=2048, gpus=gpus, gpu_gib=79))
     assert plan.problems == []
-    # The second plan is of the same step, and tracing that takes longest.
-    (activations,) = {need.gib for need in plan.needs if need.cause == "activations of the largest microbatch"}
+    # The second plan is of the same step, and tracing that takes longest. Only the larger of the two is listed.
+    larger = ("activations of the largest microbatch", "gradients in float32, for the optimizer")
+    (activations,) = {need.gib for need in plan.needs if need.cause in larger}
     monkeypatch.setattr("slipstream.launch.plan.step_bytes", lambda *_, **__: activations * GIB)
     (published,) = {need.gib for need in plan.needs if need.cause == "published versions, two"}
     if run.model.lora is None:
         assert published * GIB / 4 == pytest.approx(num_billions * 1e9, rel=0.01)
     else:
         assert published < 1
-    assert make_plan(run, Machine(host_gib=2048, gpus=gpus, gpu_gib=30)).problems
+    assert make_plan(run, Machine(host_gib=2048, gpus=gpus, gpu_gib=20)).problems
