@@ -126,6 +126,11 @@ class RecordedLoad(TorchDispatchMode):
         later: list[tuple[str, Future[bool]]] = []
         start, step = part
         for index, (path, layer) in enumerate(self._layers.items()):
+            shard = getattr(layer, "shard_indices", None)
+            if shard and not shard.num_org_elements:
+                # This worker's part of a small vocabulary is only padding, which vLLM does not load again.
+                compared |= {id(parameter) for parameter in layer._parameters.values()}
+                continue
             calls, kernel = self._calls[path].kept, getattr(layer, "cpu_linear", nn.functional.linear)
             if calls and kernel is self._kernels.get(path):
                 return f"{path}.weight"
