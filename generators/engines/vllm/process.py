@@ -248,6 +248,9 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
 
 async def stop_llm(llm: AsyncLLM) -> None:
     """Shut down the engine process, then kill the rest, within seconds."""
+    if llm.output_handler:
+        # It would log the end of the engine process as an error.
+        llm.output_handler.cancel()
     # On a CPU, leaving the process group of one member takes longer than any grace.
     await asyncio.to_thread(llm.shutdown, 0.0 if current_platform.is_cpu() else _STOP_GRACE_S)
     _kill_engine_processes()
