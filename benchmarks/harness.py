@@ -5,6 +5,7 @@ import json
 import os
 import resource
 import statistics
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,6 +37,18 @@ def rotate(names: Sequence[str], *, rounds: int) -> Iterator[tuple[int, str]]:
 def medians(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the median of each figure."""
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+
+
+def product_rate(*, width: int = 1024, seconds: float = 1.0) -> float:
+    """Floating-point operations per second of float32 matrix products that fit the cache, on torch's threads."""
+    import torch
+
+    left, right = torch.randn(2, width, width)
+    out, count, began_at = torch.empty_like(left), 0, time.perf_counter()
+    while (spent_s := time.perf_counter() - began_at) < seconds:
+        torch.mm(left, right, out=out)
+        count += 1
+    return count * 2 * width**3 / spent_s
 
 
 def peak_mib() -> float:

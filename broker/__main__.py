@@ -160,7 +160,7 @@ def _serve(
     # A step longer than the ping interval could count as a pause of this process.
     step_s = min(0.2, run.broker.heartbeat_s)
     exempt_from_collection()
-    RunFolder(run).record_stage(name, "listening")
+    folder.record_stage(name, "listening")
     log.info("listening", address=channel.address, store=url, step=state.step, version=state.version)
     with closing(store), _observing(run, folder, router.chief) as observers, _archiving(run, folder, url, router.chief):
         while not is_stopping():

@@ -11,6 +11,7 @@ import asyncio
 import re
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any, Literal
 
 import structlog
@@ -146,7 +147,6 @@ class Generator:
         self._rewards = rewards
         self._clock = clock
         self._state = "starting"
-        self._has_been_ready = False
         self._reason = "loading the model"
         self._prompt_error = ""
         self._num_prompt_errors = 0
@@ -164,8 +164,8 @@ class Generator:
         self._next_idle_log_at = 0.0
         # Real time, because a serial run's clock counts turns.
         self._tokens = Rate()
-        self._folder, self._name = RunFolder(run), member.peer_id
-        self._trace = trace or Trace(member.peer_id, self._folder.profile)
+        self._record_stage = partial(RunFolder(run).record_stage, member.peer_id)
+        self._trace = trace or Trace(member.peer_id, RunFolder(run).profile)
         self._account = TimeAccount("starting", trace=self._trace)
         self._profiling: asyncio.Task[None] | None = None
         self._processor = ProcessorTime()
@@ -270,12 +270,9 @@ class Generator:
             self._state, self._reason = state, reason
         self.wake()
         self._client.send_status()
-        if state == "ready" and not self._has_been_ready:
-            self._has_been_ready = True
+        # An update is counted after its change of state.
+        if state == "ready" and not self._weight_updates.gauges["updates"]:
             self._record_stage("weights verified")
-
-    def _record_stage(self, stage: str) -> None:
-        self._folder.record_stage(self._name, stage)
 
     # --- messages and status -------------------------------------------------------------------------------------
     def receive(self, message: Message | ClientDiedError) -> None:

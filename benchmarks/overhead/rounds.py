@@ -3,13 +3,10 @@ matrix products."""
 
 import argparse
 import statistics
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-import torch
-
-from benchmarks.harness import quartiles, rotate
+from benchmarks.harness import product_rate, quartiles, rotate
 
 Contestant = Callable[[], Awaitable[float]]
 """Runs for one round; returns tokens per second."""
@@ -30,18 +27,11 @@ def side_arguments(module: str) -> argparse.Namespace:
 
 
 _PRODUCTS = "plain matrix products"
-_PRODUCT_WIDTH = 1024
-_PRODUCTS_S = 1.0
 
 
 async def multiply() -> float:
-    """Return the floating-point operations per second of float32 matrix products that fit the cache, on one thread."""
-    left, right = torch.randn(2, _PRODUCT_WIDTH, _PRODUCT_WIDTH)
-    out, count, began_at = torch.empty_like(left), 0, time.perf_counter()
-    while (spent_s := time.perf_counter() - began_at) < _PRODUCTS_S:
-        torch.mm(left, right, out=out)
-        count += 1
-    return count * 2 * _PRODUCT_WIDTH**3 / spent_s
+    """`product_rate` as a contestant."""
+    return product_rate()
 
 
 async def measure_in_turn(contestants: Mapping[str, Contestant], *, rounds: int) -> dict[str, list[float]]:

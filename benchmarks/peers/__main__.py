@@ -15,16 +15,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
-from benchmarks.harness import make_parser, rotate, write_result
+from benchmarks.harness import make_parser, product_rate, rotate, write_result
 from benchmarks.peers.tasks import LONG_TAIL_MODEL, TASKS, Task, save_long_tail_model
 from slipstream.configs.load import load
 from slipstream.launch.preflight import prepare
@@ -50,7 +50,8 @@ def main(arguments: argparse.Namespace) -> None:
         save_long_tail_model(Path(LONG_TAIL_MODEL))
     python = make_environment(arguments.trl)
     results: dict[str, Any] = {}
-    peak = matmul_gflops()
+    torch.set_num_threads(_num_cores())
+    peak = product_rate() / 1e9
     console.print(f"a plain float32 matrix multiplication: {peak:.0f} GFLOP/s")
     for name in arguments.tasks:
         task, contestants = TASKS[name], [*arguments.engines, "TRL"]
@@ -73,7 +74,6 @@ def make_environment(folder: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=_TIMEOUT_S)
-        import torch
         import transformers
 
         # The same torch and transformers as ours.
@@ -81,19 +81,6 @@ def make_environment(folder: Path) -> Path:
         for packages in (own[:1], [*own, *_TRL]):
             subprocess.run([str(python), "-m", "pip", "install", "-q", *packages], check=True, timeout=_TIMEOUT_S)
     return python
-
-
-def matmul_gflops(*, size: int = 2048, repeats: int = 7) -> float:
-    """Median speed of a square float32 matrix multiplication with all physical cores, GFLOP/s."""
-    import torch
-
-    torch.set_num_threads(_num_cores())
-    matrix, seconds = torch.randn(size, size), []
-    for _ in range(repeats):
-        began_at = time.perf_counter()
-        matrix @ matrix
-        seconds.append(time.perf_counter() - began_at)
-    return 2e-9 * size**3 / statistics.median(seconds)
 
 
 def figures(rows: list[dict[str, float]], task: Task, *, parameters: int, peak_gflops: float) -> dict[str, float]:

@@ -40,6 +40,11 @@ def last_number(answer: str, truth: str, *, is_ended: bool) -> float:
 REWARDS = {"position_match": position_match, "digit_share": digit_share, "last_number": last_number}
 
 
+def text_of(completion: Any) -> str:
+    """The answer to a chat prompt is a list of messages."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
 class Recorder(TrainerCallback):
     """Records time, tokens, and the fraction of correct answers at the end of each step."""
 
@@ -100,11 +105,9 @@ def main() -> None:
     recorder, score = Recorder(), REWARDS[task["reward"]]
 
     def reward(completions: list[Any], completion_ids: list[list[int]], truth: list[str], **_: Any) -> Any:
-        # The answer to a chat prompt is a list of messages.
-        texts = [each if isinstance(each, str) else each[-1]["content"] for each in completions]
         rewards = [
-            score(text, right, is_ended=bool(ids) and ids[-1] == tokenizer.eos_token_id)
-            for text, ids, right in zip(texts, completion_ids, truth, strict=True)
+            score(text_of(answer), right, is_ended=bool(ids) and ids[-1] == tokenizer.eos_token_id)
+            for answer, ids, right in zip(completions, completion_ids, truth, strict=True)
         ]
         recorder.num_tokens += sum(map(len, completion_ids))
         recorder.num_correct += sum(given == 1.0 for given in rewards)

@@ -313,23 +313,27 @@ def _mask(num_queries: int, num_keys: int, window: int, *, like: Tensor) -> Tens
 
 # --- compiled layers -------------------------------------------------------------------------------------------------
 def compile_layers(backbone: nn.Module, *, only_norms: bool) -> None:
-    """Compile a transformers model's layers in place, or only its norms.
+    """Compile a transformers model's layers in place, or only its norms. Raises ModelError.
 
     Excludes packed attention, which would require a graph per microbatch. Within a layer, ZeRO-3 gathers parameters in
     hooks, experts have data-dependent shapes, and ranks exchange tokens: there, norms are the largest parts without
     these.
     """
+    kind = _is_norm if only_norms else lambda part: isinstance(part, GradientCheckpointingLayer)
+    if not (parts := [*filter(kind, backbone.modules())]):
+        raise ModelError(
+            f"learner.compile must be false for {type(backbone).__name__} (model.path), got true: it is not made of "
+            "known layers."
+        )
     AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
     torch._dynamo.config.recompile_limit = _MOST_GRAPHS
-    layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if layers and not only_norms:
-        for layer in layers:
-            # Compiles only `forward`, not the gradient checkpointing around it.
-            layer.compile(dynamic=True, backend=BACKEND)
-        return
-    for part in filter(_is_norm, backbone.modules()):
-        # Without the hooks around it.
-        part.forward = torch.compile(part.forward, dynamic=True, backend=BACKEND)
+    for part in parts:
+        if only_norms:
+            # Without ZeRO-3's hooks.
+            part.forward = torch.compile(part.forward, dynamic=True, backend=BACKEND)
+        else:
+            # Without the gradient checkpointing around `forward`.
+            part.compile(dynamic=True, backend=BACKEND)
 
 
 def _is_norm(part: nn.Module) -> bool:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from slipstream.cluster.role_process import RoleDiedError, RoleProcess
+from slipstream.cluster.role_process import RoleDiedError, RoleProcess, describe_exit
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.import_path import find_function
@@ -108,8 +108,9 @@ class Observers:
         unfinished = []
         for process, timeout_s in self._processes.items():
             process.stop(ends_at=began_at + timeout_s)
-            if not process.has_finished:
-                unfinished.append(f"{process.name} was stopped before it had delivered everything: see its log")
+            if code := process.exit_code:
+                end = f"died ({describe_exit(code)})" if code > 0 else "was stopped"
+                unfinished.append(f"{process.name} {end} before it had delivered everything: see its log")
         return unfinished
 
 

@@ -71,8 +71,13 @@ class RoleProcess:
         self._announced = ""
 
     @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative for a signal."""
+        return self._seat.poll()
+
+    @property
     def has_finished(self) -> bool:
-        return self._seat.poll() == 0
+        return self.exit_code == 0
 
     @property
     def is_running(self) -> bool:
@@ -123,11 +128,11 @@ class RoleProcess:
             if code > 0 and (error := self._find_error()):
                 raise RoleDiedError(f"{self.name}: {error} (the log is {self._log})")
             end = f"The end of {self._log}:\n{self.log_tail()}"
-            raise RoleDiedError(f"{self.name} ended with {_describe_exit(code)}. {end}")
+            raise RoleDiedError(f"{self.name} ended with {describe_exit(code)}. {end}")
         lines = [line for line in self.log_tail().splitlines() if not line.startswith(LOG_PREFIX)]
         # Search for the error: a library may print the last line when it aborts at exit.
         words = self._find_error() or f"last line of its log: {lines[-1].strip() if lines else ''}"
-        return self._restart_later(f"died ({_describe_exit(code)}); {words}")
+        return self._restart_later(f"died ({describe_exit(code)}); {words}")
 
     def terminate(self) -> None:
         """Ask the process to end, once: a second signal would interrupt its cleanup."""
@@ -203,5 +208,6 @@ def find_error(lines: Sequence[str]) -> str:
     return next((line for line in below if line and not line.startswith(" ")), "")
 
 
-def _describe_exit(code: int) -> str:
+def describe_exit(code: int) -> str:
+    """Example: describe_exit(-9) -> "signal SIGKILL"."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -200,8 +200,8 @@ def _estimate_update(run: RunConfig, policy: PreTrainedModel, needs: Sequence[Ne
     assert isinstance(engine, VllmEngineConfig)
     is_staged = any(need.cause == STAGED for need in needs)
     to_host = size / _RATES["PCIe" if any(n.place != HOST for n in needs if "rank" in n.process) else "CPU: write"]
-    # Reads float32, writes the version.
-    waits = 3 * size / _RATES["GPU memory"] if is_staged else to_host
+    # A copy reads and writes the version.
+    waits = 2 * size / _RATES["GPU memory"] if is_staged else to_host
     # By the learner, then by the generators.
     other = 2 * size / _RATES["checksums"] + (to_host if is_staged else 0.0)
     load = size / engine.num_workers / _RATES["PCIe" if on_gpu else "CPU: load"]

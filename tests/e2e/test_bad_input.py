@@ -54,6 +54,7 @@ def assert_ends_with_one_sentence(done: subprocess.CompletedProcess[str], folder
         ("experiment=digits_gpu", ("experiment=digits_gpu", "experiment=digits_cpu")),
         ("algorithm/advantage=win_rate", ("algorithm.policy_loss=sppo", "policy_loss=ppo_clip")),
         ("model.path=data/digits", ("model.path", "data/digits", "no config.json")),
+        ("data.max_prompt_tokens=2", ("data.max_prompt_tokens",)),
         ("data.eval=data/unscored.parquet", ("data/unscored.parquet", "`reward_model`")),
         ("generators.reward.function=bad_rewards:raise", ("generators.reward.function", "Did you mean 'raises'")),
         ("broker.address=tcp://0.0.0.0:5757", ("broker.address", "loopback")),

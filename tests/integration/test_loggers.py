@@ -96,12 +96,7 @@ def test_a_run_with_loggers_from_hell_makes_every_step_and_leaves_nothing(folder
     assert "error='RuntimeError: hell'" in run.log("logger-hell.py-Raises")
     assert "No space left on device" in run.log("logger-hell.py-Fills")
     assert "logger-hell.py-Hangs was stopped before it had delivered everything" in run.printed
-    # A short run may end before it dies.
-    ends = (
-        "logger-hell.py-Dies died (exit code 3)",
-        "logger-hell.py-Dies was stopped before it had delivered everything",
-    )
-    assert any(end in run.printed for end in ends), run.printed
+    assert "logger-hell.py-Dies died (exit code 3)" in run.printed
     # Nothing has waited for them: they take none of the learner's time.
     phases = {role["role"]: role["shares"] for role in runs.summary(folder, "hell")["times"]["roles"]}["learner"]
     known = {"waiting", "batch", "compute", "optimizer", "publishing", "committing", "evaluating", "checkpoint", "rest"}

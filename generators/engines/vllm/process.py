@@ -79,9 +79,6 @@ def engine_arguments(
     """
     is_cpu, records = current_platform.is_cpu(), model.moe.router_replay
     _check_arguments(engine, is_cpu=is_cpu, records=records)
-    if is_cpu:
-        # vLLM inspects a model class in a process that imports vLLM, because the import might initialize a GPU.
-        registry._run_in_subprocess = lambda inspect: inspect()
     if is_cpu and records:
         record_routed_experts()
     has_images = takes_images(model.path)
@@ -272,6 +269,9 @@ def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
     # tracker must already run, because starting it unblocks SIGINT.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    if current_platform.is_cpu():
+        # vLLM inspects a model class in a process that imports vLLM, because the import might initialize a GPU.
+        registry._run_in_subprocess = lambda inspect: inspect()
     try:
         llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[LoadRecorder])
         # A request reads a dozen of these variables.

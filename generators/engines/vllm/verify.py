@@ -123,6 +123,30 @@ class RecordedLoad(TorchDispatchMode):
         only this part of the layers without kernels.
         """
         compared = set[int]()
+        if different := self._mismatch_of_layers(compared, run=run, part=part, is_sampled=is_sampled):
+            return different
+        held = dict(self._layers[""].named_parameters(remove_duplicate=False))
+        # The model may have transformed the tensors that no loader received.
+        kept = (arguments for calls in self._calls.values() for _, arguments in calls.kept)
+        tensors = dict(sent)
+        missed = _not_passed(tensors, [v for c in kept for k, v in c.arguments.items() if k != "param"])
+        for name in missed:
+            # vLLM may pad the vocabulary with extra rows.
+            rows = held[name][: len(tensors[name])] if name in held and tensors[name].dim() else held.get(name)
+            if rows is not None and rows.shape == tensors[name].shape:
+                if not torch.equal(rows, tensors[name].to(rows)):
+                    return name
+                compared.add(id(held[name]))
+        if part[1] > 1:
+            return ""
+        unknown = [name for name, tensor in self._layers[""].named_parameters() if id(tensor) not in compared]
+        self.uncompared = sorted({*unknown, *(name for name in missed if id(held.get(name)) not in compared)})
+        return ""
+
+    def _mismatch_of_layers(
+        self, compared: set[int], *, run: Callable[[Check], Future[bool]], part: tuple[int, int], is_sampled: bool
+    ) -> str:
+        """Compare the layers with their loader calls. Adds the `id` of each equal parameter to `compared`."""
         later: list[tuple[str, Future[bool]]] = []
         start, step = part
         for index, (path, layer) in enumerate(self._layers.items()):
@@ -145,28 +169,9 @@ class RecordedLoad(TorchDispatchMode):
                 if is_held:
                     compared.add(id(layer._parameters[name]))
         try:
-            different = next((name for name, check in later if not check.result(CHECK_TIMEOUT_S)), "")
+            return next((name for name, check in later if not check.result(CHECK_TIMEOUT_S)), "")
         except TimeoutError:
             raise kernels_not_compared() from None
-        if different:
-            return different
-        held = dict(self._layers[""].named_parameters(remove_duplicate=False))
-        # The model may have transformed the tensors that no loader received.
-        kept = (arguments for calls in self._calls.values() for _, arguments in calls.kept)
-        tensors = dict(sent)
-        missed = _not_passed(tensors, [v for c in kept for k, v in c.arguments.items() if k != "param"])
-        for name in missed:
-            # vLLM may pad the vocabulary with extra rows.
-            rows = held[name][: len(tensors[name])] if name in held and tensors[name].dim() else held.get(name)
-            if rows is not None and rows.shape == tensors[name].shape:
-                if not torch.equal(rows, tensors[name].to(rows)):
-                    return name
-                compared.add(id(held[name]))
-        if step > 1:
-            return ""
-        unknown = [name for name, tensor in self._layers[""].named_parameters() if id(tensor) not in compared]
-        self.uncompared = sorted({*unknown, *(name for name in missed if id(held.get(name)) not in compared)})
-        return ""
 
 
 def _compare(layer: nn.Module, calls: Sequence[Call]) -> Iterator[tuple[str, "bool | Check | None"]]:

@@ -282,6 +282,12 @@ def test_generated_kernels_give_the_same_weights(tmp_path: Path, engine, setting
     assert_trains_alike(tmp_path, engine, **settings)
 
 
+@pytest.mark.parametrize("only_norms", [False, True])
+def test_a_model_without_known_layers_cannot_be_compiled(only_norms: bool) -> None:
+    with pytest.raises(ModelError, match=r"learner\.compile must be false for Linear .*not made of known layers"):
+        attention.compile_layers(torch.nn.Linear(1, 1), only_norms=only_norms)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "engine"), [("qwen2", zero(3)), ("qwen3_moe", zero(0)), ("qwen3_moe", zero(3))])
 def test_norms_are_compiled_where_layers_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family, engine):

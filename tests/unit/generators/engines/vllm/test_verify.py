@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -124,6 +125,17 @@ def test_one_changed_element_is_found_in_any_parameter(change: Callable[[Model],
     kept = [call.arguments["param"] for calls in record._calls.values() for _, call in calls.kept]
     assert [parameter.is_meta for parameter in kept] == [True] * 5, "a record keeps no second copy of the model"
     change(model)
+    assert record.first_mismatch(sent) == name
+
+
+@pytest.mark.parametrize(("num_rows", "name"), [(0, ""), (1, "qk.weight")])
+def test_only_a_layer_without_rows_of_the_vocabulary_may_keep_its_kernel(num_rows: int, name: str):
+    model, sent = Model(), make_sent()
+    # As a worker's part of the vocabulary, which vLLM does not load again if it is only padding.
+    model.qk.shard_indices = SimpleNamespace(num_org_elements=num_rows)
+    kernel = model.qk.cpu_linear
+    record = load(model, sent)
+    model.qk.cpu_linear = kernel
     assert record.first_mismatch(sent) == name
 
 

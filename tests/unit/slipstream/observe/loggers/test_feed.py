@@ -1,19 +1,22 @@
 import errno
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 
+from slipstream.broker.archiver import Archiver
 from slipstream.buffer.errors import StoreUnavailableError
 from slipstream.configs.broker import LoggingConfig
+from slipstream.configs.buffer import ArchiveConfig
 from slipstream.observe.loggers import feed as feed_module
 from slipstream.observe.loggers.feed import SAMPLE_COLUMNS, Bookmark, Delivery, Feed
 from slipstream.observe.loggers.logger import Entry, numbers_of
 from slipstream.observe.reader import RunReader
-from tests.contract.stores import claim, commit, make_ready, open_run
+from tests.contract.stores import checkpoint, claim, commit, make_ready, open_run
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
 from tests.recorded_run import record_run
@@ -45,10 +48,10 @@ def store() -> MemoryStore:
 
 @pytest.fixture
 def make_feed(tmp_path: Path, store: MemoryStore) -> Callable[..., tuple[Feed, Kept]]:
-    reader = RunReader(record_run(tmp_path, steps=0), store=store)
+    folder = record_run(tmp_path, steps=0)
 
-    def make(clock: FakeClock, *, cursor: int = 0, **config: Any) -> tuple[Feed, Kept]:
-        kept = Kept()
+    def make(clock: FakeClock, *, cursor: int = 0, of: MemoryStore = store, **config: Any) -> tuple[Feed, Kept]:
+        kept, reader = Kept(), RunReader(folder, store=of)
         return Feed(reader, kept, config=LoggingConfig(**config), cursor=cursor, clock=clock), kept
 
     return make
@@ -108,6 +111,23 @@ def test_a_table_holds_the_answers_of_a_step_as_they_are(store, make_feed, monke
     (table,) = kept.of("table")
     name, columns, (answer,) = table.arguments
     assert (table.step, name, columns, len(answer)) == (1, "samples", SAMPLE_COLUMNS, len(SAMPLE_COLUMNS))
+
+
+def test_samples_of_a_step_that_left_the_store_come_from_the_archive(make_feed):
+    store = MemoryStore(clock=FakeClock(1000.0))
+    open_run(store, keeps_finished=True)
+    make_ready(store, 4)
+    feed, kept = make_feed(FakeClock(0.0), of=store, samples_every_steps=1)
+    with closing(Archiver(store, feed._reader.folder / "archive", ArchiveConfig())) as archiver:
+        for step in (1, 2):
+            commit(store, claim(store, step, 2))
+            checkpoint(store, step)
+            archiver.flush()
+            # The second time, the archive has grown since it was opened.
+            store.append_metrics(row(step))
+            feed.turn()
+    assert store.ledger() == []
+    assert [(table.step, len(table.arguments[2])) for table in kept.of("table")] == [(1, 2), (2, 2)]
 
 
 def test_rows_that_the_store_dropped_are_counted(store, make_feed):
