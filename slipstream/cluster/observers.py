@@ -12,6 +12,7 @@ from pathlib import Path
 from slipstream.cluster.role_process import RoleDiedError, RoleProcess, describe_exit
 from slipstream.configs.base import ConfigError, require
 from slipstream.configs.run import RunConfig
+from slipstream.runtime.command_line import TRY_AGAIN
 from slipstream.runtime.import_path import find_function
 
 LOGGERS = {
@@ -109,7 +110,9 @@ class Observers:
         for process, timeout_s in self._processes.items():
             process.stop(ends_at=began_at + timeout_s)
             if code := process.exit_code:
-                end = f"died ({describe_exit(code)})" if code > 0 else "was stopped"
+                # TRY_AGAIN: its time was over.
+                is_stopped = code < 0 or code == TRY_AGAIN
+                end = "was stopped" if is_stopped else f"died ({describe_exit(code)})"
                 unfinished.append(f"{process.name} {end} before it had delivered everything: see its log")
         return unfinished
 
