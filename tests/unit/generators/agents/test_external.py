@@ -96,7 +96,7 @@ def test_an_answer_without_a_turn_goes_to_the_next_agent_with_another_key(leaves
         await outside.ask(second)
         await outside.post("/v1/reward", second["api_key"])
 
-    trajectory, scorer = play(agent, silence_timeout_s=0.4)
+    trajectory, scorer = play(agent, silence_timeout_s=2.0 if leaves == "dies" else 30.0)
     assert (trajectory.reward.total, trajectory.reward.status, trajectory.num_turns) == (1.0, "ok", 1)
     assert [sample.response for sample in scorer.samples] == ["it is 42"], "scored by the function of the run"
 
@@ -112,7 +112,7 @@ def test_an_answer_that_was_begun_is_masked_and_counted(leaves: str, status: str
             await outside.post("/v1/return", lease["api_key"], reason="no time")
         assert (await outside.post("/v1/leases", TOKEN, wait_s=2.0)).status_code == 204
 
-    trajectory, scorer = play(agent, silence_timeout_s=1.5)
+    trajectory, scorer = play(agent, silence_timeout_s=1.5 if leaves == "dies" else 30.0)
     assert (trajectory.reward.status, trajectory.stop_reason, scorer.samples) == (status, stop_reason, [])
 
 
@@ -120,7 +120,7 @@ def test_an_agent_is_not_silent_while_the_model_writes(monkeypatch: pytest.Monke
     original = WritingEngine.generate
 
     async def slow(self: WritingEngine, *arguments: Any, **settings: Any) -> Any:
-        await asyncio.sleep(0.6)
+        await asyncio.sleep(2.5)
         return await original(self, *arguments, **settings)
 
     async def agent(outside: Outside) -> None:
@@ -129,7 +129,7 @@ def test_an_agent_is_not_silent_while_the_model_writes(monkeypatch: pytest.Monke
         await outside.post("/v1/reward", lease["api_key"], reward=1.0)
 
     monkeypatch.setattr(WritingEngine, "generate", slow)
-    assert play(agent, silence_timeout_s=0.3)[0].reward.total == 1.0
+    assert play(agent, silence_timeout_s=1.5)[0].reward.total == 1.0
 
 
 def test_the_wait_for_agents_is_told(monkeypatch: pytest.MonkeyPatch):

@@ -76,7 +76,7 @@ def test_a_hang_is_a_timeout_and_costs_only_the_culprit():
 
 
 def test_time_in_the_queue_does_not_count():
-    assert statuses(["sleep 0.2"] * 6, timeout_s=0.9) == [("ok", "")] * 6
+    assert statuses(["sleep 0.6"] * 5, timeout_s=2.5) == [("ok", "")] * 5
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_several_workers_share_the_samples():
 
 
 def test_a_worker_that_cannot_be_ended_holds_nothing_up(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("slipstream.generators.rewards.pool.REAP_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("slipstream.generators.rewards.pool.REAP_TIMEOUT_S", 3.0)
 
     async def use(pool: RewardPool) -> None:
         await pool.score(sample())
@@ -158,7 +158,7 @@ def test_a_worker_that_cannot_be_ended_holds_nothing_up(monkeypatch: pytest.Monk
         while not call.done():
             before = time.monotonic()
             await asyncio.sleep(0.01)
-            assert time.monotonic() - before < 0.3
+            assert time.monotonic() - before < 2.0
         assert (await call).status == "timeout"
         assert await pool.score(sample()) == Reward(total=0.5)
         assert not supervisor.is_running() or supervisor.status() == psutil.STATUS_ZOMBIE
