@@ -171,11 +171,7 @@ def import_config(trainer: str, file: Path) -> None:
     imported = import_settings(trainer, file)
     settings = [shlex.quote(override) for override in imported.overrides]
     print(" \\\n  ".join(["slipstream run", *settings]))
-    lists = {
-        "Notes": imported.notes,
-        "Without equivalent": imported.untranslated,
-        "Not needed here": imported.decided,
-    }
+    lists = {"Notes": imported.notes, "Without equivalent": imported.untranslated, "Not needed here": imported.decided}
     for title, lines in lists.items():
         if lines:
             print(f"\n{title}:", *(f"  {line}" for line in lines), sep="\n")

@@ -243,8 +243,7 @@ def _staleness(config: Translation) -> None:
     lag = math.ceil(1 + (config.take(key) or 0))
     config.put("staleness.max_lag", lag)
     config.note(
-        key,
-        f"it bounds how much is generated ahead; staleness.max_lag={lag} bounds the versions of every token.",
+        key, f"it bounds how much is generated ahead; staleness.max_lag={lag} bounds the versions of every token."
     )
 
 

@@ -41,10 +41,7 @@ _COLUMNS = 3
 """Panels in a row below the first."""
 SHADES = ("#2563a8", "#2f8f5b", "#c9a227", "#d9741a", "#b3372b", "#6b2d5c")
 SET_COLORS = (BLUE, ORANGE, GREEN, *SHADES)
-RATES = {
-    "generators/tokens_per_s": ("generators", BLUE),
-    "learner/tokens_per_s": ("learner", ORANGE),
-}
+RATES = {"generators/tokens_per_s": ("generators", BLUE), "learner/tokens_per_s": ("learner", ORANGE)}
 
 
 def is_drawn(key: str) -> bool:

@@ -102,12 +102,7 @@ class Catalog:
             return True
 
     def page(
-        self,
-        query: CatalogQuery,
-        *,
-        start: int = 0,
-        size: int = 50,
-        is_cancelled: Callable[[], bool] = lambda: False,
+        self, query: CatalogQuery, *, start: int = 0, size: int = 50, is_cancelled: Callable[[], bool] = lambda: False
     ) -> Page:
         """Return up to `size` rows from index `start`. Searching gigabytes takes minutes.
 
