@@ -29,7 +29,7 @@ _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_][\w.@/-]*)=(.*)", re.DOTALL)
 
 
 def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return (dotted key -> value, notes); those of all TOML files of a folder. Raises ConfigError."""
+    """Return (dotted key -> value, notes) of a file or of a folder's TOML files. Raises ConfigError."""
     if path.is_dir() and (files := sorted(path.glob("*.toml"))):
         return {key: value for file in files for key, value in read_settings(file)[0].items()}, []
     if not path.is_file():
@@ -60,8 +60,7 @@ _PARTS = ("trainer", "orchestrator", "inference")
 
 
 def _from_document(path: Path, text: str) -> dict[str, Any]:
-    parse = {".json": json.loads, ".toml": tomllib.loads}.get(path.suffix, yaml.safe_load)
-    document = parse(text)
+    document = {".json": json.loads, ".toml": tomllib.loads}.get(path.suffix, yaml.safe_load)(text)
     if isinstance(document, list) and all(isinstance(line, str) for line in document):
         # Hydra's overrides.yaml
         return _overrides(document)
@@ -96,10 +95,7 @@ calls = [call.split("\0")[:-1] for call in read("/tmp/calls").split("\036")[:-1]
 missing = sorted(set(read("/tmp/missing").split("\0")) - {""})
 print(json.dumps([calls, missing, done.returncode, done.stderr.decode(errors="replace")[-300:]]))
 """
-"""Runs a script in the sandbox with programs that only record their arguments.
-
-`python -c CODE` fails, because scripts use it to test for other accelerators than GPUs.
-"""
+"""Runs a script with programs that record their arguments; `python -c CODE` fails, as a test for other accelerators."""
 _PROGRAMS = (
     *("python", "python3", "uv", "ray", "torchrun", "accelerate", "deepspeed", "trl", "srun", "pip", "pip3"),
     *("huggingface-cli", "hf", "wget", "curl", "git", "sleep"),
@@ -107,9 +103,9 @@ _PROGRAMS = (
 
 
 def _from_script(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
-    """Execute a script in a sandbox; return the arguments of its call with most settings.
+    """Run a script in a sandbox, with only HOME of the environment; return the arguments of its largest call.
 
-    Of the environment, which may have secrets, the script sees only HOME. Raises ConfigError.
+    Raises ConfigError.
     """
     job = {"name": path.name, "text": text, "home": str(Path.home()), "programs": _PROGRAMS}
     try:
@@ -139,9 +135,8 @@ def _arguments(words: list[str]) -> dict[str, Any]:
         if number and ((word.endswith(".py") and "=" not in word) or words[number - 1] == "-m")
     )
     program = next(programs, 0)
-    options: dict[str, Any] = {}
-    if processes := _PROCESSES.search("=".join(words[:program])):
-        options["num_processes"] = int(processes[1])
+    processes = _PROCESSES.search("=".join(words[:program]))
+    options: dict[str, Any] = {"num_processes": int(processes[1])} if processes else {}
     words = words[program + 1 :]
     starts = [number for number, word in enumerate(words) if word.startswith("--")]
     for start, end in zip(starts, [*starts[1:], len(words)], strict=False):
@@ -152,8 +147,7 @@ def _arguments(words: list[str]) -> dict[str, Any]:
 
 
 def _overrides(words: list[str]) -> dict[str, Any]:
-    found = [match for word in words if (match := _OVERRIDE.fullmatch(word))]
-    return {match[1]: _value(match[2]) for match in found}
+    return {match[1]: _value(match[2]) for match in map(_OVERRIDE.fullmatch, words) if match}
 
 
 def _value(text: str) -> Any:
@@ -169,8 +163,7 @@ TRAINERS = {"verl": VERL, "trl": TRL, "prime-rl": PRIME_RL, "openrlhf": OPENRLHF
 def import_config(trainer: str, file: Path) -> None:
     """Print the equivalent command, notes, and settings without an equivalent."""
     imported = import_settings(trainer, file)
-    settings = [shlex.quote(override) for override in imported.overrides]
-    print(" \\\n  ".join(["slipstream run", *settings]))
+    print(" \\\n  ".join(["slipstream run", *map(shlex.quote, imported.overrides)]))
     lists = {"Notes": imported.notes, "Without equivalent": imported.untranslated, "Not needed here": imported.decided}
     for title, lines in lists.items():
         if lines:
@@ -178,7 +171,7 @@ def import_config(trainer: str, file: Path) -> None:
 
 
 def import_settings(trainer: str, file: Path) -> Imported:
-    """Translate a file; invalid combinations become a note. Raises ConfigError."""
+    """Translate a file, with a note on an invalid combination. Raises ConfigError."""
     given, notes = read_settings(file)
     try:
         imported = TRAINERS[trainer].translate(given)
@@ -191,9 +184,9 @@ def import_settings(trainer: str, file: Path) -> Imported:
             f"FILE must contain plain values, got {file} with {', '.join(unset) or error}: replace variables that it "
             "does not set by numbers."
         ) from None
-    notes = [*notes, *imported.notes]
+    imported.notes[:0] = notes
     try:
         load(imported.overrides)
     except ConfigError as error:
-        notes.append(f"to resolve first: {' '.join(str(error).splitlines())}")
-    return Imported(imported.overrides, notes, imported.untranslated, imported.decided)
+        imported.notes.append(f"to resolve first: {' '.join(str(error).splitlines())}")
+    return imported

@@ -1,4 +1,4 @@
-"""Translate settings of prime-rl that depend on each other: `rl.toml`, or trainer, orchestrator, and inference."""
+"""Dependent settings of prime-rl: `rl.toml`, or trainer, orchestrator, and inference."""
 
 from typing import Any
 
@@ -51,53 +51,46 @@ def _objective(config: Translation) -> None:
     is_per_prompt = config.take(f"{key}.loss_aggregation") == "prompt"
     config.put("algorithm.loss_aggregation", "prompt_mean" if is_per_prompt else "token_mean")
     config.put("algorithm/policy_loss", "dppo")
-    config.same(f"{_LOSS}.dppo_mask_low", "algorithm.policy_loss.clip_low")
-    config.same(f"{_LOSS}.dppo_mask_high", "algorithm.policy_loss.clip_high")
+    config.same_all("dppo")
     if config.take(f"{_LOSS}.type") not in (None, "default"):
         config.note(f"{_LOSS}.type", "algorithm/policy_loss=custom calls your function; dppo stands for it.")
     config.put("algorithm/correction", "none")
-    config.put("algorithm.masks", [])
+
     config.put("algorithm.proximal", "generator")
     filters = config.given.get("orchestrator.pre_batch_filters") or config.given.get("orchestrator.filters") or []
     drops = any(each.get("type") == "zero_advantage" and each.get("enforce", True) for each in filters)
-    refills = (
-        config.take("orchestrator.filter_zero_advantages"),
-        config.take("orchestrator.constant_trainer_batch_size"),
-    )
-    if drops or any(refills) or config.take("orchestrator.buffer.online_difficulty_filtering"):
+    names = ("filter_zero_advantages", "constant_trainer_batch_size", "buffer.online_difficulty_filtering")
+    if any(config.take_all("orchestrator", *names)) or drops:
         config.put("buffer/filter", "zero_advantage")
 
 
 def _optimizer(config: Translation) -> None:
-    config.put("learner.optimizer.betas", [config.take("trainer.optim.betas1"), config.take("trainer.optim.betas2")])
-    steps = config.take("trainer.scheduler.warmup_steps")
-    if config.take("trainer.scheduler.type") == "linear":
+    config.put("learner.optimizer.betas", config.take_all("trainer.optim", "betas1", "betas2"))
+    kind, steps = config.take_all("trainer.scheduler", "type", "warmup_steps")
+    if kind == "linear":
         config.note("trainer.scheduler.type", "prime-rl decays over the last decay_steps, here over the whole run.")
-    config.put_schedule("trainer.scheduler.type", warmup_steps=steps, warmup_ratio="", total=None)
+    config.put_schedule("trainer.scheduler.type", warmup_steps=steps)
     if config.below("trainer.model.lora"):
         config.take("trainer.model.lora")
-        config.same("trainer.model.lora.rank", "model.lora.rank")
-        config.same("trainer.model.lora.alpha", "model.lora.alpha")
-        config.same("trainer.model.lora.target_modules", "model.lora.targets")
+        config.same_all("lora")
     offloads = bool(config.below("trainer.model.ac_offloading"))
-    config.put("learner.engine.gradient_checkpointing", offloads or bool(config.below("trainer.model.ac")))
-    config.put("learner.engine.offload_activations", offloads)
-    whole, optimizer = config.take("trainer.model.fsdp_cpu_offload"), config.take("trainer.model.optim_cpu_offload")
-    config.put("learner.engine.offload_parameters", whole)
-    config.put("learner.engine.offload_optimizer", whole or optimizer)
+    recomputes = offloads or bool(config.below("trainer.model.ac"))
+    config.put_all("learner.engine", gradient_checkpointing=recomputes, offload_activations=offloads)
+    whole, optimizer = config.take_all("trainer.model", "fsdp_cpu_offload", "optim_cpu_offload")
+    config.put_all("learner.engine", offload_parameters=whole, offload_optimizer=whole or optimizer)
 
 
 def _hardware(config: Translation) -> None:
-    names = ("gpus_per_node", "num_train_gpus", "num_infer_gpus", "num_train_nodes", "num_infer_nodes")
-    size, ranks, rollouts, *nodes = (config.take(f"deployment.{name}") for name in names)
-    replicas = config.take("deployment.num_infer_replicas")
-    if config.take("deployment.type") == "multi_node":
+    kind, size, replicas = config.take_all("deployment", "type", "gpus_per_node", "num_infer_replicas")
+    ranks, rollouts = config.take_all("deployment", "num_train_gpus", "num_infer_gpus")
+    nodes = config.take_all("deployment", "num_train_nodes", "num_infer_nodes")
+    if kind == "multi_node":
         ranks, rollouts = (nodes[0] or 1) * size, (nodes[1] or 1) * size * replicas
     ranks = len(config.take("trainer_gpu_ids") or ()) or ranks
     rollouts = len(config.take("inference_gpu_ids") or ()) or rollouts
     config.put("learner.num_ranks", ranks)
     config.put("learner.engine.zero_stage", 3 if ranks > 1 or config.take("trainer.model.fsdp_cpu_offload") else 2)
-    config.put("learner.device", "cuda")
+
     config.put("generators.count", max(1, rollouts // config.take("inference.vllm.tensor_parallel_size")))
     config.take("inference.parallel.dp")
 
@@ -114,8 +107,8 @@ def _environment(config: Translation) -> None:
     task = found[0].get("taskset") or found[0].get("env", {}).get("taskset") or {}
     arguments = {key: value for key, value in task.items() if key != "id"} or found[0].get("args")
     config.put("generators/agent", "environment")
-    config.put("generators.agent.environment", task.get("id") or found[0].get("id") or found[0].get("name"))
-    config.put("generators.agent.arguments", arguments or None)
+    name = task.get("id") or found[0].get("id") or found[0].get("name")
+    config.put_all("generators.agent", environment=name, arguments=arguments or None)
     config.notes.append(
         "write the rows of the environment into files with `python -m slipstream.scripts.make_prompts`, and set "
         "data.train, data.eval, and generators.agent.python (docs/agents.md)."

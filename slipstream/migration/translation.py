@@ -1,4 +1,4 @@
-"""Translation: maps another trainer's settings to overrides, notes, and settings without an equivalent."""
+"""Translation of another trainer's settings to overrides, notes, and settings without an equivalent."""
 
 import re
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class Translation:
         """Name in this translation -> name in the file."""
         for key, value in given.items():
             name = next((new + key[len(old) :] for old, new in aliases.items() if f"{key}.".startswith(f"{old}.")), key)
-            # An older name counts unless the file also has the newer one, with another value.
+            # A newer name with another value takes precedence over an older one.
             name = key if self.given.get(name, given.get(name, value)) != value else name
             self.given[name] = value
             self.shown.setdefault(name, key)
@@ -60,28 +60,41 @@ class Translation:
         self.decided: dict[str, list[str]] = {}
 
     def take(self, key: str) -> Any:
-        """Return a setting, given or default, and mark it as translated."""
+        """Return a setting or its default, and mark it as translated."""
         self._taken.add(key)
         value = self.given.get(key)
         return self._defaults.get(key) if value is None else value
 
     def put(self, key: str, value: Any) -> None:
-        """Set a Slipstream setting; None leaves it unchanged. Raises ValueError for an unset shell variable."""
+        """Set a Slipstream setting unless `value` is None. Raises ValueError for an unset shell variable."""
         if value is not None:
             self.ours[key] = format_value(value)
             if "$" in self.ours[key]:
                 raise ValueError
 
+    def take_all(self, table: str, *names: str) -> list[Any]:
+        return [self.take(f"{table}.{name}") for name in names]
+
+    def put_all(self, table: str, **values: Any) -> None:
+        for name, value in values.items():
+            self.put(f"{table}.{name}", value)
+
     def same(self, theirs: str, ours: str, convert: Callable[[Any], Any] = lambda value: value) -> None:
         value = self.take(theirs)
         self.put(ours, None if value is None else convert(value))
 
+    def same_all(self, table: str) -> None:
+        """Translate a table of the trainer's file: their key -> ours, or [ours, conversion]."""
+        for theirs, row in self.tables.get(table, {}).items():
+            ours, conversion = row if isinstance(row, list) else (row, "as_is")
+            self.same(theirs, ours, conversion.get if isinstance(conversion, dict) else _CONVERSIONS[conversion])
+
     def below(self, key: str) -> list[str]:
-        """Given settings of a table, and the table itself if it is empty."""
+        """Return the given settings of a table, or an empty table."""
         return [name for name in self.given if f"{name}.".startswith(f"{key}.")]
 
     def note(self, key: str, sentence: str) -> None:
-        """Add a note on a setting, or on each setting of a table, if given."""
+        """Add a note on a given setting, or on each given setting of a table."""
         for name in self.below(key):
             if self.given[name] is not None:
                 self._taken.add(name)
@@ -91,7 +104,7 @@ class Translation:
         return f"{self.shown[key]}{sign}{shorten(format_value(self.given[key]), 100, placeholder=' ...')}"
 
     def record(self, key: str) -> dict[str, Any]:
-        """Take a setting that is a record, possibly as JSON text, and all settings below it."""
+        """Take a record, possibly as JSON text, and all settings below it."""
         whole = self.take(key)
         found: dict[str, Any] = (yaml.safe_load(whole) if isinstance(whole, str) else whole) or {}
         return found | {name.removeprefix(f"{key}."): self.take(name) for name in self.below(key) if name != key}
@@ -102,7 +115,7 @@ class Translation:
         self.put("data.columns", {ours: name for ours, name in names.items() if name not in (None, ours)} or None)
 
     def put_loggers(self, loggers: Any, *, options: dict[str, str]) -> None:
-        """Set the loggers that exist here; `options`: argument of Weights & Biases -> their key."""
+        """Set the supported loggers. `options`: argument of Weights & Biases -> their key."""
         names = [str(name) for name in _listed(loggers) if name]
         backends: dict[str, Any] = {name: {} for name in names if name in _LOGGERS}
         if "wandb" in backends:
@@ -114,12 +127,11 @@ class Translation:
             )
 
     def put_reward_model(self, path: str) -> None:
-        self.put("generators.reward.function", "reward_model")
-        self.put("generators.reward.arguments", {"path": path})
+        self.put_all("generators.reward", function="reward_model", arguments={"path": path})
         self.ours["generators.reward.max_memory_mib"] = "null"
 
     def put_shared_gpus(self, title: str, gpus: int, *, engine_gpus: int) -> None:
-        """Divide GPUs on which another trainer trains and generates in turn."""
+        """Divide GPUs that another trainer uses for training and generation in turn."""
         ranks = max(1, gpus // 2)
         self.put("learner.num_ranks", ranks)
         self.put("generators.count", max(1, (gpus - gpus // 2) // engine_gpus))
@@ -147,7 +159,9 @@ class Translation:
             "generation and training overlap."
         )
 
-    def put_schedule(self, key: str, *, warmup_steps: int | None, warmup_ratio: str, total: Any) -> None:
+    def put_schedule(
+        self, key: str, *, warmup_steps: int | None = None, warmup_ratio: str = "", total: Any = None
+    ) -> None:
         """Set the schedule and its warm-up, in steps or as a fraction of `total` steps."""
         schedule, ratio = str(self.take(key)).removesuffix("_with_warmup"), self.take(warmup_ratio)
         ours = next((name for name in ("constant", "linear", "cosine") if schedule.startswith(name)), None)
@@ -161,9 +175,8 @@ class Translation:
                 self.notes.append(f"{warmup_ratio}={ratio}: set learner.optimizer.warmup_steps, in steps.")
         self.put("learner.optimizer.warmup_steps", steps)
 
-    def result(self, decided: dict[str, list[str]]) -> Imported:
-        """`decided`: reason -> beginnings of keys that need no equivalent for it."""
-        decided = self.decided | decided
+    def result(self) -> Imported:
+        decided = self.decided | self.tables["decided"]
         reasons: dict[str, list[str]] = {}
         unequal = []
         for key, value in self.given.items():
@@ -179,12 +192,11 @@ class Translation:
 
 
 class Trainer(NamedTuple):
-    """Another trainer: a file of its settings and their equivalents, and translations of those that depend on others.
+    """Another trainer: a file of its settings, and translations of those that depend on others.
 
-    The file has `starts` (beginnings of its keys; a file without any of them is of another program), `aliases` (older
-    names), `optimizer` (key of its name), `same` (their key -> ours, or [ours, conversion]), `defaults`, `notes` (their
-    key -> what to do about it), unless it has its default; and `decided` (reason -> beginnings of keys that need no
-    equivalent for it).
+    The file has `starts` (beginnings of its keys), `aliases` (older names), `optimizer` (key of its name), `same`
+    (table for `same_all`), `defaults`, `notes` (their key -> remedy if it differs from its default), `decided` (reason
+    -> beginnings of keys without a need for an equivalent), and tables for `special`.
     """
 
     file: str
@@ -203,9 +215,9 @@ class Trainer(NamedTuple):
                 f"FILE must hold settings of {tables['title']}, such as {tables['example']}, got none of them."
             )
         config = Translation(given, tables)
-        for theirs, row in tables["same"].items():
-            ours, conversion = row if isinstance(row, list) else (row, "as_is")
-            config.same(theirs, ours, conversion.get if isinstance(conversion, dict) else _CONVERSIONS[conversion])
+        config.same_all("same")
+        config.put("learner.device", "cuda")
+        config.put("algorithm.masks", [])
         for special in self.special:
             special(config)
         config.put_optimizer(tables["optimizer"])
@@ -217,7 +229,7 @@ class Trainer(NamedTuple):
                 config.take(key)
         if "model.path" not in config.ours:
             config.notes.insert(0, "the file names no model: add model.path=FOLDER_OR_HUB_NAME.")
-        return config.result(tables["decided"])
+        return config.result()
 
 
 def format_value(value: Any) -> str:
@@ -237,17 +249,20 @@ def _listed(value: Any) -> list[Any]:
 
 
 def train_files(value: Any) -> str | list[dict[str, str]]:
-    """Return one file, or a list of files, as `data.train` takes them."""
-    names = [str(name) for name in _listed(value)]
+    """Return one or several files in the format of `data.train`."""
+    names = list(map(str, _listed(value)))
     return names[0] if len(names) == 1 else [{"path": name} for name in names]
+
+
+def _as_name(text: str) -> str:
+    return re.sub(r"[^\w.-]", "_", text, flags=re.ASCII)
 
 
 def eval_sets(value: Any, **settings: Any) -> list[dict[str, Any]]:
     """Return a set per file, named after its path."""
     sets = []
-    for number, path in enumerate(str(name) for name in _listed(value)):
-        stem = "_".join(Path(path).with_suffix("").parts[-2:])
-        name = re.sub(r"[^\w.-]", "_", stem, flags=re.ASCII).strip("_.-") or "heldout"
+    for number, path in enumerate(map(str, _listed(value))):
+        name = _as_name("_".join(Path(path).with_suffix("").parts[-2:])).strip("_.-") or "heldout"
         sets.append({"name": name[:44] + (f"_{number}" if number else ""), "path": path} | settings)
     return sets
 
@@ -260,6 +275,6 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "or_all": lambda number: number or -1,
     "if_positive": lambda number: int(number) if number >= 1 else None,
     "above_1": lambda number: number > 1,
-    "name": lambda text: re.sub(r"[^\w.-]", "_", str(text), flags=re.ASCII).lstrip(".")[:80],
+    "name": lambda text: _as_name(str(text)).lstrip(".")[:80],
 }
-"""Conversions that a file of tables can name; None leaves our setting unchanged."""
+"""Conversions for rows of tables; None leaves our setting unchanged."""

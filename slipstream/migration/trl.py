@@ -1,4 +1,4 @@
-"""Translate settings of TRL 1.16's GRPO trainers that depend on each other."""
+"""Dependent settings of TRL 1.16's GRPO trainers."""
 
 from math import ceil, sqrt
 
@@ -12,9 +12,8 @@ def _model(config: Translation) -> None:
     config.put("model.chat_template_kwargs", config.record("chat_template_kwargs") or None)
     if config.take("use_peft"):
         rank, alpha = config.take("lora_r") or 16, config.take("lora_alpha") or 32
-        config.put("model.lora.rank", rank)
         # rsLoRA scales by alpha / sqrt(rank) instead of alpha / rank.
-        config.put("model.lora.alpha", alpha * sqrt(rank) if config.take("use_rslora") else alpha)
+        config.put_all("model.lora", rank=rank, alpha=alpha * sqrt(rank) if config.take("use_rslora") else alpha)
         config.same("lora_target_modules", "model.lora.targets")
     response = config.take("max_completion_length")
     prompt = config.take("max_prompt_length") or config.take("vllm_max_model_length") or 2 * response
@@ -46,32 +45,24 @@ def _batch(config: Translation) -> None:
 def _objective(config: Translation) -> None:
     kind, level = config.take("loss_type"), config.take("importance_sampling_level")
     low, high = config.take("epsilon"), config.take("epsilon_high")
-    clip = {"algorithm.policy_loss.clip_low": low, "algorithm.policy_loss.clip_high": low if high is None else high}
-    loss, fields = "ppo_clip", clip | {"algorithm.policy_loss.dual_clip": config.take("delta")}
-    if kind == "cispo":
-        loss, fields = "cispo", {"algorithm.policy_loss.clip_high": high or low}
-    elif kind in ("sapo", "vespo"):
-        loss, fields = kind, {ours: config.take(theirs) for theirs, ours in config.tables.get(kind, {}).items()}
-    elif level == "sequence":
-        loss, fields = "gspo", clip
+    clip = {"clip_low": low, "clip_high": low if high is None else high}
+    loss = kind if kind in ("cispo", "sapo", "vespo") else "gspo" if level == "sequence" else "ppo_clip"
     config.put("algorithm/policy_loss", loss)
-    for field, value in fields.items():
-        config.put(field, value)
+    fields = {"cispo": {"clip_high": high or low}, "gspo": clip, "ppo_clip": clip | {"dual_clip": config.take("delta")}}
+    config.put_all("algorithm.policy_loss", **fields.get(loss, {}))
+    config.same_all(loss)
     aggregations = config.tables["aggregations"]
     if kind not in aggregations:
         config.notes.append(f"loss_type={kind}: there is no such loss; ppo_clip with token_mean stands for it.")
-    is_sequence = level == "sequence" and kind not in ("cispo", "sapo", "vespo")
-    config.put(
-        "algorithm.loss_aggregation", "seq_mean_token_mean" if is_sequence else aggregations.get(kind, "token_mean")
-    )
+    mean = "seq_mean_token_mean" if loss == "gspo" else aggregations.get(kind, "token_mean")
+    config.put("algorithm.loss_aggregation", mean)
     scale = str(config.take("scale_rewards")).lower()
     config.put("algorithm/advantage", {"none": "dr_grpo", "false": "dr_grpo", "batch": "lite_ppo"}.get(scale, "grpo"))
-    config.put("algorithm.masks", [])
+
     config.put("algorithm.reward.mask_truncated", True if config.take("mask_truncated_completions") else None)
     if (beta := config.take("beta")) > 0:
-        config.put("algorithm.kl.coef", beta)
         is_corrected = config.take("use_bias_correction_kl") is not False
-        config.put("algorithm.kl.estimator", "k3_off_policy" if is_corrected else "k3")
+        config.put_all("algorithm.kl", coef=beta, estimator="k3_off_policy" if is_corrected else "k3")
         if config.take("sync_ref_model"):
             config.same("ref_model_sync_steps", "algorithm.kl.refresh_every_steps")
             config.note("ref_model_mixup_alpha", "the reference becomes the learner's weights, without a mixture.")
@@ -84,42 +75,29 @@ def _correction(config: Translation) -> None:
     config.put("algorithm/correction", "none")
     if config.take("vllm_importance_sampling_correction") and config.take("use_vllm"):
         level, _, bound = mode.partition("_")
-        config.put("algorithm.correction.level", level)
-        config.put("algorithm.correction.max_weight", high)
-        config.put("algorithm.correction.min_weight", low)
-        config.put("algorithm.correction.outside", bound)
+        config.put_all("algorithm.correction", level=level, max_weight=high, min_weight=low, outside=bound)
 
 
 def _run(config: Translation) -> None:
     updates = (config.take("steps_per_generation") or 0) // config.take("gradient_accumulation_steps") or 1
     total = config.take("max_steps")
-    is_bounded = bool(total) and total > 0
-    epochs = ceil(config.take("num_train_epochs"))
-    config.put(
-        "learner.max_steps" if is_bounded else "learner.epochs", max(1, total // updates) if is_bounded else epochs
-    )
+    steps, epochs = total // updates if total and total > 0 else None, ceil(config.take("num_train_epochs"))
+    config.put("learner.epochs" if steps is None else "learner.max_steps", epochs if steps is None else max(1, steps))
     config.put("learner.optimizer.betas", [config.take("adam_beta1"), config.take("adam_beta2")])
-    config.put_schedule(
-        "lr_scheduler_type",
-        warmup_steps=ceil((config.take("warmup_steps") or 0) / updates),
-        warmup_ratio="warmup_ratio",
-        total=total // updates if is_bounded else None,
-    )
+    warmup = ceil((config.take("warmup_steps") or 0) / updates)
+    config.put_schedule("lr_scheduler_type", warmup_steps=warmup, warmup_ratio="warmup_ratio", total=steps)
     config.same("save_steps", "learner.checkpoint.every_steps", lambda steps: max(1, int(steps) // updates))
     config.take("eval_strategy")
     config.take("save_strategy")
     config.put_loggers(config.take("report_to"), options={"project": "project"})
     config.put("learner.engine.zero_stage", 2)
-    config.put("learner.device", "cuda")
     config.notes.append(
         "rewards are functions in the training script: generators.reward.function=FILE.py:NAME accepts TRL's signature "
         "unchanged (docs/rewards.md)."
     )
-    lag = config.take("max_staleness")
-    if lag is None:
+    config.same("max_staleness", "staleness.max_lag")
+    if config.take("max_staleness") is None:
         config.put_synchronous()
-    else:
-        config.put("staleness.max_lag", lag)
 
 
 TRL = Trainer("trl.yaml", special=(_model, _batch, _objective, _correction, _run))

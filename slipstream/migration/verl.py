@@ -1,4 +1,4 @@
-"""Translate settings of verl 0.9 that depend on each other."""
+"""Dependent settings of verl 0.9."""
 
 import math
 from pathlib import Path
@@ -14,21 +14,18 @@ _TURNS, _LOSS, _TEACHER = f"{_ROLLOUT}.multi_turn", "distillation.distillation_l
 
 
 def _data(config: Translation) -> None:
-    names = ("samples", "temperature", "top_p", "top_k")
-    keys = (f"{_ROLLOUT}.val_kwargs.{name}" for name in ("n", *names[1:]))
-    settings = dict(zip(names, map(config.take, keys), strict=True))
+    samples, *sampling = config.take_all(f"{_ROLLOUT}.val_kwargs", "n", "temperature", "top_p", "top_k")
     if files := config.take("data.val_files"):
-        config.put("data.eval", eval_sets(files, **settings))
+        settings = dict(zip(("temperature", "top_p", "top_k"), sampling, strict=True))
+        config.put("data.eval", eval_sets(files, samples=samples, **settings))
     length = config.take("data.max_prompt_length") + config.take("data.max_response_length")
     config.put("model.max_length", length)
     config.put("learner.tokens_per_microbatch", max(length, config.take(f"{_ACTOR}.ppo_max_token_len_per_gpu")))
     config.put("data.on_too_long", "skip" if config.take("data.filter_overlong_prompts") else "error")
     config.put_columns(prompt="data.prompt_key", images="data.image_key")
     config.put("model.chat_template_kwargs", config.record("data.apply_chat_template_kwargs") or None)
-    if rank := config.take(f"{_MODEL}.lora_rank"):
-        config.put("model.lora.rank", rank)
-        config.same(f"{_MODEL}.lora_alpha", "model.lora.alpha")
-        config.same(f"{_MODEL}.target_modules", "model.lora.targets")
+    if config.take(f"{_MODEL}.lora_rank"):
+        config.same_all("lora")
 
 
 def _batch(config: Translation) -> None:
@@ -36,11 +33,11 @@ def _batch(config: Translation) -> None:
     config.put("learner.prompts_per_step", groups or mini)
     if groups and groups > mini:
         config.put("algorithm.updates_per_step", groups // mini)
-    if groups and groups > mini and groups % mini:
-        config.notes.append(
-            f"data.train_batch_size={groups} is no multiple of {_ACTOR}.ppo_mini_batch_size={mini}: a step is split "
-            "into updates of one size."
-        )
+        if groups % mini:
+            config.notes.append(
+                f"data.train_batch_size={groups} is no multiple of {_ACTOR}.ppo_mini_batch_size={mini}: a step is "
+                "split into updates of one size."
+            )
     if config.take("algorithm.filter_groups.enable"):
         config.put("buffer/filter", "zero_advantage")
 
@@ -62,16 +59,13 @@ def _advantage(config: Translation) -> None:
         config.put("algorithm.advantage.gamma", gamma)
     if ours == "gae":
         config.put("algorithm.advantage.lam", lam)
-        for theirs, field in config.tables["critic"].items():
-            config.same(theirs, field, lambda value: max(value, 0) if isinstance(value, int) else value)
+        config.same_all("critic")
     else:
         config.decided["only algorithm/advantage=gae has a critic"] = ["critic.", "trainer.critic_warmup"]
     if ours == "gdpo":
         names, weights = config.take("algorithm.gdpo_reward_keys"), config.take("algorithm.gdpo_reward_weights")
-        config.put(
-            "algorithm.advantage.weights",
-            dict(zip(names, weights or [1] * len(names), strict=False)) if names else None,
-        )
+        shares = dict(zip(names, weights or [1] * len(names), strict=False)) if names else None
+        config.put("algorithm.advantage.weights", shares)
 
 
 def _loss(config: Translation) -> None:
@@ -92,34 +86,28 @@ def _loss(config: Translation) -> None:
         config.note(f"{_ACTOR}.clip_ratio", "verl 0.9 uses clip_ratio_low and clip_ratio_high instead, 0.2 by default.")
     # verl forces the sequence mean for these two losses.
     mode = config.take(f"{_ACTOR}.loss_agg_mode")
-    config.put(
-        "algorithm.loss_aggregation", "seq_mean_token_mean" if ours in ("gspo", "sapo") else mode.replace("-", "_")
-    )
-    config.put("algorithm.masks", [])
+    mean = "seq_mean_token_mean" if ours in ("gspo", "sapo") else mode.replace("-", "_")
+    config.put("algorithm.loss_aggregation", mean)
 
 
 def _kl(config: Translation) -> None:
-    coefficient, kind = config.take(f"{_ACTOR}.kl_loss_coef"), config.take(f"{_ACTOR}.kl_loss_type")
-    if config.take(f"{_ACTOR}.use_kl_loss"):
-        config.put("algorithm.kl.coef", coefficient)
+    coefficient, kind, is_loss = config.take_all(_ACTOR, "kl_loss_coef", "kl_loss_type", "use_kl_loss")
+    if is_loss:
         table = config.tables["straight_through" if kind.endswith("+") else "estimators"]
-        config.put("algorithm.kl.estimator", table.get(kind.removesuffix("+"), kind))
-    names = ("kl_coef", "target_kl", "horizon", "type")
-    price, target, horizon, control = (config.take(f"algorithm.kl_ctrl.{name}") for name in names)
-    penalty = config.take("algorithm.kl_penalty")
-    if config.take("algorithm.use_kl_in_reward") and price:
-        config.put("algorithm.kl.coef", price)
-        config.put("algorithm.kl.estimator", config.tables["estimators"].get(penalty, penalty))
-        config.put("algorithm.kl.apply_to", "reward")
-        if control == "adaptive":
-            config.put("algorithm.kl.adaptive", {"target": target, "horizon": horizon})
+        config.put_all("algorithm.kl", coef=coefficient, estimator=table.get(kind.removesuffix("+"), kind))
+    price, target, horizon, control = config.take_all("algorithm.kl_ctrl", "kl_coef", "target_kl", "horizon", "type")
+    penalty, is_reward = config.take_all("algorithm", "kl_penalty", "use_kl_in_reward")
+    if is_reward and price:
+        kind, adaptive = config.tables["estimators"].get(penalty, penalty), {"target": target, "horizon": horizon}
+        config.put_all("algorithm.kl", coef=price, estimator=kind, apply_to="reward")
+        config.put("algorithm.kl.adaptive", adaptive if control == "adaptive" else None)
 
 
 def _correction(config: Translation) -> None:
     key = "algorithm.rollout_correction"
-    level, threshold = config.take(f"{key}.rollout_is"), config.take(f"{key}.rollout_is_threshold")
-    rejections, bounds = config.take(f"{key}.rollout_rs"), config.take(f"{key}.rollout_rs_threshold")
-    normalizes, is_bypass = config.take(f"{key}.rollout_is_batch_normalize"), config.take(f"{key}.bypass_mode")
+    level, threshold = config.take_all(key, "rollout_is", "rollout_is_threshold")
+    rejections, bounds = config.take_all(key, "rollout_rs", "rollout_rs_threshold")
+    normalizes, is_bypass = config.take_all(key, "rollout_is_batch_normalize", "bypass_mode")
     if is_bypass and config.take(f"{key}.loss_type") == "reinforce":
         # Its weights are those of the generator, as without bypass.
         is_bypass = False
@@ -129,12 +117,9 @@ def _correction(config: Translation) -> None:
     config.put("algorithm/correction", "none")
     config.put("algorithm.proximal", "generator" if is_bypass else None)
     if level and not is_bypass:
-        config.put("algorithm.correction.level", level)
         low, _, high = str(threshold).rpartition("_")
-        config.put("algorithm.correction.max_weight", float(high))
-        config.put("algorithm.correction.min_weight", float(low) if low else None)
-        config.put("algorithm.correction.outside", "mask" if low else None)
-        config.put("algorithm.correction.normalize", normalizes)
+        outside = {"min_weight": float(low), "outside": "mask"} if low else {}
+        config.put_all("algorithm.correction", level=level, max_weight=float(high), **outside, normalize=normalizes)
     if rejections:
         names, limits = str(rejections).split(","), str(bounds).split(",")
         limits = limits * len(names) if len(limits) == 1 else limits
@@ -169,32 +154,23 @@ def _distillation(config: Translation) -> None:
     if config.given.get(f"{_ROLLOUT}.n", 1) == 1 and not config.take(f"{_LOSS}.use_task_rewards"):
         # The advantage has no weight, and others need groups.
         config.put("algorithm/advantage", "moving_baseline")
-    config.same(f"{_LOSS}.topk", "algorithm.distillation.top_k")
-    config.same(f"{_LOSS}.use_task_rewards", "algorithm.distillation.with_rewards")
-    config.same(f"{_LOSS}.distillation_loss_coef", "algorithm.distillation.coef")
+    config.same_all("distillation")
 
 
 def _agent(config: Translation) -> None:
     tools = _classes(config, f"{_TURNS}.tool_config_path", "tools")
     users = _classes(config, f"{_TURNS}.interaction_config_path", "interaction")
-    loop = config.take(f"{_ROLLOUT}.agent.default_agent_loop")
-    if loop not in ("single_turn_agent", "tool_agent", "react_agent"):
-        config.note(
-            f"{_ROLLOUT}.agent.default_agent_loop",
-            "write it as generators/agent=custom with generators.agent.function.",
-        )
+    key = f"{_ROLLOUT}.agent.default_agent_loop"
+    if (loop := config.take(key)) not in ("single_turn_agent", "tool_agent", "react_agent"):
+        config.note(key, "write it as generators/agent=custom with generators.agent.function.")
         return
     if users is None and tools is None and loop == "single_turn_agent":
         if config.take(f"{_TURNS}.enable"):
             config.note(f"{_TURNS}.enable", "choose generators/agent=tools or interaction for rows without agent_name.")
         return
     config.put("generators/agent", "tools" if users is None else "interaction")
-    config.put("generators.agent.tools", tools or [])
-    config.put("generators.agent.interactions", users)
-    config.same(f"{_TURNS}.format", "generators.agent.tool_call_format")
-    config.same(f"{_TURNS}.max_assistant_turns", "generators.agent.max_turns")
-    config.same(f"{_TURNS}.max_parallel_calls", "generators.agent.max_parallel_calls")
-    config.same(f"{_TURNS}.max_tool_response_length", "generators.agent.max_result_characters")
+    config.put_all("generators.agent", tools=tools or [], interactions=users)
+    config.same_all("turns")
     if not (tools or users):
         config.notes.append("generators.agent.tools: name the tools of your rows (docs/agents.md).")
     if tools:
@@ -229,10 +205,9 @@ def _hardware(config: Translation) -> None:
         config.put("generators.count", max(1, own * (config.take("rollout.nnodes") or 1) // width))
     else:
         config.put_shared_gpus("verl", gpus, engine_gpus=width)
-    fsdp = [config.take(f"{_ACTOR}.fsdp_config.{name}_offload") for name in ("param", "optimizer")]
-    config.put("learner.engine.zero_stage", 2 if config.ours["learner.num_ranks"] == "1" else 3)
-    config.put("learner.engine.offload_optimizer", any(fsdp) or None)
-    config.put("learner.device", "cuda")
+    offloads = any(config.take_all(f"{_ACTOR}.fsdp_config", "param_offload", "optimizer_offload")) or None
+    stage = 2 if config.ours["learner.num_ranks"] == "1" else 3
+    config.put_all("learner.engine", zero_stage=stage, offload_optimizer=offloads)
 
 
 def _staleness(config: Translation) -> None:
@@ -248,15 +223,10 @@ def _staleness(config: Translation) -> None:
 
 
 def _schedule(config: Translation) -> None:
-    key, total = f"{_ACTOR}.optim", config.take("trainer.total_training_steps")
-    epochs = config.take("trainer.total_epochs")
+    total, epochs = config.take_all("trainer", "total_training_steps", "total_epochs")
     config.put("learner.max_steps" if total else "learner.epochs", total or epochs)
-    config.put_schedule(
-        f"{key}.lr_scheduler_type",
-        warmup_steps=config.take(f"{key}.lr_warmup_steps"),
-        warmup_ratio=f"{key}.lr_warmup_steps_ratio",
-        total=total,
-    )
+    key, warmup = f"{_ACTOR}.optim.lr_scheduler_type", f"{_ACTOR}.optim.lr_warmup_steps"
+    config.put_schedule(key, warmup_steps=config.take(warmup), warmup_ratio=f"{warmup}_ratio", total=total)
     config.put_loggers(config.take("trainer.logger"), options={"project": "trainer.project_name"})
     config.put("mode", "evaluate" if config.take("trainer.val_only") else None)
     if (config.given.get("trainer.save_freq") or 0) < 0:

@@ -344,7 +344,8 @@ def test_every_setting_that_a_table_names_exists(trainer: str) -> None:
     known = {setting.key for setting in settings()} | {group.replace("/", ".") for group in groups()}
     tables = TRAINERS[trainer].tables
     same = [row[0] if isinstance(row, list) else row for row in tables["same"].values()]
-    more = [tables.get(name, {}) for name in ("critic", "losses", "sapo")]
+    names = ("critic", "distillation", "dppo", "gae", "lora", "losses", "sapo", "turns", "vespo")
+    more = [tables.get(name, {}) for name in names]
     assert not [name for name in [*same, *names_of_ours(more)] if "." in name and name not in known]
     sentences = str([*tables["notes"].values(), *tables["decided"]])
     roots = "algorithm|buffer|data|evaluation|generators|learner|model|weights"
