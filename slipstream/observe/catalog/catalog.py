@@ -72,7 +72,7 @@ class Catalog:
         self._refreshing = threading.Lock()
         self._snapshot = _Snapshot([], {})
         self._select = lru_cache(_QUERIES_KEPT)(_select)
-        self._excerpts: dict[str, tuple[str, str]] = {}
+        self._excerpts: dict[str, dict[str, str]] = {}
         self._found: tuple[str, dict[int, tuple[Block, np.ndarray]]] = "", {}
         self.refresh()
 
@@ -110,13 +110,11 @@ class Catalog:
         """
         snapshot = self._snapshot
         indices = self._indices(snapshot, query, is_cancelled)
-        chosen = [snapshot.rows.slice(index, 1) for index in indices[start : start + size].tolist()]
+        shown = indices[start : start + size]
+        chosen = [snapshot.rows.slice(index, 1) for index in shown.tolist()]
         rows = to_records(pa.concat_tables([ROWS.empty_table(), *chosen]))
-        texts = self._read_excerpts(snapshot, indices[start : start + size], rows) if self.decoder else {}
-        rows = [
-            msgspec.structs.replace(row, prompt=texts[row.id][0], answer=texts[row.id][1]) if row.id in texts else row
-            for row in rows
-        ]
+        texts = self._read_excerpts(snapshot, shown, rows) if self.decoder else {}
+        rows = [msgspec.structs.replace(row, **texts.get(row.id, {})) for row in rows]
         return Page(len(indices), start, rows)
 
     def select(self, query: CatalogQuery) -> pa.Table:
@@ -153,14 +151,15 @@ class Catalog:
 
     def _read_excerpts(
         self, snapshot: _Snapshot, indices: np.ndarray, rows: list[CatalogRow]
-    ) -> dict[str, tuple[str, str]]:
-        """Return id -> beginnings of prompt and answer, as far as they are known or can be read."""
+    ) -> dict[str, dict[str, str]]:
+        """Return id -> the `prompt` and `answer` of a CatalogRow, as far as they are known or can be read."""
         assert self.decoder is not None
         known = self._excerpts
         is_missing = np.array([row.id not in known for row in rows], dtype=bool)
         with suppress(ArchiveError):
             read = self._read(snapshot, indices[is_missing])
-            found = {each.trajectory.id: self.decoder.excerpts(each.trajectory) for each in read}
+            excerpts = {each.trajectory.id: self.decoder.excerpts(each.trajectory) for each in read}
+            found = {name: {"prompt": prompt, "answer": answer} for name, (prompt, answer) in excerpts.items()}
             # Another thread may read `known`.
             known = known | found
             self._excerpts = known if len(known) < _EXCERPTS_KEPT else found
@@ -247,12 +246,10 @@ def _select(snapshot: _Snapshot, query: CatalogQuery) -> np.ndarray:
     for column, bounds in (("steps", where.steps), ("versions", where.versions)):
         if bounds is not None:
             mask &= has_value_within(rows[column], *bounds)
-    expression = where.expression()
-    if expression is not None:
-        numbered = rows.append_column("row", pa.array(np.arange(rows.num_rows)))
-        is_met = np.zeros(rows.num_rows, dtype=bool)
-        is_met[numbered.filter(expression)["row"].to_numpy()] = True
-        mask &= is_met
+    if (expression := where.expression()) is not None:
+        numbers = np.arange(rows.num_rows)
+        met = rows.append_column("row", pa.array(numbers)).filter(expression)["row"]
+        mask &= np.isin(numbers, met.to_numpy(), assume_unique=True)
     indices = np.flatnonzero(mask)
     if not query.sort_by:
         return indices[::-1] if query.is_descending else indices

@@ -13,10 +13,10 @@ from slipstream.buffer.archive.trajectory_filter import NAMES, TrajectoryFilter,
 from slipstream.configs.base import ConfigError
 from slipstream.observe.catalog.sources import FileSource, Source, StoreSource, decoder_of, open_source
 from slipstream.observe.catalog.tables import (
-    TrajectoryStats,
     as_json,
     describe_audit,
     describe_check,
+    describe_totals,
     list_frames,
     list_groups,
     list_trajectories,
@@ -82,11 +82,11 @@ def show(
         stored = next(source.read(TrajectoryFilter(id=trajectory_id), decode=None), None)
         if stored is None:
             raise ConfigError(f"ID must be a trajectory in {where}, got {trajectory_id!r}: `ls -t` lists the ids.")
-        decode = decoder_of(source, tokenizer)
+        parts = (show_tokens if tokens else show_segments)(stored.trajectory, decode=decoder_of(source, tokenizer))
         console = make_console()
         console.print(show_facts(stored, step_versions=source.step_versions()))
         console.print()
-        console.print((show_tokens if tokens else show_segments)(stored.trajectory, decode=decode))
+        console.print(parts)
 
 
 @app.command()
@@ -102,7 +102,7 @@ def stats(
     selected = parse_conditions(conditions)
     with _open(where, run, runs_dir) as source:
         found = source.read(selected, decode=_decoder(source, tokenizer, selected))
-        tables = TrajectoryStats(islice(found, limit), step_versions=source.step_versions()).tables()
+        tables = describe_totals(islice(found, limit), step_versions=source.step_versions())
         console = make_console()
         if not tables:
             console.print("nothing matches")

@@ -6,8 +6,9 @@ byte of text, but not trained on.
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -146,12 +147,11 @@ def _stored(line: RolloutLine) -> StoredTrajectory:
 
 
 def _read_rows(path: Path) -> Iterator[SourcedTrajectory]:
-    number = 0
+    numbers = count(1)
     for batch in _batches(path):
         rows = from_batch(batch)
         for _ in range(batch.num_rows):
-            number += 1
-            yield _checked(f"{path} row {number}", partial(next, rows))
+            yield _checked(f"{path} row {next(numbers)}", partial(next, rows))
 
 
 def _batches(path: Path) -> Iterator[pa.RecordBatch]:
@@ -216,14 +216,9 @@ def _id_of(made: RolloutLine | Trajectory) -> str:
 def _check_numbers(trajectory: Trajectory, steps: list[int]) -> None:
     if not (trajectory.group_id.isdecimal() and str(int(trajectory.group_id)) == trajectory.group_id):
         raise ValueError(f"group_id must be a whole number, got {trajectory.group_id!r}")
-    numbers = {
-        "group_id": [int(trajectory.group_id)],
-        "index": [trajectory.index],
-        "attempt": [trajectory.attempt],
-        "versions": [span.version for span in trajectory.version_spans],
-        "steps": steps,
-    }
-    for name, values in numbers.items():
+    versions = [span.version for span in trajectory.version_spans]
+    numbers = {"group_id": [int(trajectory.group_id)], "index": [trajectory.index], "attempt": [trajectory.attempt]}
+    for name, values in (numbers | {"versions": versions, "steps": steps}).items():
         if not all(0 <= value <= _LARGEST for value in values):
             raise ValueError(f"{name} must be from 0 to {_LARGEST}, got {values}")
 
@@ -261,12 +256,9 @@ class ByteDecoder(TokenDecoder):
 
 def is_verl_dump(path: Path) -> bool:
     """Return whether the first line is a verl rollout."""
-    with path.open("rb") as file:
-        try:
-            _VERL_DECODER.decode(file.readline())
-        except ValueError:
-            return False
-    return True
+    with path.open("rb") as file, suppress(ValueError):
+        return bool(_VERL_DECODER.decode(file.readline()))
+    return False
 
 
 def read_verl_dump(path: Path) -> Iterator[StoredTrajectory]:

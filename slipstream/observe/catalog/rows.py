@@ -1,6 +1,6 @@
 """Rows of a catalog: one per trajectory, without tokens."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -72,7 +72,7 @@ ROWS = pa.schema(
 """Archive columns, then derived columns."""
 
 
-def read_rows(dataset: ds.Dataset, *, step_versions: dict[int, int]) -> pa.Table:
+def read_rows(dataset: ds.Dataset, *, step_versions: Mapping[int, int]) -> pa.Table:
     """Return the rows of a dataset. Advantages need whole groups.
 
     `step_versions`: step -> the learner's version at its start. Raises pa.ArrowException, OSError.
@@ -88,15 +88,13 @@ def read_rows(dataset: ds.Dataset, *, step_versions: dict[int, int]) -> pa.Table
     columns["last_step"] = pa.array(last_steps, mask=last_steps < 0)
     columns["lag"] = _lags(last_steps, table["oldest_version"].to_numpy(), step_versions)
     columns["seconds"] = pc.subtract(table["finished_at"], table["started_at"])
-    arrays = [columns[field.name].cast(field.type) for field in ROWS]
-    return pa.table(arrays, schema=ROWS).combine_chunks()
+    return pa.table([columns[field.name].cast(field.type) for field in ROWS], schema=ROWS).combine_chunks()
 
 
 def read_stored(dataset: ds.Dataset, ids: list[str]) -> Iterator[StoredTrajectory]:
     """Yield trajectories in the dataset's order."""
     wanted = pc.field("id").isin(ids)
-    columns = known_columns(dataset.schema)
-    for batch in dataset.to_table(columns=columns, filter=wanted).to_batches():
+    for batch in dataset.to_table(columns=known_columns(dataset.schema), filter=wanted).to_batches():
         yield from from_batch(batch)
 
 
@@ -136,7 +134,7 @@ def _last_steps(steps: pa.ListArray) -> np.ndarray:
     return np.where(np.diff(offsets) > 0, values[offsets[1:] - offsets[0] - 1], -1)
 
 
-def _lags(last_steps: np.ndarray, oldest: np.ndarray, step_versions: dict[int, int]) -> pa.Array:
+def _lags(last_steps: np.ndarray, oldest: np.ndarray, step_versions: Mapping[int, int]) -> pa.Array:
     known = np.full(int(last_steps.max(initial=0)) + 2, -1)
     for step, version in step_versions.items():
         if 0 <= step < len(known) - 1:

@@ -39,6 +39,8 @@ from slipstream.observe.reader import RunReader
 
 _STORE_TIMEOUT_S = 5.0
 
+Found = Iterator[StoredTrajectory]
+
 
 class Block(NamedTuple):
     """Rows of whole groups, and their full trajectories in the same order."""
@@ -91,22 +93,18 @@ class ArchiveSource:
         """One sentence on each part that cannot be read."""
         return [note for note in (self._note, self.archive.note, *self._refused.values()) if note]
 
-    def read(
-        self, selected: TrajectoryFilter, *, decode: Decode | None, is_newest_first: bool = False
-    ) -> Iterator[StoredTrajectory]:
+    def read(self, selected: TrajectoryFilter, *, decode: Decode | None, is_newest_first: bool = False) -> Found:
         """Yield trajectories, group by group. A text condition needs `decode`."""
         return self.archive.read(selected, decode=decode, on_refused=self._warn, is_newest_first=is_newest_first)
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
         """Return a block per readable shard. Raises ArchiveError for a damaged manifest."""
         self.archive.refresh()
-        for shard in self.archive.shards:
-            if shard.file in self._blocks or shard.file in self._refused:
-                continue
+        known = self._blocks.keys() | self._refused.keys()
+        for shard in (each for each in self.archive.shards if each.file not in known):
             try:
                 with open_shard(self.archive.folder, shard) as dataset:
-                    rows = read_rows(dataset, step_versions=dict(step_versions))
-                    self._blocks[shard.file] = Block(rows, dataset)
+                    self._blocks[shard.file] = Block(read_rows(dataset, step_versions=step_versions), dataset)
             except ShardError as error:
                 self._refused[shard.file] = str(error)
         return list(self._blocks.values())
@@ -170,9 +168,7 @@ class StoreSource:
     def num_unreadable(self) -> int:
         return self._archive.num_unreadable if self._archive else 0
 
-    def read(
-        self, selected: TrajectoryFilter, *, decode: Decode | None, is_newest_first: bool = False
-    ) -> Iterator[StoredTrajectory]:
+    def read(self, selected: TrajectoryFilter, *, decode: Decode | None, is_newest_first: bool = False) -> Found:
         """Yield the store's trajectories, then the archive's."""
         self.store.run_state()
         group_id = group_of(lease_of(selected.id)) if selected.id else selected.group_id
@@ -192,16 +188,14 @@ class StoreSource:
         """Return one block; the previous one while the store does not answer."""
         try:
             places = self.store.group_places()
-            changed = {
-                name for name, place in places.items() if self._places.get(name) != place or place.state == "open"
-            }
-            found = {group.id: group for group in self.store.groups(group_ids=changed)} if changed else {}
+            changed = {key for key, place in places.items() if self._places.get(key) != place or place.state == "open"}
+            found = list(self.store.groups(group_ids=changed)) if changed else []
         except ReplayBufferError as error:
             self._problem = f"the store cannot be read: {error}"
             return [self._block]
         self._problem = ""
         if changed or places.keys() != self._places.keys():
-            members = {name: _members(group) for name, group in found.items()}
+            members = {group.id: _members(group) for group in found}
             table, start = tabulate([member for group in members.values() for member in group]), 0
             for name, group in members.items():
                 self._groups[name] = table.slice(start, len(group))
@@ -209,7 +203,7 @@ class StoreSource:
             self._groups = {name: group for name, group in self._groups.items() if name in places}
             self._places = places
             dataset = ds.dataset(pa.concat_tables([SCHEMA.empty_table(), *self._groups.values()]))
-            self._block = Block(read_rows(dataset, step_versions=dict(step_versions)), dataset)
+            self._block = Block(read_rows(dataset, step_versions=step_versions), dataset)
         return [self._block]
 
     def step_versions(self) -> dict[int, int]:
@@ -240,9 +234,7 @@ class FileSource:
     def parts(self) -> "list[Source]":
         return [self]
 
-    def read(
-        self, selected: TrajectoryFilter, *, decode: Decode | None, is_newest_first: bool = False
-    ) -> Iterator[StoredTrajectory]:
+    def read(self, selected: TrajectoryFilter, *, decode: Decode | None, is_newest_first: bool = False) -> Found:
         found = read_verl_dump(self.path) if self.is_verl else (each.stored for each in read_rollouts(self.path))
         ordered = reversed(list(found)) if is_newest_first else found
         return (stored for stored in ordered if selected.matches(stored, decode=decode))
@@ -298,29 +290,25 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_serv
     elif Path(where).is_file() and Path(where).suffix in FORMATS:
         yield FileSource(Path(where))
     else:
+        folders = (Path(where), runs_dir / where)
         source: Source
         with ExitStack() as stack:
             try:
-                folder = _run_folder(where, runs_dir)
+                folder = next((each for each in folders if (each / "config.yaml").is_file()), None)
+                if folder is None:
+                    raise ConfigError(
+                        f"SOURCE must be a run in {runs_dir}/, a run folder, an archive's folder, a file of `export` "
+                        f"({', '.join(FORMATS)}) or a server's address, got {where!r}: there is no such run, folder or "
+                        "file."
+                    )
                 store = stack.enter_context(RunReader(folder).open_store(starts_server=starts_server))
                 source = StoreSource(store, run_folder=folder)
             except (ConfigError, ReplayBufferError) as error:
-                archives = (each / "archive" for each in (Path(where), runs_dir / where))
-                archive = next((each for each in archives if is_archive(each)), None)
+                archive = next((each / "archive" for each in folders if is_archive(each / "archive")), None)
                 if archive is None:
                     raise
                 source = ArchiveSource(archive, note=f"only the archive is read: {error}")
             yield source
-
-
-def _run_folder(where: str, runs_dir: Path) -> Path:
-    for folder in (Path(where), runs_dir / where):
-        if (folder / "config.yaml").is_file():
-            return folder
-    raise ConfigError(
-        f"SOURCE must be a run in {runs_dir}/, a run folder, an archive's folder, a file of `export` "
-        f"({', '.join(FORMATS)}) or a server's address, got {where!r}: there is no such run, folder or file."
-    )
 
 
 def _model_paths(config: RunConfig, run_folder: Path | None) -> list[Path]:

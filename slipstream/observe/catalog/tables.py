@@ -17,20 +17,6 @@ from slipstream.buffer.trajectory import Trajectory, lag_histogram
 from slipstream.observe.catalog.token_decoder import TokenDecoder
 from slipstream.runtime.command_line import add_row, make_table
 
-
-def span(values: list[int]) -> str:
-    """Format sorted values as `3-5`, or a single value as `3`."""
-    if not values:
-        return ""
-    return str(values[0]) if values[0] == values[-1] else f"{values[0]}-{values[-1]}"
-
-
-def distribution(values: list[float]) -> list[str]:
-    """Return mean, minimum, 10 %, median, 90 %, and maximum as text."""
-    points = np.quantile(values, (0, 0.1, 0.5, 0.9, 1))
-    return [f"{value:.4g}" for value in (np.mean(values), *points)]
-
-
 _COMMON = ("outcome", "tokens", "versions", "steps", "data source", "reason")
 _TEXTS = ("prompt", "answer")
 _NUMBERS = ("members", "reward", "tokens", "index")
@@ -46,8 +32,8 @@ def list_groups(found: Iterable[StoredTrajectory], *, limit: int, decoder: Token
         versions = sorted({version for member in group for version in member.versions})
         first = group[-1]
         texts = decoder.excerpts(first.trajectory) if decoder else ()
-        cells = (first.trajectory.group_id, len(group), f"{rewards:.3f}", *texts)
-        _add(table, first, *cells, tokens=tokens, versions=versions)
+        mean = f"{rewards:.3f}"
+        _add(table, first, first.trajectory.group_id, len(group), mean, *texts, tokens=tokens, versions=versions)
     return table, table.row_count
 
 
@@ -66,8 +52,8 @@ def list_trajectories(
 
 def _add(table: Table, stored: StoredTrajectory, *cells: object, tokens: float, versions: list[int]) -> None:
     steps = ",".join(map(str, stored.steps))
-    common = (stored.state, f"{tokens:g}", span(versions), steps, stored.trajectory.data_source, stored.reason)
-    add_row(table, *cells, *common)
+    span = "-".join(map(str, dict.fromkeys((*versions[:1], *versions[-1:]))))
+    add_row(table, *cells, stored.state, f"{tokens:g}", span, steps, stored.trajectory.data_source, stored.reason)
 
 
 _HEX_BYTES = 16
@@ -79,7 +65,7 @@ def list_frames(frames: Iterable[tuple[str, bytes]]) -> Table:
     """Table with a line per (reason, first bytes)."""
     table = make_table("reason", "bytes", "begins with", "as text", numbers=("bytes",))
     for reason, kept in frames:
-        size = f"{len(kept)}+" if _is_cut(kept) else len(kept)
+        size = f"{len(kept)}+" if len(kept) >= FRAME_BYTES_KEPT else len(kept)
         text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in kept[:_TEXT_BYTES])
         add_row(table, reason, size, kept[:_HEX_BYTES].hex(" "), text)
     return table
@@ -88,27 +74,26 @@ def list_frames(frames: Iterable[tuple[str, bytes]]) -> Table:
 def as_json(frames: Iterable[tuple[str, bytes]]) -> Iterator[str]:
     """Yield a JSON line per (reason, first bytes)."""
     for reason, kept in frames:
-        frame = {"reason": reason, "num_bytes": len(kept), "is_cut": _is_cut(kept), "hex": kept.hex()}
+        is_cut = len(kept) >= FRAME_BYTES_KEPT
+        frame = {"reason": reason, "num_bytes": len(kept), "is_cut": is_cut, "hex": kept.hex()}
         yield msgspec.json.encode(frame).decode()
-
-
-def _is_cut(kept: bytes) -> bool:
-    return len(kept) >= FRAME_BYTES_KEPT
 
 
 def show_facts(stored: StoredTrajectory, *, step_versions: dict[int, int]) -> Table:
     """Table of a trajectory's origin, reward, and use."""
     table = make_table("", "")
-    for name, value in _facts(stored, step_versions):
-        add_row(table, name, value)
+    for row in _facts(stored, step_versions):
+        add_row(table, *row)
     return table
 
 
 def show_segments(trajectory: Trajectory, *, decode: Decode | None) -> Table:
     """Table of token ranges by sampling version."""
     table = make_table("tokens", "written by", "mean logprob", "text" if decode else "token ids", numbers=("tokens",))
-    for start, end, version in _segments(trajectory):
-        tokens = trajectory.token_ids[start:end]
+    versions = trajectory.token_versions()
+    borders = np.flatnonzero(np.diff(versions)) + 1
+    for start, end in pairwise([0, *borders.tolist(), len(versions)]):
+        tokens, version = trajectory.token_ids[start:end], int(versions[start])
         content = decode(tokens) if decode else " ".join(map(str, tokens))
         mean = f"{float(trajectory.generator_logprobs[start:end].mean()):.3f}" if version >= 0 else ""
         add_row(table, f"{start}-{end - 1}", _author(version), mean, content)
@@ -118,11 +103,8 @@ def show_segments(trajectory: Trajectory, *, decode: Decode | None) -> Table:
 def show_tokens(trajectory: Trajectory, *, decode: Decode | None) -> Table:
     """Table with a line per token."""
     table = make_table("index", "id", "written by", "logprob", "text", numbers=("index", "id", "logprob"))
-    versions = trajectory.token_versions().tolist()
-    logprobs = trajectory.generator_logprobs.tolist()
-    for index, (token, version, logprob) in enumerate(
-        zip(trajectory.token_ids.tolist(), versions, logprobs, strict=True)
-    ):
+    columns = (trajectory.token_ids, trajectory.token_versions(), trajectory.generator_logprobs)
+    for index, (token, version, logprob) in enumerate(zip(*(each.tolist() for each in columns), strict=True)):
         text = decode(trajectory.token_ids[index : index + 1]) if decode else ""
         add_row(table, index, token, _author(version), f"{logprob:.4f}" if version >= 0 else "", repr(text)[1:-1])
     return table
@@ -159,14 +141,6 @@ def _facts(stored: StoredTrajectory, step_versions: dict[int, int]) -> Iterator[
         yield "extras", trajectory.extras
 
 
-def _segments(trajectory: Trajectory) -> Iterator[tuple[int, int, int]]:
-    """Yield (start, end, version); -1 for tokens that the model did not write."""
-    versions = trajectory.token_versions()
-    borders = np.flatnonzero(np.diff(versions)) + 1
-    for start, end in pairwise([0, *borders.tolist(), len(versions)]):
-        yield start, end, int(versions[start])
-
-
 def _author(version: int) -> str:
     return f"version {version}" if version >= 0 else ""
 
@@ -200,6 +174,7 @@ def describe_check(check: ArchiveCheck) -> list[str]:
 
 
 _POINTS = ("mean", "least", "10%", "median", "90%", "greatest")
+_MEASURES = ("reward", "tokens", "response tokens", "lag of the oldest token")
 
 
 class _Totals:
@@ -207,14 +182,9 @@ class _Totals:
 
     def __init__(self) -> None:
         self.groups: set[str] = set()
-        self.num_sampled = 0
-        self.num_correct = 0
-        self.num_failed = 0
-        self.rewards: list[float] = []
-        self.tokens: list[float] = []
-        self.response_tokens: list[float] = []
-        self.lags: list[float] = []
-        """Lag of the oldest token, per step that trained on it."""
+        self.num_sampled = self.num_correct = self.num_failed = 0
+        self.values: dict[str, list[float]] = {name: [] for name in _MEASURES}
+        """Lags are per step that trained on the trajectory."""
         self.lags_of_tokens = Counter[int]()
         """Lag -> model-written tokens, per step that trained on them."""
 
@@ -222,67 +192,49 @@ class _Totals:
         # Exclude failed rewards and greedy baselines.
         trajectory = stored.trajectory
         self.groups.add(trajectory.group_id)
-        is_ok = trajectory.reward.status == "ok"
+        is_ok, is_sampled = trajectory.reward.status == "ok", not trajectory.is_greedy
         self.num_failed += not is_ok
-        if not trajectory.is_greedy:
-            self.num_sampled += 1
-            self.num_correct += trajectory.reward.is_correct and is_ok
-        if is_ok and not trajectory.is_greedy:
-            self.rewards.append(trajectory.reward.total)
-        self.tokens.append(trajectory.num_tokens)
-        self.response_tokens.append(stored.response_tokens)
+        self.num_sampled += is_sampled
+        self.num_correct += is_sampled and is_ok and trajectory.reward.is_correct
+        rewards = [trajectory.reward.total] if is_ok and is_sampled else []
         learner_versions = [step_versions[step] for step in stored.steps if step in step_versions]
-        self.lags += [version - stored.oldest_version for version in learner_versions]
+        lags = [version - stored.oldest_version for version in learner_versions]
+        found = (rewards, [trajectory.num_tokens], [stored.response_tokens], lags)
+        for name, values in zip(_MEASURES, found, strict=True):
+            self.values[name] += values
         for version in learner_versions:
             self.lags_of_tokens.update(lag_histogram([trajectory], learner_version=version))
 
 
-class TrajectoryStats:
-    """Totals by outcome, reason, and data source."""
-
-    def __init__(self, found: Iterable[StoredTrajectory], *, step_versions: dict[int, int]) -> None:
-        self.all = _Totals()
-        self.by_outcome: dict[str, _Totals] = {}
-        self.by_reason: dict[str, _Totals] = {}
-        self.by_data_source: dict[str, _Totals] = {}
-        for stored in found:
-            matching = [
-                self.all,
-                self.by_outcome.setdefault(stored.state, _Totals()),
-                self.by_data_source.setdefault(stored.trajectory.data_source, _Totals()),
-            ]
-            if stored.reason:
-                matching.append(self.by_reason.setdefault(f"{stored.state}: {stored.reason}", _Totals()))
-            for totals in matching:
-                totals.add(stored, step_versions=step_versions)
-
-    def tables(self) -> list[Table]:
-        if not self.all.tokens:
-            return []
-        outcomes = {state: self.by_outcome[state] for state in GROUP_STATES if state in self.by_outcome}
-        kinds = {"outcome": outcomes, "reason": self.by_reason, "data source": self.by_data_source}
-        counts = [_counts(title, totals) for title, totals in kinds.items() if totals]
-        table = make_table("", *_POINTS, numbers=_POINTS)
-        measures = {"reward": self.all.rewards, "tokens": self.all.tokens, "response tokens": self.all.response_tokens}
-        for name, values in (measures | {"lag of the oldest token": self.all.lags}).items():
-            if values:
-                add_row(table, name, *distribution(values))
-        return [*counts, table]
+def describe_totals(found: Iterable[StoredTrajectory], *, step_versions: dict[int, int]) -> list[Table]:
+    """Tables of totals by outcome, reason, and data source; none without trajectories."""
+    everything = _Totals()
+    kinds: dict[str, dict[str, _Totals]] = {"outcome": {}, "reason": {}, "data source": {}}
+    for stored in found:
+        names = {"outcome": stored.state, "data source": stored.trajectory.data_source}
+        names |= {"reason": f"{stored.state}: {stored.reason}"} if stored.reason else {}
+        for totals in (everything, *(kinds[kind].setdefault(name, _Totals()) for kind, name in names.items())):
+            totals.add(stored, step_versions=step_versions)
+    if not everything.groups:
+        return []
+    kinds["outcome"] = {state: kinds["outcome"][state] for state in GROUP_STATES if state in kinds["outcome"]}
+    table = make_table("", *_POINTS, numbers=_POINTS)
+    for name, values in everything.values.items():
+        if values:
+            points = (np.mean(values), *np.quantile(values, (0, 0.1, 0.5, 0.9, 1)))
+            add_row(table, name, *(f"{point:.4g}" for point in points))
+    return [*(_counts(title, totals) for title, totals in kinds.items() if totals), table]
 
 
 def _counts(title: str, kinds: dict[str, _Totals]) -> Table:
-    columns = ("groups", "trajectories", "mean reward", "right", "failed")
-    numbers = (*columns, "mean tokens", "mean response", "mean lag of tokens")
+    counts = ("groups", "trajectories", "mean reward", "right", "failed")
+    numbers = (*counts, "mean tokens", "mean response", "mean lag of tokens")
     table = make_table(title, *numbers, numbers=numbers)
     for kind, totals in kinds.items():
+        reward, tokens, response, _ = (f"{np.mean(each):.4g}" if each else "-" for each in totals.values.values())
         num_lags = totals.lags_of_tokens.total()
         lag = f"{sum(lag * n for lag, n in totals.lags_of_tokens.items()) / num_lags:.4g}" if num_lags else "-"
-        means = (_mean(totals.tokens), _mean(totals.response_tokens), lag)
         right = f"{totals.num_correct / max(1, totals.num_sampled):.1%}"
-        counts = (len(totals.groups), len(totals.tokens), _mean(totals.rewards), right, totals.num_failed)
-        add_row(table, kind, *counts, *means)
+        sizes = (len(totals.groups), len(totals.values["tokens"]))
+        add_row(table, kind, *sizes, reward, right, totals.num_failed, tokens, response, lag)
     return table
-
-
-def _mean(values: list[float]) -> str:
-    return f"{sum(values) / len(values):.4g}" if values else "-"

@@ -128,28 +128,22 @@ def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Importe
     return _content(shards)
 
 
-def _content(shards: Iterable[ShardEntry]) -> Imported:
-    shards = list(shards)
+def _content(shards: list[ShardEntry]) -> Imported:
     return Imported(groups=sum(shard.groups for shard in shards), trajectories=sum(shard.rows for shard in shards))
 
 
 def _grouped(found: Iterable[SourcedTrajectory]) -> Iterator[StoredGroup]:
     seen: set[str] = set()
-    for group_id, group in groupby(found, key=_group_id):
-        members: list[SourcedTrajectory] = []
-        for sourced in group:
-            if members:
-                _check_fits(sourced, members)
-            else:
-                key, why = f"{sourced.source}: the members of a group", "sort by group_id, and name each file once"
-                require(group_id not in seen, key, "stand together", got=f"another of group {group_id}", why=why)
-            members.append(sourced)
+    for group_id, group in groupby(found, key=lambda sourced: sourced.stored.trajectory.group_id):
+        members = list(group)
+        key, why = f"{members[0].source}: the members of a group", "sort by group_id, and name each file once"
+        require(group_id not in seen, key, "stand together", got=f"another of group {group_id}", why=why)
+        for number, sourced in enumerate(members[1:], start=1):
+            _check_fits(sourced, members[:number])
         seen.add(group_id)
-        yield _finished(members)
-
-
-def _group_id(sourced: SourcedTrajectory) -> str:
-    return sourced.stored.trajectory.group_id
+        first, trajectories = members[0].stored, [member.stored.trajectory for member in members]
+        payloads = [encode(each) for each in sorted(trajectories, key=lambda each: each.index)]
+        yield StoredGroup(group_id, first.state, first.reason, first.steps, payloads)
 
 
 def _check_fits(sourced: SourcedTrajectory, members: list[SourcedTrajectory]) -> None:
@@ -157,25 +151,13 @@ def _check_fits(sourced: SourcedTrajectory, members: list[SourcedTrajectory]) ->
     if stored.trajectory.index in {member.stored.trajectory.index for member in members}:
         raise ConfigError(
             f"{sourced.source}: a group must have one member per index, got index {stored.trajectory.index} of group "
-            f"{_group_id(sourced)} again."
+            f"{stored.trajectory.group_id} again."
         )
     if (stored.state, stored.reason, stored.steps) != (first.state, first.reason, first.steps):
         raise ConfigError(
             f"{sourced.source}: the members of a group must have one outcome, reason and steps, got others than those "
             f"of {members[0].source}."
         )
-
-
-def _finished(members: list[SourcedTrajectory]) -> StoredGroup:
-    first = members[0].stored
-    by_index = sorted((member.stored.trajectory for member in members), key=lambda trajectory: trajectory.index)
-    return StoredGroup(
-        id=first.trajectory.group_id,
-        state=first.state,
-        reason=first.reason,
-        steps=first.steps,
-        payloads=[encode(trajectory) for trajectory in by_index],
-    )
 
 
 def _chunks(groups: Iterator[StoredGroup]) -> Iterator[list[StoredGroup]]:

@@ -1,9 +1,11 @@
 """ViewerApp: `slipstream view`. ListScreen: a catalog as a list to search, filter, and sort."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich.segment import Segment
@@ -38,13 +40,13 @@ def _number(value: float | None, form: str = "g") -> str:
     return "" if value is None else f"{value:{form}}"
 
 
+def _is_ok(row: CatalogRow) -> bool:
+    return row.reward_status == "ok"
+
+
 COLUMNS: dict[str, tuple[str, int, Callable[[CatalogRow], str]]] = {
     "id": ("id", 22, lambda row: row.id),
-    "reward_total": (
-        "reward",
-        8,
-        lambda row: _number(row.reward_total, ".3f") if row.reward_status == "ok" else row.reward_status,
-    ),
+    "reward_total": ("reward", 8, lambda row: _number(row.reward_total, ".3f") if _is_ok(row) else row.reward_status),
     "prompt": ("prompt", 28, lambda row: row.prompt[-28:]),
     "answer": ("answer", 36, lambda row: row.answer),
     "advantage": ("advantage", 9, lambda row: _number(row.advantage, "+.3f")),
@@ -153,9 +155,7 @@ def line_of(row: CatalogRow) -> str:
 def headings(sort_by: str, *, is_descending: bool) -> str:
     """Format the headings, with an arrow at the sort column."""
     arrow = "↓" if is_descending else "↑"
-    names = (
-        (heading + arrow if column == sort_by else heading, width) for column, (heading, width, _) in COLUMNS.items()
-    )
+    names = ((heading + arrow * (column == sort_by), width) for column, (heading, width, _) in COLUMNS.items())
     return " ".join(f"{name[:width]:<{width}}" for name, width in names)
 
 
@@ -202,14 +202,14 @@ class ListScreen(Screen[None]):
     def on_mount(self) -> None:
         self._list = self.query_one(RowList)
         self._list.focus()
-        self._run_query(self._query, keeps_cursor=False)
+        self._run_query(self._query)
         self.set_interval(_REFRESH_S, self.action_update)
 
     def _read(self, start: int, size: int) -> Page:
         return self._catalog.page(self._query, start=start, size=size)
 
     @work(thread=True, exclusive=True, group="query")
-    def _run_query(self, query: CatalogQuery, *, keeps_cursor: bool) -> None:
+    def _run_query(self, query: CatalogQuery, *, keeps_cursor: bool = False) -> None:
         worker = get_current_worker()
         self.app.call_from_thread(self._tell, "reading ...")
         try:
@@ -221,6 +221,9 @@ class ListScreen(Screen[None]):
             return
         if not worker.is_cancelled:
             self.app.call_from_thread(self._show, query, page, keeps_cursor=keeps_cursor)
+
+    def _change(self, **fields: Any) -> None:
+        self._run_query(msgspec.structs.replace(self._query, **fields))
 
     def _show(self, query: CatalogQuery, page: Page, *, keeps_cursor: bool) -> None:
         self._query = query
@@ -256,55 +259,45 @@ class ListScreen(Screen[None]):
         line.focus()
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
+        with self._telling_errors():
+            where = msgspec.structs.replace(self._query.where, text=event.value or None)
+            where = where if self._edited == "text" else parse_conditions(event.value)
+            self.action_close_line()
+            self._change(where=where)
+
+    @contextmanager
+    def _telling_errors(self) -> Iterator[None]:
         try:
-            where = (
-                msgspec.structs.replace(self._query.where, text=event.value or None)
-                if self._edited == "text"
-                else parse_conditions(event.value)
-            )
-        except ConfigError as error:
+            yield
+        except (ConfigError, ReplayBufferError) as error:
             self._tell(str(error))
-            return
-        self._close_line()
-        self._run_query(msgspec.structs.replace(self._query, where=where), keeps_cursor=False)
 
     def action_close_line(self) -> None:
-        self._close_line()
-        self._tell("")
-
-    def _close_line(self) -> None:
         self.query_one("#line", Input).remove_class("open")
         self._list.focus()
+        self._tell("")
 
     def action_sort(self) -> None:
-
         def sort(column: str | None) -> None:
             if column is not None:
-                self._run_query(msgspec.structs.replace(self._query, sort_by=column), keeps_cursor=False)
+                self._change(sort_by=column)
 
         self.app.push_screen(SortScreen(), sort)
 
     def action_reverse(self) -> None:
-        query = msgspec.structs.replace(self._query, is_descending=not self._query.is_descending)
-        self._run_query(query, keeps_cursor=False)
+        self._change(is_descending=not self._query.is_descending)
 
     def action_clear(self) -> None:
-        query = CatalogQuery(sort_by=self._query.sort_by, is_descending=self._query.is_descending)
-        self._run_query(query, keeps_cursor=False)
+        self._change(where=_NEWEST_FIRST.where)
 
     def action_group(self) -> None:
-        row = self._list.row(self._list.cursor)
-        if row:
+        if row := self._list.row(self._list.cursor):
             self.show_group(row.group_id)
 
     def show_group(self, group_id: str) -> None:
-        try:
-            members = self._catalog.group(group_id)
-        except ReplayBufferError as error:
-            self._tell(str(error))
-            return
-        if members:
-            self.app.push_screen(GroupScreen(members))
+        with self._telling_errors():
+            if members := self._catalog.group(group_id):
+                self.app.push_screen(GroupScreen(members))
 
     def on_row_list_chosen(self) -> None:
         if found := self._find_beside(0):
@@ -313,15 +306,11 @@ class ListScreen(Screen[None]):
     def _find_beside(self, rows: int) -> TrajectoryDetail | None:
         """Move the cursor; return that trajectory, None beyond the ends."""
         index = self._list.cursor + rows
-        row = self._list.row(index)
-        if row is None:
-            return None
-        self._list.action_go(index)
-        try:
-            return self._catalog.trajectory(row.id)
-        except ReplayBufferError as error:
-            self._tell(str(error))
-            return None
+        if row := self._list.row(index):
+            self._list.action_go(index)
+            with self._telling_errors():
+                return self._catalog.trajectory(row.id)
+        return None
 
 
 class ViewerApp(App[None]):

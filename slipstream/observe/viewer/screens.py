@@ -48,10 +48,8 @@ def legend(detail: TrajectoryDetail, *, name: str) -> Text:
     if not numbers:
         return Text("no colors: press c to choose a number" if detail.numbers else "no numbers are stored")
     scale = _Scale(name, numbers)
-    low, high = min(numbers), max(numbers)
-    return Text.assemble(
-        f"{name} from ", (f" {low:.4g} ", scale.style(low)), " to ", (f" {high:.4g} ", scale.style(high))
-    )
+    low, high = ((f" {number:.4g} ", scale.style(number)) for number in (min(numbers), max(numbers)))
+    return Text.assemble(f"{name} from ", low, " to ", high)
 
 
 class _Scale:
@@ -92,6 +90,9 @@ class TokenScreen(Screen[None]):
 
     def draw(self) -> None:
         raise NotImplementedError
+
+    def _body(self, detail: TrajectoryDetail, **part: int) -> Text:
+        return messages_of(detail) if self._shows_messages else page_of(detail, name=self._number, **part)
 
     def on_mount(self) -> None:
         self.draw()
@@ -153,11 +154,7 @@ class DetailScreen(TokenScreen):
 
     def draw(self) -> None:
         self.query_one("#facts", Static).update(facts_of(self._detail, name=self._number, first=self._first_token))
-        self.query_one("#tokens", Static).update(
-            messages_of(self._detail)
-            if self._shows_messages
-            else page_of(self._detail, name=self._number, first=self._first_token)
-        )
+        self.query_one("#tokens", Static).update(self._body(self._detail, first=self._first_token))
         self.query_one(VerticalScroll).scroll_home(animate=False)
 
 
@@ -225,11 +222,9 @@ class GroupScreen(TokenScreen):
             row = detail.row
             advantage = "" if row.advantage is None else f"  advantage {row.advantage:+.3f}"
             head = f"{row.id}\nreward {row.reward_total:g}{advantage}\n{row.num_tokens} tokens, {row.stop_reason}\n"
-            body = messages_of(detail) if self._shows_messages else page_of(detail, name=self._number, size=size)
             more = "" if self._shows_messages or row.num_tokens <= size else f"\n… {row.num_tokens - size} more tokens"
-            column.update(
-                Text.assemble((printable(head), "bold"), legend(detail, name=self._number), "\n\n", body, more)
-            )
+            colors, body = legend(detail, name=self._number), self._body(detail, size=size)
+            column.update(Text.assemble((printable(head), "bold"), colors, "\n\n", body, more))
 
 
 class SortScreen(ModalScreen[str | None]):
