@@ -4,6 +4,7 @@ import os
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, compress
 from statistics import fmean
 from typing import Literal
 
@@ -60,7 +61,7 @@ def explain_step(reader: RunReader, entry: StepEntry, members: dict[str, Traject
     after = [f"version {each.version} (checksum {each.checksum})" for each in versions if each.step == entry.step]
     unknown = "not published" if versions else "not known without the store"
     yield f"weights after it: {', '.join(after) or unknown}"
-    reused = [group_id for group_id, is_reused in zip(entry.group_ids, entry.reused, strict=False) if is_reused]
+    reused = list(compress(entry.group_ids, entry.reused))
     weighted = [f"{group_id} x {weight:.3g}" for group_id, weight in zip(entry.group_ids, entry.weights, strict=False)]
     lines = (("used again", reused), ("losses weighted", weighted), ("mixed in", entry.mixed_group_ids))
     yield from (f"{label}: {', '.join(groups)}" for label, groups in lines if groups)
@@ -109,13 +110,13 @@ def _counted(names: Iterable[str]) -> str:
 def table_of_step(entry: StepEntry, members: dict[str, Trajectory]) -> Table:
     """List the trajectories of a step."""
     table = make_table("trajectory", "prompt", "generator", "seed", "versions", "reward", numbers=("reward",))
-    for name in (name for names in entry.trajectory_ids for name in names):
-        if (found := members.get(name)) is None:
-            add_row(table, name, _GONE, "", "", "", "")
-            continue
-        versions = " ".join(str(span.version) for span in found.version_spans)
-        reward = f"{found.reward.total:.3f}"
-        add_row(table, name, found.prompt_uid, found.generator_id, found.sampling.seed, versions, reward)
+    for name in chain.from_iterable(entry.trajectory_ids):
+        cells: tuple[object, ...] = (_GONE, "", "", "", "")
+        if found := members.get(name):
+            versions = " ".join(str(span.version) for span in found.version_spans)
+            reward = f"{found.reward.total:.3f}"
+            cells = (found.prompt_uid, found.generator_id, found.sampling.seed, versions, reward)
+        add_row(table, name, *cells)
     return table
 
 
@@ -160,9 +161,8 @@ def _print(console: Console, lines: Iterable[str]) -> None:
         if console.is_terminal:
             # Break between words, so that a path can be copied.
             indent = " " * (len(shown) - len(shown.lstrip()))
-            shown = textwrap.fill(
-                shown, console.width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-            )
+            options = {"break_long_words": False, "break_on_hyphens": False}
+            shown = textwrap.fill(shown, console.width, subsequent_indent=indent, **options)
         console.print(shown, markup=False, soft_wrap=True)
 
 
@@ -172,9 +172,8 @@ def _slow(reader: RunReader) -> Answer:
             "A run with mode=sft records no shares of its time: learner/train_s and learner/tokens_per_s, which "
             "`slipstream watch` draws, tell its pace."
         )
-    rows = reader.rows()
-    is_one_machine = reader.config.cluster.kind == "local" and not reader.config.cluster.network
-    num_cores = os.cpu_count() if is_one_machine else None
+    rows, cluster = reader.rows(), reader.config.cluster
+    num_cores = os.cpu_count() if cluster.kind == "local" and not cluster.network else None
     return explain_slowness(rows, reader.config, events=reader.events_by_step(rows), num_cores=num_cores)
 
 

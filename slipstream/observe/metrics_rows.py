@@ -122,10 +122,10 @@ class MetricsTable:
     def series(self, keys: list[str]) -> dict[str, list[float | None]]:
         """Return the columns of known keys, with None where a row lacks the value."""
         found: dict[str, list[float | None]] = {}
-        for key in keys:
-            if (column := self._columns.get(key)) is not None:
-                rounded = [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in column]
-                found[key] = rounded + [None] * (self._length - len(column))
+        for key in filter(self._columns.__contains__, keys):
+            column = self._columns[key]
+            rounded = [float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None for value in column]
+            found[key] = rounded + [None] * (self._length - len(column))
         return found
 
     def row(self, index: int) -> Row:
@@ -175,10 +175,8 @@ class Health:
     def warnings(self) -> list[HealthWarning]:
         """Metrics currently outside their range, most recent violation first."""
         figures = figures_of(self._newest, self._run) if self._run else None
-        newest_first = sorted(self._since.items(), key=lambda item: -item[1])
-        return [
-            HealthWarning(
-                key, self._newest[key], step, str(RANGES[key]), explain_value(self._newest[key], RANGES[key], figures)
-            )
-            for key, step in newest_first
-        ]
+        found = []
+        for key, step in sorted(self._since.items(), key=lambda item: -item[1]):
+            value, healthy = self._newest[key], RANGES[key]
+            found.append(HealthWarning(key, value, step, str(healthy), explain_value(value, healthy, figures)))
+        return found

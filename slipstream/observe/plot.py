@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from io import BytesIO
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import matplotlib as mpl
@@ -54,10 +55,15 @@ def plot_run(run_dir: Path) -> Path:
     """Draw a run's curves; return the picture's path. Raises ConfigError without a step."""
     rows = RunReader(run_dir).rows()
     target = run_dir / "curve.png"
-    with mpl.rc_context(STYLE):
-        figure = draw(rows, title=run_dir.resolve().name)
-        FigureCanvasAgg(figure).print_png(str(target))
+    target.write_bytes(_png(rows, title=run_dir.resolve().name))
     return target
+
+
+def _png(rows: Rows, *, title: str) -> bytes:
+    file = BytesIO()
+    with mpl.rc_context(STYLE):
+        FigureCanvasAgg(draw(rows, title=title)).print_png(file)
+    return file.getvalue()
 
 
 def draw(rows: Rows, *, title: str) -> Figure:
@@ -89,9 +95,8 @@ def draw(rows: Rows, *, title: str) -> Figure:
 
 
 def _draw_accuracy(axes: Axes, rows: Rows, *, over: str) -> None:
-    axes.set(ylim=(0, 1.02), xlabel=_UNITS[over], title=f"Held-out accuracy by {_BY[over]}")
     _draw_sets(axes, rows, prefix=ACCURACY, over=over)
-    axes.set_xlim(left=0)
+    axes.set(xlim=(0, None), ylim=(0, 1.02), xlabel=_UNITS[over], title=f"Held-out accuracy by {_BY[over]}")
     axes.legend(loc="best")
 
 
@@ -145,29 +150,27 @@ def _draw_mismatch(axes: Axes, rows: Rows) -> None:
     for bucket, color in zip(buckets, SHADES, strict=False):
         positions, values = _series(rows, f"learner/by_lag/{bucket}/mismatch_k3", "step")
         axes.plot(positions, values, color=color, linewidth=1.2, label=bucket)
-    axes.set(title="Mismatch k3 by lag, nats", xlabel="step")
     axes.set_yscale("log", nonpositive="mask")
+    axes.set(title="Mismatch k3 by lag, nats", xlabel="step")
     axes.legend(loc="lower right")
 
 
 def _draw_rates(axes: Axes, rows: Rows) -> None:
     for key, (label, color) in RATES.items():
         axes.plot(*_series(rows, key, "step"), color=color, label=label)
-    axes.set(title="Tokens per second", xlabel="step")
-    axes.set_ylim(bottom=0)
+    axes.set(title="Tokens per second", xlabel="step", ylim=(0, None))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
     axes.legend(loc="lower right")
 
 
 def _series(rows: Rows, key: str, over: str) -> tuple[list[float], list[float]]:
-    points = [(row[over], row[key]) for row in rows if row.get(key) is not None]
-    return [position for position, _ in points], [value for _, value in points]
+    drawn = [row for row in rows if row.get(key) is not None]
+    return [row[over] for row in drawn], [row[key] for row in drawn]
 
 
 def running_mean(values: list[float], *, width: int) -> list[float]:
     """Return trailing means over up to `width` values."""
-    windows = (values[max(0, end - width) : end] for end in range(1, len(values) + 1))
-    return [sum(window) / len(window) for window in windows]
+    return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
 
 
 class Curve:
@@ -179,14 +182,11 @@ class Curve:
         self.has_undrawn = False
 
     def add(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        before = len(self._rows)
-        self._rows += [{key: value for key, value in row.items() if is_drawn(key)} for row in rows]
-        self.has_undrawn |= len(self._rows) > before
+        new = [{key: value for key, value in row.items() if is_drawn(key)} for row in rows]
+        self._rows += new
+        self.has_undrawn |= bool(new)
 
     def draw(self) -> tuple[int, bytes]:
         """Return the newest step and a PNG of all rows."""
         self.has_undrawn = False
-        file = BytesIO()
-        with mpl.rc_context(STYLE):
-            FigureCanvasAgg(draw(self._rows, title=self._title)).print_png(file)
-        return self._rows[-1]["step"], file.getvalue()
+        return self._rows[-1]["step"], _png(self._rows, title=self._title)

@@ -8,8 +8,9 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -42,7 +43,7 @@ UNREADABLE = (ConfigError, ReplayBufferError, OSError)
 """OSError because an embedded server writes to its folder, which may be read-only."""
 
 
-class RunReader:
+class RunReader(AbstractContextManager["RunReader"]):
     """Reads one run without changing it. Opens the store on first use. Thread-safe."""
 
     def __init__(
@@ -71,9 +72,6 @@ class RunReader:
         self._monitor: Monitor | None = None
         self._archive: Archive | None = None
         self._file = MetricsFile(folder / "metrics.jsonl")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -187,19 +185,17 @@ class RunReader:
 
     def versions(self) -> list[VersionEntry]:
         """Return all published versions; none without a store."""
-        store = self.find_store()
-        return store.versions() if store else []
+        return store.versions() if (store := self.find_store()) else []
 
     def members(self, entry: StepEntry) -> dict[str, Trajectory]:
         """Return a step's stored or archived trajectories, by id."""
-        names = {name for group in entry.trajectory_ids for name in group}
-        stored = [each for group_id in entry.group_ids for each in self.group(group_id)]
+        names = set(chain.from_iterable(entry.trajectory_ids))
+        stored = chain.from_iterable(map(self.group, entry.group_ids))
         found = {each.id: each for each in stored if each.id in names}
         if self.archive and names - found.keys():
             self.archive.refresh()
-            selected = TrajectoryFilter(min_step=entry.step, max_step=entry.step)
-            archived = (each.trajectory for each in self.archive.read(selected))
-            found |= {each.id: each for each in archived if each.id in names}
+            archived = self.archive.read(TrajectoryFilter(min_step=entry.step, max_step=entry.step))
+            found |= {each.trajectory.id: each.trajectory for each in archived if each.trajectory.id in names}
         return found
 
     def group(self, group_id: str) -> list[Trajectory]:
@@ -220,8 +216,8 @@ class RunReader:
         stepped_at = store.run_state().stepped_at if store else None
         if store is None or stepped_at is None:
             return {}
-        latest = rows[-int((rows[-1].get("times") or {}).get("steps", len(rows))) :]
-        timed = [row for row in latest if math.isfinite(number_in(row, "time_s"))]
+        num_steps = int((rows[-1].get("times") or {}).get("steps", len(rows)))
+        timed = [row for row in rows[-num_steps:] if math.isfinite(number_in(row, "time_s"))]
         ends = [stepped_at + row["time_s"] - timed[-1]["time_s"] for row in timed]
         found: dict[int, list[str]] = {}
         for event in store.events(limit=EVENTS_KEPT):

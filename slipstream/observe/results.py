@@ -33,16 +33,12 @@ def _shown(value: float | None) -> str:
 def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
     """Describe goals and the accuracies of the final evaluation."""
     evaluation, steps = summary.get("evaluation") or {}, summary["steps"]
-    missed = [goal for goal in run.evaluation.goals if evaluation and not goal.holds(evaluation)]
-    shown = [
-        f"{goal.metric} is {_shown(evaluation.get(goal.metric))}, the goal "
-        + " and ".join(
-            f"at {word} {bound:g}"
-            for word, bound in (("least", goal.at_least), ("most", goal.at_most))
-            if bound is not None
-        )
-        for goal in missed
-    ]
+    shown = []
+    for goal in run.evaluation.goals if evaluation else ():
+        bounds = {"least": goal.at_least, "most": goal.at_most}
+        asked = " and ".join(f"at {word} {bound:g}" for word, bound in bounds.items() if bound is not None)
+        if not goal.holds(evaluation):
+            shown.append(f"{goal.metric} is {_shown(evaluation.get(goal.metric))}, the goal {asked}")
     if shown:
         word = f"goal not reached after {steps} steps ({'; '.join(shown)})"
     else:

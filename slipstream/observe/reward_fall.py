@@ -6,6 +6,7 @@ Compares the best window of steps before the drop with the worst window after it
 import math
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from types import MappingProxyType
@@ -87,27 +88,19 @@ def explain_reward(
     if change.errors < _ERRORS or change.now >= change.was:
         first, last = rewards[: windows.width], rewards[-windows.width :]
         trend = f"from {shown(statistics.fmean(first))} in the first {windows.width} steps to "
-        return Answer(
-            f"The reward did not fall beyond its noise: it went {trend}{shown(statistics.fmean(last))} in the last.",
-            facts=[f"its largest fall was from {means}: {change.errors:.1f} standard errors, not {_ERRORS:g}"]
-            if change.now < change.was
-            else [f"no {windows.width} steps have a lower mean than {windows.width} steps before them"],
+        headline = (
+            f"The reward did not fall beyond its noise: it went {trend}{shown(statistics.fmean(last))} in the last."
         )
-    changes = list(_changes(rows, windows))
+        fact = f"no {windows.width} steps have a lower mean than {windows.width} steps before them"
+        if change.now < change.was:
+            fact = f"its largest fall was from {means}: {change.errors:.1f} standard errors, not {_ERRORS:g}"
+        return Answer(headline, facts=[fact])
+    changes, mix = list(_changes(rows, windows)), list(_mix(rows, windows))
     signs = list(_signs(rows, changes, figures_of(rows[-1], run)))
-    mix = list(_mix(rows, windows))
-    return Answer(
-        f"The reward fell from {means}, by {shown(change.was - change.now)}{_since(rows, change)}.",
-        findings=signs,
-        facts=[
-            *mix,
-            *_parts(rows, windows),
-            *_heldout(rows, windows),
-            *_happened(rows, windows, entries, events),
-            *_unchanged(changes),
-        ],
-        note=_NOTE if signs else "" if mix else "No watched metric changed with it.",
-    )
+    headline = f"The reward fell from {means}, by {shown(change.was - change.now)}{_since(rows, change)}."
+    facts = [*mix, *_parts(rows, windows), *_heldout(rows, windows), *_happened(rows, windows, entries, events)]
+    note = _NOTE if signs else "" if mix else "No watched metric changed with it."
+    return Answer(headline, signs, [*facts, *_unchanged(changes)], note)
 
 
 def largest_fall(values: Sequence[float]) -> Windows:
@@ -138,13 +131,9 @@ def _change(values: Sequence[float], windows: Windows) -> Change:
 
 
 def _departure(values: Sequence[float], windows: Windows, *, level: float, spread: float, is_rise: bool) -> int | None:
-    streak = 0
-    for index in range(windows.before, windows.after + windows.width):
-        beyond = (values[index] - level) * (1 if is_rise else -1) > _DEVIATIONS * spread
-        streak = streak + 1 if beyond else 0
-        if streak == _DEPARTED_STEPS:
-            return index - streak + 1
-    return None
+    is_beyond = [(value - level) * (1 if is_rise else -1) > _DEVIATIONS * spread for value in values]
+    starts = range(windows.before, windows.after + windows.width - _DEPARTED_STEPS + 1)
+    return next((start for start in starts if all(is_beyond[start : start + _DEPARTED_STEPS])), None)
 
 
 def _steps(rows: Sequence[Row], start: int, width: int) -> tuple[int, int]:
@@ -195,18 +184,15 @@ class _Source(NamedTuple):
 
 
 def _sources(rows: Sequence[Row]) -> dict[str, _Source]:
-    counts: dict[str, float] = {}
-    sums: dict[str, float] = {}
+    counts, sums = defaultdict[str, float](float), defaultdict[str, float](float)
     for row in rows:
-        for key in row:
-            if (found := _OF_SOURCE.fullmatch(key)) and found["name"] == "reward_mean":
-                source = found["source"]
-                count, reward = number_in(row, f"learner/by_source/{source}/trajectories"), number_in(row, key)
-                if math.isfinite(count * reward):
-                    counts[source] = counts.get(source, 0.0) + count
-                    sums[source] = sums.get(source, 0.0) + count * reward
-    total = sum(counts.values())
-    return {source: _Source(count / total, sums[source] / count) for source, count in counts.items() if count > 0}
+        for found in filter(None, map(_OF_SOURCE.fullmatch, row)):
+            count = number_in(row, f"learner/by_source/{found['source']}/trajectories")
+            if found["name"] == "reward_mean" and math.isfinite(total := count * number_in(row, found[0])):
+                counts[found["source"]] += count
+                sums[found["source"]] += total
+    whole = sum(counts.values())
+    return {source: _Source(count / whole, sums[source] / count) for source, count in counts.items() if count > 0}
 
 
 def _mix(rows: Sequence[Row], windows: Windows) -> Iterator[str]:

@@ -12,16 +12,15 @@ from slipstream.configs.base import Record
 from slipstream.configs.run import RunConfig
 
 _ALL = "all roles"
-_GENERATORS, _LEARNER, _BROKER, _STORE, _DISK = "the generators", "the learner", "the broker", "the store", "the disk"
-_AGENTS = "the agents"
+_GENERATORS, _LEARNER, _BROKER, _DISK = "the generators", "the learner", "the broker", "the disk"
 _BLOCKED_ON: dict[str, str] = {
     "groups": _GENERATORS,
     "evaluation": _GENERATORS,
     "weights": _LEARNER,
     "transfer": _LEARNER,
     "prompts": _LEARNER,
-    "agents": _AGENTS,
-    "store": _STORE,
+    "agents": "the agents",
+    "store": "the store",
     "disk": _DISK,
     "storage": "the object store",
     "user": "whoever paused the run",
@@ -53,11 +52,8 @@ def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: st
         # No role can report, so all other information is stale.
         reason = f"the store takes no writes until there is room on {full_disk}; all goes on by itself then"
         return [Wait(_ALL, _DISK, reason)]
-    own = [
-        Wait(role.name, _BLOCKED_ON[role.waits_for], role.reason)
-        for role in roles
-        if role.is_alive and role.waits_for in _BLOCKED_ON
-    ]
+    waiting = (role for role in roles if role.is_alive and role.waits_for in _BLOCKED_ON)
+    own = [Wait(role.name, _BLOCKED_ON[role.waits_for], role.reason) for role in waiting]
     return [*_for_missing_roles(roles), *_for_admission(roles, own, admission_reason), *own]
 
 
@@ -67,13 +63,10 @@ def dead_end_cause(roles: dict[str, dict[str, Any]]) -> str:
 
 
 def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
-    waits = []
-    broker = last_heard(roles, "broker")
+    broker, learner, waits = last_heard(roles, "broker"), last_heard(roles, "learner"), []
     if broker is None or not broker.is_alive:
-        waits.append(Wait(_ALL, _BROKER, _describe_absence("broker", broker)))
         # The other roles report through the broker.
-        return waits
-    learner = last_heard(roles, "learner")
+        return [Wait(_ALL, _BROKER, _describe_absence("broker", broker))]
     if learner is None or not learner.is_alive:
         waits.append(Wait(_GENERATORS, _LEARNER, _describe_absence("learner", learner)))
     if not any(role.role == "generator" and role.is_alive for role in roles):
@@ -93,8 +86,7 @@ def _for_admission(roles: list[RoleStatus], own: list[Wait], reason: str) -> lis
 def _describe_absence(name: str, role: RoleStatus | None) -> str:
     if role is None:
         return f"no {name} has joined yet"
-    word = "gone" if role.liveness == "gone" else "silent"
-    return f"the {name} has been {word} for {role.report_age_s:.0f} s"
+    return f"the {name} has been {role.liveness} for {role.report_age_s:.0f} s"
 
 
 _MONITORED_STEPS = 20
@@ -115,20 +107,13 @@ class RunSnapshot(Record):
     def last(self) -> dict[str, Any]:
         return self.rows[-1] if self.rows else {}
 
-    def newest(self, key: str) -> float | None:
-        return next((row[key] for row in reversed(self.rows) if key in row), None)
-
     @property
     def living_generators(self) -> set[str]:
         return {name for name, g in self.roles.items() if g.get("role") == "generator" and _is_alive(g)}
 
     def describe_waits(self) -> str:
-        waiting = [
-            f"{name}: {g.get('reason')}"
-            for name, g in sorted(self.roles.items())
-            if g.get("waits_for") and _is_alive(g)
-        ]
-        return "; ".join(waiting)
+        waiting = [(name, g) for name, g in sorted(self.roles.items()) if g.get("waits_for") and _is_alive(g)]
+        return "; ".join(f"{name}: {gauges.get('reason')}" for name, gauges in waiting)
 
 
 def _is_alive(gauges: dict[str, Any]) -> bool:
@@ -218,13 +203,9 @@ class Monitor:
         new = self._store.metrics(after=self._last)
         self._last = new.last
         self._rows = [*self._rows, *new.rows][-METRICS_KEPT:]
+        store = self._store
         return RunSnapshot(
-            state=self._store.run_state(),
-            counts=self._store.counts(),
-            roles=self._store.roles(),
-            rows=self._rows,
-            new_rows=new.rows,
-            eta_s=self._eta_s(),
+            store.run_state(), store.counts(), store.roles(), rows=self._rows, new_rows=new.rows, eta_s=self._eta_s()
         )
 
     def status(self) -> RunStatus:
@@ -241,15 +222,11 @@ class Monitor:
             reason=admission_reason(run, state=state, counts=counts),
         )
         events = self._store.events(limit=_NUM_EVENTS)
+        shared = ("phase", "detail", "step", "version", "announced_version", "checkpoint")
         return RunStatus(
             run=state.run_id,
-            phase=state.phase,
-            detail=state.detail,
-            step=state.step,
+            **{name: getattr(state, name) for name in shared},
             max_steps=run.learner.max_steps,
-            version=state.version,
-            announced_version=state.announced_version,
-            checkpoint=state.checkpoint,
             progress_age_s=None if state.stepped_at is None else max(0.0, now - state.stepped_at),
             eta_s=snapshot.eta_s,
             roles=roles,

@@ -130,18 +130,11 @@ def explain_slowness(
     largest = max(learner, key=learner.__getitem__, default="rest")
     words = PHASE_WORDS["learner"].get(largest, largest)
     headline = f"The largest part of a step, {learner.get(largest, 0):.0%} of {shown(times.step_s)} s, is: {words}"
-    return Answer(
-        headline=f"{headline}{_meanwhile(times) if largest == 'waiting' else ''}.",
-        findings=list(_findings(times, figures_of(rows[-1], run), num_cores=num_cores)),
-        facts=[
-            *describe_times(held),
-            *(rates if math.isfinite(made + trained) else ()),
-            *_weight_update(rows),
-            *_unused(rows[-1]),
-            *_change_of_pace(rows),
-            *_slow_steps(rows, events),
-        ],
-    )
+    findings = list(_findings(times, figures_of(rows[-1], run), num_cores=num_cores))
+    facts = [*describe_times(held), *(rates if math.isfinite(made + trained) else ()), *_weight_update(rows)]
+    steps = _durations(rows)
+    facts += [*_unused(rows[-1]), *_change_of_pace(steps), *_slow_steps(steps, events)]
+    return Answer(f"{headline}{_meanwhile(times) if largest == 'waiting' else ''}.", findings, facts)
 
 
 def _meanwhile(times: StepTimes) -> str:
@@ -175,11 +168,9 @@ def _sorted(shares: Mapping[str, float], *, least: float) -> list[tuple[str, flo
 def _weight_update(rows: Sequence[Row]) -> Iterator[str]:
     """Describe the stages of a typical weight update."""
     stages = {"received": "receive_s", "prepared": "prepare_s", "probed": "probe_s", "paused": "pause_s"}
-    seconds = {
-        what: statistics.median(found)
-        for what, name in stages.items()
-        if (found := [value for row in rows if math.isfinite(value := number_in(row, f"weights/{name}"))])
-    }
+    columns = {what: [number_in(row, f"weights/{name}") for row in rows] for what, name in stages.items()}
+    measured = {what: list(filter(math.isfinite, column)) for what, column in columns.items()}
+    seconds = {what: statistics.median(found) for what, found in measured.items() if found}
     if "prepared" in seconds:
         during = ", ".join(f"{what} in {shown(seconds[what])} s" for what in ("received", "prepared", "probed"))
         yield f"a weight update: {during} during generation, which paused for {shown(seconds['paused'])} s (medians)"
@@ -211,15 +202,17 @@ def _durations(rows: Sequence[Row]) -> list[_Step]:
     return found
 
 
-def _change_of_pace(rows: Sequence[Row]) -> Iterator[str]:
-    steps = _durations(rows)
+def _change_of_pace(steps: Sequence[_Step]) -> Iterator[str]:
     if (quarter := len(steps) // 4) < _MIN_QUARTER:
         return
     early, late = steps[:quarter], steps[-quarter:]
     was, now = (statistics.median(each.seconds for each in steps) for steps in (early, late))
     if max(was, now) < _CHANGED * min(was, now):
         return
-    grown = {what: _mean_part(late, what) - _mean_part(early, what) for what in steps[0].parts}
+    means = [
+        {what: statistics.fmean(each.parts[what] for each in part) for what in early[0].parts} for part in (early, late)
+    ]
+    grown = {what: mean - means[0][what] for what, mean in means[1].items()}
     what = max(grown, key=lambda each: grown[each] if now > was else -grown[each])
     verb = "grew" if now > was else "shrank"
     yield (
@@ -229,12 +222,7 @@ def _change_of_pace(rows: Sequence[Row]) -> Iterator[str]:
     )
 
 
-def _mean_part(steps: Sequence[_Step], what: str) -> float:
-    return statistics.fmean(step.parts[what] for step in steps)
-
-
-def _slow_steps(rows: Sequence[Row], events: Events) -> Iterator[str]:
-    steps = _durations(rows)
+def _slow_steps(steps: Sequence[_Step], events: Events) -> Iterator[str]:
     if not steps:
         return
     median = statistics.median(step.seconds for step in steps)

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -106,33 +107,20 @@ class LiveView:
         histogram = {int(lag): count for lag, count in snapshot.last.get("lag/histogram", {}).items()}
         total = sum(histogram.values()) or 1
         shares = "  ".join(f"{lag}: {100 * histogram[lag] / total:.0f}%" for lag in sorted(histogram))
-        lags = f"lag     {shares or '…'}   (tokens of the last step, by versions behind)"
-        return Panel(
-            Group(
-                self._progress(snapshot),
-                Text(),
-                _numbers(snapshot),
-                Text(),
-                Text(lags, overflow="ellipsis", no_wrap=True),
-                _role_lines(snapshot),
-                Text(f"waits   {waits}", style="yellow", overflow="ellipsis", no_wrap=True),
-                # Never truncated: the text ends with the remedy.
-                *([Text(f"dead end: {cause}", style="bold red")] if cause else ()),
-            ),
-            title=f"slipstream · {self._run.name} · {snapshot.state.phase}",
-            title_align="left",
-        )
+        line = partial(Text, overflow="ellipsis", no_wrap=True)
+        lags = line(f"lag     {shares or '…'}   (tokens of the last step, by versions behind)")
+        parts = [self._progress(snapshot), Text(), _numbers(snapshot), Text(), lags, _role_lines(snapshot)]
+        # The cause is never truncated: the text ends with the remedy.
+        causes = [Text(f"dead end: {cause}", style="bold red")] if cause else []
+        group = Group(*parts, line(f"waits   {waits}", style="yellow"), *causes)
+        return Panel(group, title=f"slipstream · {self._run.name} · {snapshot.state.phase}", title_align="left")
 
     def _progress(self, snapshot: RunSnapshot) -> Table:
         grid = Table.grid(padding=(0, 2))
-        total = self._run.learner.max_steps
+        state, total = snapshot.state, self._run.learner.max_steps
         eta = "…" if snapshot.eta_s is None else f"at most {duration(snapshot.eta_s)} left"
-        grid.add_row(
-            f"step {snapshot.state.step}/{total}",
-            ProgressBar(total=total, completed=snapshot.state.step, width=40),
-            f"version {snapshot.state.version}",
-            eta,
-        )
+        bar = ProgressBar(total=total, completed=state.step, width=40)
+        grid.add_row(f"step {state.step}/{total}", bar, f"version {state.version}", eta)
         return grid
 
 
@@ -165,31 +153,24 @@ def _numbers(snapshot: RunSnapshot) -> Table:
     last = snapshot.last
     rewards = [row["learner/reward_mean"] for row in snapshot.rows]
     # The first held-out set, by default the sampled one.
-    found = ([row[key] for key in row if key.startswith("eval/accuracy_")] for row in snapshot.rows)
-    accuracies = [values[0] for values in found if values]
+    found = (next((row[key] for key in row if key.startswith("eval/accuracy_")), None) for row in snapshot.rows)
+    accuracies = [value for value in found if value is not None]
     grid.add_row("reward", f"{last.get('learner/reward_mean', 0):.3f}", sparkline(rewards, low=0, high=1))
     if accuracies:
         grid.add_row("accuracy", _accuracy(snapshot), sparkline(accuracies, low=0, high=1))
     grid.add_row("tokens/s", _rates(last), "")
-    states = {state: getattr(snapshot.counts, state) for state in ("leased", "ready", "claimed", "used")}
-    groups = (states | snapshot.counts.outcomes).items()
-    grid.add_row("groups", ", ".join(f"{number} {state}" for state, number in groups), "")
+    groups = {state: getattr(snapshot.counts, state) for state in ("leased", "ready", "claimed", "used")}
+    groups |= snapshot.counts.outcomes
+    grid.add_row("groups", ", ".join(f"{number} {state}" for state, number in groups.items()), "")
     return grid
 
 
 def _role_lines(snapshot: RunSnapshot) -> Table:
-    table = Table(box=None, padding=(0, 2), header_style="dim")
-    for column in ("role", "state", "version", "tokens/s", "running"):
-        table.add_column(column)
+    table = Table("role", "state", "version", "tokens/s", "running", box=None, padding=(0, 2), header_style="dim")
     for name, gauges in sorted(snapshot.roles.items()):
         speed = number_of(gauges, "tokens_per_s")
-        table.add_row(
-            name,
-            str(gauges.get("state", "")),
-            str(gauges.get("version", "")),
-            "" if speed is None else f"{speed:,.0f}",
-            str(gauges.get("running", "")),
-        )
+        state, version, running = (str(gauges.get(key, "")) for key in ("state", "version", "running"))
+        table.add_row(name, state, version, "" if speed is None else f"{speed:,.0f}", running)
     return table
 
 
@@ -249,27 +230,25 @@ def _run_facts(status: RunStatus) -> dict[str, str]:
         step += f", the last {duration(status.progress_age_s)} ago"
     if status.eta_s is not None and status.phase == "training":
         step += f", at most {duration(status.eta_s)} left"
-    return (
-        {
-            "step": step,
-            "version": f"{status.version} committed" + f", {status.announced_version} being published" * is_publishing,
-            "checkpoint": f"step {status.checkpoint.step}" if status.checkpoint else "none yet",
-            "last step": _last_step(status.last_row),
-        }
-        | ({"join": join_command(status.address)} if status.address else {})
-        | _brokers(status.roles)
-    )
+    facts = {
+        "step": step,
+        "version": f"{status.version} committed" + f", {status.announced_version} being published" * is_publishing,
+        "checkpoint": f"step {status.checkpoint.step}" if status.checkpoint else "none yet",
+        "last step": _last_step(status.last_row),
+        "join": join_command(status.address) if status.address else "",
+        "brokers": _brokers(status.roles),
+    }
+    return {name: fact for name, fact in facts.items() if fact}
 
 
-def _brokers(roles: list[RoleStatus]) -> dict[str, str]:
-    brokers = [role for role in roles if role.role == "broker"]
+def _brokers(roles: list[RoleStatus]) -> str:
+    """Format the brokers with their numbers of generators; empty for a single one."""
     served = Counter(role.broker for role in roles if role.is_alive and role.role == "generator")
-    shown = [
-        f"{each.name} ({'chief, ' if each.is_chief and each.is_alive else ''}"
-        + (f"{served[each.name]} generators)" if each.is_alive else f"{each.liveness})")
-        for each in brokers
-    ]
-    return {"brokers": ", ".join(shown)} if len(brokers) > 1 else {}
+    shown = []
+    for each in (role for role in roles if role.role == "broker"):
+        rank = "chief, " if each.is_chief and each.is_alive else ""
+        shown.append(f"{each.name} ({rank}{f'{served[each.name]} generators' if each.is_alive else each.liveness})")
+    return ", ".join(shown) if len(shown) > 1 else ""
 
 
 def join_command(address: str) -> str:
@@ -282,8 +261,7 @@ def _last_step(row: dict[str, Any]) -> str:
         return "none yet"
     return (
         f"reward {row['learner/reward_mean']:.3f}, lag {row['lag/mean']:.1f} (max {row['lag/max']:.0f}), waited "
-        f"{row['learner/wait_s']:.2f} s, trained {row['learner/train_s']:.2f} s, "
-        f"tokens/s {_rates(row)}"
+        f"{row['learner/wait_s']:.2f} s, trained {row['learner/train_s']:.2f} s, tokens/s {_rates(row)}"
     )
 
 
@@ -298,8 +276,8 @@ def _roles(status: RunStatus) -> RenderableType:
         if role not in gone[_MAX_GONE:]:
             add_row(table, *_role_cells(role, is_waiting=role.name in waiting))
             table.rows[-1].style = _STYLES[role.liveness]
-    num_hidden = max(0, len(gone) - _MAX_GONE)
-    return Group(table, Text(f"and {num_hidden} more that are gone", style="dim")) if num_hidden else table
+    hidden = [Text(f"and {len(gone) - _MAX_GONE} more that are gone", style="dim")] if gone[_MAX_GONE:] else []
+    return Group(table, *hidden)
 
 
 def _role_cells(role: RoleStatus, *, is_waiting: bool) -> list[str]:
@@ -334,7 +312,7 @@ def _waits(status: RunStatus) -> RenderableType:
         shares.append(f"{alive} of {status.generators_target} generators are alive")
     shown = [printable(f"{wait.waiter} for {wait.blocked_on}: {wait.reason}") for wait in status.waits]
     lines = [Text(line, style="yellow") for line in shown] or [Text("none", style="green")]
-    return Group(*lines, Text("; ".join(shares), style="dim")) if shares else Group(*lines)
+    return Group(*lines, *([Text("; ".join(shares), style="dim")] if shares else []))
 
 
 def _buffer_facts(status: RunStatus) -> dict[str, str]:

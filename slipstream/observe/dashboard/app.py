@@ -176,10 +176,9 @@ class Dashboard:
 
     def _reader(self, request: Request) -> ViewedRun:
         run_id = request.path_params["run"]
-        reader = self._runs.reader(run_id)
-        if reader is None:
-            raise HTTPException(404, f"there is no run {run_id!r} here.")
-        return reader
+        if reader := self._runs.reader(run_id):
+            return reader
+        raise HTTPException(404, f"there is no run {run_id!r} here.")
 
     def _feed(self, request: Request) -> Feed:
         reader = self._reader(request)
@@ -207,8 +206,8 @@ class Dashboard:
         await feed.refresh()
         table = feed.reader.table
         # No await from here on: the columns end at `position`.
-        found = {"position": feed.position, "length": len(table), "keys": table.keys, "columns": table.series(keys)}
-        return _json(found)
+        size = {"position": feed.position, "length": len(table)}
+        return _json(size | {"keys": table.keys, "columns": table.series(keys)})
 
     async def _stream(self, request: Request) -> Response:
         position = request.headers.get("last-event-id") or request.query_params.get("after", "")
@@ -304,15 +303,13 @@ def watch(words: Sequence[str], *, host: str, port: int | None, names: Sequence[
     app = make_app(runs, token=token, hosts=hosts, cookie=f"slipstream-{at}")
     shown, number = f"[{host}]" if ":" in host else host, len(runs.ids())
     there = f"{number} run{'s' * (number != 1)}" if number else f"no run yet in {runs.runs_dir}/"
-    print(f"{there}: http://{shown}:{at}/?token={token}", flush=True)
+    advice = f"from another machine: `ssh -L {at}:localhost:{at} THIS_HOST`, then open the same address"
     if is_open:
-        print(
+        advice = (
             "other machines can reach it, and nothing is encrypted between them and here: on a network that is not "
-            f"yours, listen on 127.0.0.1 and use `ssh -L {at}:localhost:{at} THIS_HOST`.",
-            flush=True,
+            f"yours, listen on 127.0.0.1 and use `ssh -L {at}:localhost:{at} THIS_HOST`."
         )
-    else:
-        print(f"from another machine: `ssh -L {at}:localhost:{at} THIS_HOST`, then open the same address", flush=True)
+    print(f"{there}: http://{shown}:{at}/?token={token}\n{advice}", flush=True)
     config = uvicorn.Config(
         app, log_level="error", access_log=False, timeout_graceful_shutdown=_STOP_TIMEOUT_S, server_header=False
     )

@@ -36,25 +36,21 @@ class Feed:
 
     async def refresh(self) -> None:
         async with self._lock:
-            await self._refresh()
-
-    async def _refresh(self) -> None:
-        table = self.reader.table
-        generation = table.generation
-        rows = await run_sync(self.reader.poll)
-        if table.generation != generation:
-            self._send(self._reset())
-        elif rows:
-            self._send(self._rows(rows) if len(rows) <= _MAX_ROWS else self._reset())
+            generation = self.reader.table.generation
+            rows = await run_sync(self.reader.poll)
+            if self.reader.table.generation != generation:
+                self._send(self._reset())
+            elif rows:
+                self._send(self._rows(rows) if len(rows) <= _MAX_ROWS else self._reset())
 
     async def messages(self, position: str, *, ending: anyio.Event) -> AsyncIterator[Message]:
         """Yield messages to one client until `ending` is set. `position`: id of the client's last message, or empty."""
         queue: asyncio.Queue[Message | None] = asyncio.Queue(_QUEUE_LENGTH)
-        async with self._lock:
-            await self._refresh()
-            if missed := self._since(position):
-                queue.put_nowait(missed)
-            self._queues.add(queue)
+        await self.refresh()
+        # No await from here on: no row is sent in between.
+        if missed := self._since(position):
+            queue.put_nowait(missed)
+        self._queues.add(queue)
         end = asyncio.create_task(self._disconnect_at(ending, queue))
         try:
             if len(self._queues) == 1:

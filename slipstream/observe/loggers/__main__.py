@@ -111,11 +111,11 @@ class LoggerProcess:
         cursor = self._bookmark.cursor
         settings, identity = without_secrets(to_plain(run)), f"{run.name}-{self._bookmark.id}"
         logged = LoggedRun(run.name, identity, self._reader.folder.resolve(), settings, changes.rows[0]["step"])
-        options = run.logging.arguments.get(self._name, {})
-        make = partial(make_logger, self._name, logged, options)
+        make = partial(make_logger, self._name, logged, run.logging.arguments.get(self._name, {}))
         # Make room for the backlog, which arrives in one read.
         self._delivery = Delivery(make, max_queue=_MAX_QUEUE + len(changes.rows))
-        self._feed = Feed(self._reader, self._delivery, config=run.logging, cursor=cursor)
+        every = run.logging.samples_every_steps
+        self._feed = Feed(self._reader, self._delivery, samples_every=every, cursor=cursor)
 
     def _keep(self, cursor: int) -> None:
         if cursor != self._bookmark.cursor:
@@ -140,10 +140,9 @@ class LoggerProcess:
     def _report(self, state: str) -> None:
         where = {"role": "logger", "state": state, "host": socket.gethostname(), "pid": os.getpid()}
         gauges = self._delivery.gauges() if self._delivery else {"reason": "waiting for the first step"}
+        gauges["lost"] = self._feed.num_lost if self._feed else 0
         if self._reader.has_store:
-            self._reader.store.report_role(
-                self._role, where | gauges | {"lost": self._feed.num_lost if self._feed else 0}
-            )
+            self._reader.store.report_role(self._role, where | gauges)
 
 
 if __name__ == "__main__":

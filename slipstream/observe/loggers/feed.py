@@ -15,7 +15,6 @@ from msgspec.structs import replace
 
 from slipstream.buffer.archive.trajectory_filter import Decode
 from slipstream.buffer.trajectory import Trajectory
-from slipstream.configs.broker import LoggingConfig
 from slipstream.observe.catalog.token_decoder import find_decoder
 from slipstream.observe.loggers.logger import Cell, Entry, RunLogger, numbers_of
 from slipstream.observe.reader import RunReader
@@ -70,9 +69,9 @@ class Delivery:
         """Return the counters and the current call if it is slow."""
         busy_s = self._clock() - self._since if self._call else 0.0
         reason = f"{self._call} has taken {busy_s:.0f} s so far" if busy_s >= _SLOW_S else ""
-        counts = {"sent": self.num_sent, "failed": self.num_failed, "dropped": self.num_dropped}
         if self.num_dropped or self.num_failed:
             reason += f"{reason and '; '}{self.num_dropped} entries dropped, {self.num_failed} failed"
+        counts = {"sent": self.num_sent, "failed": self.num_failed, "dropped": self.num_dropped}
         return {**counts, "queued": len(self._waiting), "reason": reason}
 
     def close(self, *, timeout_s: float) -> bool:
@@ -149,17 +148,12 @@ class Feed:
     """Passes new rows to a Delivery. Used by one thread."""
 
     def __init__(
-        self,
-        reader: RunReader,
-        delivery: Delivery,
-        *,
-        config: LoggingConfig,
-        cursor: int,
-        clock: Clock = time.monotonic,
+        self, reader: RunReader, delivery: Delivery, *, samples_every: int, cursor: int, clock: Clock = time.monotonic
     ) -> None:
+        """`samples_every`: steps between two tables of samples; 0 for none."""
         self._reader = reader
         self._delivery = delivery
-        self._config = config
+        self._samples_every = samples_every
         self._clock = clock
         self._cursor = cursor
         self._drawn_at = clock()
@@ -178,8 +172,7 @@ class Feed:
             self._delivery.put(Entry(row["step"], "log", (numbers_of(row),), cursor))
         self._curve.add(changes.rows)
         # Read samples last: if the store fails here, no row is lost.
-        every = self._config.samples_every_steps
-        due = [row["step"] for row in changes.rows if every and row["step"] % every == 0]
+        due = [row["step"] for row in changes.rows if self._samples_every and row["step"] % self._samples_every == 0]
         # Only the newest step: the store no longer holds the answers of a backlog.
         if due and (rows := read_samples(self._reader, due[-1], limit=_NUM_SAMPLES)):
             self._delivery.put(Entry(due[-1], "table", ("samples", SAMPLE_COLUMNS, rows)))
@@ -198,8 +191,8 @@ def read_samples(reader: RunReader, step: int, *, limit: int) -> list[list[Cell]
     decode = find_decoder(find_file(reader.config.model.path, "tokenizer.json"), candidates=[])
     entry = replace(entry, group_ids=entry.group_ids[:limit], trajectory_ids=entry.trajectory_ids[:limit])
     members = reader.members(entry)
-    found = [members[names[0]] for names in entry.trajectory_ids if names and names[0] in members]
-    return [_sample(trajectory, decode, step=step, version=entry.version) for trajectory in found]
+    firsts = (members.get(names[0]) for names in entry.trajectory_ids if names)
+    return [_sample(found, decode, step=step, version=entry.version) for found in firsts if found]
 
 
 def _sample(trajectory: Trajectory, decode: Decode | None, *, step: int, version: int) -> list[Cell]:

@@ -52,7 +52,8 @@ def make_feed(tmp_path: Path, store: MemoryStore) -> Callable[..., tuple[Feed, K
 
     def make(clock: FakeClock, *, cursor: int = 0, of: MemoryStore = store, **config: Any) -> tuple[Feed, Kept]:
         kept, reader = Kept(), RunReader(folder, store=of)
-        return Feed(reader, kept, config=LoggingConfig(**config), cursor=cursor, clock=clock), kept
+        every = LoggingConfig(**config).samples_every_steps
+        return Feed(reader, kept, samples_every=every, cursor=cursor, clock=clock), kept
 
     return make
 
