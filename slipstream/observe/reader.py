@@ -67,8 +67,8 @@ class RunReader(AbstractContextManager["RunReader"]):
         self._store = store
         self._starts_server = starts_server
         self._timeout_s = timeout_s
-        self._answer_timeout_s = answer_timeout_s
-        self._idle_timeout_s = idle_timeout_s
+        # A resumed run takes over a server without clients.
+        self._options: dict[str, Any] = {"answer_timeout_s": answer_timeout_s, "idle_timeout_s": idle_timeout_s}
         self._monitor: Monitor | None = None
         self._archive: Archive | None = None
         self._file = MetricsFile(folder / "metrics.jsonl")
@@ -148,14 +148,8 @@ class RunReader(AbstractContextManager["RunReader"]):
     def open_store(self, *, starts_server: bool = False) -> RedisStore:
         """Open a connection for the caller to close. Raises ConfigError, ReplayBufferError."""
         is_started = starts_server and not self.is_live and isinstance(self.config.buffer.store, EmbeddedRedisConfig)
-        return open_run_store(
-            self.folder,
-            timeout_s=_START_TIMEOUT_S if is_started else self._timeout_s,
-            answer_timeout_s=self._answer_timeout_s,
-            starts_server=is_started,
-            # A resumed run takes over the server.
-            idle_timeout_s=self._idle_timeout_s,
-        )
+        timeout_s = _START_TIMEOUT_S if is_started else self._timeout_s
+        return open_run_store(self.folder, timeout_s=timeout_s, starts_server=is_started, **self._options)
 
     def status(self) -> RunStatus:
         """Read the current status from the store. Raises ConfigError, ReplayBufferError."""

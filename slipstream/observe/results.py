@@ -26,23 +26,18 @@ _REPORTED = {
 }
 
 
-def _shown(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4g}"
-
-
 def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
     """Describe goals and the accuracies of the final evaluation."""
     evaluation, steps = summary.get("evaluation") or {}, summary["steps"]
     shown = []
     for goal in run.evaluation.goals if evaluation else ():
-        bounds = {"least": goal.at_least, "most": goal.at_most}
+        bounds, value = {"least": goal.at_least, "most": goal.at_most}, evaluation.get(goal.metric)
         asked = " and ".join(f"at {word} {bound:g}" for word, bound in bounds.items() if bound is not None)
         if not goal.holds(evaluation):
-            shown.append(f"{goal.metric} is {_shown(evaluation.get(goal.metric))}, the goal {asked}")
+            shown.append(f"{goal.metric} is {'unknown' if value is None else f'{value:.4g}'}, the goal {asked}")
+    word = "learned" if run.evaluation.goals and evaluation else f"done after {steps} steps"
     if shown:
         word = f"goal not reached after {steps} steps ({'; '.join(shown)})"
-    else:
-        word = "learned" if run.evaluation.goals and evaluation else f"done after {steps} steps"
     found = {each.name: summary.get(f"accuracy_{each.name}") for each in run.data.eval_sets}
     accuracies = [f"{value:.3f} {name}" for name, value in found.items() if value is not None]
     sizes = dict.fromkeys(summary.get("num_final_prompts", {}).values())

@@ -83,10 +83,10 @@ def _record(stored: StoredTrajectory, decode: Decode | None) -> dict[str, Any]:
         mask = trajectory.model_mask
         first = int(mask.argmax())
         texts = {"prompt": decode(trajectory.token_ids[:first]), "response": decode(trajectory.token_ids[first:])}
-    outcome = {name: getattr(stored, name) for name in ("reason", "steps", "archived_at")}
-    marks = {"outcome": stored.state, "schema_version": SCHEMA_VERSION}
+    outcome = {"outcome": stored.state} | {name: getattr(stored, name) for name in ("reason", "steps", "archived_at")}
     arrays = {name: {"dtype": array.dtype.name, "values": array} for name, array in trajectory.arrays.items()}
-    return msgspec.structs.asdict(trajectory) | {"arrays": arrays} | marks | outcome | texts
+    more = {"arrays": arrays, "schema_version": SCHEMA_VERSION}
+    return msgspec.structs.asdict(trajectory) | more | outcome | texts
 
 
 _SHARD_BYTES = 256 * 2**20

@@ -32,13 +32,13 @@ def page_of(detail: TrajectoryDetail, *, name: str, first: int = 0, size: int = 
     """
     texts = detail.texts or [f"{token} " for token in detail.token_ids]
     numbers = detail.numbers.get(name, [None] * len(texts))
-    scale = _Scale(name, [number for number in numbers if number is not None])
+    style = _scale(name, [number for number in numbers if number is not None])
     page = Text(no_wrap=False)
     for index in range(first, min(first + size, len(texts))):
         is_model = detail.model_mask[index]
         # Make control characters and line ends visible.
         text = printable(texts[index]).replace("\n", "↵\n")
-        page.append(text, scale.style(numbers[index]) if is_model else _WRITTEN_BY_OTHERS)
+        page.append(text, style(numbers[index]) if is_model else _WRITTEN_BY_OTHERS)
     return page
 
 
@@ -47,25 +47,26 @@ def legend(detail: TrajectoryDetail, *, name: str) -> Text:
     numbers = [number for number in detail.numbers.get(name, []) if number is not None]
     if not numbers:
         return Text("no colors: press c to choose a number" if detail.numbers else "no numbers are stored")
-    scale = _Scale(name, numbers)
-    low, high = ((f" {number:.4g} ", scale.style(number)) for number in (min(numbers), max(numbers)))
+    style = _scale(name, numbers)
+    low, high = ((f" {number:.4g} ", style(number)) for number in (min(numbers), max(numbers)))
     return Text.assemble(f"{name} from ", low, " to ", high)
 
 
-class _Scale:
-    def __init__(self, name: str, numbers: Sequence[float]) -> None:
-        self._centre = CENTERS.get(name, min(numbers, default=0.0))
-        self._reach = max((abs(number - self._centre) for number in numbers), default=0.0) or 1.0
+def _scale(name: str, numbers: Sequence[float]) -> Callable[[float | None], Style]:
+    center = CENTERS.get(name, min(numbers, default=0.0))
+    reach = max((abs(number - center) for number in numbers), default=0.0) or 1.0
 
-    def style(self, number: float | None) -> Style:
-        if number is None or number == self._centre:
+    def style(number: float | None) -> Style:
+        if number is None or number == center:
             return Style()
-        share = (number - self._centre) / self._reach
+        share = (number - center) / reach
         color = _HIGH if share > 0 else _LOW
         # Start at a third of the color, so that small differences are visible.
         strength = 0.35 + 0.65 * min(1.0, abs(share))
         red, green, blue = (round(part * strength) for part in color)
         return Style(color="white", bgcolor=f"rgb({red},{green},{blue})")
+
+    return style
 
 
 PLAIN = ""
