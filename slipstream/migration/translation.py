@@ -94,7 +94,7 @@ class Translation:
         return [name for name in self.given if f"{name}.".startswith(f"{key}.")]
 
     def note(self, key: str, sentence: str) -> None:
-        """Add a note on a given setting, or on each given setting of a table."""
+        """Add a note on each given setting of a table."""
         for name in self.below(key):
             if self.given[name] is not None:
                 self._taken.add(name)

@@ -32,14 +32,14 @@ _NAMED = 8
 
 
 def missing_store(reader: RunReader) -> str:
-    """Say why the store is missing; empty if it is not."""
+    """Reason that the store is missing, or empty."""
     if reader.find_store():
         return ""
     return f"events and versions must be read from the store, which is not there: {reader.problem}"
 
 
 def find_entry(reader: RunReader, step: int) -> StepEntry:
-    """Return a step's entry of the ledger. Raises ConfigError."""
+    """A step's entry of the ledger. Raises ConfigError."""
     entry = reader.find_step(step)
     if entry is None:
         known = [entry.step for entry in reader.steps()]
@@ -134,7 +134,7 @@ def explain(kind: Kind, words: Sequence[str]) -> None:
     console = make_console()
     folder = find_run(run, command="explain")
     if kind == "start":
-        # Without the store, which a finished run's server would have to load.
+        # Without the store, which loads slowly.
         _print(console, explain_start(read_stages(folder)).lines())
         return
     with RunReader(folder, starts_server=True) as reader:
@@ -147,7 +147,7 @@ def explain(kind: Kind, words: Sequence[str]) -> None:
             _print(console, explain_version(reader, int(number)))
         else:
             _print(console, _ANSWERS[kind](reader).lines())
-            # A supervised run has no events or versions, and health does not need them.
+            # Supervised runs have no events or versions; health needs none.
             note = "" if kind == "health" or reader.config.mode == "sft" else missing_store(reader)
             _print(console, [note] if note else [])
         if reader.archive and reader.archive.note:
@@ -156,7 +156,7 @@ def explain(kind: Kind, words: Sequence[str]) -> None:
 
 def _print(console: Console, lines: Iterable[str]) -> None:
     for line in lines:
-        # Names of tasks and texts of events are untrusted.
+        # Names and events are untrusted.
         shown = printable(line)
         if console.is_terminal:
             # Break between words, so that a path can be copied.
@@ -192,7 +192,7 @@ def _health(reader: RunReader) -> Answer:
     health, rows = Health(reader.config), reader.rows()
     for row in rows:
         health.add(row)
-    # Metrics with the same advice are one finding, as in the run's events.
+    # Metrics with the same advice are one finding.
     by_advice: dict[str, list[HealthWarning]] = {}
     for warning in health.warnings:
         by_advice.setdefault(warning.advice, []).append(warning)
@@ -207,7 +207,7 @@ def _health(reader: RunReader) -> Answer:
 
 
 def _sample(reader: RunReader, step: int) -> list[str]:
-    """Describe the answers of a step with the highest and lowest reward, as far as they are stored and decodable."""
+    """Stored answers of a step with the highest and lowest reward."""
     entry, model = reader.find_step(step), reader.config.model.path
     decoder = find_decoder(find_file(model, TOKENIZER), candidates=[reader.folder / "final_model"])
     members = reader.members(entry).values() if entry and decoder else ()

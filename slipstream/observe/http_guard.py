@@ -1,4 +1,4 @@
-"""Checks shared by the dashboard and the exporter: secrets, and the Host header against DNS rebinding."""
+"""Checks of secrets, and of the Host header against DNS rebinding."""
 
 import hmac
 
@@ -9,6 +9,6 @@ def is_equal(given: str, secret: str) -> bool:
 
 
 def host_of(header: str) -> str:
-    """Return the name in a Host header, such as `[::1]:8420`, in lower case, without the port."""
+    """Name in a Host header, such as `[::1]:8420`, in lower case."""
     name = header.lower()
     return name[1 : name.find("]")] if name.startswith("[") else name.partition(":")[0]

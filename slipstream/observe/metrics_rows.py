@@ -30,7 +30,7 @@ class RunChanges(Record):
     num_lost: int = 0
     """Rows that the store dropped before they were read."""
     is_restarted: bool = False
-    """Whether the file was replaced or truncated, as by a resume that rolls steps back."""
+    """Whether the file was replaced or truncated, as by a resume."""
 
 
 class MetricsFile:
@@ -41,10 +41,7 @@ class MetricsFile:
         self._inode = 0
 
     def read(self, after: int) -> RunChanges:
-        """Return the complete rows after a position without damaged lines.
-
-        A missing file or an I/O error yields the rows read so far; call again later.
-        """
+        """Complete rows after a position without damaged lines; on an I/O error, the rows read so far."""
         rows: list[Row] = []
         position, is_restarted = after, False
         with suppress(OSError), self.path.open("rb") as file:
@@ -78,7 +75,7 @@ def read_tail(path: Path) -> list[Row]:
 class MetricsTable:
     """One array of numbers per key, with NaN where a row lacks it. Not thread-safe.
 
-    If the file is replaced, as by a resume, the table is rebuilt and `generation` increases.
+    If the file is replaced, the table is rebuilt and `generation` increases.
     """
 
     def __init__(self, path: Path) -> None:
@@ -101,7 +98,7 @@ class MetricsTable:
         return sorted(self._columns)
 
     def poll(self) -> list[Row]:
-        """Read and return appended rows, or all rows of a replaced file."""
+        """Read appended rows, or all rows of a replaced file."""
         changes = self._file.read(self._position)
         if changes.is_restarted:
             self.generation += 1
@@ -120,7 +117,7 @@ class MetricsTable:
         return changes.rows
 
     def series(self, keys: list[str]) -> dict[str, list[float | None]]:
-        """Return the columns of known keys, with None where a row lacks the value."""
+        """Columns of known keys, with None for missing values."""
         found: dict[str, list[float | None]] = {}
         for key in filter(self._columns.__contains__, keys):
             column = self._columns[key]
@@ -173,7 +170,7 @@ class Health:
 
     @property
     def warnings(self) -> list[HealthWarning]:
-        """Metrics currently outside their range, most recent violation first."""
+        """Metrics outside their range, most recent violation first."""
         figures = figures_of(self._newest, self._run) if self._run else None
         found = []
         for key, step in sorted(self._since.items(), key=lambda item: -item[1]):

@@ -52,7 +52,7 @@ def is_drawn(key: str) -> bool:
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draw a run's curves; return the picture's path. Raises ConfigError without a step."""
+    """Draw a run's curves; return the path. Raises ConfigError without a step."""
     rows = RunReader(run_dir).rows()
     target = run_dir / "curve.png"
     target.write_bytes(_png(rows, title=run_dir.resolve().name))
@@ -67,10 +67,7 @@ def _png(rows: Rows, *, title: str) -> bytes:
 
 
 def draw(rows: Rows, *, title: str) -> Figure:
-    """Draw what was learned by step and time on top, and below one panel for each further measure of the run.
-
-    What was learned is the held-out accuracy if any answer was correct, otherwise the reward.
-    """
+    """Draw accuracy by step and time, or the reward if no answer was correct; below, a panel per other measure."""
     measured = {key for row in rows for key in row if row[key] is not None}
     has_accuracy = any(row[key] for row in rows for key in row if key.startswith(ACCURACY))
     panels = {
@@ -143,7 +140,7 @@ def _draw_lag(axes: Axes, rows: Rows) -> None:
 
 
 def _draw_mismatch(axes: Axes, rows: Rows) -> None:
-    # Lag 0 shows the difference between the engines; the distance to it shows staleness.
+    # Lag 0 shows the difference between engines; the distance to it, staleness.
     found = {match[1] for row in rows for key in row if (match := MISMATCH.fullmatch(key))}
     # Buckets look like 3, 4-7, or 16+.
     buckets = sorted(found, key=lambda bucket: int(re.split("[-+]", bucket)[0]))

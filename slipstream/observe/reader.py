@@ -1,8 +1,4 @@
-"""RunReader: reads a run from its store while the store answers, otherwise from its run folder.
-
-Its methods read, in this order: the folder, the store, and records that either of them has. `read_run` opens a reader
-for a command on a live run.
-"""
+"""RunReader: reads a run from its store while the store answers, otherwise from its run folder."""
 
 import json
 import math
@@ -40,7 +36,7 @@ _START_TIMEOUT_S = 30.0
 """An embedded server loads its data first."""
 
 UNREADABLE = (ConfigError, ReplayBufferError, OSError)
-"""OSError because an embedded server writes to its folder, which may be read-only."""
+"""OSError: an embedded server writes to its folder, which may be read-only."""
 
 
 class RunReader(AbstractContextManager["RunReader"]):
@@ -56,10 +52,8 @@ class RunReader(AbstractContextManager["RunReader"]):
         answer_timeout_s: float = ANSWER_TIMEOUT_S,
         idle_timeout_s: float | None = None,
     ) -> None:
-        """`store`: an open store to read.
-
-        `starts_server`: start the embedded server of a run that is over. It stops when the reader is closed or, with
-        `idle_timeout_s`, after that time without clients. `timeout_s`: limit for connecting to a running server.
+        """`store`: an open store. `starts_server`: start the embedded server of a run that is over, until the reader is
+        closed or, with `idle_timeout_s`, for that time without clients. `timeout_s`: limit for connecting.
         """
         self.folder = folder
         self.problem = ""
@@ -83,7 +77,7 @@ class RunReader(AbstractContextManager["RunReader"]):
 
     @property
     def config(self) -> RunConfig:
-        """Settings, which a resume may change. Raises ConfigError if this version cannot read them."""
+        """Settings, which a resume may change. Raises ConfigError."""
         file = self.folder / "config.yaml"
         return _read_config(self.folder, file.stat().st_mtime_ns if file.is_file() else 0)
 
@@ -99,7 +93,7 @@ class RunReader(AbstractContextManager["RunReader"]):
 
     @property
     def folder_phase(self) -> Literal["running", "finished", "stopped"]:
-        """Phase without the store: stopped if the run neither is in progress nor has a summary."""
+        """Phase without the store; stopped without a summary."""
         if self.is_live:
             return "running"
         return "finished" if (self.folder / "summary.json").is_file() else "stopped"
@@ -112,7 +106,7 @@ class RunReader(AbstractContextManager["RunReader"]):
         return self._archive
 
     def rows(self) -> list[Row]:
-        """Return all rows of metrics.jsonl. Raises ConfigError if it has none."""
+        """All rows of metrics.jsonl. Raises ConfigError if it has none."""
         rows, why = read_rows(self._file.path), "name the folder of a run that has made one"
         require(bool(rows), str(self._file.path), "hold a whole step", got="none", why=why)
         return rows
@@ -137,7 +131,7 @@ class RunReader(AbstractContextManager["RunReader"]):
         return self
 
     def find_store(self) -> Store | None:
-        """Return the store; None and a `problem` if it cannot open. Tries once."""
+        """Open the store once; None and a `problem` if that fails."""
         if self._store is None and not self.problem:
             try:
                 return self.store
@@ -158,7 +152,7 @@ class RunReader(AbstractContextManager["RunReader"]):
         return self._monitor.status()
 
     def changes(self, *, after: int) -> RunChanges:
-        """Return the rows after a position, from the store or, unless `has_store`, from metrics.jsonl.
+        """Rows after a position, from the store or, unless `has_store`, from metrics.jsonl.
 
         Raises ConfigError, ReplayBufferError.
         """
@@ -169,7 +163,7 @@ class RunReader(AbstractContextManager["RunReader"]):
         return RunChanges(found.rows, found.last, num_lost=max(0, found.last - after - len(found.rows)))
 
     def steps(self, *, first: int = 1, last: float = math.inf) -> list[StepEntry]:
-        """Return the ledger of these steps; without a store, the archived part."""
+        """Ledger of these steps; without a store, the archived part."""
         if store := self.find_store():
             return whole_ledger(store, self.archive, first_step=first, last_step=last)
         return self.archive.steps(first_step=first, last_step=last) if self.archive else []
@@ -182,7 +176,7 @@ class RunReader(AbstractContextManager["RunReader"]):
         return store.versions() if (store := self.find_store()) else []
 
     def members(self, entry: StepEntry) -> dict[str, Trajectory]:
-        """Return a step's stored or archived trajectories, by id."""
+        """A step's stored or archived trajectories, by id."""
         names = set(chain.from_iterable(entry.trajectory_ids))
         stored = chain.from_iterable(map(self.group, entry.group_ids))
         found = {each.id: each for each in stored if each.id in names}
@@ -193,7 +187,7 @@ class RunReader(AbstractContextManager["RunReader"]):
         return found
 
     def group(self, group_id: str) -> list[Trajectory]:
-        """Return a group's members; none once a checkpoint has retired it."""
+        """A group's members; none once retired."""
         store = self.find_store()
         try:
             (payloads,) = store.fetch([group_id]) if store else ([],)
@@ -202,9 +196,9 @@ class RunReader(AbstractContextManager["RunReader"]):
         return [unpack(payload) for payload in payloads]
 
     def events_by_step(self, rows: list[Row]) -> dict[int, list[str]]:
-        """Return step -> events since the learner last started; none without a store.
+        """Step -> events since the learner last started; none without a store.
 
-        Rows and events use different clocks, which meet at the end of the last step.
+        The clocks of rows and events meet at the end of the last step.
         """
         store = self.find_store()
         stepped_at = store.run_state().stepped_at if store else None
@@ -230,7 +224,7 @@ def _read_config(folder: Path, written_at: int) -> RunConfig:
 def read_run(words: Sequence[str], *, command: str) -> Iterator[RunReader]:
     """Open a run, as for `find_run`, without starting its store.
 
-    Raises ConfigError; exits with NO_ANSWER if the store or a role does not answer.
+    Raises ConfigError; exits with NO_ANSWER without an answer.
     """
     folder = find_run(words, command=command)
     with RunReader(folder, timeout_s=COMMAND_TIMEOUT_S, answer_timeout_s=COMMAND_TIMEOUT_S) as reader:

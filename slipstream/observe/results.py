@@ -46,7 +46,7 @@ def verdict(run: RunConfig, summary: dict[str, Any]) -> str:
 
 
 def draw_results(run: RunConfig, summary: dict[str, Any]) -> Iterator[RenderableType]:
-    """Yield the verdict, a table of the figures that the summary has, and the shares of the wall time."""
+    """Yield the verdict, a table of figures, and the shares of the wall time."""
     yield Text(f"{run.name}: {verdict(run, summary)}", style="bold")
     sets = run.data.eval_sets
     labels = {f"accuracy before, {each.name}": each.before_key for each in sets}

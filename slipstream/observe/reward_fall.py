@@ -1,6 +1,6 @@
-"""Detects a drop of the reward beyond its noise; lists metrics that changed with it.
+"""Detects a drop of the reward beyond its noise; lists metrics that changed with it, without claiming causes.
 
-Compares the best window of steps before the drop with the worst window after it. Does not claim causes.
+Compares the best window of steps before the drop with the worst window after it.
 """
 
 import math
@@ -75,7 +75,7 @@ class Change(NamedTuple):
 def explain_reward(
     rows: Sequence[Row], run: RunConfig, *, entries: Sequence[StepEntry] = (), events: Events = MappingProxyType({})
 ) -> Answer:
-    """Return whether the reward fell and what changed with it. `entries`: step ledger, for changed settings."""
+    """Say whether the reward fell and what changed with it. `entries`: ledger, for changed settings."""
     rows = [row for row in rows if math.isfinite(number_in(row, _REWARD))]
     if len(rows) < _MIN_STEPS:
         have = "1 step has" if len(rows) == 1 else f"{len(rows)} steps have"
@@ -104,7 +104,7 @@ def explain_reward(
 
 
 def largest_fall(values: Sequence[float]) -> Windows:
-    """Return the windows with the largest drop, of at least two widths of values."""
+    """Windows with the largest drop, of at least two widths of values."""
     width = max(_MIN_WIDTH, min(_MAX_WIDTH, len(values) // 8))
     means = [statistics.fmean(values[start : start + width]) for start in range(len(values) - width + 1)]
     best, found, size = 0, Windows(0, width, width), -math.inf
@@ -196,7 +196,7 @@ def _sources(rows: Sequence[Row]) -> dict[str, _Source]:
 
 
 def _mix(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
-    """Split the drop exactly into changes of the task mix and of rewards within tasks."""
+    """Split the drop into changes of the task mix and of rewards within tasks."""
     early, late = (_sources(rows[start : start + windows.width]) for start in (windows.before, windows.after))
     if len(names := sorted(early.keys() | late.keys())) < 2:
         return
@@ -223,7 +223,7 @@ def _parts(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
 
 
 def _heldout(rows: Sequence[Row], windows: Windows) -> Iterator[str]:
-    """Compare held-out rewards, which use the same prompts before and after."""
+    """Compare held-out rewards, of the same prompts."""
     for key in (key for key in _keys(rows, windows) if key.startswith("eval/reward_")):
         early, late = windows.of(_column(rows, key))
         if early and late:

@@ -42,9 +42,9 @@ class Wait(Record):
 
 
 def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: str, full_disk: str = "") -> list[Wait]:
-    """Return waits, those for dead roles first; none once the run has ended.
+    """Waits, those for dead roles first; none once the run has ended.
 
-    `admission_reason`: why no prompt is admitted, or empty. `full_disk`: the store's, or empty.
+    `admission_reason`: why no prompt is admitted. `full_disk`: the store's, or empty.
     """
     if state.phase in _ENDED_PHASES:
         return []
@@ -58,7 +58,7 @@ def find_waits(state: RunState, roles: list[RoleStatus], *, admission_reason: st
 
 
 def dead_end_cause(roles: dict[str, dict[str, Any]]) -> str:
-    """Return why the learner's wait cannot end without help, or empty."""
+    """Reason that the learner's wait cannot end without help, or empty."""
     return str(roles.get("learner", {}).get("dead_end", ""))
 
 
@@ -76,7 +76,7 @@ def _for_missing_roles(roles: list[RoleStatus]) -> list[Wait]:
 
 
 def _for_admission(roles: list[RoleStatus], own: list[Wait], reason: str) -> list[Wait]:
-    # A generator with free slots reports a wait only once it knows why.
+    # A generator reports a wait once it knows why.
     reported = {wait.waiter for wait in own}
     with_room = [role for role in roles if role.is_alive and role.capacity and (role.running or 0) < role.capacity]
     is_known = not with_room or any(role.name in reported for role in with_room)
@@ -140,7 +140,7 @@ class Admission(Record):
     limit: int
     """Total that pacing allows, given the learner's consumption."""
     target_lag: float
-    """Lag that this limit is meant for, versions: `staleness.target_lag`, or the learner's choice."""
+    """In versions: `staleness.target_lag`, or the learner's choice."""
     reason: str
     """Reason that no more prompts are admitted; else empty."""
 
@@ -168,7 +168,7 @@ class RunStatus(Record):
     roles: list[RoleStatus]
     waits: list[Wait]
     learner_wait_fraction: float | None
-    """Share of the learner's time spent waiting for groups, last 20 steps; None before the first."""
+    """Share of the last 20 steps that the learner waited for groups; None before the first."""
     generators_target: int | None
     """Generators that the launcher keeps running; None without a launcher."""
     address: str
@@ -199,7 +199,7 @@ class Monitor:
         self._last = 0
 
     def poll(self) -> RunSnapshot:
-        """Read the store and the rows since the last call. Raises StoreUnavailableError."""
+        """Read the store and new rows. Raises StoreUnavailableError."""
         new = self._store.metrics(after=self._last)
         self._last = new.last
         self._rows = [*self._rows, *new.rows][-METRICS_KEPT:]
@@ -209,7 +209,7 @@ class Monitor:
         )
 
     def status(self) -> RunStatus:
-        """Poll, and describe the run as `slipstream status` shows it. Raises StoreUnavailableError."""
+        """Poll and describe the run. Raises StoreUnavailableError."""
         snapshot, run = self.poll(), self._run
         state, counts, now, ready = snapshot.state, snapshot.counts, self._store.now(), self._store.ready_versions()
         roles = role_statuses(snapshot.roles, run=run, now=now, announced_version=state.announced_version)
@@ -258,14 +258,14 @@ class Monitor:
 
 
 def wait_fraction(rows: Sequence[dict[str, Any]]) -> float | None:
-    """Return the share of the learner's time spent waiting for groups; None without rows."""
+    """Share of the learner's time spent waiting for groups; None without rows."""
     waited = sum(row["learner/wait_s"] for row in rows)
     worked = sum(row["learner/train_s"] + row["learner/publish_s"] for row in rows)
     return waited / (waited + worked) if waited + worked else None
 
 
 def busy_fraction(roles: Sequence[RoleStatus]) -> float | None:
-    """Return trajectories in progress / capacity of the live generators; None without any."""
+    """Trajectories in progress / capacity of live generators."""
     living = [role for role in roles if role.is_alive and role.capacity]
     capacity = sum(role.capacity or 0 for role in living)
     return sum(role.running or 0 for role in living) / capacity if capacity else None

@@ -110,10 +110,7 @@ _NO_CORE_IDLE = (
 def explain_slowness(
     rows: Sequence[Row], run: RunConfig, *, events: Events = MappingProxyType({}), num_cores: int | None = None
 ) -> Answer:
-    """Return where the time went. Raises ConfigError for rows without `times`.
-
-    `num_cores`: of the run's machine, if all roles share one.
-    """
+    """Say where the time went. `num_cores`: of the run's machine, if all roles share one. Raises ConfigError."""
     # There are no `times` before roles report.
     held = next((row["times"] for row in reversed(rows) if row.get("times")), None)
     try:
@@ -146,7 +143,7 @@ def _meanwhile(times: StepTimes) -> str:
 
 
 def _findings(times: StepTimes, figures: Mapping[str, str], *, num_cores: int | None) -> Iterator[Finding]:
-    """Yield the learner's phases, longest first, with generators' phases instead of its wait."""
+    """Yield the learner's phases, longest first, and generators' phases for its wait."""
     busy = sum(role.cpu_s for role in times.roles) / times.step_s
     is_full = num_cores is not None and num_cores - busy < 1
     for phase, share in _sorted(times.shares("learner"), least=_LEAST_SHARE):
@@ -191,7 +188,7 @@ class _Step(NamedTuple):
 
 
 def _durations(rows: Sequence[Row]) -> list[_Step]:
-    """Return steps with durations, without those whose previous step has no row."""
+    """Steps with durations, without those after a missing row."""
     found = []
     for before, row in pairwise(rows):
         seconds = number_in(row, "time_s") - number_in(before, "time_s")

@@ -1,4 +1,4 @@
-"""Start and end of a run: the stages that its roles have recorded, and the time that each took."""
+"""Start and end of a run: recorded stages of its roles, and their times."""
 
 import math
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ class Stage(Record):
     role: str
     pid: int
     stage: str
-    """The event: the end of a stage, such as `libraries loaded`, or a beginning, such as `training`."""
+    """End of a stage, such as `libraries loaded`, or a beginning, such as `training`."""
 
 
 def read_stages(folder: Path) -> list[Stage]:
-    """Return the stages of the newest launch in a run folder, oldest first, without damaged lines."""
+    """Stages of the newest launch in a run folder, oldest first, without damaged lines."""
     stages, path = [], folder / STAGES
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         with suppress(msgspec.DecodeError):
             stages.append(msgspec.json.decode(line, type=Stage))
-    # Without a launcher, the roles are started by hand, in any order.
+    # Without a launcher, roles start in any order.
     launched_at = max((s.at for s in stages if (s.role, s.stage) == (LAUNCHER, "process started")), default=0.0)
     return sorted((each for each in stages if each.at >= launched_at), key=lambda each: each.at)
 

@@ -37,7 +37,7 @@ from slipstream.runtime.run_folder import find_run
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 48
 _ANSWERS_EVERY, _FIRST_STEPS, _MIN_WIDTH = 10, 2, 100
-"""Steps between two samples of answers, steps at the start checked for a signal, and columns that a sample needs."""
+"""Steps between samples of answers, first steps checked for a signal, and columns for a sample."""
 _NO_SIGNAL = 0.95
 """Share of tokens without an advantage."""
 
@@ -65,7 +65,7 @@ class LiveView:
         self._live = None
 
     def show(self, snapshot: RunSnapshot) -> None:
-        """Redraw the panel, or print one line per new step without a terminal. Print some answers of some steps."""
+        """Redraw the panel, or print a line per new step without a terminal. Print some answers."""
         for row in snapshot.new_rows[-1:]:
             self._show_answers(row)
         if self._live:
@@ -136,7 +136,7 @@ def step_line(row: dict[str, Any], snapshot: RunSnapshot, *, max_steps: int) -> 
 
 
 def _rates(row: dict[str, Any]) -> str:
-    """Format the rates that a row has; the generators' is unknown before their first report."""
+    """Format the known rates of a row."""
     rates = {"generated": row.get("generators/tokens_per_s"), "learned": row.get("learner/tokens_per_s")}
     return ", ".join(f"{rate:,.0f} {what}" for what, rate in rates.items() if rate is not None)
 
@@ -175,7 +175,7 @@ def _role_lines(snapshot: RunSnapshot) -> Table:
 
 
 def _accuracy(snapshot: RunSnapshot) -> str:
-    """Newest accuracy of each held-out set, such as `0.250 sampled 0.500 greedy`; empty if none was measured."""
+    """Newest accuracy of each held-out set, such as `0.250 sampled 0.500 greedy`."""
     prefix = "eval/accuracy_"
     newest = {key: value for row in snapshot.rows for key, value in row.items() if key.startswith(prefix)}
     return " ".join(f"{value:.3f} {key.removeprefix(prefix)}" for key, value in newest.items())
@@ -346,7 +346,7 @@ _REFRESH_EVERY_S = 1.0
 
 
 def show_status(words: Sequence[str], *, is_json: bool, is_watching: bool) -> None:
-    """Print a run's status, or its results once it has ended. Raises and exits as `read_run`."""
+    """Print a run's status or results. Raises and exits as `read_run`."""
     if is_json and is_watching:
         raise ConfigError("--json prints once: leave --watch away.")
     with RunReader(find_run(words, command="status"), timeout_s=COMMAND_TIMEOUT_S) as ended:

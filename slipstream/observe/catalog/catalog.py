@@ -1,4 +1,4 @@
-"""Catalog: trajectories of a run, archive, or file as one table to search, filter, sort, and page."""
+"""Catalog: the trajectories of a source as one table to search, filter, sort, and page."""
 
 import os
 import threading
@@ -48,7 +48,7 @@ class Page(Record):
 
 
 class _Snapshot:
-    """All blocks at one moment. Immutable, so threads and caches may share it."""
+    """All blocks at one moment. Immutable, for threads and caches."""
 
     def __init__(self, blocks: list[Block], step_versions: dict[int, int]) -> None:
         self.blocks = blocks
@@ -63,7 +63,7 @@ class Catalog:
     """
 
     def __init__(self, source: Source, *, decoder: TokenDecoder | None = None) -> None:
-        """Raises ConfigError for a file without trajectories, and the errors of `refresh`."""
+        """Raises ConfigError and the errors of `refresh`."""
         self._source = source
         self._seen: list[Block] = []
         self._unread = ""
@@ -78,7 +78,7 @@ class Catalog:
 
     @property
     def notes(self) -> list[str]:
-        """One sentence per source that cannot be read in full."""
+        """One sentence per source that is not read in full."""
         return list(dict.fromkeys([*([self._unread] if self._unread else []), *self._source.notes]))
 
     @property
@@ -86,10 +86,10 @@ class Catalog:
         return self._snapshot.rows
 
     def refresh(self) -> bool:
-        """Read new trajectories; return whether any came. Raises ArchiveError for a damaged manifest."""
+        """Read new trajectories; return whether any came. Raises ArchiveError."""
         with self._refreshing:
             step_versions = self._read_step_versions()
-            # Read the store first: a group that moves to the archive in between is found twice, not lost.
+            # Store first: a group that moves to the archive in between is found twice, not lost.
             parts = self._source.parts
             read = [part.blocks(step_versions) for part in reversed(parts)]
             seen = [block for blocks in reversed(read) for block in blocks]
@@ -106,7 +106,7 @@ class Catalog:
     ) -> Page:
         """Return up to `size` rows from index `start`. Searching gigabytes takes minutes.
 
-        Raises the errors of `select`, and SearchCancelledError once `is_cancelled` returns true.
+        Raises the errors of `select`, and SearchCancelledError.
         """
         snapshot = self._snapshot
         indices = self._indices(snapshot, query, is_cancelled)
@@ -120,8 +120,7 @@ class Catalog:
     def select(self, query: CatalogQuery) -> pa.Table:
         """Return the rows of the result.
 
-        Raises ConfigError for a column outside SORTABLE and for a text condition without a tokenizer, ArchiveError for
-        files that have become unreadable.
+        Raises ConfigError for an unknown column or a text condition without a tokenizer, ArchiveError.
         """
         snapshot = self._snapshot
         return snapshot.rows.take(pa.array(self._indices(snapshot, query)))
@@ -152,7 +151,7 @@ class Catalog:
     def _read_excerpts(
         self, snapshot: _Snapshot, indices: np.ndarray, rows: list[CatalogRow]
     ) -> dict[str, dict[str, str]]:
-        """Return id -> the `prompt` and `answer` of a CatalogRow, as far as they are known or can be read."""
+        """Return id -> the `prompt` and `answer` of a CatalogRow, if known or readable."""
         assert self.decoder is not None
         known = self._excerpts
         is_missing = np.array([row.id not in known for row in rows], dtype=bool)
@@ -197,7 +196,7 @@ class Catalog:
             return self._select(snapshot, query)
         if self.decoder is None:
             raise ConfigError("a condition on text needs a tokenizer to decode with, and none was found: name one.")
-        # Separate from the fast conditions, so that another order does not search again.
+        # Separate, so that another order does not search again.
         has_text = self._find_text(snapshot, text, self.decoder, is_cancelled)
         where = msgspec.structs.replace(query.where, text=None)
         chosen = self._select(snapshot, msgspec.structs.replace(query, where=where))
@@ -207,10 +206,10 @@ class Catalog:
         self, snapshot: _Snapshot, text: str, decoder: TokenDecoder, is_cancelled: Callable[[], bool]
     ) -> np.ndarray:
         last, known = self._found
-        # Cache the last matches per block, for other pages and orders.
+        # Cached for other pages and orders.
         found = {id(block): known[id(block)] for block in snapshot.blocks if last == text and id(block) in known}
         if missing := [block for block in snapshot.blocks if id(block) not in found]:
-            # Compute the cached array before the threads share it. Arrow releases the GIL.
+            # Cache the array before the threads share it. Arrow releases the GIL.
             assert decoder.piece_array is not None
             search = partial(find_text, text=text, decoder=decoder, is_cancelled=is_cancelled)
             with _refusing(), ThreadPoolExecutor(_SEARCH_THREADS) as pool:
@@ -240,7 +239,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _select(snapshot: _Snapshot, query: CatalogQuery) -> np.ndarray:
-    """Indices of rows that meet all conditions except on text, in the query's order, int64[n]."""
+    """Indices of rows that meet all conditions except on text, in order, int64[n]."""
     rows, where = snapshot.rows, query.where
     mask = np.ones(rows.num_rows, dtype=bool)
     for column, bounds in (("steps", where.steps), ("versions", where.versions)):

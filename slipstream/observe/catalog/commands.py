@@ -185,7 +185,7 @@ def verify(where: SourceWord, run: RunName = None, runs_dir: RunsDir = Path("run
             raise ConfigError(f"SOURCE must be a run, a server or an archive, got {where}: a file has no accounts.")
         lines, is_sound = [], True
         if isinstance(source, StoreSource):
-            # The archive of a server given by its address is on another machine.
+            # A remote server's archive is on its machine.
             missing = list if source.run_folder else None
             audit = source.store.audit(archived=source.archive.steps if source.archive else missing)
             lines, is_sound = describe_audit(audit), audit.is_sound
@@ -199,7 +199,7 @@ def verify(where: SourceWord, run: RunName = None, runs_dir: RunsDir = Path("run
 
 @contextmanager
 def _open(where: str, run_name: str | None, runs_dir: Path) -> Iterator[Source]:
-    """Open the source; exit with 1 at the end if part of it could not be read."""
+    """Open a source; exit with 1 if part of it is unreadable."""
     with open_source(where, run_name=run_name, runs_dir=runs_dir) as source:
         if notes := source.notes:
             print(f"warning: {' '.join(notes)}", file=sys.stderr)

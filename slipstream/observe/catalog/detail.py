@@ -31,7 +31,7 @@ class Message(Record):
     """
 
     role: str
-    """Role in the template; otherwise `prompt`, `assistant` (the model), or `observation` (input after a turn)."""
+    """Role in the template, or `prompt`, `assistant` (the model), `observation` (input after a turn)."""
     text: str
     """Decoded text; empty without a tokenizer."""
     is_model: bool
@@ -65,8 +65,8 @@ class TrajectoryDetail(Record):
     versions: list[int]
     """Version that sampled each token; -1 if the model did not write it."""
     numbers: dict[str, list[float | None]]
-    """Per-token numbers by name, None where absent: the generator's `logprob`; `lag`, `learner_log_ratio`, and
-    `learner_entropy` of the last step that trained on it; `advantage`; and stored arrays such as `ratio`."""
+    """Per-token numbers, None where absent: the generator's `logprob`; `lag`, `learner_log_ratio`, and
+    `learner_entropy` of its last step; `advantage`; and stored arrays such as `ratio`."""
     messages: list[Message]
     uses: list[Use]
     reward: Reward
@@ -140,7 +140,7 @@ def _messages(trajectory: Trajectory, decoder: TokenDecoder | None) -> Iterator[
 
 
 def _chat(text: str) -> list[tuple[str, str]]:
-    """Split templated text into (role, text), without an empty last message."""
+    """Split into (role, text), without an empty last message."""
     found = next((matches for pattern in _CHATS if (matches := list(pattern.finditer(text)))), [])
     messages = [(match["role"], match["text"]) for match in found]
     return messages[:-1] if messages and messages[-1] == ("assistant", "") else messages

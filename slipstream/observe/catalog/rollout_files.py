@@ -1,7 +1,7 @@
-"""Reads and checks rollout files: trajectories of `export` or another tool, and verl's dumps.
+"""Readers of rollout files: trajectories of `export` or another tool, and verl's dumps.
 
-verl's dumps (`trainer.rollout_data_dir`) hold texts and scores without tokens. They can be viewed, with one token per
-byte of text, but not trained on.
+verl's dumps (`trainer.rollout_data_dir`) have texts without tokens. They can be viewed, one token per byte, but not
+trained on.
 """
 
 from collections import Counter
@@ -71,7 +71,7 @@ class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_uid: str = ""
     """Row in the training data; required for rescoring."""
     version_spans: list[VersionSpan] = []
-    """Versions that sampled the tokens; empty if version 0 sampled all."""
+    """Empty if version 0 sampled all tokens."""
     stop_reason: str = "stop"
     sampling: Sampling = _SAMPLING
     generator_id: str = "imported"
@@ -85,7 +85,7 @@ class RolloutLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     media: list[Media] = []
     metrics: dict[str, float] = {}
     outcome: str = "retired"
-    """Outcome of its group; a replay trains on retired groups."""
+    """Its group's; a replay trains on retired groups."""
     reason: str = ""
     """Empty for retired."""
     steps: list[int] = []
@@ -105,12 +105,12 @@ class SourcedTrajectory(NamedTuple):
     """A trajectory from a file."""
 
     source: str
-    """Position for error messages, such as `rollouts.jsonl line 3`."""
+    """Such as `rollouts.jsonl line 3`."""
     stored: StoredTrajectory
 
 
 def read_rollouts(path: Path) -> Iterator[SourcedTrajectory]:
-    """Yield the trajectories of a .jsonl or .parquet file. Raises ConfigError with line or row, and defect."""
+    """Yield the trajectories of a .jsonl or .parquet file. Raises ConfigError."""
     if path.suffix not in _READERS:
         raise ConfigError(f"FILE must end in {' or '.join(_READERS)}, got {path}.")
     if not path.is_file():
@@ -262,7 +262,7 @@ def is_verl_dump(path: Path) -> bool:
 
 
 def read_verl_dump(path: Path) -> Iterator[StoredTrajectory]:
-    """Yield the rollouts, grouped by step and prompt. Raises ConfigError for any other line."""
+    """Yield rollouts, grouped by step and prompt. Raises ConfigError."""
     groups: dict[tuple[int, str], int] = {}
     members: Counter[int] = Counter()
     with path.open("rb") as file:

@@ -51,11 +51,11 @@ class CatalogRow(Record):
     uses: int
     last_step: int | None
     lag: int | None
-    """Learner's version at the start of `last_step` minus `oldest_version`; None if either is unknown."""
+    """Learner's version at the start of `last_step` minus `oldest_version`."""
     seconds: float
     """Generation time."""
     prompt: str = ""
-    """End of the prompt, and beginning of the answer; only in pages, with a tokenizer."""
+    """End of the prompt, beginning of the answer; only in pages, with a tokenizer."""
     answer: str = ""
 
 
@@ -128,7 +128,7 @@ def _advantages(table: pa.Table) -> pa.Array:
 
 
 def _last_steps(steps: pa.ListArray) -> np.ndarray:
-    """Return the last step of each row, -1 if it has none; int64[N]."""
+    """Last step of each row or -1, int64[N]."""
     offsets = steps.offsets.to_numpy()
     values = np.append(steps.flatten().to_numpy(), -1)
     return np.where(np.diff(offsets) > 0, values[offsets[1:] - offsets[0] - 1], -1)
@@ -139,6 +139,6 @@ def _lags(last_steps: np.ndarray, oldest: np.ndarray, step_versions: Mapping[int
     for step, version in step_versions.items():
         if 0 <= step < len(known) - 1:
             known[step] = version
-    # Index -1 (no step) selects the last entry, which stays -1.
+    # Index -1 (no step) selects the last entry, -1.
     versions = known[last_steps]
     return pa.array(versions - oldest, mask=versions < 0)

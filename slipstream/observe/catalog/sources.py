@@ -50,14 +50,14 @@ class Block(NamedTuple):
 
 
 class StepVersions:
-    """The learner's version at the start of each step of a ledger that grows."""
+    """The learner's version at the start of each step."""
 
     def __init__(self) -> None:
         self._found: dict[int, int] = {}
         self._newest: StepEntry | None = None
 
     def update(self, read: Callable[[int], list[StepEntry]]) -> dict[int, int]:
-        """Return step -> version, decoding only new entries. `read` returns the ledger from a step on."""
+        """Step -> version, decoding only new entries. `read` returns the ledger from a step on."""
         entries = read(self._newest.step if self._newest else 1)
         # After a rollback, the newest known step has no entry or a new fence.
         if self._newest and entries[:1] != [self._newest]:
@@ -78,7 +78,7 @@ class ArchiveSource:
         self._refused: dict[str, str] = {}
         self._versions = StepVersions()
         self.num_unreadable = 0
-        """Shards that `read` could not read and reported on stderr."""
+        """Shards that `read` reported on stderr."""
         # Archives of `slipstream evaluate` and `generate` contain their settings.
         has_settings = (folder / "config.yaml").is_file()
         self.run_folder = folder.resolve() if has_settings else folder.resolve().parent
@@ -94,7 +94,7 @@ class ArchiveSource:
         return [note for note in (self._note, self.archive.note, *self._refused.values()) if note]
 
     def read(self, selected: TrajectoryFilter, *, decode: Decode | None, is_newest_first: bool = False) -> Found:
-        """Yield trajectories, group by group. A text condition needs `decode`."""
+        """Yield trajectories by group. A text condition needs `decode`."""
         return self.archive.read(selected, decode=decode, on_refused=self._warn, is_newest_first=is_newest_first)
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
@@ -113,7 +113,7 @@ class ArchiveSource:
         """Return known step -> the learner's version at its start. Raises ArchiveError."""
         if found := self._versions.update(lambda first: self.archive.steps(first_step=first)):
             return found
-        # A metrics row holds the version after its step, which the next step starts with.
+        # A row has the version after its step.
         rows = read_metrics(self.run_folder / "metrics.jsonl")
         return ({1: 0} if rows else {}) | {row["step"] + 1: row["version"] for row in rows if "version" in row}
 
@@ -178,14 +178,14 @@ class StoreSource:
         for group in reversed(list(groups)) if is_newest_first else groups:
             seen.add(group.id)
             yield from (stored for stored in _members(group) if selected.matches(stored, decode=decode))
-        # Read the archive last: a group that moves in between is found twice, not lost.
+        # Archive last: a group that moves in between is found twice, not lost.
         archive = self._archive
         for stored in archive.read(selected, decode=decode, is_newest_first=is_newest_first) if archive else ():
             if stored.trajectory.group_id not in seen:
                 yield stored
 
     def blocks(self, step_versions: Mapping[int, int]) -> list[Block]:
-        """Return one block; the previous one while the store does not answer."""
+        """One block; the previous one while the store does not answer."""
         try:
             places = self.store.group_places()
             changed = {key for key, place in places.items() if self._places.get(key) != place or place.state == "open"}
@@ -257,8 +257,7 @@ class FileSource:
 
 
 Source = ArchiveSource | StoreSource | FileSource
-"""`blocks` reads only new data and returns unchanged blocks as the same objects. `parts` make up a source; a group that
-moves from the last to an earlier one may be in both."""
+"""`blocks` reads only new data; unchanged blocks are the same objects. A moving group may be in two `parts`."""
 
 
 def _members(group: StoredGroup) -> list[StoredTrajectory]:
@@ -266,7 +265,7 @@ def _members(group: StoredGroup) -> list[StoredTrajectory]:
 
 
 def decoder_of(source: Source, tokenizer: Path | None) -> TokenDecoder | None:
-    """Return the given tokenizer, or else the source's; None without one. Raises ConfigError."""
+    """The given tokenizer, or else the source's. Raises ConfigError."""
     if isinstance(source, FileSource) and source.is_verl:
         return ByteDecoder()
     return find_decoder(tokenizer, candidates=source.model_paths())
@@ -276,8 +275,8 @@ def decoder_of(source: Source, tokenizer: Path | None) -> TokenDecoder | None:
 def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_server: bool = True) -> Iterator[Source]:
     """Open an archive, a run by folder or name, a file, or a server's address with `run_name`.
 
-    If a store does not answer, opens the archive with a note. `starts_server`: start a finished run's embedded server
-    during the block. Raises ConfigError, and the errors of `open_run_store` and `Archive`.
+    If a store does not answer, opens the archive with a note. `starts_server`: start a finished run's embedded server.
+    Raises ConfigError, and the errors of `open_run_store` and `Archive`.
     """
     require_folder("SOURCE", where)
     if "://" in where:
@@ -312,7 +311,7 @@ def open_source(where: str, *, run_name: str | None, runs_dir: Path, starts_serv
 
 
 def _model_paths(config: RunConfig, run_folder: Path | None) -> list[Path]:
-    # A relative path starts at the run's working directory, usually the parent of its `runs_dir`.
+    # Relative to the run's working directory, usually the parent of its `runs_dir`.
     path = Path(config.model.path)
     if run_folder is None:
         return [path]

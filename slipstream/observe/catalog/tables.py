@@ -23,7 +23,7 @@ _NUMBERS = ("members", "reward", "tokens", "index")
 
 
 def list_groups(found: Iterable[StoredTrajectory], *, limit: int, decoder: TokenDecoder | None) -> tuple[Table, int]:
-    """Return (table with a line per group of selected members, number of lines). The text is of one member."""
+    """Return (table with a line per group of selected members, number of lines)."""
     table = make_table("group", "members", "reward", *_TEXTS[: 2 * (decoder is not None)], *_COMMON, numbers=_NUMBERS)
     groups = (list(members) for _, members in groupby(found, key=lambda stored: stored.trajectory.group_id))
     for group in islice(groups, limit):
@@ -153,7 +153,7 @@ _ADDENDS = ("buffered", "claimed", "used", "retired", "rejected", "expired", "qu
 
 
 def describe_audit(audit: Audit) -> list[str]:
-    """Return a store's totals and problems, one per line."""
+    """A store's totals and problems, one per line."""
     sums = " + ".join(f"{name} {getattr(audit, name)}" for name in _ADDENDS)
     total = sum(getattr(audit, name) for name in _ADDENDS)
     return [
@@ -165,7 +165,7 @@ def describe_audit(audit: Audit) -> list[str]:
 
 
 def describe_check(check: ArchiveCheck) -> list[str]:
-    """Return an archive's totals and problems, one per line."""
+    """An archive's totals and problems, one per line."""
     return [
         f"{check.shards} shards, {check.groups} groups, {check.trajectories} trajectories, {check.steps} steps",
         f"damaged={check.damaged} duplicated={check.duplicated} missing={check.missing}",

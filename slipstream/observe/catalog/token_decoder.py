@@ -1,4 +1,4 @@
-"""TokenDecoder: decodes and searches token ids with the tokenizer of a run's model."""
+"""TokenDecoder: decodes and searches token ids."""
 
 import codecs
 from collections.abc import Callable, Iterable, Iterator
@@ -18,14 +18,14 @@ from slipstream.runtime.command_line import printable
 
 TOKENIZER = "tokenizer.json"
 _FIRST_SHIFTED = 256
-"""Byte-level tokenizers map non-printable bytes to characters from here on."""
+"""Byte-level tokenizers map other bytes to characters from here on."""
 _ROWS_AT_ONCE = 65536
 _TOKENS_AT_ONCE = 2**22
 EXCERPT = 48
 """Characters of a prompt or an answer in a list."""
 _EXCERPT_TOKENS = 2 * EXCERPT
 _ROWS_TRIED = 16
-"""Rows that must equal their joined pieces to search pieces instead of texts."""
+"""Rows that must equal their joined pieces for a search of pieces."""
 
 
 class TokenDecoder:
@@ -49,7 +49,7 @@ class TokenDecoder:
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
     def excerpts(self, trajectory: Trajectory) -> tuple[str, str]:
-        """End of the prompt, because chat templates begin alike, and beginning of the answer, each as one line."""
+        """End of the prompt (chat templates begin alike) and beginning of the answer, each as one line."""
         token_ids, start = trajectory.token_ids, int(np.argmax(trajectory.model_mask))
         parts = token_ids[max(0, start - _EXCERPT_TOKENS) : start], token_ids[start : start + _EXCERPT_TOKENS]
         prompt, answer = (" ".join(self.plain(part).split()) for part in parts)
@@ -67,7 +67,7 @@ class TokenDecoder:
 
     @cached_property
     def pieces(self) -> list[bytes]:
-        """Bytes of each token by id; empty for unused ids and in the last entry."""
+        """Bytes of each token; empty for unused ids and in the last entry."""
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         pieces = [b""] * (max(vocabulary.values(), default=-1) + 2)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -100,15 +100,15 @@ class TokenDecoder:
 
 
 def extremes(found: Iterable[Trajectory]) -> list[Trajectory]:
-    """Return the answer with the highest reward and the one with the lowest."""
+    """Return the answers with the highest and lowest reward."""
     ranked = sorted(found, key=lambda each: -each.reward.total)
     return [ranked[0], ranked[-1]] if len(ranked) > 1 else ranked
 
 
 def find_decoder(given: Path | None, *, candidates: list[Path]) -> TokenDecoder | None:
-    """Return the tokenizer `given` as folder or file, or else the first of `candidates`, or None.
+    """Return the tokenizer `given` as folder or file, or else the first of `candidates`.
 
-    Raises ConfigError if `given` has none or a tokenizer cannot be read.
+    Raises ConfigError.
     """
     if given is None:
         paths = [folder / TOKENIZER for folder in candidates]
@@ -131,7 +131,7 @@ def _byte_characters() -> dict[str, int]:
 def find_text(dataset: ds.Dataset, text: str, decoder: TokenDecoder, *, is_cancelled: Callable[[], bool]) -> np.ndarray:
     """Return whether the decoded tokens of each row contain `text`, bool[N].
 
-    Raises SearchCancelledError soon after `is_cancelled` returns true, pa.ArrowException, OSError.
+    Raises SearchCancelledError, pa.ArrowException, OSError.
     """
     masks = [np.empty(0, dtype=bool)]
     for tokens in _chunks(dataset):

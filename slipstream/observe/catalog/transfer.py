@@ -1,4 +1,4 @@
-"""Exports trajectories to files, imports files as an archive, and fetches archives from an object store."""
+"""Export to files, import from files, and copies of archives from an object store."""
 
 import shutil
 import tempfile
@@ -33,15 +33,15 @@ _FORMATS = (".parquet", ".jsonl")
 def export(found: Iterable[StoredTrajectory], target: Path, *, decode: Decode | None) -> int:
     """Write `target` atomically in its suffix's format; return the number of trajectories.
 
-    Parquet has an archive's columns. JSON lines have the same fields and, with `decode`, texts. Raises ConfigError for
-    another suffix or an existing file, RecordRefusedError for a value that does not fit its column.
+    Parquet has an archive's columns. JSON lines have the same fields and, with `decode`, texts. Raises ConfigError, and
+    RecordRefusedError for a value that does not fit its column.
     """
     if target.suffix not in _FORMATS:
         raise ConfigError(f"OUT must end in {' or '.join(_FORMATS)}, got {target}.")
     require(not target.exists(), "OUT", "not exist yet", got=target, why="choose another name, or delete it")
     if not target.parent.is_dir():
         raise ConfigError(f"OUT must lie in a folder that exists, got {target}.")
-    # Renamed once complete: readers never see a partial file.
+    # Readers never see a partial file.
     temporary = target.with_name(f"{target.name}.tmp")
     try:
         with temporary.open("wb") as file:
@@ -103,14 +103,14 @@ class Imported(Record):
 def import_rollouts(files: list[Path], where: str, *, runs_dir: Path) -> Imported:
     """Create the archive `where` from `files`, or leave nothing behind.
 
-    Raises ConfigError for an unusable folder and the first line that is no trajectory.
+    Raises ConfigError, also for the first invalid line.
     """
     _check_target(where, runs_dir)
     into = Path(where)
     found = chain.from_iterable(map(read_rollouts, files))
     # Evaluation answers are never trained on.
     groups = _grouped(each for each in found if each.stored.state != "evaluated")
-    # In the target's parent, so that it can be renamed.
+    # On the same disk, for `rename`.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{into.name}-", dir=into.parent))
     try:
         with closing(ShardWriter(unfinished)) as writer:
@@ -188,10 +188,10 @@ _STORAGE_TIMEOUT_S = 60.0
 
 
 def fetch_archive(uri: str, into: Path) -> Imported:
-    """Copy an archive from an object store, the manifest last, skipping files that `into` already has.
+    """Copy an archive from an object store, skipping files that `into` already has.
 
-    Raises ConfigError if `uri` is not an archive or a run writes to `into`, StorageError after a minute of failures,
-    DamagedObjectError for a shard with a wrong checksum, ArchiveError if `into` holds a different archive.
+    Raises ConfigError if `uri` is not an archive or a run writes to `into`, StorageError, DamagedObjectError,
+    ArchiveError if `into` has a different archive.
     """
     require_storage("URI", uri, is_fit=True)
     if (into / LOCK).exists():

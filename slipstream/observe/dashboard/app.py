@@ -67,7 +67,7 @@ class Runs:
         return found
 
     def reader(self, run_id: str) -> ViewedRun | None:
-        """Return a run's reader; None for an unknown id."""
+        """A run's reader; None for an unknown id."""
         folder = self._folders().get(run_id)
         return self._reader(run_id, folder) if folder else None
 
@@ -92,7 +92,7 @@ _MAX_KEYS = 200
 _MAX_BODY_BYTES = 4096
 _PING_S = 15
 _GRACE_S = 1.0
-"""Time for the streams to end after Ctrl-C; less than `_STOP_TIMEOUT_S`."""
+"""For streams to end after Ctrl-C; less than `_STOP_TIMEOUT_S`."""
 _WATCH_EVERY_S = 0.5
 """Interval at which a search checks for its client."""
 
@@ -147,7 +147,7 @@ class Dashboard:
 
     @asynccontextmanager
     async def lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        # Takes half a second: load it before a page needs it.
+        # Takes half a second: begin before a page needs it.
         preparing = asyncio.create_task(run_sync(read_setting_meanings))
         yield
         await preparing
@@ -290,10 +290,7 @@ _LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 
 
 def watch(words: Sequence[str], *, host: str, port: int | None, names: Sequence[str]) -> None:
-    """Serve the dashboard until Ctrl-C. `words`: as for Runs. `names`: more host names of this machine.
-
-    Raises ConfigError for an unusable run, token, or address.
-    """
+    """Serve until Ctrl-C. `words`: as for Runs. `names`: more names of this machine. Raises ConfigError."""
     runs = Runs(words)
     is_open = not is_loopback(host)
     token = find_token(is_open=is_open)

@@ -1,4 +1,4 @@
-"""Feed: polls a run while clients watch it; sends them changes as server-sent events."""
+"""Feed: sends the changes of a run to clients as server-sent events."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -24,7 +24,7 @@ class Feed:
     """Feed of one run, in the event loop.
 
     Messages: `rows` (first index, rows), `reset` (rows must be read again), `view` (RunView), `events` (all events).
-    The id of a `rows` message is `<generation>.<number of rows so far>`, where a reconnecting client resumes.
+    A client resumes at the id `<generation>.<number of rows>` of its last message.
     """
 
     def __init__(self, reader: ViewedRun) -> None:
@@ -44,7 +44,7 @@ class Feed:
                 self._send(self._rows(rows) if len(rows) <= _MAX_ROWS else self._reset())
 
     async def messages(self, position: str, *, ending: anyio.Event) -> AsyncIterator[Message]:
-        """Yield messages to one client until `ending` is set. `position`: id of the client's last message, or empty."""
+        """Yield messages until `ending` is set. `position`: id of the client's last message, or empty."""
         queue: asyncio.Queue[Message | None] = asyncio.Queue(_QUEUE_LENGTH)
         await self.refresh()
         # No await from here on: no row is sent in between.
@@ -67,7 +67,7 @@ class Feed:
                     task.cancel()
 
     def _since(self, position: str) -> Message | None:
-        """Return what a client missed since its position; None if nothing, or without a position."""
+        """Message with the rows since a position; None if nothing is missing."""
         generation, _, number = position.partition(".")
         first, table = int(number) if number.isdecimal() else 0, self.reader.table
         if generation != str(table.generation) or not 0 <= len(table) - first <= _MAX_ROWS:
@@ -89,7 +89,7 @@ class Feed:
     def _send(self, message: Message) -> None:
         for queue in list(self._queues):
             if queue.full():
-                # A slow client's browser reconnects and resumes at its last id.
+                # The browser reconnects and resumes.
                 self._disconnect(queue)
             else:
                 queue.put_nowait(message)

@@ -1,8 +1,8 @@
 """Guard: admits only browsers with the dashboard's token, and only requests from its own pages.
 
-Opening the printed address, which contains the token, starts a session. Its id is a cookie that scripts cannot read and
-other sites cannot send. Browsers send cookies to every port of a host, so pages also send a key, kept in storage that
-other ports cannot read. Run data requires both. The Host header must name the dashboard, against DNS rebinding.
+Opening the address with the token starts a session. Its id is a cookie that scripts cannot read and other sites cannot
+send. Browsers send cookies to every port of a host, so pages also send a key from storage that other ports cannot read.
+Run data requires both. The Host header must name the dashboard, against DNS rebinding.
 """
 
 import os
@@ -43,10 +43,7 @@ HEADERS = {
 
 
 def find_token(*, is_open: bool) -> str:
-    """Return the environment's token or a new one. `is_open`: other machines can reach the dashboard.
-
-    Raises ConfigError if the token is too short.
-    """
+    """Return the environment's token or a new one. `is_open`: other machines can connect. Raises ConfigError."""
     # No child process may inherit it.
     token = os.environ.pop(TOKEN_VARIABLE, "") or secrets.token_urlsafe(32)
     least = _MIN_OPEN_LENGTH if is_open else _MIN_LENGTH
@@ -57,10 +54,10 @@ def find_token(*, is_open: bool) -> str:
 
 
 class Guard:
-    """ASGI middleware. Answers 400, 401, and 403, and sets security headers on every response."""
+    """ASGI middleware. Answers 400, 401, and 403, and sets security headers."""
 
     def __init__(self, app: ASGIApp, *, token: str, hosts: Iterable[str], cookie: str) -> None:
-        """`hosts`: accepted names and addresses without a port. `cookie`: name of the session cookie."""
+        """`hosts`: accepted names and addresses. `cookie`: name of the session cookie."""
         self._app = app
         self._token = token
         self._hosts = {host.lower() for host in hosts}
@@ -109,7 +106,7 @@ class Guard:
             return None
         origin, site = headers.get("origin", ""), headers.get("sec-fetch-site", "same-origin")
         is_own = site == "same-origin" and origin in ("", f"http://{headers['host']}", f"https://{headers['host']}")
-        # A stream sends the key in its query, because a page cannot set its headers.
+        # A page cannot set a stream's headers.
         if is_own and is_equal(headers.get(KEY_HEADER) or request.query_params.get("key", ""), self._key):
             return None
         return PlainTextResponse(_NO_KEY, 403)

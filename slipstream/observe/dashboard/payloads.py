@@ -127,7 +127,7 @@ class Trajectories:
     def page(
         self, reader: ViewedRun, query: CatalogQuery, *, start: int, is_cancelled: Callable[[], bool]
     ) -> TrajectoryPage:
-        """A page of the run's trajectories, and their texts. Raises ConfigError, ReplayBufferError."""
+        """Raises ConfigError, ReplayBufferError."""
         catalog = self._catalog(reader)
         catalog.refresh()
         page = catalog.page(query, start=start, size=PAGE_ROWS, is_cancelled=is_cancelled)
@@ -142,7 +142,7 @@ class Trajectories:
         )
 
     def group(self, reader: ViewedRun, group_id: str) -> list[TrajectoryDetail]:
-        """Return the members of a group; empty for an unknown group. Raises ConfigError, ReplayBufferError."""
+        """Members of a group. Raises ConfigError, ReplayBufferError."""
         return self._catalog(reader).group(group_id)
 
     def _catalog(self, reader: ViewedRun) -> Catalog:
@@ -153,7 +153,7 @@ class Trajectories:
             if known and known.was_live == is_live:
                 return known.catalog
             stack, archive = ExitStack(), reader.folder / "archive"
-            # Start no server: a finished run's archive is complete.
+            # A finished run's archive is complete without its server.
             where = reader.folder if is_live or not is_archive(archive) else archive
             catalog = stack.enter_context(open_catalog(str(where), starts_server=False))
             if known:

@@ -1,4 +1,4 @@
-"""ViewedRun: a run as the dashboard's pages show it, read repeatedly."""
+"""ViewedRun: a run for the dashboard's pages."""
 
 import threading
 from contextlib import suppress
@@ -15,16 +15,16 @@ from slipstream.observe.run_status import RunStatus
 
 _CONNECT_TIMEOUT_S = 1.0
 _IDLE_TIMEOUT_S = 30.0
-"""A server started by the dashboard stops after this time without clients."""
+"""For an embedded server without clients."""
 _ENDED = ("finished", "failed")
 _ACCURACY = "eval/accuracy_"
 
 
 class RunView(Record):
-    """State of a run, from its folder and, if it answers, its store."""
+    """State of a run, from its folder and store."""
 
     phase: str
-    """As in RunStatus, or as in RunLine without a store."""
+    """As in RunStatus, or without a store as in RunLine."""
     step: int
     max_steps: int | None
     """None if the settings cannot be read."""
@@ -58,7 +58,7 @@ class RunLine(Record):
     time_s: float | None
     reward: float | None
     accuracies: dict[str, float]
-    """By held-out set, of the final evaluation once the run has finished, else of the newest monitored one."""
+    """By held-out set, of the final evaluation, or else the newest one."""
 
 
 class ViewedRun(RunReader):
@@ -77,7 +77,7 @@ class ViewedRun(RunReader):
         self.events_seen: list[Event] = []
         """Events as of the last `view`."""
         self._health = Health(self._known_config)
-        # Separate locks: `view` may block on the store without delaying `poll`.
+        # Separate, so that a slow store does not delay `poll`.
         self._polling, self._viewing = threading.Lock(), threading.Lock()
         self._tail_read = (0, 0)
         self._tail: tuple[float, Row, dict[str, float]] = (0.0, {}, {})
@@ -102,7 +102,7 @@ class ViewedRun(RunReader):
             return rows
 
     def view(self) -> RunView:
-        """Blocks for seconds at most if the store does not answer."""
+        """Takes seconds if the store does not answer."""
         with self._viewing:
             is_live = self.is_live
             # The run may have been resumed.

@@ -37,7 +37,7 @@ from slipstream.runtime.process import on_stop_signal
 from slipstream.runtime.run_folder import find_run
 
 _TIMEOUT_S = 10.0
-"""Request limit, so that idle connections hold no thread."""
+"""Request limit: idle connections hold no thread."""
 
 Application = Callable[[dict[str, Any], Callable[..., Any]], Iterable[bytes]]
 
@@ -75,7 +75,7 @@ class MetricsServer:
 
 
 def guarded(application: Application, *, token: str, is_local: bool) -> Application:
-    """Admit only GET /metrics, with the token and, on a local server, a local host name (DNS rebinding)."""
+    """Admit only GET /metrics with the token and, locally, a local host name (DNS rebinding)."""
 
     def answer(environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         refusal = _refusal(environ, token=token, is_local=is_local)
@@ -151,7 +151,7 @@ class RunMetrics:
         self._arrived_at = self._saved_at = time.monotonic()
 
     def read(self) -> list[Metric]:
-        """Return the current metrics; only `up 0` while the store does not answer."""
+        """Current metrics; only `up 0` while the store does not answer."""
         run = self._reader.config
         try:
             status, roles = self._reader.status(), self._reader.store.roles()
@@ -166,7 +166,7 @@ class RunMetrics:
 
 
 class Outbox:
-    """Sends each recorded trace once, on its own thread, to delay no metric. Life: poll* -> close."""
+    """Sends each recorded trace once, on its own thread. Life: poll* -> close."""
 
     def __init__(self, folder: Path, run: RunConfig) -> None:
         self._path = folder / "profile" / "trace.json.gz"

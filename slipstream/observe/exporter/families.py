@@ -108,7 +108,7 @@ Sample = tuple[str, Mapping[str, str], float]
 
 
 def family_of(key: str) -> tuple[Family, dict[str, str]]:
-    """Return the family of a row key and the labels in the key."""
+    """Family of a row key, and the labels in the key."""
     labels: dict[str, str] = {}
     if found := _KEY.fullmatch(key):
         labels, name = {found["kind"]: found["value"]}, f"learner_by_{found['kind']}_{found['name']}"
@@ -122,7 +122,7 @@ def family_of(key: str) -> tuple[Family, dict[str, str]]:
 
 
 def metrics_of(status: RunStatus, context: Context) -> list[Metric]:
-    """Return all families with samples, labeled with the run's name."""
+    """All families with samples, labeled with the run's name."""
     families: dict[str, Metric] = {}
     known = dict(FAMILIES)
     for key, value in status.last_row.items():
@@ -136,7 +136,7 @@ def metrics_of(status: RunStatus, context: Context) -> list[Metric]:
 
 
 def unreachable(run: str) -> list[Metric]:
-    """Return the metrics without a responding store: `up 0`."""
+    """Metrics without a responding store: `up 0`."""
     families: dict[str, Metric] = {}
     _add(families, FAMILIES["up"], {}, 0.0, run=run)
     return list(families.values())

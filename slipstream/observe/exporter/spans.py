@@ -1,4 +1,4 @@
-"""Sends a recorded trace over OTLP: one trace per trajectory, with ids derived from the trajectory id."""
+"""Traces over OTLP: one per trajectory, with ids derived from its id."""
 
 import gzip
 import hashlib
@@ -22,7 +22,7 @@ ID = "slipstream.trajectory"
 def send_trace(path: Path, *, run: str, endpoint: str) -> tuple[int, bool]:
     """Send a `trace.json.gz`; return (number of accepted spans, whether all were accepted).
 
-    Blocks for at most ten seconds per request. Raises OSError, EOFError, KeyError, and msgspec's errors.
+    Takes at most ten seconds per request. Raises OSError, EOFError, KeyError, and msgspec's errors.
     """
     exporter = OTLPSpanExporter(endpoint=endpoint, timeout=_TIMEOUT_S)
     spans, num_spans = read_spans(path, run=run), 0

@@ -34,7 +34,7 @@ _REPORT_TIME_S = 1.0
 """Part of `LOGGER_TIMEOUT_S` reserved for the last report."""
 _NICENESS = 10
 _MAX_QUEUE = 1000
-"""Entries queued for a slow logger, without rows from before its start; beyond it, the oldest is dropped."""
+"""Entries queued for a slow logger, besides rows from before its start; then the oldest is dropped."""
 
 log = structlog.get_logger(__name__)
 
@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> None:
         raise ConfigError(f"the first word must name a logger: {', '.join(LOGGERS)} or module:Class.")
     name, *words = arguments
     is_stopping = on_stop_signal(lambda: None)
-    # Third-party code must not get the run's secret.
+    # Third-party code must not get it.
     os.environ.pop(TOKEN_VARIABLE, None)
     os.nice(_NICENESS)
     configure_logs(role_of(name))
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> None:
             time.sleep(_POLL_EVERY_S)
         is_whole = process.close()
     if not is_whole:
-        # The logger's thread would keep this process alive.
+        # The logger's thread may never end.
         os._exit(TRY_AGAIN)
 
 
@@ -81,7 +81,7 @@ class LoggerProcess:
         self._report_at = 0.0
 
     def turn(self, *, is_last: bool = False) -> None:
-        """Pass on new rows and report. Waits out a store outage; exits if the logger cannot start."""
+        """Pass on new rows and report. Exits if the logger cannot start."""
         try:
             if self._feed is None:
                 self._start()
@@ -102,17 +102,17 @@ class LoggerProcess:
         self._keep(self._delivery.cursor or self._bookmark.cursor)
 
     def _start(self) -> None:
-        """Build the logger once the first row arrives, because the logger needs its step."""
+        """Build the logger once the first row, and its step, is known."""
         run, changes = self._run, self._reader.changes(after=self._bookmark.cursor)
         if not changes.rows:
-            # A resume may have truncated the file: move back to log repeated steps.
+            # Back to a repeated step if a resume truncated the file.
             self._keep(changes.position)
             return
         cursor = self._bookmark.cursor
         settings, identity = without_secrets(to_plain(run)), f"{run.name}-{self._bookmark.id}"
         logged = LoggedRun(run.name, identity, self._reader.folder.resolve(), settings, changes.rows[0]["step"])
         make = partial(make_logger, self._name, logged, run.logging.arguments.get(self._name, {}))
-        # Make room for the backlog, which arrives in one read.
+        # The backlog arrives in one read.
         self._delivery = Delivery(make, max_queue=_MAX_QUEUE + len(changes.rows))
         every = run.logging.samples_every_steps
         self._feed = Feed(self._reader, self._delivery, samples_every=every, cursor=cursor)

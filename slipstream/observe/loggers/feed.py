@@ -1,4 +1,4 @@
-"""Feed: turns a run's rows into logger entries: metrics, the curve, and tables of samples."""
+"""Feed: turns a run's rows into metrics, a curve, and tables of samples for a logger."""
 
 import json
 import threading
@@ -26,7 +26,7 @@ SAMPLE_COLUMNS = ("step", "trajectory", "data_source", "prompt", "answer", "rewa
 _MAX_TEXT = 4000
 _NUM_SAMPLES = 8
 _CURVE_EVERY_S = 60.0
-"""Minimum time between two images of the curve: one takes a quarter of a second to draw."""
+"""Minimum time between curves, which take a quarter of a second."""
 _SLOW_S = 10.0
 """Calls that take longer are reported."""
 
@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 
 
 class Delivery:
-    """A bounded queue in front of a logger that may hang or raise. Life: put* -> close. Used by one thread."""
+    """A bounded queue to a logger that may hang or raise. Life: put* -> close, in one thread."""
 
     def __init__(self, make: Callable[[], RunLogger], *, max_queue: int, clock: Clock = time.monotonic) -> None:
         """`make` builds the logger, in the logger's thread."""
@@ -66,7 +66,7 @@ class Delivery:
             self._changed.notify()
 
     def gauges(self) -> dict[str, Any]:
-        """Return the counters and the current call if it is slow."""
+        """Counters, and the current call if it is slow."""
         busy_s = self._clock() - self._since if self._call else 0.0
         reason = f"{self._call} has taken {busy_s:.0f} s so far" if busy_s >= _SLOW_S else ""
         if self.num_dropped or self.num_failed:
@@ -95,7 +95,7 @@ class Delivery:
 
     def _next(self) -> Entry | None:
         with self._changed:
-            # No deadline: an idle logger waits for an entry or for close.
+            # No deadline: an idle logger waits.
             self._changed.wait_for(lambda: self._waiting or self._is_closing)
             return self._waiting.popleft() if self._waiting else None
 
@@ -123,7 +123,7 @@ class Delivery:
 
 
 class Bookmark:
-    """File with the position after a logger's last row, and the run's id for it."""
+    """File with a logger's position, and the run's id for it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -135,7 +135,7 @@ class Bookmark:
         self.id = str(known.get("id") or uuid.uuid4().hex[:12])
 
     def save(self, cursor: int) -> None:
-        """On a full disk, the old position stays and a restart repeats rows."""
+        """On a full disk, a restart repeats rows."""
         self.cursor = cursor
         draft = self._path.with_suffix(".new")
         with suppress(OSError):
@@ -167,13 +167,13 @@ class Feed:
         self.num_lost += changes.num_lost
         self._cursor = changes.position
         for row in changes.rows:
-            # Only the last row moves the cursor: by then the logger has all rows.
+            # Only the last row moves the cursor.
             cursor = changes.position if row is changes.rows[-1] else 0
             self._delivery.put(Entry(row["step"], "log", (numbers_of(row),), cursor))
         self._curve.add(changes.rows)
-        # Read samples last: if the store fails here, no row is lost.
+        # Last: if the store fails here, no row is lost.
         due = [row["step"] for row in changes.rows if self._samples_every and row["step"] % self._samples_every == 0]
-        # Only the newest step: the store no longer holds the answers of a backlog.
+        # The store has no answers of a backlog.
         if due and (rows := read_samples(self._reader, due[-1], limit=_NUM_SAMPLES)):
             self._delivery.put(Entry(due[-1], "table", ("samples", SAMPLE_COLUMNS, rows)))
         is_due = is_last or self._clock() - self._drawn_at >= _CURVE_EVERY_S
@@ -184,7 +184,7 @@ class Feed:
 
 
 def read_samples(reader: RunReader, step: int, *, limit: int) -> list[list[Cell]]:
-    """Return a step's stored or archived answers as rows of SAMPLE_COLUMNS. Raises ConfigError, ReplayBufferError."""
+    """A step's answers as rows of SAMPLE_COLUMNS. Raises ConfigError, ReplayBufferError."""
     entry = reader.find_step(step) if reader.has_store else None
     if entry is None:
         return []
@@ -205,7 +205,7 @@ def _sample(trajectory: Trajectory, decode: Decode | None, *, step: int, version
 
 
 def _make_curve(reader: RunReader, *, cursor: int) -> Any:
-    """Return a Curve that begins with the run, not with this process."""
+    """A Curve from the beginning of the run."""
     # Import matplotlib only for the curve.
     from slipstream.observe.plot import Curve
 

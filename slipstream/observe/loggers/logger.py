@@ -31,8 +31,8 @@ class LoggedRun(Record):
 class RunLogger(Protocol):
     """Destination for a run's metrics. Life: (log | image | table)* -> close.
 
-    A user's class is called with the LoggedRun and its arguments in `logging.backends`; only `log` is required. It
-    may block and raise.
+    A user's class is called with the LoggedRun and its arguments in `logging.backends`; only `log` is required. It may
+    block and raise.
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -61,17 +61,17 @@ class Entry(Record):
     arguments: tuple[Any, ...]
     """Arguments after the step."""
     cursor: int = 0
-    """Position after the last row once this entry is delivered; 0 if unchanged."""
+    """Position once this entry is delivered; 0 if unchanged."""
 
 
 def make_logger(name: str, run: LoggedRun, options: Mapping[str, Any]) -> RunLogger:
-    """Build a logger by its name in `logging.backends`. Raises ConfigError, and any error of its library."""
+    """Build a logger by its name in `logging.backends`. Raises ConfigError and any error of its library."""
     logger: RunLogger = find_function(LOGGERS.get(name, name), setting="logging.backends")(run, **options)
     return logger
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers of a metrics row; `times` become `times/ROLE/PHASE`, shares of the wall time."""
+    """Numbers of a metrics row; `times` become `times/ROLE/PHASE`, shares of the wall time."""
     numbers = {key: value for key, value in row.items() if isinstance(value, int | float) and key != "step"}
     for role in row.get("times", {}).get("roles", ()):
         numbers |= {f"times/{role['role']}/{phase}": share for phase, share in role["shares"].items()}

@@ -68,7 +68,7 @@ WIDTH = sum(width + 1 for _, width, _ in COLUMNS.values())
 
 
 class RowList(ScrollView, can_focus=True):
-    """Rows with a cursor. Drawing reads the visible rows."""
+    """Rows with a cursor, read when drawn."""
 
     DEFAULT_CSS = "RowList { height: 1fr; }"
     BINDINGS = [
@@ -167,7 +167,7 @@ _FIRST_ROWS = 256
 class ListScreen(Screen[None]):
     """The list. Queries run in a thread, so that keys keep working."""
 
-    # Not `CSS`, which Textual does not load for an application's first screen.
+    # Textual does not load `CSS` for the first screen.
     DEFAULT_CSS = """
     ListScreen #status { height: 1; }
     ListScreen #line { display: none; }

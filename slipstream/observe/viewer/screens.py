@@ -19,17 +19,14 @@ from slipstream.runtime.command_line import printable
 TOKENS_AT_ONCE = 2048
 """Per page; laying out more would delay key presses."""
 CENTERS = {"advantage": 0.0, "learner_log_ratio": 0.0, "ratio": 1.0}
-"""Two-sided number -> center; other numbers are colored from minimum to maximum."""
+"""Two-sided number -> center; others are colored from minimum to maximum."""
 _LOW, _HIGH = (200, 60, 60), (50, 160, 80)
-"""Backgrounds far below and above the center; one-sided numbers use the second."""
+"""Far below and above the center; one-sided numbers use the second."""
 _WRITTEN_BY_OTHERS = Style(dim=True)
 
 
 def page_of(detail: TrajectoryDetail, *, name: str, first: int = 0, size: int = TOKENS_AT_ONCE) -> Text:
-    """Return `size` tokens from `first` on, or ids without a tokenizer, colored by the number `name`.
-
-    Tokens of other writers are dim.
-    """
+    """`size` tokens or ids from `first` on, colored by the number `name`. Tokens of other writers are dim."""
     texts = detail.texts or [f"{token} " for token in detail.token_ids]
     numbers = detail.numbers.get(name, [None] * len(texts))
     style = _scale(name, [number for number in numbers if number is not None])
@@ -43,7 +40,7 @@ def page_of(detail: TrajectoryDetail, *, name: str, first: int = 0, size: int = 
 
 
 def legend(detail: TrajectoryDetail, *, name: str) -> Text:
-    """Return a number's name and range, with the colors of both ends."""
+    """A number's name and range, with the colors of both ends."""
     numbers = [number for number in detail.numbers.get(name, []) if number is not None]
     if not numbers:
         return Text("no colors: press c to choose a number" if detail.numbers else "no numbers are stored")
@@ -61,7 +58,7 @@ def _scale(name: str, numbers: Sequence[float]) -> Callable[[float | None], Styl
             return Style()
         share = (number - center) / reach
         color = _HIGH if share > 0 else _LOW
-        # Start at a third of the color, so that small differences are visible.
+        # Keep small differences visible.
         strength = 0.35 + 0.65 * min(1.0, abs(share))
         red, green, blue = (round(part * strength) for part in color)
         return Style(color="white", bgcolor=f"rgb({red},{green},{blue})")
@@ -217,7 +214,7 @@ class GroupScreen(TokenScreen):
         yield Footer()
 
     def draw(self) -> None:
-        # All members show as many tokens as one trajectory.
+        # As many tokens as of one trajectory.
         size = max(1, TOKENS_AT_ONCE // len(self._members))
         for column, detail in zip(self.query(".member Static").results(Static), self._members, strict=True):
             row = detail.row
