@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -129,12 +130,8 @@ def _from_script(path: Path, text: str) -> tuple[dict[str, Any], list[str]]:
 
 def _arguments(words: list[str]) -> dict[str, Any]:
     """Read `key=value`, `--key=value`, `--key value ...`, and `--flag` after the name of a Python program."""
-    programs = (
-        number
-        for number, word in enumerate(words)
-        if number and ((word.endswith(".py") and "=" not in word) or words[number - 1] == "-m")
-    )
-    program = next(programs, 0)
+    is_program = [(word.endswith(".py") and "=" not in word) or before == "-m" for before, word in pairwise(words)]
+    program = is_program.index(True) + 1 if any(is_program) else 0
     processes = _PROCESSES.search("=".join(words[:program]))
     options: dict[str, Any] = {"num_processes": int(processes[1])} if processes else {}
     words = words[program + 1 :]

@@ -5,10 +5,7 @@ from typing import Any
 from slipstream.migration.translation import Trainer, Translation
 
 _SAMPLING, _LOSS = "orchestrator.train.sampling", "trainer.loss"
-_NEW = {
-    "orchestrator.group_size": "orchestrator.train.group_size",
-    "orchestrator.algo.type": "orchestrator.train.algo.type",
-}
+_NEW = {f"orchestrator.{name}": f"orchestrator.train.{name}" for name in ("group_size", "algo.type")}
 """Settings that only versions with a batch size in tasks have."""
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, compress
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.table import Table
@@ -161,7 +161,7 @@ def _print(console: Console, lines: Iterable[str]) -> None:
         if console.is_terminal:
             # Break between words, so that a path can be copied.
             indent = " " * (len(shown) - len(shown.lstrip()))
-            options = {"break_long_words": False, "break_on_hyphens": False}
+            options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
             shown = textwrap.fill(shown, console.width, subsequent_indent=indent, **options)
         console.print(shown, markup=False, soft_wrap=True)
 

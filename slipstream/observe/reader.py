@@ -93,7 +93,7 @@ class RunReader(AbstractContextManager["RunReader"]):
 
     @property
     def folder_phase(self) -> Literal["running", "finished", "stopped"]:
-        """Phase without the store; stopped without a summary."""
+        """Phase without the store; stopped: neither live nor with a summary."""
         if self.is_live:
             return "running"
         return "finished" if (self.folder / "summary.json").is_file() else "stopped"

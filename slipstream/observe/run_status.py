@@ -215,12 +215,8 @@ class Monitor:
         roles = role_statuses(snapshot.roles, run=run, now=now, announced_version=state.announced_version)
         brokers = [role.name for role in roles if role.role == "broker" and role.is_alive]
         addresses = [snapshot.roles[name].get("address") for name in brokers]
-        admission = Admission(
-            counts.admitted,
-            limit=admission_limit(run, state),
-            target_lag=target_lag(run, state),
-            reason=admission_reason(run, state=state, counts=counts),
-        )
+        reason = admission_reason(run, state=state, counts=counts)
+        admission = Admission(counts.admitted, admission_limit(run, state), target_lag(run, state), reason)
         events = self._store.events(limit=_NUM_EVENTS)
         shared = ("phase", "detail", "step", "version", "announced_version", "checkpoint")
         return RunStatus(
@@ -230,7 +226,7 @@ class Monitor:
             progress_age_s=None if state.stepped_at is None else max(0.0, now - state.stepped_at),
             eta_s=snapshot.eta_s,
             roles=roles,
-            waits=find_waits(state, roles, admission_reason=admission.reason, full_disk=self._store.full_disk()),
+            waits=find_waits(state, roles, admission_reason=reason, full_disk=self._store.full_disk()),
             learner_wait_fraction=wait_fraction(snapshot.rows[-_RECENT_STEPS:]),
             generators_target=snapshot.roles.get(LAUNCHER, {}).get("generators_target"),
             address=next((str(address) for address in addresses if address), ""),

@@ -165,8 +165,8 @@ class Catalog:
         return known
 
     def _details(self, where: pc.Expression) -> list[TrajectoryDetail]:
-        snapshot = self._snapshot
-        details = []
+        snapshot, details = self._snapshot, []
+        describe_row = partial(describe, decoder=self.decoder, step_versions=snapshot.step_versions)
         for block in snapshot.blocks:
             rows = {row.id: row for row in to_records(block.rows.filter(where))}
             if not rows:
@@ -174,16 +174,9 @@ class Catalog:
             folder, last_steps = self._source.run_folder, {row.id: row.last_step for row in rows.values()}
             recorded = read_steps(folder / FOLDER, last_steps) if folder else {}
             with _refusing():
-                details += [
-                    describe(
-                        rows[each.trajectory.id],
-                        each,
-                        decoder=self.decoder,
-                        step_versions=snapshot.step_versions,
-                        recorded=recorded.get(each.trajectory.id, {}),
-                    )
-                    for each in read_stored(block.dataset, list(rows))
-                ]
+                for each in read_stored(block.dataset, list(rows)):
+                    name = each.trajectory.id
+                    details.append(describe_row(rows[name], each, recorded=recorded.get(name, {})))
         return details
 
     def _indices(

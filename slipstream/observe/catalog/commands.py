@@ -36,15 +36,8 @@ app = make_app("Inspect a run's store or an archive of it.")
 
 Limit = Annotated[int | None, typer.Option(min=1, help="Most trajectories.")]
 Lines = Annotated[int, typer.Option(min=1, help="Most lines.")]
-Conditions = Annotated[
-    str,
-    typer.Option(
-        "--where",
-        metavar="CONDITIONS",
-        help="All must hold, such as \"reward>=0.5 step<=40 outcome=retired text='the answer'\"; "
-        f"of {', '.join(NAMES)}.",
-    ),
-]
+_ALL_HOLD = f"All must hold, such as \"reward>=0.5 step<=40 outcome=retired text='the answer'\"; of {', '.join(NAMES)}."
+Conditions = Annotated[str, typer.Option("--where", metavar="CONDITIONS", help=_ALL_HOLD)]
 
 
 @app.command("ls")

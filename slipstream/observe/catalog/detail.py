@@ -97,11 +97,7 @@ def describe(
         numbers=dict(_numbers(row, trajectory, step_versions)) | recorded,
         messages=list(_messages(trajectory, decoder)),
         uses=[Use(step, at, None if at is None else at - stored.oldest_version) for step, at in used_at],
-        reward=trajectory.reward,
-        sampling=trajectory.sampling,
-        context_starts=trajectory.context_starts,
-        metrics=trajectory.metrics,
-        extras=trajectory.extras,
+        **{name: getattr(trajectory, name) for name in ("reward", "sampling", "context_starts", "metrics", "extras")},
     )
 
 

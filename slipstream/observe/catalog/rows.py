@@ -60,15 +60,9 @@ class CatalogRow(Record):
 
 
 _AS_ARCHIVED = [name for name in CatalogRow.__struct_fields__ if name in SCHEMA.names]
-_DERIVED = {"versions": pa.list_(pa.int64()), "advantage": pa.float64(), "seconds": pa.float64()}
-ROWS = pa.schema(
-    {name: SCHEMA.field(name).type for name in _AS_ARCHIVED}
-    | {
-        name: _DERIVED.get(name, pa.int64())
-        for name in CatalogRow.__struct_fields__
-        if name not in (*_AS_ARCHIVED, "prompt", "answer")
-    }
-)
+_NUMBERS = {"advantage": pa.float64(), "uses": pa.int64(), "last_step": pa.int64(), "lag": pa.int64()}
+_DERIVED = {"versions": pa.list_(pa.int64())} | _NUMBERS | {"seconds": pa.float64()}
+ROWS = pa.schema({name: SCHEMA.field(name).type for name in _AS_ARCHIVED} | _DERIVED)
 """Archive columns, then derived columns."""
 
 

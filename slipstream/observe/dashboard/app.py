@@ -128,13 +128,10 @@ def make_app(runs: Runs, *, token: str, hosts: Iterable[str], cookie: str) -> St
     """Build the application; arguments as for Guard."""
     dashboard = Dashboard(runs)
     bad_body = _answering(400, "400: the body must be the JSON of this action, got: ")
-    handlers: dict[Any, Any] = {HTTPException: _refused, ConfigError: _answering(409), msgspec.MsgspecError: bad_body}
-    return Starlette(
-        routes=dashboard.routes(),
-        middleware=[Middleware(Guard, token=token, hosts=tuple(hosts), cookie=cookie)],
-        exception_handlers=handlers | dict.fromkeys((ReplayBufferError, NoAnswerError), _answering(503)),
-        lifespan=dashboard.lifespan,
-    )
+    handlers: dict[Any, Any] = dict.fromkeys((ReplayBufferError, NoAnswerError), _answering(503))
+    handlers |= {HTTPException: _refused, ConfigError: _answering(409), msgspec.MsgspecError: bad_body}
+    guard, routes = [Middleware(Guard, token=token, hosts=tuple(hosts), cookie=cookie)], dashboard.routes()
+    return Starlette(routes=routes, middleware=guard, exception_handlers=handlers, lifespan=dashboard.lifespan)
 
 
 class Dashboard:

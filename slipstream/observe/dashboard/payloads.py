@@ -131,15 +131,9 @@ class Trajectories:
         catalog = self._catalog(reader)
         catalog.refresh()
         page = catalog.page(query, start=start, size=PAGE_ROWS, is_cancelled=is_cancelled)
-        return TrajectoryPage(
-            page.num_rows,
-            num_stored=catalog.rows.num_rows,
-            start=start,
-            rows=page.rows,
-            notes=catalog.notes + ([_IN_STORE] if reader.folder_phase == "stopped" else []),
-            columns=list(SORTABLE),
-            conditions=list(NAMES),
-        )
+        notes = catalog.notes + ([_IN_STORE] if reader.folder_phase == "stopped" else [])
+        total = catalog.rows.num_rows
+        return TrajectoryPage(page.num_rows, total, start, page.rows, notes, columns=[*SORTABLE], conditions=[*NAMES])
 
     def group(self, reader: ViewedRun, group_id: str) -> list[TrajectoryDetail]:
         """Members of a group. Raises ConfigError, ReplayBufferError."""

@@ -65,13 +65,8 @@ class ViewedRun(RunReader):
     """A run that pages show. Life: (poll | view | line)* -> close."""
 
     def __init__(self, folder: Path, *, run_id: str) -> None:
-        super().__init__(
-            folder,
-            starts_server=True,
-            timeout_s=_CONNECT_TIMEOUT_S,
-            answer_timeout_s=COMMAND_TIMEOUT_S,
-            idle_timeout_s=_IDLE_TIMEOUT_S,
-        )
+        limits: dict[str, Any] = {"answer_timeout_s": COMMAND_TIMEOUT_S, "idle_timeout_s": _IDLE_TIMEOUT_S}
+        super().__init__(folder, starts_server=True, timeout_s=_CONNECT_TIMEOUT_S, **limits)
         self.id = run_id
         self.table = MetricsTable(folder / "metrics.jsonl")
         self.events_seen: list[Event] = []
