@@ -51,7 +51,7 @@ class CatalogRow(Record):
     uses: int
     last_step: int | None
     lag: int | None
-    """Learner's version at the start of `last_step` minus `oldest_version`."""
+    """Learner's version at the start of `last_step` minus `oldest_version`; None if unknown."""
     seconds: float
     """Generation time."""
     prompt: str = ""
