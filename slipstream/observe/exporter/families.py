@@ -36,6 +36,10 @@ class Family(NamedTuple):
     """Attribute of the RunStatus or, for `role_...`, of a RoleStatus; empty if computed."""
     is_counter: bool = False
 
+    @property
+    def full_name(self) -> str:
+        return f"{_PREFIX}{self.name}{'_total' if self.is_counter else ''}"
+
 
 FAMILIES = {
     family.name: family
@@ -143,9 +147,9 @@ def unreachable(run: str) -> list[Metric]:
 
 
 def _add(families: dict[str, Metric], family: Family, labels: Mapping[str, str], value: float, *, run: str) -> None:
-    name, kind = f"{_PREFIX}{family.name}", CounterMetricFamily if family.is_counter else GaugeMetricFamily
-    found = families.setdefault(family.name, kind(name, family.help))
-    found.add_sample(name + "_total" * family.is_counter, {"run": run, **labels}, value)
+    kind = CounterMetricFamily if family.is_counter else GaugeMetricFamily
+    found = families.setdefault(family.name, kind(f"{_PREFIX}{family.name}", family.help))
+    found.add_sample(family.full_name, {"run": run, **labels}, value)
 
 
 def _samples(status: RunStatus, context: Context) -> Iterator[Sample]:
