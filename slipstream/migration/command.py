@@ -37,13 +37,9 @@ def read_settings(path: Path) -> tuple[dict[str, Any], list[str]]:
         raise ConfigError(f"FILE must exist, got {path}.")
     if path.stat().st_size > _LARGEST_BYTES:
         raise ConfigError(f"FILE must be a file of settings of at most 1 MiB, got {path}.")
-    notes: list[str] = []
     try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix in (".sh", ".bash"):
-            found, notes = _from_script(path, text)
-        else:
-            found = _from_document(path, text)
+        text, is_script = path.read_text(encoding="utf-8"), path.suffix in (".sh", ".bash")
+        found, notes = _from_script(path, text) if is_script else (_from_document(path, text), [])
     except ConfigError:
         raise
     except (UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException, ValueError) as error:

@@ -254,10 +254,5 @@ def _reward(config: Translation) -> None:
         config.same(f"{key}.len", "algorithm.reward.overlong_buffer")
 
 
-VERL = Trainer(
-    "verl.yaml",
-    special=(
-        *(_data, _batch, _advantage, _loss, _kl, _correction, _distillation, _agent, _hardware, _staleness, _schedule),
-        _reward,
-    ),
-)
+_PARTS = (_data, _batch, _advantage, _loss, _kl, _correction, _distillation, _agent, _hardware, _staleness, _schedule)
+VERL = Trainer("verl.yaml", special=(*_PARTS, _reward))

@@ -40,13 +40,12 @@ def missing_store(reader: RunReader) -> str:
 
 def find_entry(reader: RunReader, step: int) -> StepEntry:
     """A step's entry of the ledger. Raises ConfigError."""
-    entry = reader.find_step(step)
-    if entry is None:
-        known = [entry.step for entry in reader.steps()]
-        steps = f"{known[0]} to {known[-1]}" if known else "which has none"
-        note = missing_store(reader).rstrip(".")
-        raise ConfigError(f"step must be one of the ledger's, {steps}, got {step}{f': {note}' if note else ''}.")
-    return entry
+    if entry := reader.find_step(step):
+        return entry
+    known = [entry.step for entry in reader.steps()]
+    steps = f"{known[0]} to {known[-1]}" if known else "which has none"
+    note = missing_store(reader).rstrip(".")
+    raise ConfigError(f"step must be one of the ledger's, {steps}, got {step}{f': {note}' if note else ''}.")
 
 
 def explain_step(reader: RunReader, entry: StepEntry, members: dict[str, Trajectory]) -> Iterator[str]:

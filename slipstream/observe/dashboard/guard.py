@@ -30,6 +30,7 @@ _MIN_LENGTH, _MIN_OPEN_LENGTH = 16, 32
 _READING = ("GET", "HEAD")
 _ENTER = """<!doctype html><meta charset="utf-8"><title>slipstream</title><link rel="icon" href="/static/favicon.svg">
 <meta name="key" content="{key}"><script src="/static/enter.js"></script><a href="/">slipstream</a>"""
+_NO_NAME = "400: the dashboard does not answer under this name; see --allow-host.\n"
 _NO_TOKEN = "401: this page needs the token: open the address that `slipstream watch` printed in its terminal.\n"
 _NO_KEY = "403: only a page of this dashboard may ask for that: open the address that `slipstream watch` printed.\n"
 HEADERS = {
@@ -70,18 +71,13 @@ class Guard:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        answer: Response | None
-        if host_of(request.headers.get("host", "")) in self._hosts:
-            answer = self._enter(request) or self._refuse(request)
-        else:
-            words = "400: the dashboard does not answer under this name; see --allow-host.\n"
-            answer = PlainTextResponse(words, 400)
+        is_known = host_of(request.headers.get("host", "")) in self._hosts
+        answer = self._enter(request) or self._refuse(request) if is_known else PlainTextResponse(_NO_NAME, 400)
 
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 own = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    own[name] = value
+                own.update(HEADERS)
                 own.setdefault("cache-control", "no-cache" if scope["path"].startswith("/static/") else "no-store")
             await send(message)
 

@@ -101,10 +101,9 @@ class Delivery:
 
     def _deliver(self, logger: RunLogger, entry: Entry) -> None:
         call = getattr(logger, entry.kind, None)
-        if self._attempt(entry.kind, call and (lambda: call(entry.step, *entry.arguments))):
-            self.num_sent += 1
-        else:
-            self.num_failed += 1
+        is_sent = self._attempt(entry.kind, call and (lambda: call(entry.step, *entry.arguments)))
+        self.num_sent += is_sent
+        self.num_failed += not is_sent
         self.cursor = entry.cursor or self.cursor
 
     def _attempt(self, name: str, call: Callable[[], object] | None) -> bool:
