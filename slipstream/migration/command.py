@@ -171,7 +171,7 @@ def import_settings(trainer: str, file: Path) -> Imported:
     except ConfigError:
         raise
     # Text instead of a number, such as an unexpanded variable.
-    except (TypeError, ValueError, AttributeError, LookupError, yaml.YAMLError) as error:
+    except (TypeError, ValueError, AttributeError, ArithmeticError, LookupError, yaml.YAMLError) as error:
         unset = [f"{key}={value}" for key, value in given.items() if isinstance(value, str) and "$" in value]
         raise ConfigError(
             f"FILE must contain plain values, got {file} with {', '.join(unset) or error}: replace variables that it "

@@ -186,6 +186,7 @@ def test_the_losses_and_weights_of_trl(tmp_path: Path) -> None:
         ("trl", "num_generations: 3", "num_generations must divide"),
         ("verl", "trainer.nnodes: $N\nactor_rollout_ref.rollout.n: 4", "f.yaml with trainer.nnodes=$N: replace"),
         ("trl", "num_generations: 8\nbeta: little", "f.yaml with '>' not supported between"),
+        ("trl", "num_generations: 0", "f.yaml with integer"),
     ],
 )
 def test_what_is_no_file_of_settings_is_refused(tmp_path: Path, trainer: str, text: str, reason: str) -> None:
