@@ -163,12 +163,7 @@ def _make_qwen2_5_vl(*, layers: int, width: int, num_heads: int, max_length: int
     )
 
 
-_SHARED: dict[str, Any] = {
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "dtype": "float32",
-}
+_SHARED: dict[str, Any] = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 1, "dtype": "float32"}
 _ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {
     "gpt2": _make_gpt2,
     "qwen2": _make_qwen2,

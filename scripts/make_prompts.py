@@ -110,10 +110,7 @@ SOURCES = {
         Split("HuggingFaceH4/MATH-500", "test"),
     ),
     "geometry3k": Source(
-        "hiyouga/geometry3k",
-        _math,
-        Split("hiyouga/geometry3k", "data/train"),
-        Split("hiyouga/geometry3k", "data/test"),
+        "hiyouga/geometry3k", _math, Split("hiyouga/geometry3k", "data/train"), Split("hiyouga/geometry3k", "data/test")
     ),
     "aime_2024": Source("aime_2024", _math, None, Split("HuggingFaceH4/aime_2024", "data/train")),
     "aime_2025": Source("aime_2025", _math, None, Split("math-ai/aime25", "test")),

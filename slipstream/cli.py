@@ -334,10 +334,7 @@ def data(ctx: typer.Context) -> None:
 
 @app.command(rich_help_panel="Data")
 def view(
-    where: SourceWord,
-    tokenizer: TokenizerPath = None,
-    run: RunName = None,
-    runs_dir: RunsDir = Path("runs"),
+    where: SourceWord, tokenizer: TokenizerPath = None, run: RunName = None, runs_dir: RunsDir = Path("runs")
 ) -> None:
     """Look through trajectories in the terminal; `?` lists the keys.
 
@@ -461,14 +458,12 @@ def diagnose(
     words: Annotated[
         Texts,
         typer.Argument(
-            metavar="[cluster] [RUN] [KEY=VALUE...]",
-            help="Name or folder of a run (default: the newest); or settings.",
+            metavar="[cluster] [RUN] [KEY=VALUE...]", help="Name or folder of a run (default: the newest); or settings."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/diagnose.md has its keys.")] = False,
     bundle: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.tar.gz", help="Write a file for a bug report, without secrets."),
+        Path | None, typer.Option(metavar="FILE.tar.gz", help="Write a file for a bug report, without secrets.")
     ] = None,
 ) -> None:
     """Check installation, machine, run inputs, and the last run.

@@ -81,13 +81,7 @@ class Launcher:
     """
 
     def __init__(
-        self,
-        run: RunConfig,
-        folder: RunFolder,
-        *,
-        overrides: list[str],
-        console: Console,
-        places: Places | None = None,
+        self, run: RunConfig, folder: RunFolder, *, overrides: list[str], console: Console, places: Places | None = None
     ) -> None:
         self._run = run
         self._folder = folder
@@ -232,10 +226,7 @@ class Launcher:
     def _open(self, url: str) -> RedisStore:
         # No retries, because the roles must be polled during an outage.
         return open_run_store(
-            url,
-            self._run.name,
-            timeout_s=self._run.broker.store_timeout_s,
-            answer_timeout_s=_ANSWER_TIMEOUT_S,
+            url, self._run.name, timeout_s=self._run.broker.store_timeout_s, answer_timeout_s=_ANSWER_TIMEOUT_S
         )
 
     @contextmanager

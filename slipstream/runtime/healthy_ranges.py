@@ -233,11 +233,7 @@ class MetricAlerts:
     """Logs metrics that leave or reenter their range. `on_alert` gets one text per step on those that leave."""
 
     def __init__(
-        self,
-        on_alert: Callable[[str], None],
-        *,
-        run: RunConfig | None = None,
-        ranges: Mapping[str, Range] = RANGES,
+        self, on_alert: Callable[[str], None], *, run: RunConfig | None = None, ranges: Mapping[str, Range] = RANGES
     ) -> None:
         self._on_alert = on_alert
         self._run = run
