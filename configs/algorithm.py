@@ -13,7 +13,7 @@ from slipstream.configs.advantages import (
     VtraceConfig,
     WinRateConfig,
 )
-from slipstream.configs.base import Config, ConfigError, Positive
+from slipstream.configs.base import Config, Positive, require
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig, PpoClipConfig, SppoConfig
 
@@ -111,15 +111,11 @@ class KlConfig(Config):
     """Steps after which the learner's current policy becomes the reference; null = the initial policy stays."""
 
     def __post_init__(self) -> None:
-        if self.apply_to == "reward" and self.estimator not in ("k1", "abs", "k2", "k3"):
-            raise ConfigError(
-                f"algorithm.kl.apply_to=reward takes estimator k1, abs, k2 or k3, got {self.estimator}: a reward "
-                "has no gradient, and is measured at the start of the step."
-            )
-        if self.coef == 0 and (self.adaptive or self.refresh_every_steps):
-            raise ConfigError(
-                "algorithm.kl.coef must be > 0 for adaptive and refresh_every_steps, got 0: nothing is charged."
-            )
+        is_fit, must = self.estimator in ("k1", "abs", "k2", "k3"), "be k1, abs, k2 or k3 with apply_to=reward"
+        why = "a reward has no gradient, and is measured at the start of the step"
+        require(is_fit or self.apply_to == "loss", "algorithm.kl.estimator", must, got=self.estimator, why=why)
+        is_fit, must = not (self.adaptive or self.refresh_every_steps), "be > 0 for adaptive and refresh_every_steps"
+        require(is_fit or self.coef > 0, "algorithm.kl.coef", must, got=0, why="nothing is charged")
 
 
 class RewardShapingConfig(Config):
@@ -140,8 +136,8 @@ class RewardShapingConfig(Config):
 # --- correction for an older or numerically different generator -------------------------------------------------------
 def check_order(what: str, low: float | None, high: float | None) -> None:
     """Raise ConfigError if the lower bound exceeds the upper one."""
-    if low is not None and high is not None and low > high:
-        raise ConfigError(f"{what} must be in order, got {low:g} > {high:g}.")
+    is_fit = low is None or high is None or low <= high
+    require(is_fit, what, "be in order", got=f"{low} and {high}", why="no ratio lies between them")
 
 
 class RejectionConfig(Config):
@@ -160,16 +156,14 @@ class RejectionConfig(Config):
     unbounded."""
 
     def __post_init__(self) -> None:
-        if self.low is None and self.high is None:
-            raise ConfigError("algorithm.correction.reject: an entry must have low or high, got neither.")
+        key, statistic = "an entry of algorithm.correction.reject", self.statistic
+        is_bound = self.low is not None or self.high is not None
+        require(is_bound, key, "have low or high", got="neither", why="it would reject nothing")
         check_order("algorithm.correction.reject: low, high", self.low, self.high)
-        if self.low is not None and self.statistic != "k1":
-            raise ConfigError(
-                f"algorithm.correction.reject: low goes with statistic=k1, got it with {self.statistic}, which is "
-                "never negative and has an upper bound only."
-            )
-        if self.statistic == "k1" and self.over == "max":
-            raise ConfigError("algorithm.correction.reject: over=max needs statistic=k2 or k3, got k1: see `veto`.")
+        is_fit, why = self.low is None or statistic == "k1", "others are never negative and have an upper bound only"
+        require(is_fit, key, "have statistic=k1 with low", got=statistic, why=why)
+        is_fit, must = statistic != "k1" or self.over != "max", "have statistic=k2 or k3 with over=max"
+        require(is_fit, key, must, got="k1", why="`veto` judges the ratios of a trajectory")
 
 
 class CorrectionConfig(Config):
@@ -199,11 +193,10 @@ class CorrectionConfig(Config):
 
     def __post_init__(self) -> None:
         bounds = self.min_weight is not None or self.max_weight is not None or self.outside == "mask"
-        if self.level == "none" and (bounds or self.normalize):
-            raise ConfigError(
-                "algorithm.correction: min_weight, max_weight, outside=mask and normalize need a level, got none: "
-                "there are no weights; choose algorithm/correction=token_tis, or level=token, sequence or geometric."
-            )
+        must = "not be none with min_weight, max_weight, outside=mask or normalize"
+        why = "without weights they do nothing; choose algorithm/correction=token_tis, or token, sequence or geometric"
+        is_fit = self.level != "none" or not (bounds or self.normalize)
+        require(is_fit, "algorithm.correction.level", must, got=self.level, why=why)
         check_order("algorithm.correction: min_weight, max_weight", self.min_weight, self.max_weight)
         check_order("algorithm.correction: veto", *(self.veto or (None, None)))
 
@@ -319,86 +312,62 @@ class AlgorithmConfig(Config):
 
 
 def _check_proximal(config: AlgorithmConfig) -> None:
-    if config.proximal == "reuse" and config.policy_loss.has_ratio and config.updates_per_step > 1:
-        raise ConfigError(
-            f"algorithm.proximal=reuse needs algorithm.updates_per_step=1, got {config.updates_per_step}: "
-            "after the first update the values at the start of the step are gone; choose proximal=auto."
-        )
-    if config.proximal == "generator" and config.correction.level != "none":
-        reason = (
-            "the ratio learner/generator already corrects for staleness, a weight would count it twice"
-            if config.policy_loss.has_ratio
-            else "the weight generator/generator is 1 everywhere, and the loss has no ratio of its own"
-        )
-        raise ConfigError(
-            f"algorithm.proximal=generator needs algorithm.correction.level=none, got {config.correction.level}: "
-            f"{reason}; choose algorithm/correction=none, or proximal=auto."
-        )
-    if config.correction.needs_whole_batch and config.proximal in ("reuse", "interpolate"):
-        raise ConfigError(
-            "algorithm.correction.normalize and loss_denominator=kept_tokens need the weights of the whole batch "
-            f"before the first gradient, got algorithm.proximal={config.proximal}: choose proximal=auto."
-        )
-    if config.proximal == "interpolate" and not config.policy_loss.has_ratio:
-        raise ConfigError(
-            "algorithm.proximal=interpolate splits the log-ratio learner/generator between weight and ratio, got "
-            f"algorithm.policy_loss={config.policy_loss.kind}, which has no ratio: a part of it would be lost; choose "
-            "proximal=auto."
-        )
+    proximal, level, loss = config.proximal, config.correction.level, config.policy_loss
+    is_fit, must = proximal != "reuse" or not loss.has_ratio or config.updates_per_step == 1, "be 1 with proximal=reuse"
+    why = "after the first update the values at the start of the step are gone; choose proximal=auto"
+    require(is_fit, "algorithm.updates_per_step", must, got=config.updates_per_step, why=why)
+    twice = "the ratio learner/generator already corrects for staleness, a weight would count it twice"
+    never = "the weight generator/generator is 1 everywhere, and the loss has no ratio of its own"
+    why = f"{twice if loss.has_ratio else never}; choose algorithm/correction=none, or proximal=auto"
+    is_fit, must = proximal != "generator" or level == "none", "be none with algorithm.proximal=generator"
+    require(is_fit, "algorithm.correction.level", must, got=level, why=why)
+    is_fit = not (config.correction.needs_whole_batch and proximal in ("reuse", "interpolate"))
+    must = "be auto, recompute or generator with algorithm.correction.normalize or loss_denominator=kept_tokens"
+    why = "they need the weights of the whole batch before the first gradient; choose proximal=auto"
+    require(is_fit, "algorithm.proximal", must, got=proximal, why=why)
+    must = f"not be interpolate with algorithm.policy_loss={loss.kind}, which has no ratio"
+    why = "it splits the log-ratio learner/generator between weight and ratio, and would lose a part; choose auto"
+    require(proximal != "interpolate" or loss.has_ratio, "algorithm.proximal", must, got=proximal, why=why)
 
 
 def _check_advantage(config: AlgorithmConfig) -> None:
-    is_shaped = config.reward != RewardShapingConfig(mask_truncated=config.reward.mask_truncated)
-    if config.advantage.unshaped and (is_shaped or config.kl.apply_to == "reward"):
-        raise ConfigError(
-            f"algorithm.advantage={config.advantage.kind} compares {config.advantage.unshaped}, got rewards that are "
-            "shaped (algorithm.reward, or algorithm.kl.apply_to=reward): leave them, or choose another advantage."
-        )
+    advantage, reward, kl, level = config.advantage, config.reward, config.kl, config.correction.level
+    key, charges_reward = f"algorithm.advantage={advantage.kind}", kl.apply_to == "reward"
+    is_shaped = charges_reward or reward != RewardShapingConfig(mask_truncated=reward.mask_truncated)
+    got = "shaped ones (algorithm.reward, or algorithm.kl.apply_to=reward)"
+    why = f"it compares {advantage.unshaped}; leave rewards unshaped, or choose another advantage"
+    require(not (advantage.unshaped and is_shaped), key, "have unshaped rewards", got=got, why=why)
     has_rewards = config.distillation is None or config.distillation.with_rewards
-    if not has_rewards and config.kl.apply_to == "reward":
-        raise ConfigError(
-            "algorithm.distillation.with_rewards=false leaves rewards out, got algorithm.kl.apply_to=reward, which "
-            "would be left out with them: choose apply_to=loss."
-        )
-    is_around_another = config.policy_loss.has_ratio and config.proximal in ("generator", "interpolate")
-    if isinstance(config.advantage, VtraceConfig) and (config.correction.level != "none" or is_around_another):
-        raise ConfigError(
-            "algorithm.advantage=vtrace needs algorithm.correction.level=none and a ratio around the learner itself, "
-            f"got level={config.correction.level}, proximal={config.proximal}: its advantages contain the ratio "
-            "learner/generator already, and it would count twice; choose algorithm/correction=none, proximal=auto."
-        )
-    if isinstance(config.advantage, OptimalTokenBaselineConfig | PrimeConfig) and config.reward.mask_truncated:
-        raise ConfigError(
-            f"algorithm.advantage={config.advantage.kind} needs algorithm.reward.mask_truncated=false, got true: its "
-            "baselines are made of the tokens of the group, and those of a masked answer are missing."
-        )
-    if config.advantage.needs_process_rewards and config.kl.refresh_every_steps:
-        raise ConfigError(
-            f"algorithm.advantage={config.advantage.kind} needs algorithm.kl.refresh_every_steps=null, got "
-            f"{config.kl.refresh_every_steps}: process rewards are relative to a reference that never changes."
-        )
+    must = "be loss with algorithm.distillation.with_rewards=false"
+    why = "a penalty in rewards would be left out with them"
+    require(has_rewards or not charges_reward, "algorithm.kl.apply_to", must, got=kl.apply_to, why=why)
+    is_around_learner = not config.policy_loss.has_ratio or config.proximal not in ("generator", "interpolate")
+    is_fit = not isinstance(advantage, VtraceConfig) or (level == "none" and is_around_learner)
+    must = "have algorithm.correction.level=none and a ratio around the learner itself"
+    why = "its advantages contain the ratio learner/generator already, and it would count twice; choose "
+    why += "algorithm/correction=none, proximal=auto"
+    require(is_fit, key, must, got=f"level={level}, proximal={config.proximal}", why=why)
+    is_fit = not (isinstance(advantage, OptimalTokenBaselineConfig | PrimeConfig) and reward.mask_truncated)
+    why = "its baselines are made of the tokens of the group, and those of a masked answer are missing"
+    require(is_fit, "algorithm.reward.mask_truncated", f"be false with {key}", got=True, why=why)
+    every, why = kl.refresh_every_steps, "process rewards are relative to a reference that never changes"
+    is_fit = not (advantage.needs_process_rewards and every)
+    require(is_fit, "algorithm.kl.refresh_every_steps", f"be null with {key}", got=every, why=why)
 
 
 def _check_policy_loss(config: AlgorithmConfig) -> None:
-    found = ""
-    if config.advantage.is_per_token:
-        found = f"algorithm.advantage={config.advantage.kind}"
+    advantage, loss = config.advantage, config.policy_loss
+    key, got = f"algorithm.policy_loss={loss.kind}", ""
+    if advantage.is_per_token:
+        got = f"algorithm.advantage={advantage.kind}"
     elif config.distillation is not None and config.distillation.divergence == "k1":
-        found = "algorithm.distillation.divergence=k1, whose advantages differ from token to token"
-    if config.policy_loss.needs_equal_advantages and found:
-        raise ConfigError(
-            f"algorithm.policy_loss={config.policy_loss.kind} needs advantages that are equal within a sequence, got "
-            f"{found}: choose policy_loss=gspo with form=token, or a loss per token."
-        )
-    if isinstance(config.policy_loss, SppoConfig) != isinstance(config.advantage, WinRateConfig):
-        raise ConfigError(
-            "algorithm.policy_loss=sppo needs algorithm.advantage=win_rate and no other loss takes it, got "
-            f"policy_loss={config.policy_loss.kind} with advantage={config.advantage.kind}: sppo compares log-ratios "
-            "with the share of answers that are beaten."
-        )
-    if config.policy_loss.counts_length and config.loss_aggregation not in _MEANS_OF_SEQUENCES:
-        raise ConfigError(
-            f"algorithm.policy_loss={config.policy_loss.kind} with these settings needs algorithm.loss_aggregation="
-            f"{' or '.join(_MEANS_OF_SEQUENCES)}, got {config.loss_aggregation}: the length of an answer would count "
-            "twice."
-        )
+        got = "algorithm.distillation.divergence=k1, whose advantages differ from token to token"
+    must, why = "have advantages that are equal within a sequence", "choose gspo with form=token, or a loss per token"
+    require(not (loss.needs_equal_advantages and got), key, must, got=got, why=why)
+    is_fit = isinstance(loss, SppoConfig) == isinstance(advantage, WinRateConfig)
+    must, got = "be sppo with algorithm.advantage=win_rate and only then", f"{loss.kind} with {advantage.kind}"
+    why = "sppo compares log-ratios with the share of answers that are beaten"
+    require(is_fit, "algorithm.policy_loss", must, got=got, why=why)
+    is_fit = not loss.counts_length or config.loss_aggregation in _MEANS_OF_SEQUENCES
+    must, why = f"be {' or '.join(_MEANS_OF_SEQUENCES)} with {key}", "the length of an answer would count twice"
+    require(is_fit, "algorithm.loss_aggregation", must, got=config.loss_aggregation, why=why)
