@@ -146,12 +146,6 @@ class MetricsConfig(Config):
         must = "be an http:// or https:// address without credentials or options"
         require(is_url, "metrics.otlp_endpoint", must, got=shown, why="settings are logged and saved")
 
-    def check(self, *, mode: str, has_roles: bool) -> None:
-        """Raise ConfigError for a mode without wall-clock times."""
-        is_fit, key = has_roles or not self.is_wanted, "metrics.prometheus_port and metrics.otlp_endpoint"
-        must, why = "be null without mode=async", "roles in one process count turns instead"
-        require(is_fit, key, must, got=f"mode={mode}", why=why)
-
     @property
     def is_wanted(self) -> bool:
         return self.prometheus_port is not None or self.otlp_endpoint is not None

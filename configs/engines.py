@@ -59,14 +59,9 @@ within the bound of each version's probe."""
 START_STALLS = 3
 """Longest startup of an engine, in `learner.stall.timeout_s`: it includes download, loading, and CUDA graphs."""
 Quantization = Literal[
-    "fp8",
-    "fp8_per_tensor",
-    "fp8_per_block",
-    "fp8_per_channel",
-    "int8_per_channel_weight_only",
-    "mxfp8",
+    "fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "mxfp8",
     "nvfp4_per_token",
-]
+]  # fmt: skip
 """vLLM's kinds that start from unquantized weights; the others cannot apply updates."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from slipstream.configs.base import Config, ConfigError, Positive
+from slipstream.configs.base import Config, Positive, require
 from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 
 
@@ -101,11 +101,9 @@ class RewardConfig(Config):
 
     def __post_init__(self) -> None:
         names = [one.part for one in self.functions]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(
-                f"generators.reward.functions must have unique names, got {', '.join(twice)} more than once: give "
-                "each one a `name`."
-            )
+        twice, key = sorted({name for name in names if names.count(name) > 1}), "generators.reward.functions"
+        got = f"{', '.join(twice)} more than once"
+        require(not twice, key, "have unique names", got=got, why="give each one a `name`")
 
     @property
     def chosen(self) -> list[RewardFunctionConfig]:
@@ -117,12 +115,12 @@ class RewardConfig(Config):
         return " + ".join(one.function for one in self.chosen)
 
     def check_data_source(self, data_source: str, *, found_in: str) -> None:
-        if not any(one.takes(data_source) for one in self.chosen):
-            patterns = ", ".join(pattern for one in self.functions for pattern in one.data_sources)
-            raise ConfigError(
-                f"generators.reward.functions must have one for every row, got none for data_source {data_source!r} of "
-                f"{found_in} (they take {patterns}): add a function, or a pattern to the `data_sources` of one."
-            )
+        """Raise ConfigError if no function takes these rows."""
+        patterns = ", ".join(pattern for one in self.functions for pattern in one.data_sources)
+        is_taken = any(one.takes(data_source) for one in self.chosen)
+        why = "add a function, or a pattern to the `data_sources` of one"
+        got = f"none for data_source {data_source!r} of {found_in} (they take {patterns})"
+        require(is_taken, "generators.reward.functions", "have one for every row", got=got, why=why)
 
 
 def with_arguments(function: str, arguments: dict[str, Any]) -> str:
@@ -146,7 +144,7 @@ class AgentConfig(Config, tag_field="kind"):
     @property
     def calls(self) -> str:
         """Tool call format at the OpenAI-compatible endpoint; empty if the agent does not use it."""
-        return ""
+        return str(getattr(self, "tool_call_format", ""))
 
 
 class SingleTurnConfig(AgentConfig, tag="single_turn"):
@@ -195,6 +193,10 @@ class ToolsAgentConfig(AgentConfig, tag="tools", kw_only=True):
     """Maximum calls executed per turn; for the others, the model reads an error."""
     max_result_characters: Annotated[int, Meta(ge=1)] = 2000
     """Longest result, characters; longer ones lose their middle."""
+
+    @property
+    def calls(self) -> str:
+        return ""
 
     @property
     def executed(self) -> set[str]:
@@ -266,10 +268,6 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
     `vllm:NAME`; empty = the loop doesn't use the model over HTTP."""
 
     @property
-    def calls(self) -> str:
-        return self.tool_call_format
-
-    @property
     def executed(self) -> set[str]:
         return {with_arguments(self.function, self.arguments)}
 
@@ -279,10 +277,6 @@ class ExternalAgentConfig(AgentConfig, tag="external"):
 
     tool_call_format: str = "hermes"
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
-
-    @property
-    def calls(self) -> str:
-        return self.tool_call_format
 
 
 class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
@@ -302,24 +296,15 @@ class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
 
     @property
-    def calls(self) -> str:
-        return self.tool_call_format
-
-    @property
     def executed(self) -> set[str]:
         python = f" with {self.python}" if self.python else ""
         return {with_arguments(self.environment, self.arguments) + python}
 
 
 AgentKind = (
-    SingleTurnConfig
-    | ToolsAgentConfig
-    | SearchAgentConfig
-    | InteractionAgentConfig
-    | CustomAgentConfig
-    | ExternalAgentConfig
-    | EnvironmentAgentConfig
-)
+    SingleTurnConfig | ToolsAgentConfig | SearchAgentConfig | InteractionAgentConfig | CustomAgentConfig
+    | ExternalAgentConfig | EnvironmentAgentConfig
+)  # fmt: skip
 
 
 class GeneratorsConfig(Config):
