@@ -102,8 +102,7 @@ class AnswerFolder:
     def _flush(self) -> None:
         if self._complete:
             self._writer.write(self._complete)
-        self._complete = []
-        self._written_at = time.monotonic()
+        self._complete, self._written_at = [], time.monotonic()
 
 
 class Unscored:
@@ -149,12 +148,11 @@ async def _answer(
 ) -> None:
     engine = build_engine(run)
     pool = RewardPool(run.generators.reward) if is_scored else None
-    vision = VisionModel(run.model.path)
     encoder = PromptEncoder(
         load_tokenizer(run.model),
         max_prompt_tokens=run.data.max_prompt_tokens,
         template_variables=run.model.chat_template_kwargs,
-        vision=vision,
+        vision=VisionModel(run.model.path),
     )
     agent = AgentRunner(run=run, engine=engine, rewards=pool or Unscored(), encoder=encoder, generator_id="generate")
     waiting = iter(jobs)
@@ -217,15 +215,13 @@ def generate(
     """
     check_model_path(run.model.path)
     train = open_train(run)
-    rows = range(len(train))[:num_prompts]
     jobs = []
-    for row in rows:
+    for row in range(len(train))[:num_prompts]:
         # With purpose `train`, the last member of a group could become a greedy baseline.
         lease = Lease(make_lease_id(str(row), 0), str(row), "generate", row, row, 0, list(range(samples)))
         prompt = make_prompt(lease, train.row(row))
         jobs += [Job(prompt, index, samples) for index in lease.indices]
-    opened = AnswerFolder(out, run=run, outcome="retired", samples=samples, is_scored=is_scored)
-    with closing(opened) as folder:
+    with closing(AnswerFolder(out, run=run, outcome="retired", samples=samples, is_scored=is_scored)) as folder:
         missing = [job for job in jobs if folder.lacks(job)]
         answer(run, missing, on_answer=folder.add, title="generate", is_scored=is_scored)
     return folder.stored, len(missing)

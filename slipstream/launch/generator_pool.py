@@ -4,6 +4,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from itertools import takewhile
 from typing import NamedTuple
@@ -39,20 +40,20 @@ def gpu_gib(name: str) -> float:
     try:
         return min(float(size) for size in ask_gpus("memory.total", "-i", name)) / 1024
     except ValueError as error:
-        raise ConfigError(
-            f"nvidia-smi must report the memory of GPU {name}, which all roles share, but does not: set "
-            "generators.engine.kv_cache_gib."
-        ) from error
+        must = f"nvidia-smi must report the memory of GPU {name}, which all roles share"
+        raise ConfigError(f"{must}, but does not: set generators.engine.kv_cache_gib.") from error
 
 
 def ask_gpus(field: str, *options: str) -> list[str]:
     """Query nvidia-smi: one line per GPU, none without a driver."""
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", *options]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    return run_smi(f"--query-gpu={field}", "--format=csv,noheader,nounits", *options).splitlines()
+
+
+def run_smi(*options: str) -> str:
+    """Return the output of nvidia-smi; empty if it fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=20, check=True).stdout
+    return ""
 
 
 def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
@@ -64,23 +65,19 @@ def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
         return {}
     engine, on_cpu = run.generators.engine, run.learner.device == "cpu"
     num_ranks = 0 if on_cpu else run.learner.num_ranks
-    if isinstance(engine, VllmEngineConfig):
-        per_engine = engine.num_workers
-    else:
-        per_engine = 0 if on_cpu or isinstance(engine, ScriptedEngineConfig) else 1
-    for setting, count in {
-        "learner.num_ranks": num_ranks,
-        "generators.engine.tensor_parallel_size x pipeline_parallel_size": per_engine,
-    }.items():
-        why = "each of these processes needs its own GPU"
-        require(count <= len(gpus), setting, f"be <= the GPUs here ({len(gpus)})", got=count, why=why)
+    per_engine = 0 if on_cpu or isinstance(engine, ScriptedEngineConfig) else 1
+    per_engine = engine.num_workers if isinstance(engine, VllmEngineConfig) else per_engine
+    must, why = f"be <= the GPUs here ({len(gpus)})", "each of these processes needs its own GPU"
+    require(num_ranks <= len(gpus), "learner.num_ranks", must, got=num_ranks, why=why)
+    workers = "generators.engine.tensor_parallel_size x pipeline_parallel_size"
+    require(per_engine <= len(gpus), workers, must, got=per_engine, why=why)
     names = [f"generator-{number}" for number in range(run.generators.count)]
     num_gpus = {"learner": num_ranks} | dict.fromkeys(names, per_engine)
     if len(gpus) == 1:
         return {name: list(gpus[:count]) for name, count in num_gpus.items()}
     needed, sizes = sum(num_gpus.values()), "learner.num_ranks + generators.count x workers of an engine"
     why = "reduce them, or start generators on other machines by hand"
-    require(needed <= len(gpus), sizes, f"be <= the GPUs here ({len(gpus)})", got=needed, why=why)
+    require(needed <= len(gpus), sizes, must, got=needed, why=why)
     free = iter(gpus)
     return {name: [next(free) for _ in range(count)] for name, count in num_gpus.items()}
 

@@ -36,8 +36,8 @@ from slipstream.configs.generators import RewardConfig, SearchAgentConfig, Singl
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.composition import REACHING_OUT, RewardFunctions
 from slipstream.generators.rewards.pool import RewardPool
-from slipstream.generators.rewards.reward import RewardInput
 from slipstream.launch.generator_pool import check_placement
+from slipstream.launch.scoring import reward_input, score_group
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.credentials import find_token
 from slipstream.runtime.model_files import check_model_files, check_model_path, find_file
@@ -100,8 +100,7 @@ def _check_address(run: RunConfig) -> None:
 
 def _check_store(run: RunConfig) -> None:
     if isinstance(run.buffer.store, RedisConfig):
-        url = store_url(run, RunFolder(run).path)
-        open_run_store(url, run.name, timeout_s=_STORE_TIMEOUT_S).close()
+        open_run_store(store_url(run, RunFolder(run).path), run.name, timeout_s=_STORE_TIMEOUT_S).close()
 
 
 def make_inputs(run: RunConfig) -> None:
@@ -243,21 +242,11 @@ def _token_ids(tokenizer: Tokenizer | None, text: str) -> list[int]:
 async def _score(config: RewardConfig, row: Row, answers: dict[str, list[int]]) -> dict[str, Reward]:
     """Score answers (text -> token ids) in one worker process, with the run's limits."""
     samples = [
-        RewardInput(
-            prompt=row.prompt,
-            response=answer,
-            response_token_ids=token_ids,
-            ground_truth=row.ground_truth,
-            data_source=row.data_source,
-            extra_info=row.extra_info,
-            messages=[{"role": "assistant", "content": answer}],
-        )
+        reward_input(row, answer, token_ids, messages=[{"role": "assistant", "content": answer}])
         for answer, token_ids in answers.items()
     ]
     with closing(RewardPool(msgspec.structs.replace(config, num_workers=1))) as pool:
-        compares = pool.compares(row.data_source)
-        scored = pool.score_group(samples) if compares else asyncio.gather(*map(pool.score, samples))
-        return dict(zip(answers, await scored, strict=True))
+        return dict(zip(answers, await score_group(pool, samples), strict=True))
 
 
 def missing_steps(run: RunConfig) -> list[PrepareStep]:

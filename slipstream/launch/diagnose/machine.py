@@ -5,9 +5,7 @@ import platform
 import re
 import resource
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -19,7 +17,7 @@ from slipstream.configs.base import ConfigError, Record
 from slipstream.configs.cluster import ClusterConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.run import RunConfig
-from slipstream.launch.generator_pool import ask_gpus
+from slipstream.launch.generator_pool import ask_gpus, run_smi
 from slipstream.runtime.credentials import TOKEN_REMEDY, find_token
 from slipstream.runtime.disk import describe_disk, nearest_folder
 from slipstream.runtime.model_files import ModelFingerprint, check_same_model, fingerprint
@@ -192,7 +190,6 @@ _BYTES_OF_A_PARAMETER = 16
 """In a checkpoint: weights, float32 copy, and both moments."""
 _MIN_PROCESSES = 512
 """Processes and threads of a small run."""
-_SMI_TIMEOUT_S = 20.0
 _MIN_DRIVERS = {"12": 525, "13": 580}
 """CUDA -> oldest Linux driver. Source: CUDA toolkit release notes, minor version compatibility."""
 _PLAN = "`slipstream plan` shows what each process takes"
@@ -262,7 +259,7 @@ def count_gpus() -> int:
 def check_gpus(*, cuda: str, is_live: bool) -> Result:
     """Compare the driver with torch's `cuda`. `is_live`: this run already uses the GPUs."""
     lines = ask_gpus("name,memory.total,memory.used,driver_version")
-    found = re.search(r"^CUDA Version\s*:\s*([\d.]+)", _print_smi("--version") if lines else "", re.MULTILINE)
+    found = re.search(r"^CUDA Version\s*:\s*([\d.]+)", run_smi("--version") if lines else "", re.MULTILINE)
     return judge_gpus(count_gpus(), lines, cuda=cuda, driver=found[1] if found else "", is_live=is_live)
 
 
@@ -270,18 +267,10 @@ def show_topology() -> Result:
     """Return the links between GPUs as nvidia-smi prints them."""
     if count_gpus() < 2:
         return Result("topology", "skipped", "fewer than two GPUs")
-    if not (printed := _print_smi("topo", "-m").rstrip()):
+    if not (printed := run_smi("topo", "-m").rstrip()):
         return Result("topology", "warn", "nothing printed", fix="look at `nvidia-smi topo -m`")
     # Without the colors of a terminal.
     return Result("topology", "ok", re.sub(r"\x1b\[[\d;]*m", "", f"\n{printed}"))
-
-
-def _print_smi(*options: str) -> str:
-    """Return what nvidia-smi prints; nothing if it fails."""
-    with suppress(OSError, subprocess.TimeoutExpired):
-        command = ["nvidia-smi", *options]
-        return subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False).stdout
-    return ""
 
 
 def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, is_live: bool) -> Result:
