@@ -18,6 +18,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A frozen record that rejects unknown fields."""
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of a library's error, or its class if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def require(holds: bool, key: str, must: str, *, got: object, why: str) -> None:
     """Raise ConfigError `KEY must MUST, got GOT: WHY.` unless `holds`."""
     if not holds:

@@ -22,7 +22,7 @@ from transformers.utils import logging
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.buffer.durable_files import CHECKSUMS, find_damage, seal
-from slipstream.configs.base import ConfigError, require
+from slipstream.configs.base import ConfigError, first_line, require
 from slipstream.learner.training.model import COMPUTE_DTYPES
 from slipstream.runtime.disk import describe_disk, is_disk_full
 from slipstream.runtime.lora import ADAPTER_FILE
@@ -126,8 +126,7 @@ def _reading(what: str) -> Iterator[None]:
         raise
     # For damaged files, libraries raise arbitrary errors.
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{what}, got {type(error).__name__}: {first}") from error
+        raise ConfigError(f"{what}, got {type(error).__name__}: {first_line(error)}") from error
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------

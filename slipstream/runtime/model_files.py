@@ -12,7 +12,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 
-from slipstream.configs.base import Config, ConfigError, require
+from slipstream.configs.base import Config, ConfigError, first_line, require
 from slipstream.configs.data import ModelConfig
 
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
@@ -40,8 +40,7 @@ def check_model_path(path: str, *, setting: str = "model.path") -> None:
         raise _invalid_path(path, "there is no such folder", setting=setting) from None
     # The HTTP library raises various errors.
     except Exception as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        reason = f"there is no such folder, and the hub answers: {reason}"
+        reason = f"there is no such folder, and the hub answers: {first_line(error)}"
         raise _invalid_path(path, reason, setting=setting) from None
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.configs.base import first_line
 from slipstream.launch.diagnose.install import find_kernels, installed_packages
 from slipstream.launch.diagnose.machine import Result
 
@@ -73,8 +74,7 @@ def main() -> None:
             with redirect_stdout(sys.stderr):
                 finding = part()
         except Exception as error:  # libraries raise anything
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            finding = Result(name, "fail", reason, fix=fix)
+            finding = Result(name, "fail", first_line(error), fix=fix)
         sys.stdout.buffer.write(msgspec.json.encode(finding) + b"\n")
         sys.stdout.buffer.flush()
 
