@@ -177,12 +177,10 @@ class RemoteSeat:
             self._host = self._cluster.host(self._name, self._group, gpus=self._gpus)
             self._ask("start", *self._order)
         elif waited_s > self._timeout_s:
-            self._end(
-                BAD_INPUT,
-                f"error: {self._name} needs a machine with {describe(self._bundle, self._needs.labels)} free, and got "
-                f"none within broker.join_timeout_s ({self._timeout_s:g} s); the cluster has "
-                f"{self._cluster.offers()}: {self._remedy}.",
-            )
+            needs = f"{self._name} needs a machine with {describe(self._bundle, self._needs.labels)} free"
+            got = f"got none within broker.join_timeout_s ({self._timeout_s:g} s)"
+            offers = f"the cluster has {self._cluster.offers()}"
+            self._end(BAD_INPUT, f"error: {needs}, and {got}; {offers}: {self._remedy}.")
         elif waited_s > _EXPLAIN_AFTER_S and ";" not in self._waits:
             self._waits += f"; the cluster has {self._cluster.offers()}"
 

@@ -112,7 +112,7 @@ class RoleProcess:
         """
         self._trim_log()
         if self._restart_at is not None:
-            return self._restart_if_due()
+            return self._restart_now() if time.monotonic() >= self._restart_at else []
         code = self._seat.poll()
         if code is None or (code == 0 and (self._restart != "always" or self._is_asked_to_end)):
             before, self._announced = self._announced, self.place
@@ -127,8 +127,8 @@ class RoleProcess:
         if recurs or code == BAD_INPUT or self._num_deaths_in_a_row >= _MAX_RESTARTS:
             if code > 0 and (error := self._find_error()):
                 raise RoleDiedError(f"{self.name}: {error} (the log is {self._log})")
-            end = f"The end of {self._log}:\n{self.log_tail()}"
-            raise RoleDiedError(f"{self.name} ended with {describe_exit(code)}. {end}")
+            tail = f"The end of {self._log}:\n{self.log_tail()}"
+            raise RoleDiedError(f"{self.name} ended with {describe_exit(code)}. {tail}")
         lines = [line for line in self.log_tail().splitlines() if not line.startswith(LOG_PREFIX)]
         # Search for the error: a library may print the last line when it aborts at exit.
         words = self._find_error() or f"last line of its log: {lines[-1].strip() if lines else ''}"
@@ -159,21 +159,19 @@ class RoleProcess:
     def _trim_log(self) -> None:
         # A full disk or a deleted log must not end the run.
         with contextlib.suppress(OSError):
-            size = self._log.stat().st_size
-            if size <= self._max_log_bytes:
+            if (size := self._log.stat().st_size) <= self._max_log_bytes:
                 return
+            num_dropped = size - self._max_log_bytes // 4
             # All writers append, so truncation is safe.
             with self._log.open("rb") as log:
-                log.seek(size - self._max_log_bytes // 4)
+                log.seek(num_dropped)
                 newest = log.read()
             os.truncate(self._log, 0)
-            self._log_starts_at = max(0, self._log_starts_at - (size - self._max_log_bytes // 4))
+            self._log_starts_at = max(0, self._log_starts_at - num_dropped)
             with self._log.open("ab") as log:
                 log.write(newest)
 
-    def _restart_if_due(self) -> list[str]:
-        if self._restart_at is None or time.monotonic() < self._restart_at:
-            return []
+    def _restart_now(self) -> list[str]:
         self._restart_at = None
         self.num_restarts += 1
         self._num_deaths_in_a_row += 1

@@ -24,10 +24,8 @@ def sbatch_script(
     ports = run.cluster.port_range
     meet = ports[len(ports) // 2 :]
     nodes = [f"--nodes={core.machines}", f"--ntasks={core.machines}", "--ntasks-per-node=1"]
-    nodes += [
-        f"--cpus-per-task={ceil(core.cpus)}",
-        *([f"--gpus-per-node={run.learner_gpus}"] if run.learner_gpus else []),
-    ]
+    nodes += [f"--cpus-per-task={ceil(core.cpus)}"]
+    nodes += [f"--gpus-per-node={run.learner_gpus}"] if run.learner_gpus else []
     nodes += [f"--mem={ceil(core.memory_gib * 1024)}M"] if core.memory_gib else []
     tasks = [f"--ntasks={count}", f"--cpus-per-task={ceil(generator.cpus)}"]
     tasks += [f"--gpus-per-task={run.generator_gpus}"] if run.generator_gpus else []
@@ -53,11 +51,9 @@ def sbatch_script(
     body = Path(__file__).with_name("slurm.sh").read_text("utf-8")
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in first), "#SBATCH hetjob"]
     lines += [f"#SBATCH {option}" for option in second]
-    lines += [
-        f"# Run {run.name}, by `slipstream launch slurm`: learner on {core.machines} nodes, {count} generators.",
-        "",
-    ]
-    return "\n".join([*lines, *(f"{name}={value}" for name, value in variables.items())]) + "\n\n" + body
+    lines += [f"# Run {run.name}, by `slipstream launch slurm`: learner on {core.machines} nodes, {count} generators."]
+    lines += ["", *(f"{name}={value}" for name, value in variables.items())]
+    return "\n".join(lines) + f"\n\n{body}"
 
 
 def _array(words: Sequence[str]) -> str:

@@ -86,10 +86,10 @@ def _model_of(source: Path) -> Path:
 
 def _read(source: Path, base: Path | None) -> tuple[str, dict[str, Tensor], Path, torch.dtype]:
     """Return (kind, weights, folder with config and tokenizer, commonest dtype)."""
-    if folder := _with_file(source, "adapter_config.json", ""):
-        root = _base(base, Path(str(read_json(str(folder), "adapter_config.json").get("base_model_name_or_path"))))
+    if (source / "adapter_config.json").is_file():
+        root = _base(base, Path(str(read_json(str(source), "adapter_config.json").get("base_model_name_or_path"))))
         weights = _load_folder(root)
-        return "adapter", _merged(folder, root, weights), root, _common_dtype(weights)
+        return "adapter", _merged(source, root, weights), root, _common_dtype(weights)
     if (source / CHECKSUMS).is_file() and (damage := find_damage(source)):
         raise ConfigError(f"{damage}: restore the file from a copy.")
     if folder := _with_file(source, "model*.safetensors*", "", "model"):
@@ -159,10 +159,8 @@ def _gather_fsdp(folder: Path) -> dict[str, Tensor]:
     must, why = "hold the shards of one world size, from rank 0 on", "a model is joined from those of all ranks"
     require(len(sizes) == 1, str(folder), must, got=sorted(sizes), why=why)
     with _reading(f"{folder} must hold FSDP shards of DTensors, all of them and as they were saved"):
-        ranks = [
-            torch.load(folder / f"model_world_size_{sizes[0]}_rank_{rank}.pt", map_location="cpu", weights_only=True)
-            for rank in range(sizes[0])
-        ]
+        files = [folder / f"model_world_size_{sizes[0]}_rank_{rank}.pt" for rank in range(sizes[0])]
+        ranks = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
         return {name: _join(name, [shard[name] for shard in ranks]) for name in ranks[0]}
 
 
@@ -211,7 +209,7 @@ def _common_dtype(weights: Mapping[str, Tensor]) -> torch.dtype:
     sizes = Counter[torch.dtype]()
     for tensor in weights.values():
         sizes[tensor.dtype] += tensor.numel() * tensor.is_floating_point()
-    return max(sizes, key=lambda dtype: sizes[dtype])
+    return sizes.most_common(1)[0][0]
 
 
 def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, source: Path) -> PreTrainedModel:
@@ -227,9 +225,8 @@ def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, sour
     require(not quantized, str(folder), "describe a model without quantization", got="a quantization_config", why=why)
     with _reading(f"{source} must hold the weights of the {name} in {folder}"):
         weights = _without_prefix(weights, kind, config)
-        module, found = kind.from_pretrained(
-            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
-        )
+        options: dict[str, Any] = {"config": config, "state_dict": weights, "dtype": dtype, "output_loading_info": True}
+        module, found = kind.from_pretrained(None, **options)
     for problem in ("missing_keys", "unexpected_keys"):
         names, got = sorted(found[problem]), problem.replace("_", " ")
         why = f"{', '.join(names[:3])} ({len(names)} in all)"

@@ -150,12 +150,10 @@ def _check_unseen(run: RunConfig) -> None:
     """Raise ConfigError if a held-out file is a training file or its copy, unless nothing is trained."""
     files = [(file.path, each.path) for file in run.data.train_files for each in run.data.eval_sets]
     for trained, heldout in files if run.mode != "evaluate" else []:
-        if filecmp.cmp(trained, heldout, shallow=False):
-            same = "the same file" if trained == heldout else f"a copy of {trained}"
-            raise ConfigError(
-                f"data.eval must hold prompts that are not trained on, got {heldout}, {same} as data.train: an "
-                "evaluation would measure memory. Split the file, or measure on another one."
-            )
+        same = "the same file" if trained == heldout else f"a copy of {trained}"
+        is_fit, got = not filecmp.cmp(trained, heldout, shallow=False), f"{heldout}, {same} as data.train"
+        why = "an evaluation would measure memory; split the file, or measure on another one"
+        require(is_fit, "data.eval", "hold prompts that are not trained on", got=got, why=why)
 
 
 _LEARNING_RATES = (1e-8, 1e-2)
@@ -166,22 +164,16 @@ def describe_doubts(run: RunConfig, *, num_rows: int | None = None) -> Iterator[
     """Describe settings that are allowed but probably mistaken. `num_rows`: training prompts."""
     rate, (low, high) = run.learner.optimizer.learning_rate, _LEARNING_RATES
     if not low <= rate <= high:
-        effect = "diverge" if rate > high else "barely change"
-        yield (
-            f"learner.optimizer.learning_rate is {rate:g}, and the model will probably {effect}: 1e-7 to 1e-5 is "
-            "typical for all weights of a pretrained model, 1e-6 to 1e-4 for model.lora"
-        )
-    groups = run.claimed_groups_per_step
+        effect = f"the model will probably {'diverge' if rate > high else 'barely change'}"
+        typical = "1e-7 to 1e-5 is typical for all weights of a pretrained model, 1e-6 to 1e-4 for model.lora"
+        yield f"learner.optimizer.learning_rate is {rate:g}, and {effect}: {typical}"
+    groups, asked = run.claimed_groups_per_step, f"learner.prompts_per_step is {run.learner.prompts_per_step}"
     if num_rows and run.mode != "sft" and groups > num_rows:
-        yield (
-            f"learner.prompts_per_step is {run.learner.prompts_per_step}, but there are only {num_rows} training "
-            f"prompts: every step trains each of them about {groups / num_rows:.3g} times"
-        )
+        effect = f"every step trains each of them about {groups / num_rows:.3g} times"
+        yield f"{asked}, but there are only {num_rows} training prompts: {effect}"
     if run.has_roles and not run.generators.count:
-        yield (
-            "generators.count is 0, and training waits until you start a generator: `python -m slipstream.generators "
-            f"name={run.name}`, or `slipstream scale generators=1`"
-        )
+        start = f"`python -m slipstream.generators name={run.name}`, or `slipstream scale generators=1`"
+        yield f"generators.count is 0, and training waits until you start a generator: {start}"
 
 
 _MADE_UP = "I do not know."
@@ -199,12 +191,10 @@ def check_prompts(run: RunConfig, *datasets: Dataset) -> None:
             where = f"row {row.uid} of {dataset.paths}"
             if row.agent_name not in agents:
                 raise ConfigError(f"{run.generators.describe_missing(row.agent_name, row=where)}.")
-            if is_known and not template and not isinstance(row.prompt, str):
-                raise ConfigError(
-                    f"the tokenizer must have a chat template, because {where} is a list of chat messages, but "
-                    f"{run.model.path} has none: set model.chat_template to a file, use an instruction-tuned "
-                    "checkpoint, or write prompts as text."
-                )
+            is_fit, must = not is_known or template or isinstance(row.prompt, str), f"have a chat template for {where}"
+            got = f"none in {run.model.path}, for a list of chat messages"
+            why = "set model.chat_template to a file, use an instruction-tuned checkpoint, or write prompts as text"
+            require(bool(is_fit), "the tokenizer", must, got=got, why=why)
 
 
 def try_rewards(run: RunConfig, dataset: Dataset) -> None:
@@ -226,10 +216,9 @@ def try_rewards(run: RunConfig, dataset: Dataset) -> None:
         answers = {text: _token_ids(tokenizer, text) for text in (_MADE_UP, truth)}
         for answer, reward in asyncio.run(_score(config, row, answers)).items():
             if reward.status != "ok":
-                raise ConfigError(
-                    f"generators.reward ({config.summary}) must score every answer, but {reward.detail}; the call was "
-                    f"for row {row.uid} of {dataset.paths} and the answer {answer!r:.60}."
-                )
+                must = f"generators.reward ({config.summary}) must score every answer, but {reward.detail}"
+                call = f"the call was for row {row.uid} of {dataset.paths} and the answer {answer!r:.60}"
+                raise ConfigError(f"{must}; {call}.")
 
 
 def _token_ids(tokenizer: Tokenizer | None, text: str) -> list[int]:
@@ -263,8 +252,8 @@ def prepare(run: RunConfig) -> int:
     """Run missing preparation steps in order; return their number. Raises ConfigError."""
     if not (steps := missing_steps(run)):
         return 0
-    # One process for all steps imports torch once, and the launcher never does.
     limit_s = preparation_limit_s(run)
+    # One process for all steps imports torch once, and the launcher never does.
     code = run_kept([__name__, json.encode(steps).decode()], timeout_s=limit_s)
     missing = missing_steps(run)
     if missing or code != 0:

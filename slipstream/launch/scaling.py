@@ -78,41 +78,31 @@ class Autoscaler:
         seconds = self._clock() - self._started_at
         if seconds < _SETTLE_S:
             return None
-        if target < (least := self._config.min):
-            # Generators were drained or abandoned.
-            change: Change | None = Change(least, f"generators.autoscale.min is {least}")
-        else:
-            change = self._scale_up(seconds, target=target)
-            change = change or self._scale_down(seconds, num_ready=num_ready, target=target)
+        change = self._choose(seconds, num_ready=num_ready, target=target)
         # Extend a window with too few steps, or slow steps would never be measured.
         if not 0 < len(self._rows) < _MIN_STEPS:
             self.start_window()
         return change
 
-    def _scale_up(self, seconds: float, *, target: int) -> Change | None:
+    def _choose(self, seconds: float, *, num_ready: int, target: int) -> Change | None:
         waited, config = self._learner_wait_fraction(), self._config
-        if target >= config.max or waited is None or waited <= _MORE_ABOVE:
+        if target < config.min:
+            # Generators were drained or abandoned.
+            return Change(config.min, f"generators.autoscale.min is {config.min}")
+        if waited is None:
             return None
-        return Change(
-            target + 1,
-            f"the learner waited {waited:.0%} of the last {seconds:.0f} s for groups, above {_MORE_ABOVE:.0%}",
-        )
-
-    def _scale_down(self, seconds: float, *, num_ready: int, target: int) -> Change | None:
-        waited, config = self._learner_wait_fraction(), self._config
+        if waited > _MORE_ABOVE:
+            why = f"the learner waited {waited:.0%} of the last {seconds:.0f} s for groups, above {_MORE_ABOVE:.0%}"
+            # None leaves at `max`, or it would return repeatedly.
+            return Change(target + 1, why) if target < config.max else None
         if target <= config.min or not self._busy or len(self._rows) < _MIN_STEPS:
-            return None
-        # Not while the learner waits: at `max`, a generator would leave and return repeatedly.
-        if waited is None or waited > _MORE_ABOVE:
             return None
         busy = sum(self._busy) / len(self._busy)
         # The others must be able to take over its work.
         if busy >= _FEWER_BELOW or busy * num_ready > num_ready - 1:
             return None
-        return Change(
-            target - 1,
-            f"the generators used {busy:.0%} of their capacity in the last {seconds:.0f} s, below {_FEWER_BELOW:.0%}",
-        )
+        capacity = f"{busy:.0%} of their capacity in the last {seconds:.0f} s"
+        return Change(target - 1, f"the generators used {capacity}, below {_FEWER_BELOW:.0%}")
 
     def _learner_wait_fraction(self) -> float | None:
         """Fraction of the window in which the learner waits; None after too few steps.
@@ -178,8 +168,8 @@ class LauncherReport:
             self._report("gone", {"restarts": dict(restarts), "reason": reason})
 
     def _report(self, state: str, gauges: dict[str, Any]) -> None:
-        process = {"host": socket.gethostname(), "pid": os.getpid()}
-        self._store.report_role(LAUNCHER, {"role": LAUNCHER, "state": state, **process, **gauges})
+        process = {"role": LAUNCHER, "state": state, "host": socket.gethostname(), "pid": os.getpid()}
+        self._store.report_role(LAUNCHER, process | gauges)
 
 
 class Scaling:
@@ -243,25 +233,17 @@ class Scaling:
             # Waits during a start say nothing about the number needed.
             self._autoscaler.start_window()
             return events
+        busy, ready = busy_fraction(workers), len(workers)
         change = self._autoscaler.observe(
-            snapshot.new_rows,
-            busy=busy_fraction(workers),
-            is_starving=is_starving,
-            num_ready=len(workers),
-            target=self._pool.target,
+            snapshot.new_rows, busy=busy, is_starving=is_starving, num_ready=ready, target=self._pool.target
         )
         return events + (self._apply(change) if change else [])
 
     def _update_absences(self, roles: Sequence[RoleStatus], *, working: set[str]) -> list[Event]:
         states = {role.name: role.state if role.is_alive else role.liveness for role in roles}
-        return [
-            Event(
-                name,
-                f"{name} is {states.get(name, 'absent')} and has not worked for {_ABSENT_AFTER_S:g} s: the "
-                "autoscaler ignores it until it works",
-            )
-            for name in self._absences.update(self._pool.active_names, working=working)
-        ]
+        absent = self._absences.update(self._pool.active_names, working=working)
+        since = f"has not worked for {_ABSENT_AFTER_S:g} s: the autoscaler ignores it until it works"
+        return [Event(name, f"{name} is {states.get(name, 'absent')} and {since}") for name in absent]
 
     def _apply(self, change: Change) -> list[Event]:
         try:
@@ -269,21 +251,13 @@ class Scaling:
         except ConfigError as error:
             previous, self._refused = self._refused, (change.target, str(error))
             # Once: repeats would push other events out of the store.
-            if previous == self._refused:
-                return []
-            return [
-                Event(
-                    LAUNCHER,
-                    f"the number of generators stays at {self._pool.target}, although {change.reason}: {error}",
-                )
-            ]
+            stays = f"the number of generators stays at {self._pool.target}, although {change.reason}: {error}"
+            return [] if previous == self._refused else [Event(LAUNCHER, stays)]
 
     def _set_target(self, target: int, *, reason: str) -> list[Event]:
         previous = self._pool.target
         # Raises before anything changes.
         self._check_room(target)
         self._refused = None
-        return [
-            Event(LAUNCHER, f"the number of generators changes from {previous} to {target}: {reason}"),
-            *self._pool.set_target(target),
-        ]
+        changed = f"the number of generators changes from {previous} to {target}: {reason}"
+        return [Event(LAUNCHER, changed), *self._pool.set_target(target)]

@@ -41,14 +41,10 @@ _TASK_ROUNDS_PER_TURN = 16
 class TurnClock:
     """Clock that advances with the turns of the pump."""
 
-    def __init__(self) -> None:
-        self._now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
-        return self._now
-
-    def advance(self, seconds: float) -> None:
-        self._now += seconds
+        return self.now
 
 
 class SerialPeer:
@@ -60,9 +56,8 @@ class SerialPeer:
         self.board = StatusBoard()
         self.received: deque[Message] = deque()
         hello = Hello(role, self.member.peer_id, self.member.incarnation, "localhost", os.getpid())  # type: ignore[arg-type]
-        self.client = BrokerClient(
-            hub.client(), hello=hello, status=self.board, on_message=self.received.append, clock=clock
-        )
+        receive = self.received.append
+        self.client = BrokerClient(hub.client(), hello=hello, status=self.board, on_message=receive, clock=clock)
 
 
 class Pump:
@@ -91,7 +86,7 @@ class Pump:
     def turn(self) -> None:
         """Step every role once. Raises the generator's error, if it failed."""
         # The order is part of the result: changing it changes every serial run.
-        self._clock.advance(_SECONDS_PER_TURN)
+        self._clock.now += _SECONDS_PER_TURN
         self._learner.client.step(timeout_s=0)
         self._router.step(timeout_s=0)
         self._peer.client.step(timeout_s=0)
@@ -152,9 +147,8 @@ def run_serial(
     assert isinstance(config, EmbeddedRedisConfig), "the settings are checked"
     with ExitStack() as stack:
         # Persists nothing, because a serial run cannot be resumed.
-        store = stack.enter_context(
-            open_own_store(folder.store, run.name, max_memory_mib=config.max_memory_mib, clock=clock)
-        )
+        opened = open_own_store(folder.store, run.name, max_memory_mib=config.max_memory_mib, clock=clock)
+        store = stack.enter_context(opened)
         begin_run(store, run, num_rows=train.row_count)
         router = Router(hub.server(), store, run=run, train=train, heldout=heldout, clock=clock)
         prepare_store(store)

@@ -118,10 +118,9 @@ def expand(overrides: list[str]) -> list[tuple[dict[str, str], list[str]]]:
     if all(len(options) == 1 for options in choices.values()):
         raise ConfigError("a sweep must have a setting with several values, such as seed=1,2,3.")
     choices.pop("name", None)
-    return [
-        ({key: value for key, value, _ in chosen if key}, [text for _, _, text in chosen])
-        for chosen in itertools.product(*choices.values())
-    ]
+    combinations = [*itertools.product(*choices.values())]
+    swept = [{key: value for key, value, _ in chosen if key} for chosen in combinations]
+    return list(zip(swept, ([text for _, _, text in chosen] for chosen in combinations), strict=True))
 
 
 def name_runs(base: str, swept: Sequence[tuple[dict[str, str], list[str]]]) -> list[str]:

@@ -60,20 +60,12 @@ WITH_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options":
 Texts = list[str] | None
 """Values of a repeatable argument or option."""
 Overrides = Annotated[Texts, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")]
-SourceWord = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE", help="A run's name or folder, an archive, a file of `data export`, or a redis:// address."
-    ),
-]
-RunName = Annotated[
-    str | None, typer.Option("--run", metavar="NAME", help="Name of the run, beside a redis:// address.")
-]
+_SOURCE = "A run's name or folder, an archive, a file of `data export`, or a redis:// address."
+SourceWord = Annotated[str, typer.Argument(metavar="SOURCE", help=_SOURCE)]
+RunName = Annotated[str | None, typer.Option("--run", metavar="NAME", help="Name of the run at a redis:// address.")]
 RunsDir = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the run folders.")]
-TokenizerPath = Annotated[
-    Path | None,
-    typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json or its folder, instead of the run's."),
-]
+_TOKENIZER = "A tokenizer.json or its folder, instead of the run's."
+TokenizerPath = Annotated[Path | None, typer.Option("--tokenizer", metavar="FILE", help=_TOKENIZER)]
 
 _BUILDS = ("torch", "vllm", "deepspeed", "peft")
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
@@ -90,7 +82,7 @@ def exit_with_error(sentence: object, *, code: int) -> NoReturn:
 
 def exit_after_help(arguments: list[str], text: str | None) -> None:
     """Print `text` and exit if the arguments ask for help."""
-    if any(argument in ("-h", "--help") for argument in arguments):
+    if {"-h", "--help"} & {*arguments}:
         print((text or "").strip())
         raise SystemExit(0)
 
@@ -122,11 +114,8 @@ def fail_cleanly(
         name = (error.name or "").partition(".")[0]
         if name not in _BUILDS or not str(error).startswith("No "):
             raise
-        exit_with_error(
-            f"{name} must be installed, but is not: `pip install 'slipstream[cpu]'`, or 'slipstream[gpu]' on a machine "
-            "with an NVIDIA GPU.",
-            code=BAD_INPUT,
-        )
+        install = "`pip install 'slipstream[cpu]'`, or 'slipstream[gpu]' on a machine with an NVIDIA GPU"
+        exit_with_error(f"{name} must be installed, but is not: {install}.", code=BAD_INPUT)
     except KeyboardInterrupt:
         # Teardown is slow with torch; another signal would print a traceback.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -136,20 +125,16 @@ def fail_cleanly(
 
 
 def _exit_for_path(error: OSError) -> None:
+    what, reason = error.filename or "a file", error.strerror or error
     if is_disk_full(error):
-        what = error.filename or "a file"
-        exit_with_error(f"{what} must have room on its disk, got {error.strerror or error}: make some.", code=TRY_AGAIN)
+        exit_with_error(f"{what} must have room on its disk, got {reason}: make some.", code=TRY_AGAIN)
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        exit_with_error(
-            f"{error.filename or 'a file'} must be opened, got {error.strerror}: raise `ulimit -n`.", code=TRY_AGAIN
-        )
+        exit_with_error(f"{what} must be opened, got {reason}: raise `ulimit -n`.", code=TRY_AGAIN)
     if error.filename is not None and error.errno in _REFUSED:
-        exit_with_error(
-            f"{error.filename} must be a path that this user may read and write, got {error.strerror}: correct it, its "
-            "permissions or its disk.",
-            # A network disk may come back: a launcher restarts the role once.
-            code=TRY_ONCE if launcher_pid() not in (0, os.getpid()) else BAD_INPUT,
-        )
+        must = f"{what} must be a path that this user may read and write, got {reason}"
+        # A network disk may come back: a launcher restarts the role once.
+        code = TRY_ONCE if launcher_pid() not in (0, os.getpid()) else BAD_INPUT
+        exit_with_error(f"{must}: correct it, its permissions or its disk.", code=code)
 
 
 class _PanelGroup(TyperGroup):
@@ -167,14 +152,9 @@ class _PanelGroup(TyperGroup):
 
 def make_app(text: str) -> typer.Typer:
     """Return a typer app; `text` is its help."""
-    return typer.Typer(
-        cls=_PanelGroup,
-        help=text,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-        rich_markup_mode=None,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
+    context = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+    plain: dict[str, Any] = {"rich_markup_mode": None, "add_completion": False, "pretty_exceptions_enable": False}
+    return typer.Typer(cls=_PanelGroup, help=text, context_settings=context, **plain)
 
 
 def make_parser(program: str, text: str | None) -> argparse.ArgumentParser:
@@ -292,8 +272,7 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
     if "=" in first or first.startswith(("-", "~")):
         # An override, a deletion (~), or one mistyped with dashes.
         return ["run", *arguments]
-    close = get_close_matches(first, commands, n=1)
-    if close:
+    if close := get_close_matches(first, commands, n=1):
         raise ConfigError(f"no command `{first}`, did you mean `{close[0]}`?")
     from slipstream.configs.schema import nearest_key, peer_advice
 
@@ -313,8 +292,7 @@ _PIPED_WIDTH = 180
 
 def make_console() -> Console:
     """Return a console without markup, because settings and paths contain brackets."""
-    width = None if Console().is_terminal else _PIPED_WIDTH
-    return Console(highlight=False, markup=False, width=width)
+    return Console(highlight=False, markup=False, width=None if Console().is_terminal else _PIPED_WIDTH)
 
 
 def make_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:

@@ -94,9 +94,7 @@ class RunFolder:
     def sockets(self) -> Path:
         """Folder of unix sockets; `short_folder` if its path is too long."""
         path = self.path.resolve() / "sockets"
-        if len(bytes(path)) <= _MAX_SOCKETS_BYTES:
-            return path
-        return short_folder(path)
+        return path if len(bytes(path)) <= _MAX_SOCKETS_BYTES else short_folder(path)
 
     @property
     def has_run(self) -> bool:
@@ -162,22 +160,18 @@ class RunFolder:
             self.unlock()
         run, is_used = self._run, self.has_run and not self.is_untrained
         must, got = f"be false with mode={run.mode}, which keeps its state in memory", f"{run.resume} for {run.name!r}"
-        why = (
-            f"delete the folder, or start another run, if you like with model.path of a model below {self.checkpoints}"
-        )
+        why = f"delete the folder, or start another run, also with model.path of a model below {self.checkpoints}"
         require(not (is_used and run.resume and run.is_one_process), "resume", must, got=got, why=why)
-        if is_used and not run.resume:
-            again = "" if run.is_one_process else "continue it with resume=true, "
-            raise ConfigError(
-                f"name must be unused in {run.runs_dir}/, got {run.name!r}, which exists: choose another with "
-                f"name=..., {again}or delete the folder."
+        must, got = f"be unused in {run.runs_dir}/", f"{run.name!r}, which exists"
+        again = "" if run.is_one_process else "continue it with resume=true, "
+        why = f"choose another with name=..., {again}or delete the folder"
+        require(bool(run.resume) or not is_used, "name", must, got=got, why=why)
+        if run.resume is True and not self.has_run and not run.storage.uri:
+            others = describe_others(Path(run.runs_dir), run.name)
+            must = (
+                f"name must be that of a run with resume=true, got {run.name!r}, but there is no {self.path}: {others}"
             )
-        if self._run.resume is True and not self.has_run and not self._run.storage.uri:
-            others = describe_others(Path(self._run.runs_dir), self._run.name)
-            raise ConfigError(
-                f"name must be that of a run with resume=true, got {self._run.name!r}, but there is no {self.path}: "
-                f"{others}; correct name=..., or use resume=auto, which resumes a run if it exists and else starts it."
-            )
+            raise ConfigError(f"{must}; correct name=..., or use resume=auto, which starts a run that does not exist.")
 
     def lock(self) -> None:
         """Lock the run until this process ends. Idempotent. Raises ConfigError if another process has."""
@@ -192,10 +186,9 @@ class RunFolder:
             lock.seek(0)
             holder = lock.read(32).strip()
             lock.close()
-            raise ConfigError(
-                f"run {self._run.name!r} must have one launcher, or one broker started by hand, but process {holder} "
-                "runs it: choose another name with name=..., or stop that process."
-            ) from None
+            must = f"run {self._run.name!r} must have one launcher, or one broker started by hand"
+            why = "choose another name with name=..., or stop that process"
+            raise ConfigError(f"{must}, but process {holder} runs it: {why}.") from None
         self._lock = lock
         # On a full disk, the pid is missing but the lock holds.
         with suppress(OSError):
@@ -285,14 +278,13 @@ class RunFolder:
 
         Holds one row at a time: those of a long run take gigabytes.
         """
-        damaged, num_rows, is_kept = list[int](), 0, True
+        damaged, num_kept, num_rows = list[int](), 0, 0
         for num_rows, (row, _) in enumerate(self._rows(), start=1):
-            if row is None:
-                damaged.append(num_rows)
-            is_kept = is_kept and row is not None and row["step"] <= up_to_step
+            damaged += [num_rows] if row is None else []
+            num_kept += row is not None and row["step"] <= up_to_step
         if damaged:
             log.warning("damaged_metrics_dropped", file=str(self.metrics), lines=damaged, whole=num_rows - len(damaged))
-        if not is_kept:
+        if num_kept < num_rows:
             rows = self._rows()
             _rewrite(self.metrics, (line for row, line in rows if row is not None and row["step"] <= up_to_step))
         return (row for row, _ in self._rows() if row is not None)
@@ -367,10 +359,8 @@ def is_held(folder: Path, name: str = _LOCK) -> bool:
     try:
         with (folder / name).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
@@ -388,21 +378,17 @@ def find_run(words: Sequence[str], *, command: str) -> Path:
             raise ConfigError(f"{command} takes one run, got {chosen[key]!r} and {value!r}.")
         chosen[key] = value
     runs_dir, name = Path(chosen["runs_dir"]), chosen["name"]
-    if name:
-        if (Path(name) / _CONFIG).is_file():
-            return Path(name)
-        if not re.match(NAME_PATTERN, name):
-            raise ConfigError(f"{command} takes the name or the folder of a run, got {name!r}, which is neither.")
-        folder = runs_dir / name
-        if not (folder / _CONFIG).is_file():
-            raise ConfigError(
-                f"{folder} must be a run folder, but has no {_CONFIG}: {describe_others(runs_dir, name)}."
-            )
-        return folder
-    runs = list_runs(runs_dir)
-    if not runs:
-        raise ConfigError(f"there must be a run in {runs_dir}/, got none: start one with `slipstream run`.")
-    return runs[0]
+    if not name:
+        runs = list_runs(runs_dir)
+        require(bool(runs), "there", f"be a run in {runs_dir}/", got="none", why="start one with `slipstream run`")
+        return runs[0]
+    if (Path(name) / _CONFIG).is_file():
+        return Path(name)
+    if not re.match(NAME_PATTERN, name):
+        raise ConfigError(f"{command} takes the name or the folder of a run, got {name!r}, which is neither.")
+    if not ((folder := runs_dir / name) / _CONFIG).is_file():
+        raise ConfigError(f"{folder} must be a run folder, but has no {_CONFIG}: {describe_others(runs_dir, name)}.")
+    return folder
 
 
 def list_runs(runs_dir: Path) -> list[Path]:

