@@ -92,10 +92,8 @@ def given_token(config: BrokerConfig) -> str:
     """Return the token from environment or `broker.token_file`, or else nothing. Raises ConfigError."""
     if token := os.environ.get(TOKEN_VARIABLE, ""):
         return _check_format(token.strip(), origin=f"the environment variable {TOKEN_VARIABLE}")
-    if config.token_file is None:
-        return ""
-    path = Path(config.token_file)
-    return _check_format(_read_private(path), origin=f"broker.token_file ({path})")
+    path = config.token_file
+    return _check_format(_read_private(Path(path)), origin=f"broker.token_file ({path})") if path is not None else ""
 
 
 def _token_in_folder(folder: RunFolder) -> str:
@@ -110,9 +108,8 @@ def _read_private(path: Path) -> str:
         require(not mode & _ACCESS_BY_OTHERS, "a token file", must, got=got, why=f"chmod 600 {path}")
         return path.read_bytes().decode("ascii", errors="replace").strip()
     except OSError as error:
-        raise ConfigError(
-            f"broker.token_file must be a readable file, got {path}: {error.strerror or error}."
-        ) from None
+        reason = error.strerror or error
+        raise ConfigError(f"broker.token_file must be a readable file, got {path}: {reason}.") from None
 
 
 def _check_format(token: str, *, origin: str) -> str:
@@ -132,8 +129,7 @@ def _derive_keys(token: str) -> Keys:
 
 def derive_keys(token: str, *, guests: Sequence[str] = ()) -> Keys:
     """Derive the keys of both ends from the token, in 0.2 s. `guests`: admitted by servers. Raises ConfigError."""
-    keys = _derive_keys(token)
-    if keys.guest:
+    if (keys := _derive_keys(token)).guest:
         return keys
     return msgspec.structs.replace(keys, guests={zmq.curve_public(_guest_secret(keys, name)): name for name in guests})
 
@@ -165,10 +161,8 @@ def _read_guest(token: str) -> Keys:
         both = base64.urlsafe_b64decode(packed)
     except ValueError:
         both = b""
-    if not name or len(both) != 2 * _KEY_BYTES:
-        raise ConfigError(
-            f"a token that starts with {_GUEST} must be a guest token: copy it from guests/NAME in the run folder."
-        )
+    is_fit, why = bool(name) and len(both) == 2 * _KEY_BYTES, "copy it from guests/NAME in the run folder"
+    require(is_fit, f"a token that starts with {_GUEST}", "be a guest token", got="another", why=why)
     server_public, secret = z85.encode(both[:_KEY_BYTES]), z85.encode(both[_KEY_BYTES:])
     return Keys(server_public, b"", zmq.curve_public(secret), secret, guest=name)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image as Pillow
 
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 from slipstream.runtime.model_files import VISION_FAMILIES, read_json
 
 PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -70,12 +70,11 @@ def open_image(data: bytes) -> Pillow.Image:
     # Decoders raise arbitrary errors for damaged bytes.
     except Exception as error:
         raise ConfigError(f"an image must be a readable {', '.join(_FORMATS)}, got {error}.") from None
+    size = f"{image.width} x {image.height}"
     if image.width * image.height > MAX_PIXELS:
-        raise ConfigError(f"an image must have at most {MAX_PIXELS} pixels, got {image.width} x {image.height}.")
+        raise ConfigError(f"an image must have at most {MAX_PIXELS} pixels, got {size}.")
     if max(image.size) > _MAX_RATIO * min(image.size):
-        raise ConfigError(
-            f"a side of an image must be at most {_MAX_RATIO} times the other, got {image.width} x {image.height}."
-        )
+        raise ConfigError(f"a side of an image must be at most {_MAX_RATIO} times the other, got {size}.")
     return image
 
 
@@ -94,13 +93,14 @@ class VisionModel:
     def token_id(self) -> int:
         """Placeholder of image parts. Raises ConfigError if the model does not support images."""
         settings = read_json(self._path, "config.json")
-        if settings.get("model_type") not in VISION_FAMILIES:
-            kind = settings.get("model_type", "unknown")
-            what = "a vision-language model of another family" if "vision_config" in settings else "a text-only model"
-            raise ConfigError(
-                f"prompts with images need a model of the type {' or '.join(VISION_FAMILIES)}, got "
-                f"model.path={self._path}, {what} ({kind}): choose another model, or leave the images out."
-            )
+        kind = settings.get("model_type", "unknown")
+        what = "a vision-language model of another family" if "vision_config" in settings else "a text-only model"
+        must, why = (
+            f"have a model of the type {' or '.join(VISION_FAMILIES)}",
+            "choose another, or leave the images out",
+        )
+        got = f"model.path={self._path}, {what} ({kind})"
+        require(kind in VISION_FAMILIES, "prompts with images", must, got=got, why=why)
         return int(settings.get("image_token_id", 151655))
 
     @cached_property

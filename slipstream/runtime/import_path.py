@@ -46,15 +46,13 @@ def find_function(path: str, *, setting: str) -> Callable[..., Any]:
 def _import(module_name: str, path: str, setting: str) -> ModuleType:
     try:
         return _import_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{setting} must name a module that can be imported, got {path!r}: there is no module {error.name!r}."
-        ) from error
     # A script without `if __name__ == "__main__"` may end the process.
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{setting}={path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}."
-        ) from error
+        failure = f"{setting}={path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}."
+        if isinstance(error, ModuleNotFoundError):
+            must = f"{setting} must name a module that can be imported"
+            failure = f"{must}, got {path!r}: there is no module {error.name!r}."
+        raise ConfigError(failure) from error
 
 
 def _import_file(file: Path) -> ModuleType:

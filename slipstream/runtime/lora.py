@@ -29,11 +29,8 @@ def find_targets(module: PreTrainedModel, lora: LoraConfig) -> list[str]:
     require(not hasattr(module.base_model, "visual"), "model.lora", "be null with images", got="an adapter", why=why)
     heads = [module.get_output_embeddings(), getattr(module, _HEAD, None)]
     parts = dict(module.named_modules())
-    fit = [
-        name
-        for name, part in parts.items()
-        if isinstance(part, nn.Linear | Conv1D) and ".experts." not in name and not any(part is head for head in heads)
-    ]
+    linear = {name: part for name, part in parts.items() if isinstance(part, nn.Linear | Conv1D)}
+    fit = [name for name, part in linear.items() if ".experts." not in name and not any(part is head for head in heads)]
     targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
     if "all-linear" in targets:
         return fit
@@ -122,10 +119,8 @@ def merge(
             if matrix.startswith("B"):
                 first, second = (adapter[f"{path}.lora_{each}.default.weight"].to(tensor.device) for each in "AB")
                 product = layers[path].scaling["default"] * (second.float() @ first.float())
-                yield (
-                    f"{path}.weight",
-                    waiting.pop(path).float() + (product.T if layers[path].fan_in_fan_out else product),
-                )
+                product = product.T if layers[path].fan_in_fan_out else product
+                yield f"{path}.weight", waiting.pop(path).float() + product
         else:
             if name.startswith(f"{_HEAD}."):
                 adapter[name] = tensor.to("cpu", copy=True)

@@ -27,28 +27,24 @@ def check_model_path(path: str, *, setting: str = "model.path") -> None:
     Queries the hub, for at most 10 s, for uncached names.
     """
     if Path(path).is_dir():
-        if not (Path(path) / _CONFIG).is_file():
-            raise _invalid_path(path, f"the folder has no {_CONFIG}", setting=setting)
-        return
+        return _require(path, (Path(path) / _CONFIG).is_file(), f"the folder has no {_CONFIG}", setting=setting)
     # A hub name has one slash, after its owner.
-    if path.startswith((".", "/", "~")) or path.count("/") > 1 or ("/" in path and Path(path).parent.is_dir()):
-        raise _invalid_path(path, "there is no such folder", setting=setting)
+    is_path = path.startswith((".", "/", "~")) or path.count("/") > 1 or ("/" in path and Path(path).parent.is_dir())
+    reason = "there is no such folder" if is_path else ""
     try:
-        if not isinstance(huggingface_hub.try_to_load_from_cache(path, _CONFIG), str):
+        if not is_path and not isinstance(huggingface_hub.try_to_load_from_cache(path, _CONFIG), str):
             huggingface_hub.HfApi().model_info(path, timeout=_HUB_TIMEOUT_S)
     except huggingface_hub.errors.HFValidationError:
-        raise _invalid_path(path, "there is no such folder", setting=setting) from None
+        reason = "there is no such folder"
     # The HTTP library raises various errors.
     except Exception as error:
         reason = f"there is no such folder, and the hub answers: {first_line(error)}"
-        raise _invalid_path(path, reason, setting=setting) from None
+    _require(path, not reason, reason, setting=setting)
 
 
-def _invalid_path(path: str, reason: str, *, setting: str = "model.path") -> ConfigError:
-    return ConfigError(
-        f"{setting} must be a folder with a transformers checkpoint, or the name of one on the Hugging Face hub, "
-        f"got {path!r}: {reason.rstrip('.')}."
-    )
+def _require(path: str, holds: bool, reason: str, *, setting: str = "model.path") -> None:
+    must = "be a folder with a transformers checkpoint, or the name of one on the Hugging Face hub"
+    require(holds, setting, must, got=repr(path), why=reason.rstrip("."))
 
 
 def check_model_files(model: ModelConfig) -> None:
@@ -58,15 +54,14 @@ def check_model_files(model: ModelConfig) -> None:
     """
     folder, path = Path(model.path), model.path
     if folder.is_dir():
-        lacking = [name for name in sorted(weight_map(path)) if not find_file(path, name)]
-        if lacking:
-            raise _invalid_path(path, f"{lacking[0]} is missing: copy or download the folder again")
-        if not any(found for pattern in ("*.safetensors", "*.bin") for found in folder.glob(pattern)):
-            raise _invalid_path(path, f"the folder has no weights ({_WEIGHTS})")
-        if not any(found for name in (*TOKENIZER_FILES[:4], "*.tiktoken") for found in folder.glob(name)):
-            raise _invalid_path(
-                path, "the folder has no tokenizer (tokenizer.json): copy the tokenizer's files into it"
-            )
+        lacking = next((name for name in sorted(weight_map(path)) if not find_file(path, name)), "")
+        _require(path, not lacking, f"{lacking} is missing: copy or download the folder again")
+        has_weights = any(found for pattern in ("*.safetensors", "*.bin") for found in folder.glob(pattern))
+        _require(path, has_weights, f"the folder has no weights ({_WEIGHTS})")
+        has_tokenizer = any(found for name in (*TOKENIZER_FILES[:4], "*.tiktoken") for found in folder.glob(name))
+        _require(
+            path, has_tokenizer, "the folder has no tokenizer (tokenizer.json): copy the tokenizer's files into it"
+        )
     settings = read_json(path, _CONFIG)
     kind = str(settings.get("model_type"))
     must = f"be a text model or a vision-language model of the type {' or '.join(VISION_FAMILIES)}"
@@ -88,10 +83,10 @@ def check_model_files(model: ModelConfig) -> None:
         # Some models have added tokens without an embedding, which text never contains.
         tokens = Tokenizer.from_file(str(file)).get_vocab(with_added_tokens=False)
     except Exception as error:  # the library raises bare Exception
-        raise _invalid_path(path, f"its tokenizer.json is damaged ({error})") from None
-    if (largest := max(tokens.values(), default=0)) >= size:
-        reason = f"token {largest} of its tokenizer has no embedding, because vocab_size in {_CONFIG} is {size}"
-        raise _invalid_path(path, f"{reason}: use the tokenizer of this model, or resize its embedding")
+        return _require(path, False, f"its tokenizer.json is damaged ({error})")
+    largest = max(tokens.values(), default=0)
+    reason = f"token {largest} of its tokenizer has no embedding, because vocab_size in {_CONFIG} is {size}"
+    _require(path, largest < size, f"{reason}: use the tokenizer of this model, or resize its embedding")
 
 
 _INDEX = "model.safetensors.index.json"
@@ -221,18 +216,16 @@ def read_chat_template(model: ModelConfig) -> str:
             return template
     except (OSError, UnicodeDecodeError) as error:
         problem = error.strerror if isinstance(error, OSError) else error
-    raise ConfigError(
-        f"model.chat_template must be a file with a Jinja template, got {model.chat_template!r}: {problem}."
-    )
+    must = "model.chat_template must be a file with a Jinja template"
+    raise ConfigError(f"{must}, got {model.chat_template!r}: {problem}.")
 
 
 def check_template_variables(tokenizer: Any, model: ModelConfig) -> None:
     """Raise ConfigError if the tokenizer's chat template never mentions a variable of `model.chat_template_kwargs`."""
-    if unknown := [name for name in model.chat_template_kwargs if name not in str(tokenizer.chat_template or "")]:
-        raise ConfigError(
-            f"model.chat_template_kwargs must name variables that the chat template reads, but it never mentions "
-            f"{unknown[0]!r}: correct the name, or remove it."
-        )
+    template = str(tokenizer.chat_template or "")
+    unknown = next((name for name in model.chat_template_kwargs if name not in template), "")
+    must, why = "name variables that the chat template reads", f"it never mentions {unknown!r}; correct or remove it"
+    require(not unknown, "model.chat_template_kwargs", must, got=unknown, why=why)
 
 
 def find_file(path: str, name: str) -> Path | None:

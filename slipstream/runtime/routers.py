@@ -56,9 +56,9 @@ def check_layers(config: ModelConfig) -> None:
         return
     try:
         module = meta_model(config)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError):
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
         return
     if not has_router_settings:
         return
@@ -153,9 +153,7 @@ class _Choice(TorchFunctionMode):
         # Other calls select groups of experts.
         if scores.shape[1:] != (self._num_experts,) or top_k != self._top_k:
             return func(*args, **kwargs)
-        if self._given is None:
-            found = func(*args, **kwargs)
-        else:
-            found = torch.return_types.topk((scores.gather(-1, self._given), self._given))
+        given = self._given
+        found = func(*args, **kwargs) if given is None else torch.return_types.topk((scores.gather(-1, given), given))
         self.experts = found[1]
         return found

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 
 CHATS = ("messages", "conversations")
 """Columns of whole conversations; those of ShareGPT have `from` and `value`."""
@@ -37,11 +37,10 @@ def is_json(path: Path) -> bool:
 
 def require_demonstrations(path: Path) -> None:
     """Raise ConfigError if a file of supervised training does not exist."""
-    if not path.is_file():
-        raise ConfigError(
-            f"{path} must be a file of demonstrations, {KINDS}, but does not exist: correct sft.train_path and "
-            "sft.eval_path, or create a preset's files with `slipstream prepare` and the same overrides."
-        )
+    why = (
+        "correct sft.train_path and sft.eval_path, or make a preset's files by `slipstream prepare` with its overrides"
+    )
+    require(path.is_file(), str(path), f"be a file of demonstrations, {KINDS}", got="none", why=why)
 
 
 def read_table(path: Path) -> pa.Table:
@@ -85,11 +84,8 @@ def value_at(row: Any, column: str) -> Any:
 def with_input(instruction: Any, row: Any) -> Any:
     """Append the `input` of an Alpaca row to its instruction."""
     given = row.get(_INPUT)
-    return (
-        f"{instruction}\n\n{given}"
-        if given and isinstance(given, str) and isinstance(instruction, str)
-        else instruction
-    )
+    are_texts = isinstance(given, str) and isinstance(instruction, str)
+    return f"{instruction}\n\n{given}" if given and are_texts else instruction
 
 
 def chat_messages(value: Any) -> Any:

@@ -138,11 +138,9 @@ def merge(folder: Path) -> None:
         if "ts" in event:
             # A float cannot hold absolute microseconds with fractions.
             event["ts"] = (event["ts"] - began_at) / 1000
-    facts = {
-        "began_at_ns": began_at,
-        "dropped_events": {name: part.dropped for name, part in names.items() if part.dropped},
-        "not_merged": [f"{path.stem}.torch.json" for path in left],
-    }
+    dropped = {name: part.dropped for name, part in names.items() if part.dropped}
+    not_merged = [f"{path.stem}.torch.json" for path in left]
+    facts = {"began_at_ns": began_at, "dropped_events": dropped, "not_merged": not_merged}
     draft = folder / "trace.json.gz.new"
     with gzip.open(draft, "wb", compresslevel=4) as file:
         file.write(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}))
