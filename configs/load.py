@@ -19,7 +19,7 @@ from msgspec.inspect import BoolType, DictType, ListType, LiteralType, NoneType,
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from slipstream.configs.base import Config, ConfigError
+from slipstream.configs.base import Config, ConfigError, require
 from slipstream.configs.cluster import PLACE
 from slipstream.configs.data import EVAL_NAME_PATTERN
 from slipstream.configs.engines import VllmEngineConfig
@@ -43,14 +43,9 @@ PRIMARY = "config"
 """Preset with the defaults list of all groups."""
 C = TypeVar("C", bound=Config)
 _TYPE_NAMES = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "a record",
-    "null": "null",
-}
+    "int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
+    "object": "a record", "null": "null",
+}  # fmt: skip
 
 
 def load(overrides: list[str]) -> RunConfig:
@@ -104,11 +99,8 @@ def _resolve_training_length(data: dict[str, Any], overrides: list[str]) -> None
     given, learner = {each.key_or_group for each in parse(overrides)}, data["learner"]
     if not isinstance(learner, dict) or learner.get("epochs") is None or "learner.max_steps" not in given:
         return
-    if "learner.epochs" in given:
-        raise ConfigError(
-            "learner.max_steps must not be set with learner.epochs, which determines it: remove one, or set "
-            "learner.epochs=null."
-        )
+    must, why = "not be set with learner.epochs, which determines it", "remove one, or set learner.epochs=null"
+    require("learner.epochs" not in given, "learner.max_steps", must, got="both", why=why)
     learner["epochs"] = None
 
 
@@ -186,12 +178,8 @@ def merge_overrides(earlier: list[str], later: list[str]) -> list[str]:
     # One of them determines the other.
     keys |= {"learner.max_steps", "learner.epochs"} if keys & {"learner.max_steps", "learner.epochs"} else set()
     replaced = tuple(key.replace("/", ".") + "." for key in keys if key in groups())
-    kept = [
-        text
-        for text, each in zip(earlier, parse(earlier), strict=True)
-        if each.key_or_group not in keys and not each.key_or_group.startswith(replaced)
-    ]
-    return [*kept, *later]
+    own = zip(earlier, (each.key_or_group for each in parse(earlier)), strict=True)
+    return [*(text for text, key in own if key not in keys and not key.startswith(replaced)), *later]
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -346,11 +334,9 @@ def parse(overrides: list[str], *, can_sweep: bool = False) -> list[Override]:
             raise ConfigError(_advice(overrides, index)) from None
         if not override.key_or_group or text.startswith("-"):
             raise ConfigError(_advice(overrides, index))
-        if override.is_sweep_override() and not can_sweep:
-            raise ConfigError(
-                f"a setting must have one value, got `{text}`: write a list as key=[a,b], or train one run per value "
-                "with `slipstream run -m`."
-            )
+        why = "write a list as key=[a,b], or train one run per value with `slipstream run -m`"
+        is_fit = can_sweep or not override.is_sweep_override()
+        require(is_fit, "a setting", "have one value", got=f"`{text}`", why=why)
         parsed.append(override)
     return parsed
 
@@ -358,13 +344,11 @@ def parse(overrides: list[str], *, can_sweep: bool = False) -> list[Override]:
 def _advice(texts: list[str], index: int) -> str:
     """Error message for the argument at `index`, with the override probably meant."""
     text, previous = texts[index], texts[index - 1] if index else ""
+    wrong = f"a setting must read key=value, got `{text}`"
     if Path(text).exists():
-        meant = "model.path" if Path(text).is_dir() else "data.train"
-        return f"a setting must read key=value, got `{text}`: write {meant}={text}."
+        return f"{wrong}: write {'model.path' if Path(text).is_dir() else 'data.train'}={text}."
     if "=" in text and not text.startswith("-"):
-        return (
-            f"a setting must read key=value, got `{text}`: put quotes around special characters, as in 'key=\"value\"'."
-        )
+        return f"{wrong}: put quotes around special characters, as in 'key=\"value\"'."
     if previous.endswith("="):
         return f"a setting must read key=value, got `{previous} {text}`: leave no space around the =."
     name, _, value = text.lstrip("-").rstrip(":").partition("=")
@@ -374,12 +358,11 @@ def _advice(texts: list[str], index: int) -> str:
     plain = name.replace("-", "_")
     is_known = plain in groups() or any(setting.key == plain for setting in settings())
     if not is_known and (peer := peer_advice(plain)):
-        return f"a setting must read key=value, got `{text}`: {peer}."
+        return f"{wrong}: {peer}."
     if value and "=" not in value and (ours := plain if is_known else nearest_key(plain)):
-        return f"a setting must read key=value, got `{text}`: write {ours}={value}."
+        return f"{wrong}: write {ours}={value}."
     presets = [f"{group}={name}" for group, options in groups().items() if name in options]
-    advice = f": write {presets[0]}." if len(presets) == 1 else "."
-    return f"a setting must read key=value, got `{text}`{advice}"
+    return f"{wrong}: write {presets[0]}." if len(presets) == 1 else f"{wrong}."
 
 
 def _hydra_argument(text: str, override: Override, *, chosen: set[str]) -> str:
@@ -407,12 +390,9 @@ def _refuse_whole_record(text: str, key: str, value: object) -> None:
         options = groups()[node]
         choice = f"{node}={value}" if value in options else f"{node}=OPTION, with one of {', '.join(options)}"
         raise ConfigError(f"a variant must be chosen with a slash, got `{text}`: write {choice}.")
-    below = [group for group in groups() if group.startswith(f"{node}/")]
-    if below:
-        raise ConfigError(
-            f"{key} is a record and must be set by its fields, got `{text}`: {siblings(f'{key}.')}; or choose an "
-            f"option of {', '.join(below)}."
-        )
+    if below := [group for group in groups() if group.startswith(f"{node}/")]:
+        advice = f"{siblings(f'{key}.')}; or choose an option of {', '.join(below)}"
+        raise ConfigError(f"{key} is a record and must be set by its fields, got `{text}`: {advice}.")
 
 
 # --- plain data to typed records; an error reads `key must …, got …` --------------------------------------------------
@@ -530,19 +510,10 @@ def _form(path: str, expected: str, got: Any) -> str:
 
 
 _OWN_SETTINGS = (
-    "experiment=",
-    "broker.",
-    "weights.transport=",
-    "name=",
-    "runs_dir=",
-    "model.path=",
-    "model.trust_remote_code=",
-    "generators.reward.function=",
-    "generators.reward.functions=",
-    "generators/agent=",
-    "generators.agent.",
+    "experiment=", "broker.", "weights.transport=", "name=", "runs_dir=", "model.path=", "model.trust_remote_code=",
+    "generators.reward.function=", "generators.reward.functions=", "generators/agent=", "generators.agent.",
     "generators.agents",
-)
+)  # fmt: skip
 """Settings that a generator reads from its own command line, among them the code to execute. All others come from the
 broker."""
 _LOCAL_SETTINGS = ("broker.address=", "broker.token_file=", "name=", "runs_dir=", "weights.transport=")

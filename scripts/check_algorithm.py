@@ -93,13 +93,12 @@ def _check_advantage(function: Callable[[AdvantageInputs], Tensor]) -> list[Find
     if found.shape != rewards.shape:
         return [Finding("one number per trajectory", False, True)]
     order = torch.randperm(9)
+    shuffled = call(rewards[order], groups[order])
     others = torch.where(groups == 2, rewards + 5, rewards)
     return [
         Finding("one number per trajectory", True, True),
         Finding("finite", bool(found.isfinite().all()), True),
-        Finding(
-            "any order of trajectories gives the same", _close(call(rewards[order], groups[order]), found[order]), True
-        ),
+        Finding("any order of trajectories gives the same", _close(shuffled, found[order]), True),
         Finding("a larger reward in a group has no smaller advantage", _is_monotone(found, rewards, groups), False),
         Finding("equal rewards give exactly 0", bool((call(torch.full_like(rewards, 0.3), groups) == 0).all()), False),
         Finding("groups do not see each other", _close(call(others, groups)[:7], found[:7]), False),
@@ -144,8 +143,8 @@ def _computed(call: Callable[[], Any], *, setting: str) -> Tensor:
     # User code may raise anything.
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{place.filename}:{place.lineno}"
-        raise ConfigError(f"{setting} must not raise, got {type(error).__name__} at {where}: {error}.") from error
+        got = f"{type(error).__name__} at {place.filename}:{place.lineno}"
+        raise ConfigError(f"{setting} must not raise, got {got}: {error}.") from error
     if not isinstance(found, Tensor):
         raise ConfigError(f"{setting} must return a tensor, got {type(found).__name__}.")
     return found

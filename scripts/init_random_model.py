@@ -87,9 +87,8 @@ def make_tokenizer(*, architecture: str = "qwen2") -> Qwen2Tokenizer:
     """
     more = [*VISION_TOKENS] if architecture == "qwen2_5_vl" else []
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS, *more])}
-    return Qwen2Tokenizer(
-        vocabulary, [], unk_token=PAD, pad_token=PAD, eos_token=EOS, additional_special_tokens=more or None
-    )
+    special = {"unk_token": PAD, "pad_token": PAD, "eos_token": EOS, "additional_special_tokens": more or None}
+    return Qwen2Tokenizer(vocabulary, [], **special)
 
 
 def make_model(
@@ -130,45 +129,27 @@ def _make_qwen2_5_vl(*, layers: int, width: int, num_heads: int, max_length: int
     # A quarter of each half head encodes time, the rest rows and columns.
     half = width // num_heads // 2
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [half // 4, half * 3 // 8, half * 3 // 8]}
-    vision = {
+    text |= {
+        "vocab_size": 2 * VOCABULARY_SIZE,
+        "rope_parameters": rope,
+        "model_type": None,
         "initializer_range": _LIVELY,
-        "depth": layers,
-        "hidden_size": width,
-        "intermediate_size": width * 2,
-        "num_heads": num_heads,
-        "out_hidden_size": width,
-        "patch_size": _PATCH,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": _PATCH * 4,
-        "fullatt_block_indexes": [layers - 1],
     }
-    start, image, end, video = range(len(CHARACTERS) + 2, len(CHARACTERS) + 6)
+    vision = {
+        "initializer_range": _LIVELY, "depth": layers, "hidden_size": width, "intermediate_size": width * 2,
+        "num_heads": num_heads, "out_hidden_size": width, "patch_size": _PATCH, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "window_size": _PATCH * 4, "fullatt_block_indexes": [layers - 1],
+    }  # fmt: skip
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
+    ids = dict(zip(names, range(len(CHARACTERS) + 2, len(CHARACTERS) + 6), strict=True))
     return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(
-            text_config=text
-            | {
-                "vocab_size": 2 * VOCABULARY_SIZE,
-                "rope_parameters": rope,
-                "model_type": None,
-                "initializer_range": _LIVELY,
-            },
-            vision_config=vision,
-            vision_start_token_id=start,
-            image_token_id=image,
-            vision_end_token_id=end,
-            video_token_id=video,
-            **_SHARED,
-        )
+        Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids, **_SHARED)
     )
 
 
 _SHARED: dict[str, Any] = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 1, "dtype": "float32"}
-_ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {
-    "gpt2": _make_gpt2,
-    "qwen2": _make_qwen2,
-    "qwen2_5_vl": _make_qwen2_5_vl,
-}
+_BUILDERS: list[Callable[..., PreTrainedModel]] = [_make_gpt2, _make_qwen2, _make_qwen2_5_vl]
+_ARCHITECTURES = {build.__name__.removeprefix("_make_"): build for build in _BUILDERS}
 
 
 @fail_cleanly()

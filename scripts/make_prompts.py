@@ -99,19 +99,12 @@ class Source(NamedTuple):
     heldout: Split | None
 
 
-_QA = "RUC-NLPIR/FlashRAG_datasets"
+_MATH, _GEOMETRY, _QA = "DigitalLearningGmbH/MATH-lighteval", "hiyouga/geometry3k", "RUC-NLPIR/FlashRAG_datasets"
 _DAPO = "BytedTsinghua-SIA/DAPO-Math-17k"
 SOURCES = {
     "gsm8k": Source("openai/gsm8k", _gsm8k, Split("openai/gsm8k", "main/train"), Split("openai/gsm8k", "main/test")),
-    "math": Source(
-        "math",
-        _math,
-        Split("DigitalLearningGmbH/MATH-lighteval", "data/train"),
-        Split("HuggingFaceH4/MATH-500", "test"),
-    ),
-    "geometry3k": Source(
-        "hiyouga/geometry3k", _math, Split("hiyouga/geometry3k", "data/train"), Split("hiyouga/geometry3k", "data/test")
-    ),
+    "math": Source("math", _math, Split(_MATH, "data/train"), Split("HuggingFaceH4/MATH-500", "test")),
+    "geometry3k": Source(_GEOMETRY, _math, Split(_GEOMETRY, "data/train"), Split(_GEOMETRY, "data/test")),
     "aime_2024": Source("aime_2024", _math, None, Split("HuggingFaceH4/aime_2024", "data/train")),
     "aime_2025": Source("aime_2025", _math, None, Split("math-ai/aime25", "test")),
     "dapo_math": Source("math_dapo", _verl, Split(_DAPO, "data/dapo-math-17k"), None),
@@ -174,10 +167,8 @@ def _download(split: Split) -> list[Path]:
         wanted = [f"{split.file}*.parquet", f"{split.file}*.jsonl"]
         return _find(Path(snapshot_download(split.repository, repo_type="dataset", allow_patterns=wanted)), split)
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise ConfigError(
-            f"{split.repository} must be reachable on the Hugging Face hub, but is not ({type(error).__name__}): "
-            "copy it to this machine and name its folder with --source."
-        ) from None
+        must = f"{split.repository} must be reachable on the Hugging Face hub, but is not ({type(error).__name__})"
+        raise ConfigError(f"{must}: copy it to this machine and name its folder with --source.") from None
 
 
 def _read_file(file: Path) -> list[Values]:
@@ -219,7 +210,7 @@ def make_environment_rows(
 def _prompt_of(task: Values) -> list[Values]:
     prompt = task.get("prompt") or "(the environment opens the conversation)"
     system = [{"role": "system", "content": task["system_prompt"]}] if task.get("system_prompt") else []
-    return [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else [*system, *prompt]
+    return [*system, *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)]
 
 
 # --- reasoning-gym ---------------------------------------------------------------------------------------------------
@@ -270,9 +261,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=5000, help=f"training prompts, for {_GYM}TASK (5000)")
     parser.add_argument("--heldout-rows", type=int, default=500, help=f"held-out prompts, for {_GYM}TASK (500)")
     parser.add_argument("--python", default=sys.executable, help=f"interpreter with the library, for {_ENVIRONMENT}ID")
-    parser.add_argument(
-        "--arguments", type=json.loads, default={}, help=f"JSON settings, for {_GYM}TASK or {_ENVIRONMENT}ID"
-    )
+    ours = f"{_GYM}TASK or {_ENVIRONMENT}ID"
+    parser.add_argument("--arguments", type=json.loads, default={}, help=f"JSON settings, for {ours}")
     parser.add_argument("--seed", type=int, default=0, help=f"seed of the problems, for {_GYM}TASK (0)")
     options = parser.parse_args(arguments)
     if options.list:

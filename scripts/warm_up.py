@@ -57,10 +57,8 @@ def read_problems(
 
     `vision`: for prompts with images.
     """
-    if not path.is_file():
-        raise ConfigError(
-            f"{path} must be a prompt file, but there is none: make it with slipstream.scripts.make_digits_data."
-        )
+    why = "make it with slipstream.scripts.make_digits_data"
+    require(path.is_file(), str(path), "be a prompt file", got="none", why=why)
     rows = [*Dataset(path)]
     problems = []
     for row in rows:
@@ -104,11 +102,9 @@ def image_inputs(problems: list[Problem], *, length: int) -> dict[str, Tensor]:
     for row, own in enumerate(pictures):
         known = min(length, own.positions.shape[1])
         positions[:, row, :known] = own.positions[:, :known]
-    return {
-        "pixel_values": torch.cat([own.patches for own in pictures]),
-        "image_grid_thw": torch.tensor([grid for own in pictures for grid in own.grids]),
-        "position_ids": positions,
-    }
+    patches = torch.cat([own.patches for own in pictures])
+    grids = torch.tensor([grid for own in pictures for grid in own.grids])
+    return {"pixel_values": patches, "image_grid_thw": grids, "position_ids": positions}
 
 
 def batches(problems: list[Problem], *, size: int, seed: int) -> Iterator[list[Problem]]:
@@ -254,9 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--low", type=float, default=0.26, help="lower bound of the accuracy band (0.26)")
     parser.add_argument("--high", type=float, default=0.30, help="upper bound of the accuracy band (0.30)")
     parser.add_argument("--greedy", action="store_true", help="measure greedy answers instead of samples")
-    parser.add_argument(
-        "--evaluation-rows", type=int, default=1024, help="held-out prompts, from the end of the file (1024)"
-    )
+    parser.add_argument("--evaluation-rows", type=int, default=1024, help="last held-out prompts to use (1024)")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="initial learning rate of AdamW (3e-3)")
     parser.add_argument("--batch-size", type=int, default=128, help="problems per step (128)")
     parser.add_argument("--evaluate-every", type=int, default=5, help="steps between two evaluations (5)")

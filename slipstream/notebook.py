@@ -53,13 +53,8 @@ def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Map
             chosen += [setting.format(path=format_value(path)) for setting in _SETTINGS[kind]]
     chosen += [f"name={name}", f"runs_dir={runs_dir}"]
     RunFolder(load(chosen)).check_name()
-    child = subprocess.Popen(
-        [sys.executable, "-m", "slipstream", "run", *chosen],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    command, pipe = [sys.executable, "-m", "slipstream", "run", *chosen], subprocess.PIPE
+    child = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace")
     last = ""
     try:
         assert child.stdout is not None
@@ -89,18 +84,15 @@ def path_of(function: Function, *, folder: Path) -> str:
         return function
     name = getattr(function, "__qualname__", "")
     if not name.isidentifier():
-        raise ConfigError(
-            f"a function must be defined by `def` at the top level of a cell or module, got {function!r}."
-        )
+        must = "a function must be defined by `def` at the top level of a cell or module"
+        raise ConfigError(f"{must}, got {function!r}.")
     if function.__module__ != "__main__":
         return f"{function.__module__}:{name}"
     try:
         source = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
-        raise ConfigError(
-            f"the source of {name} must be available for the roles, but Python cannot find it: put it into a file and "
-            f"name it as FILE.py:{name}."
-        ) from None
+        must = f"the source of {name} must be available for the roles, but Python cannot find it"
+        raise ConfigError(f"{must}: put it into a file and name it as FILE.py:{name}.") from None
     digest = hashlib.sha256(source.encode()).hexdigest()[:8]
     path = folder / f"{name}_{digest}.py"
     folder.mkdir(parents=True, exist_ok=True)
@@ -143,14 +135,8 @@ class Run:
         rows = read_rows(self.folder / "metrics.jsonl")
         # A metric may appear in a later step, or have no Arrow type.
         names = dict.fromkeys(name for row in rows for name in row)
-        plain = {name: [row.get(name) for row in rows] for name in names}
-        return pa.table(
-            {
-                name: pa.array(values)
-                for name, values in plain.items()
-                if all(value is None or isinstance(value, int | float | str) for value in values)
-            }
-        )
+        odd = {name for row in rows for name, value in row.items() if not isinstance(value, int | float | str | None)}
+        return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names if name not in odd})
 
     def catalog(self) -> AbstractContextManager[Catalog]:
         """Open the catalog for several queries: docs/trajectories.md."""
@@ -184,13 +170,10 @@ class Run:
 
         Initial model and held-out data must still exist. Raises ConfigError, and RuntimeError if the replay fails.
         """
-        archive = self.folder / "archive"
-        own = [*replay_overrides(self.config), f"replay.path={archive}", *overrides]
+        own = [*replay_overrides(self.config), f"replay.path={self.folder / 'archive'}", *overrides]
         folder = Path(runs_dir) if runs_dir else self.folder.parent
-        where = train(
-            own, name=name, runs_dir=folder, functions={"loss": loss, "advantage": advantage, "rescore": reward}
-        )
-        return Run(where)
+        functions = {"loss": loss, "advantage": advantage, "rescore": reward}
+        return Run(train(own, name=name, runs_dir=folder, functions=functions))
 
 
 def load_run(where: str | Path, *, runs_dir: str | Path = "runs") -> Run:
@@ -231,9 +214,8 @@ def _differences(values: dict[str, Any], base: Any, prefix: str) -> list[str]:
         if value == known:
             continue
         if isinstance(value, dict) and group in groups() and "kind" in value:
-            fields = {name: each for name, each in value.items() if name != "kind"}
             found.append(f"{group}={value['kind']}")
-            found += [f"{path}.{name}={format_value(each)}" for name, each in fields.items()]
+            found += [f"{path}.{name}={format_value(each)}" for name, each in value.items() if name != "kind"]
         elif isinstance(value, dict) and isinstance(known, dict):
             found += _differences(value, known, f"{path}.")
         elif isinstance(value, dict) and value:
