@@ -19,7 +19,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a library's error, or its class if it says nothing."""
+    """First line of a library's error, or its class if it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -68,7 +68,7 @@ class Formula(Config, tag_field="kind"):
 
     @classmethod
     def formula(cls) -> str:
-        """Return `module.function`; empty for a user-defined one."""
+        """`module.function`; empty for a user-defined one."""
         return f"{cls.module}.{cls.__struct_config__.tag}" if cls.module else ""
 
     @property

@@ -149,7 +149,7 @@ NO_MODEL_PATH = "set-below"
 
 
 def load_with_models(words: list[str], *, is_optional: bool = False) -> tuple[list[str], RunConfig]:
-    """Return the models named among the overrides, and the settings with the first of them.
+    """Models named among the overrides, and the settings with the first of them.
 
     A run folder means its final model. Unless the overrides name an experiment, they are applied to the settings of the
     first run that contains one of the models. `is_optional`: without a model, `model.path` is that of the overrides,

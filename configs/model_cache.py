@@ -12,7 +12,7 @@ _DIGITS = 16
 
 
 def cache_folder(name: str) -> Path:
-    """Return `$SLIPSTREAM_CACHE/NAME`, by default `~/.cache/slipstream/NAME`."""
+    """`$SLIPSTREAM_CACHE/NAME`, by default `~/.cache/slipstream/NAME`."""
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("SLIPSTREAM_CACHE") or user / "slipstream").absolute() / name
 

@@ -51,7 +51,7 @@ def print_findings(kind: str, path: str, words: list[str]) -> None:
 
 
 def check(kind: str, path: str, arguments: dict[str, Any]) -> list[Finding]:
-    """Return the properties of the function at `module:function`. Raises ConfigError."""
+    """Properties of the function at `module:function`. Raises ConfigError."""
     if kind == "advantage":
         return _check_advantage(load_formula(CustomAdvantageConfig(path, arguments), setting="algorithm.advantage"))
     return _check_loss(load_formula(CustomPolicyLossConfig(path, arguments), setting="algorithm.policy_loss"))

@@ -82,7 +82,7 @@ def _add_pictures(problem: Problem, images: list[bytes], vision: VisionModel) ->
 
 
 def collate(problems: list[Problem], *, pad_id: int) -> tuple[Tensor, Tensor]:
-    """Return token ids and labels, int64[B, T], padded on the right. Prompts and padding have label IGNORED."""
+    """Token ids and labels, int64[B, T], padded on the right. Prompts and padding have label IGNORED."""
     length = max(len(problem.prompt) + len(problem.response) for problem in problems)
     ids = torch.full((len(problems), length), pad_id)
     labels = torch.full((len(problems), length), IGNORED)
@@ -94,7 +94,7 @@ def collate(problems: list[Problem], *, pad_id: int) -> tuple[Tensor, Tensor]:
 
 
 def image_inputs(problems: list[Problem], *, length: int) -> dict[str, Tensor]:
-    """Return model arguments for images within `length` tokens; padding has position 0. Empty without images."""
+    """Model arguments for images within `length` tokens; padding has position 0. Empty without images."""
     pictures = [problem.pictures for problem in problems if problem.pictures]
     if not pictures:
         return {}
@@ -164,7 +164,7 @@ class WarmUp:
         self._saved = self._state()
 
     def step(self, problems: list[Problem], *, pad_id: int) -> float:
-        """Return the loss in nats per token."""
+        """Loss in nats per token."""
         ids, labels = collate(problems, pad_id=pad_id)
         logits = self._model(input_ids=ids, **image_inputs(problems, length=ids.shape[1])).logits[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)

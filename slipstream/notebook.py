@@ -76,7 +76,7 @@ def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Map
 
 
 def path_of(function: Function, *, folder: Path) -> str:
-    """Return the import path of a function for roles. Raises ConfigError for a function without source or name.
+    """Import path of a function for roles. Raises ConfigError for a function without source or name.
 
     The source of a notebook's or script's own function is written into `folder`.
     """
@@ -131,7 +131,7 @@ class Run:
         raise ConfigError(f"run {self.name!r} must have finished to have a summary, but {self.folder} has none.")
 
     def metrics(self) -> pa.Table:
-        """Return the metrics, one row per step so far; `.to_pandas()` needs pandas."""
+        """Metrics, one row per step so far; `.to_pandas()` needs pandas."""
         rows = read_rows(self.folder / "metrics.jsonl")
         # A metric may appear in a later step, or have no Arrow type.
         names = dict.fromkeys(name for row in rows for name in row)
@@ -153,7 +153,7 @@ class Run:
             yield from catalog.stored(CatalogQuery(_filter(conditions)))
 
     def group(self, group_id: str) -> list[TrajectoryDetail]:
-        """Return a group's members token by token; empty for an unknown group."""
+        """The group's members token by token; empty for an unknown group."""
         with self.catalog() as catalog:
             return catalog.group(group_id)
 
@@ -177,7 +177,7 @@ class Run:
 
 
 def load_run(where: str | Path, *, runs_dir: str | Path = "runs") -> Run:
-    """Return a run by its folder, or by its name in `runs_dir`. Raises ConfigError."""
+    """A run, by its folder or by its name in `runs_dir`. Raises ConfigError."""
     return Run(find_run([str(where), f"runs_dir={runs_dir}"], command="load_run"))
 
 
@@ -196,7 +196,7 @@ REPLAY = ("mode=replay", "generators/engine=hf", "weights.transport=memory", "bu
 
 
 def replay_overrides(config: RunConfig) -> list[str]:
-    """Return overrides that replay a run on one rank, without generators."""
+    """Overrides that replay a run on one rank, without generators."""
     base = to_plain(load(["experiment=digits_replay"]))
     own = _differences(to_plain(config), base, "")
     excepted = tuple(f"{key}." for key in _OF_A_REPLAY)

@@ -153,7 +153,7 @@ def _become(command: list[str], *, keeper: int) -> None:
 
 
 def _descendants(root: int) -> dict[int, str]:
-    """Return pid -> name of live processes below `root`; empty on systems other than Linux."""
+    """Pid -> name of live processes below `root`; empty on systems other than Linux."""
     children: dict[int, list[tuple[int, str, bytes]]] = {}
     for entry in os.scandir("/proc") if sys.platform == "linux" else ():
         if entry.name.isdigit():

@@ -61,7 +61,7 @@ def secret_name(recipe: Recipe) -> str:
 
 
 def object_name(recipe: Recipe) -> str:
-    """Return a valid Kubernetes name. Raises ConfigError."""
+    """A valid Kubernetes name. Raises ConfigError."""
     name = re.sub(r"[^a-z0-9-]", "-", recipe.run.name.lower()).strip("-")
     is_fit = re.match("[a-z]", name) is not None and len(name) <= _MAX_NAME
     must = f"begin with a letter and have <= {_MAX_NAME} characters"
@@ -71,12 +71,12 @@ def object_name(recipe: Recipe) -> str:
 
 
 def secret(recipe: Recipe, token: str) -> Manifest:
-    """Return the token's Secret."""
+    """The token's Secret."""
     return _fill("secret", name=secret_name(recipe), run=object_name(recipe), token=token)
 
 
 def manifests(recipe: Recipe, kind: Kind, options: Options, *, patches: Sequence[Manifest] = ()) -> list[Manifest]:
-    """Return a run's job, and a Service with `metrics.prometheus_port`. Raises ConfigError.
+    """The run's job, and a Service with `metrics.prometheus_port`. Raises ConfigError.
 
     `patches`: documents merged into that of the same kind; those of kind Pod into every pod.
     """
@@ -98,7 +98,7 @@ def manifests(recipe: Recipe, kind: Kind, options: Options, *, patches: Sequence
 
 
 def read_patches(file: Path) -> list[Manifest]:
-    """Return the documents of a YAML file. Raises ConfigError."""
+    """Documents of a YAML file. Raises ConfigError."""
     try:
         documents = [each for each in yaml.safe_load_all(file.read_text("utf-8")) if each is not None]
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -132,7 +132,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def dump(document: Manifest) -> str:
-    """Return a manifest as YAML."""
+    """Manifest as YAML."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120)
 
 
@@ -143,7 +143,7 @@ def _template() -> dict[str, Manifest]:
 
 
 def _fill(section: str, **values: Any) -> Manifest:
-    """Return a section of manifests.yaml with its `$name` replaced; fields without a value are left out."""
+    """Section of manifests.yaml with its `$name` replaced; fields without a value are left out."""
     filled: Manifest = _filled(_template()[section], values)
     return filled
 

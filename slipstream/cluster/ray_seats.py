@@ -86,7 +86,7 @@ class Host:
         return self._seat.pid, ray.util.get_node_ip_address()
 
     def look(self, since: int) -> tuple[int | None, bytes]:
-        """Return (exit code or None, log from byte `since`). The code comes only with the last part."""
+        """(exit code or None, log from byte `since`). The code comes only with the last part."""
         self._looked_at = time.monotonic()
         code = self._seat.poll()
         size = self._log.stat().st_size

@@ -47,11 +47,11 @@ class Cluster(Protocol):
         ...
 
     def call(self, host: Any, method: str, *arguments: Any) -> Any:
-        """Return a handle to the answer."""
+        """Handle to the answer."""
         ...
 
     def answer(self, call: Any) -> Any:
-        """Return the answer to a call, or None if pending. Raises SeatLostError, SeatAwayError."""
+        """Answer to a call, or None if pending. Raises SeatLostError, SeatAwayError."""
         ...
 
     def end(self, host: Any) -> None:

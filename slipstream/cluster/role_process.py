@@ -194,7 +194,7 @@ class RoleProcess:
 
 
 def find_error(lines: Sequence[str]) -> str:
-    """Return the last printed error, or the last traceback's; empty without one."""
+    """Last printed error, or the last traceback's; empty without one."""
     if errors := [line.removeprefix(_ERROR_PREFIX) for line in lines if line.startswith(_ERROR_PREFIX)]:
         return errors[-1]
     last = next((at for at in reversed(range(len(lines))) if _TRACEBACK in lines[at]), None)

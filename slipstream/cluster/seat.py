@@ -47,7 +47,7 @@ class Seat(Protocol):
         ...
 
     def poll(self) -> int | None:
-        """Return None while the role or a descendant runs, then its exit code, or minus its signal."""
+        """None while the role or a descendant runs, then its exit code, or minus its signal."""
         ...
 
     def terminate(self) -> None:
@@ -70,7 +70,7 @@ class Places(Protocol):
     def seat(self, name: str, log: Path) -> Seat: ...
 
     def learner_seat(self, log: Path, *, meet: Callable[[], Mapping[str, str]]) -> Seat:
-        """Return the learner's seat; `meet` returns the ranks' rendezvous variables."""
+        """The learner's seat; `meet` returns the ranks' rendezvous variables."""
         ...
 
 

@@ -17,7 +17,7 @@ def sbatch_script(
     core_options: Sequence[str] = (),
     generator_options: Sequence[str] = (),
 ) -> str:
-    """Return the script; `options`: sbatch options for both job parts, the others for one."""
+    """The script; `options`: sbatch options for both job parts, the others for one."""
     run = recipe.run
     core, generator, count = run.cluster.learner, run.cluster.generator, run.generators.count
     # Roles use the first ports. Rendezvous ports vary by job, because jobs may share a node.

@@ -25,7 +25,7 @@ def scale(words: Sequence[str]) -> None:
 
 
 def drain(generator_id: str, words: Sequence[str]) -> None:
-    """Ask a generator, on any machine, to leave; wait until it has left."""
+    """Ask a generator to leave; wait until it has left."""
     with read_run(words, command="drain") as reader:
         control.request_drain(reader.store, generator_id, run=reader.folder.name)
         print(f"{generator_id} of {reader.folder.name} is asked to leave", flush=True)

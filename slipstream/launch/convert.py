@@ -34,7 +34,7 @@ _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None, max_shard_size: str) -> str:
-    """Write the model in `source` to the new folder `target`; return a one-line summary. Raises ConfigError.
+    """Write the model in `source` to the new folder `target`; return a summary. Raises ConfigError.
 
     `base`: base model of an adapter, or config and tokenizer for shards. `dtype`: None = the dtype of most weights.
     """
@@ -77,7 +77,7 @@ def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None,
 
 
 def _model_of(source: Path) -> Path:
-    """Return a run's final model, or its newest checkpoint; any other folder as it is."""
+    """The run's final model, or its newest checkpoint; any other folder as it is."""
     if not (source / "config.yaml").is_file():
         return source
     others = (source / "final_model", *sorted(source.glob("checkpoints/step-*"), reverse=True))
@@ -85,7 +85,7 @@ def _model_of(source: Path) -> Path:
 
 
 def _read(source: Path, base: Path | None) -> tuple[str, dict[str, Tensor], Path, torch.dtype]:
-    """Return (kind, weights, folder with config and tokenizer, commonest dtype)."""
+    """(kind, weights, folder with config and tokenizer, commonest dtype)."""
     if (source / "adapter_config.json").is_file():
         root = _base(base, Path(str(read_json(str(source), "adapter_config.json").get("base_model_name_or_path"))))
         weights = _load_folder(root)
@@ -118,13 +118,12 @@ def _base(base: Path | None, *others: Path) -> Path:
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turn library errors into one sentence; redirect output to stderr."""
+    """Turn errors, arbitrary for damaged files, into one sentence; redirect output to stderr."""
     try:
         with contextlib.redirect_stdout(sys.stderr), torch.no_grad():
             yield
     except ConfigError:
         raise
-    # For damaged files, libraries raise arbitrary errors.
     except Exception as error:
         raise ConfigError(f"{what}, got {type(error).__name__}: {first_line(error)}") from error
 
@@ -235,7 +234,7 @@ def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, sour
 
 
 def _without_prefix(weights: dict[str, Tensor], kind: Any, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Strip a wrapper's prefix, such as `module.`. Wrappers may alias weights, so compare identities."""
+    """Strip a wrapper's prefix, such as `module.`. Compare identities, because wrappers may alias weights."""
     with torch.device("meta"):
         held = kind(config).state_dict()
     first = next(iter(held))

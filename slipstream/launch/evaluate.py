@@ -1,4 +1,4 @@
-"""Evaluate models on held-out sets, or existing responses, and compare their scores, with intervals."""
+"""Evaluate models or existing responses on held-out sets, and compare scores with intervals."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,7 +42,7 @@ class Evaluation(Record):
     """
 
     model: str
-    """The file itself for existing responses, which are the set `responses`."""
+    """Or the file of existing responses, with `set` = `responses`."""
     set: str
     path: str
     temperature: float | None
@@ -74,9 +74,9 @@ def show_evaluations(
 def evaluate(
     run: RunConfig, models: Sequence[str], *, out: Path | None = None, is_whole: bool = False
 ) -> list[Evaluation]:
-    """Evaluate models on the prompts of a run's final evaluation or, with `is_whole`, all held-out prompts.
+    """Evaluate models on the prompts of the final evaluation or, with `is_whole`, all held-out ones.
 
-    `out`: folder for answers; several models get one folder each. Raises ConfigError, GeneratorError, RunConflictError,
+    `out`: folder of answers, one per model. Raises ConfigError, GeneratorError, RunConflictError,
     ArchiveError.
     """
     found: list[Evaluation] = []
@@ -126,7 +126,7 @@ def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
 
 
 def _jobs(heldout: EvalSet, dataset: Dataset, is_whole: bool, *, run: RunConfig) -> list[Job]:
-    """Return one group per answer, as a run leases them."""
+    """One group per answer, as in a run."""
     rows = range(len(dataset)) if is_whole else run.evaluation.rows(len(dataset))[1]
     lease_of = partial(make_lease, attempt=0, purpose=heldout.name, indices=[0], num_rows=len(dataset), seed=0)
     asked = asked_answers(list(rows), samples=heldout.samples)
@@ -140,9 +140,9 @@ _RESPONSES = ("response", "responses", "completion", "completions")
 
 
 def score_files(run: RunConfig, files: Sequence[Path]) -> list[Evaluation]:
-    """Score all responses in files of rows with the run's reward functions.
+    """Score the responses in files with the run's reward functions.
 
-    Rows with equal prompt and ground truth are one prompt. Raises ConfigError, EngineError.
+    Rows with equal prompt and truth are one prompt. Raises ConfigError, EngineError.
     """
     counts_tokens = any(each.function == "length_penalty" for each in run.generators.reward.chosen)
     must, why = "name the model that wrote the responses, or a run", "length_penalty needs the numbers of tokens"
@@ -189,7 +189,7 @@ def _score_file(run: RunConfig, path: str, prompts: dict[bytes, int]) -> list[Ev
 
 
 def _read_samples(row: Row, *, path: str, column: str, tokenizer: Any) -> Iterator[RewardInput]:
-    """Yield the responses of a row. `column`: empty = a common name. Raises ConfigError if it has none."""
+    """Yield a row's responses. `column`: empty = a common name. Raises ConfigError without one."""
     further = row.extra_info
     found = column or next((name for name in _RESPONSES if name in further), "")
     value = value_at(further, found)
@@ -216,7 +216,7 @@ async def _rewards(run: RunConfig, samples: Sequence[RewardInput]) -> list[Rewar
 
 # --- the tables ------------------------------------------------------------------------------------------------------
 def tables(evaluations: Sequence[Evaluation]) -> list[Table]:
-    """One table per set, with columns for models and differences to the first."""
+    """One table per set: models, and differences to the first."""
     sets: dict[str, list[Evaluation]] = {}
     for each in evaluations:
         sets.setdefault(each.set, []).append(each)

@@ -18,14 +18,11 @@ DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _MAX_PER_CORE = 4
 """Generators per core: a guard against typos, not a recommendation."""
 _LEAVE_TIMEOUT_S = 30.0
-"""Time for a generator to return its leases before it is killed."""
+"""To return its leases."""
 
 
 def visible_gpus(variables: Mapping[str, str] = os.environ, *, torch_version: str | None = None) -> list[str]:
-    """Return the GPUs available to this process, by number or UUID, without loading torch.
-
-    Without CUDA_VISIBLE_DEVICES: all GPUs that the driver lists. Empty for a CPU build of torch.
-    """
+    """GPUs available to this process, by number or UUID; none for a CPU build of torch. Does not load torch."""
     if "cpu" in (metadata.version("torch") if torch_version is None else torch_version):
         return []
     if DEVICES_VARIABLE not in variables:
@@ -36,7 +33,7 @@ def visible_gpus(variables: Mapping[str, str] = os.environ, *, torch_version: st
 
 
 def gpu_gib(name: str) -> float:
-    """Return the memory of a GPU, GiB. Raises ConfigError."""
+    """Memory of a GPU, GiB. Raises ConfigError."""
     try:
         return min(float(size) for size in ask_gpus("memory.total", "-i", name)) / 1024
     except ValueError as error:
@@ -45,21 +42,21 @@ def gpu_gib(name: str) -> float:
 
 
 def ask_gpus(field: str, *options: str) -> list[str]:
-    """Query nvidia-smi: one line per GPU, none without a driver."""
+    """One line per GPU, none without a driver."""
     return run_smi(f"--query-gpu={field}", "--format=csv,noheader,nounits", *options).splitlines()
 
 
 def run_smi(*options: str) -> str:
-    """Return the output of nvidia-smi; empty if it fails."""
+    """Output of nvidia-smi; empty if it fails."""
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=20, check=True).stdout
     return ""
 
 
 def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
-    """Return role -> GPUs, first the learner's; empty without GPUs. Raises ConfigError for too few.
+    """Role -> GPUs, first the learner's; all roles share a single one. Raises ConfigError for too few.
 
-    All roles share a single GPU. With learner.device=cpu only vLLM gets GPUs.
+    With learner.device=cpu only vLLM gets GPUs.
     """
     if not gpus:
         return {}
@@ -111,7 +108,7 @@ class Event(NamedTuple):
 
 
 class GeneratorPool:
-    """Keeps `target` generators running: restarts dead ones and drains surplus ones.
+    """Keeps `target` generators running.
 
     Life: set_target -> (poll | set_target)* -> the launcher stops `roles`.
     """
@@ -182,7 +179,7 @@ class GeneratorPool:
         return [Event(name, f"{name} {fate}")]
 
     def _start_missing(self) -> list[Event]:
-        # A leaving generator keeps its name, because it still holds the GPUs of that name.
+        # A leaving generator keeps its name and the GPUs of that name.
         names = [f"generator-{number}" for number in range(self.target)]
         free = [name for name in names if name not in self.names]
         started = free[: max(0, self.target - len(self._active))]

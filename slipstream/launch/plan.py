@@ -1,6 +1,6 @@
-"""Plan: estimate a run's memory by process and cause, from its settings and the model's config.json.
+"""Plan: estimate a run's memory from its settings and config.json, without fragmentation, tools, and rewards.
 
-Activations are traced on meta tensors. Estimates exclude fragmentation and the processes of tools and rewards.
+Activations are traced on meta tensors.
 """
 
 from collections import Counter
@@ -39,11 +39,11 @@ TOO_LARGE = 1
 """Exit code."""
 _FLOAT = 4
 _BLOCK, _MIN_8_BIT = 256, 4096
-"""Elements of a block with its own scale in bitsandbytes, and of the smallest tensor with moments in 8 bits."""
+"""bitsandbytes: elements of a block, and of the smallest tensor with moments in 8 bits."""
 _MAX_LIVE_ELEMENTS = 10**9
-"""Parameters that ZeRO-3 keeps gathered: DeepSpeed's default."""
+"""Kept gathered by ZeRO-3: DeepSpeed's default."""
 _SUB_GROUP_ELEMENTS = 10**9
-"""Parameters that ZeRO-3 updates at once: DeepSpeed's default."""
+"""Updated at once by ZeRO-3: DeepSpeed's default."""
 _LIBRARIES_GIB = {"learner": 0.6, "generator": 0.5, "engine": 1.0, "broker": 0.15}
 """Host memory after imports."""
 _CONTEXT_GIB = 0.8
@@ -59,7 +59,7 @@ _KV_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 _QUANTIZED_BYTES = {"nvfp4_per_token": 0.5}
 """Bytes per weight; 1 for every other quantization."""
 _RATES = {"GPU memory": 2.5e12, "PCIe": 50e9, "checksums": 10.6e9, "CPU: write": 3.1e9, "CPU: load": 0.155e9}
-"""Bytes/s. Specifications of an H100, and measurements of docs/weights.md."""
+"""Bytes/s of an H100, from specifications and docs/weights.md."""
 _EXCHANGE_S = 0.01
 _COMPARED = 1 / 8
 """Part of the layers that an update compares."""
@@ -81,7 +81,7 @@ _ADVICE = {
     "published version, received": "lower generators.count on this machine",
     "store": "lower buffer.store.max_memory_mib",
 }
-"""Start of a cause -> settings that reduce it."""
+"""Start of a cause -> remedy."""
 _LESS_WITH_LORA = ("weights", "gradients", "optimizer", "reference", "checkpoint")
 
 
@@ -124,7 +124,7 @@ class UpdateEstimate(msgspec.Struct, frozen=True):
     """Size of the version, GiB."""
     learner_waits_s: float
     update_s: float
-    """From the end of a step until the engines have switched."""
+    """From a step's end until the engines have switched."""
     pause_s: float
     """Part of `update_s` in which generators do not generate."""
 
@@ -182,7 +182,7 @@ def _maps_versions(run: RunConfig) -> bool:
 
 
 def _auto_staged(run: RunConfig, policy: PreTrainedModel, machine: Machine, needs: Sequence[Need]) -> list[Need]:
-    """Return the copy on rank 0's GPU that `Stager` makes if there is room after the first step."""
+    """The copy that `Stager` makes on rank 0's GPU if it has room after the first step."""
     process, size = "learner rank 0", _published_gib(run, policy)
     held = [need.place for need in needs if need.process == process and need.place != HOST][:1]
     free = machine.gpu_gib - sum(need.gib for need in needs if need.place in held)
@@ -208,7 +208,7 @@ def _estimate_update(run: RunConfig, policy: PreTrainedModel, needs: Sequence[Ne
 
 
 def _has_second_copy(engine: VllmEngineConfig, model: PreTrainedModel, *, on_gpu: bool) -> bool:
-    """Whether the engine loads a version while it generates, as `ModelVersions` decides."""
+    """As `ModelVersions` decides: the engine loads a version while it generates."""
     text = model.config.get_text_config()
     has_parts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "kv_lora_rank"))
     return not (on_gpu or engine.enforce_eager is False or has_parts)
@@ -317,7 +317,7 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
 
 
 def _moved(model: nn.Module, config: OptimizerConfig) -> tuple[int, float]:
-    """Return the trained elements of a model, and the size of their moments in float32 numbers."""
+    """(trained elements, size of their moments in float32 numbers)."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = hidden_matrices(model) if config.name == "muon" else set()
     is_small = config.name == "adamw_8bit"
@@ -331,7 +331,7 @@ def _moved(model: nn.Module, config: OptimizerConfig) -> tuple[int, float]:
 
 
 def _file_bytes(total: int, *, rank: int, size: int) -> int:
-    """Return a rank's share of a saved model, in files."""
+    """The rank's share of a saved model, in files."""
     files = range(rank, ceil(total / FILE_BYTES), size)
     return sum(min(FILE_BYTES, total - index * FILE_BYTES) for index in files)
 
@@ -392,7 +392,7 @@ def _places(engine: VllmEngineConfig, gpus: Sequence[str]) -> list[str]:
 def _cache_gib(
     run: RunConfig, model: PreTrainedModel, machine: Machine, needs: Sequence[Need], *, where: str, num_engines: int
 ) -> float:
-    """Return an engine's KV cache per device, given all other needs."""
+    """The engine's KV cache per device, given all other needs."""
     engine = run.generators.engine
     assert isinstance(engine, VllmEngineConfig)
     if where == HOST or engine.kv_cache_gib is not None:
@@ -426,7 +426,7 @@ def _is_shared(needs: Sequence[Need], where: str) -> bool:
 
 
 def _sequence_gib(run: RunConfig, model: PreTrainedModel) -> float:
-    """Return the KV cache of the longest sequence, GiB per device."""
+    """Of the longest sequence, per device."""
     engine = run.generators.engine
     assert isinstance(engine, VllmEngineConfig)
     width = 1 if "fp8" in engine.kv_cache_dtype else getattr(torch, run.model.dtype).itemsize
@@ -434,7 +434,7 @@ def _sequence_gib(run: RunConfig, model: PreTrainedModel) -> float:
 
 
 def shared_cache_gib(run: RunConfig, *, gpu_gib: float) -> float:
-    """Return the KV cache per engine on a shared GPU, GiB. Raises ConfigError if the roles do not fit."""
+    """KV cache per engine on a shared GPU, GiB. Raises ConfigError if the roles do not fit."""
     plan = make_plan(run, Machine(host_gib=inf, gpus=1, gpu_gib=gpu_gib))
     if plan.problems:
         raise ConfigError(plan.problems[0])
@@ -442,7 +442,7 @@ def shared_cache_gib(run: RunConfig, *, gpu_gib: float) -> float:
 
 
 def kv_bytes(model: PreTrainedModel, *, width: int) -> int:
-    """Return KV cache bytes per token; linear attention layers store none."""
+    """Bytes per token; linear attention stores none."""
     text = model.config.get_text_config()
     kinds = getattr(text, "layer_types", None) or [_KV_LAYER_KINDS[0]] * text.num_hidden_layers
     layers = sum(kind in _KV_LAYER_KINDS for kind in kinds)
@@ -458,7 +458,7 @@ def _num_elements(model: nn.Module) -> int:
 
 
 def _published_gib(run: RunConfig, model: PreTrainedModel) -> float:
-    """Size of a published version, GiB: the adapter if one is trained, else the model."""
+    """The adapter if one is trained, else the model."""
     elements = _num_elements(model)
     if run.model.lora:
         elements = sum(parameter.numel() for _, parameter in adapter_parameters(model))

@@ -1,4 +1,4 @@
-"""Preflight: prepare missing inputs and check the environment before a run's folder and roles exist."""
+"""Preflight: make inputs and check the environment before a run exists."""
 
 import asyncio
 import filecmp
@@ -55,7 +55,7 @@ def check_surroundings(run: RunConfig) -> None:
 
 
 def surroundings(run: RunConfig) -> dict[str, Callable[[], object]]:
-    """Return name -> environment check, which may raise an error, within ten seconds."""
+    """Name -> check, which takes ten seconds at most and may raise."""
     checks: dict[str, Callable[[], object]] = {
         "observers": lambda: check_observers(run),
         "object store": lambda: check_storage(run, has_folder=RunFolder(run).has_run),
@@ -73,9 +73,9 @@ def surroundings(run: RunConfig) -> dict[str, Callable[[], object]]:
 
 
 def _check_rewards(run: RunConfig) -> None:
-    # `make_inputs` checks those that read a file that a preparation step still has to create.
+    # `make_inputs` checks those that read a file still to be made.
     made = [step.creates for step in missing_steps(run)]
-    # In a generator's worker, an import error would appear a minute later.
+    # In a worker, an import error would appear a minute later.
     for reward in filter(None, (run.generators.reward, run.replay.reward)):
         if not any(path in json.encode(reward).decode() for path in made):
             RewardFunctions(reward)
@@ -91,7 +91,7 @@ def _check_local(run: RunConfig) -> None:
 
 
 def _check_address(run: RunConfig) -> None:
-    # At a used address, our generators would connect to another run's broker. The run lock protects the unix socket.
+    # At a used address, our generators would join another run. The lock protects the unix socket.
     if run.cluster.network:
         find_interface(run.cluster)
     for address in RunFolder(run).broker_addresses.values() if run.broker.address else ():
@@ -104,7 +104,7 @@ def _check_store(run: RunConfig) -> None:
 
 
 def make_inputs(run: RunConfig) -> None:
-    """Run missing preparation steps; check data, model, and a replay's archive. Raises ConfigError."""
+    """Run missing steps; check data, model, and a replay's archive. Raises ConfigError."""
     if prepare(run):
         _check_rewards(run)
     train, heldout = read_data(run)
@@ -147,7 +147,7 @@ def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
 
 
 def _check_unseen(run: RunConfig) -> None:
-    """Raise ConfigError if a held-out file is a training file or its copy, unless nothing is trained."""
+    """Raise ConfigError if training and held-out files are equal, unless nothing is trained."""
     files = [(file.path, each.path) for file in run.data.train_files for each in run.data.eval_sets]
     for trained, heldout in files if run.mode != "evaluate" else []:
         same = "the same file" if trained == heldout else f"a copy of {trained}"
@@ -157,7 +157,7 @@ def _check_unseen(run: RunConfig) -> None:
 
 
 _LEARNING_RATES = (1e-8, 1e-2)
-"""Bounds outside of which a learning rate is almost certainly a mistake."""
+"""Others are almost certainly a mistake."""
 
 
 def describe_doubts(run: RunConfig, *, num_rows: int | None = None) -> Iterator[str]:
@@ -178,11 +178,11 @@ def describe_doubts(run: RunConfig, *, num_rows: int | None = None) -> Iterator[
 
 _MADE_UP = "I do not know."
 _TRIED_ROWS = 64
-"""First rows of a dataset that are checked, and searched for one of each data source."""
+"""First rows that are checked, and searched for each data source."""
 
 
 def check_prompts(run: RunConfig, *datasets: Dataset) -> None:
-    """Raise ConfigError if no agent has the name in a row, or if the tokenizer cannot render a row's messages."""
+    """Raise ConfigError if a row names no agent, or if its messages cannot be rendered."""
     agents, template = run.generators.agents_by_name, find_template(run.model)
     # A name on the hub may not be in the cache yet.
     is_known = find_file(run.model.path, "tokenizer_config.json") is not None
@@ -198,9 +198,9 @@ def check_prompts(run: RunConfig, *datasets: Dataset) -> None:
 
 
 def try_rewards(run: RunConfig, dataset: Dataset) -> None:
-    """Score a made-up answer and the ground truth of one row per data source. Raises ConfigError if a call fails.
+    """Score a made-up answer and the truth of one row per data source. Raises ConfigError if a call fails.
 
-    Tries nothing if a function contacts an address or loads a model, and skips rows whose agent may score itself.
+    Tries no function that contacts an address or loads a model, and no row with an agent that may score itself.
     """
     config = run.generators.reward
     if not isinstance(run.generators.agent, SingleTurnConfig | ToolsAgentConfig | SearchAgentConfig):
@@ -224,12 +224,12 @@ def try_rewards(run: RunConfig, dataset: Dataset) -> None:
 def _token_ids(tokenizer: Tokenizer | None, text: str) -> list[int]:
     try:
         return list(tokenizer.encode(text).ids) if tokenizer else [0]
-    except Exception:  # bare, for characters that a tokenizer without an unknown token lacks
+    except Exception:  # bare, for characters that the tokenizer lacks
         return [0]
 
 
 async def _score(config: RewardConfig, row: Row, answers: dict[str, list[int]]) -> dict[str, Reward]:
-    """Score answers (text -> token ids) in one worker process, with the run's limits."""
+    """`answers`: text -> token ids."""
     samples = [
         reward_input(row, answer, token_ids, messages=[{"role": "assistant", "content": answer}])
         for answer, token_ids in answers.items()
@@ -239,21 +239,21 @@ async def _score(config: RewardConfig, row: Row, answers: dict[str, list[int]]) 
 
 
 def missing_steps(run: RunConfig) -> list[PrepareStep]:
-    """Return preparation steps without their file."""
+    """Preparation steps without their file."""
     return [step for step in run.prepare if not Path(step.creates).exists()]
 
 
 def preparation_limit_s(run: RunConfig) -> float:
-    """Return the time limit of all missing steps."""
+    """Time limit of all missing steps."""
     return _STEP_TIMEOUT_S * len(missing_steps(run))
 
 
 def prepare(run: RunConfig) -> int:
-    """Run missing preparation steps in order; return their number. Raises ConfigError."""
+    """Run missing steps in order; return their number. Raises ConfigError."""
     if not (steps := missing_steps(run)):
         return 0
     limit_s = preparation_limit_s(run)
-    # One process for all steps imports torch once, and the launcher never does.
+    # Imports torch once, and not in the launcher.
     code = run_kept([__name__, json.encode(steps).decode()], timeout_s=limit_s)
     missing = missing_steps(run)
     if missing or code != 0:

@@ -1,7 +1,7 @@
 """Replay: train on a stored run's trajectories, in the same batches.
 
-A serial run over a store filled from an archive, on one or more ranks; its generator answers held-out prompts. With the
-stored run's settings, seed, and initial weights, batches repeat bit for bit, as do losses of a serial run.
+A serial run over a store filled from an archive, on one or more ranks. With the same settings, seed, and initial
+weights, batches repeat bit for bit, as do losses of a serial run.
 """
 
 import asyncio
@@ -101,7 +101,7 @@ def _device(run: RunConfig) -> torch.device:
 
 
 _MAX_DECODED = 1024
-"""At a time: text takes several times the memory of token ids."""
+"""Text takes several times the memory of token ids."""
 
 
 def rescore(

@@ -1,4 +1,4 @@
-"""One run from overrides to report: name, preparation, preflight, training in its mode, result."""
+"""One run from overrides to report."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ from slipstream.runtime.row_files import require_demonstrations
 from slipstream.runtime.run_folder import OVERRIDES, RunFolder, is_held
 
 _MAX_OVERRIDES = 60
-"""Characters of overrides in a suggested command; more are replaced by a file."""
+"""Characters in a suggested command; more become a file."""
 
 console = make_console()
 
@@ -58,8 +58,7 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
         return
     folder.check_name()
     check_surroundings(run)
-    # Generators load libraries during preparation, which takes up to minutes. Check everything else first, so that a
-    # rejected run starts no process and leaves no folder.
+    # Generators load libraries during preparation. Check all else first, so that a rejected run leaves no trace.
     is_to_prepare = run.has_roles and bool(missing_steps(run))
     if not is_to_prepare:
         make_inputs(run)
@@ -68,7 +67,7 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
             folder.claim()
             folder.record_process(LAUNCHER)
             folder.record_stage(LAUNCHER, "settings checked")
-            # Otherwise an interrupted continuation would look finished.
+            # An interrupted continuation would look finished.
             folder.summary.unlink(missing_ok=True)
             folder.write_origins(provenance(overrides, run), overrides=overrides)
             if run.has_roles:
@@ -88,7 +87,7 @@ def with_stored_overrides(overrides: list[str]) -> list[str]:
     given = dict(text.partition("=")[::2] for text in overrides)
     if given.get("resume", "").lower() not in ("true", "auto") or "name" not in given or "experiment" in given:
         return overrides
-    # Not the resolved configuration: roles on other machines get the overrides, but not the run folder.
+    # Not config.yaml: roles on other machines get only overrides.
     file = Path(given.get("runs_dir", "runs")) / given["name"] / OVERRIDES
     return merge_overrides(json.loads(file.read_text()), overrides) if file.is_file() else overrides
 
@@ -110,7 +109,7 @@ def describe_finished(run: RunConfig, folder: RunFolder) -> str:
 
 
 def _run_here(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> None:
-    # Both load torch, which takes seconds; mode=async does not need it.
+    # Both load torch, which takes seconds.
     if run.mode == "serial":
         from slipstream.launch.serial import run_serial
 
@@ -149,7 +148,7 @@ def start_sft(overrides: list[str]) -> None:
         require_demonstrations(Path(path))
     for note in describe_doubts(run):
         print(f"note: {note}")
-    # exec, because torch must load under the learner's environment variables.
+    # torch must load under the learner's environment.
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "slipstream.learner", *overrides])
 
@@ -193,7 +192,7 @@ def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: 
 
 
 def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> dict[str, str]:
-    """Return command to try next -> comment."""
+    """Command to try next -> comment."""
     own = [text for text in overrides if text.partition("=")[0] not in ("name", "resume")]
     if len(shlex.join(own)) > _MAX_OVERRIDES and run.cluster.kind == "local":
         # The same settings, as a file. Other machines don't have it.

@@ -1,4 +1,4 @@
-"""Scaling: changes a live run's number of generators, on request or from measured waits."""
+"""Scaling: number of generators of a live run, by request or measured waits."""
 
 import os
 import socket
@@ -26,15 +26,13 @@ _WORKING_STATES = ("ready", "updating")
 _MIN_STEPS = 5
 """Steps before the learner's waits are meaningful."""
 _MORE_ABOVE = 0.3
-"""Fraction of the learner's time spent waiting for groups, above which a generator is added: below it, a step becomes
-shorter by less than a third."""
+"""Fraction of its time that the learner waits for groups; below, a step becomes shorter by less than a third."""
 _FEWER_BELOW = 0.5
-"""Fraction of their capacity that all generators use, below which one is removed: far enough from full that the next
-measurement doesn't add it again."""
+"""Used fraction of all generators' capacity: so far from full that the next measurement adds none again."""
 _SETTLE_S = 60.0
-"""Measuring time before each change, from when the learner and all generators work: many answers, and a few steps."""
+"""Window of a measurement, once all roles work: many answers, and a few steps."""
 _ABSENT_AFTER_S = 600.0
-"""Longest wait for a generator that is not working: loading a large model. Then it is left out of the measurement."""
+"""Longest wait for a generator, which may load a large model, before the measurement ignores it."""
 
 
 class Change(Record):
@@ -48,7 +46,7 @@ class Change(Record):
 
 
 class Autoscaler:
-    """Decides once per window of `_SETTLE_S`, or longer if steps are slow. Used by one thread.
+    """Decides once per window of `_SETTLE_S`, or longer if steps are slow.
 
     Scaling up has priority: if the learner waits while generators idle, the cause lies elsewhere.
     """
@@ -79,7 +77,7 @@ class Autoscaler:
         if seconds < _SETTLE_S:
             return None
         change = self._choose(seconds, num_ready=num_ready, target=target)
-        # Extend a window with too few steps, or slow steps would never be measured.
+        # Otherwise slow steps would never be measured.
         if not 0 < len(self._rows) < _MIN_STEPS:
             self.start_window()
         return change
@@ -105,17 +103,14 @@ class Autoscaler:
         return Change(target - 1, f"the generators used {capacity}, below {_FEWER_BELOW:.0%}")
 
     def _learner_wait_fraction(self) -> float | None:
-        """Fraction of the window in which the learner waits; None after too few steps.
-
-        Before the first step, the fraction of observations in which it waits for groups.
-        """
+        """Part of the window, or before the first step of the observations; None after too few steps."""
         if not self._rows:
             return sum(self._starving) / len(self._starving)
         return wait_fraction(self._rows) if len(self._rows) >= _MIN_STEPS else None
 
 
 class AbsenceTracker:
-    """Decides when the autoscaler stops waiting for absent generators."""
+    """Tracks generators that do not work."""
 
     def __init__(self, *, absent_after_s: float, clock: Clock = time.monotonic) -> None:
         self._absent_after_s = absent_after_s
@@ -124,7 +119,7 @@ class AbsenceTracker:
         self._abandoned: set[str] = set()
 
     def update(self, expected: AbstractSet[str], *, working: AbstractSet[str]) -> list[str]:
-        """Return newly abandoned generators, once per absence."""
+        """Newly abandoned generators, once per absence."""
         now = self._clock()
         self._away_since = {name: self._away_since.get(name, now) for name in expected - working}
         abandoned = {name for name, since in self._away_since.items() if now - since > self._absent_after_s}
@@ -156,7 +151,7 @@ class LauncherReport:
     def send(self, *, restarts: Mapping[str, int], generators_target: int) -> None:
         """Record the waiting events and report. Raises StoreUnavailableError, RunConflictError."""
         while self._unsent:
-            # Dequeue after the call: a lost answer then repeats an event instead of losing it.
+            # Dequeue after the call: a lost answer then repeats the event.
             self._store.record_event(*self._unsent[0])
             self._unsent.popleft()
         self._report("ready", {"restarts": dict(restarts), "generators_target": generators_target, **self._answer})
@@ -250,7 +245,7 @@ class Scaling:
             return self._set_target(change.target, reason=change.reason)
         except ConfigError as error:
             previous, self._refused = self._refused, (change.target, str(error))
-            # Once: repeats would push other events out of the store.
+            # Repeats would push other events out of the store.
             stays = f"the number of generators stays at {self._pool.target}, although {change.reason}: {error}"
             return [] if previous == self._refused else [Event(LAUNCHER, stays)]
 

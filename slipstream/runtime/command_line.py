@@ -151,14 +151,14 @@ class _PanelGroup(TyperGroup):
 
 
 def make_app(text: str) -> typer.Typer:
-    """Return a typer app; `text` is its help."""
+    """Typer app; `text` is its help."""
     context = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
     plain: dict[str, Any] = {"rich_markup_mode": None, "add_completion": False, "pretty_exceptions_enable": False}
     return typer.Typer(cls=_PanelGroup, help=text, context_settings=context, **plain)
 
 
 def make_parser(program: str, text: str | None) -> argparse.ArgumentParser:
-    """Return a parser; `text` is its preformatted help."""
+    """Parser; `text` is its preformatted help."""
     form = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(f"python -m {program}", description=text, formatter_class=form, allow_abbrev=False)
 
@@ -230,7 +230,7 @@ def _of_other_tools(table: Mapping[str, str], command: str) -> str:
 
 
 def _run_name(path: str) -> str:
-    """Return the run of a folder, or of one of its checkpoints."""
+    """Run of a folder, or of one of its checkpoints."""
     *above, last = path.rstrip("/").split("/")
     return above[above.index("checkpoints") - 1] if "checkpoints" in above[1:] else last
 
@@ -291,12 +291,12 @@ _PIPED_WIDTH = 180
 
 
 def make_console() -> Console:
-    """Return a console without markup, because settings and paths contain brackets."""
+    """Console without markup, because settings and paths contain brackets."""
     return Console(highlight=False, markup=False, width=None if Console().is_terminal else _PIPED_WIDTH)
 
 
 def make_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Return a table; columns in `numbers` are right-aligned."""
+    """Table; columns in `numbers` are right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")

@@ -59,7 +59,7 @@ class Keys(Record):
 # --- the token -------------------------------------------------------------------------------------------------------
 # The token appears in no command line, setting, log, or answer.
 def find_token(run: RunConfig) -> str:
-    """Return `given_token`, or else the run folder's, or else nothing. Raises ConfigError."""
+    """`given_token`, or else the run folder's, or else nothing. Raises ConfigError."""
     token = given_token(run.broker) or _token_in_folder(RunFolder(run))
     is_fit = not token or not run.cluster.is_open or len(token) >= _MIN_OPEN_LENGTH
     must, why = f"have >= {_MIN_OPEN_LENGTH} characters with cluster.interface", "other machines can try to guess it"
@@ -68,7 +68,7 @@ def find_token(run: RunConfig) -> str:
 
 
 def make_token(run: RunConfig) -> str:
-    """Return the run's token; create one in the run folder if none exists. Raises ConfigError."""
+    """The run's token; create one in the run folder if none exists. Raises ConfigError."""
     if token := find_token(run):
         got, why = "a guest's, which can only start generators", f"unset {TOKEN_VARIABLE}, or use another token"
         require(not token.startswith(_GUEST), "the token", "be the run's", got=got, why=why)
@@ -89,7 +89,7 @@ def make_token(run: RunConfig) -> str:
 
 
 def given_token(config: BrokerConfig) -> str:
-    """Return the token from environment or `broker.token_file`, or else nothing. Raises ConfigError."""
+    """Token from environment or `broker.token_file`, or else nothing. Raises ConfigError."""
     if token := os.environ.get(TOKEN_VARIABLE, ""):
         return _check_format(token.strip(), origin=f"the environment variable {TOKEN_VARIABLE}")
     path = config.token_file
@@ -135,7 +135,7 @@ def derive_keys(token: str, *, guests: Sequence[str] = ()) -> Keys:
 
 
 def guest_token(keys: Keys, name: str) -> str:
-    """Return a guest's token: its secret key and the run's public key."""
+    """The guest's token: its secret key and the run's public key."""
     both = z85.decode(keys.server_public) + z85.decode(_guest_secret(keys, name))
     return f"{_GUEST}{name}.{base64.urlsafe_b64encode(both).decode()}"
 
@@ -203,7 +203,7 @@ _PATTERNS = (
 
 
 def known_secrets(environment: Mapping[str, str] = os.environ, *others: str) -> set[str]:
-    """Return the values of variables with secret names, and `others`."""
+    """Values of variables with secret names, and `others`."""
     found = {value for name, value in environment.items() if _SECRET_VARIABLE.search(name)}
     # A header variable holds several NAME=VALUE pairs.
     parts = {part.partition("=")[2].strip() for value in found for part in value.split(",")}
@@ -236,7 +236,7 @@ def _value(key: str, value: Any, *, known: Iterable[str]) -> Any:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a host."""
+    """Whether only this machine can reach a host."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether a write failed because the disk is full."""
+    """Whether a write failed because the disk is full."""
     if isinstance(error, OSError) and error.errno in _FULL:
         return True
     return any(text in str(error) for text in _TEXTS)
@@ -41,7 +41,7 @@ def describe_disk(path: Path) -> str:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return the path, or its nearest existing parent."""
+    """Path, or its nearest existing parent."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())
 

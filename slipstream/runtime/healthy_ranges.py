@@ -39,17 +39,17 @@ class Range:
     """Skip steps in which the fraction of wrong answers is smaller."""
 
     def holds(self, value: float) -> bool:
-        """Return whether the value is in the range; False for NaN."""
+        """Whether the value is in the range; False for NaN."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def explain(self, figures: Mapping[str, str] | None = None) -> str:
-        """Return meaning and remedy, with figures if given."""
+        """Meaning and remedy, with figures if given."""
         if figures is None:
             return ": ".join(filter(None, self.plain()))
         return ": ".join(filter(None, (self.meaning, self.advice))).format_map(figures)
 
     def plain(self) -> tuple[str, str]:
-        """Return (meaning, remedy), without figures."""
+        """(meaning, remedy), without figures."""
         return _FIGURE.sub("", self.meaning), _FIGURE.sub("", self.advice)
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Range:
 
 
 def figures_of(row: Mapping[str, Any], run: RunConfig) -> dict[str, str]:
-    """Return the settings and values that explanations quote."""
+    """Settings and values that explanations quote."""
     algorithm, staleness, reward = run.algorithm, run.staleness, run.generators.reward
     settings = {
         "max_lag": staleness.max_lag,
@@ -190,7 +190,7 @@ RANGES = {
 
 
 def explain_value(value: float, healthy: Range, figures: Mapping[str, str] | None) -> str:
-    """Return meaning and remedy of an unhealthy value, which may be NaN."""
+    """Meaning and remedy of an unhealthy value, which may be NaN."""
     return (RANGES["learner/nonfinite_fraction"] if math.isnan(value) else healthy).explain(figures)
 
 

@@ -41,7 +41,7 @@ class PromptImage(NamedTuple):
 
 
 def image_id(data: bytes) -> str:
-    """Return an image's key, the hexadecimal SHA-256 of its bytes."""
+    """The image's key, the hexadecimal SHA-256 of its bytes."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -79,7 +79,7 @@ def open_image(data: bytes) -> Pillow.Image:
 
 
 def takes_images(path: str) -> bool:
-    """Return whether a model supports images."""
+    """Whether a model supports images."""
     return read_json(path, "config.json").get("model_type") in VISION_FAMILIES
 
 
@@ -115,7 +115,7 @@ class VisionModel:
         return int(self._settings.get("merge_size", 2))
 
     def grid(self, data: bytes) -> Grid:
-        """Return the patch grid of an image, from its header. Raises ConfigError.
+        """Patch grid of an image, from its header. Raises ConfigError.
 
         Both sides become multiples of a token's side, and the area fits the checkpoint's limits.
         """
@@ -158,7 +158,7 @@ class VisionModel:
         return expanded, placed
 
     def positions(self, num_tokens: int, images: Sequence[tuple[int, Grid]]) -> np.ndarray:
-        """Return positions along time, height, and width, int64[3, T]; `images`: (first token, grid) in order.
+        """Positions along time, height, and width, int64[3, T]; `images`: (first token, grid) in order.
 
         Text increments all three. An image counts rows and columns; text after it continues from the largest position.
 
@@ -177,7 +177,7 @@ class VisionModel:
         return positions
 
     def patches(self, data: bytes) -> np.ndarray:
-        """Return the visual encoder's input, float32[P, D]; cached, do not modify. Raises ConfigError."""
+        """Visual encoder's input, float32[P, D]; cached, do not modify. Raises ConfigError."""
         return _patches(self._path, data)
 
 

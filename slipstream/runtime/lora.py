@@ -24,7 +24,7 @@ _HEAD = "score"
 
 
 def find_targets(module: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """Return modules for an adapter. Raises ConfigError for a missing or unsupported target."""
+    """Modules for an adapter. Raises ConfigError for a missing or unsupported target."""
     why = "vLLM does not serve adapters with images here yet: train all weights, or a text-only model"
     require(not hasattr(module.base_model, "visual"), "model.lora", "be null with images", got="an adapter", why=why)
     heads = [module.get_output_embeddings(), getattr(module, _HEAD, None)]
@@ -75,7 +75,7 @@ def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> N
 
 
 def adapted_layers(module: nn.Module) -> list[str]:
-    """Return the kinds of adapted layers, such as `q_proj`."""
+    """Kinds of adapted layers, such as `q_proj`."""
     return sorted({_last(name) for name in _adapter_layers(module)})
 
 
@@ -141,7 +141,7 @@ def save_adapter(module: nn.Module, folder: Path, *, weights: Mapping[str, Tenso
 
 
 def language_model_class(path: str) -> Any:
-    """Return the transformers Auto class of a model."""
+    """Transformers Auto class of a model."""
     return AutoModelForImageTextToText if takes_images(path) else AutoModelForCausalLM
 
 

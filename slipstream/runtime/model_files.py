@@ -180,13 +180,13 @@ def _tensors(path: str) -> dict[str, Any]:
 
 
 def weight_files(path: str) -> list[Path]:
-    """Return the safetensors files of a checkpoint; empty if one is missing."""
+    """Safetensors files of a checkpoint; empty if one is missing."""
     found = [find_file(path, name) for name in sorted(weight_map(path))]
     return [file for file in found if file] if all(found) else []
 
 
 def weight_map(path: str) -> dict[str, set[str]]:
-    """Return safetensors file -> its tensors in the index; empty without safetensors."""
+    """Safetensors file -> its tensors in the index; empty without safetensors."""
     indexed = read_json(path, _INDEX).get("weight_map")
     if not isinstance(indexed, dict):
         return {_WEIGHTS: set()} if find_file(path, _WEIGHTS) else {}
@@ -251,7 +251,7 @@ def _digest(content: bytes) -> str:
 
 
 def end_token_ids(tokenizer: Any, generation_config: Any) -> list[int]:
-    """Return the end tokens of tokenizer and generation config."""
+    """End tokens of tokenizer and generation config."""
     configured = getattr(generation_config, "eos_token_id", None)
     configured = configured if isinstance(configured, list) else [configured]
     return sorted({token_id for token_id in [tokenizer.eos_token_id, *configured] if token_id is not None})

@@ -48,12 +48,12 @@ _RECORDED = (
 
 
 def has_launcher() -> bool:
-    """Return whether a launcher started this role."""
+    """Whether a launcher started this role."""
     return LAUNCHER_VARIABLE in os.environ
 
 
 def launcher_pid() -> int:
-    """Return the launcher's process id; 0 without one."""
+    """The launcher's process id; 0 without one."""
     return int(os.environ.get(LAUNCHER_VARIABLE, "0"))
 
 
@@ -184,7 +184,7 @@ class GroupLimit(NamedTuple):
 def group_limits(
     controller: Literal["memory", "pids"], *, root: Path = GROUPS, own: Path = OWN_GROUPS
 ) -> list[GroupLimit]:
-    """Return the limits set by a container or service, innermost first.
+    """Limits set by a container or service, innermost first.
 
     In a container, `own` may name groups of the host; the root is then the container's.
     """
@@ -211,7 +211,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def read_text(path: Path) -> str:
-    """Return a file's content; empty if unreadable."""
+    """The file's content; empty if unreadable."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -221,7 +221,7 @@ def read_text(path: Path) -> str:
 # --- versions --------------------------------------------------------------------------------------------------------
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions that affect results."""
+    """Versions that affect results."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _RECORDED:
         try:

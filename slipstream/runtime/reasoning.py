@@ -32,11 +32,11 @@ class Reasoning(NamedTuple):
         return self.source != "default"
 
     def is_opened_by(self, header: str) -> bool:
-        """Return whether the text before a turn opens its reasoning, as the templates of DeepSeek-R1 do."""
+        """Whether the text before a turn opens its reasoning, as the templates of DeepSeek-R1 do."""
         return header.rstrip().endswith(self.start)
 
     def split(self, text: str, *, is_open: bool) -> tuple[str | None, str]:
-        """Return the reasoning (None without marks) and the rest of a turn. Reasoning without an end takes the rest.
+        """Reasoning (None without marks) and the rest of a turn. Reasoning without an end takes the rest.
 
         `is_open`: see `is_opened_by`.
         """

@@ -34,7 +34,7 @@ class Router(NamedTuple):
 
 
 def find_routers(module: nn.Module) -> list[Router]:
-    """Return the routers of a transformers model in layer order."""
+    """Routers of a transformers model in layer order."""
     places: dict[type, int] = {}
     for part in module.modules():
         recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits") or []
@@ -74,7 +74,7 @@ def check_layers(config: ModelConfig) -> None:
 
 
 def aux_loss_coefficient(config: ModelConfig, module: Any) -> float:
-    """Return the balancing loss's coefficient. Raises ConfigError if the checkpoint should have it but doesn't."""
+    """Balancing loss's coefficient. Raises ConfigError if the checkpoint should have it but doesn't."""
     if config.moe.router_aux_loss != "checkpoint":
         return config.moe.router_aux_loss
     own = getattr(module.config.get_text_config(), "router_aux_loss_coef", None)
@@ -108,11 +108,11 @@ class Routers:
         return len(self.layers), self.top_k
 
     def chosen(self) -> Tensor:
-        """Return the experts of the last forward pass, uint8 or int16[N, M, K]."""
+        """Experts of the last forward pass, uint8 or int16[N, M, K]."""
         return torch.stack(self._chosen, dim=1).to(torch.uint8 if self.num_experts <= 256 else torch.int16)
 
     def load(self, copies: Tensor, experts: Tensor | None = None) -> Tensor:
-        """Return the tokens per expert in the last forward pass, or for `experts` [N, M, K]; float64[M, E].
+        """Tokens per expert in the last forward pass, or for `experts` [N, M, K]; float64[M, E].
 
         Token n counts `copies[n]` times.
         """
@@ -123,7 +123,7 @@ class Routers:
         )
 
     def probabilities(self, copies: Tensor) -> Tensor:
-        """Return differentiable expert probabilities summed over the last forward pass, float32[M, E]."""
+        """Differentiable expert probabilities summed over the last forward pass, float32[M, E]."""
         return torch.stack([copies.float() @ logits.float().softmax(-1) for logits in self._logits])
 
     def _route(self, forward: Any, position: int, logits: int, *inputs: Any, **options: Any) -> Any:

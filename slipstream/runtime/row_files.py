@@ -26,12 +26,12 @@ _INPUT = "input"
 
 
 def extension(path: Path) -> str:
-    """Return the extension in lower case, without that of a compression."""
+    """Extension in lower case, without that of a compression."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def is_json(path: Path) -> bool:
-    """Return whether the file holds JSON, according to its extension."""
+    """Whether the file holds JSON, according to its extension."""
     return extension(path) in _JSON
 
 
@@ -60,7 +60,7 @@ def read_table(path: Path) -> pa.Table:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the text of each row of a file of JSON lines or of one JSON list. Raises ConfigError."""
+    """Text of each row of a file of JSON lines or of one JSON list. Raises ConfigError."""
     try:
         with pa.input_stream(str(path)) as stream:
             data = stream.read().removeprefix(b"\xef\xbb\xbf")
@@ -75,7 +75,7 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def value_at(row: Any, column: str) -> Any:
-    """Return the value of a column, or of a nested field `record.field`; None if there is none."""
+    """Value of a column, or of a nested field `record.field`; None if there is none."""
     if column in row:
         return row[column]
     return reduce(lambda at, name: at.get(name) if isinstance(at, dict) else None, column.split("."), row)

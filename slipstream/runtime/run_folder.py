@@ -224,7 +224,7 @@ class RunFolder:
             log.warning("run_folder_not_updated", folder=str(self.path), reason=str(error))
 
     def read_address(self, broker: str = FIRST_BROKER) -> str:
-        """Return the newest address for other machines, or empty."""
+        """Newest address for other machines, or empty."""
         file = self._address_file(broker)
         return file.read_text().strip() if file.is_file() else ""
 
@@ -332,7 +332,7 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def short_folder(path: Path) -> Path:
-    """Return a replacement for a long path, the same in every process."""
+    """Replacement for a long path, the same in every process."""
     digest = hashlib.sha256(bytes(path)).hexdigest()[:16]
     return _SHORT_FOLDERS / f"slipstream-{os.getuid()}-{digest}"
 
@@ -355,7 +355,7 @@ def make_private(folder: Path) -> None:
 
 
 def is_held(folder: Path, name: str = _LOCK) -> bool:
-    """Return whether a process on this machine holds a folder's lock file."""
+    """Whether a process on this machine holds a folder's lock file."""
     try:
         with (folder / name).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -365,7 +365,7 @@ def is_held(folder: Path, name: str = _LOCK) -> bool:
 
 
 def find_run(words: Sequence[str], *, command: str) -> Path:
-    """Return a run's folder, by default the newest.
+    """The run's folder, by default the newest.
 
     `words`: the run's name, its folder, or name=RUN; and runs_dir=FOLDER. Raises ConfigError.
     """
@@ -392,7 +392,7 @@ def find_run(words: Sequence[str], *, command: str) -> Path:
 
 
 def list_runs(runs_dir: Path) -> list[Path]:
-    """Return the run folders in `runs_dir`, newest first."""
+    """Run folders in `runs_dir`, newest first."""
     configs = sorted(runs_dir.glob(f"*/{_CONFIG}"), key=lambda config: config.stat().st_mtime, reverse=True)
     return [config.parent for config in configs]
 

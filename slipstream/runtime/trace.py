@@ -115,7 +115,7 @@ class Trace:
 
 
 def parts_of(folder: Path) -> Path:
-    """Return the folder of unmerged events."""
+    """Folder of unmerged events."""
     return folder / "parts"
 
 
@@ -227,7 +227,7 @@ class TimeAccount:
         self._since = clock()
 
     def switch(self, phase: str) -> str:
-        """Return the previous phase."""
+        """Previous phase."""
         with self._lock:
             before = self._phase
             if phase != before:

@@ -1,4 +1,4 @@
-"""`slipstream diagnose cluster`: check a machine, and its connection to a broker, without joining."""
+"""`slipstream diagnose cluster`: check a machine and its connection to a broker."""
 
 import socket
 import time
@@ -30,7 +30,7 @@ _FAILED = 1
 _ANSWER_TIMEOUT_S = 10.0
 _BANDWIDTH_S = 5.0
 _AHEAD = 8
-"""Requests in flight, as for chunks of weights."""
+"""Requests in flight."""
 
 
 def report(findings: Sequence[Result], *, is_json: bool) -> None:
@@ -121,7 +121,7 @@ class BrokerLink:
         return self._receive(timeout_s=_ANSWER_TIMEOUT_S)
 
     def measure(self, num_bytes: int) -> tuple[int, float]:
-        """Fetch up to `num_bytes` within a few seconds; return (bytes received, seconds taken)."""
+        """Fetch up to `num_bytes`; return (bytes received, seconds taken)."""
         began_at, asked, received = time.monotonic(), 0, 0
         under_way: deque[int] = deque()
         while received < num_bytes and time.monotonic() - began_at < _BANDWIDTH_S:

@@ -1,4 +1,4 @@
-"""Diagnosis: checks of installation, machine, inputs, and last run, each with a deadline."""
+"""Diagnosis: checks of installation, machine, inputs, and last run."""
 
 import contextlib
 import sys
@@ -63,8 +63,7 @@ _SURROUNDINGS = {
 def diagnose(words: Sequence[str], *, is_json: bool, bundle: Path | None = None) -> None:
     """Print the findings of all checks; exit with 1 if any failed. Raises ConfigError.
 
-    `words`: settings as for `slipstream run`; or a run as for `find_run`, to check with its own settings; or `cluster`
-    and settings. `bundle`: bug report to write.
+    `words`: settings; or a run as for `find_run`; or `cluster` and settings. `bundle`: bug report to write.
     """
     if bundle:
         check_bundle(bundle)
@@ -160,7 +159,7 @@ def _of_surroundings(run: RunConfig, folder: RunFolder, *, is_live: bool) -> lis
     if run.cluster.network and not is_live:
         for name, check in {"interface": machine.check_interface, "ports": machine.check_ports}.items():
             found.append(Check(name, partial(check, run.cluster)))
-    # Check an existing run as if resuming it.
+    # As if resuming an existing run.
     tried = surroundings(msgspec.structs.replace(run, resume="auto") if folder.has_run else run)
     for name in (each for each in _SURROUNDINGS if each in tried):
         find = partial(_surrounding, name, run, is_live=is_live, check=tried[name])

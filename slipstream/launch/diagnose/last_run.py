@@ -53,7 +53,7 @@ def check_last_run(folder: Path, *, is_live: bool) -> list[Result]:
 
 
 def read_events(folder: Path, *, is_live: bool) -> tuple[list[Event], str]:
-    """Return (events of a run, oldest first; why they cannot be read). Starts the store of a stopped run."""
+    """(events, oldest first; why they cannot be read). Starts the store of a stopped run."""
     try:
         with RunReader(folder, starts_server=not is_live) as reader:
             return reader.store.events(limit=EVENTS_KEPT), ""
@@ -62,11 +62,11 @@ def read_events(folder: Path, *, is_live: bool) -> tuple[list[Event], str]:
 
 
 def log_tail(path: Path, *, num_bytes: int = _READ_BYTES) -> list[str]:
-    """Return a log's last complete lines."""
+    """The log's last complete lines."""
     with path.open("rb") as file:
         start = max(0, path.stat().st_size - num_bytes)
         if start:
-            # Skip a partial line, in which masking would miss a partial secret.
+            # Masking would miss the secret of a partial line.
             file.seek(start - 1)
             file.readline()
         return file.read().decode(errors="replace").splitlines()

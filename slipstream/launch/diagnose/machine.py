@@ -24,7 +24,7 @@ from slipstream.runtime.model_files import ModelFingerprint, check_same_model, f
 from slipstream.runtime.process import GROUPS, OWN_GROUPS, group_limits, read_text
 
 Verdict = Literal["ok", "warn", "fail", "skipped"]
-"""Good | may cause problems | will not work | not checked; `found` has the reason."""
+"""Good | may cause problems | will not work | not checked."""
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _SHARED_MEMORY = Path("/dev/shm")
 _MIN_SHARED_MEMORY = 2**30
@@ -49,7 +49,7 @@ class Result(Record):
 
 
 def judge(name: str, is_ok: bool, found: str, *, fix: str, verdict: Verdict = "warn") -> Result:
-    """Return ok, or `verdict` with `fix`."""
+    """Ok, or `verdict` with `fix`."""
     return Result(name, "ok", found) if is_ok else Result(name, verdict, found, fix=fix)
 
 
@@ -145,7 +145,7 @@ def check_ports(cluster: ClusterConfig, *, ephemeral: Path = _EPHEMERAL) -> Resu
 
 
 def check_clock(offset_s: float, *, took_s: float) -> Result:
-    """Judge the clock offset to the broker, from an answer that took `took_s`."""
+    """Judge the clock's offset to the broker's, from an answer that took `took_s`."""
     found = f"the broker's is {offset_s:+.3f} s ahead, within {took_s / 2:.3f} s"
     is_close = abs(offset_s) <= _MAX_CLOCK_OFFSET_S + took_s / 2
     return judge("clock", is_close, found, fix="synchronize both, with chrony or systemd-timesyncd")
@@ -187,11 +187,11 @@ _CPU_INFO, _DEVICES = Path("/proc/cpuinfo"), Path("/dev")
 _MIN_MEMORY = 2 * 2**30
 _MIN_DISK, _LITTLE_DISK = 256 * 2**20, 2**30
 _BYTES_OF_A_PARAMETER = 16
-"""In a checkpoint: weights, float32 copy, and both moments."""
+"""Weights, float32 copy, and both moments."""
 _MIN_PROCESSES = 512
-"""Processes and threads of a small run."""
+"""Of a small run, with threads."""
 _MIN_DRIVERS = {"12": 525, "13": 580}
-"""CUDA -> oldest Linux driver. Source: CUDA toolkit release notes, minor version compatibility."""
+"""CUDA -> oldest Linux driver. Source: minor version compatibility in CUDA's release notes."""
 _PLAN = "`slipstream plan` shows what each process takes"
 
 
@@ -232,7 +232,7 @@ def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Result:
 
 
 def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: bool = False) -> Result:
-    """Check that a folder, which may not exist yet, is writable and has room for checkpoints."""
+    """Check that a folder, which need not exist, is writable and has room for checkpoints."""
     folder = nearest_folder(path)
     stats = os.statvfs(folder)
     free, found = stats.f_bavail * stats.f_frsize, describe_disk(path)
@@ -264,12 +264,11 @@ def check_gpus(*, cuda: str, is_live: bool) -> Result:
 
 
 def show_topology() -> Result:
-    """Return the links between GPUs as nvidia-smi prints them."""
+    """Links between GPUs as nvidia-smi prints them, without colors."""
     if count_gpus() < 2:
         return Result("topology", "skipped", "fewer than two GPUs")
     if not (printed := run_smi("topo", "-m").rstrip()):
         return Result("topology", "warn", "nothing printed", fix="look at `nvidia-smi topo -m`")
-    # Without the colors of a terminal.
     return Result("topology", "ok", re.sub(r"\x1b\[[\d;]*m", "", f"\n{printed}"))
 
 
