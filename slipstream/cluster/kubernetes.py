@@ -1,4 +1,4 @@
-"""Kubernetes manifests: a JobSet with roles as containers, or a KubeRay RayJob where Ray places roles."""
+"""Kubernetes manifests: a JobSet with roles as containers, or a RayJob where Ray places roles."""
 
 import re
 import shlex
@@ -24,18 +24,18 @@ ANY_INTERFACE = "0.0.0.0/0"
 """For pods, which have only one address besides loopback."""
 SECRET_KEY = "token"
 _MAX_NAME = 40
-"""JobSet and KubeRay append suffixes, and labels have at most 63 characters."""
+"""Suffixes are added, and labels have at most 63 characters."""
 _BASE_GIB, _GPU_GIB = 16, 64
 """Memory of a machine, and what each GPU adds."""
 _BROKER_GIB, _SUBMITTER_GIB = 4, 1
 _GPU = "nvidia.com/gpu"
 _NOTHING: tuple[object, ...] = (None, "", [], {})
 _LIST_KEYS = ("mountPath", "groupName", "name")
-"""Fields that identify an item of a list, the first that all items have."""
+"""Fields that identify a list's items: the first that all have."""
 
 
 class Options(NamedTuple):
-    """Cluster resources of the pods, besides the settings of the run.
+    """Cluster resources of the pods.
 
     Example: Options("registry/slipstream:gpu", claim="shared", namespace="research", secrets=["aws"])
     """
@@ -78,7 +78,7 @@ def secret(recipe: Recipe, token: str) -> Manifest:
 def manifests(recipe: Recipe, kind: Kind, options: Options, *, patches: Sequence[Manifest] = ()) -> list[Manifest]:
     """The run's job, and a Service with `metrics.prometheus_port`. Raises ConfigError.
 
-    `patches`: documents merged into that of the same kind; those of kind Pod into every pod.
+    `patches`: merged into the document of the same kind, or for kind Pod into every pod.
     """
     port, name = recipe.run.metrics.prometheus_port, object_name(recipe)
     job = _Job(recipe, options, [patch for patch in patches if patch.get("kind") == "Pod"])
@@ -143,7 +143,7 @@ def _template() -> dict[str, Manifest]:
 
 
 def _fill(section: str, **values: Any) -> Manifest:
-    """Section of manifests.yaml with its `$name` replaced; fields without a value are left out."""
+    """Section of manifests.yaml with its `$name` replaced, without empty fields."""
     filled: Manifest = _filled(_template()[section], values)
     return filled
 
@@ -184,7 +184,7 @@ class _Job:
         self._core = _size_of(self._cluster.learner, gpus=self._run.learner_gpus)
 
     def jobset(self) -> Manifest:
-        """One pod for broker, store, and first ranks; one per further machine of ranks; one per generator."""
+        """A pod for broker, store, and first ranks; one per further machine; one per generator."""
         machines = self._cluster.learner.machines
         jobs = [_fill("job", name="core", pods=1, pod=self._core_pod())]
         if machines > 1:
@@ -230,7 +230,7 @@ class _Job:
 
     def _ranks_variables(self) -> dict[str, str]:
         machines, ranks = self._cluster.learner.machines, self._run.learner.num_ranks
-        # By default, a process in a container uses all cores of its node.
+        # A process in a container would use all cores of the node.
         threads = {"OMP_NUM_THREADS": str(max(1, self._core.cpus * machines // ranks))}
         meeting = {"MASTER_ADDR": self._core_host, "MASTER_PORT": str(self._ports[-1])}
         return threads | (meeting if machines > 1 else {})

@@ -21,11 +21,11 @@ LOGGERS = {
     "wandb": "slipstream.observe.loggers.wandb_logger:WandbLogger",
     "tensorboard": "slipstream.observe.loggers.tensorboard_logger:TensorboardLogger",
 }
-"""Built-in logger -> class, imported by name, because each needs an optional package."""
+"""Built-in logger -> class, which needs an optional package."""
 EXPORTER = "exporter"
 _EXPORTER_TIMEOUT_S = 3.0
 LOGGER_TIMEOUT_S = 20.0
-"""Time for a logger to process its queue after the roles have ended; then it is killed."""
+"""Time for a logger to empty its queue after the run."""
 
 
 def check_observers(run: RunConfig) -> None:
@@ -40,7 +40,7 @@ def check_observers(run: RunConfig) -> None:
 
 
 def check_loggers(run: RunConfig) -> None:
-    """Check that loggers are installed; import user loggers. Raises ConfigError."""
+    """Check installed loggers; import the user's. Raises ConfigError."""
     for name in run.logging.arguments:
         if ":" in name:
             _check_own(name, run.logging.arguments[name])
@@ -67,7 +67,7 @@ def role_of(logger: str) -> str:
 
 
 class Observers:
-    """Runs the observer processes. Life: start -> poll* -> stop; `poll` and `stop` return messages for the user."""
+    """Observer processes. Life: start -> poll* -> stop; the last two return messages for the user."""
 
     def __init__(self, run: RunConfig, *, logs: Path) -> None:
         where = (f"name={run.name}", f"runs_dir={run.runs_dir}")
@@ -94,7 +94,7 @@ class Observers:
         return sentences
 
     def stop(self) -> list[str]:
-        """Let the processes finish the last rows; kill them after their timeouts."""
+        """Let them finish the last rows, within their timeouts."""
         began_at = time.monotonic()
         for process in self._processes:
             process.terminate()

@@ -1,7 +1,7 @@
 """Ray seats: roles on machines that Ray chooses and watches. The only module that imports Ray.
 
-Each generator has its own placement group, so that losing one does not affect others. The learner's machines form one
-group. On each machine an actor holds the pipe of the role's keeper, so that the role ends when the actor does.
+Each generator has its own placement group, so that losing one does not affect others; the learner's machines share one.
+On each machine an actor holds the pipe of the role's keeper: the role ends with the actor.
 """
 
 import logging
@@ -36,7 +36,7 @@ _OLDEST = (2, 52)
 """First version with token authentication."""
 _MAX_LOOK_BYTES = 2**20
 _MAX_LOG_BYTES = 8 * 2**20
-"""A seat's local log is truncated at this size, once read."""
+"""Size at which a seat's local log, once read, is truncated."""
 _MAX_ERROR_LENGTH = 400
 _MACHINES_SHOWN = 8
 _NODE_LABEL = "ray.io/node-id"
@@ -54,17 +54,17 @@ GcsClient(address=sys.argv[1]).internal_kv_keys(b"", b"slipstream", timeout=10)
 class Host:
     """Actor on a seat's machine: holds the role's keeper and forwards its log.
 
-    It ends, with the role, when Ray's local process ends or the launcher is silent for `UNWATCHED_S`.
+    It ends, with the role, when Ray does or the launcher is silent for `UNWATCHED_S`.
     """
 
     def __init__(self, name: str, directory: str) -> None:
-        """`directory`: the launcher's working directory, used if it exists here."""
+        """`directory`: the launcher's, used if it exists here."""
         if Path(directory).is_dir():
             os.chdir(directory)
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-seat-"))
         self._log = self._folder / f"{name}.log"
         self._log.touch()
-        # Ray's variables contain its token, which the role must not get.
+        # They contain Ray's token, which the role must not get.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         self._seat = LocalSeat(self._log, is_detached=True, environment=environment)
         self._num_dropped = 0
@@ -86,7 +86,7 @@ class Host:
         return self._seat.pid, ray.util.get_node_ip_address()
 
     def look(self, since: int) -> tuple[int | None, bytes]:
-        """(exit code or None, log from byte `since`). The code comes only with the last part."""
+        """(exit code with the last part, or None; log from byte `since`)."""
         self._looked_at = time.monotonic()
         code = self._seat.poll()
         size = self._log.stat().st_size
@@ -118,7 +118,7 @@ class Host:
 
 # --- on the machine of the launcher ----------------------------------------------------------------------------------
 class RayCluster:
-    """The connected Ray cluster, or one bundle of a group that the run keeps. Implements Cluster."""
+    """The Ray cluster, or a bundle of a group that the run keeps. Implements Cluster."""
 
     def __init__(self, run: str, *, kept: Any = None, bundle: int = 0) -> None:
         """`kept`: a group; `bundle`: the one in which hosts run."""
@@ -128,7 +128,7 @@ class RayCluster:
 
     def request(self, name: str, bundles: list[dict[str, float]], *, labels: list[dict[str, str]]) -> Any:
         if self._kept:
-            # Ray replaces a lost machine's bundle, and the group becomes ready again.
+            # Ray replaces the bundle of a lost machine.
             return self._kept, self._kept.ready()
         name, selector = f"slipstream/{self._run}/{name}", labels if any(labels) else None
         group = placement_group(bundles, strategy="STRICT_SPREAD", name=name, bundle_label_selector=selector)
@@ -227,10 +227,7 @@ class RayPlaces:
 # --- the connection --------------------------------------------------------------------------------------------------
 @contextmanager
 def join_cluster(run: RunConfig, *, log: Path) -> Iterator[RayPlaces]:
-    """Connect to the Ray cluster and reserve a run's core. Raises ConfigError.
-
-    `log`: file for Ray's messages, which the launcher's own would drown in.
-    """
+    """Connect to the Ray cluster and reserve a run's core. `log`: for Ray's messages. Raises ConfigError."""
     _check_version(ray.__version__)
     address = os.environ.get("RAY_ADDRESS", "")
     must, why = "be HOST:PORT of the Ray head", "a Ray Client driver is not on a machine of the cluster"
@@ -252,7 +249,7 @@ def join_cluster(run: RunConfig, *, log: Path) -> Iterator[RayPlaces]:
 
 @contextmanager
 def _messages_in(log: Path) -> Iterator[None]:
-    """Write Ray's messages to a file: a lost machine prints dozens of lines, and Ray has no setting for them."""
+    """Write Ray's messages, dozens for a lost machine, to a file. Ray has no setting for that."""
 
     def write(data: Mapping[str, Any], ignore_prefix: bool) -> None:
         with suppress(OSError), log.open("a") as file:

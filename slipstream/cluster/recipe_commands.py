@@ -150,10 +150,7 @@ def _start(recipe: Recipe, text: str, *, namespace: str, is_printed: bool) -> No
 
 
 def _call(command: list[str], document: str, *, where: str, is_shown: bool = True) -> str:
-    """Pipe a document, which may be secret, to a program; return stdout.
-
-    Raises ConfigError without the program; exits with 1 if it fails.
-    """
+    """Pipe a document, which may be secret, to a program; return stdout. Exits with 1 if it fails."""
     why = f"run this {where}, or add --print"
     require(shutil.which(command[0]) is not None, command[0], "be installed to start the run", got="none", why=why)
     try:

@@ -27,8 +27,8 @@ _MAX_LOG_BYTES = 128 * 2**20
 """Size at which a log is trimmed to its newest quarter."""
 
 Restart = Literal["on_death", "always"]
-"""After any exit except success, exit code 2 (bad input), and a repeated start error | also after success, unless the
-role was asked to end."""
+"""After any exit but success, exit code 2 (bad input), and a repeated start error | also after success, unless asked to
+end."""
 
 
 class RoleDiedError(RuntimeError):
@@ -50,8 +50,8 @@ class RoleProcess:
         variables: Mapping[str, str] | None = None,
         max_log_bytes: int = _MAX_LOG_BYTES,
     ) -> None:
-        """`arguments` follow `python -m`; `seat` makes a seat from the log; `variables`: added environment;
-        `restart_arguments`: added at the first restart."""
+        """`arguments` follow `python -m`, with `restart_arguments` after a restart; `seat` makes a seat from the log;
+        `variables`: added environment."""
         self.name = name
         self._variables = dict(variables or {})
         self._arguments = list(arguments)
@@ -106,9 +106,9 @@ class RoleProcess:
         self._has_worked = True
 
     def poll(self) -> list[str]:
-        """Detect a death, restart after the backoff, trim the log; return user messages.
+        """Restart a dead role after the backoff, trim the log; return user messages.
 
-        Raises RoleDiedError if the role must not be restarted.
+        Raises RoleDiedError if it must not be restarted.
         """
         self._trim_log()
         if self._restart_at is not None:
@@ -119,7 +119,7 @@ class RoleProcess:
             return [f"{self.name}: {self.place}"] * (self._announced != before)
         if time.monotonic() - self._started_at > _HEALTHY_AFTER_S:
             self._num_deaths_in_a_row = 0
-        # Only these two are start errors: other exit codes define their own restarts, and signals come from outside.
+        # Other exit codes define their own restarts, and signals come from outside.
         # Mask numbers, such as a pid, to compare errors.
         is_of_the_start = code == TRY_ONCE or (code == _UNCAUGHT and not self._has_worked)
         error = re.sub(r"\d+", "0", self._find_error()) if is_of_the_start else ""
@@ -130,7 +130,7 @@ class RoleProcess:
             tail = f"The end of {self._log}:\n{self.log_tail()}"
             raise RoleDiedError(f"{self.name} ended with {describe_exit(code)}. {tail}")
         lines = [line for line in self.log_tail().splitlines() if not line.startswith(LOG_PREFIX)]
-        # Search for the error: a library may print the last line when it aborts at exit.
+        # A library may print the last line when it aborts at exit.
         words = self._find_error() or f"last line of its log: {lines[-1].strip() if lines else ''}"
         return self._restart_later(f"died ({describe_exit(code)}); {words}")
 

@@ -1,4 +1,4 @@
-"""Slurm batch script: broker, store, and rank 0 on the first node; further ranks and generators as tasks."""
+"""Slurm batch script: broker, store, and rank 0 on the first node; other roles as tasks."""
 
 import shlex
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ def sbatch_script(
     core_options: Sequence[str] = (),
     generator_options: Sequence[str] = (),
 ) -> str:
-    """The script; `options`: sbatch options for both job parts, the others for one."""
+    """`options`: of sbatch for both job parts, the others for one."""
     run = recipe.run
     core, generator, count = run.cluster.learner, run.cluster.generator, run.generators.count
-    # Roles use the first ports. Rendezvous ports vary by job, because jobs may share a node.
+    # Roles use the first ports. Jobs may share a node, so rendezvous ports vary.
     ports = run.cluster.port_range
     meet = ports[len(ports) // 2 :]
     nodes = [f"--nodes={core.machines}", f"--ntasks={core.machines}", "--ntasks-per-node=1"]
@@ -35,7 +35,7 @@ def sbatch_script(
     # Slurm selects nodes by features, which have no values.
     tasks += [f"--constraint={'&'.join(generator.labels.values())}"] if generator.labels else []
     job = [f"--job-name={run.name}", f"--output={run.name}-%j.log", "--open-mode=append", "--requeue"]
-    # The roles end and the job is requeued this long before its limit.
+    # The job is requeued this long before its limit.
     job += [f"--signal=B:USR1@{STOP_TIMEOUT_S}"]
     variables = {
         "python": shlex.quote(python),

@@ -1,4 +1,4 @@
-"""Conventions of all command lines: exit codes, one-sentence errors, `--help`, tables."""
+"""Conventions of all command lines: exit codes, errors, help, tables."""
 
 import argparse
 import errno
@@ -25,13 +25,13 @@ from slipstream.runtime.disk import is_disk_full
 from slipstream.runtime.process import launcher_pid
 
 NO_ANSWER = 1
-"""Exit code: store, broker, or launcher did not answer."""
+"""Exit code: no answer of store, broker, or launcher."""
 BAD_INPUT = 2
 """Exit code: the user can correct the error."""
 TRY_AGAIN = 75
-"""Exit code: a restart may fix the error; EX_TEMPFAIL of sysexits.h."""
+"""Exit code: a restart may help; EX_TEMPFAIL of sysexits.h."""
 TRY_ONCE = 76
-"""Exit code: a restart may fix the error, unless it recurs."""
+"""Exit code: a restart may help, unless the error recurs."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 
@@ -56,7 +56,7 @@ Most used settings:
 All settings: docs/settings.md; `slipstream config` prints them with their values.
 """
 WITH_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}, "epilog": SETTINGS}
-"""For commands with settings. Unknown options become overrides: `--learner.max_steps=5` gets a helpful error."""
+"""For commands with settings: `--learner.max_steps=5` gets a helpful error."""
 Texts = list[str] | None
 """Values of a repeatable argument or option."""
 Overrides = Annotated[Texts, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")]
@@ -70,7 +70,7 @@ TokenizerPath = Annotated[Path | None, typer.Option("--tokenizer", metavar="FILE
 _BUILDS = ("torch", "vllm", "deepspeed", "peft")
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
-# Typer vendors click privately and exports only this subclass of click's UsageError.
+# Typer exports only this subclass of click's UsageError.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 
@@ -93,10 +93,10 @@ def fail_cleanly(
     restartable: tuple[type[Exception], ...] = (),
     restartable_once: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Turn expected errors and Ctrl-C into a message and an exit code; others are bugs and propagate.
+    """Turn expected errors and Ctrl-C into a message and an exit code; bugs propagate.
 
     Expected: ConfigError, WaitTimeoutError, `errors`, an inaccessible path, a full disk, too many open files, a missing
-    library. `restartable` errors exit with TRY_AGAIN, `restartable_once` with TRY_ONCE. Also works as a decorator.
+    library. `restartable` errors exit with TRY_AGAIN, `restartable_once` with TRY_ONCE.
     """
     try:
         yield
@@ -168,7 +168,7 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
     command: Any = typer.main.get_command(app)
     for each in (command, *getattr(command, "commands", {}).values()):
         for parameter in each.params:
-            # Newer typers print the type of an argument: `KEY=VALUE <list[str]>`.
+            # Newer typers print `KEY=VALUE <list[str]>`.
             if parameter.param_type_name == "argument" and (shown := getattr(parameter, "display_type_rich", None)):
                 parameter.display_type_rich = partial(_choices, shown)
     try:
@@ -197,7 +197,7 @@ _OTHER_NAMES = {
     "merge": "convert",
     "curves": "plot",
 }
-"""Commands of other tools that are one of ours, with the same arguments."""
+"""Commands of other tools -> ours, with the same arguments."""
 _RESUMING = ("resume", "restart", "continue")
 _SWITCH = "true|false|auto|yes|no|on|off|1|0|null"
 _RESUME_GUESS = re.compile(
@@ -230,13 +230,13 @@ def _of_other_tools(table: Mapping[str, str], command: str) -> str:
 
 
 def _run_name(path: str) -> str:
-    """Run of a folder, or of one of its checkpoints."""
+    """Run of a folder or checkpoint."""
     *above, last = path.rstrip("/").split("/")
     return above[above.index("checkpoints") - 1] if "checkpoints" in above[1:] else last
 
 
 def _check_resume(words: Sequence[str]) -> None:
-    """Raise ConfigError for a guess at resuming a run, with the command that does it."""
+    """Raise ConfigError for a guess at resuming, with the right command."""
     if not (word := next(filter(_RESUME_GUESS.fullmatch, words), "")):
         return
     named = [each.partition("=")[2] for each in (word, *words) if re.match("-*name=", each) or each == word]
@@ -249,7 +249,7 @@ def _check_resume(words: Sequence[str]) -> None:
 
 
 def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
-    """Insert `run` before overrides; replace commands of other tools. Raises ConfigError for unknown commands."""
+    """Insert `run` before overrides; replace commands of other tools. Raises ConfigError."""
     first, *others = arguments or ["--help"]
     if first == "help":
         return [*others[:1], "--help"]
@@ -309,5 +309,5 @@ def add_row(table: Table, *cells: Any) -> None:
 
 
 def printable(text: str) -> str:
-    """Escape nonprintable characters except line ends, such as control sequences."""
+    """Escape nonprintable characters except line ends."""
     return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)

@@ -1,8 +1,8 @@
 """Credentials: the run's token, CURVE key pairs derived from it, and masking.
 
-Only holders of the token can compute both pairs, so a socket ignores peers without it, and a peer knows that it talks
-to its own run. The token is in the run folder; roles elsewhere get it in the environment or a file. A guest's token
-does not reveal the run's: the guest can connect to servers that admit it, but not serve.
+Only holders of the token can compute both pairs: sockets ignore other peers, and a peer knows that it talks to its own
+run. Roles without the run folder get the token in the environment or a file. A guest's token does not reveal the run's:
+the guest can connect to servers that admit it, but not serve.
 """
 
 import base64
@@ -37,7 +37,7 @@ _MIN_OPEN_LENGTH = 32
 MAKE_TOKEN = "make a token with `python -c 'import secrets; print(secrets.token_urlsafe())'`"
 _ACCESS_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _SCRYPT_COST = 2**15
-"""Each guess at a human-chosen token costs 0.1 s and 32 MiB."""
+"""Each guess at a token costs 0.1 s and 32 MiB."""
 _GUEST = "guest."
 """Prefix of a guest token: `guest.NAME.KEYS`."""
 _KEY_BYTES = 32
@@ -53,13 +53,13 @@ class Keys(Record):
     guests: dict[bytes, str] = {}
     """Public key -> name of an admitted guest."""
     guest: str = ""
-    """Guest that owns these keys, without a `server_secret`; empty for the run's keys."""
+    """Owner of these keys, without a `server_secret`; empty for the run's."""
 
 
 # --- the token -------------------------------------------------------------------------------------------------------
 # The token appears in no command line, setting, log, or answer.
 def find_token(run: RunConfig) -> str:
-    """`given_token`, or else the run folder's, or else nothing. Raises ConfigError."""
+    """`given_token`, else the run folder's, else nothing. Raises ConfigError."""
     token = given_token(run.broker) or _token_in_folder(RunFolder(run))
     is_fit = not token or not run.cluster.is_open or len(token) >= _MIN_OPEN_LENGTH
     must, why = f"have >= {_MIN_OPEN_LENGTH} characters with cluster.interface", "other machines can try to guess it"
@@ -79,7 +79,7 @@ def make_token(run: RunConfig) -> str:
     unfinished.touch(mode=0o600)
     unfinished.write_text(secrets.token_urlsafe(32) + "\n")
     try:
-        # Link instead of rename: concurrent roles all use the first one's token.
+        # Not a rename: concurrent roles all use the first token.
         os.link(unfinished, folder.token)
     except FileExistsError:
         pass
@@ -89,7 +89,7 @@ def make_token(run: RunConfig) -> str:
 
 
 def given_token(config: BrokerConfig) -> str:
-    """Token from environment or `broker.token_file`, or else nothing. Raises ConfigError."""
+    """Token from environment or `broker.token_file`, else nothing. Raises ConfigError."""
     if token := os.environ.get(TOKEN_VARIABLE, ""):
         return _check_format(token.strip(), origin=f"the environment variable {TOKEN_VARIABLE}")
     path = config.token_file
@@ -128,7 +128,7 @@ def _derive_keys(token: str) -> Keys:
 
 
 def derive_keys(token: str, *, guests: Sequence[str] = ()) -> Keys:
-    """Derive the keys of both ends from the token, in 0.2 s. `guests`: admitted by servers. Raises ConfigError."""
+    """Derive the keys of both ends, in 0.2 s. `guests`: admitted by servers. Raises ConfigError."""
     if (keys := _derive_keys(token)).guest:
         return keys
     return msgspec.structs.replace(keys, guests={zmq.curve_public(_guest_secret(keys, name)): name for name in guests})
@@ -192,7 +192,7 @@ _ISSUED = (
     r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
 )  # fmt: skip
 _PATTERNS = (
-    # User and password in a URL, and query parameters with a secret name.
+    # Of URLs: user, password, and secret query parameters.
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s'\"]*@", re.IGNORECASE), rf"\1{LEFT_OUT}@"),
     (re.compile(rf"([?&;][\w.-]*{_KEY}=)[^&\s'\"]+", re.IGNORECASE), rf"\1{LEFT_OUT}"),
     (re.compile(r"(\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{LEFT_OUT}"),

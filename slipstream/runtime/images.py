@@ -1,6 +1,6 @@
-"""Images in prompts: checks, and tokens, positions, and patches for Qwen-VL models.
+"""Images in prompts of Qwen-VL models: checks, tokens, positions, and patches.
 
-Roles share this code, so that token counts and pixel values agree. Only `VisionModel.patches` needs torch.
+All roles use this code, so that token counts and pixels agree. Only `VisionModel.patches` needs torch.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ def image_id(data: bytes) -> str:
 
 
 def load_image(source: Any, *, folder: Path) -> bytes:
-    """Read an image given as bytes, a path below `folder`, or a record with either. Raises ConfigError."""
+    """Read bytes, a path below `folder`, or a record with either. Raises ConfigError."""
     value = (source.get("bytes") or source.get("path")) if isinstance(source, dict) else source
     if isinstance(value, str):
         path = (folder / value).resolve()
@@ -62,7 +62,7 @@ def load_image(source: Any, *, folder: Path) -> bytes:
 
 
 def open_image(data: bytes) -> Pillow.Image:
-    """Open an image and read its header; pixels load later. Raises ConfigError."""
+    """Read an image's header; pixels load later. Raises ConfigError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
@@ -91,7 +91,7 @@ class VisionModel:
 
     @cached_property
     def token_id(self) -> int:
-        """Placeholder of image parts. Raises ConfigError if the model does not support images."""
+        """Placeholder of image parts. Raises ConfigError for a model without images."""
         settings = read_json(self._path, "config.json")
         kind = settings.get("model_type", "unknown")
         what = "a vision-language model of another family" if "vision_config" in settings else "a text-only model"
@@ -117,7 +117,7 @@ class VisionModel:
     def grid(self, data: bytes) -> Grid:
         """Patch grid of an image, from its header. Raises ConfigError.
 
-        Both sides become multiples of a token's side, and the area fits the checkpoint's limits.
+        Sides become multiples of a token's, within the checkpoint's limits of the area.
         """
         patch = int(self._settings.get("patch_size", 14))
         unit, size = patch * self.merge_size, self._settings.get("size") or {}
@@ -138,7 +138,7 @@ class VisionModel:
         return math.prod(grid) // self.merge_size**2
 
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[list[int], list[PromptImage]]:
-        """Repeat the placeholder of each image to its token count. Raises ConfigError if the numbers differ.
+        """Repeat each image's placeholder to its token count. Raises ConfigError if the numbers differ.
 
         Example: expand([7, 9, 8], [data]) == ([7, 9, 9, 9, 9, 8], [PromptImage(..., first_token=1, num_tokens=4)])
         """
@@ -194,7 +194,7 @@ def _patches(path: str, data: bytes) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _processor(path: str) -> Any:
-    # The PIL version: torchvision rounds differently, and vLLM's CPU build lacks it.
+    # torchvision rounds differently, and vLLM's CPU build lacks it.
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil.from_pretrained(path)

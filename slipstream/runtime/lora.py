@@ -1,4 +1,4 @@
-"""LoRA: attach an adapter to a model, name its tensors as in peft files, and merge it into the base."""
+"""LoRA: attach an adapter, name its tensors as in peft files, and merge it."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.runtime.images import takes_images
 
 ADAPTER_FILE = "adapter/adapter_model.safetensors"
-"""Next to merged weights, transformers would apply the adapter a second time."""
+"""Next to merged weights, transformers would apply it again."""
 _PREFIX = "base_model.model."
 _HEAD = "score"
 """Head of a sequence classifier, which is trained in full."""
@@ -67,7 +67,7 @@ def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> N
     if has_head:
         module.get_submodule(_HEAD).requires_grad_(True)
         settings.modules_to_save = [_HEAD]
-    # The optimizer has float32 masters, and ZeRO shards parameters of one dtype.
+    # ZeRO shards parameters of one dtype.
     for _, parameter in adapter_parameters(module):
         parameter.data = parameter.data.to(module.dtype)
     for layer in _adapter_layers(module).values():
@@ -102,7 +102,7 @@ def adapter_off(module: nn.Module) -> Iterator[None]:
 def merge(
     module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, adapter: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield merged weights by base name, float32, and fill `adapter` with the adapter's and a trained head's weights.
+    """Yield merged float32 weights by base name; fill `adapter` with weights of adapter and trained head.
 
     W + scaling * B A
 
@@ -146,7 +146,7 @@ def language_model_class(path: str) -> Any:
 
 
 def meta_model(config: ModelConfig) -> PreTrainedModel:
-    """Build a model on the meta device, with its adapter if configured.
+    """Build a model, with its adapter, on the meta device.
 
     Raises ConfigError for the adapter, OSError or ValueError for the checkpoint.
     """

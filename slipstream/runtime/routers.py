@@ -1,7 +1,7 @@
 """Mixture-of-experts routers: record, count, or replace chosen experts.
 
-The router's code runs unchanged. A hook observes its `topk` over experts, or answers it with given experts, so that
-weights and gradients follow the router's formula.
+A hook observes the router's `topk` over experts, or answers it with given experts, so that weights and gradients follow
+the router's own formula.
 
 Source: rollout routing replay (R3), arXiv:2510.11370.
 """
@@ -19,8 +19,7 @@ from slipstream.configs.data import ModelConfig
 from slipstream.runtime.lora import meta_model
 
 EXPERTS = "experts"
-"""Trajectory array, uint8 or int16[T, M, K]: K experts per token in each of M routers; 0 for the last token, which no
-forward pass reads."""
+"""Trajectory array, uint8 or int16[T, M, K]: K experts per token in M routers; 0 for the last one, never read."""
 
 
 class Router(NamedTuple):
@@ -44,7 +43,7 @@ def find_routers(module: nn.Module) -> list[Router]:
     return [
         Router(next(int(word) for word in name.split(".") if word.isdigit()), part, places[type(part)])
         for name, part in module.named_modules()
-        # Skip models that select experts outside the router, where the hook observes nothing.
+        # Skip routers that select experts elsewhere, unseen by the hook.
         if type(part) in places and hasattr(part, "top_k") and "topk(" in getsource(type(part).forward)
     ]
 
@@ -86,7 +85,7 @@ def aux_loss_coefficient(config: ModelConfig, module: Any) -> float:
 class Routers:
     """All routers of a model. Life: (given = ... -> forward pass -> chosen | load | probabilities)*.
 
-    Activation recomputation in the backward pass reads `given` again: change it only afterwards.
+    Recomputed activations read `given` again: change it only after the backward pass.
     """
 
     def __init__(self, routers: list[Router]) -> None:
@@ -123,7 +122,7 @@ class Routers:
         )
 
     def probabilities(self, copies: Tensor) -> Tensor:
-        """Differentiable expert probabilities summed over the last forward pass, float32[M, E]."""
+        """Differentiable expert probabilities, summed over the last pass, float32[M, E]."""
         return torch.stack([copies.float() @ logits.float().softmax(-1) for logits in self._logits])
 
     def _route(self, forward: Any, position: int, logits: int, *inputs: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Files of rows, for prompts and demonstrations: Parquet, CSV, JSON lines, and the common names of columns."""
+"""Files of rows: Parquet, CSV, JSON lines; common names of columns."""
 
 from functools import reduce
 from pathlib import Path
@@ -50,7 +50,7 @@ def read_table(path: Path) -> pa.Table:
             return pq.read_table(path)
         with pa.input_stream(str(path)) as stream:
             text = stream.read()
-        # Otherwise Arrow guesses types, and the answer 007 becomes the number 7.
+        # Arrow's guesses would turn the answer 007 into 7.
         parsing = pa_csv.ParseOptions(newlines_in_values=True)
         names = pa_csv.read_csv(pa.BufferReader(text), parse_options=parsing).column_names
         options = pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
@@ -60,7 +60,7 @@ def read_table(path: Path) -> pa.Table:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Text of each row of a file of JSON lines or of one JSON list. Raises ConfigError."""
+    """Text of each row of JSON lines or of a JSON list. Raises ConfigError."""
     try:
         with pa.input_stream(str(path)) as stream:
             data = stream.read().removeprefix(b"\xef\xbb\xbf")
@@ -75,7 +75,7 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def value_at(row: Any, column: str) -> Any:
-    """Value of a column, or of a nested field `record.field`; None if there is none."""
+    """Value of a column or of `record.field`; None if absent."""
     if column in row:
         return row[column]
     return reduce(lambda at, name: at.get(name) if isinstance(at, dict) else None, column.split("."), row)
@@ -89,7 +89,7 @@ def with_input(instruction: Any, row: Any) -> Any:
 
 
 def chat_messages(value: Any) -> Any:
-    """Convert ShareGPT's messages (`from`, `value`) to `role` and `content`; leave other values as they are."""
+    """Convert ShareGPT's messages (`from`, `value`) to `role` and `content`."""
     if not isinstance(value, list):
         return value
     return [
@@ -101,8 +101,7 @@ def chat_messages(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop the null fields of records: Parquet gives all records of a column the same fields, null where a row lacks
-    one, and reward functions and chat templates would see them."""
+    """Drop the null fields that Parquet adds to records, so that reward functions and templates do not see them."""
     if isinstance(value, dict):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list):

@@ -98,7 +98,7 @@ class RunFolder:
 
     @property
     def has_run(self) -> bool:
-        """Whether a run was started here; lock and token do not count."""
+        """Whether a run was started here."""
         return (self.path / _CONFIG).is_file()
 
     @property
@@ -113,7 +113,7 @@ class RunFolder:
 
     @property
     def broker_addresses(self) -> dict[str, str]:
-        """Broker name -> endpoint. Further brokers use the ports or paths after `broker.address`."""
+        """Broker name -> endpoint; further ones after `broker.address`."""
         config, first = self._run.broker, self._run.broker.address
         if first is None:
             return {name: f"ipc://{self.sockets}/{name}.sock" for name in config.names}
@@ -129,7 +129,7 @@ class RunFolder:
         self.begin()
 
     def begin(self) -> None:
-        """Open the folder of a new or resumed run; an untrained run starts over."""
+        """Open the folder; an untrained run starts over."""
         if self.is_untrained:
             # The store may hold rejected settings. All else is rewritten or empty.
             shutil.rmtree(self.store, ignore_errors=True)
@@ -151,10 +151,7 @@ class RunFolder:
             self.unlock()
 
     def check_name(self) -> None:
-        """Raise ConfigError if a new run exists, a resumed one does not, or the run is in progress.
-
-        With `storage.uri`, a resumed run may exist only in the object store.
-        """
+        """Raise ConfigError if a new run exists, a resumed one does not (even in an object store), or it is live."""
         if self.path.is_dir() and not self._lock:
             self.lock()
             self.unlock()
@@ -174,7 +171,7 @@ class RunFolder:
             raise ConfigError(f"{must}; correct name=..., or use resume=auto, which starts a run that does not exist.")
 
     def lock(self) -> None:
-        """Lock the run until this process ends. Idempotent. Raises ConfigError if another process has."""
+        """Lock the run until this process ends; idempotent. Raises ConfigError if another has."""
         if self._lock:
             return
         self.make()
@@ -220,7 +217,7 @@ class RunFolder:
         except OSError as error:
             if not (self.has_run and is_disk_full(error)):
                 raise
-            # A role restarted on a full disk; the files exist since the start.
+            # A restart on a full disk; the files exist.
             log.warning("run_folder_not_updated", folder=str(self.path), reason=str(error))
 
     def read_address(self, broker: str = FIRST_BROKER) -> str:
@@ -244,10 +241,7 @@ class RunFolder:
             _replace(self.path / name, json.dumps(content, indent=2).encode() + b"\n")
 
     def record_stage(self, role: str, stage: str, *, at: float | None = None) -> None:
-        """Append a moment of a role's start or end, unless this machine lacks the folder.
-
-        `at`: seconds since 1970, by default now.
-        """
+        """Append a moment of a role's start or end, if the folder is here. `at`: seconds since 1970, default now."""
         line = json.dumps({"at": round(at or time.time(), 3), "role": role, "pid": os.getpid(), "stage": stage})
         # A full disk must not end the role.
         with suppress(OSError), (self.path / STAGES).open("a") as file:
@@ -255,7 +249,7 @@ class RunFolder:
 
     def record_process(self, role: str) -> None:
         """Record when this process started."""
-        # psutil's times since 1970 have an error of up to a second, that of the boot.
+        # psutil's times since 1970 are off by up to a second.
         since_boot_s = psutil.Process().create_time() - psutil.boot_time()
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s
         self.record_stage(role, "process started", at=time.time() - age_s)
@@ -276,7 +270,7 @@ class RunFolder:
     def keep_metrics(self, *, up_to_step: int) -> Iterator[dict[str, Any]]:
         """Drop damaged rows and rows after `up_to_step`; return the rest. Raises OSError; safe to retry.
 
-        Holds one row at a time: those of a long run take gigabytes.
+        Holds one row at a time, because a long run's take gigabytes.
         """
         damaged, num_kept, num_rows = list[int](), 0, 0
         for num_rows, (row, _) in enumerate(self._rows(), start=1):
@@ -338,7 +332,7 @@ def short_folder(path: Path) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder, or restrict an existing one, for its owner. Raises ConfigError if it is not ours."""
+    """Create a folder for its owner only, or restrict one. Raises ConfigError if it is not ours."""
     if folder.parent == _SHORT_FOLDERS and folder.is_symlink():
         # Any user can write there.
         raise ConfigError(f"{folder} must be a folder, got a symbolic link: delete it.")
