@@ -1,4 +1,4 @@
-"""The objective: advantage, correction, policy loss, KL, and aggregation, chosen independently."""
+"""The objective: independent choices of advantage, correction, policy loss, KL, and aggregation."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -26,7 +26,7 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 
 class CriticConfig(Config):
-    """Value model for advantages that need one (`gae`, `vtrace`): a separate trunk with one output per token."""
+    """Value model for `gae` and `vtrace`: a separate trunk with one output per token."""
 
     key: ClassVar[str] = "critic"
 
@@ -47,8 +47,8 @@ class ProcessRewardOptimizerConfig(OptimizerConfig):
 
 
 class ProcessRewardConfig(Config):
-    """Implicit process reward model for `advantage=prime`: a language model that learns in each step, before the
-    policy, which answers are correct, and rewards tokens by its log-ratio to `model.path`."""
+    """Implicit process reward model for `advantage=prime`: a language model that learns before the policy which answers
+    are correct, and rewards tokens by its log-ratio to `model.path`."""
 
     key: ClassVar[str] = "process_reward"
 
@@ -76,11 +76,11 @@ class DistillationConfig(Config):
     beta: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Weight of the teacher in the mixture; for `jsd_topk`."""
     renormalize: bool = False
-    """Whether to renormalize over the most likely tokens; false = all other tokens form one additional outcome."""
+    """Renormalize over the most likely tokens; false = all others form one more outcome."""
 
     @property
     def takes_candidates(self) -> bool:
-        """Whether it compares the teacher's most likely tokens instead of the sampled one."""
+        """Whether it compares the teacher's most likely tokens."""
         return self.divergence in ("forward_kl_topk", "jsd_topk")
 
 
@@ -129,8 +129,7 @@ class RewardShapingConfig(Config):
     normalize: Literal["none", "batch", "group"] = "none"
     """Normalize to mean 0 and standard deviation 1: over the `batch`, or within each `group`."""
     mask_truncated: bool = False
-    """Whether to exclude responses that were cut off at the maximum length from the loss; they stay in the baseline of
-    their group."""
+    """Exclude responses cut off at the maximum length from the loss; they stay in their group's baseline."""
 
 
 # --- correction for an older or numerically different generator -------------------------------------------------------
@@ -167,7 +166,7 @@ class RejectionConfig(Config):
 
 
 class CorrectionConfig(Config):
-    """Correction for a generator that is older or numerically different: weights and masks per token from the ratio
+    """Correction for an older or numerically different generator: weights and masks per token from the ratio
     proximal/generator, without gradient, and an optional penalty toward the generator."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "token"
@@ -215,7 +214,7 @@ _MEANS_OF_SEQUENCES = ("seq_mean_token_mean", "prompt_mean")
 
 
 class AlgorithmConfig(Config):
-    """Objective: shaping of rewards, advantages, policy loss, corrections, masks, and penalties."""
+    """Objective of the training."""
 
     reward: RewardShapingConfig = RewardShapingConfig()
     advantage: AdvantageConfig = GrpoConfig()
@@ -225,7 +224,7 @@ class AlgorithmConfig(Config):
     policy_loss: PolicyLossConfig = PpoClipConfig()
     """Policy loss per token, from the ratio learner/proximal and the advantage."""
     masks: list[MaskConfig] = []
-    """Masks of tokens that leave the policy loss because the learner has moved too far from the sampling policy."""
+    """Masks of tokens that leave the policy loss because the learner has moved too far."""
     correction: CorrectionConfig = CorrectionConfig()
     proximal: Literal["auto", "recompute", "reuse", "generator", "interpolate"] = "auto"
     """Denominator of the ratio learner/proximal. `generator`: the policy that sampled the token, without correction
@@ -254,7 +253,7 @@ class AlgorithmConfig(Config):
     def __post_init__(self) -> None:
         if self.proximal == "auto":
             # Allowed here: the record is not shared yet. config.yaml thus records the resolved value.
-            # `reuse` takes the same step and saves the pass, unless the correction's drops must be known before the
+            # `reuse` takes the same step without the pass, unless the correction's drops must be known before the
             # gradient: masks select among the remaining tokens, and an update with no token left must not change the
             # weights.
             drops = self.correction.rejects or (self.correction.outside == "mask" and self.needs_current_logprobs)
@@ -273,12 +272,12 @@ class AlgorithmConfig(Config):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the policy, or a second model, is compared with a reference policy."""
+        """Whether anything is compared with a reference policy."""
         return self.kl.coef > 0 or self.advantage.needs_process_rewards
 
     @property
     def signal_beside_rewards(self) -> str:
-        """Setting that gives groups with equal rewards a gradient; empty = none."""
+        """Setting with which equal rewards have a gradient; empty = none."""
         if self.advantage.compares_groups or self.advantage.needs_process_rewards:
             return f"algorithm.advantage={self.advantage.kind}"
         if isinstance(self.advantage, GdpoConfig) or self.reward.parts:
@@ -287,12 +286,12 @@ class AlgorithmConfig(Config):
 
     @property
     def needs_current_logprobs(self) -> bool:
-        """Whether tokens are selected over a whole update, by learner log-probabilities at its start."""
+        """Whether tokens are selected by learner log-probabilities at an update's start."""
         return any(not mask.is_local for mask in self.masks) or bool(self.policy_loss.selector)
 
     @property
     def needs_start_logprobs(self) -> bool:
-        """Whether the step starts with a separate forward pass for learner log-probabilities."""
+        """Whether a step starts with a forward pass for learner log-probabilities."""
         return (
             (self.proximal == "recompute" and (self.policy_loss.has_ratio or self.updates_per_step > 1))
             or (self.proximal == "generator" and self.correction.rejects)

@@ -15,8 +15,8 @@ FIRST_BROKER = "broker"
 """Name of the first or only broker of a run."""
 BROKER_NAME = re.compile(rf"{FIRST_BROKER}(-\d+)?", re.ASCII)
 PROBE_SEQUENCES = 4
-"""Canary sequences compared after every weight update: few, because engines reserve room for them, but several, because
-a damaged tensor may not affect every token."""
+"""Canary sequences compared after an update: few, because engines reserve room, but several, because a damaged tensor
+may not affect every token."""
 
 
 class BrokerConfig(Config):
@@ -52,23 +52,18 @@ class BrokerConfig(Config):
 
     @property
     def store_timeout_s(self) -> float:
-        """Longest retry of an operation while the store does not answer, seconds: a restart with much data takes 20."""
+        """Longest retry without an answer of the store, seconds: a restart with much data takes 20."""
         return 2 * self.lease_s
 
     @property
     def claim_lease_s(self) -> float:
-        """Time within which the learner commits or renews a claim, seconds.
-
-        Longer than for prompts, because a lapsed claim costs a whole step.
-        """
+        """Time to commit or renew a claim, seconds: long, because a lapsed one costs a whole step."""
         return CLAIM_LEASES * self.lease_s
 
     @property
     def heartbeat_s(self) -> float:
-        """Time between pings, seconds.
-
-        One second is well below BROKER_SILENCE_S, so quiet peers don't reconnect. A short peer timeout shortens it, so
-        that a lost or late ping does not look like a failure.
+        """Time between pings, seconds: far below BROKER_SILENCE_S, so that quiet peers don't reconnect, and the peer
+        timeout, so that a late ping is no failure.
         """
         return min(1.0, self.peer_timeout_s / 8)
 

@@ -20,7 +20,7 @@ class EmbeddedRedisConfig(Config, tag="embedded", tag_field="kind"):
 
 
 STORE_PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
-"""Environment variable, because settings appear in logs, command lines, and run folders."""
+"""Not a setting: those appear in logs, command lines, and run folders."""
 
 
 class RedisConfig(Config, tag="redis", tag_field="kind"):
@@ -192,7 +192,7 @@ class StalenessConfig(Config):
 
     @property
     def window(self) -> float:
-        """Most groups that may be generated or waiting at a time, in versions' worth."""
+        """Most groups generated or waiting at a time, in versions' worth."""
         return (self.max_lag if self.target_lag == "auto" else self.target_lag) + 1
 
 

@@ -1,4 +1,4 @@
-"""Settings for several machines: where roles listen, what they reserve, and what may cross the network."""
+"""Settings for several machines: addresses, resources, and trust."""
 
 import re
 from ipaddress import IPv4Network
@@ -12,8 +12,7 @@ PLACE = (
     "resume", "runs_dir", "storage", "cluster", "broker.address", "broker.token_file", "weights.fetch_address",
     "buffer.store", "broker.shards", "logging", "metrics",
 )  # fmt: skip
-"""Settings of where a run is, how it starts, and who is notified. They are not part of its identity, so a run can
-move."""
+"""Settings of where a run is and who is notified; not part of its identity, so that it can move."""
 _GUEST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}"
 PORTS = range(1024, 65536)
 """Ports that a user can bind."""

@@ -41,8 +41,7 @@ class SamplingConfig(Config):
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some tokens are never sampled, so that log-probabilities are of another distribution than the
-        learner's."""
+        """Whether some tokens are never sampled, unlike in the learner's distribution."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
@@ -133,12 +132,12 @@ class AgentConfig(Config, tag_field="kind"):
 
     @property
     def reads_text(self) -> bool:
-        """Whether the engine may have to end a turn at a stop text."""
+        """Whether the engine may end a turn at a text."""
         return True
 
     @property
     def executed(self) -> set[str]:
-        """Code that it runs and addresses that it contacts, with arguments."""
+        """Code that it runs and addresses that it contacts."""
         return set()
 
     @property
@@ -311,11 +310,11 @@ class GeneratorsConfig(Config):
     """The generator role: number, groups, engine, agents, rewards."""
 
     count: Annotated[int, Meta(ge=0)] = 1
-    """Number of generators started by the launcher; `slipstream scale generators=N` changes it during a run."""
+    """Generators that the launcher starts; `slipstream scale generators=N` changes it during a run."""
     autoscale: AutoscaleConfig | None = None
     """Automatic scaling of this number; null = off."""
     group_size: Annotated[int, Meta(ge=1)] = 8
-    """Answers sampled per prompt; most advantages compare the answers of such a group."""
+    """Answers per prompt; most advantages compare the answers of such a group."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 256
     """Maximum trajectories in flight per generator; fewer while the KV cache of its engine is full."""
     sampling: SamplingConfig = SamplingConfig()
@@ -342,7 +341,7 @@ class GeneratorsConfig(Config):
         return {name: agent for name, agent in verl.items() if agent} | found
 
     def describe_missing(self, agent_name: str, *, row: str) -> str:
-        """Describe a row with an `agent_name` that no agent has."""
+        """Describe an unknown `agent_name`."""
         return (
             f"{row} names the agent {agent_name!r}, so generators.agents must have it, got "
             f"{', '.join(self.agents) or 'none'}: add it, or remove the column agent_name"
@@ -354,5 +353,5 @@ class GeneratorsConfig(Config):
 
     @property
     def executed(self) -> set[str]:
-        """Code that agents and tools run and addresses that they contact, with arguments."""
+        """Code that agents run and addresses that they contact."""
         return {each for agent in (self.agent, *self.agents.values()) for each in agent.executed}

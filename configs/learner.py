@@ -27,7 +27,7 @@ class MetricBound(Config):
         require(is_bound, key, "have at_least or at_most", got="neither", why="every value would meet it")
 
     def holds(self, row: Mapping[str, Any]) -> bool:
-        """Whether a metric row contains the metric within its bounds."""
+        """Whether a row has the metric within its bounds."""
         if (value := row.get(self.metric)) is None:
             return False
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
@@ -54,9 +54,9 @@ class EvaluationConfig(Config):
     at_least: 0.95}]`; empty = the verdict only reports."""
 
     def rows(self, num_rows: int) -> tuple[range, range]:
-        """Split the rows of a file into those monitored during training and those evaluated before and after it.
+        """Split rows into those monitored during training and those evaluated before and after it.
 
-        No row is in both (except the only row of a file): early stopping must not select on reported numbers.
+        No row is in both, unless it is the only one: early stopping must not select on reported numbers.
         """
         wanted = self.num_prompts + self.num_final_prompts
         if num_rows >= wanted:
@@ -92,7 +92,7 @@ class OptimizerConfig(Config):
     """Global gradient norm above which gradients are scaled down; null = never."""
 
     def check_installed(self, setting: str) -> None:
-        """Raise ConfigError unless this machine has the optimizer's library."""
+        """Raise ConfigError without the optimizer's library."""
         is_fit, must = self.name != "adamw_8bit" or find_spec("bitsandbytes"), "be adamw or muon without bitsandbytes"
         why = "it is not installed here: pip install 'bitsandbytes>=0.50,<0.51'"
         require(bool(is_fit), f"{setting}.name", must, got=self.name, why=why)
@@ -159,7 +159,7 @@ class StallConfig(Config):
 
 
 PAUSE_REQUEST = "pause"
-"""Subject of a standing request to the learner; no step starts while it exists."""
+"""Subject of a request to the learner; no step starts while it exists."""
 PROFILE_REQUEST = "profile"
 """Subject of a request to the learner, and its gauge. Value: first and last step."""
 

@@ -103,12 +103,12 @@ class RunConfig(Config):
 
     @property
     def metrics_host(self) -> str:
-        """Address at which the exporter listens: any of the machine, if others can reach the run."""
+        """Address of the exporter: any, if other machines can reach the run."""
         return "0.0.0.0" if self.cluster.is_open else "127.0.0.1"
 
     @property
     def profile_lead_steps(self) -> int:
-        """Steps before the first recorded one in which its trajectories may already be leased."""
+        """Steps before a recorded one in which its trajectories may be leased."""
         return (self.staleness.max_lag + 1) * self.weights.publish_every_steps
 
     @property
@@ -146,7 +146,7 @@ _NO_ROOM = "a full prompt with a full response would not fit"
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Read a run folder's resolved configuration. Raises ConfigError if it is missing or unreadable."""
+    """Read a run folder's configuration. Raises ConfigError."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{folder} must be a run folder, but has no config.yaml: pass one such as runs/digits_cpu.")
@@ -175,7 +175,7 @@ def _check_bounds(run: RunConfig) -> None:
     must, why = f"be < generators.sampling.max_tokens ({tokens})", "every response would be penalized"
     require(buffer is None or buffer < tokens, "algorithm.reward.overlong_buffer", must, got=buffer, why=why)
     every, publish = run.learner.checkpoint.every_steps, run.weights.publish_every_steps
-    # A run resumed within a version would count its steps for that version and for the next.
+    # A run resumed within a version would count its steps twice.
     must, why = f"be a multiple of weights.publish_every_steps ({publish})", "a checkpoint covers whole policy versions"
     require(every % publish == 0, "learner.checkpoint.every_steps", must, got=every, why=why)
 
@@ -225,7 +225,7 @@ def _check_mode(run: RunConfig) -> None:
 
 
 def check_profile(run: RunConfig) -> None:
-    """Check `profile.steps` once `learner.max_steps` is known; `learner.epochs` determines it. Raises ConfigError."""
+    """Check `profile.steps` once `learner.max_steps` is known. Raises ConfigError."""
     steps, most = run.profile.steps, run.learner.max_steps
     fits = steps is None or (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= most)
     must = f"be the first and the last step to record, within 1 and learner.max_steps ({most})"
@@ -339,7 +339,7 @@ def _check_generators(run: RunConfig) -> None:
 
 
 def _check_filter(run: RunConfig) -> None:
-    """At least one kind of group must pass, or the learner would wait forever."""
+    """Some group must pass, or the learner would wait forever."""
     chosen, size = run.buffer.filter, run.generators.group_size
     if isinstance(chosen, ZeroAdvantageConfig):
         is_fit, must = run.members_per_group > 1, "be >= 2 for buffer/filter=zero_advantage"
@@ -363,7 +363,7 @@ def _check_buffer(run: RunConfig) -> None:
     reuse, per_step = run.buffer.reuse, run.claimed_groups_per_step
     fresh = ceil(reuse.fresh_fraction * per_step)
     if reuse.samples_per_insert is not None:
-        # Pacing admits a prompt per trained fresh group, so a run converges to this ratio.
+        # Pacing admits a prompt per fresh group, so a run converges to this ratio.
         key, got, least = "buffer.reuse.samples_per_insert", reuse.samples_per_insert, per_step / fresh
         must = f"be >= groups of a step / fresh groups of a step ({per_step} / {fresh} = {least:.3g})"
         why = "uses would outrun arrivals; raise it, or raise buffer.reuse.fresh_fraction"

@@ -1,7 +1,7 @@
 """Check a custom training function: `slipstream check KIND module:function [name=value …]`.
 
 Kinds: `advantage` and `policy_loss`, see docs/algorithms.md. Properties that some sound methods lack are notes. Exit
-codes: 0 if every required property holds, 1 if one does not, 2 if the function cannot be loaded or called.
+codes: 0, 1 if a required property does not hold, 2 if the function cannot be loaded or called.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _TOLERANCE = 1e-5
 
 
 class Finding(NamedTuple):
-    """A property, whether it holds, and whether training needs it."""
+    """A property of the function."""
 
     name: str
     holds: bool
@@ -33,10 +33,7 @@ class Finding(NamedTuple):
 
 
 def print_findings(kind: str, path: str, words: list[str]) -> None:
-    """Check a function with `name=value` arguments and print the findings.
-
-    Raises ConfigError, and SystemExit with code 1 if a required property does not hold.
-    """
+    """Check a function with `name=value` arguments; exit with 1 without a required property. Raises ConfigError."""
     try:
         arguments = {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
     except yaml.YAMLError:

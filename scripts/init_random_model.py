@@ -37,16 +37,16 @@ from slipstream.runtime.model_files import IMAGE_FILES
 
 
 def save_model(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write model and tokenizer in transformers format, atomically, replacing an existing folder."""
+    """Write model and tokenizer in transformers format, atomically."""
     unfinished = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
-    # With accelerate (a dependency of peft), transformers imports DeepSpeed here, which warns about a missing GPU.
+    # transformers may import DeepSpeed here, which warns about a missing GPU.
     logging.getLogger("DeepSpeed").disabled = True
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     if takes_images(str(unfinished)):
         (unfinished / IMAGE_FILES[0]).write_text(json.dumps(_PICTURES, indent=2))
-    # Preparation only checks whether the folder exists, so it must appear complete.
+    # The folder must appear complete.
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 
@@ -69,7 +69,7 @@ VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video
 """Ids 14 to 17."""
 _PATCH = 4
 _LIVELY = 0.1
-"""Standard deviation of initial weights. With the usual 0.02, a model this narrow does not learn to use images."""
+"""Standard deviation of weights: with 0.02, so narrow a model does not learn to see."""
 _PICTURES = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": _PATCH,
@@ -81,9 +81,9 @@ _PICTURES = {
 
 
 def make_tokenizer(*, architecture: str = "qwen2") -> Qwen2Tokenizer:
-    """Build a tokenizer with one id per character. It silently drops unknown characters, so callers must check.
+    """Build a tokenizer with one id per character, which drops unknown ones.
 
-    transformers ignores any other class than Qwen2Tokenizer in the folder of such a model.
+    transformers ignores other classes than Qwen2Tokenizer in such a folder.
     """
     more = [*VISION_TOKENS] if architecture == "qwen2_5_vl" else []
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS, *more])}

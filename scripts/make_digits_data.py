@@ -45,7 +45,7 @@ def make_row(
 def split_rows(
     problems: Sequence[Any], num_train: int, convert: Callable[..., dict[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Convert the first problems to training prompts, the rest to held-out prompts.
+    """Convert the first problems to training prompts, the rest to held-out ones.
 
     `convert(problem, index=..., split=...)` returns a row.
     """
@@ -63,7 +63,7 @@ def write_pair(folder: Path, *, train: list[dict[str, Any]], heldout: list[dict[
 
 
 def write_file(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write a file atomically, Parquet or by its extension JSON lines; create a missing folder."""
+    """Write Parquet or, by its extension, JSON lines, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     if path.suffix == ".jsonl":
@@ -81,7 +81,7 @@ def reverse(number: int, digits: int) -> tuple[str, str]:
 
 
 def addition(number: int) -> tuple[str, str]:
-    """Prompt and answer of pair 0..8099 of the 90 x 90 pairs of two-digit numbers: 2468 -> ("37+48=", "85")."""
+    """Prompt and answer of one of 90 x 90 pairs of two-digit numbers: 2468 -> ("37+48=", "85")."""
     left, right = 10 + number // 90, 10 + number % 90
     return f"{left}+{right}=", str(left + right)
 

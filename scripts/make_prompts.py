@@ -5,9 +5,8 @@
     python -m slipstream.scripts.make_prompts reasoning_gym:spell_backward --rows=5000 --out=data/spelling
     python -m slipstream.scripts.make_prompts environment:gsm8k_v1 --python=envs/bin/python --out=data/gsm8k
 
-A local folder contains the published files, Parquet or JSON lines; `--list` shows sources and file names. Tasks of
-reasoning-gym are generated (`pip install 'slipstream[tasks]'`). Tasks of a verifiers environment come from a separate
-process, run by the interpreter in `--python`.
+A local folder holds the published files, Parquet or JSON lines; `--list` shows their names. reasoning-gym needs
+`pip install 'slipstream[tasks]'`, a verifiers environment the interpreter in `--python`.
 """
 
 import json
@@ -111,7 +110,7 @@ SOURCES = {
     "hotpotqa": Source("hotpotqa", _question, Split(_QA, "hotpotqa/train"), Split(_QA, "hotpotqa/dev")),
     "nq": Source("nq", _question, Split(_QA, "nq/train"), Split(_QA, "nq/test")),
 }
-"""Each prompt is used once: sources repeat problems only by mistake (DAPO-Math a hundred times)."""
+"""Prompts are used once: DAPO-Math repeats them a hundred times by mistake."""
 
 
 def make_source(name: str, *, folder: Path | None, out: Path) -> None:
@@ -215,7 +214,7 @@ def _prompt_of(task: Values) -> list[Values]:
 
 # --- reasoning-gym ---------------------------------------------------------------------------------------------------
 def make_gym_task(task: str, *, arguments: dict[str, Any], rows: int, heldout_rows: int, seed: int, out: Path) -> None:
-    """Write a reasoning-gym task as JSON lines, with the metadata for its verifier. Raises ConfigError."""
+    """Write a reasoning-gym task, with metadata for its verifier. Raises ConfigError."""
     if task in UNRELIABLE:
         raise ConfigError(f"the task {task!r} of reasoning-gym cannot be graded: {UNRELIABLE[task]}.")
     found = list(islice(_entries(task, arguments, size=2 * (rows + heldout_rows), seed=seed), rows + heldout_rows))

@@ -1,7 +1,6 @@
 """Slipstream from Python: start runs and read their records.
 
-Runs are child processes: a notebook shares no memory, signals, or random state with them. Roles import notebook
-functions from files.
+Runs are child processes, which import notebook functions from files.
 """
 
 import hashlib
@@ -44,7 +43,7 @@ _STOP_TIMEOUT_S = 60.0
 def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Mapping[str, Function | None]) -> Path:
     """Run an experiment, printing its output; return its folder. An interrupt ends the run.
 
-    Raises ConfigError for invalid settings, RuntimeError if the run fails.
+    Raises ConfigError, RuntimeError if the run fails.
     """
     chosen = list(overrides)
     for kind, function in functions.items():
@@ -76,9 +75,9 @@ def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Map
 
 
 def path_of(function: Function, *, folder: Path) -> str:
-    """Import path of a function for roles. Raises ConfigError for a function without source or name.
+    """Import path of a function for roles. Raises ConfigError without source or name.
 
-    The source of a notebook's or script's own function is written into `folder`.
+    The source of a notebook's function is written into `folder`.
     """
     if isinstance(function, str):
         return function
