@@ -61,7 +61,7 @@ class MaxRlConfig(AdvantageConfig, tag="maxrl"):
 
 
 class RemaxConfig(AdvantageConfig, tag="remax"):
-    """Rewards minus that of a greedy answer, generated in addition."""
+    """Rewards minus that of a greedy answer, generated in addition for each training prompt."""
 
     has_own_baseline: ClassVar[bool] = True
     unshaped: ClassVar[str] = "rewards with that of a greedy answer, unshaped"
@@ -126,7 +126,7 @@ class OptimalTokenBaselineConfig(AdvantageConfig, tag="optimal_token_baseline"):
     needs_collisions: ClassVar[bool] = True
 
     per_turn: bool = False
-    """Align members of tool agents by turn and position in it."""
+    """Align members of tool agents by turn and position in it, instead of position in the answer."""
 
 
 class TurnReturnsConfig(AdvantageConfig, tag="turn_returns"):
@@ -143,8 +143,8 @@ class TurnReturnsConfig(AdvantageConfig, tag="turn_returns"):
 
 
 class GigpoConfig(AdvantageConfig, tag="gigpo"):
-    """Rewards normalized within their group, plus future rewards of each turn normalized over its turns that answer the
-    same observation."""
+    """Rewards normalized within their group, plus future rewards of each turn normalized over turns of the group that
+    answer the same observation."""
 
     module: ClassVar[str] = "token_advantages"
     compares_groups: ClassVar[bool] = True

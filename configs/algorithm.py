@@ -214,7 +214,7 @@ _MEANS_OF_SEQUENCES = ("seq_mean_token_mean", "prompt_mean")
 
 
 class AlgorithmConfig(Config):
-    """Objective of the training."""
+    """Objective: shaping of rewards, advantages, policy loss, corrections, masks, and penalties."""
 
     reward: RewardShapingConfig = RewardShapingConfig()
     advantage: AdvantageConfig = GrpoConfig()
@@ -224,7 +224,7 @@ class AlgorithmConfig(Config):
     policy_loss: PolicyLossConfig = PpoClipConfig()
     """Policy loss per token, from the ratio learner/proximal and the advantage."""
     masks: list[MaskConfig] = []
-    """Masks of tokens that leave the policy loss because the learner has moved too far."""
+    """Masks of tokens that leave the policy loss because the learner has moved too far from the sampling policy."""
     correction: CorrectionConfig = CorrectionConfig()
     proximal: Literal["auto", "recompute", "reuse", "generator", "interpolate"] = "auto"
     """Denominator of the ratio learner/proximal. `generator`: the policy that sampled the token, without correction
