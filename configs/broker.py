@@ -74,9 +74,9 @@ class WeightsConfig(Config):
     transport: Literal["collective", "snapshot", "delta", "memory"] = "collective"
     """`collective`: shared memory on one machine, and broadcasts over NCCL (GPU) or Gloo (CPU) between machines.
     `snapshot`: each generator fetches every complete version. `delta`: each generator fetches the difference to the
-    version it holds. `memory`: handed over within one process (serial mode). A generator can override the first three
-    for itself: `python -m generators weights.transport=delta`. On another machine, it always fetches its first version.
-    Without `cluster.trusted_network`, generators on other machines fetch deltas instead of joining broadcasts."""
+    version it holds. `memory`: handed over within one process (serial mode). A generator can override the first three:
+    `python -m generators weights.transport=delta`. On other machines, generators fetch their first version and, without
+    `cluster.trusted_network`, deltas instead of joining broadcasts."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """`auto`: `nccl` if the learner and every generator have their own GPU, otherwise `gloo` through host memory;
     chosen again whenever generators join or leave. `nccl`: rejected where it cannot work."""
@@ -98,8 +98,8 @@ class WeightsConfig(Config):
     fetch_timeout_s: Positive = 600.0
     """Longest fetch of one version, seconds."""
     max_probe_diff: Positive = 1e-3
-    """Maximum mean absolute difference of log-probabilities after an update, nats: between engine and learner on fixed
-    canary sequences, and between sampled tokens and the same tokens in a prompt. A generator above it gets no work.
+    """Maximum mean absolute difference of log-probabilities after an update, nats: between engine and learner on canary
+    sequences, and between sampled tokens and the same in a prompt. A generator above it gets no work.
     With a `model.dtype` below float32, the limit is at least three times the difference at the first version. The run
     stops if the tokens of step 1 exceed it."""
 

@@ -125,7 +125,7 @@ class ZeroAdvantageConfig(Config, tag="zero_advantage", tag_field="kind"):
 
     Source: dynamic sampling of DAPO, arXiv:2503.14476, section 3.2.
     Differs: compares rewards instead of correctness, and judges a group when its last member arrives, so that its
-    replacement starts before the rest of the batch is complete.
+    replacement starts early.
     """
 
 

@@ -38,7 +38,7 @@ class EvaluationConfig(Config):
 
     every_steps: Annotated[int, Meta(ge=0)] = 20
     """Steps between two monitored evaluations; 0 = only before and after training. The next version is published once
-    all answers have arrived, so all of them come from the evaluated version."""
+    all answers of this one have arrived."""
     before_training: bool = True
     """Whether to evaluate the final rows before training as well."""
     num_prompts: Annotated[int, Meta(ge=1)] = 128
@@ -152,9 +152,9 @@ class StallConfig(Config):
     """`fail`: save a checkpoint and exit with an error that names the cause. `wait`: until the cause, shown in status,
     live view, and log, is removed."""
     timeout_s: Positive = 600.0
-    """Seconds without any useful arrival after which the learner treats the run as stalled; must exceed the time of the
-    longest answer. While answers arrive, a batch or an evaluation may take three times as long, or half an hour.
-    Starting an engine may take three times as long, and a step of it a third. By default at least
+    """Seconds without a useful arrival after which the run is stalled; must exceed the time of the longest answer.
+    While answers arrive, a batch or an evaluation may take three times as long, or half an hour. An engine may take
+    three times as long to start, and a third for a step. By default at least
     `generators.answer_timeout_s` plus `generators.reward.timeout_s`."""
 
 

@@ -1,6 +1,6 @@
 """Check a custom training function: `slipstream check KIND module:function [name=value …]`.
 
-Kinds: `advantage` and `policy_loss`, see docs/algorithms.md. Properties that some sound methods lack are notes. Exit
+Kinds: `advantage` and `policy_loss` (docs/algorithms.md). Properties that sound methods may lack are notes. Exit
 codes: 0, 1 if a required property does not hold, 2 if the function cannot be loaded or called.
 """
 

@@ -1,10 +1,9 @@
-"""Make a randomly initialized GPT-2, Qwen2, or Qwen2.5-VL model with a character tokenizer, in transformers format.
+"""Make a random GPT-2, Qwen2, or Qwen2.5-VL model with a character tokenizer, in transformers format.
 
     python -m slipstream.scripts.init_random_model --architecture=gpt2 --layers=2 --width=64 --out=models/digits
 
-GPT-2 has learned positions and reverses digits with one attention step; the rotary positions of Qwen2 need two. Heads
-have width 32, the smallest that vLLM's CPU build supports, and embeddings are untied. An image token covers 8 x 8
-pixels.
+GPT-2 reverses digits with one attention step; the rotary positions of Qwen2 need two. Heads have width 32, the smallest
+of vLLM's CPU build. An image token covers 8 x 8 pixels.
 """
 
 import json

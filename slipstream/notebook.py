@@ -165,9 +165,9 @@ class Run:
         reward: Function | None = None,
         runs_dir: str | Path | None = None,
     ) -> "Run":
-        """Train again on the archive, in the same batches, with another loss, advantage, or reward.
+        """Train again on the archive, in the same batches, with other functions. Raises as `run`.
 
-        Initial model and held-out data must still exist. Raises ConfigError, and RuntimeError if the replay fails.
+        Initial model and held-out data must still exist.
         """
         own = [*replay_overrides(self.config), f"replay.path={self.folder / 'archive'}", *overrides]
         folder = Path(runs_dir) if runs_dir else self.folder.parent
@@ -239,7 +239,7 @@ def run(
     docs/agents.md, or their import paths, as in Function. A notebook's function must import its dependencies in its
     body.
 
-    Raises ConfigError for invalid settings, RuntimeError if the run fails.
+    Raises ConfigError, RuntimeError if the run fails.
 
     Example: run("experiment=digits_serial", "learner.max_steps=20", name="first", reward=my_reward).metrics()
     """

@@ -1,6 +1,6 @@
 """Keeper: program between a role and its starter. When one ends, so do all processes of the role.
 
-Consumes: requests on stdin: `t` (SIGTERM to the role) or `k` (SIGKILL to all); EOF means that the starter is gone.
+Consumes: on stdin `t` (SIGTERM to the role), `k` (SIGKILL to all), or EOF (the starter is gone).
 Produces: on descriptor STATUS the lines `started PID` and, once no descendant is left, `ended CODE`; a line in the
 role's log for every action.
 Invariant: the role's descendants, even in other sessions, are the keeper's.

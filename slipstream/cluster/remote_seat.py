@@ -63,8 +63,7 @@ class Cluster(Protocol):
 class RemoteSeat:
     """A one-bundle group runs a host, which keeps the role.
 
-    Life: (start -> wait for a place -> wait for the start -> run -> end | loss)* -> stop. Keeps the place,
-    which has the role's model, until `stop` or a loss.
+    Life: (start -> wait -> run -> end | loss)* -> stop. Keeps the place, with the role's model, until the last two.
     """
 
     def __init__(

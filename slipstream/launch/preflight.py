@@ -200,7 +200,7 @@ def check_prompts(run: RunConfig, *datasets: Dataset) -> None:
 def try_rewards(run: RunConfig, dataset: Dataset) -> None:
     """Score a made-up answer and the truth of one row per data source. Raises ConfigError if a call fails.
 
-    Tries no function that contacts an address or loads a model, and no row with an agent that may score itself.
+    Not for functions that contact an address or load a model, or agents that may score.
     """
     config = run.generators.reward
     if not isinstance(run.generators.agent, SingleTurnConfig | ToolsAgentConfig | SearchAgentConfig):

@@ -1,8 +1,8 @@
 """Credentials: the run's token, CURVE key pairs derived from it, and masking.
 
 Only holders of the token can compute both pairs: sockets ignore other peers, and a peer knows that it talks to its own
-run. Roles without the run folder get the token in the environment or a file. A guest's token does not reveal the run's:
-the guest can connect to servers that admit it, but not serve.
+run. Roles without the run folder get the token in the environment or a file. A guest's token does not reveal it: the
+guest can connect to servers that admit it, but not serve.
 """
 
 import base64

@@ -1,31 +1,31 @@
 """RunFolder: the files of a run.
 
 runs/<name>/            accessible only to its owner
-    run.lock            held by the launcher, or by a broker started by hand
-    token               secret of the run's sockets, unless the user provides one
+    run.lock            held by the launcher or a broker started by hand
+    token               secret of the sockets, unless the user provides one
     guests/<name>       token of a guest, see docs/cluster.md
-    address             broker address for other machines; further brokers: address-broker-1, ...
+    address             for other machines; further brokers: address-broker-1, ...
     doors/<generator>   address of a generator for user agents
     sockets/            unix sockets of broker and learner
     config.yaml         the resolved configuration
-    origins.json        origin of each value: preset, command line, or default
-    overrides.json      overrides of the command that started or last resumed the run
-    versions.json       versions of Python and libraries that affect results
-    untrained           no weights are published yet, so the name may be reused
+    origins.json        origin of each value
+    overrides.json      overrides of the newest start
+    versions.json       of Python and libraries
+    untrained           the name may be reused before weights are published
     logs/<role>.log     one per role
-    stages.jsonl        moments of each role's start and end, for `slipstream explain start`
-    store/              data and log of the embedded Redis server
+    stages.jsonl        for `slipstream explain start`
+    store/              of the embedded Redis
     metrics.jsonl       one row per step
     summary.json        results
     curve.png           plot of the metrics
-    loggers/            position of each logger in the metrics
+    loggers/            positions of loggers in the metrics
     profile/            recorded steps, see docs/profiling.md
     checkpoints/        for resuming
     weights/            versions that generators fetch; deleted at the end
     archive/            finished groups, in Parquet
     token_stats/        per-token values of each step, in Parquet
     final_model/        transformers format
-    best_model/         the same, of the best checkpoint, named in best.json
+    best_model/         of the best checkpoint, named in best.json
 """
 
 import fcntl
