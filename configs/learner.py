@@ -154,8 +154,8 @@ class StallConfig(Config):
     timeout_s: Positive = 600.0
     """Seconds without a useful arrival after which the run is stalled; must exceed the time of the longest answer.
     While answers arrive, a batch or an evaluation may take three times as long, or half an hour. An engine may take
-    three times as long to start, and a third for a step. By default at least
-    `generators.answer_timeout_s` plus `generators.reward.timeout_s`."""
+    three times as long to start, and a third for a step. By default at least `generators.answer_timeout_s` plus
+    `generators.reward.timeout_s`."""
 
 
 PAUSE_REQUEST = "pause"

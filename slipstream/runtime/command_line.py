@@ -95,7 +95,7 @@ def fail_cleanly(
 ) -> Iterator[None]:
     """Turn expected errors and Ctrl-C into a message and an exit code; bugs propagate.
 
-    Expected: ConfigError, WaitTimeoutError, `errors`, inaccessible path, full disk, too many open files, missing library.
+    Expected: ConfigError, WaitTimeoutError, `errors`, bad path, full disk, too many open files, missing library.
     `restartable` errors exit with TRY_AGAIN, `restartable_once` with TRY_ONCE.
     """
     try:
