@@ -138,9 +138,8 @@ def _open_places(run: RunConfig) -> Iterator[Places | None]:
 def start_sft(overrides: list[str]) -> None:
     """Replace this process with the learner, the only role of mode=sft. Raises ConfigError."""
     run = load(overrides)
-    require(
-        run.mode == "sft", "mode", "be sft", got=run.mode, why="choose experiment=digits_sft, or set mode and sft.*"
-    )
+    why = "choose experiment=digits_sft, or set mode and sft.*"
+    require(run.mode == "sft", "mode", "be sft", got=run.mode, why=why)
     _, overrides = with_free_name(run, overrides)
     prepare(run)
     check_models(run)
