@@ -86,7 +86,12 @@ def make_tokenizer(*, architecture: str = "qwen2") -> Qwen2Tokenizer:
     """
     more = [*VISION_TOKENS] if architecture == "qwen2_5_vl" else []
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS, *more])}
-    special = {"unk_token": PAD, "pad_token": PAD, "eos_token": EOS, "additional_special_tokens": more or None}
+    special: dict[str, Any] = {
+        "unk_token": PAD,
+        "pad_token": PAD,
+        "eos_token": EOS,
+        "additional_special_tokens": more or None,
+    }
     return Qwen2Tokenizer(vocabulary, [], **special)
 
 
@@ -140,7 +145,7 @@ def _make_qwen2_5_vl(*, layers: int, width: int, num_heads: int, max_length: int
         "temporal_patch_size": 2, "window_size": _PATCH * 4, "fullatt_block_indexes": [layers - 1],
     }  # fmt: skip
     names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
-    ids = dict(zip(names, range(len(CHARACTERS) + 2, len(CHARACTERS) + 6), strict=True))
+    ids: dict[str, Any] = dict(zip(names, range(len(CHARACTERS) + 2, len(CHARACTERS) + 6), strict=True))
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids, **_SHARED)
     )
