@@ -86,13 +86,9 @@ def make_tokenizer(*, architecture: str = "qwen2") -> Qwen2Tokenizer:
     """
     more = [*VISION_TOKENS] if architecture == "qwen2_5_vl" else []
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS, *more])}
-    special: dict[str, Any] = {
-        "unk_token": PAD,
-        "pad_token": PAD,
-        "eos_token": EOS,
-        "additional_special_tokens": more or None,
-    }
-    return Qwen2Tokenizer(vocabulary, [], **special)
+    return Qwen2Tokenizer(
+        vocabulary, [], unk_token=PAD, pad_token=PAD, eos_token=EOS, additional_special_tokens=more or None
+    )
 
 
 def make_model(
