@@ -158,7 +158,7 @@ class WarmUp:
         self._saved = self._state()
 
     def step(self, problems: list[Problem], *, pad_id: int) -> float:
-        """Loss in nats per token."""
+        """Return the loss in nats per token."""
         ids, labels = collate(problems, pad_id=pad_id)
         logits = self._model(input_ids=ids, **image_inputs(problems, length=ids.shape[1])).logits[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)

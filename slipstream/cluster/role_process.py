@@ -141,7 +141,6 @@ class RoleProcess:
             self._seat.terminate()
 
     def stop(self, *, ends_at: float) -> None:
-        """Wait until `ends_at` (monotonic), then kill the process and its descendants."""
         self._seat.stop(ends_at=ends_at)
 
     def log_tail(self, *, num_lines: int = _LOG_TAIL_LINES) -> str:

@@ -119,7 +119,7 @@ class AbsenceTracker:
         self._abandoned: set[str] = set()
 
     def update(self, expected: AbstractSet[str], *, working: AbstractSet[str]) -> list[str]:
-        """Newly abandoned generators, once per absence."""
+        """Return newly abandoned generators, once per absence."""
         now = self._clock()
         self._away_since = {name: self._away_since.get(name, now) for name in expected - working}
         abandoned = {name for name, since in self._away_since.items() if now - since > self._absent_after_s}

@@ -43,7 +43,7 @@ class LogLimiter:
         self._allowances: dict[tuple[str, str], _Allowance] = {}
 
     def log(self, event: str, kind: str, **details: object) -> bool:
-        """Whether a line was written."""
+        """Return whether a line was written."""
         now = self._clock()
         allowance = self._allowances.setdefault((event, kind), _Allowance(_BURST, now))
         allowance.refill(now)

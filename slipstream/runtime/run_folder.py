@@ -92,7 +92,7 @@ class RunFolder:
 
     @property
     def sockets(self) -> Path:
-        """Folder of unix sockets; `short_folder` if its path is too long."""
+        """Folder of unix sockets, or `short_folder`."""
         path = self.path.resolve() / "sockets"
         return path if len(bytes(path)) <= _MAX_SOCKETS_BYTES else short_folder(path)
 

@@ -226,7 +226,7 @@ class TimeAccount:
         self._since = clock()
 
     def switch(self, phase: str) -> str:
-        """Previous phase."""
+        """Return the previous phase."""
         with self._lock:
             before = self._phase
             if phase != before:
