@@ -8,15 +8,14 @@ from slipstream.configs.base import Formula, Positive, Share, union_of
 
 
 class AdvantageConfig(Formula):
-    """Function of `AdvantageInputs` that returns one advantage per trajectory: 0 in a group of one, unless a trait says
-    otherwise."""
+    """Function of `AdvantageInputs` that returns one advantage per trajectory, 0 in a group of one by default."""
 
     module: ClassVar[str] = "advantages"
 
     has_own_baseline: ClassVar[bool] = False
-    """Whether the baseline comes from outside the group, so that a group of one has an advantage."""
+    """Whether the baseline is from outside the group, so that a group of one has an advantage."""
     compares_groups: ClassVar[bool] = False
-    """Whether trajectories are compared across groups, so that equal rewards in a group still give advantages."""
+    """Whether groups are compared, so that equal rewards in one still give advantages."""
     is_per_token: ClassVar[bool] = False
     """Whether it returns one advantage per token."""
     needs_critic: ClassVar[bool] = False
@@ -30,7 +29,7 @@ class AdvantageConfig(Formula):
     needs_observations: ClassVar[bool] = False
     """Whether it compares turns that answer the same tokens."""
     unshaped: ClassVar[str] = ""
-    """Quantity compared instead of shaped rewards, for the error about reward shaping; empty = none."""
+    """Quantity compared instead of shaped rewards; empty = none."""
 
 
 class GrpoConfig(AdvantageConfig, tag="grpo"):
@@ -62,7 +61,7 @@ class MaxRlConfig(AdvantageConfig, tag="maxrl"):
 
 
 class RemaxConfig(AdvantageConfig, tag="remax"):
-    """Rewards minus the reward of a greedy answer, generated in addition for each training prompt."""
+    """Rewards minus that of a greedy answer, generated in addition for each training prompt."""
 
     has_own_baseline: ClassVar[bool] = True
     unshaped: ClassVar[str] = "rewards with that of a greedy answer, unshaped"
@@ -127,7 +126,7 @@ class OptimalTokenBaselineConfig(AdvantageConfig, tag="optimal_token_baseline"):
     needs_collisions: ClassVar[bool] = True
 
     per_turn: bool = False
-    """For tool agents: align members by turn and position in the turn instead of position in the answer."""
+    """Align members of tool agents by turn and position in it, instead of position in the answer."""
 
 
 class TurnReturnsConfig(AdvantageConfig, tag="turn_returns"):
@@ -211,7 +210,7 @@ class PrimeConfig(AdvantageConfig, tag="prime"):
 
 
 class CustomAdvantageConfig(AdvantageConfig, tag="custom"):
-    """User-defined function with the same signature as the built-in ones: docs/algorithms.md."""
+    """User-defined function with the signature in docs/algorithms.md."""
 
     module: ClassVar[str] = ""
     has_own_baseline: ClassVar[bool] = True
@@ -222,5 +221,5 @@ class CustomAdvantageConfig(AdvantageConfig, tag="custom"):
     """Keyword arguments of the function."""
 
 
-# msgspec decodes unions, not base classes. From here on, the name means any record above.
+# msgspec decodes unions. From here on, the name means any record above.
 AdvantageConfig = union_of(AdvantageConfig)

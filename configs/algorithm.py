@@ -1,4 +1,4 @@
-"""The objective: advantage, correction, policy loss, KL, and aggregation, chosen independently."""
+"""The objective: independent choices of advantage, correction, policy loss, KL, and aggregation."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -13,7 +13,7 @@ from slipstream.configs.advantages import (
     VtraceConfig,
     WinRateConfig,
 )
-from slipstream.configs.base import Config, ConfigError, Positive
+from slipstream.configs.base import Config, Positive, require
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.configs.policy_losses import MaskConfig, PolicyLossConfig, PpoClipConfig, SppoConfig
 
@@ -26,7 +26,7 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 
 class CriticConfig(Config):
-    """Value model for advantages that need one (`gae`, `vtrace`): a separate trunk with one output per token."""
+    """Value model for `gae` and `vtrace`: a separate trunk with one output per token."""
 
     key: ClassVar[str] = "critic"
 
@@ -47,8 +47,8 @@ class ProcessRewardOptimizerConfig(OptimizerConfig):
 
 
 class ProcessRewardConfig(Config):
-    """Implicit process reward model for `advantage=prime`: a language model that learns in each step, before the
-    policy, which answers are correct, and rewards tokens by its log-ratio to `model.path`."""
+    """Implicit process reward model for `advantage=prime`: a language model that learns before the policy which answers
+    are correct, and rewards tokens by its log-ratio to `model.path`."""
 
     key: ClassVar[str] = "process_reward"
 
@@ -76,11 +76,11 @@ class DistillationConfig(Config):
     beta: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Weight of the teacher in the mixture; for `jsd_topk`."""
     renormalize: bool = False
-    """Whether to renormalize over the most likely tokens; false = all other tokens form one additional outcome."""
+    """Renormalize over the most likely tokens; false = all others form one more outcome."""
 
     @property
     def takes_candidates(self) -> bool:
-        """Whether it compares the teacher's most likely tokens instead of the sampled one."""
+        """Whether it compares the teacher's most likely tokens."""
         return self.divergence in ("forward_kl_topk", "jsd_topk")
 
 
@@ -111,15 +111,11 @@ class KlConfig(Config):
     """Steps after which the learner's current policy becomes the reference; null = the initial policy stays."""
 
     def __post_init__(self) -> None:
-        if self.apply_to == "reward" and self.estimator not in ("k1", "abs", "k2", "k3"):
-            raise ConfigError(
-                f"algorithm.kl.apply_to=reward takes estimator k1, abs, k2 or k3, got {self.estimator}: a reward "
-                "has no gradient, and is measured at the start of the step."
-            )
-        if self.coef == 0 and (self.adaptive or self.refresh_every_steps):
-            raise ConfigError(
-                "algorithm.kl.coef must be > 0 for adaptive and refresh_every_steps, got 0: nothing is charged."
-            )
+        is_fit, must = self.estimator in ("k1", "abs", "k2", "k3"), "be k1, abs, k2 or k3 with apply_to=reward"
+        why = "a reward has no gradient, and is measured at the start of the step"
+        require(is_fit or self.apply_to == "loss", "algorithm.kl.estimator", must, got=self.estimator, why=why)
+        is_fit, must = not (self.adaptive or self.refresh_every_steps), "be > 0 for adaptive and refresh_every_steps"
+        require(is_fit or self.coef > 0, "algorithm.kl.coef", must, got=0, why="nothing is charged")
 
 
 class RewardShapingConfig(Config):
@@ -133,15 +129,14 @@ class RewardShapingConfig(Config):
     normalize: Literal["none", "batch", "group"] = "none"
     """Normalize to mean 0 and standard deviation 1: over the `batch`, or within each `group`."""
     mask_truncated: bool = False
-    """Whether to exclude responses that were cut off at the maximum length from the loss; they stay in the baseline of
-    their group."""
+    """Exclude responses cut off at the maximum length from the loss; they stay in their group's baseline."""
 
 
 # --- correction for an older or numerically different generator -------------------------------------------------------
 def check_order(what: str, low: float | None, high: float | None) -> None:
     """Raise ConfigError if the lower bound exceeds the upper one."""
-    if low is not None and high is not None and low > high:
-        raise ConfigError(f"{what} must be in order, got {low:g} > {high:g}.")
+    is_fit = low is None or high is None or low <= high
+    require(is_fit, what, "be in order", got=f"{low} and {high}", why="no ratio lies between them")
 
 
 class RejectionConfig(Config):
@@ -160,20 +155,18 @@ class RejectionConfig(Config):
     unbounded."""
 
     def __post_init__(self) -> None:
-        if self.low is None and self.high is None:
-            raise ConfigError("algorithm.correction.reject: an entry must have low or high, got neither.")
+        key, statistic = "an entry of algorithm.correction.reject", self.statistic
+        is_bound = self.low is not None or self.high is not None
+        require(is_bound, key, "have low or high", got="neither", why="it would reject nothing")
         check_order("algorithm.correction.reject: low, high", self.low, self.high)
-        if self.low is not None and self.statistic != "k1":
-            raise ConfigError(
-                f"algorithm.correction.reject: low goes with statistic=k1, got it with {self.statistic}, which is "
-                "never negative and has an upper bound only."
-            )
-        if self.statistic == "k1" and self.over == "max":
-            raise ConfigError("algorithm.correction.reject: over=max needs statistic=k2 or k3, got k1: see `veto`.")
+        is_fit, why = self.low is None or statistic == "k1", "others are never negative and have an upper bound only"
+        require(is_fit, key, "have statistic=k1 with low", got=statistic, why=why)
+        is_fit, must = statistic != "k1" or self.over != "max", "have statistic=k2 or k3 with over=max"
+        require(is_fit, key, must, got="k1", why="`veto` judges the ratios of a trajectory")
 
 
 class CorrectionConfig(Config):
-    """Correction for a generator that is older or numerically different: weights and masks per token from the ratio
+    """Correction for an older or numerically different generator: weights and masks per token from the ratio
     proximal/generator, without gradient, and an optional penalty toward the generator."""
 
     level: Literal["none", "token", "sequence", "geometric"] = "token"
@@ -199,11 +192,10 @@ class CorrectionConfig(Config):
 
     def __post_init__(self) -> None:
         bounds = self.min_weight is not None or self.max_weight is not None or self.outside == "mask"
-        if self.level == "none" and (bounds or self.normalize):
-            raise ConfigError(
-                "algorithm.correction: min_weight, max_weight, outside=mask and normalize need a level, got none: "
-                "there are no weights; choose algorithm/correction=token_tis, or level=token, sequence or geometric."
-            )
+        must = "not be none with min_weight, max_weight, outside=mask or normalize"
+        why = "without weights they do nothing; choose algorithm/correction=token_tis, or token, sequence or geometric"
+        is_fit = self.level != "none" or not (bounds or self.normalize)
+        require(is_fit, "algorithm.correction.level", must, got=self.level, why=why)
         check_order("algorithm.correction: min_weight, max_weight", self.min_weight, self.max_weight)
         check_order("algorithm.correction: veto", *(self.veto or (None, None)))
 
@@ -261,7 +253,7 @@ class AlgorithmConfig(Config):
     def __post_init__(self) -> None:
         if self.proximal == "auto":
             # Allowed here: the record is not shared yet. config.yaml thus records the resolved value.
-            # `reuse` takes the same step and saves the pass, unless the correction's drops must be known before the
+            # `reuse` takes the same step without the pass, unless the correction's drops must be known before the
             # gradient: masks select among the remaining tokens, and an update with no token left must not change the
             # weights.
             drops = self.correction.rejects or (self.correction.outside == "mask" and self.needs_current_logprobs)
@@ -280,12 +272,12 @@ class AlgorithmConfig(Config):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the policy, or a second model, is compared with a reference policy."""
+        """Whether anything is compared with a reference policy."""
         return self.kl.coef > 0 or self.advantage.needs_process_rewards
 
     @property
     def signal_beside_rewards(self) -> str:
-        """Setting that gives groups with equal rewards a gradient; empty = none."""
+        """Setting with which equal rewards have a gradient; empty = none."""
         if self.advantage.compares_groups or self.advantage.needs_process_rewards:
             return f"algorithm.advantage={self.advantage.kind}"
         if isinstance(self.advantage, GdpoConfig) or self.reward.parts:
@@ -294,12 +286,12 @@ class AlgorithmConfig(Config):
 
     @property
     def needs_current_logprobs(self) -> bool:
-        """Whether tokens are selected over a whole update, by learner log-probabilities at its start."""
+        """Whether tokens are selected by learner log-probabilities at an update's start."""
         return any(not mask.is_local for mask in self.masks) or bool(self.policy_loss.selector)
 
     @property
     def needs_start_logprobs(self) -> bool:
-        """Whether the step starts with a separate forward pass for learner log-probabilities."""
+        """Whether a step starts with a forward pass for learner log-probabilities."""
         return (
             (self.proximal == "recompute" and (self.policy_loss.has_ratio or self.updates_per_step > 1))
             or (self.proximal == "generator" and self.correction.rejects)
@@ -319,86 +311,62 @@ class AlgorithmConfig(Config):
 
 
 def _check_proximal(config: AlgorithmConfig) -> None:
-    if config.proximal == "reuse" and config.policy_loss.has_ratio and config.updates_per_step > 1:
-        raise ConfigError(
-            f"algorithm.proximal=reuse needs algorithm.updates_per_step=1, got {config.updates_per_step}: "
-            "after the first update the values at the start of the step are gone; choose proximal=auto."
-        )
-    if config.proximal == "generator" and config.correction.level != "none":
-        reason = (
-            "the ratio learner/generator already corrects for staleness, a weight would count it twice"
-            if config.policy_loss.has_ratio
-            else "the weight generator/generator is 1 everywhere, and the loss has no ratio of its own"
-        )
-        raise ConfigError(
-            f"algorithm.proximal=generator needs algorithm.correction.level=none, got {config.correction.level}: "
-            f"{reason}; choose algorithm/correction=none, or proximal=auto."
-        )
-    if config.correction.needs_whole_batch and config.proximal in ("reuse", "interpolate"):
-        raise ConfigError(
-            "algorithm.correction.normalize and loss_denominator=kept_tokens need the weights of the whole batch "
-            f"before the first gradient, got algorithm.proximal={config.proximal}: choose proximal=auto."
-        )
-    if config.proximal == "interpolate" and not config.policy_loss.has_ratio:
-        raise ConfigError(
-            "algorithm.proximal=interpolate splits the log-ratio learner/generator between weight and ratio, got "
-            f"algorithm.policy_loss={config.policy_loss.kind}, which has no ratio: a part of it would be lost; choose "
-            "proximal=auto."
-        )
+    proximal, level, loss = config.proximal, config.correction.level, config.policy_loss
+    is_fit, must = proximal != "reuse" or not loss.has_ratio or config.updates_per_step == 1, "be 1 with proximal=reuse"
+    why = "after the first update the values at the start of the step are gone; choose proximal=auto"
+    require(is_fit, "algorithm.updates_per_step", must, got=config.updates_per_step, why=why)
+    twice = "the ratio learner/generator already corrects for staleness, a weight would count it twice"
+    never = "the weight generator/generator is 1 everywhere, and the loss has no ratio of its own"
+    why = f"{twice if loss.has_ratio else never}; choose algorithm/correction=none, or proximal=auto"
+    is_fit, must = proximal != "generator" or level == "none", "be none with algorithm.proximal=generator"
+    require(is_fit, "algorithm.correction.level", must, got=level, why=why)
+    is_fit = not (config.correction.needs_whole_batch and proximal in ("reuse", "interpolate"))
+    must = "be auto, recompute or generator with algorithm.correction.normalize or loss_denominator=kept_tokens"
+    why = "they need the weights of the whole batch before the first gradient; choose proximal=auto"
+    require(is_fit, "algorithm.proximal", must, got=proximal, why=why)
+    must = f"not be interpolate with algorithm.policy_loss={loss.kind}, which has no ratio"
+    why = "it splits the log-ratio learner/generator between weight and ratio, and would lose a part; choose auto"
+    require(proximal != "interpolate" or loss.has_ratio, "algorithm.proximal", must, got=proximal, why=why)
 
 
 def _check_advantage(config: AlgorithmConfig) -> None:
-    is_shaped = config.reward != RewardShapingConfig(mask_truncated=config.reward.mask_truncated)
-    if config.advantage.unshaped and (is_shaped or config.kl.apply_to == "reward"):
-        raise ConfigError(
-            f"algorithm.advantage={config.advantage.kind} compares {config.advantage.unshaped}, got rewards that are "
-            "shaped (algorithm.reward, or algorithm.kl.apply_to=reward): leave them, or choose another advantage."
-        )
+    advantage, reward, kl, level = config.advantage, config.reward, config.kl, config.correction.level
+    key, charges_reward = f"algorithm.advantage={advantage.kind}", kl.apply_to == "reward"
+    is_shaped = charges_reward or reward != RewardShapingConfig(mask_truncated=reward.mask_truncated)
+    got = "shaped ones (algorithm.reward, or algorithm.kl.apply_to=reward)"
+    why = f"it compares {advantage.unshaped}; leave rewards unshaped, or choose another advantage"
+    require(not (advantage.unshaped and is_shaped), key, "have unshaped rewards", got=got, why=why)
     has_rewards = config.distillation is None or config.distillation.with_rewards
-    if not has_rewards and config.kl.apply_to == "reward":
-        raise ConfigError(
-            "algorithm.distillation.with_rewards=false leaves rewards out, got algorithm.kl.apply_to=reward, which "
-            "would be left out with them: choose apply_to=loss."
-        )
-    is_around_another = config.policy_loss.has_ratio and config.proximal in ("generator", "interpolate")
-    if isinstance(config.advantage, VtraceConfig) and (config.correction.level != "none" or is_around_another):
-        raise ConfigError(
-            "algorithm.advantage=vtrace needs algorithm.correction.level=none and a ratio around the learner itself, "
-            f"got level={config.correction.level}, proximal={config.proximal}: its advantages contain the ratio "
-            "learner/generator already, and it would count twice; choose algorithm/correction=none, proximal=auto."
-        )
-    if isinstance(config.advantage, OptimalTokenBaselineConfig | PrimeConfig) and config.reward.mask_truncated:
-        raise ConfigError(
-            f"algorithm.advantage={config.advantage.kind} needs algorithm.reward.mask_truncated=false, got true: its "
-            "baselines are made of the tokens of the group, and those of a masked answer are missing."
-        )
-    if config.advantage.needs_process_rewards and config.kl.refresh_every_steps:
-        raise ConfigError(
-            f"algorithm.advantage={config.advantage.kind} needs algorithm.kl.refresh_every_steps=null, got "
-            f"{config.kl.refresh_every_steps}: process rewards are relative to a reference that never changes."
-        )
+    must = "be loss with algorithm.distillation.with_rewards=false"
+    why = "a penalty in rewards would be left out with them"
+    require(has_rewards or not charges_reward, "algorithm.kl.apply_to", must, got=kl.apply_to, why=why)
+    is_around_learner = not config.policy_loss.has_ratio or config.proximal not in ("generator", "interpolate")
+    is_fit = not isinstance(advantage, VtraceConfig) or (level == "none" and is_around_learner)
+    must = "have algorithm.correction.level=none and a ratio around the learner itself"
+    why = "its advantages contain the ratio learner/generator already, and it would count twice; choose "
+    why += "algorithm/correction=none, proximal=auto"
+    require(is_fit, key, must, got=f"level={level}, proximal={config.proximal}", why=why)
+    is_fit = not (isinstance(advantage, OptimalTokenBaselineConfig | PrimeConfig) and reward.mask_truncated)
+    why = "its baselines are made of the tokens of the group, and those of a masked answer are missing"
+    require(is_fit, "algorithm.reward.mask_truncated", f"be false with {key}", got=True, why=why)
+    every, why = kl.refresh_every_steps, "process rewards are relative to a reference that never changes"
+    is_fit = not (advantage.needs_process_rewards and every)
+    require(is_fit, "algorithm.kl.refresh_every_steps", f"be null with {key}", got=every, why=why)
 
 
 def _check_policy_loss(config: AlgorithmConfig) -> None:
-    found = ""
-    if config.advantage.is_per_token:
-        found = f"algorithm.advantage={config.advantage.kind}"
+    advantage, loss = config.advantage, config.policy_loss
+    key, got = f"algorithm.policy_loss={loss.kind}", ""
+    if advantage.is_per_token:
+        got = f"algorithm.advantage={advantage.kind}"
     elif config.distillation is not None and config.distillation.divergence == "k1":
-        found = "algorithm.distillation.divergence=k1, whose advantages differ from token to token"
-    if config.policy_loss.needs_equal_advantages and found:
-        raise ConfigError(
-            f"algorithm.policy_loss={config.policy_loss.kind} needs advantages that are equal within a sequence, got "
-            f"{found}: choose policy_loss=gspo with form=token, or a loss per token."
-        )
-    if isinstance(config.policy_loss, SppoConfig) != isinstance(config.advantage, WinRateConfig):
-        raise ConfigError(
-            "algorithm.policy_loss=sppo needs algorithm.advantage=win_rate and no other loss takes it, got "
-            f"policy_loss={config.policy_loss.kind} with advantage={config.advantage.kind}: sppo compares log-ratios "
-            "with the share of answers that are beaten."
-        )
-    if config.policy_loss.counts_length and config.loss_aggregation not in _MEANS_OF_SEQUENCES:
-        raise ConfigError(
-            f"algorithm.policy_loss={config.policy_loss.kind} with these settings needs algorithm.loss_aggregation="
-            f"{' or '.join(_MEANS_OF_SEQUENCES)}, got {config.loss_aggregation}: the length of an answer would count "
-            "twice."
-        )
+        got = "algorithm.distillation.divergence=k1, whose advantages differ from token to token"
+    must, why = "have advantages that are equal within a sequence", "choose gspo with form=token, or a loss per token"
+    require(not (loss.needs_equal_advantages and got), key, must, got=got, why=why)
+    is_fit = isinstance(loss, SppoConfig) == isinstance(advantage, WinRateConfig)
+    must, got = "be sppo with algorithm.advantage=win_rate and only then", f"{loss.kind} with {advantage.kind}"
+    why = "sppo compares log-ratios with the share of answers that are beaten"
+    require(is_fit, "algorithm.policy_loss", must, got=got, why=why)
+    is_fit = not loss.counts_length or config.loss_aggregation in _MEANS_OF_SEQUENCES
+    must, why = f"be {' or '.join(_MEANS_OF_SEQUENCES)} with {key}", "the length of an answer would count twice"
+    require(is_fit, "algorithm.loss_aggregation", must, got=config.loss_aggregation, why=why)

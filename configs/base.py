@@ -18,6 +18,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A frozen record that rejects unknown fields."""
 
 
+def first_line(error: BaseException) -> str:
+    """First line of a library's error, or its class if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def require(holds: bool, key: str, must: str, *, got: object, why: str) -> None:
     """Raise ConfigError `KEY must MUST, got GOT: WHY.` unless `holds`."""
     if not holds:
@@ -30,10 +35,7 @@ _STORAGE_URI = re.compile(rf"({'|'.join(_OBJECT_STORES)})[^@?#]+")
 
 
 def require_storage(key: str, uri: str | None, *, is_fit: bool) -> None:
-    """Raise ConfigError unless `uri` is None or a folder of an object store, without options or credentials.
-
-    `is_fit`: whether the run's mode can use one.
-    """
+    """Raise ConfigError unless `uri` is None, or `is_fit` and a folder of an object store without options."""
     if uri is not None:
         # Not shown: it may contain a password.
         shown = "an address with a user in it" if "@" in uri else repr(uri)
@@ -51,11 +53,9 @@ def require_folder(key: str, archive: str) -> None:
 
 
 class Formula(Config, tag_field="kind"):
-    """Choice of a function in `slipstream.learner.algorithms`: the tag is its name, the fields are its keyword
-    arguments.
+    """Choice of a function in `slipstream.learner.algorithms`: tag = name, fields = keyword arguments.
 
-    Defining a subclass registers it: the config union, Hydra's options, the tests of all compositions, and
-    docs/algorithms.md enumerate the subclasses. Class variables are traits of the function.
+    Union, Hydra's options, tests, and docs/algorithms.md enumerate the subclasses. Class variables are traits.
     """
 
     module: ClassVar[str] = ""
@@ -63,7 +63,7 @@ class Formula(Config, tag_field="kind"):
 
     @classmethod
     def formula(cls) -> str:
-        """Return `module.function`; empty for a user-defined one."""
+        """`module.function`; empty for a user-defined one."""
         return f"{cls.module}.{cls.__struct_config__.tag}" if cls.module else ""
 
     @property

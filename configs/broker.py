@@ -15,8 +15,8 @@ FIRST_BROKER = "broker"
 """Name of the first or only broker of a run."""
 BROKER_NAME = re.compile(rf"{FIRST_BROKER}(-\d+)?", re.ASCII)
 PROBE_SEQUENCES = 4
-"""Canary sequences compared after every weight update: few, because engines reserve room for them, but several, because
-a damaged tensor may not affect every token."""
+"""Canary sequences compared after an update: few, because engines reserve room, but several, because a damaged tensor
+may not affect every token."""
 
 
 class BrokerConfig(Config):
@@ -52,23 +52,18 @@ class BrokerConfig(Config):
 
     @property
     def store_timeout_s(self) -> float:
-        """Longest retry of an operation while the store does not answer, seconds: a restart with much data takes 20."""
+        """Longest retry without an answer of the store, seconds: a restart with much data takes 20."""
         return 2 * self.lease_s
 
     @property
     def claim_lease_s(self) -> float:
-        """Time within which the learner commits or renews a claim, seconds.
-
-        Longer than for prompts, because a lapsed claim costs a whole step.
-        """
+        """Time to commit or renew a claim, seconds: long, because a lapsed one costs a whole step."""
         return CLAIM_LEASES * self.lease_s
 
     @property
     def heartbeat_s(self) -> float:
-        """Time between pings, seconds.
-
-        One second is well below BROKER_SILENCE_S, so quiet peers don't reconnect. A short peer timeout shortens it, so
-        that a lost or late ping does not look like a failure.
+        """Time between pings, seconds: far below BROKER_SILENCE_S, so that quiet peers don't reconnect, and the peer
+        timeout, so that a late ping is no failure.
         """
         return min(1.0, self.peer_timeout_s / 8)
 
@@ -79,9 +74,9 @@ class WeightsConfig(Config):
     transport: Literal["collective", "snapshot", "delta", "memory"] = "collective"
     """`collective`: shared memory on one machine, and broadcasts over NCCL (GPU) or Gloo (CPU) between machines.
     `snapshot`: each generator fetches every complete version. `delta`: each generator fetches the difference to the
-    version it holds. `memory`: handed over within one process (serial mode). A generator can override the first three
-    for itself: `python -m generators weights.transport=delta`. On another machine, it always fetches its first version.
-    Without `cluster.trusted_network`, generators on other machines fetch deltas instead of joining broadcasts."""
+    version it holds. `memory`: handed over within one process (serial mode). A generator can override the first three:
+    `python -m generators weights.transport=delta`. On other machines, generators fetch their first version and, without
+    `cluster.trusted_network`, deltas instead of joining broadcasts."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
     """`auto`: `nccl` if the learner and every generator have their own GPU, otherwise `gloo` through host memory;
     chosen again whenever generators join or leave. `nccl`: rejected where it cannot work."""
@@ -103,8 +98,8 @@ class WeightsConfig(Config):
     fetch_timeout_s: Positive = 600.0
     """Longest fetch of one version, seconds."""
     max_probe_diff: Positive = 1e-3
-    """Maximum mean absolute difference of log-probabilities after an update, nats: between engine and learner on fixed
-    canary sequences, and between sampled tokens and the same tokens in a prompt. A generator above it gets no work.
+    """Maximum mean absolute difference of log-probabilities after an update, nats: between engine and learner on canary
+    sequences, and between sampled tokens and the same in a prompt. A generator above it gets no work.
     With a `model.dtype` below float32, the limit is at least three times the difference at the first version. The run
     stops if the tokens of step 1 exceed it."""
 
@@ -145,12 +140,6 @@ class MetricsConfig(Config):
         shown = "one with them" if "@" in (self.otlp_endpoint or "") else repr(self.otlp_endpoint)
         must = "be an http:// or https:// address without credentials or options"
         require(is_url, "metrics.otlp_endpoint", must, got=shown, why="settings are logged and saved")
-
-    def check(self, *, mode: str, has_roles: bool) -> None:
-        """Raise ConfigError for a mode without wall-clock times."""
-        is_fit, key = has_roles or not self.is_wanted, "metrics.prometheus_port and metrics.otlp_endpoint"
-        must, why = "be null without mode=async", "roles in one process count turns instead"
-        require(is_fit, key, must, got=f"mode={mode}", why=why)
 
     @property
     def is_wanted(self) -> bool:

@@ -5,7 +5,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from msgspec import Meta
 
-from slipstream.configs.base import Config, ConfigError, Positive, require_folder
+from slipstream.configs.base import Config, ConfigError, Positive, require, require_folder
 
 
 # --- the store -------------------------------------------------------------------------------------------------------
@@ -20,7 +20,7 @@ class EmbeddedRedisConfig(Config, tag="embedded", tag_field="kind"):
 
 
 STORE_PASSWORD_VARIABLE = "SLIPSTREAM_REDIS_PASSWORD"
-"""Environment variable, because settings appear in logs, command lines, and run folders."""
+"""Not a setting: those appear in logs, command lines, and run folders."""
 
 
 class RedisConfig(Config, tag="redis", tag_field="kind"):
@@ -37,18 +37,14 @@ class RedisConfig(Config, tag="redis", tag_field="kind"):
             parts = urlsplit(self.url)
         except ValueError as error:
             raise ConfigError(f"buffer.store.url must be an address, got one that cannot be read: {error}.") from None
-        if parts.password is not None or "password" in parse_qs(parts.query):
-            # Without user and query, which may be secret.
-            shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
-            raise ConfigError(
-                f"buffer.store.url must not contain a password, got one for {shown}: settings are logged and saved; "
-                f"set {STORE_PASSWORD_VARIABLE} instead."
-            )
-        if self.tls_ca_file is not None and parts.scheme != "rediss":
-            raise ConfigError(
-                f"buffer.store.tls_ca_file must be null unless buffer.store.url is a rediss:// address, got "
-                f"{self.tls_ca_file!r} with {parts.scheme}://: nothing would be verified."
-            )
+        is_fit = parts.password is None and "password" not in parse_qs(parts.query)
+        # Without user and query, which may be secret.
+        got = f"one for {parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+        why = f"settings are logged and saved; set {STORE_PASSWORD_VARIABLE} instead"
+        require(is_fit, "buffer.store.url", "not contain a password", got=got, why=why)
+        is_fit, must = self.tls_ca_file is None or parts.scheme == "rediss", "be null without a rediss:// address"
+        got = f"{self.tls_ca_file!r} with {parts.scheme}://"
+        require(is_fit, "buffer.store.tls_ca_file", must, got=got, why="nothing would be verified")
 
 
 class ArchiveConfig(Config):
@@ -129,7 +125,7 @@ class ZeroAdvantageConfig(Config, tag="zero_advantage", tag_field="kind"):
 
     Source: dynamic sampling of DAPO, arXiv:2503.14476, section 3.2.
     Differs: compares rewards instead of correctness, and judges a group when its last member arrives, so that its
-    replacement starts before the rest of the batch is complete.
+    replacement starts early.
     """
 
 
@@ -147,11 +143,9 @@ class AccuracyConfig(Config, tag="accuracy", tag_field="kind"):
     """Upper bound of the fraction, exclusive; 1 = reject groups with only correct answers."""
 
     def __post_init__(self) -> None:
-        if self.min_accuracy >= self.max_accuracy:
-            raise ConfigError(
-                f"buffer.filter.min_accuracy must be < buffer.filter.max_accuracy ({self.max_accuracy:g}), got "
-                f"{self.min_accuracy:g}: every group would be rejected."
-            )
+        low, must = self.min_accuracy, f"be < buffer.filter.max_accuracy ({self.max_accuracy:g})"
+        why = "every group would be rejected"
+        require(low < self.max_accuracy, "buffer.filter.min_accuracy", must, got=low, why=why)
 
 
 FilterConfig = KeepAllConfig | ZeroAdvantageConfig | AccuracyConfig
@@ -173,12 +167,9 @@ class ReuseConfig(Config):
     """Groups kept for reuse; beyond it, those that became ready first are released."""
 
     def __post_init__(self) -> None:
-        if 1 / self.fresh_fraction > self.max_uses:
-            raise ConfigError(
-                f"buffer.reuse.fresh_fraction must be >= 1 / max_uses ({1 / self.max_uses:.3g}), got "
-                f"{self.fresh_fraction:g}: each group would have to be used {1 / self.fresh_fraction:.3g} times on "
-                f"average to fill the steps, more than {self.max_uses}."
-            )
+        fresh, must = self.fresh_fraction, f"be >= 1 / max_uses ({1 / self.max_uses:.3g})"
+        why = f"to fill the steps, each group would have to be used {1 / fresh:.3g} times on average"
+        require(1 / fresh <= self.max_uses, "buffer.reuse.fresh_fraction", must, got=fresh, why=why)
 
 
 class StalenessConfig(Config):
@@ -195,15 +186,13 @@ class StalenessConfig(Config):
     hardly waits for groups, adjusted during the run (with `mode=serial`, `max_lag`)."""
 
     def __post_init__(self) -> None:
-        if self.target_lag != "auto" and self.target_lag > self.max_lag:
-            raise ConfigError(
-                f"staleness.target_lag must be <= max_lag ({self.max_lag}), got {self.target_lag:g}: groups "
-                "would be admitted that are stale by the time they are trained on."
-            )
+        lag, why = self.target_lag, "groups would be admitted that are stale by the time they are trained on"
+        is_fit, must = lag == "auto" or lag <= self.max_lag, f"be <= max_lag ({self.max_lag})"
+        require(is_fit, "staleness.target_lag", must, got=lag, why=why)
 
     @property
     def window(self) -> float:
-        """Most groups that may be generated or waiting at a time, in versions' worth."""
+        """Most groups generated or waiting at a time, in versions' worth."""
         return (self.max_lag if self.target_lag == "auto" else self.target_lag) + 1
 
 

@@ -1,4 +1,4 @@
-"""Settings for several machines: where roles listen, what they reserve, and what may cross the network."""
+"""Settings for several machines: addresses, resources, and trust."""
 
 import re
 from ipaddress import IPv4Network
@@ -7,16 +7,14 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from slipstream.configs.base import Config, ConfigError, Positive, require
-from slipstream.configs.generators import GeneratorsConfig, SingleTurnConfig
 
 PLACE = (
     "resume", "runs_dir", "storage", "cluster", "broker.address", "broker.token_file", "weights.fetch_address",
     "buffer.store", "broker.shards", "logging", "metrics",
 )  # fmt: skip
-"""Settings of where a run is, how it starts, and who is notified. They are not part of its identity, so a run can
-move."""
+"""Settings of where a run is and who is notified; not part of its identity, so that it can move."""
 _GUEST_NAME = r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}"
-_PORTS = range(1024, 65536)
+PORTS = range(1024, 65536)
 """Ports that a user can bind."""
 
 
@@ -88,67 +86,11 @@ class ClusterConfig(Config):
                     f"cluster.interface must be an IPv4 network such as 10.0.0.0/8, got {self.interface!r}: {error}."
                 ) from None
         is_range = re.fullmatch(r"\d{1,5}-\d{1,5}", self.ports, re.ASCII) is not None
-        is_fit = is_range and bool(own := self.port_range) and own[0] in _PORTS and own[-1] in _PORTS
-        must = f"be FIRST-LAST within {_PORTS[0]}-{_PORTS[-1]}, such as 20000-20999"
+        is_fit = is_range and bool(own := self.port_range) and own[0] in PORTS and own[-1] in PORTS
+        must = f"be FIRST-LAST within {PORTS[0]}-{PORTS[-1]}, such as 20000-20999"
         require(is_fit, "cluster.ports", must, got=self.ports, why="roles would have no port")
-        is_fit, key = bool(self.interface) or not self.trusted_network, "cluster.trusted_network"
-        why = "there is no network to trust"
-        require(is_fit, key, "be false without cluster.interface", got=True, why=why)
-
-    def check_machines(self, *, num_ranks: int) -> None:
-        """Raise ConfigError unless the learner ranks fit its machines."""
-        machines = self.learner.machines
-        must, why = f"divide learner.num_ranks ({num_ranks})", "each machine has the same number of ranks"
-        require(num_ranks % machines == 0, "cluster.learner.machines", must, got=machines, why=why)
-        must = f"be true with cluster.learner.machines={machines}"
-        why = "gradients and trajectories cross the network between ranks unencrypted"
-        require(self.trusted_network or machines == 1, "cluster.trusted_network", must, got=False, why=why)
-
-    def check_ray(self, *, mode: str) -> None:
-        """Raise ConfigError if the other settings of the run don't fit `kind=ray`."""
-        if self.kind == "local":
-            return
-        must, why = f"be local with mode={mode}", "there is no generator to place"
-        require(mode in ("async", "evaluate"), "cluster.kind", must, got=self.kind, why=why)
-        must, why = "be set with cluster.kind=ray", "generators on other machines could not reach this one"
-        require(bool(self.interface), "cluster.interface", must, got='""', why=why)
-
-    def check_guests(self, *, mode: str, generators: GeneratorsConfig, has_baseline: bool, router_replay: bool) -> None:
-        """Raise ConfigError if settings prevent checking the answers of named guests."""
-        own = generators.sampling
-        agents = (generators.agent, *generators.agents.values())
-        unfit = {
-            f"mode={mode}": mode not in ("async", "evaluate"),
-            f"generators.sampling.temperature={own.temperature:g}": own.temperature != 1,
-            f"generators.sampling.top_p={own.top_p:g}": own.top_p != 1,
-            f"generators.sampling.top_k={own.top_k}": own.top_k > 0,
-            f"generators.sampling.min_p={own.min_p:g}": own.min_p > 0,
-            "generators.sampling.stop, stop_token_ids, or ignore_eos": bool(
-                own.stop or own.stop_token_ids or own.ignore_eos
-            ),
-            "algorithm/advantage=remax": has_baseline,
-            "an agent that is not single_turn": not all(isinstance(agent, SingleTurnConfig) for agent in agents),
-            "model.moe.router_replay=true": router_replay,
-        }
-        found = next((setting for setting, is_unfit in unfit.items() if is_unfit), "")
-        key, names, why = (
-            "cluster.untrusted_generators.names",
-            self.untrusted_generators.names,
-            "the run's own engines could not score the answers",
-        )
-        require(not (names and found), key, f"be empty with {found}", got=names, why=why)
-
-    def check_brokers(self, brokers: int, *, address: str | None, mode: str) -> None:
-        """Raise ConfigError unless the mode supports several brokers, and each has a port."""
-        must, why = f"be 1 with mode={mode}", "only mode=async runs brokers as processes"
-        require(mode in ("async", "evaluate") or brokers == 1, "broker.shards", must, got=brokers, why=why)
-        port = int(found[1]) if address and (found := re.fullmatch(r"tcp://.*:(\d{1,5})", address, re.ASCII)) else 0
-        must, why = f"be <= {_PORTS[-1] + 1 - brokers} with broker.shards={brokers}", "each broker takes the next port"
-        require(port + brokers - 1 <= _PORTS[-1], "the port of broker.address", must, got=port, why=why)
-        if self.interface and address is None and brokers > 1:
-            must = f"hold at least {brokers + 1} ports with broker.shards={brokers}"
-            why = "each broker needs one, and the learner needs one for weights"
-            require(len(self.port_range) > brokers, "cluster.ports", must, got=self.ports, why=why)
+        is_fit, must = bool(self.interface) or not self.trusted_network, "be false without cluster.interface"
+        require(is_fit, "cluster.trusted_network", must, got=True, why="there is no network to trust")
 
     @property
     def network(self) -> IPv4Network | None:

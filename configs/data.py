@@ -28,7 +28,7 @@ _RENDERING = {
 
 
 def require_template_variables(given: Any, *, setting: str) -> None:
-    """Raise ConfigError unless `given` is a record without the names that rendering itself sets."""
+    """Raise ConfigError unless `given` is a record without names that rendering sets."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"{setting} must be a record of template variables, got {str(given)[:60]!r}.")
     if reserved := sorted(_RENDERING & set(given)):
@@ -65,7 +65,7 @@ class ModelConfig(Config):
     trust_remote_code: bool = False
     """Whether code from the checkpoint may run."""
     freeze_vision: bool = False
-    """Whether to freeze the visual encoder of a vision-language model instead of training it."""
+    """Freeze the visual encoder instead of training it."""
     lora: LoraConfig | None = None
     """Adapter to train on the frozen model (`model.lora.rank=16`); null = train all weights."""
     moe: MoeConfig = MoeConfig()
@@ -88,7 +88,7 @@ class ReplayConfig(Config):
 
     @property
     def reward(self) -> RewardConfig | None:
-        """Reward function for rescoring; None keeps the stored rewards."""
+        """None keeps the stored rewards."""
         return RewardConfig(function=self.rescore) if isinstance(self.rescore, str) else self.rescore
 
 
@@ -150,8 +150,7 @@ class EvalSet(Config):
 
 
 NAMED_COLUMNS = ("prompt", "ground_truth", "images", "data_source", "agent_name", "response")
-"""Fields of a row that `data.columns` can name; only supervised training and `slipstream evaluate --responses` read
-`response`."""
+"""Fields of a row that `data.columns` can name; `response` is for supervised training and `evaluate --responses`."""
 
 
 class DataConfig(Config):

@@ -53,20 +53,14 @@ SAFE_ARGUMENTS = frozenset({
     "jit_monitor_mode", "profiler_config", "kv_cache_metrics", "cudagraph_metrics", "enable_mfu_metrics",
     "enable_layerwise_nvtx_tracing", "otlp_traces_endpoint", "collect_detailed_traces", "shutdown_timeout",
 })  # fmt: skip
-"""vLLM arguments that change neither the model nor how tokens are sampled and scored. Kernels may round differently,
-within the bound of each version's probe."""
+"""vLLM arguments that change neither the model nor sampling and scoring. Kernels may round within the probe's bound."""
 
 START_STALLS = 3
-"""Longest startup of an engine, in `learner.stall.timeout_s`: it includes download, loading, and CUDA graphs."""
+"""Longest startup of an engine, with download and CUDA graphs, in `learner.stall.timeout_s`."""
 Quantization = Literal[
-    "fp8",
-    "fp8_per_tensor",
-    "fp8_per_block",
-    "fp8_per_channel",
-    "int8_per_channel_weight_only",
-    "mxfp8",
+    "fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "mxfp8",
     "nvfp4_per_token",
-]
+]  # fmt: skip
 """vLLM's kinds that start from unquantized weights; the others cannot apply updates."""
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from slipstream.configs.base import Config, ConfigError, Positive
+from slipstream.configs.base import Config, Positive, require
 from slipstream.configs.engines import HfEngineConfig, ScriptedEngineConfig, VllmEngineConfig
 
 
@@ -41,8 +41,7 @@ class SamplingConfig(Config):
 
     @property
     def is_truncated(self) -> bool:
-        """Whether some tokens are never sampled, so that log-probabilities are of another distribution than the
-        learner's."""
+        """Whether some tokens are never sampled, unlike in the learner's distribution."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
 
@@ -101,11 +100,9 @@ class RewardConfig(Config):
 
     def __post_init__(self) -> None:
         names = [one.part for one in self.functions]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(
-                f"generators.reward.functions must have unique names, got {', '.join(twice)} more than once: give "
-                "each one a `name`."
-            )
+        twice, key = sorted({name for name in names if names.count(name) > 1}), "generators.reward.functions"
+        got = f"{', '.join(twice)} more than once"
+        require(not twice, key, "have unique names", got=got, why="give each one a `name`")
 
     @property
     def chosen(self) -> list[RewardFunctionConfig]:
@@ -117,12 +114,12 @@ class RewardConfig(Config):
         return " + ".join(one.function for one in self.chosen)
 
     def check_data_source(self, data_source: str, *, found_in: str) -> None:
-        if not any(one.takes(data_source) for one in self.chosen):
-            patterns = ", ".join(pattern for one in self.functions for pattern in one.data_sources)
-            raise ConfigError(
-                f"generators.reward.functions must have one for every row, got none for data_source {data_source!r} of "
-                f"{found_in} (they take {patterns}): add a function, or a pattern to the `data_sources` of one."
-            )
+        """Raise ConfigError if no function takes these rows."""
+        patterns = ", ".join(pattern for one in self.functions for pattern in one.data_sources)
+        is_taken = any(one.takes(data_source) for one in self.chosen)
+        why = "add a function, or a pattern to the `data_sources` of one"
+        got = f"none for data_source {data_source!r} of {found_in} (they take {patterns})"
+        require(is_taken, "generators.reward.functions", "have one for every row", got=got, why=why)
 
 
 def with_arguments(function: str, arguments: dict[str, Any]) -> str:
@@ -135,18 +132,18 @@ class AgentConfig(Config, tag_field="kind"):
 
     @property
     def reads_text(self) -> bool:
-        """Whether the engine may have to end a turn at a stop text."""
+        """Whether the engine may end a turn at a text."""
         return True
 
     @property
     def executed(self) -> set[str]:
-        """Code that it runs and addresses that it contacts, with arguments."""
+        """Code that it runs and addresses that it contacts."""
         return set()
 
     @property
     def calls(self) -> str:
         """Tool call format at the OpenAI-compatible endpoint; empty if the agent does not use it."""
-        return ""
+        return str(getattr(self, "tool_call_format", ""))
 
 
 class SingleTurnConfig(AgentConfig, tag="single_turn"):
@@ -195,6 +192,10 @@ class ToolsAgentConfig(AgentConfig, tag="tools", kw_only=True):
     """Maximum calls executed per turn; for the others, the model reads an error."""
     max_result_characters: Annotated[int, Meta(ge=1)] = 2000
     """Longest result, characters; longer ones lose their middle."""
+
+    @property
+    def calls(self) -> str:
+        return ""
 
     @property
     def executed(self) -> set[str]:
@@ -266,10 +267,6 @@ class CustomAgentConfig(AgentConfig, tag="custom", kw_only=True):
     `vllm:NAME`; empty = the loop doesn't use the model over HTTP."""
 
     @property
-    def calls(self) -> str:
-        return self.tool_call_format
-
-    @property
     def executed(self) -> set[str]:
         return {with_arguments(self.function, self.arguments)}
 
@@ -279,10 +276,6 @@ class ExternalAgentConfig(AgentConfig, tag="external"):
 
     tool_call_format: str = "hermes"
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
-
-    @property
-    def calls(self) -> str:
-        return self.tool_call_format
 
 
 class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
@@ -302,35 +295,26 @@ class EnvironmentAgentConfig(AgentConfig, tag="environment", kw_only=True):
     """Format of tool calls in the text: `hermes`, `json`, or `vllm:NAME`."""
 
     @property
-    def calls(self) -> str:
-        return self.tool_call_format
-
-    @property
     def executed(self) -> set[str]:
         python = f" with {self.python}" if self.python else ""
         return {with_arguments(self.environment, self.arguments) + python}
 
 
 AgentKind = (
-    SingleTurnConfig
-    | ToolsAgentConfig
-    | SearchAgentConfig
-    | InteractionAgentConfig
-    | CustomAgentConfig
-    | ExternalAgentConfig
-    | EnvironmentAgentConfig
-)
+    SingleTurnConfig | ToolsAgentConfig | SearchAgentConfig | InteractionAgentConfig | CustomAgentConfig
+    | ExternalAgentConfig | EnvironmentAgentConfig
+)  # fmt: skip
 
 
 class GeneratorsConfig(Config):
     """The generator role: number, groups, engine, agents, rewards."""
 
     count: Annotated[int, Meta(ge=0)] = 1
-    """Number of generators started by the launcher; `slipstream scale generators=N` changes it during a run."""
+    """Generators that the launcher starts; `slipstream scale generators=N` changes it during a run."""
     autoscale: AutoscaleConfig | None = None
     """Automatic scaling of this number; null = off."""
     group_size: Annotated[int, Meta(ge=1)] = 8
-    """Answers sampled per prompt; most advantages compare the answers of such a group."""
+    """Answers per prompt; most advantages compare the answers of such a group."""
     max_concurrency: Annotated[int, Meta(ge=1)] = 256
     """Maximum trajectories in flight per generator; fewer while the KV cache of its engine is full."""
     sampling: SamplingConfig = SamplingConfig()
@@ -357,7 +341,7 @@ class GeneratorsConfig(Config):
         return {name: agent for name, agent in verl.items() if agent} | found
 
     def describe_missing(self, agent_name: str, *, row: str) -> str:
-        """Describe a row with an `agent_name` that no agent has."""
+        """Describe an unknown `agent_name`."""
         return (
             f"{row} names the agent {agent_name!r}, so generators.agents must have it, got "
             f"{', '.join(self.agents) or 'none'}: add it, or remove the column agent_name"
@@ -369,5 +353,5 @@ class GeneratorsConfig(Config):
 
     @property
     def executed(self) -> set[str]:
-        """Code that agents and tools run and addresses that they contact, with arguments."""
+        """Code that agents run and addresses that they contact."""
         return {each for agent in (self.agent, *self.agents.values()) for each in agent.executed}

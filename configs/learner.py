@@ -27,7 +27,7 @@ class MetricBound(Config):
         require(is_bound, key, "have at_least or at_most", got="neither", why="every value would meet it")
 
     def holds(self, row: Mapping[str, Any]) -> bool:
-        """Whether a metric row contains the metric within its bounds."""
+        """Whether a row has the metric within its bounds."""
         if (value := row.get(self.metric)) is None:
             return False
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
@@ -38,7 +38,7 @@ class EvaluationConfig(Config):
 
     every_steps: Annotated[int, Meta(ge=0)] = 20
     """Steps between two monitored evaluations; 0 = only before and after training. The next version is published once
-    all answers have arrived, so all of them come from the evaluated version."""
+    all answers of this one have arrived."""
     before_training: bool = True
     """Whether to evaluate the final rows before training as well."""
     num_prompts: Annotated[int, Meta(ge=1)] = 128
@@ -54,9 +54,9 @@ class EvaluationConfig(Config):
     at_least: 0.95}]`; empty = the verdict only reports."""
 
     def rows(self, num_rows: int) -> tuple[range, range]:
-        """Split the rows of a file into those monitored during training and those evaluated before and after it.
+        """Split rows into those monitored during training and those evaluated before and after it.
 
-        No row is in both (except the only row of a file): early stopping must not select on reported numbers.
+        No row is in both, unless it is the only one: early stopping must not select on reported numbers.
         """
         wanted = self.num_prompts + self.num_final_prompts
         if num_rows >= wanted:
@@ -92,7 +92,7 @@ class OptimizerConfig(Config):
     """Global gradient norm above which gradients are scaled down; null = never."""
 
     def check_installed(self, setting: str) -> None:
-        """Raise ConfigError unless this machine has the optimizer's library."""
+        """Raise ConfigError without the optimizer's library."""
         is_fit, must = self.name != "adamw_8bit" or find_spec("bitsandbytes"), "be adamw or muon without bitsandbytes"
         why = "it is not installed here: pip install 'bitsandbytes>=0.50,<0.51'"
         require(bool(is_fit), f"{setting}.name", must, got=self.name, why=why)
@@ -152,14 +152,14 @@ class StallConfig(Config):
     """`fail`: save a checkpoint and exit with an error that names the cause. `wait`: until the cause, shown in status,
     live view, and log, is removed."""
     timeout_s: Positive = 600.0
-    """Seconds without any useful arrival after which the learner treats the run as stalled; must exceed the time of the
-    longest answer. While answers arrive, a batch or an evaluation may take three times as long, or half an hour.
-    Starting an engine may take three times as long, and a step of it a third. By default at least
-    `generators.answer_timeout_s` plus `generators.reward.timeout_s`."""
+    """Seconds without a useful arrival after which the run is stalled; must exceed the time of the longest answer.
+    While answers arrive, a batch or an evaluation may take three times as long, or half an hour. An engine may take
+    three times as long to start, and a third for a step. By default at least `generators.answer_timeout_s` plus
+    `generators.reward.timeout_s`."""
 
 
 PAUSE_REQUEST = "pause"
-"""Subject of a standing request to the learner; no step starts while it exists."""
+"""Subject of a request to the learner; no step starts while it exists."""
 PROFILE_REQUEST = "profile"
 """Subject of a request to the learner, and its gauge. Value: first and last step."""
 

@@ -1,4 +1,4 @@
-"""Compose presets and command line overrides into a RunConfig, and render it as text."""
+"""Compose presets and overrides into a RunConfig, and render it."""
 
 import hashlib
 import math
@@ -19,7 +19,7 @@ from msgspec.inspect import BoolType, DictType, ListType, LiteralType, NoneType,
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from slipstream.configs.base import Config, ConfigError
+from slipstream.configs.base import Config, ConfigError, require
 from slipstream.configs.cluster import PLACE
 from slipstream.configs.data import EVAL_NAME_PATTERN
 from slipstream.configs.engines import VllmEngineConfig
@@ -43,20 +43,15 @@ PRIMARY = "config"
 """Preset with the defaults list of all groups."""
 C = TypeVar("C", bound=Config)
 _TYPE_NAMES = {
-    "int": "an integer",
-    "float": "a number",
-    "str": "a string",
-    "bool": "true or false",
-    "array": "a list",
-    "object": "a record",
-    "null": "null",
-}
+    "int": "an integer", "float": "a number", "str": "a string", "bool": "true or false", "array": "a list",
+    "object": "a record", "null": "null",
+}  # fmt: skip
 
 
 def load(overrides: list[str]) -> RunConfig:
     """Compose the presets with `overrides` (`a.b=c`, `group=option`). Raises ConfigError.
 
-    A recipe replaces the experiment's algorithm and filter. Settings that depend on others are filled in last.
+    A recipe replaces the experiment's algorithm and filter.
     """
     groups()  # registers the generated options before Hydra looks them up
     data = _compose(overrides)
@@ -92,28 +87,24 @@ _RECIPE_PREFIXES = ("algorithm.", "buffer.filter.")
 
 
 def _without_experiment(overrides: list[str]) -> list[str]:
-    """If a recipe is chosen, return the overrides without the experiment, whose algorithm settings don't fit it; else
-    an empty list."""
+    """With a recipe: overrides without the experiment, whose algorithm settings don't fit it; else empty."""
     if not any(text.startswith("recipe=") and text != "recipe=none" for text in overrides):
         return []
     return [text for text in overrides if not text.startswith("experiment=")]
 
 
 def _resolve_training_length(data: dict[str, Any], overrides: list[str]) -> None:
-    """On the command line, `learner.max_steps` replaces `learner.epochs` of a file. Raises ConfigError for both."""
+    """Let `learner.max_steps` replace `learner.epochs` of a file. Raises ConfigError for both."""
     given, learner = {each.key_or_group for each in parse(overrides)}, data["learner"]
     if not isinstance(learner, dict) or learner.get("epochs") is None or "learner.max_steps" not in given:
         return
-    if "learner.epochs" in given:
-        raise ConfigError(
-            "learner.max_steps must not be set with learner.epochs, which determines it: remove one, or set "
-            "learner.epochs=null."
-        )
+    must, why = "not be set with learner.epochs, which determines it", "remove one, or set learner.epochs=null"
+    require("learner.epochs" not in given, "learner.max_steps", must, got="both", why=why)
     learner["epochs"] = None
 
 
 def _resolve_gguf(data: dict[str, Any]) -> None:
-    """Replace a GGUF file in `model.path` by its folder in the cache, and prepend the step that makes it."""
+    """Replace a GGUF file by its folder in the cache, and prepend the step that makes it."""
     model = data["model"]
     if isinstance(model, dict) and (step := gguf_step(str(model.get("path")))):
         model["path"] = step["creates"]
@@ -121,7 +112,7 @@ def _resolve_gguf(data: dict[str, Any]) -> None:
 
 
 def _derive(data: dict[str, Any]) -> None:
-    """Fill in settings with defaults that depend on other settings. Leaves wrong types for `convert` to report."""
+    """Fill in defaults that depend on other settings. `convert` reports wrong types."""
     flat, defaults = dict(leaves(data)), {setting.key: setting.field.default for setting in settings()}
 
     def value(key: str) -> Any:
@@ -150,18 +141,17 @@ def _derive(data: dict[str, Any]) -> None:
 
 _LORA_LEARNING_RATE = 1e-5
 _HALF_PRECISION_DIFF = 0.05
-"""The kernels of engine and learner differ in the third digit of a log-probability."""
+"""Kernels differ in the third digit of a log-probability."""
 _WITHOUT_GOALS = ("evaluation.stop=null", "evaluation.goals=[]", "learner.checkpoint.best=null")
 """Training settings that would be refused with another `data.eval`."""
 NO_MODEL_PATH = "set-below"
 
 
 def load_with_models(words: list[str], *, is_optional: bool = False) -> tuple[list[str], RunConfig]:
-    """Return the models named among the overrides, and the settings with the first of them.
+    """Models named among the overrides, and the settings with the first of them.
 
-    A run folder means its final model. Unless the overrides name an experiment, they are applied to the settings of the
-    first run that contains one of the models. `is_optional`: without a model, `model.path` is that of the overrides,
-    else NO_MODEL_PATH. Raises ConfigError.
+    A run folder means its final model. Without an experiment, the settings are those of the first run that contains a
+    model. `is_optional`: without one, `model.path` is that of the overrides, else NO_MODEL_PATH. Raises ConfigError.
     """
     models = [word for word in words if "=" not in word and not word.startswith(("-", "~"))]
     if not models and not is_optional:
@@ -181,17 +171,13 @@ def load_with_models(words: list[str], *, is_optional: bool = False) -> tuple[li
 
 
 def merge_overrides(earlier: list[str], later: list[str]) -> list[str]:
-    """Append `later` to `earlier`, without earlier overrides of the same keys and of variants that `later` replaces."""
+    """Append `later` to `earlier` without keys and variants that it replaces."""
     keys = {each.key_or_group for each in parse(later)}
     # One of them determines the other.
     keys |= {"learner.max_steps", "learner.epochs"} if keys & {"learner.max_steps", "learner.epochs"} else set()
     replaced = tuple(key.replace("/", ".") + "." for key in keys if key in groups())
-    kept = [
-        text
-        for text, each in zip(earlier, parse(earlier), strict=True)
-        if each.key_or_group not in keys and not each.key_or_group.startswith(replaced)
-    ]
-    return [*kept, *later]
+    own = zip(earlier, (each.key_or_group for each in parse(earlier)), strict=True)
+    return [*(text for text, key in own if key not in keys and not key.startswith(replaced)), *later]
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -247,7 +233,7 @@ def derived_sizes(run: RunConfig) -> dict[str, str]:
 
 
 def provenance(overrides: list[str], run: RunConfig) -> dict[str, str]:
-    """Map the dotted key of each leaf to its origin: preset file, `command line a.b=c`, or `default`."""
+    """Leaf -> origin: preset file, `command line a.b=c`, or `default`."""
     origins = _origins(overrides)
     if alone := _without_experiment(overrides):
         origins = {key: origin for key, origin in origins.items() if not key.startswith(_RECIPE_PREFIXES)}
@@ -318,15 +304,14 @@ def _nest(package: str, value: Any) -> dict[str, Any]:
 
 _DEMO = "digits_cpu"
 _TASK = {"experiment", "model", "model.path", "data", "data.train", "sft.train_path"}
-"""Overrides that choose a task; without any, the task is `_DEMO`, and no other task inherits its settings."""
+"""Overrides that choose a task; without any, it is `_DEMO`."""
 
 
 # --- command line overrides, checked and converted to Hydra arguments ------------------------------------------------
 def hydra_arguments(overrides: list[str]) -> list[str]:
     """Convert `overrides` to the form that Hydra accepts. Raises ConfigError.
 
-    Keys are forced in with `++`, because the records know which keys exist, the YAML files don't. So users need no `+`,
-    and `convert` reports misspelled keys.
+    Keys are forced in with `++`: the records, not the YAML files, know which exist, and `convert` reports others.
     """
     if not {each.key_or_group for each in parse(overrides)} & _TASK:
         overrides = [*overrides, f"experiment={_DEMO}"]
@@ -346,11 +331,9 @@ def parse(overrides: list[str], *, can_sweep: bool = False) -> list[Override]:
             raise ConfigError(_advice(overrides, index)) from None
         if not override.key_or_group or text.startswith("-"):
             raise ConfigError(_advice(overrides, index))
-        if override.is_sweep_override() and not can_sweep:
-            raise ConfigError(
-                f"a setting must have one value, got `{text}`: write a list as key=[a,b], or train one run per value "
-                "with `slipstream run -m`."
-            )
+        why = "write a list as key=[a,b], or train one run per value with `slipstream run -m`"
+        is_fit = can_sweep or not override.is_sweep_override()
+        require(is_fit, "a setting", "have one value", got=f"`{text}`", why=why)
         parsed.append(override)
     return parsed
 
@@ -358,13 +341,11 @@ def parse(overrides: list[str], *, can_sweep: bool = False) -> list[Override]:
 def _advice(texts: list[str], index: int) -> str:
     """Error message for the argument at `index`, with the override probably meant."""
     text, previous = texts[index], texts[index - 1] if index else ""
+    wrong = f"a setting must read key=value, got `{text}`"
     if Path(text).exists():
-        meant = "model.path" if Path(text).is_dir() else "data.train"
-        return f"a setting must read key=value, got `{text}`: write {meant}={text}."
+        return f"{wrong}: write {'model.path' if Path(text).is_dir() else 'data.train'}={text}."
     if "=" in text and not text.startswith("-"):
-        return (
-            f"a setting must read key=value, got `{text}`: put quotes around special characters, as in 'key=\"value\"'."
-        )
+        return f"{wrong}: put quotes around special characters, as in 'key=\"value\"'."
     if previous.endswith("="):
         return f"a setting must read key=value, got `{previous} {text}`: leave no space around the =."
     name, _, value = text.lstrip("-").rstrip(":").partition("=")
@@ -374,12 +355,11 @@ def _advice(texts: list[str], index: int) -> str:
     plain = name.replace("-", "_")
     is_known = plain in groups() or any(setting.key == plain for setting in settings())
     if not is_known and (peer := peer_advice(plain)):
-        return f"a setting must read key=value, got `{text}`: {peer}."
+        return f"{wrong}: {peer}."
     if value and "=" not in value and (ours := plain if is_known else nearest_key(plain)):
-        return f"a setting must read key=value, got `{text}`: write {ours}={value}."
+        return f"{wrong}: write {ours}={value}."
     presets = [f"{group}={name}" for group, options in groups().items() if name in options]
-    advice = f": write {presets[0]}." if len(presets) == 1 else "."
-    return f"a setting must read key=value, got `{text}`{advice}"
+    return f"{wrong}: write {presets[0]}." if len(presets) == 1 else f"{wrong}."
 
 
 def _hydra_argument(text: str, override: Override, *, chosen: set[str]) -> str:
@@ -401,26 +381,22 @@ def _hydra_argument(text: str, override: Override, *, chosen: set[str]) -> str:
 
 
 def _refuse_whole_record(text: str, key: str, value: object) -> None:
-    """Reject a value for a whole record, or for the `kind` of a variant, which would keep the old one's fields."""
+    """Reject a value for a record, or for a variant's `kind`, which would keep the old fields."""
     node = key.removesuffix(".kind").replace(".", "/")
     if node in groups():
         options = groups()[node]
         choice = f"{node}={value}" if value in options else f"{node}=OPTION, with one of {', '.join(options)}"
         raise ConfigError(f"a variant must be chosen with a slash, got `{text}`: write {choice}.")
-    below = [group for group in groups() if group.startswith(f"{node}/")]
-    if below:
-        raise ConfigError(
-            f"{key} is a record and must be set by its fields, got `{text}`: {siblings(f'{key}.')}; or choose an "
-            f"option of {', '.join(below)}."
-        )
+    if below := [group for group in groups() if group.startswith(f"{node}/")]:
+        advice = f"{siblings(f'{key}.')}; or choose an option of {', '.join(below)}"
+        raise ConfigError(f"{key} is a record and must be set by its fields, got `{text}`: {advice}.")
 
 
 # --- plain data to typed records; an error reads `key must …, got …` --------------------------------------------------
 def convert(data: object, record: type[C]) -> C:
     """Build `record` from `data`. Types are strict, but an integer can stand for a float.
 
-    Raises ConfigError with a sentence for every unknown key, missing key, or unknown choice, else for the first wrong
-    value.
+    Raises ConfigError with a sentence per unknown key, missing key, or unknown choice, else for the first wrong value.
     """
     if errors := [*_errors(type_info(record), data, ""), *_infinite(data, "")]:
         raise ConfigError("\n".join(errors))
@@ -530,24 +506,14 @@ def _form(path: str, expected: str, got: Any) -> str:
 
 
 _OWN_SETTINGS = (
-    "experiment=",
-    "broker.",
-    "weights.transport=",
-    "name=",
-    "runs_dir=",
-    "model.path=",
-    "model.trust_remote_code=",
-    "generators.reward.function=",
-    "generators.reward.functions=",
-    "generators/agent=",
-    "generators.agent.",
+    "experiment=", "broker.", "weights.transport=", "name=", "runs_dir=", "model.path=", "model.trust_remote_code=",
+    "generators.reward.function=", "generators.reward.functions=", "generators/agent=", "generators.agent.",
     "generators.agents",
-)
-"""Settings that a generator reads from its own command line, among them the code to execute. All others come from the
-broker."""
+)  # fmt: skip
+"""Settings from a generator's own command line, such as code to execute. The broker sends all others."""
 _LOCAL_SETTINGS = ("broker.address=", "broker.token_file=", "name=", "runs_dir=", "weights.transport=")
 
 
 def own_settings(overrides: list[str]) -> list[str]:
-    """Select the overrides that a generator needs on any machine, above all those that name code."""
+    """Overrides that a generator needs on any machine."""
     return [text for text in overrides if text.startswith(_OWN_SETTINGS) and not text.startswith(_LOCAL_SETTINGS)]

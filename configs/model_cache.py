@@ -12,7 +12,7 @@ _DIGITS = 16
 
 
 def cache_folder(name: str) -> Path:
-    """Return `$SLIPSTREAM_CACHE/NAME`, by default `~/.cache/slipstream/NAME`."""
+    """`$SLIPSTREAM_CACHE/NAME`, by default `~/.cache/slipstream/NAME`."""
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("SLIPSTREAM_CACHE") or user / "slipstream").absolute() / name
 
@@ -20,7 +20,7 @@ def cache_folder(name: str) -> Path:
 def gguf_step(path: str) -> dict[str, Any] | None:
     """Preparation step that converts a GGUF file; None for other models. Raises ConfigError if the file is missing.
 
-    The folder's name has a hash of the file, so that a changed file is converted again.
+    The folder's name has a hash of the file, so that changes are converted.
 
     Example: gguf_step("gguf:models/tiny.gguf") -> {"creates": "CACHE/tiny-0a55b7e139f2c61d", "module":
         "slipstream.scripts.convert_gguf", "args": ["FOLDER/models/tiny.gguf", "--out=CACHE/tiny-0a55b7e139f2c61d"]}

@@ -21,12 +21,12 @@ class PolicyLossConfig(Formula):
 
     @property
     def needs_equal_advantages(self) -> bool:
-        """Whether advantages must be equal within a sequence, because its tokens share a ratio."""
+        """Whether the tokens of a sequence share a ratio, and need equal advantages."""
         return False
 
     @property
     def counts_length(self) -> bool:
-        """Whether each token carries the loss of its whole sequence: a mean over tokens would count lengths twice."""
+        """Whether tokens carry the loss of their sequence: a mean over tokens would count lengths twice."""
         return False
 
 
@@ -181,7 +181,7 @@ class SppoConfig(PolicyLossConfig, tag="sppo"):
 
 
 class CustomPolicyLossConfig(PolicyLossConfig, tag="custom"):
-    """User-defined function with the same signature as the built-in ones: docs/algorithms.md."""
+    """User-defined function with the signature in docs/algorithms.md."""
 
     module: ClassVar[str] = ""
 
@@ -197,8 +197,7 @@ class MaskConfig(Formula):
     module: ClassVar[str] = "token_masks"
 
     is_local: ClassVar[bool] = False
-    """Whether a token's mask depends only on its own sequence. Other masks need a forward pass over the whole update
-    first."""
+    """Whether a mask depends only on its sequence. Others need a forward pass over the update first."""
 
 
 class OpsmConfig(MaskConfig, tag="opsm"):
@@ -217,6 +216,6 @@ class M2poConfig(MaskConfig, tag="m2po"):
     """Largest mean of the squared log-ratios of the remaining tokens."""
 
 
-# msgspec decodes unions, not base classes. From here on, the names mean any record above.
+# msgspec decodes unions. From here on, the names mean any record above.
 PolicyLossConfig = union_of(PolicyLossConfig)
 MaskConfig = union_of(MaskConfig)

@@ -1,5 +1,6 @@
 """RunConfig: all settings of a run, and the checks that span roles."""
 
+import re
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,10 +20,10 @@ from slipstream.configs.buffer import (
     StalenessConfig,
     ZeroAdvantageConfig,
 )
-from slipstream.configs.cluster import ClusterConfig
+from slipstream.configs.cluster import PORTS, ClusterConfig
 from slipstream.configs.data import DataConfig, ModelConfig, PrepareStep, ReplayConfig, SftConfig
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.configs.generators import GeneratorsConfig
+from slipstream.configs.generators import GeneratorsConfig, SingleTurnConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, EvaluationConfig, LearnerConfig, ProfileConfig
 
 NAME_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,79}\Z"
@@ -102,12 +103,12 @@ class RunConfig(Config):
 
     @property
     def metrics_host(self) -> str:
-        """Address at which the exporter listens: any of the machine, if others can reach the run."""
+        """Address of the exporter: any, if other machines can reach the run."""
         return "0.0.0.0" if self.cluster.is_open else "127.0.0.1"
 
     @property
     def profile_lead_steps(self) -> int:
-        """Steps before the first recorded one in which its trajectories may already be leased."""
+        """Steps before a recorded one in which its trajectories may be leased."""
         return (self.staleness.max_lag + 1) * self.weights.publish_every_steps
 
     @property
@@ -145,7 +146,7 @@ _NO_ROOM = "a full prompt with a full response would not fit"
 
 
 def read_config(folder: Path) -> RunConfig:
-    """Read a run folder's resolved configuration. Raises ConfigError if it is missing or unreadable."""
+    """Read a run folder's configuration. Raises ConfigError."""
     path = folder / "config.yaml"
     if not path.is_file():
         raise ConfigError(f"{folder} must be a run folder, but has no config.yaml: pass one such as runs/digits_cpu.")
@@ -174,7 +175,7 @@ def _check_bounds(run: RunConfig) -> None:
     must, why = f"be < generators.sampling.max_tokens ({tokens})", "every response would be penalized"
     require(buffer is None or buffer < tokens, "algorithm.reward.overlong_buffer", must, got=buffer, why=why)
     every, publish = run.learner.checkpoint.every_steps, run.weights.publish_every_steps
-    # A run resumed within a version would count its steps for that version and for the next.
+    # A run resumed within a version would count its steps twice.
     must, why = f"be a multiple of weights.publish_every_steps ({publish})", "a checkpoint covers whole policy versions"
     require(every % publish == 0, "learner.checkpoint.every_steps", must, got=every, why=why)
 
@@ -218,10 +219,13 @@ def _check_mode(run: RunConfig) -> None:
         check_profile(run)
     fits = run.profile.steps is None or run.mode != "sft"
     require(fits, "profile.steps", "be null with mode=sft", got=run.profile.steps, why="the learner is the only role")
+    fits, key = run.has_roles or not run.metrics.is_wanted, "metrics.prometheus_port and metrics.otlp_endpoint"
+    must, why = "be null without mode=async", "roles in one process count turns instead of seconds"
+    require(fits, key, must, got=f"mode={run.mode}", why=why)
 
 
 def check_profile(run: RunConfig) -> None:
-    """Check `profile.steps` once `learner.max_steps` is known; `learner.epochs` determines it. Raises ConfigError."""
+    """Check `profile.steps` once `learner.max_steps` is known. Raises ConfigError."""
     steps, most = run.profile.steps, run.learner.max_steps
     fits = steps is None or (len(steps) == 2 and 1 <= steps[0] <= steps[1] <= most)
     must = f"be the first and the last step to record, within 1 and learner.max_steps ({most})"
@@ -271,17 +275,52 @@ def _check_one_process(run: RunConfig) -> None:
     require(run.weights.backend != "nccl" or is_possible, "weights.backend", must, got="nccl", why=why)
 
 
-def _check_places(run: RunConfig) -> None:
-    run.cluster.check_machines(num_ranks=run.learner.num_ranks)
-    run.cluster.check_brokers(run.broker.shards, address=run.broker.address, mode=run.mode)
-    run.cluster.check_ray(mode=run.mode)
-    run.cluster.check_guests(
-        mode=run.mode,
-        generators=run.generators,
-        has_baseline=run.has_baseline,
-        router_replay=run.model.moe.router_replay,
-    )
-    run.metrics.check(mode=run.mode, has_roles=run.has_roles)
+def _check_machines(run: RunConfig) -> None:
+    cluster, machines, ranks = run.cluster, run.cluster.learner.machines, run.learner.num_ranks
+    must, why = f"divide learner.num_ranks ({ranks})", "each machine has the same number of ranks"
+    require(ranks % machines == 0, "cluster.learner.machines", must, got=machines, why=why)
+    must = f"be true with cluster.learner.machines={machines}"
+    why = "gradients and trajectories cross the network between ranks unencrypted"
+    require(cluster.trusted_network or machines == 1, "cluster.trusted_network", must, got=False, why=why)
+    is_local, why = cluster.kind == "local", "generators on other machines could not reach this one"
+    must = f"be local with mode={run.mode}"
+    require(is_local or run.has_roles, "cluster.kind", must, got=cluster.kind, why="there is no generator to place")
+    is_fit, must = is_local or bool(cluster.interface), "be set with cluster.kind=ray"
+    require(is_fit, "cluster.interface", must, got='""', why=why)
+
+
+def _check_brokers(run: RunConfig) -> None:
+    """Each broker needs a port, and the mode must support several."""
+    cluster, brokers, address = run.cluster, run.broker.shards, run.broker.address
+    must, why = f"be 1 with mode={run.mode}", "only mode=async runs brokers as processes"
+    require(run.has_roles or brokers == 1, "broker.shards", must, got=brokers, why=why)
+    port = int(found[1]) if address and (found := re.fullmatch(r"tcp://.*:(\d{1,5})", address, re.ASCII)) else 0
+    must, why = f"be <= {PORTS[-1] + 1 - brokers} with broker.shards={brokers}", "each broker takes the next port"
+    require(port + brokers - 1 <= PORTS[-1], "the port of broker.address", must, got=port, why=why)
+    if cluster.interface and address is None and brokers > 1:
+        must = f"hold at least {brokers + 1} ports with broker.shards={brokers}"
+        why = "each broker needs one, and the learner needs one for weights"
+        require(len(cluster.port_range) > brokers, "cluster.ports", must, got=cluster.ports, why=why)
+
+
+def _check_guests(run: RunConfig) -> None:
+    """The answers of guests must be checkable."""
+    names, own = run.cluster.untrusted_generators.names, run.generators.sampling
+    agents = (run.generators.agent, *run.generators.agents.values())
+    unfit = {
+        f"mode={run.mode}": not run.has_roles,
+        f"generators.sampling.temperature={own.temperature:g}": own.temperature != 1,
+        f"generators.sampling.top_p={own.top_p:g}": own.top_p != 1,
+        f"generators.sampling.top_k={own.top_k}": own.top_k > 0,
+        f"generators.sampling.min_p={own.min_p:g}": own.min_p > 0,
+        "generators.sampling.stop, stop_token_ids, or ignore_eos": any((own.stop, own.stop_token_ids, own.ignore_eos)),
+        "algorithm/advantage=remax": run.has_baseline,
+        "an agent that is not single_turn": not all(isinstance(agent, SingleTurnConfig) for agent in agents),
+        "model.moe.router_replay=true": run.model.moe.router_replay,
+    }
+    found = next((setting for setting, is_unfit in unfit.items() if is_unfit), "")
+    key, why = "cluster.untrusted_generators.names", "the run's own engines could not score the answers"
+    require(not (names and found), key, f"be empty with {found}", got=names, why=why)
 
 
 def _check_generators(run: RunConfig) -> None:
@@ -290,8 +329,8 @@ def _check_generators(run: RunConfig) -> None:
         must = f"lie between generators.autoscale.min and max ({scale.min} to {scale.max})"
         why = "the run starts with this number"
         require(scale.min <= count <= scale.max, "generators.count", must, got=count, why=why)
-    advantage, generators = run.algorithm.advantage, run.generators
-    size, must = generators.group_size, f"be >= 2 for algorithm/advantage={advantage.kind}"
+    advantage, size = run.algorithm.advantage, run.generators.group_size
+    must = f"be >= 2 for algorithm/advantage={advantage.kind}"
     why = "a group of one has no baseline and every advantage would be zero; moving_baseline supports it"
     require(size > 1 or advantage.has_own_baseline, "generators.group_size", must, got=size, why=why)
     least, lease_s = 3 * run.broker.heartbeat_s, run.broker.lease_s
@@ -300,7 +339,7 @@ def _check_generators(run: RunConfig) -> None:
 
 
 def _check_filter(run: RunConfig) -> None:
-    """At least one kind of group must pass, or the learner would wait forever."""
+    """Some group must pass, or the learner would wait forever."""
     chosen, size = run.buffer.filter, run.generators.group_size
     if isinstance(chosen, ZeroAdvantageConfig):
         is_fit, must = run.members_per_group > 1, "be >= 2 for buffer/filter=zero_advantage"
@@ -324,14 +363,16 @@ def _check_buffer(run: RunConfig) -> None:
     reuse, per_step = run.buffer.reuse, run.claimed_groups_per_step
     fresh = ceil(reuse.fresh_fraction * per_step)
     if reuse.samples_per_insert is not None:
-        # Pacing admits a prompt per trained fresh group, so a run converges to this ratio.
+        # Pacing admits a prompt per fresh group, so a run converges to this ratio.
         key, got, least = "buffer.reuse.samples_per_insert", reuse.samples_per_insert, per_step / fresh
         must = f"be >= groups of a step / fresh groups of a step ({per_step} / {fresh} = {least:.3g})"
         why = "uses would outrun arrivals; raise it, or raise buffer.reuse.fresh_fraction"
         require(got >= least, key, must, got=got, why=why)
 
 
-_LEARNER_CHECKS = (_check_mode, _check_places, _check_learner, _check_router_replay, _check_sft_best)
+_LEARNER_CHECKS = (
+    _check_mode, _check_machines, _check_brokers, _check_guests, _check_learner, _check_router_replay, _check_sft_best,
+)  # fmt: skip
 """Checks that apply in every mode."""
 _ROLE_CHECKS = (_check_bounds, _check_heldout, _check_one_process, _check_generators, _check_filter, _check_buffer)
 """Checks of the modes in which a learner has generators."""

@@ -1,8 +1,8 @@
 """The tree of settings: keys, groups with options, and suggestions for misspelled names.
 
-A field that holds one of several tagged records is a group with the tags as options: `BufferConfig.store` becomes
-`buffer/store=embedded | redis`. A generated option holds only the tag; defaults stay in the records. YAML presets are
-more options (`buffer/store=embedded_large`) or form their own groups (`recipe=dapo`).
+A field of several tagged records is a group with the tags as options: `BufferConfig.store` becomes
+`buffer/store=embedded | redis`. A generated option holds only the tag. YAML presets are more options
+(`buffer/store=embedded_large`) or own groups (`recipe=dapo`).
 """
 
 import ast
@@ -28,7 +28,7 @@ PRESETS = Path(__file__).resolve().parent / "presets"
 _SIMILAR_KEY = 0.8
 """Minimum similarity of the last parts of two keys."""
 _SIMILAR_SIBLING = 0.7
-"""The same within one record or group, where fewer names compete."""
+"""The same within one record or group."""
 
 
 class Setting(NamedTuple):
@@ -63,7 +63,7 @@ class Setting(NamedTuple):
 
     @property
     def records(self) -> list[StructType]:
-        """Records that the field can hold, including list entries; empty for a plain value."""
+        """Records that the field or its list can hold."""
         return [found for found in _alternatives(self.field.type) if isinstance(found, StructType)]
 
     @property
@@ -127,12 +127,12 @@ def field_docstrings(record: type) -> dict[str, str]:
 
 
 LOGGERS = "logging.backends"
-"""The only setting that is a list of names or a mapping of names to their arguments."""
+"""The only setting that is a list or a mapping."""
 
 
 @cache
 def groups() -> dict[str, list[str]]:
-    """Group -> its options, sorted. The first call registers generated options with Hydra."""
+    """Group -> options. The first call registers generated options with Hydra."""
     options: dict[str, set[str]] = {}
     for group, tags in variants().items():
         options[group] = set(tags)
@@ -144,10 +144,9 @@ def groups() -> dict[str, list[str]]:
 
 
 def preset_of_file(group: str, file: Path, *, chosen: Collection[str] = ()) -> str:
-    """Register a user's YAML file as an option of the group; return the option's name.
+    """Register a user's YAML file, a preset or a run's configuration, as an option of the group; return its name.
 
-    The file has the format of the presets, or is the resolved configuration of a run. `chosen`: groups that the command
-    line chooses, which replace the file's choice. Raises ConfigError.
+    `chosen`: groups that the command line chooses instead of the file. Raises ConfigError.
     """
     try:
         node = OmegaConf.load(file)
@@ -167,7 +166,7 @@ def preset_of_file(group: str, file: Path, *, chosen: Collection[str] = ()) -> s
         if is_resolved or (isinstance(record[name], DictConfig) and "kind" in record[name]):
             del record[name]
         if is_resolved and parent == "algorithm":
-            # The file holds the policy that `auto` chose for its own variants.
+            # It is what `auto` chose for the file's variants.
             record.pop("proximal", None)
     is_record = any(setting.group == group for setting in settings())
     name = file.as_posix().replace("/", "|")
@@ -178,7 +177,7 @@ def preset_of_file(group: str, file: Path, *, chosen: Collection[str] = ()) -> s
 
 
 NO_SETTING = "no setting"
-"""Group of `peer_names` for names without an equal setting; they have an answer instead of a key."""
+"""Group of `peer_names` with an answer instead of a key."""
 
 
 @cache
@@ -195,7 +194,7 @@ def peer_names() -> dict[str, tuple[str, str]]:
 
 
 def unknown_key(key: str) -> str:
-    """Error message for `key`, with the key meant, the variants that have it, or its siblings."""
+    """Error message for `key`, with what was meant, or siblings."""
     owners = {setting.variant for setting in settings() if setting.key == key}
     if owners:
         return f"unknown key {key}: it belongs to {' and '.join(sorted(owners))}."
@@ -207,7 +206,7 @@ def unknown_key(key: str) -> str:
 
 
 def peer_advice(key: str) -> str:
-    """Say what other trainers' name for a setting is here, or why it has no setting; empty for other names."""
+    """Translate another trainer's name, or say why it has no setting; empty for other names."""
     # slime's names have dashes.
     path = key.replace("-", "_").split(".")
     ends = [".".join(path[start:]) for start in range(len(path))]
@@ -223,12 +222,12 @@ _PATHS = {"model": ("a folder or hub name", "model.path"), "data": ("a file", "d
 
 
 def unknown_option(group: str, option: object) -> str:
-    """Error message for `group=option`, with the option meant (also of another group), or all options."""
+    """Error message for `group=option`, with the option meant, or all."""
     options = groups()[group]
     if group in _PATHS and (re.search(r"[/.]", str(option)) or Path(str(option)).exists()):
         what, key = _PATHS[group]
         return f"unknown option {group}={option}; {what} is set as {key}={option}."
-    # A prefix within this group wins over a name in another: experiment=gsm8k does not mean data=gsm8k.
+    # experiment=gsm8k does not mean data=gsm8k.
     meant = [f"{group}={name}" for name in options if name.startswith(f"{option}_")]
     elsewhere = [f"{other}={option}" for other in groups() if option in groups()[other]]
     if not meant and len(elsewhere) == 1:
@@ -242,9 +241,9 @@ def unknown_option(group: str, option: object) -> str:
 
 
 def nearest_key(wrong: str) -> str | None:
-    """Key or group that `wrong` most likely means; None if nothing is similar.
+    """Key or group that `wrong` most likely means, or None.
 
-    Candidates have a similar last part (`max_step`, `lr`, `kl_coef`); the whole path ranks them.
+    Candidates have a similar last part (`max_step`, `lr`); the path ranks them.
     """
     path = wrong.replace("/", ".")
     names = {name.replace("/", "."): name for name in groups()}

@@ -1,1 +1,1 @@
-"""Programs outside a run: data and models to start from, checks of a user's formula."""
+"""Programs outside a run: data, models, checks of formulas."""

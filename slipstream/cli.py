@@ -43,12 +43,9 @@ app = make_app(
 )
 
 _FORWARDED = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
-RunWords = Annotated[
-    Texts,
-    typer.Argument(
-        metavar="RUN", help="Name or folder of a run (default: the newest); runs_dir=FOLDER is where runs are stored."
-    ),
-]
+_RUNS = "Names or folders of runs (default: all); runs_dir=FOLDER is where runs are stored."
+_RUN = "Name or folder of a run (default: the newest); runs_dir=FOLDER is where runs are stored."
+RunWords = Annotated[Texts, typer.Argument(metavar="RUN", help=_RUN)]
 
 
 def _show_version(is_asked: bool) -> None:
@@ -156,18 +153,16 @@ def check(
     print_findings(kind, function, arguments or [])
 
 
+_SETTINGS = "YAML, TOML, JSON, or a shell script; a folder of TOML files for prime-rl."
+
+
 @app.command("import-config", rich_help_panel="Train")
 def import_config(
     trainer: Annotated[
         Literal["verl", "trl", "prime-rl", "openrlhf"],
         typer.Argument(metavar="TRAINER", help="Trainer of the settings: verl, trl, prime-rl, or openrlhf."),
     ],
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FILE", help="YAML, TOML, JSON, or a shell script; a folder of TOML files for prime-rl."
-        ),
-    ],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help=_SETTINGS)],
 ) -> None:
     """Translate the settings of another trainer.
 
@@ -204,12 +199,7 @@ def status(
 
 @app.command(rich_help_panel="Inspect")
 def watch(
-    runs: Annotated[
-        Texts,
-        typer.Argument(
-            metavar="RUN", help="Names or folders of runs (default: all); runs_dir=FOLDER is where runs are stored."
-        ),
-    ] = None,
+    runs: Annotated[Texts, typer.Argument(metavar="RUN", help=_RUNS)] = None,
     port: Annotated[int | None, typer.Option(min=0, max=65535, help="Port (default: 8420, or a free one).")] = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Address to listen on.")] = "127.0.0.1",
     allow_host: Annotated[Texts, typer.Option(metavar="NAME", help="Another name of this machine; repeatable.")] = None,
@@ -334,10 +324,7 @@ def data(ctx: typer.Context) -> None:
 
 @app.command(rich_help_panel="Data")
 def view(
-    where: SourceWord,
-    tokenizer: TokenizerPath = None,
-    run: RunName = None,
-    runs_dir: RunsDir = Path("runs"),
+    where: SourceWord, tokenizer: TokenizerPath = None, run: RunName = None, runs_dir: RunsDir = Path("runs")
 ) -> None:
     """Look through trajectories in the terminal; `?` lists the keys.
 
@@ -461,14 +448,12 @@ def diagnose(
     words: Annotated[
         Texts,
         typer.Argument(
-            metavar="[cluster] [RUN] [KEY=VALUE...]",
-            help="Name or folder of a run (default: the newest); or settings.",
+            metavar="[cluster] [RUN] [KEY=VALUE...]", help="Name or folder of a run (default: the newest); or settings."
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/diagnose.md has its keys.")] = False,
     bundle: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.tar.gz", help="Write a file for a bug report, without secrets."),
+        Path | None, typer.Option(metavar="FILE.tar.gz", help="Write a file for a bug report, without secrets.")
     ] = None,
 ) -> None:
     """Check installation, machine, run inputs, and the last run.

@@ -1,7 +1,6 @@
 """Slipstream from Python: start runs and read their records.
 
-Runs are child processes: a notebook shares no memory, signals, or random state with them. Roles import notebook
-functions from files.
+Runs are child processes, which import notebook functions from files.
 """
 
 import hashlib
@@ -44,7 +43,7 @@ _STOP_TIMEOUT_S = 60.0
 def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Mapping[str, Function | None]) -> Path:
     """Run an experiment, printing its output; return its folder. An interrupt ends the run.
 
-    Raises ConfigError for invalid settings, RuntimeError if the run fails.
+    Raises ConfigError, RuntimeError if the run fails.
     """
     chosen = list(overrides)
     for kind, function in functions.items():
@@ -53,13 +52,8 @@ def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Map
             chosen += [setting.format(path=format_value(path)) for setting in _SETTINGS[kind]]
     chosen += [f"name={name}", f"runs_dir={runs_dir}"]
     RunFolder(load(chosen)).check_name()
-    child = subprocess.Popen(
-        [sys.executable, "-m", "slipstream", "run", *chosen],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    command, pipe = [sys.executable, "-m", "slipstream", "run", *chosen], subprocess.PIPE
+    child = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace")
     last = ""
     try:
         assert child.stdout is not None
@@ -81,26 +75,23 @@ def train(overrides: Sequence[str], *, name: str, runs_dir: Path, functions: Map
 
 
 def path_of(function: Function, *, folder: Path) -> str:
-    """Return the import path of a function for roles. Raises ConfigError for a function without source or name.
+    """Import path of a function for roles. Raises ConfigError without source or name.
 
-    The source of a notebook's or script's own function is written into `folder`.
+    The source of a notebook's function is written into `folder`.
     """
     if isinstance(function, str):
         return function
     name = getattr(function, "__qualname__", "")
     if not name.isidentifier():
-        raise ConfigError(
-            f"a function must be defined by `def` at the top level of a cell or module, got {function!r}."
-        )
+        must = "a function must be defined by `def` at the top level of a cell or module"
+        raise ConfigError(f"{must}, got {function!r}.")
     if function.__module__ != "__main__":
         return f"{function.__module__}:{name}"
     try:
         source = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError):
-        raise ConfigError(
-            f"the source of {name} must be available for the roles, but Python cannot find it: put it into a file and "
-            f"name it as FILE.py:{name}."
-        ) from None
+        must = f"the source of {name} must be available for the roles, but Python cannot find it"
+        raise ConfigError(f"{must}: put it into a file and name it as FILE.py:{name}.") from None
     digest = hashlib.sha256(source.encode()).hexdigest()[:8]
     path = folder / f"{name}_{digest}.py"
     folder.mkdir(parents=True, exist_ok=True)
@@ -139,18 +130,12 @@ class Run:
         raise ConfigError(f"run {self.name!r} must have finished to have a summary, but {self.folder} has none.")
 
     def metrics(self) -> pa.Table:
-        """Return the metrics, one row per step so far; `.to_pandas()` needs pandas."""
+        """Metrics, one row per step so far; `.to_pandas()` needs pandas."""
         rows = read_rows(self.folder / "metrics.jsonl")
         # A metric may appear in a later step, or have no Arrow type.
         names = dict.fromkeys(name for row in rows for name in row)
-        plain = {name: [row.get(name) for row in rows] for name in names}
-        return pa.table(
-            {
-                name: pa.array(values)
-                for name, values in plain.items()
-                if all(value is None or isinstance(value, int | float | str) for value in values)
-            }
-        )
+        odd = {name for row in rows for name, value in row.items() if not isinstance(value, int | float | str | None)}
+        return pa.table({name: pa.array([row.get(name) for row in rows]) for name in names if name not in odd})
 
     def catalog(self) -> AbstractContextManager[Catalog]:
         """Open the catalog for several queries: docs/trajectories.md."""
@@ -167,7 +152,7 @@ class Run:
             yield from catalog.stored(CatalogQuery(_filter(conditions)))
 
     def group(self, group_id: str) -> list[TrajectoryDetail]:
-        """Return a group's members token by token; empty for an unknown group."""
+        """The group's members token by token; empty for an unknown group."""
         with self.catalog() as catalog:
             return catalog.group(group_id)
 
@@ -180,21 +165,18 @@ class Run:
         reward: Function | None = None,
         runs_dir: str | Path | None = None,
     ) -> "Run":
-        """Train again on the archive, in the same batches, with another loss, advantage, or reward.
+        """Train again on the archive, in the same batches, with other functions. Raises as `run`.
 
-        Initial model and held-out data must still exist. Raises ConfigError, and RuntimeError if the replay fails.
+        Initial model and held-out data must still exist.
         """
-        archive = self.folder / "archive"
-        own = [*replay_overrides(self.config), f"replay.path={archive}", *overrides]
+        own = [*replay_overrides(self.config), f"replay.path={self.folder / 'archive'}", *overrides]
         folder = Path(runs_dir) if runs_dir else self.folder.parent
-        where = train(
-            own, name=name, runs_dir=folder, functions={"loss": loss, "advantage": advantage, "rescore": reward}
-        )
-        return Run(where)
+        functions = {"loss": loss, "advantage": advantage, "rescore": reward}
+        return Run(train(own, name=name, runs_dir=folder, functions=functions))
 
 
 def load_run(where: str | Path, *, runs_dir: str | Path = "runs") -> Run:
-    """Return a run by its folder, or by its name in `runs_dir`. Raises ConfigError."""
+    """A run, by its folder or by its name in `runs_dir`. Raises ConfigError."""
     return Run(find_run([str(where), f"runs_dir={runs_dir}"], command="load_run"))
 
 
@@ -213,7 +195,7 @@ REPLAY = ("mode=replay", "generators/engine=hf", "weights.transport=memory", "bu
 
 
 def replay_overrides(config: RunConfig) -> list[str]:
-    """Return overrides that replay a run on one rank, without generators."""
+    """Overrides that replay a run on one rank, without generators."""
     base = to_plain(load(["experiment=digits_replay"]))
     own = _differences(to_plain(config), base, "")
     excepted = tuple(f"{key}." for key in _OF_A_REPLAY)
@@ -231,9 +213,8 @@ def _differences(values: dict[str, Any], base: Any, prefix: str) -> list[str]:
         if value == known:
             continue
         if isinstance(value, dict) and group in groups() and "kind" in value:
-            fields = {name: each for name, each in value.items() if name != "kind"}
             found.append(f"{group}={value['kind']}")
-            found += [f"{path}.{name}={format_value(each)}" for name, each in fields.items()]
+            found += [f"{path}.{name}={format_value(each)}" for name, each in value.items() if name != "kind"]
         elif isinstance(value, dict) and isinstance(known, dict):
             found += _differences(value, known, f"{path}.")
         elif isinstance(value, dict) and value:
@@ -258,7 +239,7 @@ def run(
     docs/agents.md, or their import paths, as in Function. A notebook's function must import its dependencies in its
     body.
 
-    Raises ConfigError for invalid settings, RuntimeError if the run fails.
+    Raises ConfigError, RuntimeError if the run fails.
 
     Example: run("experiment=digits_serial", "learner.max_steps=20", name="first", reward=my_reward).metrics()
     """

@@ -1,11 +1,11 @@
-"""Keeper: program between a role and its starter. When either ends, so do all processes of the role.
+"""Keeper: program between a role and its starter. When one ends, so do all processes of the role.
 
-Consumes: requests on stdin: `t` (SIGTERM to the role) or `k` (SIGKILL to all); EOF means that the starter is gone.
-Produces: on file descriptor STATUS the line `started PID` and, once no descendant of the role is left, `ended CODE`; a
-line in the role's log for every action of its own.
-Invariant: every descendant of the role is a descendant of the keeper, even in another session.
+Consumes: on stdin `t` (SIGTERM to the role), `k` (SIGKILL to all), or EOF (the starter is gone).
+Produces: on descriptor STATUS the lines `started PID` and, once no descendant is left, `ended CODE`; a line in the
+role's log for every action.
+Invariant: the role's descendants, even in other sessions, are the keeper's.
 
-It imports only the standard library and runs by path, so that it starts in milliseconds.
+Imports only the standard library and runs by path, to start in milliseconds.
 
 python -I -S keeper.py STATUS GRACE_SECONDS attached|detached COMMAND...
 """
@@ -48,7 +48,7 @@ class Keeper:
         _call_prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
     def start(self, command: list[str]) -> None:
-        """Start the role in a new session, which Ctrl-C and a closing terminal don't reach."""
+        """Start the role in a new session, out of reach of Ctrl-C and a closing terminal."""
         keeper = os.getpid()
         # Until exec, the child has the keeper's signal handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -62,7 +62,7 @@ class Keeper:
         self._report(f"started {self._role}")
 
     def watch(self) -> int:
-        """Block until the role and its descendants have ended; return its exit code, or minus the signal."""
+        """Block until the role and its descendants have ended; return its code, or minus the signal."""
         requests = sys.stdin.fileno()
         inputs = [requests, self._wakeup]
         while (code := self._reap()) is None:
@@ -72,7 +72,7 @@ class Keeper:
                 _say(f"the role did not end within {self._grace_s:g} s and is killed")
                 self._kill()
                 continue
-            # No deadline while the starter lives: it decides when the role must end.
+            # No deadline: a live starter decides when the role ends.
             ready, _, _ = select.select(inputs, [], [], None if left_s == float("inf") else left_s)
             if self._wakeup in ready and {signal.SIGTERM, signal.SIGINT} & set(os.read(self._wakeup, 512)):
                 self._end(because="it was asked to end")
@@ -153,7 +153,7 @@ def _become(command: list[str], *, keeper: int) -> None:
 
 
 def _descendants(root: int) -> dict[int, str]:
-    """Return pid -> name of live processes below `root`; empty on systems other than Linux."""
+    """Pid -> name of live processes below `root`; empty on systems other than Linux."""
     children: dict[int, list[tuple[int, str, bytes]]] = {}
     for entry in os.scandir("/proc") if sys.platform == "linux" else ():
         if entry.name.isdigit():
@@ -174,7 +174,7 @@ def _descendants(root: int) -> dict[int, str]:
 
 
 def _call_prctl(option: int, value: int) -> None:
-    # The standard library has no prctl. The settings survive exec, but not fork.
+    # The settings survive exec, but not fork.
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value)
 

@@ -1,9 +1,9 @@
-"""Kubernetes manifests: a JobSet with roles as containers, or a KubeRay RayJob where Ray places roles."""
+"""Kubernetes manifests: a JobSet with roles as containers, or a RayJob where Ray places roles."""
 
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from math import ceil
 from pathlib import Path
 from types import MappingProxyType
@@ -24,18 +24,18 @@ ANY_INTERFACE = "0.0.0.0/0"
 """For pods, which have only one address besides loopback."""
 SECRET_KEY = "token"
 _MAX_NAME = 40
-"""JobSet and KubeRay append suffixes, and labels have at most 63 characters."""
+"""Suffixes are added, and labels have at most 63 characters."""
 _BASE_GIB, _GPU_GIB = 16, 64
 """Memory of a machine, and what each GPU adds."""
 _BROKER_GIB, _SUBMITTER_GIB = 4, 1
 _GPU = "nvidia.com/gpu"
 _NOTHING: tuple[object, ...] = (None, "", [], {})
 _LIST_KEYS = ("mountPath", "groupName", "name")
-"""Fields that identify an item of a list, the first that all items have."""
+"""Fields that identify a list's items: the first that all have."""
 
 
 class Options(NamedTuple):
-    """Cluster resources of the pods, besides the settings of the run.
+    """Cluster resources of the pods.
 
     Example: Options("registry/slipstream:gpu", claim="shared", namespace="research", secrets=["aws"])
     """
@@ -61,45 +61,44 @@ def secret_name(recipe: Recipe) -> str:
 
 
 def object_name(recipe: Recipe) -> str:
-    """Return a valid Kubernetes name. Raises ConfigError."""
+    """A valid Kubernetes name. Raises ConfigError."""
     name = re.sub(r"[^a-z0-9-]", "-", recipe.run.name.lower()).strip("-")
     is_fit = re.match("[a-z]", name) is not None and len(name) <= _MAX_NAME
-    why = "Kubernetes derives host names from it; choose another with name=NAME"
     must = f"begin with a letter and have <= {_MAX_NAME} characters"
+    why = "Kubernetes derives host names from it; choose another with name=NAME"
     require(is_fit, "name", must, got=repr(recipe.run.name), why=why)
     return name
 
 
 def secret(recipe: Recipe, token: str) -> Manifest:
-    """Return the token's Secret."""
+    """The token's Secret."""
     return _fill("secret", name=secret_name(recipe), run=object_name(recipe), token=token)
 
 
 def manifests(recipe: Recipe, kind: Kind, options: Options, *, patches: Sequence[Manifest] = ()) -> list[Manifest]:
-    """Return a run's job, and a Service with `metrics.prometheus_port`. Raises ConfigError.
+    """The run's job, and a Service with `metrics.prometheus_port`. Raises ConfigError.
 
-    `patches`: documents merged into that of the same kind; those of kind Pod into every pod.
+    `patches`: merged into the document of the same kind, or for kind Pod into every pod.
     """
-    port = recipe.run.metrics.prometheus_port
+    port, name = recipe.run.metrics.prometheus_port, object_name(recipe)
     job = _Job(recipe, options, [patch for patch in patches if patch.get("kind") == "Pod"])
     documents = [job.jobset() if kind == "jobset" else job.rayjob()]
     if port is not None:
-        name = object_name(recipe)
         documents.append(_fill("metrics", name=f"{name}-metrics", run=name, port=port))
+    own = {str(each["kind"]): each for each in documents}
     for patch in patches:
-        others = [each for each in documents if each["kind"] == patch.get("kind")]
-        must = f"have the kind {' | '.join(str(each['kind']) for each in documents)} | Pod"
-        is_fit = bool(others) or patch.get("kind") == "Pod"
-        require(is_fit, "a document of --patch", must, got=patch.get("kind"), why="it is merged into that one")
-        for each in others:
-            each.update(merged(each, patch))
+        kind_of, must = patch.get("kind"), f"have the kind {' | '.join([*own, 'Pod'])}"
+        is_fit, why = kind_of in (*own, "Pod"), "it is merged into that one"
+        require(is_fit, "a document of --patch", must, got=kind_of, why=why)
+        if kind_of in own:
+            own[kind_of].update(merged(own[kind_of], patch))
     for each in documents if options.namespace else ():
         each["metadata"]["namespace"] = options.namespace
     return documents
 
 
 def read_patches(file: Path) -> list[Manifest]:
-    """Return the documents of a YAML file. Raises ConfigError."""
+    """Documents of a YAML file. Raises ConfigError."""
     try:
         documents = [each for each in yaml.safe_load_all(file.read_text("utf-8")) if each is not None]
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -133,7 +132,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def dump(document: Manifest) -> str:
-    """Return a manifest as YAML."""
+    """Manifest as YAML."""
     return yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=120)
 
 
@@ -144,7 +143,7 @@ def _template() -> dict[str, Manifest]:
 
 
 def _fill(section: str, **values: Any) -> Manifest:
-    """Return a section of manifests.yaml with its `$name` replaced; fields without a value are left out."""
+    """Section of manifests.yaml with its `$name` replaced, without empty fields."""
     filled: Manifest = _filled(_template()[section], values)
     return filled
 
@@ -185,58 +184,45 @@ class _Job:
         self._core = _size_of(self._cluster.learner, gpus=self._run.learner_gpus)
 
     def jobset(self) -> Manifest:
-        """One pod for broker, store, and first ranks; one per further machine of ranks; one per generator."""
+        """A pod for broker, store, and first ranks; one per further machine; one per generator."""
         machines = self._cluster.learner.machines
         jobs = [_fill("job", name="core", pods=1, pod=self._core_pod())]
         if machines > 1:
             start = 'export NODE_RANK=$((JOB_COMPLETION_INDEX + 1)); exec "$@"'
             command = ["bash", "-c", start, "ranks", *self._role("learner")]
-            variables = self._ranks_variables()
-            learner = self._container(
-                "learner", command, size=self._core, secrets=self._options.secrets, variables=variables
-            )
+            variables, secrets = self._ranks_variables(), self._options.secrets
+            learner = self._container("learner", command, size=self._core, secrets=secrets, variables=variables)
             jobs.append(_fill("job", name="ranks", pods=machines - 1, pod=self._role_pod("ranks", learner)))
         jobs.append(_fill("job", name="generators", pods=self._run.generators.count, pod=self._generator_pod()))
         return _fill("jobset", name=self._name, run=self._name, jobs=jobs)
 
     def _core_pod(self) -> Manifest:
-        core, store, secrets = self._cluster.learner, self._run.buffer.store, self._options.secrets
+        core, store = self._cluster.learner, self._run.buffer.store
         broker_gib = _BROKER_GIB + (store.max_memory_mib / 1024 if isinstance(store, EmbeddedRedisConfig) else 0)
         # The broker needs one core.
         size = _Size(max(1, self._core.cpus - 1), self._core.memory_gib - broker_gib, self._core.gpus)
         must, why = f"be > {broker_gib:g}", "broker and store need that much"
         require(size.memory_gib > 0, "cluster.learner.memory_gib", must, got=core.memory_gib, why=why)
         make = ["python", "-m", "slipstream", "prepare", *self._recipe.settings]
-        prepare = self._container("prepare", make, size=size._replace(gpus=0), secrets=secrets)
-        ports, broker_size = {"broker": self._ports[0]} | self._metrics, _Size(1, broker_gib)
-        broker = self._container(
-            "broker", self._role("broker"), size=broker_size, secrets=secrets, ports=ports, has_token=True
-        )
-        is_spread = core.machines > 1
-        learner = self._container(
-            "learner",
-            self._role("learner"),
-            size=size,
-            secrets=secrets,
-            ports={"weights": self._ports[1]} | ({"meeting": self._ports[-1]} if is_spread else {}),
-            variables=self._ranks_variables() | ({"NODE_RANK": "0"} if is_spread else {}),
-            has_token=True,
-        )
+        fill = partial(self._container, secrets=self._options.secrets)
+        prepare = fill("prepare", make, size=size._replace(gpus=0))
+        ports = {"broker": self._ports[0]} | self._metrics
+        broker = fill("broker", self._role("broker"), size=_Size(1, broker_gib), ports=ports, has_token=True)
+        ports, variables = {"weights": self._ports[1]}, self._ranks_variables()
+        if core.machines > 1:
+            ports["meeting"], variables["NODE_RANK"] = self._ports[-1], "0"
+        learner = fill("learner", self._role("learner"), size=size, ports=ports, variables=variables, has_token=True)
         return self._role_pod("core", learner | _fill("ready"), before=[prepare, broker | _fill("sidecar")])
 
     def _generator_pod(self) -> Manifest:
         start = 'exec "$@" --id "generator-$JOB_COMPLETION_INDEX"'
         address = f"broker.address=tcp://{self._core_host}:{self._ports[0]}"
+        module = ["python", "-m", "slipstream.generators"]
+        command = ["bash", "-c", start, "generator", *module, *self._recipe.own, address]
         size = _size_of(self._cluster.generator, gpus=self._run.generator_gpus)
-        container = self._container(
-            "generator",
-            ["bash", "-c", start, "generator", "python", "-m", "slipstream.generators", *self._recipe.own, address],
-            size=size,
-            secrets=self._options.generator_secrets,
-            ports={"weights": self._ports[0]},
-            variables={"OMP_NUM_THREADS": str(size.cpus)},
-            has_token=True,
-        )
+        fill = partial(self._container, secrets=self._options.generator_secrets, has_token=True)
+        ports, variables = {"weights": self._ports[0]}, {"OMP_NUM_THREADS": str(size.cpus)}
+        container = fill("generator", command, size=size, ports=ports, variables=variables)
         return self._role_pod("generators", container | _fill("ready"), labels=self._cluster.generator.labels)
 
     def _role(self, role: str) -> list[str]:
@@ -244,7 +230,7 @@ class _Job:
 
     def _ranks_variables(self) -> dict[str, str]:
         machines, ranks = self._cluster.learner.machines, self._run.learner.num_ranks
-        # By default, a process in a container uses all cores of its node.
+        # A process in a container would use all cores of the node.
         threads = {"OMP_NUM_THREADS": str(max(1, self._core.cpus * machines // ranks))}
         meeting = {"MASTER_ADDR": self._core_host, "MASTER_PORT": str(self._ports[-1])}
         return threads | (meeting if machines > 1 else {})
@@ -255,31 +241,23 @@ class _Job:
         ports |= {"weights": self._ports[1]} | self._metrics
         head = self._container("ray-head", size=size, secrets=secrets, ports=ports, has_token=True)
         submitter = self._container("ray-job-submitter", size=_Size(1, _SUBMITTER_GIB), secrets=())
-        return _fill(
-            "rayjob",
-            name=self._name,
-            run=self._name,
-            command=shlex.join(["python", "-m", "slipstream", "run", *self._recipe.settings]),
-            submitter=self._pod("submitter", submitter, restart="Never"),
-            ray_version=self._options.ray_version,
-            is_autoscaled=self._run.generators.autoscale is not None,
-            head=self._pod("core", head),
-            workers=self._workers(),
-        )
+        values: dict[str, Any] = {"name": self._name, "run": self._name, "ray_version": self._options.ray_version}
+        values["command"] = shlex.join(["python", "-m", "slipstream", "run", *self._recipe.settings])
+        values["is_autoscaled"] = self._run.generators.autoscale is not None
+        values |= {"submitter": self._pod("submitter", submitter, restart="Never"), "head": self._pod("core", head)}
+        return _fill("rayjob", workers=self._workers(), **values)
 
     def _workers(self) -> list[Manifest]:
         generator, count, scale = self._cluster.generator, self._run.generators.count, self._run.generators.autoscale
         secrets, ports = self._options.generator_secrets, {"weights": self._ports[0]}
         own = _size_of(generator, gpus=self._run.generator_gpus)
-        engine = self._container("ray-worker", size=own, secrets=secrets, ports=ports)
+        pod = self._pod("generators", self._container("ray-worker", size=own, secrets=secrets, ports=ports))
         size = {"count": count, "least": scale.min if scale else count, "most": scale.max if scale else count}
-        pod, labels = self._pod("generators", engine), dict(generator.labels)
-        engines = _fill("workers", name="generators", pod=pod, labels=labels, **size)
+        engines = _fill("workers", name="generators", pod=pod, labels=dict(generator.labels), **size)
         if not (further := self._cluster.learner.machines - 1):
             return [engines]
-        ranks = self._container("ray-worker", size=self._core, secrets=self._options.secrets)
-        size = {"count": further, "least": further, "most": further}
-        return [_fill("workers", name="ranks", pod=self._pod("ranks", ranks), **size), engines]
+        ranks = self._pod("ranks", self._container("ray-worker", size=self._core, secrets=self._options.secrets))
+        return [_fill("workers", name="ranks", pod=ranks, **dict.fromkeys(size, further)), engines]
 
     def _container(
         self,
@@ -293,6 +271,7 @@ class _Job:
         has_token: bool = False,
     ) -> Manifest:
         token = _fill("token", variable=TOKEN_VARIABLE, secret=secret_name(self._recipe))
+        amounts = {"cpu": str(size.cpus), "memory": f"{ceil(size.memory_gib * 1024)}Mi"}
         return _fill(
             "container",
             name=name,
@@ -303,8 +282,7 @@ class _Job:
             token=[token] if has_token else [],
             secrets=[{"secretRef": {"name": each}} for each in secrets],
             ports=[{"name": key, "containerPort": port} for key, port in ports.items()],
-            amounts={"cpu": str(size.cpus), "memory": f"{ceil(size.memory_gib * 1024)}Mi"}
-            | ({_GPU: str(size.gpus)} if size.gpus else {}),
+            amounts=amounts | ({_GPU: str(size.gpus)} if size.gpus else {}),
         )
 
     def _role_pod(self, component: str, container: Manifest, **more: Any) -> Manifest:

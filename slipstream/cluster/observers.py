@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from slipstream.cluster.role_process import RoleDiedError, RoleProcess, describe_exit
 from slipstream.configs.base import ConfigError, require
@@ -20,48 +21,40 @@ LOGGERS = {
     "wandb": "slipstream.observe.loggers.wandb_logger:WandbLogger",
     "tensorboard": "slipstream.observe.loggers.tensorboard_logger:TensorboardLogger",
 }
-"""Built-in logger -> class, imported by name, because each needs an optional package."""
+"""Built-in logger -> class, which needs an optional package."""
 EXPORTER = "exporter"
 _EXPORTER_TIMEOUT_S = 3.0
 LOGGER_TIMEOUT_S = 20.0
-"""Time for a logger to process its queue after the roles have ended; then it is killed."""
+"""Time for a logger to empty its queue after the run."""
 
 
 def check_observers(run: RunConfig) -> None:
     """Check the requirements of observers. Raises ConfigError."""
     check_loggers(run)
-    metrics = run.metrics
-    if metrics.prometheus_port is not None:
+    port, must = run.metrics.prometheus_port, f"metrics.prometheus_port must be free at {run.metrics_host}"
+    if port is not None:
         try:
-            socket.create_server((run.metrics_host, metrics.prometheus_port)).close()
+            socket.create_server((run.metrics_host, port)).close()
         except OSError as error:
-            raise ConfigError(
-                f"metrics.prometheus_port must be free at {run.metrics_host}, got {metrics.prometheus_port}: "
-                f"{error.strerror}; choose another."
-            ) from None
+            raise ConfigError(f"{must}, got {port}: {error.strerror}; choose another.") from None
 
 
 def check_loggers(run: RunConfig) -> None:
-    """Check that loggers are installed; import user loggers. Raises ConfigError."""
+    """Check installed loggers; import the user's. Raises ConfigError."""
     for name in run.logging.arguments:
         if ":" in name:
-            _check_own(name, run)
-        elif name not in LOGGERS:
-            raise ConfigError(
-                f"logging.backends must name {', '.join(LOGGERS)} or a class as module:Class, got {name!r}."
-            )
-        elif find_spec(name) is None:
-            raise ConfigError(
-                f"logging.backends must be installed, got {name!r}, whose package is not: `pip install {name}`, or "
-                "`pip install 'slipstream[loggers]'` for all of them."
-            )
+            _check_own(name, run.logging.arguments[name])
+            continue
+        must, why = f"name {', '.join(LOGGERS)} or a class as module:Class", "there is no other logger"
+        require(name in LOGGERS, "logging.backends", must, got=repr(name), why=why)
+        must, why = "be installed", f"`pip install {name}`, or `pip install 'slipstream[loggers]'` for all of them"
+        require(find_spec(name) is not None, "logging.backends", must, got=f"{name!r}, whose package is not", why=why)
 
 
-def _check_own(name: str, run: RunConfig) -> None:
+def _check_own(name: str, options: dict[str, Any]) -> None:
     found = find_function(name, setting="logging.backends")
     must = "name classes with a method log(step, metrics)"
     require(callable(getattr(found, "log", None)), "logging.backends", must, got=repr(name), why="it has none")
-    options = run.logging.arguments[name]
     try:
         inspect.signature(found).bind(None, **options)
     except TypeError as error:
@@ -74,14 +67,13 @@ def role_of(logger: str) -> str:
 
 
 class Observers:
-    """Runs the observer processes. Life: start -> poll* -> stop; `poll` and `stop` return messages for the user."""
+    """Observer processes. Life: start -> poll* -> stop; the last two return messages for the user."""
 
     def __init__(self, run: RunConfig, *, logs: Path) -> None:
         where = (f"name={run.name}", f"runs_dir={run.runs_dir}")
-        self._processes = {
-            RoleProcess(role_of(name), ["slipstream.observe.loggers", name, *where], logs=logs): LOGGER_TIMEOUT_S
-            for name in run.logging.arguments
-        }
+        module, names = "slipstream.observe.loggers", run.logging.arguments
+        loggers = [RoleProcess(role_of(name), [module, name, *where], logs=logs) for name in names]
+        self._processes = dict.fromkeys(loggers, LOGGER_TIMEOUT_S)
         if run.metrics.is_wanted:
             exporter = RoleProcess(EXPORTER, ["slipstream.observe.exporter", *where], logs=logs)
             self._processes[exporter] = _EXPORTER_TIMEOUT_S
@@ -102,7 +94,7 @@ class Observers:
         return sentences
 
     def stop(self) -> list[str]:
-        """Let the processes finish the last rows; kill them after their timeouts."""
+        """Let them finish the last rows, within their timeouts."""
         began_at = time.monotonic()
         for process in self._processes:
             process.terminate()
@@ -111,8 +103,7 @@ class Observers:
             process.stop(ends_at=began_at + timeout_s)
             if code := process.exit_code:
                 # TRY_AGAIN: its time was over.
-                is_stopped = code < 0 or code == TRY_AGAIN
-                end = "was stopped" if is_stopped else f"died ({describe_exit(code)})"
+                end = "was stopped" if code < 0 or code == TRY_AGAIN else f"died ({describe_exit(code)})"
                 unfinished.append(f"{process.name} {end} before it had delivered everything: see its log")
         return unfinished
 

@@ -1,7 +1,7 @@
 """Ray seats: roles on machines that Ray chooses and watches. The only module that imports Ray.
 
-Each generator has its own placement group, so that losing one does not affect others. The learner's machines form one
-group. On each machine an actor holds the pipe of the role's keeper, so that the role ends when the actor does.
+Each generator has its own placement group, so that losing one does not affect others; the learner's machines share one.
+On each machine an actor holds the pipe of the role's keeper: the role ends with the actor.
 """
 
 import logging
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,11 @@ _OLDEST = (2, 52)
 """First version with token authentication."""
 _MAX_LOOK_BYTES = 2**20
 _MAX_LOG_BYTES = 8 * 2**20
-"""A seat's local log is truncated at this size, once read."""
+"""Size at which a seat's local log, once read, is truncated."""
 _MAX_ERROR_LENGTH = 400
 _MACHINES_SHOWN = 8
 _NODE_LABEL = "ray.io/node-id"
+_LEARNER_REMEDY = "change cluster.learner, or add machines"
 _PROBE_TIMEOUT_S = 60.0
 _PROBE = """
 import sys
@@ -52,17 +54,17 @@ GcsClient(address=sys.argv[1]).internal_kv_keys(b"", b"slipstream", timeout=10)
 class Host:
     """Actor on a seat's machine: holds the role's keeper and forwards its log.
 
-    It ends, with the role, when Ray's local process ends or the launcher is silent for `UNWATCHED_S`.
+    It ends, with the role, when Ray does or the launcher is silent for `UNWATCHED_S`.
     """
 
     def __init__(self, name: str, directory: str) -> None:
-        """`directory`: the launcher's working directory, used if it exists here."""
+        """`directory`: the launcher's, used if it exists here."""
         if Path(directory).is_dir():
             os.chdir(directory)
         self._folder = Path(tempfile.mkdtemp(prefix="slipstream-seat-"))
         self._log = self._folder / f"{name}.log"
         self._log.touch()
-        # Ray's variables contain its token, which the role must not get.
+        # They contain Ray's token, which the role must not get.
         environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
         self._seat = LocalSeat(self._log, is_detached=True, environment=environment)
         self._num_dropped = 0
@@ -84,7 +86,7 @@ class Host:
         return self._seat.pid, ray.util.get_node_ip_address()
 
     def look(self, since: int) -> tuple[int | None, bytes]:
-        """Return (exit code or None, log from byte `since`). The code comes only with the last part."""
+        """(exit code with the last part, or None; log from byte `since`)."""
         self._looked_at = time.monotonic()
         code = self._seat.poll()
         size = self._log.stat().st_size
@@ -116,7 +118,7 @@ class Host:
 
 # --- on the machine of the launcher ----------------------------------------------------------------------------------
 class RayCluster:
-    """The connected Ray cluster, or one bundle of a group that the run keeps. Implements Cluster."""
+    """The Ray cluster, or a bundle of a group that the run keeps. Implements Cluster."""
 
     def __init__(self, run: str, *, kept: Any = None, bundle: int = 0) -> None:
         """`kept`: a group; `bundle`: the one in which hosts run."""
@@ -126,14 +128,10 @@ class RayCluster:
 
     def request(self, name: str, bundles: list[dict[str, float]], *, labels: list[dict[str, str]]) -> Any:
         if self._kept:
-            # Ray replaces a lost machine's bundle, and the group becomes ready again.
+            # Ray replaces the bundle of a lost machine.
             return self._kept, self._kept.ready()
-        group = placement_group(
-            bundles,
-            strategy="STRICT_SPREAD",
-            name=f"slipstream/{self._run}/{name}",
-            bundle_label_selector=labels if any(labels) else None,
-        )
+        name, selector = f"slipstream/{self._run}/{name}", labels if any(labels) else None
+        group = placement_group(bundles, strategy="STRICT_SPREAD", name=name, bundle_label_selector=selector)
         return group, group.ready()
 
     def is_placed(self, group: Any) -> bool:
@@ -175,10 +173,10 @@ class RayCluster:
 def _describe_machine(node: dict[str, Any], free: dict[str, float]) -> str:
     total = node["Resources"]
     amounts = ", ".join(f"{free.get(each, 0):g} of {total.get(each, 0):g} {each}" for each in ("CPU", "GPU"))
-    labels = {key: value for key, value in node.get("Labels", {}).items() if not key.startswith("ray.io/")}
-    return f"{node['NodeManagerAddress']} with {amounts} free" + "".join(
-        f", label {key}={value}" for key, value in labels.items()
+    labels = (
+        f", label {key}={value}" for key, value in node.get("Labels", {}).items() if not key.startswith("ray.io/")
     )
+    return f"{node['NodeManagerAddress']} with {amounts} free{''.join(labels)}"
 
 
 class RayPlaces:
@@ -194,15 +192,13 @@ class RayPlaces:
         # Hold the machines for the whole run.
         others = core.machines - 1
         self._group = self._cluster.request("core", [bundle] * core.machines, labels=[here, *[{}] * others])
-        ends_at = time.monotonic() + run.broker.join_timeout_s
+        limit_s, more = run.broker.join_timeout_s, f" and on each of {others} more" if others else ""
+        ends_at = time.monotonic() + limit_s
         while not self._cluster.is_placed(self._group):
             if time.monotonic() > ends_at:
-                raise ConfigError(
-                    f"cluster.learner needs {describe(bundle, {})} free on the machine of the launcher"
-                    f"{f' and on each of {others} more' if others else ''}, and got none within "
-                    f"broker.join_timeout_s ({run.broker.join_timeout_s:g} s); the cluster has "
-                    f"{self._cluster.offers()}: ask for less, or start the run on another machine."
-                )
+                needs = f"cluster.learner needs {describe(bundle, {})} free on the machine of the launcher{more}"
+                got = f"got none within broker.join_timeout_s ({limit_s:g} s); the cluster has {self._cluster.offers()}"
+                raise ConfigError(f"{needs}, and {got}: ask for less, or start the run on another machine.")
             time.sleep(_POLL_EVERY_S)
         self.gpus: list[str] = []
         if num_gpus:
@@ -212,28 +208,17 @@ class RayPlaces:
             self._cluster.end(host)
 
     def seat(self, name: str, log: Path) -> RemoteSeat:
-        return RemoteSeat(
-            name,
-            log,
-            cluster=self._cluster,
-            needs=self._run.cluster.generator,
-            gpus=self._run.generator_gpus,
-            timeout_s=self._run.broker.join_timeout_s,
-        )
+        run, limit_s = self._run, self._run.broker.join_timeout_s
+        needs, gpus = run.cluster.generator, run.generator_gpus
+        return RemoteSeat(name, log, cluster=self._cluster, needs=needs, gpus=gpus, timeout_s=limit_s)
 
     def learner_seat(self, log: Path, *, meet: Callable[[], Mapping[str, str]]) -> Seat:
-        core = self._run.cluster.learner
+        run, core = self._run, self._run.cluster.learner
+        needs, gpus, limit_s = SeatConfig(cpus=core.cpus), run.learner_gpus, run.broker.join_timeout_s
         # The launcher looks for the role's error in one log.
+        seat = partial(RemoteSeat, log=log, needs=needs, gpus=gpus, timeout_s=limit_s, remedy=_LEARNER_REMEDY)
         others = [
-            RemoteSeat(
-                f"learner on machine {number}",
-                log,
-                cluster=RayCluster(self._run.name, kept=self._group[0], bundle=number),
-                needs=SeatConfig(cpus=core.cpus),
-                gpus=self._run.learner_gpus,
-                timeout_s=self._run.broker.join_timeout_s,
-                remedy="change cluster.learner, or add machines",
-            )
+            seat(f"learner on machine {number}", cluster=RayCluster(run.name, kept=self._group[0], bundle=number))
             for number in range(1, core.machines)
         ]
         return SpreadSeat([LocalSeat(log), *others], meet=meet) if others else LocalSeat(log)
@@ -242,10 +227,7 @@ class RayPlaces:
 # --- the connection --------------------------------------------------------------------------------------------------
 @contextmanager
 def join_cluster(run: RunConfig, *, log: Path) -> Iterator[RayPlaces]:
-    """Connect to the Ray cluster and reserve a run's core. Raises ConfigError.
-
-    `log`: file for Ray's messages, which the launcher's own would drown in.
-    """
+    """Connect to the Ray cluster and reserve a run's core. `log`: for Ray's messages. Raises ConfigError."""
     _check_version(ray.__version__)
     address = os.environ.get("RAY_ADDRESS", "")
     must, why = "be HOST:PORT of the Ray head", "a Ray Client driver is not on a machine of the cluster"
@@ -267,7 +249,7 @@ def join_cluster(run: RunConfig, *, log: Path) -> Iterator[RayPlaces]:
 
 @contextmanager
 def _messages_in(log: Path) -> Iterator[None]:
-    """Write Ray's messages to a file: a lost machine prints dozens of lines, and Ray has no setting for them."""
+    """Write Ray's messages, dozens for a lost machine, to a file. Ray has no setting for that."""
 
     def write(data: Mapping[str, Any], ignore_prefix: bool) -> None:
         with suppress(OSError), log.open("a") as file:
@@ -283,9 +265,8 @@ def _messages_in(log: Path) -> Iterator[None]:
 
 def _check_version(version: str) -> None:
     numbers = tuple(int(part) for part in version.split(".")[:2])
-    if numbers < _OLDEST:
-        oldest = ".".join(map(str, _OLDEST))
-        raise ConfigError(f"cluster.kind=ray needs Ray {oldest}, the first with tokens, or newer, got {version}.")
+    oldest, why = ".".join(map(str, _OLDEST)), "it is the first with tokens"
+    require(numbers >= _OLDEST, "Ray", f"be {oldest} or newer with cluster.kind=ray", got=version, why=why)
 
 
 def _check_access(address: str) -> None:
@@ -293,11 +274,9 @@ def _check_access(address: str) -> None:
     # With any other address, Ray listens on all interfaces.
     if address.rpartition(":")[0].strip("[]") in ("127.0.0.1", "::1", "localhost"):
         return
-    if os.environ.get("RAY_AUTH_MODE", "").lower() != "token" or _answers_strangers(address):
-        raise ConfigError(
-            f"Ray's head at {address} must require a token, but answers without one: start every machine of the "
-            "cluster, and this run, with RAY_AUTH_MODE=token."
-        )
+    is_safe = os.environ.get("RAY_AUTH_MODE", "").lower() == "token" and not _answers_strangers(address)
+    why = "start every machine of the cluster, and this run, with RAY_AUTH_MODE=token"
+    require(is_safe, f"Ray's head at {address}", "require a token", got="answers without one", why=why)
 
 
 def _answers_strangers(address: str) -> bool:

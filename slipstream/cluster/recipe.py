@@ -7,7 +7,7 @@ from slipstream.configs.load import load, own_settings
 from slipstream.configs.run import RunConfig
 
 STOP_TIMEOUT_S = 180
-"""Time that a cluster gives the roles to stop, of which a checkpoint may take most."""
+"""Time for the roles to stop; a checkpoint may take most."""
 
 
 class Recipe(NamedTuple):
@@ -38,7 +38,7 @@ def read_recipe(overrides: list[str], *, kind: str, interface: str = "") -> Reci
     settings = [text for text in settings if _key(text) != "name"] + [f"name={run.name}"]
     if not any(_key(text) == "resume" for text in settings):
         settings.append("resume=auto")
-    # With kind=ray, because the manifest reserves the same resources as Ray.
+    # The manifest reserves the same resources as Ray.
     run = load([*settings, "cluster.kind=ray"])
     own = [*own_settings(settings), f"name={run.name}"]
     return Recipe(run, [*settings, "cluster.kind=ray"] if kind == "ray" else settings, own)

@@ -57,17 +57,12 @@ def slurm(
 
     Exit codes: 0, 1 if sbatch rejects the job, 2 for invalid settings or without sbatch.
     """
-    script = sbatch_script(
-        read_recipe(overrides or [], kind="local"),
-        python=python,
-        options=option or (),
-        core_options=core_option or (),
-        generator_options=generator_option or (),
-    )
+    options = {"options": option or (), "core_options": core_option or (), "generator_options": generator_option or ()}
+    script = sbatch_script(read_recipe(overrides or [], kind="local"), python=python, **options)
     if print_only:
         print(script, end="")
-        return
-    _call(["sbatch"], script, where="where Slurm's commands are")
+    else:
+        _call(["sbatch"], script, where="where Slurm's commands are")
 
 
 @app.command(**WITH_OVERRIDES)
@@ -116,19 +111,16 @@ def kubernetes(
         tolerations=toleration or (),
     )
     documents = manifests(recipe, kind, options, patches=read_patches(patch) if patch else ())
-    text = "---\n".join(map(dump, documents))
-    _start(recipe, text, namespace=namespace, is_printed=print_only)
+    _start(recipe, "---\n".join(map(dump, documents)), namespace=namespace, is_printed=print_only)
 
 
 def _note_losses(recipe: Recipe, claim: str | None) -> None:
     if claim is None and recipe.run.storage.uri is None:
         print("note: without --claim and storage.uri, what the run writes is lost with its pods.", file=sys.stderr)
     if claim and isinstance(recipe.run.buffer.store, EmbeddedRedisConfig):
-        print(
-            f"note: the embedded store writes to the claim {claim}. Claims for several nodes (ReadWriteMany) are "
-            "network disks, on which writes can be slow or lost: prefer buffer/store=redis buffer.store.url=...",
-            file=sys.stderr,
-        )
+        disks = "Claims for several nodes (ReadWriteMany) are network disks, on which writes can be slow or lost"
+        advice = f"{disks}: prefer buffer/store=redis buffer.store.url=..."
+        print(f"note: the embedded store writes to the claim {claim}. {advice}", file=sys.stderr)
 
 
 def _ray_version() -> str:
@@ -147,8 +139,7 @@ def _start(recipe: Recipe, text: str, *, namespace: str, is_printed: bool) -> No
         make = "python -c 'import secrets; print(secrets.token_urlsafe())'"
         create = ["kubectl", *place, "create", "secret", "generic", secret_name(recipe)]
         print(f"# The Secret with the run's token, once: {make} |")
-        print(f"#   {' '.join(create)} --from-file={SECRET_KEY}=/dev/stdin")
-        print(text, end="")
+        print(f"#   {' '.join(create)} --from-file={SECRET_KEY}=/dev/stdin\n{text}", end="")
         return
     there = ["kubectl", "get", "secret", secret_name(recipe), "--ignore-not-found", "--output=name", *place]
     where = "where kubectl reaches the cluster"
@@ -159,14 +150,9 @@ def _start(recipe: Recipe, text: str, *, namespace: str, is_printed: bool) -> No
 
 
 def _call(command: list[str], document: str, *, where: str, is_shown: bool = True) -> str:
-    """Pipe a document, which may be secret, to a program; return stdout.
-
-    Raises ConfigError without the program; exits with 1 if it fails.
-    """
-    if shutil.which(command[0]) is None:
-        raise ConfigError(
-            f"{command[0]} must be installed to start the run, but is not: run this {where}, or add --print."
-        )
+    """Pipe a document, which may be secret, to a program; return stdout. Exits with 1 if it fails."""
+    why = f"run this {where}, or add --print"
+    require(shutil.which(command[0]) is not None, command[0], "be installed to start the run", got="none", why=why)
     try:
         done = subprocess.run(
             command, input=document, capture_output=True, text=True, timeout=_SUBMIT_TIMEOUT_S, check=False

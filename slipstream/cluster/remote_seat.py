@@ -1,4 +1,4 @@
-"""RemoteSeat: a seat on a machine chosen by a cluster, independent of the cluster's API."""
+"""RemoteSeat: a seat on a machine that a cluster chooses."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,9 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.command_line import BAD_INPUT
 
 UNWATCHED_S = 60.0
-"""Silence after which a seat ends its role, or the launcher gives up the seat. Longer than an outage that roles
-survive."""
+"""Silence after which a seat ends its role, or the launcher gives it up; longer than outages that roles survive."""
 _EXPLAIN_AFTER_S = 20.0
-"""Wait for a place after which the message lists free resources."""
+"""Wait after which the message lists free resources."""
 _KILL_TIMEOUT_S = 8.0
 _CLOSE_TIMEOUT_S = 2.0
 _POLL_EVERY_S = 0.1
@@ -30,10 +29,10 @@ class SeatAwayError(Exception):
 
 
 class Cluster(Protocol):
-    """Nonblocking calls that seats need; groups, hosts, and calls are opaque cluster handles."""
+    """Nonblocking calls of seats; groups, hosts, and calls are opaque handles."""
 
     def request(self, name: str, bundles: list[dict[str, float]], *, labels: list[dict[str, str]]) -> Any:
-        """Request a group of bundles, each on a separate machine with matching labels."""
+        """Request bundles, each on a separate machine with its labels."""
         ...
 
     def is_placed(self, group: Any) -> bool: ...
@@ -47,11 +46,11 @@ class Cluster(Protocol):
         ...
 
     def call(self, host: Any, method: str, *arguments: Any) -> Any:
-        """Return a handle to the answer."""
+        """Handle to the answer."""
         ...
 
     def answer(self, call: Any) -> Any:
-        """Return the answer to a call, or None if pending. Raises SeatLostError, SeatAwayError."""
+        """Answer to a call, or None if pending. Raises SeatLostError, SeatAwayError."""
         ...
 
     def end(self, host: Any) -> None:
@@ -64,8 +63,7 @@ class Cluster(Protocol):
 class RemoteSeat:
     """A one-bundle group runs a host, which keeps the role.
 
-    Life: (start -> wait for a place -> wait for the start -> run -> end | loss)* -> stop. Keeps the place until `stop`
-    or a loss, because its machine has the role's model.
+    Life: (start -> wait -> run -> end | loss)* -> stop. Keeps the place, with the role's model, until the last two.
     """
 
     def __init__(
@@ -80,7 +78,7 @@ class RemoteSeat:
         remedy: str = "change cluster.generator, ask for fewer generators, or add machines",
         clock: Clock = time.monotonic,
     ) -> None:
-        """`timeout_s`: limit of the wait for a place; `remedy`: advice if it passes."""
+        """`timeout_s`: longest wait for a place; `remedy`: advice after it."""
         self._name = name
         self._log = log
         self._cluster = cluster
@@ -119,7 +117,7 @@ class RemoteSeat:
             try:
                 self._advance()
             except SeatAwayError as away:
-                # The role may survive. The cluster raises SeatLostError once it gives up on the machine.
+                # The role may survive, until the cluster raises SeatLostError.
                 if self.pid is not None:
                     self._ask("look", self._num_bytes)
                 else:
@@ -177,12 +175,10 @@ class RemoteSeat:
             self._host = self._cluster.host(self._name, self._group, gpus=self._gpus)
             self._ask("start", *self._order)
         elif waited_s > self._timeout_s:
-            self._end(
-                BAD_INPUT,
-                f"error: {self._name} needs a machine with {describe(self._bundle, self._needs.labels)} free, and got "
-                f"none within broker.join_timeout_s ({self._timeout_s:g} s); the cluster has "
-                f"{self._cluster.offers()}: {self._remedy}.",
-            )
+            needs = f"{self._name} needs a machine with {describe(self._bundle, self._needs.labels)} free"
+            got = f"got none within broker.join_timeout_s ({self._timeout_s:g} s)"
+            offers = f"the cluster has {self._cluster.offers()}"
+            self._end(BAD_INPUT, f"error: {needs}, and {got}; {offers}: {self._remedy}.")
         elif waited_s > _EXPLAIN_AFTER_S and ";" not in self._waits:
             self._waits += f"; the cluster has {self._cluster.offers()}"
 

@@ -27,8 +27,8 @@ _MAX_LOG_BYTES = 128 * 2**20
 """Size at which a log is trimmed to its newest quarter."""
 
 Restart = Literal["on_death", "always"]
-"""After any exit except success, exit code 2 (bad input), and a repeated start error | also after success, unless the
-role was asked to end."""
+"""After any exit but success, exit code 2 (bad input), and a repeated start error | also after success, unless asked to
+end."""
 
 
 class RoleDiedError(RuntimeError):
@@ -50,8 +50,8 @@ class RoleProcess:
         variables: Mapping[str, str] | None = None,
         max_log_bytes: int = _MAX_LOG_BYTES,
     ) -> None:
-        """`arguments` follow `python -m`; `seat` makes a seat from the log; `variables`: added environment;
-        `restart_arguments`: added at the first restart."""
+        """`arguments` follow `python -m`, with `restart_arguments` after a restart; `seat` makes a seat from the log;
+        `variables`: added environment."""
         self.name = name
         self._variables = dict(variables or {})
         self._arguments = list(arguments)
@@ -106,20 +106,20 @@ class RoleProcess:
         self._has_worked = True
 
     def poll(self) -> list[str]:
-        """Detect a death, restart after the backoff, trim the log; return user messages.
+        """Restart a dead role after the backoff, trim the log; return user messages.
 
-        Raises RoleDiedError if the role must not be restarted.
+        Raises RoleDiedError if it must not be restarted.
         """
         self._trim_log()
         if self._restart_at is not None:
-            return self._restart_if_due()
+            return self._restart_now() if time.monotonic() >= self._restart_at else []
         code = self._seat.poll()
         if code is None or (code == 0 and (self._restart != "always" or self._is_asked_to_end)):
             before, self._announced = self._announced, self.place
             return [f"{self.name}: {self.place}"] * (self._announced != before)
         if time.monotonic() - self._started_at > _HEALTHY_AFTER_S:
             self._num_deaths_in_a_row = 0
-        # Only these two are start errors: other exit codes define their own restarts, and signals come from outside.
+        # Other exit codes define their own restarts, and signals come from outside.
         # Mask numbers, such as a pid, to compare errors.
         is_of_the_start = code == TRY_ONCE or (code == _UNCAUGHT and not self._has_worked)
         error = re.sub(r"\d+", "0", self._find_error()) if is_of_the_start else ""
@@ -127,10 +127,10 @@ class RoleProcess:
         if recurs or code == BAD_INPUT or self._num_deaths_in_a_row >= _MAX_RESTARTS:
             if code > 0 and (error := self._find_error()):
                 raise RoleDiedError(f"{self.name}: {error} (the log is {self._log})")
-            end = f"The end of {self._log}:\n{self.log_tail()}"
-            raise RoleDiedError(f"{self.name} ended with {describe_exit(code)}. {end}")
+            tail = f"The end of {self._log}:\n{self.log_tail()}"
+            raise RoleDiedError(f"{self.name} ended with {describe_exit(code)}. {tail}")
         lines = [line for line in self.log_tail().splitlines() if not line.startswith(LOG_PREFIX)]
-        # Search for the error: a library may print the last line when it aborts at exit.
+        # A library may print the last line when it aborts at exit.
         words = self._find_error() or f"last line of its log: {lines[-1].strip() if lines else ''}"
         return self._restart_later(f"died ({describe_exit(code)}); {words}")
 
@@ -141,7 +141,6 @@ class RoleProcess:
             self._seat.terminate()
 
     def stop(self, *, ends_at: float) -> None:
-        """Wait until `ends_at` (monotonic), then kill the process and its descendants."""
         self._seat.stop(ends_at=ends_at)
 
     def log_tail(self, *, num_lines: int = _LOG_TAIL_LINES) -> str:
@@ -159,21 +158,19 @@ class RoleProcess:
     def _trim_log(self) -> None:
         # A full disk or a deleted log must not end the run.
         with contextlib.suppress(OSError):
-            size = self._log.stat().st_size
-            if size <= self._max_log_bytes:
+            if (size := self._log.stat().st_size) <= self._max_log_bytes:
                 return
+            num_dropped = size - self._max_log_bytes // 4
             # All writers append, so truncation is safe.
             with self._log.open("rb") as log:
-                log.seek(size - self._max_log_bytes // 4)
+                log.seek(num_dropped)
                 newest = log.read()
             os.truncate(self._log, 0)
-            self._log_starts_at = max(0, self._log_starts_at - (size - self._max_log_bytes // 4))
+            self._log_starts_at = max(0, self._log_starts_at - num_dropped)
             with self._log.open("ab") as log:
                 log.write(newest)
 
-    def _restart_if_due(self) -> list[str]:
-        if self._restart_at is None or time.monotonic() < self._restart_at:
-            return []
+    def _restart_now(self) -> list[str]:
         self._restart_at = None
         self.num_restarts += 1
         self._num_deaths_in_a_row += 1
@@ -196,7 +193,7 @@ class RoleProcess:
 
 
 def find_error(lines: Sequence[str]) -> str:
-    """Return the last printed error, or the last traceback's; empty without one."""
+    """Last printed error, or the last traceback's; empty without one."""
     if errors := [line.removeprefix(_ERROR_PREFIX) for line in lines if line.startswith(_ERROR_PREFIX)]:
         return errors[-1]
     last = next((at for at in reversed(range(len(lines))) if _TRACEBACK in lines[at]), None)

@@ -20,7 +20,7 @@ GRACE_S = 6.0
 """Time for a role to end after its starter is gone."""
 _START_TIMEOUT_S = 30.0
 _KILL_TIMEOUT_S = 6.0
-"""Longer than the keeper's own wait for processes that hang in the kernel."""
+"""Longer than the keeper's wait for processes that hang in the kernel."""
 _CLOSE_TIMEOUT_S = 1.0
 _POLL_EVERY_S = 0.1
 _REPORT_BYTES = 4096
@@ -47,7 +47,7 @@ class Seat(Protocol):
         ...
 
     def poll(self) -> int | None:
-        """Return None while the role or a descendant runs, then its exit code, or minus its signal."""
+        """None while the role or a descendant runs, then its exit code, or minus its signal."""
         ...
 
     def terminate(self) -> None:
@@ -70,7 +70,7 @@ class Places(Protocol):
     def seat(self, name: str, log: Path) -> Seat: ...
 
     def learner_seat(self, log: Path, *, meet: Callable[[], Mapping[str, str]]) -> Seat:
-        """Return the learner's seat; `meet` returns the ranks' rendezvous variables."""
+        """The learner's seat; `meet` returns the ranks' rendezvous variables."""
         ...
 
 
@@ -85,7 +85,7 @@ class LocalSeat:
         environment: Mapping[str, str] = os.environ,
         errors: int | None = None,
     ) -> None:
-        """Without `log`, the role shares this process's output, but for its errors, which go to the file `errors`.
+        """Without `log`, the role shares this process's output, except errors, if `errors` is a file.
 
         A detached keeper is no child of this process.
         """
@@ -177,7 +177,7 @@ class LocalSeat:
                 self._close()
 
     def _poll_orphan(self, kill_at: float) -> None:
-        """Poll a role whose keeper was killed. The kernel has sent it SIGTERM."""
+        """Poll a role after its keeper was killed and the kernel sent SIGTERM."""
         assert self.pid is not None
         is_due = time.monotonic() >= kill_at
         try:
@@ -202,10 +202,10 @@ class LocalSeat:
 def run_kept(
     arguments: Sequence[str], *, timeout_s: float = inf, grace_s: float = GRACE_S, errors: int | None = None
 ) -> int | None:
-    """Run `python -m ARGUMENTS`, which ends with this process and shares its output, or writes errors to a file.
+    """Run `python -m ARGUMENTS`, which ends with this process; for its output see LocalSeat.
 
-    Return its exit code, or minus its signal; None after `timeout_s`. Interrupted, it gets SIGTERM and `grace_s` to
-    end. Raises OSError.
+    Return its exit code, or minus its signal; None after `timeout_s`. It gets SIGTERM and `grace_s` to end. Raises
+    OSError.
     """
     seat, ends_at = LocalSeat(None, errors=errors), time.monotonic() + timeout_s
     seat.start(arguments, variables={})
@@ -219,9 +219,9 @@ def run_kept(
 
 
 MACHINE_VARIABLES = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Number of a role's machine, from 0, and the rendezvous address and port on machine 0."""
+"""Number of a role's machine, and rendezvous address and port on machine 0."""
 _SETTLE_S = 20.0
-"""Time for other parts to report their errors after one has ended."""
+"""For other parts to report their errors after one has ended."""
 
 
 class SpreadSeat:
@@ -264,7 +264,7 @@ class SpreadSeat:
         if len(ended) == len(codes) or (self._settled_at is not None and self._clock() >= self._settled_at):
             self.stop(ends_at=self._clock())
             failed = [code for code in ended if code]
-            # A permanent error of one part outweighs the follow-up errors of the others.
+            # A permanent error outweighs the others' follow-up errors.
             self._code = BAD_INPUT if BAD_INPUT in failed else failed[0] if failed else 0
         return self._code
 

@@ -1,4 +1,4 @@
-"""Slurm batch script: broker, store, and rank 0 on the first node; further ranks and generators as tasks."""
+"""Slurm batch script: broker, store, and rank 0 on the first node; other roles as tasks."""
 
 import shlex
 from collections.abc import Sequence
@@ -17,17 +17,15 @@ def sbatch_script(
     core_options: Sequence[str] = (),
     generator_options: Sequence[str] = (),
 ) -> str:
-    """Return the script; `options`: sbatch options for both job parts, the others for one."""
+    """`options`: of sbatch for both job parts, the others for one."""
     run = recipe.run
     core, generator, count = run.cluster.learner, run.cluster.generator, run.generators.count
-    # Roles use the first ports. Rendezvous ports vary by job, because jobs may share a node.
+    # Roles use the first ports. Jobs may share a node, so rendezvous ports vary.
     ports = run.cluster.port_range
     meet = ports[len(ports) // 2 :]
     nodes = [f"--nodes={core.machines}", f"--ntasks={core.machines}", "--ntasks-per-node=1"]
-    nodes += [
-        f"--cpus-per-task={ceil(core.cpus)}",
-        *([f"--gpus-per-node={run.learner_gpus}"] if run.learner_gpus else []),
-    ]
+    nodes += [f"--cpus-per-task={ceil(core.cpus)}"]
+    nodes += [f"--gpus-per-node={run.learner_gpus}"] if run.learner_gpus else []
     nodes += [f"--mem={ceil(core.memory_gib * 1024)}M"] if core.memory_gib else []
     tasks = [f"--ntasks={count}", f"--cpus-per-task={ceil(generator.cpus)}"]
     tasks += [f"--gpus-per-task={run.generator_gpus}"] if run.generator_gpus else []
@@ -37,7 +35,7 @@ def sbatch_script(
     # Slurm selects nodes by features, which have no values.
     tasks += [f"--constraint={'&'.join(generator.labels.values())}"] if generator.labels else []
     job = [f"--job-name={run.name}", f"--output={run.name}-%j.log", "--open-mode=append", "--requeue"]
-    # The roles end and the job is requeued this long before its limit.
+    # The job is requeued this long before its limit.
     job += [f"--signal=B:USR1@{STOP_TIMEOUT_S}"]
     variables = {
         "python": shlex.quote(python),
@@ -53,11 +51,9 @@ def sbatch_script(
     body = Path(__file__).with_name("slurm.sh").read_text("utf-8")
     lines = ["#!/bin/bash", *(f"#SBATCH {option}" for option in first), "#SBATCH hetjob"]
     lines += [f"#SBATCH {option}" for option in second]
-    lines += [
-        f"# Run {run.name}, by `slipstream launch slurm`: learner on {core.machines} nodes, {count} generators.",
-        "",
-    ]
-    return "\n".join([*lines, *(f"{name}={value}" for name, value in variables.items())]) + "\n\n" + body
+    lines += [f"# Run {run.name}, by `slipstream launch slurm`: learner on {core.machines} nodes, {count} generators."]
+    lines += ["", *(f"{name}={value}" for name, value in variables.items())]
+    return "\n".join(lines) + f"\n\n{body}"
 
 
 def _array(words: Sequence[str]) -> str:

@@ -1,1 +1,1 @@
-"""Runs as a whole: the launcher, the serial and replay runtimes, and the commands that act on a run."""
+"""Runs as a whole: launcher, serial and replay runtimes, and commands."""

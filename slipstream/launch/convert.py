@@ -22,7 +22,7 @@ from transformers.utils import logging
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.buffer.durable_files import CHECKSUMS, find_damage, seal
-from slipstream.configs.base import ConfigError, require
+from slipstream.configs.base import ConfigError, first_line, require
 from slipstream.learner.training.model import COMPUTE_DTYPES
 from slipstream.runtime.disk import describe_disk, is_disk_full
 from slipstream.runtime.lora import ADAPTER_FILE
@@ -34,9 +34,9 @@ _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None, max_shard_size: str) -> str:
-    """Write the model in `source` to the new folder `target`; return a one-line summary. Raises ConfigError.
+    """Write the model in `source` to the new folder `target`; return a summary. Raises ConfigError.
 
-    `base`: base model of an adapter, or config and tokenizer for shards. `dtype`: None = the dtype of most weights.
+    `base`: of an adapter, or config and tokenizer for shards. `dtype`: None = that of most weights.
     """
     require(not target.exists(), "TARGET", "be a folder to be made", got=str(target), why="nothing is overwritten")
     must = f"be one of {', '.join(COMPUTE_DTYPES)}"
@@ -77,7 +77,7 @@ def convert(source: Path, target: Path, *, base: Path | None, dtype: str | None,
 
 
 def _model_of(source: Path) -> Path:
-    """Return a run's final model, or its newest checkpoint; any other folder as it is."""
+    """The run's final model, or its newest checkpoint; any other folder as it is."""
     if not (source / "config.yaml").is_file():
         return source
     others = (source / "final_model", *sorted(source.glob("checkpoints/step-*"), reverse=True))
@@ -85,11 +85,11 @@ def _model_of(source: Path) -> Path:
 
 
 def _read(source: Path, base: Path | None) -> tuple[str, dict[str, Tensor], Path, torch.dtype]:
-    """Return (kind, weights, folder with config and tokenizer, commonest dtype)."""
-    if folder := _with_file(source, "adapter_config.json", ""):
-        root = _base(base, Path(str(read_json(str(folder), "adapter_config.json").get("base_model_name_or_path"))))
+    """(kind, weights, folder with config and tokenizer, commonest dtype)."""
+    if (source / "adapter_config.json").is_file():
+        root = _base(base, Path(str(read_json(str(source), "adapter_config.json").get("base_model_name_or_path"))))
         weights = _load_folder(root)
-        return "adapter", _merged(folder, root, weights), root, _common_dtype(weights)
+        return "adapter", _merged(source, root, weights), root, _common_dtype(weights)
     if (source / CHECKSUMS).is_file() and (damage := find_damage(source)):
         raise ConfigError(f"{damage}: restore the file from a copy.")
     if folder := _with_file(source, "model*.safetensors*", "", "model"):
@@ -118,16 +118,14 @@ def _base(base: Path | None, *others: Path) -> Path:
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turn library errors into one sentence; redirect output to stderr."""
+    """Turn errors, arbitrary for damaged files, into one sentence; redirect output to stderr."""
     try:
         with contextlib.redirect_stdout(sys.stderr), torch.no_grad():
             yield
     except ConfigError:
         raise
-    # For damaged files, libraries raise arbitrary errors.
     except Exception as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"{what}, got {type(error).__name__}: {first}") from error
+        raise ConfigError(f"{what}, got {type(error).__name__}: {first_line(error)}") from error
 
 
 # --- sources ---------------------------------------------------------------------------------------------------------
@@ -160,10 +158,8 @@ def _gather_fsdp(folder: Path) -> dict[str, Tensor]:
     must, why = "hold the shards of one world size, from rank 0 on", "a model is joined from those of all ranks"
     require(len(sizes) == 1, str(folder), must, got=sorted(sizes), why=why)
     with _reading(f"{folder} must hold FSDP shards of DTensors, all of them and as they were saved"):
-        ranks = [
-            torch.load(folder / f"model_world_size_{sizes[0]}_rank_{rank}.pt", map_location="cpu", weights_only=True)
-            for rank in range(sizes[0])
-        ]
+        files = [folder / f"model_world_size_{sizes[0]}_rank_{rank}.pt" for rank in range(sizes[0])]
+        ranks = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
         return {name: _join(name, [shard[name] for shard in ranks]) for name in ranks[0]}
 
 
@@ -212,7 +208,7 @@ def _common_dtype(weights: Mapping[str, Tensor]) -> torch.dtype:
     sizes = Counter[torch.dtype]()
     for tensor in weights.values():
         sizes[tensor.dtype] += tensor.numel() * tensor.is_floating_point()
-    return max(sizes, key=lambda dtype: sizes[dtype])
+    return sizes.most_common(1)[0][0]
 
 
 def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, source: Path) -> PreTrainedModel:
@@ -228,9 +224,8 @@ def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, sour
     require(not quantized, str(folder), "describe a model without quantization", got="a quantization_config", why=why)
     with _reading(f"{source} must hold the weights of the {name} in {folder}"):
         weights = _without_prefix(weights, kind, config)
-        module, found = kind.from_pretrained(
-            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True
-        )
+        options: dict[str, Any] = {"config": config, "state_dict": weights, "dtype": dtype, "output_loading_info": True}
+        module, found = kind.from_pretrained(None, **options)
     for problem in ("missing_keys", "unexpected_keys"):
         names, got = sorted(found[problem]), problem.replace("_", " ")
         why = f"{', '.join(names[:3])} ({len(names)} in all)"
@@ -239,7 +234,7 @@ def _build(folder: Path, weights: dict[str, Tensor], *, dtype: torch.dtype, sour
 
 
 def _without_prefix(weights: dict[str, Tensor], kind: Any, config: PreTrainedConfig) -> dict[str, Tensor]:
-    """Strip a wrapper's prefix, such as `module.`. Wrappers may alias weights, so compare identities."""
+    """Strip a wrapper's prefix, such as `module.`. Compare identities, because wrappers may alias weights."""
     with torch.device("meta"):
         held = kind(config).state_dict()
     first = next(iter(held))

@@ -1,8 +1,9 @@
-"""Evaluate models on held-out sets, or existing responses, and compare their scores, with intervals."""
+"""Evaluate models or existing responses on held-out sets, and compare scores with intervals."""
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from slipstream.broker.messages import Row
 from slipstream.buffer.records import EvaluationAnswer, make_answer
 from slipstream.buffer.store_rules import asked_answers, evaluation_group_id, make_lease
 from slipstream.buffer.trajectory import Reward, Trajectory
-from slipstream.configs.base import ConfigError, Record
+from slipstream.configs.base import ConfigError, Record, require
 from slipstream.configs.data import EvalSet
 from slipstream.configs.load import NO_MODEL_PATH, load_with_models
 from slipstream.configs.run import RunConfig
@@ -23,6 +24,7 @@ from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import load_tokenizer
 from slipstream.launch.generate import AnswerFolder, Job, answer
+from slipstream.launch.scoring import reward_input
 from slipstream.learner.evaluation import Estimate, Score, by_source, differences, metric_sums, score
 from slipstream.runtime.command_line import add_row, make_console, make_table
 from slipstream.runtime.model_files import check_model_path
@@ -40,7 +42,7 @@ class Evaluation(Record):
     """
 
     model: str
-    """The file itself for existing responses, which are the set `responses`."""
+    """Or the file of existing responses, with `set` = `responses`."""
     set: str
     path: str
     temperature: float | None
@@ -72,9 +74,9 @@ def show_evaluations(
 def evaluate(
     run: RunConfig, models: Sequence[str], *, out: Path | None = None, is_whole: bool = False
 ) -> list[Evaluation]:
-    """Evaluate models on the prompts of a run's final evaluation or, with `is_whole`, all held-out prompts.
+    """Evaluate models on the prompts of the final evaluation or, with `is_whole`, all held-out ones.
 
-    `out`: folder for answers; several models get one folder each. Raises ConfigError, GeneratorError, RunConflictError,
+    `out`: folder of answers, one per model. Raises ConfigError, GeneratorError, RunConflictError,
     ArchiveError.
     """
     found: list[Evaluation] = []
@@ -124,19 +126,11 @@ def _answers(run: RunConfig, out: Path | None, *, is_whole: bool) -> Answers:
 
 
 def _jobs(heldout: EvalSet, dataset: Dataset, is_whole: bool, *, run: RunConfig) -> list[Job]:
-    """Return one group per answer, as a run leases them."""
+    """One group per answer, as in a run."""
     rows = range(len(dataset)) if is_whole else run.evaluation.rows(len(dataset))[1]
-    leases = [
-        make_lease(
-            evaluation_group_id(heldout.name, asked),
-            attempt=0,
-            purpose=heldout.name,
-            indices=[0],
-            num_rows=len(dataset),
-            seed=0,
-        )
-        for asked in asked_answers(list(rows), samples=heldout.samples)
-    ]
+    lease_of = partial(make_lease, attempt=0, purpose=heldout.name, indices=[0], num_rows=len(dataset), seed=0)
+    asked = asked_answers(list(rows), samples=heldout.samples)
+    leases = (lease_of(evaluation_group_id(heldout.name, each)) for each in asked)
     return [Job(make_prompt(lease, dataset.row(lease.row)), 0, 1) for lease in leases]
 
 
@@ -146,16 +140,13 @@ _RESPONSES = ("response", "responses", "completion", "completions")
 
 
 def score_files(run: RunConfig, files: Sequence[Path]) -> list[Evaluation]:
-    """Score all responses in files of rows with the run's reward functions.
+    """Score the responses in files with the run's reward functions.
 
-    Rows with equal prompt and ground truth are one prompt. Raises ConfigError, EngineError.
+    Rows with equal prompt and truth are one prompt. Raises ConfigError, EngineError.
     """
-    if run.model.path == NO_MODEL_PATH and any(
-        each.function == "length_penalty" for each in run.generators.reward.chosen
-    ):
-        raise ConfigError(
-            "length_penalty needs the numbers of tokens: name the model that wrote the responses, or a run."
-        )
+    counts_tokens = any(each.function == "length_penalty" for each in run.generators.reward.chosen)
+    must, why = "name the model that wrote the responses, or a run", "length_penalty needs the numbers of tokens"
+    require(run.model.path != NO_MODEL_PATH or not counts_tokens, "MODEL", must, got="none", why=why)
     prompts: dict[bytes, int] = {}
     found: list[Evaluation] = []
     base: list[EvaluationAnswer] = []
@@ -174,9 +165,9 @@ def _score_file(run: RunConfig, path: str, prompts: dict[bytes, int]) -> list[Ev
     numbers, samples = [], []
     for row in Dataset(path, columns=run.data.columns):
         number = prompts.setdefault(msgspec.json.encode([row.prompt, row.ground_truth]), len(prompts))
-        for sample in _read_samples(row, path=path, column=run.data.columns.get("response", ""), tokenizer=tokenizer):
-            numbers.append(number)
-            samples.append(sample)
+        own = [*_read_samples(row, path=path, column=run.data.columns.get("response", ""), tokenizer=tokenizer)]
+        samples += own
+        numbers += [number] * len(own)
     rewards = asyncio.run(_rewards(run, samples))
     if all(reward.status != "ok" for reward in rewards):
         reason = rewards[0].detail
@@ -198,7 +189,7 @@ def _score_file(run: RunConfig, path: str, prompts: dict[bytes, int]) -> list[Ev
 
 
 def _read_samples(row: Row, *, path: str, column: str, tokenizer: Any) -> Iterator[RewardInput]:
-    """Yield the responses of a row. `column`: empty = a common name. Raises ConfigError if it has none."""
+    """Yield a row's responses. `column`: empty = a common name. Raises ConfigError without one."""
     further = row.extra_info
     found = column or next((name for name in _RESPONSES if name in further), "")
     value = value_at(further, found)
@@ -212,16 +203,10 @@ def _read_samples(row: Row, *, path: str, column: str, tokenizer: Any) -> Iterat
     reason = str(further.get("stop_reason", "stop"))
     for text in texts:
         token_ids = tokenizer(text, add_special_tokens=False)["input_ids"] if tokenizer else []
-        yield RewardInput(
-            prompt=row.prompt,
-            response=text,
-            ground_truth=row.ground_truth,
-            data_source=row.data_source,
-            stop_reason=reason,
-            response_token_ids=[*token_ids, tokenizer.eos_token_id] if tokenizer and reason == "stop" else token_ids,
-            extra_info={name: each for name, each in further.items() if name != found},
-            messages=[{"role": "assistant", "content": text}],
-        )
+        token_ids += [tokenizer.eos_token_id] if tokenizer and reason == "stop" else []
+        others = {name: each for name, each in further.items() if name != found}
+        messages = [{"role": "assistant", "content": text}]
+        yield reward_input(row, text, token_ids, stop_reason=reason, extra_info=others, messages=messages)
 
 
 async def _rewards(run: RunConfig, samples: Sequence[RewardInput]) -> list[Reward]:
@@ -231,7 +216,7 @@ async def _rewards(run: RunConfig, samples: Sequence[RewardInput]) -> list[Rewar
 
 # --- the tables ------------------------------------------------------------------------------------------------------
 def tables(evaluations: Sequence[Evaluation]) -> list[Table]:
-    """One table per set, with columns for models and differences to the first."""
+    """One table per set: models, and differences to the first."""
     sets: dict[str, list[Evaluation]] = {}
     for each in evaluations:
         sets.setdefault(each.set, []).append(each)
@@ -247,14 +232,13 @@ def tables(evaluations: Sequence[Evaluation]) -> list[Table]:
             add_row(table, name, *cells, *(_cell(each.difference, name, sign="+") for each in others))
         for source in first.by_source:
             for name in ("accuracy", "reward"):
-                cells = [_cell(each.by_source[source].metrics, name) for each in group]
-                add_row(table, f"{name} of {source}", *cells)
+                add_row(table, f"{name} of {source}", *(_cell(each.by_source[source].metrics, name) for each in group))
         scores = [each.score for each in group]
         add_row(table, "answers", *(each.num_answers for each in scores))
         add_row(table, "without a reward", *(each.num_failed for each in scores))
         if any(each.max_tokens for each in scores):
             add_row(table, "tokens", *(f"{each.mean_tokens:.1f}, at most {each.max_tokens}" for each in scores))
-        reasons = [", ".join(f"{why} {n}" for why, n in each.stop_reasons.items()) for each in scores]
+        reasons = (", ".join(f"{why} {n}" for why, n in each.stop_reasons.items()) for each in scores)
         add_row(table, "ended by", *reasons)
         made.append(table)
     return made

@@ -40,7 +40,7 @@ from slipstream.runtime.model_files import check_model_path
 _SETTINGS = "settings.json"
 _SHARD_ANSWERS = 4096
 _FLUSH_S = 10.0
-"""While answers arrive, complete groups are written at least this often."""
+"""Interval between writes of complete groups."""
 
 
 class Job(NamedTuple):
@@ -69,11 +69,11 @@ class AnswerFolder:
         if folder.exists() and any(folder.iterdir()) and not path.is_file():
             raise ConfigError(f"--out must be a new folder, or one that this command made, got {folder}: name another.")
         self.stored = [each.trajectory for each in Archive(folder).read()] if is_archive(folder) else []
-        # Settings may change until the first answer is stored.
+        # They may change until the first answer.
         if self.stored:
             check_same_run(str(folder), stored=(path.read_text(), 0, 0), opened=(opened, 0, 0))
         folder.mkdir(parents=True, exist_ok=True)
-        # `slipstream data` and `view` find the tokenizer by these settings.
+        # For the tokenizer of `slipstream data` and `view`.
         write_durably(folder / "config.yaml", msgspec.yaml.encode(run))
         write_durably(path, opened.encode())
         self._writer = ShardWriter(folder)
@@ -102,12 +102,11 @@ class AnswerFolder:
     def _flush(self) -> None:
         if self._complete:
             self._writer.write(self._complete)
-        self._complete = []
-        self._written_at = time.monotonic()
+        self._complete, self._written_at = [], time.monotonic()
 
 
 class Unscored:
-    """Scorer that marks answers as failed, so that training does not take them for a reward of 0."""
+    """Scorer that marks answers as failed: a reward of 0 would be trained on."""
 
     async def score(self, sample: RewardInput) -> Reward:
         return failed_reward("error", "no reward was asked for")
@@ -149,12 +148,11 @@ async def _answer(
 ) -> None:
     engine = build_engine(run)
     pool = RewardPool(run.generators.reward) if is_scored else None
-    vision = VisionModel(run.model.path)
     encoder = PromptEncoder(
         load_tokenizer(run.model),
         max_prompt_tokens=run.data.max_prompt_tokens,
         template_variables=run.model.chat_template_kwargs,
-        vision=vision,
+        vision=VisionModel(run.model.path),
     )
     agent = AgentRunner(run=run, engine=engine, rewards=pool or Unscored(), encoder=encoder, generator_id="generate")
     waiting = iter(jobs)
@@ -162,7 +160,7 @@ async def _answer(
     async def work() -> None:
         for job in waiting:
             trajectory = await agent.answer(job.prompt, job.member)
-            # Engines report version -1 until they receive weights. The folder's weights are version 0.
+            # Engines report -1 until they receive weights. The folder's are version 0.
             spans = [VersionSpan(span.first_token, max(0, span.version)) for span in trajectory.version_spans]
             on_answer(job, msgspec.structs.replace(trajectory, version_spans=spans))
 
@@ -188,7 +186,7 @@ async def _answer(
 
 @contextmanager
 def _engine_output() -> Iterator[None]:
-    """Divert what an engine and its processes print at the start to a file, which is kept only if the start fails."""
+    """Divert the engine's output to a file, kept only if the start fails."""
     sys.stdout.flush()
     sys.stderr.flush()
     streams = {number: os.dup(number) for number in (1, 2)}
@@ -211,21 +209,19 @@ def _engine_output() -> Iterator[None]:
 def generate(
     run: RunConfig, out: Path, *, samples: int, num_prompts: int | None, is_scored: bool
 ) -> tuple[list[Trajectory], int]:
-    """Answer training prompts `samples` times each; return (answers stored before, number of new answers).
+    """Answer training prompts `samples` times; return (existing answers, number of new ones).
 
     `num_prompts`: only the first N. Raises ConfigError, RunConflictError, ArchiveError, GeneratorError.
     """
     check_model_path(run.model.path)
     train = open_train(run)
-    rows = range(len(train))[:num_prompts]
     jobs = []
-    for row in rows:
+    for row in range(len(train))[:num_prompts]:
         # With purpose `train`, the last member of a group could become a greedy baseline.
         lease = Lease(make_lease_id(str(row), 0), str(row), "generate", row, row, 0, list(range(samples)))
         prompt = make_prompt(lease, train.row(row))
         jobs += [Job(prompt, index, samples) for index in lease.indices]
-    opened = AnswerFolder(out, run=run, outcome="retired", samples=samples, is_scored=is_scored)
-    with closing(opened) as folder:
+    with closing(AnswerFolder(out, run=run, outcome="retired", samples=samples, is_scored=is_scored)) as folder:
         missing = [job for job in jobs if folder.lacks(job)]
         answer(run, missing, on_answer=folder.add, title="generate", is_scored=is_scored)
     return folder.stored, len(missing)

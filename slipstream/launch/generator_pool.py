@@ -4,6 +4,7 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from itertools import takewhile
 from typing import NamedTuple
@@ -17,14 +18,11 @@ DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _MAX_PER_CORE = 4
 """Generators per core: a guard against typos, not a recommendation."""
 _LEAVE_TIMEOUT_S = 30.0
-"""Time for a generator to return its leases before it is killed."""
+"""To return its leases."""
 
 
 def visible_gpus(variables: Mapping[str, str] = os.environ, *, torch_version: str | None = None) -> list[str]:
-    """Return the GPUs available to this process, by number or UUID, without loading torch.
-
-    Without CUDA_VISIBLE_DEVICES: all GPUs that the driver lists. Empty for a CPU build of torch.
-    """
+    """GPUs available to this process, by number or UUID; none for a CPU build of torch. Does not load torch."""
     if "cpu" in (metadata.version("torch") if torch_version is None else torch_version):
         return []
     if DEVICES_VARIABLE not in variables:
@@ -35,52 +33,48 @@ def visible_gpus(variables: Mapping[str, str] = os.environ, *, torch_version: st
 
 
 def gpu_gib(name: str) -> float:
-    """Return the memory of a GPU, GiB. Raises ConfigError."""
+    """Memory of a GPU, GiB. Raises ConfigError."""
     try:
         return min(float(size) for size in ask_gpus("memory.total", "-i", name)) / 1024
     except ValueError as error:
-        raise ConfigError(
-            f"nvidia-smi must report the memory of GPU {name}, which all roles share, but does not: set "
-            "generators.engine.kv_cache_gib."
-        ) from error
+        must = f"nvidia-smi must report the memory of GPU {name}, which all roles share"
+        raise ConfigError(f"{must}, but does not: set generators.engine.kv_cache_gib.") from error
 
 
 def ask_gpus(field: str, *options: str) -> list[str]:
-    """Query nvidia-smi: one line per GPU, none without a driver."""
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits", *options]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return done.stdout.splitlines() if done.returncode == 0 else []
+    """One line per GPU, none without a driver."""
+    return run_smi(f"--query-gpu={field}", "--format=csv,noheader,nounits", *options).splitlines()
+
+
+def run_smi(*options: str) -> str:
+    """Output of nvidia-smi; empty if it fails."""
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(["nvidia-smi", *options], capture_output=True, text=True, timeout=20, check=True).stdout
+    return ""
 
 
 def place(run: RunConfig, *, gpus: Sequence[str]) -> dict[str, list[str]]:
-    """Return role -> GPUs, first the learner's; empty without GPUs. Raises ConfigError for too few.
+    """Role -> GPUs, first the learner's; all roles share a single one. Raises ConfigError for too few.
 
-    All roles share a single GPU. With learner.device=cpu only vLLM gets GPUs.
+    With learner.device=cpu only vLLM gets GPUs.
     """
     if not gpus:
         return {}
     engine, on_cpu = run.generators.engine, run.learner.device == "cpu"
     num_ranks = 0 if on_cpu else run.learner.num_ranks
-    if isinstance(engine, VllmEngineConfig):
-        per_engine = engine.num_workers
-    else:
-        per_engine = 0 if on_cpu or isinstance(engine, ScriptedEngineConfig) else 1
-    for setting, count in {
-        "learner.num_ranks": num_ranks,
-        "generators.engine.tensor_parallel_size x pipeline_parallel_size": per_engine,
-    }.items():
-        why = "each of these processes needs its own GPU"
-        require(count <= len(gpus), setting, f"be <= the GPUs here ({len(gpus)})", got=count, why=why)
+    per_engine = 0 if on_cpu or isinstance(engine, ScriptedEngineConfig) else 1
+    per_engine = engine.num_workers if isinstance(engine, VllmEngineConfig) else per_engine
+    must, why = f"be <= the GPUs here ({len(gpus)})", "each of these processes needs its own GPU"
+    require(num_ranks <= len(gpus), "learner.num_ranks", must, got=num_ranks, why=why)
+    workers = "generators.engine.tensor_parallel_size x pipeline_parallel_size"
+    require(per_engine <= len(gpus), workers, must, got=per_engine, why=why)
     names = [f"generator-{number}" for number in range(run.generators.count)]
     num_gpus = {"learner": num_ranks} | dict.fromkeys(names, per_engine)
     if len(gpus) == 1:
         return {name: list(gpus[:count]) for name, count in num_gpus.items()}
     needed, sizes = sum(num_gpus.values()), "learner.num_ranks + generators.count x workers of an engine"
     why = "reduce them, or start generators on other machines by hand"
-    require(needed <= len(gpus), sizes, f"be <= the GPUs here ({len(gpus)})", got=needed, why=why)
+    require(needed <= len(gpus), sizes, must, got=needed, why=why)
     free = iter(gpus)
     return {name: [next(free) for _ in range(count)] for name, count in num_gpus.items()}
 
@@ -114,7 +108,7 @@ class Event(NamedTuple):
 
 
 class GeneratorPool:
-    """Keeps `target` generators running: restarts dead ones and drains surplus ones.
+    """Keeps `target` generators running.
 
     Life: set_target -> (poll | set_target)* -> the launcher stops `roles`.
     """
@@ -185,7 +179,7 @@ class GeneratorPool:
         return [Event(name, f"{name} {fate}")]
 
     def _start_missing(self) -> list[Event]:
-        # A leaving generator keeps its name, because it still holds the GPUs of that name.
+        # A leaving generator keeps its name and the GPUs of that name.
         names = [f"generator-{number}" for number in range(self.target)]
         free = [name for name in names if name not in self.names]
         started = free[: max(0, self.target - len(self._active))]

@@ -60,18 +60,18 @@ from slipstream.runtime.run_folder import RunFolder
 
 _POLL_EVERY_S = 0.5
 _ANSWER_TIMEOUT_S = 3.0
-"""Longest wait for an answer of the store, during which the launcher polls no role."""
+"""Longest wait for the store, during which no role is polled."""
 _SAMPLED_GROUPS = 8
 _REMIND_EVERY_S = 20.0
-"""Interval between messages while the launcher waits for the broker, which may read large files, to open the run."""
+"""Interval between messages about a broker that still reads files."""
 _MAX_PROBLEMS = 32
-"""Kinds of problems to print at most, because untrusted generators could report any number."""
+"""Most kinds to print: untrusted generators could report any number."""
 _STOP_TIMEOUT_S = 6.0
-"""Time for all roles to end before they are killed."""
+"""For all roles to end before they are killed."""
 _ARCHIVE_TIMEOUT_S = 5.0
-"""Least time for a broker to end, after all other roles."""
+"""Least, for a broker, which ends last."""
 _SAVE_TIMEOUT_S = 120.0
-"""Time for the learner to end its step and save a checkpoint before it is killed."""
+"""For the learner to end its step and save a checkpoint."""
 
 
 class Launcher:
@@ -81,13 +81,7 @@ class Launcher:
     """
 
     def __init__(
-        self,
-        run: RunConfig,
-        folder: RunFolder,
-        *,
-        overrides: list[str],
-        console: Console,
-        places: Places | None = None,
+        self, run: RunConfig, folder: RunFolder, *, overrides: list[str], console: Console, places: Places | None = None
     ) -> None:
         self._run = run
         self._folder = folder
@@ -117,7 +111,7 @@ class Launcher:
             for name, shard in zip(names, shards, strict=True)
         ]
         seat = partial(self._places.learner_seat, meet=self._meet_ranks) if self._places else LocalSeat
-        # A restart resumes from the newest checkpoint. Exit code 2 would repeat, so it ends the run.
+        # A restart resumes from the newest checkpoint.
         self._learner = self._role(
             "learner", ["slipstream.learner", *overrides], restart_arguments=["resume=true"], seat=seat
         )
@@ -134,7 +128,7 @@ class Launcher:
     def _share_gpu(self) -> None:
         """Set the KV cache size if all roles share one GPU. Raises ConfigError if they do not fit.
 
-        vLLM cannot measure the free memory, because the learner starts at the same time.
+        vLLM cannot measure it, because the learner starts at the same time.
         """
         engine, gpus = self._run.generators.engine, self._gpus.get("learner", [])
         is_shared = len(self._visible_gpus) == 1 == len(gpus)
@@ -159,7 +153,7 @@ class Launcher:
             variables = {TOKEN_VARIABLE: make_token(self._run), "OMP_NUM_THREADS": num_threads}
             seat = partial(self._places.seat, name)
             return RoleProcess(name, arguments, logs=self._folder.logs, seat=seat, variables=variables)
-        # Address and token are in the run folder; the broker sends the other settings.
+        # The run folder has address and token; the broker sends the other settings.
         where = (f"name={self._run.name}", f"runs_dir={json.dumps(self._run.runs_dir)}")
         # The broker listens once inputs are prepared.
         limit_s = self._run.broker.join_timeout_s + preparation_limit_s(self._run)
@@ -174,7 +168,7 @@ class Launcher:
         must = f"be <= {self._most_generators} on the one GPU of this machine"
         why = "its memory is divided at the start; start the run with that generators.count"
         require(is_fit, "generators", must, got=count, why=why)
-        # At least as many as at the start, so that running generators keep their GPUs.
+        # Not fewer, so that running generators keep their GPUs.
         generators = msgspec.structs.replace(self._run.generators, count=max(count, self._run.generators.count))
         self._gpus |= place(msgspec.structs.replace(self._run, generators=generators), gpus=self._visible_gpus)
 
@@ -184,16 +178,16 @@ class Launcher:
         return RoleProcess(name, arguments, logs=self._folder.logs, variables=gpus, **options)
 
     def launch(self, *, prepare: Callable[[], None] | None = None) -> None:
-        """Start all roles, watch them until the learner finishes, and stop them.
+        """Run all roles until the learner finishes.
 
-        `prepare` makes missing inputs before brokers and learner start, while generators load libraries.
+        `prepare` makes missing inputs while generators load libraries.
         """
         make_output_lossy()
         raise_on_stop_signal()
         make_token(self._run)
         os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
         try:
-            # In this order, the store outlives roles, observers get the last rows, and the view shows the end.
+            # So the store outlives roles, observers get the last rows, and the view shows the end.
             logs = self._folder.logs
             with (
                 self._store() as store,
@@ -232,16 +226,13 @@ class Launcher:
     def _open(self, url: str) -> RedisStore:
         # No retries, because the roles must be polled during an outage.
         return open_run_store(
-            url,
-            self._run.name,
-            timeout_s=self._run.broker.store_timeout_s,
-            answer_timeout_s=_ANSWER_TIMEOUT_S,
+            url, self._run.name, timeout_s=self._run.broker.store_timeout_s, answer_timeout_s=_ANSWER_TIMEOUT_S
         )
 
     @contextmanager
     def _processes(self, prepare: Callable[[], None] | None) -> Iterator[None]:
         try:
-            # Generators first, because their libraries load slowest. On other machines they need the broker's address.
+            # First, because their libraries load slowest. Elsewhere they need the broker's address.
             if not self._places:
                 self._start_pool()
             if prepare:
@@ -263,7 +254,7 @@ class Launcher:
                 raise
 
     def _end_roles(self, *, ends_at: float) -> None:
-        # Brokers end last, because the other roles sign off with them.
+        # Brokers last: the others sign off with them.
         for role in reversed(self._roles[len(self._brokers) :]):
             role.terminate()
         while self._opened_store and self._learner.is_running and time.monotonic() < ends_at:
@@ -280,7 +271,7 @@ class Launcher:
             role.stop(ends_at=max(ends_at, time.monotonic() + least_s))
 
     def _has_stepped(self, store: RedisStore) -> bool:
-        # The last poll may be older than the first step, which the learner may also still train.
+        # The last poll may be older than the first step.
         with suppress(ReplayBufferError):
             return bool(self._step or store.run_state().step)
         return False
@@ -319,7 +310,7 @@ class Launcher:
             report.end(reason=reason, restarts=self._restarts(), generators_target=self._pool.target)
 
     def _read_answers(self, step: int) -> list[Trajectory]:
-        """Return trajectories of a step that are still in the store, at most those of some groups."""
+        """Trajectories of some groups of a step that are still in the store."""
         store = self._opened_store
         entries = store.ledger(first_step=step)[:1] if store else []
         if store is None or not entries or entries[0].step != step:
@@ -337,7 +328,7 @@ class Launcher:
         self._remind_at = time.monotonic() + _REMIND_EVERY_S
         while not self._learner.has_finished:
             self._update(store, monitor, scaling, report)
-            # After the update, so that a store outage is reported before the deaths it causes.
+            # A store outage is reported before the deaths that it causes.
             events = [Event("store", message) for message in (self._supervisor.poll() if self._supervisor else [])]
             events += [Event(role.name, words) for role in (*self._brokers, self._learner) for words in role.poll()]
             events += [Event("observers", message) for message in self._observers.poll()]
@@ -362,11 +353,11 @@ class Launcher:
             again = f"; the learner repeats {steps_shown(covered + 1, state.step)}" if covered < state.step else ""
             kept = f"; {self._folder.metrics} has {steps_shown(1, covered)}" if covered else ""
             self._view.print_line(f"resuming after step {covered}, the newest checkpoint{again}{kept}")
-        # A rollback lowers the step, so only a rising step shows that the learner works.
+        # A rollback lowers the step; only a rising one shows work.
         if self._step is not None and snapshot.state.step > self._step:
             self._learner.record_work()
         self._step = snapshot.state.step
-        # A broker is ready once it serves, a generator once its weights are verified.
+        # A broker that serves, a generator with verified weights.
         ready = {gauges.get("pid") for gauges in snapshot.roles.values() if gauges.get("state") == "ready"}
         for role in (*self._brokers, *self._pool.roles):
             if role.pid in ready:
@@ -379,7 +370,7 @@ class Launcher:
             self._view.print_line(f"generators on other machines join with {join_command(self._address)}")
 
     def _new_problems(self, snapshot: RunSnapshot) -> Iterator[Event]:
-        """Yield problems of a kind that no generator has reported before."""
+        """Yield problems of new kinds."""
         for name in sorted(snapshot.living_generators):
             for kind, problem in snapshot.roles[name].items():
                 is_new = kind.startswith(PROBLEM_PREFIX) and kind not in self._known_problems
@@ -388,11 +379,11 @@ class Launcher:
                     yield Event(name, printable(f"{name} reports: {problem}"))
 
     def _update(self, store: RedisStore, monitor: Monitor, scaling: Scaling, report: LauncherReport) -> None:
-        """Show, report, and scale the run. Raises StoreUnavailableError after too long an outage."""
+        """Show, report, and scale. Raises StoreUnavailableError after too long an outage."""
         try:
             snapshot = monitor.poll()
             if self._step is None and self._run.resume:
-                # A resumed run's terminal has shown these rows before.
+                # They were shown before the resume.
                 snapshot = msgspec.structs.replace(snapshot, new_rows=[])
             self._living_generators = snapshot.living_generators
             self._record_work(snapshot)
@@ -404,12 +395,12 @@ class Launcher:
             self._outage.end()
         except StoreUnavailableError as error:
             self._outage.record(error)
-            # A store that only refuses writes waits for disk space, however long that takes.
+            # One that only refuses writes waits for disk space without limit.
             is_away = not isinstance(error, StoreCannotWriteError)
             if is_away and self._outage.seconds > self._run.broker.store_timeout_s:
                 raise
         except RunConflictError:
-            # The broker has not opened the run yet or, after the first step, the store was emptied.
+            # The broker has not opened the run yet or, after a step, the store was emptied.
             if self._step is not None:
                 raise
             if time.monotonic() > self._remind_at:

@@ -1,6 +1,6 @@
-"""Plan: estimate a run's memory by process and cause, from its settings and the model's config.json.
+"""Plan: estimate a run's memory from its settings and config.json, without fragmentation, tools, and rewards.
 
-Activations are traced on meta tensors. Estimates exclude fragmentation and the processes of tools and rewards.
+Activations are traced on meta tensors.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from rich.table import Table
 from torch import nn
 from transformers import PreTrainedModel
 
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, first_line, require
 from slipstream.configs.broker import PROBE_SEQUENCES
 from slipstream.configs.buffer import EmbeddedRedisConfig
 from slipstream.configs.data import ModelConfig
@@ -39,11 +39,11 @@ TOO_LARGE = 1
 """Exit code."""
 _FLOAT = 4
 _BLOCK, _MIN_8_BIT = 256, 4096
-"""Elements of a block with its own scale in bitsandbytes, and of the smallest tensor with moments in 8 bits."""
+"""bitsandbytes: elements of a block, and of the smallest tensor with moments in 8 bits."""
 _MAX_LIVE_ELEMENTS = 10**9
-"""Parameters that ZeRO-3 keeps gathered: DeepSpeed's default."""
+"""Kept gathered by ZeRO-3: DeepSpeed's default."""
 _SUB_GROUP_ELEMENTS = 10**9
-"""Parameters that ZeRO-3 updates at once: DeepSpeed's default."""
+"""Updated at once by ZeRO-3: DeepSpeed's default."""
 _LIBRARIES_GIB = {"learner": 0.6, "generator": 0.5, "engine": 1.0, "broker": 0.15}
 """Host memory after imports."""
 _CONTEXT_GIB = 0.8
@@ -59,7 +59,7 @@ _KV_LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 _QUANTIZED_BYTES = {"nvfp4_per_token": 0.5}
 """Bytes per weight; 1 for every other quantization."""
 _RATES = {"GPU memory": 2.5e12, "PCIe": 50e9, "checksums": 10.6e9, "CPU: write": 3.1e9, "CPU: load": 0.155e9}
-"""Bytes/s. Specifications of an H100, and measurements of docs/weights.md."""
+"""Bytes/s of an H100, from specifications and docs/weights.md."""
 _EXCHANGE_S = 0.01
 _COMPARED = 1 / 8
 """Part of the layers that an update compares."""
@@ -81,7 +81,7 @@ _ADVICE = {
     "published version, received": "lower generators.count on this machine",
     "store": "lower buffer.store.max_memory_mib",
 }
-"""Start of a cause -> settings that reduce it."""
+"""Start of a cause -> remedy."""
 _LESS_WITH_LORA = ("weights", "gradients", "optimizer", "reference", "checkpoint")
 
 
@@ -106,11 +106,9 @@ class Machine(msgspec.Struct, frozen=True):
     def here(*, host_gib: float | None, gpus: int | None, gpu_gib: float | None) -> "Machine":
         """Describe this machine, with overrides. Raises ConfigError."""
         found = torch.cuda.device_count()
-        count = found if gpus is None else gpus
-        size = gpu_gib
+        count, size = found if gpus is None else gpus, gpu_gib
         if count and size is None:
-            if not found:
-                raise ConfigError(f"plan --gpus {count} needs --gpu-gib, because this machine has no GPU.")
+            require(found > 0, "plan --gpus", "come with --gpu-gib", got=count, why="this machine has no GPU")
             size = min(torch.cuda.get_device_properties(i).total_memory for i in range(found)) / GIB
         total = min([psutil.virtual_memory().total, *(each.limit for each in group_limits("memory"))])
         return Machine(host_gib or total / GIB, count, size or 0.0)
@@ -126,7 +124,7 @@ class UpdateEstimate(msgspec.Struct, frozen=True):
     """Size of the version, GiB."""
     learner_waits_s: float
     update_s: float
-    """From the end of a step until the engines have switched."""
+    """From a step's end until the engines have switched."""
     pause_s: float
     """Part of `update_s` in which generators do not generate."""
 
@@ -166,20 +164,16 @@ def make_plan(run: RunConfig, machine: Machine) -> Plan:
         needs.append(Need("broker", HOST, "libraries", _LIBRARIES_GIB["broker"] * run.broker.shards))
         if isinstance(run.buffer.store, EmbeddedRedisConfig):
             needs.append(Need("store", HOST, "store, full", run.buffer.store.max_memory_mib / 1024))
-    plan = Plan(machine, needs, problems)
-    too_small: dict[tuple[str, float], list[str]] = {}
+    plan = Plan(machine, needs, problems, update)
+    too_small: dict[str, list[str]] = {}
     for where in sorted({need.place for need in needs}):
-        if plan.total(where) > machine.capacity(where):
+        if (total := plan.total(where)) > (there := machine.capacity(where)):
             largest = max((need for need in needs if need.place == where), key=lambda need: need.gib)
-            too_small.setdefault((largest.cause, plan.total(where)), []).append(where)
-    for (cause, total), places in too_small.items():
-        there = machine.capacity(places[0])
-        size = max(need.gib for need in needs if need.place == places[0])
-        problems.append(
-            f"{', '.join(places)} must hold {total:.1f} GiB, got {there:.1f}: the largest part is {cause} "
-            f"({size:.1f} GiB); {_advice(cause, run.model)}."
-        )
-    return Plan(machine, needs, problems, update)
+            problem = f"must hold {total:.1f} GiB, got {there:.1f}: the largest part is {largest.cause} "
+            problem += f"({largest.gib:.1f} GiB); {_advice(largest.cause, run.model)}."
+            too_small.setdefault(problem, []).append(where)
+    problems += [f"{', '.join(places)} {problem}" for problem, places in too_small.items()]
+    return plan
 
 
 def _maps_versions(run: RunConfig) -> bool:
@@ -188,7 +182,7 @@ def _maps_versions(run: RunConfig) -> bool:
 
 
 def _auto_staged(run: RunConfig, policy: PreTrainedModel, machine: Machine, needs: Sequence[Need]) -> list[Need]:
-    """Return the copy on rank 0's GPU that `Stager` makes if there is room after the first step."""
+    """The copy that `Stager` makes on rank 0's GPU if it has room after the first step."""
     process, size = "learner rank 0", _published_gib(run, policy)
     held = [need.place for need in needs if need.process == process and need.place != HOST][:1]
     free = machine.gpu_gib - sum(need.gib for need in needs if need.place in held)
@@ -214,7 +208,7 @@ def _estimate_update(run: RunConfig, policy: PreTrainedModel, needs: Sequence[Ne
 
 
 def _has_second_copy(engine: VllmEngineConfig, model: PreTrainedModel, *, on_gpu: bool) -> bool:
-    """Whether the engine loads a version while it generates, as `ModelVersions` decides."""
+    """As `ModelVersions` decides: the engine loads a version while it generates."""
     text = model.config.get_text_config()
     has_parts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "kv_lora_rank"))
     return not (on_gpu or engine.enforce_eager is False or has_parts)
@@ -229,10 +223,8 @@ def _meta(config: ModelConfig, *, setting: str) -> PreTrainedModel:
     try:
         return meta_model(config)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"{setting} must name a model whose config.json can be read, got {config.path!r}: {first_line}"
-        ) from error
+        must = f"{setting} must name a model whose config.json can be read"
+        raise ConfigError(f"{must}, got {config.path!r}: {first_line(error)}") from error
 
 
 def show_plan(
@@ -250,10 +242,8 @@ def show_plan(
             console.print(table, "")
         shown = derived_sizes(run)
         if update := plan.update:
-            shown["weight update, estimated"] = (
-                f"{update.gib:.2f} GiB: the learner waits {update.learner_waits_s:.2g} s, generators switch after "
-                f"{update.update_s:.2g} s, and pause {update.pause_s:.2g} s"
-            )
+            waits = f"{update.gib:.2f} GiB: the learner waits {update.learner_waits_s:.2g} s, generators switch after"
+            shown["weight update, estimated"] = f"{waits} {update.update_s:.2g} s, and pause {update.pause_s:.2g} s"
         for name, value in shown.items():
             console.print(f"{name:<34}  {value}")
     if plan.problems:
@@ -327,22 +317,21 @@ def _learner_needs(run: RunConfig, policy: PreTrainedModel, *, gpus: Sequence[st
 
 
 def _moved(model: nn.Module, config: OptimizerConfig) -> tuple[int, float]:
-    """Return the trained elements of a model, and the size of their moments in float32 numbers."""
+    """(trained elements, size of their moments in float32 numbers)."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     hidden = hidden_matrices(model) if config.name == "muon" else set()
     is_small = config.name == "adamw_8bit"
+
     # Muon has one moment of hidden matrices. bitsandbytes keeps a byte, and a float32 of each block, unless a tensor is
     # small.
-    widths = [
-        1 if id(each) in hidden else 2 * (1 / 4 + 1 / _BLOCK if is_small and each.numel() >= _MIN_8_BIT else 1)
-        for each in trained
-    ]
-    numbers = [each.numel() for each in trained]
-    return sum(numbers), sum(width * number for width, number in zip(widths, numbers, strict=True))
+    def width(each: nn.Parameter) -> float:
+        return 1 if id(each) in hidden else 2 * (1 / 4 + 1 / _BLOCK if is_small and each.numel() >= _MIN_8_BIT else 1)
+
+    return sum(each.numel() for each in trained), sum(width(each) * each.numel() for each in trained)
 
 
 def _file_bytes(total: int, *, rank: int, size: int) -> int:
-    """Return a rank's share of a saved model, in files."""
+    """The rank's share of a saved model, in files."""
     files = range(rank, ceil(total / FILE_BYTES), size)
     return sum(min(FILE_BYTES, total - index * FILE_BYTES) for index in files)
 
@@ -351,17 +340,16 @@ def _states(
     model: str, elements: int, moved: int, moments: float, *, engine: object, size: int, width: int
 ) -> Iterator[tuple[str, bool, float]]:
     """Yield (cause, is in host memory, bytes) of a model on one rank. `width`: bytes per weight."""
-    stage, offloads, keeps_parameters_away = 0, False, False
+    stage, offloads, is_away = 0, False, False
     if isinstance(engine, DeepSpeedEngineConfig):
-        stage, offloads, keeps_parameters_away = engine.zero_stage, engine.offload_optimizer, engine.offload_parameters
-    named = "weights" if model == "weights" else f"{model}: weights"
-    share = elements / size if stage == 3 else elements
-    yield named, keeps_parameters_away, share * width
+        stage, offloads, is_away = engine.zero_stage, engine.offload_optimizer, engine.offload_parameters
+    prefix, parts = "" if model == "weights" else f"{model}: ", size if stage else 1
+    named = f"{prefix}weights"
+    yield named, is_away, (elements / size if stage == 3 else elements) * width
     if stage == 3:
         yield f"{named}, gathered", False, min(elements, _MAX_LIVE_ELEMENTS) * width
     if not moved:
         return
-    prefix, parts = "" if model == "weights" else f"{model}: ", size if stage else 1
     yield f"{prefix}gradients", offloads and stage >= 2, (moved / size if stage >= 2 else moved) * width
     if stage or width < _FLOAT:
         yield f"{prefix}optimizer: master weights", offloads, moved / parts * _FLOAT
@@ -379,8 +367,8 @@ def _engine_needs(run: RunConfig, model: PreTrainedModel, name: str, *, gpus: Se
         needs.append(Need(name, HOST, "published version, received", _published_gib(run, model)))
     width = getattr(torch, run.model.dtype).itemsize
     if isinstance(engine, HfEngineConfig):
-        weights = Need(name, f"gpu {gpus[0]}" if gpus else HOST, "engine: weights", _num_elements(model) * width / GIB)
-        return [*needs, weights]
+        where = f"gpu {gpus[0]}" if gpus else HOST
+        return [*needs, Need(name, where, "engine: weights", _num_elements(model) * width / GIB)]
     weight_bytes = _QUANTIZED_BYTES.get(engine.quantization, 1) if engine.quantization else width
     own = {
         "engine: weights": _num_elements(model) * weight_bytes / engine.num_workers / GIB,
@@ -404,20 +392,17 @@ def _places(engine: VllmEngineConfig, gpus: Sequence[str]) -> list[str]:
 def _cache_gib(
     run: RunConfig, model: PreTrainedModel, machine: Machine, needs: Sequence[Need], *, where: str, num_engines: int
 ) -> float:
-    """Return an engine's KV cache per device, given all other needs."""
+    """The engine's KV cache per device, given all other needs."""
     engine = run.generators.engine
     assert isinstance(engine, VllmEngineConfig)
-    if where == HOST:
+    if where == HOST or engine.kv_cache_gib is not None:
         return engine.kv_cache_gib or 1.0
-    if engine.kv_cache_gib is not None:
-        return engine.kv_cache_gib
+    taken = sum(need.gib for need in needs if need.place == where)
     if not _is_shared(needs, where):
-        taken = sum(need.gib for need in needs if need.place == where)
         return max(0.0, machine.gpu_gib * engine.gpu_memory_utilization - taken)
-    left = machine.gpu_gib * _SHARED_FRACTION - sum(need.gib for need in needs if need.place == where)
     # Cap it at all sequences, and leave the rest to the learner.
     most = (engine.max_num_seqs + PROBE_SEQUENCES) * _sequence_gib(run, model) + _SPARE_CACHE_GIB
-    return max(0.0, min(left / num_engines, most))
+    return max(0.0, min((machine.gpu_gib * _SHARED_FRACTION - taken) / num_engines, most))
 
 
 def _cache_problems(
@@ -425,10 +410,8 @@ def _cache_problems(
 ) -> list[str]:
     if cache >= (longest := _sequence_gib(run, model)):
         return []
-    problem = (
-        f"the KV cache of an engine must hold one sequence of model.max_length ({run.model.max_length} tokens, "
-        f"{longest:.2f} GiB), got {cache:.2f} GiB"
-    )
+    problem = f"the KV cache of an engine must hold one sequence of model.max_length ({run.model.max_length} tokens, "
+    problem += f"{longest:.2f} GiB), got {cache:.2f} GiB"
     remedy = "generators.engine.kv_cache_gib" if where == HOST else "generators.engine.tensor_parallel_size"
     if _is_shared(needs, where):
         others = sorted((need for need in needs if need.place == where), key=lambda need: -need.gib)
@@ -443,7 +426,7 @@ def _is_shared(needs: Sequence[Need], where: str) -> bool:
 
 
 def _sequence_gib(run: RunConfig, model: PreTrainedModel) -> float:
-    """Return the KV cache of the longest sequence, GiB per device."""
+    """Of the longest sequence, per device."""
     engine = run.generators.engine
     assert isinstance(engine, VllmEngineConfig)
     width = 1 if "fp8" in engine.kv_cache_dtype else getattr(torch, run.model.dtype).itemsize
@@ -451,7 +434,7 @@ def _sequence_gib(run: RunConfig, model: PreTrainedModel) -> float:
 
 
 def shared_cache_gib(run: RunConfig, *, gpu_gib: float) -> float:
-    """Return the KV cache per engine on a shared GPU, GiB. Raises ConfigError if the roles do not fit."""
+    """KV cache per engine on a shared GPU, GiB. Raises ConfigError if the roles do not fit."""
     plan = make_plan(run, Machine(host_gib=inf, gpus=1, gpu_gib=gpu_gib))
     if plan.problems:
         raise ConfigError(plan.problems[0])
@@ -459,7 +442,7 @@ def shared_cache_gib(run: RunConfig, *, gpu_gib: float) -> float:
 
 
 def kv_bytes(model: PreTrainedModel, *, width: int) -> int:
-    """Return KV cache bytes per token; linear attention layers store none."""
+    """Bytes per token; linear attention stores none."""
     text = model.config.get_text_config()
     kinds = getattr(text, "layer_types", None) or [_KV_LAYER_KINDS[0]] * text.num_hidden_layers
     layers = sum(kind in _KV_LAYER_KINDS for kind in kinds)
@@ -475,7 +458,7 @@ def _num_elements(model: nn.Module) -> int:
 
 
 def _published_gib(run: RunConfig, model: PreTrainedModel) -> float:
-    """Size of a published version, GiB: the adapter if one is trained, else the model."""
+    """The adapter if one is trained, else the model."""
     elements = _num_elements(model)
     if run.model.lora:
         elements = sum(parameter.numel() for _, parameter in adapter_parameters(model))

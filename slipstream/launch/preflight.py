@@ -1,4 +1,4 @@
-"""Preflight: prepare missing inputs and check the environment before a run's folder and roles exist."""
+"""Preflight: make inputs and check the environment before a run exists."""
 
 import asyncio
 import filecmp
@@ -36,8 +36,8 @@ from slipstream.configs.generators import RewardConfig, SearchAgentConfig, Singl
 from slipstream.configs.run import RunConfig
 from slipstream.generators.rewards.composition import REACHING_OUT, RewardFunctions
 from slipstream.generators.rewards.pool import RewardPool
-from slipstream.generators.rewards.reward import RewardInput
 from slipstream.launch.generator_pool import check_placement
+from slipstream.launch.scoring import reward_input, score_group
 from slipstream.runtime.command_line import fail_cleanly
 from slipstream.runtime.credentials import find_token
 from slipstream.runtime.model_files import check_model_files, check_model_path, find_file
@@ -55,7 +55,7 @@ def check_surroundings(run: RunConfig) -> None:
 
 
 def surroundings(run: RunConfig) -> dict[str, Callable[[], object]]:
-    """Return name -> environment check, which may raise an error, within ten seconds."""
+    """Name -> check, which takes ten seconds at most and may raise."""
     checks: dict[str, Callable[[], object]] = {
         "observers": lambda: check_observers(run),
         "object store": lambda: check_storage(run, has_folder=RunFolder(run).has_run),
@@ -73,9 +73,9 @@ def surroundings(run: RunConfig) -> dict[str, Callable[[], object]]:
 
 
 def _check_rewards(run: RunConfig) -> None:
-    # `make_inputs` checks those that read a file that a preparation step still has to create.
+    # `make_inputs` checks those that read a file still to be made.
     made = [step.creates for step in missing_steps(run)]
-    # In a generator's worker, an import error would appear a minute later.
+    # In a worker, an import error would appear a minute later.
     for reward in filter(None, (run.generators.reward, run.replay.reward)):
         if not any(path in json.encode(reward).decode() for path in made):
             RewardFunctions(reward)
@@ -91,7 +91,7 @@ def _check_local(run: RunConfig) -> None:
 
 
 def _check_address(run: RunConfig) -> None:
-    # At a used address, our generators would connect to another run's broker. The run lock protects the unix socket.
+    # At a used address, our generators would join another run. The lock protects the unix socket.
     if run.cluster.network:
         find_interface(run.cluster)
     for address in RunFolder(run).broker_addresses.values() if run.broker.address else ():
@@ -100,12 +100,11 @@ def _check_address(run: RunConfig) -> None:
 
 def _check_store(run: RunConfig) -> None:
     if isinstance(run.buffer.store, RedisConfig):
-        url = store_url(run, RunFolder(run).path)
-        open_run_store(url, run.name, timeout_s=_STORE_TIMEOUT_S).close()
+        open_run_store(store_url(run, RunFolder(run).path), run.name, timeout_s=_STORE_TIMEOUT_S).close()
 
 
 def make_inputs(run: RunConfig) -> None:
-    """Run missing preparation steps; check data, model, and a replay's archive. Raises ConfigError."""
+    """Run missing steps; check data, model, and a replay's archive. Raises ConfigError."""
     if prepare(run):
         _check_rewards(run)
     train, heldout = read_data(run)
@@ -148,50 +147,42 @@ def read_data(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
 
 
 def _check_unseen(run: RunConfig) -> None:
-    """Raise ConfigError if a held-out file is a training file or its copy, unless nothing is trained."""
+    """Raise ConfigError if training and held-out files are equal, unless nothing is trained."""
     files = [(file.path, each.path) for file in run.data.train_files for each in run.data.eval_sets]
     for trained, heldout in files if run.mode != "evaluate" else []:
-        if filecmp.cmp(trained, heldout, shallow=False):
-            same = "the same file" if trained == heldout else f"a copy of {trained}"
-            raise ConfigError(
-                f"data.eval must hold prompts that are not trained on, got {heldout}, {same} as data.train: an "
-                "evaluation would measure memory. Split the file, or measure on another one."
-            )
+        same = "the same file" if trained == heldout else f"a copy of {trained}"
+        is_fit, got = not filecmp.cmp(trained, heldout, shallow=False), f"{heldout}, {same} as data.train"
+        why = "an evaluation would measure memory; split the file, or measure on another one"
+        require(is_fit, "data.eval", "hold prompts that are not trained on", got=got, why=why)
 
 
 _LEARNING_RATES = (1e-8, 1e-2)
-"""Bounds outside of which a learning rate is almost certainly a mistake."""
+"""Others are almost certainly a mistake."""
 
 
 def describe_doubts(run: RunConfig, *, num_rows: int | None = None) -> Iterator[str]:
     """Describe settings that are allowed but probably mistaken. `num_rows`: training prompts."""
     rate, (low, high) = run.learner.optimizer.learning_rate, _LEARNING_RATES
     if not low <= rate <= high:
-        effect = "diverge" if rate > high else "barely change"
-        yield (
-            f"learner.optimizer.learning_rate is {rate:g}, and the model will probably {effect}: 1e-7 to 1e-5 is "
-            "typical for all weights of a pretrained model, 1e-6 to 1e-4 for model.lora"
-        )
-    groups = run.claimed_groups_per_step
+        effect = f"the model will probably {'diverge' if rate > high else 'barely change'}"
+        typical = "1e-7 to 1e-5 is typical for all weights of a pretrained model, 1e-6 to 1e-4 for model.lora"
+        yield f"learner.optimizer.learning_rate is {rate:g}, and {effect}: {typical}"
+    groups, asked = run.claimed_groups_per_step, f"learner.prompts_per_step is {run.learner.prompts_per_step}"
     if num_rows and run.mode != "sft" and groups > num_rows:
-        yield (
-            f"learner.prompts_per_step is {run.learner.prompts_per_step}, but there are only {num_rows} training "
-            f"prompts: every step trains each of them about {groups / num_rows:.3g} times"
-        )
+        effect = f"every step trains each of them about {groups / num_rows:.3g} times"
+        yield f"{asked}, but there are only {num_rows} training prompts: {effect}"
     if run.has_roles and not run.generators.count:
-        yield (
-            "generators.count is 0, and training waits until you start a generator: `python -m slipstream.generators "
-            f"name={run.name}`, or `slipstream scale generators=1`"
-        )
+        start = f"`python -m slipstream.generators name={run.name}`, or `slipstream scale generators=1`"
+        yield f"generators.count is 0, and training waits until you start a generator: {start}"
 
 
 _MADE_UP = "I do not know."
 _TRIED_ROWS = 64
-"""First rows of a dataset that are checked, and searched for one of each data source."""
+"""First rows that are checked, and searched for each data source."""
 
 
 def check_prompts(run: RunConfig, *datasets: Dataset) -> None:
-    """Raise ConfigError if no agent has the name in a row, or if the tokenizer cannot render a row's messages."""
+    """Raise ConfigError if a row names no agent, or if its messages cannot be rendered."""
     agents, template = run.generators.agents_by_name, find_template(run.model)
     # A name on the hub may not be in the cache yet.
     is_known = find_file(run.model.path, "tokenizer_config.json") is not None
@@ -200,18 +191,16 @@ def check_prompts(run: RunConfig, *datasets: Dataset) -> None:
             where = f"row {row.uid} of {dataset.paths}"
             if row.agent_name not in agents:
                 raise ConfigError(f"{run.generators.describe_missing(row.agent_name, row=where)}.")
-            if is_known and not template and not isinstance(row.prompt, str):
-                raise ConfigError(
-                    f"the tokenizer must have a chat template, because {where} is a list of chat messages, but "
-                    f"{run.model.path} has none: set model.chat_template to a file, use an instruction-tuned "
-                    "checkpoint, or write prompts as text."
-                )
+            is_fit, must = not is_known or template or isinstance(row.prompt, str), f"have a chat template for {where}"
+            got = f"none in {run.model.path}, for a list of chat messages"
+            why = "set model.chat_template to a file, use an instruction-tuned checkpoint, or write prompts as text"
+            require(bool(is_fit), "the tokenizer", must, got=got, why=why)
 
 
 def try_rewards(run: RunConfig, dataset: Dataset) -> None:
-    """Score a made-up answer and the ground truth of one row per data source. Raises ConfigError if a call fails.
+    """Score a made-up answer and the truth of one row per data source. Raises ConfigError if a call fails.
 
-    Tries nothing if a function contacts an address or loads a model, and skips rows whose agent may score itself.
+    Not for functions that contact an address or load a model, or agents that may score.
     """
     config = run.generators.reward
     if not isinstance(run.generators.agent, SingleTurnConfig | ToolsAgentConfig | SearchAgentConfig):
@@ -227,55 +216,44 @@ def try_rewards(run: RunConfig, dataset: Dataset) -> None:
         answers = {text: _token_ids(tokenizer, text) for text in (_MADE_UP, truth)}
         for answer, reward in asyncio.run(_score(config, row, answers)).items():
             if reward.status != "ok":
-                raise ConfigError(
-                    f"generators.reward ({config.summary}) must score every answer, but {reward.detail}; the call was "
-                    f"for row {row.uid} of {dataset.paths} and the answer {answer!r:.60}."
-                )
+                must = f"generators.reward ({config.summary}) must score every answer, but {reward.detail}"
+                call = f"the call was for row {row.uid} of {dataset.paths} and the answer {answer!r:.60}"
+                raise ConfigError(f"{must}; {call}.")
 
 
 def _token_ids(tokenizer: Tokenizer | None, text: str) -> list[int]:
     try:
         return list(tokenizer.encode(text).ids) if tokenizer else [0]
-    except Exception:  # bare, for characters that a tokenizer without an unknown token lacks
+    except Exception:  # bare, for characters that the tokenizer lacks
         return [0]
 
 
 async def _score(config: RewardConfig, row: Row, answers: dict[str, list[int]]) -> dict[str, Reward]:
-    """Score answers (text -> token ids) in one worker process, with the run's limits."""
+    """`answers`: text -> token ids."""
     samples = [
-        RewardInput(
-            prompt=row.prompt,
-            response=answer,
-            response_token_ids=token_ids,
-            ground_truth=row.ground_truth,
-            data_source=row.data_source,
-            extra_info=row.extra_info,
-            messages=[{"role": "assistant", "content": answer}],
-        )
+        reward_input(row, answer, token_ids, messages=[{"role": "assistant", "content": answer}])
         for answer, token_ids in answers.items()
     ]
     with closing(RewardPool(msgspec.structs.replace(config, num_workers=1))) as pool:
-        compares = pool.compares(row.data_source)
-        scored = pool.score_group(samples) if compares else asyncio.gather(*map(pool.score, samples))
-        return dict(zip(answers, await scored, strict=True))
+        return dict(zip(answers, await score_group(pool, samples), strict=True))
 
 
 def missing_steps(run: RunConfig) -> list[PrepareStep]:
-    """Return preparation steps without their file."""
+    """Preparation steps without their file."""
     return [step for step in run.prepare if not Path(step.creates).exists()]
 
 
 def preparation_limit_s(run: RunConfig) -> float:
-    """Return the time limit of all missing steps."""
+    """Time limit of all missing steps."""
     return _STEP_TIMEOUT_S * len(missing_steps(run))
 
 
 def prepare(run: RunConfig) -> int:
-    """Run missing preparation steps in order; return their number. Raises ConfigError."""
+    """Run missing steps in order; return their number. Raises ConfigError."""
     if not (steps := missing_steps(run)):
         return 0
-    # One process for all steps imports torch once, and the launcher never does.
     limit_s = preparation_limit_s(run)
+    # Imports torch once, and not in the launcher.
     code = run_kept([__name__, json.encode(steps).decode()], timeout_s=limit_s)
     missing = missing_steps(run)
     if missing or code != 0:

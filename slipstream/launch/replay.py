@@ -1,7 +1,7 @@
 """Replay: train on a stored run's trajectories, in the same batches.
 
-A serial run over a store filled from an archive, on one or more ranks; its generator answers held-out prompts. With the
-stored run's settings, seed, and initial weights, batches repeat bit for bit, as do losses of a serial run.
+A serial run over a store filled from an archive, on one or more ranks. With the same settings, seed, and initial
+weights, batches repeat bit for bit, as do losses of a serial run.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from slipstream.buffer.codec import encode, unpack
 from slipstream.buffer.errors import ReplayBufferError
 from slipstream.buffer.records import StoredGroup, image_names
 from slipstream.buffer.redis.store import RedisStore
-from slipstream.buffer.trajectory import Reward, Trajectory
+from slipstream.buffer.trajectory import Trajectory
 from slipstream.cluster.seat import run_kept
 from slipstream.configs.base import ConfigError
 from slipstream.configs.generators import RewardConfig
@@ -34,6 +34,7 @@ from slipstream.generators.errors import GeneratorError
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.tokenization import PromptEncoder, load_tokenizer
+from slipstream.launch.scoring import reward_input, score_group
 from slipstream.launch.serial import run_serial
 from slipstream.learner.build import build_rank_group, choose_device
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
@@ -100,7 +101,7 @@ def _device(run: RunConfig) -> torch.device:
 
 
 _MAX_DECODED = 1024
-"""At a time: text takes several times the memory of token ids."""
+"""Text takes several times the memory of token ids."""
 
 
 def rescore(
@@ -125,7 +126,7 @@ async def _rescore(
             chunk = groups[start : start + size]
             members = [[unpack(payload) for payload in group.payloads] for group in chunk]
             inputs = [[_reward_input(member, rows, prompting) for member in group] for group in members]
-            found = await asyncio.gather(*(_score_group(pool, group) for group in inputs))
+            found = await asyncio.gather(*(score_group(pool, group) for group in inputs))
             for group, trajectories, rewards in zip(chunk, members, found, strict=True):
                 statuses.update(reward.status for reward in rewards)
                 pairs = zip(trajectories, rewards, strict=True)
@@ -133,12 +134,6 @@ async def _rescore(
                 rescored.append(msgspec.structs.replace(group, payloads=payloads))
     log.info("rescored", function=reward.summary, **statuses)
     return rescored
-
-
-async def _score_group(pool: RewardPool, group: list[RewardInput]) -> list[Reward]:
-    if group and pool.compares(group[0].data_source):
-        return await pool.score_group(group)
-    return [*await asyncio.gather(*map(pool.score, group))]
 
 
 def _reward_input(trajectory: Trajectory, rows: Mapping[str, Row], prompting: PromptEncoder) -> RewardInput:
@@ -149,15 +144,7 @@ def _reward_input(trajectory: Trajectory, rows: Mapping[str, Row], prompting: Pr
             f"{trajectory.id} is missing: name the data that the stored run was trained on."
         )
     response = trajectory.token_ids[trajectory.model_mask].tolist()
-    return RewardInput(
-        prompt=row.prompt,
-        response=prompting.decode(response),
-        ground_truth=row.ground_truth,
-        data_source=row.data_source,
-        stop_reason=trajectory.stop_reason,
-        response_token_ids=response,
-        extra_info=row.extra_info,
-    )
+    return reward_input(row, prompting.decode(response), response, stop_reason=trajectory.stop_reason)
 
 
 if __name__ == "__main__":

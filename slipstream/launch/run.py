@@ -1,4 +1,4 @@
-"""One run from overrides to report: name, preparation, preflight, training in its mode, result."""
+"""One run from overrides to report."""
 
 import itertools
 import json
@@ -15,7 +15,7 @@ from slipstream.broker.dataset import with_epochs
 from slipstream.buffer.role_reports import LAUNCHER
 from slipstream.cluster.observers import observed
 from slipstream.cluster.seat import Places
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 from slipstream.configs.load import load, merge_overrides, provenance
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.launch.launcher import Launcher
@@ -33,7 +33,7 @@ from slipstream.runtime.row_files import require_demonstrations
 from slipstream.runtime.run_folder import OVERRIDES, RunFolder, is_held
 
 _MAX_OVERRIDES = 60
-"""Characters of overrides in a suggested command; more are replaced by a file."""
+"""Characters in a suggested command; more become a file."""
 
 console = make_console()
 
@@ -58,8 +58,7 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
         return
     folder.check_name()
     check_surroundings(run)
-    # Generators load libraries during preparation, which takes up to minutes. Check everything else first, so that a
-    # rejected run starts no process and leaves no folder.
+    # Generators load libraries during preparation. Check all else first, so that a rejected run leaves no trace.
     is_to_prepare = run.has_roles and bool(missing_steps(run))
     if not is_to_prepare:
         make_inputs(run)
@@ -68,7 +67,7 @@ def run_experiment(overrides: list[str], *, program: str) -> None:
             folder.claim()
             folder.record_process(LAUNCHER)
             folder.record_stage(LAUNCHER, "settings checked")
-            # Otherwise an interrupted continuation would look finished.
+            # An interrupted continuation would look finished.
             folder.summary.unlink(missing_ok=True)
             folder.write_origins(provenance(overrides, run), overrides=overrides)
             if run.has_roles:
@@ -88,7 +87,7 @@ def with_stored_overrides(overrides: list[str]) -> list[str]:
     given = dict(text.partition("=")[::2] for text in overrides)
     if given.get("resume", "").lower() not in ("true", "auto") or "name" not in given or "experiment" in given:
         return overrides
-    # Not the resolved configuration: roles on other machines get the overrides, but not the run folder.
+    # Not config.yaml: roles on other machines get only overrides.
     file = Path(given.get("runs_dir", "runs")) / given["name"] / OVERRIDES
     return merge_overrides(json.loads(file.read_text()), overrides) if file.is_file() else overrides
 
@@ -102,19 +101,15 @@ def describe_finished(run: RunConfig, folder: RunFolder) -> str:
     if steps < run.learner.max_steps and not has_stopped:
         return ""
     why = "" if steps >= run.learner.max_steps else ", because evaluation.stop was met"
-    more = (
-        f"raise learner.epochs above {run.learner.epochs}"
-        if run.learner.epochs
-        else f"set learner.max_steps above {steps}"
-    )
-    return (
-        f"{run.name} is finished: it ended after {steps} of {run.learner.max_steps} steps{why}. To continue it, "
-        f"{more}{' or change evaluation.stop' if why else ''}."
-    )
+    epochs, more = run.learner.epochs, f"set learner.max_steps above {steps}"
+    more = f"raise learner.epochs above {epochs}" if epochs else more
+    more += " or change evaluation.stop" if why else ""
+    ended = f"it ended after {steps} of {run.learner.max_steps} steps{why}"
+    return f"{run.name} is finished: {ended}. To continue it, {more}."
 
 
 def _run_here(run: RunConfig, folder: RunFolder, *, overrides: list[str]) -> None:
-    # Both load torch, which takes seconds; mode=async does not need it.
+    # Both load torch, which takes seconds.
     if run.mode == "serial":
         from slipstream.launch.serial import run_serial
 
@@ -143,8 +138,8 @@ def _open_places(run: RunConfig) -> Iterator[Places | None]:
 def start_sft(overrides: list[str]) -> None:
     """Replace this process with the learner, the only role of mode=sft. Raises ConfigError."""
     run = load(overrides)
-    if run.mode != "sft":
-        raise ConfigError(f"mode must be sft, got {run.mode}: choose experiment=digits_sft or set mode and sft.*.")
+    why = "choose experiment=digits_sft, or set mode and sft.*"
+    require(run.mode == "sft", "mode", "be sft", got=run.mode, why=why)
     _, overrides = with_free_name(run, overrides)
     prepare(run)
     check_models(run)
@@ -152,7 +147,7 @@ def start_sft(overrides: list[str]) -> None:
         require_demonstrations(Path(path))
     for note in describe_doubts(run):
         print(f"note: {note}")
-    # exec, because torch must load under the learner's environment variables.
+    # torch must load under the learner's environment.
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "slipstream.learner", *overrides])
 
@@ -160,24 +155,20 @@ def start_sft(overrides: list[str]) -> None:
 def with_sft_preset(overrides: list[str]) -> list[str]:
     """Add a default experiment: `sft` if the user gives a training file, else `digits_sft`."""
     keys = {override.partition("=")[0] for override in overrides}
-    if "experiment" in keys:
-        return overrides
-    return ["experiment=sft" if "sft.train_path" in keys else "experiment=digits_sft", *overrides]
+    preset = "experiment=sft" if "sft.train_path" in keys else "experiment=digits_sft"
+    return overrides if "experiment" in keys else [preset, *overrides]
 
 
 def with_free_name(run: RunConfig, overrides: list[str]) -> tuple[RunConfig, list[str]]:
     """Append a number to a default name in use."""
-    is_chosen = any(override.startswith("name=") for override in overrides)
-    if is_chosen or run.resume:
+    if run.resume or any(override.startswith("name=") for override in overrides):
         return run, overrides
     names = itertools.chain([run.name], (f"{run.name}-{number}" for number in itertools.count(2)))
-    named = (msgspec.structs.replace(run, name=name) for name in names)
-    free = next(each for each in named if _is_free(RunFolder(each)))
+    for free in (msgspec.structs.replace(run, name=name) for name in names):
+        folder = RunFolder(free)
+        if not folder.path.exists() or (folder.is_untrained and not is_held(folder.path)):
+            break
     return free, [*overrides, f"name={free.name}"]
-
-
-def _is_free(folder: RunFolder) -> bool:
-    return not folder.path.exists() or (folder.is_untrained and not is_held(folder.path))
 
 
 def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> None:
@@ -191,36 +182,25 @@ def report(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: 
     except OSError as error:
         # The run itself succeeded.
         curve = f"not drawn: {error}"
-    console.print(*draw_results(run, summary), sep="\n", soft_wrap=True)
-    if summary["best"]:
-        console.print(f"best model   {folder.best_model}", soft_wrap=True)
+    lines = [*draw_results(run, summary), *([f"best model   {folder.best_model}"] if summary["best"] else [])]
+    lines += [f"curve        {curve}", f"final model  {folder.final_model}", f"all figures  {folder.summary}"]
     next_commands = suggestions(run, folder, overrides=overrides, program=program)
     width = max(map(len, next_commands))
-    console.print(
-        f"curve        {curve}",
-        f"final model  {folder.final_model}",
-        f"all figures  {folder.summary}",
-        "",
-        "Next:",
-        *(f"  {command:<{width}}   # {comment}" for command, comment in next_commands.items()),
-        sep="\n",
-        soft_wrap=True,
-    )
+    lines += ["", "Next:", *(f"  {command:<{width}}   # {comment}" for command, comment in next_commands.items())]
+    console.print(*lines, sep="\n", soft_wrap=True)
 
 
 def suggestions(run: RunConfig, folder: RunFolder, *, overrides: list[str], program: str) -> dict[str, str]:
-    """Return command to try next -> comment."""
+    """Command to try next -> comment."""
     own = [text for text in overrides if text.partition("=")[0] not in ("name", "resume")]
     if len(shlex.join(own)) > _MAX_OVERRIDES and run.cluster.kind == "local":
         # The same settings, as a file. Other machines don't have it.
         own = [f"experiment={folder.path}/config.yaml", *(["resume=false"] if run.resume else [])]
     again = shlex.join([*program.split(), "run", *own])
-    others = {
-        f"{again} name={run.name}-sync staleness.max_lag=0": "the synchronous oracle",
-        f"{again} name={run.name}-two generators.count=2": "two generators",
-    }
-    measure = shlex.join([*program.split(), "evaluate", str(folder.path)])
-    return (others if run.has_roles else {}) | {
-        measure: "measure the final model again",
-        shlex.join([*program.split(), "plan", *own]): "its memory, by process and cause",
-    }
+    commands: dict[str, str] = {}
+    if run.has_roles:
+        commands[f"{again} name={run.name}-sync staleness.max_lag=0"] = "the synchronous oracle"
+        commands[f"{again} name={run.name}-two generators.count=2"] = "two generators"
+    commands[shlex.join([*program.split(), "evaluate", str(folder.path)])] = "measure the final model again"
+    commands[shlex.join([*program.split(), "plan", *own])] = "its memory, by process and cause"
+    return commands

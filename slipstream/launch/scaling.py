@@ -1,4 +1,4 @@
-"""Scaling: changes a live run's number of generators, on request or from measured waits."""
+"""Scaling: number of generators of a live run, by request or measured waits."""
 
 import os
 import socket
@@ -26,15 +26,13 @@ _WORKING_STATES = ("ready", "updating")
 _MIN_STEPS = 5
 """Steps before the learner's waits are meaningful."""
 _MORE_ABOVE = 0.3
-"""Fraction of the learner's time spent waiting for groups, above which a generator is added: below it, a step becomes
-shorter by less than a third."""
+"""Fraction of its time that the learner waits for groups; below, a step becomes shorter by less than a third."""
 _FEWER_BELOW = 0.5
-"""Fraction of their capacity that all generators use, below which one is removed: far enough from full that the next
-measurement doesn't add it again."""
+"""Used fraction of all generators' capacity: so far from full that the next measurement adds none again."""
 _SETTLE_S = 60.0
-"""Measuring time before each change, from when the learner and all generators work: many answers, and a few steps."""
+"""Window of a measurement, once all roles work: many answers, and a few steps."""
 _ABSENT_AFTER_S = 600.0
-"""Longest wait for a generator that is not working: loading a large model. Then it is left out of the measurement."""
+"""Longest wait for a generator, which may load a large model, before the measurement ignores it."""
 
 
 class Change(Record):
@@ -48,7 +46,7 @@ class Change(Record):
 
 
 class Autoscaler:
-    """Decides once per window of `_SETTLE_S`, or longer if steps are slow. Used by one thread.
+    """Decides once per window of `_SETTLE_S`, or longer if steps are slow.
 
     Scaling up has priority: if the learner waits while generators idle, the cause lies elsewhere.
     """
@@ -78,54 +76,41 @@ class Autoscaler:
         seconds = self._clock() - self._started_at
         if seconds < _SETTLE_S:
             return None
-        if target < (least := self._config.min):
-            # Generators were drained or abandoned.
-            change: Change | None = Change(least, f"generators.autoscale.min is {least}")
-        else:
-            change = self._scale_up(seconds, target=target)
-            change = change or self._scale_down(seconds, num_ready=num_ready, target=target)
-        # Extend a window with too few steps, or slow steps would never be measured.
+        change = self._choose(seconds, num_ready=num_ready, target=target)
+        # Otherwise slow steps would never be measured.
         if not 0 < len(self._rows) < _MIN_STEPS:
             self.start_window()
         return change
 
-    def _scale_up(self, seconds: float, *, target: int) -> Change | None:
+    def _choose(self, seconds: float, *, num_ready: int, target: int) -> Change | None:
         waited, config = self._learner_wait_fraction(), self._config
-        if target >= config.max or waited is None or waited <= _MORE_ABOVE:
+        if target < config.min:
+            # Generators were drained or abandoned.
+            return Change(config.min, f"generators.autoscale.min is {config.min}")
+        if waited is None:
             return None
-        return Change(
-            target + 1,
-            f"the learner waited {waited:.0%} of the last {seconds:.0f} s for groups, above {_MORE_ABOVE:.0%}",
-        )
-
-    def _scale_down(self, seconds: float, *, num_ready: int, target: int) -> Change | None:
-        waited, config = self._learner_wait_fraction(), self._config
+        if waited > _MORE_ABOVE:
+            why = f"the learner waited {waited:.0%} of the last {seconds:.0f} s for groups, above {_MORE_ABOVE:.0%}"
+            # None leaves at `max`, or it would return repeatedly.
+            return Change(target + 1, why) if target < config.max else None
         if target <= config.min or not self._busy or len(self._rows) < _MIN_STEPS:
-            return None
-        # Not while the learner waits: at `max`, a generator would leave and return repeatedly.
-        if waited is None or waited > _MORE_ABOVE:
             return None
         busy = sum(self._busy) / len(self._busy)
         # The others must be able to take over its work.
         if busy >= _FEWER_BELOW or busy * num_ready > num_ready - 1:
             return None
-        return Change(
-            target - 1,
-            f"the generators used {busy:.0%} of their capacity in the last {seconds:.0f} s, below {_FEWER_BELOW:.0%}",
-        )
+        capacity = f"{busy:.0%} of their capacity in the last {seconds:.0f} s"
+        return Change(target - 1, f"the generators used {capacity}, below {_FEWER_BELOW:.0%}")
 
     def _learner_wait_fraction(self) -> float | None:
-        """Fraction of the window in which the learner waits; None after too few steps.
-
-        Before the first step, the fraction of observations in which it waits for groups.
-        """
+        """Part of the window, or before the first step of the observations; None after too few steps."""
         if not self._rows:
             return sum(self._starving) / len(self._starving)
         return wait_fraction(self._rows) if len(self._rows) >= _MIN_STEPS else None
 
 
 class AbsenceTracker:
-    """Decides when the autoscaler stops waiting for absent generators."""
+    """Tracks generators that do not work."""
 
     def __init__(self, *, absent_after_s: float, clock: Clock = time.monotonic) -> None:
         self._absent_after_s = absent_after_s
@@ -166,7 +151,7 @@ class LauncherReport:
     def send(self, *, restarts: Mapping[str, int], generators_target: int) -> None:
         """Record the waiting events and report. Raises StoreUnavailableError, RunConflictError."""
         while self._unsent:
-            # Dequeue after the call: a lost answer then repeats an event instead of losing it.
+            # Dequeue after the call: a lost answer then repeats the event.
             self._store.record_event(*self._unsent[0])
             self._unsent.popleft()
         self._report("ready", {"restarts": dict(restarts), "generators_target": generators_target, **self._answer})
@@ -178,8 +163,8 @@ class LauncherReport:
             self._report("gone", {"restarts": dict(restarts), "reason": reason})
 
     def _report(self, state: str, gauges: dict[str, Any]) -> None:
-        process = {"host": socket.gethostname(), "pid": os.getpid()}
-        self._store.report_role(LAUNCHER, {"role": LAUNCHER, "state": state, **process, **gauges})
+        process = {"role": LAUNCHER, "state": state, "host": socket.gethostname(), "pid": os.getpid()}
+        self._store.report_role(LAUNCHER, process | gauges)
 
 
 class Scaling:
@@ -243,47 +228,31 @@ class Scaling:
             # Waits during a start say nothing about the number needed.
             self._autoscaler.start_window()
             return events
+        busy, ready = busy_fraction(workers), len(workers)
         change = self._autoscaler.observe(
-            snapshot.new_rows,
-            busy=busy_fraction(workers),
-            is_starving=is_starving,
-            num_ready=len(workers),
-            target=self._pool.target,
+            snapshot.new_rows, busy=busy, is_starving=is_starving, num_ready=ready, target=self._pool.target
         )
         return events + (self._apply(change) if change else [])
 
     def _update_absences(self, roles: Sequence[RoleStatus], *, working: set[str]) -> list[Event]:
         states = {role.name: role.state if role.is_alive else role.liveness for role in roles}
-        return [
-            Event(
-                name,
-                f"{name} is {states.get(name, 'absent')} and has not worked for {_ABSENT_AFTER_S:g} s: the "
-                "autoscaler ignores it until it works",
-            )
-            for name in self._absences.update(self._pool.active_names, working=working)
-        ]
+        absent = self._absences.update(self._pool.active_names, working=working)
+        since = f"has not worked for {_ABSENT_AFTER_S:g} s: the autoscaler ignores it until it works"
+        return [Event(name, f"{name} is {states.get(name, 'absent')} and {since}") for name in absent]
 
     def _apply(self, change: Change) -> list[Event]:
         try:
             return self._set_target(change.target, reason=change.reason)
         except ConfigError as error:
             previous, self._refused = self._refused, (change.target, str(error))
-            # Once: repeats would push other events out of the store.
-            if previous == self._refused:
-                return []
-            return [
-                Event(
-                    LAUNCHER,
-                    f"the number of generators stays at {self._pool.target}, although {change.reason}: {error}",
-                )
-            ]
+            # Repeats would push other events out of the store.
+            stays = f"the number of generators stays at {self._pool.target}, although {change.reason}: {error}"
+            return [] if previous == self._refused else [Event(LAUNCHER, stays)]
 
     def _set_target(self, target: int, *, reason: str) -> list[Event]:
         previous = self._pool.target
         # Raises before anything changes.
         self._check_room(target)
         self._refused = None
-        return [
-            Event(LAUNCHER, f"the number of generators changes from {previous} to {target}: {reason}"),
-            *self._pool.set_target(target),
-        ]
+        changed = f"the number of generators changes from {previous} to {target}: {reason}"
+        return [Event(LAUNCHER, changed), *self._pool.set_target(target)]

@@ -1,8 +1,8 @@
 """Serial run: all roles in one process, stepped in a fixed order, deterministic.
 
-Roles of an asynchronous run, with in-memory channels and weight transport. Whenever the learner waits, the pump takes
-one turn: the learner's client, the router, the generator's client, then the generator's asyncio tasks. The clock counts
-turns. One seed therefore gives one run, bit for bit; with `max_lag=0` it is the synchronous oracle.
+Whenever the learner waits, the pump takes one turn: the learner's client, the router, the generator's client, then the
+generator's asyncio tasks. The clock counts turns. One seed gives one run, bit for bit; with `max_lag=0` it is the
+synchronous oracle.
 """
 
 import asyncio
@@ -35,24 +35,20 @@ from slipstream.runtime.run_folder import RunFolder
 _CPU = torch.device("cpu")
 _SECONDS_PER_TURN = 0.001
 _TASK_ROUNDS_PER_TURN = 16
-"""Enough event loop rounds for a woken task to pass on its result."""
+"""Enough for a woken task to pass on its result."""
 
 
 class TurnClock:
     """Clock that advances with the turns of the pump."""
 
-    def __init__(self) -> None:
-        self._now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
-        return self._now
-
-    def advance(self, seconds: float) -> None:
-        self._now += seconds
+        return self.now
 
 
 class SerialPeer:
-    """Broker client of a role, stepped by the pump instead of a thread."""
+    """Broker client of a role, stepped by the pump."""
 
     def __init__(self, hub: MemoryBroker, role: str, clock: TurnClock) -> None:
         # The broker knows the learner by this name.
@@ -60,13 +56,12 @@ class SerialPeer:
         self.board = StatusBoard()
         self.received: deque[Message] = deque()
         hello = Hello(role, self.member.peer_id, self.member.incarnation, "localhost", os.getpid())  # type: ignore[arg-type]
-        self.client = BrokerClient(
-            hub.client(), hello=hello, status=self.board, on_message=self.received.append, clock=clock
-        )
+        receive = self.received.append
+        self.client = BrokerClient(hub.client(), hello=hello, status=self.board, on_message=receive, clock=clock)
 
 
 class Pump:
-    """The learner's Inbox, which runs broker and generator whenever the learner waits.
+    """The learner's Inbox, which runs the other roles.
 
     Life: start -> (turn | get)* -> stop -> close.
     """
@@ -89,9 +84,9 @@ class Pump:
         self._running = self._loop.create_task(generator.run())
 
     def turn(self) -> None:
-        """Step every role once. Raises the generator's error, if it failed."""
-        # The order is part of the result: changing it changes every serial run.
-        self._clock.advance(_SECONDS_PER_TURN)
+        """Step every role once. Raises the generator's error."""
+        # The order is part of every result.
+        self._clock.now += _SECONDS_PER_TURN
         self._learner.client.step(timeout_s=0)
         self._router.step(timeout_s=0)
         self._peer.client.step(timeout_s=0)
@@ -101,11 +96,10 @@ class Pump:
         gauges = {"role": "generator", "state": status.state, "version": status.version}
         self._store.report_role(self._peer.member.peer_id, status.gauges | gauges)
         if self._running and self._running.done():
-            # Raises the generator's error, because the learner must not continue alone.
             self._running.result()
 
     def get(self, *, timeout_s: float) -> Message | None:
-        """Return the learner's next message; without one, take a turn first if `timeout_s` > 0."""
+        """The learner's next message; without one, take a turn first if `timeout_s` > 0."""
         if not self._learner.received and timeout_s > 0:
             self.turn()
         return self._learner.received.popleft() if self._learner.received else None
@@ -141,7 +135,7 @@ def run_serial(
     device: torch.device = _CPU,
 ) -> None:
     """Train to the end in this process. `prepare_store` may fill the store. `device`: of the learner's rank 0."""
-    # The store server is a child and must end with this process.
+    # The store server must end with this process.
     raise_on_stop_signal()
     # With several threads, sums depend on the work split.
     torch.set_num_threads(1)
@@ -151,10 +145,9 @@ def run_serial(
     config = run.buffer.store
     assert isinstance(config, EmbeddedRedisConfig), "the settings are checked"
     with ExitStack() as stack:
-        # Persists nothing, because a serial run cannot be resumed.
-        store = stack.enter_context(
-            open_own_store(folder.store, run.name, max_memory_mib=config.max_memory_mib, clock=clock)
-        )
+        # Not persistent: a serial run cannot be resumed.
+        opened = open_own_store(folder.store, run.name, max_memory_mib=config.max_memory_mib, clock=clock)
+        store = stack.enter_context(opened)
         begin_run(store, run, num_rows=train.row_count)
         router = Router(hub.server(), store, run=run, train=train, heldout=heldout, clock=clock)
         prepare_store(store)

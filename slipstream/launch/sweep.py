@@ -1,4 +1,4 @@
-"""Sweep: one run after another for each combination of several values, and a table of their results."""
+"""Sweep: one run after another for each combination of values."""
 
 import itertools
 import os
@@ -66,10 +66,9 @@ class Combination(Record):
 
 
 def run_sweep(overrides: list[str], *, program: str) -> None:
-    """Train every combination, write `sweep.json`, and print its tables. A failed run does not end the sweep.
+    """Train every combination, write `sweep.json`, and print tables. Exits with 1 at the end if a run failed.
 
-    `program`: name in suggested commands. Exits with 1 if a run failed. Raises ConfigError before the first run if any
-    of them cannot start.
+    `program`: name in suggested commands. Raises ConfigError before the first run if any cannot start.
     """
     swept = expand(overrides)
     named = [text for text in overrides if text.startswith("name=")]
@@ -87,7 +86,7 @@ def run_sweep(overrides: list[str], *, program: str) -> None:
     try:
         for index, command in enumerate(commands):
             print(f"sweep: run {index + 1} of {len(runs)}, {runs[index].name}", flush=True)
-            # Until it ends, the file shows what a kill of this process would leave.
+            # What a kill of this process would leave.
             runs[index] = msgspec.structs.replace(runs[index], state="stopped")
             _write(folder, runs)
             runs[index] = _train(runs[index], command)
@@ -104,7 +103,7 @@ def run_sweep(overrides: list[str], *, program: str) -> None:
 
 
 def expand(overrides: list[str]) -> list[tuple[dict[str, str], list[str]]]:
-    """Return the swept values and the overrides, without the name, of every run. Raises ConfigError."""
+    """Swept values and the overrides, without the name, of every run. Raises ConfigError."""
     choices: dict[str, list[tuple[str, str, str]]] = {}
     for text, each in zip(overrides, parse(overrides, can_sweep=True), strict=True):
         key = each.key_or_group
@@ -118,14 +117,13 @@ def expand(overrides: list[str]) -> list[tuple[dict[str, str], list[str]]]:
     if all(len(options) == 1 for options in choices.values()):
         raise ConfigError("a sweep must have a setting with several values, such as seed=1,2,3.")
     choices.pop("name", None)
-    return [
-        ({key: value for key, value, _ in chosen if key}, [text for _, _, text in chosen])
-        for chosen in itertools.product(*choices.values())
-    ]
+    combinations = [*itertools.product(*choices.values())]
+    swept = [{key: value for key, value, _ in chosen if key} for chosen in combinations]
+    return list(zip(swept, ([text for _, _, text in chosen] for chosen in combinations), strict=True))
 
 
 def name_runs(base: str, swept: Sequence[tuple[dict[str, str], list[str]]]) -> list[str]:
-    """Name runs after their values, such as BASE-seed-1, or BASE-1 if that is ambiguous or too long."""
+    """Name runs BASE-seed-1, or BASE-1 if that is ambiguous or too long."""
     keys = [*swept[0][0]]
     ends = [re.split(r"[./]", key)[-1] for key in keys]
     labels = ends if len({*ends}) == len(ends) else [key.replace("/", ".") for key in keys]
@@ -139,7 +137,7 @@ def name_runs(base: str, swept: Sequence[tuple[dict[str, str], list[str]]]) -> l
 
 
 def _train(run: SweptRun, overrides: list[str]) -> SweptRun:
-    """Train in another process, because a run changes its process for good."""
+    """In another process, which a run changes for good."""
     code, error = _call(["slipstream", "run", *overrides])
     if code == INTERRUPTED:
         return run
@@ -177,7 +175,7 @@ def _call(arguments: list[str]) -> tuple[int | None, str]:
 
 
 def combine(runs: Sequence[SweptRun]) -> list[Combination]:
-    """Return mean and range over the seeds, for each combination of the other values."""
+    """Mean and range over seeds, per combination of other values."""
     groups: dict[tuple[tuple[str, str], ...], list[dict[str, float]]] = {}
     for run in runs:
         if run.state == "done":
@@ -196,7 +194,7 @@ def _write(folder: Path, runs: Sequence[SweptRun]) -> None:
 
 
 def draw(runs: Sequence[SweptRun]) -> Iterator[Table | str]:
-    """Yield a table of the runs, their errors and, if seeds were swept, a table of means and ranges."""
+    """Yield a table of runs, errors and, for several seeds, a table of means and ranges."""
     metrics = [*dict.fromkeys(key for run in runs for key in run.results)]
     names = [key.replace("_", " ") for key in metrics]
     table = make_table("run", "steps", *names, "state", numbers=("steps", *names))

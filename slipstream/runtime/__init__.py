@@ -1,1 +1,1 @@
-"""Process-level services shared by all roles: clock, logs, signals, exit codes, run folder."""
+"""Services that all roles share: clock, logs, signals, exit codes, run folder."""

@@ -1,4 +1,4 @@
-"""Clocks, deadlines that name what they wait for, rates, and counter growth."""
+"""Clocks, deadlines, rates, and counter growth."""
 
 import time
 from collections import deque
@@ -33,7 +33,7 @@ class Deadline:
         return self.left_s == 0.0
 
     def check(self, *, missing: str = "") -> None:
-        """Raise WaitTimeoutError after the deadline; `missing` completes the message."""
+        """Raise WaitTimeoutError after the deadline, with `missing`."""
         if self.is_over:
             raise WaitTimeoutError(
                 f"waited {self._timeout_s:g} s for {self._what}" + (f"; missing: {missing}" if missing else "")
@@ -63,7 +63,7 @@ class Rate:
 
     @property
     def per_s(self) -> float:
-        """Mean over the window, or since the start if that is shorter."""
+        """Mean over the window, or since the start if shorter."""
         with self._lock:
             now = self._clock()
             while self._events and self._events[0][0] < now - self._window_s:
@@ -82,7 +82,7 @@ class Growth:
         """`counters`: current values; later counters start at 0."""
         self._last = dict(counters)
         self.each: dict[Any, float] = {}
-        """Growth per counter. Growth between the last update and a restart is lost."""
+        """Growth per counter, without that between an update and a restart."""
 
     @property
     def total(self) -> float:

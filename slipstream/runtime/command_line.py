@@ -1,4 +1,4 @@
-"""Conventions of all command lines: exit codes, one-sentence errors, `--help`, tables."""
+"""Conventions of all command lines: exit codes, errors, help, tables."""
 
 import argparse
 import errno
@@ -25,13 +25,13 @@ from slipstream.runtime.disk import is_disk_full
 from slipstream.runtime.process import launcher_pid
 
 NO_ANSWER = 1
-"""Exit code: store, broker, or launcher did not answer."""
+"""Exit code: no answer of store, broker, or launcher."""
 BAD_INPUT = 2
 """Exit code: the user can correct the error."""
 TRY_AGAIN = 75
-"""Exit code: a restart may fix the error; EX_TEMPFAIL of sysexits.h."""
+"""Exit code: a restart may help; EX_TEMPFAIL of sysexits.h."""
 TRY_ONCE = 76
-"""Exit code: a restart may fix the error, unless it recurs."""
+"""Exit code: a restart may help, unless the error recurs."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C: 128 + SIGINT."""
 
@@ -56,29 +56,21 @@ Most used settings:
 All settings: docs/settings.md; `slipstream config` prints them with their values.
 """
 WITH_OVERRIDES: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}, "epilog": SETTINGS}
-"""For commands with settings. Unknown options become overrides: `--learner.max_steps=5` gets a helpful error."""
+"""For commands with settings: `--learner.max_steps=5` gets a helpful error."""
 Texts = list[str] | None
 """Values of a repeatable argument or option."""
 Overrides = Annotated[Texts, typer.Argument(metavar="KEY=VALUE", help="Settings, as key=value or group=option.")]
-SourceWord = Annotated[
-    str,
-    typer.Argument(
-        metavar="SOURCE", help="A run's name or folder, an archive, a file of `data export`, or a redis:// address."
-    ),
-]
-RunName = Annotated[
-    str | None, typer.Option("--run", metavar="NAME", help="Name of the run, beside a redis:// address.")
-]
+_SOURCE = "A run's name or folder, an archive, a file of `data export`, or a redis:// address."
+SourceWord = Annotated[str, typer.Argument(metavar="SOURCE", help=_SOURCE)]
+RunName = Annotated[str | None, typer.Option("--run", metavar="NAME", help="Name of the run at a redis:// address.")]
 RunsDir = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the run folders.")]
-TokenizerPath = Annotated[
-    Path | None,
-    typer.Option("--tokenizer", metavar="FILE", help="A tokenizer.json or its folder, instead of the run's."),
-]
+_TOKENIZER = "A tokenizer.json or its folder, instead of the run's."
+TokenizerPath = Annotated[Path | None, typer.Option("--tokenizer", metavar="FILE", help=_TOKENIZER)]
 
 _BUILDS = ("torch", "vllm", "deepspeed", "peft")
 _REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
 
-# Typer vendors click privately and exports only this subclass of click's UsageError.
+# Typer exports only this subclass of click's UsageError.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
 
@@ -90,7 +82,7 @@ def exit_with_error(sentence: object, *, code: int) -> NoReturn:
 
 def exit_after_help(arguments: list[str], text: str | None) -> None:
     """Print `text` and exit if the arguments ask for help."""
-    if any(argument in ("-h", "--help") for argument in arguments):
+    if {"-h", "--help"} & {*arguments}:
         print((text or "").strip())
         raise SystemExit(0)
 
@@ -101,10 +93,10 @@ def fail_cleanly(
     restartable: tuple[type[Exception], ...] = (),
     restartable_once: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
-    """Turn expected errors and Ctrl-C into a message and an exit code; others are bugs and propagate.
+    """Turn expected errors and Ctrl-C into a message and an exit code; bugs propagate.
 
-    Expected: ConfigError, WaitTimeoutError, `errors`, an inaccessible path, a full disk, too many open files, a missing
-    library. `restartable` errors exit with TRY_AGAIN, `restartable_once` with TRY_ONCE. Also works as a decorator.
+    Expected: ConfigError, WaitTimeoutError, `errors`, bad path, full disk, too many open files, missing library.
+    `restartable` errors exit with TRY_AGAIN, `restartable_once` with TRY_ONCE.
     """
     try:
         yield
@@ -122,11 +114,8 @@ def fail_cleanly(
         name = (error.name or "").partition(".")[0]
         if name not in _BUILDS or not str(error).startswith("No "):
             raise
-        exit_with_error(
-            f"{name} must be installed, but is not: `pip install 'slipstream[cpu]'`, or 'slipstream[gpu]' on a machine "
-            "with an NVIDIA GPU.",
-            code=BAD_INPUT,
-        )
+        install = "`pip install 'slipstream[cpu]'`, or 'slipstream[gpu]' on a machine with an NVIDIA GPU"
+        exit_with_error(f"{name} must be installed, but is not: {install}.", code=BAD_INPUT)
     except KeyboardInterrupt:
         # Teardown is slow with torch; another signal would print a traceback.
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -136,20 +125,16 @@ def fail_cleanly(
 
 
 def _exit_for_path(error: OSError) -> None:
+    what, reason = error.filename or "a file", error.strerror or error
     if is_disk_full(error):
-        what = error.filename or "a file"
-        exit_with_error(f"{what} must have room on its disk, got {error.strerror or error}: make some.", code=TRY_AGAIN)
+        exit_with_error(f"{what} must have room on its disk, got {reason}: make some.", code=TRY_AGAIN)
     if error.errno in (errno.EMFILE, errno.ENFILE):
-        exit_with_error(
-            f"{error.filename or 'a file'} must be opened, got {error.strerror}: raise `ulimit -n`.", code=TRY_AGAIN
-        )
+        exit_with_error(f"{what} must be opened, got {reason}: raise `ulimit -n`.", code=TRY_AGAIN)
     if error.filename is not None and error.errno in _REFUSED:
-        exit_with_error(
-            f"{error.filename} must be a path that this user may read and write, got {error.strerror}: correct it, its "
-            "permissions or its disk.",
-            # A network disk may come back: a launcher restarts the role once.
-            code=TRY_ONCE if launcher_pid() not in (0, os.getpid()) else BAD_INPUT,
-        )
+        must = f"{what} must be a path that this user may read and write, got {reason}"
+        # A network disk may come back: a launcher restarts the role once.
+        code = TRY_ONCE if launcher_pid() not in (0, os.getpid()) else BAD_INPUT
+        exit_with_error(f"{must}: correct it, its permissions or its disk.", code=code)
 
 
 class _PanelGroup(TyperGroup):
@@ -166,19 +151,14 @@ class _PanelGroup(TyperGroup):
 
 
 def make_app(text: str) -> typer.Typer:
-    """Return a typer app; `text` is its help."""
-    return typer.Typer(
-        cls=_PanelGroup,
-        help=text,
-        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-        rich_markup_mode=None,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
+    """Typer app; `text` is its help."""
+    context = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+    plain: dict[str, Any] = {"rich_markup_mode": None, "add_completion": False, "pretty_exceptions_enable": False}
+    return typer.Typer(cls=_PanelGroup, help=text, context_settings=context, **plain)
 
 
 def make_parser(program: str, text: str | None) -> argparse.ArgumentParser:
-    """Return a parser; `text` is its preformatted help."""
+    """Parser; `text` is its preformatted help."""
     form = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(f"python -m {program}", description=text, formatter_class=form, allow_abbrev=False)
 
@@ -188,7 +168,7 @@ def run_app(app: typer.Typer, arguments: list[str], *, program: str) -> None:
     command: Any = typer.main.get_command(app)
     for each in (command, *getattr(command, "commands", {}).values()):
         for parameter in each.params:
-            # Newer typers print the type of an argument: `KEY=VALUE <list[str]>`.
+            # Newer typers print `KEY=VALUE <list[str]>`.
             if parameter.param_type_name == "argument" and (shown := getattr(parameter, "display_type_rich", None)):
                 parameter.display_type_rich = partial(_choices, shown)
     try:
@@ -217,7 +197,7 @@ _OTHER_NAMES = {
     "merge": "convert",
     "curves": "plot",
 }
-"""Commands of other tools that are one of ours, with the same arguments."""
+"""Commands of other tools -> ours, with the same arguments."""
 _RESUMING = ("resume", "restart", "continue")
 _SWITCH = "true|false|auto|yes|no|on|off|1|0|null"
 _RESUME_GUESS = re.compile(
@@ -250,13 +230,13 @@ def _of_other_tools(table: Mapping[str, str], command: str) -> str:
 
 
 def _run_name(path: str) -> str:
-    """Return the run of a folder, or of one of its checkpoints."""
+    """Run of a folder or checkpoint."""
     *above, last = path.rstrip("/").split("/")
     return above[above.index("checkpoints") - 1] if "checkpoints" in above[1:] else last
 
 
 def _check_resume(words: Sequence[str]) -> None:
-    """Raise ConfigError for a guess at resuming a run, with the command that does it."""
+    """Raise ConfigError for a guess at resuming, with the right command."""
     if not (word := next(filter(_RESUME_GUESS.fullmatch, words), "")):
         return
     named = [each.partition("=")[2] for each in (word, *words) if re.match("-*name=", each) or each == word]
@@ -269,7 +249,7 @@ def _check_resume(words: Sequence[str]) -> None:
 
 
 def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
-    """Insert `run` before overrides; replace commands of other tools. Raises ConfigError for unknown commands."""
+    """Insert `run` before overrides; replace commands of other tools. Raises ConfigError."""
     first, *others = arguments or ["--help"]
     if first == "help":
         return [*others[:1], "--help"]
@@ -292,8 +272,7 @@ def with_command(app: typer.Typer, arguments: list[str]) -> list[str]:
     if "=" in first or first.startswith(("-", "~")):
         # An override, a deletion (~), or one mistyped with dashes.
         return ["run", *arguments]
-    close = get_close_matches(first, commands, n=1)
-    if close:
+    if close := get_close_matches(first, commands, n=1):
         raise ConfigError(f"no command `{first}`, did you mean `{close[0]}`?")
     from slipstream.configs.schema import nearest_key, peer_advice
 
@@ -312,13 +291,12 @@ _PIPED_WIDTH = 180
 
 
 def make_console() -> Console:
-    """Return a console without markup, because settings and paths contain brackets."""
-    width = None if Console().is_terminal else _PIPED_WIDTH
-    return Console(highlight=False, markup=False, width=width)
+    """Console without markup, because settings and paths contain brackets."""
+    return Console(highlight=False, markup=False, width=None if Console().is_terminal else _PIPED_WIDTH)
 
 
 def make_table(*columns: str, numbers: tuple[str, ...] = ()) -> Table:
-    """Return a table; columns in `numbers` are right-aligned."""
+    """Table; columns in `numbers` are right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         table.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
@@ -331,5 +309,5 @@ def add_row(table: Table, *cells: Any) -> None:
 
 
 def printable(text: str) -> str:
-    """Escape nonprintable characters except line ends, such as control sequences."""
+    """Escape nonprintable characters except line ends."""
     return "".join(letter if letter.isprintable() or letter == "\n" else repr(letter)[1:-1] for letter in text)

@@ -1,8 +1,8 @@
 """Credentials: the run's token, CURVE key pairs derived from it, and masking.
 
-Only holders of the token can compute both pairs, so a socket ignores peers without it, and a peer knows that it talks
-to its own run. The token is in the run folder; roles elsewhere get it in the environment or a file. A guest's token
-does not reveal the run's: the guest can connect to servers that admit it, but not serve.
+Only holders of the token can compute both pairs: sockets ignore other peers, and a peer knows that it talks to its own
+run. Roles without the run folder get the token in the environment or a file. A guest's token does not reveal it: the
+guest can connect to servers that admit it, but not serve.
 """
 
 import base64
@@ -37,7 +37,7 @@ _MIN_OPEN_LENGTH = 32
 MAKE_TOKEN = "make a token with `python -c 'import secrets; print(secrets.token_urlsafe())'`"
 _ACCESS_BY_OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _SCRYPT_COST = 2**15
-"""Each guess at a human-chosen token costs 0.1 s and 32 MiB."""
+"""Each guess at a token costs 0.1 s and 32 MiB."""
 _GUEST = "guest."
 """Prefix of a guest token: `guest.NAME.KEYS`."""
 _KEY_BYTES = 32
@@ -53,13 +53,13 @@ class Keys(Record):
     guests: dict[bytes, str] = {}
     """Public key -> name of an admitted guest."""
     guest: str = ""
-    """Guest that owns these keys, without a `server_secret`; empty for the run's keys."""
+    """Owner of these keys, without a `server_secret`; empty for the run's."""
 
 
 # --- the token -------------------------------------------------------------------------------------------------------
 # The token appears in no command line, setting, log, or answer.
 def find_token(run: RunConfig) -> str:
-    """Return `given_token`, or else the run folder's, or else nothing. Raises ConfigError."""
+    """`given_token`, else the run folder's, else nothing. Raises ConfigError."""
     token = given_token(run.broker) or _token_in_folder(RunFolder(run))
     is_fit = not token or not run.cluster.is_open or len(token) >= _MIN_OPEN_LENGTH
     must, why = f"have >= {_MIN_OPEN_LENGTH} characters with cluster.interface", "other machines can try to guess it"
@@ -68,7 +68,7 @@ def find_token(run: RunConfig) -> str:
 
 
 def make_token(run: RunConfig) -> str:
-    """Return the run's token; create one in the run folder if none exists. Raises ConfigError."""
+    """The run's token; create one in the run folder if none exists. Raises ConfigError."""
     if token := find_token(run):
         got, why = "a guest's, which can only start generators", f"unset {TOKEN_VARIABLE}, or use another token"
         require(not token.startswith(_GUEST), "the token", "be the run's", got=got, why=why)
@@ -79,7 +79,7 @@ def make_token(run: RunConfig) -> str:
     unfinished.touch(mode=0o600)
     unfinished.write_text(secrets.token_urlsafe(32) + "\n")
     try:
-        # Link instead of rename: concurrent roles all use the first one's token.
+        # Not a rename: concurrent roles all use the first token.
         os.link(unfinished, folder.token)
     except FileExistsError:
         pass
@@ -89,13 +89,11 @@ def make_token(run: RunConfig) -> str:
 
 
 def given_token(config: BrokerConfig) -> str:
-    """Return the token from environment or `broker.token_file`, or else nothing. Raises ConfigError."""
+    """Token from environment or `broker.token_file`, else nothing. Raises ConfigError."""
     if token := os.environ.get(TOKEN_VARIABLE, ""):
         return _check_format(token.strip(), origin=f"the environment variable {TOKEN_VARIABLE}")
-    if config.token_file is None:
-        return ""
-    path = Path(config.token_file)
-    return _check_format(_read_private(path), origin=f"broker.token_file ({path})")
+    path = config.token_file
+    return _check_format(_read_private(Path(path)), origin=f"broker.token_file ({path})") if path is not None else ""
 
 
 def _token_in_folder(folder: RunFolder) -> str:
@@ -110,9 +108,8 @@ def _read_private(path: Path) -> str:
         require(not mode & _ACCESS_BY_OTHERS, "a token file", must, got=got, why=f"chmod 600 {path}")
         return path.read_bytes().decode("ascii", errors="replace").strip()
     except OSError as error:
-        raise ConfigError(
-            f"broker.token_file must be a readable file, got {path}: {error.strerror or error}."
-        ) from None
+        reason = error.strerror or error
+        raise ConfigError(f"broker.token_file must be a readable file, got {path}: {reason}.") from None
 
 
 def _check_format(token: str, *, origin: str) -> str:
@@ -131,15 +128,14 @@ def _derive_keys(token: str) -> Keys:
 
 
 def derive_keys(token: str, *, guests: Sequence[str] = ()) -> Keys:
-    """Derive the keys of both ends from the token, in 0.2 s. `guests`: admitted by servers. Raises ConfigError."""
-    keys = _derive_keys(token)
-    if keys.guest:
+    """Derive the keys of both ends, in 0.2 s. `guests`: admitted by servers. Raises ConfigError."""
+    if (keys := _derive_keys(token)).guest:
         return keys
     return msgspec.structs.replace(keys, guests={zmq.curve_public(_guest_secret(keys, name)): name for name in guests})
 
 
 def guest_token(keys: Keys, name: str) -> str:
-    """Return a guest's token: its secret key and the run's public key."""
+    """The guest's token: its secret key and the run's public key."""
     both = z85.decode(keys.server_public) + z85.decode(_guest_secret(keys, name))
     return f"{_GUEST}{name}.{base64.urlsafe_b64encode(both).decode()}"
 
@@ -165,10 +161,8 @@ def _read_guest(token: str) -> Keys:
         both = base64.urlsafe_b64decode(packed)
     except ValueError:
         both = b""
-    if not name or len(both) != 2 * _KEY_BYTES:
-        raise ConfigError(
-            f"a token that starts with {_GUEST} must be a guest token: copy it from guests/NAME in the run folder."
-        )
+    is_fit, why = bool(name) and len(both) == 2 * _KEY_BYTES, "copy it from guests/NAME in the run folder"
+    require(is_fit, f"a token that starts with {_GUEST}", "be a guest token", got="another", why=why)
     server_public, secret = z85.encode(both[:_KEY_BYTES]), z85.encode(both[_KEY_BYTES:])
     return Keys(server_public, b"", zmq.curve_public(secret), secret, guest=name)
 
@@ -198,7 +192,7 @@ _ISSUED = (
     r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",
 )  # fmt: skip
 _PATTERNS = (
-    # User and password in a URL, and query parameters with a secret name.
+    # Of URLs: user, password, and secret query parameters.
     (re.compile(r"(\b[a-z][a-z0-9+.-]*://)[^/@\s'\"]*@", re.IGNORECASE), rf"\1{LEFT_OUT}@"),
     (re.compile(rf"([?&;][\w.-]*{_KEY}=)[^&\s'\"]+", re.IGNORECASE), rf"\1{LEFT_OUT}"),
     (re.compile(r"(\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE), rf"\1{LEFT_OUT}"),
@@ -209,7 +203,7 @@ _PATTERNS = (
 
 
 def known_secrets(environment: Mapping[str, str] = os.environ, *others: str) -> set[str]:
-    """Return the values of variables with secret names, and `others`."""
+    """Values of variables with secret names, and `others`."""
     found = {value for name, value in environment.items() if _SECRET_VARIABLE.search(name)}
     # A header variable holds several NAME=VALUE pairs.
     parts = {part.partition("=")[2].strip() for value in found for part in value.split(",")}
@@ -242,7 +236,7 @@ def _value(key: str, value: Any, *, known: Iterable[str]) -> Any:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a host."""
+    """Whether only this machine can reach a host."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Full disks: detect, describe, and wait for space, without a deadline, because a person must free it."""
+"""Full disks: detect, describe, and wait for a person to free space, without a deadline."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ import structlog
 T = TypeVar("T")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""No space | quota exceeded | `ulimit -f`, which tests use to simulate a full disk."""
+"""No space | quota exceeded | `ulimit -f`, a full disk in tests."""
 _TEXTS = tuple(os.strerror(number) for number in _FULL)
 """For safetensors and Redis, which report only the text."""
 _RETRY_EVERY_S = 1.0
@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Return whether a write failed because the disk is full."""
+    """Whether a write failed because the disk is full."""
     if isinstance(error, OSError) and error.errno in _FULL:
         return True
     return any(text in str(error) for text in _TEXTS)
@@ -41,7 +41,7 @@ def describe_disk(path: Path) -> str:
 
 
 def nearest_folder(path: Path) -> Path:
-    """Return the path, or its nearest existing parent."""
+    """Path, or its nearest existing parent."""
     path = path.absolute()
     return next(folder for folder in (path, *path.parents) if folder.exists())
 
@@ -51,7 +51,7 @@ def _free_bytes(path: Path) -> int:
 
 
 class DiskWait:
-    """Retries writes that fail on a full disk. Used by one thread; any thread may read `reason`."""
+    """Retries writes on a full disk. Used by one thread; any may read `reason`."""
 
     def __init__(
         self, *, while_waiting: Callable[[], object] = lambda: None, retry_every_s: float = _RETRY_EVERY_S
@@ -61,7 +61,7 @@ class DiskWait:
         self._retry_every_s = retry_every_s
         self._log_at = 0.0
         self.reason = ""
-        """The current wait, such as `waiting 12 s for room for metrics ...`, or empty."""
+        """Such as `waiting 12 s for room for metrics ...`; empty without a wait."""
 
     def retry(self, write: Callable[[], T], *, what: str, path: Path) -> T:
         """Retry `write`, which must be atomic, until the disk has room."""
@@ -82,7 +82,7 @@ class DiskWait:
                 return result
 
     def _await_room(self, what: str, path: Path, error: Exception, *, began_at: float, at_most_s: float) -> None:
-        """Wait until free space grows or, because a quota may be the limit, for `at_most_s`."""
+        """Wait until free space grows or, for a quota, `at_most_s`."""
         free, ends_at = _free_bytes(path), time.monotonic() + at_most_s
         while (now := time.monotonic()) < ends_at and _free_bytes(path) < free + _MORE_ROOM_BYTES:
             self.reason = f"waiting {now - began_at:.0f} s for room for {what} on the disk {describe_disk(path)}"

@@ -1,4 +1,4 @@
-"""Healthy ranges of metrics, with meaning and remedy of values outside. Imports without torch."""
+"""Healthy ranges of metrics, with meaning and remedy of others."""
 
 import math
 import re
@@ -34,22 +34,22 @@ class Range:
     only_stale: bool = False
     """Skip steps without stale tokens."""
     of_median: bool = False
-    """Bounds are multiples of the metric's median over previous steps."""
+    """Bounds are multiples of the median over previous steps."""
     min_wrong: float = 0.0
-    """Skip steps in which the fraction of wrong answers is smaller."""
+    """Skip steps with a smaller fraction of wrong answers."""
 
     def holds(self, value: float) -> bool:
-        """Return whether the value is in the range; False for NaN."""
+        """Whether the value is in the range; False for NaN."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
     def explain(self, figures: Mapping[str, str] | None = None) -> str:
-        """Return meaning and remedy, with figures if given."""
+        """Meaning and remedy, with figures if given."""
         if figures is None:
             return ": ".join(filter(None, self.plain()))
         return ": ".join(filter(None, (self.meaning, self.advice))).format_map(figures)
 
     def plain(self) -> tuple[str, str]:
-        """Return (meaning, remedy), without figures."""
+        """(meaning, remedy), without figures."""
         return _FIGURE.sub("", self.meaning), _FIGURE.sub("", self.advice)
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class Range:
 
 
 def figures_of(row: Mapping[str, Any], run: RunConfig) -> dict[str, str]:
-    """Return the settings and values that explanations quote."""
+    """Settings and values that explanations quote."""
     algorithm, staleness, reward = run.algorithm, run.staleness, run.generators.reward
     settings = {
         "max_lag": staleness.max_lag,
@@ -190,7 +190,7 @@ RANGES = {
 
 
 def explain_value(value: float, healthy: Range, figures: Mapping[str, str] | None) -> str:
-    """Return meaning and remedy of an unhealthy value, which may be NaN."""
+    """Meaning and remedy of an unhealthy value, which may be NaN."""
     return (RANGES["learner/nonfinite_fraction"] if math.isnan(value) else healthy).explain(figures)
 
 
@@ -230,14 +230,10 @@ log = structlog.get_logger(__name__)
 
 
 class MetricAlerts:
-    """Logs metrics that leave or reenter their range. `on_alert` gets one text per step on those that leave."""
+    """Logs metrics that leave or reenter their range. `on_alert` gets a text on those that leave."""
 
     def __init__(
-        self,
-        on_alert: Callable[[str], None],
-        *,
-        run: RunConfig | None = None,
-        ranges: Mapping[str, Range] = RANGES,
+        self, on_alert: Callable[[str], None], *, run: RunConfig | None = None, ranges: Mapping[str, Range] = RANGES
     ) -> None:
         self._on_alert = on_alert
         self._run = run
@@ -255,13 +251,13 @@ class MetricAlerts:
                 found.setdefault(text, []).append(f"{key} is {value:.3g}, healthy is {healthy}")
             else:
                 log.info("healthy_again", metric=key, value=value, healthy=str(healthy))
-        # Events are short: metrics with the same meaning share one sentence.
+        # Metrics with the same meaning share one sentence.
         if found:
             self._on_alert("; ".join(f"{', '.join(values)}: {text}" for text, values in found.items()))
 
 
 class Watched:
-    """State of one metric: healthy or not, and consecutive steps that contradict it."""
+    """State of a metric, and consecutive steps that contradict it."""
 
     def __init__(self, healthy: Range) -> None:
         self.healthy = healthy
@@ -270,7 +266,7 @@ class Watched:
         self._recent: deque[float] = deque(maxlen=_MEDIAN_STEPS)
 
     def update(self, value: float) -> bool:
-        """Add a step's value; return whether the metric left or reentered its range."""
+        """Add a value; return whether the metric left or reentered its range."""
         median = 1.0
         if self.healthy.of_median:
             median = statistics.median(self._recent) if len(self._recent) >= _MIN_MEDIAN_STEPS else 0.0

@@ -1,6 +1,6 @@
-"""Images in prompts: checks, and tokens, positions, and patches for Qwen-VL models.
+"""Images in prompts of Qwen-VL models: checks, tokens, positions, and patches.
 
-Roles share this code, so that token counts and pixel values agree. Only `VisionModel.patches` needs torch.
+All roles use this code, so that token counts and pixels agree. Only `VisionModel.patches` needs torch.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image as Pillow
 
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 from slipstream.runtime.model_files import VISION_FAMILIES, read_json
 
 PLACEHOLDER = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -41,12 +41,12 @@ class PromptImage(NamedTuple):
 
 
 def image_id(data: bytes) -> str:
-    """Return an image's key, the hexadecimal SHA-256 of its bytes."""
+    """The image's key, the hexadecimal SHA-256 of its bytes."""
     return hashlib.sha256(data).hexdigest()
 
 
 def load_image(source: Any, *, folder: Path) -> bytes:
-    """Read an image given as bytes, a path below `folder`, or a record with either. Raises ConfigError."""
+    """Read bytes, a path below `folder`, or a record with either. Raises ConfigError."""
     value = (source.get("bytes") or source.get("path")) if isinstance(source, dict) else source
     if isinstance(value, str):
         path = (folder / value).resolve()
@@ -62,7 +62,7 @@ def load_image(source: Any, *, folder: Path) -> bytes:
 
 
 def open_image(data: bytes) -> Pillow.Image:
-    """Open an image and read its header; pixels load later. Raises ConfigError."""
+    """Read an image's header; pixels load later. Raises ConfigError."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Pillow.DecompressionBombWarning)
@@ -70,17 +70,16 @@ def open_image(data: bytes) -> Pillow.Image:
     # Decoders raise arbitrary errors for damaged bytes.
     except Exception as error:
         raise ConfigError(f"an image must be a readable {', '.join(_FORMATS)}, got {error}.") from None
+    size = f"{image.width} x {image.height}"
     if image.width * image.height > MAX_PIXELS:
-        raise ConfigError(f"an image must have at most {MAX_PIXELS} pixels, got {image.width} x {image.height}.")
+        raise ConfigError(f"an image must have at most {MAX_PIXELS} pixels, got {size}.")
     if max(image.size) > _MAX_RATIO * min(image.size):
-        raise ConfigError(
-            f"a side of an image must be at most {_MAX_RATIO} times the other, got {image.width} x {image.height}."
-        )
+        raise ConfigError(f"a side of an image must be at most {_MAX_RATIO} times the other, got {size}.")
     return image
 
 
 def takes_images(path: str) -> bool:
-    """Return whether a model supports images."""
+    """Whether a model supports images."""
     return read_json(path, "config.json").get("model_type") in VISION_FAMILIES
 
 
@@ -92,15 +91,16 @@ class VisionModel:
 
     @cached_property
     def token_id(self) -> int:
-        """Placeholder of image parts. Raises ConfigError if the model does not support images."""
+        """Placeholder of image parts. Raises ConfigError for a model without images."""
         settings = read_json(self._path, "config.json")
-        if settings.get("model_type") not in VISION_FAMILIES:
-            kind = settings.get("model_type", "unknown")
-            what = "a vision-language model of another family" if "vision_config" in settings else "a text-only model"
-            raise ConfigError(
-                f"prompts with images need a model of the type {' or '.join(VISION_FAMILIES)}, got "
-                f"model.path={self._path}, {what} ({kind}): choose another model, or leave the images out."
-            )
+        kind = settings.get("model_type", "unknown")
+        what = "a vision-language model of another family" if "vision_config" in settings else "a text-only model"
+        must, why = (
+            f"have a model of the type {' or '.join(VISION_FAMILIES)}",
+            "choose another, or leave the images out",
+        )
+        got = f"model.path={self._path}, {what} ({kind})"
+        require(kind in VISION_FAMILIES, "prompts with images", must, got=got, why=why)
         return int(settings.get("image_token_id", 151655))
 
     @cached_property
@@ -115,9 +115,9 @@ class VisionModel:
         return int(self._settings.get("merge_size", 2))
 
     def grid(self, data: bytes) -> Grid:
-        """Return the patch grid of an image, from its header. Raises ConfigError.
+        """Patch grid of an image, from its header. Raises ConfigError.
 
-        Both sides become multiples of a token's side, and the area fits the checkpoint's limits.
+        Sides become multiples of a token's, within the checkpoint's limits of the area.
         """
         patch = int(self._settings.get("patch_size", 14))
         unit, size = patch * self.merge_size, self._settings.get("size") or {}
@@ -138,7 +138,7 @@ class VisionModel:
         return math.prod(grid) // self.merge_size**2
 
     def expand(self, token_ids: Sequence[int], images: Sequence[bytes]) -> tuple[list[int], list[PromptImage]]:
-        """Repeat the placeholder of each image to its token count. Raises ConfigError if the numbers differ.
+        """Repeat each image's placeholder to its token count. Raises ConfigError if the numbers differ.
 
         Example: expand([7, 9, 8], [data]) == ([7, 9, 9, 9, 9, 8], [PromptImage(..., first_token=1, num_tokens=4)])
         """
@@ -158,7 +158,7 @@ class VisionModel:
         return expanded, placed
 
     def positions(self, num_tokens: int, images: Sequence[tuple[int, Grid]]) -> np.ndarray:
-        """Return positions along time, height, and width, int64[3, T]; `images`: (first token, grid) in order.
+        """Positions along time, height, and width, int64[3, T]; `images`: (first token, grid) in order.
 
         Text increments all three. An image counts rows and columns; text after it continues from the largest position.
 
@@ -177,7 +177,7 @@ class VisionModel:
         return positions
 
     def patches(self, data: bytes) -> np.ndarray:
-        """Return the visual encoder's input, float32[P, D]; cached, do not modify. Raises ConfigError."""
+        """Visual encoder's input, float32[P, D]; cached, do not modify. Raises ConfigError."""
         return _patches(self._path, data)
 
 
@@ -194,7 +194,7 @@ def _patches(path: str, data: bytes) -> np.ndarray:
 
 @lru_cache(maxsize=1)
 def _processor(path: str) -> Any:
-    # The PIL version: torchvision rounds differently, and vLLM's CPU build lacks it.
+    # torchvision rounds differently, and vLLM's CPU build lacks it.
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil.from_pretrained(path)

@@ -16,7 +16,7 @@ from slipstream.configs.base import ConfigError
 def load_function(path: str, *, setting: str, arguments: dict[str, Any]) -> Callable[..., Any]:
     """Import a function of one positional argument and keyword `arguments`. Raises ConfigError.
 
-    `setting`: key of the record that has `function` and `arguments`.
+    `setting`: key of the record that has both.
     """
     function = find_function(path, setting=f"{setting}.function")
     try:
@@ -27,7 +27,7 @@ def load_function(path: str, *, setting: str, arguments: dict[str, Any]) -> Call
 
 
 def find_function(path: str, *, setting: str) -> Callable[..., Any]:
-    """Import the function or class at `path`, the value of the key `setting`. Raises ConfigError."""
+    """Import the function or class at `path`, the value of `setting`. Raises ConfigError."""
     module_name, separator, name = path.rpartition(":")
     if not (module_name and separator and name):
         raise ConfigError(f"{setting} must look like `module:function`, got {path!r}.")
@@ -46,19 +46,17 @@ def find_function(path: str, *, setting: str) -> Callable[..., Any]:
 def _import(module_name: str, path: str, setting: str) -> ModuleType:
     try:
         return _import_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{setting} must name a module that can be imported, got {path!r}: there is no module {error.name!r}."
-        ) from error
     # A script without `if __name__ == "__main__"` may end the process.
     except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"{setting}={path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}."
-        ) from error
+        failure = f"{setting}={path!r}: importing {module_name!r} failed: {type(error).__name__}: {error}."
+        if isinstance(error, ModuleNotFoundError):
+            must = f"{setting} must name a module that can be imported"
+            failure = f"{must}, got {path!r}: there is no module {error.name!r}."
+        raise ConfigError(failure) from error
 
 
 def _import_file(file: Path) -> ModuleType:
-    # The full path separates files of the same name, also from installed modules.
+    # Unique among files and installed modules.
     name = f"slipstream_user.{file.resolve()}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)

@@ -1,4 +1,4 @@
-"""Logs: one line per event on stderr, which the launcher redirects to a file per role."""
+"""Logs: one line per event on stderr, a file per role."""
 
 import logging
 import sys
@@ -32,9 +32,9 @@ class _Allowance:
 
 
 class LogLimiter:
-    """Rate limit for frequent events. Each line counts the suppressed ones. Life: (log* -> flush)*.
+    """Rate limit for events; lines count suppressed ones. Life: (log* -> flush)*.
 
-    Kinds must not contain peer input, because each keeps state.
+    Each kind keeps state, so it must not contain peer input.
     """
 
     def __init__(self, write: Callable[..., object], *, clock: Clock = time.monotonic) -> None:
@@ -94,14 +94,14 @@ def make_output_lossy() -> None:
 
 
 def escape_control_characters(_logger: object, _method: str, event: EventDict) -> EventDict:
-    """Keep events on one line and escape control sequences from peers; a structlog processor."""
+    """structlog processor: keep events on one line, and escape control sequences from peers."""
     return {
         key: printable(value).replace("\n", r"\n") if isinstance(value, str) else value for key, value in event.items()
     }
 
 
 def configure_logs(role: str) -> None:
-    """Configure structlog and stdlib logging; call once, from a `__main__` module."""
+    """Configure structlog and logging, once, from a `__main__` module."""
     make_output_lossy()
     structlog.configure(
         processors=[

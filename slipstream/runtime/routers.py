@@ -1,7 +1,7 @@
 """Mixture-of-experts routers: record, count, or replace chosen experts.
 
-The router's code runs unchanged. A hook observes its `topk` over experts, or answers it with given experts, so that
-weights and gradients follow the router's formula.
+A hook observes the router's `topk` over experts, or answers it with given experts, so that weights and gradients follow
+the router's own formula.
 
 Source: rollout routing replay (R3), arXiv:2510.11370.
 """
@@ -19,8 +19,7 @@ from slipstream.configs.data import ModelConfig
 from slipstream.runtime.lora import meta_model
 
 EXPERTS = "experts"
-"""Trajectory array, uint8 or int16[T, M, K]: K experts per token in each of M routers; 0 for the last token, which no
-forward pass reads."""
+"""Trajectory array, uint8 or int16[T, M, K]: K experts per token in M routers; 0 for the last one, never read."""
 
 
 class Router(NamedTuple):
@@ -34,7 +33,7 @@ class Router(NamedTuple):
 
 
 def find_routers(module: nn.Module) -> list[Router]:
-    """Return the routers of a transformers model in layer order."""
+    """Routers of a transformers model in layer order."""
     places: dict[type, int] = {}
     for part in module.modules():
         recorders = (getattr(part, "_can_record_outputs", None) or {}).get("router_logits") or []
@@ -44,7 +43,7 @@ def find_routers(module: nn.Module) -> list[Router]:
     return [
         Router(next(int(word) for word in name.split(".") if word.isdigit()), part, places[type(part)])
         for name, part in module.named_modules()
-        # Skip models that select experts outside the router, where the hook observes nothing.
+        # Skip routers that select experts elsewhere, unseen by the hook.
         if type(part) in places and hasattr(part, "top_k") and "topk(" in getsource(type(part).forward)
     ]
 
@@ -56,9 +55,9 @@ def check_layers(config: ModelConfig) -> None:
         return
     try:
         module = meta_model(config)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, RuntimeError):
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if isinstance(error, ConfigError):
+            raise
         return
     if not has_router_settings:
         return
@@ -74,7 +73,7 @@ def check_layers(config: ModelConfig) -> None:
 
 
 def aux_loss_coefficient(config: ModelConfig, module: Any) -> float:
-    """Return the balancing loss's coefficient. Raises ConfigError if the checkpoint should have it but doesn't."""
+    """Balancing loss's coefficient. Raises ConfigError if the checkpoint should have it but doesn't."""
     if config.moe.router_aux_loss != "checkpoint":
         return config.moe.router_aux_loss
     own = getattr(module.config.get_text_config(), "router_aux_loss_coef", None)
@@ -86,7 +85,7 @@ def aux_loss_coefficient(config: ModelConfig, module: Any) -> float:
 class Routers:
     """All routers of a model. Life: (given = ... -> forward pass -> chosen | load | probabilities)*.
 
-    Activation recomputation in the backward pass reads `given` again: change it only afterwards.
+    Recomputed activations read `given` again: change it only after the backward pass.
     """
 
     def __init__(self, routers: list[Router]) -> None:
@@ -108,11 +107,11 @@ class Routers:
         return len(self.layers), self.top_k
 
     def chosen(self) -> Tensor:
-        """Return the experts of the last forward pass, uint8 or int16[N, M, K]."""
+        """Experts of the last forward pass, uint8 or int16[N, M, K]."""
         return torch.stack(self._chosen, dim=1).to(torch.uint8 if self.num_experts <= 256 else torch.int16)
 
     def load(self, copies: Tensor, experts: Tensor | None = None) -> Tensor:
-        """Return the tokens per expert in the last forward pass, or for `experts` [N, M, K]; float64[M, E].
+        """Tokens per expert in the last forward pass, or for `experts` [N, M, K]; float64[M, E].
 
         Token n counts `copies[n]` times.
         """
@@ -123,7 +122,7 @@ class Routers:
         )
 
     def probabilities(self, copies: Tensor) -> Tensor:
-        """Return differentiable expert probabilities summed over the last forward pass, float32[M, E]."""
+        """Differentiable expert probabilities, summed over the last pass, float32[M, E]."""
         return torch.stack([copies.float() @ logits.float().softmax(-1) for logits in self._logits])
 
     def _route(self, forward: Any, position: int, logits: int, *inputs: Any, **options: Any) -> Any:
@@ -153,9 +152,7 @@ class _Choice(TorchFunctionMode):
         # Other calls select groups of experts.
         if scores.shape[1:] != (self._num_experts,) or top_k != self._top_k:
             return func(*args, **kwargs)
-        if self._given is None:
-            found = func(*args, **kwargs)
-        else:
-            found = torch.return_types.topk((scores.gather(-1, self._given), self._given))
+        given = self._given
+        found = func(*args, **kwargs) if given is None else torch.return_types.topk((scores.gather(-1, given), given))
         self.experts = found[1]
         return found

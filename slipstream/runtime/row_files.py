@@ -1,4 +1,4 @@
-"""Files of rows, for prompts and demonstrations: Parquet, CSV, JSON lines, and the common names of columns."""
+"""Files of rows: Parquet, CSV, JSON lines; common names of columns."""
 
 from functools import reduce
 from pathlib import Path
@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 
 CHATS = ("messages", "conversations")
 """Columns of whole conversations; those of ShareGPT have `from` and `value`."""
@@ -26,22 +26,21 @@ _INPUT = "input"
 
 
 def extension(path: Path) -> str:
-    """Return the extension in lower case, without that of a compression."""
+    """Extension in lower case, without that of a compression."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
 
 
 def is_json(path: Path) -> bool:
-    """Return whether the file holds JSON, according to its extension."""
+    """Whether the file holds JSON, according to its extension."""
     return extension(path) in _JSON
 
 
 def require_demonstrations(path: Path) -> None:
     """Raise ConfigError if a file of supervised training does not exist."""
-    if not path.is_file():
-        raise ConfigError(
-            f"{path} must be a file of demonstrations, {KINDS}, but does not exist: correct sft.train_path and "
-            "sft.eval_path, or create a preset's files with `slipstream prepare` and the same overrides."
-        )
+    why = (
+        "correct sft.train_path and sft.eval_path, or make a preset's files by `slipstream prepare` with its overrides"
+    )
+    require(path.is_file(), str(path), f"be a file of demonstrations, {KINDS}", got="none", why=why)
 
 
 def read_table(path: Path) -> pa.Table:
@@ -51,7 +50,7 @@ def read_table(path: Path) -> pa.Table:
             return pq.read_table(path)
         with pa.input_stream(str(path)) as stream:
             text = stream.read()
-        # Otherwise Arrow guesses types, and the answer 007 becomes the number 7.
+        # Arrow's guesses would turn the answer 007 into 7.
         parsing = pa_csv.ParseOptions(newlines_in_values=True)
         names = pa_csv.read_csv(pa.BufferReader(text), parse_options=parsing).column_names
         options = pa_csv.ConvertOptions(column_types=dict.fromkeys(names, pa.string()))
@@ -61,7 +60,7 @@ def read_table(path: Path) -> pa.Table:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the text of each row of a file of JSON lines or of one JSON list. Raises ConfigError."""
+    """Text of each row of JSON lines or of a JSON list. Raises ConfigError."""
     try:
         with pa.input_stream(str(path)) as stream:
             data = stream.read().removeprefix(b"\xef\xbb\xbf")
@@ -76,7 +75,7 @@ def read_lines(path: Path) -> list[bytes]:
 
 
 def value_at(row: Any, column: str) -> Any:
-    """Return the value of a column, or of a nested field `record.field`; None if there is none."""
+    """Value of a column or of `record.field`; None if absent."""
     if column in row:
         return row[column]
     return reduce(lambda at, name: at.get(name) if isinstance(at, dict) else None, column.split("."), row)
@@ -85,15 +84,12 @@ def value_at(row: Any, column: str) -> Any:
 def with_input(instruction: Any, row: Any) -> Any:
     """Append the `input` of an Alpaca row to its instruction."""
     given = row.get(_INPUT)
-    return (
-        f"{instruction}\n\n{given}"
-        if given and isinstance(given, str) and isinstance(instruction, str)
-        else instruction
-    )
+    are_texts = isinstance(given, str) and isinstance(instruction, str)
+    return f"{instruction}\n\n{given}" if given and are_texts else instruction
 
 
 def chat_messages(value: Any) -> Any:
-    """Convert ShareGPT's messages (`from`, `value`) to `role` and `content`; leave other values as they are."""
+    """Convert ShareGPT's messages (`from`, `value`) to `role` and `content`."""
     if not isinstance(value, list):
         return value
     return [
@@ -105,8 +101,7 @@ def chat_messages(value: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Drop the null fields of records: Parquet gives all records of a column the same fields, null where a row lacks
-    one, and reward functions and chat templates would see them."""
+    """Drop the null fields that Parquet adds to records, so that reward functions and templates do not see them."""
     if isinstance(value, dict):
         return {name: without_nulls(inner) for name, inner in value.items() if inner is not None}
     if isinstance(value, list):

@@ -1,31 +1,31 @@
 """RunFolder: the files of a run.
 
 runs/<name>/            accessible only to its owner
-    run.lock            held by the launcher, or by a broker started by hand
-    token               secret of the run's sockets, unless the user provides one
+    run.lock            held by the launcher or a broker started by hand
+    token               secret of the sockets, unless the user provides one
     guests/<name>       token of a guest, see docs/cluster.md
-    address             broker address for other machines; further brokers: address-broker-1, ...
+    address             for other machines; further brokers: address-broker-1, ...
     doors/<generator>   address of a generator for user agents
     sockets/            unix sockets of broker and learner
     config.yaml         the resolved configuration
-    origins.json        origin of each value: preset, command line, or default
-    overrides.json      overrides of the command that started or last resumed the run
-    versions.json       versions of Python and libraries that affect results
-    untrained           no weights are published yet, so the name may be reused
+    origins.json        origin of each value
+    overrides.json      overrides of the newest start
+    versions.json       of Python and libraries
+    untrained           the name may be reused before weights are published
     logs/<role>.log     one per role
-    stages.jsonl        moments of each role's start and end, for `slipstream explain start`
-    store/              data and log of the embedded Redis server
+    stages.jsonl        for `slipstream explain start`
+    store/              of the embedded Redis
     metrics.jsonl       one row per step
     summary.json        results
     curve.png           plot of the metrics
-    loggers/            position of each logger in the metrics
+    loggers/            positions of loggers in the metrics
     profile/            recorded steps, see docs/profiling.md
     checkpoints/        for resuming
     weights/            versions that generators fetch; deleted at the end
     archive/            finished groups, in Parquet
     token_stats/        per-token values of each step, in Parquet
     final_model/        transformers format
-    best_model/         the same, of the best checkpoint, named in best.json
+    best_model/         of the best checkpoint, named in best.json
 """
 
 import fcntl
@@ -92,15 +92,13 @@ class RunFolder:
 
     @property
     def sockets(self) -> Path:
-        """Folder of unix sockets; `short_folder` if its path is too long."""
+        """Folder of unix sockets, or `short_folder`."""
         path = self.path.resolve() / "sockets"
-        if len(bytes(path)) <= _MAX_SOCKETS_BYTES:
-            return path
-        return short_folder(path)
+        return path if len(bytes(path)) <= _MAX_SOCKETS_BYTES else short_folder(path)
 
     @property
     def has_run(self) -> bool:
-        """Whether a run was started here; lock and token do not count."""
+        """Whether a run was started here."""
         return (self.path / _CONFIG).is_file()
 
     @property
@@ -115,7 +113,7 @@ class RunFolder:
 
     @property
     def broker_addresses(self) -> dict[str, str]:
-        """Broker name -> endpoint. Further brokers use the ports or paths after `broker.address`."""
+        """Broker name -> endpoint; further ones after `broker.address`."""
         config, first = self._run.broker, self._run.broker.address
         if first is None:
             return {name: f"ipc://{self.sockets}/{name}.sock" for name in config.names}
@@ -131,7 +129,7 @@ class RunFolder:
         self.begin()
 
     def begin(self) -> None:
-        """Open the folder of a new or resumed run; an untrained run starts over."""
+        """Open the folder; an untrained run starts over."""
         if self.is_untrained:
             # The store may hold rejected settings. All else is rewritten or empty.
             shutil.rmtree(self.store, ignore_errors=True)
@@ -153,34 +151,27 @@ class RunFolder:
             self.unlock()
 
     def check_name(self) -> None:
-        """Raise ConfigError if a new run exists, a resumed one does not, or the run is in progress.
-
-        With `storage.uri`, a resumed run may exist only in the object store.
-        """
+        """Raise ConfigError if a new run exists, a resumed one does not (even in an object store), or it is live."""
         if self.path.is_dir() and not self._lock:
             self.lock()
             self.unlock()
         run, is_used = self._run, self.has_run and not self.is_untrained
         must, got = f"be false with mode={run.mode}, which keeps its state in memory", f"{run.resume} for {run.name!r}"
-        why = (
-            f"delete the folder, or start another run, if you like with model.path of a model below {self.checkpoints}"
-        )
+        why = f"delete the folder, or start another run, also with model.path of a model below {self.checkpoints}"
         require(not (is_used and run.resume and run.is_one_process), "resume", must, got=got, why=why)
-        if is_used and not run.resume:
-            again = "" if run.is_one_process else "continue it with resume=true, "
-            raise ConfigError(
-                f"name must be unused in {run.runs_dir}/, got {run.name!r}, which exists: choose another with "
-                f"name=..., {again}or delete the folder."
+        must, got = f"be unused in {run.runs_dir}/", f"{run.name!r}, which exists"
+        again = "" if run.is_one_process else "continue it with resume=true, "
+        why = f"choose another with name=..., {again}or delete the folder"
+        require(bool(run.resume) or not is_used, "name", must, got=got, why=why)
+        if run.resume is True and not self.has_run and not run.storage.uri:
+            others = describe_others(Path(run.runs_dir), run.name)
+            must = (
+                f"name must be that of a run with resume=true, got {run.name!r}, but there is no {self.path}: {others}"
             )
-        if self._run.resume is True and not self.has_run and not self._run.storage.uri:
-            others = describe_others(Path(self._run.runs_dir), self._run.name)
-            raise ConfigError(
-                f"name must be that of a run with resume=true, got {self._run.name!r}, but there is no {self.path}: "
-                f"{others}; correct name=..., or use resume=auto, which resumes a run if it exists and else starts it."
-            )
+            raise ConfigError(f"{must}; correct name=..., or use resume=auto, which starts a run that does not exist.")
 
     def lock(self) -> None:
-        """Lock the run until this process ends. Idempotent. Raises ConfigError if another process has."""
+        """Lock the run until this process ends; idempotent. Raises ConfigError if another has."""
         if self._lock:
             return
         self.make()
@@ -192,10 +183,9 @@ class RunFolder:
             lock.seek(0)
             holder = lock.read(32).strip()
             lock.close()
-            raise ConfigError(
-                f"run {self._run.name!r} must have one launcher, or one broker started by hand, but process {holder} "
-                "runs it: choose another name with name=..., or stop that process."
-            ) from None
+            must = f"run {self._run.name!r} must have one launcher, or one broker started by hand"
+            why = "choose another name with name=..., or stop that process"
+            raise ConfigError(f"{must}, but process {holder} runs it: {why}.") from None
         self._lock = lock
         # On a full disk, the pid is missing but the lock holds.
         with suppress(OSError):
@@ -227,11 +217,11 @@ class RunFolder:
         except OSError as error:
             if not (self.has_run and is_disk_full(error)):
                 raise
-            # A role restarted on a full disk; the files exist since the start.
+            # A restart on a full disk; the files exist.
             log.warning("run_folder_not_updated", folder=str(self.path), reason=str(error))
 
     def read_address(self, broker: str = FIRST_BROKER) -> str:
-        """Return the newest address for other machines, or empty."""
+        """Newest address for other machines, or empty."""
         file = self._address_file(broker)
         return file.read_text().strip() if file.is_file() else ""
 
@@ -251,10 +241,7 @@ class RunFolder:
             _replace(self.path / name, json.dumps(content, indent=2).encode() + b"\n")
 
     def record_stage(self, role: str, stage: str, *, at: float | None = None) -> None:
-        """Append a moment of a role's start or end, unless this machine lacks the folder.
-
-        `at`: seconds since 1970, by default now.
-        """
+        """Append a moment of a role's start or end, if the folder is here. `at`: seconds since 1970, default now."""
         line = json.dumps({"at": round(at or time.time(), 3), "role": role, "pid": os.getpid(), "stage": stage})
         # A full disk must not end the role.
         with suppress(OSError), (self.path / STAGES).open("a") as file:
@@ -262,7 +249,7 @@ class RunFolder:
 
     def record_process(self, role: str) -> None:
         """Record when this process started."""
-        # psutil's times since 1970 have an error of up to a second, that of the boot.
+        # psutil's times since 1970 are off by up to a second.
         since_boot_s = psutil.Process().create_time() - psutil.boot_time()
         age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot_s
         self.record_stage(role, "process started", at=time.time() - age_s)
@@ -283,16 +270,15 @@ class RunFolder:
     def keep_metrics(self, *, up_to_step: int) -> Iterator[dict[str, Any]]:
         """Drop damaged rows and rows after `up_to_step`; return the rest. Raises OSError; safe to retry.
 
-        Holds one row at a time: those of a long run take gigabytes.
+        Holds one row at a time, because a long run's take gigabytes.
         """
-        damaged, num_rows, is_kept = list[int](), 0, True
+        damaged, num_kept, num_rows = list[int](), 0, 0
         for num_rows, (row, _) in enumerate(self._rows(), start=1):
-            if row is None:
-                damaged.append(num_rows)
-            is_kept = is_kept and row is not None and row["step"] <= up_to_step
+            damaged += [num_rows] if row is None else []
+            num_kept += row is not None and row["step"] <= up_to_step
         if damaged:
             log.warning("damaged_metrics_dropped", file=str(self.metrics), lines=damaged, whole=num_rows - len(damaged))
-        if not is_kept:
+        if num_kept < num_rows:
             rows = self._rows()
             _rewrite(self.metrics, (line for row, line in rows if row is not None and row["step"] <= up_to_step))
         return (row for row, _ in self._rows() if row is not None)
@@ -340,13 +326,13 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 
 
 def short_folder(path: Path) -> Path:
-    """Return a replacement for a long path, the same in every process."""
+    """Replacement for a long path, the same in every process."""
     digest = hashlib.sha256(bytes(path)).hexdigest()[:16]
     return _SHORT_FOLDERS / f"slipstream-{os.getuid()}-{digest}"
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder, or restrict an existing one, for its owner. Raises ConfigError if it is not ours."""
+    """Create a folder for its owner only, or restrict one. Raises ConfigError if it is not ours."""
     if folder.parent == _SHORT_FOLDERS and folder.is_symlink():
         # Any user can write there.
         raise ConfigError(f"{folder} must be a folder, got a symbolic link: delete it.")
@@ -363,19 +349,17 @@ def make_private(folder: Path) -> None:
 
 
 def is_held(folder: Path, name: str = _LOCK) -> bool:
-    """Return whether a process on this machine holds a folder's lock file."""
+    """Whether a process on this machine holds a folder's lock file."""
     try:
         with (folder / name).open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
     return False
 
 
 def find_run(words: Sequence[str], *, command: str) -> Path:
-    """Return a run's folder, by default the newest.
+    """The run's folder, by default the newest.
 
     `words`: the run's name, its folder, or name=RUN; and runs_dir=FOLDER. Raises ConfigError.
     """
@@ -388,25 +372,21 @@ def find_run(words: Sequence[str], *, command: str) -> Path:
             raise ConfigError(f"{command} takes one run, got {chosen[key]!r} and {value!r}.")
         chosen[key] = value
     runs_dir, name = Path(chosen["runs_dir"]), chosen["name"]
-    if name:
-        if (Path(name) / _CONFIG).is_file():
-            return Path(name)
-        if not re.match(NAME_PATTERN, name):
-            raise ConfigError(f"{command} takes the name or the folder of a run, got {name!r}, which is neither.")
-        folder = runs_dir / name
-        if not (folder / _CONFIG).is_file():
-            raise ConfigError(
-                f"{folder} must be a run folder, but has no {_CONFIG}: {describe_others(runs_dir, name)}."
-            )
-        return folder
-    runs = list_runs(runs_dir)
-    if not runs:
-        raise ConfigError(f"there must be a run in {runs_dir}/, got none: start one with `slipstream run`.")
-    return runs[0]
+    if not name:
+        runs = list_runs(runs_dir)
+        require(bool(runs), "there", f"be a run in {runs_dir}/", got="none", why="start one with `slipstream run`")
+        return runs[0]
+    if (Path(name) / _CONFIG).is_file():
+        return Path(name)
+    if not re.match(NAME_PATTERN, name):
+        raise ConfigError(f"{command} takes the name or the folder of a run, got {name!r}, which is neither.")
+    if not ((folder := runs_dir / name) / _CONFIG).is_file():
+        raise ConfigError(f"{folder} must be a run folder, but has no {_CONFIG}: {describe_others(runs_dir, name)}.")
+    return folder
 
 
 def list_runs(runs_dir: Path) -> list[Path]:
-    """Return the run folders in `runs_dir`, newest first."""
+    """Run folders in `runs_dir`, newest first."""
     configs = sorted(runs_dir.glob(f"*/{_CONFIG}"), key=lambda config: config.stat().st_mtime, reverse=True)
     return [config.parent for config in configs]
 

@@ -1,7 +1,6 @@
-"""Trace: profiling events of a role; merge: one Perfetto file of all roles; TimeAccount: seconds by phase.
+"""Trace: events of a role; merge: one Perfetto file of all roles; TimeAccount: seconds by phase.
 
-Roles and profilers of torch and vLLM write to `profile/parts/` in the run folder. Timestamps are from `time.time_ns`:
-roles on one machine share a timeline.
+Roles and profilers write to `profile/parts/` in the run folder, with times of `time.time_ns`, shared on one machine.
 """
 
 import gzip
@@ -48,7 +47,7 @@ class TracePart(msgspec.Struct):
 
 
 class Trace:
-    """Records events of one role, in memory until written. Thread-safe.
+    """Records events in memory until written. Thread-safe.
 
     Life: (obey("events") -> (mark | span)* -> obey("end"))*. While off, a mark or span costs 0.1 microseconds.
     """
@@ -83,7 +82,7 @@ class Trace:
                     self._events.marks.append((name, each, at_ns, arguments))
 
     def span(self, name: str, *, seconds: float, lane: str = "", **arguments: Any) -> None:
-        """Record a span that ends now. Spans of one lane must not overlap."""
+        """Record a span until now. Spans of a lane must not overlap."""
         if self.is_on and self._has_room():
             duration = int(1e9 * seconds)
             self._events.spans.append((lane, name, time.time_ns() - duration, duration, arguments))
@@ -115,12 +114,12 @@ class Trace:
 
 
 def parts_of(folder: Path) -> Path:
-    """Return the folder of unmerged events."""
+    """Folder of unmerged events."""
     return folder / "parts"
 
 
 def merge(folder: Path) -> None:
-    """Write `trace.json.gz` from the parts in a `profile` folder; delete them. Raises OSError."""
+    """Merge the parts in a `profile` folder into `trace.json.gz`. Raises OSError."""
     parts = [msgspec.json.decode(path.read_bytes(), type=TracePart) for path in sorted(_files(folder, ".json"))]
     names = {f"{part.role} ({part.pid})": part for part in parts}
     pids = count(1)
@@ -138,11 +137,9 @@ def merge(folder: Path) -> None:
         if "ts" in event:
             # A float cannot hold absolute microseconds with fractions.
             event["ts"] = (event["ts"] - began_at) / 1000
-    facts = {
-        "began_at_ns": began_at,
-        "dropped_events": {name: part.dropped for name, part in names.items() if part.dropped},
-        "not_merged": [f"{path.stem}.torch.json" for path in left],
-    }
+    dropped = {name: part.dropped for name, part in names.items() if part.dropped}
+    not_merged = [f"{path.stem}.torch.json" for path in left]
+    facts = {"began_at_ns": began_at, "dropped_events": dropped, "not_merged": not_merged}
     draft = folder / "trace.json.gz.new"
     with gzip.open(draft, "wb", compresslevel=4) as file:
         file.write(msgspec.json.encode({"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}))
@@ -167,14 +164,14 @@ def _trajectory_events(parts: Sequence[TracePart], *, pid: int) -> list[dict[str
     events = [_name("process", pid, "trajectories")]
     for each, found in moments.items():
         if committed := found.get("committed"):
-            # A version superseded before it was sent counts as published with the next.
+            # A version that was never sent counts as published with the next.
             ended = next((end for version, end in published if version >= committed[1]["version"]), None)
             found |= {"published": (ended, {})} if ended else {}
         common = {"cat": "trajectory", "id": each, "pid": pid, "tid": 0}
         start = 0
         for name, (first, second) in zip(SPANS, pairwise(MARKS), strict=True):
             if first in found and second in found:
-                # Keep times monotonic: clocks differ, and a claim may be recorded before the insert.
+                # Clocks differ, and a claim may be recorded before the insert.
                 start = max(start, found[first][0])
                 end, arguments = max(start, found[second][0]), found[second][1]
                 events.append({"ph": "b", "name": name, "ts": start, **common, "args": {"id": each, **arguments}})
@@ -213,14 +210,14 @@ _LIST_EVERY_S = 10.0
 
 
 class TimeAccount:
-    """Seconds by phase, which sum to wall time. One thread switches phases; any thread may read `totals`.
+    """Seconds by phase, which sum to wall time. One thread switches; any may read `totals`.
 
     Example: account = TimeAccount("rest")
         with account.phase("forward"): ...       # interrupts `rest`, which resumes afterwards
     """
 
     def __init__(self, phase: str, *, trace: Trace | None = None, clock: Clock = time.perf_counter) -> None:
-        """Measures real time even in a serial run. `trace` records each phase as a span."""
+        """Real time, even in a serial run. `trace` records phases as spans."""
         self.trace = trace
         self._clock = clock
         self._lock = Lock()

@@ -80,7 +80,7 @@ class GeneratorScene:
 
     async def turn(self, times: int = 20) -> None:
         for _ in range(times):
-            self.clock.advance(0.05)
+            self.clock.now += 0.05
             self.learner.client.step(timeout_s=0)
             self.router.step(timeout_s=0)
             self.peer.client.step(timeout_s=0)

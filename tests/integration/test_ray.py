@@ -260,5 +260,5 @@ def test_a_head_that_asks_for_no_token_is_refused(folder: Path) -> None:
     with Cluster(1, access={"RAY_AUTH_MODE": "disabled"}) as cluster:
         run = Run(folder, cluster)
         assert run.launcher.wait(timeout=PATIENCE_S) == 2
-        assert f"error: Ray's head at {cluster.address} must require a token, but answers without one" in run.printed
+        assert f"error: Ray's head at {cluster.address} must require a token, got answers without one" in run.printed
         assert not run.path.exists()

@@ -1,6 +1,6 @@
-"""All-reduce over all GPUs with NCCL, or over two processes with Gloo: one process per rank, killed at a time limit.
+"""All-reduce over all GPUs with NCCL, or over two processes with Gloo, within a time limit.
 
-A rank writes its phases and what NCCL logs to a file, from which a failure is named.
+The log of each rank names the phase of a failure.
 """
 
 import os
@@ -90,7 +90,7 @@ def _judge(ranks: Sequence[_Rank], backend: str, *, timeout_s: float) -> Result:
 
 
 def main() -> None:
-    """Take part as one rank."""
+    """Take part as a rank."""
     rank, size, backend, folder, parent = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:5], int(sys.argv[5])
     die_with_parent(signal.SIGKILL, parent=parent)
     _begin("load torch")

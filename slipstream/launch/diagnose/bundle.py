@@ -1,4 +1,4 @@
-"""Bug report bundle: findings, settings, and logs, without secrets."""
+"""Bug report bundle without secrets."""
 
 import io
 import os
@@ -26,14 +26,14 @@ _LINES, _LOG_BYTES = 300, 2**22
 
 
 class Subject(NamedTuple):
-    """Settings to check, and the run to diagnose, if any."""
+    """Settings to check, and a run to diagnose."""
 
     run: RunConfig
     folder: Path | None
     is_live: bool
     origin: str
     is_over: bool = False
-    """Whether these are settings of a finished run, which needs no more disk space."""
+    """Whether the run is finished and needs no disk space."""
 
 
 def check_bundle(path: Path) -> None:
@@ -43,14 +43,12 @@ def check_bundle(path: Path) -> None:
 
 
 def secrets_of(run: RunConfig, folder: Path | None) -> set[str]:
-    """Return the known secrets, including tokens of the run and its guests."""
-    tokens = []
+    """Known secrets, with tokens of run and guests."""
+    # Unreadable tokens cannot reach the bundle.
+    files = [folder / "token", *(folder / "guests").glob("*")] if folder else []
+    tokens = [read_text(file).strip() for file in files]
     with suppress(ConfigError, OSError):
         tokens.append(find_token(run))
-    if folder:
-        files = [folder / "token", *(folder / "guests").glob("*")]
-        # Unreadable tokens cannot reach the bundle.
-        tokens += [read_text(file).strip() for file in files]
     return known_secrets(os.environ, *tokens)
 
 
@@ -61,7 +59,7 @@ def write_bundle(path: Path, subject: Subject, findings: Sequence[Result], *, kn
         with draft.open("xb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
             draft.chmod(0o600)
             for name, text in _contents(subject, findings, known=known):
-                # Mask again: the writers of these files may not have known all secrets.
+                # Again: the writers of these files may not have known all secrets.
                 data = mask(text, known=known).encode()
                 entry = tarfile.TarInfo(f"{path.name.removesuffix(_ENDING)}/{name}")
                 entry.size, entry.mtime = len(data), int(time.time())

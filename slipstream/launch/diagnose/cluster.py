@@ -1,4 +1,4 @@
-"""`slipstream diagnose cluster`: check a machine, and its connection to a broker, without joining."""
+"""`slipstream diagnose cluster`: check a machine and its connection to a broker."""
 
 import socket
 import time
@@ -30,7 +30,7 @@ _FAILED = 1
 _ANSWER_TIMEOUT_S = 10.0
 _BANDWIDTH_S = 5.0
 _AHEAD = 8
-"""Requests in flight, as for chunks of weights."""
+"""Requests in flight."""
 
 
 def report(findings: Sequence[Result], *, is_json: bool) -> None:
@@ -121,7 +121,7 @@ class BrokerLink:
         return self._receive(timeout_s=_ANSWER_TIMEOUT_S)
 
     def measure(self, num_bytes: int) -> tuple[int, float]:
-        """Fetch up to `num_bytes` within a few seconds; return (bytes received, seconds taken)."""
+        """Fetch up to `num_bytes`; return (bytes received, seconds taken)."""
         began_at, asked, received = time.monotonic(), 0, 0
         under_way: deque[int] = deque()
         while received < num_bytes and time.monotonic() - began_at < _BANDWIDTH_S:
@@ -164,12 +164,9 @@ def _check_brokers(living: LivingBrokers | None) -> Result:
     """Try the other brokers, because a generator's hash selects its broker."""
     if living is None:
         return Result("brokers", "ok", "the run has one")
-    others = {name: address for name, address in living.brokers.items() if name != living.broker}
-    unreached = [
-        f"{name} at {address or 'no address for other machines'}"
-        for name, address in sorted(others.items())
-        if not (address and is_listening(address))
-    ]
+    others = {name: address for name, address in sorted(living.brokers.items()) if name != living.broker}
+    away = {name: address for name, address in others.items() if not (address and is_listening(address))}
+    unreached = [f"{name} at {address or 'no address for other machines'}" for name, address in away.items()]
     if not unreached:
         return Result("brokers", "ok", f"{len(others)} more: all are reached" if others else "no other lives")
     fix = "open their ports for this machine, or forward all of them: until then a generator stays at those it reaches"
@@ -197,7 +194,6 @@ def _check_bandwidth(link: BrokerLink, run: RunConfig, answer: Inspected) -> Res
     if answer.model is None or answer.model.num_parameters is None:
         return Result("bandwidth", "ok", found)
     version_s = answer.model.num_parameters * (4 if run.model.dtype == "float32" else 2) / rate
-    found += f": {version_s:,.1f} s for a whole version"
-    limit_s = run.weights.fetch_timeout_s
+    found, limit_s = f"{found}: {version_s:,.1f} s for a whole version", run.weights.fetch_timeout_s
     fix = f"raise weights.fetch_timeout_s ({limit_s:g}); later versions come as differences with delta"
     return judge("bandwidth", version_s <= limit_s, found, fix=fix, verdict="fail")

@@ -1,4 +1,4 @@
-"""Diagnosis: checks of installation, machine, inputs, and last run, each with a deadline."""
+"""Diagnosis: checks of installation, machine, inputs, and last run."""
 
 import contextlib
 import sys
@@ -8,14 +8,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from threading import Thread
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from slipstream.broker.errors import BrokerError
 from slipstream.buffer.errors import ReplayBufferError
-from slipstream.configs.base import ConfigError
+from slipstream.configs.base import ConfigError, require
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig, read_config
 from slipstream.launch.diagnose import cluster, inputs, install, machine
@@ -28,6 +27,7 @@ from slipstream.launch.diagnose.probe import run_probe
 from slipstream.launch.generator_pool import visible_gpus
 from slipstream.launch.preflight import surroundings
 from slipstream.runtime.credentials import mask
+from slipstream.runtime.process import run_in_thread
 from slipstream.runtime.run_folder import RunFolder, describe_others, find_run, is_held, list_runs
 
 T = TypeVar("T")
@@ -63,14 +63,13 @@ _SURROUNDINGS = {
 def diagnose(words: Sequence[str], *, is_json: bool, bundle: Path | None = None) -> None:
     """Print the findings of all checks; exit with 1 if any failed. Raises ConfigError.
 
-    `words`: settings as for `slipstream run`; or a run as for `find_run`, to check with its own settings; or `cluster`
-    and settings. `bundle`: bug report to write.
+    `words`: settings; or a run as for `find_run`; or `cluster` and settings. `bundle`: bug report to write.
     """
     if bundle:
         check_bundle(bundle)
+        why = "a bundle describes a run"
+        require(words[:1] != ["cluster"], "--bundle", "be used without `cluster`", got=str(bundle), why=why)
     if words[:1] == ["cluster"]:
-        if bundle:
-            raise ConfigError("--bundle must be used without `cluster`.")
         report(cluster.find_all(list(words[1:])), is_json=is_json)
         return
     # Checks and libraries may print to stdout.
@@ -110,7 +109,7 @@ def choose(words: Sequence[str]) -> Subject:
 def find_all(subject: Subject) -> list[Result]:
     """Run all checks concurrently."""
     started_at = time.monotonic()
-    running = [(check, _start(check.find)) for check in list_checks(subject)]
+    running = [(check, run_in_thread(check.find, name=check.name)) for check in list_checks(subject)]
     return [finding for check, future in running for finding in _await(check, future, started_at=started_at)]
 
 
@@ -132,22 +131,17 @@ def list_checks(subject: Subject) -> list[Check]:
 
 def _of_machine(run: RunConfig, folder: Path, *, is_live: bool, is_over: bool) -> list[Check]:
     installed, cuda = install.installed_packages(), install.torch_cuda()
-
-    def wheels() -> Result:
-        return install.check_wheels(run, installed, cuda=cuda, num_gpus=machine.count_gpus())
-
-    def sums() -> Result:
-        return check_all_reduce(len(visible_gpus()), timeout_s=_SUM_TIMEOUT_S)
-
+    wheels = partial(install.check_wheels, run, installed, cuda=cuda)
+    sums = partial(check_all_reduce, timeout_s=_SUM_TIMEOUT_S)
     return [
         Check("packages", lambda: install.check_packages(run, installed, install.requirements())),
-        Check("wheels", wheels, timeout_s=30.0),
+        Check("wheels", lambda: wheels(num_gpus=machine.count_gpus()), timeout_s=30.0),
         Check("compiler", lambda: install.check_compiler(installed)),
         Check("instructions", lambda: install.check_instructions(installed)),
         Check("GPUs", lambda: machine.check_gpus(cuda=cuda, is_live=is_live), timeout_s=90.0),
         # The probe times out first and names the part.
         Check("probe", lambda: run_probe(timeout_s=_PROBE_TIMEOUT_S), timeout_s=_PROBE_TIMEOUT_S + 10.0),
-        Check("all-reduce", sums, timeout_s=_SUM_TIMEOUT_S + 10.0),
+        Check("all-reduce", lambda: sums(len(visible_gpus())), timeout_s=_SUM_TIMEOUT_S + 10.0),
         Check("topology", machine.show_topology, timeout_s=60.0),
         Check("hardware", machine.check_hardware),
         Check("memory", machine.check_memory),
@@ -163,9 +157,9 @@ def _of_machine(run: RunConfig, folder: Path, *, is_live: bool, is_over: bool) -
 def _of_surroundings(run: RunConfig, folder: RunFolder, *, is_live: bool) -> list[Check]:
     found = [Check("token", lambda: machine.check_token(run, is_joining=False))]
     if run.cluster.network and not is_live:
-        found.append(Check("interface", lambda: machine.check_interface(run.cluster)))
-        found.append(Check("ports", lambda: machine.check_ports(run.cluster)))
-    # Check an existing run as if resuming it.
+        for name, check in {"interface": machine.check_interface, "ports": machine.check_ports}.items():
+            found.append(Check(name, partial(check, run.cluster)))
+    # As if resuming an existing run.
     tried = surroundings(msgspec.structs.replace(run, resume="auto") if folder.has_run else run)
     for name in (each for each in _SURROUNDINGS if each in tried):
         find = partial(_surrounding, name, run, is_live=is_live, check=tried[name])
@@ -174,16 +168,14 @@ def _of_surroundings(run: RunConfig, folder: RunFolder, *, is_live: bool) -> lis
 
 
 def _surrounding(name: str, run: RunConfig, *, is_live: bool, check: Callable[[], object]) -> Result:
-    reason = ""
     if name == "object store" and not run.storage.uri:
-        reason = "the run has no storage.uri"
-    elif name == "address" and not (run.broker.address or run.cluster.network):
-        reason = "the run listens on sockets in its folder, on no port"
-    elif name in ("address", "observers") and is_live:
-        reason = "the run is in progress, and holds its ports"
-    else:
-        check()
-    return Result(name, "skipped", reason) if reason else Result(name, "ok", "as a run needs it")
+        return Result(name, "skipped", "the run has no storage.uri")
+    if name == "address" and not (run.broker.address or run.cluster.network):
+        return Result(name, "skipped", "the run listens on sockets in its folder, on no port")
+    if name in ("address", "observers") and is_live:
+        return Result(name, "skipped", "the run is in progress, and holds its ports")
+    check()
+    return Result(name, "ok", "as a run needs it")
 
 
 def _last_run(subject: Subject) -> Result | list[Result]:
@@ -193,27 +185,13 @@ def _last_run(subject: Subject) -> Result | list[Result]:
     return Result("last run", "skipped", f"there is no run {name!r}: {others}")
 
 
-def _start(function: Callable[[], T]) -> "Future[T]":
-    """Call in a daemon thread, because a call that hangs on a dead mount cannot end."""
-    future: Future[T] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(function())
-        except Exception as error:
-            future.set_exception(error)
-
-    Thread(target=work, daemon=True).start()
-    return future
-
-
+# In threads, because a call that hangs on a dead mount cannot end.
 def _within(timeout_s: float, function: Callable[[], T]) -> T:
     try:
-        return _start(function).result(timeout=timeout_s)
+        return run_in_thread(function, name="read").result(timeout=timeout_s)
     except TimeoutError:
-        raise ConfigError(
-            f"the run folder must be readable within {timeout_s:g} s, but is not: {_DEAD_MOUNT}."
-        ) from None
+        must = f"the run folder must be readable within {timeout_s:g} s"
+        raise ConfigError(f"{must}, but is not: {_DEAD_MOUNT}.") from None
 
 
 def _await(check: Check, future: "Future[Result | list[Result]]", *, started_at: float) -> list[Result]:

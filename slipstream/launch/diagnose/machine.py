@@ -5,9 +5,7 @@ import platform
 import re
 import resource
 import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Literal
@@ -19,14 +17,14 @@ from slipstream.configs.base import ConfigError, Record
 from slipstream.configs.cluster import ClusterConfig
 from slipstream.configs.engines import VllmEngineConfig
 from slipstream.configs.run import RunConfig
-from slipstream.launch.generator_pool import ask_gpus
+from slipstream.launch.generator_pool import ask_gpus, run_smi
 from slipstream.runtime.credentials import TOKEN_REMEDY, find_token
 from slipstream.runtime.disk import describe_disk, nearest_folder
 from slipstream.runtime.model_files import ModelFingerprint, check_same_model, fingerprint
 from slipstream.runtime.process import GROUPS, OWN_GROUPS, group_limits, read_text
 
 Verdict = Literal["ok", "warn", "fail", "skipped"]
-"""Good | may cause problems | will not work | not checked; `found` has the reason."""
+"""Good | may cause problems | will not work | not checked."""
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _SHARED_MEMORY = Path("/dev/shm")
 _MIN_SHARED_MEMORY = 2**30
@@ -51,7 +49,7 @@ class Result(Record):
 
 
 def judge(name: str, is_ok: bool, found: str, *, fix: str, verdict: Verdict = "warn") -> Result:
-    """Return ok, or `verdict` with `fix`."""
+    """Ok, or `verdict` with `fix`."""
     return Result(name, "ok", found) if is_ok else Result(name, verdict, found, fix=fix)
 
 
@@ -147,7 +145,7 @@ def check_ports(cluster: ClusterConfig, *, ephemeral: Path = _EPHEMERAL) -> Resu
 
 
 def check_clock(offset_s: float, *, took_s: float) -> Result:
-    """Judge the clock offset to the broker, from an answer that took `took_s`."""
+    """Judge the clock's offset to the broker's, from an answer that took `took_s`."""
     found = f"the broker's is {offset_s:+.3f} s ahead, within {took_s / 2:.3f} s"
     is_close = abs(offset_s) <= _MAX_CLOCK_OFFSET_S + took_s / 2
     return judge("clock", is_close, found, fix="synchronize both, with chrony or systemd-timesyncd")
@@ -189,12 +187,11 @@ _CPU_INFO, _DEVICES = Path("/proc/cpuinfo"), Path("/dev")
 _MIN_MEMORY = 2 * 2**30
 _MIN_DISK, _LITTLE_DISK = 256 * 2**20, 2**30
 _BYTES_OF_A_PARAMETER = 16
-"""In a checkpoint: weights, float32 copy, and both moments."""
+"""Weights, float32 copy, and both moments."""
 _MIN_PROCESSES = 512
-"""Processes and threads of a small run."""
-_SMI_TIMEOUT_S = 20.0
+"""Of a small run, with threads."""
 _MIN_DRIVERS = {"12": 525, "13": 580}
-"""CUDA -> oldest Linux driver. Source: CUDA toolkit release notes, minor version compatibility."""
+"""CUDA -> oldest Linux driver. Source: minor version compatibility in CUDA's release notes."""
 _PLAN = "`slipstream plan` shows what each process takes"
 
 
@@ -235,7 +232,7 @@ def check_processes(*, root: Path = GROUPS, own: Path = OWN_GROUPS) -> Result:
 
 
 def check_disk(name: str, path: Path, *, run: RunConfig | None = None, is_over: bool = False) -> Result:
-    """Check that a folder, which may not exist yet, is writable and has room for checkpoints."""
+    """Check that a folder, which need not exist, is writable and has room for checkpoints."""
     folder = nearest_folder(path)
     stats = os.statvfs(folder)
     free, found = stats.f_bavail * stats.f_frsize, describe_disk(path)
@@ -262,26 +259,17 @@ def count_gpus() -> int:
 def check_gpus(*, cuda: str, is_live: bool) -> Result:
     """Compare the driver with torch's `cuda`. `is_live`: this run already uses the GPUs."""
     lines = ask_gpus("name,memory.total,memory.used,driver_version")
-    found = re.search(r"^CUDA Version\s*:\s*([\d.]+)", _print_smi("--version") if lines else "", re.MULTILINE)
+    found = re.search(r"^CUDA Version\s*:\s*([\d.]+)", run_smi("--version") if lines else "", re.MULTILINE)
     return judge_gpus(count_gpus(), lines, cuda=cuda, driver=found[1] if found else "", is_live=is_live)
 
 
 def show_topology() -> Result:
-    """Return the links between GPUs as nvidia-smi prints them."""
+    """Links between GPUs as nvidia-smi prints them, without colors."""
     if count_gpus() < 2:
         return Result("topology", "skipped", "fewer than two GPUs")
-    if not (printed := _print_smi("topo", "-m").rstrip()):
+    if not (printed := run_smi("topo", "-m").rstrip()):
         return Result("topology", "warn", "nothing printed", fix="look at `nvidia-smi topo -m`")
-    # Without the colors of a terminal.
     return Result("topology", "ok", re.sub(r"\x1b\[[\d;]*m", "", f"\n{printed}"))
-
-
-def _print_smi(*options: str) -> str:
-    """Return what nvidia-smi prints; nothing if it fails."""
-    with suppress(OSError, subprocess.TimeoutExpired):
-        command = ["nvidia-smi", *options]
-        return subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False).stdout
-    return ""
 
 
 def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, is_live: bool) -> Result:
@@ -295,17 +283,15 @@ def judge_gpus(num_gpus: int, lines: Sequence[str], *, cuda: str, driver: str, i
     found = f"{len(rows)} x {rows[0][0]}, {rows[0][1]} MiB, driver {rows[0][3]}"
     needed = cuda.split(".")[0]
     # Old drivers do not print their CUDA version.
-    is_old = rows[0][3].split(".")[0].isdecimal() and int(rows[0][3].split(".")[0]) < _MIN_DRIVERS.get(needed, 0)
+    release = rows[0][3].split(".")[0]
+    is_old = release.isdecimal() and int(release) < _MIN_DRIVERS.get(needed, 0)
     if cuda and ((driver and int(driver.split(".")[0]) < int(needed)) or is_old):
         fix = f"update the driver to one for CUDA {needed} ({_MIN_DRIVERS.get(needed, 'new')} or later), or install "
         fix += f"a torch for CUDA {driver or 'of this driver'}"
         return Result("GPUs", "fail", f"{found} serves CUDA {driver or 'older'}, torch is for {cuda}", fix=fix)
-    taken = [
-        str(at)
-        for at, (_, size, used, *_) in enumerate(rows)
-        # A GPU that shares the host's memory reports neither.
-        if size.isdecimal() and used.isdecimal() and int(used) > 0.1 * int(size)
-    ]
+    # A GPU that shares the host's memory reports neither size nor use.
+    sizes = {at: (used, size) for at, (_, size, used, *_) in enumerate(rows) if size.isdecimal() and used.isdecimal()}
+    taken = [str(at) for at, (used, size) in sizes.items() if int(used) > 0.1 * int(size)]
     if taken and not is_live:
         fix = "end the processes that `nvidia-smi` lists, or choose others with CUDA_VISIBLE_DEVICES"
         return Result("GPUs", "warn", f"{found}; others use the memory of {', '.join(taken)}", fix=fix)

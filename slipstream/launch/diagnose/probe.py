@@ -1,7 +1,4 @@
-"""Probe: load libraries and use GPUs in a separate process, which each part may hang or crash.
-
-The process prints one line of JSON per finished part.
-"""
+"""Probe: load libraries and use GPUs in a process that may hang or crash; it prints a line of JSON per part."""
 
 import signal
 import subprocess
@@ -13,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from slipstream.configs.base import first_line
 from slipstream.launch.diagnose.install import find_kernels, installed_packages
 from slipstream.launch.diagnose.machine import Result
 
@@ -73,14 +71,13 @@ def main() -> None:
             with redirect_stdout(sys.stderr):
                 finding = part()
         except Exception as error:  # libraries raise anything
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            finding = Result(name, "fail", reason, fix=fix)
+            finding = Result(name, "fail", first_line(error), fix=fix)
         sys.stdout.buffer.write(msgspec.json.encode(finding) + b"\n")
         sys.stdout.buffer.flush()
 
 
 def run_probe(*, timeout_s: float, program: Path = Path(__file__)) -> list[Result]:
-    """Try all parts in another process. A part that crashes or hangs fails; later ones are skipped."""
+    """Try all parts in another process. After a crash or hang, later ones are skipped."""
     module = ["-m", __name__] if program == Path(__file__) else [str(program)]
     try:
         done = subprocess.run([sys.executable, *module], capture_output=True, timeout=timeout_s, check=False)

@@ -372,7 +372,7 @@ def test_kubectl_gets_the_secret_once_and_no_token_is_in_a_command_line(tmp_path
     with pytest.raises(SystemExit) as caught:
         main(call)
     assert caught.value.code == 2
-    assert "error: kubectl must be installed to start the run, but is not: run this where" in capsys.readouterr().err
+    assert "error: kubectl must be installed to start the run, got none: run this where" in capsys.readouterr().err
     main([*call, "--print"])
     printed = capsys.readouterr()
     assert yaml.safe_load(printed.out)["kind"] == "JobSet"

@@ -97,7 +97,7 @@ def test_without_print_the_script_is_submitted_from_its_input(tmp_path, monkeypa
     with pytest.raises(SystemExit) as caught:
         main(call)
     assert caught.value.code == 2
-    assert "error: sbatch must be installed to start the run, but is not: run this where" in capsys.readouterr().err
+    assert "error: sbatch must be installed to start the run, got none: run this where" in capsys.readouterr().err
     main([*call, "--print"])
     printed = capsys.readouterr().out
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")

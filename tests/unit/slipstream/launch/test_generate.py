@@ -232,7 +232,7 @@ def test_files_of_responses_are_compared_and_a_model_counts_their_tokens(run: Ru
         (["data.columns.prompt=nosuch"], r"`nosuch` must be filled"),
         (
             ["data.columns.response=text", "generators.reward.function=length_penalty"],
-            r"length_penalty needs the numbers of tokens: name the model",
+            r"MODEL must name the model .*, got none: length_penalty needs the numbers of tokens",
         ),
         (["--all"], r"takes one model or run at most, no --out, and no --all, got --all\."),
         (["a", "b"], r"takes one model or run at most, .* got a, b\."),

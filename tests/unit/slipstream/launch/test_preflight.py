@@ -179,8 +179,8 @@ TOOLS = "generators.agents={calculating: {kind: tools, tools: [calculator], tool
 @pytest.mark.parametrize(
     ("split", "row", "overrides", "words"),
     [
-        ("train", MESSAGES, [], r"template, because row train/00000 of .*train\.jsonl is a list .* set model\.chat_t"),
-        ("heldout", MESSAGES, [], r"template, because row heldout/00000 of .*heldout\.jsonl is a list"),
+        ("train", MESSAGES, [], r"template for row train/00000 of .*train\.jsonl, got none .* set model\.chat_t"),
+        ("heldout", MESSAGES, [], r"template for row heldout/00000 of .*heldout\.jsonl, got none"),
         ("heldout", MESSAGES, ["model.chat_template={folder}/template"], ""),
         (
             "train",

@@ -56,7 +56,7 @@ def test_other_models_are_refused_by_name(tmp_path: Path, folder: Path) -> None:
     text = make_tiny_model(tmp_path / "text")
     assert takes_images(str(folder))
     assert not takes_images(str(text))
-    with pytest.raises(ConfigError, match=r"need a model of the type qwen2_vl or .*a text-only model \(qwen2\)"):
+    with pytest.raises(ConfigError, match=r"have a model of the type qwen2_vl or .*a text-only model \(qwen2\)"):
         VisionModel(str(text)).token_id  # noqa: B018
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "config.json").write_text('{"model_type": "gemma3", "vision_config": {}}')
