@@ -163,11 +163,7 @@ class Checkpoints:
         self._run_storage = open_storage(run) if self._folders.is_leader else None
         self._storage = self._run_storage and self._run_storage.child(folder.name)
         self.saver = BackgroundSaver(
-            folder,
-            ranks=ranks,
-            folders=self._folders,
-            in_background=not run.is_one_process,
-            storage=self._storage,
+            folder, ranks=ranks, folders=self._folders, in_background=not run.is_one_process, storage=self._storage
         )
         self._poisoned = set[str]()
         """Checkpoints with NaN or infinity."""

@@ -61,11 +61,7 @@ def forward_kl_topk(
 
 
 def generalized_jsd(
-    learner_logprobs: Float[Tensor, "N K"],
-    teacher_logprobs: Float[Tensor, "N K"],
-    *,
-    beta: float,
-    renormalize: bool,
+    learner_logprobs: Float[Tensor, "N K"], teacher_logprobs: Float[Tensor, "N K"], *, beta: float, renormalize: bool
 ) -> Float[Tensor, "N"]:
     """Generalized Jensen-Shannon divergence between learner p and teacher q, 0 < beta < 1.
 

@@ -279,11 +279,7 @@ def outcome_cross_entropy(
 
 # --- the critic's own loss -------------------------------------------------------------------------------------------
 def clipped_value_loss(
-    values: Float[Tensor, "N"],
-    returns: Float[Tensor, "N"],
-    values_before: Float[Tensor, "N"],
-    *,
-    clip: float | None,
+    values: Float[Tensor, "N"], returns: Float[Tensor, "N"], values_before: Float[Tensor, "N"], *, clip: float | None
 ) -> tuple[Float[Tensor, "N"], Bool[Tensor, "N"]]:
     """Clipped value loss, and the tokens that the clip leaves without gradient.
 

@@ -324,13 +324,7 @@ class FetchTracker:
     """Holds at most one request per member. Used by the publisher's thread."""
 
     def __init__(
-        self,
-        server: SnapshotServer,
-        *,
-        client: Sender,
-        members: MemberTable,
-        config: WeightsConfig,
-        clock: Clock,
+        self, server: SnapshotServer, *, client: Sender, members: MemberTable, config: WeightsConfig, clock: Clock
     ) -> None:
         self._server = server
         self._client = client

@@ -222,12 +222,7 @@ class Stager:
         self._newest: Staged | None = None
 
     def stage(
-        self,
-        *,
-        version: int,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        canary: Canary,
-        reuse: Staged | None = None,
+        self, *, version: int, weights: Iterable[tuple[str, torch.Tensor]], canary: Canary, reuse: Staged | None = None
     ) -> Staged:
         """Copy all weights as `version`, into the buckets of `reuse` if given."""
         update = Update(

@@ -123,12 +123,7 @@ def load_value_model(
     """Load a value model, or a policy's trunk with a zero head. `loading`: see `load_policy`. Raises ModelError."""
     with torch.random.fork_rng(), _without_report(), loading or nullcontext():
         trunk, missing = load_module(
-            AutoModel,
-            config,
-            device=device,
-            setting=_PATH,
-            group=group,
-            gradient_checkpointing=gradient_checkpointing,
+            AutoModel, config, device=device, setting=_PATH, group=group, gradient_checkpointing=gradient_checkpointing
         )
     if missing:
         raise ModelError(

@@ -12,12 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from slipstream.broker.errors import WeightTransferError
@@ -39,13 +34,7 @@ from slipstream.learner.training.attention import (
 )
 from slipstream.learner.training.rounding import LIMIT, MARGIN, difference, rounded
 from slipstream.runtime.images import takes_images
-from slipstream.runtime.lora import (
-    adapter_parameters,
-    attach_adapter,
-    language_model_class,
-    merge,
-    save_adapter,
-)
+from slipstream.runtime.lora import adapter_parameters, attach_adapter, language_model_class, merge, save_adapter
 from slipstream.runtime.routers import Routers, check_layers, find_routers
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
