@@ -70,10 +70,8 @@ class RankFolders:
     def complete(self, folder: Path) -> None:
         """Copy missing files of a checkpoint between machines until every folder has all. Raises CheckpointError."""
         held = read_checksums(folder) if self.is_leader and (folder / CHECKSUMS).is_file() else {}
-        offers = [
-            msgspec.json.decode(offer, type=dict[str, str])
-            for offer in self._ranks.gather_bytes(msgspec.json.encode(held))
-        ]
+        gathered = self._ranks.gather_bytes(msgspec.json.encode(held))
+        offers = [msgspec.json.decode(offer, type=dict[str, str]) for offer in gathered]
         owners, union = dict[str, int](), dict[str, str]()
         for rank, offer in enumerate(offers):
             for name, digest in offer.items():

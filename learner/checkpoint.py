@@ -50,6 +50,9 @@ from slipstream.runtime.run_folder import RunFolder
 log = structlog.get_logger(__name__)
 
 
+Finish = Callable[[CheckpointPointer], object]
+
+
 class BestEntry(Record):
     """The best evaluation so far, stored in `best.json`.
 
@@ -240,9 +243,7 @@ class Checkpoints:
         return {file.name: checksum(file) for file in weight_files(path)} if self._run.model.lora else {}
 
     # --- saving --------------------------------------------------------------------------------------------------
-    def save(
-        self, *, step: int, version: int, finish: Callable[[CheckpointPointer], object] = lambda pointer: None
-    ) -> CheckpointPointer:
+    def save(self, *, step: int, version: int, finish: Finish = lambda pointer: None) -> CheckpointPointer:
         """Begin a checkpoint that covers `step`. On return its state is copied and its name is fixed.
 
         First waits for the previous save and raises its error. Once the checkpoint is durable, rank 0 calls `finish` in

@@ -288,10 +288,5 @@ class Evaluator:
 
     def _request(self, name: str, *, version: int, rows: Mapping[str, range]) -> None:
         for each in self._sets:
-            self._store.open_evaluation(
-                f"{name}-{each.name}",
-                purpose=each.name,
-                version=version,
-                rows=list(rows[each.name]),
-                samples=each.samples,
-            )
+            name_of_set, own = f"{name}-{each.name}", list(rows[each.name])
+            self._store.open_evaluation(name_of_set, purpose=each.name, version=version, rows=own, samples=each.samples)

@@ -290,8 +290,7 @@ class Learner:
             self._record_stage("first batch")
         last_claim_at, self._claimed_at, claimed_at_ns = self._claimed_at, self._clock(), time.time_ns()
         claimed_at = self._claimed_at
-        step_s = claimed_at - last_claim_at
-        if self._pacer.record_step(waited_s=waited_s, step_s=step_s, num_spare=claim.num_spare):
+        if self._pacer.record_step(waited_s=waited_s, step_s=claimed_at - last_claim_at, num_spare=claim.num_spare):
             self._store.set_target_lag(self._pacer.lag)
         with keep_claim(self._store, claim, lease_s=self._run.broker.claim_lease_s):
             self._reason = f"training step {claim.step}"
@@ -319,12 +318,13 @@ class Learner:
 
     def _commit(self, claim: Claim, payloads: list[list[bytes]], *, mixed_ids: list[str]) -> StepEntry:
         """Fails if the claim has lapsed: another learner may have trained on its groups."""
+        run = self._run
         entry = make_entry(
             claim,
             payloads,
             version=self._version,
-            seed=self._run.seed,
-            config_hash=config_hash(self._run),
+            seed=run.seed,
+            config_hash=config_hash(run),
             mixed_group_ids=mixed_ids,
         )
         with self._committing:
@@ -374,7 +374,7 @@ class Learner:
 
     def _claim_groups(self, *, step: int) -> tuple[Claim, float]:
         """Return the claim, and the time from its first refusal on."""
-        num_groups = self._run.claimed_groups_per_step
+        num_groups, lease_s = self._run.claimed_groups_per_step, self._run.broker.claim_lease_s
         missing, num_ready, refused_at = "not checked yet", num_groups, math.inf
         self._stall.begin(f"the {num_groups} groups of step {step}", waits_for="groups")
         while True:
@@ -382,11 +382,7 @@ class Learner:
             self._saver.raise_error()
             self._reason = self._stall.poll(missing)
             claim = self._store.claim(
-                step=step,
-                version=self._version,
-                num_groups=num_groups,
-                rules=self._rules,
-                lease_s=self._run.broker.claim_lease_s,
+                step=step, version=self._version, num_groups=num_groups, rules=self._rules, lease_s=lease_s
             )
             if not isinstance(claim, Claim):
                 missing, num_ready = claim.reason, claim.ready_needed

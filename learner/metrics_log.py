@@ -4,6 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
@@ -56,9 +57,6 @@ class StepTokensWriter:
         self._in_background = in_background
         self._waiting: Queue[tuple[int, StepTokens] | None] = Queue(_MAX_WAITING)
         self._thread: Thread | None = None
-
-    def roll_back(self, *, to_step: int) -> None:
-        drop_steps(self._folder, after=to_step)
 
     def add(self, step: int, tokens: StepTokens) -> None:
         if not self._in_background:
@@ -116,9 +114,8 @@ class MetricsLog:
         self._store = store
         self._clock = clock
         self._alerts = MetricAlerts(lambda text: store.record_event("learner", text), run=run)
-        self._step_tokens = StepTokensWriter(
-            folder.token_stats, max_gib=_TOKEN_STATS_GIB, in_background=not run.is_one_process
-        )
+        in_background = not run.is_one_process
+        self._step_tokens = StepTokensWriter(folder.token_stats, max_gib=_TOKEN_STATS_GIB, in_background=in_background)
         self._tokens = Rate(window_s=10.0, clock=clock)
         self._generated = Growth({})
         self._generated_by: deque[tuple[float, float]] = deque(maxlen=_RATE_STEPS + 1)
@@ -126,8 +123,7 @@ class MetricsLog:
         self._processor = ProcessorTime()
         self._times = Growth({})
         self._own_rows = 0
-        self._started_at = self._row_at = clock()
-        self._ended_at = clock()
+        self._started_at = self._row_at = self._ended_at = clock()
         self._resumed_at_s = 0.0
         self._before: dict[Purpose, EvaluationResult] = {}
 
@@ -150,7 +146,7 @@ class MetricsLog:
         for row in self._rows(up_to_step=step):
             has_ended = has_ended or ends(row)
             self._resumed_at_s = row["time_s"]
-        self._step_tokens.roll_back(to_step=step)
+        drop_steps(self.folder.token_stats, after=step)
         self._row_at = self._clock()
         self._started_at = self._row_at - self._resumed_at_s
         self._tokens = Rate(window_s=10.0, clock=self._clock)
@@ -184,28 +180,16 @@ class MetricsLog:
             self._step_tokens.add(step, tokens)
         self._tokens.add(metrics["learner/tokens"])
         began_at, self._row_at = self._row_at, self._clock()
-        row: Row = {
-            "step": step,
-            "version": version,
-            "time_s": round(self._row_at - self._started_at, 3),
-            **metrics,
-            **times,
-        }
+        time_s = round(self._row_at - self._started_at, 3)
+        row: Row = {"step": step, "version": version, "time_s": time_s, **metrics, **times}
         row["learner/tokens_per_s"] = metrics["learner/tokens"] / max(1e-9, self._row_at - began_at)
         rate = self._generated_per_s()
         # Generators report once a second: before the first report, the rate is unknown, not 0.
         row |= {"generators/tokens_per_s": rate} if self._generated.total else {}
         if published:
-            row |= {
-                "weights/sync_s": published.seconds,
-                "weights/members": published.num_members,
-                "weights/receive_s": published.receive_s,
-                "weights/prepare_s": published.prepare_s,
-                "weights/pause_s": published.pause_s,
-                "weights/probe_s": published.probe_s,
-                "weights/probe_diff_mean": published.probe_diff_mean,
-                "weights/probe_diff_max": published.probe_diff_max,
-            }
+            names = ("receive_s", "prepare_s", "pause_s", "probe_s", "probe_diff_mean", "probe_diff_max")
+            row |= {"weights/sync_s": published.seconds, "weights/members": published.num_members}
+            row |= {f"weights/{name}": getattr(published, name) for name in names}
         row |= evaluated or {}
         self._own_rows += 1
         row |= {"times": self._step_times()}
@@ -236,16 +220,12 @@ class MetricsLog:
         # Rates exclude time before a resume: this process counts only its own tokens.
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)
+        sets, before = self._run.data.eval_sets, self._before
         summary = {
             **{f"accuracy_{name}": result.accuracy for name, result in after.items()},
-            **{
-                each.before_key: self._before[each.name].accuracy if self._before else None
-                for each in self._run.data.eval_sets
-            },
+            **{each.before_key: before[each.name].accuracy if before else None for each in sets},
             "evaluation": evaluation,
-            "num_final_prompts": {
-                each.name: after[each.name].num_asked // each.samples for each in self._run.data.eval_sets
-            },
+            "num_final_prompts": {each.name: after[each.name].num_asked // each.samples for each in sets},
             "best": best,
             "train_seconds": round(seconds, 3),
             "steps": step,
@@ -272,9 +252,8 @@ class MetricsLog:
         return found | {"lag_mean": sum_lags / max(1, num_tokens)}
 
     def _rows(self, *, up_to_step: int) -> Iterator[Row]:
-        return self.disk.retry(
-            lambda: self.folder.keep_metrics(up_to_step=up_to_step), what="the metrics", path=self.folder.metrics
-        )
+        keep = partial(self.folder.keep_metrics, up_to_step=up_to_step)
+        return self.disk.retry(keep, what="the metrics", path=self.folder.metrics)
 
     def _generated_per_s(self) -> float:
         """Mean rate of the last steps. Also updates the growth of all counters."""
@@ -289,8 +268,7 @@ class MetricsLog:
         self._times.update(self._time_counters(gauges))
 
     def _time_counters(self, roles: Roles) -> dict[Counter, float]:
-        own = {"learner": self.gauges() | {"role": "learner"}}
-        return time_counters(roles | own)
+        return time_counters(roles | {"learner": self.gauges() | {"role": "learner"}})
 
     def _step_times(self) -> Row:
         times: Row = msgspec.to_builtins(make_step_times(self._times.each, steps=self._own_rows))

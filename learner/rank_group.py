@@ -1,7 +1,7 @@
 """RankGroup: the data-parallel ranks of one learner. Rank 0 broadcasts commands, and every rank executes them."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from slipstream.buffer.records import CheckpointPointer, image_names
 from slipstream.buffer.trajectory import Trajectory, lag_histogram
 from slipstream.configs.base import Record
 from slipstream.configs.run import RunConfig
-from slipstream.learner.checkpoint import Checkpoints, CheckpointState
+from slipstream.learner.checkpoint import Checkpoints, CheckpointState, Finish
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.publishing.staging import Canary
 from slipstream.learner.ranks import Ranks
@@ -74,26 +74,17 @@ class RankGroup:
 
     # --- rank 0 --------------------------------------------------------------------------------------------------
     def train(
-        self,
-        *,
-        step: int,
-        version: int,
-        payloads: list[list[bytes]],
-        weights: Sequence[float] = (),
-        max_lags: Sequence[int | None] = (),
-        num_mixed: int = 0,
-        fetch_images: FetchImages = lambda _names: {},
+        self, *, payloads: list[list[bytes]], fetch_images: FetchImages = lambda _names: {}, **fields: Any
     ) -> dict[str, Any]:
-        """Train one step on encoded groups and return its metrics. For the arguments see TrainStep.
+        """Train one step on encoded groups and return its metrics. `fields`: other fields of TrainStep.
 
         `fetch_images` maps image names to the bytes of those that are stored.
         """
         # Broadcast bytes: only rank 0 needs a connection to the store.
-        sizes = [len(group) for group in payloads]
         held = self.trainer.images
         missing = held.missing(image_names(chain(*payloads))) if held else []
         images = fetch_images(missing) if missing else {}
-        command = TrainStep(step, version, sizes, list(weights), list(max_lags), num_mixed, list(images))
+        command = TrainStep(group_sizes=[*map(len, payloads)], images=list(images), **fields)
         flat = (payload for group in payloads for payload in group)
         self._ranks.broadcast_bytes([encode(command), *flat, *images.values()])
         return self._train(command, payloads, list(images.values()))
@@ -106,9 +97,7 @@ class RankGroup:
     def canary(self, *, step: int) -> Canary:
         return self._on_all(Operation("compute_canary", step=step))
 
-    def save_checkpoint(
-        self, *, step: int, version: int, finish: Callable[[CheckpointPointer], object]
-    ) -> CheckpointPointer:
+    def save_checkpoint(self, *, step: int, version: int, finish: Finish) -> CheckpointPointer:
         """Begin a checkpoint, see Checkpoints.save.
 
         Raises DivergenceError, and writes nothing, unless the entire state is finite.
@@ -191,14 +180,8 @@ class RankGroup:
                 names = {media.checksum for trajectory in chain(*groups) for media in trajectory.media}
                 held.keep(names, dict(zip(command.images, images, strict=True)))
         with self.trainer.account.phase("compute"):
-            metrics = self.trainer.step(
-                groups,
-                learner_version=command.version,
-                step=command.step,
-                weights=command.weights,
-                max_lags=command.max_lags,
-                num_mixed=command.num_mixed,
-            )
+            options = {name: getattr(command, name) for name in ("step", "weights", "max_lags", "num_mixed")}
+            metrics = self.trainer.step(groups, learner_version=command.version, **options)
             # Check before the commit, so that groups are trained on again if their update produced NaN.
             self.trainer.check_weights(step=command.step)
         # Mixed groups have another run's versions and therefore no lag.

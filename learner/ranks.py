@@ -195,9 +195,8 @@ class Ranks:
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """One payload per rank, in rank order, on every rank."""
-        return [
-            self.broadcast_bytes([payload] if rank == self.rank else None, source=rank)[0] for rank in range(self.size)
-        ]
+        sent = {self.rank: [payload]}
+        return [self.broadcast_bytes(sent.get(rank), source=rank)[0] for rank in range(self.size)]
 
     def broadcast_ints(self, values: Sequence[int] | None, *, source: int = 0) -> list[int]:
         """Like `broadcast_bytes`, for numbers."""
@@ -404,17 +403,10 @@ def _initialize(*, rank: int, size: int, device: torch.device, timeout_s: float,
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
-            **where,
-        )
+        backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, **where)
     except (RuntimeError, ValueError, OSError) as error:
-        must = f"{size} learner ranks must meet at {rendezvous} within {timeout_s:g} s, rank {rank} could not"
-        if not rendezvous:
-            must = (
-                "a single learner rank must form its process group, which needs the loopback interface, and could not"
-            )
+        must = "a single learner rank must form its process group, which needs the loopback interface, and could not"
+        if rendezvous:
+            must = f"{size} learner ranks must meet at {rendezvous} within {timeout_s:g} s, rank {rank} could not"
         raise RankGroupError(f"{must}: {error}") from error

@@ -170,19 +170,17 @@ def _open_store(run: RunConfig, url: str) -> RedisStore:
 
 def wait_for_token(run: RunConfig, *, deadline: Deadline) -> str:
     """Wait until a broker has started the run and return its token. Raises ConfigError, WaitTimeoutError."""
-    folder = RunFolder(run)
+    folder, address = RunFolder(run), run.broker.address
     report_at = deadline.left_s
     # Without an address, both meet in the run folder. With a mistyped name, this learner would wait there alone.
-    while not ((token := find_token(run)) and (run.broker.address or folder.has_run)):
+    while not ((token := find_token(run)) and (address or folder.has_run)):
         others = "" if folder.has_run else f": {describe_others(Path(run.runs_dir), run.name)}"
         missing = (
             f"run {run.name!r} in {run.runs_dir}/{others}; correct name=..., or start its broker with `python -m "
             "broker` and the same settings"
         )
-        if run.broker.address and is_listening(run.broker.address):
-            raise ConfigError(
-                f"the broker at {run.broker.address} must belong to this run, got no token for {missing}."
-            )
+        if address and is_listening(address):
+            raise ConfigError(f"the broker at {address} must belong to this run, got no token for {missing}.")
         deadline.check(missing=missing)
         if deadline.left_s <= report_at:
             report_at = deadline.left_s - _REPORT_EVERY_S

@@ -124,9 +124,7 @@ class StallDetector:
             return False
         payloads = zip(claim.group_ids, self._store.fetch(claim.group_ids), strict=True)
         unscored = [
-            group_id
-            for group_id, members in payloads
-            if not any(unpack(member).reward.status == "ok" for member in members)
+            name for name, members in payloads if not any(unpack(each).reward.status == "ok" for each in members)
         ]
         if unscored:
             self._store.reject(claim, group_ids=unscored, reason="no_reward")
@@ -145,9 +143,8 @@ class StallDetector:
 
     def _set_cause(self, cause: StallCause | None) -> None:
         if cause and self._run.learner.stall.policy == "fail":
-            raise DeadEndError(
-                f"{self._goal} must come, but {cause}; then continue with resume=true.{self._last_events()}"
-            )
+            events = self._last_events()
+            raise DeadEndError(f"{self._goal} must come, but {cause}; then continue with resume=true.{events}")
         if cause is None and self._cause:
             self._cause = None
             log.info("dead_end_resolved", goal=self._goal)
@@ -170,14 +167,9 @@ class StallDetector:
 
     def _last_events(self) -> str:
         """Last events on one line, because the launcher shows the log's last line."""
-        generators = {name for name, gauges in self._store.roles().items() if gauges.get("role") == "generator"}
-        events = [
-            e
-            for e in self._store.events(limit=_EVENTS_READ)
-            if e.role in generators | {*self._run.broker.names, "store"}
-        ]
+        roles = {name for name, gauges in self._store.roles().items() if gauges.get("role") == "generator"}
+        roles |= {*self._run.broker.names, "store"}
+        last = [e for e in self._store.events(limit=_EVENTS_READ) if e.role in roles][-_EVENTS_SHOWN:]
         now = self._store.now()
-        shown = [
-            f"{max(0.0, now - e.at):.0f} s ago {e.role}: {' '.join(e.text.split())}" for e in events[-_EVENTS_SHOWN:]
-        ]
+        shown = [f"{max(0.0, now - e.at):.0f} s ago {e.role}: {' '.join(e.text.split())}" for e in last]
         return f" Last events: {' | '.join(shown)}." if shown else ""

@@ -151,11 +151,7 @@ class Progress:
             self._num_starts.clear()
         held, self._held = self._held, _held_versions(self.now)
         # The end of a start is progress, so fetching the first weights gets its full time.
-        started = [
-            name
-            for name, version in self._held.items()
-            if name not in held or (version is not None and version != held[name])
-        ]
+        started = [name for name, new in self._held.items() if name not in held or new not in (None, held[name])]
         self._num_starts.update(started)
         return has_arrived or any(self._num_starts[name] <= _MAX_COUNTED_STARTS for name in started)
 
@@ -320,9 +316,8 @@ def _store_full(progress: Progress) -> StallCause | None:
     broker = progress.now.broker
     if not (reason := broker.reason if broker and broker.waits_for == "store" else ""):
         return None
-    return StallCause(
-        "store", f"the store accepts nothing more ({reason})", "free space, or raise the limit named there"
-    )
+    problem = f"the store accepts nothing more ({reason})"
+    return StallCause("store", problem, "free space, or raise the limit named there")
 
 
 def _generators_silent(progress: Progress) -> StallCause:

@@ -103,11 +103,9 @@ def gae(
     Source: GAE, arXiv:1506.02438, eq. 16. The two lambdas are VAPO's decoupled GAE, arXiv:2504.05118, and
     `length_adaptive_alpha` is its alpha, section 4.2.
     """
-    policy_lam = (
-        lam
-        if length_adaptive_alpha is None
-        else length_adaptive_lambda(inputs.num_trained, alpha=length_adaptive_alpha)
-    )
+    policy_lam: float | Tensor = lam
+    if length_adaptive_alpha is not None:
+        policy_lam = length_adaptive_lambda(inputs.num_trained, alpha=length_adaptive_alpha)
     advantages = generalized_advantages(inputs, gamma=gamma, lam=policy_lam)
     returns = generalized_advantages(inputs, gamma=gamma, lam=critic_lam) + known(inputs.values)
     return advantages if epsilon is None else segments.whiten(advantages, epsilon=epsilon), returns
@@ -149,10 +147,8 @@ def vtrace(
     Source: IMPALA, arXiv:1802.01561, eq. 1 and section 4.2; lam as in remark 2.
     """
     log_ratio = importance.token_log_ratio(known(inputs.learner_logprobs), inputs.generator_logprobs)
-    columns = (inputs.token_rewards, known(inputs.values), log_ratio.exp())
-    rewards, expected, ratio = (
-        segments.to_rows(column, inputs.sequences, num_sequences=inputs.num_sequences) for column in columns
-    )
+    to_rows = partial(segments.to_rows, sequences=inputs.sequences, num_sequences=inputs.num_sequences)
+    rewards, expected, ratio = map(to_rows, (inputs.token_rewards, known(inputs.values), log_ratio.exp()))
     rho, trace = ratio.clamp(max=rho_bar), lam * ratio.clamp(max=c_bar)
     errors = rho * (rewards + gamma * _following(expected) - expected)
     targets = expected + _sums_to_go(errors, gamma * trace)
@@ -190,9 +186,8 @@ def turn_returns(
     turns, firsts, returns = _turns(inputs, gamma=gamma)
     groups, indices = inputs.groups[inputs.sequences[firsts]], inputs.turns[firsts]
     cells = groups if over == "group" else groups * segments.count(indices) + indices
-    return (segments.standardized(returns, cells, epsilon=epsilon) if normalize else segments.centered(returns, cells))[
-        turns
-    ]
+    normalized = partial(segments.standardized, epsilon=epsilon) if normalize else segments.centered
+    return normalized(returns, cells)[turns]
 
 
 def gigpo(

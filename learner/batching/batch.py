@@ -154,11 +154,9 @@ class Batch:
 
     def select(self, is_taken: Bool[Tensor, "B"]) -> "Batch":
         """Select and renumber trajectories. Group numbers are unchanged."""
-        numbers = is_taken.cumsum(0) - 1
-        tokens = self.tokens.take(is_taken[self.tokens.sequences])
-        return self.replace(
-            trajectories=self.trajectories.take(is_taken), tokens=tokens.replace(sequences=numbers[tokens.sequences])
-        )
+        tokens, numbers = self.tokens.take(is_taken[self.tokens.sequences]), is_taken.cumsum(0) - 1
+        tokens = tokens.replace(sequences=numbers[tokens.sequences])
+        return self.replace(trajectories=self.trajectories.take(is_taken), tokens=tokens)
 
     def parts(self, names: Sequence[str], *, setting: str) -> Float[Tensor, "B K"]:
         """Raises BatchError if a trajectory lacks a component."""

@@ -210,12 +210,10 @@ def _lay_out(members: Sequence[_Member], *, update_of: np.ndarray, weights: Sequ
 def _greedy_rewards(members: Sequence[_Member]) -> Tensor:
     """float64[B], NaN for groups without a greedy answer. Raises BatchError if a group has two."""
     greedy: dict[int, Trajectory] = {}
-    for trajectory, group in ((member.trajectory, member.group) for member in members if member.trajectory.is_greedy):
+    for answer, group in ((member.trajectory, member.group) for member in members if member.trajectory.is_greedy):
         if group in greedy:
-            raise BatchError(
-                f"a group must have at most one greedy answer, got {greedy[group].id} and {trajectory.id}."
-            )
-        greedy[group] = trajectory
+            raise BatchError(f"a group must have at most one greedy answer, got {greedy[group].id} and {answer.id}.")
+        greedy[group] = answer
     rewards = {group: found.reward.total for group, found in greedy.items() if found.reward.status == "ok"}
     return _wide([rewards.get(member.group, float("nan")) for member in members])
 
@@ -224,9 +222,8 @@ def _positions(members: Sequence[_Member]) -> dict[str, Tensor]:
     """Position columns of `Tokens`: cumulative sums over the batch minus those at each trajectory's start."""
     sequences = np.repeat(np.arange(len(members)), [len(member.trained) for member in members])
     if not len(sequences):
-        return dict.fromkeys(
-            ("sequences", "contexts", "turns", "positions", "positions_in_turn"), torch.from_numpy(sequences)
-        )
+        names = ("sequences", "contexts", "turns", "positions", "positions_in_turn")
+        return dict.fromkeys(names, torch.from_numpy(sequences))
     masks = [member.trajectory.model_mask for member in members]
     starts = np.cumsum([0, *map(len, masks[:-1])])
     at = np.concatenate([member.trained + start for member, start in zip(members, starts, strict=True)])

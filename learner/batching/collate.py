@@ -212,9 +212,7 @@ class MicrobatchBuilder:
             self._is_image[row, span] = images.is_image[start:end]
             # Images are in the prompt, so in the part that starts at 0.
             if start == 0 and end > start:
-                self._images += [
-                    (grid, images.patches(name)) for name, grid in zip(images.ids, images.grids, strict=True)
-                ]
+                self._images += zip(images.grids, map(images.patches, images.ids), strict=True)
         elif self._axes is not None:
             self._axes[:, row, span] = self._position_ids[row, span]
         self._copies[row, span] = copies

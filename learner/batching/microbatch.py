@@ -211,9 +211,7 @@ class PromptImages:
                 raise BatchError(f"an image must match the hash in its name, got different bytes for {name}.")
             self._images[name] = data
         if lost := self.missing(names):
-            raise BatchError(
-                f"every image of a prompt must be stored, got {len(lost)} without bytes, such as {lost[0]}."
-            )
+            raise BatchError(f"images of prompts must be stored, got {len(lost)} without bytes, such as {lost[0]}.")
         for name in sorted(set(names)):
             self._images.move_to_end(name)
         while sum(map(len, self._images.values())) > _KEPT_BYTES and next(iter(self._images)) not in names:

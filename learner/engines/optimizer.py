@@ -192,9 +192,8 @@ def _zero_state(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, A
         optimizer.state.pop(master, None)
         init(optimizer.param_groups[0], master, -1, -1)
         return optimizer.state[master]
-    is_muon = any(
-        "momentum" in group and any(each is master for each in group["params"]) for group in optimizer.param_groups
-    )
+    moved = [each for group in optimizer.param_groups if "momentum" in group for each in group["params"]]
+    is_muon = any(each is master for each in moved)
     fields = {field: torch.zeros_like(master.detach()) for field in (_MUON if is_muon else _ADAMW)}
     return fields | {_STEP: torch.zeros((), device=master.device)}
 

@@ -19,8 +19,9 @@ and then the learner. The plan only spreads load.
 import math
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import ceil
 
 import msgspec
@@ -199,20 +200,15 @@ class Lenders:
             self._trees.clear()
         places: dict[Place, list[Member]] = defaultdict(list)
         # One member of each machine comes first.
-        on_machine: Counter[str] = Counter()
-        turns = {}
-        for member in members:
-            machine = self._members.live[member].machine
-            turns[member] = on_machine[machine]
-            on_machine[machine] += 1
+        counts: dict[str, Iterator[int]] = defaultdict(count)
+        turns = {member: next(counts[self._members.live[member].machine]) for member in members}
         for member in sorted(turns, key=turns.__getitem__):
             places[self._place(member, self._trees[by_delta])].append(member)
         return places
 
     def record_end(self, member: Member, *, is_lending: bool = False, errors: Sequence[LenderError] = ()) -> None:
         """End a member's fetch and record its lenders' errors. `is_lending`: whether it may lend now."""
-        nodes = self._fetches_from.pop(member, [])
-        if nodes:
+        if nodes := self._fetches_from.pop(member, []):
             nodes[0].num_fetching -= 1
         for error in errors:
             # A generator may claim anything: ignore reports about lenders that it did not have.
@@ -223,15 +219,13 @@ class Lenders:
                 tree.nodes.pop(member, None)
 
     def _blame(self, lender: Member, error: LenderError, *, by: Member) -> None:
-        log.warning(
-            "lender_failed", lender=lender.peer_id, by=by.peer_id, altered=error.is_altered, reason=error.reason
-        )
+        reason, is_altered = error.reason, error.is_altered
+        log.warning("lender_failed", lender=lender.peer_id, by=by.peer_id, altered=is_altered, reason=reason)
         self._rests_until[lender] = self._clock() + _REST_S
-        if error.is_altered and lender not in self._liars:
+        if is_altered and lender not in self._liars:
             self._liars.add(lender)
-            self._members.report(
-                lender, f"lends no more: {by.peer_id} got other weights from it than were published: {error.reason}"
-            )
+            got = f"{by.peer_id} got other weights from it than were published: {reason}"
+            self._members.report(lender, f"lends no more: {got}")
 
     def _place(self, member: Member, tree: _Tree) -> Place:
         state = self._members.live[member]
@@ -261,15 +255,11 @@ class Lenders:
         """Return the lender to fetch from and a fallback. Empty means the learner."""
         nodes = tree.nodes.values()
         reachable = (node for node in nodes if node.machine == machine or not is_own_machine(node.address))
-        usable = sorted(
-            (node for node in reachable if self._may_lend(node.member)),
-            key=lambda node: (
-                node.num_fetching >= self._fan_out,
-                node.machine != machine,
-                node.depth,
-                node.num_fetching,
-            ),
-        )
+
+        def rank(node: _Node) -> tuple[bool, bool, int, int]:
+            return node.num_fetching >= self._fan_out, node.machine != machine, node.depth, node.num_fetching
+
+        usable = sorted((node for node in reachable if self._may_lend(node.member)), key=rank)
         if not usable or usable[0].num_fetching >= self._fan_out:
             return []
         is_learners_turn = usable[0].machine != machine and tree.num_from_learner < self._fan_out
@@ -353,19 +343,15 @@ class FetchTracker:
 
     def broadcast_members(self) -> list[Member]:
         """Members with the collective transport that hold a version and are not fetching."""
-        return [
-            member
-            for member in self._members.eligible()
-            if self._joins_broadcasts(member) and member not in self._requests
-        ]
+        idle = [member for member in self._members.eligible() if member not in self._requests]
+        return [member for member in idle if self._joins_broadcasts(member)]
 
     def due(self, version: int) -> list[Member]:
         now = self._clock()
         return [
             member
             for member in self._members.eligible()
-            if not self._members.holds(member, version)
-            and member not in self._requests
+            if not (self._members.holds(member, version) or member in self._requests)
             and not (self._joins_broadcasts(member) and now < self._fetched_at.get(member, -math.inf) + _CATCH_UP_S)
         ]
 
@@ -390,11 +376,11 @@ class FetchTracker:
         """Drop requests of members that left, evict late members, and resend other requests."""
         now, alive = self._clock(), self._members.live.keys()
         for member in self._requests.keys() - alive:
-            self._end(member)
+            self._end_unanswered(member)
         self._fetched_at = {member: at for member, at in self._fetched_at.items() if member in alive}
         for member, request in list(self._requests.items()):
             if now >= request.ends_at:
-                self._end(member)
+                self._end_unanswered(member)
                 version = request.update.version
                 self._members.evict([member], f"version {version} was not applied within {request.limit_s:.3g} s")
             elif now >= request.resend_at:
@@ -407,7 +393,8 @@ class FetchTracker:
         request = self._requests.get(answer.member)
         if request is None or request.update.version != answer.version:
             return False
-        self._end(answer.member, is_lending=not answer.error, errors=answer.lender_errors, has_answered=True)
+        del self._requests[answer.member]
+        self._lenders.record_end(answer.member, is_lending=not answer.error, errors=answer.lender_errors)
         if answer.error:
             if request.reads_memory:
                 # Another user's processes, or those of a container, cannot map this process's memory.
@@ -422,18 +409,11 @@ class FetchTracker:
     def close(self) -> None:
         self._server.close()
 
-    def _end(
-        self,
-        member: Member,
-        *,
-        is_lending: bool = False,
-        errors: Sequence[LenderError] = (),
-        has_answered: bool = False,
-    ) -> None:
+    def _end_unanswered(self, member: Member) -> None:
         request = self._requests.pop(member)
-        if request.reads_memory and not has_answered:
+        if request.reads_memory:
             self._unanswered.add(request.update.version)
-        self._lenders.record_end(member, is_lending=is_lending, errors=errors)
+        self._lenders.record_end(member)
 
     def _reads_memory(self, member: Member) -> bool:
         state = self._members.live[member]
@@ -458,14 +438,9 @@ class FetchTracker:
                 self._announce(staged, together, own, limit_s=limit_s)
 
     def _announce(self, staged: Staged, members: list[Member], source: SnapshotSource, *, limit_s: float) -> None:
-        update = msgspec.structs.replace(
-            staged.update,
-            epoch=NO_EPOCH,
-            members=members,
-            timeout_s=self._config.fetch_timeout_s,
-            source=source,
-            digests=self._digests[1] if source.lenders else [],
-        )
+        digests, timeout_s = self._digests[1] if source.lenders else [], self._config.fetch_timeout_s
+        addressed = {"epoch": NO_EPOCH, "members": members, "timeout_s": timeout_s}
+        update = msgspec.structs.replace(staged.update, **addressed, source=source, digests=digests)
         self._client.send(update)
         now = self._clock()
         for member in members:

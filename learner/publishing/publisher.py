@@ -16,6 +16,7 @@ Invariant: one version is in flight and at most one is queued, in two sets of bu
 queued one. Only the synchronizing thread uses the publisher.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -106,11 +107,9 @@ class Publisher:
         self._is_one_process = is_one_process
         self._clock = clock
         self._members = MemberTable(on_evict=on_evict, clock=clock, trusts_network=trusts_network)
-        self._fetches = (
-            FetchTracker(snapshots, client=client, members=self._members, config=config, clock=clock)
-            if snapshots
-            else None
-        )
+        self._fetches: FetchTracker | None = None
+        if snapshots:
+            self._fetches = FetchTracker(snapshots, client=client, members=self._members, config=config, clock=clock)
         self._staged: Staged | None = None
         self._epoch = 0
         self._epoch_members: list[Member] = []
@@ -165,18 +164,10 @@ class Publisher:
             while self._fetches.is_awaited(self.version) and not deadline.is_over:
                 self.poll(timeout_s=min(_WAIT_STEP_S, deadline.left_s))
         applied = [a for a in [*self._applied.values(), *self._fetched.values()] if not a.error]
-        longest = {
-            name: max((getattr(each, name) for each in applied), default=0.0)
-            for name in ("pause_s", "receive_s", "prepare_s", "probe_s")
-        }
-        return Published(
-            version=self.version,
-            num_members=self.num_holding,
-            seconds=self._clock() - started_at,
-            probe_diff_mean=max((a.probe_diff for a in applied), default=0.0),
-            probe_diff_max=max((a.probe_diff_max for a in applied), default=0.0),
-            **longest,
-        )
+        names = ("probe_diff_max", "pause_s", "receive_s", "prepare_s", "probe_s")
+        largest = {name: max((getattr(each, name) for each in applied), default=0.0) for name in names}
+        largest["probe_diff_mean"] = max((each.probe_diff for each in applied), default=0.0)
+        return Published(self.version, self.num_holding, self._clock() - started_at, **largest)
 
     def close(self) -> None:
         if self._fetches:
@@ -215,9 +206,7 @@ class Publisher:
         host, port = sender.address
         try:
             # A CPU member or a shared GPU rules out NCCL.
-            backend = choose_backend(
-                self._config.backend, sender.device, [self._members.device(member) for member in members]
-            )
+            backend = choose_backend(self._config.backend, sender.device, [*map(self._members.device, members)])
         except WeightTransferError as unfit:
             self._members.evict(members, str(unfit))
             return False
@@ -237,13 +226,10 @@ class Publisher:
 
     def _broadcast(self, members: list[Member]) -> bool:
         """Return whether all `members` now hold the version."""
-        staged = self._require_staged()
-        limit_s = self._limit_s
-        started_at, timeout_s = self._clock(), limit_s
+        staged, limit_s, started_at = self._require_staged(), self._limit_s, self._clock()
         # A hung member delays all others by the full timeout, so derive a tighter limit from recent transfers.
-        if self._transfers_s:
-            expected_s = _MIN_TRANSFER_S + _TRANSFER_TIMEOUT_FACTOR * max(self._transfers_s)
-            timeout_s = min(timeout_s, expected_s)
+        expected_s = _MIN_TRANSFER_S + _TRANSFER_TIMEOUT_FACTOR * max(self._transfers_s, default=math.inf)
+        timeout_s = min(limit_s, expected_s)
         update = msgspec.structs.replace(staged.update, epoch=self._epoch, members=members, timeout_s=timeout_s)
         self._applied = {}
         self._client.send(update)

@@ -135,9 +135,7 @@ def canary_logprobs(engine: TrainEngine, token_ids: np.ndarray, *, layout: Layou
     """Log-probabilities of tokens 1.. of each sequence at temperature 1, with the training layout. Collective."""
     num_sequences, length = token_ids.shape
     trained = np.arange(1, length)
-    samples = [
-        Sample(sequence, trained, index * len(trained), group_id=str(index)) for index, sequence in enumerate(token_ids)
-    ]
+    samples = [Sample(ids, trained, index * len(trained), group_id=str(index)) for index, ids in enumerate(token_ids)]
     logprobs = torch.zeros(num_sequences * len(trained))
     # Every rank computes all sequences: a sharded model needs the same calls on each rank.
     for microbatch in collate(samples, layout=layout):

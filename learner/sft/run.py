@@ -167,11 +167,8 @@ class PairTrainer(SftTrainer):
             scores[microbatch.indices] = self._trainer.engine.forward(microbatch)["scores"].float()
         margins = self._ranks.sum(scores).reshape(-1, 2) @ torch.tensor([1.0, -1.0], device=scores.device)
         slopes = -torch.sigmoid(-margins) / num_pairs
-        return (
-            -logsigmoid(margins).mean(),
-            float((margins > 0).float().mean()),
-            torch.stack([slopes, -slopes], 1).flatten(),
-        )
+        accuracy = float((margins > 0).float().mean())
+        return -logsigmoid(margins).mean(), accuracy, torch.stack([slopes, -slopes], 1).flatten()
 
 
 def _pair_samples(pairs: Sequence[Pair]) -> list[Sample]:
@@ -360,11 +357,8 @@ class SftRun:
 
 
 def _counts(name: str, file: SftFile) -> dict[str, Any]:
-    return {
-        f"{name}_rows": len(file.demonstrations),
-        f"{name}_rows_empty": file.num_empty,
-        f"{name}_rows_too_long": file.num_too_long,
-    }
+    rows = f"{name}_rows"
+    return {rows: len(file.demonstrations), f"{rows}_empty": file.num_empty, f"{rows}_too_long": file.num_too_long}
 
 
 def count_steps(run: RunConfig, *, num_rows: int) -> int:

@@ -266,11 +266,9 @@ def _attend(states: list[Tensor], packed_rows: PackedRows, *, window: int, scale
     return found.unflatten(0, (rows, length))
 
 
-def _by_kernel(
-    states: list[Tensor], spans: Spans, packed_rows: PackedRows, *, window: int, scale: float | None
-) -> Tensor:
+def _by_kernel(states: list[Tensor], spans: Spans, rows: PackedRows, *, window: int, scale: float | None) -> Tensor:
     ends = (
-        packed_rows.index(name, partial(_ends, counts), states[0].device)
+        rows.index(name, partial(_ends, counts), states[0].device)
         for name, counts in (("query ends", spans.lengths), ("key ends", spans.num_keys))
     )
     # Queries and keys align at their ends: with more keys, a run also sees earlier tokens.
@@ -283,14 +281,10 @@ def _ends(counts: list[int]) -> Tensor:
     return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def _run_by_run(
-    states: list[Tensor], spans: Spans, packed_rows: PackedRows, *, window: int, scale: float | None
-) -> Tensor:
-    masks = packed_rows.masks
+def _run_by_run(states: list[Tensor], spans: Spans, rows: PackedRows, *, window: int, scale: float | None) -> Tensor:
+    masks, found = rows.masks, []
     counts = (spans.lengths, spans.num_keys, spans.num_keys)
-    runs = zip(*(part.split(count) for part, count in zip(states, counts, strict=True)), strict=True)
-    found = []
-    for run in runs:
+    for run in zip(*(part.split(count) for part, count in zip(states, counts, strict=True)), strict=True):
         query, key, value = (part.transpose(0, 1)[None] for part in run)
         shape = query.shape[2], key.shape[2], window
         if shape[0] < shape[1] or 0 < window < shape[1]:

@@ -6,7 +6,7 @@ Token weights, updates, and microbatches are the policy's. Tokens that the corre
 no loss.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import chain
@@ -30,7 +30,7 @@ from slipstream.learner.engines.optimizer import named_weights, read_tensors
 from slipstream.learner.errors import ModelError
 from slipstream.learner.training.attention import SINGLE_RANK, SequenceGroup
 from slipstream.learner.training.model import COMPUTE_DTYPES, WideLinear, forward_pass, load_module, scaled
-from slipstream.learner.training.second_model import SecondModel
+from slipstream.learner.training.second_model import SecondModel, Updates
 
 
 def describe_values(tokens: Tokens) -> dict[str, float]:
@@ -165,13 +165,11 @@ class Critic(SecondModel[ValueModel, CriticConfig]):
     def load(config: ModelConfig, *, device: torch.device, **options: Any) -> ValueModel:
         return load_value_model(config, device=device, **options)
 
-    def fill(
-        self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int
-    ) -> tuple[Batch, dict[str, float]]:
+    def fill(self, batch: Batch, updates: Updates, *, step: int) -> tuple[Batch, dict[str, float]]:
         columns = recompute(batch, [*chain(*updates)], self.engine.forward, names=["values"], ranks=self._ranks)
         return batch.with_tokens(**columns), {}
 
-    def learn(self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int) -> dict[str, float]:
+    def learn(self, batch: Batch, updates: Updates, *, step: int) -> dict[str, float]:
         sums, norms = torch.zeros(3, dtype=torch.float64), []
         for microbatches in updates:
             found, norm = self.update(microbatches, partial(self._measure, batch.tokens), step=step)
@@ -187,9 +185,8 @@ class Critic(SecondModel[ValueModel, CriticConfig]):
     def _measure(self, tokens: Tokens, microbatch: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, clipped tokens, tokens in the loss."""
         tokens, values = tokens.take(microbatch.indices), self.engine.forward(microbatch)["values"]
-        losses, is_clipped = clipped_value_loss(
-            values, known(tokens.returns), known(tokens.values), clip=self._config.value_clip
-        )
+        returns, before = known(tokens.returns), known(tokens.values)
+        losses, is_clipped = clipped_value_loss(values, returns, before, clip=self._config.value_clip)
         is_kept = torch.ones_like(is_clipped) if tokens.is_kept is None else tokens.is_kept
         loss = (known(tokens.token_weights) * is_kept * losses).sum()
         return loss, (is_clipped & is_kept).sum(), is_kept.sum()

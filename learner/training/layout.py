@@ -12,7 +12,7 @@ training.
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +54,7 @@ class LayoutChooser:
         self._run = run
         self._text = text
         self._ranks = ranks
-        self._hidden_size = policy.hidden_size
+        self._hidden_size = policy.backbone.config.get_text_config().hidden_size
         packed: list[LayoutKind] = ["shared_rows", "one_row"] if run.learner.packing else []
         self._kinds: list[LayoutKind] = [*packed, "one_per_row", "one_at_a_time"]
         self._model_checks: list[_ModelCheck] = []
@@ -84,9 +84,7 @@ class LayoutChooser:
     def choose(self) -> Layout:
         layout = self._layout(self._kinds[0])
         if self._ranks.is_first:
-            differences = "; ".join(
-                f"{model_check.name}: {model_check.describe()}" for model_check in self._model_checks
-            )
+            differences = "; ".join(f"{each.name}: {each.describe()}" for each in self._model_checks)
             log.info("layout_chosen", layout=layout.kind, row_tokens=layout.row_tokens, differences=differences)
         return layout
 
@@ -253,8 +251,8 @@ class _ModelCheck:
         if not self._vision:
             return []
         side, embed = 2 * self._vision.merge_size, self._model.backbone.base_model.visual.patch_embed
-        grid = (1, side, side)
-        first, count = 2, self._vision.num_tokens(grid)
+        grid, first = (1, side, side), 2
+        count = self._vision.num_tokens(grid)
         prompt = first + count + 2
         if prompt + 4 > longest:
             return []
@@ -384,8 +382,5 @@ class _Probe(NamedTuple):
 
 def indexed(samples: Sequence[Sample]) -> list[Sample]:
     """Number the samples' trained tokens consecutively."""
-    ends = np.cumsum([len(sample.trained) for sample in samples])
-    return [
-        dataclasses.replace(sample, first_index=int(end) - len(sample.trained))
-        for sample, end in zip(samples, ends, strict=True)
-    ]
+    starts = accumulate((len(sample.trained) for sample in samples), initial=0)
+    return [dataclasses.replace(sample, first_index=start) for sample, start in zip(samples, starts, strict=False)]

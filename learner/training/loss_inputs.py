@@ -4,6 +4,7 @@ Computed without gradient on a step's or update's batch, identically on every ra
 get a microbatch.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -72,17 +73,23 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
     tokens = batch.tokens
     if tokens.start_logprobs is None or config.proximal in ("reuse", "interpolate"):
         return batch
-    drift = importance.token_log_ratio(tokens.start_logprobs, tokens.generator_logprobs)
-    ratios = RatioInputs(drift, tokens.contexts, batch.num_contexts)
-    correction = correct(ratios, learner=ratios, config=config.correction)
-    return batch.with_tokens(
-        correction_weights=correction.weights, is_kept=correction.is_kept, is_bounded=correction.is_bounded
-    )
+    drift = ratio_inputs(tokens, tokens.start_logprobs, num_sequences=batch.num_contexts)
+    weights, is_kept, is_bounded = correct(drift, learner=drift, config=config.correction)
+    return batch.with_tokens(correction_weights=weights, is_kept=is_kept, is_bounded=is_bounded)
+
+
+def ratio_inputs(tokens: Tokens, logprobs: Tensor, *, num_sequences: int) -> RatioInputs:
+    """Drift of `logprobs` from the generator."""
+    drift = importance.token_log_ratio(logprobs, tokens.generator_logprobs)
+    return RatioInputs(drift, tokens.contexts, num_sequences)
 
 
 # --- rewards ---------------------------------------------------------------------------------------------------------
-def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: float, max_tokens: int) -> Batch:
-    """Shape trajectory rewards and fill token rewards. `max_tokens`: maximum response length."""
+def shape_rewards(batch: Batch, *, config: AlgorithmConfig, price: float, max_tokens: int) -> Batch:
+    """Shape trajectory rewards and fill token rewards.
+
+    `price`: coefficient of a KL in the reward. `max_tokens`: maximum response length.
+    """
     rewards, shaping = batch.trajectories.rewards, config.reward
     if shaping.parts:
         parts = batch.parts(tuple(shaping.parts), setting="algorithm.reward.parts").nan_to_num()
@@ -92,7 +99,7 @@ def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: floa
         buffer *= max_tokens if buffer < 1 else 1
         rewards = rewards + advantages.overlong_penalty(lengths, max_length=max_tokens, buffer=buffer)
     rewards = _normalized(rewards, batch, shaping)
-    price = kl_coefficient if config.kl.apply_to == "reward" else 0.0
+    price = price if config.kl.apply_to == "reward" else 0.0
     divergence = torch.zeros_like(batch.tokens.generator_logprobs)
     if price:
         inputs = KlInputs(known(batch.tokens.start_logprobs), known(batch.tokens.reference_logprobs))
@@ -144,31 +151,20 @@ def fill_advantages(
 
 
 def _advantage_inputs(members: Batch, *, state: dict[str, float]) -> AdvantageInputs:
+    """Fields have the column of their name unless set here."""
     trajectories, tokens = members.trajectories, members.tokens
-    return AdvantageInputs(
-        rewards=trajectories.rewards,
+    names = [field.name for field in dataclasses.fields(AdvantageInputs)]
+    columns = {name: getattr(table, name) for table in (tokens, trajectories) for name in names if hasattr(table, name)}
+    columns |= {
         # A group without valid rewards leaves a gap.
-        groups=torch.unique(trajectories.groups, return_inverse=True)[1],
-        lengths=trajectories.lengths,
-        num_trained=trajectories.num_trained,
-        is_correct=trajectories.is_correct,
-        greedy_rewards=trajectories.greedy_rewards,
-        parts=dict(zip(members.part_names, trajectories.parts.unbind(1), strict=True)),
-        sources=[members.source_names[number] for number in trajectories.sources.tolist()],
-        sequences=tokens.sequences,
-        turns=tokens.turns,
-        positions=tokens.positions,
-        positions_in_turn=tokens.positions_in_turn,
-        token_rewards=known(tokens.rewards),
-        generator_logprobs=tokens.generator_logprobs,
-        observations=tokens.observations,
-        learner_logprobs=tokens.start_logprobs,
-        collisions=tokens.collisions,
-        values=tokens.values,
-        process_rewards=tokens.process_rewards,
-        correction_weights=tokens.correction_weights,
-        state=state,
-    )
+        "groups": torch.unique(trajectories.groups, return_inverse=True)[1],
+        "parts": dict(zip(members.part_names, trajectories.parts.unbind(1), strict=True)),
+        "sources": [members.source_names[number] for number in trajectories.sources.tolist()],
+        "token_rewards": known(tokens.rewards),
+        "learner_logprobs": tokens.start_logprobs,
+        "state": state,
+    }
+    return AdvantageInputs(**columns)
 
 
 def _spread(values: Tensor, is_filled: Tensor) -> Tensor:
@@ -221,12 +217,9 @@ def _num_kept(batch: Batch) -> Tensor:
 
 def learning_rate_scale(batch: Batch) -> float:
     """Factor from the effective sample size of a step's sequence weights, before any bound."""
-    tokens = batch.tokens
-    drift = importance.token_log_ratio(known(tokens.start_logprobs), tokens.generator_logprobs)
-    ratios = RatioInputs(drift, tokens.contexts, batch.num_contexts)
-    weights = importance.one_per_sequence(importance.sequence_level(ratios), ratios)
-    ess = float(importance.effective_sample_size(weights))
-    return importance.ess_learning_rate_scale(ess)
+    drift = ratio_inputs(batch.tokens, known(batch.tokens.start_logprobs), num_sequences=batch.num_contexts)
+    weights = importance.one_per_sequence(importance.sequence_level(drift), drift)
+    return importance.ess_learning_rate_scale(float(importance.effective_sample_size(weights)))
 
 
 def describe_advantages(batch: Batch) -> dict[str, float]:

@@ -43,7 +43,7 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 _HEAD_TOLERANCE = 1e-5
 """Relative to the largest float32 logit: 84 epsilon for a reordered dot product."""
 _HEAD_LOGITS = 64.0
-"""Magnitude of compared logits. On small ones, a soft cap has less effect than rounding."""
+"""Magnitude of compared logits: on small ones, a soft cap has less effect than rounding."""
 
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
@@ -111,10 +111,6 @@ class Policy(nn.Module):
         return self.causal_lm.config.get_text_config().vocab_size
 
     @property
-    def hidden_size(self) -> int:
-        return self.causal_lm.config.get_text_config().hidden_size
-
-    @property
     def backbone(self) -> PreTrainedModel:
         return self.causal_lm
 
@@ -150,9 +146,8 @@ class Policy(nn.Module):
         """
         part = self.group.take(microbatch)
         columns = part.targets, part.temperatures
-        own = self.group.own(candidates, microbatch)
-        options: dict[str, Any] = {"requested": requested, "candidates": own, "reference_logits": reference_logits}
-        options["chunk_elements"] = self.chunk_elements
+        options: dict[str, Any] = {"requested": requested, "candidates": self.group.own(candidates, microbatch)}
+        options |= {"reference_logits": reference_logits, "chunk_elements": self.chunk_elements}
         self._set_routers(part, prices)
         if self.head:
             outputs = self.head(self._states(part), *columns, dtype=self.compute_dtype, **options)
@@ -164,8 +159,7 @@ class Policy(nn.Module):
 
     def _set_routers(self, part: Microbatch, prices: Tensor | None) -> None:
         if self.routers:
-            given = part.experts
-            self.routers.given = None if given is None else given.flatten(0, 1)
+            self.routers.given = None if part.experts is None else part.experts.flatten(0, 1)
             self.routers.keeps_logits = prices is not None
 
     def _routed(self, part: Microbatch, prices: Tensor | None) -> dict[str, Tensor]:
@@ -272,20 +266,19 @@ def in_float32(model: Any) -> Iterator[None]:
 
     `model`: has `compute_dtype`. The weights must not change.
     """
-    held: list[tuple[nn.Parameter, Tensor]] = []
+    held: dict[int, tuple[nn.Parameter, Tensor]] = {}
     before, model.compute_dtype = model.compute_dtype, torch.float32
 
     def widen(part: nn.Module, *_: Any) -> None:
         for parameter in part.parameters(recurse=False):
             if parameter.dtype != torch.float32:
-                held.append((parameter, parameter.data))
+                held[id(parameter)] = parameter, parameter.data
                 parameter.data = parameter.data.float()
 
     def narrow(part: nn.Module, *_: Any) -> None:
-        own = {id(parameter) for parameter in part.parameters(recurse=False)}
-        for entry in [entry for entry in held if id(entry[0]) in own]:
-            entry[0].data = entry[1]
-            held.remove(entry)
+        for parameter in part.parameters(recurse=False):
+            if id(parameter) in held:
+                parameter.data = held.pop(id(parameter))[1]
 
     handles = []
     for part in model.modules():
@@ -300,7 +293,7 @@ def in_float32(model: Any) -> Iterator[None]:
         model.compute_dtype = before
         for handle in handles:
             handle.remove()
-        for parameter, data in held:
+        for parameter, data in held.values():
             parameter.data = data
 
 
@@ -346,10 +339,7 @@ def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, T
     if config._attn_implementation == "eager":
         # Added to the scores.
         hidden = torch.finfo(torch.float32).min
-        masks = {
-            kind: torch.zeros(each.shape, device=each.device).masked_fill_(~each, hidden)
-            for kind, each in masks.items()
-        }
+        masks = {kind: torch.where(each, 0.0, hidden) for kind, each in masks.items()}
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
@@ -470,14 +460,9 @@ def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: s
     """Raise ModelError unless a model built from the unmodified config computes the same."""
     settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     settings.num_labels = module.config.num_labels
-    untouched = type(module).from_pretrained(
-        None,
-        config=settings,
-        state_dict=module.state_dict(),
-        dtype=module.dtype,
-        attn_implementation=module.config._attn_implementation,
-    )
-    untouched = untouched.to(module.device).eval()
+    options = {"config": settings, "state_dict": module.state_dict(), "dtype": module.dtype}
+    attention = module.config._attn_implementation
+    untouched = type(module).from_pretrained(None, **options, attn_implementation=attention).to(module.device).eval()
     got = f"got {config.path!r} ({type(module).__name__})"
     token_ids, limit = probe_tokens(module), LIMIT
 
@@ -514,9 +499,9 @@ def probe_tokens(module: PreTrainedModel) -> Tensor:
 
 def positions_of(config: PreTrainedConfig) -> int:
     """Maximum row length in the config, else UNLIMITED."""
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    found = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     # XLNet uses -1 for no limit.
-    return found if found and found > 0 else UNLIMITED
+    return found if found > 0 else UNLIMITED
 
 
 def first_line(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from slipstream.configs.algorithm import AlgorithmConfig, DistillationConfig
 from slipstream.configs.base import Formula
 from slipstream.configs.policy_losses import CustomPolicyLossConfig
 from slipstream.learner.algorithms import distillation, find, importance, kl
-from slipstream.learner.algorithms.inputs import KlInputs, LossInputs, RatioInputs, known
+from slipstream.learner.algorithms.inputs import KlInputs, LossInputs, known
 from slipstream.learner.algorithms.logprobs import Requested
 from slipstream.learner.algorithms.policy_losses import idle_tokens
 from slipstream.learner.batching.batch import Batch, Tokens
@@ -102,9 +102,7 @@ class Objective:
         config = self._config
         # The correction comes first: rejected trajectories may leave baselines.
         batch = loss_inputs.correct_batch(batch, config=config)
-        batch = loss_inputs.shape_rewards(
-            batch, config=config, kl_coefficient=self.kl_coefficient, max_tokens=self._max_tokens
-        )
+        batch = loss_inputs.shape_rewards(batch, config=config, price=self.kl_coefficient, max_tokens=self._max_tokens)
         batch = loss_inputs.fill_advantages(batch, self._advantage, config=config.advantage, state=self.state.advantage)
         if config.distillation:
             batch = loss_inputs.add_teacher_advantages(batch, config=config.distillation)
@@ -186,13 +184,12 @@ class Objective:
         return inputs, correction
 
     def _trusted(self, tokens: Tokens, learner: Tensor, *, num_sequences: int) -> Tensor:
-        is_trusted = torch.ones_like(tokens.sequences, dtype=torch.bool)
-        if tokens.is_trusted is not None:
-            is_trusted &= tokens.is_trusted
+        all_tokens = torch.ones_like(tokens.sequences, dtype=torch.bool)
+        is_trusted = all_tokens if tokens.is_trusted is None else tokens.is_trusted
         if self._local_masks:
             inputs = loss_inputs.mask_inputs(tokens, learner, num_sequences=num_sequences)
             for mask in self._local_masks:
-                is_trusted &= mask(inputs)
+                is_trusted = is_trusted & mask(inputs)
         return is_trusted
 
     def _proximal_logprobs(self, tokens: Tokens, learner_logprobs: Tensor) -> Tensor:
@@ -207,19 +204,15 @@ class Objective:
             return learner_logprobs
         return tokens.start_logprobs
 
-    def _correction(
-        self, tokens: Tokens, anchor: Tensor, learner_logprobs: Tensor, *, num_sequences: int
-    ) -> Correction:
+    def _correction(self, tokens: Tokens, anchor: Tensor, learner: Tensor, *, num_sequences: int) -> Correction:
         """Correction of the whole batch if known, else from current values.
 
         Rejection compares learner and generator, because the drift of an interpolated proximal policy is smaller.
         """
         if tokens.correction_weights is not None:
             return Correction(tokens.correction_weights, known(tokens.is_kept), known(tokens.is_bounded))
-        drift, distance = (
-            RatioInputs(importance.token_log_ratio(x, tokens.generator_logprobs), tokens.contexts, num_sequences)
-            for x in (anchor, learner_logprobs)
-        )
+        measure = partial(loss_inputs.ratio_inputs, tokens, num_sequences=num_sequences)
+        drift, distance = map(measure, (anchor, learner))
         return correct(drift, learner=distance, config=self._config.correction)
 
     def _reference_kl(self, tokens: Tokens, measured: dict[str, Tensor]) -> Tensor:
@@ -246,16 +239,8 @@ def _teacher_losses(tokens: Tokens, measured: dict[str, Tensor], *, config: Dist
     if config.divergence == "k1":
         return torch.zeros_like(measured["logprobs"])
     if config.divergence == "k3":
-        losses = distillation.sampled_k3(measured["logprobs"], known(tokens.teacher_logprobs))
-    elif config.divergence == "forward_kl_topk":
-        losses = distillation.forward_kl_topk(
-            measured["candidate_logprobs"], measured["teacher_candidate_logprobs"], renormalize=config.renormalize
-        )
-    else:
-        losses = distillation.generalized_jsd(
-            measured["candidate_logprobs"],
-            measured["teacher_candidate_logprobs"],
-            beta=config.beta,
-            renormalize=config.renormalize,
-        )
-    return config.coef * losses
+        return config.coef * distillation.sampled_k3(measured["logprobs"], known(tokens.teacher_logprobs))
+    candidates = measured["candidate_logprobs"], measured["teacher_candidate_logprobs"]
+    if config.divergence == "forward_kl_topk":
+        return config.coef * distillation.forward_kl_topk(*candidates, renormalize=config.renormalize)
+    return config.coef * distillation.generalized_jsd(*candidates, beta=config.beta, renormalize=config.renormalize)

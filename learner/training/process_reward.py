@@ -27,7 +27,7 @@ from slipstream.learner.algorithms.token_advantages import implicit_rewards, out
 from slipstream.learner.batching.batch import Batch
 from slipstream.learner.batching.microbatch import Microbatch, recompute
 from slipstream.learner.training.model import Policy, load_policy
-from slipstream.learner.training.second_model import SecondModel
+from slipstream.learner.training.second_model import SecondModel, Updates
 
 
 class ProcessReward(SecondModel[Policy, ProcessRewardConfig]):
@@ -38,14 +38,10 @@ class ProcessReward(SecondModel[Policy, ProcessRewardConfig]):
         setting = "algorithm.process_reward.path (by default model.path)"
         return load_policy(msgspec.structs.replace(config, lora=None), device=device, setting=setting, **options)
 
-    def fill(
-        self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int
-    ) -> tuple[Batch, dict[str, float]]:
+    def fill(self, batch: Batch, updates: Updates, *, step: int) -> tuple[Batch, dict[str, float]]:
         # Recorded experts belong to the policy.
         updates = [[replace(microbatch, experts=None) for microbatch in microbatches] for microbatches in updates]
-        found = [
-            self._train(batch, microbatches, update=index, step=step) for index, microbatches in enumerate(updates)
-        ]
+        found = [self._train(batch, each, update=index, step=step) for index, each in enumerate(updates)]
         loss, norm, num_right, num_answers = torch.tensor(found, dtype=torch.float64).sum(0).tolist()
         moved = max(1, sum(count > 0 for *_, count in found))
         return batch.with_tokens(process_rewards=self._rewards(batch, [*chain(*updates)])), {

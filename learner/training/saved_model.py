@@ -8,7 +8,7 @@ import json
 import math
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def copy_model(engine: ModelEngine, *, config: ModelConfig, ranks: Ranks) -> dic
     names = list(dict.fromkeys(files.values()))
     copies: dict[str, dict[str, Tensor]] = {name: {} for name in names[ranks.rank :: ranks.size]}
     rest: dict[str, Tensor] = {}
-    for name, tensor in _saved(engine, rest):
+    for name, tensor in engine.model.to_saved(engine.gather_parameters(is_whole=True), rest):
         if (file := files[name]) in copies:
             copies[file][name] = _copied(tensor)
     writes: dict[str, Write] = {name: partial(_save_file, tensors) for name, tensors in copies.items()}
@@ -67,7 +67,7 @@ def save_model(
     files, rest = _files(engine.model), dict[str, Tensor]()
     missing, parts = Counter(files.values()), defaultdict[str, dict[str, Tensor]](dict)
     failure: Exception | None = None
-    for name, tensor in _saved(engine, rest):
+    for name, tensor in engine.model.to_saved(engine.gather_parameters(is_whole=True), rest):
         if not ranks.is_first or failure:
             continue
         parts[file := files[name]][name] = _copied(tensor)
@@ -86,9 +86,8 @@ def save_model(
 
 def _files(model: Trainable) -> dict[str, str]:
     """Saved tensor -> its file. The tensors of a file are gathered at about the same time."""
-    sizes = {
-        name: math.prod(shape) * dtype.itemsize for name, shape, dtype in model.saved_names.metadata(model.saved_dtype)
-    }
+    metadata = model.saved_names.metadata(model.saved_dtype)
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape, dtype in metadata}
     parts, size = [list[str]()], 0
     for name, num_bytes in sizes.items():
         if parts[-1] and size + num_bytes > FILE_BYTES:
@@ -98,16 +97,8 @@ def _files(model: Trainable) -> dict[str, str]:
         size += num_bytes
     if len(parts) == 1:
         return dict.fromkeys(sizes, "model.safetensors")
-    return {
-        name: f"model-{number:05}-of-{len(parts):05}.safetensors"
-        for number, part in enumerate(parts, 1)
-        for name in part
-    }
-
-
-def _saved(engine: ModelEngine, rest: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the unsharded tensors of the files, and fill `rest`. Collective."""
-    return engine.model.to_saved(engine.gather_parameters(is_whole=True), rest)
+    file = "model-{:05}-of-{:05}.safetensors".format
+    return {name: file(number, len(parts)) for number, part in enumerate(parts, 1) for name in part}
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -19,6 +19,9 @@ from slipstream.learner.ranks import Ranks
 M = TypeVar("M", bound=Trainable)
 C = TypeVar("C", CriticConfig, ProcessRewardConfig)
 
+Updates = Sequence[Sequence[Microbatch]]
+"""Microbatches of each optimizer update of a step."""
+
 
 class SecondModel(ABC, Generic[M, C]):
     """The model and its optimizer. Life: (fill -> learn)*, once per step. Every method is collective."""
@@ -43,12 +46,10 @@ class SecondModel(ABC, Generic[M, C]):
         """Load a policy, or a saved model of this kind. `options`: see `load_policy`. Raises ModelError."""
 
     @abstractmethod
-    def fill(
-        self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int
-    ) -> tuple[Batch, dict[str, float]]:
+    def fill(self, batch: Batch, updates: Updates, *, step: int) -> tuple[Batch, dict[str, float]]:
         """Fill the columns that the advantage takes. Returns metrics of any training. Raises DivergenceError."""
 
-    def learn(self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int) -> dict[str, float]:
+    def learn(self, batch: Batch, updates: Updates, *, step: int) -> dict[str, float]:
         """Train on what `Objective.prepare` filled, and return metrics. Raises DivergenceError.
 
         `updates`: those in which the policy has a loss.

@@ -8,13 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -30,11 +24,9 @@ from slipstream.learner.training.model import COMPUTE_DTYPES, OutputHead, Policy
 _ROW_TOKENS = 64
 _EXPERTS = "slipstream_traced"
 _UNTRACED = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+    fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException, fake_tensor.UnsupportedOperatorException,
+)  # fmt: skip
 
 
 def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) -> int:
@@ -48,7 +40,7 @@ def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) 
     engine, compute_dtype = run.learner.engine, COMPUTE_DTYPES[run.model.dtype]
     is_recomputed = engine.gradient_checkpointing
     allocations = Allocations()
-    with FakeTensorMode() as fake:
+    with fake_tensor.FakeTensorMode() as fake:
         _materialize(model, dtype=compute_dtype)
         model.set_experts_implementation(_EXPERTS)
         is_sliced = run.learner.sequence_parallel > 1
@@ -111,9 +103,7 @@ class Allocations(TorchDispatchMode):
         self._total = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {
-            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
-        }
+        before = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if not isinstance(tensor, Tensor):
@@ -134,9 +124,7 @@ class Allocations(TorchDispatchMode):
 def largest_microbatch(run: RunConfig, model: PreTrainedModel) -> Microbatch:
     """Microbatch with the most tokens, from samples of the maximum length."""
     longest = run.model.max_length
-    prompt, group_size = 1, 1
-    if run.mode != "sft":
-        prompt, group_size = run.data.max_prompt_tokens, run.generators.group_size
+    prompt, group_size = (1, 1) if run.mode == "sft" else (run.data.max_prompt_tokens, run.generators.group_size)
     budget = run.learner.tokens_per_microbatch
     trained = np.arange(prompt, longest)
     samples = [

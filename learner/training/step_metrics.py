@@ -14,7 +14,7 @@ Source: GAC, arXiv:2603.01501.
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -103,13 +103,11 @@ def no_counts() -> Counts:
 
 def count_tokens(stats: TokenStats) -> Counts:
     """Counts of a microbatch, possibly without tokens."""
+    logprobs = stats.learner_logprobs, stats.tokens.generator_logprobs
     # In float32, exp(x) - 1 - x of small x is only rounding error.
-    mismatch = importance.token_log_ratio(stats.learner_logprobs.double(), stats.tokens.generator_logprobs.double())
-    unknown = importance.nonfinite(stats.learner_logprobs, stats.tokens.generator_logprobs)
-    learner, generator = (
-        x.double().clamp(max=0.0).exp() for x in (stats.learner_logprobs, stats.tokens.generator_logprobs)
-    )
-    gap = torch.where(unknown, torch.zeros_like(learner), (learner - generator).abs())
+    mismatch = importance.token_log_ratio(*(each.double() for each in logprobs))
+    learner, generator = (each.double().clamp(max=0.0).exp() for each in logprobs)
+    gap = torch.where(importance.nonfinite(*logprobs), 0.0, (learner - generator).abs())
     buckets = lag_buckets(stats.tokens.lags)
     oldest = segments.maxima(stats.tokens.lags, stats.tokens.contexts, num_segments=stats.inputs.num_sequences)
     weights = stats.correction.weights.double()
@@ -204,11 +202,11 @@ def describe(counts: Counts) -> dict[str, float]:
 
 def describe_by_lag(counts: Counts) -> dict[str, float]:
     """`<bucket>/<name>` -> metric."""
-    cells = {
-        bucket: describe(Counts(*(table[:, index : index + 1] for table in counts)))
+    return {
+        f"{bucket}/{name}": value
         for index, bucket in enumerate(LAG_BUCKETS)
+        for name, value in describe(Counts(*(table[:, [index]] for table in counts))).items()
     }
-    return {f"{bucket}/{name}": value for bucket, cell in cells.items() for name, value in cell.items()}
 
 
 # --- a step ----------------------------------------------------------------------------------------------------------
@@ -255,18 +253,15 @@ class StepMetrics:
         self._counts = no_counts()
         self._loss = torch.zeros((), dtype=torch.float64)
         self._computed_tokens = torch.zeros((), dtype=torch.float64)
-        self._load: Tensor | None = None
-        self._aux_loss: Tensor | None = None
+        self._routed: dict[str, Any] = {}
 
     @torch.no_grad()
     def add_forward(self, microbatch: Microbatch, outputs: Mapping[str, Tensor]) -> None:
         self._computed_tokens += microbatch.num_tokens
         if self.recorder:
             self.recorder.add(microbatch, outputs)
-        if "expert_load" in outputs:
-            self._load = outputs["expert_load"] + (0.0 if self._load is None else self._load)
-        if "aux_loss" in outputs:
-            self._aux_loss = outputs["aux_loss"].double() + (0.0 if self._aux_loss is None else self._aux_loss)
+        for name in outputs.keys() & {"expert_load", "aux_loss"}:
+            self._routed[name] = self._routed.get(name, 0.0) + outputs[name].double()
 
     @torch.no_grad()
     def add(self, stats: TokenStats, *, loss: Tensor) -> None:
@@ -279,6 +274,8 @@ class StepMetrics:
         """Metrics over all ranks. `layers`: layer index of each router. Collective."""
         counts = Counts(*(table.cpu() for table in self._counts.over(ranks)))
         loss, computed_tokens = ranks.sum(torch.stack([self._loss.cpu(), self._computed_tokens])).tolist()
+        # In this order on all ranks.
+        load, aux_loss = (self._routed.get(name) for name in ("expert_load", "aux_loss"))
         return {
             "learner/loss": loss / max(1, num_updates),
             "learner/computed_tokens": computed_tokens,
@@ -286,8 +283,8 @@ class StepMetrics:
             "learner/reference_kl": 0.0,
             **{f"learner/{name}": value for name, value in describe(counts).items()},
             **{f"learner/by_lag/{name}": value for name, value in describe_by_lag(counts).items()},
-            **({} if self._load is None else describe_experts(ranks.sum(self._load).cpu(), layers)),
-            **({} if self._aux_loss is None else {"learner/aux_loss": float(ranks.sum(self._aux_loss)) / num_updates}),
+            **({} if load is None else describe_experts(ranks.sum(load).cpu(), layers)),
+            **({} if aux_loss is None else {"learner/aux_loss": float(ranks.sum(aux_loss)) / num_updates}),
         }
 
 
