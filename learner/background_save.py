@@ -59,8 +59,7 @@ class RankFolders:
         self._ranks = ranks
         self.sharers = _find_sharers(folder, ranks)
         """Ranks that write into this rank's folder, sorted."""
-        firsts = ranks.gather_bytes(str(self.sharers[0]).encode())
-        self.leaders = sorted({int(first) for first in firsts})
+        self.leaders = sorted({int(first) for first in ranks.gather_bytes(str(self.sharers[0]).encode())})
         """First rank of every folder, sorted."""
 
     @property
@@ -93,8 +92,7 @@ class RankFolders:
 
     def _copy(self, path: Path, *, owner: int, is_missing: bool) -> None:
         """Broadcast a file in blocks to the ranks where it `is_missing`. Collective."""
-        is_owner = self._ranks.rank == owner
-        source = path.open("rb", buffering=0) if is_owner else None
+        source = path.open("rb", buffering=0) if self._ranks.rank == owner else None
         if is_missing:
             path.parent.mkdir(parents=True, exist_ok=True)
         sink = path.open("wb") if is_missing else None
@@ -130,13 +128,7 @@ class BackgroundSaver:
     """One per rank. Life: (start -> flush)*."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        ranks: Ranks,
-        folders: RankFolders,
-        in_background: bool,
-        storage: ObjectFolder | None = None,
+        self, folder: Path, *, ranks: Ranks, folders: RankFolders, in_background: bool, storage: ObjectFolder | None
     ) -> None:
         self._folder = folder
         self._ranks = ranks

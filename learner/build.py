@@ -98,12 +98,8 @@ class _Models:
 
     def build_policy(self) -> TrainEngine[Policy]:
         run = self._run
-        policy = load_policy(
-            run.model,
-            gradient_checkpointing=run.learner.engine.gradient_checkpointing,
-            is_reward_model=run.trains_reward_model,
-            **self._options(),
-        )
+        options = self._options(gradient_checkpointing=run.learner.engine.gradient_checkpointing)
+        policy = load_policy(run.model, is_reward_model=run.trains_reward_model, **options)
         # Build the engine first: a sharded model works only inside one.
         engine = self._build_engine(policy, optimizer=run.learner.optimizer, setting="learner.optimizer")
         if is_sharded(policy):
@@ -117,8 +113,7 @@ class _Models:
         kind: Any = Critic if run.algorithm.advantage.needs_critic else ProcessReward
         setting = f"algorithm.{config.key}"
         chosen = msgspec.structs.replace(run.model, path=config.path or run.model.path)
-        checkpointing = run.learner.engine.gradient_checkpointing
-        model = kind.load(chosen, gradient_checkpointing=checkpointing, **self._options())
+        model = kind.load(chosen, **self._options(gradient_checkpointing=run.learner.engine.gradient_checkpointing))
         _check_vocabulary(model.vocab_size, policy, setting=f"{setting}.path", path=chosen.path)
         engine = self._build_engine(model, optimizer=config.optimizer, setting=f"{setting}.optimizer")
         if is_sharded(model) and isinstance(model, Policy):
@@ -154,10 +149,10 @@ class _Models:
         policy.check_head()
         return engine
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, **options: Any) -> dict[str, Any]:
         dtype = COMPUTE_DTYPES[self._run.model.dtype]
         loading = sharded_loading(self._run.learner.engine, ranks=self._ranks, dtype=dtype)
-        return {"device": self._ranks.device, "loading": loading, "group": self._group}
+        return {"device": self._ranks.device, "loading": loading, "group": self._group, **options}
 
     def _build_engine(self, model: T, *, optimizer: OptimizerConfig, setting: str) -> TrainEngine[T]:
         config, ranks = self._run.learner.engine, self._ranks

@@ -83,8 +83,7 @@ class BestCheckpoint:
         """Load the entry. A restore has fetched it from the object store if necessary."""
         if self._metric and self._file.is_file():
             entry = msgspec.json.decode(self._file.read_bytes(), type=BestEntry)
-            is_there = (self._folder.checkpoints / entry.checkpoint.name).is_dir()
-            if entry.metric == self._metric and is_there:
+            if entry.metric == self._metric and (self._folder.checkpoints / entry.checkpoint.name).is_dir():
                 self.entry = entry
 
     @property
@@ -179,8 +178,7 @@ class Checkpoints:
         """Choose a life above all in the folder and the object store, without a store (mode=sft)."""
         seen = [*self.names(), *(folder.name for folder in self._folder.glob("draft-*"))]
         # Use the time, because the folders of learners on other machines may be invisible here.
-        first = int(time.time()) if self._storage else 1
-        self.life = max([first, *(1 + life for life, _ in map(_age, seen))])
+        self.life = max([(int(time.time()) if self._storage else 1), *(1 + life for life, _ in map(_age, seen))])
 
     def names(self) -> list[str]:
         """Complete checkpoints in this rank's folder, or in the object store if it has none, oldest first."""

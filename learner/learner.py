@@ -109,7 +109,7 @@ class Learner:
         self._clock = clock
         self._evaluator = Evaluator(store, run.evaluation, sets=run.data.eval_sets, num_rows=num_heldout)
         self._stall = StallDetector(
-            run=run, store=store, who_is_missing=self._who_is_missing, keep_alive=rank_group.keep_alive, clock=clock
+            run=run, store=store, describe=self._who_is_missing, keep_alive=rank_group.keep_alive, clock=clock
         )
         self._best = BestCheckpoint(run.learner.checkpoint.best, metrics_log.folder, flush=rank_group.flush_checkpoint)
         self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.staleness)
@@ -202,8 +202,7 @@ class Learner:
         self._profiler.prepare(self._step + 1)
         self._store.set_phase("training")
         # A resumed policy is not the initial one, so only the stored result is valid.
-        is_wanted = self._run.evaluation.before_training or self._run.mode == "evaluate"
-        is_due = self._step == 0 and is_wanted
+        is_due = self._step == 0 and (self._run.evaluation.before_training or self._run.mode == "evaluate")
         before = self._evaluate_fully("before") if is_due else self._evaluator.result("before")
         if before:
             self._metrics_log.record_before(before)
@@ -318,14 +317,9 @@ class Learner:
 
     def _commit(self, claim: Claim, payloads: list[list[bytes]], *, mixed_ids: list[str]) -> StepEntry:
         """Fails if the claim has lapsed: another learner may have trained on its groups."""
-        run = self._run
+        run, hashed = self._run, config_hash(self._run)
         entry = make_entry(
-            claim,
-            payloads,
-            version=self._version,
-            seed=run.seed,
-            config_hash=config_hash(run),
-            mixed_group_ids=mixed_ids,
+            claim, payloads, version=self._version, seed=run.seed, config_hash=hashed, mixed_group_ids=mixed_ids
         )
         with self._committing:
             self._store.commit(claim, entry)

@@ -185,8 +185,7 @@ class RankGroup:
             # Check before the commit, so that groups are trained on again if their update produced NaN.
             self.trainer.check_weights(step=command.step)
         # Mixed groups have another run's versions and therefore no lag.
-        own = groups[: len(groups) - command.num_mixed]
-        histogram = lag_histogram(chain(*own), learner_version=command.version)
+        histogram = lag_histogram(chain(*groups[: len(groups) - command.num_mixed]), learner_version=command.version)
         mean = sum(lag * count for lag, count in histogram.items()) / sum(histogram.values())
         percentiles = {f"lag/p{percent}": _percentile(histogram, percent=percent) for percent in (50, 95)}
         return metrics | {"lag/mean": mean, "lag/max": max(histogram), "lag/histogram": histogram, **percentiles}

@@ -81,9 +81,8 @@ def launch_ranks(
             rendezvous = machine_rendezvous(os.environ, num_machines=num_machines)
         else:
             rendezvous = _file_rendezvous(Path(folder))
-        options = [*rendezvous, f"--nproc-per-node={num_here}"]
         try:
-            torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
+            torchrun.run(torchrun.parse_args([*rendezvous, f"--nproc-per-node={num_here}", "-m", module, *arguments]))
         except ChildFailedError as failed:
             _, failure = failed.get_first_failure()
             raise SystemExit(TRY_AGAIN if failure.exitcode < 0 else failure.exitcode) from None

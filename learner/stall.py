@@ -41,14 +41,14 @@ class StallDetector:
         *,
         run: RunConfig,
         store: Store,
-        who_is_missing: Callable[[], str],
+        describe: Callable[[], str],
         keep_alive: Callable[[], object],
         clock: Clock,
     ) -> None:
-        """`who_is_missing`: a phrase for the log. `keep_alive` is called every few seconds of a wait."""
+        """`describe`: who is missing, for the log. `keep_alive` is called every few seconds of a wait."""
         self._run = run
         self._store = store
-        self._who_is_missing = who_is_missing
+        self._describe = describe
         self._keep_alive = keep_alive
         self._clock = clock
         self._progress = Progress(run, clock=clock)
@@ -94,7 +94,7 @@ class StallDetector:
             if self._cause:
                 self._warn(self._cause)
             else:
-                log.info("waiting", goal=self._goal, missing=f"{missing}, {self._who_is_missing()}")
+                log.info("waiting", goal=self._goal, missing=f"{missing}, {self._describe()}")
         if self._disk:
             return f"waiting for {self._goal}, which needs room on the disk of the store: {self._disk}"
         return f"waiting for {self._goal}: {missing}" + (f"; dead end: {self._cause}" if self._cause else "")
@@ -123,9 +123,7 @@ class StallDetector:
         if self._cause is None or self._cause.kind != "rewards":
             return False
         payloads = zip(claim.group_ids, self._store.fetch(claim.group_ids), strict=True)
-        unscored = [
-            name for name, members in payloads if not any(unpack(each).reward.status == "ok" for each in members)
-        ]
+        unscored = [name for name, group in payloads if not any(unpack(each).reward.status == "ok" for each in group)]
         if unscored:
             self._store.reject(claim, group_ids=unscored, reason="no_reward")
         return bool(unscored)

@@ -69,8 +69,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, epsilon: float = EP
     Source: REINFORCE++, arXiv:2501.03262, group-baseline variant.
     Differs: excludes groups of one from the whitening.
     """
-    has_baseline = segments.own_sizes(inputs.groups) > 1
-    weights = (inputs.num_trained * has_baseline).to(inputs.rewards.dtype)
+    weights = (inputs.num_trained * (segments.own_sizes(inputs.groups) > 1)).to(inputs.rewards.dtype)
     return segments.whiten(segments.centered(inputs.rewards, inputs.groups), epsilon=epsilon, weights=weights)
 
 
@@ -218,8 +217,7 @@ def _miss_rate(num_wrong: Int[Tensor, "G"], num_samples: Int[Tensor, "G"], *, k:
     """C(num_wrong, k) / C(num_samples, k) as a product of k factors: no overflow, and exact 0 and 1."""
     drawn = torch.arange(k, device=num_wrong.device)
     wrong, left = (num_wrong[:, None] - drawn).clamp(min=0), num_samples[:, None] - drawn
-    factors = torch.where(left > 0, wrong.double() / left.clamp(min=1), 1.0)
-    return factors.prod(1)
+    return torch.where(left > 0, wrong.double() / left.clamp(min=1), 1.0).prod(1)
 
 
 def overlong_penalty(lengths: Int[Tensor, "B"], *, max_length: int, buffer: float) -> Float[Tensor, "B"]:

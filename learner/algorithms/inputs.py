@@ -101,14 +101,11 @@ class LossInputs:
     def take(self, is_taken: Bool[Tensor, "N"]) -> "LossInputs":
         """Select tokens and renumber their contexts."""
         numbers, sequences = torch.unique(self.sequences[is_taken], return_inverse=True)
-        return LossInputs(
-            self.log_ratio[is_taken],
-            self.advantages[is_taken],
-            self.learner_logprobs[is_taken],
-            sequences,
-            len(numbers),
-            None if self.is_selected is None else self.is_selected[is_taken],
+        is_selected = None if self.is_selected is None else self.is_selected[is_taken]
+        log_ratio, advantages, logprobs = (
+            column[is_taken] for column in (self.log_ratio, self.advantages, self.learner_logprobs)
         )
+        return LossInputs(log_ratio, advantages, logprobs, sequences, len(numbers), is_selected)
 
 
 @dataclass(frozen=True, slots=True)

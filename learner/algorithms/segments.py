@@ -31,8 +31,7 @@ def sums(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, num_segments
 
 def means(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, num_segments: int) -> Float[Tensor, "S"]:
     """Mean of each segment."""
-    totals = sums(values, segments, num_segments=num_segments)
-    return totals / sizes(segments, num_segments=num_segments).clamp(min=1)
+    return sums(values, segments, num_segments=num_segments) / sizes(segments, num_segments=num_segments).clamp(min=1)
 
 
 def maxima(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, num_segments: int) -> Float[Tensor, "S"]:
@@ -65,8 +64,7 @@ def centered(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Te
 
 def deviations(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Standard deviation of the segment of each value."""
-    squares = centered(values, segments).square()
-    return means(squares, segments, num_segments=count(segments)).sqrt()[segments]
+    return means(centered(values, segments).square(), segments, num_segments=count(segments)).sqrt()[segments]
 
 
 def standardized(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, epsilon: float) -> Float[Tensor, "N"]:

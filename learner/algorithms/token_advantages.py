@@ -78,8 +78,7 @@ def optimal_token_baseline(
     lowest = segments.minima(returns, cells, num_segments=num_cells)
     weighted = segments.sums(energy * (returns - lowest[cells]), cells, num_segments=num_cells)
     baseline = (lowest + weighted / segments.sums(energy, cells, num_segments=num_cells))[cells]
-    is_alone = segments.own_sizes(cells) == 1
-    return returns - torch.where(is_alone, returns, baseline)
+    return returns - torch.where(segments.own_sizes(cells) == 1, returns, baseline)
 
 
 def score_norms(logprobs: Float[Tensor, "N"], collisions: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
@@ -222,8 +221,7 @@ def _turns(inputs: AdvantageInputs, *, gamma: float) -> tuple[Int[Tensor, "N"], 
     firsts = torch.searchsorted(turns, torch.arange(num_turns, device=turns.device))
     rewards = segments.sums(inputs.token_rewards, turns, num_segments=num_turns)
     rows = segments.to_rows(rewards, inputs.sequences[firsts], num_sequences=inputs.num_sequences)
-    sums = _sums_to_go(rows, torch.full_like(rows, gamma))
-    return turns, firsts, segments.from_rows(sums, inputs.sequences[firsts])
+    return turns, firsts, segments.from_rows(_sums_to_go(rows, torch.full_like(rows, gamma)), inputs.sequences[firsts])
 
 
 # --- process rewards -------------------------------------------------------------------------------------------------
@@ -243,8 +241,7 @@ def prime(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"]:
     means = segments.means(rewards, sequences, num_segments=inputs.num_sequences)
     others = means - advantages.rloo(replace(inputs, rewards=means))
     futures = returns_to_go(replace(inputs, token_rewards=rewards - others[sequences]), gamma=gamma)
-    has_others = segments.own_sizes(inputs.groups) > 1
-    return (advantages.rloo(inputs)[sequences] + futures) * has_others[sequences]
+    return (advantages.rloo(inputs)[sequences] + futures) * (segments.own_sizes(inputs.groups) > 1)[sequences]
 
 
 def implicit_rewards(

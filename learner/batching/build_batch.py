@@ -231,8 +231,7 @@ def _positions(members: Sequence[_Member]) -> dict[str, Tensor]:
     is_start = np.zeros(len(mask), dtype=np.bool_)
     for member, start in zip(members, starts, strict=True):
         is_start[[start, *(start + own for own in member.trajectory.context_starts)]] = True
-    before = np.roll(mask, 1) & ~is_start
-    begins = mask & ~before
+    begins = mask & ~(np.roll(mask, 1) & ~is_start)
     written, turns = mask.cumsum(), begins.cumsum()
     first_of_turn = written[begins]
     columns = {

@@ -251,8 +251,7 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
         for share in distribute(bundles, num_ranks=num_ranks)
     ]
     microbatches = [MicrobatchBuilder(rows, layout).build() for rows in packed[rank]]
-    missing = max(map(len, packed)) - len(microbatches)
-    microbatches += [_empty_microbatch(layout)] * missing
+    microbatches += [_empty_microbatch(layout)] * (max(map(len, packed)) - len(microbatches))
     images = next((sample.images for sample in trained if sample.images), None)
     if images is None or num_ranks == 1:
         return microbatches

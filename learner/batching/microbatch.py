@@ -122,8 +122,7 @@ class Spans:
             torch.repeat_interleave(numbers, lengths, output_size=shape.numel()).view(shape)
             for numbers in (torch.arange(len(lengths), device=device), torch.tensor(self.parents, device=device))
         )
-        sees = (runs[:, :, None] == runs[:, None, :]) | (parents[:, :, None] == runs[:, None, :])
-        return sees.tril_()[:, None]
+        return ((runs[:, :, None] == runs[:, None, :]) | (parents[:, :, None] == runs[:, None, :])).tril_()[:, None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,21 +11,8 @@ from torch import Tensor
 
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.batching.microbatch import Microbatch
-from slipstream.learner.engines.optimizer import (
-    STATE_FILE,
-    Shard,
-    Trainable,
-    copy_shards,
-    copy_weights,
-    make_masters,
-    make_optimizer,
-    restore_shards,
-    restore_weights,
-    set_learning_rate,
-    trained_names,
-    update_masters,
-    whole_shards,
-)
+from slipstream.learner.engines import optimizer as optimizers
+from slipstream.learner.engines.optimizer import STATE_FILE, Shard, Trainable
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.ranks import Ranks
 
@@ -36,8 +23,7 @@ def check_loss(loss: Tensor, *, what: str, step: int, setting: str, ranks: Ranks
     `what`: name of the loss. `setting`: its optimizer's config section.
     """
     # A rank that raised alone would block the others in `TrainEngine.step`.
-    is_bad = ranks.max((~loss.isfinite()).float().reshape(1))
-    if is_bad.item():
+    if ranks.max((~loss.isfinite()).float().reshape(1)).item():
         raise DivergenceError(
             f"{what} of step {step} must be finite, got {loss.item()} on rank {ranks.rank}: lower "
             f"{setting}.learning_rate."
@@ -107,12 +93,12 @@ class ModelEngine(Generic[M]):
     def copy_weights(self, ranks: Ranks) -> dict[str, Tensor]:
         """Copy this rank's share of the weights to host memory (see `WEIGHTS_FILE`)."""
         shards = self._held_shards()
-        return copy_weights(shards if self.is_sharded else shards[ranks.rank :: ranks.size])
+        return optimizers.copy_weights(shards if self.is_sharded else shards[ranks.rank :: ranks.size])
 
     @torch.no_grad()
     def restore_weights(self, folder: Path) -> None:
         """Load weights saved by any engine and ranks. Raises CheckpointError."""
-        restore_weights(folder, self._held_shards())
+        optimizers.restore_weights(folder, self._held_shards())
         self._refresh()
 
     @torch.no_grad()
@@ -156,10 +142,10 @@ class TrainEngine(ModelEngine[M]):
         """`is_zero`: DeepSpeed holds the masters and clips gradients."""
         self._setting, self._grad_norm = setting, 0.0
         self._max_grad_norm = config.max_grad_norm or math.inf
-        self._masters = {} if is_zero else make_masters(self.model)
-        self.optimizer = make_optimizer(self.model, config, masters=self._masters)
+        self._masters = {} if is_zero else optimizers.make_masters(self.model)
+        self.optimizer = optimizers.make_optimizer(self.model, config, masters=self._masters)
         if not is_zero:
-            update_masters(self.optimizer, self.model, self._masters)
+            optimizers.update_masters(self.optimizer, self.model, self._masters)
             self.optimizer.register_step_pre_hook(self._clip)
 
     def backward(self, loss: Tensor) -> None:
@@ -171,7 +157,7 @@ class TrainEngine(ModelEngine[M]):
 
         Raises DivergenceError if the norm is not finite: parameters are unchanged, but the engine is unusable.
         """
-        set_learning_rate(self.optimizer, learning_rate)
+        optimizers.set_learning_rate(self.optimizer, learning_rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return self._grad_norm
@@ -184,19 +170,21 @@ class TrainEngine(ModelEngine[M]):
 
     def copy_state(self) -> dict[str, Tensor]:
         """Copy this rank's share of the trained weights and optimizer state to host memory (see `STATE_FILE`)."""
-        return copy_shards(self._shards(), self.optimizer)
+        return optimizers.copy_shards(self._shards(), self.optimizer)
 
     @torch.no_grad()
     def restore_state(self, folder: Path) -> None:
         """Load trained weights and optimizer state saved by any engine and ranks. Raises CheckpointError."""
-        names = set(trained_names(self.model).values())
-        restore_shards(folder, self._shards(), self.optimizer, names=names)
-        restore_weights(folder, [each for each in self._held_shards() if each.name in names], pattern=STATE_FILE)
+        names = set(optimizers.trained_names(self.model).values())
+        optimizers.restore_shards(folder, self._shards(), self.optimizer, names=names)
+        optimizers.restore_weights(
+            folder, [each for each in self._held_shards() if each.name in names], pattern=STATE_FILE
+        )
         self._refresh()
 
     def _shards(self) -> list[Shard]:
         """Slices that the optimizer updates on this rank."""
-        return whole_shards(self.model, self._masters)
+        return optimizers.whole_shards(self.model, self._masters)
 
 
 def take_step(engine: TrainEngine[Any], *, learning_rate: float, step: int) -> float:

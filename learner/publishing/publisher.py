@@ -183,8 +183,7 @@ class Publisher:
 
     @property
     def _limit_s(self) -> float:
-        size_bytes = sum(self._require_staged().update.bucket_bytes)
-        return self._config.transfer_timeout_s + size_bytes / SLOWEST_BYTES_PER_S
+        return self._config.transfer_timeout_s + sum(self._require_staged().update.bucket_bytes) / SLOWEST_BYTES_PER_S
 
     def _require_staged(self) -> Staged:
         assert self._staged is not None, "set_version() comes first"
@@ -228,8 +227,7 @@ class Publisher:
         """Return whether all `members` now hold the version."""
         staged, limit_s, started_at = self._require_staged(), self._limit_s, self._clock()
         # A hung member delays all others by the full timeout, so derive a tighter limit from recent transfers.
-        expected_s = _MIN_TRANSFER_S + _TRANSFER_TIMEOUT_FACTOR * max(self._transfers_s, default=math.inf)
-        timeout_s = min(limit_s, expected_s)
+        timeout_s = min(limit_s, _MIN_TRANSFER_S + _TRANSFER_TIMEOUT_FACTOR * max(self._transfers_s, default=math.inf))
         update = msgspec.structs.replace(staged.update, epoch=self._epoch, members=members, timeout_s=timeout_s)
         self._applied = {}
         self._client.send(update)

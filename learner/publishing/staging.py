@@ -172,8 +172,7 @@ class Staged:
         self.pull()
         with self._summing:
             if not self._update.checksums:
-                checksums = buckets.checksums(self.memory.tensors)
-                self._update = msgspec.structs.replace(self._update, checksums=checksums)
+                self._update = msgspec.structs.replace(self._update, checksums=buckets.checksums(self.memory.tensors))
         return self
 
     @property

@@ -17,22 +17,8 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig, require_template_variables
 from slipstream.configs.run import RunConfig
 from slipstream.learner.sft.conversation import Piece, chat_pieces
+from slipstream.runtime import row_files
 from slipstream.runtime.model_files import answer_token_ids, check_template_variables, end_token_ids, read_chat_template
-from slipstream.runtime.row_files import (
-    CHATS,
-    KINDS,
-    PROMPTS,
-    RESPONSES,
-    chat_messages,
-    extension,
-    is_json,
-    read_lines,
-    read_table,
-    require_demonstrations,
-    value_at,
-    with_input,
-    without_nulls,
-)
 
 _ROWS_AT_ONCE = 1024
 
@@ -166,31 +152,28 @@ def _add(demonstration: Demonstration | Pair | None, *, file: SftFile, run: RunC
 
 
 def _open(path: Path, *, run: RunConfig) -> tuple[Iterator[Row], "_Form"]:
-    require_demonstrations(path)
+    row_files.require_demonstrations(path)
     try:
-        if is_parquet := not is_json(path) and extension(path) != ".csv":
+        if is_parquet := not row_files.is_json(path) and row_files.extension(path) != ".csv":
             file = pq.ParquetFile(path)
         else:
-            table = _read_json(path) if is_json(path) else read_table(path)
+            table = _read_json(path) if row_files.is_json(path) else row_files.read_table(path)
         form = _find_form(file.schema_arrow if is_parquet else table.schema, run=run)
     except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} must be a file of demonstrations, {KINDS}, but cannot be read: {error}") from None
+        must = f"{path} must be a file of demonstrations, {row_files.KINDS}"
+        raise ConfigError(f"{must}, but cannot be read: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}".replace(f"{path}: {path}", str(path))) from None
-    batches = (
-        file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=form.columns)
-        if is_parquet
-        else table.select(list(dict.fromkeys(each.split(".")[0] for each in form.columns))).to_batches(
-            max_chunksize=_ROWS_AT_ONCE
-        )
-    )
-    return _rows(batches, path), form
+    if is_parquet:
+        return _rows(file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=form.columns), path), form
+    names = list(dict.fromkeys(each.split(".")[0] for each in form.columns))
+    return _rows(table.select(names).to_batches(max_chunksize=_ROWS_AT_ONCE), path), form
 
 
 def _read_json(path: Path) -> pa.Table:
     """Read JSON lines. Unlike a file of prompts, every column must have one type. Raises ConfigError."""
     rows: list[Row] = []
-    for number, line in enumerate(read_lines(path)):
+    for number, line in enumerate(row_files.read_lines(path)):
         try:
             rows.append(msgspec.json.decode(line, type=Row))
         except msgspec.MsgspecError as error:
@@ -227,24 +210,20 @@ class _Form(NamedTuple):
 
 def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
     columns = {"prompt": "prompt", "response": "response"} | run.data.columns
-    prompt = _column(schema, columns["prompt"], common=PROMPTS)
-    response = _column(schema, columns["response"], common=RESPONSES)
+    prompt = _column(schema, columns["prompt"], common=row_files.PROMPTS)
+    response = _column(schema, columns["response"], common=row_files.RESPONSES)
     if run.sft.objective == "pairs":
         # A common name beside whole conversations may be a copy of their first message.
         return _find_pairs(schema, columns["prompt"], run=run)
     # A run's archive and exported trajectories have these columns, too.
     if {"token_ids", "model_mask"} <= set(schema.names):
         _check_type(schema, "token_ids", _is_list_of(pa.types.is_integer), "lists of integers")
-        _check_type(
-            schema,
-            "model_mask",
-            _is_list_of(lambda kind: pa.types.is_boolean(kind) or pa.types.is_integer(kind)),
-            "lists of booleans",
-        )
+        is_flags = _is_list_of(lambda kind: pa.types.is_boolean(kind) or pa.types.is_integer(kind))
+        _check_type(schema, "model_mask", is_flags, "lists of booleans")
         return _Form(["token_ids", "model_mask"], _from_tokens)
     variables = run.model.chat_template_kwargs
     rendering = [name for name in ("tools", "chat_template_kwargs") if name in schema.names]
-    if chat := next((name for name in CHATS if name in schema.names), ""):
+    if chat := next((name for name in row_files.CHATS if name in schema.names), ""):
         _check_type(schema, chat, _is_chat, "lists of records with `role` and `content`")
         read = partial(_from_messages, coding=_coding(run, is_chat=True), variables=variables, column=chat)
         return _Form([chat, *rendering], read)
@@ -260,7 +239,7 @@ def _column(schema: pa.Schema, name: str, *, common: Sequence[str]) -> str:
     """Column, or for a missing default one its first common equivalent."""
     if name != common[0] or name in schema.names:
         return name
-    return next((each for each in common if each in schema.names and each not in CHATS), name)
+    return next((each for each in common if each in schema.names and each not in row_files.CHATS), name)
 
 
 def _find_pairs(schema: pa.Schema, prompt: str, *, run: RunConfig) -> _Form:
@@ -272,15 +251,12 @@ def _find_pairs(schema: pa.Schema, prompt: str, *, run: RunConfig) -> _Form:
         must = "text or lists of messages with `role` and `content`"
         _check_type(schema, column, lambda kind: _is_text(kind) or _is_chat(kind, forms=[_ROLES]), must)
     is_chat = not has_prompt or any(_is_chat(_type(schema, column)) for column in columns)
-    tokenizer = _load_tokenizer(run, is_chat=is_chat)
-    return _Form(
-        [column.split(".")[0] for column in columns],
-        partial(_from_pair, tokenizer=tokenizer, prompt=prompt if has_prompt else ""),
-    )
+    read = partial(_from_pair, tokenizer=_load_tokenizer(run, is_chat=is_chat), prompt=prompt if has_prompt else "")
+    return _Form([column.split(".")[0] for column in columns], read)
 
 
 def _from_pair(row: Row, *, tokenizer: Any, prompt: str) -> Pair | None:
-    question = (value_at(row, prompt) or "") if prompt else []
+    question = (row_files.value_at(row, prompt) or "") if prompt else []
     if not row["chosen"] or not row["rejected"]:
         return None
     sides = [answer_token_ids(tokenizer, question, row[side]) for side in ("chosen", "rejected")]
@@ -302,7 +278,8 @@ def _rendering(row: Row, variables: Mapping[str, Any]) -> dict[str, Any]:
     for name, kind, what in (("tools", list, "a list of schemas"), ("chat_template_kwargs", dict, "a record")):
         value = row.get(name)
         try:
-            found[name] = msgspec.json.decode(value or "null") if isinstance(value, str) else without_nulls(value)
+            is_text = isinstance(value, str)
+            found[name] = msgspec.json.decode(value or "null") if is_text else row_files.without_nulls(value)
             msgspec.convert(found[name], kind | None)
         except msgspec.MsgspecError as error:
             raise ConfigError(
@@ -314,24 +291,23 @@ def _rendering(row: Row, variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_messages(row: Row, *, coding: Row, variables: Mapping[str, Any], column: str) -> Demonstration | None:
-    pieces = chat_pieces(chat_messages(row[column]) or [], **coding, **_rendering(row, variables))
+    pieces = chat_pieces(row_files.chat_messages(row[column]) or [], **coding, **_rendering(row, variables))
     return tokenize(pieces, **coding) if pieces else None
 
 
 def _from_response(
     row: Row, *, coding: Row, variables: Mapping[str, Any], prompt: str, response: str
 ) -> Demonstration | None:
-    question, answer = chat_messages(value_at(row, prompt)), value_at(row, response)
+    question, answer = row_files.chat_messages(row_files.value_at(row, prompt)), row_files.value_at(row, response)
     if prompt == "instruction":
-        question = with_input(question, row)
+        question = row_files.with_input(question, row)
     if question is None:
         raise ConfigError(f"`{prompt}` must be filled, got nothing.")
     if not answer:
         return None
     if isinstance(question, str):
         return tokenize([Piece(question, is_model=False), Piece(answer, is_model=True)], **coding)
-    messages = [*question, {"role": "assistant", "content": answer}]
-    pieces = chat_pieces(messages, **coding, **_rendering(row, variables))
+    pieces = chat_pieces([*question, {"role": "assistant", "content": answer}], **coding, **_rendering(row, variables))
     if not pieces:
         return None
     # Assistant turns in the prompt are context.

@@ -220,8 +220,7 @@ class SftRun:
         self._sft = kind(run, trainer=self._trainer, ranks=ranks, num_steps=self._num_steps)
         self._step = 0
         # Every rank flushes before rank 0 judges.
-        best = run.learner.checkpoint.best
-        self._best = BestCheckpoint(best, folder, flush=lambda: None) if ranks.is_first else None
+        self._best = BestCheckpoint(run.learner.checkpoint.best, folder, flush=lambda: None) if ranks.is_first else None
         self._disk = DiskWait()
         self._started_at = time.monotonic()
 

@@ -262,8 +262,7 @@ def _attend(states: list[Tensor], packed_rows: PackedRows, *, window: int, scale
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     has_kernel = width == value.shape[-1] <= _MAX_KERNEL_HEAD and width % 8 == 0
     attend = _by_kernel if query.is_cuda and is_half and has_kernel else _run_by_run
-    found = attend([query, key, value], spans, packed_rows, window=window, scale=scale)
-    return found.unflatten(0, (rows, length))
+    return attend([query, key, value], spans, packed_rows, window=window, scale=scale).unflatten(0, (rows, length))
 
 
 def _by_kernel(states: list[Tensor], spans: Spans, rows: PackedRows, *, window: int, scale: float | None) -> Tensor:

@@ -221,8 +221,7 @@ class _ModelCheck:
         longest = min(self._run.model.max_length, positions_of(config))
         # Attention windows, and the largest unscaled rotary position; 0 = unlimited.
         windows = [getattr(config, name, None) or 0 for name in _WINDOWS]
-        rope = getattr(config, "rope_parameters", None) or {}
-        windows.append(rope.get("original_max_position_embeddings") or 0)
+        windows.append((getattr(config, "rope_parameters", None) or {}).get("original_max_position_embeddings") or 0)
         window = min(longest, max(_SHORTEST_PROBE, max(windows) + 2 * _RESPONSE_TOKENS))
         response = max(1, min(_RESPONSE_TOKENS, window // 4))
         # Responses to the first prompt do not see its start through the window.

@@ -127,8 +127,7 @@ def fill_advantages(
     batch: Batch, function: Callable[[AdvantageInputs], Any], *, config: AdvantageConfig, state: dict[str, float]
 ) -> Batch:
     """Fill `advantages`, and `returns` for a critic; 0 outside the baseline. Raises BatchError."""
-    members = batch.select(batch.trajectories.is_member)
-    inputs = _advantage_inputs(members, state=state)
+    inputs = _advantage_inputs(batch.select(batch.trajectories.is_member), state=state)
     advantages = returns = inputs.token_rewards
     if inputs.num_sequences:
         found = function(inputs)
@@ -204,8 +203,7 @@ def nll_weights(batch: Batch, *, coefficient: float) -> Tensor | None:
     is_right = batch.per_token(batch.trajectories.is_correct & batch.trajectories.is_member)
     updates = batch.per_token(batch.trajectories.updates)
     counts = segments.sizes(updates[is_right], num_segments=segments.count(updates)).clamp(min=1)
-    draw_weights = batch.per_token(batch.trajectories.draw_weights)
-    return (coefficient * draw_weights * is_right / counts[updates]).float()
+    return (coefficient * batch.per_token(batch.trajectories.draw_weights) * is_right / counts[updates]).float()
 
 
 def _num_kept(batch: Batch) -> Tensor:

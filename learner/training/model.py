@@ -179,8 +179,7 @@ class Policy(nn.Module):
     def _logits(self, part: Microbatch) -> Tensor:
         keeps_some = len(part.token_ids) == 1 and "logits_to_keep" in signature(self.causal_lm.forward).parameters
         options = {"logits_to_keep": part.sources} if keeps_some else {}
-        output = forward_pass(self.causal_lm, part, group=self.group, **options)
-        logits = output.logits.flatten(0, 1)
+        logits = forward_pass(self.causal_lm, part, group=self.group, **options).logits.flatten(0, 1)
         return logits if keeps_some else logits[part.sources]
 
     @torch.no_grad()
@@ -344,26 +343,15 @@ def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, T
 
 
 def load_policy(
-    config: ModelConfig,
-    *,
-    device: torch.device,
-    gradient_checkpointing: bool = False,
-    is_reward_model: bool = False,
-    loading: AbstractContextManager[None] | None = None,
-    group: SequenceGroup = SINGLE_RANK,
-    setting: str = "model.path",
+    config: ModelConfig, *, is_reward_model: bool = False, setting: str = "model.path", **options: Any
 ) -> Policy:
-    """Load a checkpoint without dropout, and attach any adapter.
+    """Load a checkpoint without dropout, and attach any adapter. `options`: see `load_module`.
 
-    `loading`: context such as `sharded_loading`. `setting`: config key of the path. Raises ModelError, ConfigError.
+    Raises ModelError, ConfigError.
     """
     check_layers(config)
     kind = AutoModelForSequenceClassification if is_reward_model else language_model_class(config.path)
-    # ZeRO-3 draws random numbers while loading, but adapters must start equal everywhere.
-    with torch.random.fork_rng(), loading or nullcontext():
-        module, _ = load_module(
-            kind, config, device=device, setting=setting, group=group, gradient_checkpointing=gradient_checkpointing
-        )
+    module, _ = load_module(kind, config, setting=setting, **options)
     base_names = None
     if config.lora:
         base_names = CheckpointNames(module)
@@ -374,7 +362,7 @@ def load_policy(
         module.score.forward = partial(WideLinear.forward, module.score)
     wrap = RewardModel if is_reward_model else Policy
     policy = wrap(module, compute_dtype=COMPUTE_DTYPES[config.dtype], base_names=base_names)
-    policy.group = group
+    policy.group = options.get("group", SINGLE_RANK)
     if not is_reward_model and module.get_output_embeddings() is not None and policy.has_trunk:
         policy.head = OutputHead(module)
         if not is_sharded(module):
@@ -395,28 +383,41 @@ def load_module(
     setting: str,
     group: SequenceGroup = SINGLE_RANK,
     gradient_checkpointing: bool = False,
+    loading: AbstractContextManager[None] | None = None,
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a model with a transformers Auto class (`kind`), and list weights that the checkpoint lacks.
 
-    `setting`: config key of the path. Raises ModelError if the model, unless sharded, differs from transformers in
-    evaluation mode.
+    `setting`: config key of the path. `loading`: context such as `sharded_loading`. Raises ModelError if the model,
+    unless sharded, differs from transformers in evaluation mode.
     """
     logging.disable_progress_bar()
+    # ZeRO-3 draws random numbers while loading, but adapters must start equal everywhere.
+    with torch.random.fork_rng(), loading or nullcontext():
+        module, found = _load_pretrained(kind, config, on_gpu=device.type == "cuda", setting=setting, group=group)
+        module = module.to(device)
+        _disable_noise(module, gradient_checkpointing=gradient_checkpointing)
+        # A sharded model cannot compute outside an engine.
+        if not is_sharded(module):
+            with native_attention(module):
+                _check_untouched(module, config, setting=setting)
+    return module, sorted(found["missing_keys"])
+
+
+def _load_pretrained(kind: Any, config: ModelConfig, *, on_gpu: bool, setting: str, group: SequenceGroup) -> Any:
+    """The model and transformers' report. Raises ModelError."""
     try:
         settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
         _disable_dropout(settings)
         if kind is AutoModelForSequenceClassification:
             settings.num_labels = 1
-        model_class = kind._model_mapping.get(type(settings), None)
-        if group.size > 1:
+        model_class, is_sliced = kind._model_mapping.get(type(settings), None), group.size > 1
+        if is_sliced:
             check_sequence_parallel(settings, model_class, size=group.size, setting=setting, path=config.path)
-        module, found = kind.from_pretrained(
+        return kind.from_pretrained(
             config.path,
             config=settings,
             dtype=COMPUTE_DTYPES[config.dtype],
-            attn_implementation=choose_attention(
-                settings, model_class, config, on_gpu=device.type == "cuda", is_sliced=group.size > 1
-            ),
+            attn_implementation=choose_attention(settings, model_class, config, on_gpu=on_gpu, is_sliced=is_sliced),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
@@ -427,13 +428,6 @@ def load_module(
             f"{setting} must be a readable transformers checkpoint of a causal language model, got {config.path!r}: "
             f"{first_line(error)}"
         ) from error
-    module = module.to(device)
-    _disable_noise(module, gradient_checkpointing=gradient_checkpointing)
-    # A sharded model cannot compute outside an engine.
-    if not is_sharded(module):
-        with native_attention(module):
-            _check_untouched(module, config, setting=setting)
-    return module, sorted(found["missing_keys"])
 
 
 def _disable_dropout(settings: PreTrainedConfig) -> None:

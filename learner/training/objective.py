@@ -43,8 +43,7 @@ def load_formula(record: Formula, *, setting: str) -> Callable[[Any], Any]:
     `setting`: its config key. Raises ConfigError.
     """
     if isinstance(record, CustomAdvantageConfig | CustomPolicyLossConfig):
-        function = load_function(record.function, setting=setting, arguments=record.arguments)
-        return partial(function, **record.arguments)
+        return partial(load_function(record.function, setting=setting, arguments=record.arguments), **record.arguments)
     return bind(record.formula(), record)
 
 

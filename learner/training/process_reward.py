@@ -34,9 +34,9 @@ class ProcessReward(SecondModel[Policy, ProcessRewardConfig]):
     """A language model that starts as the policy, without an adapter."""
 
     @staticmethod
-    def load(config: ModelConfig, *, device: torch.device, **options: Any) -> Policy:
+    def load(config: ModelConfig, **options: Any) -> Policy:
         setting = "algorithm.process_reward.path (by default model.path)"
-        return load_policy(msgspec.structs.replace(config, lora=None), device=device, setting=setting, **options)
+        return load_policy(msgspec.structs.replace(config, lora=None), setting=setting, **options)
 
     def fill(self, batch: Batch, updates: Updates, *, step: int) -> tuple[Batch, dict[str, float]]:
         # Recorded experts belong to the policy.

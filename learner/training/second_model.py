@@ -42,8 +42,8 @@ class SecondModel(ABC, Generic[M, C]):
 
     @staticmethod
     @abstractmethod
-    def load(config: ModelConfig, *, device: torch.device, **options: Any) -> M:
-        """Load a policy, or a saved model of this kind. `options`: see `load_policy`. Raises ModelError."""
+    def load(config: ModelConfig, **options: Any) -> M:
+        """Load a policy, or a saved model of this kind. `options`: see `load_module`. Raises ModelError."""
 
     @abstractmethod
     def fill(self, batch: Batch, updates: Updates, *, step: int) -> tuple[Batch, dict[str, float]]:

@@ -90,8 +90,7 @@ MAXIMA = ("ratio_max", "weight_max", "weight_min", "mismatch_max", "probability_
 
 def lag_buckets(lags: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
     """Index in LAG_BUCKETS of each lag."""
-    starts = torch.tensor(list(LAG_BUCKETS.values()), device=lags.device)
-    return torch.bucketize(lags, starts, right=True) - 1
+    return torch.bucketize(lags, torch.tensor(list(LAG_BUCKETS.values()), device=lags.device), right=True) - 1
 
 
 def no_counts() -> Counts:
@@ -298,16 +297,14 @@ def describe_experts(load: Float[Tensor, "M E"], layers: Sequence[int]) -> dict[
     shares = load / load.sum(1, keepdim=True).clamp(min=1)
     violations = shares.amax(1) * load.shape[1] - 1
     entropies = torch.special.entr(shares).sum(1) / math.log(load.shape[1])
+    by_layer = zip(layers, violations.tolist(), strict=True)
     return {
         "learner/expert_violation_max": float(violations.max()),
         "learner/expert_violation_mean": float(violations.mean()),
         "learner/expert_violation_min": float(violations.min()),
         "learner/expert_idle_fraction": float((load == 0).double().mean()),
         "learner/expert_entropy": float(entropies.mean()),
-        **{
-            f"learner/by_layer/{layer}/expert_violation": float(own)
-            for layer, own in zip(layers, violations, strict=True)
-        },
+        **{f"learner/by_layer/{layer}/expert_violation": value for layer, value in by_layer},
     }
 
 
@@ -337,8 +334,7 @@ class GradientSimilarity:
     def end_update(self) -> None:
         square = _product(self._current, self._current)
         if self._previous and self._current:
-            products = [_product(self._current, self._previous), square, self._previous_square]
-            self._products.append(torch.stack(products))
+            self._products.append(torch.stack([_product(self._current, self._previous), square, self._previous_square]))
         self._spare, self._previous, self._current = self._previous, self._current, []
         self._previous_square = square
 

@@ -235,8 +235,7 @@ class Trainer:
                 arguments, extra = self._frozen_models.aux_inputs(microbatch)
                 outputs = self.engine.forward(microbatch, requested=self.objective.requested, **arguments, **prices)
                 metrics.add_forward(microbatch, outputs)
-                tokens = batch.tokens.take(microbatch.indices)
-                loss = self.objective.loss(tokens, outputs | extra, metrics=metrics)
+                loss = self.objective.loss(batch.tokens.take(microbatch.indices), outputs | extra, metrics=metrics)
                 loss = loss + outputs.get("aux_loss", 0.0)
                 if is_moving:
                     self.engine.backward(loss)
@@ -268,8 +267,7 @@ class Trainer:
         none = torch.zeros(routers.shape[0], routers.num_experts, dtype=torch.float64, device=self.engine.device)
         load = self._ranks.sum(sum(loads, none))
         num_tokens = load[0].sum() / routers.top_k
-        prices = coefficient * routers.num_experts * load / num_tokens.square() / len(load)
-        return {"prices": prices.float()}
+        return {"prices": (coefficient * routers.num_experts * load / num_tokens.square() / len(load)).float()}
 
     def finish_update(self, losses: Sequence[Tensor], *, learning_rate: float, step: int) -> float:
         """Gradient norm. Raises DivergenceError."""
@@ -330,13 +328,10 @@ class Trainer:
     def check_state(self, moments: Iterable[Mapping[str, Tensor]], *, step: int) -> None:
         """Raise DivergenceError unless optimizer moments and objective state are finite."""
         carried = {f"objective/{key}": torch.tensor(value) for key, value in self.objective.state.save().items()}
-        check_finite(
-            chain(carried.items(), *(each.items() for each in moments)),
-            what="the state of the optimizer and the objective",
-            step=step,
-            remedy="lower learner.optimizer.learning_rate or max_grad_norm",
-            ranks=self._ranks,
-        )
+        named = chain(carried.items(), *(each.items() for each in moments))
+        what = "the state of the optimizer and the objective"
+        remedy = "lower learner.optimizer.learning_rate or max_grad_norm"
+        check_finite(named, what=what, step=step, remedy=remedy, ranks=self._ranks)
 
     def canary(self, *, step: int = 0) -> tuple[list[list[int]], list[list[float]]]:
         """Token ids of probe sequences, and log-probabilities of all but the first.
@@ -345,11 +340,7 @@ class Trainer:
         """
         self.check_weights(step=step)
         logprobs = canary_logprobs(self.engine, self._canary_ids, layout=self._layout)
-        check_finite(
-            [("the probe", torch.tensor(logprobs))],
-            what="the learner's log-probabilities",
-            step=step,
-            remedy="its weights are finite, so look for overflow in model.dtype",
-            ranks=self._ranks,
-        )
+        probe = [("the probe", torch.tensor(logprobs))]
+        remedy = "its weights are finite, so look for overflow in model.dtype"
+        check_finite(probe, what="the learner's log-probabilities", step=step, remedy=remedy, ranks=self._ranks)
         return self._canary_ids.tolist(), logprobs
