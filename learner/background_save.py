@@ -1,12 +1,11 @@
 """BackgroundSaver: writes a checkpoint while training continues.
 
 Consumes: write functions over a copied state, on every rank.
-Produces: durable files with checksums for the ranks of each machine; with `storage.uri`, all of them in the object
-store.
+Produces: durable files with checksums on each machine; with `storage.uri`, all of them in the object store.
 Waits for: disk space, the object store, and, on the first rank of a folder, the files of its other ranks.
 Invariant: at most one save is in flight. Its threads run no collectives, which would interleave with training's.
-Instead, each rank's files appear atomically in a draft in the shared folder. The first rank of each folder then posts
-to the rendezvous, and rank 0 names the checkpoint and calls `finish` after all have posted.
+Instead, each rank's files appear atomically in a draft. The first rank of each folder then posts to the rendezvous, and
+rank 0 names the checkpoint and calls `finish` after all have posted.
 
 <folder>/draft-step-00000050/rank-0/  sealed files of one rank, from the save in flight or left by a crash
 """
@@ -50,7 +49,7 @@ log = structlog.get_logger(__name__)
 
 
 class RankFolders:
-    """Learner ranks grouped by checkpoint folder. Several machines share one on a shared file system.
+    """Ranks grouped by checkpoint folder, which machines with a shared file system share.
 
     Construction and `complete` are collective.
     """
@@ -58,7 +57,7 @@ class RankFolders:
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self._ranks = ranks
         self.sharers = _find_sharers(folder, ranks)
-        """Ranks that write into this rank's folder, sorted."""
+        """Ranks of this rank's folder, sorted."""
         self.leaders = sorted({int(first) for first in ranks.gather_bytes(str(self.sharers[0]).encode())})
         """First rank of every folder, sorted."""
 
@@ -143,7 +142,7 @@ class BackgroundSaver:
 
     @property
     def reason(self) -> str:
-        """Reason that the save in flight waits: disk space or other ranks; else empty. Thread-safe."""
+        """Why the save in flight waits, for disk space or other ranks; else empty. Thread-safe."""
         return self._disk.reason or self._waits_for_ranks
 
     @property
@@ -160,7 +159,7 @@ class BackgroundSaver:
         self.run(lambda: self._write(writes, name=name, finish=finish))
 
     def run(self, work: Callable[[], object]) -> None:
-        """Run other work. `flush` waits for it and raises its error."""
+        """Run work for which `flush` waits, raising its error."""
         if self._in_background:
             self._in_flight = run_in_thread(work, name="checkpoint")
         else:
@@ -220,7 +219,7 @@ class BackgroundSaver:
         sync_path(self._folder)
 
     def _await_folders(self, state: str) -> None:
-        """Post that this folder reached `state`. Rank 0 waits for every folder."""
+        """Post `state`. Rank 0 waits for every folder."""
         subject, draft = f"checkpoint-{state}", self._draft.name
         if not self._ranks.is_first:
             self._ranks.post(subject, draft)
@@ -235,7 +234,7 @@ class BackgroundSaver:
         self._await_ranks(find_missing)
 
     def _await_ranks(self, find_missing: Callable[[], list[str]]) -> None:
-        """Wait for other ranks' files. If one dies or cannot write, this process fails in its next collective."""
+        """If another rank dies or cannot write, this process fails in its next collective."""
         began_at = time.monotonic()
         while missing := find_missing():
             waited_s = time.monotonic() - began_at
@@ -247,7 +246,7 @@ class BackgroundSaver:
 def _write_sealed(folder: Path, writes: Mapping[str, Write]) -> None:
     """Write one rank's files. `folder` appears once they are durable; a failed write leaves nothing.
 
-    Raises CheckpointError if a file is gone: a learner deletes the draft of the one it replaces.
+    Raises CheckpointError if a file is gone: a learner deletes its predecessor's draft.
     """
     temporary = folder.with_suffix(".tmp")
     try:
@@ -270,7 +269,7 @@ def _write_sealed(folder: Path, writes: Mapping[str, Write]) -> None:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a checkpoint or a draft. Renames it first, so a partial one is never found."""
+    """Rename a checkpoint or draft, so no partial one is found, then delete it."""
     doomed = folder.with_name(f"deleted-{uuid.uuid4().hex}")
     # Two learners may delete the same folder.
     with suppress(FileNotFoundError):

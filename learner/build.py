@@ -1,4 +1,4 @@
-"""Builds the learner's parts from the settings of a run."""
+"""Builds the learner's parts."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -59,7 +59,7 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
 
 
 def build_trainer(run: RunConfig, *, ranks: Ranks) -> Trainer:
-    """Load the models and build the trainer. Collective. Raises ConfigError, ModelError, TrainEngineError."""
+    """Collective. Raises ConfigError, ModelError, TrainEngineError."""
     # First, to report a missing user function before any wait.
     objective = Objective(run.algorithm, max_tokens=run.generators.sampling.max_tokens)
     models = _Models(run, ranks)
@@ -88,7 +88,7 @@ def build_trainer(run: RunConfig, *, ranks: Ranks) -> Trainer:
 
 
 class _Models:
-    """Loads a trainer's models and builds their engines. Every method is collective."""
+    """A trainer's models and engines. Every method is collective."""
 
     def __init__(self, run: RunConfig, ranks: Ranks) -> None:
         self._run = run

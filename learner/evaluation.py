@@ -1,8 +1,7 @@
 """Evaluation: requests answers to held-out prompts through the store and scores them.
 
 Every metric is a ratio of two sums over prompts, so one bootstrap over prompts gives all confidence intervals. Metrics
-at k are expectations over size-k subsets of a prompt's answers: exact, except maj@k with many answers, which samples
-subsets.
+at k are expectations over size-k subsets of a prompt's answers: exact, except that maj@k of many answers samples them.
 """
 
 import itertools
@@ -48,7 +47,7 @@ class Score(Record):
     num_prompts: int
     num_answers: int
     num_failed: int
-    """Answers whose reward function failed. They count as wrong and have no reward."""
+    """Answers with a failed reward function. They count as wrong and have no reward."""
     metrics: dict[str, Estimate]
     mean_tokens: float
     """Model-written tokens per answer."""
@@ -82,7 +81,7 @@ def best_at_k(rewards: Sequence[float], k: int) -> float:
 
 
 def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) -> float:
-    """Probability that the most frequent of k answers is right. Ties are broken at random.
+    """Probability that the most frequent of k answers is right, with ties broken at random.
 
     Each empty answer is a separate candidate. A candidate scores the fraction of its repetitions that are right.
     """
@@ -165,7 +164,7 @@ def _resamples(num_prompts: int) -> Float[np.ndarray, "resamples prompts"]:
 
 
 def score(answers: Sequence[EvaluationAnswer]) -> Score:
-    """Score answers to a set, at least one."""
+    """Score at least one answer to a set."""
     return Score(
         num_prompts=len({answer.row for answer in answers}),
         num_answers=len(answers),
@@ -192,7 +191,7 @@ def differences(scored: Mapping[str, Sums], base: Mapping[str, Sums]) -> dict[st
 
 
 class EvaluationProgress:
-    """Estimates when all answers of an evaluation are in, from their rate since the first one."""
+    """Estimates the rest of an evaluation from the rate of answers since the first."""
 
     def __init__(self, *, clock: Clock) -> None:
         self._clock = clock
@@ -223,21 +222,16 @@ class Evaluator:
         self._open: list[str] = []
 
     def open_monitor(self, *, step: int, fence: int, version: int) -> str:
-        """Request the monitored rows. Returns the evaluation's name.
-
-        `fence`, the token of the step's claim, tells the step from one retrained after a rollback.
-        """
+        """Request the monitored rows. Returns the evaluation's name, unique also after a rollback (`fence`)."""
         name = f"step-{step}-{fence}"
         self._request(name, version=version, rows=self._monitored)
         self._open.append(name)
         return name
 
     def open_final(self, name: str, *, version: int) -> str:
-        """Request the rows for before and after training. Returns `name`, plus a number if earlier requests got no
-        reward at all.
-        """
-        # Opening is idempotent: a resumed run finds the answers that its predecessor requested. Answers are final, so
-        # an evaluation without any reward needs a new name.
+        """Request the rows for before and after training. Returns `name`, numbered after requests without reward."""
+        # Idempotent: a resumed run finds its predecessor's answers. They are final, so an evaluation without any reward
+        # needs a new name.
         for number in itertools.count(1):
             fresh = name if number == 1 else f"{name}-{number}"
             results = self._results(fresh).values()

@@ -4,8 +4,8 @@ Consumes: ready groups from the store, member reports from the broker.
 Produces: policy versions, checkpoints, metrics, the final model.
 Waits for: the groups of a step and the answers of an evaluation, until a dead end; members, while publishing.
 Woken by: the store, when enough groups are ready.
-Invariant: along the surviving lineage of weights, every group is committed exactly once. When a run resumes, groups
-that no checkpoint covers return to the buffer.
+Invariant: along the surviving lineage of weights, every group is committed exactly once. On a resume, groups that no
+checkpoint covers return to the buffer.
 """
 
 import math
@@ -45,14 +45,14 @@ log = structlog.get_logger(__name__)
 
 
 class _StopRequestedError(Exception):
-    """Ends a wait of a learner that was asked to stop."""
+    """Ends a wait after `request_stop`."""
 
 
 @contextmanager
 def keep_claim(store: Store, claim: Claim, *, lease_s: float) -> Iterator[None]:
-    """Renew a claim while its step runs, so a slow step is not mistaken for a dead learner.
+    """Renew a claim while its step runs: a slow step is not a dead learner.
 
-    If a suspended process loses its claim, the fencing token makes the commit fail.
+    If a suspended process loses its claim, its commit fails by the fencing token.
     """
 
     def renew() -> None:
@@ -89,8 +89,7 @@ class Learner:
         rollouts: Rollouts | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`wait(num_ready, timeout_s)` blocks until that many groups may be ready. With all roles in one process, it
-        gives the others a turn.
+        """`wait(num_ready, timeout_s)` blocks until that many groups may be ready, or gives other roles a turn.
 
         `num_heldout`: prompts per held-out set. `rollouts`: another run's groups to mix into every step.
         """
@@ -116,9 +115,9 @@ class Learner:
         self._pacer = Pacer(run)
         self._step = 0
         self._fence = 0
-        """Fencing token of the last committed claim, or of the rollback before the first commit."""
+        """Token of the last committed claim, or of the rollback before the first."""
         self._committing = threading.Lock()
-        """Held while `_fence` and the store's fencing token change or must agree."""
+        """Held while `_fence` and the store's token change or must agree."""
         self._version = 0
         self._version_step = 0
         """Step that produced the weights of `_version`."""
@@ -136,7 +135,7 @@ class Learner:
         return Pong(-1.0, "ready", self._version, reason=full or away or self._reason, gauges=gauges | waits)
 
     def request_stop(self) -> None:
-        """Make `run` save and end after the current step or wait. Safe in a signal handler."""
+        """Make `run` save and end after the current step or wait. For signal handlers."""
         self._is_asked_to_stop = True
 
     def run(self) -> None:
@@ -190,8 +189,8 @@ class Learner:
             self._best.resume()
         elif not self._store.versions():
             self._check_new()
-        # These weights lack steps after the checkpoint, so their groups become ready again. The rollback also takes a
-        # new fencing token, so a predecessor that still runs cannot commit.
+        # Groups of steps after the checkpoint become ready again. The new fencing token keeps a predecessor that still
+        # runs from committing.
         returned, self._fence = self._store.roll_back(to_step=self._step, to_version=self._version)
         self._rank_group.checkpoints.life = self._fence
         log.info("starting", step=self._step, version=self._version, groups_returned=returned)
@@ -210,7 +209,7 @@ class Learner:
         self._must_stop = self._metrics_log.start_training(step=self._step, ends=self._meets_stop)
 
     def _check_new(self) -> None:
-        """Raise RunConflictError if the run folder has results that the empty store does not know."""
+        """Raise RunConflictError if the run folder has results unknown to the empty store."""
         folder = self._metrics_log.folder
         if model := self._rank_group.checkpoints.newest_model():
             raise RunConflictError(
@@ -235,7 +234,7 @@ class Learner:
             self._publish()
         self._publisher.flush()
         self._profiler.close()
-        # The fencing token distinguishes a step from one that was rolled back.
+        # The fencing token marks a step as not rolled back.
         after = self._evaluate_fully(f"after-{self._step}-{self._fence}")
         self._record_stage("evaluated at the end")
         self._checkpoint()
@@ -259,7 +258,7 @@ class Learner:
         log.info("finished", step=self._step, version=self._version)
 
     def _save_all_steps(self) -> None:
-        """Checkpoint the steps so far, unless the newest checkpoint covers them."""
+        """Checkpoint steps that no checkpoint covers."""
         self._rank_group.flush_checkpoint()
         covered = self._store.run_state().checkpoint
         if self._step > (covered.step if covered else 0):
@@ -316,7 +315,7 @@ class Learner:
         self._complete_step(claim, metrics, times)
 
     def _commit(self, claim: Claim, payloads: list[list[bytes]], *, mixed_ids: list[str]) -> StepEntry:
-        """Fails if the claim has lapsed: another learner may have trained on its groups."""
+        """Fails after a lapse of the claim: another learner may have trained on its groups."""
         run, hashed = self._run, config_hash(self._run)
         entry = make_entry(
             claim, payloads, version=self._version, seed=run.seed, config_hash=hashed, mixed_group_ids=mixed_ids
@@ -367,7 +366,7 @@ class Learner:
         return every_steps > 0 and self._step % every_steps == 0
 
     def _claim_groups(self, *, step: int) -> tuple[Claim, float]:
-        """Return the claim, and the time from its first refusal on."""
+        """Return the claim, and the time since its first refusal."""
         num_groups, lease_s = self._run.claimed_groups_per_step, self._run.broker.claim_lease_s
         missing, num_ready, refused_at = "not checked yet", num_groups, math.inf
         self._stall.begin(f"the {num_groups} groups of step {step}", waits_for="groups")
@@ -408,15 +407,14 @@ class Learner:
             self._best.add(pointer)
 
     def _cover(self, pointer: CheckpointPointer, *, pinned: set[str]) -> None:
-        """Point the store at a durable checkpoint. Runs in the thread that wrote it."""
-        # Prune last, so the store never points at a deleted checkpoint. The fencing token belongs to the newest step,
-        # which may be later than the checkpoint's.
+        """Point the store at a durable checkpoint, in the thread that wrote it."""
+        # Prune last, so the store never points at a deleted checkpoint. The fencing token may be a later step's.
         with self._committing:
             self._store.checkpoint(pointer, fence=self._fence)
         self._rank_group.checkpoints.prune(pinned={pointer.name, *pinned})
 
     def _meets_stop(self, row: Row) -> bool:
-        """Whether a row meets `evaluation.stop`, which ends training. Also checks rows kept by a resume."""
+        """Whether a row, also one before a resume, meets `evaluation.stop`."""
         stop = self._run.evaluation.stop or []
         is_met = bool(stop) and all(bound.holds(row) for bound in stop)
         if is_met:
@@ -424,7 +422,7 @@ class Learner:
         return is_met
 
     def _await_monitored(self) -> None:
-        """Wait for open evaluations, because all of their answers must come from the current version."""
+        """Wait for open evaluations: all answers must come from the current version."""
         for name in self._evaluator.unfinished():
             self._await_evaluation(name)
 

@@ -1,4 +1,4 @@
-"""MetricsLog: one row of metrics per step, per-token statistics (StepTokensWriter), and the run's summary."""
+"""MetricsLog: metrics per step, per-token statistics (StepTokensWriter), and the run's summary."""
 
 import time
 from collections import deque
@@ -34,21 +34,18 @@ log = structlog.get_logger(__name__)
 
 
 _TOKEN_STATS_GIB = 1.0
-"""Disk space for log-ratio and entropy of trained tokens: 250 million tokens at 4 bytes, oldest deleted first."""
+"""Disk space for log-ratio and entropy of trained tokens: the newest 250 million at 4 bytes."""
 _MAX_WAITING = 4
-"""Maximum steps that wait for the thread of StepTokensWriter."""
+"""Steps that may wait for the thread of StepTokensWriter."""
 _SWEEPS = 64
 """Deletions of old files per `max_gib` of new ones."""
 _CLOSE_S = 60.0
 _RATE_STEPS = 10
-"""Steps over which the rate of generation is averaged, because groups of a step arrive in bursts."""
+"""Steps over which the rate of generation is averaged: groups arrive in bursts."""
 
 
 class StepTokensWriter:
-    """Writes one file per step and deletes the oldest.
-
-    If too many steps wait or the disk fails, logs a warning and skips the step.
-    """
+    """Writes one file per step and deletes the oldest. Skips a step if too many wait or the disk fails."""
 
     def __init__(self, folder: Path, *, max_gib: float, in_background: bool) -> None:
         self._folder = folder
@@ -137,10 +134,7 @@ class MetricsLog:
         log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
 
     def start_training(self, *, step: int, ends: Callable[[Row], bool] = lambda _: False) -> bool:
-        """Start the run's clock, on a resume from the rows that the checkpoint covers.
-
-        Returns whether any of them `ends` the run.
-        """
+        """Start the run's clock, on a resume from the rows that the checkpoint covers. Returns if one `ends` it."""
         # Later rows belong to steps that were rolled back.
         has_ended, self._resumed_at_s = False, 0.0
         for row in self._rows(up_to_step=step):
@@ -175,7 +169,7 @@ class MetricsLog:
         times: dict[str, float],
         tokens: StepTokens | None = None,
     ) -> Row:
-        """Write a row to the file and the store and return it. `evaluated`: metrics of an evaluation."""
+        """Write a row to the file and the store. `evaluated`: metrics of an evaluation."""
         if tokens:
             self._step_tokens.add(step, tokens)
         self._tokens.add(metrics["learner/tokens"])
@@ -184,7 +178,7 @@ class MetricsLog:
         row: Row = {"step": step, "version": version, "time_s": time_s, **metrics, **times}
         row["learner/tokens_per_s"] = metrics["learner/tokens"] / max(1e-9, self._row_at - began_at)
         rate = self._generated_per_s()
-        # Generators report once a second: before the first report, the rate is unknown, not 0.
+        # Before the first report of a generator, the rate is unknown, not 0.
         row |= {"generators/tokens_per_s": rate} if self._generated.total else {}
         if published:
             names = ("receive_s", "prepare_s", "pause_s", "probe_s", "probe_diff_mean", "probe_diff_max")
@@ -217,7 +211,7 @@ class MetricsLog:
     ) -> None:
         """Write `summary.json`, see docs/metrics.md. `evaluation`: metrics of the last evaluation."""
         self._step_tokens.close()
-        # Rates exclude time before a resume: this process counts only its own tokens.
+        # Rates exclude time before a resume, like the counted tokens.
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)
         sets, before = self._run.data.eval_sets, self._before
@@ -239,7 +233,7 @@ class MetricsLog:
         self.disk.retry(lambda: self.folder.write_summary(summary), what="the summary", path=self.folder.summary)
 
     def _over_rows(self, step: int) -> Row:
-        """Figures of the summary over all rows, read one at a time."""
+        """Read one row at a time."""
         goals, num_tokens, sum_lags = self._run.evaluation.goals[:1], 0, 0
         found: Row = {"seconds_to_goal": None, "lag_max": 0, "logprob_diff_max": 0.0}
         for row in self._rows(up_to_step=step):
@@ -256,7 +250,7 @@ class MetricsLog:
         return self.disk.retry(keep, what="the metrics", path=self.folder.metrics)
 
     def _generated_per_s(self) -> float:
-        """Mean rate of the last steps. Also updates the growth of all counters."""
+        """Mean rate of the last steps. Also updates all counters."""
         self._update_counters()
         self._generated_by.append((self._row_at, self._generated.total))
         (since, before), (now, total) = self._generated_by[0], self._generated_by[-1]
@@ -276,6 +270,6 @@ class MetricsLog:
 
 
 def _generated_tokens(roles: Roles) -> dict[str, float]:
-    """Skips values that are not numbers, because gauges are not validated."""
+    """Numbers only: gauges are not validated."""
     reported = {name: gauges.get("tokens") for name, gauges in roles.items() if gauges.get("role") == "generator"}
     return {name: count for name, count in reported.items() if isinstance(count, int | float)}

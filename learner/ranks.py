@@ -1,14 +1,13 @@
 """Ranks: the learner's processes and the collectives between them.
 
-Only rank 0 talks to the store and the generators. The others receive plain bytes and numbers from it.
+Only rank 0 talks to the store and the generators. The others receive bytes and numbers from it.
 
 RankWatch: ends a learner rank when another rank or its machine has been silent for too long.
 
-A dying process closes its connections, which fails the others' collectives. A vanished machine closes nothing, and the
-others would wait until the collective times out.
+A dying process closes its connections, which fails the others' collectives. A vanished machine closes nothing.
 
 Consumes: heartbeats of the other ranks, from the rendezvous.
-Produces: own heartbeats; one error message and exit code 75, which makes the launcher restart the ranks.
+Produces: own heartbeats; an error message and exit code 75, which makes the launcher restart the ranks.
 Invariant: a separate thread sends heartbeats, so a step may take any amount of time.
 """
 
@@ -38,11 +37,10 @@ from slipstream.runtime.credentials import is_loopback
 from slipstream.runtime.process import NCCL_ENVIRONMENT
 
 SILENCE_S = 60.0
-"""Silence of a rank or its machine after which the other ranks exit. A thread of each rank gives a sign of life, also
-during long steps."""
+"""Silence of a rank or its machine after which the other ranks exit."""
 COLLECTIVE_TIMEOUT_S = 2400.0
-"""Time limit of a collective. Other ranks wait in one while rank 0 publishes, reads a checkpoint, or waits for its
-store. Longer waits call `keep_alive`, so no user setting can exceed it."""
+"""Limit of a collective. Other ranks wait in one while rank 0 publishes, reads a checkpoint, or waits for its store.
+Longer waits call `keep_alive`, so no user setting can exceed it."""
 
 _RENDEZVOUS = "SLIPSTREAM_RANKS"
 """Rendezvous of ranks on one machine, `file:///path`. Without it, they meet at MASTER_ADDR."""
@@ -59,13 +57,13 @@ def launch_ranks(
 ) -> NoReturn:
     """Run `python -m module arguments` as `num_ranks` ranks under torchrun. If one rank fails, all end.
 
-    Each of several machines calls this with MACHINE_VARIABLES in its environment and starts its share of the ranks.
+    Each of several machines calls this with MACHINE_VARIABLES in its environment and starts its share.
 
-    On GPU machines, the ranks divide the cores for an offloaded optimizer. On CPU machines, each rank gets one thread,
-    because other roles need the rest. `OMP_NUM_THREADS` overrides both.
+    On GPU machines, ranks divide the cores for an offloaded optimizer. On CPU machines, each gets one thread, because
+    other roles need the rest. `OMP_NUM_THREADS` overrides both.
 
-    Exits with the code of the rank that failed first (torchrun always exits with 1), or with 75, which makes the
-    launcher restart, if a signal killed it.
+    Exits with the code of the rank that failed first (torchrun always exits with 1), or with 75, for a restart by the
+    launcher, if a signal killed it.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -94,7 +92,7 @@ def launch_ranks(
 def _file_rendezvous(folder: Path) -> list[str]:
     """Torchrun options for ranks that meet through files in a private folder.
 
-    `torchrun --standalone` is unsafe: its stores listen on every interface, and it unpickles their content.
+    `torchrun --standalone` is unsafe: its stores listen on every interface, and their content is unpickled.
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[_RENDEZVOUS] = f"file://{folder}/ranks"
@@ -124,10 +122,7 @@ _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def check_environment(environment: Mapping[str, str], *, num_ranks: int, is_trusted: bool) -> None:
-    """Raise ConfigError unless all variables of a rank are set, for `num_ranks` ranks.
-
-    `is_trusted`: whether collectives may cross a network.
-    """
+    """Raise ConfigError unless a rank's variables are set and fit. `is_trusted`: collectives may cross a network."""
     if missing := [name for name in _GIVEN if not environment.get(name)]:
         raise ConfigError(
             f"a learner rank must have {', '.join(_GIVEN)} in its environment, got no {', '.join(missing)}: start "
@@ -162,20 +157,17 @@ class Ranks:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Index of this rank's share of an update's samples, and the number of shares."""
+        """Index of this rank's share of samples, and the number of shares."""
         return self.rank // self._sharing, self.size // self._sharing
 
     def share_sequences(self, size: int) -> dist.ProcessGroup | None:
-        """Make every `size` consecutive ranks work on slices of the same sequences.
-
-        Returns the process group of this rank's set, or None if `size` is 1.
-        """
+        """Make each `size` consecutive ranks share sequences. Returns this rank's group, or None if `size` is 1."""
         self._sharing = size
         groups = [list(range(first, first + size)) for first in range(0, self.size, size)]
         return dist.new_subgroups_by_enumeration(groups)[0] if size > 1 else None
 
     def broadcast_bytes(self, payloads: Sequence[bytes] | None, *, source: int = 0) -> list[bytes]:
-        """Send the payloads of rank `source` to every rank. The others pass None and block until it calls."""
+        """Send payloads of rank `source` to all. The others pass None and block until it calls."""
         if self.size == 1:
             return list(payloads or ())
         sizes = [len(payload) for payload in payloads] if payloads is not None else None
@@ -222,7 +214,7 @@ class Ranks:
         self._reduce(torch.zeros(1), dist.ReduceOp.SUM)
 
     def post(self, subject: str, word: str) -> None:
-        """Publish a value for the other ranks without waiting. Thread-safe."""
+        """Publish a value without waiting. Thread-safe."""
         if self.size > 1:
             self._call_store(lambda store: store.set(f"{subject}/{self.rank}", word))
 
@@ -259,15 +251,15 @@ def leave(store: Any, rank: int) -> None:
 
 
 def _end_process(message: str) -> None:
-    # An exception would not reach the main thread, which is blocked in a collective.
+    # An exception would not reach the main thread in a collective.
     print(f"error: {message}", file=sys.stderr, flush=True)
     os._exit(TRY_AGAIN)
 
 
 class RankWatch:
-    """Two threads per rank: one writes its heartbeat and reads the others', one checks for silence.
+    """Two threads per rank: one writes and reads heartbeats, one checks for silence.
 
-    The first one hangs if the rendezvous, on rank 0's machine, vanishes.
+    The first hangs if the rendezvous, on rank 0's machine, vanishes.
     """
 
     def __init__(self, store: Any, *, rank: int, size: int, timeout_s: float) -> None:
@@ -294,9 +286,6 @@ class RankWatch:
     def start(self) -> None:
         for run in (self._beat, self._judge):
             threading.Thread(target=run, name=f"rank-watch-{run.__name__[1:]}", daemon=True).start()
-
-    def stop(self) -> None:
-        self._stopping.set()
 
     def _beat(self) -> None:
         number = 0
@@ -363,8 +352,7 @@ def join_ranks(
     """Form the default process group: Gloo on CPUs, NCCL on GPUs. Raises RankGroupError.
 
     `rendezvous`: `tcp://host:port` or `file:///path`, by default from the environment. Blocks until all ranks have
-    joined, at most `timeout_s`, which also limits every later collective. With `silence_s`, a RankWatch ends this
-    process when another rank is silent for that long.
+    joined, at most `timeout_s`, which also limits later collectives. `silence_s`: for a RankWatch.
     """
     if size > 1 and rendezvous is None:
         rendezvous = os.environ.get(_RENDEZVOUS, "env://")
@@ -385,15 +373,14 @@ def join_ranks(
 
 def exit_rank() -> NoReturn:
     """Leave the group and end this process successfully."""
-    # The other ranks may have ended and taken the rendezvous with them.
+    # The rendezvous may have ended with the other ranks.
     with suppress(RuntimeError):
         leave(dist.distributed_c10d._get_default_store(), dist.get_rank())
     # NCCL requires destroying the group before the process ends.
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skip interpreter teardown: threads of training libraries may still run, and under load one in twenty ZeRO-3 ranks
-    # aborted there.
+    # Skip interpreter teardown, where threads of training libraries aborted one in twenty ZeRO-3 ranks under load.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""StallDetector: detects when a wait of the learner has reached a dead end, then fails or keeps waiting.
+"""StallDetector: detects dead ends of the learner's waits, then fails or keeps waiting.
 
 Consumes: counts, roles, and events of the store.
 Produces: the reason in status and live view, a log line every few seconds, DeadEndError.
@@ -45,7 +45,7 @@ class StallDetector:
         keep_alive: Callable[[], object],
         clock: Clock,
     ) -> None:
-        """`describe`: who is missing, for the log. `keep_alive` is called every few seconds of a wait."""
+        """`describe`: who is missing, for the log. `keep_alive` runs every few seconds of a wait."""
         self._run = run
         self._store = store
         self._describe = describe
@@ -64,7 +64,7 @@ class StallDetector:
         return {"waits_for": self._waits_for, "dead_end": str(self._cause or "")}
 
     def begin(self, goal: str, *, waits_for: WaitsFor) -> None:
-        """Start a wait for `goal`, which ends some time even if it makes progress."""
+        """Start a wait for `goal`."""
         self._goal, self._waits_for = goal, waits_for
         self._log_at = self._clock() + _LOG_EVERY_S
         self._progress.begin()
@@ -72,8 +72,7 @@ class StallDetector:
     def poll(self, missing: str, *, answered: int | None = None) -> str:
         """Check the run at most once a second. Returns the reason for the wait, with `missing`.
 
-        `answered`: answers of the awaited evaluation, None for groups. Raises DeadEndError with
-        `learner.stall.policy=fail`.
+        `answered`: answers of the awaited evaluation. Raises DeadEndError with `learner.stall.policy=fail`.
         """
         now = self._clock()
         if now >= self._check_at:
@@ -89,7 +88,7 @@ class StallDetector:
                 self._set_cause(find_cause(self._progress))
         if now >= self._log_at:
             self._log_at = now + _LOG_EVERY_S
-            # The other ranks wait for a command in a collective, which must not time out.
+            # The other ranks wait in a collective, which must not time out.
             self._keep_alive()
             if self._cause:
                 self._warn(self._cause)
@@ -116,7 +115,7 @@ class StallDetector:
         self._record("resumed, as requested")
 
     def reject_unscored(self, claim: Claim) -> bool:
-        """While rewards are the cause, reject the claim's groups without any reward. Returns whether there were any.
+        """While rewards are the cause, reject groups without any, and return whether the claim had some.
 
         Otherwise an outage of the reward service would use up the run's steps.
         """
@@ -129,7 +128,7 @@ class StallDetector:
         return bool(unscored)
 
     def end(self) -> None:
-        """A `rewards` cause persists, because groups without rewards still arrive."""
+        """A `rewards` cause persists: groups without rewards still arrive."""
         self._waits_for = ""
         if self._cause and self._cause.kind != "rewards":
             self._set_cause(None)
@@ -148,7 +147,7 @@ class StallDetector:
             log.info("dead_end_resolved", goal=self._goal)
             self._record("dead end resolved")
         elif cause:
-            # Within one kind, only counts and times change, which is not worth a warning.
+            # Within one kind, only counts and times change.
             is_new = self._cause is None or self._cause.kind != cause.kind
             self._cause = cause
             if is_new:
@@ -164,7 +163,7 @@ class StallDetector:
             self._store.record_event("learner", text)
 
     def _last_events(self) -> str:
-        """Last events on one line, because the launcher shows the log's last line."""
+        """On one line: the launcher shows the log's last."""
         roles = {name for name, gauges in self._store.roles().items() if gauges.get("role") == "generator"}
         roles |= {*self._run.broker.names, "store"}
         last = [e for e in self._store.events(limit=_EVENTS_READ) if e.role in roles][-_EVENTS_SHOWN:]

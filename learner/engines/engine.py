@@ -177,14 +177,15 @@ class TrainEngine(ModelEngine[M]):
         """Load trained weights and optimizer state saved by any engine and ranks. Raises CheckpointError."""
         names = set(optimizers.trained_names(self.model).values())
         optimizers.restore_shards(folder, self._shards(), self.optimizer, names=names)
-        optimizers.restore_weights(
-            folder, [each for each in self._held_shards() if each.name in names], pattern=STATE_FILE
-        )
+        held = [each for each in self._held_shards() if each.name in names]
+        optimizers.restore_weights(folder, held, pattern=STATE_FILE)
         self._refresh()
 
     def _shards(self) -> list[Shard]:
         """Slices that the optimizer updates on this rank."""
-        return optimizers.whole_shards(self.model, self._masters)
+        names = optimizers.trained_names(self.model)
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        return [Shard(names[id(each)], 0, each.numel(), self._masters.get(id(each), each), 0) for each in trained]
 
 
 def take_step(engine: TrainEngine[Any], *, learning_rate: float, step: int) -> float:

@@ -226,13 +226,6 @@ def trained_names(model: Trainable) -> dict[int, str]:
     return {id(each): names[id(each)] for each in model.parameters() if each.requires_grad}
 
 
-def whole_shards(model: Trainable, masters: Mapping[int, nn.Parameter] = MappingProxyType({})) -> list[Shard]:
-    """One shard per trained parameter, or its master, of an unsharded model."""
-    names = trained_names(model)
-    trained = [each for each in model.parameters() if each.requires_grad]
-    return [Shard(names[id(each)], 0, each.numel(), masters.get(id(each), each), 0) for each in trained]
-
-
 def copy_weights(shards: Sequence[Shard]) -> dict[str, Tensor]:
     """Copy the shards' weights to host memory under the keys of `STATE_FILE`."""
     return {f"{_WEIGHT}/{shard.begin}/{shard.name}": shard.of(shard.master).to("cpu", copy=True) for shard in shards}
