@@ -13,7 +13,7 @@ from slipstream.learner.algorithms.inputs import AdvantageInputs
 from slipstream.learner.errors import BatchError
 
 EPSILON = 1e-6
-"""Added to standard deviations and means. TRL adds 1e-4 and verl 1e-6; rewards of real tasks spread far more."""
+"""Added to standard deviations and means; 1e-4 in TRL, 1e-6 in verl. Real rewards spread far more."""
 
 
 def grpo(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Float[Tensor, "B"]:
@@ -88,7 +88,7 @@ def opo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
 
 
 def gpg(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
-    """Rewards minus the group mean, scaled up to offset trajectories without gradient.
+    """Rewards minus the group mean, scaled to offset trajectories without gradient.
 
     A_i = alpha * (r_i - mean(r)), alpha = B / (trajectories in groups of unequal rewards)
 
@@ -120,7 +120,7 @@ def win_rate(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
     A_i = (wins_i + ties_i / 2) / (n - 1) - 1/2 = (wins_i - losses_i) / (2 (n - 1))
 
     Source: SPPO, arXiv:2405.00675, the estimate of P(y beats pi) - 1/2.
-    Differs: excludes self-comparisons, which would pull win rates toward one half.
+    Differs: excludes self-comparisons, which pull win rates toward one half.
     """
     groups, num_groups = inputs.groups, segments.count(inputs.groups)
     rows = segments.to_rows(inputs.rewards, groups, num_sequences=num_groups)
@@ -198,7 +198,7 @@ def pass_at_k(inputs: AdvantageInputs, *, k: int) -> Float[Tensor, "B"]:
     A_i = (1 - p) / s                                          if correct
     A_i = (1 - p - C(n_wrong - 1, k - 1) / C(n - 1, k - 1)) / s   if wrong
 
-    A group smaller than k counts as one subset. Advantages are 0 if all subsets fail or none does.
+    A group smaller than k is one subset. Advantages are 0 if all subsets fail or none does.
 
     Source: Pass@k Training, arXiv:2508.10751, analytical derivation.
     """
@@ -243,8 +243,8 @@ def kl_in_reward(
     total_i = r_i - coefficient * sum_t kl_it
     token_it = u_it + [t is last] * (r_i - sum_t u_it) - coefficient * kl_it
 
-    u (`turn_rewards`) has each turn's reward at its last token. Token rewards add up to the total, unless the
-    trajectory has no tokens. kl gets no gradient.
+    u (`turn_rewards`): each turn's reward at its last token. Token rewards add up to the total of a trajectory with
+    tokens. kl gets no gradient.
 
     Source: Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593, eq. 2; kl is k1 there. Turns: ours.
     """

@@ -1,7 +1,7 @@
 """Distillation: learner and teacher log-probabilities -> one number per token.
 
-`teacher_advantages` and `sampled_k3` use the sampled token. The others use K candidates per token, the teacher's most
-likely, and are exact with K = V. The remaining probability is one more outcome or, with `renormalize`, dropped.
+`teacher_advantages` and `sampled_k3` use the sampled token, the others the teacher's K most likely tokens, which is
+exact with K = V. The remaining probability is one more outcome or, with `renormalize`, dropped.
 """
 
 import math
@@ -14,7 +14,7 @@ from slipstream.learner.algorithms import importance, kl
 from slipstream.learner.algorithms.inputs import KlInputs
 
 _BOUND = 10.0
-"""Largest advantage or loss of a token, nats, as in verl: only tokens that one model almost excludes reach it."""
+"""Largest advantage or loss of a token, nats, as in verl."""
 
 
 def teacher_advantages(
@@ -53,8 +53,7 @@ def forward_kl_topk(
     At most the KL over the vocabulary, unless renormalized.
 
     Source: GKD, arXiv:2306.13649, section 2.
-    Differs: includes the rest or renormalizes, because a plain sum over K candidates has a nonzero gradient for equal
-    policies.
+    Differs: includes the rest or renormalizes. A plain sum over K has a nonzero gradient for equal policies.
     """
     teacher = _closed(teacher_logprobs.detach(), renormalize=renormalize)
     return kl.exact(teacher, _closed(learner_logprobs, renormalize=renormalize))

@@ -1,4 +1,4 @@
-"""Input records of the algorithm functions, built-in and user-defined. Functions must not modify tensors in place.
+"""Input records of algorithm functions, built-in and user-defined, which must not modify tensors in place.
 
 Log-probabilities are in nats and named by policy: generator (which sampled the token), learner, reference.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def known(column: Tensor | None) -> Tensor:
-    """Assert that a column is filled, as the settings guarantee."""
+    """A column that the settings guarantee."""
     assert column is not None, "a column is filled before it is read"
     return column
 
@@ -56,16 +56,15 @@ class AdvantageInputs:
     generator_logprobs: Float[Tensor, "N"]
     """float32, under the sampled distribution."""
     observations: Int[Tensor, "N"] | None = None
-    """Hash of the tokens between the turn and the previous one, or the context's start; None unless the advantage needs
-    it."""
+    """Hash of the tokens between the turn and the previous one, or the context's start; None unless needed."""
     learner_logprobs: Float[Tensor, "N"] | None = None
-    """float32, at the start of the step; None unless a setting needs them."""
+    """float32, at the start of the step; None unless needed."""
     collisions: Float[Tensor, "N"] | None = None
-    """Probability that two samples of the learner are equal; None unless the advantage needs it."""
+    """Probability that two samples of the learner are equal; None unless needed."""
     values: Float[Tensor, "N"] | None = None
-    """float32, critic's value of the state before each token; None without a critic."""
+    """float32, critic's value of the state before each token."""
     process_rewards: Float[Tensor, "N"] | None = None
-    """float32, from the process reward model; None without one."""
+    """float32, from the process reward model."""
     correction_weights: Float[Tensor, "N"] | None = None
     """float32, importance weights; None if they are computed with the loss."""
     state: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -96,7 +95,7 @@ class LossInputs:
     """Context of each token, from 0 without gaps."""
     num_sequences: int
     is_selected: Bool[Tensor, "N"] | None = None
-    """Tokens picked by the loss's selector from the whole update; None without a selector."""
+    """Tokens picked by the loss's selector, if any, from the whole update."""
 
     def take(self, is_taken: Bool[Tensor, "N"]) -> "LossInputs":
         """Select tokens and renumber their contexts."""
@@ -163,4 +162,4 @@ class AggregationInputs:
     """Tokens in the denominator, with or without rejected ones (`correction.loss_denominator`)."""
     groups: Int[Tensor, "B"]
     length: int
-    """Constant of `seq_mean_token_sum_norm`, such as the maximum response length, tokens."""
+    """Constant of `seq_mean_token_sum_norm`, tokens."""

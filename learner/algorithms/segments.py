@@ -52,8 +52,8 @@ def above_lowest(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Floa
 def centered(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Values minus the mean of their segment; exactly 0 if the difference is within rounding error.
 
-    Bound: (n / 2 + 1) * machine epsilon * (max(x) - min(x)), because n - 1 sums, the division, and two differences each
-    round by at most half an epsilon.
+    Bound: (n / 2 + 1) * machine epsilon * (max(x) - min(x)): n - 1 sums, the division, and two differences each round
+    by at most half an epsilon.
     """
     above, num_segments = above_lowest(values, segments), count(segments)
     found = above - means(above, segments, num_segments=num_segments)[segments]
@@ -95,7 +95,7 @@ def whiten(
 
 
 def to_rows(values: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int) -> Float[Tensor, "S L"]:
-    """One row per sequence, padded with zeros on the right. The values of each sequence must be in order."""
+    """One row per sequence, padded with zeros on the right. Values of a sequence must be in order."""
     length = int(sizes(sequences, num_segments=num_sequences).max()) if num_sequences else 0
     rows = values.new_zeros(num_sequences, length)
     rows[sequences, indices_in_rows(sequences, num_sequences=num_sequences)] = values
@@ -103,7 +103,7 @@ def to_rows(values: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequ
 
 
 def from_rows(rows: Float[Tensor, "S L"], sequences: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Values of `to_rows` in their original order, without the padding."""
+    """Inverse of `to_rows`."""
     return rows[sequences, indices_in_rows(sequences, num_sequences=len(rows))]
 
 

@@ -1,7 +1,7 @@
 """Token advantages: token rewards and critic values -> one number per token, without gradient.
 
-Only trained tokens are time steps, so tool output between them takes no time. The value after the last token of a
-trajectory is 0. The critic's targets are never whitened.
+Only trained tokens are time steps, not tool output between them. The value after a trajectory's last token is 0. The
+critic's targets are never whitened.
 """
 
 from dataclasses import replace
@@ -17,9 +17,9 @@ from slipstream.learner.algorithms.advantages import EPSILON
 from slipstream.learner.algorithms.inputs import AdvantageInputs, known
 
 _ENERGY_EPSILON = 1e-8
-"""Makes the baseline the plain mean where all weights are 0; far below the weight of any other token."""
+"""Makes the baseline the plain mean where all weights are 0; far below other weights."""
 _TRACE_BOUND = 1.0
-"""Both bounds of IMPALA's experiments: with rho_bar = 1, the targets are those of a policy between both."""
+"""Both bounds of IMPALA's experiments: rho_bar = 1 gives targets of a policy between both."""
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float, epsilon: float = EPSILON) -> Float[Tensor, "N"]:
@@ -55,8 +55,8 @@ def optimal_token_baseline(
     W_{i,t} = sum_{s<=t} norm_{i,s} * w_{i,s}^2, w = importance weights if known, else 1
     B_t = sum_i (W_{i,t} + epsilon) * G_{i,t} / sum_i (W_{i,t} + epsilon),  A_{i,t} = G_{i,t} - B_t
 
-    Positions count model-written tokens of the trajectory, or of the turn with `per_turn`. Tokens at positions that no
-    other member reaches have advantage 0.
+    Positions count model-written tokens of the trajectory, or of the turn with `per_turn`. At positions that no other
+    member reaches, advantages are 0.
 
     Source: Optimal Token Baseline, arXiv:2602.07078, with the logit-gradient proxy and the squared weights of its
     off-policy form.
@@ -140,8 +140,8 @@ def vtrace(
     rho_t = min(rho_bar, ratio_t),  c_t = lam * min(c_bar, ratio_t),  delta_t = rho_t * (r_t + gamma * V_{t+1} - V_t)
     v_t = V_t + delta_t + gamma * c_t * (v_{t+1} - V_{t+1}),  A_t = rho_t * (r_t + gamma * v_{t+1} - V_t)
 
-    rho_bar >= c_bar determines the evaluated policy, c_bar only the speed of convergence. A includes the importance
-    weight, so the policy loss must not apply it again.
+    rho_bar >= c_bar determines the evaluated policy, c_bar the speed of convergence. A includes the importance weight,
+    which the policy loss must not apply again.
 
     Source: IMPALA, arXiv:1802.01561, eq. 1 and section 4.2; lam as in remark 2.
     """
@@ -199,8 +199,8 @@ def gigpo(
     G_k = r_k + gamma * G_{k+1}                                        eq. 5
     A^S_k = (G_k - mean_anchor(G)) / (std_anchor(G) + epsilon)         eq. 7, over the step group of eq. 6
 
-    An anchor state is an observation: the tokens between a turn and the previous one, or the prompt. Turns of a group,
-    also of one trajectory, with equal observations form a step group. A turn alone in its step group has A^S = 0.
+    An anchor state is an observation: the tokens between a turn and the previous one, or the prompt. A group's turns
+    with equal observations, also of one trajectory, form a step group. A turn alone in one has A^S = 0.
 
     Source: GiGPO, arXiv:2505.10978.
     """
@@ -226,7 +226,7 @@ def _turns(inputs: AdvantageInputs, *, gamma: float) -> tuple[Int[Tensor, "N"], 
 
 # --- process rewards -------------------------------------------------------------------------------------------------
 def prime(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"]:
-    """Leave-one-out advantage of the outcome, plus the discounted sum of centered process rewards from each token on.
+    """Leave-one-out advantage of the outcome, plus discounted returns of centered process rewards.
 
     A_t = R_i - mean_{j != i}(R_j) + sum_{s >= t} gamma^(s - t) * (q_s - mean_{j != i}(Q_j))
 
@@ -291,7 +291,7 @@ def clipped_value_loss(
 
 
 def explained_variance(values: Float[Tensor, "N"], returns: Float[Tensor, "N"]) -> Float[Tensor, ""]:
-    """1 - Var(R - V) / Var(R), 0 if the returns are constant. A critic that predicts the mean has 0."""
+    """1 - Var(R - V) / Var(R), 0 for constant returns. A critic that predicts the mean has 0."""
     if not values.numel():
         return values.new_zeros(())
     total, left = _variance(returns), _variance(returns - values.detach())

@@ -1,4 +1,4 @@
-"""Microbatch: samples, the tensors and spans of one forward pass, and forward passes over a whole step."""
+"""Microbatch: samples, tensors and spans of a forward pass, and forward passes over a whole step."""
 
 import dataclasses
 from collections import OrderedDict
@@ -72,7 +72,7 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Runs of tokens that fill the flattened rows. A token attends to its run up to itself and to the whole parent run.
+    """Runs of tokens that fill the flattened rows. A token attends to its run up to itself and to the parent run.
 
     Example, a prompt of 4 tokens with responses of 2 and 3: Spans(lengths=[4, 2, 3], parents=[0, 0, 0])
     """
@@ -94,7 +94,7 @@ class Spans:
 
     @cached_property
     def key_index(self) -> Tensor | None:
-        """int64[K]: flattened indices that each run attends to, in run order. None if no run has a parent."""
+        """int64[K]: flattened indices that each run attends to, in run order. None without parents."""
         if self.num_keys == self.lengths:
             return None
         ends = np.cumsum(self.lengths)
@@ -103,7 +103,7 @@ class Spans:
         return torch.from_numpy(np.concatenate([part for parts in seen for part in parts]))
 
     def widened(self, length: int) -> "Spans":
-        """Append to each row of `length` tokens one that no other attends to."""
+        """Append to each row of `length` tokens one that only itself attends to."""
         wide, filled, rows = Spans([], [], self.has_shared), 0, 0
         for run, parent in zip(self.lengths, self.parents, strict=True):
             wide.lengths.append(run)
@@ -135,8 +135,7 @@ class Microbatch:
     token_ids: Int[Tensor, "R L"]
     """Padded with 0 at the end of each row."""
     position_ids: Int[Tensor, "... R L"] | None
-    """Position in the sequence. None if each row holds one sequence. With images [4, R, L]: also along time, height,
-    and width."""
+    """Position in the sequence. None if rows hold one sequence. With images [4, R, L]: also time, height, width."""
     spans: Spans | None
     """None: each token attends to all earlier ones in its row."""
     sources: Int[Tensor, "N"]
@@ -204,7 +203,7 @@ class PromptImages:
         return sorted({name for name in names if name not in self._images})
 
     def keep(self, names: Collection[str], fetched: Mapping[str, bytes]) -> None:
-        """Add images fetched for a step that needs `names`. Raises BatchError if one is missing or altered."""
+        """Add images of a step that needs `names`. Raises BatchError if one is missing or altered."""
         for name, data in fetched.items():
             if image_id(data) != name:
                 raise BatchError(f"an image must match the hash in its name, got different bytes for {name}.")

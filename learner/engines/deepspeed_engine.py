@@ -23,7 +23,7 @@ from slipstream.learner.ranks import Ranks
 _GATHER_BYTES = 256 * 1024 * 1024
 """Parameters that ZeRO-3 gathers at once for export and import."""
 BUCKET_ELEMENTS = 50_000_000
-"""Elements that ZeRO reduces or gathers at once, and the size of its gradient buffer."""
+"""Elements that ZeRO reduces or gathers at once, and of its gradient buffer."""
 
 
 # --- DeepSpeed's configuration ---------------------------------------------------------------------------------------
@@ -38,7 +38,7 @@ def deepspeed_config(
     """Configuration for `deepspeed.initialize`. `dtype`: of the model's weights."""
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
-        # At ZeRO-2 it would double the gradient buffer. ZeRO-1 and 0 reduce once, at the end of a step.
+        # At ZeRO-2 it would double the gradient buffer. ZeRO-1 and 0 reduce once per step.
         "overlap_comm": config.zero_stage == 3,
         "contiguous_gradients": True,
         "reduce_bucket_size": BUCKET_ELEMENTS,
@@ -59,7 +59,7 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
-        # With ZeRO: float32 masters of bfloat16 weights. Its check would skip steps silently instead of raising.
+        # With ZeRO: float32 masters of bfloat16 weights. Its check would skip steps silently.
         "bf16": {"enabled": bool(config.zero_stage) and dtype == torch.bfloat16, "check_grad_overflow": False},
         "steps_per_print": None,
         "wall_clock_breakdown": False,
@@ -70,7 +70,7 @@ def deepspeed_config(
 def sharded_loading(
     config: DeepSpeedEngineConfig | TorchEngineConfig, *, ranks: Ranks, dtype: torch.dtype
 ) -> Iterator[None]:
-    """Make transformers load models directly into ZeRO-3 shards of a dtype. No-op below ZeRO-3. Collective."""
+    """Make transformers load ZeRO-3 shards of a dtype. No-op below ZeRO-3. Collective."""
     if not isinstance(config, DeepSpeedEngineConfig) or config.zero_stage < 3:
         yield
         return
@@ -78,7 +78,7 @@ def sharded_loading(
     # Imports DeepSpeed, which needs its environment variables.
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-    # transformers keeps only a weak reference, and loads whole models if it is collected.
+    # transformers keeps a weak reference, and loads whole models without it.
     settings = HfDeepSpeedConfig(deepspeed_config(config, num_ranks=ranks.size, dtype=dtype))
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -200,10 +200,7 @@ class DeepSpeedEngine(ShardedModel[M], TrainEngine[M]):
 
 
 def _held(shard: Shard, *, rank: int) -> Shard:
-    """This rank's part of a parameter that ZeRO-3 splits evenly, without the uninitialized padding of the last ranks.
-
-    Other tensors stay whole.
-    """
+    """This rank's part of a ZeRO-3 parameter, without uninitialized padding at the end; other tensors whole."""
     if not hasattr(parameter := shard.master, "ds_tensor"):
         return shard
     length = parameter.partition_numel()
@@ -215,7 +212,7 @@ def _keep_inputs_on_host(model: nn.Module) -> None:
     """Keep the inputs of checkpointed layers in host memory until the backward pass."""
 
     def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        # Only the inputs move: tensors saved inside the function go to the hooks of `checkpoint`.
+        # Only inputs move: the hooks of `checkpoint` get tensors saved inside.
         with save_on_cpu(pin_memory=torch.cuda.is_available()):
             return checkpoint(function, *inputs, use_reentrant=False, **options)
 
@@ -260,7 +257,7 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
     for handler in logger.handlers:
         if type(handler) is logging.StreamHandler:  # subclasses may write elsewhere
             handler.setStream(sys.stderr)
-    # With an empty table of buildable ops, DeepSpeed uses Gloo on CPUs. Otherwise its first start compiles an op that
-    # only inference uses (45 s, needs g++).
+    # Without buildable ops, DeepSpeed uses Gloo on CPUs. Otherwise its first start compiles an op for inference (45 s,
+    # needs g++).
     vars(deepspeed.ops)["__compatible_ops__"] = {}
     return deepspeed

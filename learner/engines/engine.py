@@ -1,4 +1,4 @@
-"""TrainEngine: trains a model with plain torch in one process. Divergence checks of all engines."""
+"""TrainEngine: plain torch in one process. Divergence checks of all engines."""
 
 import logging
 import math
@@ -18,7 +18,7 @@ from slipstream.learner.ranks import Ranks
 
 
 def check_loss(loss: Tensor, *, what: str, step: int, setting: str, ranks: Ranks) -> None:
-    """Raise DivergenceError on all ranks if the loss of any is not finite. Collective.
+    """Raise DivergenceError on all ranks if a loss is not finite. Collective.
 
     `what`: name of the loss. `setting`: its optimizer's config section.
     """
@@ -31,12 +31,12 @@ def check_loss(loss: Tensor, *, what: str, step: int, setting: str, ranks: Ranks
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], *, what: str, step: int, remedy: str, ranks: Ranks) -> None:
-    """Raise DivergenceError on all ranks if a tensor of any contains NaN or infinity. Collective.
+    """Raise DivergenceError on all ranks if a tensor is not finite. Collective.
 
     `what`: name of the tensors. `step`: last finished step, 0 before the first.
     """
     named = list(tensors)
-    # A sum takes no copy, but may overflow with finite terms, so check again.
+    # A sum takes no copy, but may overflow with finite terms.
     sums = [tensor.detach().sum().float().to(named[0][1].device) for _, tensor in named]
     are_finite = torch.stack(sums).isfinite().tolist() if sums else []
     broken = [
@@ -78,10 +78,7 @@ class ModelEngine(Generic[M]):
         return self.model(microbatch, **options)
 
     def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield the unsharded `Trainable.weights` in the model's dtype, on its device.
-
-        They may share memory with the model: copy them before the next step.
-        """
+        """Yield the unsharded `Trainable.weights`, possibly in the model's memory: copy them before the next step."""
         for name, parameter in self.model.weights(is_whole=is_whole):
             yield name, parameter.detach()
 
@@ -91,7 +88,7 @@ class ModelEngine(Generic[M]):
             yield shard.name, shard.of(shard.master)
 
     def copy_weights(self, ranks: Ranks) -> dict[str, Tensor]:
-        """Copy this rank's share of the weights to host memory (see `WEIGHTS_FILE`)."""
+        """Copy this rank's share of weights to host memory (see `WEIGHTS_FILE`)."""
         shards = self._held_shards()
         return optimizers.copy_weights(shards if self.is_sharded else shards[ranks.rank :: ranks.size])
 
@@ -118,7 +115,7 @@ class ModelEngine(Generic[M]):
 
 
 class TrainEngine(ModelEngine[M]):
-    """Holds the parameters and the optimizer: plain torch in one process, the reference for DeepSpeedEngine.
+    """Parameters and optimizer in plain torch and one process, the reference for DeepSpeedEngine.
 
     Life: ((forward -> backward)* -> step)*. Every method is collective: all ranks make the same calls in order.
     """
@@ -149,13 +146,13 @@ class TrainEngine(ModelEngine[M]):
             self.optimizer.register_step_pre_hook(self._clip)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient. Losses are summed, not averaged, over microbatches and ranks."""
+        """Accumulate the gradient. Losses add up over microbatches and ranks."""
         loss.backward()
 
     def step(self, *, learning_rate: float) -> float:
-        """Clip gradients, update parameters, and clear gradients. Returns the norm before clipping.
+        """Clip and apply gradients, and clear them. Returns the norm before clipping.
 
-        Raises DivergenceError if the norm is not finite: parameters are unchanged, but the engine is unusable.
+        Raises DivergenceError if it is not finite: parameters are unchanged, but the engine is unusable.
         """
         optimizers.set_learning_rate(self.optimizer, learning_rate)
         self.optimizer.step()
@@ -169,7 +166,7 @@ class TrainEngine(ModelEngine[M]):
         self._grad_norm = check_grad_norm(norm.item(), setting=self._setting)
 
     def copy_state(self) -> dict[str, Tensor]:
-        """Copy this rank's share of the trained weights and optimizer state to host memory (see `STATE_FILE`)."""
+        """Copy this rank's share of trained weights and optimizer state to host memory (see `STATE_FILE`)."""
         return optimizers.copy_shards(self._shards(), self.optimizer)
 
     @torch.no_grad()

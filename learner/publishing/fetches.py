@@ -2,18 +2,17 @@
 
 FetchTracker: tracks versions that generators fetch, and owns the server they fetch from.
 
-A generator on the learner's machine reads every version from the learner's memory. Another one fetches its first
-version and joins broadcasts afterward, or always fetches, from the learner or from another generator. A request stays
-open until its member answers, leaves, or misses its deadline. The publisher waits for those that read memory, and for
-others only while no member holds the version.
+A generator on the learner's machine reads versions from its memory. Others fetch their first version and then join
+broadcasts, or always fetch, from the learner or a generator. A request stays open until its member answers, leaves, or
+misses its deadline. The publisher waits for members that read memory, and for others while none holds the version.
 
-Lenders: plans who fetches a version from whom, so the learner sends it to only a few generators.
+Lenders: plans who fetches a version from whom, so the learner sends it to few generators.
 
     learner -> the first `fan_out` generators -> `fan_out` each -> ...
 
-The tree follows the order of arrival, with separate trees for full weights and deltas. The first generator on a machine
-fetches for the others there. A generator lends only verified weights, and each fetcher can fall back to a second lender
-and then the learner. The plan only spreads load.
+The tree follows the order of arrival, separately for full weights and deltas. A machine's first generator fetches for
+the others there. Generators lend only verified weights, and a fetcher can fall back to a second lender and then the
+learner. The plan only spreads load.
 """
 
 import math
@@ -51,7 +50,7 @@ from slipstream.learner.publishing.staging import Staged
 from slipstream.runtime.clock import Clock
 
 _FAN_OUT = 8
-"""Generators on other machines that fetch a version from the learner itself; each then serves as many others."""
+"""Generators on other machines that fetch from the learner itself; each then serves as many others."""
 _FIRST_BACKOFF_S = 2.0
 """Doubled by each further eviction."""
 _MAX_BACKOFF_S = 60.0
@@ -59,7 +58,7 @@ _UNREACHABLE = ("starting", "draining", "silent")
 _REST_S = 60.0
 """Rest of a failed lender."""
 _CATCH_UP_S = 5.0
-"""Longest wait for a broadcast of a member that has just fetched, to catch up with the others."""
+"""Longest wait of a member that has just fetched for a broadcast, to catch up."""
 _RESEND_AFTER_S = 5.0
 """A request can be lost with a broker. Generators ignore repeats."""
 
@@ -90,8 +89,7 @@ class MemberTable:
         self._num_evictions: dict[Member, int] = {}
 
     def update(self, members: Members) -> None:
-        # Keep held versions and backoffs: a member that reappears is the same process, because a restarted generator
-        # has a new incarnation.
+        # Keep versions and backoffs: a member that reappears is the same process, with the same incarnation.
         self.live = {g.member: self._reached_safely(g) for g in members.generators if g.state not in _UNREACHABLE}
         self.num_on = Counter(state.machine for state in self.live.values())
         self.num_elsewhere = sum(number for machine, number in self.num_on.items() if not is_here(machine))
@@ -122,7 +120,7 @@ class MemberTable:
         self._retry_at.pop(member, None)
 
     def _reached_safely(self, state: MemberState) -> MemberState:
-        """Switch a member to deltas over CURVE if broadcasts to it would cross an untrusted network."""
+        """Switch a member to deltas over CURVE if broadcasts would cross an untrusted network."""
         if state.transport != "collective" or self._trusts_network or is_here(state.machine):
             return state
         if state.member not in self._diverted:
@@ -143,7 +141,7 @@ class MemberTable:
         for member in evicted:
             self._num_evictions[member] = times = self._num_evictions.get(member, 0) + 1
             self._retry_at[member] = self._clock() + min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (times - 1))
-            # Forces it to fetch a verified version before it joins a broadcast again.
+            # Before it joins a broadcast again, it must fetch a verified version.
             self._held.pop(member, None)
             self._on_evict(member.peer_id, f"evicted: {reason}")
         log.warning("members_evicted", members=[member.peer_id for member in evicted], reason=reason)
@@ -207,11 +205,11 @@ class Lenders:
         return places
 
     def record_end(self, member: Member, *, is_lending: bool = False, errors: Sequence[LenderError] = ()) -> None:
-        """End a member's fetch and record its lenders' errors. `is_lending`: whether it may lend now."""
+        """End a fetch and record lenders' errors. `is_lending`: whether the member may lend now."""
         if nodes := self._fetches_from.pop(member, []):
             nodes[0].num_fetching -= 1
         for error in errors:
-            # A generator may claim anything: ignore reports about lenders that it did not have.
+            # A generator may claim anything: ignore reports about other lenders.
             for node in (node for node in nodes if node.address == error.address):
                 self._blame(node.member, error, by=member)
         if not is_lending:
@@ -285,9 +283,9 @@ class SnapshotServer:
     def add(
         self, update: Update, buckets: Sequence[Tensor], *, with_delta: bool = False, pinned: Collection[int] = ()
     ) -> SnapshotSource:
-        """Write a version if it is missing and return where to fetch it. `buckets` may be overwritten afterward.
+        """Write a missing version and return where to fetch it. `buckets` may be overwritten afterward.
 
-        Keeps the versions in `pinned`. Raises WeightTransferError if the disk is full.
+        Keeps versions in `pinned`. Raises WeightTransferError if the disk is full.
         """
         self._store.put(update, buckets, with_delta=with_delta, pinned=pinned)
         return SnapshotSource(self.address, str(self._store.folder.resolve()), has_deltas=with_delta)
@@ -332,17 +330,17 @@ class FetchTracker:
         """Version, and the digests of its buckets."""
 
     def is_awaited(self, version: int) -> bool:
-        """Whether a commit of this version should wait: a member reads it from memory, or no member holds it yet."""
+        """Whether a commit should wait: a member reads the version from memory, or none holds it yet."""
         requests = [request for request in self._requests.values() if request.update.version == version]
         return any(each.reads_memory for each in requests) or bool(requests and not self._members.num_holding(version))
 
     def may_overwrite(self, version: int) -> bool:
-        """Whether no member can still be reading this version's memory."""
+        """Whether no member can be reading this version's memory."""
         is_read = any(each.reads_memory and each.update.version == version for each in self._requests.values())
         return not is_read and version not in self._unanswered
 
     def broadcast_members(self) -> list[Member]:
-        """Members with the collective transport that hold a version and are not fetching."""
+        """Members that join broadcasts and are not fetching."""
         idle = [member for member in self._members.eligible() if member not in self._requests]
         return [member for member in idle if self._joins_broadcasts(member)]
 
@@ -356,7 +354,7 @@ class FetchTracker:
         ]
 
     def request(self, staged: Staged) -> None:
-        """Ask all due members to fetch this version. Blocks while it is written; evicts them if the disk is full."""
+        """Ask due members to fetch this version. Blocks while it is written; evicts them if the disk is full."""
         due = self.due(staged.version)
         if near := [member for member in due if self._reads_memory(member)]:
             limit_s = self._config.transfer_timeout_s + sum(staged.update.bucket_bytes) / SLOWEST_BYTES_PER_S
@@ -364,7 +362,7 @@ class FetchTracker:
         due = [member for member in due if member not in near]
         has_deltas = any(state.transport == "delta" for state in self._members.live.values())
         try:
-            # Write the delta if any member uses deltas, but announce it only to those members.
+            # Write a delta if any member uses deltas, but announce it only to these.
             for with_deltas in (False, True):
                 members = [m for m in due if (self._members.live[m].transport == "delta") is with_deltas]
                 if members:
@@ -373,7 +371,7 @@ class FetchTracker:
             self._members.evict(due, str(error))
 
     def poll(self) -> None:
-        """Drop requests of members that left, evict late members, and resend other requests."""
+        """Drop requests of members that left, evict late ones, and resend other requests."""
         now, alive = self._clock(), self._members.live.keys()
         for member in self._requests.keys() - alive:
             self._end_unanswered(member)
@@ -397,7 +395,7 @@ class FetchTracker:
         self._lenders.record_end(answer.member, is_lending=not answer.error, errors=answer.lender_errors)
         if answer.error:
             if request.reads_memory:
-                # Another user's processes, or those of a container, cannot map this process's memory.
+                # Processes of other users or containers cannot map this one's memory.
                 self._reads_files.add(answer.member)
             self._members.evict([answer.member], f"version {answer.version} was not applied: {answer.error}")
             return False

@@ -2,18 +2,18 @@
 
 Consumes: a staged version, member reports, EpochOpened, UpdateApplied.
 Produces: OpenEpoch, Update, the broadcast, and a snapshot for members that fetch.
-Waits for: an answer from every member of the epoch, each phase up to its limit; fetching members only if no other
-member holds the version.
+Waits for: an answer from every member of the epoch, each phase up to its limit; fetching members only if no other holds
+the version.
 Invariant: a version is committed only after every member of its epoch applied it with equal checksums and a probe
-within bounds. A member that fails leaves the epoch and is retried after its backoff.
+within bounds. Failed members leave the epoch until their backoff ends.
 
 BackgroundPublisher: publishes versions while training continues.
 
 Consumes: weights and canary of a version, copied before `publish` returns.
 Produces: announced and committed versions in the store.
 Waits for: nothing in `publish`.
-Invariant: one version is in flight and at most one is queued, in two sets of buckets; a newer version replaces the
-queued one. Only the synchronizing thread uses the publisher.
+Invariant: one version is in flight and at most one, the newest, is queued, in two sets of buckets. Only the
+synchronizing thread uses the publisher.
 """
 
 import math
@@ -45,7 +45,7 @@ from slipstream.runtime.trace import PUBLISH, Trace
 
 _MAX_ATTEMPTS = 3
 _JOIN_TIMEOUT_S = 20.0
-"""Limit for building a process group. Live members meet within two seconds, even over a tunnel."""
+"""Limit for building a process group, which takes two seconds, even over a tunnel."""
 _AFTER_ERROR_S = 2.0
 """Wait for answers after a failed transfer. They identify the healthy members."""
 _MIN_TRANSFER_S = 2.0
@@ -93,12 +93,9 @@ class Publisher:
         trusts_network: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`sender`: None if no member can join broadcasts, because the network is not trusted.
+        """`sender`: None for an untrusted network, without broadcasts. `snapshots`: None if all join them.
 
-        `is_one_process`: a serial run or a replay, where the sender never blocks.
-
-        `snapshots` serves members that fetch; without it, all join broadcasts.
-        For `on_evict` and `trusts_network` see MemberTable.
+        `is_one_process`: a serial run or a replay, where the sender never blocks. Others: see MemberTable.
         """
         self._client = client
         self._inbox = inbox
@@ -119,7 +116,7 @@ class Publisher:
         self._transfers_s: deque[float] = deque(maxlen=_TRANSFERS_KEPT)
 
     def set_version(self, staged: Staged) -> Staged | None:
-        """Returns the previous version, so its memory can be reused; None while a generator may read it."""
+        """Returns the previous version for reuse of its memory; None while a generator may read it."""
         before, self._staged = self._staged, staged
         may_overwrite = before and (self._fetches is None or self._fetches.may_overwrite(before.version))
         return before if may_overwrite else None
@@ -196,7 +193,7 @@ class Publisher:
     # --- one attempt ---------------------------------------------------------------------------------------------
     def _open_epoch(self, members: list[Member]) -> bool:
         # A process group has fixed ranks, and its members may disagree about a failed broadcast. So every change of
-        # members opens a new group and epoch. Answers from older epochs are ignored.
+        # members opens a new group and epoch.
         self._epoch += 1
         self._epoch_members = []
         self._opened = {}
@@ -226,7 +223,7 @@ class Publisher:
     def _broadcast(self, members: list[Member]) -> bool:
         """Return whether all `members` now hold the version."""
         staged, limit_s, started_at = self._require_staged(), self._limit_s, self._clock()
-        # A hung member delays all others by the full timeout, so derive a tighter limit from recent transfers.
+        # Recent transfers give a tighter limit: a hung member delays all others.
         timeout_s = min(limit_s, _MIN_TRANSFER_S + _TRANSFER_TIMEOUT_FACTOR * max(self._transfers_s, default=math.inf))
         update = msgspec.structs.replace(staged.update, epoch=self._epoch, members=members, timeout_s=timeout_s)
         self._applied = {}
@@ -249,7 +246,7 @@ class Publisher:
     def _run_phase(
         self, action: Callable[[], None], answers: Mapping[Member, Message], members: list[Member], *, timeout_s: float
     ) -> tuple[str, list[Member]]:
-        """Run `action` and wait for the members' answers. Returns any error, and members without an answer."""
+        """Run `action` and wait for answers. Returns any error, and members without an answer."""
         error = ""
         try:
             self._run_watched(action, members)
@@ -258,7 +255,7 @@ class Publisher:
         return error, self._collect(answers, members, timeout_s=_AFTER_ERROR_S if error else timeout_s)
 
     def _run_watched(self, action: Callable[[], None], members: list[Member]) -> None:
-        """Run `action`, which blocks until all members take part. Abort if one dies."""
+        """Run `action`, which needs all members. Abort if one dies."""
         if self._is_one_process:
             action()
             return
@@ -270,7 +267,7 @@ class Publisher:
         in_flight.result()
 
     def _collect(self, answers: Mapping[Member, Message], members: list[Member], *, timeout_s: float) -> list[Member]:
-        """Wait for an answer of every live member. Returns members without one."""
+        """Wait for answers of live members. Returns members without one."""
         deadline = Deadline(timeout_s, what="members to answer", clock=self._clock)
         while True:
             missing = [m for m in members if m not in answers]
@@ -340,8 +337,7 @@ class BackgroundPublisher:
     def flush(self) -> None:
         """Block until nothing is in flight.
 
-        Bounded: at most two versions have a few attempts each, each phase of an attempt has a limit in `weights`, and
-        `broker.store_timeout_s` limits store calls.
+        Bounded: at most two versions have a few attempts, with limits per phase in `weights` and for store calls.
         """
         if self._in_flight:
             wait([self._in_flight])
@@ -359,7 +355,7 @@ class BackgroundPublisher:
         return published
 
     def sync_members(self, *, timeout_s: float) -> None:
-        """Publish the current version to members that lack it. Waits at most `timeout_s` for reports."""
+        """Publish the current version to members without it. Waits at most `timeout_s` for reports."""
         if self._in_flight and not wait([self._in_flight], timeout=timeout_s).done:
             return
         self._raise_error()
@@ -396,7 +392,7 @@ class BackgroundPublisher:
         try:
             while not in_flight.done():
                 self._synchronize()
-                # One lock for check and result, so a version queued right afterward starts a new thread.
+                # One lock for both, so a version queued right afterward starts a new thread.
                 with self._lock:
                     if self._waiting is None:
                         in_flight.set_result(None)
@@ -408,7 +404,7 @@ class BackgroundPublisher:
         with self._lock:
             newest, self._waiting, step = self._waiting, None, self._step
         if newest:
-            # Done in this thread, because the checksum waits for the copy to the host.
+            # In this thread: the checksum waits for the copy to the host.
             self._store.record_version(VersionEntry(newest.version, step, newest.checksum))
             with self._lock:
                 self._spare = self._publisher.set_version(newest)

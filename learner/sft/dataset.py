@@ -1,4 +1,4 @@
-"""Demonstrations: conversations from a file as token ids, with a mask of the tokens that the model learns."""
+"""Demonstrations: conversations from a file as token ids, with a mask of the learned ones."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers, each including the prompt. A reward model learns to score the chosen one higher.
+    """Two answers with their prompt. A reward model learns to score the chosen one higher.
 
     Example: Pair(chosen=[4, 8, 2, 9, 2, 8, 4, 1], rejected=[4, 8, 2, 9, 2, 2, 4, 1]); int32[T]
     """
@@ -70,8 +70,8 @@ class Pair:
 
 
 def tokenize(pieces: Sequence[Piece], *, tokenizer: Any, end_ids: Collection[int]) -> Demonstration:
-    """Tokenize and concatenate the pieces. `end_ids`: end tokens of the model; the last turn has one in any case."""
-    # A generator's prompt ends where the model's turn begins, so no token may span both.
+    """Tokenize and concatenate. `end_ids`: end tokens of the model; the last turn always has one."""
+    # A generator's prompt ends where the model's turn begins.
     encoded = tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
     token_ids: list[int] = []
     mask: list[bool] = []
@@ -79,7 +79,7 @@ def tokenize(pieces: Sequence[Piece], *, tokenizer: Any, end_ids: Collection[int
     for number, (piece, ids) in enumerate(zip(pieces, encoded, strict=True), start=1):
         if piece.is_model and number == len(pieces) and tokenizer.eos_token_id is not None and not {*ids} & {*end_ids}:
             ids = [*ids, tokenizer.eos_token_id]
-        # Generation stops at an end token, so template text after it is not trained.
+        # Generation stops at an end token, before any text of the template.
         end = next((count for count, token_id in enumerate(ids, start=1) if token_id in end_ids), None)
         # Some headers end the turn before them, such as GLM's <|user|>.
         num_trained = (end or len(ids)) if piece.is_model else int(is_open and end == 1)
@@ -101,7 +101,7 @@ class SftFile:
 
 
 def read_train(run: RunConfig) -> SftFile:
-    """Read the training file, or its first `data.max_rows`. Raises ConfigError, also without a usable row."""
+    """Read the first `data.max_rows` of the training file. Raises ConfigError, also without a usable row."""
     return _read(Path(run.sft.train_path), run=run, max_rows=run.data.max_rows)
 
 
@@ -171,7 +171,7 @@ def _open(path: Path, *, run: RunConfig) -> tuple[Iterator[Row], "_Form"]:
 
 
 def _read_json(path: Path) -> pa.Table:
-    """Read JSON lines. Unlike a file of prompts, every column must have one type. Raises ConfigError."""
+    """Read JSON lines. Unlike in prompts, columns must have one type. Raises ConfigError."""
     rows: list[Row] = []
     for number, line in enumerate(row_files.read_lines(path)):
         try:
@@ -213,7 +213,7 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
     prompt = _column(schema, columns["prompt"], common=row_files.PROMPTS)
     response = _column(schema, columns["response"], common=row_files.RESPONSES)
     if run.sft.objective == "pairs":
-        # A common name beside whole conversations may be a copy of their first message.
+        # A common name may be a copy of the conversations' first message.
         return _find_pairs(schema, columns["prompt"], run=run)
     # A run's archive and exported trajectories have these columns, too.
     if {"token_ids", "model_mask"} <= set(schema.names):
@@ -273,7 +273,7 @@ def _from_tokens(row: Row) -> Demonstration:
 
 
 def _rendering(row: Row, variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Row's tools, as schemas or their JSON text, and its variables of the template. Raises ConfigError."""
+    """Row's tools, as schemas or JSON text, and variables of the template. Raises ConfigError."""
     found = {}
     for name, kind, what in (("tools", list, "a list of schemas"), ("chat_template_kwargs", dict, "a record")):
         value = row.get(name)
@@ -334,7 +334,7 @@ def _load_tokenizer(run: RunConfig, *, is_chat: bool) -> Any:
 
 
 def _coding(run: RunConfig, *, is_chat: bool) -> Row:
-    """Tokenizer and the end tokens of the run's model."""
+    """Tokenizer and end tokens."""
     tokenizer = _load_tokenizer(run, is_chat=is_chat)
     try:
         generation = GenerationConfig.from_pretrained(run.model.path)

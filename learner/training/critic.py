@@ -2,8 +2,7 @@
 
     loss = sum over tokens of weight * clipped_value_loss(V(state before the token), return)
 
-Token weights, updates, and microbatches are the policy's. Tokens that the correction rejected for the whole step have
-no loss.
+Token weights, updates, and microbatches are the policy's. Tokens rejected for the whole step have no loss.
 """
 
 from collections.abc import Iterator
@@ -34,7 +33,7 @@ from slipstream.learner.training.second_model import SecondModel, Updates
 
 
 def describe_values(tokens: Tokens) -> dict[str, float]:
-    """Metrics of the values at the start of a step, over tokens in the loss."""
+    """Metrics of values at the start of a step, over tokens in the loss."""
     values, returns = known(tokens.values), known(tokens.returns)
     if tokens.is_kept is not None:
         values, returns = values[tokens.is_kept], returns[tokens.is_kept]
@@ -50,7 +49,7 @@ _PATH = "algorithm.critic.path (by default model.path)"
 
 
 class ValueModel(nn.Module):
-    """Value of the state before each trained token: a language model's trunk with a scalar head."""
+    """A language model's trunk with a scalar head: the value of the state before each trained token."""
 
     group = SINGLE_RANK
     has_trunk = True

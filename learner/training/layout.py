@@ -5,7 +5,7 @@ explains, on the run's prompts,
 
     |packed - alone| and |packed - packed with other neighbors|, relative to the standard deviation of `alone`,
 
-and a model is causal if rounding explains the last token's effect on earlier ones. `check_rows` repeats the test during
+and a model is causal if rounding explains the last token's effect on earlier ones. `check_rows` repeats this in
 training.
 """
 
@@ -61,7 +61,7 @@ class LayoutChooser:
         self.check(policy, setting="model.path", path=run.model.path)
 
     def check(self, model: ProbedModel, *, setting: str, path: str) -> None:
-        """Replace packed attention by SDPA if inexact, then drop layouts until all models are exact.
+        """Replace inexact packed attention by SDPA, then drop layouts until all models are exact.
 
         `model` must be unsharded. Raises ModelError if no layout is left or it isn't causal.
         """
@@ -92,7 +92,7 @@ class LayoutChooser:
         learner = self._run.learner
         row_tokens = budget = learner.tokens_per_microbatch
         if kind == "shared_rows" and not all(each.is_packed for each in self._model_checks):
-            # Per token, attention costs row length x width, the rest 12 x width^2, so short rows are cheap.
+            # Per token, attention costs row length x width, the rest 12 x width^2.
             row_tokens = min(budget, max(_MIN_ROW_TOKENS, self._hidden_size // 2))
         row_tokens = min(row_tokens, *(each.positions for each in self._model_checks))
         return Layout(kind, budget, row_tokens, learner.sequence_parallel)
@@ -127,7 +127,7 @@ class _ModelCheck:
 
     @torch.no_grad()
     def check_causality(self, *, setting: str, path: str) -> None:
-        """Raise ModelError if a sample's last token changes predictions of earlier tokens."""
+        """Raise ModelError if a sample's last token changes earlier predictions."""
         samples = indexed([sample for sample in self._samples(0)[:2] if len(self._probe.before_last(sample))])
         if not samples:
             return
@@ -154,7 +154,6 @@ class _ModelCheck:
 
     @torch.no_grad()
     def is_exact(self, layout: Layout) -> bool:
-        """True if samples in this layout are computed as if alone."""
         if layout not in self.found:
             found = 0.0, ""
             # float32 reveals small leaks, but half precision uses other kernels. Full-length rows, though expensive,
@@ -173,7 +172,7 @@ class _ModelCheck:
         return self.found[layout][0] <= 1
 
     def _compare(self, layout: Layout, dtype: torch.dtype, draw: int, *, fills_row: bool) -> tuple[float, str]:
-        """Difference over all ranks relative to rounding, and any error. `fills_row`: rows as in training."""
+        """Difference over ranks relative to rounding, and any error. `fills_row`: rows as in training."""
         samples, others = self._samples(draw), self._samples(draw + _DRAWS)
         total = sum(sample.num_inputs for sample in samples)
         fillers = self._fillers(layout, total, samples[0].num_inputs) if fills_row else []
@@ -216,7 +215,7 @@ class _ModelCheck:
 
     # --- samples -----------------------------------------------------------------------------------------------------
     def _samples(self, draw: int) -> list[Sample]:
-        """Groups with shared prompts, longest first: the run's text in draw 0, else random tokens."""
+        """Groups with shared prompts, longest first, of text in draw 0, else of random tokens."""
         config = self._model.backbone.config.get_text_config()
         longest = min(self._run.model.max_length, positions_of(config))
         # Attention windows, and the largest unscaled rotary position; 0 = unlimited.
@@ -295,10 +294,9 @@ def _computing_in(model: ProbedModel, dtype: torch.dtype) -> AbstractContextMana
 # --- during training --------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def check_rows(model: ProbedModel, samples: Sequence[Sample], *, layout: Layout, ranks: Ranks, step: int) -> None:
-    """Verify that a sample depends neither on its row neighbors nor on its last token, in training precision.
+    """Verify, in training precision, that a sample depends on neither row neighbors nor its last token.
 
-    Costs three to seven forward passes over at most three short samples, the same on all ranks. Collective. Raises
-    DivergenceError.
+    Costs three to seven forward passes over at most three short samples. Collective. Raises DivergenceError.
     """
     samples = [sample for sample in samples if len(sample.trained)]
     if not samples:
@@ -335,7 +333,7 @@ def _short_row(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _end_of(sample: Sample) -> np.ndarray:
-    """Positions of the response, at least the last `_END_TOKENS` inputs, but no images."""
+    """Positions of the response, at least `_END_TOKENS` inputs, but no images."""
     start = min(int(sample.trained[0]), max(0, sample.num_inputs - _END_TOKENS))
     if sample.images:
         start = max(start, int(np.flatnonzero(sample.images.is_image)[-1]) + 1)
@@ -358,7 +356,7 @@ class _Probe(NamedTuple):
         return torch.cat(parts)[torch.cat(indices).argsort()]
 
     def excess_over_rounding(self, found: float, samples: Sequence[Sample]) -> float:
-        """Largest `found` on any rank, relative to the difference that rounding explains. Collective."""
+        """Largest `found` of the ranks, relative to what rounding explains. Collective."""
         worst, explained = float(self.ranks.max(torch.tensor([found]))[0]), LIMIT
         if LIMIT < worst < torch.inf:
             expected = self.outputs(samples)

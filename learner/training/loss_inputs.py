@@ -1,7 +1,7 @@
 """Loss inputs: correction weights, rewards, advantages, token weights, and selected tokens.
 
-Computed without gradient on a step's or update's batch, identically on every rank. Only `correct` and `mask_inputs` may
-get a microbatch.
+Computed without gradient on a step's or update's batch, identically on every rank. `correct`, `ratio_inputs`, and
+`mask_inputs` may get a microbatch.
 """
 
 import dataclasses
@@ -173,7 +173,7 @@ def _spread(values: Tensor, is_filled: Tensor) -> Tensor:
 
 
 def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch:
-    """Replace advantages by the teacher's (0 unless the divergence is k1), or add these if `with_rewards`."""
+    """Replace advantages by the teacher's (0 unless k1), or add these if `with_rewards`."""
     advantages = known(batch.tokens.advantages)
     if not config.with_rewards:
         advantages = torch.zeros_like(advantages)
@@ -197,7 +197,7 @@ def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> 
 
 
 def nll_weights(batch: Batch, *, coefficient: float) -> Tensor | None:
-    """float32[N]: weights for the mean of -log pi over tokens of correct answers in each update; None if unused."""
+    """float32[N]: weights for the mean of -log pi over tokens of correct answers in an update; None if unused."""
     if not coefficient:
         return None
     is_right = batch.per_token(batch.trajectories.is_correct & batch.trajectories.is_member)
@@ -235,7 +235,7 @@ def describe_advantages(batch: Batch) -> dict[str, float]:
 # --- selected tokens -------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def select_tokens(batch: Batch, *, masks: Sequence[Mask], selector: Mask | None, update: int, seed: int) -> Batch:
-    """Fill `is_trusted` from `masks` and `is_selected` from `selector` for one update, given `current_logprobs`."""
+    """Fill `is_trusted` and `is_selected` for one update, given `current_logprobs`."""
     own = batch.trajectories.updates[batch.tokens.sequences] == update
     tokens = batch.tokens.take(own)
     inputs = mask_inputs(tokens, known(tokens.current_logprobs), num_sequences=batch.num_contexts, seed=seed)

@@ -1,4 +1,4 @@
-"""Policy: a transformers causal language model that returns log-probabilities; loading and saving of models."""
+"""Policy: a causal language model that returns log-probabilities; loading and saving of models."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -62,7 +62,7 @@ class OutputHead(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
         projection = causal_lm.get_output_embeddings()
-        # Registered here too, because ZeRO-3 gathers parameters of the called module.
+        # Registered here too: ZeRO-3 gathers parameters of the called module.
         self.weight, self.bias = projection.weight, getattr(projection, "bias", None)
         self._cap = getattr(causal_lm.config.get_text_config(), "final_logit_softcapping", None)
 
@@ -141,8 +141,8 @@ class Policy(nn.Module):
     ) -> dict[str, Any]:
         """`logprobs` of the trained tokens, float32[N], and the requested numbers (see `measure_tokens`).
 
-        If `requested` is None, return this rank's `logits` [N, V] instead. `reference_logits` are also this rank's. A
-        mixture of experts adds `expert_load` [M, E] and, given `prices` (see `Trainer.expert_prices`), `aux_loss`.
+        If `requested` is None, returns this rank's `logits` [N, V]. `reference_logits` are also this rank's. Experts
+        add `expert_load` [M, E] and, given `prices` (see `Trainer.expert_prices`), `aux_loss`.
         """
         part = self.group.take(microbatch)
         columns = part.targets, part.temperatures
@@ -184,7 +184,7 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Drop the head unless it computes the model's logits, also large ones. Collective."""
+        """Drop the head unless it computes the model's logits. Collective."""
         if not self.head:
             return
         inputs = {"input_ids": probe_tokens(self.causal_lm), "use_cache": False}
@@ -216,7 +216,7 @@ class Policy(nn.Module):
 
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
-        """Tensor names for inference engines. Raises WeightTransferError if a tensor cannot be published."""
+        """Names for inference engines. Raises WeightTransferError if a tensor cannot be published."""
         return AdapterNames(self.causal_lm) if self.has_adapter else CheckpointNames(self.causal_lm)
 
     @property
@@ -261,7 +261,7 @@ class WideLinear(nn.Linear):
 
 @contextmanager
 def in_float32(model: Any) -> Iterator[None]:
-    """Hold a model's weights in float32 within the block; with ZeRO-3, only those of the layer that computes.
+    """Hold a model's weights in float32 within the block; with ZeRO-3, those of the layer that computes.
 
     `model`: has `compute_dtype`. The weights must not change.
     """
@@ -308,7 +308,7 @@ def forward_pass(module: nn.Module, part: Microbatch, *, group: SequenceGroup, *
     arguments |= {name: tensor for name, tensor in inputs.items() if tensor is not None}
     token_ids = part.token_ids
     if part.is_image is not None:
-        # transformers inserts images at image tokens, but models may also generate such tokens.
+        # transformers inserts images at image tokens, also at generated ones.
         arguments["inputs_embeds"] = module.get_input_embeddings()(token_ids)
         token_ids = torch.where(part.is_image, module.config.image_token_id, -1)
     if module.config._attn_implementation == PACKED:
@@ -319,10 +319,7 @@ def forward_pass(module: nn.Module, part: Microbatch, *, group: SequenceGroup, *
 
 
 def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, Tensor] | None:
-    """Mask with the window, which transformers adds only to its own masks; None without a shared prompt.
-
-    One per layer type if only some have a window.
-    """
+    """Mask with any window, one per layer type if only some have one; None without a shared prompt."""
     if microbatch.spans is None or not microbatch.spans.has_shared:
         return None
     mask = microbatch.spans.mask(microbatch.token_ids.shape, microbatch.token_ids.device)
@@ -387,8 +384,8 @@ def load_module(
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a model with a transformers Auto class (`kind`), and list weights that the checkpoint lacks.
 
-    `setting`: config key of the path. `loading`: context such as `sharded_loading`. Raises ModelError if the model,
-    unless sharded, differs from transformers in evaluation mode.
+    `setting`: config key of the path. `loading`: context such as `sharded_loading`. Raises ModelError, also if an
+    unsharded model differs from transformers in evaluation mode.
     """
     logging.disable_progress_bar()
     # ZeRO-3 draws random numbers while loading, but adapters must start equal everywhere.
@@ -444,14 +441,14 @@ def _disable_noise(module: PreTrainedModel, *, gradient_checkpointing: bool) -> 
     module.eval()
     if gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
-        # transformers recomputes activations only in training mode. Submodules stay in evaluation mode.
+        # transformers recomputes activations in training mode. Submodules stay in evaluation mode.
         for part in module.modules():
             part.training = getattr(part, "gradient_checkpointing", False)
 
 
 @torch.no_grad()
 def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: str) -> None:
-    """Raise ModelError unless a model built from the unmodified config computes the same."""
+    """Raise ModelError unless a model of the unmodified config computes the same."""
     settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     settings.num_labels = module.config.num_labels
     options = {"config": settings, "state_dict": module.state_dict(), "dtype": module.dtype}

@@ -7,8 +7,8 @@ Per token, with sg = stop gradient and w = correction(pi_proximal / pi_generator
            - entropy_coef * entropy + positive_nll_coef * [correct] * (-log pi_learner)
            + distillation.coef * divergence(learner, teacher)
 
-`algorithm.proximal` selects pi_proximal. Rejected tokens (`is_kept` false) have no loss, masked ones (`is_trusted`
-false) no policy loss.
+`algorithm.proximal` selects pi_proximal. Rejected tokens (not `is_kept`) have no loss, masked ones (not `is_trusted`)
+no policy loss.
 """
 
 import dataclasses
@@ -134,13 +134,12 @@ class Objective:
         numbers, contexts = torch.unique(tokens.contexts, return_inverse=True)
         tokens = tokens.replace(contexts=contexts)
         inputs, correction = self._loss_inputs(tokens, learner, num_sequences=len(numbers))
-        # Tokens that are impossible under the learner (-inf) would make the loss infinite. NaN stays and ends the run:
-        # the model is broken.
+        # Impossible tokens (-inf) would make the loss infinite. NaN stays and ends the run: the model is broken.
         is_possible = learner.detach() != -torch.inf
         correction = correction._replace(is_kept=correction.is_kept & is_possible)
         is_trusted = self._trusted(tokens, learner.detach(), num_sequences=len(numbers))
         is_counted = correction.is_kept & (correction.weights > 0) & is_trusted
-        # 0 * log_ratio, because ranks call backward together: a loss without counted tokens needs a graph too.
+        # 0 * log_ratio: ranks call backward together, so a loss without counted tokens needs a graph.
         policy_losses, is_idle = 0 * inputs.log_ratio, ~is_trusted
         if is_counted.any():
             # Uncounted tokens must not affect their sequence's ratio.
@@ -206,7 +205,7 @@ class Objective:
     def _correction(self, tokens: Tokens, anchor: Tensor, learner: Tensor, *, num_sequences: int) -> Correction:
         """Correction of the whole batch if known, else from current values.
 
-        Rejection compares learner and generator, because the drift of an interpolated proximal policy is smaller.
+        Rejection compares learner and generator: the drift of an interpolated proximal policy is smaller.
         """
         if tokens.correction_weights is not None:
             return Correction(tokens.correction_weights, known(tokens.is_kept), known(tokens.is_bounded))

@@ -3,11 +3,11 @@
     loss = mean over answers of cross_entropy(sigmoid(sum over tokens of reward), correct)
     reward = beta * (log pi_model - log pi_reference), per trained token
 
-The advantage takes the rewards of the updated model. The paper's Algorithm 1 computes them before the update, its code
-in verl (recipe/prime, `update: before`) after it.
+The advantage takes the updated model's rewards. The paper's Algorithm 1 computes them before the update, its code in
+verl (recipe/prime, `update: before`) after it.
 
-Only answers with a valid reward and a trained token count. Tokens that the correction rejects for the policy stay,
-because an answer's score is the sum over all its tokens.
+Only answers with a valid reward and a trained token count. Tokens that the correction rejects stay: a score is the sum
+over all tokens.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ class ProcessReward(SecondModel[Policy, ProcessRewardConfig]):
         is_counted = answers.is_member & (answers.num_trained > 0) & (answers.updates == update)
         if not (num_answers := int(is_counted.sum())):
             return 0.0, 0.0, 0, 0
-        # An answer's tokens may be in several microbatches, so its score must be known before the first gradient.
+        # An answer's tokens may be in several microbatches, so scores come first.
         rewards = self._rewards(batch, microbatches).double()
         scores = segments.sums(rewards, batch.tokens.sequences, num_segments=batch.num_trajectories)
         weights = answers.draw_weights * is_counted / num_answers

@@ -1,4 +1,4 @@
-"""Rounding: differences between computations of the same numbers that rounding explains."""
+"""Rounding: differences that rounding explains."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ Measured in small models: at most 7e-7 in exact layouts, at least 1.7e-5 in leak
 """
 
 MARGIN = 4
-"""Factor on the effect of `rounded`: both computations round, in more operations than it perturbs."""
+"""Factor on the effect of `rounded`, which perturbs one computation, and few operations."""
 
 
 def difference(
@@ -34,7 +34,7 @@ def difference(
 
 @contextmanager
 def rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Perturb every leaf module's output by at most epsilon of `dtype`: the change estimates the rounding error.
+    """Perturb leaf modules' outputs by at most epsilon of `dtype`, to estimate the rounding error.
 
     Source: Monte Carlo arithmetic, Parker 1997. Differs: one perturbation per module instead of per operation.
     """

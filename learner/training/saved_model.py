@@ -1,7 +1,7 @@
 """Saved models: weights in transformers format, in files of bounded size.
 
-No rank holds a whole unsharded model. A checkpoint deals the files to the ranks, and each copies its own to host
-memory. The final model is written by rank 0, one file after another.
+No rank holds a whole unsharded model. For a checkpoint, each rank copies its share of the files to host memory. Rank 0
+writes the final model, one file after another.
 """
 
 import json
@@ -35,7 +35,7 @@ FOLDER = ""
 
 
 def copy_model(engine: ModelEngine, *, config: ModelConfig, ranks: Ranks) -> dict[str, Write]:
-    """Copy this rank's files of a model to host memory. Returns their writes, by name within its folder. Collective."""
+    """Copy this rank's files to host memory. Returns their writes by name. Collective."""
     files = _files(engine.model)
     names = list(dict.fromkeys(files.values()))
     copies: dict[str, dict[str, Tensor]] = {name: {} for name in names[ranks.rank :: ranks.size]}
@@ -54,8 +54,7 @@ def save_model(
 ) -> None:
     """Write a model with any tokenizer of `config.path`. An adapter is merged and also saved separately.
 
-    Collective: rank 0 writes each file as soon as it is gathered. On a full disk, it waits with `disk`, or raises after
-    all ranks are done.
+    Collective: rank 0 writes each file once it is gathered. On a full disk, it waits with `disk`, or raises at the end.
     """
 
     def attempt(write: Callable[[], object]) -> None:
@@ -85,7 +84,7 @@ def save_model(
 
 
 def _files(model: Trainable) -> dict[str, str]:
-    """Saved tensor -> its file. The tensors of a file are gathered at about the same time."""
+    """Saved tensor -> its file, in the order of gathering."""
     metadata = model.saved_names.metadata(model.saved_dtype)
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape, dtype in metadata}
     parts, size = [list[str]()], 0

@@ -1,4 +1,4 @@
-"""Second model: a model that is trained beside the policy with its own engine, such as the critic."""
+"""Second model: a model trained along with the policy in its own engine, such as the critic."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -47,22 +47,18 @@ class SecondModel(ABC, Generic[M, C]):
 
     @abstractmethod
     def fill(self, batch: Batch, updates: Updates, *, step: int) -> tuple[Batch, dict[str, float]]:
-        """Fill the columns that the advantage takes. Returns metrics of any training. Raises DivergenceError."""
+        """Fill columns for the advantage. Returns metrics of any training. Raises DivergenceError."""
 
     def learn(self, batch: Batch, updates: Updates, *, step: int) -> dict[str, float]:
-        """Train on what `Objective.prepare` filled, and return metrics. Raises DivergenceError.
-
-        `updates`: those in which the policy has a loss.
-        """
+        """Train after `Objective.prepare`, in `updates` with a loss of the policy. Raises DivergenceError."""
         return {}
 
     def update(
         self, microbatches: Sequence[Microbatch], measure: Callable[[Microbatch], tuple[Tensor, ...]], *, step: int
     ) -> tuple[Tensor, float]:
-        """Make one optimizer update.
+        """Make one optimizer update. Returns sums over this rank's microbatches, float64[K], and the gradient norm.
 
-        `measure`: a microbatch's part of the loss, and numbers to sum. Returns sums over this rank's microbatches,
-        float64[K], and the gradient norm.
+        `measure`: a microbatch's part of the loss, and numbers to sum.
         """
         sums = []
         for microbatch in microbatches:

@@ -32,9 +32,9 @@ _UNTRACED = (
 def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) -> int:
     """Peak memory of a forward and backward pass over the largest microbatch, without gradients.
 
-    `model` must be on the meta device. With sequence parallelism, sums over the ranks that share a sequence. If
-    data-dependent operations prevent tracing, estimates 34 bytes per token, unit of width, and layer (one with gradient
-    checkpointing), twice that in float32 (Korthikanti et al., arXiv:2205.05198).
+    `model` must be on the meta device. With sequence parallelism, sums over ranks that share a sequence. For
+    data-dependent operations, estimates 34 bytes per token, unit of width, and layer (one with gradient checkpointing),
+    twice that in float32 (Korthikanti et al., arXiv:2205.05198).
     """
     microbatch = largest_microbatch(run, model)
     engine, compute_dtype = run.learner.engine, COMPUTE_DTYPES[run.model.dtype]
@@ -71,7 +71,7 @@ def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) 
 
 
 def _run_experts(experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Experts with the memory of grouped matrix products, without data-dependent shapes."""
+    """Experts with the memory of grouped matrix products."""
     repeated = states.repeat_interleave(chosen.shape[-1], dim=0)
 
     def project(inputs: Tensor, matrices: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class Allocations(TorchDispatchMode):
 
 
 def largest_microbatch(run: RunConfig, model: PreTrainedModel) -> Microbatch:
-    """Microbatch with the most tokens, from samples of the maximum length."""
+    """Microbatch with the most tokens, of samples of maximum length."""
     longest = run.model.max_length
     prompt, group_size = (1, 1) if run.mode == "sft" else (run.data.max_prompt_tokens, run.generators.group_size)
     budget = run.learner.tokens_per_microbatch

@@ -3,8 +3,8 @@
 Ratios come from sums over microbatches, updates, and ranks. A token counts at its lag, a trajectory once per context,
 at its oldest token's lag.
 
-GradientSimilarity compares consecutive gradients, which are nearly orthogonal in stable training, but stay aligned for
-many steps before staleness makes a run collapse.
+GradientSimilarity compares consecutive gradients, nearly orthogonal in stable training, but aligned for many steps
+before staleness makes a run collapse.
 
     cos(g_t, g_{t-1}) = <g_t, g_{t-1}> / (|g_t| |g_{t-1}|)
 
@@ -222,10 +222,10 @@ class TokenRecorder:
         self._values[:, microbatch.indices] = torch.stack([outputs[name].float() for name in ("logprobs", "entropies")])
 
     def collect(self, members: Iterable[tuple[Trajectory, np.ndarray]], *, ranks: Ranks) -> StepTokens | None:
-        """Statistics on rank 0, None on other ranks. Collective.
+        """Statistics on rank 0, else None. Collective.
 
-        `members`: first trajectories of the batch with positions of trained tokens. Log-ratios are from the start of
-        the step if known, otherwise from the loss's forward pass, like entropies.
+        `members`: first trajectories of the batch with positions of trained tokens. Log-ratios are from the step's
+        start if known, otherwise, like entropies, from the loss's forward pass.
         """
         # Each token is in one share, so a sum assembles the columns.
         logprobs, entropies = ranks.sum(self._values)
@@ -273,7 +273,6 @@ class StepMetrics:
         """Metrics over all ranks. `layers`: layer index of each router. Collective."""
         counts = Counts(*(table.cpu() for table in self._counts.over(ranks)))
         loss, computed_tokens = ranks.sum(torch.stack([self._loss.cpu(), self._computed_tokens])).tolist()
-        # In this order on all ranks.
         load, aux_loss = (self._routed.get(name) for name in ("expert_load", "aux_loss"))
         return {
             "learner/loss": loss / max(1, num_updates),
@@ -316,8 +315,7 @@ _MAX_UNREPORTED = 1024
 class GradientSimilarity:
     """Records an optimizer's gradients. Life: ((optimizer step)+ -> end_update)* -> report, repeatedly.
 
-    Samples the same random entries of every gradient: at most 17 MB per optimizer step of an update. Ranks may hold
-    pieces or copies of the gradients.
+    Samples the same entries of every gradient, at most 17 MB per optimizer step. Ranks may hold pieces or copies.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, seed: int) -> None:
@@ -339,7 +337,7 @@ class GradientSimilarity:
         self._previous_square = square
 
     def report(self, ranks: Ranks) -> dict[str, float]:
-        """Mean cosine over updates since the last report; {} if none had a predecessor. Collective."""
+        """Mean cosine since the last report; {} if no update had a predecessor. Collective."""
         if not self._products:
             return {}
         sums = ranks.sum_all(torch.stack(list(self._products)).double()).tolist()
@@ -368,7 +366,7 @@ class GradientSimilarity:
         self._keep(sampled).mul_(math.sqrt(total / sum(len(index) for index in indices)))
 
     def _keep(self, pieces: list[Tensor]) -> Tensor:
-        """Reuse the buffer of the gradient before the previous: allocation would dominate the cost."""
+        """Reuse the buffer of the gradient before the previous: allocation dominates the cost."""
         index = len(self._current)
         self._current.append(torch.cat(pieces, out=self._spare[index] if self._spare else None))
         return self._current[index]

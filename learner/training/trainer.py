@@ -43,7 +43,7 @@ from slipstream.runtime.trace import TimeAccount
 
 # --- models that are not trained -------------------------------------------------------------------------------------
 class AdapterOff:
-    """The policy with its adapter disabled, a reference without a second model in memory."""
+    """The policy without its adapter, as a reference."""
 
     def __init__(self, engine: TrainEngine[Policy]) -> None:
         self._engine = engine
@@ -58,7 +58,7 @@ class AdapterOff:
 class FrozenModels:
     """Reference and teacher, if the settings need them.
 
-    They route tokens to experts themselves, because recorded experts belong to the trained policy.
+    They choose experts themselves: recorded ones belong to the trained policy.
     """
 
     config: AlgorithmConfig
@@ -85,7 +85,7 @@ class FrozenModels:
 
     @torch.no_grad()
     def aux_inputs(self, microbatch: Microbatch) -> tuple[dict[str, Tensor | DeferredLogits], dict[str, Tensor]]:
-        """Arguments for the learner's forward pass, and outputs, too large for the whole batch."""
+        """Arguments of the forward pass, and outputs, too large for the whole batch."""
         arguments, outputs = dict[str, Tensor | DeferredLogits](), dict[str, Tensor]()
         microbatch = replace(microbatch, experts=None)
         if self.reference and self.config.kl.estimator == "full":
@@ -97,7 +97,7 @@ class FrozenModels:
         return arguments, outputs
 
     def refresh_reference(self, engine: TrainEngine, *, step: int) -> None:
-        """Copy the learner into the reference if due at this step. Collective."""
+        """Copy the learner into the reference if due. Collective."""
         every = self.config.kl.refresh_every_steps
         if self.refreshed and every and step % every == 0:
             self.refreshed.take_weights(engine)
@@ -162,8 +162,8 @@ class Trainer:
     ) -> dict[str, float]:
         """Train on the claimed groups. Returns `learner/...` metrics, equal on all ranks.
 
-        `weights`: factor of each group's loss. `max_lags`, `num_mixed`: see `build_batch`. Raises BatchError,
-        RankGroupError, DivergenceError. The trainer is then unusable.
+        `weights`, `max_lags`, `num_mixed`: see `build_batch`. Raises BatchError, RankGroupError, DivergenceError. The
+        trainer is then unusable.
         """
         with self.account.phase("batch"):
             built = self._build(
@@ -181,7 +181,7 @@ class Trainer:
         metrics = built.metrics | describe_advantages(batch) | {"learner/kl_coefficient": self.objective.kl_coefficient}
         metrics |= step_metrics.report(self._ranks, num_updates=len(norms), layers=self._router_layers)
         if step_metrics.recorder:
-            # Another run's trajectory ids may collide with this run's.
+            # Ids of another run may collide with this run's.
             own = zip(chain.from_iterable(groups[: len(groups) - num_mixed]), built.trained, strict=False)
             self.step_tokens = step_metrics.recorder.collect(own, ranks=self._ranks)
         moved = [norm for norm in norms if norm is not None]
@@ -202,7 +202,7 @@ class Trainer:
         }
 
     def _prepare(self, batch: Batch, updates: list[list[Microbatch]], *, step: int) -> tuple[Batch, dict[str, float]]:
-        """Fill the columns that updates need. Returns metrics of a second model that trains first."""
+        """Fill columns for updates. Returns metrics of a second model that trains first."""
         config, microbatches, metrics = self._run.algorithm, [*chain(*updates)], dict[str, float]()
         if config.needs_start_logprobs:
             requested = Requested(collision=config.advantage.needs_collisions)
@@ -220,7 +220,7 @@ class Trainer:
     ) -> float | None:
         """Make one optimizer update of the policy and return the gradient norm.
 
-        During the critic's warm-up, or if no token is kept, only collect metrics and return None.
+        In the critic's warm-up, or without kept tokens, only collect metrics and return None.
         """
         is_moving = step > self._warmup_steps and self._has_loss(batch, index)
         if self._run.algorithm.needs_current_logprobs:
@@ -229,7 +229,7 @@ class Trainer:
             batch = self.objective.select_tokens(batch, update=index, seed=self._run.seed + self.num_updates)
         losses = []
         prices = self.expert_prices(microbatches) if is_moving else {}
-        # One backward pass per microbatch keeps only one graph in memory.
+        # One backward pass per microbatch keeps one graph in memory.
         with torch.set_grad_enabled(is_moving):
             for microbatch in microbatches:
                 arguments, extra = self._frozen_models.aux_inputs(microbatch)
@@ -251,7 +251,7 @@ class Trainer:
         loss = coefficient * mean over routers of E * sum over experts of f * P = sum(prices * token probabilities)
 
         f = fraction of tokens routed to the expert, without gradient, and P = its mean probability, over this update on
-        all ranks, so f must be known before the first loss. A shared prompt counts once per sample.
+        all ranks, so f comes before the first loss. A shared prompt counts once per sample.
 
         Source: Switch Transformers, arXiv:2101.03961, eq. 4-6; over the whole batch: arXiv:2501.11873.
         Differs: f counts each of a token's K experts, so that the loss is K * coefficient for an even load.
@@ -308,7 +308,7 @@ class Trainer:
         return [microbatch.to(self.engine.device) for microbatch in microbatches]
 
     def check_rows(self, samples: Sequence[Sample], *, step: int) -> None:
-        """Check regularly that samples stay independent: a leak may grow with the weights. Raises DivergenceError."""
+        """Check regularly that samples stay independent, as weights change. Raises DivergenceError."""
         if step % CHECK_EVERY_STEPS != 1:
             return
         models = [self.engine.model, *([self.second_model.engine.model] if self.second_model else [])]
