@@ -4,10 +4,10 @@ Consumes: write functions over a copied state, on every rank.
 Produces: durable files with checksums on each machine; with `storage.uri`, all of them in the object store.
 Waits for: disk space, the object store, and, on the first rank of a folder, the files of its other ranks.
 Invariant: at most one save is in flight. Its threads run no collectives, which would interleave with training's.
-Instead, each rank's files appear atomically in a draft. The first rank of each folder then posts to the rendezvous, and
-rank 0 names the checkpoint and calls `finish` after all have posted.
+Instead, each rank's files appear atomically in a draft. The first rank of each folder posts to the rendezvous, and then
+rank 0 names the checkpoint and calls `finish`.
 
-<folder>/draft-step-00000050/rank-0/  sealed files of one rank, from the save in flight or left by a crash
+<folder>/draft-step-00000050/rank-0/  sealed files of one rank, in flight or left by a crash
 """
 
 import shutil
@@ -66,7 +66,7 @@ class RankFolders:
         return self.sharers[0] == self._ranks.rank
 
     def complete(self, folder: Path) -> None:
-        """Copy missing files of a checkpoint between machines until every folder has all. Raises CheckpointError."""
+        """Copy missing files of a checkpoint between machines. Raises CheckpointError."""
         held = read_checksums(folder) if self.is_leader and (folder / CHECKSUMS).is_file() else {}
         gathered = self._ranks.gather_bytes(msgspec.json.encode(held))
         offers = [msgspec.json.decode(offer, type=dict[str, str]) for offer in gathered]
@@ -90,7 +90,7 @@ class RankFolders:
         self._ranks.barrier()
 
     def _copy(self, path: Path, *, owner: int, is_missing: bool) -> None:
-        """Broadcast a file in blocks to the ranks where it `is_missing`. Collective."""
+        """Broadcast a file in blocks to ranks without it. Collective."""
         source = path.open("rb", buffering=0) if self._ranks.rank == owner else None
         if is_missing:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -151,10 +151,7 @@ class BackgroundSaver:
         return self._storage.wait.reason if self._storage else ""
 
     def start(self, writes: Mapping[str, Write], *, name: str, finish: Callable[[], object]) -> None:
-        """Write this rank's files. When those of all ranks form the folder `name`, rank 0 calls `finish`.
-
-        No save may be in flight.
-        """
+        """Write this rank's files. Once those of all ranks form the folder `name`, rank 0 calls `finish`."""
         self._draft = self._folder / f"draft-{name}"
         self.run(lambda: self._write(writes, name=name, finish=finish))
 
@@ -187,7 +184,6 @@ class BackgroundSaver:
         if self._in_flight.done():
             self._in_flight.result()
 
-    # --- the thread ----------------------------------------------------------------------------------------------
     def _write(self, writes: Mapping[str, Write], *, name: str, finish: Callable[[], object]) -> None:
         began_at, draft = time.monotonic(), self._draft
         own = draft / f"rank-{self._ranks.rank}"
@@ -200,7 +196,7 @@ class BackgroundSaver:
         if not self._ranks.is_first:
             self._name(own, name)
         self._await_folders("written")
-        # Rank 0 is last, so a checkpoint that it has is durable on every machine.
+        # Rank 0 is last, so its checkpoints are durable on every machine.
         if self._ranks.is_first:
             self._name(own, name)
         if self._storage:

@@ -60,7 +60,7 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
 
 def build_trainer(run: RunConfig, *, ranks: Ranks) -> Trainer:
     """Collective. Raises ConfigError, ModelError, TrainEngineError."""
-    # First, to report a missing user function before any wait.
+    # First, to report a missing user function.
     objective = Objective(run.algorithm, max_tokens=run.generators.sampling.max_tokens)
     models = _Models(run, ranks)
     engine = models.build_policy()
@@ -72,7 +72,7 @@ def build_trainer(run: RunConfig, *, ranks: Ranks) -> Trainer:
     second_model = models.build_second(policy, chooser)
     layout = chooser.choose()
     if run.learner.compile:
-        # Compile last: choosing a layout also runs the model in float32 and on other shapes.
+        # Last: choosing a layout runs the model in float32 and on other shapes.
         only_norms = policy.routers is not None or policy.group.size > 1 or is_sharded(policy)
         compile_layers(policy.backbone, only_norms=only_norms)
     return Trainer(
@@ -195,7 +195,7 @@ def build_learner(
     num_heldout: Mapping[str, int],
     clock: Clock = time.monotonic,
 ) -> Learner:
-    """Build rank 0's training loop. For `wait` and `num_heldout` see Learner, for `snapshots` Publisher."""
+    """`wait`, `num_heldout`: see Learner. `snapshots`: see Publisher."""
     publisher = Publisher(
         client=client,
         inbox=inbox,

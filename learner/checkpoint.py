@@ -7,8 +7,7 @@ files. With `storage.uri`, the object store has all files before the pointer mov
 <folder>/step-00000050/state.json        CheckpointState
 <folder>/step-00000050/model/            weights in transformers format, any adapter merged in, and the tokenizer
 <folder>/step-00000050/model/adapter/    the adapter in peft's format, if one is trained
-<folder>/step-00000050/optimizer-rank-*  trained weights and moments by parameter, float32, sharded by rank; readable by
-                                         any layout
+<folder>/step-00000050/optimizer-rank-*  trained weights and moments by parameter, float32, sharded; for any layout
 <folder>/step-00000050/reference/        weights-rank-* of the reference policy, if it is refreshed
 <folder>/step-00000050/critic/           model/ and optimizer-rank-* of a critic; likewise process_reward/
 <folder>/step-00000050/checksums.json    xxh3-64 of every other file, checked before loading
@@ -67,7 +66,7 @@ BEST_FILE = "best.json"
 
 
 class BestCheckpoint:
-    """Tracks and exports the best checkpoint. Life: resume -> (add -> judge)* -> export. A no-op without a metric."""
+    """The best checkpoint. Life: resume -> (add -> judge)* -> export. A no-op without a metric."""
 
     def __init__(self, metric: str | None, folder: RunFolder, *, flush: Callable[[], object]) -> None:
         """`flush` waits until the newest checkpoint is durable."""
@@ -96,13 +95,12 @@ class BestCheckpoint:
         self._evaluated[pointer.version] = pointer
 
     def judge(self, row: Row) -> None:
-        """Update the entry if this row has the result of a pending evaluation."""
         pointer = self._evaluated.pop(row.get("eval/version", -1), None)
         value = row.get(self._metric) if self._metric else None
         if self._metric is None or pointer is None or value is None:
             return
         sign = -1 if self._metric.startswith("eval/loss") else 1
-        # On a tie, keep the earlier one, which took fewer steps.
+        # On a tie, keep the earlier one.
         if self.entry is None or sign * value > sign * self.entry.value:
             # The best checkpoint must survive a crash.
             self._flush()
@@ -125,7 +123,7 @@ class BestCheckpoint:
 _REFERENCE = "reference"
 _STATE = "state.json"
 _NAME = re.compile(r"(?:draft-)?step-(\d+)(?:\.(\d+))?")
-"""Step and life of a checkpoint or draft. The first life of a run is omitted."""
+"""Step and life, without a run's first life, of a checkpoint or draft."""
 
 
 class CheckpointState(Record):
@@ -185,7 +183,7 @@ class Checkpoints:
         return sorted(names or (self._storage.names() if self._storage else []), key=_age)
 
     def with_remedy(self, error: DivergenceError) -> DivergenceError:
-        """Wait for the save in flight, then add how to continue."""
+        """Wait for the save in flight. Add how to continue."""
         self.saver.join()
         if not (model := self.newest_model()):
             return DivergenceError(f"{error} No checkpoint exists to continue from: start a new run.")

@@ -1,4 +1,4 @@
-"""Evaluation: requests answers to held-out prompts through the store and scores them.
+"""Evaluation: requests answers to held-out prompts and scores them.
 
 Every metric is a ratio of two sums over prompts, so one bootstrap over prompts gives all confidence intervals. Metrics
 at k are expectations over size-k subsets of a prompt's answers: exact, except that maj@k of many answers samples them.
@@ -185,7 +185,7 @@ def by_source(answers: Iterable[EvaluationAnswer]) -> dict[str, list[EvaluationA
 
 
 def differences(scored: Mapping[str, Sums], base: Mapping[str, Sums]) -> dict[str, Estimate]:
-    """`scored` - `base`, paired, for metrics that both have on the same prompts."""
+    """`scored` - `base`, paired, for metrics of both on the same prompts."""
     same = {name for name, sums in scored.items() if name in base and len(sums.total) == len(base[name].total)}
     return {name: estimate(scored[name], minus=base[name]) for name in scored if name in same}
 

@@ -296,7 +296,7 @@ class Learner:
             with self._account.phase("batch"):
                 payloads = self._store.fetch(claim.group_ids)
                 mixed_ids, mixed = mix.take(first=(claim.step - 1) * num_mixed, count=num_mixed) if mix else ([], [])
-            # Reused groups may be older than fresh ones. Mixed groups have versions of another run and thus no bound.
+            # Reused groups may be older than fresh ones. Mixed groups, with another run's versions, have no bound.
             fresh_lag, reused_lag = self._run.staleness.max_lag, self._run.buffer.reuse.max_age
             is_reused = claim.reused or [False] * len(payloads)
             metrics = self._rank_group.train(
@@ -339,7 +339,7 @@ class Learner:
             with self._account.phase("evaluating"):
                 name = self._evaluator.open_monitor(step=self._step, fence=self._fence, version=self._version)
                 if self._run.mode == "replay":
-                    # A replay never waits for groups, so answers would arrive many steps later.
+                    # A replay never waits for groups: answers would arrive many steps later.
                     with suppress(_StopRequestedError):
                         self._await_evaluation(name)
         evaluated, published = self._evaluator.take_finished(), self._publisher.take_published()
@@ -392,7 +392,7 @@ class Learner:
     def _publish(self) -> None:
         self._reason = f"publishing version {self._version}"
         with self._account.phase("publishing"):
-            # Compute the canary first: weights are gathered lazily, and no command may interrupt that.
+            # First, because no command may interrupt the lazy gathering of weights.
             canary = self._rank_group.canary(step=self._step)
             weights = self._rank_group.weights()
             self._publisher.publish(version=self._version, step=self._step, weights=weights, canary=canary)

@@ -209,7 +209,7 @@ class MetricsLog:
     def write_summary(
         self, *, step: int, after: dict[Purpose, EvaluationResult], evaluation: Row, best: Row | None = None
     ) -> None:
-        """Write `summary.json`, see docs/metrics.md. `evaluation`: metrics of the last evaluation."""
+        """See docs/metrics.md. `evaluation`: metrics of the last evaluation."""
         self._step_tokens.close()
         # Rates exclude time before a resume, like the counted tokens.
         seconds = max(1e-9, self._ended_at - self._started_at)

@@ -75,7 +75,6 @@ class StepProfiler:
             self._order("events")
 
     def begin_step(self, step: int) -> None:
-        """At the first recorded step, also start the profilers of torch and the engines."""
         self.prepare(step)
         if self._steps and step == self._steps[0]:
             self._order("engine")
@@ -140,7 +139,7 @@ class StepProfiler:
                 if gauges.get("role") in ("broker", "generator") and gauges.get("state") != "gone"
             ]
             while missing := [name for name in awaited if not (parts_of(self._folder) / f"{name}.json").is_file()]:
-                # Roles that do not see the run folder write no file.
+                # Roles without the run folder write no file.
                 if time.monotonic() >= ends_at:
                     break
                 time.sleep(0.1)

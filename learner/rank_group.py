@@ -62,7 +62,7 @@ class Operation(Command):
 class RankGroup:
     """Rank 0 calls the operations, the others `worker_loop`.
 
-    Invariant: the trainer's collectives run only inside commands, so all ranks call them in the same order.
+    Invariant: collectives run only inside commands, so all ranks call them in the same order.
     """
 
     def __init__(self, *, run: RunConfig, trainer: Trainer, ranks: Ranks, checkpoints: Checkpoints) -> None:
@@ -128,7 +128,7 @@ class RankGroup:
         self._on_all(Operation("shutdown"))
 
     def _on_all(self, operation: Operation, **local: Any) -> Any:
-        """Execute on every rank. `local`: arguments of this rank only."""
+        """`local`: arguments of this rank."""
         self._ranks.broadcast_bytes([encode(operation)])
         return self._execute(operation, **local)
 

@@ -2,9 +2,8 @@
 
 Only rank 0 talks to the store and the generators. The others receive bytes and numbers from it.
 
-RankWatch: ends a learner rank when another rank or its machine has been silent for too long.
-
-A dying process closes its connections, which fails the others' collectives. A vanished machine closes nothing.
+RankWatch: ends a learner rank when another or its machine has been silent for too long. A dying process closes its
+connections, which fails the others' collectives. A vanished machine closes nothing.
 
 Consumes: heartbeats of the other ranks, from the rendezvous.
 Produces: own heartbeats; an error message and exit code 75, which makes the launcher restart the ranks.
@@ -174,7 +173,7 @@ class Ranks:
         lengths = self.broadcast_ints(sizes, source=source)
         if not sum(lengths):
             return [b""] * len(lengths)
-        # One collective per payload would cost hundreds of round trips.
+        # A collective per payload would cost hundreds of round trips.
         if payloads is None:
             flat = torch.empty(sum(lengths), dtype=torch.uint8, device=self.device)
         else:
@@ -324,7 +323,7 @@ class RankWatch:
 
     def _message(self, silent: Sequence[int]) -> str:
         limit = f"within {self._timeout_s:g} s"
-        # Without readable heartbeats, the rendezvous on rank 0's machine is lost, and the others' state is unknown.
+        # Without the rendezvous on rank 0's machine, the others' state is unknown.
         if self._unread_s > self._timeout_s / 2 and self._rank:
             return (
                 f"the machine of learner rank 0, {self._host_of(0)}, must answer the other ranks {limit}, got nothing "

@@ -1,4 +1,4 @@
-"""The learner process: ranks, device, broker session, store, and the parts that only rank 0 has."""
+"""The learner process: ranks, device, broker session, store, and rank 0's parts."""
 
 import ctypes
 import os
@@ -95,7 +95,7 @@ def _set_environment(device: torch.device, *, is_alone: bool) -> None:
     if is_alone:
         # Gloo opens a port even for a group of one, by default on the host name's address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Both can be overridden. Lengths vary, so fixed segments would fragment the GPU's memory.
+    # Both can be overridden. With varying lengths, fixed segments would fragment the GPU's memory.
     os.environ.update(NCCL_ENVIRONMENT | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ)
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))

@@ -115,7 +115,7 @@ def maxrl(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Float[Tensor,
 
 
 def win_rate(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
-    """Win rate against the other group members, minus one half.
+    """Win rate against other group members, minus one half.
 
     A_i = (wins_i + ties_i / 2) / (n - 1) - 1/2 = (wins_i - losses_i) / (2 (n - 1))
 
@@ -130,7 +130,7 @@ def win_rate(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
 
 
 def gdpo(inputs: AdvantageInputs, *, weights: dict[str, float], epsilon: float = EPSILON) -> Float[Tensor, "B"]:
-    """Sum of reward parts, each normalized within its group so that no part dominates.
+    """Sum of reward parts, each normalized within its group.
 
     S_i = sum_k weights_k * grpo(parts_k)_i,  A_i = S_i / (std_batch(S) + epsilon)
 
@@ -166,7 +166,7 @@ def moving_baseline(inputs: AdvantageInputs, *, decay: float = 0.9) -> Float[Ten
 
     A_i = r_i - baseline, then baseline <- decay * baseline + (1 - decay) * mean(r), starting at the first mean
 
-    Source: SPIRAL, arXiv:2506.24119 (one moving baseline per role); a decay of 0.9 averages ten steps.
+    Source: SPIRAL, arXiv:2506.24119 (one baseline per role); a decay of 0.9 averages ten steps.
     """
     mean = float(inputs.rewards.mean())
     baseline = inputs.state.get("baseline", mean)

@@ -20,7 +20,7 @@ _BOUND = 10.0
 def teacher_advantages(
     learner_logprobs: Float[Tensor, "N"], teacher_logprobs: Float[Tensor, "N"], *, bound: float = _BOUND
 ) -> Float[Tensor, "N"]:
-    """Advantages that make the policy gradient minimize KL(learner || teacher) per token. No gradient.
+    """Advantages for minimizing KL(learner || teacher) per token. No gradient.
 
     A_t = -clip(log pi_learner - log pi_teacher, -bound, bound)
 

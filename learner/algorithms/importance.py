@@ -24,7 +24,7 @@ from slipstream.learner.algorithms.inputs import RatioInputs
 
 # --- a proximal policy without a forward pass, for the trust region and the drift correction; no gradient ------------
 def interpolation(lags: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Position of the proximal policy between generator (0) and learner (1), from the tokens' lags k >= 0.
+    """Position of the proximal policy between generator (0) and learner (1), from lags k >= 0.
 
     alpha = (v_proximal - v_token) / (v_learner - v_token) = k / (k + 1)
 
@@ -38,7 +38,7 @@ def interpolation(lags: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
 def loglinear(
     generator_logprobs: Float[Tensor, "N"], learner_logprobs: Float[Tensor, "N"], *, alpha: Float[Tensor, "N"]
 ) -> Float[Tensor, "N"]:
-    """Unnormalized geometric interpolation, which splits the log-ratio into drift and ratio as alpha : 1 - alpha.
+    """Unnormalized geometric interpolation: splits the log-ratio into drift and ratio as alpha : 1 - alpha.
 
     log pi_proximal = log pi_generator + alpha * (log pi_learner - log pi_generator)
 
@@ -47,7 +47,6 @@ def loglinear(
     return torch.lerp(generator_logprobs.detach(), learner_logprobs.detach(), alpha.to(learner_logprobs.dtype))
 
 
-# --- ratios ----------------------------------------------------------------------------------------------------------
 LOG_RATIO_BOUND = 20.0
 """Bound on |log-ratio|, nats."""
 

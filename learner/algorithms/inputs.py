@@ -21,7 +21,7 @@ def known(column: Tensor | None) -> Tensor:
 class AdvantageInputs:
     """A step's B >= 1 trajectories that count in a baseline, and their N trained tokens in order.
 
-    Excludes trajectories without a valid reward, so group sizes vary.
+    Group sizes vary, because trajectories need a valid reward.
 
     Example, token columns left out: AdvantageInputs(rewards=[1, 0, 1], groups=[0, 0, 1], lengths=[4, 2, 3],
     num_trained=[4, 2, 3], is_correct=[True, False, True], greedy_rewards=[nan, nan, nan], parts={}, ...)

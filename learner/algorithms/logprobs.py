@@ -140,7 +140,6 @@ def _log_softmax(logits: Float[Tensor, "N V"], temperatures: Float[Tensor, "N"])
     return (wide / temperatures[:, None]).log_softmax(dim=-1)
 
 
-# --- deferred logits -------------------------------------------------------------------------------------------------
 _Measure = Callable[[Tensor, int], dict[str, Tensor]]
 """(logits, index of the chunk) -> numbers by name."""
 _CONSTANT = {"collisions", "top_tokens", "top_logprobs"}

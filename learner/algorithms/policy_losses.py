@@ -168,7 +168,6 @@ def dppo(
     return -weights * advantages * inputs.log_ratio
 
 
-# --- ratios of whole sequences ---------------------------------------------------------------------------------------
 def sppo(inputs: LossInputs, *, eta: float) -> Float[Tensor, "N"]:
     """Squared distance of a sequence's log-ratio from a target set by its win rate.
 

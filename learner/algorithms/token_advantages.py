@@ -33,7 +33,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float, epsilon: float
 
 
 def returns_to_go(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"]:
-    """Discounted sum of the rewards from each token to the end of its sequence.
+    """Discounted sum of rewards from each token on.
 
     G_t = r_t + gamma * G_{t+1}
     """
@@ -170,7 +170,6 @@ def _sums_to_go(rows: Float[Tensor, "B L"], decay: Float[Tensor, "B L"]) -> Floa
     return sums
 
 
-# --- turns -----------------------------------------------------------------------------------------------------------
 def turn_returns(
     inputs: AdvantageInputs, *, gamma: float, over: str = "index", normalize: bool = True, epsilon: float = EPSILON
 ) -> Float[Tensor, "N"]:
@@ -214,7 +213,7 @@ def gigpo(
 
 
 def _turns(inputs: AdvantageInputs, *, gamma: float) -> tuple[Int[Tensor, "N"], Int[Tensor, "K"], Float[Tensor, "K"]]:
-    """Each token's turn in the batch, and each turn's first token and discounted return."""
+    """Each token's turn, and each turn's first token and discounted return."""
     keys = inputs.sequences * segments.count(inputs.turns) + inputs.turns
     turns = torch.unique_consecutive(keys, return_inverse=True)[1]
     num_turns = segments.count(turns)
@@ -224,7 +223,6 @@ def _turns(inputs: AdvantageInputs, *, gamma: float) -> tuple[Int[Tensor, "N"], 
     return turns, firsts, segments.from_rows(_sums_to_go(rows, torch.full_like(rows, gamma)), inputs.sequences[firsts])
 
 
-# --- process rewards -------------------------------------------------------------------------------------------------
 def prime(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"]:
     """Leave-one-out advantage of the outcome, plus discounted returns of centered process rewards.
 
@@ -234,8 +232,8 @@ def prime(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"]:
     group of one.
 
     Source: PRIME, arXiv:2502.01456, eq. 5.
-    Differs: the code in verl multiplies q_s by n / (n - 1), which adds (q_s - Q_i) / (n - 1), scales both parts by 5
-    and process rewards by their largest return, and whitens the sum.
+    Differs: verl multiplies q_s by n / (n - 1), which adds (q_s - Q_i) / (n - 1), scales both parts by 5 and process
+    rewards by their largest return, and whitens the sum.
     """
     rewards, sequences = known(inputs.process_rewards).to(inputs.rewards.dtype), inputs.sequences
     means = segments.means(rewards, sequences, num_segments=inputs.num_sequences)
@@ -269,7 +267,6 @@ def outcome_cross_entropy(
     return loss, weights * (scores.sigmoid() - outcomes)
 
 
-# --- the critic's own loss -------------------------------------------------------------------------------------------
 def clipped_value_loss(
     values: Float[Tensor, "N"], returns: Float[Tensor, "N"], values_before: Float[Tensor, "N"], *, clip: float | None
 ) -> tuple[Float[Tensor, "N"], Bool[Tensor, "N"]]:

@@ -26,7 +26,6 @@ BUCKET_ELEMENTS = 50_000_000
 """Elements that ZeRO reduces or gathers at once, and of its gradient buffer."""
 
 
-# --- DeepSpeed's configuration ---------------------------------------------------------------------------------------
 def deepspeed_environment(device: torch.device) -> dict[str, str]:
     """Environment variables that `deepspeed` reads on import."""
     return {"DS_ACCELERATOR": device.type, "LOCAL_RANK": str(device.index or 0)}
@@ -88,7 +87,6 @@ def sharded_loading(
         del settings
 
 
-# --- the engine ------------------------------------------------------------------------------------------------------
 class ShardedModel(ModelEngine[M]):
     """ModelEngine on DeepSpeed. Requires the process group from `slipstream.learner.ranks`."""
 

@@ -171,7 +171,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
         group["lr"] = learning_rate
 
 
-# --- state on disk ---------------------------------------------------------------------------------------------------
 STATE_FILE = "optimizer-rank-{}.safetensors"
 """A rank's share of trained weights and moments, [elements], and `step`, the number of updates, float32[1]; 0 for Muon.
 

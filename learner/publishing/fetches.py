@@ -147,7 +147,6 @@ class MemberTable:
         log.warning("members_evicted", members=[member.peer_id for member in evicted], reason=reason)
 
 
-# --- lenders ---------------------------------------------------------------------------------------------------------
 @dataclass
 class _Node:
     member: Member
@@ -268,7 +267,6 @@ class Lenders:
         return is_rested and member not in self._liars and member in self._members.live
 
 
-# --- fetches ---------------------------------------------------------------------------------------------------------
 class SnapshotServer:
     """Serves versions from the file system and as a stream. Blocks only on disk I/O."""
 

@@ -146,8 +146,8 @@ def canary_logprobs(engine: TrainEngine, token_ids: np.ndarray, *, layout: Layou
 class Staged:
     """A copied version.
 
-    Life: stage -> finish. Before `finish`, in the sending thread, the bytes may be only on the GPU and have no checksums.
-    `update`, `buckets`, and `checksum` call it.
+    Life: stage -> finish. Before `finish`, in the sending thread, the bytes may be only on the GPU and have no
+    checksums. `update`, `buckets`, and `checksum` call it.
     """
 
     def __init__(self, update: Update, memory: SharedBuckets, *, pull: Callable[[], None] | None = None) -> None:

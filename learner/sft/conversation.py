@@ -35,10 +35,10 @@ def chat_pieces(
 ) -> list[Piece]:
     """Split a conversation at the start and end of each assistant turn.
 
-    A template that rewrites earlier turns (Qwen 3 drops their reasoning) renders each turn as the last one, then the text
-    up to the next, as generators do. Arguments of calls are records or JSON text. `tools`: schemas. `variables`: of the
-    template. `end_ids`: end tokens of the model, which no call may follow. Empty without an assistant turn, or if one is
-    empty. Raises ConfigError.
+    A template that rewrites earlier turns (Qwen 3 drops their reasoning) renders each turn as the last one, then the
+    text up to the next, as generators do. Arguments of calls are records or JSON text. `tools`: schemas. `variables`:
+    of the template. `end_ids`: end tokens of the model, which no call may follow. Empty without an assistant turn, or
+    if one is empty. Raises ConfigError.
     """
     shown: list[Message] = without_nulls(list(messages))
     turns = [index for index, message in enumerate(shown) if message.get("role") == "assistant"]

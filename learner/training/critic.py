@@ -43,7 +43,6 @@ def describe_values(tokens: Tokens) -> dict[str, float]:
     }
 
 
-# --- the value model -------------------------------------------------------------------------------------------------
 _HEAD_FILE = "value_head.safetensors"
 _PATH = "algorithm.critic.path (by default model.path)"
 
@@ -146,7 +145,6 @@ def _without_report() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-# --- the critic ------------------------------------------------------------------------------------------------------
 class Critic(SecondModel[ValueModel, CriticConfig]):
     """The value model and its optimizer."""
 

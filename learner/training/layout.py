@@ -213,7 +213,6 @@ class _ModelCheck:
         finally:
             model.group = group
 
-    # --- samples -----------------------------------------------------------------------------------------------------
     def _samples(self, draw: int) -> list[Sample]:
         """Groups with shared prompts, longest first, of text in draw 0, else of random tokens."""
         config = self._model.backbone.config.get_text_config()
@@ -291,7 +290,6 @@ def _computing_in(model: ProbedModel, dtype: torch.dtype) -> AbstractContextMana
     return nullcontext() if dtype == model.compute_dtype else in_float32(model)
 
 
-# --- during training --------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def check_rows(model: ProbedModel, samples: Sequence[Sample], *, layout: Layout, ranks: Ranks, step: int) -> None:
     """Verify, in training precision, that a sample depends on neither row neighbors nor its last token.
@@ -340,7 +338,6 @@ def _end_of(sample: Sample) -> np.ndarray:
     return np.arange(start, len(sample.token_ids))
 
 
-# --- samples and their numbers ---------------------------------------------------------------------------------------
 class _Probe(NamedTuple):
     """A model's outputs for samples."""
 

@@ -84,7 +84,6 @@ def ratio_inputs(tokens: Tokens, logprobs: Tensor, *, num_sequences: int) -> Rat
     return RatioInputs(drift, tokens.contexts, num_sequences)
 
 
-# --- rewards ---------------------------------------------------------------------------------------------------------
 def shape_rewards(batch: Batch, *, config: AlgorithmConfig, price: float, max_tokens: int) -> Batch:
     """Shape trajectory rewards and fill token rewards.
 
@@ -122,7 +121,6 @@ def _normalized(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> 
     return shaped
 
 
-# --- advantages ------------------------------------------------------------------------------------------------------
 def fill_advantages(
     batch: Batch, function: Callable[[AdvantageInputs], Any], *, config: AdvantageConfig, state: dict[str, float]
 ) -> Batch:
@@ -183,7 +181,6 @@ def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch
     return batch.with_tokens(advantages=advantages)
 
 
-# --- token weights ---------------------------------------------------------------------------------------------------
 def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> Tensor:
     """float32[N]: weight of each token's loss. `max_tokens`: as in `shape_rewards`."""
     trajectories = batch.trajectories
@@ -232,7 +229,6 @@ def describe_advantages(batch: Batch) -> dict[str, float]:
     }
 
 
-# --- selected tokens -------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def select_tokens(batch: Batch, *, masks: Sequence[Mask], selector: Mask | None, update: int, seed: int) -> Batch:
     """Fill `is_trusted` and `is_selected` for one update, given `current_logprobs`."""

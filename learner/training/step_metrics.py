@@ -168,7 +168,6 @@ def _sum_by(buckets: Tensor, columns: list[Tensor]) -> Tensor:
     return torch.stack([column.double() for column in columns]) @ one_hot
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------
 def describe(counts: Counts) -> dict[str, float]:
     """Name -> metric over all buckets, if it has a token or trajectory."""
     described: dict[str, float] = {}
@@ -208,7 +207,6 @@ def describe_by_lag(counts: Counts) -> dict[str, float]:
     }
 
 
-# --- a step ----------------------------------------------------------------------------------------------------------
 class TokenRecorder:
     """Records log-probability and entropy per token. Life: add* -> collect, on every rank."""
 

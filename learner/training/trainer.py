@@ -41,7 +41,6 @@ from slipstream.runtime.routers import aux_loss_coefficient
 from slipstream.runtime.trace import TimeAccount
 
 
-# --- models that are not trained -------------------------------------------------------------------------------------
 class AdapterOff:
     """The policy without its adapter, as a reference."""
 
@@ -103,7 +102,6 @@ class FrozenModels:
             self.refreshed.take_weights(engine)
 
 
-# --- a step ----------------------------------------------------------------------------------------------------------
 class Trainer:
     """One per rank. Life: (step -> canary?)*. Every method is collective."""
 
