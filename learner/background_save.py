@@ -1,6 +1,5 @@
 """BackgroundSaver: writes a checkpoint while training continues.
 
-Consumes: write functions over a copied state, on every rank.
 Produces: durable files with checksums on each machine; with `storage.uri`, all of them in the object store.
 Waits for: disk space, the object store, and, on the first rank of a folder, the files of its other ranks.
 Invariant: at most one save is in flight. Its threads run no collectives, which would interleave with training's.

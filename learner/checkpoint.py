@@ -243,9 +243,8 @@ class Checkpoints:
         """Begin a checkpoint that covers `step`. On return, its state is copied and its name fixed.
 
         First waits for the previous save and raises its error. Once the checkpoint is durable, rank 0 calls `finish` in
-        the writing thread; with all roles in one process, before the return. If the newest checkpoint covers `step`,
-        only calls `finish` again. Raises DivergenceError unless optimizer and objective are finite. The caller checks
-        the weights.
+        the writing thread, or here with all roles in one process. If the newest checkpoint covers `step`, only calls
+        `finish` again. Raises DivergenceError unless optimizer and objective are finite. The caller checks the weights.
         """
         began_at = time.monotonic()
         self.saver.flush()

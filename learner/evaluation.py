@@ -75,7 +75,7 @@ def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
 
 
 def best_at_k(rewards: Sequence[float], k: int) -> float:
-    """Expected largest of k rewards: sum over ranks i of r[i] * C(i, k - 1) / C(n, k), r ascending, i from 0."""
+    """Expected largest of k rewards: sum over i >= 0 of r[i] * C(i, k - 1) / C(n, k), r ascending."""
     weights = [comb(rank, k - 1) / comb(len(rewards), k) for rank in range(len(rewards))]
     return float(np.dot(weights, sorted(rewards)))
 
@@ -142,9 +142,7 @@ def _prompt_sums(
 
 
 def estimate(sums: Sums, *, minus: Sums | None = None) -> Estimate:
-    """Mean, or its paired difference to `minus`, with the bootstrap interval over prompts.
-
-    `minus` must cover the same prompts.
+    """Mean, or its paired difference to `minus` on the same prompts, with the bootstrap interval.
 
     Source: Efron and Tibshirani, An introduction to the bootstrap, chapter 13 (percentile interval).
     """

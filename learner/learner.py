@@ -2,7 +2,7 @@
 
 Consumes: ready groups from the store, member reports from the broker.
 Produces: policy versions, checkpoints, metrics, the final model.
-Waits for: the groups of a step and the answers of an evaluation, until a dead end; members, while publishing.
+Waits for: groups of a step and answers of an evaluation, until a dead end; members, while publishing.
 Woken by: the store, when enough groups are ready.
 Invariant: along the surviving lineage of weights, every group is committed exactly once. On a resume, groups that no
 checkpoint covers return to the buffer.
@@ -200,7 +200,7 @@ class Learner:
         self._record_stage("initial weights published")
         self._profiler.prepare(self._step + 1)
         self._store.set_phase("training")
-        # A resumed policy is not the initial one, so only the stored result is valid.
+        # After a resume, only the stored result is that of the initial policy.
         is_due = self._step == 0 and (self._run.evaluation.before_training or self._run.mode == "evaluate")
         before = self._evaluate_fully("before") if is_due else self._evaluator.result("before")
         if before:

@@ -1,7 +1,7 @@
 """StepProfiler: makes every role record the steps of `profile.steps` or of a `slipstream profile` request.
 
-Roles start some steps early, to record the first step's trajectories from their lease on. They write events when the
-last step's version has arrived or is overdue, and a thread merges them.
+Roles start some steps early, to record trajectories from their lease on. They write events when the last step's version
+has arrived or is overdue, and a thread merges them.
 """
 
 import threading

@@ -28,7 +28,7 @@ class Command(Record, tag_field="command", tag=True):
 
 
 class TrainStep(Command):
-    """Train on the groups whose payloads follow. Example: TrainStep(step=12, version=11, group_sizes=[8, 8])."""
+    """Train on groups, with their payloads. Example: TrainStep(step=12, version=11, group_sizes=[8, 8])."""
 
     step: int
     version: int
@@ -121,7 +121,7 @@ class RankGroup:
         self.flush_checkpoint()
 
     def keep_alive(self) -> None:
-        """Call every few seconds of a wait: the other ranks wait in a collective that times out."""
+        """Call every few seconds of a wait: other ranks wait in a collective."""
         self._on_all(Operation("keep_alive"))
 
     def shutdown(self) -> None:

@@ -5,9 +5,8 @@ Only rank 0 talks to the store and the generators. The others receive bytes and 
 RankWatch: ends a learner rank when another or its machine has been silent for too long. A dying process closes its
 connections, which fails the others' collectives. A vanished machine closes nothing.
 
-Consumes: heartbeats of the other ranks, from the rendezvous.
-Produces: own heartbeats; an error message and exit code 75, which makes the launcher restart the ranks.
-Invariant: a separate thread sends heartbeats, so a step may take any amount of time.
+Produces: an error message and exit code 75, which makes the launcher restart the ranks.
+Invariant: a separate thread sends heartbeats, so a step may take any time.
 """
 
 import math

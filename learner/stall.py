@@ -1,6 +1,5 @@
 """StallDetector: detects dead ends of the learner's waits, then fails or keeps waiting.
 
-Consumes: counts, roles, and events of the store.
 Produces: the reason in status and live view, a log line every few seconds, DeadEndError.
 """
 

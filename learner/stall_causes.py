@@ -71,7 +71,7 @@ def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) 
 class Progress:
     """The newest snapshot and the changes up to it. Life: (begin -> update*)*, one `begin` per wait.
 
-    Rewards and applied versions are tracked across waits: both can fail while every wait succeeds.
+    Rewards and applied versions can fail while every wait succeeds.
     """
 
     now: Snapshot
@@ -80,7 +80,7 @@ class Progress:
     served_s: float
     """Time since a generator first had verified weights in this wait."""
     outdated_s: float
-    """Time since a generator last applied newer weights; 0 while one holds the newest or none holds any."""
+    """Time since a generator applied newer weights; 0 while one holds the newest or none any."""
     accepted: int
     """Trajectories stored since the wait began."""
     losses: dict[str, int]

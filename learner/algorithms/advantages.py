@@ -214,7 +214,7 @@ def pass_at_k(inputs: AdvantageInputs, *, k: int) -> Float[Tensor, "B"]:
 
 
 def _miss_rate(num_wrong: Int[Tensor, "G"], num_samples: Int[Tensor, "G"], *, k: int) -> Float[Tensor, "G"]:
-    """C(num_wrong, k) / C(num_samples, k) as a product of k factors: no overflow, and exact 0 and 1."""
+    """C(num_wrong, k) / C(num_samples, k) as a product: no overflow, and exact 0 and 1."""
     drawn = torch.arange(k, device=num_wrong.device)
     wrong, left = (num_wrong[:, None] - drawn).clamp(min=0), num_samples[:, None] - drawn
     return torch.where(left > 0, wrong.double() / left.clamp(min=1), 1.0).prod(1)

@@ -64,7 +64,7 @@ def token_log_ratio(numerator: Float[Tensor, "N"], denominator: Float[Tensor, "N
 
 
 def token_ratio(numerator: Float[Tensor, "N"], denominator: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """exp of `token_log_ratio`: pi_numerator(a_t | s_t) / pi_denominator(a_t | s_t)."""
+    """pi_numerator(a_t | s_t) / pi_denominator(a_t | s_t), bounded."""
     return token_log_ratio(numerator, denominator).exp()
 
 
@@ -126,8 +126,8 @@ def mask(weights: Float[Tensor, "N"], *, low: float = 0.0, high: float = math.in
 
     w = w if low <= w <= high else 0
 
-    Source: IcePop, Ring-1T, arXiv:2510.18855, at the token level; masked importance sampling, Liu, Li et al. 2025,
-    "When Throughput Kills Stability", at the sequence level.
+    Source: IcePop, Ring-1T, arXiv:2510.18855, per token; masked importance sampling, Liu, Li et al. 2025, "When
+    Throughput Kills Stability", per sequence.
     """
     kept = weights.detach()
     return torch.where((kept >= low) & (kept <= high), kept, torch.zeros_like(kept))

@@ -51,8 +51,7 @@ class AdvantageInputs:
     positions_in_turn: Int[Tensor, "N"]
     """Among those of the turn."""
     token_rewards: Float[Tensor, "N"]
-    """float64: each turn's reward at its last token, the rest at the trajectory's, minus any KL penalty in the
-    reward."""
+    """float64: each turn's reward at its last token, the rest at the trajectory's, minus any KL penalty."""
     generator_logprobs: Float[Tensor, "N"]
     """float32, under the sampled distribution."""
     observations: Int[Tensor, "N"] | None = None
@@ -68,7 +67,7 @@ class AdvantageInputs:
     correction_weights: Float[Tensor, "N"] | None = None
     """float32, importance weights; None if they are computed with the loss."""
     state: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Numbers that the function keeps across steps and checkpoints; initially empty."""
+    """Numbers that the function keeps across steps and checkpoints."""
 
     @property
     def num_sequences(self) -> int:

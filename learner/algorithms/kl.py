@@ -29,7 +29,7 @@ def k1(inputs: KlInputs) -> Float[Tensor, "N"]:
 
 
 def absolute(inputs: KlInputs) -> Float[Tensor, "N"]:
-    """|x|. Biased and nonnegative; grows slower than k2 in the tails."""
+    """|x|. Biased and nonnegative; below k2 in the tails."""
     return k1(inputs).abs()
 
 

@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.learner.algorithms import kl
 
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
-"""Logits per chunk by device type. On a GPU, 64 MiB of logits (110 tokens with a vocabulary of 151,936) would make
-matrix products memory-bound."""
+"""Logits per chunk by device type. On GPUs, matrix products of 64 MiB (110 x 151,936) are memory-bound."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def measure_tokens(
         parameters = (logits.states, logits.weight, logits.bias)
         columns = _MeasureDeferred.apply(*parameters, logits, chunks, measure, requested, names)
         return dict(zip(names, columns, strict=True))
-    # `split`, because each slice's backward pass would allocate a gradient as large as all logits.
+    # `split`: the backward pass of a slice would allocate a gradient as large as all logits.
     found = [
         checkpoint(measure, part, index, use_reentrant=False) for index, part in enumerate(logits.split(chunk_tokens))
     ]

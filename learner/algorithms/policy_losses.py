@@ -3,8 +3,8 @@
 ratio = pi_learner / pi_proximal; sg = stop gradient. The proximal policy is called anchor where it may also be the
 generator. Terms sg(weight) * log pi_learner use the log-ratio, which has the same gradient.
 
-Sequence-level losses are repeated for each token, which aggregations weight equally, so the sum matches the paper.
-Except in token forms, they need equal advantages within a sequence.
+Sequence-level losses are repeated for each token, and aggregations weight these equally. Except in token forms, they
+need equal advantages within a sequence.
 """
 
 from dataclasses import replace

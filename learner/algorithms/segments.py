@@ -1,4 +1,4 @@
-"""Sums, means, extrema, and deviations over segments: the rewards of groups or the tokens of sequences.
+"""Sums, means, extrema, and deviations over segments: rewards of groups or tokens of sequences.
 
 `segments` holds the segment of each value, 0 <= segment < num_segments. An empty segment gives 0. Values may be in any
 order, except for `to_rows`. Standard deviations divide by n.

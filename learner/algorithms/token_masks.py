@@ -68,7 +68,7 @@ def clip_cov_mask(
     fewer, none if fraction is 0
 
     Source: Clip-Cov, arXiv:2505.22617, eq. 11 and 12.
-    Differs: drops at least one token, like the authors' code, which also excludes clipped tokens.
+    Differs: at least one token, like the authors' code, which also excludes clipped tokens.
     """
     covariances = covariance(inputs)
     is_high = (covariances >= covariance_low) & (covariances <= covariance_high)

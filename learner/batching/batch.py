@@ -1,8 +1,8 @@
 """Batch: a step's claimed groups as two tables of columns, one per trajectory and one per trained token.
 
 Everything without a gradient is computed on whole columns, identically on every rank. Columns are filled in field
-order: trajectory data (`build_batch`), model outputs (`microbatch.recompute`), and loss inputs (`Objective.prepare`).
-Unneeded columns are None.
+order: trajectory data (`build_batch`), model outputs (`recompute`), loss inputs (`Objective.prepare`). Unneeded ones
+are None.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class _Columns:
 
 @dataclass(frozen=True)
 class Trajectories(_Columns):
-    """One entry per claimed trajectory, B in total, in claim order. Members of a group are adjacent."""
+    """One entry per claimed trajectory, B in total, in claim order, so groups are adjacent."""
 
     groups: Int[Tensor, "B"]
     """Index of the claimed group."""
@@ -95,7 +95,7 @@ class Tokens(_Columns):
     teacher_logprobs: Float[Tensor, "N"] | None = None
     """float32, from the teacher."""
     collisions: Float[Tensor, "N"] | None = None
-    """Probability that two draws from the learner are equal: sum of squared probabilities."""
+    """Probability that two draws from the learner are equal."""
     values: Float[Tensor, "N"] | None = None
     """float32, critic's value of the state before the token, at the step's start."""
     process_rewards: Float[Tensor, "N"] | None = None

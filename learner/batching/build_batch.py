@@ -1,7 +1,7 @@
 """Batch building: fetched groups -> the batch as columns, and samples of each optimizer update.
 
-Trajectories with a failed reward leave the loss and their group's baseline, stale tokens only the loss. A greedy answer
-only serves as a baseline.
+Trajectories with a failed reward leave the loss and their group's baseline, stale tokens the loss. A greedy answer is
+only a baseline.
 """
 
 from collections import Counter
@@ -121,7 +121,7 @@ def _make_member(
 
 
 def _check_vocabulary(members: Sequence[_Member], *, vocab_size: int) -> None:
-    # A maximum per trajectory would cost as much as all other checks.
+    # Maxima per trajectory would cost as much as all other checks.
     if not members or np.concatenate([member.trajectory.token_ids for member in members]).max() < vocab_size:
         return
     largest, trajectory = next(
@@ -160,7 +160,7 @@ def _check_experts(trajectory: Trajectory, routers: Routers) -> None:
 
 
 def _samples(member: _Member, first_index: int, images: PromptImages | None, *, has_experts: bool) -> Iterator[Sample]:
-    """One sample per context. `first_index`: column of the member's first trained token."""
+    """One sample per context. `first_index`: of the first trained token."""
     trajectory = member.trajectory
     experts = trajectory.arrays[EXPERTS] if has_experts else None
     bounds = trajectory.context_bounds()

@@ -73,7 +73,7 @@ def row_length(row: Row) -> int:
 
 
 def _split(group: list[Sample], *, max_tokens: int) -> list[Bundle]:
-    """Bundles of a group. They share the prefix before the first trained token if equal in all samples."""
+    """Bundles of a group. They share the prefix before trained tokens if equal in all samples."""
     # A trained token has a loss in each sample.
     num_untrained = min(int(sample.trained[0]) for sample in group)
     first = group[0].token_ids[:num_untrained]
@@ -121,9 +121,9 @@ class Layout:
     """Arrangement of sequences in a microbatch. Kinds, densest first:
 
     `shared_rows`: rows about as long as the longest sequence, each prompt once. Needs attention with masks or spans.
-    `one_row`: rows of whole sequences without a mask. Needs attention that restarts where positions restart.
+    `one_row`: rows of whole sequences without a mask. Needs attention that restarts with positions.
     `one_per_row`: one padded row per sequence, without mask or positions. Fits most causal models.
-    `one_at_a_time`: one microbatch per sequence, for models that depend on the longest sequence of a microbatch.
+    `one_at_a_time`: one microbatch per sequence, for models that depend on its longest sequence.
     """
 
     kind: LayoutKind

@@ -57,7 +57,7 @@ class Sample:
     """Divisor of the logits, > 0."""
     images: SampleImages | None = None
     experts: np.ndarray | None = None
-    """uint8 or int16[T, M, K], K experts per token in each of M routers. None lets the routers choose."""
+    """uint8 or int16[T, M, K], K experts per token and each of M routers. None: the routers choose."""
 
     @property
     def indices(self) -> np.ndarray:
@@ -139,7 +139,7 @@ class Microbatch:
     spans: Spans | None
     """None: each token attends to all earlier ones in its row."""
     sources: Int[Tensor, "N"]
-    """Index in the flattened rows of the token that predicts each trained token."""
+    """Flattened index of the token that predicts each trained token."""
     targets: Int[Tensor, "N"]
     temperatures: Float[Tensor, "N"]
     """Divisor of the logits."""
@@ -153,7 +153,7 @@ class Microbatch:
     """Patches per image along time, height, and width."""
     is_image: Bool[Tensor, "R L"] | None = None
     experts: Int[Tensor, "R L M K"] | None = None
-    """Per input token and router. None lets the routers choose."""
+    """Per input token and router. None: the routers choose."""
 
     @property
     def num_tokens(self) -> int:
@@ -178,7 +178,7 @@ def recompute(
 ) -> dict[str, Tensor]:
     """Outputs `names` of forward passes over a whole step as columns, float32[N]. Collective.
 
-    Ranks hold equally many microbatches and together each token at most once. Missing tokens are 0.
+    Ranks hold equally many microbatches and each token at most once. Missing tokens are 0.
     """
     columns = {name: torch.zeros_like(batch.tokens.generator_logprobs) for name in names}
     for microbatch in microbatches:
@@ -216,7 +216,7 @@ class PromptImages:
             self._images.popitem(last=False)
 
     def of(self, trajectory: Trajectory, start: int, end: int) -> SampleImages | None:
-        """Images between tokens `start` and `end`, or None. Raises BatchError."""
+        """Images between two tokens. Raises BatchError."""
         media = [each for each in trajectory.media if start <= each.first_token < end]
         if not media:
             return None

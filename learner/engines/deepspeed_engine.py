@@ -53,7 +53,7 @@ def deepspeed_config(
         "gradient_accumulation_steps": 1,
         "train_batch_size": num_ranks,
         "managed_gradient_accumulation": False,
-        # At stage 0 DeepSpeed does not report the norm, so an optimizer hook clips instead.
+        # At stage 0 DeepSpeed reports no norm, so an optimizer hook clips.
         "gradient_clipping": (optimizer.max_grad_norm or 0.0) if optimizer and config.zero_stage else 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
@@ -180,7 +180,7 @@ class DeepSpeedEngine(ShardedModel[M], TrainEngine[M]):
         if self._stage < 3:
             for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
                 for parameter in group:
-                    # Ranks split the flat tensor evenly, also within parameters. None: not on this rank.
+                    # Ranks split the flat tensor, also within parameters. None: not on this rank.
                     if held := parameter._hp_mapping:
                         part, within = held.lp_fragment_address, held.hp_fragment_address
                         shards.append(Shard(names[id(parameter)], part.start, part.numel, flat, within.start))

@@ -100,7 +100,7 @@ class ModelEngine(Generic[M]):
 
     @torch.no_grad()
     def take_weights(self, other: "ModelEngine") -> None:
-        """Copy the weights of an engine with the same model and layout."""
+        """`other` has the same model and layout."""
         theirs = dict(other.held_weights())
         for name, weight in self.held_weights():
             weight.copy_(theirs[name])
@@ -129,7 +129,7 @@ class TrainEngine(ModelEngine[M]):
         self, model: M, *, optimizer: OptimizerConfig, device: torch.device, setting: str = "learner.optimizer"
     ) -> None:
         """`setting`: config section of `optimizer`, for errors."""
-        # With accelerate installed (for peft), transformers imports DeepSpeed to save a model.
+        # With accelerate (for peft), transformers imports DeepSpeed to save a model.
         logging.getLogger("DeepSpeed").disabled = True
         super().__init__(model)
         self.device = device

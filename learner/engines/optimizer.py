@@ -76,7 +76,7 @@ _SHAPES = {
 
 
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and persistent buffer by name, tied ones under each name."""
+    """Yield parameters and persistent buffers by name, tied ones under each."""
     yield from module.state_dict(keep_vars=True).items()
 
 
@@ -197,7 +197,7 @@ def _zero_state(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, A
 
 
 class Shard(NamedTuple):
-    """Consecutive elements of a flattened parameter, in a tensor that the optimizer updates.
+    """Elements of a flattened parameter, in a tensor that the optimizer updates.
 
     Example: Shard("model.norm.weight", begin=64, size=64, master=<float32[4096]>, offset=128)
     """
@@ -233,7 +233,7 @@ def copy_shards(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> di
     """Like `copy_weights`, with moments."""
     copies = copy_weights(shards)
     for shard in shards:
-        # A parameter without gradients so far has no state. Save zeros.
+        # Without gradients so far, a parameter has no state.
         state = optimizer.state.get(shard.master) or _zero_state(optimizer, shard.master)
         for field in filter(state.__contains__, _FIELDS):
             copies[f"{field}/{shard.begin}/{shard.name}"] = shard.of(state[field]).to("cpu", copy=True)

@@ -1,4 +1,4 @@
-"""MemberTable: the live generators, the version each holds, and the backoff of generators that failed.
+"""MemberTable: live generators, their versions, and backoffs after failures.
 
 FetchTracker: tracks versions that generators fetch, and owns the server they fetch from.
 
@@ -69,7 +69,7 @@ class MemberTable:
     """Used by one thread."""
 
     def __init__(self, *, on_evict: Callable[[str, str], object], clock: Clock, trusts_network: bool = False) -> None:
-        """`on_evict` receives each evicted or reported member's id and the reason.
+        """`on_evict` gets an evicted or reported member's id and the reason.
 
         `trusts_network`: whether members on other machines may join broadcasts.
         """
@@ -102,7 +102,7 @@ class MemberTable:
         return self._held.get(member) == version
 
     def holds_any(self, member: Member) -> bool:
-        """Whether the member has applied a version since its last eviction."""
+        """Whether the member applied a version since its eviction."""
         return member in self._held
 
     def num_holding(self, version: int) -> int:
@@ -113,7 +113,7 @@ class MemberTable:
         return self._devices.get(member, "cpu")
 
     def record_applied(self, member: Member, version: int, *, device: DeviceName) -> None:
-        """Record that a member holds a version, and reset its backoff."""
+        """Also resets the member's backoff."""
         self._held[member] = version
         self._devices[member] = device
         self._num_evictions.pop(member, None)
@@ -191,7 +191,7 @@ class Lenders:
         self._rests_until: dict[Member, float] = {}
 
     def assign(self, version: int, members: Iterable[Member], *, by_delta: bool) -> dict[Place, list[Member]]:
-        """Assign a place to each fetching member. `by_delta`: the members hold an older version."""
+        """Place fetching members. `by_delta`: they hold an older version."""
         if version != self._version:
             self._version = version
             self._trees.clear()
@@ -249,7 +249,7 @@ class Lenders:
         return Place(tuple(node.address for node in sources), is_lent)
 
     def _sources(self, machine: str, tree: _Tree) -> list[_Node]:
-        """Return the lender to fetch from and a fallback. Empty means the learner."""
+        """The lender to fetch from and a fallback; empty for the learner."""
         nodes = tree.nodes.values()
         reachable = (node for node in nodes if node.machine == machine or not is_own_machine(node.address))
 
@@ -319,9 +319,9 @@ class FetchTracker:
         self._clock = clock
         self._requests: dict[Member, _Request] = {}
         self._reads_files: set[Member] = set()
-        """Members on this machine that failed to apply a version from memory."""
+        """Members on this machine that failed to read memory."""
         self._unanswered: set[int] = set()
-        """Versions that a member may still read from memory: it left or missed its deadline."""
+        """Versions that a member without an answer may still read from memory."""
         self._fetched_at: dict[Member, float] = {}
         self._lenders = Lenders(members, fan_out=_FAN_OUT, clock=clock)
         self._digests: tuple[int, list[bytes]] = (-1, [])

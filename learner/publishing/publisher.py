@@ -2,16 +2,14 @@
 
 Consumes: a staged version, member reports, EpochOpened, UpdateApplied.
 Produces: OpenEpoch, Update, the broadcast, and a snapshot for members that fetch.
-Waits for: an answer from every member of the epoch, each phase up to its limit; fetching members only if no other holds
-the version.
+Waits for: answers of the epoch's members, up to a limit per phase; fetching members only if no other holds the version.
 Invariant: a version is committed only after every member of its epoch applied it with equal checksums and a probe
 within bounds. Failed members leave the epoch until their backoff ends.
 
 BackgroundPublisher: publishes versions while training continues.
 
-Consumes: weights and canary of a version, copied before `publish` returns.
 Produces: announced and committed versions in the store.
-Waits for: nothing in `publish`.
+Waits for: nothing in `publish`, which copies the weights.
 Invariant: one version is in flight and at most one, the newest, is queued, in two sets of buckets. Only the
 synchronizing thread uses the publisher.
 """
@@ -136,7 +134,7 @@ class Publisher:
 
     @property
     def is_due(self) -> bool:
-        """Whether a live generator lacks the version and is eligible for retry."""
+        """Whether an eligible live generator lacks the version."""
         self.poll(timeout_s=0)
         if self._staged is None:
             return False
@@ -145,7 +143,7 @@ class Publisher:
         return any(not self._members.holds(member, self.version) for member in self._broadcast_members())
 
     def synchronize(self) -> Published:
-        """Deliver the version to every live generator, evicting members that fail."""
+        """Deliver the version to live generators, evicting members that fail."""
         started_at = self._clock()
         self._applied, self._fetched = {}, {}
         # Each attempt evicts the members that failed.
@@ -192,8 +190,8 @@ class Publisher:
 
     # --- one attempt ---------------------------------------------------------------------------------------------
     def _open_epoch(self, members: list[Member]) -> bool:
-        # A process group has fixed ranks, and its members may disagree about a failed broadcast. So every change of
-        # members opens a new group and epoch.
+        # A process group has fixed ranks, and members may disagree about a failed broadcast, so every change opens a
+        # new group and epoch.
         self._epoch += 1
         self._epoch_members = []
         self._opened = {}

@@ -92,7 +92,7 @@ class ProbeLimit:
 
 
 def check_first_step(row: Mapping[str, Any], *, run: RunConfig, limit: float) -> None:
-    """Raise SampledLogprobsError unless the learner reproduces the generators' log-probabilities of step 1.
+    """Raise SampledLogprobsError unless the learner reproduces the log-probabilities of step 1.
 
     The same weights sampled and scored it, so only rounding may differ. With r = p_learner / p_generator:
 
@@ -132,7 +132,7 @@ def check_first_step(row: Mapping[str, Any], *, run: RunConfig, limit: float) ->
 
 @torch.no_grad()
 def canary_logprobs(engine: TrainEngine, token_ids: np.ndarray, *, layout: Layout) -> list[list[float]]:
-    """Log-probabilities of tokens 1.. of each sequence at temperature 1, with the training layout. Collective."""
+    """Log-probabilities of tokens 1.. at temperature 1, in the training layout. Collective."""
     num_sequences, length = token_ids.shape
     trained = np.arange(1, length)
     samples = [Sample(ids, trained, index * len(trained), group_id=str(index)) for index, ids in enumerate(token_ids)]
@@ -157,7 +157,7 @@ class Staged:
         """Mapped by generators on this machine, and overwritten after all have answered."""
         self._update = update
         self._pull = pull
-        # Separate locks: staging the next version needs these bytes pulled, but no checksums.
+        # Separate: staging the next version needs these bytes, but no checksums.
         self._pulling, self._summing = Lock(), Lock()
 
     def pull(self) -> None:

@@ -215,7 +215,7 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
     if run.sft.objective == "pairs":
         # A common name may be a copy of the conversations' first message.
         return _find_pairs(schema, columns["prompt"], run=run)
-    # A run's archive and exported trajectories have these columns, too.
+    # As in archives and exported trajectories.
     if {"token_ids", "model_mask"} <= set(schema.names):
         _check_type(schema, "token_ids", _is_list_of(pa.types.is_integer), "lists of integers")
         is_flags = _is_list_of(lambda kind: pa.types.is_boolean(kind) or pa.types.is_integer(kind))
@@ -236,7 +236,7 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
 
 
 def _column(schema: pa.Schema, name: str, *, common: Sequence[str]) -> str:
-    """Column, or for a missing default one its first common equivalent."""
+    """Column, or a common equivalent of a missing default."""
     if name != common[0] or name in schema.names:
         return name
     return next((each for each in common if each in schema.names and each not in row_files.CHATS), name)

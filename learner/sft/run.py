@@ -2,7 +2,7 @@
 
 Consumes: demonstrations, which every rank reads.
 Produces: checkpoints, metrics, the final model, and the best model.
-Waits for: the other ranks, in collectives.
+Waits for: other ranks, in collectives.
 Invariant: a step's demonstrations depend only on seed and step number, so a resumed run continues bit for bit and all
 ranks agree.
 
@@ -67,7 +67,7 @@ class SftTrainer:
         self._num_steps = num_steps
 
     def step(self, demonstrations: Sequence[Demonstration], *, step: int) -> dict[str, float]:
-        """Run one optimizer update. Returns its metrics, equal on all ranks. Raises DivergenceError."""
+        """Make one update. Returns metrics, equal on all ranks. Raises DivergenceError."""
         num_tokens = count_tokens(demonstrations)
         samples = to_samples(demonstrations)
         self._trainer.check_rows(samples, step=step)
@@ -100,7 +100,7 @@ class SftTrainer:
 
     @torch.no_grad()
     def measure(self, demonstrations: Sequence[Demonstration]) -> dict[str, float]:
-        """`eval/loss`: mean loss over trained tokens, without impossible ones, nats."""
+        """`eval/loss`: mean loss over possible trained tokens, nats."""
         parts = [demonstrations[i : i + self._batch_size] for i in range(0, len(demonstrations), self._batch_size)]
         microbatches = (microbatch for part in parts for microbatch in self._trainer.collate(to_samples(part)))
         found = [(logprobs.double().sum(), count) for logprobs, count, _ in map(self._logprobs, microbatches)]
@@ -196,7 +196,7 @@ _SHOWN = ("step", "epoch", "learner/loss", "eval/loss", "eval/pair_accuracy")
 
 
 class SftRun:
-    """One per rank. Rank 0 writes `metrics.jsonl` and `summary.json`, see docs/sft.md. Life: run, once."""
+    """One per rank. Rank 0 writes the files of docs/sft.md. Life: run, once."""
 
     def __init__(self, run: RunConfig, *, device: torch.device, rank: int = 0) -> None:
         """Blocks until all ranks have joined. Raises ConfigError, LearnerError."""

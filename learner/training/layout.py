@@ -156,8 +156,8 @@ class _ModelCheck:
     def is_exact(self, layout: Layout) -> bool:
         if layout not in self.found:
             found = 0.0, ""
-            # float32 reveals small leaks, but half precision uses other kernels. Full-length rows, though expensive,
-            # reveal positions counted along the row.
+            # float32 reveals small leaks, but half precision uses other kernels. Full-length rows reveal positions
+            # counted along the row.
             dtypes = dict.fromkeys((torch.float32, self._model.compute_dtype))
             for dtype, fills_row in product(dtypes, (False, True)):
                 if found[0] > 1:
@@ -275,7 +275,7 @@ class _ModelCheck:
         return samples
 
     def _fillers(self, layout: Layout, total: int, length: int) -> list[Sample]:
-        """Samples of `length` inputs that extend a row of `total` tokens to training length."""
+        """Samples of `length` inputs that fill a row of `total` tokens."""
         if layout.kind not in ("shared_rows", "one_row"):
             return []
         random, trained = np.random.default_rng([self._run.seed, length]), np.array([length])

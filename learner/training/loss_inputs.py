@@ -1,7 +1,7 @@
 """Loss inputs: correction weights, rewards, advantages, token weights, and selected tokens.
 
-Computed without gradient on a step's or update's batch, identically on every rank. `correct`, `ratio_inputs`, and
-`mask_inputs` may get a microbatch.
+Computed without gradient, identically on every rank. `correct`, `ratio_inputs`, and `mask_inputs` may get a microbatch,
+others a step's or update's batch.
 """
 
 import dataclasses
@@ -211,7 +211,7 @@ def _num_kept(batch: Batch) -> Tensor:
 
 
 def learning_rate_scale(batch: Batch) -> float:
-    """Factor from the effective sample size of a step's sequence weights, before any bound."""
+    """Factor from the effective sample size of a step's unbounded sequence weights."""
     drift = ratio_inputs(batch.tokens, known(batch.tokens.start_logprobs), num_sequences=batch.num_contexts)
     weights = importance.one_per_sequence(importance.sequence_level(drift), drift)
     return importance.ess_learning_rate_scale(float(importance.effective_sample_size(weights)))

@@ -120,10 +120,7 @@ class Policy(nn.Module):
         return self.causal_lm.base_model is not self.causal_lm
 
     def probe(self, microbatch: Microbatch) -> Tensor:
-        """Hidden states scaled to about 1, [N, D], for comparing layouts. Without a trunk: log-probabilities, [N, 1].
-
-        Hidden states reveal leaks even if the policy is certain.
-        """
+        """Hidden states scaled to about 1, [N, D], which reveal leaks. Without a trunk: log-probabilities, [N, 1]."""
         if not self.has_trunk:
             return self(microbatch)["logprobs"][:, None]
         part = self.group.take(microbatch)
@@ -327,7 +324,7 @@ def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, T
     window = getattr(text, "sliding_window", None)
     kinds = set(getattr(text, "layer_types", None) or [_WINDOWED])
     if window and mask.shape[-1] > window and kinds in ({_WINDOWED}, {_WINDOWED, _FULL}):
-        # Distances along the sequence: in the row, siblings may be between a response and its prompt.
+        # Distances along the sequence: a row may have siblings between a response and its prompt.
         positions = known(microbatch.position_ids)
         positions = positions if positions.dim() == 2 else positions[0]
         near = mask & (positions[:, None, :, None] - positions[:, None, None, :] < window)
@@ -342,10 +339,7 @@ def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, T
 def load_policy(
     config: ModelConfig, *, is_reward_model: bool = False, setting: str = "model.path", **options: Any
 ) -> Policy:
-    """Load a checkpoint without dropout, and attach any adapter. `options`: see `load_module`.
-
-    Raises ModelError, ConfigError.
-    """
+    """Load a checkpoint with any adapter. `options`: see `load_module`. Raises ModelError, ConfigError."""
     check_layers(config)
     kind = AutoModelForSequenceClassification if is_reward_model else language_model_class(config.path)
     module, _ = load_module(kind, config, setting=setting, **options)
@@ -428,7 +422,7 @@ def _load_pretrained(kind: Any, config: ModelConfig, *, on_gpu: bool, setting: s
 
 
 def _disable_dropout(settings: PreTrainedConfig) -> None:
-    """Disable dropout: layers that recompute activations are in training mode."""
+    """Layers that recompute activations are in training mode."""
     for part in (settings, settings.get_text_config()):
         for name, value in vars(part).items():
             # For example `resid_pdrop` (GPT-2) and `layerdrop` (OPT).
@@ -437,7 +431,7 @@ def _disable_dropout(settings: PreTrainedConfig) -> None:
 
 
 def _disable_noise(module: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Set evaluation mode, because some routers are random in training mode."""
+    """Set evaluation mode: some routers are random in training mode."""
     module.eval()
     if gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})

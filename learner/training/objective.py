@@ -38,10 +38,7 @@ from slipstream.runtime.import_path import load_function
 
 
 def load_formula(record: Formula, *, setting: str) -> Callable[[Any], Any]:
-    """Function that `record` selects, with its settings bound.
-
-    `setting`: its config key. Raises ConfigError.
-    """
+    """Function that `record` selects, with its settings. `setting`: its config key. Raises ConfigError."""
     if isinstance(record, CustomAdvantageConfig | CustomPolicyLossConfig):
         return partial(load_function(record.function, setting=setting, arguments=record.arguments), **record.arguments)
     return bind(record.formula(), record)
@@ -125,12 +122,12 @@ class Objective:
 
     # --- with gradient -------------------------------------------------------------------------------------------
     def loss(self, tokens: Tokens, measured: dict[str, Tensor], *, metrics: StepMetrics) -> Tensor:
-        """Part of the update's loss for `tokens`, in complete contexts. Adds statistics to `metrics`.
+        """Part of the update's loss for `tokens`, in complete contexts, and its statistics. Raises BatchError.
 
-        `measured`: outputs of the forward pass. Raises BatchError.
+        `measured`: outputs of the forward pass.
         """
         learner = measured["logprobs"]
-        # Otherwise sums over a microbatch's contexts would be as long as the batch.
+        # Otherwise sums over contexts would be as long as the batch.
         numbers, contexts = torch.unique(tokens.contexts, return_inverse=True)
         tokens = tokens.replace(contexts=contexts)
         inputs, correction = self._loss_inputs(tokens, learner, num_sequences=len(numbers))
@@ -194,7 +191,7 @@ class Objective:
         if self._config.proximal == "generator":
             return tokens.generator_logprobs
         if self._config.proximal == "interpolate":
-            # Versions relative to the learner at the start of the step, which produces version 1.
+            # Versions relative to the start of the step, which produces version 1.
             alpha = importance.interpolation(tokens.lags)
             return importance.loglinear(tokens.generator_logprobs, learner_logprobs, alpha=alpha)
         if self._config.proximal == "reuse" or tokens.start_logprobs is None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 LIMIT = 64 * torch.finfo(torch.float32).eps
 """Difference relative to the spread that float32 rounding explains in any model, 7.6e-6.
 
-Measured in small models: at most 7e-7 in exact layouts, at least 1.7e-5 in leaking ones at initialization.
+In small models: at most 7e-7 in exact layouts, at least 1.7e-5 in leaking ones at initialization.
 """
 
 MARGIN = 4
@@ -21,9 +21,9 @@ MARGIN = 4
 def difference(
     found: Tensor, expected: Tensor, *, parts: Sequence[Any] = (slice(None),), spread_of: Tensor | None = None
 ) -> float:
-    """Largest mean distance within any of `parts` (indices of the first axis); infinity if not finite.
+    """Largest mean distance within `parts` (indices of the first axis), infinity if not finite.
 
-    Relative to the standard deviation of `expected` or, if given, `spread_of`.
+    Relative to the standard deviation of `expected` or `spread_of`.
     """
     distances = (found.float() - expected.float()).abs()
     spread = (expected if spread_of is None else spread_of).float().std(correction=0)

@@ -31,7 +31,7 @@ FILE_BYTES = 2 * 2**30
 _INDEX = "model.safetensors.index.json"
 _FORMAT = {"format": "pt"}
 FOLDER = ""
-"""Key of the write that makes the folder with all but the weights."""
+"""Key of the write of all but the weights."""
 
 
 def copy_model(engine: ModelEngine, *, config: ModelConfig, ranks: Ranks) -> dict[str, Write]:

@@ -85,7 +85,7 @@ TOKEN_SUMS = (
 """Each mean is the metric of that name, except for `tokens` and the squares."""
 TRAJECTORY_SUMS = ("count", "drift", "drift_squared", "perplexity_ratio", "kept", "idle")
 MAXIMA = ("ratio_max", "weight_max", "weight_min", "mismatch_max", "probability_gap_max")
-"""Each is the metric of that name, but the smallest weight with its sign changed."""
+"""Each is the metric of that name, with the sign of the smallest weight changed."""
 
 
 def lag_buckets(lags: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
@@ -208,7 +208,7 @@ def describe_by_lag(counts: Counts) -> dict[str, float]:
 
 
 class TokenRecorder:
-    """Records log-probability and entropy per token. Life: add* -> collect, on every rank."""
+    """Log-probability and entropy per token. Life: add* -> collect, on every rank."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -223,9 +223,9 @@ class TokenRecorder:
         """Statistics on rank 0, else None. Collective.
 
         `members`: first trajectories of the batch with positions of trained tokens. Log-ratios are from the step's
-        start if known, otherwise, like entropies, from the loss's forward pass.
+        start if known, else, like entropies, from the loss.
         """
-        # Each token is in one share, so a sum assembles the columns.
+        # Each token is in one share.
         logprobs, entropies = ranks.sum(self._values)
         if not ranks.is_first:
             return None
@@ -345,7 +345,7 @@ class GradientSimilarity:
 
     @torch.no_grad()
     def _record(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Optimizer pre-step hook. With ZeRO-3, an update has a step per subgroup of shards."""
+        """Pre-step hook. With ZeRO-3, an update has a step per subgroup of shards."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         total = sum(parameter.numel() for parameter in parameters)
         if total <= _MAX_ENTRIES:

@@ -1,8 +1,6 @@
 """Trainer: from fetched groups to a finished step.
 
-Consumes: groups of trajectories, the learner's version.
-Produces: updated parameters, metrics, the canary.
-Waits for: other ranks, in collective operations.
+Waits for: other ranks, in collectives.
 Invariant: all ranks make the same updates, and gradients are independent of microbatches and ranks.
 """
 
@@ -117,7 +115,7 @@ class Trainer:
         second_model: SecondModel | None = None,
         text: Sequence[int] = (),
     ) -> None:
-        """`layout` must be exact for all models (see LayoutChooser). `text`: tokens for the canary."""
+        """`layout`: exact for all models. `text`: tokens for the canary."""
         self._run = run
         self._ranks = ranks
         self._frozen_models = frozen_models
@@ -271,7 +269,7 @@ class Trainer:
         """Gradient norm. Raises DivergenceError."""
         total = torch.stack(list(losses)).sum()
         check_loss(total, what="the loss", step=step, setting="learner.optimizer", ranks=self._ranks)
-        # Timed after the check, which waits for backward passes.
+        # After the check, which waits for backward passes.
         with self.account.phase("optimizer"):
             norm = take_step(self.engine, learning_rate=learning_rate, step=step)
             self.gradients.end_update()
@@ -283,7 +281,6 @@ class Trainer:
         return self.second_model.learn(batch, own, step=step) if self.second_model else {}
 
     def _has_loss(self, batch: Batch, index: int) -> bool:
-        """True if the correction keeps any token of the update."""
         own, is_kept = self._tokens_of(batch, index), batch.tokens.is_kept
         return bool((own if is_kept is None else own & is_kept).any())
 
@@ -332,10 +329,7 @@ class Trainer:
         check_finite(named, what=what, step=step, remedy=remedy, ranks=self._ranks)
 
     def canary(self, *, step: int = 0) -> tuple[list[list[int]], list[list[float]]]:
-        """Token ids of probe sequences, and log-probabilities of all but the first.
-
-        Raises DivergenceError unless log-probabilities and weights are finite after `step`.
-        """
+        """See `Canary`. Raises DivergenceError unless log-probabilities and weights are finite after `step`."""
         self.check_weights(step=step)
         logprobs = canary_logprobs(self.engine, self._canary_ids, layout=self._layout)
         probe = [("the probe", torch.tensor(logprobs))]
