@@ -163,10 +163,8 @@ class _Models:
 
 def _check_vocabulary(vocab_size: int, policy: Policy, *, setting: str, path: str) -> None:
     if vocab_size != policy.vocab_size:
-        raise ModelError(
-            f"{setting} must name a model with the policy's vocabulary ({policy.vocab_size} tokens), got {vocab_size} "
-            f"in {path}."
-        )
+        must = f"{setting} must name a model with the policy's vocabulary ({policy.vocab_size} tokens)"
+        raise ModelError(f"{must}, got {vocab_size} in {path}.")
 
 
 def build_rank_group(run: RunConfig, *, folder: RunFolder, device: torch.device, rank: int = 0) -> RankGroup:

@@ -242,13 +242,12 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
     row_tokens = max([layout.row_tokens, *(sample.num_inputs for sample in trained)])
     is_shared = layout.kind == "shared_rows"
     bundles = bundle_by_prompt(trained, max_tokens=row_tokens) if is_shared else bundle_singly(trained)
-    row_tokens = 1 if layout.kind in _SINGLE else row_tokens
-    microbatch_tokens = 1 if layout.kind == "one_at_a_time" else layout.microbatch_tokens
+    limits = {
+        "row_tokens": 1 if layout.kind in _SINGLE else row_tokens,
+        "microbatch_tokens": 1 if layout.kind == "one_at_a_time" else layout.microbatch_tokens,
+    }
     # All shares, to count the microbatches of other ranks.
-    packed = [
-        pack(share, row_tokens=row_tokens, microbatch_tokens=microbatch_tokens)
-        for share in distribute(bundles, num_ranks=num_ranks)
-    ]
+    packed = [pack(share, **limits) for share in distribute(bundles, num_ranks=num_ranks)]
     microbatches = [MicrobatchBuilder(rows, layout).build() for rows in packed[rank]]
     microbatches += [_empty_microbatch(layout)] * (max(map(len, packed)) - len(microbatches))
     images = next((sample.images for sample in trained if sample.images), None)

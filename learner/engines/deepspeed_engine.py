@@ -108,9 +108,8 @@ class ShardedModel(ModelEngine[M]):
         self.is_sharded = self._stage == 3
         settings = deepspeed_config(config, optimizer=optimizer, num_ranks=ranks.size, dtype=model.compute_dtype)
         with contextlib.redirect_stdout(sys.stderr):
-            self._engine: Any = self._deepspeed.initialize(
-                model=model, optimizer=adamw, config=settings, dist_init_required=False
-            )[0]
+            options = {"model": model, "optimizer": adamw, "config": settings, "dist_init_required": False}
+            self._engine: Any = self._deepspeed.initialize(**options)[0]
 
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
         return self._engine(microbatch, **options)

@@ -24,10 +24,8 @@ def check_loss(loss: Tensor, *, what: str, step: int, setting: str, ranks: Ranks
     """
     # A rank that raised alone would block the others in `TrainEngine.step`.
     if ranks.max((~loss.isfinite()).float().reshape(1)).item():
-        raise DivergenceError(
-            f"{what} of step {step} must be finite, got {loss.item()} on rank {ranks.rank}: lower "
-            f"{setting}.learning_rate."
-        )
+        must = f"{what} of step {step} must be finite, got {loss.item()} on rank {ranks.rank}"
+        raise DivergenceError(f"{must}: lower {setting}.learning_rate.")
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], *, what: str, step: int, remedy: str, ranks: Ranks) -> None:
@@ -39,11 +37,8 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], *, what: str, step: int,
     # A sum takes no copy, but may overflow with finite terms.
     sums = [tensor.detach().sum().float().to(named[0][1].device) for _, tensor in named]
     are_finite = torch.stack(sums).isfinite().tolist() if sums else []
-    broken = [
-        name
-        for (name, tensor), is_finite in zip(named, are_finite, strict=True)
-        if not is_finite and not tensor.isfinite().all()
-    ]
+    checked = zip(named, are_finite, strict=True)
+    broken = [name for (name, tensor), is_finite in checked if not (is_finite or tensor.isfinite().all())]
     if ranks.max(torch.tensor([float(bool(broken))])).item():
         first = next(filter(None, ranks.gather_bytes("".join(broken[:1]).encode()))).decode()
         when = f"after step {step}" if step else "before the first step, in model.path"

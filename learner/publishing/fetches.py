@@ -126,10 +126,8 @@ class MemberTable:
         if state.member not in self._diverted:
             self._diverted.add(state.member)
             log.info("weights_not_broadcast", member=state.member.peer_id, machine=state.machine, instead="delta")
-            self.report(
-                state.member,
-                "fetches weights as deltas: broadcasts are not encrypted, and cluster.trusted_network is not true",
-            )
+            reason = "broadcasts are not encrypted, and cluster.trusted_network is not true"
+            self.report(state.member, f"fetches weights as deltas: {reason}")
         return msgspec.structs.replace(state, transport="delta")
 
     def report(self, member: Member, text: str) -> None:

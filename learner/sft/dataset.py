@@ -266,9 +266,8 @@ def _from_pair(row: Row, *, tokenizer: Any, prompt: str) -> Pair | None:
 def _from_tokens(row: Row) -> Demonstration:
     token_ids, mask = row["token_ids"] or [], row["model_mask"] or []
     if len(token_ids) != len(mask) or None in token_ids or None in mask:
-        raise ConfigError(
-            f"token_ids and model_mask must be filled lists of one length, got {len(token_ids)} and {len(mask)}."
-        )
+        got = f"{len(token_ids)} and {len(mask)}"
+        raise ConfigError(f"token_ids and model_mask must be filled lists of one length, got {got}.")
     return Demonstration(np.array(token_ids, dtype=np.int64), np.array(mask, dtype=np.bool_))
 
 
@@ -348,9 +347,8 @@ def _load(kind: Any, model: ModelConfig) -> Any:
         return kind.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"model.path must hold a readable model and tokenizer, got {model.path!r}: {first_line}"
-        ) from error
+        must = f"model.path must hold a readable model and tokenizer, got {model.path!r}"
+        raise ConfigError(f"{must}: {first_line}") from error
 
 
 def _type(schema: pa.Schema, column: str) -> pa.DataType | None:

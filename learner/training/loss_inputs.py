@@ -142,9 +142,8 @@ def fill_advantages(
         if not config.is_per_token:
             advantages = advantages[inputs.sequences]
     is_filled = batch.per_token(batch.trajectories.is_member)
-    return batch.with_tokens(
-        advantages=_spread(advantages, is_filled), returns=_spread(returns, is_filled) if config.needs_critic else None
-    )
+    filled = batch.with_tokens(advantages=_spread(advantages, is_filled))
+    return filled.with_tokens(returns=_spread(returns, is_filled)) if config.needs_critic else filled
 
 
 def _advantage_inputs(members: Batch, *, state: dict[str, float]) -> AdvantageInputs:

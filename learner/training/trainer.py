@@ -147,24 +147,15 @@ class Trainer:
         )
 
     def step(
-        self,
-        groups: Sequence[Sequence[Trajectory]],
-        *,
-        learner_version: int,
-        step: int,
-        weights: Sequence[float] = (),
-        max_lags: Sequence[int | None] = (),
-        num_mixed: int = 0,
+        self, groups: Sequence[Sequence[Trajectory]], *, step: int, num_mixed: int = 0, **options: Any
     ) -> dict[str, float]:
         """Train on the claimed groups. Returns `learner/...` metrics, equal on all ranks.
 
-        `weights`, `max_lags`, `num_mixed`: see `build_batch`. Raises BatchError, RankGroupError, DivergenceError. The
-        trainer is then unusable.
+        `num_mixed` and `options`: see `build_batch`. Raises BatchError, RankGroupError, DivergenceError. The trainer is
+        then unusable.
         """
         with self.account.phase("batch"):
-            built = self._build(
-                groups, learner_version=learner_version, max_lags=max_lags, weights=weights, num_mixed=num_mixed
-            )
+            built = self._build(groups, num_mixed=num_mixed, **options)
             updates = [self.collate(samples) for samples in built.updates]
         self.check_rows([sample for samples in built.updates for sample in samples], step=step)
         batch, fitted = self._prepare(built.batch.to(self.engine.device), updates, step=step)
