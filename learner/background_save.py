@@ -107,7 +107,7 @@ class RankFolders:
 
 
 def _find_sharers(folder: Path, ranks: Ranks) -> list[int]:
-    """Ranks that see the same folder: each creates a file, then lists the others'."""
+    """Ranks with the same folder: each creates a file, then lists them."""
     if ranks.size == 1:
         return [0]
     (name,) = ranks.broadcast_bytes([uuid.uuid4().hex.encode()] if ranks.is_first else None)
@@ -229,7 +229,7 @@ class BackgroundSaver:
         self._await_ranks(find_missing)
 
     def _await_ranks(self, find_missing: Callable[[], list[str]]) -> None:
-        """If another rank dies or cannot write, this process fails in its next collective."""
+        """If another rank fails, so does this process in its next collective."""
         began_at = time.monotonic()
         while missing := find_missing():
             waited_s = time.monotonic() - began_at

@@ -201,10 +201,7 @@ class Checkpoints:
         return f"{folder}/model"
 
     def prune(self, *, pinned: Set[str]) -> None:
-        """Delete all but the newest `keep`, `pinned`, and later lives' checkpoints, here and in the object store.
-
-        Other machines delete theirs in the next save.
-        """
+        """Delete all but the newest `keep`, `pinned`, and later lives' checkpoints; elsewhere in the next save."""
         keep = self._run.learner.checkpoint.keep
         self._keep({*self.names()[-keep:], *pinned}, life=self.life)
         if self._run_storage and self._storage:

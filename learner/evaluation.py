@@ -189,7 +189,7 @@ def differences(scored: Mapping[str, Sums], base: Mapping[str, Sums]) -> dict[st
 
 
 class EvaluationProgress:
-    """Estimates the rest of an evaluation from the rate of answers since the first."""
+    """Estimates the rest of an evaluation from its rate."""
 
     def __init__(self, *, clock: Clock) -> None:
         self._clock = clock
@@ -228,8 +228,8 @@ class Evaluator:
 
     def open_final(self, name: str, *, version: int) -> str:
         """Request the rows for before and after training. Returns `name`, numbered after requests without reward."""
-        # Idempotent: a resumed run finds its predecessor's answers. They are final, so an evaluation without any reward
-        # needs a new name.
+        # A resumed run finds its predecessor's answers. They are final, so an evaluation without any reward needs a new
+        # name.
         for number in itertools.count(1):
             fresh = name if number == 1 else f"{name}-{number}"
             results = self._results(fresh).values()

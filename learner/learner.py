@@ -142,7 +142,7 @@ class Learner:
         """Train from the newest checkpoint or the beginning.
 
         Raises DeadEndError after trying to save all steps, DivergenceError without saving non-finite ones, and
-        KeyboardInterrupt after `request_stop`, once all steps are saved.
+        KeyboardInterrupt after `request_stop` and saving.
         """
         try:
             self._start()
@@ -189,8 +189,7 @@ class Learner:
             self._best.resume()
         elif not self._store.versions():
             self._check_new()
-        # Groups of steps after the checkpoint become ready again. The new fencing token keeps a predecessor that still
-        # runs from committing.
+        # Groups of later steps become ready again. The new fencing token keeps a predecessor from committing.
         returned, self._fence = self._store.roll_back(to_step=self._step, to_version=self._version)
         self._rank_group.checkpoints.life = self._fence
         log.info("starting", step=self._step, version=self._version, groups_returned=returned)
@@ -296,7 +295,7 @@ class Learner:
             with self._account.phase("batch"):
                 payloads = self._store.fetch(claim.group_ids)
                 mixed_ids, mixed = mix.take(first=(claim.step - 1) * num_mixed, count=num_mixed) if mix else ([], [])
-            # Reused groups may be older than fresh ones. Mixed groups, with another run's versions, have no bound.
+            # Reused groups may be older. Mixed groups have another run's versions.
             fresh_lag, reused_lag = self._run.staleness.max_lag, self._run.buffer.reuse.max_age
             is_reused = claim.reused or [False] * len(payloads)
             metrics = self._rank_group.train(

@@ -41,7 +41,7 @@ _SWEEPS = 64
 """Deletions of old files per `max_gib` of new ones."""
 _CLOSE_S = 60.0
 _RATE_STEPS = 10
-"""Steps over which the rate of generation is averaged: groups arrive in bursts."""
+"""Steps over which the rate of generation is averaged."""
 
 
 class StepTokensWriter:

@@ -134,7 +134,7 @@ class RankGroup:
 
     # --- other ranks ---------------------------------------------------------------------------------------------
     def worker_loop(self) -> None:
-        """Execute commands until `shutdown`. Raises RankGroupError if rank 0 is lost."""
+        """Raises RankGroupError if rank 0 is lost."""
         while True:
             head, *payloads = self._ranks.broadcast_bytes(None)
             # At the next checkpoint, rank 0 would wait for this rank.

@@ -120,7 +120,7 @@ _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def check_environment(environment: Mapping[str, str], *, num_ranks: int, is_trusted: bool) -> None:
-    """Raise ConfigError unless a rank's variables are set and fit. `is_trusted`: collectives may cross a network."""
+    """Raise ConfigError unless a rank's variables fit. `is_trusted`: collectives may cross a network."""
     if missing := [name for name in _GIVEN if not environment.get(name)]:
         raise ConfigError(
             f"a learner rank must have {', '.join(_GIVEN)} in its environment, got no {', '.join(missing)}: start "
@@ -354,7 +354,7 @@ def join_ranks(
     """
     if size > 1 and rendezvous is None:
         rendezvous = os.environ.get(_RENDEZVOUS, "env://")
-    # DeepSpeed needs a group even for one rank. Several such learners in a process share the first.
+    # DeepSpeed needs a group even for one rank. Several in a process share the first.
     if not (size == 1 and dist.is_initialized()):
         _initialize(rank=rank, size=size, device=device, timeout_s=timeout_s, rendezvous=rendezvous)
     if size > 1 and silence_s is not None:

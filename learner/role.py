@@ -168,7 +168,7 @@ def _open_store(run: RunConfig, url: str) -> RedisStore:
 
 
 def wait_for_token(run: RunConfig, *, deadline: Deadline) -> str:
-    """Wait until a broker has started the run and return its token. Raises ConfigError, WaitTimeoutError."""
+    """Token of the run, once a broker has started it. Raises ConfigError, WaitTimeoutError."""
     folder, address = RunFolder(run), run.broker.address
     report_at = deadline.left_s
     # Without an address, both meet in the run folder, or wait alone after a mistyped name.
@@ -221,7 +221,7 @@ def _status(learner: Learner, store: RedisStore, *, lends_at: str) -> Pong:
 
 
 def _check_same_run(run: RunConfig, config_json: str) -> None:
-    # `broker` may differ: each process reaches it from its own machine.
+    # `broker` may differ between machines.
     theirs = identity(msgspec.json.decode(config_json, type=RunConfig)) | {"broker": None}
     own = identity(run) | {"broker": None}
     if theirs != own:

@@ -32,7 +32,7 @@ log = structlog.get_logger(__name__)
 class StallDetector:
     """Life: (begin -> (poll | reject_unscored)* -> end)*.
 
-    A wait with progress is a dead end only after its own limit.
+    Waits with progress have their own limit.
     """
 
     def __init__(

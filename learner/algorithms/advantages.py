@@ -1,7 +1,7 @@
 """Advantages: group rewards -> one number per trajectory.
 
-Group sizes may differ. A group of one has advantage 0, except with `remax` and `moving_baseline`. `lite_ppo`, `gpg`,
-`gdpo`, `reinforce_plus_plus_baseline`, and `moving_baseline` use whole-batch statistics.
+A group of one has advantage 0, except with `remax` and `moving_baseline`. `lite_ppo`, `gpg`, `gdpo`,
+`reinforce_plus_plus_baseline`, and `moving_baseline` use whole-batch statistics.
 """
 
 import torch

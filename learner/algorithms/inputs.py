@@ -108,9 +108,9 @@ class LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class MaskInputs:
-    """An optimizer update's N tokens, over all microbatches and ranks, before the update, without gradient.
+    """N tokens before their optimizer update, from all microbatches and ranks, without gradient.
 
-    Local masks (`MaskConfig.is_local`) get one microbatch instead.
+    Local masks (`MaskConfig.is_local`) get one microbatch.
     """
 
     log_ratio: Float[Tensor, "N"]
@@ -150,7 +150,7 @@ class KlInputs:
     reference_logprobs: Float[Tensor, "N"]
     """Without gradient."""
     generator_logprobs: Float[Tensor, "N"] | None = None
-    """Without gradient; None if the learner counts as the sampler."""
+    """Without gradient; None if the learner is the sampler."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,7 @@ class MicrobatchBuilder:
 
     def _put_bundle(self, row: int, column: int, bundle: Bundle) -> int:
         shared = bundle.num_shared if len(bundle.samples) > 1 else 0
-        # Each branch continues the prompt's positions, not the row's.
+        # Branches continue the prompt's positions.
         trunk = self._add_run(shared)
         self._put(row, column, bundle.samples[0], 0, shared, copies=len(bundle.samples))
         trunk_end = column = column + shared
@@ -205,7 +205,7 @@ class MicrobatchBuilder:
         self._position_ids[row, span] = np.arange(start, end)
         if images := sample.images:
             if self._axes is None:
-                # Outside images, as in earlier rows, positions along all axes are equal.
+                # Outside images, positions along all axes are equal.
                 self._axes = np.repeat(self._position_ids[None], 3, axis=0)
             self._axes[:, row, span] = images.positions[:, start:end]
             self._is_image[row, span] = images.is_image[start:end]

@@ -1,4 +1,4 @@
-"""Microbatch: samples, tensors and spans of a forward pass, and forward passes over a whole step."""
+"""Microbatch: samples, tensors and spans of a forward pass, and passes over a whole step."""
 
 import dataclasses
 from collections import OrderedDict

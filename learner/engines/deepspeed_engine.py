@@ -37,7 +37,7 @@ def deepspeed_config(
     """Configuration for `deepspeed.initialize`. `dtype`: of the model's weights."""
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
-        # At ZeRO-2 it would double the gradient buffer. ZeRO-1 and 0 reduce once per step.
+        # Doubles the gradient buffer at ZeRO-2. ZeRO-1 and 0 reduce once per step.
         "overlap_comm": config.zero_stage == 3,
         "contiguous_gradients": True,
         "reduce_bucket_size": BUCKET_ELEMENTS,
@@ -206,7 +206,7 @@ def _held(shard: Shard, *, rank: int) -> Shard:
 
 
 def _keep_inputs_on_host(model: nn.Module) -> None:
-    """Keep the inputs of checkpointed layers in host memory until the backward pass."""
+    """Keep inputs of checkpointed layers in host memory."""
 
     def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         # Only inputs move: the hooks of `checkpoint` get tensors saved inside.

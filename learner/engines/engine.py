@@ -106,7 +106,7 @@ class ModelEngine(Generic[M]):
         return [Shard(name, 0, tensor.numel(), tensor, 0) for name, tensor in reversed(named.values())]
 
     def _refresh(self) -> None:
-        """Update everything that depends on restored weights."""
+        """Update what depends on restored weights."""
 
 
 class TrainEngine(ModelEngine[M]):

@@ -11,8 +11,7 @@ Lenders: plans who fetches a version from whom, so the learner sends it to few g
     learner -> the first `fan_out` generators -> `fan_out` each -> ...
 
 The tree follows the order of arrival, separately for full weights and deltas. A machine's first generator fetches for
-the others there. Generators lend only verified weights, and a fetcher can fall back to a second lender and then the
-learner. The plan only spreads load.
+others there. Generators lend only verified weights, and fetchers can fall back to a second lender, then the learner.
 """
 
 import math

@@ -353,7 +353,7 @@ class BackgroundPublisher:
         return published
 
     def sync_members(self, *, timeout_s: float) -> None:
-        """Publish the current version to members without it. Waits at most `timeout_s` for reports."""
+        """Publish to members without the current version. Waits at most `timeout_s` for reports."""
         if self._in_flight and not wait([self._in_flight], timeout=timeout_s).done:
             return
         self._raise_error()
@@ -381,7 +381,7 @@ class BackgroundPublisher:
         in_flight: Future[None] = Future()
         self._in_flight = in_flight
         if self._in_background:
-            # A daemon thread, so a stopping learner does not wait for generators.
+            # A daemon: a stopping learner does not wait for generators.
             Thread(target=self._run, args=(in_flight,), name="publish", daemon=True).start()
         else:
             self._run(in_flight)
@@ -398,7 +398,7 @@ class BackgroundPublisher:
             in_flight.set_exception(error)
 
     def _synchronize(self) -> None:
-        """Deliver the queued version or, without one, the current one again."""
+        """Deliver the queued version, else the current one again."""
         with self._lock:
             newest, self._waiting, step = self._waiting, None, self._step
         if newest:

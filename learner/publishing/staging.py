@@ -31,10 +31,7 @@ _STANDARD_ERRORS = 6.0
 SEQUENCE_TOKENS = 16
 
 Canary = tuple[list[list[int]], list[list[float]]]
-"""Canary sequences and the learner's log-probability of every token after the first.
-
-An engine with other log-probabilities does not hold the learner's weights.
-"""
+"""Canary sequences, and the log-probability of each token after the first with the learner's weights."""
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +50,7 @@ def canary_token_ids(run: RunConfig, *, vocab_size: int, text: Sequence[int] = (
 def prompt_tokens(run: RunConfig, *, num_tokens: int = 8192) -> list[int]:
     """First tokens of the training prompts; empty without the file.
 
-    In bfloat16, engine and learner agree more closely on text than on random tokens.
+    In bfloat16, engine and learner agree more closely on text.
     """
     tokens: list[int] = []
     try:
@@ -205,7 +202,7 @@ class Stager:
         device: torch.device | None = None,
         cuda: Any = torch.cuda,
     ) -> None:
-        """`metadata`: all tensors of a version, in layout order. `cuda`: torch.cuda or a substitute with streams."""
+        """`metadata`: tensors of a version, in layout order. `cuda`: torch.cuda or a substitute."""
         self._config = config
         tensors = list(metadata)
         self._slots, self._sizes = buckets.plan(tensors, bucket_bytes=config.bucket_bytes)
@@ -221,7 +218,7 @@ class Stager:
     def stage(
         self, *, version: int, weights: Iterable[tuple[str, torch.Tensor]], canary: Canary, reuse: Staged | None = None
     ) -> Staged:
-        """Copy all weights as `version`, into the buckets of `reuse` if given."""
+        """Copy all weights, into the buckets of any `reuse`."""
         update = Update(
             epoch=0,
             members=[],
@@ -254,11 +251,11 @@ class Stager:
         return self._newest
 
     def _allocate_on_device(self) -> list[torch.Tensor]:
-        """Empty if disabled or if memory is short. Raises torch.OutOfMemoryError with staging=device."""
+        """Empty if disabled or memory is short. Raises torch.OutOfMemoryError with staging=device."""
         staging, is_cpu = self._config.staging, self._device is None or self._device.type == "cpu"
         if staging == "host" or (is_cpu and self._cuda is torch.cuda):
             return []
-        # At most half of the free memory, because later steps may be longer.
+        # At most half of the free memory: later steps may be longer.
         if staging == "auto" and 2 * sum(self._sizes) > self._cuda.mem_get_info(self._device)[0]:
             return []
         try:

@@ -53,10 +53,10 @@ def chat_pieces(
         except Exception as error:
             raise ConfigError(f"the messages must fit the chat template: {error}") from error
 
-    # A configuration may name end tokens that the tokenizer lacks.
+    # The tokenizer may lack end tokens.
     ends = [end for end in tokenizer.convert_ids_to_tokens(list(end_ids)) if end]
     errors: list[ConfigError] = []
-    # A few templates refuse records as arguments, or a text beside calls.
+    # Some templates refuse records as arguments, or text with calls.
     forms = product((False, True), ({"content": ""}, {})) if any(m.get("tool_calls") for m in shown) else [(False, {})]
     for as_json, default in forms:
         given = [{**default, **_with_arguments(m, as_json=as_json)} if m.get("tool_calls") else m for m in shown]

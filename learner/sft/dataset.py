@@ -1,4 +1,4 @@
-"""Demonstrations: conversations from a file as token ids, with a mask of the learned ones."""
+"""Demonstrations: conversations as token ids, with a mask of the learned ones."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """SftRun: supervised fine-tuning from the first step to the final model.
 
-Consumes: demonstrations, which every rank reads.
-Produces: checkpoints, metrics, the final model, and the best model.
+Consumes: demonstrations, read by every rank.
+Produces: checkpoints, metrics, the final and the best model.
 Waits for: other ranks, in collectives.
 Invariant: a step's demonstrations depend only on seed and step number, so a resumed run continues bit for bit and all
 ranks agree.
@@ -134,8 +134,8 @@ class PairTrainer(SftTrainer):
         loss, accuracy, slopes = self._compare(microbatches, num_pairs=len(pairs))
         prices = self._trainer.expert_prices(microbatches)
         for microbatch in microbatches:
-            # A pair's answers may be in different microbatches or ranks. So each is scaled by the slope of the step's
-            # loss, from a pass without gradients.
+            # A pair's answers may be on different ranks, so each is scaled by the slope of the step's loss, from a pass
+            # without gradients.
             outputs = self._trainer.engine.forward(microbatch, **prices)
             loss_part = (outputs["scores"] * slopes[microbatch.indices]).sum()
             self._trainer.engine.backward(loss_part + outputs.get("aux_loss", 0.0))
@@ -209,7 +209,7 @@ class SftRun:
         if ranks.is_first:
             folder.begin()
         torch.manual_seed(run.seed)
-        # The default algorithm loads no critic, teacher, or reference.
+        # Without critic, teacher, or reference.
         self._trainer = build_trainer(msgspec.structs.replace(run, algorithm=AlgorithmConfig()), ranks=ranks)
         self._checkpoints = Checkpoints(folder.checkpoints, run=run, trainer=self._trainer, ranks=ranks)
         self._num_steps = count_steps(run, num_rows=len(self._train))
@@ -364,7 +364,7 @@ def count_steps(run: RunConfig, *, num_rows: int) -> int:
 
 
 def count_seen(run: RunConfig, *, num_rows: int, step: int) -> int:
-    """Demonstrations in the first `step` steps, counted once per epoch."""
+    """Demonstrations in the first `step` steps, with repetitions."""
     seen = step * run.sft.batch_size
     return min(seen, run.learner.epochs * num_rows) if run.learner.epochs else seen
 

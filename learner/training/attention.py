@@ -39,7 +39,7 @@ _LENGTH_DEPENDENT = {"dynamic", "longrope"}
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """One rank's view of its group. `gather`, `total`, and `exchange` are collective."""
+    """One rank's view. `gather`, `total`, and `exchange` are collective."""
 
     size: int = 1
     rank: int = 0
@@ -111,7 +111,7 @@ SINGLE_RANK = SequenceGroup()
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all over the first axis, in both passes."""
+    """All-to-all over the first axis."""
 
     @staticmethod
     def forward(ctx: Any, dealt: Tensor, members: dist.ProcessGroup) -> Tensor:
@@ -167,7 +167,7 @@ BACKEND = "inductor"
 
 _MAX_KERNEL_HEAD = 256
 _MOST_GRAPHS = 64
-"""Per layer: with and without gradients, one row and several, for each kind of layer."""
+"""Per layer: with and without gradients, one row and several."""
 
 LONG = 2048
 """Shortest sequences for which masks cost more on CPUs than a kernel call per run."""
@@ -236,10 +236,7 @@ def native_attention(module: PreTrainedModel) -> Iterator[None]:
 def choose_attention(
     settings: PreTrainedConfig, model_class: Any, config: ModelConfig, *, on_gpu: bool, is_sliced: bool
 ) -> str | None:
-    """Attention implementation for transformers. None: SDPA if supported, else eager.
-
-    `is_sliced`: whether ranks share sequences.
-    """
+    """transformers' implementation. None: SDPA if supported, else eager. `is_sliced`: ranks share sequences."""
     if (on_gpu or is_sliced or config.max_length >= LONG) and can_pack(settings, model_class):
         return PACKED
     # transformers' SDPA silently ignores the soft cap of attention scores.
@@ -268,7 +265,7 @@ def _by_kernel(states: list[Tensor], spans: Spans, rows: PackedRows, *, window: 
         rows.index(name, partial(_ends, counts), states[0].device)
         for name, counts in (("query ends", spans.lengths), ("key ends", spans.num_keys))
     )
-    # Queries and keys align at their ends: with more keys, a run also sees earlier tokens.
+    # Queries and keys align at their ends.
     sides = (window - 1 if window else -1, 0)
     longest = max(spans.lengths), max(spans.num_keys)
     return varlen_attn(*states, *ends, *longest, scale=scale, window_size=sides, enable_gqa=True)

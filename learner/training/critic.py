@@ -57,7 +57,7 @@ class ValueModel(nn.Module):
         super().__init__()
         self.trunk = trunk
         self.head = WideLinear(trunk.config.get_text_config().hidden_size, 1, dtype=compute_dtype)
-        # With zeros, advantages equal returns until the critic has learned.
+        # With zeros, advantages first equal returns.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.compute_dtype = compute_dtype

@@ -1,7 +1,7 @@
 """LayoutChooser: the densest layout that lets every model compute packed samples as if alone.
 
-Some models ignore masks or windows, or leak recurrent states into the next sample. A layout is exact if rounding
-explains, on the run's prompts,
+Some models ignore masks or windows, or leak recurrent states. A layout is exact if rounding explains, on the run's
+prompts,
 
     |packed - alone| and |packed - packed with other neighbors|, relative to the standard deviation of `alone`,
 
@@ -109,7 +109,7 @@ class _ModelCheck:
         self._text = [token for token in text if token < model.vocab_size]
         self.name = type(model.backbone).__name__
         self.found: dict[Layout, tuple[float, str]] = {}
-        """Layout -> largest difference relative to rounding, and any error."""
+        """Layout -> difference relative to rounding, and any error."""
 
     @property
     def is_packed(self) -> bool:
@@ -294,7 +294,7 @@ def _computing_in(model: ProbedModel, dtype: torch.dtype) -> AbstractContextMana
 def check_rows(model: ProbedModel, samples: Sequence[Sample], *, layout: Layout, ranks: Ranks, step: int) -> None:
     """Verify, in training precision, that a sample depends on neither row neighbors nor its last token.
 
-    Costs three to seven forward passes over at most three short samples. Collective. Raises DivergenceError.
+    Takes three to seven forward passes over three short samples. Collective. Raises DivergenceError.
     """
     samples = [sample for sample in samples if len(sample.trained)]
     if not samples:
@@ -325,7 +325,7 @@ def _short_row(samples: Sequence[Sample]) -> list[Sample]:
     subject = ordered[0]
     sibling = [each for each in ordered[1:] if each.group_id == subject.group_id][:1]
     other = [each for each in ordered if each.group_id != subject.group_id][:1]
-    # A reward model trains one token, but earlier tokens must not change either.
+    # A reward model trains one token, but earlier ones must not change.
     trained = np.arange(max(1, _end_of(subject)[0]), subject.trained[-1] + 1)
     return indexed([*other, *sibling, dataclasses.replace(subject, trained=trained)])
 
@@ -369,7 +369,7 @@ class _Probe(NamedTuple):
 
     def before_last(self, sample: Sample) -> np.ndarray:
         """Outputs that must not depend on the last token."""
-        # Its log-probability depends on it, unlike the hidden state that predicts it.
+        # Unlike the hidden state that predicts it, its log-probability depends on it.
         end = sample.num_inputs if self.model.has_trunk else sample.num_inputs - 1
         return sample.indices[sample.trained < end]
 

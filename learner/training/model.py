@@ -1,4 +1,4 @@
-"""Policy: a causal language model that returns log-probabilities; loading and saving of models."""
+"""Policy: a causal language model that returns log-probabilities; loading of models."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -100,7 +100,7 @@ class Policy(nn.Module):
         self._base_names = base_names
         self.compute_dtype = compute_dtype
         self.head: OutputHead | None = None
-        """Computes logits in chunks. None: the model computes all at once."""
+        """Computes logits in chunks; None: all at once."""
         self.chunk_elements: int | None = None
         """Logits per chunk; None for those of the device."""
         found = find_routers(causal_lm)
@@ -233,7 +233,7 @@ class Policy(nn.Module):
             save_adapter(self.causal_lm, folder, weights=rest)
 
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Adapter parameters have their names in peft files unless `is_whole`."""
+        """Adapter parameters have peft's names unless `is_whole`."""
         is_adapter = self.has_adapter and not is_whole
         return adapter_parameters(self.causal_lm) if is_adapter else named_weights(self.causal_lm)
 
@@ -382,7 +382,7 @@ def load_module(
     unsharded model differs from transformers in evaluation mode.
     """
     logging.disable_progress_bar()
-    # ZeRO-3 draws random numbers while loading, but adapters must start equal everywhere.
+    # ZeRO-3 draws random numbers here, but adapters must start equal everywhere.
     with torch.random.fork_rng(), loading or nullcontext():
         module, found = _load_pretrained(kind, config, on_gpu=device.type == "cuda", setting=setting, group=group)
         module = module.to(device)
@@ -452,7 +452,7 @@ def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: s
     token_ids, limit = probe_tokens(module), LIMIT
 
     def compute(model: PreTrainedModel) -> Tensor:
-        # A classifier outputs a single score, so compare hidden states.
+        # Hidden states of a classifier, which outputs one score.
         part = model.base_model if hasattr(model, "score") else model
         return part(input_ids=token_ids, use_cache=False)[0]
 

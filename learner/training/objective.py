@@ -54,7 +54,7 @@ def bind(name: str, record: Formula) -> Callable[[Any], Any]:
 
 @dataclass
 class ObjectiveState:
-    """State carried across steps and checkpoints, equal on every rank."""
+    """State across steps and checkpoints, equal on every rank."""
 
     kl_coefficient: float | None = None
     """None before the first step or if fixed."""
@@ -144,14 +144,14 @@ class Objective:
             losses = self._policy_loss(counted)
             self._check_shape(losses, counted)
             policy_losses = torch.zeros_like(inputs.log_ratio).masked_scatter(is_counted, losses)
-            # On a leaf, to keep the first graph for the backward pass.
+            # On a leaf, to keep the graph for the backward pass.
             leaf = counted.log_ratio.detach().requires_grad_()
             with torch.enable_grad():
                 again = self._policy_loss(dataclasses.replace(counted, log_ratio=leaf))
             is_idle = is_idle.masked_scatter(is_counted, idle_tokens(again, leaf, counted.advantages))
         divergence = self._reference_kl(tokens, measured)
         token_losses = correction.weights * policy_losses + self._regularizers(tokens, measured, divergence)
-        # A sum: the token weights include the denominator of the whole update.
+        # A sum: the token weights include the denominator.
         loss = (known(tokens.token_weights) * correction.is_kept * token_losses).sum()
         if tokens.nll_weights is not None:
             loss = loss - (tokens.nll_weights * correction.is_kept * learner.masked_fill(~is_possible, 0.0)).sum()

@@ -31,7 +31,7 @@ from slipstream.learner.training.second_model import SecondModel, Updates
 
 
 class ProcessReward(SecondModel[Policy, ProcessRewardConfig]):
-    """A language model that starts as the policy, without an adapter."""
+    """A language model, initially the policy without an adapter."""
 
     @staticmethod
     def load(config: ModelConfig, **options: Any) -> Policy:

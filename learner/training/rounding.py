@@ -15,7 +15,7 @@ In small models: at most 7e-7 in exact layouts, at least 1.7e-5 in leaking ones 
 """
 
 MARGIN = 4
-"""Factor on the effect of `rounded`, which perturbs one computation, and few operations."""
+"""Factor on the effect of `rounded`, which perturbs few operations of one computation."""
 
 
 def difference(

@@ -1,7 +1,7 @@
 """Saved models: weights in transformers format, in files of bounded size.
 
 No rank holds a whole unsharded model. For a checkpoint, each rank copies its share of the files to host memory. Rank 0
-writes the final model, one file after another.
+writes the final model, file by file.
 """
 
 import json

@@ -136,7 +136,7 @@ def largest_microbatch(run: RunConfig, model: PreTrainedModel) -> Microbatch:
 
 
 def _materialize(model: nn.Module, *, dtype: torch.dtype) -> None:
-    """Replace meta tensors with fake tensors on the CPU. `dtype`: of floating-point parameters."""
+    """Replace meta tensors with fake ones on the CPU. `dtype`: of floating-point parameters."""
     made: dict[int, Tensor] = {}
     for part in model.modules():
         for table in (part._parameters, part._buffers):

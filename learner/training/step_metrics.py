@@ -82,7 +82,7 @@ TOKEN_SUMS = (
     "mismatch_ratio_mean", "mismatch_ratio_squared", "probability_gap_mean", "nonfinite_fraction", "entropy",
     "reference_kl",
 )  # fmt: skip
-"""Each mean is the metric of that name, except for `tokens` and the squares."""
+"""Each mean is the metric of that name, except `tokens` and squares."""
 TRAJECTORY_SUMS = ("count", "drift", "drift_squared", "perplexity_ratio", "kept", "idle")
 MAXIMA = ("ratio_max", "weight_max", "weight_min", "mismatch_max", "probability_gap_max")
 """Each is the metric of that name, with the sign of the smallest weight changed."""
@@ -263,7 +263,7 @@ class StepMetrics:
     @torch.no_grad()
     def add(self, stats: TokenStats, *, loss: Tensor) -> None:
         """`loss`: the microbatch's part. May be without tokens."""
-        # Reading the sums here would wait for the forward pass.
+        # Reading sums would wait for the forward pass.
         self._counts = self._counts.merge(count_tokens(stats))
         self._loss = self._loss.to(loss.device) + loss.double()
 
@@ -360,7 +360,7 @@ class GradientSimilarity:
             self._indices.append([(part - start).to(parameter.device) for (part, start), parameter in own])
         indices = self._indices[len(self._current)]
         sampled = [_gradient(p).flatten()[index].float() for p, index in zip(parameters, indices, strict=True)]
-        # Inner products of scaled samples estimate those of full gradients.
+        # Products of scaled samples estimate those of full gradients.
         self._keep(sampled).mul_(math.sqrt(total / sum(len(index) for index in indices)))
 
     def _keep(self, pieces: list[Tensor]) -> Tensor:

@@ -53,10 +53,7 @@ class AdapterOff:
 
 @dataclass(frozen=True)
 class FrozenModels:
-    """Reference and teacher, if the settings need them.
-
-    They choose experts themselves: recorded ones belong to the trained policy.
-    """
+    """Reference and teacher, if needed. They ignore recorded experts, which belong to the trained policy."""
 
     config: AlgorithmConfig
     reference: ModelEngine[Policy] | AdapterOff | None = None
@@ -241,7 +238,7 @@ class Trainer:
         all ranks, so f comes before the first loss. A shared prompt counts once per sample.
 
         Source: Switch Transformers, arXiv:2101.03961, eq. 4-6; over the whole batch: arXiv:2501.11873.
-        Differs: f counts each of a token's K experts, so that the loss is K * coefficient for an even load.
+        Differs: f counts each of a token's K experts: the loss is K * coefficient for an even load.
         """
         routers, coefficient = self.engine.model.routers, self._aux_loss_coefficient
         if not coefficient or routers is None:
