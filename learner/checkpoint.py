@@ -235,7 +235,6 @@ class Checkpoints:
         path = self._run.model.path
         return {file.name: checksum(file) for file in weight_files(path)} if self._run.model.lora else {}
 
-    # --- saving --------------------------------------------------------------------------------------------------
     def save(self, *, step: int, version: int, finish: Finish = lambda pointer: None) -> CheckpointPointer:
         """Begin a checkpoint that covers `step`. On return, its state is copied and its name fixed.
 
@@ -311,7 +310,6 @@ class Checkpoints:
         np.random.seed(drawn)
         random.seed(drawn)
 
-    # --- restoring -----------------------------------------------------------------------------------------------
     def restore_finite(self, names: Sequence[str]) -> CheckpointState:
         """Load the first finite one of these checkpoints. Raises CheckpointError."""
         for name in names:

@@ -73,7 +73,7 @@ def keep_claim(store: Store, claim: Claim, *, lease_s: float) -> Iterator[None]:
 
 
 class Learner:
-    """Rank 0 of the learner. Life: run, once."""
+    """Rank 0 of the learner."""
 
     def __init__(
         self,

@@ -136,7 +136,7 @@ class Layout:
 
 
 class MicrobatchBuilder:
-    """Builds a microbatch from rows. Life: build, once."""
+    """Builds a microbatch from rows."""
 
     def __init__(self, rows: Sequence[Row], layout: Layout) -> None:
         self._has_positions = layout.kind not in _SINGLE

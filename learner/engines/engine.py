@@ -89,7 +89,7 @@ class ModelEngine(Generic[M]):
 
     @torch.no_grad()
     def restore_weights(self, folder: Path) -> None:
-        """Load weights saved by any engine and ranks. Raises CheckpointError."""
+        """Load weights of any engine and ranks. Raises CheckpointError."""
         optimizers.restore_weights(folder, self._held_shards())
         self._refresh()
 
@@ -166,7 +166,7 @@ class TrainEngine(ModelEngine[M]):
 
     @torch.no_grad()
     def restore_state(self, folder: Path) -> None:
-        """Load trained weights and optimizer state saved by any engine and ranks. Raises CheckpointError."""
+        """Load trained weights and optimizer state of any engine and ranks. Raises CheckpointError."""
         names = set(optimizers.trained_names(self.model).values())
         optimizers.restore_shards(folder, self._shards(), self.optimizer, names=names)
         held = [each for each in self._held_shards() if each.name in names]

@@ -188,7 +188,6 @@ class Publisher:
         assert self._sender is not None, "without a trusted network, no member joins broadcasts"
         return self._sender
 
-    # --- one attempt ---------------------------------------------------------------------------------------------
     def _open_epoch(self, members: list[Member]) -> bool:
         # A process group has fixed ranks, and members may disagree about a failed broadcast, so every change opens a
         # new group and epoch.
@@ -373,7 +372,6 @@ class BackgroundPublisher:
         finally:
             self._publisher.close()
 
-    # --- synchronizing -------------------------------------------------------------------------------------------
     def _start(self) -> None:
         if self._in_flight and not self._in_flight.done():
             return

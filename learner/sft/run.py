@@ -196,7 +196,7 @@ _SHOWN = ("step", "epoch", "learner/loss", "eval/loss", "eval/pair_accuracy")
 
 
 class SftRun:
-    """One per rank. Rank 0 writes the files of docs/sft.md. Life: run, once."""
+    """One per rank. Rank 0 writes the files of docs/sft.md."""
 
     def __init__(self, run: RunConfig, *, device: torch.device, rank: int = 0) -> None:
         """Blocks until all ranks have joined. Raises ConfigError, LearnerError."""

@@ -242,7 +242,7 @@ class RewardModel(Policy):
     """Policy on a single-label sequence classifier."""
 
     def forward(self, microbatch: Microbatch, *, prices: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
-        """`scores`, float32[N], at the tokens before the trained tokens, and router outputs."""
+        """`scores`, float32[N], at tokens before the trained ones, and router outputs."""
         part = self.group.take(microbatch)
         self._set_routers(part, prices)
         scores = self.causal_lm.score(self._states(part)).squeeze(-1)

@@ -91,7 +91,6 @@ class Objective:
         current = self.state.kl_coefficient
         return self._config.kl.coef if current is None else current
 
-    # --- before the gradient -------------------------------------------------------------------------------------
     @torch.no_grad()
     def prepare(self, batch: Batch) -> Batch:
         """Fill the columns that the loss needs, without gradient. Raises BatchError."""
@@ -120,7 +119,6 @@ class Objective:
                 horizon=adaptive.horizon,
             )
 
-    # --- with gradient -------------------------------------------------------------------------------------------
     def loss(self, tokens: Tokens, measured: dict[str, Tensor], *, metrics: StepMetrics) -> Tensor:
         """Part of the update's loss for `tokens`, in complete contexts, and its statistics. Raises BatchError.
 

@@ -171,7 +171,7 @@ class Trainer:
         moved = [norm for norm in norms if norm is not None]
         self._frozen_models.refresh_reference(self.engine, step=step)
         if moved:
-            # Without a policy update, the KL coefficient must not adapt.
+            # The KL coefficient adapts only with the policy.
             reference_kl = metrics["learner/reference_kl"]
             self.objective.end_step(reference_kl=reference_kl, num_trajectories=batch.num_trajectories)
         return {
