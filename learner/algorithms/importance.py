@@ -29,8 +29,8 @@ def interpolation(lags: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
     alpha = (v_proximal - v_token) / (v_learner - v_token) = k / (k + 1)
 
     Source: A-3PO, arXiv:2512.06547.
-    Differs: v_proximal is the start of the step, as in decoupled PPO, which produces v_learner. The authors' code
-    starts at v_learner: alpha is (k - 1) / k, and lag 1 is not corrected.
+    Differs: v_proximal is the start of the step that produces v_learner, as in decoupled PPO. The authors' code starts
+    at v_learner: alpha is (k - 1) / k, and lag 1 is not corrected.
     """
     return lags / (lags + 1)
 

@@ -197,8 +197,9 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float, form: str = "
     if form == "token":
         log_ratio = log_ratio.detach() + (inputs.log_ratio - inputs.log_ratio.detach())
     losses = ppo_clip(replace(inputs, log_ratio=log_ratio), clip_low=clip_low, clip_high=clip_high)
-    lengths = segments.sizes(sequences, num_segments=num_sequences)[sequences]
-    return lengths * losses if form == "length_scaled" else losses
+    if form == "length_scaled":
+        losses = segments.sizes(sequences, num_segments=num_sequences)[sequences] * losses
+    return losses
 
 
 def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[Tensor, "N"]:
