@@ -141,7 +141,7 @@ class BackgroundSaver:
 
     @property
     def reason(self) -> str:
-        """Why the save in flight waits, for disk space or other ranks; else empty. Thread-safe."""
+        """Reason for a wait of the save, for disk space or other ranks; else empty. Thread-safe."""
         return self._disk.reason or self._waits_for_ranks
 
     @property
