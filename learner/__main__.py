@@ -36,7 +36,7 @@ def main(overrides: list[str]) -> None:
     exit_after_help(overrides, __doc__)
     run = with_epochs(load(overrides))
     check_model_path(run.model.path)
-    # Deferred: torch takes seconds to load, and help or a wrong setting should not wait for it.
+    # Deferred: help or a wrong setting should not wait seconds for torch.
     with collection_paused():
         from slipstream.learner.role import run_learner
 

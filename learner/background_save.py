@@ -1,14 +1,12 @@
 """BackgroundSaver: writes a checkpoint while training continues.
 
-Consumes: write functions over a copied state, on every rank.
-Produces: durable files with checksums for the ranks of each machine; with `storage.uri`, all of them in the object
-store.
+Produces: durable files with checksums on each machine; with `storage.uri`, all of them in the object store.
 Waits for: disk space, the object store, and, on the first rank of a folder, the files of its other ranks.
 Invariant: at most one save is in flight. Its threads run no collectives, which would interleave with training's.
-Instead, each rank's files appear atomically in a draft in the shared folder. The first rank of each folder then posts
-to the rendezvous, and rank 0 names the checkpoint and calls `finish` after all have posted.
+Instead, each rank's files appear atomically in a draft. The first rank of each folder posts to the rendezvous, and then
+rank 0 names the checkpoint and calls `finish`.
 
-<folder>/draft-step-00000050/rank-0/  sealed files of one rank, from the save in flight or left by a crash
+<folder>/draft-step-00000050/rank-0/  sealed files of one rank, in flight or left by a crash
 """
 
 import shutil
@@ -50,7 +48,7 @@ log = structlog.get_logger(__name__)
 
 
 class RankFolders:
-    """Learner ranks grouped by checkpoint folder. Several machines share one on a shared file system.
+    """Ranks grouped by checkpoint folder, which machines with a shared file system share.
 
     Construction and `complete` are collective.
     """
@@ -58,9 +56,8 @@ class RankFolders:
     def __init__(self, folder: Path, ranks: Ranks) -> None:
         self._ranks = ranks
         self.sharers = _find_sharers(folder, ranks)
-        """Ranks that write into this rank's folder, sorted."""
-        firsts = ranks.gather_bytes(str(self.sharers[0]).encode())
-        self.leaders = sorted({int(first) for first in firsts})
+        """Ranks of this rank's folder, sorted."""
+        self.leaders = sorted({int(first) for first in ranks.gather_bytes(str(self.sharers[0]).encode())})
         """First rank of every folder, sorted."""
 
     @property
@@ -68,12 +65,10 @@ class RankFolders:
         return self.sharers[0] == self._ranks.rank
 
     def complete(self, folder: Path) -> None:
-        """Copy missing files of a checkpoint between machines until every folder has all. Raises CheckpointError."""
+        """Copy missing files of a checkpoint between machines. Raises CheckpointError."""
         held = read_checksums(folder) if self.is_leader and (folder / CHECKSUMS).is_file() else {}
-        offers = [
-            msgspec.json.decode(offer, type=dict[str, str])
-            for offer in self._ranks.gather_bytes(msgspec.json.encode(held))
-        ]
+        gathered = self._ranks.gather_bytes(msgspec.json.encode(held))
+        offers = [msgspec.json.decode(offer, type=dict[str, str]) for offer in gathered]
         owners, union = dict[str, int](), dict[str, str]()
         for rank, offer in enumerate(offers):
             for name, digest in offer.items():
@@ -94,9 +89,8 @@ class RankFolders:
         self._ranks.barrier()
 
     def _copy(self, path: Path, *, owner: int, is_missing: bool) -> None:
-        """Broadcast a file in blocks to the ranks where it `is_missing`. Collective."""
-        is_owner = self._ranks.rank == owner
-        source = path.open("rb", buffering=0) if is_owner else None
+        """Broadcast a file in blocks to ranks without it. Collective."""
+        source = path.open("rb", buffering=0) if self._ranks.rank == owner else None
         if is_missing:
             path.parent.mkdir(parents=True, exist_ok=True)
         sink = path.open("wb") if is_missing else None
@@ -113,7 +107,7 @@ class RankFolders:
 
 
 def _find_sharers(folder: Path, ranks: Ranks) -> list[int]:
-    """Ranks that see the same folder: each creates a file, then lists the others'."""
+    """Ranks with the same folder: each creates a file, then lists them."""
     if ranks.size == 1:
         return [0]
     (name,) = ranks.broadcast_bytes([uuid.uuid4().hex.encode()] if ranks.is_first else None)
@@ -132,13 +126,7 @@ class BackgroundSaver:
     """One per rank. Life: (start -> flush)*."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        ranks: Ranks,
-        folders: RankFolders,
-        in_background: bool,
-        storage: ObjectFolder | None = None,
+        self, folder: Path, *, ranks: Ranks, folders: RankFolders, in_background: bool, storage: ObjectFolder | None
     ) -> None:
         self._folder = folder
         self._ranks = ranks
@@ -153,7 +141,7 @@ class BackgroundSaver:
 
     @property
     def reason(self) -> str:
-        """Reason that the save in flight waits: disk space or other ranks; else empty. Thread-safe."""
+        """Reason for a wait of the save, for disk space or other ranks; else empty. Thread-safe."""
         return self._disk.reason or self._waits_for_ranks
 
     @property
@@ -162,15 +150,12 @@ class BackgroundSaver:
         return self._storage.wait.reason if self._storage else ""
 
     def start(self, writes: Mapping[str, Write], *, name: str, finish: Callable[[], object]) -> None:
-        """Write this rank's files. When those of all ranks form the folder `name`, rank 0 calls `finish`.
-
-        No save may be in flight.
-        """
+        """Write this rank's files. Once those of all ranks form the folder `name`, rank 0 calls `finish`."""
         self._draft = self._folder / f"draft-{name}"
         self.run(lambda: self._write(writes, name=name, finish=finish))
 
     def run(self, work: Callable[[], object]) -> None:
-        """Run other work. `flush` waits for it and raises its error."""
+        """Run work for which `flush` waits, raising its error."""
         if self._in_background:
             self._in_flight = run_in_thread(work, name="checkpoint")
         else:
@@ -198,7 +183,6 @@ class BackgroundSaver:
         if self._in_flight.done():
             self._in_flight.result()
 
-    # --- the thread ----------------------------------------------------------------------------------------------
     def _write(self, writes: Mapping[str, Write], *, name: str, finish: Callable[[], object]) -> None:
         began_at, draft = time.monotonic(), self._draft
         own = draft / f"rank-{self._ranks.rank}"
@@ -211,7 +195,7 @@ class BackgroundSaver:
         if not self._ranks.is_first:
             self._name(own, name)
         self._await_folders("written")
-        # Rank 0 is last, so a checkpoint that it has is durable on every machine.
+        # Rank 0 is last, so its checkpoints are durable on every machine.
         if self._ranks.is_first:
             self._name(own, name)
         if self._storage:
@@ -230,7 +214,7 @@ class BackgroundSaver:
         sync_path(self._folder)
 
     def _await_folders(self, state: str) -> None:
-        """Post that this folder reached `state`. Rank 0 waits for every folder."""
+        """Post `state`. Rank 0 waits for every folder."""
         subject, draft = f"checkpoint-{state}", self._draft.name
         if not self._ranks.is_first:
             self._ranks.post(subject, draft)
@@ -245,7 +229,7 @@ class BackgroundSaver:
         self._await_ranks(find_missing)
 
     def _await_ranks(self, find_missing: Callable[[], list[str]]) -> None:
-        """Wait for other ranks' files. If one dies or cannot write, this process fails in its next collective."""
+        """If another rank fails, so does this process in its next collective."""
         began_at = time.monotonic()
         while missing := find_missing():
             waited_s = time.monotonic() - began_at
@@ -257,7 +241,7 @@ class BackgroundSaver:
 def _write_sealed(folder: Path, writes: Mapping[str, Write]) -> None:
     """Write one rank's files. `folder` appears once they are durable; a failed write leaves nothing.
 
-    Raises CheckpointError if a file is gone: a learner deletes the draft of the one it replaces.
+    Raises CheckpointError if a file is gone: a learner deletes its predecessor's draft.
     """
     temporary = folder.with_suffix(".tmp")
     try:
@@ -280,7 +264,7 @@ def _write_sealed(folder: Path, writes: Mapping[str, Write]) -> None:
 
 
 def delete_folder(folder: Path) -> None:
-    """Delete a checkpoint or a draft. Renames it first, so a partial one is never found."""
+    """Rename a checkpoint or draft, so no partial one is found, then delete it."""
     doomed = folder.with_name(f"deleted-{uuid.uuid4().hex}")
     # Two learners may delete the same folder.
     with suppress(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""Builds the learner's parts from the settings of a run."""
+"""Builds the learner's parts."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -59,8 +59,8 @@ def choose_device(name: str, *, local_rank: int = 0) -> torch.device:
 
 
 def build_trainer(run: RunConfig, *, ranks: Ranks) -> Trainer:
-    """Load the models and build the trainer. Collective. Raises ConfigError, ModelError, TrainEngineError."""
-    # First, to report a missing user function before any wait.
+    """Collective. Raises ConfigError, ModelError, TrainEngineError."""
+    # First, to report a missing user function.
     objective = Objective(run.algorithm, max_tokens=run.generators.sampling.max_tokens)
     models = _Models(run, ranks)
     engine = models.build_policy()
@@ -72,7 +72,7 @@ def build_trainer(run: RunConfig, *, ranks: Ranks) -> Trainer:
     second_model = models.build_second(policy, chooser)
     layout = chooser.choose()
     if run.learner.compile:
-        # Compile last: choosing a layout also runs the model in float32 and on other shapes.
+        # Last: choosing a layout runs the model in float32 and on other shapes.
         only_norms = policy.routers is not None or policy.group.size > 1 or is_sharded(policy)
         compile_layers(policy.backbone, only_norms=only_norms)
     return Trainer(
@@ -88,7 +88,7 @@ def build_trainer(run: RunConfig, *, ranks: Ranks) -> Trainer:
 
 
 class _Models:
-    """Loads a trainer's models and builds their engines. Every method is collective."""
+    """A trainer's models and engines. Every method is collective."""
 
     def __init__(self, run: RunConfig, ranks: Ranks) -> None:
         self._run = run
@@ -98,12 +98,8 @@ class _Models:
 
     def build_policy(self) -> TrainEngine[Policy]:
         run = self._run
-        policy = load_policy(
-            run.model,
-            gradient_checkpointing=run.learner.engine.gradient_checkpointing,
-            is_reward_model=run.trains_reward_model,
-            **self._options(),
-        )
+        options = self._options(gradient_checkpointing=run.learner.engine.gradient_checkpointing)
+        policy = load_policy(run.model, is_reward_model=run.trains_reward_model, **options)
         # Build the engine first: a sharded model works only inside one.
         engine = self._build_engine(policy, optimizer=run.learner.optimizer, setting="learner.optimizer")
         if is_sharded(policy):
@@ -117,8 +113,7 @@ class _Models:
         kind: Any = Critic if run.algorithm.advantage.needs_critic else ProcessReward
         setting = f"algorithm.{config.key}"
         chosen = msgspec.structs.replace(run.model, path=config.path or run.model.path)
-        checkpointing = run.learner.engine.gradient_checkpointing
-        model = kind.load(chosen, gradient_checkpointing=checkpointing, **self._options())
+        model = kind.load(chosen, **self._options(gradient_checkpointing=run.learner.engine.gradient_checkpointing))
         _check_vocabulary(model.vocab_size, policy, setting=f"{setting}.path", path=chosen.path)
         engine = self._build_engine(model, optimizer=config.optimizer, setting=f"{setting}.optimizer")
         if is_sharded(model) and isinstance(model, Policy):
@@ -133,7 +128,7 @@ class _Models:
             reference = AdapterOff(engine)
         elif run.algorithm.needs_reference:
             reference = self._load_frozen(run.model, setting="model.path")
-            # The chooser may have changed the policy's attention implementation.
+            # The chooser may have changed the policy's.
             reference.model.backbone.set_attn_implementation(policy.backbone.config._attn_implementation)
         if distillation := run.algorithm.distillation:
             path, setting = distillation.teacher_path, "algorithm.distillation.teacher_path"
@@ -154,10 +149,10 @@ class _Models:
         policy.check_head()
         return engine
 
-    def _options(self) -> dict[str, Any]:
+    def _options(self, **options: Any) -> dict[str, Any]:
         dtype = COMPUTE_DTYPES[self._run.model.dtype]
         loading = sharded_loading(self._run.learner.engine, ranks=self._ranks, dtype=dtype)
-        return {"device": self._ranks.device, "loading": loading, "group": self._group}
+        return {"device": self._ranks.device, "loading": loading, "group": self._group, **options}
 
     def _build_engine(self, model: T, *, optimizer: OptimizerConfig, setting: str) -> TrainEngine[T]:
         config, ranks = self._run.learner.engine, self._ranks
@@ -168,10 +163,8 @@ class _Models:
 
 def _check_vocabulary(vocab_size: int, policy: Policy, *, setting: str, path: str) -> None:
     if vocab_size != policy.vocab_size:
-        raise ModelError(
-            f"{setting} must name a model with the policy's vocabulary ({policy.vocab_size} tokens), got {vocab_size} "
-            f"in {path}."
-        )
+        must = f"{setting} must name a model with the policy's vocabulary ({policy.vocab_size} tokens)"
+        raise ModelError(f"{must}, got {vocab_size} in {path}.")
 
 
 def build_rank_group(run: RunConfig, *, folder: RunFolder, device: torch.device, rank: int = 0) -> RankGroup:
@@ -200,7 +193,7 @@ def build_learner(
     num_heldout: Mapping[str, int],
     clock: Clock = time.monotonic,
 ) -> Learner:
-    """Build rank 0's training loop. For `wait` and `num_heldout` see Learner, for `snapshots` Publisher."""
+    """`wait`, `num_heldout`: see Learner. `snapshots`: see Publisher."""
     publisher = Publisher(
         client=client,
         inbox=inbox,

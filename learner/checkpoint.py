@@ -1,19 +1,17 @@
 """Checkpoints: the state that a run resumes from. A crash at any point leaves a complete one.
 
-Training waits only while a save copies the state to host memory. A checkpoint takes effect when the store points at it
-(`RunState.checkpoint`): one atomic operation moves that pointer and retires the groups that the checkpoint covers. Each
-machine has the files of its own ranks. With `storage.uri`, the object store has all files before the pointer moves.
+Training waits only while a save copies the state to host memory. A checkpoint takes effect when the store points at it:
+one atomic operation moves `RunState.checkpoint` and retires the groups that it covers. Each machine has its own ranks'
+files. With `storage.uri`, the object store has all files before the pointer moves.
 
 <folder>/step-00000050/state.json        CheckpointState
-<folder>/step-00000050/model/            weights in transformers format, with any adapter merged in, and the tokenizer
+<folder>/step-00000050/model/            weights in transformers format, any adapter merged in, and the tokenizer
 <folder>/step-00000050/model/adapter/    the adapter in peft's format, if one is trained
-<folder>/step-00000050/optimizer-rank-*  trained weights and moments by parameter, float32, sharded by rank; readable by
-                                         any layout
+<folder>/step-00000050/optimizer-rank-*  trained weights and moments by parameter, float32, sharded; for any layout
 <folder>/step-00000050/reference/        weights-rank-* of the reference policy, if it is refreshed
-<folder>/step-00000050/critic/           model/ and optimizer-rank-* of the critic, if the run has one;
-                                         likewise process_reward/
+<folder>/step-00000050/critic/           model/ and optimizer-rank-* of a critic; likewise process_reward/
 <folder>/step-00000050/checksums.json    xxh3-64 of every other file, checked before loading
-<folder>/step-00000100.31/               written by the learner that resumed with fencing token 31; names never collide
+<folder>/step-00000100.31/               of the learner that resumed with fencing token 31; names never collide
 """
 
 import random
@@ -50,8 +48,11 @@ from slipstream.runtime.run_folder import RunFolder
 log = structlog.get_logger(__name__)
 
 
+Finish = Callable[[CheckpointPointer], object]
+
+
 class BestEntry(Record):
-    """The best evaluation so far, stored in `best.json`.
+    """The best evaluation so far, in `best.json`.
 
     Example: BestEntry(metric="eval/accuracy_greedy", value=0.97, checkpoint=CheckpointPointer(step=40, ...))
     """
@@ -65,7 +66,7 @@ BEST_FILE = "best.json"
 
 
 class BestCheckpoint:
-    """Tracks and exports the best checkpoint. Life: resume -> (add -> judge)* -> export. A no-op without a metric."""
+    """The best checkpoint. Life: resume -> (add -> judge)* -> export. A no-op without a metric."""
 
     def __init__(self, metric: str | None, folder: RunFolder, *, flush: Callable[[], object]) -> None:
         """`flush` waits until the newest checkpoint is durable."""
@@ -77,11 +78,10 @@ class BestCheckpoint:
         self.entry: BestEntry | None = None
 
     def resume(self) -> None:
-        """Load the entry. A restore has fetched it from the object store if necessary."""
+        """Load the entry. A restore has fetched it."""
         if self._metric and self._file.is_file():
             entry = msgspec.json.decode(self._file.read_bytes(), type=BestEntry)
-            is_there = (self._folder.checkpoints / entry.checkpoint.name).is_dir()
-            if entry.metric == self._metric and is_there:
+            if entry.metric == self._metric and (self._folder.checkpoints / entry.checkpoint.name).is_dir():
                 self.entry = entry
 
     @property
@@ -95,13 +95,12 @@ class BestCheckpoint:
         self._evaluated[pointer.version] = pointer
 
     def judge(self, row: Row) -> None:
-        """Update the entry if this row of metrics has a pending evaluation's result."""
         pointer = self._evaluated.pop(row.get("eval/version", -1), None)
         value = row.get(self._metric) if self._metric else None
         if self._metric is None or pointer is None or value is None:
             return
         sign = -1 if self._metric.startswith("eval/loss") else 1
-        # On a tie, keep the earlier one, which took fewer steps.
+        # On a tie, keep the earlier one.
         if self.entry is None or sign * value > sign * self.entry.value:
             # The best checkpoint must survive a crash.
             self._flush()
@@ -110,7 +109,7 @@ class BestCheckpoint:
             log.info("best_checkpoint", metric=self.entry.metric, value=round(value, 4), checkpoint=pointer.name)
 
     def export(self) -> Path | None:
-        """Copy the best checkpoint's model. Returns its folder, or None if no evaluation had the metric."""
+        """Copy the best checkpoint's model. Returns the copy, or None if no evaluation had the metric."""
         if self.entry is None:
             return None
         draft = self._folder.path / "best_model.tmp"
@@ -124,7 +123,7 @@ class BestCheckpoint:
 _REFERENCE = "reference"
 _STATE = "state.json"
 _NAME = re.compile(r"(?:draft-)?step-(\d+)(?:\.(\d+))?")
-"""Step and life of a checkpoint or draft. The first life of a run is omitted."""
+"""Step and life, without a run's first life, of a checkpoint or draft."""
 
 
 class CheckpointState(Record):
@@ -163,33 +162,28 @@ class Checkpoints:
         self._run_storage = open_storage(run) if self._folders.is_leader else None
         self._storage = self._run_storage and self._run_storage.child(folder.name)
         self.saver = BackgroundSaver(
-            folder,
-            ranks=ranks,
-            folders=self._folders,
-            in_background=not run.is_one_process,
-            storage=self._storage,
+            folder, ranks=ranks, folders=self._folders, in_background=not run.is_one_process, storage=self._storage
         )
         self._poisoned = set[str]()
         """Checkpoints with NaN or infinity."""
         self._newest: CheckpointPointer | None = None
         self.life = 1
-        """Greater than every earlier learner's, so that they never touch this one's files. Set from the store's fencing
-        token or by `begin_life`."""
+        """Greater than every earlier learner's, which protects this one's files: the store's fencing token, or from
+        `begin_life`."""
 
     def begin_life(self) -> None:
-        """Choose a life above all in the folder and the object store, without a store (mode=sft)."""
+        """Choose a life above all in the folder and the object store (mode=sft, without a store)."""
         seen = [*self.names(), *(folder.name for folder in self._folder.glob("draft-*"))]
-        # Use the time, because the folders of learners on other machines may be invisible here.
-        first = int(time.time()) if self._storage else 1
-        self.life = max([first, *(1 + life for life, _ in map(_age, seen))])
+        # Folders on other machines may be invisible here.
+        self.life = max([(int(time.time()) if self._storage else 1), *(1 + life for life, _ in map(_age, seen))])
 
     def names(self) -> list[str]:
-        """Complete checkpoints in this rank's folder, or in the object store if it has none, oldest first."""
+        """Complete checkpoints in this folder, else in the object store, oldest first."""
         names = [path.parent.name for path in self._folder.glob(f"step-*/{CHECKSUMS}")]
         return sorted(names or (self._storage.names() if self._storage else []), key=_age)
 
     def with_remedy(self, error: DivergenceError) -> DivergenceError:
-        """Wait for the save in flight, then add how to continue from the newest checkpoint."""
+        """Wait for the save in flight. Add how to continue."""
         self.saver.join()
         if not (model := self.newest_model()):
             return DivergenceError(f"{error} No checkpoint exists to continue from: start a new run.")
@@ -198,7 +192,7 @@ class Checkpoints:
         return DivergenceError(f"{error} The newest checkpoint is finite: {begin}.")
 
     def newest_model(self) -> str:
-        """Location of the newest finite checkpoint's model, for messages; empty without one."""
+        """Location of the newest finite model, for messages; empty without one."""
         if not (names := [name for name in self.names() if name not in self._poisoned]):
             return ""
         folder = self._folder / names[-1]
@@ -207,9 +201,7 @@ class Checkpoints:
         return f"{folder}/model"
 
     def prune(self, *, pinned: Set[str]) -> None:
-        """Delete all but the newest `keep` checkpoints, `pinned` ones, and those of later lives, here and in the object
-        store. Other machines delete theirs in the next save.
-        """
+        """Delete all but the newest `keep`, `pinned`, and later lives' checkpoints; elsewhere in the next save."""
         keep = self._run.learner.checkpoint.keep
         self._keep({*self.names()[-keep:], *pinned}, life=self.life)
         if self._run_storage and self._storage:
@@ -221,7 +213,7 @@ class Checkpoints:
             self._storage.prune(is_kept=lambda name: name in kept or _age(name)[0] > self.life)
 
     def upload(self, folders: Iterable[Path]) -> None:
-        """Start uploading folders to the object store, if configured. `saver.flush` waits for it."""
+        """Start uploading folders to any object store. `saver.flush` waits for it."""
         if storage := self._run_storage:
 
             def work() -> None:
@@ -243,16 +235,12 @@ class Checkpoints:
         path = self._run.model.path
         return {file.name: checksum(file) for file in weight_files(path)} if self._run.model.lora else {}
 
-    # --- saving --------------------------------------------------------------------------------------------------
-    def save(
-        self, *, step: int, version: int, finish: Callable[[CheckpointPointer], object] = lambda pointer: None
-    ) -> CheckpointPointer:
-        """Begin a checkpoint that covers `step`. On return its state is copied and its name is fixed.
+    def save(self, *, step: int, version: int, finish: Finish = lambda pointer: None) -> CheckpointPointer:
+        """Begin a checkpoint that covers `step`. On return, its state is copied and its name fixed.
 
         First waits for the previous save and raises its error. Once the checkpoint is durable, rank 0 calls `finish` in
-        the writing thread; with all roles in one process, before the return. If the newest checkpoint covers `step`,
-        only `finish` is called again. Raises DivergenceError unless optimizer and objective are finite. The caller
-        checks the weights.
+        the writing thread, or here with all roles in one process. If the newest checkpoint covers `step`, only calls
+        `finish` again. Raises DivergenceError unless optimizer and objective are finite. The caller checks the weights.
         """
         began_at = time.monotonic()
         self.saver.flush()
@@ -305,26 +293,25 @@ class Checkpoints:
                 num_ranks=self._ranks.size,
                 objective=trainer.objective.state.save(),
             )
-            # Checksum the base in the background thread: a large model takes long to read.
+            # In the background thread: a large base takes long to read.
             writes[_STATE] = lambda path: path.write_bytes(
                 msgspec.json.encode(msgspec.structs.replace(state, base=self._base))
             )
-        # A reference that is never refreshed is the initial policy and needs no copy.
+        # Without refreshes, the reference is the initial policy.
         if reference := trainer.reference:
             frozen = reference.copy_weights(self._ranks)
             writes[f"{_REFERENCE}/{WEIGHTS_FILE.format(rank)}"] = partial(save_file, frozen)
         return writes
 
     def _seed_generators(self, *, step: int) -> None:
-        """Reseed every random generator, so continuing after a checkpoint equals resuming from it."""
+        """Reseed every generator, so continuing after a checkpoint equals resuming from it."""
         drawn = int(np.random.SeedSequence([self._run.seed, step, self._ranks.rank]).generate_state(1)[0])
         torch.manual_seed(drawn)
         np.random.seed(drawn)
         random.seed(drawn)
 
-    # --- restoring -----------------------------------------------------------------------------------------------
     def restore_finite(self, names: Sequence[str]) -> CheckpointState:
-        """Load the first of these checkpoints without NaN or infinity. Raises CheckpointError."""
+        """Load the first finite one of these checkpoints. Raises CheckpointError."""
         for name in names:
             state = self.restore(name)
             try:
@@ -340,12 +327,12 @@ class Checkpoints:
         )
 
     def restore(self, name: str) -> CheckpointState:
-        """Load a checkpoint. Raises CheckpointError; detects damaged files before loading any."""
+        """Raises CheckpointError, if a file is damaged before loading any."""
         folder = self._folder / name
         # Downloads may exceed the time limit of a collective; `flush` keeps waiting.
         self.saver.run(lambda: self._make_whole(name))
         self.saver.flush()
-        # Every machine needs all files: its ranks may now hold other parts of the optimizer state.
+        # Ranks may now hold other parts of the optimizer state.
         self._folders.complete(folder)
         state = _read_state(folder)
         if self._ranks.is_first and state.base != self._base:
@@ -368,13 +355,13 @@ class Checkpoints:
             second.engine.restore_state(folder / second.name)
             second.num_updates = state.critic_updates
         self._newest = CheckpointPointer(state.step, state.version, name)
-        # Seed last, because loading a model may draw random numbers.
+        # Last, because loading a model may draw random numbers.
         self._seed_generators(step=state.step)
         self._ranks.barrier()
         return state
 
     def _make_whole(self, name: str) -> None:
-        """Check this machine's files. Fetch missing ones from the object store."""
+        """Check this machine's files, and fetch missing ones."""
         folder = self._folder / name
         if not self._folders.is_leader:
             return
@@ -402,7 +389,7 @@ class Checkpoints:
 
 
 def _age(name: str) -> tuple[int, int]:
-    """Life and step, for sorting by age. (0, 0) for names of anything else."""
+    """Life and step, for sorting; (0, 0) for other names."""
     found = _NAME.match(name)
     return (int(found[2] or 1), int(found[1])) if found else (0, 0)
 

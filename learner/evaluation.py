@@ -1,8 +1,7 @@
-"""Evaluation: requests answers to held-out prompts through the store and scores them.
+"""Evaluation: requests answers to held-out prompts and scores them.
 
 Every metric is a ratio of two sums over prompts, so one bootstrap over prompts gives all confidence intervals. Metrics
-at k are expectations over size-k subsets of a prompt's answers: exact, except maj@k with many answers, which samples
-subsets.
+at k are expectations over size-k subsets of a prompt's answers: exact, except that maj@k of many answers samples them.
 """
 
 import itertools
@@ -48,7 +47,7 @@ class Score(Record):
     num_prompts: int
     num_answers: int
     num_failed: int
-    """Answers whose reward function failed. They count as wrong and have no reward."""
+    """Answers with a failed reward function. They count as wrong and have no reward."""
     metrics: dict[str, Estimate]
     mean_tokens: float
     """Model-written tokens per answer."""
@@ -76,13 +75,13 @@ def pass_at_k(num_answers: int, num_correct: int, k: int) -> float:
 
 
 def best_at_k(rewards: Sequence[float], k: int) -> float:
-    """Expected largest of k rewards: sum over ranks i of r[i] * C(i, k - 1) / C(n, k), r ascending, i from 0."""
+    """Expected largest of k rewards: sum over i >= 0 of r[i] * C(i, k - 1) / C(n, k), r ascending."""
     weights = [comb(rank, k - 1) / comb(len(rewards), k) for rank in range(len(rewards))]
     return float(np.dot(weights, sorted(rewards)))
 
 
 def majority_at_k(answers: Sequence[str], is_correct: Sequence[bool], k: int) -> float:
-    """Probability that the most frequent of k answers is right. Ties are broken at random.
+    """Probability that the most frequent of k answers is right, with ties broken at random.
 
     Each empty answer is a separate candidate. A candidate scores the fraction of its repetitions that are right.
     """
@@ -143,9 +142,7 @@ def _prompt_sums(
 
 
 def estimate(sums: Sums, *, minus: Sums | None = None) -> Estimate:
-    """Mean, or its paired difference to `minus`, with the bootstrap interval over prompts.
-
-    `minus` must cover the same prompts.
+    """Mean, or its paired difference to `minus` on the same prompts, with the bootstrap interval.
 
     Source: Efron and Tibshirani, An introduction to the bootstrap, chapter 13 (percentile interval).
     """
@@ -165,7 +162,7 @@ def _resamples(num_prompts: int) -> Float[np.ndarray, "resamples prompts"]:
 
 
 def score(answers: Sequence[EvaluationAnswer]) -> Score:
-    """Score answers to a set, at least one."""
+    """Score at least one answer to a set."""
     return Score(
         num_prompts=len({answer.row for answer in answers}),
         num_answers=len(answers),
@@ -186,13 +183,13 @@ def by_source(answers: Iterable[EvaluationAnswer]) -> dict[str, list[EvaluationA
 
 
 def differences(scored: Mapping[str, Sums], base: Mapping[str, Sums]) -> dict[str, Estimate]:
-    """`scored` - `base`, paired, for metrics that both have on the same prompts."""
+    """`scored` - `base`, paired, for metrics of both on the same prompts."""
     same = {name for name, sums in scored.items() if name in base and len(sums.total) == len(base[name].total)}
     return {name: estimate(scored[name], minus=base[name]) for name in scored if name in same}
 
 
 class EvaluationProgress:
-    """Estimates when all answers of an evaluation are in, from their rate since the first one."""
+    """Estimates the rest of an evaluation from its rate."""
 
     def __init__(self, *, clock: Clock) -> None:
         self._clock = clock
@@ -223,21 +220,16 @@ class Evaluator:
         self._open: list[str] = []
 
     def open_monitor(self, *, step: int, fence: int, version: int) -> str:
-        """Request the monitored rows. Returns the evaluation's name.
-
-        `fence`, the token of the step's claim, tells the step from one retrained after a rollback.
-        """
+        """Request the monitored rows. Returns the evaluation's name, unique also after a rollback (`fence`)."""
         name = f"step-{step}-{fence}"
         self._request(name, version=version, rows=self._monitored)
         self._open.append(name)
         return name
 
     def open_final(self, name: str, *, version: int) -> str:
-        """Request the rows for before and after training. Returns `name`, plus a number if earlier requests got no
-        reward at all.
-        """
-        # Opening is idempotent: a resumed run finds the answers that its predecessor requested. Answers are final, so
-        # an evaluation without any reward needs a new name.
+        """Request the rows for before and after training. Returns `name`, numbered after requests without reward."""
+        # A resumed run finds its predecessor's answers. They are final, so an evaluation without any reward needs a new
+        # name.
         for number in itertools.count(1):
             fresh = name if number == 1 else f"{name}-{number}"
             results = self._results(fresh).values()
@@ -288,10 +280,5 @@ class Evaluator:
 
     def _request(self, name: str, *, version: int, rows: Mapping[str, range]) -> None:
         for each in self._sets:
-            self._store.open_evaluation(
-                f"{name}-{each.name}",
-                purpose=each.name,
-                version=version,
-                rows=list(rows[each.name]),
-                samples=each.samples,
-            )
+            name_of_set, own = f"{name}-{each.name}", list(rows[each.name])
+            self._store.open_evaluation(name_of_set, purpose=each.name, version=version, rows=own, samples=each.samples)

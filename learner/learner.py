@@ -2,10 +2,10 @@
 
 Consumes: ready groups from the store, member reports from the broker.
 Produces: policy versions, checkpoints, metrics, the final model.
-Waits for: the groups of a step and the answers of an evaluation, until a dead end; members, while publishing.
+Waits for: groups of a step and answers of an evaluation, until a dead end; members, while publishing.
 Woken by: the store, when enough groups are ready.
-Invariant: along the surviving lineage of weights, every group is committed exactly once. When a run resumes, groups
-that no checkpoint covers return to the buffer.
+Invariant: along the surviving lineage of weights, every group is committed exactly once. On a resume, groups that no
+checkpoint covers return to the buffer.
 """
 
 import math
@@ -45,14 +45,14 @@ log = structlog.get_logger(__name__)
 
 
 class _StopRequestedError(Exception):
-    """Ends a wait of a learner that was asked to stop."""
+    """Ends a wait after `request_stop`."""
 
 
 @contextmanager
 def keep_claim(store: Store, claim: Claim, *, lease_s: float) -> Iterator[None]:
-    """Renew a claim while its step runs, so a slow step is not mistaken for a dead learner.
+    """Renew a claim while its step runs: a slow step is not a dead learner.
 
-    If a suspended process loses its claim, the fencing token makes the commit fail.
+    If a suspended process loses its claim, its commit fails by the fencing token.
     """
 
     def renew() -> None:
@@ -73,7 +73,7 @@ def keep_claim(store: Store, claim: Claim, *, lease_s: float) -> Iterator[None]:
 
 
 class Learner:
-    """Rank 0 of the learner. Life: run, once."""
+    """Rank 0 of the learner."""
 
     def __init__(
         self,
@@ -89,8 +89,7 @@ class Learner:
         rollouts: Rollouts | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`wait(num_ready, timeout_s)` blocks until that many groups may be ready. With all roles in one process, it
-        gives the others a turn.
+        """`wait(num_ready, timeout_s)` blocks until that many groups may be ready, or gives other roles a turn.
 
         `num_heldout`: prompts per held-out set. `rollouts`: another run's groups to mix into every step.
         """
@@ -109,16 +108,16 @@ class Learner:
         self._clock = clock
         self._evaluator = Evaluator(store, run.evaluation, sets=run.data.eval_sets, num_rows=num_heldout)
         self._stall = StallDetector(
-            run=run, store=store, who_is_missing=self._who_is_missing, keep_alive=rank_group.keep_alive, clock=clock
+            run=run, store=store, describe=self._who_is_missing, keep_alive=rank_group.keep_alive, clock=clock
         )
         self._best = BestCheckpoint(run.learner.checkpoint.best, metrics_log.folder, flush=rank_group.flush_checkpoint)
         self._rules = SamplingRules(run.buffer.sampler, run.buffer.reuse, run.staleness)
         self._pacer = Pacer(run)
         self._step = 0
         self._fence = 0
-        """Fencing token of the last committed claim, or of the rollback before the first commit."""
+        """Token of the last committed claim, or of the rollback before the first."""
         self._committing = threading.Lock()
-        """Held while `_fence` and the store's fencing token change or must agree."""
+        """Held while `_fence` and the store's token change or must agree."""
         self._version = 0
         self._version_step = 0
         """Step that produced the weights of `_version`."""
@@ -136,14 +135,14 @@ class Learner:
         return Pong(-1.0, "ready", self._version, reason=full or away or self._reason, gauges=gauges | waits)
 
     def request_stop(self) -> None:
-        """Make `run` save and end after the current step or wait. Safe in a signal handler."""
+        """Make `run` save and end after the current step or wait. For signal handlers."""
         self._is_asked_to_stop = True
 
     def run(self) -> None:
         """Train from the newest checkpoint or the beginning.
 
         Raises DeadEndError after trying to save all steps, DivergenceError without saving non-finite ones, and
-        KeyboardInterrupt after `request_stop`, once all steps are saved.
+        KeyboardInterrupt after `request_stop` and saving.
         """
         try:
             self._start()
@@ -190,8 +189,7 @@ class Learner:
             self._best.resume()
         elif not self._store.versions():
             self._check_new()
-        # These weights lack steps after the checkpoint, so their groups become ready again. The rollback also takes a
-        # new fencing token, so a predecessor that still runs cannot commit.
+        # Groups of later steps become ready again. The new fencing token keeps a predecessor from committing.
         returned, self._fence = self._store.roll_back(to_step=self._step, to_version=self._version)
         self._rank_group.checkpoints.life = self._fence
         log.info("starting", step=self._step, version=self._version, groups_returned=returned)
@@ -201,9 +199,8 @@ class Learner:
         self._record_stage("initial weights published")
         self._profiler.prepare(self._step + 1)
         self._store.set_phase("training")
-        # A resumed policy is not the initial one, so only the stored result is valid.
-        is_wanted = self._run.evaluation.before_training or self._run.mode == "evaluate"
-        is_due = self._step == 0 and is_wanted
+        # After a resume, only the stored result is that of the initial policy.
+        is_due = self._step == 0 and (self._run.evaluation.before_training or self._run.mode == "evaluate")
         before = self._evaluate_fully("before") if is_due else self._evaluator.result("before")
         if before:
             self._metrics_log.record_before(before)
@@ -211,7 +208,7 @@ class Learner:
         self._must_stop = self._metrics_log.start_training(step=self._step, ends=self._meets_stop)
 
     def _check_new(self) -> None:
-        """Raise RunConflictError if the run folder has results that the empty store does not know."""
+        """Raise RunConflictError if the run folder has results unknown to the empty store."""
         folder = self._metrics_log.folder
         if model := self._rank_group.checkpoints.newest_model():
             raise RunConflictError(
@@ -236,7 +233,7 @@ class Learner:
             self._publish()
         self._publisher.flush()
         self._profiler.close()
-        # The fencing token distinguishes a step from one that was rolled back.
+        # The fencing token marks a step as not rolled back.
         after = self._evaluate_fully(f"after-{self._step}-{self._fence}")
         self._record_stage("evaluated at the end")
         self._checkpoint()
@@ -260,7 +257,7 @@ class Learner:
         log.info("finished", step=self._step, version=self._version)
 
     def _save_all_steps(self) -> None:
-        """Checkpoint the steps so far, unless the newest checkpoint covers them."""
+        """Checkpoint steps that no checkpoint covers."""
         self._rank_group.flush_checkpoint()
         covered = self._store.run_state().checkpoint
         if self._step > (covered.step if covered else 0):
@@ -290,8 +287,7 @@ class Learner:
             self._record_stage("first batch")
         last_claim_at, self._claimed_at, claimed_at_ns = self._claimed_at, self._clock(), time.time_ns()
         claimed_at = self._claimed_at
-        step_s = claimed_at - last_claim_at
-        if self._pacer.record_step(waited_s=waited_s, step_s=step_s, num_spare=claim.num_spare):
+        if self._pacer.record_step(waited_s=waited_s, step_s=claimed_at - last_claim_at, num_spare=claim.num_spare):
             self._store.set_target_lag(self._pacer.lag)
         with keep_claim(self._store, claim, lease_s=self._run.broker.claim_lease_s):
             self._reason = f"training step {claim.step}"
@@ -299,7 +295,7 @@ class Learner:
             with self._account.phase("batch"):
                 payloads = self._store.fetch(claim.group_ids)
                 mixed_ids, mixed = mix.take(first=(claim.step - 1) * num_mixed, count=num_mixed) if mix else ([], [])
-            # Reused groups may be older than fresh ones. Mixed groups have versions of another run and thus no bound.
+            # Reused groups may be older. Mixed groups have another run's versions.
             fresh_lag, reused_lag = self._run.staleness.max_lag, self._run.buffer.reuse.max_age
             is_reused = claim.reused or [False] * len(payloads)
             metrics = self._rank_group.train(
@@ -318,14 +314,10 @@ class Learner:
         self._complete_step(claim, metrics, times)
 
     def _commit(self, claim: Claim, payloads: list[list[bytes]], *, mixed_ids: list[str]) -> StepEntry:
-        """Fails if the claim has lapsed: another learner may have trained on its groups."""
+        """Fails after a lapse of the claim: another learner may have trained on its groups."""
+        run, hashed = self._run, config_hash(self._run)
         entry = make_entry(
-            claim,
-            payloads,
-            version=self._version,
-            seed=self._run.seed,
-            config_hash=config_hash(self._run),
-            mixed_group_ids=mixed_ids,
+            claim, payloads, version=self._version, seed=run.seed, config_hash=hashed, mixed_group_ids=mixed_ids
         )
         with self._committing:
             self._store.commit(claim, entry)
@@ -346,7 +338,7 @@ class Learner:
             with self._account.phase("evaluating"):
                 name = self._evaluator.open_monitor(step=self._step, fence=self._fence, version=self._version)
                 if self._run.mode == "replay":
-                    # A replay never waits for groups, so answers would arrive many steps later.
+                    # A replay never waits for groups: answers would arrive many steps later.
                     with suppress(_StopRequestedError):
                         self._await_evaluation(name)
         evaluated, published = self._evaluator.take_finished(), self._publisher.take_published()
@@ -373,8 +365,8 @@ class Learner:
         return every_steps > 0 and self._step % every_steps == 0
 
     def _claim_groups(self, *, step: int) -> tuple[Claim, float]:
-        """Return the claim, and the time from its first refusal on."""
-        num_groups = self._run.claimed_groups_per_step
+        """Return the claim, and the time since its first refusal."""
+        num_groups, lease_s = self._run.claimed_groups_per_step, self._run.broker.claim_lease_s
         missing, num_ready, refused_at = "not checked yet", num_groups, math.inf
         self._stall.begin(f"the {num_groups} groups of step {step}", waits_for="groups")
         while True:
@@ -382,11 +374,7 @@ class Learner:
             self._saver.raise_error()
             self._reason = self._stall.poll(missing)
             claim = self._store.claim(
-                step=step,
-                version=self._version,
-                num_groups=num_groups,
-                rules=self._rules,
-                lease_s=self._run.broker.claim_lease_s,
+                step=step, version=self._version, num_groups=num_groups, rules=self._rules, lease_s=lease_s
             )
             if not isinstance(claim, Claim):
                 missing, num_ready = claim.reason, claim.ready_needed
@@ -403,7 +391,7 @@ class Learner:
     def _publish(self) -> None:
         self._reason = f"publishing version {self._version}"
         with self._account.phase("publishing"):
-            # Compute the canary first: weights are gathered lazily, and no command may interrupt that.
+            # First, because no command may interrupt the lazy gathering of weights.
             canary = self._rank_group.canary(step=self._step)
             weights = self._rank_group.weights()
             self._publisher.publish(version=self._version, step=self._step, weights=weights, canary=canary)
@@ -418,15 +406,14 @@ class Learner:
             self._best.add(pointer)
 
     def _cover(self, pointer: CheckpointPointer, *, pinned: set[str]) -> None:
-        """Point the store at a durable checkpoint. Runs in the thread that wrote it."""
-        # Prune last, so the store never points at a deleted checkpoint. The fencing token belongs to the newest step,
-        # which may be later than the checkpoint's.
+        """Point the store at a durable checkpoint, in the thread that wrote it."""
+        # Prune last, so the store never points at a deleted checkpoint. The fencing token may be a later step's.
         with self._committing:
             self._store.checkpoint(pointer, fence=self._fence)
         self._rank_group.checkpoints.prune(pinned={pointer.name, *pinned})
 
     def _meets_stop(self, row: Row) -> bool:
-        """Whether a row meets `evaluation.stop`, which ends training. Also checks rows kept by a resume."""
+        """Whether a row, also one before a resume, meets `evaluation.stop`."""
         stop = self._run.evaluation.stop or []
         is_met = bool(stop) and all(bound.holds(row) for bound in stop)
         if is_met:
@@ -434,7 +421,7 @@ class Learner:
         return is_met
 
     def _await_monitored(self) -> None:
-        """Wait for open evaluations, because all of their answers must come from the current version."""
+        """Wait for open evaluations: all answers must come from the current version."""
         for name in self._evaluator.unfinished():
             self._await_evaluation(name)
 

@@ -1,9 +1,10 @@
-"""MetricsLog: one row of metrics per step, per-token statistics (StepTokensWriter), and the run's summary."""
+"""MetricsLog: metrics per step, per-token statistics (StepTokensWriter), and the run's summary."""
 
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import Full, Queue
 from threading import Thread
@@ -33,21 +34,18 @@ log = structlog.get_logger(__name__)
 
 
 _TOKEN_STATS_GIB = 1.0
-"""Disk space for log-ratio and entropy of trained tokens: 250 million tokens at 4 bytes, oldest deleted first."""
+"""Disk space for log-ratio and entropy of trained tokens: the newest 250 million at 4 bytes."""
 _MAX_WAITING = 4
-"""Maximum steps that wait for the thread of StepTokensWriter."""
+"""Steps that may wait for the thread of StepTokensWriter."""
 _SWEEPS = 64
 """Deletions of old files per `max_gib` of new ones."""
 _CLOSE_S = 60.0
 _RATE_STEPS = 10
-"""Steps over which the rate of generation is averaged, because groups of a step arrive in bursts."""
+"""Steps over which the rate of generation is averaged."""
 
 
 class StepTokensWriter:
-    """Writes one file per step and deletes the oldest.
-
-    If too many steps wait or the disk fails, logs a warning and skips the step.
-    """
+    """Writes one file per step and deletes the oldest. Skips a step if too many wait or the disk fails."""
 
     def __init__(self, folder: Path, *, max_gib: float, in_background: bool) -> None:
         self._folder = folder
@@ -56,9 +54,6 @@ class StepTokensWriter:
         self._in_background = in_background
         self._waiting: Queue[tuple[int, StepTokens] | None] = Queue(_MAX_WAITING)
         self._thread: Thread | None = None
-
-    def roll_back(self, *, to_step: int) -> None:
-        drop_steps(self._folder, after=to_step)
 
     def add(self, step: int, tokens: StepTokens) -> None:
         if not self._in_background:
@@ -116,9 +111,8 @@ class MetricsLog:
         self._store = store
         self._clock = clock
         self._alerts = MetricAlerts(lambda text: store.record_event("learner", text), run=run)
-        self._step_tokens = StepTokensWriter(
-            folder.token_stats, max_gib=_TOKEN_STATS_GIB, in_background=not run.is_one_process
-        )
+        in_background = not run.is_one_process
+        self._step_tokens = StepTokensWriter(folder.token_stats, max_gib=_TOKEN_STATS_GIB, in_background=in_background)
         self._tokens = Rate(window_s=10.0, clock=clock)
         self._generated = Growth({})
         self._generated_by: deque[tuple[float, float]] = deque(maxlen=_RATE_STEPS + 1)
@@ -126,8 +120,7 @@ class MetricsLog:
         self._processor = ProcessorTime()
         self._times = Growth({})
         self._own_rows = 0
-        self._started_at = self._row_at = clock()
-        self._ended_at = clock()
+        self._started_at = self._row_at = self._ended_at = clock()
         self._resumed_at_s = 0.0
         self._before: dict[Purpose, EvaluationResult] = {}
 
@@ -141,16 +134,13 @@ class MetricsLog:
         log.info("before_training", **{purpose: round(result.accuracy, 3) for purpose, result in evaluated.items()})
 
     def start_training(self, *, step: int, ends: Callable[[Row], bool] = lambda _: False) -> bool:
-        """Start the run's clock, on a resume from the rows that the checkpoint covers.
-
-        Returns whether any of them `ends` the run.
-        """
+        """Start the run's clock, on a resume from the rows that the checkpoint covers. Returns if one `ends` it."""
         # Later rows belong to steps that were rolled back.
         has_ended, self._resumed_at_s = False, 0.0
         for row in self._rows(up_to_step=step):
             has_ended = has_ended or ends(row)
             self._resumed_at_s = row["time_s"]
-        self._step_tokens.roll_back(to_step=step)
+        drop_steps(self.folder.token_stats, after=step)
         self._row_at = self._clock()
         self._started_at = self._row_at - self._resumed_at_s
         self._tokens = Rate(window_s=10.0, clock=self._clock)
@@ -179,33 +169,21 @@ class MetricsLog:
         times: dict[str, float],
         tokens: StepTokens | None = None,
     ) -> Row:
-        """Write a row to the file and the store and return it. `evaluated`: metrics of an evaluation."""
+        """Write a row to the file and the store. `evaluated`: metrics of an evaluation."""
         if tokens:
             self._step_tokens.add(step, tokens)
         self._tokens.add(metrics["learner/tokens"])
         began_at, self._row_at = self._row_at, self._clock()
-        row: Row = {
-            "step": step,
-            "version": version,
-            "time_s": round(self._row_at - self._started_at, 3),
-            **metrics,
-            **times,
-        }
+        time_s = round(self._row_at - self._started_at, 3)
+        row: Row = {"step": step, "version": version, "time_s": time_s, **metrics, **times}
         row["learner/tokens_per_s"] = metrics["learner/tokens"] / max(1e-9, self._row_at - began_at)
         rate = self._generated_per_s()
-        # Generators report once a second: before the first report, the rate is unknown, not 0.
+        # Before the first report of a generator, the rate is unknown, not 0.
         row |= {"generators/tokens_per_s": rate} if self._generated.total else {}
         if published:
-            row |= {
-                "weights/sync_s": published.seconds,
-                "weights/members": published.num_members,
-                "weights/receive_s": published.receive_s,
-                "weights/prepare_s": published.prepare_s,
-                "weights/pause_s": published.pause_s,
-                "weights/probe_s": published.probe_s,
-                "weights/probe_diff_mean": published.probe_diff_mean,
-                "weights/probe_diff_max": published.probe_diff_max,
-            }
+            names = ("receive_s", "prepare_s", "pause_s", "probe_s", "probe_diff_mean", "probe_diff_max")
+            row |= {"weights/sync_s": published.seconds, "weights/members": published.num_members}
+            row |= {f"weights/{name}": getattr(published, name) for name in names}
         row |= evaluated or {}
         self._own_rows += 1
         row |= {"times": self._step_times()}
@@ -231,21 +209,17 @@ class MetricsLog:
     def write_summary(
         self, *, step: int, after: dict[Purpose, EvaluationResult], evaluation: Row, best: Row | None = None
     ) -> None:
-        """Write `summary.json`, see docs/metrics.md. `evaluation`: metrics of the last evaluation."""
+        """See docs/metrics.md. `evaluation`: metrics of the last evaluation."""
         self._step_tokens.close()
-        # Rates exclude time before a resume: this process counts only its own tokens.
+        # Rates exclude time before a resume, like the counted tokens.
         seconds = max(1e-9, self._ended_at - self._started_at)
         own_seconds = max(1e-9, seconds - self._resumed_at_s)
+        sets, before = self._run.data.eval_sets, self._before
         summary = {
             **{f"accuracy_{name}": result.accuracy for name, result in after.items()},
-            **{
-                each.before_key: self._before[each.name].accuracy if self._before else None
-                for each in self._run.data.eval_sets
-            },
+            **{each.before_key: before[each.name].accuracy if before else None for each in sets},
             "evaluation": evaluation,
-            "num_final_prompts": {
-                each.name: after[each.name].num_asked // each.samples for each in self._run.data.eval_sets
-            },
+            "num_final_prompts": {each.name: after[each.name].num_asked // each.samples for each in sets},
             "best": best,
             "train_seconds": round(seconds, 3),
             "steps": step,
@@ -259,7 +233,7 @@ class MetricsLog:
         self.disk.retry(lambda: self.folder.write_summary(summary), what="the summary", path=self.folder.summary)
 
     def _over_rows(self, step: int) -> Row:
-        """Figures of the summary over all rows, read one at a time."""
+        """Read one row at a time."""
         goals, num_tokens, sum_lags = self._run.evaluation.goals[:1], 0, 0
         found: Row = {"seconds_to_goal": None, "lag_max": 0, "logprob_diff_max": 0.0}
         for row in self._rows(up_to_step=step):
@@ -272,12 +246,11 @@ class MetricsLog:
         return found | {"lag_mean": sum_lags / max(1, num_tokens)}
 
     def _rows(self, *, up_to_step: int) -> Iterator[Row]:
-        return self.disk.retry(
-            lambda: self.folder.keep_metrics(up_to_step=up_to_step), what="the metrics", path=self.folder.metrics
-        )
+        keep = partial(self.folder.keep_metrics, up_to_step=up_to_step)
+        return self.disk.retry(keep, what="the metrics", path=self.folder.metrics)
 
     def _generated_per_s(self) -> float:
-        """Mean rate of the last steps. Also updates the growth of all counters."""
+        """Mean rate of the last steps. Also updates all counters."""
         self._update_counters()
         self._generated_by.append((self._row_at, self._generated.total))
         (since, before), (now, total) = self._generated_by[0], self._generated_by[-1]
@@ -289,8 +262,7 @@ class MetricsLog:
         self._times.update(self._time_counters(gauges))
 
     def _time_counters(self, roles: Roles) -> dict[Counter, float]:
-        own = {"learner": self.gauges() | {"role": "learner"}}
-        return time_counters(roles | own)
+        return time_counters(roles | {"learner": self.gauges() | {"role": "learner"}})
 
     def _step_times(self) -> Row:
         times: Row = msgspec.to_builtins(make_step_times(self._times.each, steps=self._own_rows))
@@ -298,6 +270,6 @@ class MetricsLog:
 
 
 def _generated_tokens(roles: Roles) -> dict[str, float]:
-    """Skips values that are not numbers, because gauges are not validated."""
+    """Numbers only: gauges are not validated."""
     reported = {name: gauges.get("tokens") for name, gauges in roles.items() if gauges.get("role") == "generator"}
     return {name: count for name, count in reported.items() if isinstance(count, int | float)}

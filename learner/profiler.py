@@ -1,7 +1,7 @@
 """StepProfiler: makes every role record the steps of `profile.steps` or of a `slipstream profile` request.
 
-Roles start some steps early, so the trace has the first step's trajectories from their lease on. They write events
-when the last step's version has arrived or is overdue, and a thread merges them.
+Roles start some steps early, to record trajectories from their lease on. They write events when the last step's version
+has arrived or is overdue, and a thread merges them.
 """
 
 import threading
@@ -56,7 +56,7 @@ class StepProfiler:
     def prepare(self, step: int) -> None:
         """Check for a request, and start recording if trajectories of its steps may begin now.
 
-        `step`: the next step. Its prompts are leased before it begins, so this is also called before step 1.
+        `step`: the next step. Called also before step 1, as prompts are leased earlier.
         """
         if self._steps is None and self._run.has_roles and time.monotonic() >= self._ask_at:
             self._ask_at = time.monotonic() + _ASK_EVERY_S
@@ -75,7 +75,6 @@ class StepProfiler:
             self._order("events")
 
     def begin_step(self, step: int) -> None:
-        """At the first recorded step, also start the profilers of torch and the engines."""
         self.prepare(step)
         if self._steps and step == self._steps[0]:
             self._order("engine")
@@ -95,7 +94,7 @@ class StepProfiler:
             self.trace.mark("committed", *trained, step=entry.step, version=entry.version + 1)
 
     def end_step(self, step: int, *, published: int) -> None:
-        """`published`: version that reached the generators since the previous step, or -1."""
+        """`published`: version that generators got since the previous step, or -1."""
         if self._steps is None:
             return
         first, last = self._steps
@@ -120,7 +119,7 @@ class StepProfiler:
     def _stop_torch(self) -> None:
         if self._torch:
             self._torch.stop()
-            # The merging thread writes the file, which takes seconds.
+            # The merging thread writes the file, in seconds.
             self._torch, self._recorded = None, self._torch
 
     def _order(self, stage: str) -> None:
@@ -140,7 +139,7 @@ class StepProfiler:
                 if gauges.get("role") in ("broker", "generator") and gauges.get("state") != "gone"
             ]
             while missing := [name for name in awaited if not (parts_of(self._folder) / f"{name}.json").is_file()]:
-                # Roles that do not see the run folder write no file.
+                # Roles without the run folder write no file.
                 if time.monotonic() >= ends_at:
                     break
                 time.sleep(0.1)

@@ -1,7 +1,7 @@
-"""RankGroup: the data-parallel ranks of one learner. Rank 0 broadcasts commands, and every rank executes them."""
+"""RankGroup: the data-parallel ranks of one learner. All execute the commands that rank 0 broadcasts."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from slipstream.buffer.records import CheckpointPointer, image_names
 from slipstream.buffer.trajectory import Trajectory, lag_histogram
 from slipstream.configs.base import Record
 from slipstream.configs.run import RunConfig
-from slipstream.learner.checkpoint import Checkpoints, CheckpointState
+from slipstream.learner.checkpoint import Checkpoints, CheckpointState, Finish
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.publishing.staging import Canary
 from slipstream.learner.ranks import Ranks
@@ -28,7 +28,7 @@ class Command(Record, tag_field="command", tag=True):
 
 
 class TrainStep(Command):
-    """Train on the groups whose payloads follow. Example: TrainStep(step=12, version=11, group_sizes=[8, 8])."""
+    """Train on groups, with their payloads. Example: TrainStep(step=12, version=11, group_sizes=[8, 8])."""
 
     step: int
     version: int
@@ -40,9 +40,9 @@ class TrainStep(Command):
     max_lags: list[int | None] = []
     """Lag beyond which a group's tokens are masked, None for no bound. Empty means `staleness.max_lag`."""
     num_mixed: int = 0
-    """Groups from another run, at the end. Their versions are not comparable with this run's."""
+    """Final groups from another run, with its versions."""
     images: list[str] = []
-    """Names of images that the ranks lack. Their bytes follow the payloads."""
+    """Images that the ranks lack. Their bytes follow the payloads."""
 
 
 class Operation(Command):
@@ -60,9 +60,9 @@ class Operation(Command):
 
 
 class RankGroup:
-    """Rank 0 calls the operations. Every other rank calls `worker_loop` once.
+    """Rank 0 calls the operations, the others `worker_loop`.
 
-    Invariant: the trainer's collectives run only inside commands, so all ranks call them in the same order.
+    Invariant: collectives run only inside commands, so all ranks call them in the same order.
     """
 
     def __init__(self, *, run: RunConfig, trainer: Trainer, ranks: Ranks, checkpoints: Checkpoints) -> None:
@@ -70,53 +70,39 @@ class RankGroup:
         self._ranks = ranks
         self.trainer = trainer
         self.checkpoints = checkpoints
-        """Its methods that are not collective may be called directly."""
+        """Methods that are not collective may be called."""
 
     # --- rank 0 --------------------------------------------------------------------------------------------------
     def train(
-        self,
-        *,
-        step: int,
-        version: int,
-        payloads: list[list[bytes]],
-        weights: Sequence[float] = (),
-        max_lags: Sequence[int | None] = (),
-        num_mixed: int = 0,
-        fetch_images: FetchImages = lambda _names: {},
+        self, *, payloads: list[list[bytes]], fetch_images: FetchImages = lambda _names: {}, **fields: Any
     ) -> dict[str, Any]:
-        """Train one step on encoded groups and return its metrics. For the arguments see TrainStep.
+        """Train one step on encoded groups and return its metrics. `fields`: other fields of TrainStep.
 
-        `fetch_images` maps image names to the bytes of those that are stored.
+        `fetch_images` maps names of stored images to bytes.
         """
-        # Broadcast bytes: only rank 0 needs a connection to the store.
-        sizes = [len(group) for group in payloads]
+        # Only rank 0 has a connection to the store.
         held = self.trainer.images
         missing = held.missing(image_names(chain(*payloads))) if held else []
         images = fetch_images(missing) if missing else {}
-        command = TrainStep(step, version, sizes, list(weights), list(max_lags), num_mixed, list(images))
+        command = TrainStep(group_sizes=[*map(len, payloads)], images=list(images), **fields)
         flat = (payload for group in payloads for payload in group)
         self._ranks.broadcast_bytes([encode(command), *flat, *images.values()])
         return self._train(command, payloads, list(images.values()))
 
     def weights(self) -> Iterable[tuple[str, Tensor]]:
-        """Unsharded weights, named by the policy's `checkpoint_names`. Consume them before the next command."""
+        """Unsharded weights by `checkpoint_names`. Consume them before the next command."""
         self._ranks.broadcast_bytes([encode(Operation("gather_weights"))])
         return self.trainer.engine.model.checkpoint_names.convert(self.trainer.engine.gather_parameters())
 
     def canary(self, *, step: int) -> Canary:
         return self._on_all(Operation("compute_canary", step=step))
 
-    def save_checkpoint(
-        self, *, step: int, version: int, finish: Callable[[CheckpointPointer], object]
-    ) -> CheckpointPointer:
-        """Begin a checkpoint, see Checkpoints.save.
-
-        Raises DivergenceError, and writes nothing, unless the entire state is finite.
-        """
+    def save_checkpoint(self, *, step: int, version: int, finish: Finish) -> CheckpointPointer:
+        """See Checkpoints.save. Raises DivergenceError, and writes nothing, unless the entire state is finite."""
         return self._on_all(Operation("save_checkpoint", step=step, version=version), finish=finish)
 
     def flush_checkpoint(self) -> None:
-        """Wait until the checkpoint is durable and `finish` has returned. Raises their errors."""
+        """Wait until the checkpoint is durable and finished. Raises errors of both."""
         self._on_all(Operation("flush_checkpoint"))
 
     def restore(self, pointer: CheckpointPointer) -> CheckpointState:
@@ -126,32 +112,32 @@ class RankGroup:
         return self._on_all(Operation("restore_checkpoint", names=[pointer.name, *reversed(older)]))
 
     def save_model(self, folder: Path) -> None:
-        """Save the model as `saved_model.save_model` does. Raises OSError if the disk is full; safe to retry."""
+        """See `saved_model.save_model`. Raises OSError if the disk is full; safe to retry."""
         self._on_all(Operation("save_model", path=str(folder)))
 
     def upload(self, folders: Iterable[Path]) -> None:
-        """Upload folders and wait until they are stored. Raises StorageError."""
+        """Upload folders and wait. Raises StorageError."""
         self.checkpoints.upload(folders)
         self.flush_checkpoint()
 
     def keep_alive(self) -> None:
-        """Call every few seconds while waiting: the other ranks wait in a collective that times out."""
+        """Call every few seconds of a wait: other ranks wait in a collective."""
         self._on_all(Operation("keep_alive"))
 
     def shutdown(self) -> None:
         self._on_all(Operation("shutdown"))
 
     def _on_all(self, operation: Operation, **local: Any) -> Any:
-        """Execute on every rank. `local`: arguments of this rank only."""
+        """`local`: arguments of this rank."""
         self._ranks.broadcast_bytes([encode(operation)])
         return self._execute(operation, **local)
 
     # --- other ranks ---------------------------------------------------------------------------------------------
     def worker_loop(self) -> None:
-        """Execute commands until `shutdown`. Raises RankGroupError if rank 0 is lost."""
+        """Raises RankGroupError if rank 0 is lost."""
         while True:
             head, *payloads = self._ranks.broadcast_bytes(None)
-            # At the next checkpoint, rank 0 would already be waiting for this rank.
+            # At the next checkpoint, rank 0 would wait for this rank.
             self.checkpoints.saver.raise_error()
             command: TrainStep | Operation = decode(head, TrainStep | Operation)  # type: ignore[arg-type]
             if isinstance(command, Operation) and command.name == "shutdown":
@@ -191,19 +177,12 @@ class RankGroup:
                 names = {media.checksum for trajectory in chain(*groups) for media in trajectory.media}
                 held.keep(names, dict(zip(command.images, images, strict=True)))
         with self.trainer.account.phase("compute"):
-            metrics = self.trainer.step(
-                groups,
-                learner_version=command.version,
-                step=command.step,
-                weights=command.weights,
-                max_lags=command.max_lags,
-                num_mixed=command.num_mixed,
-            )
-            # Check before the commit, so that groups are trained on again if their update produced NaN.
+            options = {name: getattr(command, name) for name in ("step", "weights", "max_lags", "num_mixed")}
+            metrics = self.trainer.step(groups, learner_version=command.version, **options)
+            # Before the commit, so that groups of an update to NaN are trained on again.
             self.trainer.check_weights(step=command.step)
-        # Mixed groups have another run's versions and therefore no lag.
-        own = groups[: len(groups) - command.num_mixed]
-        histogram = lag_histogram(chain(*own), learner_version=command.version)
+        # Mixed groups have no lag.
+        histogram = lag_histogram(chain(*groups[: len(groups) - command.num_mixed]), learner_version=command.version)
         mean = sum(lag * count for lag, count in histogram.items()) / sum(histogram.values())
         percentiles = {f"lag/p{percent}": _percentile(histogram, percent=percent) for percent in (50, 95)}
         return metrics | {"lag/mean": mean, "lag/max": max(histogram), "lag/histogram": histogram, **percentiles}

@@ -1,15 +1,12 @@
 """Ranks: the learner's processes and the collectives between them.
 
-Only rank 0 talks to the store and the generators. The others receive plain bytes and numbers from it.
+Only rank 0 talks to the store and the generators. The others receive bytes and numbers from it.
 
-RankWatch: ends a learner rank when another rank or its machine has been silent for too long.
+RankWatch: ends a learner rank when another or its machine has been silent for too long. A dying process closes its
+connections, which fails the others' collectives. A vanished machine closes nothing.
 
-A dying process closes its connections, which fails the others' collectives. A vanished machine closes nothing, and the
-others would wait until the collective times out.
-
-Consumes: heartbeats of the other ranks, from the rendezvous.
-Produces: own heartbeats; one error message and exit code 75, which makes the launcher restart the ranks.
-Invariant: a separate thread sends heartbeats, so a step may take any amount of time.
+Produces: an error message and exit code 75, which makes the launcher restart the ranks.
+Invariant: a separate thread sends heartbeats, so a step may take any time.
 """
 
 import math
@@ -38,11 +35,10 @@ from slipstream.runtime.credentials import is_loopback
 from slipstream.runtime.process import NCCL_ENVIRONMENT
 
 SILENCE_S = 60.0
-"""Silence of a rank or its machine after which the other ranks exit. A thread of each rank gives a sign of life, also
-during long steps."""
+"""Silence of a rank or its machine after which the other ranks exit."""
 COLLECTIVE_TIMEOUT_S = 2400.0
-"""Time limit of a collective. Other ranks wait in one while rank 0 publishes, reads a checkpoint, or waits for its
-store. Longer waits call `keep_alive`, so no user setting can exceed it."""
+"""Limit of a collective. Other ranks wait in one while rank 0 publishes, reads a checkpoint, or waits for its store.
+Longer waits call `keep_alive`, so no user setting can exceed it."""
 
 _RENDEZVOUS = "SLIPSTREAM_RANKS"
 """Rendezvous of ranks on one machine, `file:///path`. Without it, they meet at MASTER_ADDR."""
@@ -59,13 +55,13 @@ def launch_ranks(
 ) -> NoReturn:
     """Run `python -m module arguments` as `num_ranks` ranks under torchrun. If one rank fails, all end.
 
-    Each of several machines calls this with MACHINE_VARIABLES in its environment and starts its share of the ranks.
+    Each of several machines calls this with MACHINE_VARIABLES in its environment and starts its share.
 
-    On GPU machines, the ranks divide the cores for an offloaded optimizer. On CPU machines, each rank gets one thread,
-    because other roles need the rest. `OMP_NUM_THREADS` overrides both.
+    On GPU machines, ranks divide the cores for an offloaded optimizer. On CPU machines, each gets one thread, because
+    other roles need the rest. `OMP_NUM_THREADS` overrides both.
 
-    Exits with the code of the rank that failed first (torchrun always exits with 1), or with 75, which makes the
-    launcher restart, if a signal killed it.
+    Exits with the code of the rank that failed first (torchrun always exits with 1), or with 75, for a restart by the
+    launcher, if a signal killed it.
     """
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -81,9 +77,8 @@ def launch_ranks(
             rendezvous = machine_rendezvous(os.environ, num_machines=num_machines)
         else:
             rendezvous = _file_rendezvous(Path(folder))
-        options = [*rendezvous, f"--nproc-per-node={num_here}"]
         try:
-            torchrun.run(torchrun.parse_args([*options, "-m", module, *arguments]))
+            torchrun.run(torchrun.parse_args([*rendezvous, f"--nproc-per-node={num_here}", "-m", module, *arguments]))
         except ChildFailedError as failed:
             _, failure = failed.get_first_failure()
             raise SystemExit(TRY_AGAIN if failure.exitcode < 0 else failure.exitcode) from None
@@ -95,7 +90,7 @@ def launch_ranks(
 def _file_rendezvous(folder: Path) -> list[str]:
     """Torchrun options for ranks that meet through files in a private folder.
 
-    `torchrun --standalone` is unsafe: its stores listen on every interface, and it unpickles their content.
+    `torchrun --standalone` is unsafe: its stores listen on every interface, and their content is unpickled.
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ[_RENDEZVOUS] = f"file://{folder}/ranks"
@@ -125,10 +120,7 @@ _GIVEN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def check_environment(environment: Mapping[str, str], *, num_ranks: int, is_trusted: bool) -> None:
-    """Raise ConfigError unless all variables of a rank are set, for `num_ranks` ranks.
-
-    `is_trusted`: whether collectives may cross a network.
-    """
+    """Raise ConfigError unless a rank's variables fit. `is_trusted`: collectives may cross a network."""
     if missing := [name for name in _GIVEN if not environment.get(name)]:
         raise ConfigError(
             f"a learner rank must have {', '.join(_GIVEN)} in its environment, got no {', '.join(missing)}: start "
@@ -163,27 +155,24 @@ class Ranks:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Index of this rank's share of an update's samples, and the number of shares."""
+        """Index of this rank's share of samples, and the number of shares."""
         return self.rank // self._sharing, self.size // self._sharing
 
     def share_sequences(self, size: int) -> dist.ProcessGroup | None:
-        """Make every `size` consecutive ranks work on slices of the same sequences.
-
-        Returns the process group of this rank's set, or None if `size` is 1.
-        """
+        """Make each `size` consecutive ranks share sequences. Returns this rank's group, or None if `size` is 1."""
         self._sharing = size
         groups = [list(range(first, first + size)) for first in range(0, self.size, size)]
         return dist.new_subgroups_by_enumeration(groups)[0] if size > 1 else None
 
     def broadcast_bytes(self, payloads: Sequence[bytes] | None, *, source: int = 0) -> list[bytes]:
-        """Send the payloads of rank `source` to every rank. The others pass None and block until it calls."""
+        """Send payloads of rank `source` to all. The others pass None and block until it calls."""
         if self.size == 1:
             return list(payloads or ())
         sizes = [len(payload) for payload in payloads] if payloads is not None else None
         lengths = self.broadcast_ints(sizes, source=source)
         if not sum(lengths):
             return [b""] * len(lengths)
-        # One collective per payload would cost hundreds of round trips.
+        # A collective per payload would cost hundreds of round trips.
         if payloads is None:
             flat = torch.empty(sum(lengths), dtype=torch.uint8, device=self.device)
         else:
@@ -195,9 +184,8 @@ class Ranks:
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """One payload per rank, in rank order, on every rank."""
-        return [
-            self.broadcast_bytes([payload] if rank == self.rank else None, source=rank)[0] for rank in range(self.size)
-        ]
+        sent = {self.rank: [payload]}
+        return [self.broadcast_bytes(sent.get(rank), source=rank)[0] for rank in range(self.size)]
 
     def broadcast_ints(self, values: Sequence[int] | None, *, source: int = 0) -> list[int]:
         """Like `broadcast_bytes`, for numbers."""
@@ -224,7 +212,7 @@ class Ranks:
         self._reduce(torch.zeros(1), dist.ReduceOp.SUM)
 
     def post(self, subject: str, word: str) -> None:
-        """Publish a value for the other ranks without waiting. Thread-safe."""
+        """Publish a value without waiting. Thread-safe."""
         if self.size > 1:
             self._call_store(lambda store: store.set(f"{subject}/{self.rank}", word))
 
@@ -261,15 +249,15 @@ def leave(store: Any, rank: int) -> None:
 
 
 def _end_process(message: str) -> None:
-    # An exception would not reach the main thread, which is blocked in a collective.
+    # An exception would not reach the main thread in a collective.
     print(f"error: {message}", file=sys.stderr, flush=True)
     os._exit(TRY_AGAIN)
 
 
 class RankWatch:
-    """Two threads per rank: one writes its heartbeat and reads the others', one checks for silence.
+    """Two threads per rank: one writes and reads heartbeats, one checks for silence.
 
-    The first one hangs if the rendezvous, on rank 0's machine, vanishes.
+    The first hangs if the rendezvous, on rank 0's machine, vanishes.
     """
 
     def __init__(self, store: Any, *, rank: int, size: int, timeout_s: float) -> None:
@@ -296,9 +284,6 @@ class RankWatch:
     def start(self) -> None:
         for run in (self._beat, self._judge):
             threading.Thread(target=run, name=f"rank-watch-{run.__name__[1:]}", daemon=True).start()
-
-    def stop(self) -> None:
-        self._stopping.set()
 
     def _beat(self) -> None:
         number = 0
@@ -337,7 +322,7 @@ class RankWatch:
 
     def _message(self, silent: Sequence[int]) -> str:
         limit = f"within {self._timeout_s:g} s"
-        # Without readable heartbeats, the rendezvous on rank 0's machine is lost, and the others' state is unknown.
+        # Without the rendezvous on rank 0's machine, the others' state is unknown.
         if self._unread_s > self._timeout_s / 2 and self._rank:
             return (
                 f"the machine of learner rank 0, {self._host_of(0)}, must answer the other ranks {limit}, got nothing "
@@ -365,12 +350,11 @@ def join_ranks(
     """Form the default process group: Gloo on CPUs, NCCL on GPUs. Raises RankGroupError.
 
     `rendezvous`: `tcp://host:port` or `file:///path`, by default from the environment. Blocks until all ranks have
-    joined, at most `timeout_s`, which also limits every later collective. With `silence_s`, a RankWatch ends this
-    process when another rank is silent for that long.
+    joined, at most `timeout_s`, which also limits later collectives. `silence_s`: for a RankWatch.
     """
     if size > 1 and rendezvous is None:
         rendezvous = os.environ.get(_RENDEZVOUS, "env://")
-    # DeepSpeed needs a group even for one rank. Several such learners in a process share the first.
+    # DeepSpeed needs a group even for one rank. Several in a process share the first.
     if not (size == 1 and dist.is_initialized()):
         _initialize(rank=rank, size=size, device=device, timeout_s=timeout_s, rendezvous=rendezvous)
     if size > 1 and silence_s is not None:
@@ -387,15 +371,14 @@ def join_ranks(
 
 def exit_rank() -> NoReturn:
     """Leave the group and end this process successfully."""
-    # The other ranks may have ended and taken the rendezvous with them.
+    # The rendezvous may have ended with the other ranks.
     with suppress(RuntimeError):
         leave(dist.distributed_c10d._get_default_store(), dist.get_rank())
     # NCCL requires destroying the group before the process ends.
     dist.destroy_process_group()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skip interpreter teardown: threads of training libraries may still run, and under load one in twenty ZeRO-3 ranks
-    # aborted there.
+    # Skip interpreter teardown, where threads of training libraries aborted one in twenty ZeRO-3 ranks under load.
     os._exit(0)
 
 
@@ -404,17 +387,10 @@ def _initialize(*, rank: int, size: int, device: torch.device, timeout_s: float,
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
-            **where,
-        )
+        backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+        dist.init_process_group(backend, rank=rank, world_size=size, timeout=timeout, **where)
     except (RuntimeError, ValueError, OSError) as error:
-        must = f"{size} learner ranks must meet at {rendezvous} within {timeout_s:g} s, rank {rank} could not"
-        if not rendezvous:
-            must = (
-                "a single learner rank must form its process group, which needs the loopback interface, and could not"
-            )
+        must = "a single learner rank must form its process group, which needs the loopback interface, and could not"
+        if rendezvous:
+            must = f"{size} learner ranks must meet at {rendezvous} within {timeout_s:g} s, rank {rank} could not"
         raise RankGroupError(f"{must}: {error}") from error

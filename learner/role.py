@@ -1,4 +1,4 @@
-"""The learner process: ranks, device, broker session, store, and the parts that only rank 0 has."""
+"""The learner process: ranks, device, broker session, store, and rank 0's parts."""
 
 import ctypes
 import os
@@ -50,7 +50,7 @@ log = structlog.get_logger(__name__)
 def run_learner(run: RunConfig, overrides: list[str]) -> None:
     """Join the broker and train. Ranks above 0 execute rank 0's commands. With mode=sft, train from a file.
 
-    `overrides` produced `run` and are passed on to the ranks that this process starts.
+    `overrides`: of `run`, for ranks that this process starts.
     """
     is_rank = "RANK" in os.environ
     if is_rank:
@@ -93,9 +93,9 @@ def run_learner(run: RunConfig, overrides: list[str]) -> None:
 def _set_environment(device: torch.device, *, is_alone: bool) -> None:
     os.environ.update(deepspeed_environment(device))
     if is_alone:
-        # Gloo opens a port even for a group of one, by default on the address of the host name.
+        # Gloo opens a port even for a group of one, by default on the host name's address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    # Both can be overridden. Lengths vary, so fixed segments would fragment the GPU's memory.
+    # Both can be overridden. With varying lengths, fixed segments would fragment the GPU's memory.
     os.environ.update(NCCL_ENVIRONMENT | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ)
     if device.type == "cpu":
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -105,8 +105,7 @@ def _set_environment(device: torch.device, *, is_alone: bool) -> None:
 def return_freed_memory() -> None:
     """Make glibc return freed tensors of 1 MiB or more to the system, unless `MALLOC_MMAP_THRESHOLD_` is set.
 
-    By default glibc raises its mmap threshold up to 32 MiB and keeps gaps between freed tensors: a third more memory
-    than in use, with a 50M-parameter model.
+    By default its mmap threshold rises to 32 MiB, which keeps a third more memory than a 50M-parameter model uses.
     """
     libc = ctypes.CDLL(None)
     if "MALLOC_MMAP_THRESHOLD_" not in os.environ and hasattr(libc, "mallopt"):
@@ -133,7 +132,7 @@ def _run_first_rank(run: RunConfig, *, device: torch.device) -> None:
         folder = RunFolder(run)
         folder.open()
         folder.record_stage("learner", "joined")
-        # A Redis elsewhere is reached with this machine's settings, such as its CA file.
+        # Reach a Redis elsewhere with this machine's settings, such as its CA file.
         is_elsewhere = isinstance(run.buffer.store, RedisConfig)
         store = _open_store(run, store_url(run, folder.path) if is_elsewhere else session.welcome.store_url)
         rank_group = build_rank_group(run, folder=folder, device=device)
@@ -169,20 +168,18 @@ def _open_store(run: RunConfig, url: str) -> RedisStore:
 
 
 def wait_for_token(run: RunConfig, *, deadline: Deadline) -> str:
-    """Wait until a broker has started the run and return its token. Raises ConfigError, WaitTimeoutError."""
-    folder = RunFolder(run)
+    """Token of the run, once a broker has started it. Raises ConfigError, WaitTimeoutError."""
+    folder, address = RunFolder(run), run.broker.address
     report_at = deadline.left_s
-    # Without an address, both meet in the run folder. With a mistyped name, this learner would wait there alone.
-    while not ((token := find_token(run)) and (run.broker.address or folder.has_run)):
+    # Without an address, both meet in the run folder, or wait alone after a mistyped name.
+    while not ((token := find_token(run)) and (address or folder.has_run)):
         others = "" if folder.has_run else f": {describe_others(Path(run.runs_dir), run.name)}"
         missing = (
             f"run {run.name!r} in {run.runs_dir}/{others}; correct name=..., or start its broker with `python -m "
             "broker` and the same settings"
         )
-        if run.broker.address and is_listening(run.broker.address):
-            raise ConfigError(
-                f"the broker at {run.broker.address} must belong to this run, got no token for {missing}."
-            )
+        if address and is_listening(address):
+            raise ConfigError(f"the broker at {address} must belong to this run, got no token for {missing}.")
         deadline.check(missing=missing)
         if deadline.left_s <= report_at:
             report_at = deadline.left_s - _REPORT_EVERY_S
@@ -209,13 +206,13 @@ def _make_snapshot_server(run: RunConfig, keys: Keys, folder: RunFolder) -> Snap
         for path in folder.sockets.glob("weights-*.sock"):
             if not is_listening(f"ipc://{path}"):
                 path.unlink(missing_ok=True)
-        # A new name, because a hung learner that was replaced still holds its socket.
+        # A new name: a hung predecessor still holds its socket.
         address = f"ipc://{folder.sockets}/weights-{uuid.uuid4().hex[:8]}.sock"
     return SnapshotServer(versions, StreamServer(versions, keys=keys, address=address, cluster=run.cluster))
 
 
 def _status(learner: Learner, store: RedisStore, *, lends_at: str) -> Pong:
-    # A Unix socket is local, and its path may not be a valid address in a message.
+    # A Unix socket is local, and its path may be invalid in a message.
     port = lends_at if lends_at.startswith("tcp://") else ""
     status, reason = msgspec.structs.replace(learner.status(), lends_at=port), store.waiting_for
     if not reason:
@@ -224,7 +221,7 @@ def _status(learner: Learner, store: RedisStore, *, lends_at: str) -> Pong:
 
 
 def _check_same_run(run: RunConfig, config_json: str) -> None:
-    # `broker` may differ: each process reaches it from its own machine.
+    # `broker` may differ between machines.
     theirs = identity(msgspec.json.decode(config_json, type=RunConfig)) | {"broker": None}
     own = identity(run) | {"broker": None}
     if theirs != own:

@@ -1,6 +1,5 @@
-"""StallDetector: detects when a wait of the learner has reached a dead end, then fails or keeps waiting.
+"""StallDetector: detects dead ends of the learner's waits, then fails or keeps waiting.
 
-Consumes: counts, roles, and events of the store.
 Produces: the reason in status and live view, a log line every few seconds, DeadEndError.
 """
 
@@ -33,7 +32,7 @@ log = structlog.get_logger(__name__)
 class StallDetector:
     """Life: (begin -> (poll | reject_unscored)* -> end)*.
 
-    A wait with progress is a dead end only after its own limit.
+    Waits with progress have their own limit.
     """
 
     def __init__(
@@ -41,14 +40,14 @@ class StallDetector:
         *,
         run: RunConfig,
         store: Store,
-        who_is_missing: Callable[[], str],
+        describe: Callable[[], str],
         keep_alive: Callable[[], object],
         clock: Clock,
     ) -> None:
-        """`who_is_missing`: a phrase for the log. `keep_alive` is called every few seconds of a wait."""
+        """`describe`: who is missing, for the log. `keep_alive` runs every few seconds of a wait."""
         self._run = run
         self._store = store
-        self._who_is_missing = who_is_missing
+        self._describe = describe
         self._keep_alive = keep_alive
         self._clock = clock
         self._progress = Progress(run, clock=clock)
@@ -64,7 +63,7 @@ class StallDetector:
         return {"waits_for": self._waits_for, "dead_end": str(self._cause or "")}
 
     def begin(self, goal: str, *, waits_for: WaitsFor) -> None:
-        """Start a wait for `goal`, which ends some time even if it makes progress."""
+        """Start a wait for `goal`."""
         self._goal, self._waits_for = goal, waits_for
         self._log_at = self._clock() + _LOG_EVERY_S
         self._progress.begin()
@@ -72,8 +71,7 @@ class StallDetector:
     def poll(self, missing: str, *, answered: int | None = None) -> str:
         """Check the run at most once a second. Returns the reason for the wait, with `missing`.
 
-        `answered`: answers of the awaited evaluation, None for groups. Raises DeadEndError with
-        `learner.stall.policy=fail`.
+        `answered`: answers of the awaited evaluation. Raises DeadEndError with `learner.stall.policy=fail`.
         """
         now = self._clock()
         if now >= self._check_at:
@@ -89,12 +87,12 @@ class StallDetector:
                 self._set_cause(find_cause(self._progress))
         if now >= self._log_at:
             self._log_at = now + _LOG_EVERY_S
-            # The other ranks wait for a command in a collective, which must not time out.
+            # The other ranks wait in a collective, which must not time out.
             self._keep_alive()
             if self._cause:
                 self._warn(self._cause)
             else:
-                log.info("waiting", goal=self._goal, missing=f"{missing}, {self._who_is_missing()}")
+                log.info("waiting", goal=self._goal, missing=f"{missing}, {self._describe()}")
         if self._disk:
             return f"waiting for {self._goal}, which needs room on the disk of the store: {self._disk}"
         return f"waiting for {self._goal}: {missing}" + (f"; dead end: {self._cause}" if self._cause else "")
@@ -116,24 +114,20 @@ class StallDetector:
         self._record("resumed, as requested")
 
     def reject_unscored(self, claim: Claim) -> bool:
-        """While rewards are the cause, reject the claim's groups without any reward. Returns whether there were any.
+        """While rewards are the cause, reject groups without any, and return whether the claim had some.
 
         Otherwise an outage of the reward service would use up the run's steps.
         """
         if self._cause is None or self._cause.kind != "rewards":
             return False
         payloads = zip(claim.group_ids, self._store.fetch(claim.group_ids), strict=True)
-        unscored = [
-            group_id
-            for group_id, members in payloads
-            if not any(unpack(member).reward.status == "ok" for member in members)
-        ]
+        unscored = [name for name, group in payloads if not any(unpack(each).reward.status == "ok" for each in group)]
         if unscored:
             self._store.reject(claim, group_ids=unscored, reason="no_reward")
         return bool(unscored)
 
     def end(self) -> None:
-        """A `rewards` cause persists, because groups without rewards still arrive."""
+        """A `rewards` cause persists: groups without rewards still arrive."""
         self._waits_for = ""
         if self._cause and self._cause.kind != "rewards":
             self._set_cause(None)
@@ -145,15 +139,14 @@ class StallDetector:
 
     def _set_cause(self, cause: StallCause | None) -> None:
         if cause and self._run.learner.stall.policy == "fail":
-            raise DeadEndError(
-                f"{self._goal} must come, but {cause}; then continue with resume=true.{self._last_events()}"
-            )
+            events = self._last_events()
+            raise DeadEndError(f"{self._goal} must come, but {cause}; then continue with resume=true.{events}")
         if cause is None and self._cause:
             self._cause = None
             log.info("dead_end_resolved", goal=self._goal)
             self._record("dead end resolved")
         elif cause:
-            # Within one kind, only counts and times change, which is not worth a warning.
+            # Within one kind, only counts and times change.
             is_new = self._cause is None or self._cause.kind != cause.kind
             self._cause = cause
             if is_new:
@@ -169,15 +162,10 @@ class StallDetector:
             self._store.record_event("learner", text)
 
     def _last_events(self) -> str:
-        """Last events on one line, because the launcher shows the log's last line."""
-        generators = {name for name, gauges in self._store.roles().items() if gauges.get("role") == "generator"}
-        events = [
-            e
-            for e in self._store.events(limit=_EVENTS_READ)
-            if e.role in generators | {*self._run.broker.names, "store"}
-        ]
+        """On one line: the launcher shows the log's last."""
+        roles = {name for name, gauges in self._store.roles().items() if gauges.get("role") == "generator"}
+        roles |= {*self._run.broker.names, "store"}
+        last = [e for e in self._store.events(limit=_EVENTS_READ) if e.role in roles][-_EVENTS_SHOWN:]
         now = self._store.now()
-        shown = [
-            f"{max(0.0, now - e.at):.0f} s ago {e.role}: {' '.join(e.text.split())}" for e in events[-_EVENTS_SHOWN:]
-        ]
+        shown = [f"{max(0.0, now - e.at):.0f} s ago {e.role}: {' '.join(e.text.split())}" for e in last]
         return f" Last events: {' | '.join(shown)}." if shown else ""

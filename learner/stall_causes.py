@@ -1,7 +1,6 @@
-"""Stall causes: why a wait of the learner will not end, derived from the store's counts and the roles' progress.
+"""Stall causes: why a wait of the learner will not end, from the store's counts and the roles' progress.
 
-Root causes are checked first: a dead broker makes every generator look silent, and a generator without weights sends
-nothing.
+Root causes come first: a dead broker makes generators look silent, and a generator without weights sends nothing.
 """
 
 from collections import Counter
@@ -17,7 +16,7 @@ from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
 
 _MAX_COUNTED_STARTS = 4
-"""Starts of one generator that count as progress, so a crash loop can't hide a dead end."""
+"""Starts of one generator that count as progress: a crash loop must not hide a dead end."""
 _LOSSES = ("rejected", "expired", "quarantined")
 _MAX_FAILED_STEPS = 2
 """Consecutive steps without any reward. One may be a short grader outage."""
@@ -35,7 +34,7 @@ class Snapshot:
     generators: tuple[RoleStatus, ...] = ()
     """All that ever reported."""
     rewarded: int = 0
-    """Trajectories with a reward, since the start of each live generator."""
+    """Trajectories with a reward since each live generator's start."""
     unrewarded: int = 0
     """Trajectories with a failed reward function, likewise."""
     answered: int | None = None
@@ -52,7 +51,7 @@ class Snapshot:
 
 
 def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) -> Snapshot:
-    """Read the counts and roles that explain a stall. Raises StoreUnavailableError."""
+    """Raises StoreUnavailableError."""
     counts, gauges, version = store.counts(), store.roles(), store.run_state().announced_version
     roles = role_statuses(gauges, run=run, now=store.now(), announced_version=version)
     generators = tuple(role for role in roles if role.role == "generator")
@@ -72,7 +71,7 @@ def take_snapshot(store: Store, run: RunConfig, *, answered: int | None = None) 
 class Progress:
     """The newest snapshot and the changes up to it. Life: (begin -> update*)*, one `begin` per wait.
 
-    Tracks rewards and applied versions across waits: both can fail while every wait succeeds.
+    Rewards and applied versions can fail while every wait succeeds.
     """
 
     now: Snapshot
@@ -81,7 +80,7 @@ class Progress:
     served_s: float
     """Time since a generator first had verified weights in this wait."""
     outdated_s: float
-    """Time since a generator last applied newer weights; 0 while one holds the newest or none holds any."""
+    """Time since a generator applied newer weights; 0 while one holds the newest or none any."""
     accepted: int
     """Trajectories stored since the wait began."""
     losses: dict[str, int]
@@ -92,9 +91,9 @@ class Progress:
     def __init__(self, run: RunConfig, *, clock: Clock) -> None:
         self.run = run
         self.failed_rewards = 0
-        """Trajectories without a reward since the last one with a reward."""
+        """Trajectories since the last one with a reward."""
         self.rewards_have_failed = False
-        """Whether `failed_rewards` is high enough to be a cause."""
+        """Whether `failed_rewards` is a cause."""
         self._max_failed_rewards = _MAX_FAILED_STEPS * run.claimed_groups_per_step * run.generators.group_size
         self._clock = clock
         self._rewards: tuple[int, int] | None = None
@@ -103,14 +102,13 @@ class Progress:
         self._applied_at = clock()
 
     def begin(self) -> None:
-        """Start a wait."""
         self._progressed_at = self._clock()
         self._served_since: float | None = None
         self._base: StoreCounts | None = None
         self._most_arrived: tuple[int, ...] = (0, 0)
 
     def excuse(self) -> None:
-        """Restart the clocks, because nothing could arrive or be reported until now."""
+        """Restart the clocks: nothing could arrive until now."""
         self._progressed_at = self._applied_at = self._clock()
         if self._served_since is not None:
             self._served_since = self._clock()
@@ -139,9 +137,8 @@ class Progress:
         self.outdated_s = now_s - self._applied_at
 
     def _has_progressed(self, base: StoreCounts) -> bool:
-        """Whether a trajectory arrived and was kept, an answer arrived, or a generator started or changed weights."""
-        # Trajectories of lost groups are not progress. Groups stored before the wait may be lost without canceling
-        # newer arrivals.
+        """Whether a kept trajectory or an answer arrived, or a generator started or changed weights."""
+        # Trajectories of lost groups are not progress, but losses among earlier ones do not cancel new arrivals.
         stored_before = base.open_members + base.ready * self.run.members_per_group
         lost = _lost_members(self.now.counts) - _lost_members(base)
         arrived = (self.accepted - max(0, lost - stored_before), self.now.answered or 0)
@@ -151,16 +148,12 @@ class Progress:
             self._num_starts.clear()
         held, self._held = self._held, _held_versions(self.now)
         # The end of a start is progress, so fetching the first weights gets its full time.
-        started = [
-            name
-            for name, version in self._held.items()
-            if name not in held or (version is not None and version != held[name])
-        ]
+        started = [name for name, new in self._held.items() if name not in held or new not in (None, held[name])]
         self._num_starts.update(started)
         return has_arrived or any(self._num_starts[name] <= _MAX_COUNTED_STARTS for name in started)
 
     def record_no_reward(self, *, num_failed: int) -> None:
-        """Record an evaluation without any reward in its `num_failed` answers. One is a cause."""
+        """An evaluation without any reward in its `num_failed` answers is a cause."""
         self.failed_rewards, self.rewards_have_failed = max(self.failed_rewards, num_failed), True
         # Generators may report these answers only now, so the next report is the new baseline.
         self._rewards = None
@@ -199,7 +192,7 @@ Kind = Literal[
 
 _MOST_NAMED = 3
 _SLOW_S = 1800.0
-"""Time after which a wait ends although answers arrive, or three times `learner.stall.timeout_s` if that is longer."""
+"""Limit of a wait with progress, or three times `learner.stall.timeout_s` if that is longer."""
 _SEE_LOGS = "see their logs and the events"
 
 
@@ -216,7 +209,7 @@ class StallCause:
 
 
 def find_cause(progress: Progress) -> StallCause | None:
-    """First cause that is past its deadline; None while the wait may still end."""
+    """First cause past its deadline; None while the wait may still end."""
     run = progress.run
     checks: list[Callable[[Progress], StallCause | None]] = []
     # A replay trains on stored rewards.
@@ -241,7 +234,7 @@ def _max_idle_s(progress: Progress) -> float:
     if any(each.state == "starting" or each.waits_for == "transfer" for each in live):
         longer.append(run.weights.fetch_timeout_s)
     if any(each.state == "starting" for each in live) and isinstance(engine, VllmEngineConfig):
-        # The generator's own start timeout fires first, because it knows the reason.
+        # The generator's own start timeout, with the reason, fires first.
         longer.append(START_STALLS * run.learner.stall.timeout_s)
     return run.learner.stall.timeout_s + max(longer)
 
@@ -287,7 +280,7 @@ def _rewards_failed(progress: Progress) -> StallCause | None:
 
 
 def no_reward(run: RunConfig, *, num_failed: int) -> StallCause:
-    """Cause for `num_failed` consecutive trajectories without a reward."""
+    """Cause of `num_failed` consecutive trajectories without a reward."""
     called = f"every call of {run.generators.reward.summary} failed or timed out"
     problem = f"none of the last {num_failed} trajectories has a reward, {called}"
     timeout_s = run.generators.reward.timeout_s
@@ -320,9 +313,8 @@ def _store_full(progress: Progress) -> StallCause | None:
     broker = progress.now.broker
     if not (reason := broker.reason if broker and broker.waits_for == "store" else ""):
         return None
-    return StallCause(
-        "store", f"the store accepts nothing more ({reason})", "free space, or raise the limit named there"
-    )
+    problem = f"the store accepts nothing more ({reason})"
+    return StallCause("store", problem, "free space, or raise the limit named there")
 
 
 def _generators_silent(progress: Progress) -> StallCause:

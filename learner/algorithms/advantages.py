@@ -1,7 +1,7 @@
 """Advantages: group rewards -> one number per trajectory.
 
-Group sizes may differ. A group of one has advantage 0, except with `remax` and `moving_baseline`. `lite_ppo`, `gpg`,
-`gdpo`, `reinforce_plus_plus_baseline`, and `moving_baseline` use whole-batch statistics.
+A group of one has advantage 0, except with `remax` and `moving_baseline`. `lite_ppo`, `gpg`, `gdpo`,
+`reinforce_plus_plus_baseline`, and `moving_baseline` use whole-batch statistics.
 """
 
 import torch
@@ -13,7 +13,7 @@ from slipstream.learner.algorithms.inputs import AdvantageInputs
 from slipstream.learner.errors import BatchError
 
 EPSILON = 1e-6
-"""Added to standard deviations and means. TRL adds 1e-4 and verl 1e-6; rewards of real tasks spread far more."""
+"""Added to standard deviations and means; 1e-4 in TRL, 1e-6 in verl. Real rewards spread far more."""
 
 
 def grpo(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Float[Tensor, "B"]:
@@ -69,8 +69,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs, *, epsilon: float = EP
     Source: REINFORCE++, arXiv:2501.03262, group-baseline variant.
     Differs: excludes groups of one from the whitening.
     """
-    has_baseline = segments.own_sizes(inputs.groups) > 1
-    weights = (inputs.num_trained * has_baseline).to(inputs.rewards.dtype)
+    weights = (inputs.num_trained * (segments.own_sizes(inputs.groups) > 1)).to(inputs.rewards.dtype)
     return segments.whiten(segments.centered(inputs.rewards, inputs.groups), epsilon=epsilon, weights=weights)
 
 
@@ -89,7 +88,7 @@ def opo(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
 
 
 def gpg(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
-    """Rewards minus the group mean, scaled up to offset trajectories without gradient.
+    """Rewards minus the group mean, scaled to offset trajectories without gradient.
 
     A_i = alpha * (r_i - mean(r)), alpha = B / (trajectories in groups of unequal rewards)
 
@@ -116,12 +115,12 @@ def maxrl(inputs: AdvantageInputs, *, epsilon: float = EPSILON) -> Float[Tensor,
 
 
 def win_rate(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
-    """Win rate against the other group members, minus one half.
+    """Win rate against other group members, minus one half.
 
     A_i = (wins_i + ties_i / 2) / (n - 1) - 1/2 = (wins_i - losses_i) / (2 (n - 1))
 
     Source: SPPO, arXiv:2405.00675, the estimate of P(y beats pi) - 1/2.
-    Differs: excludes self-comparisons, which would pull win rates toward one half.
+    Differs: excludes self-comparisons, which pull win rates toward one half.
     """
     groups, num_groups = inputs.groups, segments.count(inputs.groups)
     rows = segments.to_rows(inputs.rewards, groups, num_sequences=num_groups)
@@ -131,7 +130,7 @@ def win_rate(inputs: AdvantageInputs) -> Float[Tensor, "B"]:
 
 
 def gdpo(inputs: AdvantageInputs, *, weights: dict[str, float], epsilon: float = EPSILON) -> Float[Tensor, "B"]:
-    """Sum of reward parts, each normalized within its group so that no part dominates.
+    """Sum of reward parts, each normalized within its group.
 
     S_i = sum_k weights_k * grpo(parts_k)_i,  A_i = S_i / (std_batch(S) + epsilon)
 
@@ -167,7 +166,7 @@ def moving_baseline(inputs: AdvantageInputs, *, decay: float = 0.9) -> Float[Ten
 
     A_i = r_i - baseline, then baseline <- decay * baseline + (1 - decay) * mean(r), starting at the first mean
 
-    Source: SPIRAL, arXiv:2506.24119 (one moving baseline per role); a decay of 0.9 averages ten steps.
+    Source: SPIRAL, arXiv:2506.24119 (one baseline per role); a decay of 0.9 averages ten steps.
     """
     mean = float(inputs.rewards.mean())
     baseline = inputs.state.get("baseline", mean)
@@ -199,7 +198,7 @@ def pass_at_k(inputs: AdvantageInputs, *, k: int) -> Float[Tensor, "B"]:
     A_i = (1 - p) / s                                          if correct
     A_i = (1 - p - C(n_wrong - 1, k - 1) / C(n - 1, k - 1)) / s   if wrong
 
-    A group smaller than k counts as one subset. Advantages are 0 if all subsets fail or none does.
+    A group smaller than k is one subset. Advantages are 0 if all subsets fail or none does.
 
     Source: Pass@k Training, arXiv:2508.10751, analytical derivation.
     """
@@ -215,11 +214,10 @@ def pass_at_k(inputs: AdvantageInputs, *, k: int) -> Float[Tensor, "B"]:
 
 
 def _miss_rate(num_wrong: Int[Tensor, "G"], num_samples: Int[Tensor, "G"], *, k: int) -> Float[Tensor, "G"]:
-    """C(num_wrong, k) / C(num_samples, k) as a product of k factors: no overflow, and exact 0 and 1."""
+    """C(num_wrong, k) / C(num_samples, k) as a product: no overflow, and exact 0 and 1."""
     drawn = torch.arange(k, device=num_wrong.device)
     wrong, left = (num_wrong[:, None] - drawn).clamp(min=0), num_samples[:, None] - drawn
-    factors = torch.where(left > 0, wrong.double() / left.clamp(min=1), 1.0)
-    return factors.prod(1)
+    return torch.where(left > 0, wrong.double() / left.clamp(min=1), 1.0).prod(1)
 
 
 def overlong_penalty(lengths: Int[Tensor, "B"], *, max_length: int, buffer: float) -> Float[Tensor, "B"]:
@@ -245,8 +243,8 @@ def kl_in_reward(
     total_i = r_i - coefficient * sum_t kl_it
     token_it = u_it + [t is last] * (r_i - sum_t u_it) - coefficient * kl_it
 
-    u (`turn_rewards`) has each turn's reward at its last token. Token rewards add up to the total, unless the
-    trajectory has no tokens. kl gets no gradient.
+    u (`turn_rewards`): each turn's reward at its last token. Token rewards add up to the total of a trajectory with
+    tokens. kl gets no gradient.
 
     Source: Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593, eq. 2; kl is k1 there. Turns: ours.
     """

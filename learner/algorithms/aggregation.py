@@ -1,9 +1,8 @@
 """Aggregation: reduction of token losses to one number.
 
-Each function returns one weight per sequence of an optimizer update. The loss is the sum over tokens of weight * token
-loss. T_i is `AggregationInputs.num_tokens`, and B counts the sequences with T_i > 0, over all microbatches and ranks.
-
-If T_i includes rejected tokens, rejection shrinks the step.
+Each function returns one weight per sequence of an optimizer update. loss = sum over tokens of weight * token loss.
+T_i is `AggregationInputs.num_tokens`, and B counts the sequences with T_i > 0, over all microbatches and ranks. If T_i
+includes rejected tokens, rejection shrinks the step.
 """
 
 import torch
@@ -55,7 +54,7 @@ def seq_mean_token_sum(inputs: AggregationInputs) -> Float[Tensor, "B"]:
 
 
 def seq_mean_token_sum_norm(inputs: AggregationInputs) -> Float[Tensor, "B"]:
-    """Sum over the tokens of a sequence divided by a constant length, mean over sequences.
+    """`seq_mean_token_sum` divided by a constant length.
 
     weight = 1 / (B * length)
 

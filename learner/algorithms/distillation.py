@@ -1,7 +1,7 @@
 """Distillation: learner and teacher log-probabilities -> one number per token.
 
-`teacher_advantages` and `sampled_k3` use the sampled token. The others use K candidates per token, the teacher's most
-likely, and are exact with K = V. The remaining probability is one more outcome or, with `renormalize`, dropped.
+`teacher_advantages` and `sampled_k3` use the sampled token, the others the teacher's K most likely tokens, which is
+exact with K = V. The remaining probability is one more outcome or, with `renormalize`, dropped.
 """
 
 import math
@@ -14,13 +14,13 @@ from slipstream.learner.algorithms import importance, kl
 from slipstream.learner.algorithms.inputs import KlInputs
 
 _BOUND = 10.0
-"""Largest advantage or loss of a token, nats, as in verl: only tokens that one model almost excludes reach it."""
+"""Largest advantage or loss of a token, nats, as in verl."""
 
 
 def teacher_advantages(
     learner_logprobs: Float[Tensor, "N"], teacher_logprobs: Float[Tensor, "N"], *, bound: float = _BOUND
 ) -> Float[Tensor, "N"]:
-    """Advantages that make the policy gradient minimize KL(learner || teacher) per token. No gradient.
+    """Advantages for minimizing KL(learner || teacher) per token. No gradient.
 
     A_t = -clip(log pi_learner - log pi_teacher, -bound, bound)
 
@@ -53,19 +53,14 @@ def forward_kl_topk(
     At most the KL over the vocabulary, unless renormalized.
 
     Source: GKD, arXiv:2306.13649, section 2.
-    Differs: includes the rest or renormalizes, because a plain sum over K candidates has a nonzero gradient for equal
-    policies.
+    Differs: includes the rest or renormalizes. A plain sum over K has a nonzero gradient for equal policies.
     """
     teacher = _closed(teacher_logprobs.detach(), renormalize=renormalize)
     return kl.exact(teacher, _closed(learner_logprobs, renormalize=renormalize))
 
 
 def generalized_jsd(
-    learner_logprobs: Float[Tensor, "N K"],
-    teacher_logprobs: Float[Tensor, "N K"],
-    *,
-    beta: float,
-    renormalize: bool,
+    learner_logprobs: Float[Tensor, "N K"], teacher_logprobs: Float[Tensor, "N K"], *, beta: float, renormalize: bool
 ) -> Float[Tensor, "N"]:
     """Generalized Jensen-Shannon divergence between learner p and teacher q, 0 < beta < 1.
 

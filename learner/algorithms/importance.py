@@ -6,9 +6,9 @@ Importance weights correct for drift, x_t = log pi_proximal - log pi_generator. 
 grad(w log pi) would add an unwanted term log pi * grad w. The steps are a level (`token_level`, ...), bounds
 (`truncate` or `mask`), and optionally `normalize`.
 
-Rejection removes tokens from an update, based on x_t = log pi_learner - log pi_generator. Each function returns one
-bool per token, True = keep. Statistics are per token (`over="token"`) or per sequence: "sum", "mean", or, for k2 and
-k3, "max". `veto` replaces "max" for ratios, which have two bounds.
+Rejection removes tokens by x_t = log pi_learner - log pi_generator. Each function returns one bool per token, True =
+keep. Statistics are per token (`over="token"`) or per sequence: "sum", "mean", or, for k2 and k3, "max". `veto`
+replaces "max" for ratios, which have two bounds.
 """
 
 import math
@@ -24,13 +24,13 @@ from slipstream.learner.algorithms.inputs import RatioInputs
 
 # --- a proximal policy without a forward pass, for the trust region and the drift correction; no gradient ------------
 def interpolation(lags: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Position of the proximal policy between generator (0) and learner (1), from the tokens' lags k >= 0.
+    """Position of the proximal policy between generator (0) and learner (1), from lags k >= 0.
 
     alpha = (v_proximal - v_token) / (v_learner - v_token) = k / (k + 1)
 
     Source: A-3PO, arXiv:2512.06547.
-    Differs: v_proximal is the start of the step, as in decoupled PPO, and the step produces v_learner. In the authors'
-    code, the start is v_learner, so alpha is (k - 1) / k and lag 1 is not corrected.
+    Differs: v_proximal is the start of the step that produces v_learner, as in decoupled PPO. The authors' code starts
+    at v_learner: alpha is (k - 1) / k, and lag 1 is not corrected.
     """
     return lags / (lags + 1)
 
@@ -38,7 +38,7 @@ def interpolation(lags: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
 def loglinear(
     generator_logprobs: Float[Tensor, "N"], learner_logprobs: Float[Tensor, "N"], *, alpha: Float[Tensor, "N"]
 ) -> Float[Tensor, "N"]:
-    """Unnormalized geometric interpolation, which splits the log-ratio into drift and ratio as alpha : 1 - alpha.
+    """Unnormalized geometric interpolation: splits the log-ratio into drift and ratio as alpha : 1 - alpha.
 
     log pi_proximal = log pi_generator + alpha * (log pi_learner - log pi_generator)
 
@@ -47,7 +47,6 @@ def loglinear(
     return torch.lerp(generator_logprobs.detach(), learner_logprobs.detach(), alpha.to(learner_logprobs.dtype))
 
 
-# --- ratios ----------------------------------------------------------------------------------------------------------
 LOG_RATIO_BOUND = 20.0
 """Bound on |log-ratio|, nats."""
 
@@ -55,7 +54,7 @@ LOG_RATIO_BOUND = 20.0
 def bounded(log_ratio: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
     """clamp(x, -20, 20) with the gradient of x. Non-finite values become 0, without gradient."""
     finite = torch.where(log_ratio.isfinite(), log_ratio, torch.zeros_like(log_ratio))
-    # clamp has no gradient beyond its bounds, so the most off-policy tokens would lose theirs.
+    # Beyond its bounds, clamp would remove the gradient of the most off-policy tokens.
     return finite.detach().clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND) + (finite - finite.detach())
 
 
@@ -65,7 +64,7 @@ def token_log_ratio(numerator: Float[Tensor, "N"], denominator: Float[Tensor, "N
 
 
 def token_ratio(numerator: Float[Tensor, "N"], denominator: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """exp of `token_log_ratio`: pi_numerator(a_t | s_t) / pi_denominator(a_t | s_t)."""
+    """pi_numerator(a_t | s_t) / pi_denominator(a_t | s_t), bounded."""
     return token_log_ratio(numerator, denominator).exp()
 
 
@@ -127,15 +126,15 @@ def mask(weights: Float[Tensor, "N"], *, low: float = 0.0, high: float = math.in
 
     w = w if low <= w <= high else 0
 
-    Source: IcePop, Ring-1T, arXiv:2510.18855, at the token level; masked importance sampling, Liu, Li et al. 2025,
-    "When Throughput Kills Stability", at the sequence level.
+    Source: IcePop, Ring-1T, arXiv:2510.18855, per token; masked importance sampling, Liu, Li et al. 2025, "When
+    Throughput Kills Stability", per sequence.
     """
     kept = weights.detach()
     return torch.where((kept >= low) & (kept <= high), kept, torch.zeros_like(kept))
 
 
 def one_per_sequence(weights: Float[Tensor, "N"], inputs: RatioInputs) -> Float[Tensor, "S"]:
-    """Weights of the sequence or geometric level, one per sequence that has a token."""
+    """Weights of the sequence or geometric level, one per sequence with a token."""
     values = segments.maxima(weights, inputs.sequences, num_segments=inputs.num_sequences)
     return values[segments.sizes(inputs.sequences, num_segments=inputs.num_sequences) > 0]
 
@@ -169,8 +168,8 @@ def ess_learning_rate_scale(ess: float, *, power: float = 0.5, floor: float = 0.
     scale = max(ess^power, floor), with power 1/2 for Adam-like optimizers and 1 for SGD
 
     Source: VCPO, arXiv:2602.17616, learning rate by effective sample size.
-    Differs: adds the floor, so that one dominating answer does not stop training, and treats NaN as 0. Omits the
-    paper's optimal baseline (see `optimal_token_baseline`).
+    Differs: adds the floor, so one dominating answer does not stop training, and treats NaN as 0. Omits the optimal
+    baseline (see `optimal_token_baseline`).
     """
     return max(floor, min(ess, 1.0) ** power) if ess > 0 else floor
 
@@ -188,7 +187,7 @@ def keep_k1(inputs: RatioInputs, *, over: str, low: float = -math.inf, high: flo
     keep iff low <= exp(x) <= high        with x: x_t | sum_t x_t | mean_t x_t
 
     Source: Liu, Li et al. 2025, "When Throughput Kills Stability": masked importance sampling (sum), Geo-RS (mean).
-    Differs: verl compares -x with the logarithms of the bounds, so its asymmetric bounds apply to generator / learner.
+    Differs: verl compares -x, so its bounds apply to generator / learner.
     """
     ratio = _aggregate(bounded(inputs.log_ratio.detach()), inputs, over=over).exp()
     return (ratio >= low) & (ratio <= high)

@@ -1,4 +1,4 @@
-"""Input records of the algorithm functions, built-in and user-defined. Functions must not modify tensors in place.
+"""Input records of algorithm functions, built-in and user-defined, which must not modify tensors in place.
 
 Log-probabilities are in nats and named by policy: generator (which sampled the token), learner, reference.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def known(column: Tensor | None) -> Tensor:
-    """Assert that a column is filled, as the settings guarantee."""
+    """A column that the settings guarantee."""
     assert column is not None, "a column is filled before it is read"
     return column
 
@@ -21,7 +21,7 @@ def known(column: Tensor | None) -> Tensor:
 class AdvantageInputs:
     """A step's B >= 1 trajectories that count in a baseline, and their N trained tokens in order.
 
-    Excludes trajectories without a valid reward, so group sizes vary.
+    Group sizes vary, because trajectories need a valid reward.
 
     Example, token columns left out: AdvantageInputs(rewards=[1, 0, 1], groups=[0, 0, 1], lengths=[4, 2, 3],
     num_trained=[4, 2, 3], is_correct=[True, False, True], greedy_rewards=[nan, nan, nan], parts={}, ...)
@@ -51,25 +51,23 @@ class AdvantageInputs:
     positions_in_turn: Int[Tensor, "N"]
     """Among those of the turn."""
     token_rewards: Float[Tensor, "N"]
-    """float64: each turn's reward at its last token, the rest at the trajectory's, minus any KL penalty in the
-    reward."""
+    """float64: each turn's reward at its last token, the rest at the trajectory's, minus any KL penalty."""
     generator_logprobs: Float[Tensor, "N"]
     """float32, under the sampled distribution."""
     observations: Int[Tensor, "N"] | None = None
-    """Hash of the tokens between the turn and the previous one, or the context's start; None unless the advantage needs
-    it."""
+    """Hash of the tokens between the turn and the previous one, or the context's start; None unless needed."""
     learner_logprobs: Float[Tensor, "N"] | None = None
-    """float32, at the start of the step; None unless a setting needs them."""
+    """float32, at the start of the step; None unless needed."""
     collisions: Float[Tensor, "N"] | None = None
-    """Probability that two samples of the learner are equal; None unless the advantage needs it."""
+    """Probability that two samples of the learner are equal; None unless needed."""
     values: Float[Tensor, "N"] | None = None
-    """float32, critic's value of the state before each token; None without a critic."""
+    """float32, critic's value of the state before each token."""
     process_rewards: Float[Tensor, "N"] | None = None
-    """float32, from the process reward model; None without one."""
+    """float32, from the process reward model."""
     correction_weights: Float[Tensor, "N"] | None = None
     """float32, importance weights; None if they are computed with the loss."""
     state: dict[str, float] = dataclasses.field(default_factory=dict)
-    """Numbers that the function keeps across steps and checkpoints; initially empty."""
+    """Numbers that the function keeps across steps and checkpoints."""
 
     @property
     def num_sequences(self) -> int:
@@ -96,26 +94,23 @@ class LossInputs:
     """Context of each token, from 0 without gaps."""
     num_sequences: int
     is_selected: Bool[Tensor, "N"] | None = None
-    """Tokens picked by the loss's selector from the whole update; None without a selector."""
+    """Tokens picked by the loss's selector, if any, from the whole update."""
 
     def take(self, is_taken: Bool[Tensor, "N"]) -> "LossInputs":
         """Select tokens and renumber their contexts."""
         numbers, sequences = torch.unique(self.sequences[is_taken], return_inverse=True)
-        return LossInputs(
-            self.log_ratio[is_taken],
-            self.advantages[is_taken],
-            self.learner_logprobs[is_taken],
-            sequences,
-            len(numbers),
-            None if self.is_selected is None else self.is_selected[is_taken],
+        is_selected = None if self.is_selected is None else self.is_selected[is_taken]
+        log_ratio, advantages, logprobs = (
+            column[is_taken] for column in (self.log_ratio, self.advantages, self.learner_logprobs)
         )
+        return LossInputs(log_ratio, advantages, logprobs, sequences, len(numbers), is_selected)
 
 
 @dataclass(frozen=True, slots=True)
 class MaskInputs:
-    """An optimizer update's N tokens, over all microbatches and ranks, before the update, without gradient.
+    """N tokens before their optimizer update, from all microbatches and ranks, without gradient.
 
-    Local masks (`MaskConfig.is_local`) get one microbatch instead.
+    Local masks (`MaskConfig.is_local`) get one microbatch.
     """
 
     log_ratio: Float[Tensor, "N"]
@@ -155,7 +150,7 @@ class KlInputs:
     reference_logprobs: Float[Tensor, "N"]
     """Without gradient."""
     generator_logprobs: Float[Tensor, "N"] | None = None
-    """Without gradient; None if the learner counts as the sampler."""
+    """Without gradient; None if the learner is the sampler."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,4 +161,4 @@ class AggregationInputs:
     """Tokens in the denominator, with or without rejected ones (`correction.loss_denominator`)."""
     groups: Int[Tensor, "B"]
     length: int
-    """Constant of `seq_mean_token_sum_norm`, such as the maximum response length, tokens."""
+    """Constant of `seq_mean_token_sum_norm`, tokens."""

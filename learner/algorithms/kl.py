@@ -1,8 +1,8 @@
 """KL estimators: KL(learner || reference) per token.
 
 x = log pi_learner - log pi_reference, clamped to +-20, for tokens sampled from pi_learner. k1 and k3 are unbiased in
-value. As losses, only k2, the straight-through forms (names ending in +), `k3_off_policy`, and `exact` have the
-gradient of the KL. The gradient of k1 is 0 on average, and that of k3 is the gradient of KL(reference || learner).
+value. As losses, only k2, the straight-through forms (`_st`), `k3_off_policy`, and `exact` have the KL's gradient. That
+of k1 is 0 on average, that of k3 is the gradient of KL(reference || learner).
 
 Source: Schulman, "Approximating KL Divergence"; for the gradients, Shah et al., arXiv:2512.21852.
 """
@@ -29,7 +29,7 @@ def k1(inputs: KlInputs) -> Float[Tensor, "N"]:
 
 
 def absolute(inputs: KlInputs) -> Float[Tensor, "N"]:
-    """|x|. Biased and nonnegative; grows slower than k2 in the tails."""
+    """|x|. Biased and nonnegative; below k2 in the tails."""
     return k1(inputs).abs()
 
 

@@ -1,7 +1,7 @@
 """Log-probabilities and other numbers per token, computed from logits in at least float32.
 
-More than `CHUNK_ELEMENTS` logits are processed in chunks of tokens. With `DeferredLogits`, only one chunk is in memory
-at a time, computed from hidden states in either pass.
+More than `CHUNK_ELEMENTS` logits are processed in chunks of tokens. Of `DeferredLogits`, only one chunk is in memory at
+a time.
 """
 
 from collections.abc import Callable
@@ -17,13 +17,12 @@ from torch.utils.checkpoint import checkpoint
 from slipstream.learner.algorithms import kl
 
 CHUNK_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}
-"""Logits per chunk by device type. On a GPU, 64 MiB of logits (110 tokens of a vocabulary of 151,936) would make the
-head's matrix products memory-bound."""
+"""Logits per chunk by device type. On GPUs, matrix products of 64 MiB (110 x 151,936) are memory-bound."""
 
 
 @dataclass(frozen=True)
 class Requested:
-    """Numbers per token besides the target's log-probability (see `measure_tokens`)."""
+    """Numbers per token besides `logprobs` (see `measure_tokens`)."""
 
     entropy: bool = False
     differentiate_entropy: bool = False
@@ -96,7 +95,7 @@ def measure_tokens(
         parameters = (logits.states, logits.weight, logits.bias)
         columns = _MeasureDeferred.apply(*parameters, logits, chunks, measure, requested, names)
         return dict(zip(names, columns, strict=True))
-    # `split`, because each slice's backward pass would allocate a gradient as large as all logits.
+    # `split`: the backward pass of a slice would allocate a gradient as large as all logits.
     found = [
         checkpoint(measure, part, index, use_reentrant=False) for index, part in enumerate(logits.split(chunk_tokens))
     ]
@@ -140,7 +139,6 @@ def _log_softmax(logits: Float[Tensor, "N V"], temperatures: Float[Tensor, "N"])
     return (wide / temperatures[:, None]).log_softmax(dim=-1)
 
 
-# --- deferred logits -------------------------------------------------------------------------------------------------
 _Measure = Callable[[Tensor, int], dict[str, Tensor]]
 """(logits, index of the chunk) -> numbers by name."""
 _CONSTANT = {"collisions", "top_tokens", "top_logprobs"}
@@ -161,8 +159,8 @@ class _MeasureDeferred(torch.autograd.Function):
         requested: Requested,
         names: list[str],
     ) -> tuple[Tensor, ...]:
-        """Fills `names`. The first three arguments repeat tensors of `logits` so that autograd sees them."""
-        # Save the parameters, not casts: ZeRO-3 gathers them again for the backward pass.
+        """Fills `names`. The first three arguments show tensors of `logits` to autograd."""
+        # Not casts: ZeRO-3 gathers the parameters again for the backward pass.
         ctx.save_for_backward(states, weight, bias)
         ctx.finish, ctx.dtype, ctx.chunks, ctx.measure, ctx.names = logits.finish, logits.dtype, chunks, measure, names
         cast = replace(logits, weight=weight.to(logits.dtype))

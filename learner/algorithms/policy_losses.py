@@ -1,10 +1,10 @@
 """Policy losses: one number per token, not averaged, negated so that lower is better.
 
 ratio = pi_learner / pi_proximal; sg = stop gradient. The proximal policy is called anchor where it may also be the
-generator. Terms sg(weight) * log pi_learner are computed with the log-ratio, which has the same gradient.
+generator. Terms sg(weight) * log pi_learner use the log-ratio, which has the same gradient.
 
-Sequence-level losses are repeated for each token, which aggregations weight equally, so the sum matches the paper.
-Except in the token forms, advantages must be equal within a sequence.
+Sequence-level losses are repeated for each token, and aggregations weight these equally. Except in token forms, they
+need equal advantages within a sequence.
 """
 
 from dataclasses import replace
@@ -91,7 +91,7 @@ def kl_cov(inputs: LossInputs, *, beta: float) -> Float[Tensor, "N"]:
 
 
 def cispo(inputs: LossInputs, *, clip_low: float | None, clip_high: float) -> Float[Tensor, "N"]:
-    """Score function with a clipped importance weight, which shrinks a gradient but never removes it.
+    """Score function with a clipped importance weight, which never removes a gradient.
 
     loss = -sg(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log pi_learner
 
@@ -120,7 +120,7 @@ def dro(inputs: LossInputs, *, beta: float) -> Float[Tensor, "N"]:
 
     loss = -A * log pi_learner + beta / 2 * (log ratio)^2
 
-    Source: DRO, arXiv:2405.19107, applied per token, with the advantage in place of reward minus value.
+    Source: DRO, arXiv:2405.19107, per token, with the advantage in place of reward minus value.
     """
     return -inputs.advantages * inputs.log_ratio + beta / 2 * inputs.log_ratio.square()
 
@@ -143,7 +143,7 @@ def aspo(inputs: LossInputs, *, clip_low: float, clip_high: float, cap: float = 
 def dppo(
     inputs: LossInputs, *, divergence: str, clip_low: float, clip_high: float, ratio_cap: float = 20.0
 ) -> Float[Tensor, "N"]:
-    """Importance-weighted score function with a trust region on the token's probability instead of its ratio.
+    """Importance-weighted score function with a trust region on the token's probability.
 
     loss = -sg(min(ratio, ratio_cap) * kept) * A * log pi_learner
     not kept: (A > 0 and ratio > 1 and D > clip_high) or (A < 0 and ratio < 1 and D > clip_low)
@@ -151,7 +151,7 @@ def dppo(
     tv:  D = |pi_learner - pi_anchor|
     kl:  D = pi_anchor * log(pi_anchor / pi_learner) + (1 - pi_anchor) * log((1 - pi_anchor) / (1 - pi_learner))
 
-    Both divergences are between binary distributions (this token or any other). The paper's anchor is the generator.
+    Both divergences are binary (this token or any other). The paper's anchor is the generator.
     Source: DPPO, arXiv:2602.04879, eq. 12 with the binary total variation, eq. 13, or the binary KL, eq. 14.
     """
     advantages, log_ratio = inputs.advantages, inputs.log_ratio.detach()
@@ -168,7 +168,6 @@ def dppo(
     return -weights * advantages * inputs.log_ratio
 
 
-# --- ratios of whole sequences ---------------------------------------------------------------------------------------
 def sppo(inputs: LossInputs, *, eta: float) -> Float[Tensor, "N"]:
     """Squared distance of a sequence's log-ratio from a target set by its win rate.
 
@@ -198,9 +197,9 @@ def gspo(inputs: LossInputs, *, clip_low: float, clip_high: float, form: str = "
     if form == "token":
         log_ratio = log_ratio.detach() + (inputs.log_ratio - inputs.log_ratio.detach())
     losses = ppo_clip(replace(inputs, log_ratio=log_ratio), clip_low=clip_low, clip_high=clip_high)
-    return (
-        segments.sizes(sequences, num_segments=num_sequences)[sequences] * losses if form == "length_scaled" else losses
-    )
+    if form == "length_scaled":
+        losses = segments.sizes(sequences, num_segments=num_sequences)[sequences] * losses
+    return losses
 
 
 def gmpo(inputs: LossInputs, *, clip_low: float, clip_high: float) -> Float[Tensor, "N"]:
@@ -237,7 +236,7 @@ def vespo(
     power_negative: float = 3.0,
     decay_negative: float = 2.0,
 ) -> Float[Tensor, "N"]:
-    """Score function with a smooth weight based on the sequence's ratio, without length normalization.
+    """Score function with a smooth weight from the sequence's ratio, without length normalization.
 
     loss = -sg(phi(W)) * A * log pi_learner, phi(W) = W^power * exp(decay * (1 - W)), W = prod_t ratio_t
 

@@ -1,4 +1,4 @@
-"""Sums, means, extrema, and deviations over segments: the rewards of groups or the tokens of sequences.
+"""Sums, means, extrema, and deviations over segments: rewards of groups or tokens of sequences.
 
 `segments` holds the segment of each value, 0 <= segment < num_segments. An empty segment gives 0. Values may be in any
 order, except for `to_rows`. Standard deviations divide by n.
@@ -31,8 +31,7 @@ def sums(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, num_segments
 
 def means(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, num_segments: int) -> Float[Tensor, "S"]:
     """Mean of each segment."""
-    totals = sums(values, segments, num_segments=num_segments)
-    return totals / sizes(segments, num_segments=num_segments).clamp(min=1)
+    return sums(values, segments, num_segments=num_segments) / sizes(segments, num_segments=num_segments).clamp(min=1)
 
 
 def maxima(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, num_segments: int) -> Float[Tensor, "S"]:
@@ -53,8 +52,8 @@ def above_lowest(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Floa
 def centered(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Values minus the mean of their segment; exactly 0 if the difference is within rounding error.
 
-    Bound: (n / 2 + 1) * machine epsilon * (max(x) - min(x)), because n - 1 sums, the division, and two differences each
-    round by at most half an epsilon.
+    Bound: (n / 2 + 1) * machine epsilon * (max(x) - min(x)): n - 1 sums, the division, and two differences each round
+    by at most half an epsilon.
     """
     above, num_segments = above_lowest(values, segments), count(segments)
     found = above - means(above, segments, num_segments=num_segments)[segments]
@@ -65,8 +64,7 @@ def centered(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Te
 
 def deviations(values: Float[Tensor, "N"], segments: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
     """Standard deviation of the segment of each value."""
-    squares = centered(values, segments).square()
-    return means(squares, segments, num_segments=count(segments)).sqrt()[segments]
+    return means(centered(values, segments).square(), segments, num_segments=count(segments)).sqrt()[segments]
 
 
 def standardized(values: Float[Tensor, "N"], segments: Int[Tensor, "N"], *, epsilon: float) -> Float[Tensor, "N"]:
@@ -97,7 +95,7 @@ def whiten(
 
 
 def to_rows(values: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequences: int) -> Float[Tensor, "S L"]:
-    """One row per sequence, padded with zeros on the right. The values of each sequence must be in order."""
+    """One row per sequence, padded with zeros on the right. Values of a sequence must be in order."""
     length = int(sizes(sequences, num_segments=num_sequences).max()) if num_sequences else 0
     rows = values.new_zeros(num_sequences, length)
     rows[sequences, indices_in_rows(sequences, num_sequences=num_sequences)] = values
@@ -105,7 +103,7 @@ def to_rows(values: Float[Tensor, "N"], sequences: Int[Tensor, "N"], *, num_sequ
 
 
 def from_rows(rows: Float[Tensor, "S L"], sequences: Int[Tensor, "N"]) -> Float[Tensor, "N"]:
-    """Values of `to_rows` in their original order, without the padding."""
+    """Inverse of `to_rows`."""
     return rows[sequences, indices_in_rows(sequences, num_sequences=len(rows))]
 
 

@@ -1,7 +1,7 @@
 """Token advantages: token rewards and critic values -> one number per token, without gradient.
 
-Only trained tokens are time steps, so tool output between them takes no time. The value after the last token of a
-trajectory is 0. The critic's targets are never whitened.
+Only trained tokens are time steps, not tool output between them. The value after a trajectory's last token is 0. The
+critic's targets are never whitened.
 """
 
 from dataclasses import replace
@@ -17,9 +17,9 @@ from slipstream.learner.algorithms.advantages import EPSILON
 from slipstream.learner.algorithms.inputs import AdvantageInputs, known
 
 _ENERGY_EPSILON = 1e-8
-"""Makes the baseline the plain mean where all weights are 0; far below the weight of any other token."""
+"""Makes the baseline the plain mean where all weights are 0; far below other weights."""
 _TRACE_BOUND = 1.0
-"""Both bounds of IMPALA's experiments: with rho_bar = 1, the targets are those of a policy between both."""
+"""Both bounds of IMPALA's experiments: rho_bar = 1 gives targets of a policy between both."""
 
 
 def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float, epsilon: float = EPSILON) -> Float[Tensor, "N"]:
@@ -33,7 +33,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs, *, gamma: float, epsilon: float
 
 
 def returns_to_go(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"]:
-    """Discounted sum of the rewards from each token to the end of its sequence.
+    """Discounted sum of rewards from each token on.
 
     G_t = r_t + gamma * G_{t+1}
     """
@@ -55,8 +55,8 @@ def optimal_token_baseline(
     W_{i,t} = sum_{s<=t} norm_{i,s} * w_{i,s}^2, w = importance weights if known, else 1
     B_t = sum_i (W_{i,t} + epsilon) * G_{i,t} / sum_i (W_{i,t} + epsilon),  A_{i,t} = G_{i,t} - B_t
 
-    Positions count model-written tokens of the trajectory, or of the turn with `per_turn`. Tokens at positions that no
-    other member reaches have advantage 0.
+    Positions count model-written tokens of the trajectory, or of the turn with `per_turn`. At positions that no other
+    member reaches, advantages are 0.
 
     Source: Optimal Token Baseline, arXiv:2602.07078, with the logit-gradient proxy and the squared weights of its
     off-policy form.
@@ -78,8 +78,7 @@ def optimal_token_baseline(
     lowest = segments.minima(returns, cells, num_segments=num_cells)
     weighted = segments.sums(energy * (returns - lowest[cells]), cells, num_segments=num_cells)
     baseline = (lowest + weighted / segments.sums(energy, cells, num_segments=num_cells))[cells]
-    is_alone = segments.own_sizes(cells) == 1
-    return returns - torch.where(is_alone, returns, baseline)
+    return returns - torch.where(segments.own_sizes(cells) == 1, returns, baseline)
 
 
 def score_norms(logprobs: Float[Tensor, "N"], collisions: Float[Tensor, "N"]) -> Float[Tensor, "N"]:
@@ -103,11 +102,9 @@ def gae(
     Source: GAE, arXiv:1506.02438, eq. 16. The two lambdas are VAPO's decoupled GAE, arXiv:2504.05118, and
     `length_adaptive_alpha` is its alpha, section 4.2.
     """
-    policy_lam = (
-        lam
-        if length_adaptive_alpha is None
-        else length_adaptive_lambda(inputs.num_trained, alpha=length_adaptive_alpha)
-    )
+    policy_lam: float | Tensor = lam
+    if length_adaptive_alpha is not None:
+        policy_lam = length_adaptive_lambda(inputs.num_trained, alpha=length_adaptive_alpha)
     advantages = generalized_advantages(inputs, gamma=gamma, lam=policy_lam)
     returns = generalized_advantages(inputs, gamma=gamma, lam=critic_lam) + known(inputs.values)
     return advantages if epsilon is None else segments.whiten(advantages, epsilon=epsilon), returns
@@ -143,16 +140,14 @@ def vtrace(
     rho_t = min(rho_bar, ratio_t),  c_t = lam * min(c_bar, ratio_t),  delta_t = rho_t * (r_t + gamma * V_{t+1} - V_t)
     v_t = V_t + delta_t + gamma * c_t * (v_{t+1} - V_{t+1}),  A_t = rho_t * (r_t + gamma * v_{t+1} - V_t)
 
-    rho_bar >= c_bar determines the evaluated policy, c_bar only the speed of convergence. A includes the importance
-    weight, so the policy loss must not apply it again.
+    rho_bar >= c_bar determines the evaluated policy, c_bar the speed of convergence. A includes the importance weight,
+    which the policy loss must not apply again.
 
     Source: IMPALA, arXiv:1802.01561, eq. 1 and section 4.2; lam as in remark 2.
     """
     log_ratio = importance.token_log_ratio(known(inputs.learner_logprobs), inputs.generator_logprobs)
-    columns = (inputs.token_rewards, known(inputs.values), log_ratio.exp())
-    rewards, expected, ratio = (
-        segments.to_rows(column, inputs.sequences, num_sequences=inputs.num_sequences) for column in columns
-    )
+    to_rows = partial(segments.to_rows, sequences=inputs.sequences, num_sequences=inputs.num_sequences)
+    rewards, expected, ratio = map(to_rows, (inputs.token_rewards, known(inputs.values), log_ratio.exp()))
     rho, trace = ratio.clamp(max=rho_bar), lam * ratio.clamp(max=c_bar)
     errors = rho * (rewards + gamma * _following(expected) - expected)
     targets = expected + _sums_to_go(errors, gamma * trace)
@@ -175,7 +170,6 @@ def _sums_to_go(rows: Float[Tensor, "B L"], decay: Float[Tensor, "B L"]) -> Floa
     return sums
 
 
-# --- turns -----------------------------------------------------------------------------------------------------------
 def turn_returns(
     inputs: AdvantageInputs, *, gamma: float, over: str = "index", normalize: bool = True, epsilon: float = EPSILON
 ) -> Float[Tensor, "N"]:
@@ -190,9 +184,8 @@ def turn_returns(
     turns, firsts, returns = _turns(inputs, gamma=gamma)
     groups, indices = inputs.groups[inputs.sequences[firsts]], inputs.turns[firsts]
     cells = groups if over == "group" else groups * segments.count(indices) + indices
-    return (segments.standardized(returns, cells, epsilon=epsilon) if normalize else segments.centered(returns, cells))[
-        turns
-    ]
+    normalized = partial(segments.standardized, epsilon=epsilon) if normalize else segments.centered
+    return normalized(returns, cells)[turns]
 
 
 def gigpo(
@@ -205,8 +198,8 @@ def gigpo(
     G_k = r_k + gamma * G_{k+1}                                        eq. 5
     A^S_k = (G_k - mean_anchor(G)) / (std_anchor(G) + epsilon)         eq. 7, over the step group of eq. 6
 
-    An anchor state is an observation: the tokens between a turn and the previous one, or the prompt. Turns of a group,
-    also of one trajectory, with equal observations form a step group. A turn alone in its step group has A^S = 0.
+    An anchor state is an observation: the tokens between a turn and the previous one, or the prompt. A group's turns
+    with equal observations, also of one trajectory, form a step group. A turn alone in one has A^S = 0.
 
     Source: GiGPO, arXiv:2505.10978.
     """
@@ -220,20 +213,18 @@ def gigpo(
 
 
 def _turns(inputs: AdvantageInputs, *, gamma: float) -> tuple[Int[Tensor, "N"], Int[Tensor, "K"], Float[Tensor, "K"]]:
-    """Each token's turn in the batch, and each turn's first token and discounted return."""
+    """Each token's turn, and each turn's first token and discounted return."""
     keys = inputs.sequences * segments.count(inputs.turns) + inputs.turns
     turns = torch.unique_consecutive(keys, return_inverse=True)[1]
     num_turns = segments.count(turns)
     firsts = torch.searchsorted(turns, torch.arange(num_turns, device=turns.device))
     rewards = segments.sums(inputs.token_rewards, turns, num_segments=num_turns)
     rows = segments.to_rows(rewards, inputs.sequences[firsts], num_sequences=inputs.num_sequences)
-    sums = _sums_to_go(rows, torch.full_like(rows, gamma))
-    return turns, firsts, segments.from_rows(sums, inputs.sequences[firsts])
+    return turns, firsts, segments.from_rows(_sums_to_go(rows, torch.full_like(rows, gamma)), inputs.sequences[firsts])
 
 
-# --- process rewards -------------------------------------------------------------------------------------------------
 def prime(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"]:
-    """Leave-one-out advantage of the outcome, plus the discounted sum of centered process rewards from each token on.
+    """Leave-one-out advantage of the outcome, plus discounted returns of centered process rewards.
 
     A_t = R_i - mean_{j != i}(R_j) + sum_{s >= t} gamma^(s - t) * (q_s - mean_{j != i}(Q_j))
 
@@ -241,15 +232,14 @@ def prime(inputs: AdvantageInputs, *, gamma: float) -> Float[Tensor, "N"]:
     group of one.
 
     Source: PRIME, arXiv:2502.01456, eq. 5.
-    Differs: the code in verl multiplies q_s by n / (n - 1), which adds (q_s - Q_i) / (n - 1), scales both parts by 5
-    and process rewards by their largest return, and whitens the sum.
+    Differs: verl multiplies q_s by n / (n - 1), which adds (q_s - Q_i) / (n - 1), scales both parts by 5 and process
+    rewards by their largest return, and whitens the sum.
     """
     rewards, sequences = known(inputs.process_rewards).to(inputs.rewards.dtype), inputs.sequences
     means = segments.means(rewards, sequences, num_segments=inputs.num_sequences)
     others = means - advantages.rloo(replace(inputs, rewards=means))
     futures = returns_to_go(replace(inputs, token_rewards=rewards - others[sequences]), gamma=gamma)
-    has_others = segments.own_sizes(inputs.groups) > 1
-    return (advantages.rloo(inputs)[sequences] + futures) * has_others[sequences]
+    return (advantages.rloo(inputs)[sequences] + futures) * (segments.own_sizes(inputs.groups) > 1)[sequences]
 
 
 def implicit_rewards(
@@ -277,13 +267,8 @@ def outcome_cross_entropy(
     return loss, weights * (scores.sigmoid() - outcomes)
 
 
-# --- the critic's own loss -------------------------------------------------------------------------------------------
 def clipped_value_loss(
-    values: Float[Tensor, "N"],
-    returns: Float[Tensor, "N"],
-    values_before: Float[Tensor, "N"],
-    *,
-    clip: float | None,
+    values: Float[Tensor, "N"], returns: Float[Tensor, "N"], values_before: Float[Tensor, "N"], *, clip: float | None
 ) -> tuple[Float[Tensor, "N"], Bool[Tensor, "N"]]:
     """Clipped value loss, and the tokens that the clip leaves without gradient.
 
@@ -303,7 +288,7 @@ def clipped_value_loss(
 
 
 def explained_variance(values: Float[Tensor, "N"], returns: Float[Tensor, "N"]) -> Float[Tensor, ""]:
-    """1 - Var(R - V) / Var(R), 0 if the returns are constant. A critic that predicts the mean has 0."""
+    """1 - Var(R - V) / Var(R), 0 for constant returns. A critic that predicts the mean has 0."""
     if not values.numel():
         return values.new_zeros(())
     total, left = _variance(returns), _variance(returns - values.detach())

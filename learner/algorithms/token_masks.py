@@ -1,7 +1,7 @@
 """Token masks: which tokens of an update keep their gradient.
 
-True = keep, except for `kl_cov_mask`. Means, counts, and N in formulas, except in `opsm`, exclude tokens that the
-correction rejected (`is_counted` false). Their results do not matter.
+True = keep, except for `kl_cov_mask`. Except in `opsm`, formulas exclude tokens that the correction rejected
+(`is_counted` false). Their results do not matter.
 """
 
 import torch
@@ -19,8 +19,8 @@ def m2po(inputs: MaskInputs, *, threshold: float) -> Bool[Tensor, "N"]:
     dropped: the fewest candidates, largest (log ratio)^2 first, such that the mean of the rest is <= threshold
 
     Source: M2PO, arXiv:2510.01161, algorithm 1.
-    Differs: no floor: if every candidate exceeds the threshold, all are dropped. AReaL's form, arXiv:2505.24298, always
-    keeps the smallest, treats all tokens as candidates, and measures log(generator/proximal).
+    Differs: no floor: candidates may all be dropped. AReaL's form, arXiv:2505.24298, always keeps the smallest, treats
+    all tokens as candidates, and measures log(generator/proximal).
     """
     log_ratio, advantages = inputs.log_ratio, inputs.advantages
     moves_away = ((advantages > 0) & (log_ratio > 0)) | ((advantages < 0) & (log_ratio < 0))
@@ -34,7 +34,7 @@ def m2po(inputs: MaskInputs, *, threshold: float) -> Bool[Tensor, "N"]:
 
 
 def opsm(inputs: MaskInputs, *, delta: float) -> Bool[Tensor, "N"]:
-    """Drop tokens with negative advantage in sequences that have become unlikely under the learner.
+    """Drop tokens with negative advantage in sequences that are now unlikely under the learner.
 
     dropped: A < 0 and mean_t log(pi_generator / pi_learner) > delta
 
@@ -68,7 +68,7 @@ def clip_cov_mask(
     fewer, none if fraction is 0
 
     Source: Clip-Cov, arXiv:2505.22617, eq. 11 and 12.
-    Differs: drops at least one token, like the authors' code, which also excludes clipped tokens.
+    Differs: at least one token, like the authors' code, which also excludes clipped tokens.
     """
     covariances = covariance(inputs)
     is_high = (covariances >= covariance_low) & (covariances <= covariance_high)

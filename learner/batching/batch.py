@@ -1,8 +1,8 @@
-"""Batch: the groups claimed for one step as two tables of columns, one per trajectory and one per trained token.
+"""Batch: a step's claimed groups as two tables of columns, one per trajectory and one per trained token.
 
 Everything without a gradient is computed on whole columns, identically on every rank. Columns are filled in field
-order: trajectory data (`build_batch`), model outputs (`microbatch.recompute`), and loss inputs (`Objective.prepare`).
-Unneeded columns are None.
+order: trajectory data (`build_batch`), model outputs (`recompute`), loss inputs (`Objective.prepare`). Unneeded ones
+are None.
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class _Columns:
 
 @dataclass(frozen=True)
 class Trajectories(_Columns):
-    """One entry per claimed trajectory, B in total, in claim order. Members of a group are adjacent."""
+    """One entry per claimed trajectory, B in total, in claim order, so groups are adjacent."""
 
     groups: Int[Tensor, "B"]
     """Index of the claimed group."""
@@ -53,7 +53,7 @@ class Trajectories(_Columns):
     is_correct: Bool[Tensor, "B"]
     """True if entirely right."""
     is_member: Bool[Tensor, "B"]
-    """True if it counts in its group's baseline: has a reward, is not greedy, and is not excluded as rejected."""
+    """True if it counts in its group's baseline: has a reward, is neither greedy nor excluded as rejected."""
     lengths: Int[Tensor, "B"]
     """Model-written tokens, trained on or not."""
     num_trained: Int[Tensor, "B"]
@@ -70,7 +70,7 @@ class Tokens(_Columns):
     sequences: Int[Tensor, "N"]
     """Index of the trajectory."""
     contexts: Int[Tensor, "N"]
-    """Index of the sampling context in the batch. A trajectory has one or more."""
+    """Index of the sampling context. A trajectory has one or more."""
     turns: Int[Tensor, "N"]
     """Turn (run of model-written tokens)."""
     positions: Int[Tensor, "N"]
@@ -83,26 +83,26 @@ class Tokens(_Columns):
     """float32, under the sampled distribution."""
 
     observations: Int[Tensor, "N"] | None = None
-    """Hash of the tokens that the turn answers: since the previous turn, or the context's start. None unless needed."""
+    """Hash of the tokens that the turn answers, since the previous turn or the context's start."""
     turn_rewards: Float[Tensor, "N"] | None = None
-    """float64, turn rewards at the turns' last trained tokens, 0 elsewhere. None without any."""
+    """float64, turn rewards at the turns' last trained tokens, 0 elsewhere."""
     start_logprobs: Float[Tensor, "N"] | None = None
     """float32, from the learner at the start of the step."""
     reference_logprobs: Float[Tensor, "N"] | None = None
-    """float32, from the reference, if the KL needs them."""
+    """float32, from the reference."""
     current_logprobs: Float[Tensor, "N"] | None = None
     """float32, from the learner at the start of the optimizer update."""
     teacher_logprobs: Float[Tensor, "N"] | None = None
-    """float32, from the teacher, if distillation needs them."""
+    """float32, from the teacher."""
     collisions: Float[Tensor, "N"] | None = None
-    """Probability that two draws from the learner are equal: sum of squared probabilities."""
+    """Probability that two draws from the learner are equal."""
     values: Float[Tensor, "N"] | None = None
-    """float32, critic's value of the state before the token, at the start of the step."""
+    """float32, critic's value of the state before the token, at the step's start."""
     process_rewards: Float[Tensor, "N"] | None = None
     """float32, from the process reward model after its updates."""
 
     rewards: Float[Tensor, "N"] | None = None
-    """float64: turn rewards, plus the remaining shaped reward at the trajectory's last token, minus the KL penalty."""
+    """float64: turn rewards, plus the rest of the shaped reward at the last token, minus the KL penalty."""
     advantages: Float[Tensor, "N"] | None = None
     """float32, 0 for trajectories outside the group baseline."""
     returns: Float[Tensor, "N"] | None = None
@@ -110,15 +110,15 @@ class Tokens(_Columns):
     correction_weights: Float[Tensor, "N"] | None = None
     """float32, importance weights. None if they are computed with the loss."""
     is_kept: Bool[Tensor, "N"] | None = None
-    """False if the correction rejects the token. Set together with `correction_weights`."""
+    """False if the correction rejects the token. Set with `correction_weights`."""
     is_bounded: Bool[Tensor, "N"] | None = None
     """True if the importance weight was truncated or masked."""
     is_trusted: Bool[Tensor, "N"] | None = None
     """False if a mask drops the token from the policy loss. None if all are kept."""
     is_selected: Bool[Tensor, "N"] | None = None
-    """True if the policy loss's selector picked the token from its update. None without a selector or mask."""
+    """True if the policy loss's selector picked the token. None without a selector or mask."""
     nll_weights: Float[Tensor, "N"] | None = None
-    """float32, factor of the negative log-likelihood. None without that term."""
+    """float32, factor of the negative log-likelihood."""
     token_weights: Float[Tensor, "N"] | None = None
     """float32, factor of the token's loss, from the aggregation over its update."""
 
@@ -154,11 +154,9 @@ class Batch:
 
     def select(self, is_taken: Bool[Tensor, "B"]) -> "Batch":
         """Select and renumber trajectories. Group numbers are unchanged."""
-        numbers = is_taken.cumsum(0) - 1
-        tokens = self.tokens.take(is_taken[self.tokens.sequences])
-        return self.replace(
-            trajectories=self.trajectories.take(is_taken), tokens=tokens.replace(sequences=numbers[tokens.sequences])
-        )
+        tokens, numbers = self.tokens.take(is_taken[self.tokens.sequences]), is_taken.cumsum(0) - 1
+        tokens = tokens.replace(sequences=numbers[tokens.sequences])
+        return self.replace(trajectories=self.trajectories.take(is_taken), tokens=tokens)
 
     def parts(self, names: Sequence[str], *, setting: str) -> Float[Tensor, "B K"]:
         """Raises BatchError if a trajectory lacks a component."""

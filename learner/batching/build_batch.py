@@ -1,7 +1,7 @@
-"""Batch building: fetched groups -> the batch as columns, plus the samples of each optimizer update.
+"""Batch building: fetched groups -> the batch as columns, and samples of each optimizer update.
 
-Trajectories with a failed reward leave the loss and their group's baseline, stale tokens only the loss. A greedy answer
-only serves as a baseline.
+Trajectories with a failed reward leave the loss and their group's baseline, stale tokens the loss. A greedy answer is
+only a baseline.
 """
 
 from collections import Counter
@@ -23,7 +23,7 @@ from slipstream.learner.errors import BatchError
 from slipstream.runtime.routers import EXPERTS, Routers
 
 _UNKNOWN_LAG = 1 << 20
-"""Lag of another run's tokens: older than all of this run's."""
+"""Lag of another run's tokens, above all of this run's."""
 _NO_TOKENS = np.zeros(0, dtype=np.int64)
 _MOST_SOURCES = 32
 
@@ -69,9 +69,9 @@ def build_batch(
 ) -> BuiltBatch:
     """Distribute groups over updates and build their columns. Raises BatchError.
 
-    `max_lags`: lag above which each group's tokens leave the loss, None: no bound, default `max_lag`. `weights`: one
-    per group, default 1. `has_baseline`: groups may contain a greedy answer. `masks_truncated`: responses cut off at
-    the maximum length count only in the baseline. `has_observations`: hash what each turn answers. `num_mixed`: final
+    `max_lags`: lag above which a group's tokens leave the loss, None: no bound, default `max_lag`. `weights`: one per
+    group, default 1. `has_baseline`: groups may have a greedy answer. `masks_truncated`: responses cut off at the
+    maximum length count only in the baseline. `has_observations`: hash what each turn answers. `num_mixed`: final
     groups from another run. `routers` replay recorded experts.
     """
     num_own, members = len(groups) - num_mixed, []
@@ -86,7 +86,7 @@ def build_batch(
             is_own = index < num_own
             members.append(member if is_own else member._replace(lags=np.full_like(member.lags, _UNKNOWN_LAG)))
     _check_vocabulary(members, vocab_size=vocab_size)
-    # Round-robin, because reused and mixed groups come last and must not all land in one update.
+    # Round-robin: reused and mixed groups come last and must not all be in one update.
     update_of = np.arange(len(groups)) % num_updates
     batch = _lay_out(members, update_of=update_of, weights=weights or [1.0] * len(groups))
     if has_observations:
@@ -121,7 +121,7 @@ def _make_member(
 
 
 def _check_vocabulary(members: Sequence[_Member], *, vocab_size: int) -> None:
-    # A maximum per trajectory would cost as much as all other checks.
+    # Maxima per trajectory would cost as much as all other checks.
     if not members or np.concatenate([member.trajectory.token_ids for member in members]).max() < vocab_size:
         return
     largest, trajectory = next(
@@ -160,7 +160,7 @@ def _check_experts(trajectory: Trajectory, routers: Routers) -> None:
 
 
 def _samples(member: _Member, first_index: int, images: PromptImages | None, *, has_experts: bool) -> Iterator[Sample]:
-    """One sample per context. `first_index`: column of the member's first trained token."""
+    """One sample per context. `first_index`: of the first trained token."""
     trajectory = member.trajectory
     experts = trajectory.arrays[EXPERTS] if has_experts else None
     bounds = trajectory.context_bounds()
@@ -208,25 +208,22 @@ def _lay_out(members: Sequence[_Member], *, update_of: np.ndarray, weights: Sequ
 
 
 def _greedy_rewards(members: Sequence[_Member]) -> Tensor:
-    """float64[B], NaN for groups without a greedy answer. Raises BatchError if a group has two."""
+    """float64[B], or NaN. Raises BatchError if a group has two greedy answers."""
     greedy: dict[int, Trajectory] = {}
-    for trajectory, group in ((member.trajectory, member.group) for member in members if member.trajectory.is_greedy):
+    for answer, group in ((member.trajectory, member.group) for member in members if member.trajectory.is_greedy):
         if group in greedy:
-            raise BatchError(
-                f"a group must have at most one greedy answer, got {greedy[group].id} and {trajectory.id}."
-            )
-        greedy[group] = trajectory
+            raise BatchError(f"a group must have at most one greedy answer, got {greedy[group].id} and {answer.id}.")
+        greedy[group] = answer
     rewards = {group: found.reward.total for group, found in greedy.items() if found.reward.status == "ok"}
     return _wide([rewards.get(member.group, float("nan")) for member in members])
 
 
 def _positions(members: Sequence[_Member]) -> dict[str, Tensor]:
-    """Position columns of `Tokens`: cumulative sums over the batch minus those at each trajectory's start."""
+    """Position columns of `Tokens`: cumulative sums over the batch minus those at the trajectory's start."""
     sequences = np.repeat(np.arange(len(members)), [len(member.trained) for member in members])
     if not len(sequences):
-        return dict.fromkeys(
-            ("sequences", "contexts", "turns", "positions", "positions_in_turn"), torch.from_numpy(sequences)
-        )
+        names = ("sequences", "contexts", "turns", "positions", "positions_in_turn")
+        return dict.fromkeys(names, torch.from_numpy(sequences))
     masks = [member.trajectory.model_mask for member in members]
     starts = np.cumsum([0, *map(len, masks[:-1])])
     at = np.concatenate([member.trained + start for member, start in zip(members, starts, strict=True)])
@@ -234,8 +231,7 @@ def _positions(members: Sequence[_Member]) -> dict[str, Tensor]:
     is_start = np.zeros(len(mask), dtype=np.bool_)
     for member, start in zip(members, starts, strict=True):
         is_start[[start, *(start + own for own in member.trajectory.context_starts)]] = True
-    before = np.roll(mask, 1) & ~is_start
-    begins = mask & ~before
+    begins = mask & ~(np.roll(mask, 1) & ~is_start)
     written, turns = mask.cumsum(), begins.cumsum()
     first_of_turn = written[begins]
     columns = {
@@ -265,7 +261,7 @@ def _observations(members: Sequence[_Member]) -> Tensor:
     """`Tokens.observations`."""
     columns = []
     for trajectory, trained in ((member.trajectory, member.trained) for member in members):
-        # Runs of one kind of token. Contexts start with prompts, so the run before a turn is what it answers.
+        # Runs of one kind of token. A turn answers the run before it, because contexts start with prompts.
         edges = np.union1d([0, *trajectory.context_starts], np.flatnonzero(np.diff(trajectory.model_mask)) + 1)
         runs = np.split(trajectory.token_ids, edges[1:])
         hashes = np.array([xxhash.xxh3_64_intdigest(run.tobytes()) for run in runs], dtype=np.uint64).view(np.int64)

@@ -1,6 +1,6 @@
-"""Collation: samples of an optimizer update -> packed microbatches of tensors, distributed over ranks.
+"""Collation: samples of an optimizer update -> packed microbatches, distributed over ranks.
 
-Packing depends only on lengths, so every rank can compute every other rank's share.
+Packing depends only on lengths, so every rank knows all shares.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ Row = list["Bundle"]
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Samples that share a prefix of `num_shared` >= 0 tokens, which the row holds once."""
+    """Samples that share a prefix of `num_shared` >= 0 tokens, held once."""
 
     samples: tuple[Sample, ...]
     num_shared: int
@@ -43,7 +43,7 @@ def bundle_singly(samples: Sequence[Sample]) -> list[Bundle]:
 
 
 def distribute(bundles: Sequence[Bundle], *, num_ranks: int) -> list[list[Bundle]]:
-    """Assign bundles to ranks, longest first, each to the rank with the fewest tokens."""
+    """Assign bundles, longest first, each to the rank with the fewest tokens."""
     shares: list[list[Bundle]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for bundle in _longest_first(bundles):
@@ -56,10 +56,9 @@ def distribute(bundles: Sequence[Bundle], *, num_ranks: int) -> list[list[Bundle
 def pack(bundles: Sequence[Bundle], *, row_tokens: int, microbatch_tokens: int) -> list[list[Row]]:
     """Pack bundles into rows and rows into microbatches, first fit decreasing.
 
-    A row holds at most `row_tokens` and a microbatch at most `microbatch_tokens`, padding included, unless one bundle
-    or row is longer.
+    Limits, padding included: `row_tokens` and `microbatch_tokens`, unless one bundle or row is longer.
     """
-    # Rows of similar length share a microbatch, because all are padded to the first, the longest.
+    # Rows are padded to the first, the longest.
     microbatches: list[list[Row]] = []
     for row in sorted(_fill_rows(bundles, row_tokens=row_tokens), key=row_length, reverse=True):
         if not microbatches or (len(microbatches[-1]) + 1) * row_length(microbatches[-1][0]) > microbatch_tokens:
@@ -74,8 +73,8 @@ def row_length(row: Row) -> int:
 
 
 def _split(group: list[Sample], *, max_tokens: int) -> list[Bundle]:
-    """Bundles of a group. They share the prefix before the first trained token if equal in all samples."""
-    # A trained token has a loss in each sample, so it cannot be shared.
+    """Bundles of a group. They share the prefix before trained tokens if equal in all samples."""
+    # A trained token has a loss in each sample.
     num_untrained = min(int(sample.trained[0]) for sample in group)
     first = group[0].token_ids[:num_untrained]
     is_shared = all(np.array_equal(first, sample.token_ids[:num_untrained]) for sample in group[1:])
@@ -122,22 +121,22 @@ class Layout:
     """Arrangement of sequences in a microbatch. Kinds, densest first:
 
     `shared_rows`: rows about as long as the longest sequence, each prompt once. Needs attention with masks or spans.
-    `one_row`: rows of whole sequences without a mask. Needs attention that restarts where positions restart.
+    `one_row`: rows of whole sequences without a mask. Needs attention that restarts with positions.
     `one_per_row`: one padded row per sequence, without mask or positions. Fits most causal models.
-    `one_at_a_time`: one microbatch per sequence, for models that depend on the longest sequence of a microbatch.
+    `one_at_a_time`: one microbatch per sequence, for models that depend on its longest sequence.
     """
 
     kind: LayoutKind
     microbatch_tokens: int
     """Limit on input tokens of a forward pass, padding included."""
     row_tokens: int = 64
-    """Rows of several sequences are filled up to this or to the longest sequence. A mask costs its square."""
+    """Rows of several sequences are filled up to this or the longest sequence. A mask costs its square."""
     num_slices: int = 1
     """Ranks that share each row. Row lengths are multiples of it."""
 
 
 class MicrobatchBuilder:
-    """Builds a microbatch from rows. Life: build, once."""
+    """Builds a microbatch from rows."""
 
     def __init__(self, rows: Sequence[Row], layout: Layout) -> None:
         self._has_positions = layout.kind not in _SINGLE
@@ -184,7 +183,7 @@ class MicrobatchBuilder:
 
     def _put_bundle(self, row: int, column: int, bundle: Bundle) -> int:
         shared = bundle.num_shared if len(bundle.samples) > 1 else 0
-        # Each branch continues the prompt's positions, not the row's.
+        # Branches continue the prompt's positions.
         trunk = self._add_run(shared)
         self._put(row, column, bundle.samples[0], 0, shared, copies=len(bundle.samples))
         trunk_end = column = column + shared
@@ -206,15 +205,13 @@ class MicrobatchBuilder:
         self._position_ids[row, span] = np.arange(start, end)
         if images := sample.images:
             if self._axes is None:
-                # Outside images, as in earlier rows, positions along all axes are equal.
+                # Outside images, positions along all axes are equal.
                 self._axes = np.repeat(self._position_ids[None], 3, axis=0)
             self._axes[:, row, span] = images.positions[:, start:end]
             self._is_image[row, span] = images.is_image[start:end]
             # Images are in the prompt, so in the part that starts at 0.
             if start == 0 and end > start:
-                self._images += [
-                    (grid, images.patches(name)) for name, grid in zip(images.ids, images.grids, strict=True)
-                ]
+                self._images += zip(images.grids, map(images.patches, images.ids), strict=True)
         elif self._axes is not None:
             self._axes[:, row, span] = self._position_ids[row, span]
         self._copies[row, span] = copies
@@ -238,23 +235,21 @@ class MicrobatchBuilder:
 def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ranks: int = 1) -> list[Microbatch]:
     """Build this rank's microbatches of an optimizer update.
 
-    All ranks pass the same samples. Each gets equally many microbatches, some possibly empty, because every microbatch
-    runs collectives. Ranks that share rows pass the same `rank`; `num_ranks` counts them once.
+    All ranks pass the same samples and get equally many microbatches, some possibly empty, because each runs
+    collectives. Ranks that share rows pass the same `rank`; `num_ranks` counts them once.
     """
     trained = [sample for sample in samples if len(sample.trained)]
     row_tokens = max([layout.row_tokens, *(sample.num_inputs for sample in trained)])
     is_shared = layout.kind == "shared_rows"
     bundles = bundle_by_prompt(trained, max_tokens=row_tokens) if is_shared else bundle_singly(trained)
-    row_tokens = 1 if layout.kind in _SINGLE else row_tokens
-    microbatch_tokens = 1 if layout.kind == "one_at_a_time" else layout.microbatch_tokens
-    # Pack all shares to know how many microbatches other ranks have.
-    packed = [
-        pack(share, row_tokens=row_tokens, microbatch_tokens=microbatch_tokens)
-        for share in distribute(bundles, num_ranks=num_ranks)
-    ]
+    limits = {
+        "row_tokens": 1 if layout.kind in _SINGLE else row_tokens,
+        "microbatch_tokens": 1 if layout.kind == "one_at_a_time" else layout.microbatch_tokens,
+    }
+    # All shares, to count the microbatches of other ranks.
+    packed = [pack(share, **limits) for share in distribute(bundles, num_ranks=num_ranks)]
     microbatches = [MicrobatchBuilder(rows, layout).build() for rows in packed[rank]]
-    missing = max(map(len, packed)) - len(microbatches)
-    microbatches += [_empty_microbatch(layout)] * missing
+    microbatches += [_empty_microbatch(layout)] * (max(map(len, packed)) - len(microbatches))
     images = next((sample.images for sample in trained if sample.images), None)
     if images is None or num_ranks == 1:
         return microbatches
@@ -262,7 +257,7 @@ def collate(samples: Sequence[Sample], *, layout: Layout, rank: int = 0, num_ran
 
 
 def _with_blank(microbatch: Microbatch, images: SampleImages) -> Microbatch:
-    """Append a column with an image that no token sees, so that every rank runs the visual encoder."""
+    """Append a column with an image that no token sees: all ranks must run the visual encoder."""
     num_rows, length = microbatch.token_ids.shape
     positions = microbatch.position_ids
     positions = torch.arange(length).expand(num_rows, -1) if positions is None else positions

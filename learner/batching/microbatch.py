@@ -1,4 +1,4 @@
-"""Microbatch: samples, the tensors and spans of one forward pass, and forward passes over a whole step."""
+"""Microbatch: samples, tensors and spans of a forward pass, and passes over a whole step."""
 
 import dataclasses
 from collections import OrderedDict
@@ -57,7 +57,7 @@ class Sample:
     """Divisor of the logits, > 0."""
     images: SampleImages | None = None
     experts: np.ndarray | None = None
-    """uint8 or int16[T, M, K], K experts per token in each of M routers. None lets the routers choose."""
+    """uint8 or int16[T, M, K], K experts per token and each of M routers. None: the routers choose."""
 
     @property
     def indices(self) -> np.ndarray:
@@ -72,7 +72,7 @@ class Sample:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Runs of tokens that fill the flattened rows. A token attends to its run up to itself and to the whole parent run.
+    """Runs of tokens that fill the flattened rows. A token attends to its run up to itself and to the parent run.
 
     Example, a prompt of 4 tokens with responses of 2 and 3: Spans(lengths=[4, 2, 3], parents=[0, 0, 0])
     """
@@ -94,7 +94,7 @@ class Spans:
 
     @cached_property
     def key_index(self) -> Tensor | None:
-        """int64[K]: flattened indices that each run attends to, in run order. None if no run has a parent."""
+        """int64[K]: flattened indices that each run attends to, in run order. None without parents."""
         if self.num_keys == self.lengths:
             return None
         ends = np.cumsum(self.lengths)
@@ -103,7 +103,7 @@ class Spans:
         return torch.from_numpy(np.concatenate([part for parts in seen for part in parts]))
 
     def widened(self, length: int) -> "Spans":
-        """Append to each row of `length` tokens one that no other attends to."""
+        """Append to each row of `length` tokens one that only itself attends to."""
         wide, filled, rows = Spans([], [], self.has_shared), 0, 0
         for run, parent in zip(self.lengths, self.parents, strict=True):
             wide.lengths.append(run)
@@ -122,8 +122,7 @@ class Spans:
             torch.repeat_interleave(numbers, lengths, output_size=shape.numel()).view(shape)
             for numbers in (torch.arange(len(lengths), device=device), torch.tensor(self.parents, device=device))
         )
-        sees = (runs[:, :, None] == runs[:, None, :]) | (parents[:, :, None] == runs[:, None, :])
-        return sees.tril_()[:, None]
+        return ((runs[:, :, None] == runs[:, None, :]) | (parents[:, :, None] == runs[:, None, :])).tril_()[:, None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +135,11 @@ class Microbatch:
     token_ids: Int[Tensor, "R L"]
     """Padded with 0 at the end of each row."""
     position_ids: Int[Tensor, "... R L"] | None
-    """Position in the sequence. None if each row holds one sequence. With images [4, R, L]: also along time, height,
-    and width."""
+    """Position in the sequence. None if rows hold one sequence. With images [4, R, L]: also time, height, width."""
     spans: Spans | None
     """None: each token attends to all earlier ones in its row."""
     sources: Int[Tensor, "N"]
-    """Index in the flattened rows of the token that predicts each trained token."""
+    """Flattened index of the token that predicts each trained token."""
     targets: Int[Tensor, "N"]
     temperatures: Float[Tensor, "N"]
     """Divisor of the logits."""
@@ -155,7 +153,7 @@ class Microbatch:
     """Patches per image along time, height, and width."""
     is_image: Bool[Tensor, "R L"] | None = None
     experts: Int[Tensor, "R L M K"] | None = None
-    """Per input token and router. None lets the routers choose."""
+    """Per input token and router. None: the routers choose."""
 
     @property
     def num_tokens(self) -> int:
@@ -180,7 +178,7 @@ def recompute(
 ) -> dict[str, Tensor]:
     """Outputs `names` of forward passes over a whole step as columns, float32[N]. Collective.
 
-    Ranks hold equally many microbatches and together each token at most once. Missing tokens are 0.
+    Ranks hold equally many microbatches and each token at most once. Missing tokens are 0.
     """
     columns = {name: torch.zeros_like(batch.tokens.generator_logprobs) for name in names}
     for microbatch in microbatches:
@@ -205,22 +203,20 @@ class PromptImages:
         return sorted({name for name in names if name not in self._images})
 
     def keep(self, names: Collection[str], fetched: Mapping[str, bytes]) -> None:
-        """Add images fetched for a step that needs `names`. Raises BatchError if one is missing or altered."""
+        """Add images of a step that needs `names`. Raises BatchError if one is missing or altered."""
         for name, data in fetched.items():
             if image_id(data) != name:
                 raise BatchError(f"an image must match the hash in its name, got different bytes for {name}.")
             self._images[name] = data
         if lost := self.missing(names):
-            raise BatchError(
-                f"every image of a prompt must be stored, got {len(lost)} without bytes, such as {lost[0]}."
-            )
+            raise BatchError(f"images of prompts must be stored, got {len(lost)} without bytes, such as {lost[0]}.")
         for name in sorted(set(names)):
             self._images.move_to_end(name)
         while sum(map(len, self._images.values())) > _KEPT_BYTES and next(iter(self._images)) not in names:
             self._images.popitem(last=False)
 
     def of(self, trajectory: Trajectory, start: int, end: int) -> SampleImages | None:
-        """Images between tokens `start` and `end`, or None. Raises BatchError."""
+        """Images between two tokens. Raises BatchError."""
         media = [each for each in trajectory.media if start <= each.first_token < end]
         if not media:
             return None

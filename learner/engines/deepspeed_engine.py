@@ -23,10 +23,9 @@ from slipstream.learner.ranks import Ranks
 _GATHER_BYTES = 256 * 1024 * 1024
 """Parameters that ZeRO-3 gathers at once for export and import."""
 BUCKET_ELEMENTS = 50_000_000
-"""Elements that ZeRO reduces or gathers at once, and the size of its gradient buffer."""
+"""Elements that ZeRO reduces or gathers at once, and of its gradient buffer."""
 
 
-# --- DeepSpeed's configuration ---------------------------------------------------------------------------------------
 def deepspeed_environment(device: torch.device) -> dict[str, str]:
     """Environment variables that `deepspeed` reads on import."""
     return {"DS_ACCELERATOR": device.type, "LOCAL_RANK": str(device.index or 0)}
@@ -38,7 +37,7 @@ def deepspeed_config(
     """Configuration for `deepspeed.initialize`. `dtype`: of the model's weights."""
     zero: dict[str, Any] = {
         "stage": config.zero_stage,
-        # At ZeRO-2 it would double the gradient buffer. ZeRO-1 and 0 reduce once, at the end of a step.
+        # Doubles the gradient buffer at ZeRO-2. ZeRO-1 and 0 reduce once per step.
         "overlap_comm": config.zero_stage == 3,
         "contiguous_gradients": True,
         "reduce_bucket_size": BUCKET_ELEMENTS,
@@ -54,12 +53,12 @@ def deepspeed_config(
         "gradient_accumulation_steps": 1,
         "train_batch_size": num_ranks,
         "managed_gradient_accumulation": False,
-        # At stage 0 DeepSpeed does not report the norm, so an optimizer hook clips instead.
+        # At stage 0 DeepSpeed reports no norm, so an optimizer hook clips.
         "gradient_clipping": (optimizer.max_grad_norm or 0.0) if optimizer and config.zero_stage else 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
-        # With ZeRO: float32 masters of bfloat16 weights. Its check would skip steps silently instead of raising.
+        # With ZeRO: float32 masters of bfloat16 weights. Its check would skip steps silently.
         "bf16": {"enabled": bool(config.zero_stage) and dtype == torch.bfloat16, "check_grad_overflow": False},
         "steps_per_print": None,
         "wall_clock_breakdown": False,
@@ -70,7 +69,7 @@ def deepspeed_config(
 def sharded_loading(
     config: DeepSpeedEngineConfig | TorchEngineConfig, *, ranks: Ranks, dtype: torch.dtype
 ) -> Iterator[None]:
-    """Make transformers load models directly into ZeRO-3 shards of a dtype. No-op below ZeRO-3. Collective."""
+    """Make transformers load ZeRO-3 shards of a dtype. No-op below ZeRO-3. Collective."""
     if not isinstance(config, DeepSpeedEngineConfig) or config.zero_stage < 3:
         yield
         return
@@ -78,7 +77,7 @@ def sharded_loading(
     # Imports DeepSpeed, which needs its environment variables.
     from transformers.integrations.deepspeed import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
-    # transformers keeps only a weak reference, and loads whole models if it is collected.
+    # transformers keeps a weak reference, and loads whole models without it.
     settings = HfDeepSpeedConfig(deepspeed_config(config, num_ranks=ranks.size, dtype=dtype))
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -88,7 +87,6 @@ def sharded_loading(
         del settings
 
 
-# --- the engine ------------------------------------------------------------------------------------------------------
 class ShardedModel(ModelEngine[M]):
     """ModelEngine on DeepSpeed. Requires the process group from `slipstream.learner.ranks`."""
 
@@ -110,9 +108,8 @@ class ShardedModel(ModelEngine[M]):
         self.is_sharded = self._stage == 3
         settings = deepspeed_config(config, optimizer=optimizer, num_ranks=ranks.size, dtype=model.compute_dtype)
         with contextlib.redirect_stdout(sys.stderr):
-            self._engine: Any = self._deepspeed.initialize(
-                model=model, optimizer=adamw, config=settings, dist_init_required=False
-            )[0]
+            options = {"model": model, "optimizer": adamw, "config": settings, "dist_init_required": False}
+            self._engine: Any = self._deepspeed.initialize(**options)[0]
 
     def forward(self, microbatch: Microbatch, **options: Any) -> dict[str, Tensor]:
         return self._engine(microbatch, **options)
@@ -182,7 +179,7 @@ class DeepSpeedEngine(ShardedModel[M], TrainEngine[M]):
         if self._stage < 3:
             for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
                 for parameter in group:
-                    # Ranks split the flat tensor evenly, also within parameters. None: not on this rank.
+                    # Ranks split the flat tensor, also within parameters. None: not on this rank.
                     if held := parameter._hp_mapping:
                         part, within = held.lp_fragment_address, held.hp_fragment_address
                         shards.append(Shard(names[id(parameter)], part.start, part.numel, flat, within.start))
@@ -200,10 +197,7 @@ class DeepSpeedEngine(ShardedModel[M], TrainEngine[M]):
 
 
 def _held(shard: Shard, *, rank: int) -> Shard:
-    """This rank's part of a parameter that ZeRO-3 splits evenly, without the uninitialized padding of the last ranks.
-
-    Other tensors stay whole.
-    """
+    """This rank's part of a ZeRO-3 parameter, without uninitialized padding at the end; other tensors whole."""
     if not hasattr(parameter := shard.master, "ds_tensor"):
         return shard
     length = parameter.partition_numel()
@@ -212,10 +206,10 @@ def _held(shard: Shard, *, rank: int) -> Shard:
 
 
 def _keep_inputs_on_host(model: nn.Module) -> None:
-    """Keep the inputs of checkpointed layers in host memory until the backward pass."""
+    """Keep inputs of checkpointed layers in host memory."""
 
     def recompute(function: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-        # Only the inputs move: tensors saved inside the function go to the hooks of `checkpoint`.
+        # Only inputs move: the hooks of `checkpoint` get tensors saved inside.
         with save_on_cpu(pin_memory=torch.cuda.is_available()):
             return checkpoint(function, *inputs, use_reentrant=False, **options)
 
@@ -260,7 +254,7 @@ def _import_deepspeed(device: torch.device) -> ModuleType:
     for handler in logger.handlers:
         if type(handler) is logging.StreamHandler:  # subclasses may write elsewhere
             handler.setStream(sys.stderr)
-    # With an empty table of buildable ops, DeepSpeed uses Gloo on CPUs. Otherwise its first start compiles an op that
-    # only inference uses (45 s, needs g++).
+    # Without buildable ops, DeepSpeed uses Gloo on CPUs. Otherwise its first start compiles an op for inference (45 s,
+    # needs g++).
     vars(deepspeed.ops)["__compatible_ops__"] = {}
     return deepspeed

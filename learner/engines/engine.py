@@ -1,4 +1,4 @@
-"""TrainEngine: trains a model with plain torch in one process. Divergence checks of all engines."""
+"""TrainEngine: plain torch in one process. Divergence checks of all engines."""
 
 import logging
 import math
@@ -11,53 +11,34 @@ from torch import Tensor
 
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.batching.microbatch import Microbatch
-from slipstream.learner.engines.optimizer import (
-    STATE_FILE,
-    Shard,
-    Trainable,
-    copy_shards,
-    copy_weights,
-    make_masters,
-    make_optimizer,
-    restore_shards,
-    restore_weights,
-    set_learning_rate,
-    trained_names,
-    update_masters,
-    whole_shards,
-)
+from slipstream.learner.engines import optimizer as optimizers
+from slipstream.learner.engines.optimizer import STATE_FILE, Shard, Trainable
 from slipstream.learner.errors import DivergenceError
 from slipstream.learner.ranks import Ranks
 
 
 def check_loss(loss: Tensor, *, what: str, step: int, setting: str, ranks: Ranks) -> None:
-    """Raise DivergenceError on all ranks if the loss of any is not finite. Collective.
+    """Raise DivergenceError on all ranks if a loss is not finite. Collective.
 
     `what`: name of the loss. `setting`: its optimizer's config section.
     """
     # A rank that raised alone would block the others in `TrainEngine.step`.
-    is_bad = ranks.max((~loss.isfinite()).float().reshape(1))
-    if is_bad.item():
-        raise DivergenceError(
-            f"{what} of step {step} must be finite, got {loss.item()} on rank {ranks.rank}: lower "
-            f"{setting}.learning_rate."
-        )
+    if ranks.max((~loss.isfinite()).float().reshape(1)).item():
+        must = f"{what} of step {step} must be finite, got {loss.item()} on rank {ranks.rank}"
+        raise DivergenceError(f"{must}: lower {setting}.learning_rate.")
 
 
 def check_finite(tensors: Iterable[tuple[str, Tensor]], *, what: str, step: int, remedy: str, ranks: Ranks) -> None:
-    """Raise DivergenceError on all ranks if a tensor of any contains NaN or infinity. Collective.
+    """Raise DivergenceError on all ranks if a tensor is not finite. Collective.
 
     `what`: name of the tensors. `step`: last finished step, 0 before the first.
     """
     named = list(tensors)
-    # A sum takes no copy, but may overflow with finite terms, so check again.
+    # A sum takes no copy, but may overflow with finite terms.
     sums = [tensor.detach().sum().float().to(named[0][1].device) for _, tensor in named]
     are_finite = torch.stack(sums).isfinite().tolist() if sums else []
-    broken = [
-        name
-        for (name, tensor), is_finite in zip(named, are_finite, strict=True)
-        if not is_finite and not tensor.isfinite().all()
-    ]
+    checked = zip(named, are_finite, strict=True)
+    broken = [name for (name, tensor), is_finite in checked if not (is_finite or tensor.isfinite().all())]
     if ranks.max(torch.tensor([float(bool(broken))])).item():
         first = next(filter(None, ranks.gather_bytes("".join(broken[:1]).encode()))).decode()
         when = f"after step {step}" if step else "before the first step, in model.path"
@@ -92,10 +73,7 @@ class ModelEngine(Generic[M]):
         return self.model(microbatch, **options)
 
     def gather_parameters(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield the unsharded `Trainable.weights` in the model's dtype, on its device.
-
-        They may share memory with the model: copy them before the next step.
-        """
+        """Yield the unsharded `Trainable.weights`, possibly in the model's memory: copy them before the next step."""
         for name, parameter in self.model.weights(is_whole=is_whole):
             yield name, parameter.detach()
 
@@ -105,19 +83,19 @@ class ModelEngine(Generic[M]):
             yield shard.name, shard.of(shard.master)
 
     def copy_weights(self, ranks: Ranks) -> dict[str, Tensor]:
-        """Copy this rank's share of the weights to host memory (see `WEIGHTS_FILE`)."""
+        """Copy this rank's share of weights to host memory (see `WEIGHTS_FILE`)."""
         shards = self._held_shards()
-        return copy_weights(shards if self.is_sharded else shards[ranks.rank :: ranks.size])
+        return optimizers.copy_weights(shards if self.is_sharded else shards[ranks.rank :: ranks.size])
 
     @torch.no_grad()
     def restore_weights(self, folder: Path) -> None:
-        """Load weights saved by any engine and ranks. Raises CheckpointError."""
-        restore_weights(folder, self._held_shards())
+        """Load weights of any engine and ranks. Raises CheckpointError."""
+        optimizers.restore_weights(folder, self._held_shards())
         self._refresh()
 
     @torch.no_grad()
     def take_weights(self, other: "ModelEngine") -> None:
-        """Copy the weights of an engine with the same model and layout."""
+        """`other` has the same model and layout."""
         theirs = dict(other.held_weights())
         for name, weight in self.held_weights():
             weight.copy_(theirs[name])
@@ -128,11 +106,11 @@ class ModelEngine(Generic[M]):
         return [Shard(name, 0, tensor.numel(), tensor, 0) for name, tensor in reversed(named.values())]
 
     def _refresh(self) -> None:
-        """Update everything that depends on restored weights."""
+        """Update what depends on restored weights."""
 
 
 class TrainEngine(ModelEngine[M]):
-    """Holds the parameters and the optimizer: plain torch in one process, the reference for DeepSpeedEngine.
+    """Parameters and optimizer in plain torch and one process, the reference for DeepSpeedEngine.
 
     Life: ((forward -> backward)* -> step)*. Every method is collective: all ranks make the same calls in order.
     """
@@ -146,7 +124,7 @@ class TrainEngine(ModelEngine[M]):
         self, model: M, *, optimizer: OptimizerConfig, device: torch.device, setting: str = "learner.optimizer"
     ) -> None:
         """`setting`: config section of `optimizer`, for errors."""
-        # With accelerate installed (for peft), transformers imports DeepSpeed to save a model.
+        # With accelerate (for peft), transformers imports DeepSpeed to save a model.
         logging.getLogger("DeepSpeed").disabled = True
         super().__init__(model)
         self.device = device
@@ -156,22 +134,22 @@ class TrainEngine(ModelEngine[M]):
         """`is_zero`: DeepSpeed holds the masters and clips gradients."""
         self._setting, self._grad_norm = setting, 0.0
         self._max_grad_norm = config.max_grad_norm or math.inf
-        self._masters = {} if is_zero else make_masters(self.model)
-        self.optimizer = make_optimizer(self.model, config, masters=self._masters)
+        self._masters = {} if is_zero else optimizers.make_masters(self.model)
+        self.optimizer = optimizers.make_optimizer(self.model, config, masters=self._masters)
         if not is_zero:
-            update_masters(self.optimizer, self.model, self._masters)
+            optimizers.update_masters(self.optimizer, self.model, self._masters)
             self.optimizer.register_step_pre_hook(self._clip)
 
     def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient. Losses are summed, not averaged, over microbatches and ranks."""
+        """Accumulate the gradient. Losses add up over microbatches and ranks."""
         loss.backward()
 
     def step(self, *, learning_rate: float) -> float:
-        """Clip gradients, update parameters, and clear gradients. Returns the norm before clipping.
+        """Clip and apply gradients, and clear them. Returns the norm before clipping.
 
-        Raises DivergenceError if the norm is not finite: parameters are unchanged, but the engine is unusable.
+        Raises DivergenceError if it is not finite: parameters are unchanged, but the engine is unusable.
         """
-        set_learning_rate(self.optimizer, learning_rate)
+        optimizers.set_learning_rate(self.optimizer, learning_rate)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return self._grad_norm
@@ -183,20 +161,23 @@ class TrainEngine(ModelEngine[M]):
         self._grad_norm = check_grad_norm(norm.item(), setting=self._setting)
 
     def copy_state(self) -> dict[str, Tensor]:
-        """Copy this rank's share of the trained weights and optimizer state to host memory (see `STATE_FILE`)."""
-        return copy_shards(self._shards(), self.optimizer)
+        """Copy this rank's share of trained weights and optimizer state to host memory (see `STATE_FILE`)."""
+        return optimizers.copy_shards(self._shards(), self.optimizer)
 
     @torch.no_grad()
     def restore_state(self, folder: Path) -> None:
-        """Load trained weights and optimizer state saved by any engine and ranks. Raises CheckpointError."""
-        names = set(trained_names(self.model).values())
-        restore_shards(folder, self._shards(), self.optimizer, names=names)
-        restore_weights(folder, [each for each in self._held_shards() if each.name in names], pattern=STATE_FILE)
+        """Load trained weights and optimizer state of any engine and ranks. Raises CheckpointError."""
+        names = set(optimizers.trained_names(self.model).values())
+        optimizers.restore_shards(folder, self._shards(), self.optimizer, names=names)
+        held = [each for each in self._held_shards() if each.name in names]
+        optimizers.restore_weights(folder, held, pattern=STATE_FILE)
         self._refresh()
 
     def _shards(self) -> list[Shard]:
         """Slices that the optimizer updates on this rank."""
-        return whole_shards(self.model, self._masters)
+        names = optimizers.trained_names(self.model)
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        return [Shard(names[id(each)], 0, each.numel(), self._masters.get(id(each), each), 0) for each in trained]
 
 
 def take_step(engine: TrainEngine[Any], *, learning_rate: float, step: int) -> float:

@@ -49,10 +49,10 @@ class Trainable(Protocol):
         """Dtype of most tensors in saved models."""
 
     def to_saved(self, tensors: NamedTensors, rest: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Convert all unsharded weights to those of saved models, and add what `save_rest` writes to `rest`."""
+        """Convert all unsharded weights to saved ones, and add what `save_rest` writes to `rest`."""
 
     def save_rest(self, folder: Path, rest: dict[str, Tensor]) -> None:
-        """Write weights that have their own file into the folder of a saved model."""
+        """Write weights with their own file into the folder of a saved model."""
 
 
 def learning_rate(update: int, *, config: OptimizerConfig, num_steps: int, updates_per_step: int = 1) -> float:
@@ -76,15 +76,15 @@ _SHAPES = {
 
 
 def named_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and persistent buffer by name, tied ones under each name."""
+    """Yield parameters and persistent buffers by name, tied ones under each."""
     yield from module.state_dict(keep_vars=True).items()
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for some parameters and AdamW for the others, as one optimizer with their groups and state."""
+    """Muon for some parameters and AdamW for others, as one optimizer."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        # The groups are the parts' own dicts, so that a new learning rate reaches them.
+        # The parts' own dicts, so that a new learning rate reaches them.
         super().__init__([group for part in parts for group in part.param_groups], {})
         self._parts = parts
         for part in parts:
@@ -96,16 +96,16 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def make_masters(module: nn.Module) -> dict[int, nn.Parameter]:
-    """`id` of each trained parameter below float32 -> its master, a float32 copy that the optimizer updates instead.
+    """`id` of each trained parameter below float32 -> its master, a float32 copy that the optimizer updates.
 
-    A bfloat16 weight has 8 significant bits and would lose every update smaller than 1/512 of it.
+    A bfloat16 weight, with 8 significant bits, would lose updates smaller than 1/512 of it.
     """
     trained = [each for each in module.parameters() if each.requires_grad and each.dtype != torch.float32]
     return {id(each): nn.Parameter(each.detach().float()) for each in trained}
 
 
 def update_masters(optimizer: torch.optim.Optimizer, module: nn.Module, masters: Mapping[int, nn.Parameter]) -> None:
-    """Make each step move gradients to the masters, and round the updated masters into the parameters."""
+    """Make each step move gradients to masters, and round updated masters into the parameters."""
     pairs = [(each, masters[id(each)]) for each in module.parameters() if id(each) in masters]
 
     def widen(*_: Any) -> None:
@@ -171,15 +171,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
         group["lr"] = learning_rate
 
 
-# --- state on disk ---------------------------------------------------------------------------------------------------
 STATE_FILE = "optimizer-rank-{}.safetensors"
-"""A rank's share of the trained weights and moments, [elements], and `step`, the number of updates, float32[1]; 0 for
-Muon.
+"""A rank's share of trained weights and moments, [elements], and `step`, the number of updates, float32[1]; 0 for Muon.
 
 Keys are `<field>/<first element>/<parameter>`. Float32; with `adamw_8bit` uint8, and float32 `absmax` of blocks.
 """
 WEIGHTS_FILE = "weights-rank-{}.safetensors"
-"""A rank's share of the weights of a model that is not trained, in their dtype, under keys as in `STATE_FILE`."""
+"""A rank's share of weights that are not trained, in their dtype, under keys as in `STATE_FILE`."""
 _STEP, _WEIGHT = "step", "weight"
 _ADAMW, _MUON = ("exp_avg", "exp_avg_sq"), ("momentum_buffer",)
 _EIGHT_BITS = ("state1", "state2", "absmax1", "absmax2")
@@ -192,15 +190,14 @@ def _zero_state(optimizer: torch.optim.Optimizer, master: Tensor) -> dict[str, A
         optimizer.state.pop(master, None)
         init(optimizer.param_groups[0], master, -1, -1)
         return optimizer.state[master]
-    is_muon = any(
-        "momentum" in group and any(each is master for each in group["params"]) for group in optimizer.param_groups
-    )
+    moved = [each for group in optimizer.param_groups if "momentum" in group for each in group["params"]]
+    is_muon = any(each is master for each in moved)
     fields = {field: torch.zeros_like(master.detach()) for field in (_MUON if is_muon else _ADAMW)}
     return fields | {_STEP: torch.zeros((), device=master.device)}
 
 
 class Shard(NamedTuple):
-    """Consecutive elements of a flattened parameter, in a tensor that the optimizer updates.
+    """Elements of a flattened parameter, in a tensor that the optimizer updates.
 
     Example: Shard("model.norm.weight", begin=64, size=64, master=<float32[4096]>, offset=128)
     """
@@ -227,23 +224,16 @@ def trained_names(model: Trainable) -> dict[int, str]:
     return {id(each): names[id(each)] for each in model.parameters() if each.requires_grad}
 
 
-def whole_shards(model: Trainable, masters: Mapping[int, nn.Parameter] = MappingProxyType({})) -> list[Shard]:
-    """One shard per trained parameter, or its master, of an unsharded model."""
-    names = trained_names(model)
-    trained = [each for each in model.parameters() if each.requires_grad]
-    return [Shard(names[id(each)], 0, each.numel(), masters.get(id(each), each), 0) for each in trained]
-
-
 def copy_weights(shards: Sequence[Shard]) -> dict[str, Tensor]:
     """Copy the shards' weights to host memory under the keys of `STATE_FILE`."""
     return {f"{_WEIGHT}/{shard.begin}/{shard.name}": shard.of(shard.master).to("cpu", copy=True) for shard in shards}
 
 
 def copy_shards(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Copy the shards' weights and moments to host memory under the keys of `STATE_FILE`."""
+    """Like `copy_weights`, with moments."""
     copies = copy_weights(shards)
     for shard in shards:
-        # A parameter without gradients so far has no state. Save zeros.
+        # Without gradients so far, a parameter has no state.
         state = optimizer.state.get(shard.master) or _zero_state(optimizer, shard.master)
         for field in filter(state.__contains__, _FIELDS):
             copies[f"{field}/{shard.begin}/{shard.name}"] = shard.of(state[field]).to("cpu", copy=True)
@@ -253,10 +243,7 @@ def copy_shards(shards: Sequence[Shard], optimizer: torch.optim.Optimizer) -> di
 
 
 def restore_weights(folder: Path, shards: Sequence[Shard], *, pattern: str = WEIGHTS_FILE) -> None:
-    """Read the shards' weights from the files of all ranks, however they were sharded when saved.
-
-    Raises CheckpointError.
-    """
+    """Read the shards' weights from the files of all ranks, sharded in any way. Raises CheckpointError."""
     with ExitStack() as files:
         pieces = _find_pieces(folder, files, pattern=pattern)[_WEIGHT]
         for shard in shards:
@@ -266,10 +253,7 @@ def restore_weights(folder: Path, shards: Sequence[Shard], *, pattern: str = WEI
 def restore_shards(
     folder: Path, shards: Sequence[Shard], optimizer: torch.optim.Optimizer, *, names: Collection[str]
 ) -> None:
-    """Like `restore_weights` for the files of `copy_shards`, which also have moments.
-
-    `names`: trained parameters of all ranks. Raises CheckpointError.
-    """
+    """Like `restore_weights`, with moments. `names`: trained parameters of all ranks. Raises CheckpointError."""
     with ExitStack() as files:
         pieces = _find_pieces(folder, files, pattern=STATE_FILE)
         if differing := sorted(pieces[_STEP].keys() ^ set(names)):
@@ -285,7 +269,7 @@ def restore_shards(
             fields = {_WEIGHT: shard.master} | {field: state[field] for field in _FIELDS if field in state}
             for field, tensor in fields.items():
                 _read_shard(pieces[field][shard.name], shard, into=shard.of(tensor), what=f"{folder}: {field}")
-            # A flat tensor has one count. Parameters without gradients may lag.
+            # One count per flat tensor. Parameters without gradients may lag.
             counts = [float(piece.file.get_tensor(piece.key)) for piece in pieces[_STEP][shard.name]]
             newest = max([float(state[_STEP]), *counts])
             state[_STEP] = int(newest) if isinstance(state[_STEP], int) else torch.full_like(state[_STEP], newest)

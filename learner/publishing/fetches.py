@@ -1,26 +1,25 @@
-"""MemberTable: the live generators, the version each holds, and the backoff of generators that failed.
+"""MemberTable: live generators, their versions, and backoffs after failures.
 
 FetchTracker: tracks versions that generators fetch, and owns the server they fetch from.
 
-A generator on the learner's machine reads every version from the learner's memory. Another one fetches its first
-version and joins broadcasts afterward, or always fetches, from the learner or from another generator. A request stays
-open until its member answers, leaves, or misses its deadline. The publisher waits for those that read memory, and for
-others only while no member holds the version.
+A generator on the learner's machine reads its memory. Others fetch their first version and then join
+broadcasts, or always fetch, from the learner or a generator. A request stays open until its member answers, leaves, or
+misses its deadline. The publisher waits for members that read memory, and for others while none holds the version.
 
-Lenders: plans who fetches a version from whom, so the learner sends it to only a few generators.
+Lenders: plans who fetches a version from whom, so the learner sends it to few generators.
 
     learner -> the first `fan_out` generators -> `fan_out` each -> ...
 
-The tree follows the order of arrival, with separate trees for full weights and deltas. The first generator on a machine
-fetches for the others there. A generator lends only verified weights, and each fetcher can fall back to a second lender
-and then the learner. The plan only spreads load.
+The tree follows the order of arrival, separately for full weights and deltas. A machine's first generator fetches for
+others there. Generators lend only verified weights, and fetchers can fall back to a second lender, then the learner.
 """
 
 import math
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import ceil
 
 import msgspec
@@ -50,7 +49,7 @@ from slipstream.learner.publishing.staging import Staged
 from slipstream.runtime.clock import Clock
 
 _FAN_OUT = 8
-"""Generators on other machines that fetch a version from the learner itself; each then serves as many others."""
+"""Generators on other machines that fetch from the learner itself; each then serves as many others."""
 _FIRST_BACKOFF_S = 2.0
 """Doubled by each further eviction."""
 _MAX_BACKOFF_S = 60.0
@@ -58,7 +57,7 @@ _UNREACHABLE = ("starting", "draining", "silent")
 _REST_S = 60.0
 """Rest of a failed lender."""
 _CATCH_UP_S = 5.0
-"""Longest wait for a broadcast of a member that has just fetched, to catch up with the others."""
+"""Longest wait of a member that has just fetched for a broadcast, to catch up."""
 _RESEND_AFTER_S = 5.0
 """A request can be lost with a broker. Generators ignore repeats."""
 
@@ -69,7 +68,7 @@ class MemberTable:
     """Used by one thread."""
 
     def __init__(self, *, on_evict: Callable[[str, str], object], clock: Clock, trusts_network: bool = False) -> None:
-        """`on_evict` receives each evicted or reported member's id and the reason.
+        """`on_evict` gets an evicted or reported member's id and the reason.
 
         `trusts_network`: whether members on other machines may join broadcasts.
         """
@@ -89,8 +88,7 @@ class MemberTable:
         self._num_evictions: dict[Member, int] = {}
 
     def update(self, members: Members) -> None:
-        # Keep held versions and backoffs: a member that reappears is the same process, because a restarted generator
-        # has a new incarnation.
+        # Keep versions and backoffs: a member that reappears is the same process, with the same incarnation.
         self.live = {g.member: self._reached_safely(g) for g in members.generators if g.state not in _UNREACHABLE}
         self.num_on = Counter(state.machine for state in self.live.values())
         self.num_elsewhere = sum(number for machine, number in self.num_on.items() if not is_here(machine))
@@ -103,7 +101,7 @@ class MemberTable:
         return self._held.get(member) == version
 
     def holds_any(self, member: Member) -> bool:
-        """Whether the member has applied a version since its last eviction."""
+        """Whether the member applied a version since its eviction."""
         return member in self._held
 
     def num_holding(self, version: int) -> int:
@@ -114,23 +112,21 @@ class MemberTable:
         return self._devices.get(member, "cpu")
 
     def record_applied(self, member: Member, version: int, *, device: DeviceName) -> None:
-        """Record that a member holds a version, and reset its backoff."""
+        """Also resets the member's backoff."""
         self._held[member] = version
         self._devices[member] = device
         self._num_evictions.pop(member, None)
         self._retry_at.pop(member, None)
 
     def _reached_safely(self, state: MemberState) -> MemberState:
-        """Switch a member to deltas over CURVE if broadcasts to it would cross an untrusted network."""
+        """Switch a member to deltas over CURVE if broadcasts would cross an untrusted network."""
         if state.transport != "collective" or self._trusts_network or is_here(state.machine):
             return state
         if state.member not in self._diverted:
             self._diverted.add(state.member)
             log.info("weights_not_broadcast", member=state.member.peer_id, machine=state.machine, instead="delta")
-            self.report(
-                state.member,
-                "fetches weights as deltas: broadcasts are not encrypted, and cluster.trusted_network is not true",
-            )
+            reason = "broadcasts are not encrypted, and cluster.trusted_network is not true"
+            self.report(state.member, f"fetches weights as deltas: {reason}")
         return msgspec.structs.replace(state, transport="delta")
 
     def report(self, member: Member, text: str) -> None:
@@ -142,13 +138,12 @@ class MemberTable:
         for member in evicted:
             self._num_evictions[member] = times = self._num_evictions.get(member, 0) + 1
             self._retry_at[member] = self._clock() + min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** (times - 1))
-            # Forces it to fetch a verified version before it joins a broadcast again.
+            # Before it joins a broadcast again, it must fetch a verified version.
             self._held.pop(member, None)
             self._on_evict(member.peer_id, f"evicted: {reason}")
         log.warning("members_evicted", members=[member.peer_id for member in evicted], reason=reason)
 
 
-# --- lenders ---------------------------------------------------------------------------------------------------------
 @dataclass
 class _Node:
     member: Member
@@ -193,29 +188,24 @@ class Lenders:
         self._rests_until: dict[Member, float] = {}
 
     def assign(self, version: int, members: Iterable[Member], *, by_delta: bool) -> dict[Place, list[Member]]:
-        """Assign a place to each fetching member. `by_delta`: the members hold an older version."""
+        """Place fetching members. `by_delta`: they hold an older version."""
         if version != self._version:
             self._version = version
             self._trees.clear()
         places: dict[Place, list[Member]] = defaultdict(list)
         # One member of each machine comes first.
-        on_machine: Counter[str] = Counter()
-        turns = {}
-        for member in members:
-            machine = self._members.live[member].machine
-            turns[member] = on_machine[machine]
-            on_machine[machine] += 1
+        counts: dict[str, Iterator[int]] = defaultdict(count)
+        turns = {member: next(counts[self._members.live[member].machine]) for member in members}
         for member in sorted(turns, key=turns.__getitem__):
             places[self._place(member, self._trees[by_delta])].append(member)
         return places
 
     def record_end(self, member: Member, *, is_lending: bool = False, errors: Sequence[LenderError] = ()) -> None:
-        """End a member's fetch and record its lenders' errors. `is_lending`: whether it may lend now."""
-        nodes = self._fetches_from.pop(member, [])
-        if nodes:
+        """End a fetch and record lenders' errors. `is_lending`: whether the member may lend now."""
+        if nodes := self._fetches_from.pop(member, []):
             nodes[0].num_fetching -= 1
         for error in errors:
-            # A generator may claim anything: ignore reports about lenders that it did not have.
+            # A generator may claim anything: ignore reports about other lenders.
             for node in (node for node in nodes if node.address == error.address):
                 self._blame(node.member, error, by=member)
         if not is_lending:
@@ -223,15 +213,13 @@ class Lenders:
                 tree.nodes.pop(member, None)
 
     def _blame(self, lender: Member, error: LenderError, *, by: Member) -> None:
-        log.warning(
-            "lender_failed", lender=lender.peer_id, by=by.peer_id, altered=error.is_altered, reason=error.reason
-        )
+        reason, is_altered = error.reason, error.is_altered
+        log.warning("lender_failed", lender=lender.peer_id, by=by.peer_id, altered=is_altered, reason=reason)
         self._rests_until[lender] = self._clock() + _REST_S
-        if error.is_altered and lender not in self._liars:
+        if is_altered and lender not in self._liars:
             self._liars.add(lender)
-            self._members.report(
-                lender, f"lends no more: {by.peer_id} got other weights from it than were published: {error.reason}"
-            )
+            got = f"{by.peer_id} got other weights from it than were published: {reason}"
+            self._members.report(lender, f"lends no more: {got}")
 
     def _place(self, member: Member, tree: _Tree) -> Place:
         state = self._members.live[member]
@@ -258,18 +246,14 @@ class Lenders:
         return Place(tuple(node.address for node in sources), is_lent)
 
     def _sources(self, machine: str, tree: _Tree) -> list[_Node]:
-        """Return the lender to fetch from and a fallback. Empty means the learner."""
+        """The lender to fetch from and a fallback; empty for the learner."""
         nodes = tree.nodes.values()
         reachable = (node for node in nodes if node.machine == machine or not is_own_machine(node.address))
-        usable = sorted(
-            (node for node in reachable if self._may_lend(node.member)),
-            key=lambda node: (
-                node.num_fetching >= self._fan_out,
-                node.machine != machine,
-                node.depth,
-                node.num_fetching,
-            ),
-        )
+
+        def rank(node: _Node) -> tuple[bool, bool, int, int]:
+            return node.num_fetching >= self._fan_out, node.machine != machine, node.depth, node.num_fetching
+
+        usable = sorted((node for node in reachable if self._may_lend(node.member)), key=rank)
         if not usable or usable[0].num_fetching >= self._fan_out:
             return []
         is_learners_turn = usable[0].machine != machine and tree.num_from_learner < self._fan_out
@@ -280,7 +264,6 @@ class Lenders:
         return is_rested and member not in self._liars and member in self._members.live
 
 
-# --- fetches ---------------------------------------------------------------------------------------------------------
 class SnapshotServer:
     """Serves versions from the file system and as a stream. Blocks only on disk I/O."""
 
@@ -295,9 +278,9 @@ class SnapshotServer:
     def add(
         self, update: Update, buckets: Sequence[Tensor], *, with_delta: bool = False, pinned: Collection[int] = ()
     ) -> SnapshotSource:
-        """Write a version if it is missing and return where to fetch it. `buckets` may be overwritten afterward.
+        """Write a missing version and return where to fetch it. `buckets` may be overwritten afterward.
 
-        Keeps the versions in `pinned`. Raises WeightTransferError if the disk is full.
+        Keeps versions in `pinned`. Raises WeightTransferError if the disk is full.
         """
         self._store.put(update, buckets, with_delta=with_delta, pinned=pinned)
         return SnapshotSource(self.address, str(self._store.folder.resolve()), has_deltas=with_delta)
@@ -324,13 +307,7 @@ class FetchTracker:
     """Holds at most one request per member. Used by the publisher's thread."""
 
     def __init__(
-        self,
-        server: SnapshotServer,
-        *,
-        client: Sender,
-        members: MemberTable,
-        config: WeightsConfig,
-        clock: Clock,
+        self, server: SnapshotServer, *, client: Sender, members: MemberTable, config: WeightsConfig, clock: Clock
     ) -> None:
         self._server = server
         self._client = client
@@ -339,44 +316,40 @@ class FetchTracker:
         self._clock = clock
         self._requests: dict[Member, _Request] = {}
         self._reads_files: set[Member] = set()
-        """Members on this machine that failed to apply a version from memory."""
+        """Members on this machine that failed to read memory."""
         self._unanswered: set[int] = set()
-        """Versions that a member may still read from memory: it left or missed its deadline."""
+        """Versions that a member without an answer may still read from memory."""
         self._fetched_at: dict[Member, float] = {}
         self._lenders = Lenders(members, fan_out=_FAN_OUT, clock=clock)
         self._digests: tuple[int, list[bytes]] = (-1, [])
         """Version, and the digests of its buckets."""
 
     def is_awaited(self, version: int) -> bool:
-        """Whether a commit of this version should wait: a member reads it from memory, or no member holds it yet."""
+        """Whether a commit should wait: a member reads the version from memory, or none holds it yet."""
         requests = [request for request in self._requests.values() if request.update.version == version]
         return any(each.reads_memory for each in requests) or bool(requests and not self._members.num_holding(version))
 
     def may_overwrite(self, version: int) -> bool:
-        """Whether no member can still be reading this version's memory."""
+        """Whether no member can be reading this version's memory."""
         is_read = any(each.reads_memory and each.update.version == version for each in self._requests.values())
         return not is_read and version not in self._unanswered
 
     def broadcast_members(self) -> list[Member]:
-        """Members with the collective transport that hold a version and are not fetching."""
-        return [
-            member
-            for member in self._members.eligible()
-            if self._joins_broadcasts(member) and member not in self._requests
-        ]
+        """Members that join broadcasts and are not fetching."""
+        idle = [member for member in self._members.eligible() if member not in self._requests]
+        return [member for member in idle if self._joins_broadcasts(member)]
 
     def due(self, version: int) -> list[Member]:
         now = self._clock()
         return [
             member
             for member in self._members.eligible()
-            if not self._members.holds(member, version)
-            and member not in self._requests
+            if not (self._members.holds(member, version) or member in self._requests)
             and not (self._joins_broadcasts(member) and now < self._fetched_at.get(member, -math.inf) + _CATCH_UP_S)
         ]
 
     def request(self, staged: Staged) -> None:
-        """Ask all due members to fetch this version. Blocks while it is written; evicts them if the disk is full."""
+        """Ask due members to fetch this version. Blocks while it is written; evicts them if the disk is full."""
         due = self.due(staged.version)
         if near := [member for member in due if self._reads_memory(member)]:
             limit_s = self._config.transfer_timeout_s + sum(staged.update.bucket_bytes) / SLOWEST_BYTES_PER_S
@@ -384,7 +357,7 @@ class FetchTracker:
         due = [member for member in due if member not in near]
         has_deltas = any(state.transport == "delta" for state in self._members.live.values())
         try:
-            # Write the delta if any member uses deltas, but announce it only to those members.
+            # Write a delta if any member uses deltas, but announce it only to these.
             for with_deltas in (False, True):
                 members = [m for m in due if (self._members.live[m].transport == "delta") is with_deltas]
                 if members:
@@ -393,14 +366,14 @@ class FetchTracker:
             self._members.evict(due, str(error))
 
     def poll(self) -> None:
-        """Drop requests of members that left, evict late members, and resend other requests."""
+        """Drop requests of members that left, evict late ones, and resend other requests."""
         now, alive = self._clock(), self._members.live.keys()
         for member in self._requests.keys() - alive:
-            self._end(member)
+            self._end_unanswered(member)
         self._fetched_at = {member: at for member, at in self._fetched_at.items() if member in alive}
         for member, request in list(self._requests.items()):
             if now >= request.ends_at:
-                self._end(member)
+                self._end_unanswered(member)
                 version = request.update.version
                 self._members.evict([member], f"version {version} was not applied within {request.limit_s:.3g} s")
             elif now >= request.resend_at:
@@ -413,10 +386,11 @@ class FetchTracker:
         request = self._requests.get(answer.member)
         if request is None or request.update.version != answer.version:
             return False
-        self._end(answer.member, is_lending=not answer.error, errors=answer.lender_errors, has_answered=True)
+        del self._requests[answer.member]
+        self._lenders.record_end(answer.member, is_lending=not answer.error, errors=answer.lender_errors)
         if answer.error:
             if request.reads_memory:
-                # Another user's processes, or those of a container, cannot map this process's memory.
+                # Processes of other users or containers cannot map this one's memory.
                 self._reads_files.add(answer.member)
             self._members.evict([answer.member], f"version {answer.version} was not applied: {answer.error}")
             return False
@@ -428,18 +402,11 @@ class FetchTracker:
     def close(self) -> None:
         self._server.close()
 
-    def _end(
-        self,
-        member: Member,
-        *,
-        is_lending: bool = False,
-        errors: Sequence[LenderError] = (),
-        has_answered: bool = False,
-    ) -> None:
+    def _end_unanswered(self, member: Member) -> None:
         request = self._requests.pop(member)
-        if request.reads_memory and not has_answered:
+        if request.reads_memory:
             self._unanswered.add(request.update.version)
-        self._lenders.record_end(member, is_lending=is_lending, errors=errors)
+        self._lenders.record_end(member)
 
     def _reads_memory(self, member: Member) -> bool:
         state = self._members.live[member]
@@ -464,14 +431,9 @@ class FetchTracker:
                 self._announce(staged, together, own, limit_s=limit_s)
 
     def _announce(self, staged: Staged, members: list[Member], source: SnapshotSource, *, limit_s: float) -> None:
-        update = msgspec.structs.replace(
-            staged.update,
-            epoch=NO_EPOCH,
-            members=members,
-            timeout_s=self._config.fetch_timeout_s,
-            source=source,
-            digests=self._digests[1] if source.lenders else [],
-        )
+        digests, timeout_s = self._digests[1] if source.lenders else [], self._config.fetch_timeout_s
+        addressed = {"epoch": NO_EPOCH, "members": members, "timeout_s": timeout_s}
+        update = msgspec.structs.replace(staged.update, **addressed, source=source, digests=digests)
         self._client.send(update)
         now = self._clock()
         for member in members:

@@ -2,20 +2,19 @@
 
 Consumes: a staged version, member reports, EpochOpened, UpdateApplied.
 Produces: OpenEpoch, Update, the broadcast, and a snapshot for members that fetch.
-Waits for: an answer from every member of the epoch, each phase up to its limit; fetching members only if no other
-member holds the version.
+Waits for: answers of the epoch's members, up to a limit per phase; fetching members only if no other holds the version.
 Invariant: a version is committed only after every member of its epoch applied it with equal checksums and a probe
-within bounds. A member that fails leaves the epoch and is retried after its backoff.
+within bounds. Failed members leave the epoch until their backoff ends.
 
 BackgroundPublisher: publishes versions while training continues.
 
-Consumes: weights and canary of a version, copied before `publish` returns.
 Produces: announced and committed versions in the store.
-Waits for: nothing in `publish`.
-Invariant: one version is in flight and at most one is queued, in two sets of buckets; a newer version replaces the
-queued one. Only the synchronizing thread uses the publisher.
+Waits for: nothing in `publish`, which copies the weights.
+Invariant: one version is in flight and at most one, the newest, is queued, in two sets of buckets. Only the
+synchronizing thread uses the publisher.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -44,7 +43,7 @@ from slipstream.runtime.trace import PUBLISH, Trace
 
 _MAX_ATTEMPTS = 3
 _JOIN_TIMEOUT_S = 20.0
-"""Limit for building a process group. Live members meet within two seconds, even over a tunnel."""
+"""Limit for building a process group, which takes two seconds, even over a tunnel."""
 _AFTER_ERROR_S = 2.0
 """Wait for answers after a failed transfer. They identify the healthy members."""
 _MIN_TRANSFER_S = 2.0
@@ -92,12 +91,9 @@ class Publisher:
         trusts_network: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`sender`: None if no member can join broadcasts, because the network is not trusted.
+        """`sender`: None for an untrusted network, without broadcasts. `snapshots`: None if all join them.
 
-        `is_one_process`: a serial run or a replay, where the sender never blocks.
-
-        `snapshots` serves members that fetch; without it, all join broadcasts.
-        For `on_evict` and `trusts_network` see MemberTable.
+        `is_one_process`: a serial run or a replay, where the sender never blocks. Others: see MemberTable.
         """
         self._client = client
         self._inbox = inbox
@@ -106,11 +102,9 @@ class Publisher:
         self._is_one_process = is_one_process
         self._clock = clock
         self._members = MemberTable(on_evict=on_evict, clock=clock, trusts_network=trusts_network)
-        self._fetches = (
-            FetchTracker(snapshots, client=client, members=self._members, config=config, clock=clock)
-            if snapshots
-            else None
-        )
+        self._fetches: FetchTracker | None = None
+        if snapshots:
+            self._fetches = FetchTracker(snapshots, client=client, members=self._members, config=config, clock=clock)
         self._staged: Staged | None = None
         self._epoch = 0
         self._epoch_members: list[Member] = []
@@ -120,7 +114,7 @@ class Publisher:
         self._transfers_s: deque[float] = deque(maxlen=_TRANSFERS_KEPT)
 
     def set_version(self, staged: Staged) -> Staged | None:
-        """Returns the previous version, so its memory can be reused; None while a generator may read it."""
+        """Returns the previous version for reuse of its memory; None while a generator may read it."""
         before, self._staged = self._staged, staged
         may_overwrite = before and (self._fetches is None or self._fetches.may_overwrite(before.version))
         return before if may_overwrite else None
@@ -140,7 +134,7 @@ class Publisher:
 
     @property
     def is_due(self) -> bool:
-        """Whether a live generator lacks the version and is eligible for retry."""
+        """Whether an eligible live generator lacks the version."""
         self.poll(timeout_s=0)
         if self._staged is None:
             return False
@@ -149,7 +143,7 @@ class Publisher:
         return any(not self._members.holds(member, self.version) for member in self._broadcast_members())
 
     def synchronize(self) -> Published:
-        """Deliver the version to every live generator, evicting members that fail."""
+        """Deliver the version to live generators, evicting members that fail."""
         started_at = self._clock()
         self._applied, self._fetched = {}, {}
         # Each attempt evicts the members that failed.
@@ -165,18 +159,10 @@ class Publisher:
             while self._fetches.is_awaited(self.version) and not deadline.is_over:
                 self.poll(timeout_s=min(_WAIT_STEP_S, deadline.left_s))
         applied = [a for a in [*self._applied.values(), *self._fetched.values()] if not a.error]
-        longest = {
-            name: max((getattr(each, name) for each in applied), default=0.0)
-            for name in ("pause_s", "receive_s", "prepare_s", "probe_s")
-        }
-        return Published(
-            version=self.version,
-            num_members=self.num_holding,
-            seconds=self._clock() - started_at,
-            probe_diff_mean=max((a.probe_diff for a in applied), default=0.0),
-            probe_diff_max=max((a.probe_diff_max for a in applied), default=0.0),
-            **longest,
-        )
+        names = ("probe_diff_max", "pause_s", "receive_s", "prepare_s", "probe_s")
+        largest = {name: max((getattr(each, name) for each in applied), default=0.0) for name in names}
+        largest["probe_diff_mean"] = max((each.probe_diff for each in applied), default=0.0)
+        return Published(self.version, self.num_holding, self._clock() - started_at, **largest)
 
     def close(self) -> None:
         if self._fetches:
@@ -192,8 +178,7 @@ class Publisher:
 
     @property
     def _limit_s(self) -> float:
-        size_bytes = sum(self._require_staged().update.bucket_bytes)
-        return self._config.transfer_timeout_s + size_bytes / SLOWEST_BYTES_PER_S
+        return self._config.transfer_timeout_s + sum(self._require_staged().update.bucket_bytes) / SLOWEST_BYTES_PER_S
 
     def _require_staged(self) -> Staged:
         assert self._staged is not None, "set_version() comes first"
@@ -203,10 +188,9 @@ class Publisher:
         assert self._sender is not None, "without a trusted network, no member joins broadcasts"
         return self._sender
 
-    # --- one attempt ---------------------------------------------------------------------------------------------
     def _open_epoch(self, members: list[Member]) -> bool:
-        # A process group has fixed ranks, and its members may disagree about a failed broadcast. So every change of
-        # members opens a new group and epoch. Answers from older epochs are ignored.
+        # A process group has fixed ranks, and members may disagree about a failed broadcast, so every change opens a
+        # new group and epoch.
         self._epoch += 1
         self._epoch_members = []
         self._opened = {}
@@ -215,9 +199,7 @@ class Publisher:
         host, port = sender.address
         try:
             # A CPU member or a shared GPU rules out NCCL.
-            backend = choose_backend(
-                self._config.backend, sender.device, [self._members.device(member) for member in members]
-            )
+            backend = choose_backend(self._config.backend, sender.device, [*map(self._members.device, members)])
         except WeightTransferError as unfit:
             self._members.evict(members, str(unfit))
             return False
@@ -237,13 +219,9 @@ class Publisher:
 
     def _broadcast(self, members: list[Member]) -> bool:
         """Return whether all `members` now hold the version."""
-        staged = self._require_staged()
-        limit_s = self._limit_s
-        started_at, timeout_s = self._clock(), limit_s
-        # A hung member delays all others by the full timeout, so derive a tighter limit from recent transfers.
-        if self._transfers_s:
-            expected_s = _MIN_TRANSFER_S + _TRANSFER_TIMEOUT_FACTOR * max(self._transfers_s)
-            timeout_s = min(timeout_s, expected_s)
+        staged, limit_s, started_at = self._require_staged(), self._limit_s, self._clock()
+        # Recent transfers give a tighter limit: a hung member delays all others.
+        timeout_s = min(limit_s, _MIN_TRANSFER_S + _TRANSFER_TIMEOUT_FACTOR * max(self._transfers_s, default=math.inf))
         update = msgspec.structs.replace(staged.update, epoch=self._epoch, members=members, timeout_s=timeout_s)
         self._applied = {}
         self._client.send(update)
@@ -265,7 +243,7 @@ class Publisher:
     def _run_phase(
         self, action: Callable[[], None], answers: Mapping[Member, Message], members: list[Member], *, timeout_s: float
     ) -> tuple[str, list[Member]]:
-        """Run `action` and wait for the members' answers. Returns any error, and members without an answer."""
+        """Run `action` and wait for answers. Returns any error, and members without an answer."""
         error = ""
         try:
             self._run_watched(action, members)
@@ -274,7 +252,7 @@ class Publisher:
         return error, self._collect(answers, members, timeout_s=_AFTER_ERROR_S if error else timeout_s)
 
     def _run_watched(self, action: Callable[[], None], members: list[Member]) -> None:
-        """Run `action`, which blocks until all members take part. Abort if one dies."""
+        """Run `action`, which needs all members. Abort if one dies."""
         if self._is_one_process:
             action()
             return
@@ -286,7 +264,7 @@ class Publisher:
         in_flight.result()
 
     def _collect(self, answers: Mapping[Member, Message], members: list[Member], *, timeout_s: float) -> list[Member]:
-        """Wait for an answer of every live member. Returns members without one."""
+        """Wait for answers of live members. Returns members without one."""
         deadline = Deadline(timeout_s, what="members to answer", clock=self._clock)
         while True:
             missing = [m for m in members if m not in answers]
@@ -356,8 +334,7 @@ class BackgroundPublisher:
     def flush(self) -> None:
         """Block until nothing is in flight.
 
-        Bounded: at most two versions have a few attempts each, each phase of an attempt has a limit in `weights`, and
-        `broker.store_timeout_s` limits store calls.
+        Bounded: at most two versions have a few attempts, with limits per phase in `weights` and for store calls.
         """
         if self._in_flight:
             wait([self._in_flight])
@@ -375,7 +352,7 @@ class BackgroundPublisher:
         return published
 
     def sync_members(self, *, timeout_s: float) -> None:
-        """Publish the current version to members that lack it. Waits at most `timeout_s` for reports."""
+        """Publish to members without the current version. Waits at most `timeout_s` for reports."""
         if self._in_flight and not wait([self._in_flight], timeout=timeout_s).done:
             return
         self._raise_error()
@@ -395,7 +372,6 @@ class BackgroundPublisher:
         finally:
             self._publisher.close()
 
-    # --- synchronizing -------------------------------------------------------------------------------------------
     def _start(self) -> None:
         if self._in_flight and not self._in_flight.done():
             return
@@ -403,7 +379,7 @@ class BackgroundPublisher:
         in_flight: Future[None] = Future()
         self._in_flight = in_flight
         if self._in_background:
-            # A daemon thread, so a stopping learner does not wait for generators.
+            # A daemon: a stopping learner does not wait for generators.
             Thread(target=self._run, args=(in_flight,), name="publish", daemon=True).start()
         else:
             self._run(in_flight)
@@ -412,7 +388,7 @@ class BackgroundPublisher:
         try:
             while not in_flight.done():
                 self._synchronize()
-                # One lock for check and result, so a version queued right afterward starts a new thread.
+                # One lock for both, so a version queued right afterward starts a new thread.
                 with self._lock:
                     if self._waiting is None:
                         in_flight.set_result(None)
@@ -420,11 +396,11 @@ class BackgroundPublisher:
             in_flight.set_exception(error)
 
     def _synchronize(self) -> None:
-        """Deliver the queued version or, without one, the current one again."""
+        """Deliver the queued version, else the current one again."""
         with self._lock:
             newest, self._waiting, step = self._waiting, None, self._step
         if newest:
-            # Done in this thread, because the checksum waits for the copy to the host.
+            # In this thread: the checksum waits for the copy to the host.
             self._store.record_version(VersionEntry(newest.version, step, newest.checksum))
             with self._lock:
                 self._spare = self._publisher.set_version(newest)

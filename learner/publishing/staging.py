@@ -1,4 +1,4 @@
-"""Staging: copies a version's weights into flat buckets, so training continues while they are sent."""
+"""Staging: copies a version's weights into flat buckets, to be sent during training."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,16 +31,13 @@ _STANDARD_ERRORS = 6.0
 SEQUENCE_TOKENS = 16
 
 Canary = tuple[list[list[int]], list[list[float]]]
-"""Canary sequences and the learner's log-probability of every token after the first.
-
-An engine with other log-probabilities does not hold the learner's weights.
-"""
+"""Canary sequences, and the log-probability of each token after the first with the learner's weights."""
 
 log = structlog.get_logger(__name__)
 
 
 def canary_token_ids(run: RunConfig, *, vocab_size: int, text: Sequence[int] = ()) -> np.ndarray:
-    """Cut canary sequences from `text`, or draw random ones if it is too short.
+    """Canary sequences from `text`, or random ones if it is too short.
 
     int64[PROBE_SEQUENCES, min(16, max_length)], the same for the whole run.
     """
@@ -51,9 +48,9 @@ def canary_token_ids(run: RunConfig, *, vocab_size: int, text: Sequence[int] = (
 
 
 def prompt_tokens(run: RunConfig, *, num_tokens: int = 8192) -> list[int]:
-    """First tokens of the training prompts. Empty if the file cannot be read here.
+    """First tokens of the training prompts; empty without the file.
 
-    In bfloat16, engine and learner agree more closely on text than on random tokens.
+    In bfloat16, engine and learner agree more closely on text.
     """
     tokens: list[int] = []
     try:
@@ -73,10 +70,10 @@ def prompt_tokens(run: RunConfig, *, num_tokens: int = 8192) -> list[int]:
 
 
 class ProbeLimit:
-    """Largest mean difference allowed in a probe, nats: `max_probe_diff`, or 3x the first version's if that is larger.
+    """Largest mean difference allowed in a probe, nats: `max_probe_diff`, or 3x the first version's if larger.
 
-    Calibration applies only to engines below float32, because their kernels round differently from the learner's.
-    Before calibration the limit is at least 0.3 nats, which still catches any misplaced tensor.
+    Calibration is for engines below float32, with kernels that round differently. Before it, the limit is at least 0.3
+    nats, which still catches any misplaced tensor.
     """
 
     def __init__(self, max_probe_diff: float, *, is_calibrated: bool) -> None:
@@ -92,14 +89,14 @@ class ProbeLimit:
 
 
 def check_first_step(row: Mapping[str, Any], *, run: RunConfig, limit: float) -> None:
-    """Raise SampledLogprobsError unless the learner reproduces the generators' log-probabilities of step 1.
+    """Raise SampledLogprobsError unless the learner reproduces the log-probabilities of step 1.
 
-    The same weights sampled and scored step 1, so only rounding may differ. With r = p_learner / p_generator:
+    The same weights sampled and scored it, so only rounding may differ. With r = p_learner / p_generator:
 
     mean |log r| <= limit        |mean r - 1| <= max_probe_diff + 6 standard errors
 
-    If tokens are sampled with the reported probabilities, E r = 1 regardless of rounding. So the second rule finds a
-    constant bias within the first rule's bfloat16 tolerance.
+    Sampling with the reported probabilities gives E r = 1 despite rounding, so the second rule finds a constant bias
+    within the first rule's bfloat16 tolerance.
 
     `row`: metrics of the step. `limit`: the probe limit calibrated on version 0.
     """
@@ -107,11 +104,11 @@ def check_first_step(row: Mapping[str, Any], *, run: RunConfig, limit: float) ->
     is_comparable = (
         run.mode != "replay"
         and not isinstance(run.generators.engine, ScriptedEngineConfig)
-        # Otherwise the engine reports the truncated distribution and the learner the full one.
+        # Otherwise only the engine's distribution is truncated.
         and not sampling.is_truncated
         # Otherwise some metrics are measured after the first of several updates.
         and (algorithm.updates_per_step == 1 or algorithm.needs_start_logprobs)
-        # A guest must not be able to stop the run. Its answers are audited instead.
+        # A guest must not stop the run. Its answers are audited.
         and not run.cluster.untrusted_generators.names
     )
     if not is_comparable or f"{prefix}tokens" not in row:
@@ -132,14 +129,12 @@ def check_first_step(row: Mapping[str, Any], *, run: RunConfig, limit: float) ->
 
 @torch.no_grad()
 def canary_logprobs(engine: TrainEngine, token_ids: np.ndarray, *, layout: Layout) -> list[list[float]]:
-    """Log-probabilities of tokens 1.. of each sequence at temperature 1, with the training layout. Collective."""
+    """Log-probabilities of tokens 1.. at temperature 1, in the training layout. Collective."""
     num_sequences, length = token_ids.shape
     trained = np.arange(1, length)
-    samples = [
-        Sample(sequence, trained, index * len(trained), group_id=str(index)) for index, sequence in enumerate(token_ids)
-    ]
+    samples = [Sample(ids, trained, index * len(trained), group_id=str(index)) for index, ids in enumerate(token_ids)]
     logprobs = torch.zeros(num_sequences * len(trained))
-    # Every rank computes all sequences: a sharded model needs the same calls on each rank.
+    # On every rank: a sharded model needs the same calls on each.
     for microbatch in collate(samples, layout=layout):
         logprobs[microbatch.indices] = engine.forward(microbatch.to(engine.device))["logprobs"].float().cpu()
     return logprobs.reshape(num_sequences, -1).tolist()
@@ -148,18 +143,18 @@ def canary_logprobs(engine: TrainEngine, token_ids: np.ndarray, *, layout: Layou
 class Staged:
     """A copied version.
 
-    Life: stage -> finish. `finish` runs in the sending thread; before it, the bytes may exist only on the learner's GPU
-    and have no checksums. `update`, `buckets`, and `checksum` call it.
+    Life: stage -> finish. Before `finish`, in the sending thread, the bytes may be only on the GPU and have no
+    checksums. `update`, `buckets`, and `checksum` call it.
     """
 
     def __init__(self, update: Update, memory: SharedBuckets, *, pull: Callable[[], None] | None = None) -> None:
         """`pull` fills `memory`."""
         self.version = update.version
         self.memory = memory
-        """Generators on this machine map it. May be overwritten once all of them have answered."""
+        """Mapped by generators on this machine, and overwritten after all have answered."""
         self._update = update
         self._pull = pull
-        # Separate locks: staging the next version needs these bytes pulled, but no checksums.
+        # Separate: staging the next version needs these bytes, but no checksums.
         self._pulling, self._summing = Lock(), Lock()
 
     def pull(self) -> None:
@@ -174,8 +169,7 @@ class Staged:
         self.pull()
         with self._summing:
             if not self._update.checksums:
-                checksums = buckets.checksums(self.memory.tensors)
-                self._update = msgspec.structs.replace(self._update, checksums=checksums)
+                self._update = msgspec.structs.replace(self._update, checksums=buckets.checksums(self.memory.tensors))
         return self
 
     @property
@@ -196,8 +190,8 @@ class Staged:
 class Stager:
     """Copies weights into buckets that are not in flight. Used by the learner's main thread.
 
-    If the GPU has room, it first packs them into buckets there, one set for all versions. The learner waits only for
-    that copy. The sending thread copies to the host during training, on a separate stream.
+    With room on the GPU, packs them into buckets there, one set for all versions, and the learner waits only for that.
+    The sending thread copies to the host during training, on a separate stream.
     """
 
     def __init__(
@@ -208,7 +202,7 @@ class Stager:
         device: torch.device | None = None,
         cuda: Any = torch.cuda,
     ) -> None:
-        """`metadata`: all tensors of a version, in layout order. `cuda`: torch.cuda or a substitute with streams."""
+        """`metadata`: tensors of a version, in layout order. `cuda`: torch.cuda or a substitute."""
         self._config = config
         tensors = list(metadata)
         self._slots, self._sizes = buckets.plan(tensors, bucket_bytes=config.bucket_bytes)
@@ -222,14 +216,9 @@ class Stager:
         self._newest: Staged | None = None
 
     def stage(
-        self,
-        *,
-        version: int,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        canary: Canary,
-        reuse: Staged | None = None,
+        self, *, version: int, weights: Iterable[tuple[str, torch.Tensor]], canary: Canary, reuse: Staged | None = None
     ) -> Staged:
-        """Copy all weights as `version`, into the buckets of `reuse` if given."""
+        """Copy all weights, into the buckets of any `reuse`."""
         update = Update(
             epoch=0,
             members=[],
@@ -244,16 +233,16 @@ class Stager:
         )
         is_reused = reuse is not None and reuse.memory.sizes == self._sizes
         memory = reuse.memory if reuse and is_reused else SharedBuckets(self._sizes, is_pinned=self._is_pinned)
-        # The first version precedes the first step, which has not allocated its share of the GPU's memory yet.
+        # The first step has not allocated its share of the GPU's memory yet.
         if self._device_buckets is None and (self._has_staged or self._config.staging == "device"):
             self._device_buckets = self._allocate_on_device()
         self._has_staged = True
-        # Packs one tensor at a time: all weights together may not fit on this rank.
+        # One tensor at a time: all weights may not fit on this rank.
         if not self._device_buckets:
             buckets.pack(weights, self._slots, into=memory.tensors)
             return Staged(update, memory)
         if self._newest and self._newest is not reuse:
-            # The previous version may exist only in the device buckets, which are overwritten next.
+            # The previous version may exist only in the device buckets.
             self._newest.pull()
         packed = self._device_buckets
         buckets.pack(weights, self._slots, into=packed)
@@ -262,11 +251,11 @@ class Stager:
         return self._newest
 
     def _allocate_on_device(self) -> list[torch.Tensor]:
-        """Empty if disabled or if memory is short. Raises torch.OutOfMemoryError with staging=device."""
+        """Empty if disabled or memory is short. Raises torch.OutOfMemoryError with staging=device."""
         staging, is_cpu = self._config.staging, self._device is None or self._device.type == "cpu"
         if staging == "host" or (is_cpu and self._cuda is torch.cuda):
             return []
-        # At most half of the free memory, because later steps may be longer.
+        # At most half of the free memory: later steps may be longer.
         if staging == "auto" and 2 * sum(self._sizes) > self._cuda.mem_get_info(self._device)[0]:
             return []
         try:

@@ -1,4 +1,4 @@
-"""Conversations as pieces of text: what the model learns to write, and the chat template's text around it."""
+"""Conversations as pieces of text: the model's, and the chat template's around it."""
 
 import json
 import os
@@ -35,10 +35,10 @@ def chat_pieces(
 ) -> list[Piece]:
     """Split a conversation at the start and end of each assistant turn.
 
-    A template that rewrites earlier turns (Qwen 3 drops their reasoning) renders each turn as the last one, followed by
-    the text up to the next turn, as generators do. Arguments of calls are records or their JSON text. `tools`: schemas.
-    `variables`: of the template. `end_ids`: end tokens of the model, which no call may follow. Empty without an
-    assistant turn, or if one is empty. Raises ConfigError.
+    A template that rewrites earlier turns (Qwen 3 drops their reasoning) renders each turn as the last one, then the
+    text up to the next, as generators do. Arguments of calls are records or JSON text. `tools`: schemas. `variables`:
+    of the template. `end_ids`: end tokens of the model, which no call may follow. Empty without an assistant turn, or
+    if one is empty. Raises ConfigError.
     """
     shown: list[Message] = without_nulls(list(messages))
     turns = [index for index, message in enumerate(shown) if message.get("role") == "assistant"]
@@ -49,14 +49,14 @@ def chat_pieces(
         settings = {**(variables or {}), "add_generation_prompt": opens_turn, "tokenize": False}
         try:
             return str(tokenizer.apply_chat_template(list(messages), tools=tools, **settings))
-        # A template is code shipped with the model and may raise anything.
+        # A template is code and may raise anything.
         except Exception as error:
             raise ConfigError(f"the messages must fit the chat template: {error}") from error
 
-    # A configuration may name end tokens that the tokenizer lacks.
+    # The tokenizer may lack end tokens.
     ends = [end for end in tokenizer.convert_ids_to_tokens(list(end_ids)) if end]
     errors: list[ConfigError] = []
-    # A few templates refuse records as arguments, or a text beside calls.
+    # Some templates refuse records as arguments, or text with calls.
     forms = product((False, True), ({"content": ""}, {})) if any(m.get("tool_calls") for m in shown) else [(False, {})]
     for as_json, default in forms:
         given = [{**default, **_with_arguments(m, as_json=as_json)} if m.get("tool_calls") else m for m in shown]
@@ -71,7 +71,7 @@ def chat_pieces(
 
 
 def _with_arguments(message: Message, *, as_json: bool) -> Message:
-    """Message with the arguments of its calls as records, or as JSON text. Raises ConfigError."""
+    """Message with arguments of calls as records, or as JSON text. Raises ConfigError."""
     given, calls = message["tool_calls"], []
     for call in given if isinstance(given, list) else [given]:
         function = call.get("function", call) if isinstance(call, dict) else call
@@ -121,7 +121,7 @@ def _pieces(messages: list[Message], turns: list[int], *, render: _Render, token
 
 
 def _require_calls(message: Message, text: str, *, ends: Sequence[str], reasoning: Reasoning) -> None:
-    """Raise ConfigError if the template omits a call, or the content beside it, or ends the turn before."""
+    """Raise ConfigError if the template omits a call or its content, or ends the turn before."""
     calls = message.get("tool_calls") or []
     for end in ends:
         text = text.partition(end)[0]
@@ -137,7 +137,7 @@ def _require_calls(message: Message, text: str, *, ends: Sequence[str], reasonin
 
 
 def _marked(message: Message) -> Message:
-    """Turn with a mark at its end, which the text after the turn does not depend on."""
+    """Turn with a mark at its end."""
     marked = {name: value for name, value in message.items() if name != "reasoning_content"}
     if not (calls := marked.get("tool_calls")):
         return {**marked, "content": _MARK}
@@ -149,7 +149,7 @@ def _marked(message: Message) -> Message:
 
 
 def _written(message: Message, opened: str, closed: str, *, names: list[str], reasoning: Reasoning) -> str:
-    """Text that the model writes after `opened`, the text up to the header of its turn. Raises ConfigError."""
+    """Text of the model after `opened`, the text up to its turn's header. Raises ConfigError."""
     text = closed[len(opened) :]
     given, _ = reasoning.split(str(message.get("content") or ""), is_open=False)
     given = str(message.get("reasoning_content") or given or "").strip()
@@ -165,7 +165,7 @@ def _written(message: Message, opened: str, closed: str, *, names: list[str], re
             f"differ after {shared[-40:]!r}: tokenize the conversation yourself and provide the columns token_ids and "
             "model_mask."
         )
-    # Templates such as DeepSeek-R1's open the reasoning in the header, and drop it from finished turns.
+    # DeepSeek-R1's opens the reasoning in the header, and drops it from finished turns.
     rendered, rest = reasoning.split(closed[len(shared) :], is_open=False)
     if not reasoning.is_opened_by(opened):
         return rest.lstrip("\n")
@@ -174,7 +174,7 @@ def _written(message: Message, opened: str, closed: str, *, names: list[str], re
 
 
 def _with_reasoning(text: str, given: str, message: Message, *, reasoning: Reasoning) -> str:
-    """Put reasoning in its place in a turn that the template renders without, as Gemma 4's does. Raises ConfigError."""
+    """Insert reasoning that the template omits, as Gemma 4's does. Raises ConfigError."""
     before, start, rest = text.partition(reasoning.start)
     blank, end, rest = rest.partition(reasoning.end)
     if end and not blank.strip():

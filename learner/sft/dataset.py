@@ -1,4 +1,4 @@
-"""Demonstrations: conversations from a file as token ids, with a mask of the tokens that the model learns."""
+"""Demonstrations: conversations as token ids, with a mask of the learned ones."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,22 +17,8 @@ from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig, require_template_variables
 from slipstream.configs.run import RunConfig
 from slipstream.learner.sft.conversation import Piece, chat_pieces
+from slipstream.runtime import row_files
 from slipstream.runtime.model_files import answer_token_ids, check_template_variables, end_token_ids, read_chat_template
-from slipstream.runtime.row_files import (
-    CHATS,
-    KINDS,
-    PROMPTS,
-    RESPONSES,
-    chat_messages,
-    extension,
-    is_json,
-    read_lines,
-    read_table,
-    require_demonstrations,
-    value_at,
-    with_input,
-    without_nulls,
-)
 
 _ROWS_AT_ONCE = 1024
 
@@ -60,7 +46,7 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers, each including the prompt. A reward model learns to score the chosen one higher.
+    """Two answers with their prompt. A reward model learns to score the chosen one higher.
 
     Example: Pair(chosen=[4, 8, 2, 9, 2, 8, 4, 1], rejected=[4, 8, 2, 9, 2, 2, 4, 1]); int32[T]
     """
@@ -84,8 +70,8 @@ class Pair:
 
 
 def tokenize(pieces: Sequence[Piece], *, tokenizer: Any, end_ids: Collection[int]) -> Demonstration:
-    """Tokenize and concatenate the pieces. `end_ids`: end tokens of the model; the last turn has one in any case."""
-    # A generator's prompt ends where the model's turn begins, so no token may span both.
+    """Tokenize and concatenate. `end_ids`: end tokens of the model; the last turn always has one."""
+    # A generator's prompt ends where the model's turn begins.
     encoded = tokenizer([piece.text for piece in pieces], add_special_tokens=False)["input_ids"]
     token_ids: list[int] = []
     mask: list[bool] = []
@@ -93,7 +79,7 @@ def tokenize(pieces: Sequence[Piece], *, tokenizer: Any, end_ids: Collection[int
     for number, (piece, ids) in enumerate(zip(pieces, encoded, strict=True), start=1):
         if piece.is_model and number == len(pieces) and tokenizer.eos_token_id is not None and not {*ids} & {*end_ids}:
             ids = [*ids, tokenizer.eos_token_id]
-        # Generation stops at an end token, so template text after it is not trained.
+        # Generation stops at an end token, before any text of the template.
         end = next((count for count, token_id in enumerate(ids, start=1) if token_id in end_ids), None)
         # Some headers end the turn before them, such as GLM's <|user|>.
         num_trained = (end or len(ids)) if piece.is_model else int(is_open and end == 1)
@@ -115,7 +101,7 @@ class SftFile:
 
 
 def read_train(run: RunConfig) -> SftFile:
-    """Read the training file, or its first `data.max_rows`. Raises ConfigError, also without a usable row."""
+    """Read the first `data.max_rows` of the training file. Raises ConfigError, also without a usable row."""
     return _read(Path(run.sft.train_path), run=run, max_rows=run.data.max_rows)
 
 
@@ -166,31 +152,28 @@ def _add(demonstration: Demonstration | Pair | None, *, file: SftFile, run: RunC
 
 
 def _open(path: Path, *, run: RunConfig) -> tuple[Iterator[Row], "_Form"]:
-    require_demonstrations(path)
+    row_files.require_demonstrations(path)
     try:
-        if is_parquet := not is_json(path) and extension(path) != ".csv":
+        if is_parquet := not row_files.is_json(path) and row_files.extension(path) != ".csv":
             file = pq.ParquetFile(path)
         else:
-            table = _read_json(path) if is_json(path) else read_table(path)
+            table = _read_json(path) if row_files.is_json(path) else row_files.read_table(path)
         form = _find_form(file.schema_arrow if is_parquet else table.schema, run=run)
     except (pa.ArrowException, OSError) as error:
-        raise ConfigError(f"{path} must be a file of demonstrations, {KINDS}, but cannot be read: {error}") from None
+        must = f"{path} must be a file of demonstrations, {row_files.KINDS}"
+        raise ConfigError(f"{must}, but cannot be read: {error}") from None
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}".replace(f"{path}: {path}", str(path))) from None
-    batches = (
-        file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=form.columns)
-        if is_parquet
-        else table.select(list(dict.fromkeys(each.split(".")[0] for each in form.columns))).to_batches(
-            max_chunksize=_ROWS_AT_ONCE
-        )
-    )
-    return _rows(batches, path), form
+    if is_parquet:
+        return _rows(file.iter_batches(batch_size=_ROWS_AT_ONCE, columns=form.columns), path), form
+    names = list(dict.fromkeys(each.split(".")[0] for each in form.columns))
+    return _rows(table.select(names).to_batches(max_chunksize=_ROWS_AT_ONCE), path), form
 
 
 def _read_json(path: Path) -> pa.Table:
-    """Read JSON lines. Unlike a file of prompts, every column must have one type. Raises ConfigError."""
+    """Read JSON lines. Unlike in prompts, columns must have one type. Raises ConfigError."""
     rows: list[Row] = []
-    for number, line in enumerate(read_lines(path)):
+    for number, line in enumerate(row_files.read_lines(path)):
         try:
             rows.append(msgspec.json.decode(line, type=Row))
         except msgspec.MsgspecError as error:
@@ -227,24 +210,20 @@ class _Form(NamedTuple):
 
 def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
     columns = {"prompt": "prompt", "response": "response"} | run.data.columns
-    prompt = _column(schema, columns["prompt"], common=PROMPTS)
-    response = _column(schema, columns["response"], common=RESPONSES)
+    prompt = _column(schema, columns["prompt"], common=row_files.PROMPTS)
+    response = _column(schema, columns["response"], common=row_files.RESPONSES)
     if run.sft.objective == "pairs":
-        # A common name beside whole conversations may be a copy of their first message.
+        # A common name may be a copy of the conversations' first message.
         return _find_pairs(schema, columns["prompt"], run=run)
-    # A run's archive and exported trajectories have these columns, too.
+    # As in archives and exported trajectories.
     if {"token_ids", "model_mask"} <= set(schema.names):
         _check_type(schema, "token_ids", _is_list_of(pa.types.is_integer), "lists of integers")
-        _check_type(
-            schema,
-            "model_mask",
-            _is_list_of(lambda kind: pa.types.is_boolean(kind) or pa.types.is_integer(kind)),
-            "lists of booleans",
-        )
+        is_flags = _is_list_of(lambda kind: pa.types.is_boolean(kind) or pa.types.is_integer(kind))
+        _check_type(schema, "model_mask", is_flags, "lists of booleans")
         return _Form(["token_ids", "model_mask"], _from_tokens)
     variables = run.model.chat_template_kwargs
     rendering = [name for name in ("tools", "chat_template_kwargs") if name in schema.names]
-    if chat := next((name for name in CHATS if name in schema.names), ""):
+    if chat := next((name for name in row_files.CHATS if name in schema.names), ""):
         _check_type(schema, chat, _is_chat, "lists of records with `role` and `content`")
         read = partial(_from_messages, coding=_coding(run, is_chat=True), variables=variables, column=chat)
         return _Form([chat, *rendering], read)
@@ -257,10 +236,10 @@ def _find_form(schema: pa.Schema, *, run: RunConfig) -> _Form:
 
 
 def _column(schema: pa.Schema, name: str, *, common: Sequence[str]) -> str:
-    """Column, or for a missing default one its first common equivalent."""
+    """Column, or a common equivalent of a missing default."""
     if name != common[0] or name in schema.names:
         return name
-    return next((each for each in common if each in schema.names and each not in CHATS), name)
+    return next((each for each in common if each in schema.names and each not in row_files.CHATS), name)
 
 
 def _find_pairs(schema: pa.Schema, prompt: str, *, run: RunConfig) -> _Form:
@@ -272,15 +251,12 @@ def _find_pairs(schema: pa.Schema, prompt: str, *, run: RunConfig) -> _Form:
         must = "text or lists of messages with `role` and `content`"
         _check_type(schema, column, lambda kind: _is_text(kind) or _is_chat(kind, forms=[_ROLES]), must)
     is_chat = not has_prompt or any(_is_chat(_type(schema, column)) for column in columns)
-    tokenizer = _load_tokenizer(run, is_chat=is_chat)
-    return _Form(
-        [column.split(".")[0] for column in columns],
-        partial(_from_pair, tokenizer=tokenizer, prompt=prompt if has_prompt else ""),
-    )
+    read = partial(_from_pair, tokenizer=_load_tokenizer(run, is_chat=is_chat), prompt=prompt if has_prompt else "")
+    return _Form([column.split(".")[0] for column in columns], read)
 
 
 def _from_pair(row: Row, *, tokenizer: Any, prompt: str) -> Pair | None:
-    question = (value_at(row, prompt) or "") if prompt else []
+    question = (row_files.value_at(row, prompt) or "") if prompt else []
     if not row["chosen"] or not row["rejected"]:
         return None
     sides = [answer_token_ids(tokenizer, question, row[side]) for side in ("chosen", "rejected")]
@@ -290,19 +266,19 @@ def _from_pair(row: Row, *, tokenizer: Any, prompt: str) -> Pair | None:
 def _from_tokens(row: Row) -> Demonstration:
     token_ids, mask = row["token_ids"] or [], row["model_mask"] or []
     if len(token_ids) != len(mask) or None in token_ids or None in mask:
-        raise ConfigError(
-            f"token_ids and model_mask must be filled lists of one length, got {len(token_ids)} and {len(mask)}."
-        )
+        got = f"{len(token_ids)} and {len(mask)}"
+        raise ConfigError(f"token_ids and model_mask must be filled lists of one length, got {got}.")
     return Demonstration(np.array(token_ids, dtype=np.int64), np.array(mask, dtype=np.bool_))
 
 
 def _rendering(row: Row, variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Row's tools, as schemas or their JSON text, and its variables of the template. Raises ConfigError."""
+    """Row's tools, as schemas or JSON text, and variables of the template. Raises ConfigError."""
     found = {}
     for name, kind, what in (("tools", list, "a list of schemas"), ("chat_template_kwargs", dict, "a record")):
         value = row.get(name)
         try:
-            found[name] = msgspec.json.decode(value or "null") if isinstance(value, str) else without_nulls(value)
+            is_text = isinstance(value, str)
+            found[name] = msgspec.json.decode(value or "null") if is_text else row_files.without_nulls(value)
             msgspec.convert(found[name], kind | None)
         except msgspec.MsgspecError as error:
             raise ConfigError(
@@ -314,24 +290,23 @@ def _rendering(row: Row, variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _from_messages(row: Row, *, coding: Row, variables: Mapping[str, Any], column: str) -> Demonstration | None:
-    pieces = chat_pieces(chat_messages(row[column]) or [], **coding, **_rendering(row, variables))
+    pieces = chat_pieces(row_files.chat_messages(row[column]) or [], **coding, **_rendering(row, variables))
     return tokenize(pieces, **coding) if pieces else None
 
 
 def _from_response(
     row: Row, *, coding: Row, variables: Mapping[str, Any], prompt: str, response: str
 ) -> Demonstration | None:
-    question, answer = chat_messages(value_at(row, prompt)), value_at(row, response)
+    question, answer = row_files.chat_messages(row_files.value_at(row, prompt)), row_files.value_at(row, response)
     if prompt == "instruction":
-        question = with_input(question, row)
+        question = row_files.with_input(question, row)
     if question is None:
         raise ConfigError(f"`{prompt}` must be filled, got nothing.")
     if not answer:
         return None
     if isinstance(question, str):
         return tokenize([Piece(question, is_model=False), Piece(answer, is_model=True)], **coding)
-    messages = [*question, {"role": "assistant", "content": answer}]
-    pieces = chat_pieces(messages, **coding, **_rendering(row, variables))
+    pieces = chat_pieces([*question, {"role": "assistant", "content": answer}], **coding, **_rendering(row, variables))
     if not pieces:
         return None
     # Assistant turns in the prompt are context.
@@ -358,7 +333,7 @@ def _load_tokenizer(run: RunConfig, *, is_chat: bool) -> Any:
 
 
 def _coding(run: RunConfig, *, is_chat: bool) -> Row:
-    """Tokenizer and the end tokens of the run's model."""
+    """Tokenizer and end tokens."""
     tokenizer = _load_tokenizer(run, is_chat=is_chat)
     try:
         generation = GenerationConfig.from_pretrained(run.model.path)
@@ -372,9 +347,8 @@ def _load(kind: Any, model: ModelConfig) -> Any:
         return kind.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(
-            f"model.path must hold a readable model and tokenizer, got {model.path!r}: {first_line}"
-        ) from error
+        must = f"model.path must hold a readable model and tokenizer, got {model.path!r}"
+        raise ConfigError(f"{must}: {first_line}") from error
 
 
 def _type(schema: pa.Schema, column: str) -> pa.DataType | None:

@@ -1,22 +1,22 @@
 """SftRun: supervised fine-tuning from the first step to the final model.
 
-Consumes: demonstrations, which every rank reads.
-Produces: checkpoints, metrics, the final model, and the best model.
-Waits for: the other ranks, in collectives.
-Invariant: the demonstrations of a step depend only on the seed and the step number, so a resumed run continues bit for
-bit and all ranks agree without communication.
+Consumes: demonstrations, read by every rank.
+Produces: checkpoints, metrics, the final and the best model.
+Waits for: other ranks, in collectives.
+Invariant: a step's demonstrations depend only on seed and step number, so a resumed run continues bit for bit and all
+ranks agree.
 
 SftTrainer: one optimizer step on demonstrations.
 
     loss = - sum of log pi(token) / number of tokens,  over all trained tokens of the step
 
-Tokens with log-probability -inf add nothing. Models with experts add their auxiliary loss, here and below.
+Tokens with log-probability -inf add nothing. Experts add their auxiliary loss, here and below.
 
 PairTrainer: one optimizer step of a reward model on pairs.
 
     loss = - mean over pairs of log sigmoid(score(chosen) - score(rejected))
 
-Invariant: denominators cover the whole step, so the split into microbatches and ranks does not change gradients.
+Invariant: denominators cover the whole step, so microbatches and ranks do not change gradients.
 """
 
 import time
@@ -67,7 +67,7 @@ class SftTrainer:
         self._num_steps = num_steps
 
     def step(self, demonstrations: Sequence[Demonstration], *, step: int) -> dict[str, float]:
-        """Run one optimizer update. Returns its metrics, equal on all ranks. Raises DivergenceError."""
+        """Make one update. Returns metrics, equal on all ranks. Raises DivergenceError."""
         num_tokens = count_tokens(demonstrations)
         samples = to_samples(demonstrations)
         self._trainer.check_rows(samples, step=step)
@@ -100,7 +100,7 @@ class SftTrainer:
 
     @torch.no_grad()
     def measure(self, demonstrations: Sequence[Demonstration]) -> dict[str, float]:
-        """`eval/loss`: mean loss over trained tokens, without impossible ones, nats."""
+        """`eval/loss`: mean loss over possible trained tokens, nats."""
         parts = [demonstrations[i : i + self._batch_size] for i in range(0, len(demonstrations), self._batch_size)]
         microbatches = (microbatch for part in parts for microbatch in self._trainer.collate(to_samples(part)))
         found = [(logprobs.double().sum(), count) for logprobs, count, _ in map(self._logprobs, microbatches)]
@@ -110,10 +110,7 @@ class SftTrainer:
         return {"eval/loss": -self._sum([total for total, _ in found]) / max(1, num_tokens - num_impossible)}
 
     def _logprobs(self, microbatch: Microbatch, **prices: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Log-probabilities of trained tokens, the number of impossible tokens, and all outputs.
-
-        Impossible tokens have log-probability -inf in the model and 0 in the result.
-        """
+        """Log-probabilities of trained tokens, 0 for impossible ones (-inf); their number; and all outputs."""
         outputs = self._trainer.engine.forward(microbatch, **prices)
         logprobs = outputs["logprobs"]
         # One -inf would make the loss infinite. NaN stays and ends the run: the model is broken.
@@ -137,8 +134,8 @@ class PairTrainer(SftTrainer):
         loss, accuracy, slopes = self._compare(microbatches, num_pairs=len(pairs))
         prices = self._trainer.expert_prices(microbatches)
         for microbatch in microbatches:
-            # The answers of a pair may be in different microbatches or on different ranks. So each is scaled by the
-            # slope of the step's loss, from a previous pass without gradients.
+            # A pair's answers may be on different ranks, so each is scaled by the slope of the step's loss, from a pass
+            # without gradients.
             outputs = self._trainer.engine.forward(microbatch, **prices)
             loss_part = (outputs["scores"] * slopes[microbatch.indices]).sum()
             self._trainer.engine.backward(loss_part + outputs.get("aux_loss", 0.0))
@@ -167,15 +164,12 @@ class PairTrainer(SftTrainer):
             scores[microbatch.indices] = self._trainer.engine.forward(microbatch)["scores"].float()
         margins = self._ranks.sum(scores).reshape(-1, 2) @ torch.tensor([1.0, -1.0], device=scores.device)
         slopes = -torch.sigmoid(-margins) / num_pairs
-        return (
-            -logsigmoid(margins).mean(),
-            float((margins > 0).float().mean()),
-            torch.stack([slopes, -slopes], 1).flatten(),
-        )
+        accuracy = float((margins > 0).float().mean())
+        return -logsigmoid(margins).mean(), accuracy, torch.stack([slopes, -slopes], 1).flatten()
 
 
 def _pair_samples(pairs: Sequence[Pair]) -> list[Sample]:
-    """Chosen and rejected answers in alternation. The token appended to each is never read."""
+    """Chosen and rejected answers in alternation, each with a token that is never read."""
     return [
         Sample(np.append(answer, 0), np.array([len(answer)]), 2 * index + place, group_id=str(index))
         for index, pair in enumerate(pairs)
@@ -184,12 +178,12 @@ def _pair_samples(pairs: Sequence[Pair]) -> list[Sample]:
 
 
 def count_tokens(demonstrations: Sequence[Demonstration]) -> int:
-    """Total number of trained tokens."""
+    """Trained tokens."""
     return sum(len(demonstration.trained) for demonstration in demonstrations)
 
 
 def to_samples(demonstrations: Sequence[Demonstration]) -> list[Sample]:
-    """Samples in separate groups, because demonstrations share no prompt."""
+    """Samples in separate groups: they share no prompt."""
     trained = [demonstration.trained for demonstration in demonstrations]
     starts = [0, *accumulate(map(len, trained))]
     return [
@@ -202,7 +196,7 @@ _SHOWN = ("step", "epoch", "learner/loss", "eval/loss", "eval/pair_accuracy")
 
 
 class SftRun:
-    """One per rank. Rank 0 writes `metrics.jsonl` and `summary.json`, see docs/sft.md. Life: run, once."""
+    """One per rank. Rank 0 writes the files of docs/sft.md."""
 
     def __init__(self, run: RunConfig, *, device: torch.device, rank: int = 0) -> None:
         """Blocks until all ranks have joined. Raises ConfigError, LearnerError."""
@@ -215,7 +209,7 @@ class SftRun:
         if ranks.is_first:
             folder.begin()
         torch.manual_seed(run.seed)
-        # The default algorithm loads no critic, teacher, or reference.
+        # Without critic, teacher, or reference.
         self._trainer = build_trainer(msgspec.structs.replace(run, algorithm=AlgorithmConfig()), ranks=ranks)
         self._checkpoints = Checkpoints(folder.checkpoints, run=run, trainer=self._trainer, ranks=ranks)
         self._num_steps = count_steps(run, num_rows=len(self._train))
@@ -223,8 +217,7 @@ class SftRun:
         self._sft = kind(run, trainer=self._trainer, ranks=ranks, num_steps=self._num_steps)
         self._step = 0
         # Every rank flushes before rank 0 judges.
-        best = run.learner.checkpoint.best
-        self._best = BestCheckpoint(best, folder, flush=lambda: None) if ranks.is_first else None
+        self._best = BestCheckpoint(run.learner.checkpoint.best, folder, flush=lambda: None) if ranks.is_first else None
         self._disk = DiskWait()
         self._started_at = time.monotonic()
 
@@ -255,7 +248,7 @@ class SftRun:
         log.info("starting", step=self._step, num_steps=self._num_steps, rows=len(self._train))
         if self._ranks.is_first:
             self._folder.record_training()
-            # A resumed run's clock continues from the rows that its checkpoint covers.
+            # The clock continues from the rows that the checkpoint covers.
             kept = self._keep_rows(up_to_step=self._step or -1)
             self._started_at = time.monotonic() - (kept[-1]["time_s"] if kept else 0.0)
         if self._step == 0 and self._heldout:
@@ -283,7 +276,7 @@ class SftRun:
             self._checkpoint()
 
     def _measure(self, rows: Sequence[Any]) -> dict[str, float]:
-        """Measure the held-out rows. Raises DivergenceError unless weights and loss are finite."""
+        """Raises DivergenceError unless weights and loss are finite."""
         self._trainer.check_weights(step=self._step)
         measured = self._sft.measure(rows)
         # Equal on all ranks, so they raise together.
@@ -360,33 +353,30 @@ class SftRun:
 
 
 def _counts(name: str, file: SftFile) -> dict[str, Any]:
-    return {
-        f"{name}_rows": len(file.demonstrations),
-        f"{name}_rows_empty": file.num_empty,
-        f"{name}_rows_too_long": file.num_too_long,
-    }
+    rows = f"{name}_rows"
+    return {rows: len(file.demonstrations), f"{rows}_empty": file.num_empty, f"{rows}_too_long": file.num_too_long}
 
 
 def count_steps(run: RunConfig, *, num_rows: int) -> int:
-    """Steps of the run. The last one is smaller if the last epoch ends within it."""
+    """Steps of the run. The last may be smaller."""
     epochs = run.learner.epochs
     return ceil(epochs * num_rows / run.sft.batch_size) if epochs else run.learner.max_steps
 
 
 def count_seen(run: RunConfig, *, num_rows: int, step: int) -> int:
-    """Demonstrations in the first `step` steps, counted once per epoch."""
+    """Demonstrations in the first `step` steps, with repetitions."""
     seen = step * run.sft.batch_size
     return min(seen, run.learner.epochs * num_rows) if run.learner.epochs else seen
 
 
 def choose_rows(run: RunConfig, train: Sequence[Any], *, step: int) -> list[Any]:
-    """Demonstrations of `step` (>= 1). Every row appears once per epoch, in an order drawn from the seed."""
+    """Demonstrations of `step` (>= 1): each row once per epoch, in an order from the seed."""
     first, end = (count_seen(run, num_rows=len(train), step=at) for at in (step - 1, step))
     return [train[row_of(ordinal, num_rows=len(train), seed=run.seed)] for ordinal in range(first, end)]
 
 
 def check_sft(run: RunConfig) -> None:
-    """Check name, settings, and, for several ranks, files. Raises ConfigError, RunConflictError."""
+    """Check name, settings, and several ranks' files. Raises ConfigError, RunConflictError."""
     folder = RunFolder(run)
     folder.check_name()
     check_storage(run, has_folder=folder.has_run)

@@ -1,11 +1,10 @@
 """Maskless attention for packed rows, sequence parallelism, and compiled layers.
 
-Each run of tokens is a separate sequence for the kernel: torch's variable-length flash attention on GPUs in half
-precision, otherwise one SDPA call per run.
+Each run of tokens is a sequence for the kernel: torch's variable-length flash attention on GPUs in half precision,
+otherwise one SDPA call per run.
 
 SequenceGroup: ranks that each compute a slice of every sequence and exchange heads for tokens in attention. They get
-the same microbatches and gather the outputs of all trained tokens. Each has its slice's gradient, and gradients add up
-over ranks.
+the same microbatches and gather outputs of all trained tokens. Each has its slice's gradient; gradients add up.
 
 Source: DeepSpeed Ulysses, arXiv:2309.14509. Differs: rows may hold several sequences, and key/value heads that ranks
 cannot share evenly are repeated.
@@ -35,12 +34,12 @@ from slipstream.learner.errors import ModelError
 # --- sequence parallelism --------------------------------------------------------------------------------------------
 _SOFTMAX = {"full_attention", "sliding_attention"}
 _LENGTH_DEPENDENT = {"dynamic", "longrope"}
-"""Rotary embeddings that depend on a forward pass's longest position, unknown to a slice."""
+"""Rotary embeddings that depend on the longest position, unknown to a slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceGroup:
-    """One rank's view of its group. `gather`, `total`, and `exchange` are collective."""
+    """One rank's view. `gather`, `total`, and `exchange` are collective."""
 
     size: int = 1
     rank: int = 0
@@ -48,7 +47,7 @@ class SequenceGroup:
     """None for a group of one."""
 
     def take(self, microbatch: Microbatch) -> Microbatch:
-        """Slice each row and keep the trained tokens predicted there. `spans` still describe whole rows."""
+        """Slice rows and keep trained tokens predicted there. `spans` describe whole rows."""
         if self.size == 1:
             return microbatch
         rows, length = microbatch.token_ids.shape
@@ -76,7 +75,7 @@ class SequenceGroup:
         return column if column is None or self.size == 1 else column[self._mine(microbatch)]
 
     def gather(self, measured: dict[str, Any], microbatch: Microbatch) -> dict[str, Any]:
-        """Outputs of all ranks, with gradients only for this rank's."""
+        """Outputs of all ranks, with gradients for this rank's."""
         if self.size == 1:
             return measured
         mine, found = self._mine(microbatch), {}
@@ -88,7 +87,7 @@ class SequenceGroup:
         return found
 
     def total(self, part: Tensor) -> Tensor:
-        """Sum over ranks, with a gradient only for this rank's part."""
+        """Sum over ranks, with a gradient for this rank's part."""
         if self.size == 1:
             return part
         whole = part.detach().clone()
@@ -112,7 +111,7 @@ SINGLE_RANK = SequenceGroup()
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all over the first axis, in both passes."""
+    """All-to-all over the first axis."""
 
     @staticmethod
     def forward(ctx: Any, dealt: Tensor, members: dist.ProcessGroup) -> Tensor:
@@ -168,10 +167,10 @@ BACKEND = "inductor"
 
 _MAX_KERNEL_HEAD = 256
 _MOST_GRAPHS = 64
-"""Per layer: with and without gradients, one row and several, for each kind of layer."""
+"""Per layer: with and without gradients, one row and several."""
 
 LONG = 2048
-"""Shortest sequences for which masks cost more on CPUs than a kernel call per run of tokens."""
+"""Shortest sequences for which masks cost more on CPUs than a kernel call per run."""
 
 Masks = dict[tuple[int, int, int], Tensor]
 """(queries, keys, window) -> additive mask of a run, shared by all layers."""
@@ -186,10 +185,9 @@ class PackedRows:
     group: SequenceGroup
     masks: Masks = field(default_factory=dict)
     indices: dict[str, Tensor] = field(default_factory=dict)
-    """Indices of `spans` on the device, shared by all layers: each copy would stop the GPU."""
+    """Indices of `spans` on the device: each copy would stop the GPU."""
 
     def index(self, name: str, make: Callable[[], Tensor], device: torch.device) -> Tensor:
-        """Index of the microbatch, copied to the device at the first call."""
         if name not in self.indices:
             self.indices[name] = make().to(device)
         return self.indices[name]
@@ -238,10 +236,7 @@ def native_attention(module: PreTrainedModel) -> Iterator[None]:
 def choose_attention(
     settings: PreTrainedConfig, model_class: Any, config: ModelConfig, *, on_gpu: bool, is_sliced: bool
 ) -> str | None:
-    """Attention implementation for transformers. None: SDPA if supported, else eager.
-
-    `is_sliced`: whether ranks share sequences.
-    """
+    """transformers' implementation. None: SDPA if supported, else eager. `is_sliced`: ranks share sequences."""
     if (on_gpu or is_sliced or config.max_length >= LONG) and can_pack(settings, model_class):
         return PACKED
     # transformers' SDPA silently ignores the soft cap of attention scores.
@@ -262,18 +257,15 @@ def _attend(states: list[Tensor], packed_rows: PackedRows, *, window: int, scale
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     has_kernel = width == value.shape[-1] <= _MAX_KERNEL_HEAD and width % 8 == 0
     attend = _by_kernel if query.is_cuda and is_half and has_kernel else _run_by_run
-    found = attend([query, key, value], spans, packed_rows, window=window, scale=scale)
-    return found.unflatten(0, (rows, length))
+    return attend([query, key, value], spans, packed_rows, window=window, scale=scale).unflatten(0, (rows, length))
 
 
-def _by_kernel(
-    states: list[Tensor], spans: Spans, packed_rows: PackedRows, *, window: int, scale: float | None
-) -> Tensor:
+def _by_kernel(states: list[Tensor], spans: Spans, rows: PackedRows, *, window: int, scale: float | None) -> Tensor:
     ends = (
-        packed_rows.index(name, partial(_ends, counts), states[0].device)
+        rows.index(name, partial(_ends, counts), states[0].device)
         for name, counts in (("query ends", spans.lengths), ("key ends", spans.num_keys))
     )
-    # Queries and keys align at their ends: with more keys, a run also sees earlier tokens.
+    # Queries and keys align at their ends.
     sides = (window - 1 if window else -1, 0)
     longest = max(spans.lengths), max(spans.num_keys)
     return varlen_attn(*states, *ends, *longest, scale=scale, window_size=sides, enable_gqa=True)
@@ -283,14 +275,10 @@ def _ends(counts: list[int]) -> Tensor:
     return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-def _run_by_run(
-    states: list[Tensor], spans: Spans, packed_rows: PackedRows, *, window: int, scale: float | None
-) -> Tensor:
-    masks = packed_rows.masks
+def _run_by_run(states: list[Tensor], spans: Spans, rows: PackedRows, *, window: int, scale: float | None) -> Tensor:
+    masks, found = rows.masks, []
     counts = (spans.lengths, spans.num_keys, spans.num_keys)
-    runs = zip(*(part.split(count) for part, count in zip(states, counts, strict=True)), strict=True)
-    found = []
-    for run in runs:
+    for run in zip(*(part.split(count) for part, count in zip(states, counts, strict=True)), strict=True):
         query, key, value = (part.transpose(0, 1)[None] for part in run)
         shape = query.shape[2], key.shape[2], window
         if shape[0] < shape[1] or 0 < window < shape[1]:
@@ -303,7 +291,7 @@ def _run_by_run(
 
 
 def _mask(num_queries: int, num_keys: int, window: int, *, like: Tensor) -> Tensor:
-    """Additive mask [Q, K]. SDPA would convert a boolean one per layer and keep the copies for the backward pass."""
+    """Additive mask [Q, K]. Of a boolean one, SDPA would keep a copy per layer."""
     last = num_keys - num_queries
     sees = torch.ones(num_queries, num_keys, dtype=torch.bool, device=like.device).tril(last)
     if window:
@@ -315,9 +303,8 @@ def _mask(num_queries: int, num_keys: int, window: int, *, like: Tensor) -> Tens
 def compile_layers(backbone: nn.Module, *, only_norms: bool) -> None:
     """Compile a transformers model's layers in place, or only its norms. Raises ModelError.
 
-    Excludes packed attention, which would require a graph per microbatch. Within a layer, ZeRO-3 gathers parameters in
-    hooks, experts have data-dependent shapes, and ranks exchange tokens: there, norms are the largest parts without
-    these.
+    Excludes packed attention, which needs a graph per microbatch. Norms are the largest parts without ZeRO-3's hooks,
+    data-dependent shapes of experts, and exchanges between ranks.
     """
     kind = _is_norm if only_norms else lambda part: isinstance(part, GradientCheckpointingLayer)
     if not (parts := [*filter(kind, backbone.modules())]):

@@ -2,12 +2,11 @@
 
     loss = sum over tokens of weight * clipped_value_loss(V(state before the token), return)
 
-Token weights, updates, and microbatches are the policy's. Tokens that the correction rejected for the whole step have
-no loss.
+Token weights, updates, and microbatches are the policy's. Tokens rejected for the whole step have no loss.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -28,13 +27,13 @@ from slipstream.learner.batching.batch import Batch, Tokens
 from slipstream.learner.batching.microbatch import Microbatch, recompute
 from slipstream.learner.engines.optimizer import named_weights, read_tensors
 from slipstream.learner.errors import ModelError
-from slipstream.learner.training.attention import SINGLE_RANK, SequenceGroup
+from slipstream.learner.training.attention import SINGLE_RANK
 from slipstream.learner.training.model import COMPUTE_DTYPES, WideLinear, forward_pass, load_module, scaled
-from slipstream.learner.training.second_model import SecondModel
+from slipstream.learner.training.second_model import SecondModel, Updates
 
 
 def describe_values(tokens: Tokens) -> dict[str, float]:
-    """Metrics of the values at the start of a step, over tokens in the loss."""
+    """Metrics of values at the start of a step, over tokens in the loss."""
     values, returns = known(tokens.values), known(tokens.returns)
     if tokens.is_kept is not None:
         values, returns = values[tokens.is_kept], returns[tokens.is_kept]
@@ -44,13 +43,12 @@ def describe_values(tokens: Tokens) -> dict[str, float]:
     }
 
 
-# --- the value model -------------------------------------------------------------------------------------------------
 _HEAD_FILE = "value_head.safetensors"
 _PATH = "algorithm.critic.path (by default model.path)"
 
 
 class ValueModel(nn.Module):
-    """Value of the state before each trained token: a language model's trunk with a scalar head."""
+    """A language model's trunk with a scalar head: the value of the state before each trained token."""
 
     group = SINGLE_RANK
     has_trunk = True
@@ -59,7 +57,7 @@ class ValueModel(nn.Module):
         super().__init__()
         self.trunk = trunk
         self.head = WideLinear(trunk.config.get_text_config().hidden_size, 1, dtype=compute_dtype)
-        # With zeros, advantages equal returns until the critic has learned.
+        # With zeros, advantages first equal returns.
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.compute_dtype = compute_dtype
@@ -79,8 +77,7 @@ class ValueModel(nn.Module):
         return self.trunk
 
     def probe(self, microbatch: Microbatch) -> Tensor:
-        hidden = scaled(self._hidden(self.group.take(microbatch)))
-        return self.group.gather({"hidden": hidden}, microbatch)["hidden"]
+        return self.group.gather({"hidden": scaled(self._hidden(self.group.take(microbatch)))}, microbatch)["hidden"]
 
     def _hidden(self, microbatch: Microbatch) -> Tensor:
         output = forward_pass(self.trunk, microbatch, group=self.group)
@@ -112,32 +109,18 @@ class ValueModel(nn.Module):
         save_file(rest, folder / _HEAD_FILE)
 
 
-def load_value_model(
-    config: ModelConfig,
-    *,
-    device: torch.device,
-    gradient_checkpointing: bool = False,
-    loading: AbstractContextManager[None] | None = None,
-    group: SequenceGroup = SINGLE_RANK,
-) -> ValueModel:
-    """Load a value model, or a policy's trunk with a zero head. `loading`: see `load_policy`. Raises ModelError."""
-    with torch.random.fork_rng(), _without_report(), loading or nullcontext():
-        trunk, missing = load_module(
-            AutoModel,
-            config,
-            device=device,
-            setting=_PATH,
-            group=group,
-            gradient_checkpointing=gradient_checkpointing,
-        )
+def load_value_model(config: ModelConfig, **options: Any) -> ValueModel:
+    """Load a value model, or a policy's trunk with a zero head. `options`: see `load_module`. Raises ModelError."""
+    with _without_report():
+        trunk, missing = load_module(AutoModel, config, setting=_PATH, **options)
     if missing:
         raise ModelError(
             f"{_PATH} must hold a causal language model made of a trunk and an lm_head, got {config.path!r}, "
             f"which lacks {len(missing)} weights of the trunk ({missing[0]}, ...): choose another model, or an "
             "algorithm.advantage without a critic."
         )
-    model = ValueModel(trunk, compute_dtype=COMPUTE_DTYPES[config.dtype]).to(device)
-    model.group = group
+    model = ValueModel(trunk, compute_dtype=COMPUTE_DTYPES[config.dtype]).to(options["device"])
+    model.group = options.get("group", SINGLE_RANK)
     # Cache the names before sharding changes the shapes.
     model.saved_names  # noqa: B018
     if (head := Path(config.path) / _HEAD_FILE).exists():
@@ -162,21 +145,16 @@ def _without_report() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-# --- the critic ------------------------------------------------------------------------------------------------------
 class Critic(SecondModel[ValueModel, CriticConfig]):
     """The value model and its optimizer."""
 
-    @staticmethod
-    def load(config: ModelConfig, *, device: torch.device, **options: Any) -> ValueModel:
-        return load_value_model(config, device=device, **options)
+    load = staticmethod(load_value_model)
 
-    def fill(
-        self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int
-    ) -> tuple[Batch, dict[str, float]]:
+    def fill(self, batch: Batch, updates: Updates, *, step: int) -> tuple[Batch, dict[str, float]]:
         columns = recompute(batch, [*chain(*updates)], self.engine.forward, names=["values"], ranks=self._ranks)
         return batch.with_tokens(**columns), {}
 
-    def learn(self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int) -> dict[str, float]:
+    def learn(self, batch: Batch, updates: Updates, *, step: int) -> dict[str, float]:
         sums, norms = torch.zeros(3, dtype=torch.float64), []
         for microbatches in updates:
             found, norm = self.update(microbatches, partial(self._measure, batch.tokens), step=step)
@@ -192,9 +170,7 @@ class Critic(SecondModel[ValueModel, CriticConfig]):
     def _measure(self, tokens: Tokens, microbatch: Microbatch) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, clipped tokens, tokens in the loss."""
         tokens, values = tokens.take(microbatch.indices), self.engine.forward(microbatch)["values"]
-        losses, is_clipped = clipped_value_loss(
-            values, known(tokens.returns), known(tokens.values), clip=self._config.value_clip
-        )
+        returns, before = known(tokens.returns), known(tokens.values)
+        losses, is_clipped = clipped_value_loss(values, returns, before, clip=self._config.value_clip)
         is_kept = torch.ones_like(is_clipped) if tokens.is_kept is None else tokens.is_kept
-        loss = (known(tokens.token_weights) * is_kept * losses).sum()
-        return loss, (is_clipped & is_kept).sum(), is_kept.sum()
+        return (known(tokens.token_weights) * is_kept * losses).sum(), (is_clipped & is_kept).sum(), is_kept.sum()

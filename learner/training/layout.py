@@ -1,18 +1,18 @@
 """LayoutChooser: the densest layout that lets every model compute packed samples as if alone.
 
-Some models ignore masks or windows, or leak recurrent states into the next sample. A layout is exact if rounding
-explains, on the run's prompts,
+Some models ignore masks or windows, or leak recurrent states. A layout is exact if rounding explains, on the run's
+prompts,
 
     |packed - alone| and |packed - packed with other neighbors|, relative to the standard deviation of `alone`,
 
-and a model is causal if rounding explains the last token's effect on earlier ones. `check_rows` repeats the test during
+and a model is causal if rounding explains the last token's effect on earlier ones. `check_rows` repeats this in
 training.
 """
 
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import numpy as np
@@ -54,14 +54,14 @@ class LayoutChooser:
         self._run = run
         self._text = text
         self._ranks = ranks
-        self._hidden_size = policy.hidden_size
+        self._hidden_size = policy.backbone.config.get_text_config().hidden_size
         packed: list[LayoutKind] = ["shared_rows", "one_row"] if run.learner.packing else []
         self._kinds: list[LayoutKind] = [*packed, "one_per_row", "one_at_a_time"]
         self._model_checks: list[_ModelCheck] = []
         self.check(policy, setting="model.path", path=run.model.path)
 
     def check(self, model: ProbedModel, *, setting: str, path: str) -> None:
-        """Replace packed attention by SDPA if inexact, then drop layouts until all models are exact.
+        """Replace inexact packed attention by SDPA, then drop layouts until all models are exact.
 
         `model` must be unsharded. Raises ModelError if no layout is left or it isn't causal.
         """
@@ -84,9 +84,7 @@ class LayoutChooser:
     def choose(self) -> Layout:
         layout = self._layout(self._kinds[0])
         if self._ranks.is_first:
-            differences = "; ".join(
-                f"{model_check.name}: {model_check.describe()}" for model_check in self._model_checks
-            )
+            differences = "; ".join(f"{each.name}: {each.describe()}" for each in self._model_checks)
             log.info("layout_chosen", layout=layout.kind, row_tokens=layout.row_tokens, differences=differences)
         return layout
 
@@ -94,7 +92,7 @@ class LayoutChooser:
         learner = self._run.learner
         row_tokens = budget = learner.tokens_per_microbatch
         if kind == "shared_rows" and not all(each.is_packed for each in self._model_checks):
-            # Per token, attention costs row length x width, the rest 12 x width^2, so short rows are cheap.
+            # Per token, attention costs row length x width, the rest 12 x width^2.
             row_tokens = min(budget, max(_MIN_ROW_TOKENS, self._hidden_size // 2))
         row_tokens = min(row_tokens, *(each.positions for each in self._model_checks))
         return Layout(kind, budget, row_tokens, learner.sequence_parallel)
@@ -111,7 +109,7 @@ class _ModelCheck:
         self._text = [token for token in text if token < model.vocab_size]
         self.name = type(model.backbone).__name__
         self.found: dict[Layout, tuple[float, str]] = {}
-        """Layout -> largest difference relative to rounding, and any error."""
+        """Layout -> difference relative to rounding, and any error."""
 
     @property
     def is_packed(self) -> bool:
@@ -129,7 +127,7 @@ class _ModelCheck:
 
     @torch.no_grad()
     def check_causality(self, *, setting: str, path: str) -> None:
-        """Raise ModelError if a sample's last token changes predictions of earlier tokens."""
+        """Raise ModelError if a sample's last token changes earlier predictions."""
         samples = indexed([sample for sample in self._samples(0)[:2] if len(self._probe.before_last(sample))])
         if not samples:
             return
@@ -156,11 +154,10 @@ class _ModelCheck:
 
     @torch.no_grad()
     def is_exact(self, layout: Layout) -> bool:
-        """True if samples in this layout are computed as if alone."""
         if layout not in self.found:
             found = 0.0, ""
-            # float32 reveals small leaks, but half precision uses other kernels. Full-length rows, though expensive,
-            # reveal positions counted along the row.
+            # float32 reveals small leaks, but half precision uses other kernels. Full-length rows reveal positions
+            # counted along the row.
             dtypes = dict.fromkeys((torch.float32, self._model.compute_dtype))
             for dtype, fills_row in product(dtypes, (False, True)):
                 if found[0] > 1:
@@ -175,7 +172,7 @@ class _ModelCheck:
         return self.found[layout][0] <= 1
 
     def _compare(self, layout: Layout, dtype: torch.dtype, draw: int, *, fills_row: bool) -> tuple[float, str]:
-        """Difference over all ranks relative to rounding, and any error. `fills_row`: rows as in training."""
+        """Difference over ranks relative to rounding, and any error. `fills_row`: rows as in training."""
         samples, others = self._samples(draw), self._samples(draw + _DRAWS)
         total = sum(sample.num_inputs for sample in samples)
         fillers = self._fillers(layout, total, samples[0].num_inputs) if fills_row else []
@@ -216,15 +213,13 @@ class _ModelCheck:
         finally:
             model.group = group
 
-    # --- samples -----------------------------------------------------------------------------------------------------
     def _samples(self, draw: int) -> list[Sample]:
-        """Groups with shared prompts, longest first: the run's text in draw 0, else random tokens."""
+        """Groups with shared prompts, longest first, of text in draw 0, else of random tokens."""
         config = self._model.backbone.config.get_text_config()
         longest = min(self._run.model.max_length, positions_of(config))
         # Attention windows, and the largest unscaled rotary position; 0 = unlimited.
         windows = [getattr(config, name, None) or 0 for name in _WINDOWS]
-        rope = getattr(config, "rope_parameters", None) or {}
-        windows.append(rope.get("original_max_position_embeddings") or 0)
+        windows.append((getattr(config, "rope_parameters", None) or {}).get("original_max_position_embeddings") or 0)
         window = min(longest, max(_SHORTEST_PROBE, max(windows) + 2 * _RESPONSE_TOKENS))
         response = max(1, min(_RESPONSE_TOKENS, window // 4))
         # Responses to the first prompt do not see its start through the window.
@@ -253,8 +248,8 @@ class _ModelCheck:
         if not self._vision:
             return []
         side, embed = 2 * self._vision.merge_size, self._model.backbone.base_model.visual.patch_embed
-        grid = (1, side, side)
-        first, count = 2, self._vision.num_tokens(grid)
+        grid, first = (1, side, side), 2
+        count = self._vision.num_tokens(grid)
         prompt = first + count + 2
         if prompt + 4 > longest:
             return []
@@ -280,7 +275,7 @@ class _ModelCheck:
         return samples
 
     def _fillers(self, layout: Layout, total: int, length: int) -> list[Sample]:
-        """Samples of `length` inputs that extend a row of `total` tokens to training length."""
+        """Samples of `length` inputs that fill a row of `total` tokens."""
         if layout.kind not in ("shared_rows", "one_row"):
             return []
         random, trained = np.random.default_rng([self._run.seed, length]), np.array([length])
@@ -295,13 +290,11 @@ def _computing_in(model: ProbedModel, dtype: torch.dtype) -> AbstractContextMana
     return nullcontext() if dtype == model.compute_dtype else in_float32(model)
 
 
-# --- during training --------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def check_rows(model: ProbedModel, samples: Sequence[Sample], *, layout: Layout, ranks: Ranks, step: int) -> None:
-    """Verify that a sample depends neither on its row neighbors nor on its last token, in training precision.
+    """Verify, in training precision, that a sample depends on neither row neighbors nor its last token.
 
-    Costs three to seven forward passes over at most three short samples, the same on all ranks. Collective. Raises
-    DivergenceError.
+    Takes three to seven forward passes over three short samples. Collective. Raises DivergenceError.
     """
     samples = [sample for sample in samples if len(sample.trained)]
     if not samples:
@@ -332,20 +325,19 @@ def _short_row(samples: Sequence[Sample]) -> list[Sample]:
     subject = ordered[0]
     sibling = [each for each in ordered[1:] if each.group_id == subject.group_id][:1]
     other = [each for each in ordered if each.group_id != subject.group_id][:1]
-    # A reward model trains one token, but earlier tokens must not change either.
+    # A reward model trains one token, but earlier ones must not change.
     trained = np.arange(max(1, _end_of(subject)[0]), subject.trained[-1] + 1)
     return indexed([*other, *sibling, dataclasses.replace(subject, trained=trained)])
 
 
 def _end_of(sample: Sample) -> np.ndarray:
-    """Positions of the response, at least the last `_END_TOKENS` inputs, but no images."""
+    """Positions of the response, at least `_END_TOKENS` inputs, but no images."""
     start = min(int(sample.trained[0]), max(0, sample.num_inputs - _END_TOKENS))
     if sample.images:
         start = max(start, int(np.flatnonzero(sample.images.is_image)[-1]) + 1)
     return np.arange(start, len(sample.token_ids))
 
 
-# --- samples and their numbers ---------------------------------------------------------------------------------------
 class _Probe(NamedTuple):
     """A model's outputs for samples."""
 
@@ -361,7 +353,7 @@ class _Probe(NamedTuple):
         return torch.cat(parts)[torch.cat(indices).argsort()]
 
     def excess_over_rounding(self, found: float, samples: Sequence[Sample]) -> float:
-        """Largest `found` on any rank, relative to the difference that rounding explains. Collective."""
+        """Largest `found` of the ranks, relative to what rounding explains. Collective."""
         worst, explained = float(self.ranks.max(torch.tensor([found]))[0]), LIMIT
         if LIMIT < worst < torch.inf:
             expected = self.outputs(samples)
@@ -377,15 +369,12 @@ class _Probe(NamedTuple):
 
     def before_last(self, sample: Sample) -> np.ndarray:
         """Outputs that must not depend on the last token."""
-        # Its log-probability depends on it, unlike the hidden state that predicts it.
+        # Unlike the hidden state that predicts it, its log-probability depends on it.
         end = sample.num_inputs if self.model.has_trunk else sample.num_inputs - 1
         return sample.indices[sample.trained < end]
 
 
 def indexed(samples: Sequence[Sample]) -> list[Sample]:
     """Number the samples' trained tokens consecutively."""
-    ends = np.cumsum([len(sample.trained) for sample in samples])
-    return [
-        dataclasses.replace(sample, first_index=int(end) - len(sample.trained))
-        for sample, end in zip(samples, ends, strict=True)
-    ]
+    starts = accumulate((len(sample.trained) for sample in samples), initial=0)
+    return [dataclasses.replace(sample, first_index=start) for sample, start in zip(samples, starts, strict=False)]

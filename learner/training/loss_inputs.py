@@ -1,9 +1,10 @@
 """Loss inputs: correction weights, rewards, advantages, token weights, and selected tokens.
 
-Computed without gradient on a step's or update's batch, identically on every rank. Only `correct` and `mask_inputs` may
-get a microbatch.
+Computed without gradient, identically on every rank. `correct`, `ratio_inputs`, and `mask_inputs` may get a microbatch,
+others a step's or update's batch.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -12,12 +13,7 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.advantages import AdvantageConfig, CustomAdvantageConfig
-from slipstream.configs.algorithm import (
-    AlgorithmConfig,
-    CorrectionConfig,
-    DistillationConfig,
-    RewardShapingConfig,
-)
+from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, DistillationConfig, RewardShapingConfig
 from slipstream.learner.algorithms import advantages, distillation, find, importance, segments
 from slipstream.learner.algorithms.inputs import (
     AdvantageInputs,
@@ -77,17 +73,22 @@ def correct_batch(batch: Batch, *, config: AlgorithmConfig) -> Batch:
     tokens = batch.tokens
     if tokens.start_logprobs is None or config.proximal in ("reuse", "interpolate"):
         return batch
-    drift = importance.token_log_ratio(tokens.start_logprobs, tokens.generator_logprobs)
-    ratios = RatioInputs(drift, tokens.contexts, batch.num_contexts)
-    correction = correct(ratios, learner=ratios, config=config.correction)
-    return batch.with_tokens(
-        correction_weights=correction.weights, is_kept=correction.is_kept, is_bounded=correction.is_bounded
-    )
+    drift = ratio_inputs(tokens, tokens.start_logprobs, num_sequences=batch.num_contexts)
+    weights, is_kept, is_bounded = correct(drift, learner=drift, config=config.correction)
+    return batch.with_tokens(correction_weights=weights, is_kept=is_kept, is_bounded=is_bounded)
 
 
-# --- rewards ---------------------------------------------------------------------------------------------------------
-def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: float, max_tokens: int) -> Batch:
-    """Shape trajectory rewards and fill token rewards. `max_tokens`: maximum response length."""
+def ratio_inputs(tokens: Tokens, logprobs: Tensor, *, num_sequences: int) -> RatioInputs:
+    """Drift of `logprobs` from the generator."""
+    drift = importance.token_log_ratio(logprobs, tokens.generator_logprobs)
+    return RatioInputs(drift, tokens.contexts, num_sequences)
+
+
+def shape_rewards(batch: Batch, *, config: AlgorithmConfig, price: float, max_tokens: int) -> Batch:
+    """Shape trajectory rewards and fill token rewards.
+
+    `price`: coefficient of a KL in the reward. `max_tokens`: maximum response length.
+    """
     rewards, shaping = batch.trajectories.rewards, config.reward
     if shaping.parts:
         parts = batch.parts(tuple(shaping.parts), setting="algorithm.reward.parts").nan_to_num()
@@ -97,7 +98,7 @@ def shape_rewards(batch: Batch, *, config: AlgorithmConfig, kl_coefficient: floa
         buffer *= max_tokens if buffer < 1 else 1
         rewards = rewards + advantages.overlong_penalty(lengths, max_length=max_tokens, buffer=buffer)
     rewards = _normalized(rewards, batch, shaping)
-    price = kl_coefficient if config.kl.apply_to == "reward" else 0.0
+    price = price if config.kl.apply_to == "reward" else 0.0
     divergence = torch.zeros_like(batch.tokens.generator_logprobs)
     if price:
         inputs = KlInputs(known(batch.tokens.start_logprobs), known(batch.tokens.reference_logprobs))
@@ -120,13 +121,11 @@ def _normalized(rewards: Tensor, batch: Batch, shaping: RewardShapingConfig) -> 
     return shaped
 
 
-# --- advantages ------------------------------------------------------------------------------------------------------
 def fill_advantages(
     batch: Batch, function: Callable[[AdvantageInputs], Any], *, config: AdvantageConfig, state: dict[str, float]
 ) -> Batch:
     """Fill `advantages`, and `returns` for a critic; 0 outside the baseline. Raises BatchError."""
-    members = batch.select(batch.trajectories.is_member)
-    inputs = _advantage_inputs(members, state=state)
+    inputs = _advantage_inputs(batch.select(batch.trajectories.is_member), state=state)
     advantages = returns = inputs.token_rewards
     if inputs.num_sequences:
         found = function(inputs)
@@ -143,37 +142,25 @@ def fill_advantages(
         if not config.is_per_token:
             advantages = advantages[inputs.sequences]
     is_filled = batch.per_token(batch.trajectories.is_member)
-    return batch.with_tokens(
-        advantages=_spread(advantages, is_filled), returns=_spread(returns, is_filled) if config.needs_critic else None
-    )
+    filled = batch.with_tokens(advantages=_spread(advantages, is_filled))
+    return filled.with_tokens(returns=_spread(returns, is_filled)) if config.needs_critic else filled
 
 
 def _advantage_inputs(members: Batch, *, state: dict[str, float]) -> AdvantageInputs:
+    """Fields have the column of their name unless set here."""
     trajectories, tokens = members.trajectories, members.tokens
-    return AdvantageInputs(
-        rewards=trajectories.rewards,
+    names = [field.name for field in dataclasses.fields(AdvantageInputs)]
+    columns = {name: getattr(table, name) for table in (tokens, trajectories) for name in names if hasattr(table, name)}
+    columns |= {
         # A group without valid rewards leaves a gap.
-        groups=torch.unique(trajectories.groups, return_inverse=True)[1],
-        lengths=trajectories.lengths,
-        num_trained=trajectories.num_trained,
-        is_correct=trajectories.is_correct,
-        greedy_rewards=trajectories.greedy_rewards,
-        parts=dict(zip(members.part_names, trajectories.parts.unbind(1), strict=True)),
-        sources=[members.source_names[number] for number in trajectories.sources.tolist()],
-        sequences=tokens.sequences,
-        turns=tokens.turns,
-        positions=tokens.positions,
-        positions_in_turn=tokens.positions_in_turn,
-        token_rewards=known(tokens.rewards),
-        generator_logprobs=tokens.generator_logprobs,
-        observations=tokens.observations,
-        learner_logprobs=tokens.start_logprobs,
-        collisions=tokens.collisions,
-        values=tokens.values,
-        process_rewards=tokens.process_rewards,
-        correction_weights=tokens.correction_weights,
-        state=state,
-    )
+        "groups": torch.unique(trajectories.groups, return_inverse=True)[1],
+        "parts": dict(zip(members.part_names, trajectories.parts.unbind(1), strict=True)),
+        "sources": [members.source_names[number] for number in trajectories.sources.tolist()],
+        "token_rewards": known(tokens.rewards),
+        "learner_logprobs": tokens.start_logprobs,
+        "state": state,
+    }
+    return AdvantageInputs(**columns)
 
 
 def _spread(values: Tensor, is_filled: Tensor) -> Tensor:
@@ -183,7 +170,7 @@ def _spread(values: Tensor, is_filled: Tensor) -> Tensor:
 
 
 def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch:
-    """Replace advantages by the teacher's (0 unless the divergence is k1), or add these if `with_rewards`."""
+    """Replace advantages by the teacher's (0 unless k1), or add these if `with_rewards`."""
     advantages = known(batch.tokens.advantages)
     if not config.with_rewards:
         advantages = torch.zeros_like(advantages)
@@ -193,7 +180,6 @@ def add_teacher_advantages(batch: Batch, *, config: DistillationConfig) -> Batch
     return batch.with_tokens(advantages=advantages)
 
 
-# --- token weights ---------------------------------------------------------------------------------------------------
 def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> Tensor:
     """float32[N]: weight of each token's loss. `max_tokens`: as in `shape_rewards`."""
     trajectories = batch.trajectories
@@ -207,14 +193,13 @@ def token_weights(batch: Batch, *, config: AlgorithmConfig, max_tokens: int) -> 
 
 
 def nll_weights(batch: Batch, *, coefficient: float) -> Tensor | None:
-    """float32[N]: weights for the mean of -log pi over tokens of correct answers in each update; None if unused."""
+    """float32[N]: weights for the mean of -log pi over tokens of correct answers in an update; None if unused."""
     if not coefficient:
         return None
     is_right = batch.per_token(batch.trajectories.is_correct & batch.trajectories.is_member)
     updates = batch.per_token(batch.trajectories.updates)
     counts = segments.sizes(updates[is_right], num_segments=segments.count(updates)).clamp(min=1)
-    draw_weights = batch.per_token(batch.trajectories.draw_weights)
-    return (coefficient * draw_weights * is_right / counts[updates]).float()
+    return (coefficient * batch.per_token(batch.trajectories.draw_weights) * is_right / counts[updates]).float()
 
 
 def _num_kept(batch: Batch) -> Tensor:
@@ -225,13 +210,10 @@ def _num_kept(batch: Batch) -> Tensor:
 
 
 def learning_rate_scale(batch: Batch) -> float:
-    """Factor from the effective sample size of a step's sequence weights, before any bound."""
-    tokens = batch.tokens
-    drift = importance.token_log_ratio(known(tokens.start_logprobs), tokens.generator_logprobs)
-    ratios = RatioInputs(drift, tokens.contexts, batch.num_contexts)
-    weights = importance.one_per_sequence(importance.sequence_level(ratios), ratios)
-    ess = float(importance.effective_sample_size(weights))
-    return importance.ess_learning_rate_scale(ess)
+    """Factor from the effective sample size of a step's unbounded sequence weights."""
+    drift = ratio_inputs(batch.tokens, known(batch.tokens.start_logprobs), num_sequences=batch.num_contexts)
+    weights = importance.one_per_sequence(importance.sequence_level(drift), drift)
+    return importance.ess_learning_rate_scale(float(importance.effective_sample_size(weights)))
 
 
 def describe_advantages(batch: Batch) -> dict[str, float]:
@@ -246,10 +228,9 @@ def describe_advantages(batch: Batch) -> dict[str, float]:
     }
 
 
-# --- selected tokens -------------------------------------------------------------------------------------------------
 @torch.no_grad()
 def select_tokens(batch: Batch, *, masks: Sequence[Mask], selector: Mask | None, update: int, seed: int) -> Batch:
-    """Fill `is_trusted` from `masks` and `is_selected` from `selector` for one update, given `current_logprobs`."""
+    """Fill `is_trusted` and `is_selected` for one update, given `current_logprobs`."""
     own = batch.trajectories.updates[batch.tokens.sequences] == update
     tokens = batch.tokens.take(own)
     inputs = mask_inputs(tokens, known(tokens.current_logprobs), num_sequences=batch.num_contexts, seed=seed)

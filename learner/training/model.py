@@ -1,4 +1,4 @@
-"""Policy: a transformers causal language model that returns log-probabilities; loading and saving of models."""
+"""Policy: a causal language model that returns log-probabilities; loading of models."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,12 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from slipstream.broker.errors import WeightTransferError
@@ -39,13 +34,7 @@ from slipstream.learner.training.attention import (
 )
 from slipstream.learner.training.rounding import LIMIT, MARGIN, difference, rounded
 from slipstream.runtime.images import takes_images
-from slipstream.runtime.lora import (
-    adapter_parameters,
-    attach_adapter,
-    language_model_class,
-    merge,
-    save_adapter,
-)
+from slipstream.runtime.lora import adapter_parameters, attach_adapter, language_model_class, merge, save_adapter
 from slipstream.runtime.routers import Routers, check_layers, find_routers
 
 COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float32}
@@ -54,7 +43,7 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 _HEAD_TOLERANCE = 1e-5
 """Relative to the largest float32 logit: 84 epsilon for a reordered dot product."""
 _HEAD_LOGITS = 64.0
-"""Magnitude of compared logits. On small ones, a soft cap has less effect than rounding."""
+"""Magnitude of compared logits: on small ones, a soft cap has less effect than rounding."""
 
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
@@ -73,7 +62,7 @@ class OutputHead(nn.Module):
     def __init__(self, causal_lm: PreTrainedModel) -> None:
         super().__init__()
         projection = causal_lm.get_output_embeddings()
-        # Registered here too, because ZeRO-3 gathers parameters of the called module.
+        # Registered here too: ZeRO-3 gathers parameters of the called module.
         self.weight, self.bias = projection.weight, getattr(projection, "bias", None)
         self._cap = getattr(causal_lm.config.get_text_config(), "final_logit_softcapping", None)
 
@@ -111,7 +100,7 @@ class Policy(nn.Module):
         self._base_names = base_names
         self.compute_dtype = compute_dtype
         self.head: OutputHead | None = None
-        """Computes logits in chunks. None: the model computes all at once."""
+        """Computes logits in chunks; None: all at once."""
         self.chunk_elements: int | None = None
         """Logits per chunk; None for those of the device."""
         found = find_routers(causal_lm)
@@ -120,10 +109,6 @@ class Policy(nn.Module):
     @property
     def vocab_size(self) -> int:
         return self.causal_lm.config.get_text_config().vocab_size
-
-    @property
-    def hidden_size(self) -> int:
-        return self.causal_lm.config.get_text_config().hidden_size
 
     @property
     def backbone(self) -> PreTrainedModel:
@@ -135,10 +120,7 @@ class Policy(nn.Module):
         return self.causal_lm.base_model is not self.causal_lm
 
     def probe(self, microbatch: Microbatch) -> Tensor:
-        """Hidden states scaled to about 1, [N, D], for comparing layouts. Without a trunk: log-probabilities, [N, 1].
-
-        Hidden states reveal leaks even if the policy is certain.
-        """
+        """Hidden states scaled to about 1, [N, D], which reveal leaks. Without a trunk: log-probabilities, [N, 1]."""
         if not self.has_trunk:
             return self(microbatch)["logprobs"][:, None]
         part = self.group.take(microbatch)
@@ -156,14 +138,13 @@ class Policy(nn.Module):
     ) -> dict[str, Any]:
         """`logprobs` of the trained tokens, float32[N], and the requested numbers (see `measure_tokens`).
 
-        If `requested` is None, return this rank's `logits` [N, V] instead. `reference_logits` are also this rank's. A
-        mixture of experts adds `expert_load` [M, E] and, given `prices` (see `Trainer.expert_prices`), `aux_loss`.
+        If `requested` is None, returns this rank's `logits` [N, V]. `reference_logits` are also this rank's. Experts
+        add `expert_load` [M, E] and, given `prices` (see `Trainer.expert_prices`), `aux_loss`.
         """
         part = self.group.take(microbatch)
         columns = part.targets, part.temperatures
-        own = self.group.own(candidates, microbatch)
-        options: dict[str, Any] = {"requested": requested, "candidates": own, "reference_logits": reference_logits}
-        options["chunk_elements"] = self.chunk_elements
+        options: dict[str, Any] = {"requested": requested, "candidates": self.group.own(candidates, microbatch)}
+        options |= {"reference_logits": reference_logits, "chunk_elements": self.chunk_elements}
         self._set_routers(part, prices)
         if self.head:
             outputs = self.head(self._states(part), *columns, dtype=self.compute_dtype, **options)
@@ -175,8 +156,7 @@ class Policy(nn.Module):
 
     def _set_routers(self, part: Microbatch, prices: Tensor | None) -> None:
         if self.routers:
-            given = part.experts
-            self.routers.given = None if given is None else given.flatten(0, 1)
+            self.routers.given = None if part.experts is None else part.experts.flatten(0, 1)
             self.routers.keeps_logits = prices is not None
 
     def _routed(self, part: Microbatch, prices: Tensor | None) -> dict[str, Tensor]:
@@ -196,13 +176,12 @@ class Policy(nn.Module):
     def _logits(self, part: Microbatch) -> Tensor:
         keeps_some = len(part.token_ids) == 1 and "logits_to_keep" in signature(self.causal_lm.forward).parameters
         options = {"logits_to_keep": part.sources} if keeps_some else {}
-        output = forward_pass(self.causal_lm, part, group=self.group, **options)
-        logits = output.logits.flatten(0, 1)
+        logits = forward_pass(self.causal_lm, part, group=self.group, **options).logits.flatten(0, 1)
         return logits if keeps_some else logits[part.sources]
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Drop the head unless it computes the model's logits, also large ones. Collective."""
+        """Drop the head unless it computes the model's logits. Collective."""
         if not self.head:
             return
         inputs = {"input_ids": probe_tokens(self.causal_lm), "use_cache": False}
@@ -234,7 +213,7 @@ class Policy(nn.Module):
 
     @cached_property
     def checkpoint_names(self) -> CheckpointNames:
-        """Tensor names for inference engines. Raises WeightTransferError if a tensor cannot be published."""
+        """Names for inference engines. Raises WeightTransferError if a tensor cannot be published."""
         return AdapterNames(self.causal_lm) if self.has_adapter else CheckpointNames(self.causal_lm)
 
     @property
@@ -254,7 +233,7 @@ class Policy(nn.Module):
             save_adapter(self.causal_lm, folder, weights=rest)
 
     def weights(self, *, is_whole: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Adapter parameters have their names in peft files unless `is_whole`."""
+        """Adapter parameters have peft's names unless `is_whole`."""
         is_adapter = self.has_adapter and not is_whole
         return adapter_parameters(self.causal_lm) if is_adapter else named_weights(self.causal_lm)
 
@@ -263,7 +242,7 @@ class RewardModel(Policy):
     """Policy on a single-label sequence classifier."""
 
     def forward(self, microbatch: Microbatch, *, prices: Tensor | None = None, **_: Any) -> dict[str, Tensor]:
-        """`scores`, float32[N], at the tokens before the trained tokens, and router outputs."""
+        """`scores`, float32[N], at tokens before the trained ones, and router outputs."""
         part = self.group.take(microbatch)
         self._set_routers(part, prices)
         scores = self.causal_lm.score(self._states(part)).squeeze(-1)
@@ -279,24 +258,23 @@ class WideLinear(nn.Linear):
 
 @contextmanager
 def in_float32(model: Any) -> Iterator[None]:
-    """Hold a model's weights in float32 within the block; with ZeRO-3, only those of the layer that computes.
+    """Hold a model's weights in float32 within the block; with ZeRO-3, those of the layer that computes.
 
     `model`: has `compute_dtype`. The weights must not change.
     """
-    held: list[tuple[nn.Parameter, Tensor]] = []
+    held: dict[int, tuple[nn.Parameter, Tensor]] = {}
     before, model.compute_dtype = model.compute_dtype, torch.float32
 
     def widen(part: nn.Module, *_: Any) -> None:
         for parameter in part.parameters(recurse=False):
             if parameter.dtype != torch.float32:
-                held.append((parameter, parameter.data))
+                held[id(parameter)] = parameter, parameter.data
                 parameter.data = parameter.data.float()
 
     def narrow(part: nn.Module, *_: Any) -> None:
-        own = {id(parameter) for parameter in part.parameters(recurse=False)}
-        for entry in [entry for entry in held if id(entry[0]) in own]:
-            entry[0].data = entry[1]
-            held.remove(entry)
+        for parameter in part.parameters(recurse=False):
+            if id(parameter) in held:
+                parameter.data = held.pop(id(parameter))[1]
 
     handles = []
     for part in model.modules():
@@ -311,7 +289,7 @@ def in_float32(model: Any) -> Iterator[None]:
         model.compute_dtype = before
         for handle in handles:
             handle.remove()
-        for parameter, data in held:
+        for parameter, data in held.values():
             parameter.data = data
 
 
@@ -327,7 +305,7 @@ def forward_pass(module: nn.Module, part: Microbatch, *, group: SequenceGroup, *
     arguments |= {name: tensor for name, tensor in inputs.items() if tensor is not None}
     token_ids = part.token_ids
     if part.is_image is not None:
-        # transformers inserts images at image tokens, but models may also generate such tokens.
+        # transformers inserts images at image tokens, also at generated ones.
         arguments["inputs_embeds"] = module.get_input_embeddings()(token_ids)
         token_ids = torch.where(part.is_image, module.config.image_token_id, -1)
     if module.config._attn_implementation == PACKED:
@@ -338,10 +316,7 @@ def forward_pass(module: nn.Module, part: Microbatch, *, group: SequenceGroup, *
 
 
 def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, Tensor] | None:
-    """Mask with the window, which transformers adds only to its own masks; None without a shared prompt.
-
-    One per layer type if only some have a window.
-    """
+    """Mask with any window, one per layer type if only some have one; None without a shared prompt."""
     if microbatch.spans is None or not microbatch.spans.has_shared:
         return None
     mask = microbatch.spans.mask(microbatch.token_ids.shape, microbatch.token_ids.device)
@@ -349,7 +324,7 @@ def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, T
     window = getattr(text, "sliding_window", None)
     kinds = set(getattr(text, "layer_types", None) or [_WINDOWED])
     if window and mask.shape[-1] > window and kinds in ({_WINDOWED}, {_WINDOWED, _FULL}):
-        # Distances along the sequence: in the row, siblings may be between a response and its prompt.
+        # Distances along the sequence: a row may have siblings between a response and its prompt.
         positions = known(microbatch.position_ids)
         positions = positions if positions.dim() == 2 else positions[0]
         near = mask & (positions[:, None, :, None] - positions[:, None, None, :] < window)
@@ -357,34 +332,17 @@ def _attention_mask(config: Any, microbatch: Microbatch) -> Tensor | dict[str, T
     if config._attn_implementation == "eager":
         # Added to the scores.
         hidden = torch.finfo(torch.float32).min
-        masks = {
-            kind: torch.zeros(each.shape, device=each.device).masked_fill_(~each, hidden)
-            for kind, each in masks.items()
-        }
+        masks = {kind: torch.where(each, 0.0, hidden) for kind, each in masks.items()}
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 def load_policy(
-    config: ModelConfig,
-    *,
-    device: torch.device,
-    gradient_checkpointing: bool = False,
-    is_reward_model: bool = False,
-    loading: AbstractContextManager[None] | None = None,
-    group: SequenceGroup = SINGLE_RANK,
-    setting: str = "model.path",
+    config: ModelConfig, *, is_reward_model: bool = False, setting: str = "model.path", **options: Any
 ) -> Policy:
-    """Load a checkpoint without dropout, and attach any adapter.
-
-    `loading`: context such as `sharded_loading`. `setting`: config key of the path. Raises ModelError, ConfigError.
-    """
+    """Load a checkpoint with any adapter. `options`: see `load_module`. Raises ModelError, ConfigError."""
     check_layers(config)
     kind = AutoModelForSequenceClassification if is_reward_model else language_model_class(config.path)
-    # ZeRO-3 draws random numbers while loading, but adapters must start equal everywhere.
-    with torch.random.fork_rng(), loading or nullcontext():
-        module, _ = load_module(
-            kind, config, device=device, setting=setting, group=group, gradient_checkpointing=gradient_checkpointing
-        )
+    module, _ = load_module(kind, config, setting=setting, **options)
     base_names = None
     if config.lora:
         base_names = CheckpointNames(module)
@@ -395,7 +353,7 @@ def load_policy(
         module.score.forward = partial(WideLinear.forward, module.score)
     wrap = RewardModel if is_reward_model else Policy
     policy = wrap(module, compute_dtype=COMPUTE_DTYPES[config.dtype], base_names=base_names)
-    policy.group = group
+    policy.group = options.get("group", SINGLE_RANK)
     if not is_reward_model and module.get_output_embeddings() is not None and policy.has_trunk:
         policy.head = OutputHead(module)
         if not is_sharded(module):
@@ -416,28 +374,41 @@ def load_module(
     setting: str,
     group: SequenceGroup = SINGLE_RANK,
     gradient_checkpointing: bool = False,
+    loading: AbstractContextManager[None] | None = None,
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load a model with a transformers Auto class (`kind`), and list weights that the checkpoint lacks.
 
-    `setting`: config key of the path. Raises ModelError if the model, unless sharded, differs from transformers in
-    evaluation mode.
+    `setting`: config key of the path. `loading`: context such as `sharded_loading`. Raises ModelError, also if an
+    unsharded model differs from transformers in evaluation mode.
     """
     logging.disable_progress_bar()
+    # ZeRO-3 draws random numbers here, but adapters must start equal everywhere.
+    with torch.random.fork_rng(), loading or nullcontext():
+        module, found = _load_pretrained(kind, config, on_gpu=device.type == "cuda", setting=setting, group=group)
+        module = module.to(device)
+        _disable_noise(module, gradient_checkpointing=gradient_checkpointing)
+        # A sharded model cannot compute outside an engine.
+        if not is_sharded(module):
+            with native_attention(module):
+                _check_untouched(module, config, setting=setting)
+    return module, sorted(found["missing_keys"])
+
+
+def _load_pretrained(kind: Any, config: ModelConfig, *, on_gpu: bool, setting: str, group: SequenceGroup) -> Any:
+    """The model and transformers' report. Raises ModelError."""
     try:
         settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
         _disable_dropout(settings)
         if kind is AutoModelForSequenceClassification:
             settings.num_labels = 1
-        model_class = kind._model_mapping.get(type(settings), None)
-        if group.size > 1:
+        model_class, is_sliced = kind._model_mapping.get(type(settings), None), group.size > 1
+        if is_sliced:
             check_sequence_parallel(settings, model_class, size=group.size, setting=setting, path=config.path)
-        module, found = kind.from_pretrained(
+        return kind.from_pretrained(
             config.path,
             config=settings,
             dtype=COMPUTE_DTYPES[config.dtype],
-            attn_implementation=choose_attention(
-                settings, model_class, config, on_gpu=device.type == "cuda", is_sliced=group.size > 1
-            ),
+            attn_implementation=choose_attention(settings, model_class, config, on_gpu=on_gpu, is_sliced=is_sliced),
             trust_remote_code=config.trust_remote_code,
             output_loading_info=True,
         )
@@ -448,17 +419,10 @@ def load_module(
             f"{setting} must be a readable transformers checkpoint of a causal language model, got {config.path!r}: "
             f"{first_line(error)}"
         ) from error
-    module = module.to(device)
-    _disable_noise(module, gradient_checkpointing=gradient_checkpointing)
-    # A sharded model cannot compute outside an engine.
-    if not is_sharded(module):
-        with native_attention(module):
-            _check_untouched(module, config, setting=setting)
-    return module, sorted(found["missing_keys"])
 
 
 def _disable_dropout(settings: PreTrainedConfig) -> None:
-    """Disable dropout: layers that recompute activations are in training mode."""
+    """Layers that recompute activations are in training mode."""
     for part in (settings, settings.get_text_config()):
         for name, value in vars(part).items():
             # For example `resid_pdrop` (GPT-2) and `layerdrop` (OPT).
@@ -467,33 +431,28 @@ def _disable_dropout(settings: PreTrainedConfig) -> None:
 
 
 def _disable_noise(module: PreTrainedModel, *, gradient_checkpointing: bool) -> None:
-    """Set evaluation mode, because some routers are random in training mode."""
+    """Set evaluation mode: some routers are random in training mode."""
     module.eval()
     if gradient_checkpointing:
         module.gradient_checkpointing_enable({"use_reentrant": False})
-        # transformers recomputes activations only in training mode. Submodules stay in evaluation mode.
+        # transformers recomputes activations in training mode. Submodules stay in evaluation mode.
         for part in module.modules():
             part.training = getattr(part, "gradient_checkpointing", False)
 
 
 @torch.no_grad()
 def _check_untouched(module: PreTrainedModel, config: ModelConfig, *, setting: str) -> None:
-    """Raise ModelError unless a model built from the unmodified config computes the same."""
+    """Raise ModelError unless a model of the unmodified config computes the same."""
     settings = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
     settings.num_labels = module.config.num_labels
-    untouched = type(module).from_pretrained(
-        None,
-        config=settings,
-        state_dict=module.state_dict(),
-        dtype=module.dtype,
-        attn_implementation=module.config._attn_implementation,
-    )
-    untouched = untouched.to(module.device).eval()
+    options = {"config": settings, "state_dict": module.state_dict(), "dtype": module.dtype}
+    attention = module.config._attn_implementation
+    untouched = type(module).from_pretrained(None, **options, attn_implementation=attention).to(module.device).eval()
     got = f"got {config.path!r} ({type(module).__name__})"
     token_ids, limit = probe_tokens(module), LIMIT
 
     def compute(model: PreTrainedModel) -> Tensor:
-        # A classifier outputs a single score, so compare hidden states.
+        # Hidden states of a classifier, which outputs one score.
         part = model.base_model if hasattr(model, "score") else model
         return part(input_ids=token_ids, use_cache=False)[0]
 
@@ -525,9 +484,9 @@ def probe_tokens(module: PreTrainedModel) -> Tensor:
 
 def positions_of(config: PreTrainedConfig) -> int:
     """Maximum row length in the config, else UNLIMITED."""
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
+    found = getattr(config.get_text_config(), "max_position_embeddings", None) or 0
     # XLNet uses -1 for no limit.
-    return found if found and found > 0 else UNLIMITED
+    return found if found > 0 else UNLIMITED
 
 
 def first_line(error: BaseException) -> str:

@@ -7,8 +7,8 @@ Per token, with sg = stop gradient and w = correction(pi_proximal / pi_generator
            - entropy_coef * entropy + positive_nll_coef * [correct] * (-log pi_learner)
            + distillation.coef * divergence(learner, teacher)
 
-`algorithm.proximal` selects pi_proximal. Rejected tokens (`is_kept` false) have no loss, masked ones (`is_trusted`
-false) no policy loss.
+`algorithm.proximal` selects pi_proximal. Rejected tokens (not `is_kept`) have no loss, masked ones (not `is_trusted`)
+no policy loss.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from slipstream.configs.algorithm import AlgorithmConfig, DistillationConfig
 from slipstream.configs.base import Formula
 from slipstream.configs.policy_losses import CustomPolicyLossConfig
 from slipstream.learner.algorithms import distillation, find, importance, kl
-from slipstream.learner.algorithms.inputs import KlInputs, LossInputs, RatioInputs, known
+from slipstream.learner.algorithms.inputs import KlInputs, LossInputs, known
 from slipstream.learner.algorithms.logprobs import Requested
 from slipstream.learner.algorithms.policy_losses import idle_tokens
 from slipstream.learner.batching.batch import Batch, Tokens
@@ -38,13 +38,9 @@ from slipstream.runtime.import_path import load_function
 
 
 def load_formula(record: Formula, *, setting: str) -> Callable[[Any], Any]:
-    """Function that `record` selects, with its settings bound.
-
-    `setting`: its config key. Raises ConfigError.
-    """
+    """Function that `record` selects, with its settings. `setting`: its config key. Raises ConfigError."""
     if isinstance(record, CustomAdvantageConfig | CustomPolicyLossConfig):
-        function = load_function(record.function, setting=setting, arguments=record.arguments)
-        return partial(function, **record.arguments)
+        return partial(load_function(record.function, setting=setting, arguments=record.arguments), **record.arguments)
     return bind(record.formula(), record)
 
 
@@ -58,7 +54,7 @@ def bind(name: str, record: Formula) -> Callable[[Any], Any]:
 
 @dataclass
 class ObjectiveState:
-    """State carried across steps and checkpoints, equal on every rank."""
+    """State across steps and checkpoints, equal on every rank."""
 
     kl_coefficient: float | None = None
     """None before the first step or if fixed."""
@@ -95,16 +91,13 @@ class Objective:
         current = self.state.kl_coefficient
         return self._config.kl.coef if current is None else current
 
-    # --- before the gradient -------------------------------------------------------------------------------------
     @torch.no_grad()
     def prepare(self, batch: Batch) -> Batch:
         """Fill the columns that the loss needs, without gradient. Raises BatchError."""
         config = self._config
         # The correction comes first: rejected trajectories may leave baselines.
         batch = loss_inputs.correct_batch(batch, config=config)
-        batch = loss_inputs.shape_rewards(
-            batch, config=config, kl_coefficient=self.kl_coefficient, max_tokens=self._max_tokens
-        )
+        batch = loss_inputs.shape_rewards(batch, config=config, price=self.kl_coefficient, max_tokens=self._max_tokens)
         batch = loss_inputs.fill_advantages(batch, self._advantage, config=config.advantage, state=self.state.advantage)
         if config.distillation:
             batch = loss_inputs.add_teacher_advantages(batch, config=config.distillation)
@@ -126,24 +119,22 @@ class Objective:
                 horizon=adaptive.horizon,
             )
 
-    # --- with gradient -------------------------------------------------------------------------------------------
     def loss(self, tokens: Tokens, measured: dict[str, Tensor], *, metrics: StepMetrics) -> Tensor:
-        """Part of the update's loss for `tokens`, in complete contexts. Adds statistics to `metrics`.
+        """Part of the update's loss for `tokens`, in complete contexts, and its statistics. Raises BatchError.
 
-        `measured`: outputs of the forward pass. Raises BatchError.
+        `measured`: outputs of the forward pass.
         """
         learner = measured["logprobs"]
-        # Otherwise sums over a microbatch's contexts would be as long as the batch.
+        # Otherwise sums over contexts would be as long as the batch.
         numbers, contexts = torch.unique(tokens.contexts, return_inverse=True)
         tokens = tokens.replace(contexts=contexts)
         inputs, correction = self._loss_inputs(tokens, learner, num_sequences=len(numbers))
-        # Tokens that are impossible under the learner (-inf) would make the loss infinite. NaN stays and ends the run:
-        # the model is broken.
+        # Impossible tokens (-inf) would make the loss infinite. NaN stays and ends the run: the model is broken.
         is_possible = learner.detach() != -torch.inf
         correction = correction._replace(is_kept=correction.is_kept & is_possible)
         is_trusted = self._trusted(tokens, learner.detach(), num_sequences=len(numbers))
         is_counted = correction.is_kept & (correction.weights > 0) & is_trusted
-        # 0 * log_ratio, because ranks call backward together: a loss without counted tokens needs a graph too.
+        # 0 * log_ratio: ranks call backward together, so a loss without counted tokens needs a graph.
         policy_losses, is_idle = 0 * inputs.log_ratio, ~is_trusted
         if is_counted.any():
             # Uncounted tokens must not affect their sequence's ratio.
@@ -151,14 +142,14 @@ class Objective:
             losses = self._policy_loss(counted)
             self._check_shape(losses, counted)
             policy_losses = torch.zeros_like(inputs.log_ratio).masked_scatter(is_counted, losses)
-            # On a leaf, to keep the first graph for the backward pass.
+            # On a leaf, to keep the graph for the backward pass.
             leaf = counted.log_ratio.detach().requires_grad_()
             with torch.enable_grad():
                 again = self._policy_loss(dataclasses.replace(counted, log_ratio=leaf))
             is_idle = is_idle.masked_scatter(is_counted, idle_tokens(again, leaf, counted.advantages))
         divergence = self._reference_kl(tokens, measured)
         token_losses = correction.weights * policy_losses + self._regularizers(tokens, measured, divergence)
-        # A sum: the token weights include the denominator of the whole update.
+        # A sum: the token weights include the denominator.
         loss = (known(tokens.token_weights) * correction.is_kept * token_losses).sum()
         if tokens.nll_weights is not None:
             loss = loss - (tokens.nll_weights * correction.is_kept * learner.masked_fill(~is_possible, 0.0)).sum()
@@ -186,20 +177,19 @@ class Objective:
         return inputs, correction
 
     def _trusted(self, tokens: Tokens, learner: Tensor, *, num_sequences: int) -> Tensor:
-        is_trusted = torch.ones_like(tokens.sequences, dtype=torch.bool)
-        if tokens.is_trusted is not None:
-            is_trusted &= tokens.is_trusted
+        all_tokens = torch.ones_like(tokens.sequences, dtype=torch.bool)
+        is_trusted = all_tokens if tokens.is_trusted is None else tokens.is_trusted
         if self._local_masks:
             inputs = loss_inputs.mask_inputs(tokens, learner, num_sequences=num_sequences)
             for mask in self._local_masks:
-                is_trusted &= mask(inputs)
+                is_trusted = is_trusted & mask(inputs)
         return is_trusted
 
     def _proximal_logprobs(self, tokens: Tokens, learner_logprobs: Tensor) -> Tensor:
         if self._config.proximal == "generator":
             return tokens.generator_logprobs
         if self._config.proximal == "interpolate":
-            # Versions relative to the learner at the start of the step, which produces version 1.
+            # Versions relative to the start of the step, which produces version 1.
             alpha = importance.interpolation(tokens.lags)
             return importance.loglinear(tokens.generator_logprobs, learner_logprobs, alpha=alpha)
         if self._config.proximal == "reuse" or tokens.start_logprobs is None:
@@ -207,19 +197,15 @@ class Objective:
             return learner_logprobs
         return tokens.start_logprobs
 
-    def _correction(
-        self, tokens: Tokens, anchor: Tensor, learner_logprobs: Tensor, *, num_sequences: int
-    ) -> Correction:
+    def _correction(self, tokens: Tokens, anchor: Tensor, learner: Tensor, *, num_sequences: int) -> Correction:
         """Correction of the whole batch if known, else from current values.
 
-        Rejection compares learner and generator, because the drift of an interpolated proximal policy is smaller.
+        Rejection compares learner and generator: the drift of an interpolated proximal policy is smaller.
         """
         if tokens.correction_weights is not None:
             return Correction(tokens.correction_weights, known(tokens.is_kept), known(tokens.is_bounded))
-        drift, distance = (
-            RatioInputs(importance.token_log_ratio(x, tokens.generator_logprobs), tokens.contexts, num_sequences)
-            for x in (anchor, learner_logprobs)
-        )
+        measure = partial(loss_inputs.ratio_inputs, tokens, num_sequences=num_sequences)
+        drift, distance = map(measure, (anchor, learner))
         return correct(drift, learner=distance, config=self._config.correction)
 
     def _reference_kl(self, tokens: Tokens, measured: dict[str, Tensor]) -> Tensor:
@@ -246,16 +232,8 @@ def _teacher_losses(tokens: Tokens, measured: dict[str, Tensor], *, config: Dist
     if config.divergence == "k1":
         return torch.zeros_like(measured["logprobs"])
     if config.divergence == "k3":
-        losses = distillation.sampled_k3(measured["logprobs"], known(tokens.teacher_logprobs))
-    elif config.divergence == "forward_kl_topk":
-        losses = distillation.forward_kl_topk(
-            measured["candidate_logprobs"], measured["teacher_candidate_logprobs"], renormalize=config.renormalize
-        )
-    else:
-        losses = distillation.generalized_jsd(
-            measured["candidate_logprobs"],
-            measured["teacher_candidate_logprobs"],
-            beta=config.beta,
-            renormalize=config.renormalize,
-        )
-    return config.coef * losses
+        return config.coef * distillation.sampled_k3(measured["logprobs"], known(tokens.teacher_logprobs))
+    candidates = measured["candidate_logprobs"], measured["teacher_candidate_logprobs"]
+    if config.divergence == "forward_kl_topk":
+        return config.coef * distillation.forward_kl_topk(*candidates, renormalize=config.renormalize)
+    return config.coef * distillation.generalized_jsd(*candidates, beta=config.beta, renormalize=config.renormalize)

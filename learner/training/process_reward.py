@@ -3,11 +3,11 @@
     loss = mean over answers of cross_entropy(sigmoid(sum over tokens of reward), correct)
     reward = beta * (log pi_model - log pi_reference), per trained token
 
-The advantage takes the rewards of the updated model. The paper's Algorithm 1 computes them before the update, its code
-in verl (recipe/prime, `update: before`) after it.
+The advantage takes the updated model's rewards. The paper's Algorithm 1 computes them before the update, its code in
+verl (recipe/prime, `update: before`) after it.
 
-Only answers with a valid reward and a trained token count. Tokens that the correction rejects for the policy stay,
-because an answer's score is the sum over all its tokens.
+Only answers with a valid reward and a trained token count. Tokens that the correction rejects stay: a score is the sum
+over all tokens.
 """
 
 from collections.abc import Sequence
@@ -27,25 +27,21 @@ from slipstream.learner.algorithms.token_advantages import implicit_rewards, out
 from slipstream.learner.batching.batch import Batch
 from slipstream.learner.batching.microbatch import Microbatch, recompute
 from slipstream.learner.training.model import Policy, load_policy
-from slipstream.learner.training.second_model import SecondModel
+from slipstream.learner.training.second_model import SecondModel, Updates
 
 
 class ProcessReward(SecondModel[Policy, ProcessRewardConfig]):
-    """A language model that starts as the policy, without an adapter."""
+    """A language model, initially the policy without an adapter."""
 
     @staticmethod
-    def load(config: ModelConfig, *, device: torch.device, **options: Any) -> Policy:
+    def load(config: ModelConfig, **options: Any) -> Policy:
         setting = "algorithm.process_reward.path (by default model.path)"
-        return load_policy(msgspec.structs.replace(config, lora=None), device=device, setting=setting, **options)
+        return load_policy(msgspec.structs.replace(config, lora=None), setting=setting, **options)
 
-    def fill(
-        self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int
-    ) -> tuple[Batch, dict[str, float]]:
+    def fill(self, batch: Batch, updates: Updates, *, step: int) -> tuple[Batch, dict[str, float]]:
         # Recorded experts belong to the policy.
         updates = [[replace(microbatch, experts=None) for microbatch in microbatches] for microbatches in updates]
-        found = [
-            self._train(batch, microbatches, update=index, step=step) for index, microbatches in enumerate(updates)
-        ]
+        found = [self._train(batch, each, update=index, step=step) for index, each in enumerate(updates)]
         loss, norm, num_right, num_answers = torch.tensor(found, dtype=torch.float64).sum(0).tolist()
         moved = max(1, sum(count > 0 for *_, count in found))
         return batch.with_tokens(process_rewards=self._rewards(batch, [*chain(*updates)])), {
@@ -62,7 +58,7 @@ class ProcessReward(SecondModel[Policy, ProcessRewardConfig]):
         is_counted = answers.is_member & (answers.num_trained > 0) & (answers.updates == update)
         if not (num_answers := int(is_counted.sum())):
             return 0.0, 0.0, 0, 0
-        # An answer's tokens may be in several microbatches, so its score must be known before the first gradient.
+        # An answer's tokens may be in several microbatches, so scores come first.
         rewards = self._rewards(batch, microbatches).double()
         scores = segments.sums(rewards, batch.tokens.sequences, num_segments=batch.num_trajectories)
         weights = answers.draw_weights * is_counted / num_answers

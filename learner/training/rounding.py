@@ -1,4 +1,4 @@
-"""Rounding: differences between computations of the same numbers that rounding explains."""
+"""Rounding: differences that rounding explains."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,19 +11,19 @@ from torch import Tensor, nn
 LIMIT = 64 * torch.finfo(torch.float32).eps
 """Difference relative to the spread that float32 rounding explains in any model, 7.6e-6.
 
-Measured in small models: at most 7e-7 in exact layouts, at least 1.7e-5 in leaking ones at initialization.
+In small models: at most 7e-7 in exact layouts, at least 1.7e-5 in leaking ones at initialization.
 """
 
 MARGIN = 4
-"""Factor on the effect of `rounded`: both computations round, in more operations than it perturbs."""
+"""Factor on the effect of `rounded`, which perturbs few operations of one computation."""
 
 
 def difference(
     found: Tensor, expected: Tensor, *, parts: Sequence[Any] = (slice(None),), spread_of: Tensor | None = None
 ) -> float:
-    """Largest mean distance within any of `parts` (indices of the first axis); infinity if not finite.
+    """Largest mean distance within `parts` (indices of the first axis), infinity if not finite.
 
-    Relative to the standard deviation of `expected` or, if given, `spread_of`.
+    Relative to the standard deviation of `expected` or `spread_of`.
     """
     distances = (found.float() - expected.float()).abs()
     spread = (expected if spread_of is None else spread_of).float().std(correction=0)
@@ -34,7 +34,7 @@ def difference(
 
 @contextmanager
 def rounded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Perturb every leaf module's output by at most epsilon of `dtype`: the change estimates the rounding error.
+    """Perturb leaf modules' outputs by at most epsilon of `dtype`, to estimate the rounding error.
 
     Source: Monte Carlo arithmetic, Parker 1997. Differs: one perturbation per module instead of per operation.
     """

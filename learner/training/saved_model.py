@@ -1,14 +1,14 @@
 """Saved models: weights in transformers format, in files of bounded size.
 
-No rank holds a whole unsharded model. A checkpoint deals the files to the ranks, and each copies its own to host
-memory. The final model is written by rank 0, one file after another.
+No rank holds a whole unsharded model. For a checkpoint, each rank copies its share of the files to host memory. Rank 0
+writes the final model, file by file.
 """
 
 import json
 import math
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,16 +31,16 @@ FILE_BYTES = 2 * 2**30
 _INDEX = "model.safetensors.index.json"
 _FORMAT = {"format": "pt"}
 FOLDER = ""
-"""Key of the write that makes the folder with all but the weights."""
+"""Key of the write of all but the weights."""
 
 
 def copy_model(engine: ModelEngine, *, config: ModelConfig, ranks: Ranks) -> dict[str, Write]:
-    """Copy this rank's files of a model to host memory. Returns their writes, by name within its folder. Collective."""
+    """Copy this rank's files to host memory. Returns their writes by name. Collective."""
     files = _files(engine.model)
     names = list(dict.fromkeys(files.values()))
     copies: dict[str, dict[str, Tensor]] = {name: {} for name in names[ranks.rank :: ranks.size]}
     rest: dict[str, Tensor] = {}
-    for name, tensor in _saved(engine, rest):
+    for name, tensor in engine.model.to_saved(engine.gather_parameters(is_whole=True), rest):
         if (file := files[name]) in copies:
             copies[file][name] = _copied(tensor)
     writes: dict[str, Write] = {name: partial(_save_file, tensors) for name, tensors in copies.items()}
@@ -54,8 +54,7 @@ def save_model(
 ) -> None:
     """Write a model with any tokenizer of `config.path`. An adapter is merged and also saved separately.
 
-    Collective: rank 0 writes each file as soon as it is gathered. On a full disk, it waits with `disk`, or raises after
-    all ranks are done.
+    Collective: rank 0 writes each file once it is gathered. On a full disk, it waits with `disk`, or raises at the end.
     """
 
     def attempt(write: Callable[[], object]) -> None:
@@ -67,7 +66,7 @@ def save_model(
     files, rest = _files(engine.model), dict[str, Tensor]()
     missing, parts = Counter(files.values()), defaultdict[str, dict[str, Tensor]](dict)
     failure: Exception | None = None
-    for name, tensor in _saved(engine, rest):
+    for name, tensor in engine.model.to_saved(engine.gather_parameters(is_whole=True), rest):
         if not ranks.is_first or failure:
             continue
         parts[file := files[name]][name] = _copied(tensor)
@@ -85,10 +84,9 @@ def save_model(
 
 
 def _files(model: Trainable) -> dict[str, str]:
-    """Saved tensor -> its file. The tensors of a file are gathered at about the same time."""
-    sizes = {
-        name: math.prod(shape) * dtype.itemsize for name, shape, dtype in model.saved_names.metadata(model.saved_dtype)
-    }
+    """Saved tensor -> its file, in the order of gathering."""
+    metadata = model.saved_names.metadata(model.saved_dtype)
+    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape, dtype in metadata}
     parts, size = [list[str]()], 0
     for name, num_bytes in sizes.items():
         if parts[-1] and size + num_bytes > FILE_BYTES:
@@ -98,16 +96,8 @@ def _files(model: Trainable) -> dict[str, str]:
         size += num_bytes
     if len(parts) == 1:
         return dict.fromkeys(sizes, "model.safetensors")
-    return {
-        name: f"model-{number:05}-of-{len(parts):05}.safetensors"
-        for number, part in enumerate(parts, 1)
-        for name in part
-    }
-
-
-def _saved(engine: ModelEngine, rest: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the unsharded tensors of the files, and fill `rest`. Collective."""
-    return engine.model.to_saved(engine.gather_parameters(is_whole=True), rest)
+    file = "model-{:05}-of-{:05}.safetensors".format
+    return {name: file(number, len(parts)) for number, part in enumerate(parts, 1) for name in part}
 
 
 def _copied(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Second model: a model that is trained beside the policy with its own engine, such as the critic."""
+"""Second model: a model trained along with the policy in its own engine, such as the critic."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -18,6 +18,9 @@ from slipstream.learner.ranks import Ranks
 
 M = TypeVar("M", bound=Trainable)
 C = TypeVar("C", CriticConfig, ProcessRewardConfig)
+
+Updates = Sequence[Sequence[Microbatch]]
+"""Microbatches of each optimizer update of a step."""
 
 
 class SecondModel(ABC, Generic[M, C]):
@@ -39,29 +42,23 @@ class SecondModel(ABC, Generic[M, C]):
 
     @staticmethod
     @abstractmethod
-    def load(config: ModelConfig, *, device: torch.device, **options: Any) -> M:
-        """Load a policy, or a saved model of this kind. `options`: see `load_policy`. Raises ModelError."""
+    def load(config: ModelConfig, **options: Any) -> M:
+        """Load a policy, or a saved model of this kind. `options`: see `load_module`. Raises ModelError."""
 
     @abstractmethod
-    def fill(
-        self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int
-    ) -> tuple[Batch, dict[str, float]]:
-        """Fill the columns that the advantage takes. Returns metrics of any training. Raises DivergenceError."""
+    def fill(self, batch: Batch, updates: Updates, *, step: int) -> tuple[Batch, dict[str, float]]:
+        """Fill columns for the advantage. Returns metrics of any training. Raises DivergenceError."""
 
-    def learn(self, batch: Batch, updates: Sequence[Sequence[Microbatch]], *, step: int) -> dict[str, float]:
-        """Train on what `Objective.prepare` filled, and return metrics. Raises DivergenceError.
-
-        `updates`: those in which the policy has a loss.
-        """
+    def learn(self, batch: Batch, updates: Updates, *, step: int) -> dict[str, float]:
+        """Train after `Objective.prepare`, in `updates` with a loss of the policy. Raises DivergenceError."""
         return {}
 
     def update(
         self, microbatches: Sequence[Microbatch], measure: Callable[[Microbatch], tuple[Tensor, ...]], *, step: int
     ) -> tuple[Tensor, float]:
-        """Make one optimizer update.
+        """Make one optimizer update. Returns sums over this rank's microbatches, float64[K], and the gradient norm.
 
-        `measure`: a microbatch's part of the loss, and numbers to sum. Returns sums over this rank's microbatches,
-        float64[K], and the gradient norm.
+        `measure`: a microbatch's part of the loss, and numbers to sum.
         """
         sums = []
         for microbatch in microbatches:

@@ -8,13 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -30,25 +24,23 @@ from slipstream.learner.training.model import COMPUTE_DTYPES, OutputHead, Policy
 _ROW_TOKENS = 64
 _EXPERTS = "slipstream_traced"
 _UNTRACED = (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
-)
+    fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedFakeTensorException, fake_tensor.UnsupportedOperatorException,
+)  # fmt: skip
 
 
 def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) -> int:
     """Peak memory of a forward and backward pass over the largest microbatch, without gradients.
 
-    `model` must be on the meta device. With sequence parallelism, sums over the ranks that share a sequence. If
-    data-dependent operations prevent tracing, estimates 34 bytes per token, unit of width, and layer (one with gradient
-    checkpointing), twice that in float32 (Korthikanti et al., arXiv:2205.05198).
+    `model` must be on the meta device. With sequence parallelism, sums over ranks that share a sequence. For
+    data-dependent operations, estimates 34 bytes per token, unit of width, and layer (one with gradient checkpointing),
+    twice that in float32 (Korthikanti et al., arXiv:2205.05198).
     """
     microbatch = largest_microbatch(run, model)
     engine, compute_dtype = run.learner.engine, COMPUTE_DTYPES[run.model.dtype]
     is_recomputed = engine.gradient_checkpointing
     allocations = Allocations()
-    with FakeTensorMode() as fake:
+    with fake_tensor.FakeTensorMode() as fake:
         _materialize(model, dtype=compute_dtype)
         model.set_experts_implementation(_EXPERTS)
         is_sliced = run.learner.sequence_parallel > 1
@@ -79,7 +71,7 @@ def step_bytes(run: RunConfig, model: PreTrainedModel, *, on_gpu: bool = False) 
 
 
 def _run_experts(experts: Any, states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """Experts with the memory of grouped matrix products, without data-dependent shapes."""
+    """Experts with the memory of grouped matrix products."""
     repeated = states.repeat_interleave(chosen.shape[-1], dim=0)
 
     def project(inputs: Tensor, matrices: Tensor) -> Tensor:
@@ -111,9 +103,7 @@ class Allocations(TorchDispatchMode):
         self._total = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {
-            tensor.untyped_storage()._cdata for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)
-        }
+        before = {each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if not isinstance(tensor, Tensor):
@@ -132,11 +122,9 @@ class Allocations(TorchDispatchMode):
 
 
 def largest_microbatch(run: RunConfig, model: PreTrainedModel) -> Microbatch:
-    """Microbatch with the most tokens, from samples of the maximum length."""
+    """Microbatch with the most tokens, of samples of maximum length."""
     longest = run.model.max_length
-    prompt, group_size = 1, 1
-    if run.mode != "sft":
-        prompt, group_size = run.data.max_prompt_tokens, run.generators.group_size
+    prompt, group_size = (1, 1) if run.mode == "sft" else (run.data.max_prompt_tokens, run.generators.group_size)
     budget = run.learner.tokens_per_microbatch
     trained = np.arange(prompt, longest)
     samples = [
@@ -148,7 +136,7 @@ def largest_microbatch(run: RunConfig, model: PreTrainedModel) -> Microbatch:
 
 
 def _materialize(model: nn.Module, *, dtype: torch.dtype) -> None:
-    """Replace meta tensors with fake tensors on the CPU. `dtype`: of floating-point parameters."""
+    """Replace meta tensors with fake ones on the CPU. `dtype`: of floating-point parameters."""
     made: dict[int, Tensor] = {}
     for part in model.modules():
         for table in (part._parameters, part._buffers):

@@ -3,8 +3,8 @@
 Ratios come from sums over microbatches, updates, and ranks. A token counts at its lag, a trajectory once per context,
 at its oldest token's lag.
 
-GradientSimilarity compares consecutive gradients, which are nearly orthogonal in stable training, but stay aligned for
-many steps before staleness makes a run collapse.
+GradientSimilarity compares consecutive gradients, nearly orthogonal in stable training, but aligned for many steps
+before staleness makes a run collapse.
 
     cos(g_t, g_{t-1}) = <g_t, g_{t-1}> / (|g_t| |g_{t-1}|)
 
@@ -14,7 +14,7 @@ Source: GAC, arXiv:2603.01501.
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -82,16 +82,15 @@ TOKEN_SUMS = (
     "mismatch_ratio_mean", "mismatch_ratio_squared", "probability_gap_mean", "nonfinite_fraction", "entropy",
     "reference_kl",
 )  # fmt: skip
-"""Each mean is the metric of that name, except for `tokens` and the squares."""
+"""Each mean is the metric of that name, except `tokens` and squares."""
 TRAJECTORY_SUMS = ("count", "drift", "drift_squared", "perplexity_ratio", "kept", "idle")
 MAXIMA = ("ratio_max", "weight_max", "weight_min", "mismatch_max", "probability_gap_max")
-"""Each is the metric of that name, but the smallest weight with its sign changed."""
+"""Each is the metric of that name, with the sign of the smallest weight changed."""
 
 
 def lag_buckets(lags: Int[Tensor, "N"]) -> Int[Tensor, "N"]:
     """Index in LAG_BUCKETS of each lag."""
-    starts = torch.tensor(list(LAG_BUCKETS.values()), device=lags.device)
-    return torch.bucketize(lags, starts, right=True) - 1
+    return torch.bucketize(lags, torch.tensor(list(LAG_BUCKETS.values()), device=lags.device), right=True) - 1
 
 
 def no_counts() -> Counts:
@@ -103,13 +102,11 @@ def no_counts() -> Counts:
 
 def count_tokens(stats: TokenStats) -> Counts:
     """Counts of a microbatch, possibly without tokens."""
+    logprobs = stats.learner_logprobs, stats.tokens.generator_logprobs
     # In float32, exp(x) - 1 - x of small x is only rounding error.
-    mismatch = importance.token_log_ratio(stats.learner_logprobs.double(), stats.tokens.generator_logprobs.double())
-    unknown = importance.nonfinite(stats.learner_logprobs, stats.tokens.generator_logprobs)
-    learner, generator = (
-        x.double().clamp(max=0.0).exp() for x in (stats.learner_logprobs, stats.tokens.generator_logprobs)
-    )
-    gap = torch.where(unknown, torch.zeros_like(learner), (learner - generator).abs())
+    mismatch = importance.token_log_ratio(*(each.double() for each in logprobs))
+    learner, generator = (each.double().clamp(max=0.0).exp() for each in logprobs)
+    gap = torch.where(importance.nonfinite(*logprobs), 0.0, (learner - generator).abs())
     buckets = lag_buckets(stats.tokens.lags)
     oldest = segments.maxima(stats.tokens.lags, stats.tokens.contexts, num_segments=stats.inputs.num_sequences)
     weights = stats.correction.weights.double()
@@ -171,7 +168,6 @@ def _sum_by(buckets: Tensor, columns: list[Tensor]) -> Tensor:
     return torch.stack([column.double() for column in columns]) @ one_hot
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------
 def describe(counts: Counts) -> dict[str, float]:
     """Name -> metric over all buckets, if it has a token or trajectory."""
     described: dict[str, float] = {}
@@ -204,16 +200,15 @@ def describe(counts: Counts) -> dict[str, float]:
 
 def describe_by_lag(counts: Counts) -> dict[str, float]:
     """`<bucket>/<name>` -> metric."""
-    cells = {
-        bucket: describe(Counts(*(table[:, index : index + 1] for table in counts)))
+    return {
+        f"{bucket}/{name}": value
         for index, bucket in enumerate(LAG_BUCKETS)
+        for name, value in describe(Counts(*(table[:, [index]] for table in counts))).items()
     }
-    return {f"{bucket}/{name}": value for bucket, cell in cells.items() for name, value in cell.items()}
 
 
-# --- a step ----------------------------------------------------------------------------------------------------------
 class TokenRecorder:
-    """Records log-probability and entropy per token. Life: add* -> collect, on every rank."""
+    """Log-probability and entropy per token. Life: add* -> collect, on every rank."""
 
     def __init__(self, tokens: Tokens) -> None:
         self._tokens = tokens
@@ -225,12 +220,12 @@ class TokenRecorder:
         self._values[:, microbatch.indices] = torch.stack([outputs[name].float() for name in ("logprobs", "entropies")])
 
     def collect(self, members: Iterable[tuple[Trajectory, np.ndarray]], *, ranks: Ranks) -> StepTokens | None:
-        """Statistics on rank 0, None on other ranks. Collective.
+        """Statistics on rank 0, else None. Collective.
 
-        `members`: first trajectories of the batch with positions of trained tokens. Log-ratios are from the start of
-        the step if known, otherwise from the loss's forward pass, like entropies.
+        `members`: first trajectories of the batch with positions of trained tokens. Log-ratios are from the step's
+        start if known, else, like entropies, from the loss.
         """
-        # Each token is in one share, so a sum assembles the columns.
+        # Each token is in one share.
         logprobs, entropies = ranks.sum(self._values)
         if not ranks.is_first:
             return None
@@ -255,23 +250,20 @@ class StepMetrics:
         self._counts = no_counts()
         self._loss = torch.zeros((), dtype=torch.float64)
         self._computed_tokens = torch.zeros((), dtype=torch.float64)
-        self._load: Tensor | None = None
-        self._aux_loss: Tensor | None = None
+        self._routed: dict[str, Any] = {}
 
     @torch.no_grad()
     def add_forward(self, microbatch: Microbatch, outputs: Mapping[str, Tensor]) -> None:
         self._computed_tokens += microbatch.num_tokens
         if self.recorder:
             self.recorder.add(microbatch, outputs)
-        if "expert_load" in outputs:
-            self._load = outputs["expert_load"] + (0.0 if self._load is None else self._load)
-        if "aux_loss" in outputs:
-            self._aux_loss = outputs["aux_loss"].double() + (0.0 if self._aux_loss is None else self._aux_loss)
+        for name in outputs.keys() & {"expert_load", "aux_loss"}:
+            self._routed[name] = self._routed.get(name, 0.0) + outputs[name].double()
 
     @torch.no_grad()
     def add(self, stats: TokenStats, *, loss: Tensor) -> None:
         """`loss`: the microbatch's part. May be without tokens."""
-        # Reading the sums here would wait for the forward pass.
+        # Reading sums would wait for the forward pass.
         self._counts = self._counts.merge(count_tokens(stats))
         self._loss = self._loss.to(loss.device) + loss.double()
 
@@ -279,6 +271,7 @@ class StepMetrics:
         """Metrics over all ranks. `layers`: layer index of each router. Collective."""
         counts = Counts(*(table.cpu() for table in self._counts.over(ranks)))
         loss, computed_tokens = ranks.sum(torch.stack([self._loss.cpu(), self._computed_tokens])).tolist()
+        load, aux_loss = (self._routed.get(name) for name in ("expert_load", "aux_loss"))
         return {
             "learner/loss": loss / max(1, num_updates),
             "learner/computed_tokens": computed_tokens,
@@ -286,8 +279,8 @@ class StepMetrics:
             "learner/reference_kl": 0.0,
             **{f"learner/{name}": value for name, value in describe(counts).items()},
             **{f"learner/by_lag/{name}": value for name, value in describe_by_lag(counts).items()},
-            **({} if self._load is None else describe_experts(ranks.sum(self._load).cpu(), layers)),
-            **({} if self._aux_loss is None else {"learner/aux_loss": float(ranks.sum(self._aux_loss)) / num_updates}),
+            **({} if load is None else describe_experts(ranks.sum(load).cpu(), layers)),
+            **({} if aux_loss is None else {"learner/aux_loss": float(ranks.sum(aux_loss)) / num_updates}),
         }
 
 
@@ -301,16 +294,14 @@ def describe_experts(load: Float[Tensor, "M E"], layers: Sequence[int]) -> dict[
     shares = load / load.sum(1, keepdim=True).clamp(min=1)
     violations = shares.amax(1) * load.shape[1] - 1
     entropies = torch.special.entr(shares).sum(1) / math.log(load.shape[1])
+    by_layer = zip(layers, violations.tolist(), strict=True)
     return {
         "learner/expert_violation_max": float(violations.max()),
         "learner/expert_violation_mean": float(violations.mean()),
         "learner/expert_violation_min": float(violations.min()),
         "learner/expert_idle_fraction": float((load == 0).double().mean()),
         "learner/expert_entropy": float(entropies.mean()),
-        **{
-            f"learner/by_layer/{layer}/expert_violation": float(own)
-            for layer, own in zip(layers, violations, strict=True)
-        },
+        **{f"learner/by_layer/{layer}/expert_violation": value for layer, value in by_layer},
     }
 
 
@@ -322,8 +313,7 @@ _MAX_UNREPORTED = 1024
 class GradientSimilarity:
     """Records an optimizer's gradients. Life: ((optimizer step)+ -> end_update)* -> report, repeatedly.
 
-    Samples the same random entries of every gradient: at most 17 MB per optimizer step of an update. Ranks may hold
-    pieces or copies of the gradients.
+    Samples the same entries of every gradient, at most 17 MB per optimizer step. Ranks may hold pieces or copies.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, seed: int) -> None:
@@ -340,13 +330,12 @@ class GradientSimilarity:
     def end_update(self) -> None:
         square = _product(self._current, self._current)
         if self._previous and self._current:
-            products = [_product(self._current, self._previous), square, self._previous_square]
-            self._products.append(torch.stack(products))
+            self._products.append(torch.stack([_product(self._current, self._previous), square, self._previous_square]))
         self._spare, self._previous, self._current = self._previous, self._current, []
         self._previous_square = square
 
     def report(self, ranks: Ranks) -> dict[str, float]:
-        """Mean cosine over updates since the last report; {} if none had a predecessor. Collective."""
+        """Mean cosine since the last report; {} if no update had a predecessor. Collective."""
         if not self._products:
             return {}
         sums = ranks.sum_all(torch.stack(list(self._products)).double()).tolist()
@@ -356,7 +345,7 @@ class GradientSimilarity:
 
     @torch.no_grad()
     def _record(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Optimizer pre-step hook. With ZeRO-3, an update has a step per subgroup of shards."""
+        """Pre-step hook. With ZeRO-3, an update has a step per subgroup of shards."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         total = sum(parameter.numel() for parameter in parameters)
         if total <= _MAX_ENTRIES:
@@ -371,11 +360,11 @@ class GradientSimilarity:
             self._indices.append([(part - start).to(parameter.device) for (part, start), parameter in own])
         indices = self._indices[len(self._current)]
         sampled = [_gradient(p).flatten()[index].float() for p, index in zip(parameters, indices, strict=True)]
-        # Inner products of scaled samples estimate those of full gradients.
+        # Products of scaled samples estimate those of full gradients.
         self._keep(sampled).mul_(math.sqrt(total / sum(len(index) for index in indices)))
 
     def _keep(self, pieces: list[Tensor]) -> Tensor:
-        """Reuse the buffer of the gradient before the previous: allocation would dominate the cost."""
+        """Reuse the buffer of the gradient before the previous: allocation dominates the cost."""
         index = len(self._current)
         self._current.append(torch.cat(pieces, out=self._spare[index] if self._spare else None))
         return self._current[index]

@@ -1,8 +1,6 @@
 """Trainer: from fetched groups to a finished step.
 
-Consumes: groups of trajectories, the learner's version.
-Produces: updated parameters, metrics, the canary.
-Waits for: other ranks, in collective operations.
+Waits for: other ranks, in collectives.
 Invariant: all ranks make the same updates, and gradients are independent of microbatches and ranks.
 """
 
@@ -41,9 +39,8 @@ from slipstream.runtime.routers import aux_loss_coefficient
 from slipstream.runtime.trace import TimeAccount
 
 
-# --- models that are not trained -------------------------------------------------------------------------------------
 class AdapterOff:
-    """The policy with its adapter disabled, a reference without a second model in memory."""
+    """The policy without its adapter, as a reference."""
 
     def __init__(self, engine: TrainEngine[Policy]) -> None:
         self._engine = engine
@@ -56,10 +53,7 @@ class AdapterOff:
 
 @dataclass(frozen=True)
 class FrozenModels:
-    """Reference and teacher, if the settings need them.
-
-    They route tokens to experts themselves, because recorded experts belong to the trained policy.
-    """
+    """Reference and teacher, if needed. They ignore recorded experts, which belong to the trained policy."""
 
     config: AlgorithmConfig
     reference: ModelEngine[Policy] | AdapterOff | None = None
@@ -85,7 +79,7 @@ class FrozenModels:
 
     @torch.no_grad()
     def aux_inputs(self, microbatch: Microbatch) -> tuple[dict[str, Tensor | DeferredLogits], dict[str, Tensor]]:
-        """Arguments for the learner's forward pass, and outputs, too large for the whole batch."""
+        """Arguments of the forward pass, and outputs, too large for the whole batch."""
         arguments, outputs = dict[str, Tensor | DeferredLogits](), dict[str, Tensor]()
         microbatch = replace(microbatch, experts=None)
         if self.reference and self.config.kl.estimator == "full":
@@ -97,13 +91,12 @@ class FrozenModels:
         return arguments, outputs
 
     def refresh_reference(self, engine: TrainEngine, *, step: int) -> None:
-        """Copy the learner into the reference if due at this step. Collective."""
+        """Copy the learner into the reference if due. Collective."""
         every = self.config.kl.refresh_every_steps
         if self.refreshed and every and step % every == 0:
             self.refreshed.take_weights(engine)
 
 
-# --- a step ----------------------------------------------------------------------------------------------------------
 class Trainer:
     """One per rank. Life: (step -> canary?)*. Every method is collective."""
 
@@ -119,7 +112,7 @@ class Trainer:
         second_model: SecondModel | None = None,
         text: Sequence[int] = (),
     ) -> None:
-        """`layout` must be exact for all models (see LayoutChooser). `text`: tokens for the canary."""
+        """`layout`: exact for all models. `text`: tokens for the canary."""
         self._run = run
         self._ranks = ranks
         self._frozen_models = frozen_models
@@ -151,24 +144,15 @@ class Trainer:
         )
 
     def step(
-        self,
-        groups: Sequence[Sequence[Trajectory]],
-        *,
-        learner_version: int,
-        step: int,
-        weights: Sequence[float] = (),
-        max_lags: Sequence[int | None] = (),
-        num_mixed: int = 0,
+        self, groups: Sequence[Sequence[Trajectory]], *, step: int, num_mixed: int = 0, **options: Any
     ) -> dict[str, float]:
         """Train on the claimed groups. Returns `learner/...` metrics, equal on all ranks.
 
-        `weights`: factor of each group's loss. `max_lags`, `num_mixed`: see `build_batch`. Raises BatchError,
-        RankGroupError, DivergenceError. The trainer is then unusable.
+        `num_mixed` and `options`: see `build_batch`. Raises BatchError, RankGroupError, DivergenceError. The trainer is
+        then unusable.
         """
         with self.account.phase("batch"):
-            built = self._build(
-                groups, learner_version=learner_version, max_lags=max_lags, weights=weights, num_mixed=num_mixed
-            )
+            built = self._build(groups, num_mixed=num_mixed, **options)
             updates = [self.collate(samples) for samples in built.updates]
         self.check_rows([sample for samples in built.updates for sample in samples], step=step)
         batch, fitted = self._prepare(built.batch.to(self.engine.device), updates, step=step)
@@ -181,13 +165,13 @@ class Trainer:
         metrics = built.metrics | describe_advantages(batch) | {"learner/kl_coefficient": self.objective.kl_coefficient}
         metrics |= step_metrics.report(self._ranks, num_updates=len(norms), layers=self._router_layers)
         if step_metrics.recorder:
-            # Another run's trajectory ids may collide with this run's.
+            # Ids of another run may collide with this run's.
             own = zip(chain.from_iterable(groups[: len(groups) - num_mixed]), built.trained, strict=False)
             self.step_tokens = step_metrics.recorder.collect(own, ranks=self._ranks)
         moved = [norm for norm in norms if norm is not None]
         self._frozen_models.refresh_reference(self.engine, step=step)
         if moved:
-            # Without a policy update, the KL coefficient must not adapt.
+            # The KL coefficient adapts only with the policy.
             reference_kl = metrics["learner/reference_kl"]
             self.objective.end_step(reference_kl=reference_kl, num_trajectories=batch.num_trajectories)
         return {
@@ -202,7 +186,7 @@ class Trainer:
         }
 
     def _prepare(self, batch: Batch, updates: list[list[Microbatch]], *, step: int) -> tuple[Batch, dict[str, float]]:
-        """Fill the columns that updates need. Returns metrics of a second model that trains first."""
+        """Fill columns for updates. Returns metrics of a second model that trains first."""
         config, microbatches, metrics = self._run.algorithm, [*chain(*updates)], dict[str, float]()
         if config.needs_start_logprobs:
             requested = Requested(collision=config.advantage.needs_collisions)
@@ -220,7 +204,7 @@ class Trainer:
     ) -> float | None:
         """Make one optimizer update of the policy and return the gradient norm.
 
-        During the critic's warm-up, or if no token is kept, only collect metrics and return None.
+        In the critic's warm-up, or without kept tokens, only collect metrics and return None.
         """
         is_moving = step > self._warmup_steps and self._has_loss(batch, index)
         if self._run.algorithm.needs_current_logprobs:
@@ -229,14 +213,13 @@ class Trainer:
             batch = self.objective.select_tokens(batch, update=index, seed=self._run.seed + self.num_updates)
         losses = []
         prices = self.expert_prices(microbatches) if is_moving else {}
-        # One backward pass per microbatch keeps only one graph in memory.
+        # One backward pass per microbatch keeps one graph in memory.
         with torch.set_grad_enabled(is_moving):
             for microbatch in microbatches:
                 arguments, extra = self._frozen_models.aux_inputs(microbatch)
                 outputs = self.engine.forward(microbatch, requested=self.objective.requested, **arguments, **prices)
                 metrics.add_forward(microbatch, outputs)
-                tokens = batch.tokens.take(microbatch.indices)
-                loss = self.objective.loss(tokens, outputs | extra, metrics=metrics)
+                loss = self.objective.loss(batch.tokens.take(microbatch.indices), outputs | extra, metrics=metrics)
                 loss = loss + outputs.get("aux_loss", 0.0)
                 if is_moving:
                     self.engine.backward(loss)
@@ -252,10 +235,10 @@ class Trainer:
         loss = coefficient * mean over routers of E * sum over experts of f * P = sum(prices * token probabilities)
 
         f = fraction of tokens routed to the expert, without gradient, and P = its mean probability, over this update on
-        all ranks, so f must be known before the first loss. A shared prompt counts once per sample.
+        all ranks, so f comes before the first loss. A shared prompt counts once per sample.
 
         Source: Switch Transformers, arXiv:2101.03961, eq. 4-6; over the whole batch: arXiv:2501.11873.
-        Differs: f counts each of a token's K experts, so that the loss is K * coefficient for an even load.
+        Differs: f counts each of a token's K experts: the loss is K * coefficient for an even load.
         """
         routers, coefficient = self.engine.model.routers, self._aux_loss_coefficient
         if not coefficient or routers is None:
@@ -268,14 +251,13 @@ class Trainer:
         none = torch.zeros(routers.shape[0], routers.num_experts, dtype=torch.float64, device=self.engine.device)
         load = self._ranks.sum(sum(loads, none))
         num_tokens = load[0].sum() / routers.top_k
-        prices = coefficient * routers.num_experts * load / num_tokens.square() / len(load)
-        return {"prices": prices.float()}
+        return {"prices": (coefficient * routers.num_experts * load / num_tokens.square() / len(load)).float()}
 
     def finish_update(self, losses: Sequence[Tensor], *, learning_rate: float, step: int) -> float:
         """Gradient norm. Raises DivergenceError."""
         total = torch.stack(list(losses)).sum()
         check_loss(total, what="the loss", step=step, setting="learner.optimizer", ranks=self._ranks)
-        # Timed after the check, which waits for backward passes.
+        # After the check, which waits for backward passes.
         with self.account.phase("optimizer"):
             norm = take_step(self.engine, learning_rate=learning_rate, step=step)
             self.gradients.end_update()
@@ -287,7 +269,6 @@ class Trainer:
         return self.second_model.learn(batch, own, step=step) if self.second_model else {}
 
     def _has_loss(self, batch: Batch, index: int) -> bool:
-        """True if the correction keeps any token of the update."""
         own, is_kept = self._tokens_of(batch, index), batch.tokens.is_kept
         return bool((own if is_kept is None else own & is_kept).any())
 
@@ -310,7 +291,7 @@ class Trainer:
         return [microbatch.to(self.engine.device) for microbatch in microbatches]
 
     def check_rows(self, samples: Sequence[Sample], *, step: int) -> None:
-        """Check regularly that samples stay independent: a leak may grow with the weights. Raises DivergenceError."""
+        """Check regularly that samples stay independent, as weights change. Raises DivergenceError."""
         if step % CHECK_EVERY_STEPS != 1:
             return
         models = [self.engine.model, *([self.second_model.engine.model] if self.second_model else [])]
@@ -330,26 +311,16 @@ class Trainer:
     def check_state(self, moments: Iterable[Mapping[str, Tensor]], *, step: int) -> None:
         """Raise DivergenceError unless optimizer moments and objective state are finite."""
         carried = {f"objective/{key}": torch.tensor(value) for key, value in self.objective.state.save().items()}
-        check_finite(
-            chain(carried.items(), *(each.items() for each in moments)),
-            what="the state of the optimizer and the objective",
-            step=step,
-            remedy="lower learner.optimizer.learning_rate or max_grad_norm",
-            ranks=self._ranks,
-        )
+        named = chain(carried.items(), *(each.items() for each in moments))
+        what = "the state of the optimizer and the objective"
+        remedy = "lower learner.optimizer.learning_rate or max_grad_norm"
+        check_finite(named, what=what, step=step, remedy=remedy, ranks=self._ranks)
 
     def canary(self, *, step: int = 0) -> tuple[list[list[int]], list[list[float]]]:
-        """Token ids of probe sequences, and log-probabilities of all but the first.
-
-        Raises DivergenceError unless log-probabilities and weights are finite after `step`.
-        """
+        """See `Canary`. Raises DivergenceError unless log-probabilities and weights are finite after `step`."""
         self.check_weights(step=step)
         logprobs = canary_logprobs(self.engine, self._canary_ids, layout=self._layout)
-        check_finite(
-            [("the probe", torch.tensor(logprobs))],
-            what="the learner's log-probabilities",
-            step=step,
-            remedy="its weights are finite, so look for overflow in model.dtype",
-            ranks=self._ranks,
-        )
+        probe = [("the probe", torch.tensor(logprobs))]
+        remedy = "its weights are finite, so look for overflow in model.dtype"
+        check_finite(probe, what="the learner's log-probabilities", step=step, remedy=remedy, ranks=self._ranks)
         return self._canary_ids.tolist(), logprobs

@@ -183,7 +183,7 @@ def test_inputs_of_layers_in_host_memory_change_nothing(tmp_path, stage, monkeyp
     assert torch.equal(moved[0], moved[1])
     assert torch.equal(moved[1], moved[2])
     # Only the inputs of both layers are kept, no weights.
-    width = engine.model.hidden_size
+    width = engine.model.backbone.config.get_text_config().hidden_size
     states = [shape for shape in kept if shape[-1:] == (width,)]
     assert states == [(*m.token_ids.shape, width) for m in microbatches for _ in range(2)]
 

@@ -56,7 +56,7 @@ def ranks(monkeypatch) -> Iterator[Watches]:
     monkeypatch.setattr(ranks_module, "_end_process", made.end)
     yield made
     for watch in made.watches:
-        watch.stop()
+        watch._stopping.set()
     # Before the patch goes: the real function would end this process.
     for thread in threading.enumerate():
         if thread.name == "rank-watch-judge":
@@ -68,7 +68,7 @@ def test_a_silent_rank_is_named_with_its_machine(ranks: Watches):
     ranks.join(1, size=3)
     silent = ranks.join(2, size=3)
     ranks.store.wait(["alive/2"], timedelta(seconds=DEADLINE_S))
-    silent.stop()
+    silent._stopping.set()
     assert ranks.has_ended.wait(DEADLINE_S)
     message = ranks.ended[0]
     assert message == (
@@ -82,7 +82,7 @@ def test_live_ranks_and_ranks_that_left_end_no_rank(ranks: Watches):
     other = ranks.join(1)
     assert not ranks.has_ended.wait(2 * TIMEOUT_S)
     leave(ranks.store, 1)
-    other.stop()
+    other._stopping.set()
     assert not ranks.has_ended.wait(2 * TIMEOUT_S)
 
 

@@ -30,7 +30,7 @@ class Scene:
         self.detector = StallDetector(
             run=make_run(learner={"stall": {"policy": policy}}),
             store=self.store,
-            who_is_missing=lambda: "1 generators alive",
+            describe=lambda: "1 generators alive",
             keep_alive=self.keep_alive,
             clock=self.clock,
         )
