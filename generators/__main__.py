@@ -66,10 +66,7 @@ log = structlog.get_logger(__name__)
 
 
 @fail_cleanly(
-    BrokerError,
-    GeneratorError,
-    restartable=(EngineDiedError, ClientDiedError),
-    restartable_once=(EngineStartError,),
+    BrokerError, GeneratorError, restartable=(EngineDiedError, ClientDiedError), restartable_once=(EngineStartError,)
 )
 def main(arguments: list[str]) -> None:
     """Join a run and generate until drained."""

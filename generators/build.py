@@ -91,13 +91,7 @@ def assemble(
         vision=vision,
     )
     agent: Agent = AgentRunner(
-        run=run,
-        engine=engine,
-        rewards=pool,
-        encoder=encoder,
-        generator_id=member.peer_id,
-        token=token,
-        trace=trace,
+        run=run, engine=engine, rewards=pool, encoder=encoder, generator_id=member.peer_id, token=token, trace=trace
     )
     if run.cluster.untrusted_generators.names:
         agent = Auditor(agent, engine=engine, rewards=pool, encoder=encoder, client=client)

@@ -136,11 +136,7 @@ class PromptEncoder:
         return text if len(token_ids) <= max_tokens else self.decode(token_ids[:max_tokens]).rstrip("\ufffd")
 
     def encode_between_turns(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        last_token_id: int | None,
-        variables: Mapping[str, Any] | None = None,
+        self, messages: list[dict[str, Any]], *, last_token_id: int | None, variables: Mapping[str, Any] | None = None
     ) -> list[int]:
         """Encode everything between two model turns: end of the first, `messages`, header of the next.
 

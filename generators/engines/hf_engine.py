@@ -20,13 +20,7 @@ from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import HfEngineConfig
-from slipstream.generators.engines.engine import (
-    Completion,
-    EngineLoad,
-    PromptScores,
-    WeightLayout,
-    require_routers,
-)
+from slipstream.generators.engines.engine import Completion, EngineLoad, PromptScores, WeightLayout, require_routers
 from slipstream.generators.errors import EngineDiedError, EngineError
 from slipstream.runtime.images import PromptImage, VisionModel
 from slipstream.runtime.lora import attach_adapter, language_model_class

@@ -144,12 +144,7 @@ class PairwiseJudge:
     """
 
     def __init__(
-        self,
-        *,
-        method: str = "win_rate",
-        opponents: int | None = None,
-        template: str = _PAIR_TEMPLATE,
-        **client: Any,
+        self, *, method: str = "win_rate", opponents: int | None = None, template: str = _PAIR_TEMPLATE, **client: Any
     ) -> None:
         """`opponents`: compare each answer with this many of the following ones; None = all. `template`: with {a}, {b},
         and optionally {prompt} and {ground_truth}. The judge's last `Verdict: A`, `B`, or `tie` counts. `client`:

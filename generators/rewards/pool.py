@@ -69,11 +69,7 @@ class RewardWorker(asyncio.Protocol):
     """
 
     def __init__(
-        self,
-        config: RewardConfig,
-        *,
-        is_concurrent: bool,
-        on_change: Callable[["RewardWorker"], None],
+        self, config: RewardConfig, *, is_concurrent: bool, on_change: Callable[["RewardWorker"], None]
     ) -> None:
         self._config = config
         self._is_concurrent = is_concurrent
@@ -347,11 +343,7 @@ class RewardPool:
     def _start_workers(self) -> None:
         while len(self._workers) < self._config.num_workers:
             try:
-                worker = RewardWorker(
-                    self._config,
-                    is_concurrent=self._functions.is_async,
-                    on_change=self._on_change,
-                )
+                worker = RewardWorker(self._config, is_concurrent=self._functions.is_async, on_change=self._on_change)
             except OSError as error:
                 if not self._workers:
                     self._fail_queue(str(error))

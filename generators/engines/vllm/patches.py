@@ -39,10 +39,7 @@ def image_input(
     `salt`: separates cache entries of different weights.
     """
     patches = [torch.from_numpy(vision.patches(image.data)) for image in images]
-    inputs: Any = {
-        "pixel_values": torch.cat(patches),
-        "image_grid_thw": torch.tensor([image.grid for image in images]),
-    }
+    inputs: Any = {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor([image.grid for image in images])}
     fields = {
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", torch.tensor([len(each) for each in patches])),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
