@@ -19,13 +19,13 @@ from slipstream.runtime.images import PromptImage
 
 
 class Agent(Protocol):
-    """Turns leased prompts into scored trajectories, concurrently on one asyncio loop."""
+    """Turns leased prompts into scored trajectories, on one asyncio loop."""
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
-        """Generate member `index` of the prompt's group. Raises GeneratorError. Canceling aborts it."""
+        """Generate member `index` of the prompt's group. Raises GeneratorError."""
 
     async def start(self) -> None:
-        """Start the loops' servers and processes. Raises GeneratorError."""
+        """Start servers and processes. Raises GeneratorError."""
 
     async def close(self) -> None:
         """Stop them within bounded time."""
@@ -46,20 +46,20 @@ class AgentLoop(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores samples. RewardPool implements it."""
+    """Scores samples, as RewardPool."""
 
     async def score(self, sample: RewardInput) -> Reward:
-        """Reward. Failures are a Reward with another status, never an exception."""
+        """Failures are a Reward with another status, never an exception."""
 
     def compares(self, data_source: str) -> bool:
-        """Whether answers of this source are compared, by `score_group`."""
+        """Whether `score_group` scores this source."""
 
     async def score_group(self, samples: list[RewardInput]) -> list[Reward]:
         """Score and compare answers to one prompt. Keeps their order."""
 
 
 class Transcript:
-    """Token ids, mask, log-probabilities, and versions of a prompt and the turns after it.
+    """A prompt and the turns after it.
 
     Example of two turns:   prompt 5 7 | model 3 9 | environment 4 | model 8 1
         token_ids  5 7 3 9 4 8 1      model_mask  0 0 1 1 0 1 1      version_spans  [(2, 6), (5, 7)]
@@ -106,12 +106,12 @@ class Transcript:
 
     @property
     def model_mask(self) -> np.ndarray:
-        """bool[T], true where the model wrote the token."""
+        """bool[T], true for the model's tokens."""
         return np.array(self._model_mask, dtype=np.bool_)
 
     @property
     def generator_logprobs(self) -> np.ndarray:
-        """float32[T], 0 where the model did not write the token."""
+        """float32[T], 0 for other tokens."""
         return np.array(self._logprobs, dtype=np.float32)
 
     @property
@@ -120,8 +120,7 @@ class Transcript:
         if not self._experts:
             return None
         experts = np.concatenate(self._experts)
-        missing = len(self.token_ids) - len(experts)
-        return np.pad(experts, ((0, missing), (0, 0), (0, 0)))
+        return np.pad(experts, ((0, len(self.token_ids) - len(experts)), (0, 0), (0, 0)))
 
     def _add_spans(self, spans: list[VersionSpan]) -> None:
         for span in spans:
@@ -149,7 +148,7 @@ class Turn(Record):
 
 
 class Access(Protocol):
-    """Access of one answer's agent to the model, valid until the answer ends."""
+    """An agent's access to the model, valid until its answer ends."""
 
     base_url: str
     model: str
@@ -176,14 +175,14 @@ class Episode:
     prompt: Prompt
     """Dataset row: `prompt`, `ground_truth`, `data_source`, `extra_info`."""
     contexts: list[Transcript]
-    """The context of `generate`, then those of requests to the model server. Contexts without model tokens are dropped
-    at the end."""
+    """The context of `generate`, then those of requests to the model server. Those without model tokens are dropped at
+    the end."""
     images: Sequence[PromptImage]
-    """The prompt's, which only the context of `generate` contains."""
+    """In the first context; empty if that is dropped."""
     stop: Sequence[str | int]
     """Texts and token ids that end every turn."""
     sampling: Sampling
-    """Sampling of the first turn. Later turns get the remaining `max_tokens` and another seed."""
+    """Of the first turn. Later turns get the remaining `max_tokens` and another seed."""
     max_length: int
     """Limit on prompt plus answer, tokens."""
     engine: Engine
@@ -224,13 +223,13 @@ class Episode:
         return min(self.sampling.max_tokens - written, self.max_length - len(token_ids))
 
     def reason_of_no_room(self, token_ids: list[int]) -> str:
-        """`length` if `max_tokens` is used up, else `context_overflow`."""
+        """`length` if `max_tokens` is used up."""
         return "length" if len(token_ids) < self.max_length else "context_overflow"
 
     async def generate(self, *, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> Turn:
-        """Let the model write a turn, up to its end token, a stop string in `stop`, or a limit. Raises EngineError.
+        """Let the model write a turn, up to its end token, a string in `stop`, or a limit. Raises EngineError.
 
-        Without room, sets the stop reason (`reason_of_no_room`) and returns an empty turn, which is not recorded.
+        Without room, sets the stop reason and returns an empty turn, which is not recorded.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens of a turn must be >= 1, got {max_tokens}")
@@ -239,9 +238,8 @@ class Episode:
             self.stop_reason = self.reason_of_no_room(transcript.token_ids)
             return Turn("", [], self.stop_reason)
         limit = self.room if max_tokens is None else min(max_tokens, self.room)
-        token_ids = list(transcript.token_ids)
         stops = [stop] if isinstance(stop, str) else stop
-        completion = await self.sample(token_ids, max_tokens=limit, stop=stops, images=self.images)
+        completion = await self.sample([*transcript.token_ids], max_tokens=limit, stop=stops, images=self.images)
         turn = self.record(transcript, completion)
         self.messages.append({"role": "assistant", "content": turn.text})
         return turn
