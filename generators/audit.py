@@ -96,12 +96,10 @@ class Auditor:
         """Compare a guest's answer with this engine. Raises GeneratorError."""
         written = trajectory.token_ids[trajectory.model_mask]
         digest = xxhash.xxh3_128_hexdigest(written.tobytes())
-        lie = await self._find_lie(prompt, trajectory)
-        if lie:
+        if lie := await self._find_lie(prompt, trajectory):
             return AnswerCheck(trajectory.id, digest=digest, lie=lie)
         scores, engine_version = await self._score(trajectory)
-        version = trajectory.version_spans[-1].version
-        own_diff = await self._own_diff(version, engine_version)
+        own_diff = await self._own_diff(trajectory.version_spans[-1].version, engine_version)
         places = _newest(trajectory)
         if own_diff is None or scores is None:
             places = places[:0]
@@ -145,12 +143,11 @@ class Auditor:
         is_equal = abs(own.total - reward.total) <= _MAX_REWARD_DIFF and own.is_correct == reward.is_correct
         if own.status != "ok" or is_equal:
             return ""
-        return (
-            f"{trajectory.id} has a reward of {reward.total:g}, but the auditor's reward function gives {own.total:g}"
-        )
+        own_text = f"the auditor's reward function gives {own.total:g}"
+        return f"{trajectory.id} has a reward of {reward.total:g}, but {own_text}"
 
     async def _score(self, trajectory: Trajectory) -> tuple[PromptScores | None, int]:
-        """Answer's scores (None if weight updates interrupted every try) and the engine's version."""
+        """Answer's scores (None if updates interrupted every try) and the engine's version."""
         for _ in range(_TRIES):
             version = self._engine.version
             scores = await self._engine.prompt_scores(trajectory.token_ids.tolist())
@@ -163,17 +160,17 @@ class Auditor:
 
         Without own answers, 0 if the engine still holds the version, else None.
         """
-        if (version, engine_version) not in self._own_diffs:
-            diffs: list[float] = []
-            for own in [*self._own.get(version, ())]:
-                scores, _ = await self._score(own)
-                if scores is not None:
-                    places = _newest(own)
-                    diffs += np.abs(np.array(scores.own)[places - 1] - own.generator_logprobs[places]).tolist()
-            if not diffs:
-                return 0.0 if version == engine_version else None
-            self._own_diffs[version, engine_version] = float(np.mean(diffs))
-        return self._own_diffs[version, engine_version]
+        if (known := self._own_diffs.get((version, engine_version))) is not None:
+            return known
+        diffs: list[float] = []
+        for own in [*self._own.get(version, ())]:
+            scores, _ = await self._score(own)
+            if scores is not None:
+                places = _newest(own)
+                diffs += np.abs(np.array(scores.own)[places - 1] - own.generator_logprobs[places]).tolist()
+        if not diffs:
+            return 0.0 if version == engine_version else None
+        return self._own_diffs.setdefault((version, engine_version), float(np.mean(diffs)))
 
 
 def _newest(trajectory: Trajectory) -> np.ndarray:
