@@ -1,12 +1,12 @@
-"""Input and result of reward functions, and adapters for reward functions of other libraries.
+"""Input and result of reward functions, and adapters for those of other libraries.
 
     def my_reward(sample: RewardInput, *, strictness: float = 1.0) -> Reward | float | dict: ...
 
     def my_comparison(samples: list[RewardInput]) -> list[Reward | float | dict]: ...    # all answers to one prompt
 
 Select a function by module or file, as in `generators.reward.function=my_module:my_reward`. It may be `async def`. Its
-keyword arguments come from `generators.reward.arguments`. A class is instantiated once with these arguments, and its
-instance is called. Functions should not import large libraries, because workers restart after a timeout.
+keyword arguments come from `generators.reward.arguments`. A class is instantiated once with these arguments. Functions
+should not import large libraries, because workers restart after a timeout.
 """
 
 import inspect
@@ -53,14 +53,14 @@ class RewardInput(Record):
 
 
 def model_text(sample: RewardInput) -> str:
-    """Text of all model turns, separated by line breaks."""
+    """Text of all model turns."""
     turns = [message.get("content") for message in sample.messages if message.get("role") == "assistant"]
     return "\n".join(turn for turn in turns if isinstance(turn, str)) or sample.response
 
 
 # --- ground truths ---------------------------------------------------------------------------------------------------
 def truth_text(sample: RewardInput, *, grader: str) -> str:
-    """Convert a ground truth, text or a number, to text. Raises TypeError for other types."""
+    """Ground truth, a text or number, as text. Raises TypeError."""
     truth = sample.ground_truth
     if isinstance(truth, str):
         return truth
@@ -104,7 +104,7 @@ def failed_reward(status: str, detail: str) -> Reward:
 
 
 def _one_line(text: str) -> str:
-    # Truncated first, because a message may be gigabytes long. Lone surrogates cannot be sent.
+    # Truncated first, because a message may be huge. Lone surrogates cannot be sent.
     return " ".join(text[: 2 * _MAX_DETAIL].split())[:_MAX_DETAIL].encode(errors="replace").decode()
 
 
@@ -143,11 +143,11 @@ def bind(
         if inspect.isclass(function):
             instance: Any = function(**arguments)
             return instance, _form(instance)
-        form = _form(function)
+        form, signature = _form(function), inspect.signature(function)
         if form.keywords is None:
-            inspect.signature(function).bind(None, **arguments)
+            signature.bind(None, **arguments)
         else:
-            inspect.signature(function).bind_partial(**arguments)
+            signature.bind_partial(**arguments)
     except ConfigError:
         raise
     except TypeError as error:
@@ -178,12 +178,8 @@ def _as_reward(value: Any) -> Reward:
 
 
 def _verl_keywords(sample: RewardInput) -> dict[str, Any]:
-    return {
-        "data_source": sample.data_source,
-        "solution_str": sample.response,
-        "ground_truth": sample.ground_truth,
-        "extra_info": sample.extra_info,
-    }
+    same = {name: getattr(sample, name) for name in ("data_source", "ground_truth", "extra_info")}
+    return {"solution_str": sample.response, **same}
 
 
 def _verl_reward(value: Any) -> Reward:
@@ -194,8 +190,7 @@ def _verl_reward(value: Any) -> Reward:
     numbers = {name: float(number) for name, number in value.items() if isinstance(number, Real)}
     if "score" not in numbers:
         raise TypeError(f"a dict of compute_score must have a number `score`, got {', '.join(map(str, value))}")
-    score = numbers.pop("score")
-    answer = value.get("pred")
+    score, answer = numbers.pop("score"), value.get("pred")
     detail = "" if answer is None else str(answer)
     return Reward(total=score, parts=numbers, is_correct=numbers.get("acc", score) >= 1, detail=detail)
 
@@ -217,13 +212,11 @@ def _trl_reward(value: Any) -> Reward | None:
     return None if number is None else _as_reward(number)
 
 
-def _only(values: Any) -> Any:
+def _only(all_: Any) -> Any:
     try:
-        (value,) = values
+        (value,) = all_
     except (TypeError, ValueError):
-        raise TypeError(
-            f"a batched reward function must return one value per answer, got {values!r:.60} for 1"
-        ) from None
+        raise TypeError(f"a batched reward function must return one value per answer, got {all_!r:.60} for 1") from None
     return value
 
 
