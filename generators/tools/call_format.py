@@ -25,7 +25,7 @@ class CallFormat(NamedTuple):
     """A syntax of tool calls."""
 
     parse: Callable[[str], list[ToolCall]]
-    """Text of a turn with special tokens, but without reasoning and end token -> its calls. Raises ToolError."""
+    """Turn without reasoning and end token -> its calls. Raises ToolError."""
     stop: tuple[str, ...] = ()
     is_text: bool = False
     """Whether results are plain text rather than chat messages."""
@@ -45,9 +45,7 @@ def parse_hermes(text: str) -> list[ToolCall]:
 def parse_json(text: str) -> list[ToolCall]:
     """Parse one call or a list of calls in JSON: Llama 3 (`parameters`), and models prompted for it."""
     plain = text.strip().removeprefix("<|python_tag|>").strip()
-    if not plain.startswith(("{", "[")):
-        return []
-    values = _json(plain)
+    values = _json(plain) if plain.startswith(("{", "[")) else []
     return [_from_json(value) for value in (values if isinstance(values, list) else [values])]
 
 
@@ -56,10 +54,9 @@ def parse_react(text: str) -> list[ToolCall]:
 
     Source: ReAct, arXiv:2210.03629.
     """
-    found = list(_REACT.finditer(text))
-    if not found:
+    if not (found := _REACT.findall(text)):
         return []
-    name, argument = found[-1].group(1), found[-1].group(2).strip(" \t")
+    name, argument = found[-1][0], found[-1][1].strip(" \t")
     return [ToolCall(name, _arguments(argument) if argument[:1] == "{" else {ONLY: argument})]
 
 
@@ -84,7 +81,7 @@ def load_format(name: str, *, tokenizer: Any, setting: str) -> CallFormat:
 
 
 def _vllm_parser(name: str, *, tokenizer: Any, setting: str) -> Callable[[str], list[ToolCall]]:
-    # Local import, because it takes seconds.
+    # It takes seconds.
     from vllm.tool_parsers import ToolParserManager
 
     # The parsers read only these attributes.

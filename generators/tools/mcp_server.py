@@ -40,9 +40,9 @@ class McpServer:
     ) -> None:
         """Start the server and list its tools. Raises ConfigError.
 
-        `command`: program and arguments of a stdio server. `url`: address of a streamable HTTP server. `env`,
-        `headers`: may contain $NAME for environment variables. The program inherits only PATH, HOME, etc. `only`: names
-        of tools to offer. `hang_s`: time limit of a liveness probe.
+        `command`: of a stdio server, which inherits only PATH, HOME, etc. `url`: of a streamable HTTP server. `env`,
+        `headers`: may contain $NAME for environment variables. `only`: names of tools to offer. `hang_s`: time limit of
+        a liveness probe.
         """
         if bool(command) == bool(url):
             raise ConfigError("an mcp tool requires either a `command` (a list) or a `url`, got both or none.")
@@ -92,9 +92,8 @@ class McpServer:
             self._connection = _Connection(self._open)
         connection = self._connection
         try:
-            async with asyncio.timeout(self._start_timeout_s):
-                # Other calls may wait for it.
-                await asyncio.shield(connection.opened)
+            # Shielded, because other calls may wait for it.
+            await asyncio.wait_for(asyncio.shield(connection.opened), self._start_timeout_s)
         except Exception as error:
             self._drop(connection)
             raise ToolError(f"the MCP server {self.name!r} cannot be reached: {_reason(error)}") from None
@@ -167,7 +166,7 @@ class McpTool:
 
     async def __call__(self, **arguments: Any) -> str:
         result = await asyncio.wrap_future(self._server.run(self._server.call(self.name, arguments)))
-        parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
+        parts = (part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content)
         text = "\n".join(parts)
         if result.is_error:
             raise ToolError(text)
