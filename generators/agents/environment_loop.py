@@ -26,7 +26,7 @@ _PING_EVERY_S = 1.0
 _START_TIMEOUT_S = 600.0
 """Importing an environment, which may load a data set."""
 _SILENCE_TIMEOUT_S = 60.0
-"""Longest time without a sign of life. A thread gives it every second, which a call that holds the GIL can delay."""
+"""Longest time without a sign of life. A call that holds the GIL can delay it."""
 _MOST_STARTS = 3
 """Consecutive starts without an answer before the generator gives up."""
 _LONGEST_LINE = 64 * 2**20
@@ -78,11 +78,10 @@ class EnvironmentLoop(AgentLoop):
         assert self._ready is not None
         await asyncio.shield(self._ready)
         assert episode.door is not None
-        number = next(self._numbers)
+        number, door = next(self._numbers), episode.door
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         row = msgspec.to_builtins(episode.prompt)
         row["purpose"] = row.pop("lease")["purpose"]
-        door = episode.door
         model = {"base_url": door.base_url, "api_key": door.api_key, "model": door.model}
         try:
             self._send({"id": number, "row": row, "model": model})
@@ -93,15 +92,14 @@ class EnvironmentLoop(AgentLoop):
         self._num_starts = 0
         if "error" in found:
             raise RuntimeError(f"the environment {self._config.environment} failed: {found['error']}")
-        reward = float(found["reward"])
-        episode.reward = checked(
-            Reward(
-                total=reward,
-                parts={name: float(part) for name, part in found.get("parts", {}).items()},
-                turns=[float(share) for share in found.get("turns", [])],
-                is_correct=bool(found.get("is_correct", reward >= 1)),
-            )
+        total = float(found["reward"])
+        reward = Reward(
+            total=total,
+            parts={name: float(part) for name, part in found.get("parts", {}).items()},
+            turns=[float(share) for share in found.get("turns", [])],
+            is_correct=bool(found.get("is_correct", total >= 1)),
         )
+        episode.reward = checked(reward)
         episode.metrics.update({name: float(number) for name, number in found.get("metrics", {}).items()})
 
     # --- the process ---------------------------------------------------------------------------------------------
@@ -122,8 +120,7 @@ class EnvironmentLoop(AgentLoop):
                 env=os.environ | {"NO_PROXY": "127.0.0.1,localhost", "PYTHONUNBUFFERED": "1"},
             )
             name += f" (process {process.pid})"
-            first = {"environment": config.environment, "arguments": config.arguments, "max_turns": config.max_turns}
-            self._send(first)
+            self._send({each: getattr(config, each) for each in ("environment", "arguments", "max_turns")})
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(self._watch(name, ready))
                 try:
@@ -165,10 +162,9 @@ class EnvironmentLoop(AgentLoop):
                     ready.set_result(None)
                 case {"failed": reason}:
                     raise GeneratorError(f"the environment {self._config.environment} cannot be loaded: {reason}")
-                case {"id": number} as found:
-                    answer = self._answers.get(number)
-                    if answer and not answer.done():
-                        answer.set_result(found)
+                case {"id": number}:
+                    if (answer := self._answers.get(number)) and not answer.done():
+                        answer.set_result(message)
 
     async def _watch(self, name: str, ready: asyncio.Future[None]) -> None:
         """Ping the process and report silence. Raises GeneratorError after the time limits."""
@@ -179,10 +175,8 @@ class EnvironmentLoop(AgentLoop):
             is_ready, quiet_s = ready.done(), now - self._replied_at
             if is_ready:
                 self._send({"ping": number})
-                if now - self._heard_at >= _SILENCE_TIMEOUT_S:
-                    raise GeneratorError(
-                        f"{name} must give a sign of life within {_SILENCE_TIMEOUT_S:g} s, but did not"
-                    )
+            if is_ready and now - self._heard_at >= _SILENCE_TIMEOUT_S:
+                raise GeneratorError(f"{name} must give a sign of life within {_SILENCE_TIMEOUT_S:g} s, but did not")
             # A thread gives the signs of life; the environment may block the loop that answers.
             limit_s = max(self._answer_timeout_s, _SILENCE_TIMEOUT_S) if is_ready else _START_TIMEOUT_S
             if quiet_s >= limit_s:
