@@ -343,12 +343,8 @@ class ModelServer:
         if asked.logprobs:
             texts = [access.session.decode([token_id]) for token_id in turn.token_ids]
             choice["logprobs"] = {"content": logprob_entries(texts, written.completion.logprobs), "refusal": None}
-        num_prompt, num_written = written.num_prompt_tokens, len(turn.token_ids)
-        usage = {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_written,
-            "total_tokens": num_prompt + num_written,
-        }
+        num_read, num_written = written.num_prompt_tokens, len(turn.token_ids)
+        usage = {"prompt_tokens": num_read, "completion_tokens": num_written, "total_tokens": num_read + num_written}
         return {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "object": "chat.completion",

@@ -115,12 +115,10 @@ class AgentRunner:
         agents = {setting: agent for agent, setting in by_name.values()}
         is_external = any(isinstance(agent, ExternalAgentConfig) for agent in agents.values())
         self._queue = AnswerQueue(token=token) if is_external and token else None
-        build = partial(
-            build_loop, encoder=encoder, answer_timeout_s=run.generators.answer_timeout_s, queue=self._queue
-        )
+        make = partial(build_loop, encoder=encoder, answer_timeout_s=run.generators.answer_timeout_s, queue=self._queue)
         loops: dict[str, tuple[AgentLoop, ChatForm | None]] = {
             setting: (
-                build(agent, setting=setting),
+                make(agent, setting=setting),
                 ChatForm(agent.calls, encoder=encoder, setting=setting) if agent.calls else None,
             )
             for setting, agent in agents.items()
