@@ -3,7 +3,6 @@
 Consumes: prompts leased by the broker, weight updates from the learner.
 Produces: trajectories; returns leases that it cannot answer.
 Waits for: verified weights, then prompts.
-Woken by: messages, finished trajectories.
 Invariant: no prompt is requested and no trajectory leaves under unverified weights.
 """
 
@@ -100,18 +99,18 @@ class ConcurrencyLimit:
 
 
 _REQUEST_TIMEOUT_S = 5.0
-"""An unanswered lease request is then resent, because the broker may have restarted."""
+"""Then a request is resent, because the broker may have restarted."""
 _HEALTH_CHECK_INTERVAL_S = 1.0
 _LOAD_POLL_INTERVAL_S = 1.0
-"""Long enough for the load to reflect the last adjustment."""
+"""The load then reflects the last adjustment."""
 _IDLE_LOG_INTERVAL_S = 10.0
 _MAX_PROMPT_ERRORS = 1000
-"""Consecutive answers that fail because of their prompt before the generator gives up."""
+"""Failed answers in a row before the generator gives up."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
 """Delay of the next request after a failed prompt. Doubles up to the maximum; an answer resets it."""
 _MAX_PROBLEMS, _MAX_PROBLEM_LENGTH = 8, 600
 _IGNORED = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
-"""Quoted values and numbers, in which errors of one kind differ."""
+"""Parts in which errors of one kind differ."""
 _SERVING = ("ready", "updating")
 """States that accept prompts."""
 
@@ -181,10 +180,7 @@ class Generator:
 
     # --- life ----------------------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Start the engine, then serve until drained.
-
-        Raises GeneratorError or ClientDiedError when the generator cannot continue. Any other exception is a bug.
-        """
+        """Start the engine, then serve until drained. Raises GeneratorError or ClientDiedError."""
         await self._rewards.start()
         try:
             await self._agent.start()
@@ -263,7 +259,7 @@ class Generator:
             raise self._error
 
     def _set_state(self, state: str, reason: str) -> None:
-        # Draining is final, although a start or an update may still complete.
+        # Draining is final.
         if self._state != "draining":
             self._state, self._reason = state, reason
         self.wake()
@@ -275,12 +271,10 @@ class Generator:
     # --- messages and status -------------------------------------------------------------------------------------
     def receive(self, message: Message | ClientDiedError) -> None:
         if isinstance(message, Prompts | Welcome):
-            # A new connection has no open request.
             self._requested_at = None
         match message:
             case Prompts(prompts=prompts, reason=reason):
                 if self._state in _SERVING:
-                    # In other states the generator has a more specific reason.
                     self._reason = reason
                 self._accept(prompts)
             case OpenEpoch() | Update():
@@ -300,7 +294,7 @@ class Generator:
         self.wake()
 
     async def _profile(self, stage: Literal["events", "engine", "end"]) -> None:
-        """Start or write a recording; the engine's first, because the learner waits for the other."""
+        """Start or write a recording; the learner waits for the second file."""
         if stage != "events" and (profile := getattr(self._engine, "profile", None)):
             try:
                 self._trace.adopt(await profile(is_on=stage == "engine"))
@@ -370,7 +364,7 @@ class Generator:
             return
         self._next_load_poll_at = self._clock() + _LOAD_POLL_INTERVAL_S
         self._load = self._engine.current_load()
-        # Not during an update: paused requests look like a full engine.
+        # Paused requests look like a full engine.
         if self._state == "ready":
             self._concurrency.observe(self._load, running=len(self._tasks))
 
@@ -397,7 +391,7 @@ class Generator:
         self._trace.mark("started", make_trajectory_id(prompt.lease.id, index))
         trajectory = await self._agent.answer(prompt, index)
         self._trace.mark("scored", trajectory.id)
-        # Hold back a response that ends during an update. A failed verification cancels this task.
+        # A failed verification cancels this task.
         await self._weight_updates.is_verified.wait()
         lease, group_size = prompt.lease, self._group_size if prompt.lease.purpose == "train" else 1
         header, payload = pack(trajectory, lease_id=lease.id, purpose=lease.purpose, group_size=group_size)
@@ -428,11 +422,11 @@ class Generator:
         facts = {"prompt": prompt.uid, "in_a_row": self._num_prompt_errors, "error": str(error)}
         self._prompt_log.log("prompt_failed", type(error).__name__, **facts)
         self._return_leases([prompt.lease.id], str(error))
-        # A bad prompt costs one lease. Any other error would affect every prompt.
+        # Any other error would affect every prompt.
         if isinstance(error, PromptError):
             self._pause()
             self._report_problem(f"a prompt fails: {error}")
-            # One crash can fail many answers at once, so give up only if the failures also persist.
+            # The failures must persist: one crash can fail many answers at once.
             if self._num_prompt_errors >= _MAX_PROMPT_ERRORS and self._pause_s == _MAX_PAUSE_S:
                 what = f"the last {self._num_prompt_errors} answers failed because of their prompts"
                 self._fail(GeneratorError(f"{what}, the last one with: {error}"))
@@ -447,7 +441,7 @@ class Generator:
             asyncio.get_running_loop().call_later(self._pause_s, self.wake)
 
     def _report_problem(self, problem: str) -> None:
-        """Send the first problem of each kind, as a gauge that the launcher prints."""
+        """Send the first problem of each kind for the launcher."""
         kind = _IGNORED.sub("", problem).encode(errors="replace")
         name = f"{PROBLEM_PREFIX}{xxhash.xxh3_64_hexdigest(kind)}"
         if name not in self._problems and len(self._problems) < _MAX_PROBLEMS:
@@ -467,7 +461,6 @@ class Generator:
             self._return_leases([nack.lease_id], f"{nack.id} was rejected: {nack.reason}")
 
     async def _release(self, reason: str) -> None:
-        # Collected first, because canceled tasks remove themselves.
         tasks, held = list(self._tasks), [prompt.lease.id for prompt in self._tasks.values()]
         for task in tasks:
             task.cancel()

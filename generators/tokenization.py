@@ -36,7 +36,7 @@ Variables = Mapping[str, Any] | None
 """Of a chat template."""
 _PROBE = "42"
 _HEADER_TOKENS = 16
-"""Enough for the mark and blanks that end the header of a turn."""
+"""Enough for the mark that ends a turn's header."""
 _MARK = "SLIPSTREAM.TURN.OF.THE.MODEL"
 _TURN = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
 _HIDDEN = "\ue000{}\ue001"
@@ -63,7 +63,7 @@ class PromptEncoder:
     def encode(self, prompt: Row, *, tools: Records | None = None) -> tuple[list[int], list[PromptImage]]:
         """Encode plain text without special tokens, or chat messages with the chat template. Raises PromptError.
 
-        `tools`: JSON schemas for the template. Also returns the prompt's images, with expanded placeholder tokens.
+        Also returns the prompt's images, with expanded placeholder tokens.
         """
         if isinstance(prompt.prompt, str):
             try:
@@ -74,7 +74,6 @@ class PromptEncoder:
                 ) from error
         else:
             self._require_template(f"prompt {prompt.uid} is a list of chat messages")
-            # The template and the row may contain special tokens.
             variables = self.row_variables(prompt)
             text = self._render(prompt.prompt, tools=tools, variables=variables, subject=f"prompt {prompt.uid}")
             token_ids = self.encode_text(text, special_tokens=True)
@@ -111,7 +110,7 @@ class PromptEncoder:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def encode_text(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Adds no special tokens. `special_tokens`: encode their names in the text as those tokens."""
+        """`special_tokens`: encode their names in the text as those tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special_tokens)
 
     @cached_property
@@ -121,7 +120,7 @@ class PromptEncoder:
     def split_reasoning(self, token_ids: list[int], *, context: list[int], is_ended: bool) -> tuple[str | None, str]:
         """Split a turn after `context` into its reasoning (None without marks) and the rest, with special tokens.
 
-        `is_ended`: the last token is the end token, which is left out.
+        `is_ended`: leave out the last token.
         """
         header = self.tokenizer.decode(context[-_HEADER_TOKENS:], skip_special_tokens=False)
         text = self.tokenizer.decode(token_ids[: len(token_ids) - is_ended], skip_special_tokens=False)
@@ -161,7 +160,7 @@ class PromptEncoder:
         """Count the tokens at the start of `token_ids` that end a turn again."""
         if token_ids and token_ids[0] == last_token_id:
             return 1
-        # A turn that ends otherwise, at a limit, ends with a token of text.
+        # At a limit, a turn ends with a token of text.
         if last_token_id not in self._special_ids:
             return 0
         ending = os.path.commonprefix([token_ids, self._turn_end])  # noqa: RUF071, tokens rather than paths
@@ -171,7 +170,7 @@ class PromptEncoder:
 
     @cached_property
     def _turn_end(self) -> list[int]:
-        """The template's tokens after the model's turn; empty if the next turn's header ends it, as for GLM."""
+        """Tokens after the model's turn; empty if the next header ends it, as for GLM."""
         text = self._render(_TURN, variables={"add_generation_prompt": False}, subject="a turn")
         return self.encode_text(text.partition(_MARK)[2], special_tokens=True)
 
@@ -245,7 +244,7 @@ class PromptEncoder:
         )
 
     def _render_result(self, id_: str) -> str:
-        """Render two calls and the result of the one with this id; empty if the template refuses them."""
+        """Render two calls and the result of one; empty if the template refuses them."""
         function = {"name": "look", "arguments": {}}
         calls = [{"id": f"call0000{number}", "type": "function", "function": function} for number in range(2)]
         called = {"role": "assistant", "content": "", "tool_calls": calls}

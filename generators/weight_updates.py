@@ -34,7 +34,7 @@ log = structlog.get_logger(__name__)
 
 _PROBE_TIMEOUT_S = 30.0
 _SAMPLED_TOKENS = 4
-"""Tokens to sample after a prefix of each canary sequence. Each costs a decoding step."""
+"""After a prefix of each canary. Each costs a decoding step."""
 
 
 class ProbeResult(Record):
@@ -143,7 +143,7 @@ class WeightUpdates:
 
     @property
     def lends_at(self) -> str:
-        """Endpoint where other generators can fetch these weights, or empty."""
+        """Endpoint for other generators, or empty."""
         return self._fetcher.lends_at
 
     def submit(self, command: OpenEpoch | Update) -> None:
@@ -152,7 +152,7 @@ class WeightUpdates:
                 self._client.send(self._newest_answer)
             return
         self._newest, self._newest_answer = command, None
-        # The learner no longer waits for a fetch in progress, nor for a broadcast of another epoch.
+        # The learner no longer waits for a fetch, nor for a broadcast of another epoch.
         if self._receiving and (self._receiving.epoch == NO_EPOCH or self._receiving.epoch != command.epoch):
             self._abandoned.set()
         self._commands.put_nowait(command)
@@ -162,8 +162,7 @@ class WeightUpdates:
             while True:
                 command = await self._commands.get()
                 newest = self._newest or command
-                # Commands of an old epoch and all fetched versions except the newest are skipped. Within the newest
-                # epoch every command is executed, because a broadcast needs all members.
+                # Skip commands of an old epoch and older fetched versions. A broadcast needs all members.
                 if command is not newest and (command.epoch != newest.epoch or command.epoch == NO_EPOCH):
                     continue
                 await (self._open_epoch(command) if isinstance(command, OpenEpoch) else self._apply(command))
@@ -209,7 +208,6 @@ class WeightUpdates:
             self.is_verified.set()
             self._set_state("ready", "")
         except WeightTransferError as error:
-            # The engine still holds the previous weights.
             message = str(error)
             self._set_state("unsynced", message)
             if was_verified:
@@ -226,7 +224,7 @@ class WeightUpdates:
 
     @contextmanager
     def _timed(self, stage: str, update: Update, seconds: dict[str, float]) -> Iterator[None]:
-        """Trace a stage of an update; record its duration if it succeeds."""
+        """Trace a stage; record its duration if it succeeds."""
         began_at = time.perf_counter()
         with self._trace.timed(stage, version=update.version):
             yield
@@ -251,14 +249,13 @@ class WeightUpdates:
         return received
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        # Transfers within the process never block, and a thread would make token versions nondeterministic.
+        # Never blocks, and a thread would make token versions nondeterministic.
         if isinstance(self._receiver, MemoryReceiver):
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     def _report(self, update: Update, answer: UpdateApplied) -> None:
         if update.source is None or not (update.source.has_deltas or update.source.is_lent):
-            # No later update or other generator needs these bytes.
             self._fetcher.release()
         if answer.error:
             log.error("weight_update_failed", version=update.version, error=answer.error)

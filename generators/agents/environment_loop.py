@@ -57,13 +57,12 @@ class EnvironmentLoop(AgentLoop):
         """Reason that answers wait for the process, or empty."""
 
     async def start(self) -> None:
-        """Start the process without waiting for it. Raises GeneratorError after `_MOST_STARTS` failures."""
+        """Start the process without waiting. Raises GeneratorError after `_MOST_STARTS` failures."""
         if self._serving is None or self._serving.done():
             if self._num_starts >= _MOST_STARTS:
-                # End the generator, because every answer would fail the same way.
                 raise GeneratorError(f"{self._setting} must name an environment that answers: {self._problem}")
             self._ready = asyncio.get_running_loop().create_future()
-            # Retrieve the exception, which asyncio would otherwise log as unhandled.
+            # Otherwise asyncio logs the exception as unhandled.
             self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
             self._serving = asyncio.create_task(self._serve(self._ready))
 
@@ -73,7 +72,7 @@ class EnvironmentLoop(AgentLoop):
             await asyncio.gather(self._serving, return_exceptions=True)
 
     async def run(self, episode: Episode) -> None:
-        """Raises GeneratorError if the environment does not start, EnvironmentDiedError if it dies."""
+        """Raises GeneratorError, EnvironmentDiedError."""
         await self.start()
         assert self._ready is not None
         await asyncio.shield(self._ready)
@@ -114,7 +113,7 @@ class EnvironmentLoop(AgentLoop):
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LONGEST_LINE,
-                # A separate group, so that its tool servers, browsers, etc. can be killed too.
+                # To kill its tool servers, browsers, etc. too.
                 process_group=0,
                 # Requests to the model server must bypass any proxy.
                 env=os.environ | {"NO_PROXY": "127.0.0.1,localhost", "PYTHONUNBUFFERED": "1"},
@@ -167,7 +166,7 @@ class EnvironmentLoop(AgentLoop):
                         answer.set_result(message)
 
     async def _watch(self, name: str, ready: asyncio.Future[None]) -> None:
-        """Ping the process and report silence. Raises GeneratorError after the time limits."""
+        """Ping the process and report silence. Raises GeneratorError."""
         self._replied_at = time.monotonic()
         for number in itertools.count():
             await asyncio.sleep(_PING_EVERY_S)
@@ -177,7 +176,7 @@ class EnvironmentLoop(AgentLoop):
                 self._send({"ping": number})
             if is_ready and now - self._heard_at >= _SILENCE_TIMEOUT_S:
                 raise GeneratorError(f"{name} must give a sign of life within {_SILENCE_TIMEOUT_S:g} s, but did not")
-            # A thread gives the signs of life; the environment may block the loop that answers.
+            # The environment may block the loop that answers.
             limit_s = max(self._answer_timeout_s, _SILENCE_TIMEOUT_S) if is_ready else _START_TIMEOUT_S
             if quiet_s >= limit_s:
                 raise GeneratorError(f"{name} must answer within {limit_s:g} s, but did not")

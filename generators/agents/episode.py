@@ -32,11 +32,11 @@ class Agent(Protocol):
 
     @property
     def waiting(self) -> str:
-        """Reason that answers wait for an external party, or empty. Thread-safe."""
+        """Reason that answers wait, or empty. Thread-safe."""
 
 
 class AgentLoop(Protocol):
-    """Alternates model turns and observations. One object serves all answers of a generator."""
+    """Alternates model turns and observations. One object serves all answers."""
 
     def tools(self, prompt: Prompt) -> list[dict[str, Any]] | None:
         return None
@@ -77,11 +77,11 @@ class Transcript:
 
     def add_completion(self, completion: Completion) -> None:
         if completion.experts is not None:
-            # Keep the routing of earlier turns as recorded when they were sampled.
+            # Keep the routing of earlier turns.
             self._experts.append(completion.experts[self._num_routed :])
             self._num_routed = len(completion.experts)
         self._add_spans(completion.version_spans)
-        # A completion without an observation before it extends the previous turn.
+        # Without an observation in between, it extends the previous turn.
         self.num_turns += self._model_mask[-1:] != [True]
         self._extend(completion.token_ids, completion.logprobs, is_model=True)
 
@@ -89,7 +89,7 @@ class Transcript:
         self._extend(token_ids, [0.0] * len(token_ids), is_model=False)
 
     def trim(self) -> None:
-        """Drop observations after the last model turn, which the model never read."""
+        """Drop observations after the last model turn."""
         length = len(self._model_mask) - self._model_mask[::-1].index(True)
         for column in (self.token_ids, self._model_mask, self._logprobs):
             del column[length:]
@@ -124,7 +124,7 @@ class Transcript:
 
     def _add_spans(self, spans: list[VersionSpan]) -> None:
         for span in spans:
-            # A turn that starts with the previous turn's version extends its span.
+            # A turn with the previous version extends its span.
             if not self.version_spans or self.version_spans[-1].version != span.version:
                 self.version_spans.append(VersionSpan(len(self.token_ids) + span.first_token, span.version))
 
@@ -140,7 +140,7 @@ class Turn(Record):
     """One model turn."""
 
     text: str
-    """Without special tokens, but with the stop string that ended the turn."""
+    """Without special tokens, but with the stop string."""
     token_ids: list[int]
     """Includes the end token."""
     stop_reason: str
@@ -165,7 +165,7 @@ class Access(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class Episode:
-    """One answer in progress. Contexts, rewards, metrics, and extras become the trajectory.
+    """One answer in progress, which becomes a trajectory.
 
     Life cycle: generate -> (observe -> generate)*.
     """
@@ -191,7 +191,7 @@ class Episode:
     """Request number, from 0 -> seed."""
     num_requests: int = 0
     door: Access | None = None
-    """For HTTP requests to the model, if the loop may make them."""
+    """For HTTP requests to the model."""
     fault: GeneratorError | None = None
     """Engine failure in any request."""
     turns: list[Turn] = field(default_factory=list)
@@ -207,7 +207,7 @@ class Episode:
     extras: dict[str, Any] = field(default_factory=dict)
     """Plain values stored with the trajectory."""
     stop_reason: str = "stop"
-    """That of the last turn, unless the loop sets another."""
+    """The last turn's, or the loop's."""
 
     @property
     def transcript(self) -> Transcript:
@@ -274,13 +274,13 @@ class Episode:
     def observe(self, text: str, *, special_tokens: bool = False) -> None:
         """Append text that the model did not write, without a chat template.
 
-        `special_tokens`: encode names of special tokens, such as `<|im_end|>`, as those tokens. Not for untrusted text.
+        `special_tokens`: encode names such as `<|im_end|>` as those tokens. Not for untrusted text.
         """
         self._append(self.encoder.encode_text(text, special_tokens=special_tokens))
         self.messages.append({"role": "user", "content": text})
 
     def observe_messages(self, messages: list[dict[str, Any]]) -> None:
-        """Append chat messages with the chat template's text around them. Raises PromptError."""
+        """Append messages by the chat template. Raises PromptError."""
         last = self.transcript.token_ids[-1] if self.turns else None
         variables = self.encoder.row_variables(self.prompt)
         self._append(self.encoder.encode_between_turns(messages, last_token_id=last, variables=variables))

@@ -23,7 +23,7 @@ from slipstream.generators.rewards.reward import checked, failed_reward
 
 _LONGEST_WAIT_S = 60.0
 _LOOK_EVERY_S = 1.0
-"""Interval of connection checks, because a disconnected agent must not get an answer."""
+"""A disconnected agent must not get an answer."""
 _REPORT_AFTER_S = 5.0
 """Shorter waits are normal between two answers."""
 _LOG_INTERVAL_S = 30.0
@@ -76,9 +76,9 @@ class AnswerQueue:
         self._changed.set()
 
     async def lend(self, episode: Episode, *, silence_timeout_s: float) -> None:
-        """Have an agent write the answer, until it finishes, returns the answer, or is silent for `silence_timeout_s`.
+        """Have an agent write the answer, until it finishes, returns it, or is silent for `silence_timeout_s`.
 
-        If the agent is lost or returns the answer before the model has written a turn, the answer is offered again.
+        Without a turn, a lost or returned answer is offered again.
         """
         assert episode.door is not None
         access = episode.door

@@ -1,4 +1,4 @@
-"""Agent loops in the generator: single turn, tools, search, simulated users, and user functions."""
+"""Agent loops: tools, search, simulated users, and functions."""
 
 import asyncio
 import inspect
@@ -109,7 +109,6 @@ class ToolLoop:
         return [text for text, _ in results] + [limit] * left_out
 
     async def _result(self, call: ToolCall | ToolError, tools: dict[str, OpenTool]) -> tuple[str, bool]:
-        """Text for the model, and whether the call failed."""
         try:
             if isinstance(call, ToolError):
                 raise call
@@ -120,7 +119,7 @@ class ToolLoop:
             return self._shortened(f"error: {error}"), True
 
     def _named(self, call: ToolCall) -> dict[str, Any]:
-        """Name a tool's only argument, which some call formats omit."""
+        """Name an only argument, which some formats omit."""
         if set(call.arguments) != {ONLY}:
             return call.arguments
         tool = next(tool for tool in self._tools if tool.name == call.name)
@@ -185,7 +184,7 @@ class InteractionLoop(ToolLoop):
 
 
 async def _answer(user: Any, own_id: str, given: dict[str, Any], episode: Episode) -> str | None:
-    """Have the user score and answer the last turn. None = the conversation has ended."""
+    """Score and answer the last turn. None = the conversation has ended."""
     prompt = episode.prompt.prompt
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     found = await call_either(partial(user.generate_response, own_id, [*asked, *episode.messages], **given))
@@ -294,7 +293,7 @@ def build_loop(
     answer_timeout_s: float,
     queue: AnswerQueue | None = None,
 ) -> AgentLoop:
-    """The loop that runs one agent kind for the given settings. Raises ConfigError."""
+    """Build the loop of an agent. Raises ConfigError."""
     match config:
         case SingleTurnConfig():
             return FunctionLoop(Episode.generate)

@@ -166,7 +166,7 @@ def logprob_entries(texts: list[str], logprobs: list[float]) -> list[dict[str, A
 
 
 def stream_chunks(answer: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
-    """Server-sent events: the whole message, the finish reason, then usage."""
+    """Server-sent events: message, finish reason, usage."""
     usage, (choice,) = answer.pop("usage"), answer.pop("choices")
     delta = choice["message"]
     if "tool_calls" in delta:
@@ -223,7 +223,7 @@ class AgentAccess:
         known = self._answers.get(digest)
         if not (is_repeated and known and not (known.done() and (known.cancelled() or known.exception()))):
             known = self._answers[digest] = asyncio.ensure_future(work())
-        # Shielded, because a disconnected client may retry, and the transcript keeps sampled tokens.
+        # Shielded, because a disconnected client may retry.
         return await asyncio.shield(known)
 
     async def leave(self) -> None:
@@ -293,7 +293,7 @@ class ModelServer:
             await access.leave()
 
     def _authenticate(self, request: Request) -> AgentAccess:
-        """Access that a request's key opens. Raises ApiError without a valid key."""
+        """Raises ApiError without a valid key."""
         key = bearer_token(request) if KEY_HEADER not in request.headers else request.headers[KEY_HEADER]
         access = self._accesses.get(key.partition(".")[0])
         # Compare in constant time, even for an unknown name.
@@ -384,7 +384,7 @@ class ModelServer:
         try:
             return await access.answer(request, body, work)
         except NoRoomError as error:
-            # Clients know this code and wording, and shorten their context or stop.
+            # Clients know this code and wording.
             what = (
                 f"This model's maximum context length is {self._max_length} tokens, which your messages fill"
                 if str(error) == "context_overflow"

@@ -43,7 +43,7 @@ _CACHED = 256
 
 def request_seed(run_seed: int, *, group_id: str, attempt: int, index: int, turn: int = 0) -> int:
     """Derive the seed of one request: 63 bits, identical on every machine."""
-    # The attempt gives a prompt that is leased again fresh samples. A sum of the parts would collide.
+    # The attempt gives fresh samples. A sum of the parts would collide.
     key = f"{run_seed}/{group_id}/{attempt}/{index}" + (f"/{turn}" if turn else "")
     return xxhash.xxh3_64_intdigest(key.encode()) & (2**63 - 1)
 
@@ -124,7 +124,7 @@ class AgentRunner:
             for setting, agent in agents.items()
         }
         self._loops = {name: loops[setting] for name, (_, setting) in by_name.items()}
-        """Agent -> its loop, and the chat format if it may query the model server."""
+        """Agent -> loop, and chat format if it queries the model server."""
         self._comparisons: dict[str, Comparison] = {}
         self._compares = lru_cache(_CACHED)(rewards.compares)
         self._encoded: dict[str, tuple[Prompt, tuple[list[int], list[PromptImage]]]] = {}
@@ -171,7 +171,7 @@ class AgentRunner:
         return folder.doors / self._generator_id if self._queue and folder.path.is_dir() else None
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
-        """See `Agent.answer`. If the reward compares answers, this waits for all members of the lease."""
+        """If the reward compares answers, this waits for all members of the lease."""
         lease = prompt.lease
         if lease.purpose != "train" or not self._compares(prompt.data_source):
             return await self._answer(prompt, index, None)
@@ -213,7 +213,7 @@ class AgentRunner:
         return trajectory
 
     def _episode(self, prompt: Prompt, index: int, *, tools: list[dict[str, Any]] | None) -> Episode:
-        # Encoded once per lease: its members share the prompt object.
+        # Members of a lease share the prompt object.
         known, encoded = self._encoded.get(prompt.lease.id, (None, None))
         if known is not prompt or encoded is None:
             encoded = self._encoder.encode(prompt, tools=tools)
@@ -271,7 +271,7 @@ class AgentRunner:
         training = self._run.generators.sampling
         # Evaluations have a separate temperature, so that accuracies are comparable.
         config = training if lease.purpose == "train" else self._run.data.eval_set(lease.purpose) or training
-        # ReMax: the last member of a training group is the greedy baseline, decoded without filters.
+        # ReMax: the last member of a training group is the greedy baseline.
         is_baseline = lease.purpose == "train" and index >= self._run.generators.group_size
         return Sampling(
             temperature=0.0 if is_baseline else config.temperature,
@@ -314,7 +314,6 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
             raise
-        # The loop failed because a request to the engine did.
         if episode.fault and episode.fault is not error:
             raise episode.fault from error
         if isinstance(error, GeneratorError):
@@ -334,7 +333,7 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
 
 
 def _with_turns(reward: Reward, episode: Episode, *, num_turns: int) -> Reward:
-    """Add the loop's turn rewards. Fails a reward if turn rewards do not match the turns."""
+    """Add the loop's turn rewards. Fails the reward if they do not match the turns."""
     earned = episode.turn_rewards
     for who, turns in (("agent", earned), ("reward function", reward.turns)):
         if reward.status == "ok" and turns and len(turns) != num_turns:

@@ -51,7 +51,7 @@ class ChatForm:
         if thought is not None and self._reasoning.is_separate:
             text = self.encoder.without_special_tokens(rest).lstrip()
             shown["reasoning_content"] = self.encoder.without_special_tokens(thought).strip()
-        # Like other servers, omit the stop string, which stays in the context.
+        # The stop string stays in the context.
         text = text[: min((at for each in stop if (at := text.find(each)) >= 0), default=len(text))]
         calls: list[ToolCall] = []
         # A truncated turn may end inside a call.
@@ -141,17 +141,14 @@ class Session:
         return await self._write(context, observed, messages=messages, max_tokens=max_tokens, stop=stop)
 
     async def complete(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> Written:
-        """Continue the context with which the tokens begin, else a new one.
-
-        Raises NoRoomError, PromptError, EngineError.
-        """
+        """Continue the context with which the tokens begin. Raises NoRoomError, PromptError, EngineError."""
         context = Context(Transcript([]), None, 0)
         for one in self._contexts:
             known = one.transcript.token_ids
             if not one.is_busy and len(known) > len(context.transcript.token_ids) and token_ids[: len(known)] == known:
                 context = one
         observed = token_ids[len(context.transcript.token_ids) :]
-        # An invalid id would crash the engine. The model's own may exceed the tokenizer's vocabulary.
+        # An invalid id would crash the engine. The model's own may be larger.
         if stranger := next((each for each in observed if not 0 <= each < self._form.vocabulary_size), None):
             raise PromptError(f"token_ids must be below {self._form.vocabulary_size}, got {stranger}")
         return await self._write(context, observed, messages=[], max_tokens=max_tokens, stop=stop)
@@ -199,7 +196,6 @@ class Session:
         message = self._form.answer(turn, context=prompt, has_tools=bool(context.tools), stop=stop)
         context.messages = [*messages, message]
         context.ends.append((len(context.messages), len(transcript.token_ids)))
-        # The most recent conversation, for the reward function.
         episode.messages = context.messages[context.num_given :]
         return Written(turn, completion, message, len(prompt))
 
@@ -216,7 +212,7 @@ def text_of(message: Message) -> str:
 
 
 def compared(message: Message) -> tuple[Any, ...]:
-    """Fields that identify a message, although clients strip text and change other fields."""
+    """Fields that clients do not change, except for blanks."""
     functions = [call.get("function", {}) for call in message.get("tool_calls") or []]
     calls = [(each.get("name"), _decoded(each.get("arguments"))) for each in functions]
     text = text_of(message)

@@ -26,8 +26,8 @@ def require_routers(module: Any) -> list[Router]:
 def check_layout(slots: Sequence[TensorSlot], names: CheckpointNames, *, dtype: str) -> None:
     """Check names, order, shapes, and dtypes of an update for an engine that computes in `dtype`.
 
-    Finds errors that the checksum misses (intact bytes of other tensors) or the probe (a small tensor that was not
-    sent). Raises WeightTransferError.
+    Finds errors that the checksum (intact bytes of other tensors) or the probe (a small tensor not sent) misses. Raises
+    WeightTransferError.
     """
     metadata = names.metadata(getattr(torch, dtype))
     expected = {name: (list(shape), buckets.dtype_name(wire)) for name, shape, wire in metadata}
@@ -51,7 +51,7 @@ def _check_names(names: list[str], expected: list[str]) -> None:
         raise WeightTransferError(
             f"every tensor must belong to a parameter of the model, {unknown[0]} and {len(unknown) - 1} more do not"
         )
-    # Check the order, because swapped names with equal shapes pass every other check.
+    # Swapped names with equal shapes pass every other check.
     for index, (name, expected_name) in enumerate(zip(names, expected, strict=False)):
         if name != expected_name:
             raise WeightTransferError(

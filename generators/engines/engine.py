@@ -22,9 +22,9 @@ class Completion(Record):
     token_ids: list[int]
     """Includes the end token."""
     logprobs: list[float]
-    """One per token, under the sampled distribution (after temperature, top-p, top-k, and min-p)."""
+    """One per token, after temperature, top-p, top-k, and min-p."""
     version_spans: list[VersionSpan]
-    """Policy version of each token; `first_token` counts from the start of the response."""
+    """`first_token` counts from the start of the response."""
     stop_reason: str
     """`stop` (end token) | `stop_string` (also a stop token) | `length`."""
     experts: np.ndarray | None = None
@@ -33,7 +33,7 @@ class Completion(Record):
 
 
 class PromptScores(NamedTuple):
-    """Log-probabilities of the actual and the likeliest token at all positions but the first, at temperature 1."""
+    """Log-probabilities at temperature 1 of the actual and the likeliest token, without the first position."""
 
     own: list[float]
     likeliest: list[float]
@@ -86,13 +86,13 @@ class Engine(Protocol):
     async def prepare(self, update: Update, received: HostBuckets) -> None:
         """Get ready to switch to a received version, while requests are decoded. May be repeated.
 
-        Raises WeightTransferError; the current weights then stay in place.
+        Raises WeightTransferError, and keeps the current weights.
         """
 
     async def switch(self, update: Update) -> float:
-        """Switch to the prepared version between two tokens. Returns the pause of generation, seconds.
+        """Switch to the prepared version between two tokens. Returns the pause, seconds.
 
-        Raises UnverifiedWeightsError if the weights are loaded incorrectly.
+        Raises UnverifiedWeightsError.
         """
 
     def current_load(self) -> EngineLoad:

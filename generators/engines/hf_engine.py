@@ -1,4 +1,4 @@
-"""HfEngine: transformers in this process. Engine of serial runs and reference for the other engines."""
+"""HfEngine: transformers in this process, for serial runs and as a reference."""
 
 import asyncio
 import math
@@ -77,7 +77,7 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def _invert_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
-    # Scaled to the rounded sum and clamped one rounding step below it, so that no token of probability zero is drawn.
+    # Scaled to the rounded sum and clamped below it, so that no token of probability zero is drawn.
     cdf = logprobs.double().exp().cumsum(-1)
     targets = uniforms.clamp(max=1 - 2**-52)[:, None] * cdf[:, -1:]
     return torch.searchsorted(cdf, targets, right=True)[:, 0]
@@ -121,7 +121,7 @@ class HfRequest:
         self.completion.set_result(Completion(self.token_ids, self.logprobs, self.version_spans, reason, experts))
 
     def _has_stop_string(self) -> bool:
-        # A stop string spans at most one token per byte. Decoding the whole response would take quadratic time.
+        # A stop string spans at most one token per byte. Decoding everything would take quadratic time.
         text = self._tokenizer.decode(self.token_ids[-(max(len(stop.encode()) for stop in self._stop) + 1) :])
         return any(stop in text for stop in self._stop)
 
@@ -129,7 +129,7 @@ class HfRequest:
 class HfBatch:
     """Requests decoded together with a KV cache and left padding. Life cycle: step until `is_done`.
 
-    The weights may change between steps, without recomputing the KV cache.
+    The weights may change between steps.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class HfBatch:
         self._drop_finished()
 
     def _next_logits(self, model: Any) -> Tensor:
-        # Positions count from each row's first real token, as if unpadded.
+        # As if unpadded.
         positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -self._input_ids.shape[1] :] + self._shift
         images: dict[str, Tensor] = {}
         if self._vision and not self._cache.get_seq_length() and any(request.images for request in self._requests):
@@ -229,10 +229,7 @@ class HfBatch:
 
 
 class HfEngine:
-    """Implements Engine. Decodes one batch at a time; later requests wait.
-
-    Decoding and loading share the loop's thread, so an update always falls between two tokens.
-    """
+    """Implements Engine. Decodes one batch at a time, and loads weights in the same thread, between two tokens."""
 
     def __init__(self, model: ModelConfig, engine: HfEngineConfig) -> None:
         self._config = model
@@ -280,7 +277,6 @@ class HfEngine:
     async def sample_probe(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
         self._check_started()
         requests = [HfRequest(prompt, sampling) for prompt in prompts]
-        # A separate batch, because the queue waits for the current one.
         batch = self._make_batch(requests)
         while not batch.is_done:
             batch.step(self._model, version=self.version, end_token_ids=self._end_token_ids)

@@ -1,7 +1,6 @@
 """slipstream_harness: runs verifiers environments (0.4) in this process, with a chat loop instead of a program.
 
-A verifiers plugin, found by name. Model calls carry the answer's key in a separate header, so that all answers share
-one client.
+A verifiers plugin, found by name. Model calls carry the answer's key in a header, so that answers share one client.
 """
 
 import asyncio
@@ -62,7 +61,7 @@ class SlipstreamHarness(vf.Harness[vf.HarnessConfig]):
                 try:
                     message = (await ask(model=ctx.model, messages=messages, **more)).choices[0].message
                 except APIStatusError as error:
-                    # A full context and a stop condition of the environment are normal ends.
+                    # A full context and a stop condition are normal ends.
                     if trace.stop_condition is None and "context_length_exceeded" not in str(error):
                         raise
                     break

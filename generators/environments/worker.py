@@ -130,7 +130,7 @@ class Worker:
 
 
 def end() -> None:
-    """Exit even if threads still run, and kill the process group if this process leads it."""
+    """Exit even if threads run, and kill the process group if this process leads it."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)

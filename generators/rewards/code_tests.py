@@ -15,7 +15,7 @@ from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.sandbox import Limits, LocalSandbox, RemoteSandbox, Sandbox
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-# Code that exits early, e.g. with os._exit(0), has not printed the secret, because its namespace lacks it.
+# Code that exits early, e.g. with os._exit(0), has not printed the secret.
 _HARNESS = """
 import json, sys
 job = json.loads(sys.stdin.read())

@@ -82,7 +82,7 @@ class RewardFunction:
         return self._function(**{name: value for name, value in keywords.items() if takes_any or name in parameters})
 
     def result(self, value: Any) -> Reward | None:
-        """Convert the function's value to a reward, None = no opinion. Raises for an invalid value."""
+        """Convert to a reward, None = no opinion. Raises for an invalid value."""
         reward = self._form.result(value)
         return None if reward is None else checked(reward)
 
@@ -99,7 +99,7 @@ class RewardFunctions:
     """
 
     def __init__(self, config: RewardConfig, *, on_memory_error: Callable[[], NoReturn] | None = None) -> None:
-        """Import all functions. `on_memory_error`: called when one runs out of memory. Raises ConfigError."""
+        """`on_memory_error`: called when a function runs out of memory. Raises ConfigError."""
         self._config = config
         self._on_memory_error = on_memory_error
         setting = "generators.reward.functions[{}]" if config.functions else "generators.reward"

@@ -133,7 +133,7 @@ class PairwiseJudge:
 
     `method`: `win_rate` is the fraction of comparisons that an answer wins; ties count half. `bradley_terry` is its
     probability of beating an answer of average strength. Position bias cancels only with both orders, so a pair without
-    both verdicts is skipped. An answer without any pair is an error, which is masked rather than scored 0.
+    both verdicts is skipped. An answer without any pair is an error.
     """
 
     def __init__(

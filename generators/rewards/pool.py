@@ -1,7 +1,6 @@
 """RewardPool: scores samples in worker processes that are killed when they take too long.
 
-Workers import the reward function but no large modules. An executor library could not identify a hanging call among
-several.
+An executor library could not identify a hanging call among several.
 """
 
 import asyncio
@@ -163,7 +162,6 @@ class RewardWorker(asyncio.Protocol):
         self._poll_exit(ends_at=asyncio.get_running_loop().time() + REAP_TIMEOUT_S, is_ours=is_ours)
 
     def _poll_exit(self, *, ends_at: float, is_ours: bool) -> None:
-        # A blocking wait would delay other requests.
         loop, code = asyncio.get_running_loop(), self._process.poll()
         if code is None and loop.time() < ends_at:
             loop.call_later(_REAP_INTERVAL_S, lambda: self._poll_exit(ends_at=ends_at, is_ours=is_ours))
@@ -179,7 +177,7 @@ class RewardWorker(asyncio.Protocol):
 
     def _fail_culprit(self, reward: Reward) -> None:
         """Fail the request that ran last: the marked one among concurrent calls, else the oldest."""
-        # Without a mark, the process died between two calls. Failing the oldest lets the rest proceed.
+        # Without a mark, the process died between two calls.
         marked = self._mark.get() if self._is_concurrent else 0
         culprit = marked if marked in self._pending else next(iter(self._pending), None)
         if culprit is not None:
@@ -269,7 +267,7 @@ class RewardPool:
         self._start_workers()
 
     async def score(self, sample: RewardInput) -> Reward:
-        """Takes at most `timeout_s` in a worker, or twice that if an async function cannot be canceled."""
+        """Takes at most `timeout_s`, or twice that if an async function cannot be canceled."""
         return (await self._ask([sample], compares=False))[0]
 
     def compares(self, data_source: str) -> bool:
@@ -355,7 +353,7 @@ class RewardPool:
             self._schedule_dispatch()
 
     def _record_start(self, *, has_failed: bool, error: str = "") -> None:
-        """Fail the queue after repeated failed starts, because no worker would ever answer it."""
+        """Fail the queue after repeated failed starts."""
         self._failed_starts = self._failed_starts + 1 if has_failed else 0
         if self._failed_starts == _MAX_FAILED_STARTS:
             self._failed_starts = 0

@@ -22,7 +22,7 @@ from slipstream.buffer.trajectory import Reward
 from slipstream.configs.base import ConfigError, Record
 
 RewardFunction = Callable[..., Any]
-"""RewardInput -> Reward, a dict with its fields, or a number v, which means Reward(v, is_correct=v >= 1)."""
+"""RewardInput -> Reward, a dict with its fields, or a number v: Reward(v, is_correct=v >= 1)."""
 
 
 class RewardInput(Record):
@@ -49,7 +49,7 @@ class RewardInput(Record):
     messages: list[dict[str, Any]] = []
     """Chat messages after the prompt."""
     reward: Reward | None = None
-    """For comparing functions: the reward from functions that score answers individually, if any."""
+    """For comparing functions: that of the other functions, if any."""
 
 
 def model_text(sample: RewardInput) -> str:
@@ -128,17 +128,17 @@ class Form(NamedTuple):
     """Calling convention of a reward function."""
 
     keywords: Callable[[RewardInput], dict[str, Any]] | None
-    """Builds keyword arguments; the function gets those that it accepts. None = pass the sample."""
+    """Builds keyword arguments. Unknown ones are dropped. None = pass the sample."""
     result: Callable[[Any], Reward | None]
     """Converts the returned value to a reward, None = no opinion."""
     compares: bool = False
-    """Whether it takes all answers to a prompt and returns one value per answer."""
+    """Whether it takes all answers to a prompt."""
 
 
 def bind(
     function: RewardFunction, arguments: dict[str, Any], *, setting: str, path: str
 ) -> tuple[RewardFunction, Form]:
-    """Bind the arguments and detect the calling convention from the parameters. Raises ConfigError."""
+    """Bind arguments and detect the calling convention. Raises ConfigError."""
     try:
         if inspect.isclass(function):
             instance: Any = function(**arguments)

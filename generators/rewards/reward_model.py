@@ -15,7 +15,7 @@ from slipstream.runtime.model_files import answer_token_ids, check_model_path
 class RewardModel:
     """Score of prompt and answer. Calls that arrive during a forward pass form the next batch.
 
-    A call canceled during a forward pass waits for it, so that a hanging model gets the worker replaced.
+    A canceled call waits for the pass, so that a hanging model gets the worker replaced.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RewardModel:
 
     def start(self) -> None:
         """Load the model, outside a call's time limit."""
-        # Local import, because the generator also builds this object to check its arguments.
+        # Local import: the generator builds this object to check its arguments.
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
         from transformers.utils import logging

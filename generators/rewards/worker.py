@@ -98,7 +98,7 @@ _MIB = 2**20
 
 
 def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
-    # A hanging reward function would not notice a closed socket, so the kernel kills it with its supervisor.
+    # A hanging function would not notice a closed socket.
     die_with_parent(signal.SIGKILL, parent=supervisor)
     with socket.socket(fileno=fd) as pool:
         bodies = _receive(pool)
@@ -271,8 +271,8 @@ _LEFT_OUT = f"\n[reward function output beyond {_MAX_OUTPUT_BYTES} bytes in {_OU
 def main(fd: int, mark_fd: int, pool: int) -> None:
     """Fork the scorer, wait for its exit or SIGTERM, and kill its descendants.
 
-    `fd`: socket to the pool. `mark_fd`: file of the Mark. `pool`: process id of the pool; this process exits with it.
-    Exits with the scorer's exit code, or SIGNAL_EXIT + the number of the signal that killed it.
+    `fd`: socket to the pool. `mark_fd`: file of the Mark. `pool`: process id; this process exits with it. Exits with
+    the scorer's exit code, or SIGNAL_EXIT + the number of the signal that killed it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # Also those that left the process group.
@@ -303,7 +303,7 @@ def main(fd: int, mark_fd: int, pool: int) -> None:
     code = os.waitstatus_to_exitcode(_wait(scorer))
     _kill_group(scorer)
     _kill_children()
-    # The last output may be the traceback of a failed import.
+    # For the traceback of a failed import.
     forwarder.join(timeout=_REAP_TIMEOUT_S)
     raise SystemExit(code if code >= 0 else SIGNAL_EXIT - code)
 
@@ -318,7 +318,7 @@ def _wait(scorer: int) -> int:
 
 
 def _forward_output(source: int) -> None:
-    """Copy the scorer's output to stdout, rate-limited so that it cannot fill a disk."""
+    """Copy the scorer's output to stdout, rate-limited."""
     room, has_said_so, window_ends_at = 0, False, -math.inf
     while data := os.read(source, _READ_BYTES):
         if (now := time.monotonic()) >= window_ends_at:
@@ -327,7 +327,7 @@ def _forward_output(source: int) -> None:
         room -= len(kept)
         if len(kept) < len(data) and not has_said_so:
             kept, has_said_so = kept + _LEFT_OUT.encode(), True
-        # On a full disk, drop the output: a full pipe would block the function.
+        # A full disk drops the output.
         with suppress(OSError):
             os.write(_STDOUT, kept)
 

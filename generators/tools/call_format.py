@@ -31,13 +31,13 @@ class CallFormat(NamedTuple):
     """Whether results are plain text rather than chat messages."""
 
 
-# Takes linear time even for long blanks and partial calls, because it runs on the event loop.
+# Takes linear time even for long blanks and partial calls.
 _REACT = re.compile(r"Action:[ \t]*(\S{1,200})[ \t]*\nAction Input:(.+?)(?:\nObservation:|$)", re.DOTALL)
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
     """Parse any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3."""
-    # Start at the first mark, because an argument may contain the mark too.
+    # From the first mark, because an argument may contain it too.
     parts = (part.partition("<tool_call>") for part in text.split("</tool_call>")[:-1])
     return [_from_json(body.strip()) for _, mark, body in parts if mark]
 

@@ -102,7 +102,7 @@ class McpServer:
     def _probe(self, connection: "_Connection") -> "asyncio.Task[None]":
         if connection.probe is None or connection.probe.done():
             connection.probe = asyncio.create_task(self._check(connection))
-            # Retrieve the exception even if no call awaits the probe.
+            # No call may await the probe.
             connection.probe.add_done_callback(lambda probe: probe.cancelled() or probe.exception())
         return connection.probe
 
@@ -135,7 +135,7 @@ class McpServer:
 
 
 class _Connection:
-    """A session in a task, because the task that opens it must also close it."""
+    """A session in a task, which must open and close it."""
 
     def __init__(self, open_client: Callable[[], Any]) -> None:
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""Search: finds passages of a corpus, in a local index or through a retrieval service."""
+"""Search: finds passages in a local index or through a service."""
 
 import asyncio
 import json

@@ -128,8 +128,8 @@ class Tool:
         self._slots = asyncio.Semaphore(config.max_concurrency)
         path = config.function
         function = shared or BUILT_IN.get(path) or find_function(path, setting=f"{setting}.function")
-        # The model calls instances of a class. One instance of a built-in class serves all answers. It is created now,
-        # so that missing requirements fail at startup.
+        # The model calls instances of a class. One of a built-in class serves all answers. It is created now, so that
+        # missing requirements fail at startup.
         is_class = inspect.isclass(function)
         called = _called(function, setting=setting) if is_class else function
         if shared is None:
@@ -200,7 +200,7 @@ class OpenTool:
 
 
 async def call_either(function: Callable[[], Any], *, thread: str = "user") -> Any:
-    """Await a coroutine function, or call another function in a thread with this name."""
+    """Await a coroutine function, or call another function in a thread."""
     called: Any = function
     while isinstance(called, partial):
         called = called.func

@@ -50,7 +50,7 @@ def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings:
     try:
         adapter = LoRAModel.from_lora_tensors(
             ADAPTER.lora_int_id,
-            # Copies, because vLLM scales the second matrix in place and later deltas need the original.
+            # vLLM scales the second matrix in place, and later deltas need the original.
             {name: tensor.clone() for name, tensor in tensors},
             PEFTHelper.from_dict(settings),
             device=manager.device,

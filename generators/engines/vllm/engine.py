@@ -65,7 +65,7 @@ _MAX_PROFILED_STEPS = 24
 _PROFILE_TIMEOUT_S = 120.0
 """Includes writing the recording."""
 _SECOND_CHANCE_S = 2.0
-"""Limit of a call after an unanswered one: a dead engine must be replaced within `learner.stall.timeout_s`."""
+"""Limit after an unanswered call: a dead engine must be replaced within `learner.stall.timeout_s`."""
 
 _STEP_STALLS = 3
 """An engine that makes no step for `learner.stall.timeout_s` divided by this is replaced before the run stalls."""
@@ -144,7 +144,7 @@ class VllmEngine:
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
             stop_token_ids=[*end_ids, *(each for each in stop if isinstance(each, int))],
-            # The sampled token's. Flat lists and a single output save most of vLLM's per-token work.
+            # Flat lists and a single output save most of vLLM's per-token work.
             logprobs=0,
             flat_logprobs=True,
             # Detokenize only for stop strings, which may be special tokens.
@@ -204,7 +204,7 @@ class VllmEngine:
 
     async def switch(self, update: Update) -> float:
         """Also raises EngineError if the engine does not answer."""
-        # Shielded, because an update canceled halfway would leave the engine paused.
+        # Canceled halfway, it would leave the engine paused.
         return await asyncio.shield(asyncio.create_task(self._switch(update)))
 
     def current_load(self) -> EngineLoad:
@@ -213,7 +213,7 @@ class VllmEngine:
     async def check_health(self) -> None:
         if self._running.errored:
             raise self._death()
-        # During an update, a later call may still get an answer.
+        # In an update, a later call may get an answer.
         if self._unanswered and not self._is_paused:
             raise EngineDiedError(f"{self._unanswered}: see the log above")
         self._watchdog.check(read_load(self._running), is_paused=self._is_paused)
@@ -237,8 +237,7 @@ class VllmEngine:
     # --- weights -------------------------------------------------------------------------------------------------
     async def _switch(self, update: Update) -> float:
         llm = self._running
-        # mode="keep" does not abort requests. AsyncLLM.pause_generation would sleep 20 ms to order outputs. The answer
-        # comes after the current step.
+        # mode="keep" does not abort requests. AsyncLLM.pause_generation would sleep 20 ms to order outputs.
         await self._call(llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
         paused_at = time.perf_counter()
         # Only now, so that `check_health` detects a stall until then.
@@ -251,7 +250,6 @@ class VllmEngine:
                 error = str(caught)  # the model may have changed
             await self._switch_version(update.version)
         except BaseException:
-            # Report this error rather than a failed resume.
             with suppress(EngineError):
                 await self._call(llm.resume_generation())
             raise
@@ -266,7 +264,7 @@ class VllmEngine:
         return _CALL_TIMEOUT_S + sum(update.bucket_bytes) / SLOWEST_BYTES_PER_S / self._config.num_workers
 
     def _read_outcomes(self, outcomes: list[dict[str, Any]]) -> str:
-        """Record the durations of a phase. Returns the workers' first error, or empty."""
+        """Record durations. Returns the first error, or empty."""
         read = msgspec.convert(outcomes, list[Outcome])
         for part in {*chain(*(each.seconds for each in read))}:
             self.update_seconds[part] = max(each.seconds.get(part, 0.0) for each in read)
@@ -281,7 +279,7 @@ class VllmEngine:
         llm = self._running
         self.version = version
         self._num_updates += 1
-        # Before resuming, because vLLM labels each token with the version at sampling time.
+        # Before resuming, because vLLM labels each token when it is sampled.
         await self._call(llm.update_weight_version(str(version)))
         if self._vision:
             # For restarted requests. New ones use salted image ids.
@@ -304,7 +302,7 @@ class VllmEngine:
         self._open_requests.add(request_id)
         try:
             while True:
-                # Not the version, which may be loaded twice, the first time incorrectly.
+                # Not the version, which may be loaded twice.
                 salt = str(self._num_updates)
                 prompt: EngineInput = tokens_input(token_ids, cache_salt=salt)
                 if images and self._vision:

@@ -23,7 +23,7 @@ from slipstream.runtime.clock import Clock
 
 
 class StepWatchdog:
-    """Detects an engine that has requests but makes no steps. Call `check` about once a second."""
+    """Detects an engine that has requests but makes no steps."""
 
     def __init__(self, *, limit_s: float, clock: Clock = time.monotonic) -> None:
         self._limit_s = limit_s
@@ -45,7 +45,7 @@ class LoadRecorder(PrometheusStatLogger):
     """Keeps the newest statistics. Replaces vLLM's Prometheus metrics, which cost more."""
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
-        # No super().__init__(), which would register the Prometheus metrics.
+        # super().__init__() would register the metrics.
         self.load = EngineLoad()
         """As of the newest step, without `num_open`."""
 

@@ -28,7 +28,7 @@ from slipstream.runtime.model_files import VISION_FAMILIES
 
 _PACKAGE = "transformers.models.qwen2_vl"
 SOCKETS, SOCKETS_PREFIX = "VLLM_RPC_BASE_PATH", "slipstream-vllm-"
-"""Folder for Unix sockets of vLLM's processes, which vLLM does not remove."""
+"""Folder for Unix sockets, which vLLM does not remove."""
 
 
 def image_input(
@@ -66,7 +66,7 @@ def image_arguments(*, is_cpu: bool) -> dict[str, Any]:
 
 
 def serve_images_without_torchvision() -> None:
-    """Make vLLM use transformers' PIL image processor, without videos, if torchvision is missing."""
+    """Make vLLM use transformers' PIL image processor if torchvision is missing."""
     name = f"{_PACKAGE}.image_processing_qwen2_vl"
     if find_spec("torchvision") or name in sys.modules:
         return
@@ -79,7 +79,7 @@ def serve_images_without_torchvision() -> None:
             return original(self, *arguments, **settings)
         pil = importlib.import_module(f"{_PACKAGE}.image_processing_pil_qwen2_vl")
         made = pil.Qwen2VLImageProcessorPil.from_pretrained(self.model_config.model)
-        # vLLM needs only these attributes, because requests contain finished patches.
+        # Requests contain finished patches.
         kwargs = importlib.import_module(f"{_PACKAGE}.processing_qwen2_vl").Qwen2VLProcessorKwargs
         return SimpleNamespace(image_processor=made, video_processor=made, valid_processor_kwargs=kwargs)
 
@@ -108,7 +108,7 @@ def select_experts(output: RequestOutput, *, layers: Sequence[int]) -> np.ndarra
 
 
 def meet_in_own_folder() -> None:
-    """Make an engine's ranks meet through a file in the folder of its sockets, because a killed engine leaves it."""
+    """Make ranks meet through a file in the folder of their sockets, because a killed engine leaves it."""
     for executor in (uniproc_executor, multiproc_executor):
         executor.get_file_store_init_method = lambda: f"file://{envs.VLLM_RPC_BASE_PATH}/vllm_dist_{uuid4().hex}"
 
@@ -122,7 +122,7 @@ def remove_sockets() -> None:
 
 
 def record_routed_experts() -> None:
-    """Make CPU workers in this process record routed experts, as GPU workers do."""
+    """Make CPU workers record routed experts, as GPU workers do."""
     # Local import, because it needs libraries of the CPU build.
     from vllm.v1.worker import cpu_worker
 

@@ -48,11 +48,11 @@ from slipstream.runtime.model_files import end_token_ids
 from slipstream.runtime.process import run_in_thread
 
 _STOP_GRACE_S = 1.0
-"""Short, because the engine process holds no state worth waiting for."""
+"""The engine process holds no state worth waiting for."""
 _ABANDON_TIMEOUT_S = 5.0
 PROFILES = Path(tempfile.gettempdir()) / f"slipstream-profile-{os.getpid()}"
 _MAX_TEMPDIR_BYTES = 45
-"""The kernel allows 107 bytes with the names of this folder and the socket, a UUID."""
+"""The kernel allows 107 bytes for a socket's path."""
 # Costs nothing until a profile starts.
 _PROFILER = ProfilerConfig(
     profiler="torch",
@@ -100,8 +100,7 @@ def engine_arguments(
         gpu_memory_utilization=engine.gpu_memory_utilization if engine.kv_cache_gib is None else _LEAST_SHARE,
         kv_cache_memory_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * 2**30),
         enforce_eager=is_cpu if engine.enforce_eager is None else engine.enforce_eager,
-        # Pays off for multi-turn answers: their requests share a prefix. Required to record experts, which vLLM stores
-        # per block of cached prefixes.
+        # Pays off for multi-turn answers. Required to record experts, which vLLM stores per cached block.
         enable_prefix_caching=records
         or (reads_text if engine.enable_prefix_caching is None else engine.enable_prefix_caching),
         enable_return_routed_experts=records,
@@ -150,7 +149,7 @@ def check_environment(required: Mapping[str, str]) -> None:
 
 
 class _EngineProcess(ForkServerProcess):
-    """Runs in the environment of the process that starts it, not in the fork server's."""
+    """Runs in the environment of the process that starts it."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -217,7 +216,7 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
     """Start vLLM, or stop what has started after `timeout_s`. Raises EngineError."""
     forget_fatal_error()
     own = Path(os.environ.get(SOCKETS, SOCKETS_PREFIX))
-    # The folder of an engine that has stopped may still be named.
+    # A stopped engine's may still be named.
     is_unset = own.name.startswith(SOCKETS_PREFIX) and not own.is_dir()
     if is_unset and len(tempfile.gettempdir().encode()) <= _MAX_TEMPDIR_BYTES:
         os.environ[SOCKETS] = tempfile.mkdtemp(prefix=SOCKETS_PREFIX)
@@ -243,7 +242,7 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
 async def stop_llm(llm: AsyncLLM) -> None:
     """Shut down the engine process, then kill the rest, within seconds."""
     if llm.output_handler:
-        # It would log the end of the engine process as an error.
+        # It would log an error.
         llm.output_handler.cancel()
     # On a CPU, leaving the process group takes longer than any grace.
     await asyncio.to_thread(llm.shutdown, 0.0 if current_platform.is_cpu() else _STOP_GRACE_S)
@@ -267,7 +266,7 @@ def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if current_platform.is_cpu():
-        # vLLM inspects a model class in a new process, because that might initialize a GPU.
+        # vLLM would start a process, because this might initialize a GPU.
         registry._run_in_subprocess = lambda inspect: inspect()
     try:
         llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[LoadRecorder])

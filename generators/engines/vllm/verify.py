@@ -57,7 +57,7 @@ def run_now(check: Check) -> "Future[bool]":
 
 
 class _Calls(list[Call]):
-    """Replaces vLLM's list of a layer's loader calls, which is emptied after loading."""
+    """Replaces vLLM's list of calls, which it empties after loading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,13 +147,13 @@ class RecordedLoad(TorchDispatchMode):
     def _mismatch_of_layers(
         self, compared: set[int], *, run: Callable[[Check], Future[bool]], part: tuple[int, int], is_sampled: bool
     ) -> str:
-        """Compare the layers with their loader calls. Adds the `id` of each equal parameter to `compared`."""
+        """Adds the `id` of each equal parameter to `compared`."""
         later: list[tuple[str, Future[bool]]] = []
         start, step = part
         for index, (path, layer) in enumerate(self._layers.items()):
             shard = getattr(layer, "shard_indices", None)
             if shard and not shard.num_org_elements:
-                # This worker's part of the vocabulary is only padding, which vLLM does not load again.
+                # Only padding, which vLLM does not load again.
                 compared |= {id(parameter) for parameter in layer._parameters.values()}
                 continue
             calls, kernel = self._calls[path].kept, getattr(layer, "cpu_linear", nn.functional.linear)
@@ -203,7 +203,7 @@ def _has_same_output(layer: Any, other: Any, row: Tensor) -> bool:
 
 
 def _place(layer: nn.Module, calls: Sequence[Call]) -> dict[str, Tensor]:
-    """Replay loader calls into new parameters, without repacking. Floats that no call writes are NaN."""
+    """Replay loader calls into new parameters. Floats that no call writes are NaN."""
     placed: dict[str, Tensor] = {}
     with get_layerwise_info(layer).restore_device:
         for name, call in calls:
@@ -218,7 +218,7 @@ def _place(layer: nn.Module, calls: Sequence[Call]) -> dict[str, Tensor]:
 
 
 def _repack(layer: Any, placed: dict[str, Tensor]) -> Any:
-    """Build a layer from these parameters and repack it as vLLM does; None if that needs more than parameters."""
+    """Build a layer and repack it as vLLM does; None if that needs more than parameters."""
     if any(tensor.isnan().any() for tensor in placed.values()):
         return None
     other, method = nn.Module(), layer.quant_method

@@ -70,8 +70,7 @@ def register() -> None:
 # --- parent watch ----------------------------------------------------------------------------------------------------
 def die_with_parent() -> None:
     """Kill this process when its multiprocessing parent ends."""
-    # vLLM's engine process would not notice that its parent was killed. PR_SET_PDEATHSIG would fire when the *thread*
-    # that started the process ends, which may be much earlier.
+    # PR_SET_PDEATHSIG would fire when the *thread* that started the process ends, which may be much earlier.
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_kill_at_parent_exit, args=(parent.sentinel,), name="parent-watch", daemon=True).start()
@@ -166,7 +165,7 @@ class ModelVersions:
         return is_possible and not any(isinstance(one, MLAAttention) or _has_kernel_of_experts(one) for one in layers)
 
     def _tied(self, sent: dict[str, Tensor], tied: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tied tensors for layers with a separate copy, such as the packed head of vLLM's CPU build."""
+        """Yield tied tensors for layers with a separate copy, such as a packed head."""
         # `named_modules` lists a shared layer once: not a head that is the embedding itself.
         own = {f"{path}.{name}" for path, layer in self.model.named_modules() for name in layer._parameters}
         for first, *others in tied:
@@ -193,7 +192,7 @@ class ModelVersions:
         return [name for name in load.uncompared if name in held]
 
     def _load_recorded(self, model: nn.Module, tensors: list[tuple[str, Tensor]]) -> RecordedLoad:
-        """Raises WeightTransferError if the model reports that it did not load all parameters."""
+        """Raises WeightTransferError if parameters are not loaded."""
         if self._device.type == "cpu":
             # vLLM 0.32 repacks experts for the CPU only when it builds their kernel.
             for layer in filter(_has_kernel_of_experts, model.modules()):
@@ -220,7 +219,7 @@ class ModelVersions:
     def _load_adapter(self, received: list[tuple[str, Tensor]]) -> None:
         load_adapter(self.model, received, settings=self._lora)
         mismatch = first_adapter_mismatch(self.model, received, settings=self._lora)
-        # A split model holds slices of the tensors, which only the probe checks.
+        # Only the probe checks slices of a split model.
         if mismatch and self._config.parallel_config.world_size == 1:
             raise WeightTransferError(f"vLLM must hold {mismatch} as sent, but it holds different values or nothing")
 
@@ -254,7 +253,7 @@ class KernelChecks:
 
 
 def second_copy(model: nn.Module) -> nn.Module:
-    """Copy the modules and tensors of a model; everything else, such as KV caches, is shared with it."""
+    """Copy the modules and tensors of a model; everything else, such as KV caches, is shared."""
     tensors: dict[int, Tensor | None] = {}
 
     def copied(tensor: Tensor | None) -> Tensor | None:
@@ -282,7 +281,7 @@ def second_copy(model: nn.Module) -> nn.Module:
 
 
 def exchange(model: nn.Module, second: nn.Module) -> None:
-    """Exchange the tensors and kernels of two copies of a model, layer by layer, without copying."""
+    """Exchange the tensors and kernels of two copies of a model."""
     for one, other in zip(list(model.modules()), list(second.modules()), strict=True):
         ours, theirs = vars(one), vars(other)
         # vLLM refers to the layers of the first model by identity.
@@ -309,7 +308,6 @@ class WeightWorker:
         decoded, prepared = msgspec.msgpack.decode(order, type=LoadOrder), Future[Outcome]()
         self._preparing = prepared
         arguments = prepared, self._versions.prepare, decoded
-        # A daemon, so that it does not delay the end of the process.
         threading.Thread(target=resolve, args=arguments, name="prepare-weights", daemon=True).start()
 
     def pop_prepared(self) -> dict[str, Any] | None:
