@@ -92,8 +92,9 @@ class McpServer:
             self._connection = _Connection(self._open)
         connection = self._connection
         try:
-            # Shielded, because other calls may wait for it.
-            await asyncio.wait_for(asyncio.shield(connection.opened), self._start_timeout_s)
+            async with asyncio.timeout(self._start_timeout_s):
+                # Other calls may wait for it.
+                await asyncio.shield(connection.opened)
         except Exception as error:
             self._drop(connection)
             raise ToolError(f"the MCP server {self.name!r} cannot be reached: {_reason(error)}") from None
