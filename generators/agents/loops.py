@@ -286,12 +286,7 @@ def read_action(text: str) -> tuple[str, str]:
 
 
 def build_loop(
-    config: AgentKind,
-    *,
-    encoder: PromptEncoder,
-    setting: str,
-    answer_timeout_s: float,
-    queue: AnswerQueue | None = None,
+    config: AgentKind, *, encoder: PromptEncoder, setting: str, answer_timeout_s: float, queue: AnswerQueue | None
 ) -> AgentLoop:
     """Build the loop of an agent. Raises ConfigError."""
     match config:

@@ -406,8 +406,7 @@ class ModelServer:
             access.see()
 
 
-async def _error_response(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+async def _error_response(request: Request, error: Any) -> Response:
     return JSONResponse(error.body, status_code=error.status)
 
 

@@ -303,10 +303,6 @@ class RewardPool:
             worker.reap(timeout_s=max(0.0, ends_at - time.monotonic()))
         self._fail_queue("the reward pool was closed before this response was scored")
 
-    @property
-    def worker_pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers if worker.is_ready]
-
     def _schedule_dispatch(self) -> None:
         # Once per loop iteration, so that samples travel together.
         if not self._is_dispatch_scheduled:
