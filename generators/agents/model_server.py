@@ -15,7 +15,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
 from typing import Annotated, Any
 
@@ -238,17 +238,15 @@ Handler = Callable[[Request, AgentAccess], Awaitable[Response]]
 class ModelServer:
     """Life cycle: start -> open* -> close."""
 
-    def __init__(
-        self, *, model: str, max_length: int, routes: Sequence[Route] = (), keyed_routes: Mapping[str, Handler]
-    ) -> None:
-        """`model`: name in responses. `routes`, `keyed_routes`: additional routes without and with a key."""
+    def __init__(self, *, model: str, max_length: int, routes: list[Route], keyed: Mapping[str, Handler]) -> None:
+        """`model`: name in responses. `routes`, `keyed`: additional routes without and with a key."""
         self._model = model
         self._max_length = max_length
         self._accesses: dict[str, AgentAccess] = {}
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
-        posted: dict[str, Handler] = {"/v1/chat/completions": self._chat, **keyed_routes}
+        posted: dict[str, Handler] = {"/v1/chat/completions": self._chat, **keyed}
         posted |= dict.fromkeys(("/v1/generate", "/inference/v1/generate"), self._generate)
         self._app = Starlette(
             routes=[

@@ -133,8 +133,8 @@ class AgentRunner:
             self._model_server = ModelServer(
                 model=Path(run.model.path).name,
                 max_length=run.model.max_length,
-                routes=self._queue.routes if self._queue else (),
-                keyed_routes=self._queue.keyed_routes if self._queue else {},
+                routes=self._queue.routes if self._queue else [],
+                keyed=self._queue.keyed_routes if self._queue else {},
             )
 
     async def start(self) -> None:

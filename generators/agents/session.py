@@ -184,8 +184,7 @@ class Session:
             completion = await episode.sample(prompt, max_tokens=limit, stop=stop)
         finally:
             context.is_busy = False
-        is_new = not transcript.token_ids
-        if is_new:
+        if not transcript.token_ids:
             self._contexts.append(context)
             episode.contexts.append(transcript)
         else:
