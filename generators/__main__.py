@@ -66,10 +66,7 @@ log = structlog.get_logger(__name__)
 
 
 @fail_cleanly(
-    BrokerError,
-    GeneratorError,
-    restartable=(EngineDiedError, ClientDiedError),
-    restartable_once=(EngineStartError,),
+    BrokerError, GeneratorError, restartable=(EngineDiedError, ClientDiedError), restartable_once=(EngineStartError,)
 )
 def main(arguments: list[str]) -> None:
     """Join a run and generate until drained."""
@@ -86,6 +83,8 @@ def main(arguments: list[str]) -> None:
     load_engine(local, peer_id)
     keys, brokers = derive_keys(token), RunFolder(own[0]).broker_addresses
     address = brokers[FIRST_BROKER]
+    is_set = any(override.startswith("weights.transport=") for override in overrides)
+    transport: Any = given.weights.transport if is_set else ""
     session = join(
         "generator",
         address=address,
@@ -95,12 +94,12 @@ def main(arguments: list[str]) -> None:
         peer_id=keys.guest or peer_id,
         status=board,
         timeout_s=deadline.left_s,
-        weight_transport=_transport_override(overrides),
+        weight_transport=transport,
     )
     with session.leave_at_exit(flush_s=_FLUSH_S):
         run = accept_settings(session.welcome.config_json, own, overrides)
         log.info("joined", run=run.name)
-        if (_transport_override(overrides) or run.weights.transport) == "collective":
+        if (transport or run.weights.transport) == "collective":
             os.environ.update(collective_environment(run.cluster))
         asyncio.run(_generate(session, board, run=run, token=token, broker_address=address))
     log.info("stopped")
@@ -143,7 +142,7 @@ async def _generate(session: Session, board: StatusBoard, *, run: RunConfig, tok
 def load_engine(run: RunConfig | None, peer_id: str) -> None:
     """Import vLLM, which takes ten seconds, if the local `run` uses it, and prepare the fork of its engine process.
 
-    Ignores errors, which recur at the later import.
+    Ignores errors, which recur later.
     """
     if run is None:
         return
@@ -160,9 +159,9 @@ def load_engine(run: RunConfig | None, peer_id: str) -> None:
 
 # --- local settings of the run ---------------------------------------------------------------------------------------
 def wait_for_token(given: RunConfig, overrides: list[str], *, deadline: Deadline) -> tuple[list[RunConfig], str]:
-    """Local settings of the run, those with the broker's address first, and the run's token.
+    """Wait for the run. Returns its local settings, those with the broker's address first, and its token.
 
-    Waits for the run to start. Removes secrets from the environment. Raises ConfigError, WaitTimeoutError.
+    Removes secrets from the environment. Raises ConfigError, WaitTimeoutError.
     """
     is_named, address = "name" in _keys(overrides), given.broker.address
     while True:
@@ -234,8 +233,8 @@ def accept_settings(config_json: str, own: Sequence[RunConfig], overrides: list[
             "the broker: add the run's generators.agent and generators.agents if they may be used here."
         )
     if "model.path" in _keys(overrides):
-        path = load(overrides).model.path
-        run = msgspec.structs.replace(run, model=msgspec.structs.replace(run.model, path=path))
+        own_model = msgspec.structs.replace(run.model, path=load(overrides).model.path)
+        run = msgspec.structs.replace(run, model=own_model)
     if run.model.trust_remote_code and not any(
         o.model.trust_remote_code and o.model.path == run.model.path for o in own
     ):
@@ -251,11 +250,6 @@ def _keys(overrides: list[str]) -> set[str]:
     return {text.lstrip("+").partition("=")[0] for text in overrides}
 
 
-def _transport_override(overrides: list[str]) -> Any:
-    is_set = any(override.startswith("weights.transport=") for override in overrides)
-    return load(overrides).weights.transport if is_set else ""
-
-
 def ignored_settings(overrides: list[str]) -> list[str]:
     """Overrides that have no effect, because the broker sends these settings."""
     return [text for text in overrides if not text.lstrip("+").startswith(_OWN_SETTINGS)]
@@ -263,9 +257,7 @@ def ignored_settings(overrides: list[str]) -> list[str]:
 
 def split_id(arguments: list[str]) -> tuple[str, list[str]]:
     """Generator's id and the overrides. Raises ConfigError for `--id` without a name."""
-    words = [
-        word for argument in arguments for word in (("--id", argument[5:]) if argument[:5] == "--id=" else (argument,))
-    ]
+    words = [word for text in arguments for word in (("--id", text[5:]) if text[:5] == "--id=" else (text,))]
     if "--id" not in words:
         return f"generator-{socket.gethostname()}-{os.getpid()}", words
     at = words.index("--id")

@@ -3,8 +3,7 @@
 Consumes: Audit, and a few own answers.
 Produces: Audited, one per Audit.
 Waits for: audits; within one, the engine and the reward functions.
-Invariant: if the engine no longer holds the version that wrote an answer, the log-probability difference is reported
-together with that of own answers of the same version.
+Invariant: if the engine no longer holds an answer's version, the difference of own answers of that version is reported.
 """
 
 import asyncio
@@ -29,7 +28,7 @@ _VERSIONS_KEPT = 16
 _ANSWERS_KEPT = 4
 """Own answers kept per version."""
 _TRIES = 3
-"""Tries for a scoring pass without an interrupting weight update."""
+"""Tries without an interrupting weight update."""
 _MAX_REWARD_DIFF = 1e-6
 
 log = structlog.get_logger(__name__)
@@ -87,7 +86,6 @@ class Auditor:
             try:
                 check = await self.check(order.prompt, trajectory)
             except GeneratorError as error:
-                # Not the guest's fault. `check_health` handles a dead engine.
                 log.warning("answer_not_checked", id=trajectory.id, reason=str(error))
                 check = AnswerCheck(trajectory.id)
             self._client.send(Audited(check))
@@ -96,12 +94,10 @@ class Auditor:
         """Compare a guest's answer with this engine. Raises GeneratorError."""
         written = trajectory.token_ids[trajectory.model_mask]
         digest = xxhash.xxh3_128_hexdigest(written.tobytes())
-        lie = await self._find_lie(prompt, trajectory)
-        if lie:
+        if lie := await self._find_lie(prompt, trajectory):
             return AnswerCheck(trajectory.id, digest=digest, lie=lie)
         scores, engine_version = await self._score(trajectory)
-        version = trajectory.version_spans[-1].version
-        own_diff = await self._own_diff(version, engine_version)
+        own_diff = await self._own_diff(trajectory.version_spans[-1].version, engine_version)
         places = _newest(trajectory)
         if own_diff is None or scores is None:
             places = places[:0]
@@ -120,7 +116,7 @@ class Auditor:
         )
 
     async def _find_lie(self, prompt: Prompt, trajectory: Trajectory) -> str:
-        """Mismatch of prompt or reward; empty without one, or if the reward cannot be recomputed."""
+        """Mismatch of prompt or reward, if the latter can be recomputed."""
         first = int(np.argmax(trajectory.model_mask))
         expected, _ = self._encoder.encode(prompt)
         if trajectory.token_ids[:first].tolist() != expected:
@@ -145,12 +141,11 @@ class Auditor:
         is_equal = abs(own.total - reward.total) <= _MAX_REWARD_DIFF and own.is_correct == reward.is_correct
         if own.status != "ok" or is_equal:
             return ""
-        return (
-            f"{trajectory.id} has a reward of {reward.total:g}, but the auditor's reward function gives {own.total:g}"
-        )
+        own_text = f"the auditor's reward function gives {own.total:g}"
+        return f"{trajectory.id} has a reward of {reward.total:g}, but {own_text}"
 
     async def _score(self, trajectory: Trajectory) -> tuple[PromptScores | None, int]:
-        """Answer's scores (None if weight updates interrupted every try) and the engine's version."""
+        """Scores, None if updates interrupted every try, and the engine's version."""
         for _ in range(_TRIES):
             version = self._engine.version
             scores = await self._engine.prompt_scores(trajectory.token_ids.tolist())
@@ -159,21 +154,21 @@ class Auditor:
         return None, self._engine.version
 
     async def _own_diff(self, version: int, engine_version: int) -> float | None:
-        """Mean log-probability difference between own answers of a version and the engine's current weights.
+        """Mean log-probability difference between own answers of a version and the engine.
 
-        Without own answers, 0 if the engine still holds the version, else None.
+        Without own answers, 0 if the engine holds the version, else None.
         """
-        if (version, engine_version) not in self._own_diffs:
-            diffs: list[float] = []
-            for own in [*self._own.get(version, ())]:
-                scores, _ = await self._score(own)
-                if scores is not None:
-                    places = _newest(own)
-                    diffs += np.abs(np.array(scores.own)[places - 1] - own.generator_logprobs[places]).tolist()
-            if not diffs:
-                return 0.0 if version == engine_version else None
-            self._own_diffs[version, engine_version] = float(np.mean(diffs))
-        return self._own_diffs[version, engine_version]
+        if (known := self._own_diffs.get((version, engine_version))) is not None:
+            return known
+        diffs: list[float] = []
+        for own in [*self._own.get(version, ())]:
+            scores, _ = await self._score(own)
+            if scores is not None:
+                places = _newest(own)
+                diffs += np.abs(np.array(scores.own)[places - 1] - own.generator_logprobs[places]).tolist()
+        if not diffs:
+            return 0.0 if version == engine_version else None
+        return self._own_diffs.setdefault((version, engine_version), float(np.mean(diffs)))
 
 
 def _newest(trajectory: Trajectory) -> np.ndarray:

@@ -57,15 +57,14 @@ def build_engine(run: RunConfig) -> Engine:
 def make_fetcher(run: RunConfig, keys: Keys, *, broker_address: str) -> Fetcher:
     """Build a fetcher, which with `cluster.network` also lends weights to other generators.
 
-    Guests, generators that reach the broker over ipc, and machines outside the network never lend.
+    Guests and generators that reach the broker over ipc never lend.
     """
-    if run.cluster.network is None or keys.guest or broker_address.startswith("ipc://"):
-        return Fetcher(keys)
-    try:
-        return Fetcher(keys, lend_at=f"ipc://@slipstream-{uuid.uuid4().hex}", cluster=run.cluster)
-    except (ConfigError, WeightTransferError) as error:
-        log.warning("weights_not_lent", reason=str(error))
-        return Fetcher(keys)
+    if run.cluster.network is not None and not keys.guest and not broker_address.startswith("ipc://"):
+        try:
+            return Fetcher(keys, lend_at=f"ipc://@slipstream-{uuid.uuid4().hex}", cluster=run.cluster)
+        except (ConfigError, WeightTransferError) as error:
+            log.warning("weights_not_lent", reason=str(error))
+    return Fetcher(keys)
 
 
 def assemble(
@@ -83,21 +82,14 @@ def assemble(
     engine = build_engine(run)
     pool = RewardPool(run.generators.reward)
     trace = Trace(member.peer_id, RunFolder(run).profile)
-    vision = VisionModel(run.model.path)
     encoder = PromptEncoder(
         tokenizer,
         max_prompt_tokens=run.data.max_prompt_tokens,
         template_variables=run.model.chat_template_kwargs,
-        vision=vision,
+        vision=VisionModel(run.model.path),
     )
     agent: Agent = AgentRunner(
-        run=run,
-        engine=engine,
-        rewards=pool,
-        encoder=encoder,
-        generator_id=member.peer_id,
-        token=token,
-        trace=trace,
+        run=run, engine=engine, rewards=pool, encoder=encoder, generator_id=member.peer_id, token=token, trace=trace
     )
     if run.cluster.untrusted_generators.names:
         agent = Auditor(agent, engine=engine, rewards=pool, encoder=encoder, client=client)

@@ -3,7 +3,6 @@
 Consumes: prompts leased by the broker, weight updates from the learner.
 Produces: trajectories; returns leases that it cannot answer.
 Waits for: verified weights, then prompts.
-Woken by: messages, finished trajectories.
 Invariant: no prompt is requested and no trajectory leaves under unverified weights.
 """
 
@@ -59,15 +58,15 @@ class ConcurrencyLimit:
     """Adapts the number of concurrent trajectories to the engine: additive increase, multiplicative decrease.
 
     Grows by a group while the limit is reached, the queue is empty, and the KV cache has room. Shrinks on preemptions
-    in a full cache, and on requests that stay queued, which another generator could start sooner. Ignores a shrinking
-    queue (a burst of prompts) and preemptions in a cache with room (a weight update).
+    in a full cache, and on requests that stay queued. Ignores a shrinking queue (a burst of prompts) and preemptions in
+    a cache with room (a weight update).
 
     Source: Chiu and Jain, Analysis of the increase and decrease algorithms for congestion avoidance, 1989.
     Differs: a queue reduces the limit by its length, which is the excess, rather than by a factor.
     """
 
     ROOM_BELOW = 0.8
-    """KV cache usage below which the limit grows. Running sequences need the rest."""
+    """KV cache usage below which the limit grows."""
     DECREASE = 0.75
     """Factor after a preemption."""
 
@@ -100,18 +99,18 @@ class ConcurrencyLimit:
 
 
 _REQUEST_TIMEOUT_S = 5.0
-"""After it, an unanswered lease request is resent, because the broker may have restarted."""
+"""Then a request is resent, because the broker may have restarted."""
 _HEALTH_CHECK_INTERVAL_S = 1.0
 _LOAD_POLL_INTERVAL_S = 1.0
-"""Long enough for the load to reflect the last adjustment."""
+"""The load then reflects the last adjustment."""
 _IDLE_LOG_INTERVAL_S = 10.0
 _MAX_PROMPT_ERRORS = 1000
-"""Consecutive answers that fail because of their prompt before the generator gives up."""
+"""Failed answers in a row before the generator gives up."""
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
-"""Delay of the next request after a prompt has failed. Doubles up to the maximum; an answer resets it."""
+"""Delay of the next request after a failed prompt. Doubles up to the maximum; an answer resets it."""
 _MAX_PROBLEMS, _MAX_PROBLEM_LENGTH = 8, 600
 _IGNORED = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
-"""Quoted values and numbers, in which errors of one kind differ."""
+"""Parts in which errors of one kind differ."""
 _SERVING = ("ready", "updating")
 """States that accept prompts."""
 
@@ -146,10 +145,9 @@ class Generator:
         self._agent = agent
         self._rewards = rewards
         self._clock = clock
-        self._state = "starting"
+        self._state: Any = "starting"
         self._reason = "loading the model"
-        self._prompt_error = ""
-        self._num_prompt_errors = 0
+        self._prompt_error, self._num_prompt_errors = "", 0
         self._pause_s = self._paused_until = 0.0
         self._prompt_log = LogLimiter(log.error, clock=clock)
         self._problems: dict[str, str] = {}
@@ -160,8 +158,7 @@ class Generator:
         self._deferred_reason = ""
         self._concurrency = ConcurrencyLimit(least=self._group_size, most=run.generators.max_concurrency)
         self._load = EngineLoad()
-        self._next_load_poll_at = 0.0
-        self._next_idle_log_at = 0.0
+        self._next_load_poll_at = self._next_idle_log_at = 0.0
         # Real time, because a serial run's clock counts turns.
         self._tokens = Rate()
         self._record_stage = partial(RunFolder(run).record_stage, member.peer_id)
@@ -183,10 +180,7 @@ class Generator:
 
     # --- life ----------------------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Start the engine, then serve until drained.
-
-        Raises GeneratorError or ClientDiedError when the generator cannot continue. Any other exception is a bug.
-        """
+        """Start the engine, then serve until drained. Raises GeneratorError or ClientDiedError."""
         await self._rewards.start()
         try:
             await self._agent.start()
@@ -215,7 +209,7 @@ class Generator:
 
     async def _serve(self) -> None:
         self._set_state("unsynced", "waiting for weights from the learner")
-        background = [asyncio.create_task(self._weight_updates.run()), asyncio.create_task(self._monitor_engine())]
+        background = [asyncio.create_task(work) for work in (self._weight_updates.run(), self._monitor_engine())]
         for task in background:
             task.add_done_callback(self._on_background_end)
         try:
@@ -240,7 +234,7 @@ class Generator:
         return self._state != "draining" and self._error is None
 
     async def _wait_for_wake_up(self) -> None:
-        # Bounded, because acknowledgments free credit without waking this loop.
+        # Bounded, because acknowledgments do not wake this loop.
         self._wake_up.clear()
         self._account.switch(self._phase)
         with suppress(TimeoutError):
@@ -265,7 +259,7 @@ class Generator:
             raise self._error
 
     def _set_state(self, state: str, reason: str) -> None:
-        # Draining is final, although a start or an update may still complete.
+        # Draining is final.
         if self._state != "draining":
             self._state, self._reason = state, reason
         self.wake()
@@ -277,12 +271,10 @@ class Generator:
     # --- messages and status -------------------------------------------------------------------------------------
     def receive(self, message: Message | ClientDiedError) -> None:
         if isinstance(message, Prompts | Welcome):
-            # A new connection has no open request.
             self._requested_at = None
         match message:
             case Prompts(prompts=prompts, reason=reason):
                 if self._state in _SERVING:
-                    # In other states the generator has a more specific reason.
                     self._reason = reason
                 self._accept(prompts)
             case OpenEpoch() | Update():
@@ -302,7 +294,7 @@ class Generator:
         self.wake()
 
     async def _profile(self, stage: Literal["events", "engine", "end"]) -> None:
-        """Start or write a recording; the engine's first, because the learner waits for the event file."""
+        """Start or write a recording; the learner waits for the second file."""
         if stage != "events" and (profile := getattr(self._engine, "profile", None)):
             try:
                 self._trace.adopt(await profile(is_on=stage == "engine"))
@@ -322,10 +314,10 @@ class Generator:
 
     def status(self) -> Pong:
         """Status for the next Pong. Thread-safe."""
-        outbox = self._client.outbox
+        outbox, updates = self._client.outbox, self._weight_updates
         gauges: dict[str, Any] = {
             **self._gauges,
-            **self._weight_updates.gauges,
+            **updates.gauges,
             **self._account.gauges(),
             **self._problems,
             "tokens_per_s": round(self._tokens.per_s, 1),
@@ -344,9 +336,7 @@ class Generator:
         reason = self._prompt_error or self._agent.waiting or self._reason
         if outbox.deferral_reason:
             reason = f"trajectories are deferred: {outbox.deferral_reason}"
-        updates = self._weight_updates
-        state: Any = self._state
-        return Pong(-1.0, state, updates.version, reason, gauges, sorted(held), updates.lends_at)
+        return Pong(-1.0, self._state, updates.version, reason, gauges, sorted(held), updates.lends_at)
 
     @property
     def _phase(self) -> str:
@@ -374,17 +364,17 @@ class Generator:
             return
         self._next_load_poll_at = self._clock() + _LOAD_POLL_INTERVAL_S
         self._load = self._engine.current_load()
-        # Not during an update: paused requests look like a full engine.
+        # Paused requests look like a full engine.
         if self._state == "ready":
             self._concurrency.observe(self._load, running=len(self._tasks))
 
     def _request_prompts(self) -> None:
         room = self._concurrency.limit - len(self._tasks)
-        is_pending = self._requested_at is not None and self._clock() - self._requested_at <= _REQUEST_TIMEOUT_S
+        now = self._clock()
+        is_pending = self._requested_at is not None and now - self._requested_at <= _REQUEST_TIMEOUT_S
         is_able = self._state == "ready" and self._client.is_joined and not self._client.outbox.is_over_credit
-        is_able &= self._clock() >= self._paused_until
-        if is_able and not is_pending and room >= self._group_size:
-            self._requested_at = self._clock()
+        if is_able and now >= self._paused_until and not is_pending and room >= self._group_size:
+            self._requested_at = now
             self._client.send(LeaseRequest(max_trajectories=room))
 
     def _accept(self, prompts: list[Prompt]) -> None:
@@ -401,7 +391,7 @@ class Generator:
         self._trace.mark("started", make_trajectory_id(prompt.lease.id, index))
         trajectory = await self._agent.answer(prompt, index)
         self._trace.mark("scored", trajectory.id)
-        # Hold back a response that ends during an update. A failed verification cancels this task.
+        # A failed verification cancels this task.
         await self._weight_updates.is_verified.wait()
         lease, group_size = prompt.lease, self._group_size if prompt.lease.purpose == "train" else 1
         header, payload = pack(trajectory, lease_id=lease.id, purpose=lease.purpose, group_size=group_size)
@@ -428,17 +418,15 @@ class Generator:
         if task.cancelled() or (error := task.exception()) is None:
             return
         self._num_prompt_errors += 1
-        kind = type(error).__name__
-        self._prompt_log.log(
-            "prompt_failed", kind, prompt=prompt.uid, in_a_row=self._num_prompt_errors, error=str(error)
-        )
         self._prompt_error = str(error)
+        facts = {"prompt": prompt.uid, "in_a_row": self._num_prompt_errors, "error": str(error)}
+        self._prompt_log.log("prompt_failed", type(error).__name__, **facts)
         self._return_leases([prompt.lease.id], str(error))
-        # A bad prompt costs one lease. Any other error would affect every prompt.
+        # Any other error would affect every prompt.
         if isinstance(error, PromptError):
             self._pause()
             self._report_problem(f"a prompt fails: {error}")
-            # One crash can fail many answers at once, so give up only if the failures also persist.
+            # The failures must persist: one crash can fail many answers at once.
             if self._num_prompt_errors >= _MAX_PROMPT_ERRORS and self._pause_s == _MAX_PAUSE_S:
                 what = f"the last {self._num_prompt_errors} answers failed because of their prompts"
                 self._fail(GeneratorError(f"{what}, the last one with: {error}"))
@@ -453,7 +441,7 @@ class Generator:
             asyncio.get_running_loop().call_later(self._pause_s, self.wake)
 
     def _report_problem(self, problem: str) -> None:
-        """Send the first problem of each kind, as a gauge that the launcher prints."""
+        """Send the first problem of each kind for the launcher."""
         kind = _IGNORED.sub("", problem).encode(errors="replace")
         name = f"{PROBLEM_PREFIX}{xxhash.xxh3_64_hexdigest(kind)}"
         if name not in self._problems and len(self._problems) < _MAX_PROBLEMS:
@@ -470,11 +458,9 @@ class Generator:
             return
         log.warning("trajectory_rejected", id=nack.id, reason=nack.reason)
         if nack.lease_id:
-            # Rather than wait until the lease lapses.
             self._return_leases([nack.lease_id], f"{nack.id} was rejected: {nack.reason}")
 
     async def _release(self, reason: str) -> None:
-        # Collected first, because canceled tasks remove themselves.
         tasks, held = list(self._tasks), [prompt.lease.id for prompt in self._tasks.values()]
         for task in tasks:
             task.cancel()

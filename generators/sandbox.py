@@ -2,8 +2,8 @@
 
 The local sandbox has new namespaces without network, an empty file system with /usr read-only, a system call filter,
 none of the generator's environment, and Limits. If the generator is root, the code gets an unused user id, because root
-is exempt from the process limit. A cgroup v2 memory controller limits all processes of a run and their files in /tmp
-together. Without one, a run can use `processes` times `memory_mib`.
+is exempt from the process limit. A cgroup v2 memory controller limits all processes of a run and their files in /tmp.
+Without one, a run can use `processes` times `memory_mib`.
 Invariant: no code runs before a probe has tried the escapes in `escapes.py` on this machine.
 """
 
@@ -92,10 +92,9 @@ class LocalSandbox:
     _run_numbers = itertools.count()
 
     def __init__(self, *, python: str = "python3", warns: bool = True) -> None:
-        """Run the escape probe, which takes seconds. `python`: program below /usr. `warns`: log if memory is only
-        limited by process.
+        """Run the escape probe, which takes seconds. Raises ConfigError if programs are missing or an escape succeeds.
 
-        Raises ConfigError if programs are missing or an escape succeeds.
+        `python`: program below /usr. `warns`: log if memory is only limited by process.
         """
         self._python = python
         missing = [name for name in ("bwrap", "setpriv", "prlimit", python) if not shutil.which(name, path=_PROGRAMS)]
@@ -216,12 +215,7 @@ _GREATER_OR_EQUAL, _MASKED_EQUAL = 5, 7
 class _Condition(ctypes.Structure):
     """libseccomp's scmp_arg_cmp."""
 
-    _fields_ = (
-        ("argument", ctypes.c_uint),
-        ("comparison", ctypes.c_int),
-        ("first", ctypes.c_uint64),
-        ("second", ctypes.c_uint64),
-    )
+    _fields_ = (("arg", ctypes.c_uint), ("op", ctypes.c_int), ("first", ctypes.c_uint64), ("second", ctypes.c_uint64))
 
 
 @cache
@@ -316,21 +310,17 @@ def _memory_file(content: bytes) -> Iterator[int]:
 
 
 async def _watch(process: asyncio.subprocess.Process, stdin: bytes, limits: Limits) -> Execution:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
     outputs = bytearray(), bytearray()
-    tasks = [
-        asyncio.create_task(_read(process.stdout, outputs[0], process, most=limits.output_bytes)),
-        asyncio.create_task(_read(process.stderr, outputs[1], process, most=limits.output_bytes)),
-        asyncio.create_task(process.wait()),
+    tasks: list[asyncio.Task[Any]] = [
+        asyncio.create_task(_read(stream, output, process, most=limits.output_bytes))
+        for stream, output in zip((process.stdout, process.stderr), outputs, strict=True)
     ]
+    tasks.append(asyncio.create_task(process.wait()))
     feeder = asyncio.create_task(_feed(process.stdin, stdin))
     try:
         _, late = await asyncio.wait(tasks, timeout=limits.time_s)
     finally:
-        # Killing bubblewrap kills its namespace, which closes the pipes. Only then does asyncio report the exit, so the
-        # tasks are not canceled.
+        # Killing bubblewrap kills its namespace, which closes the pipes. Only then does asyncio report the exit.
         _kill(process)
         _, left = await asyncio.wait([*tasks, feeder], timeout=_END_S)
         for task in left:
@@ -351,9 +341,7 @@ def _kill(process: asyncio.subprocess.Process) -> None:
             process.kill()
 
 
-async def _read(
-    stream: asyncio.StreamReader, output: bytearray, process: asyncio.subprocess.Process, *, most: int
-) -> None:
+async def _read(stream: Any, output: bytearray, process: asyncio.subprocess.Process, *, most: int) -> None:
     """Keep the output up to its limit. Beyond it, kill the process and empty the pipe."""
     while data := await stream.read(_READ_BYTES):
         if len(output) <= most:
@@ -362,13 +350,12 @@ async def _read(
                 _kill(process)
 
 
-async def _feed(stream: asyncio.StreamWriter, data: bytes) -> None:
-    try:
+async def _feed(stream: Any, data: bytes) -> None:
+    # The code may not read its input.
+    with suppress(BrokenPipeError, ConnectionResetError):
         stream.write(data)
         await stream.drain()
         stream.close()
-    except (BrokenPipeError, ConnectionResetError):
-        pass  # the code did not read its input
 
 
 # --- the probe -------------------------------------------------------------------------------------------------------
@@ -469,13 +456,8 @@ class RemoteSandbox:
 
     async def run(self, code: str, *, stdin: str = "", limits: Limits = DEFAULT_LIMITS) -> Execution:
         """Run the code as LocalSandbox does. Raises SandboxError."""
-        body = {
-            "code": code,
-            "language": "python",
-            "stdin": stdin,
-            "run_timeout": limits.time_s,
-            "memory_limit_MB": limits.memory_mib,
-        }
+        given = {"run_timeout": limits.time_s, "memory_limit_MB": limits.memory_mib}
+        body = {"code": code, "language": "python", "stdin": stdin, **given}
         try:
             answer = await self._client.post(f"{self._address}/run_code", json=body, timeout=limits.time_s + _ANSWER_S)
             answer.raise_for_status()
@@ -492,8 +474,8 @@ class RemoteSandbox:
         stdout, stderr = (str(run.get(name) or "")[: limits.output_bytes] for name in ("stdout", "stderr"))
         if run.get("status") == "TimeLimitExceeded":
             return Execution("timeout", stdout, stderr)
-        code_of_exit = run.get("return_code")
-        return Execution("ok" if code_of_exit == 0 else "error", stdout, stderr, code_of_exit)
+        exit_code = run.get("return_code")
+        return Execution("ok" if exit_code == 0 else "error", stdout, stderr, exit_code)
 
 
 Sandbox = LocalSandbox | RemoteSandbox

@@ -18,7 +18,7 @@ from slipstream.runtime.reasoning import Reasoning, find_reasoning
 
 
 def load_tokenizer(model: ModelConfig) -> Any:
-    """Load the tokenizer from the model's folder, with the run's chat template. Raises EngineError, ConfigError."""
+    """Load the tokenizer with the run's chat template. Raises EngineError, ConfigError."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -30,10 +30,15 @@ def load_tokenizer(model: ModelConfig) -> Any:
     return tokenizer
 
 
+Records = list[dict[str, Any]]
+"""Chat messages, or JSON schemas of tools."""
+Variables = Mapping[str, Any] | None
+"""Of a chat template."""
 _PROBE = "42"
 _HEADER_TOKENS = 16
-"""Enough for the mark and blanks that end the header of a turn."""
+"""Enough for the mark that ends a turn's header."""
 _MARK = "SLIPSTREAM.TURN.OF.THE.MODEL"
+_TURN = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
 _HIDDEN = "\ue000{}\ue001"
 _HIDDEN_NUMBER = re.compile("\ue000([0-9]+)\ue001")
 
@@ -46,19 +51,19 @@ class PromptEncoder:
         tokenizer: Any,
         *,
         max_prompt_tokens: int,
-        template_variables: Mapping[str, Any] | None = None,
+        template_variables: Variables = None,
         vision: VisionModel | None = None,
     ) -> None:
-        """`template_variables`: see `model.chat_template_kwargs`. `vision`: needed for prompts with images."""
+        """`template_variables`: see `model.chat_template_kwargs`. `vision`: for prompts with images."""
         self.tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._variables = dict(template_variables or {})
         self._vision = vision
 
-    def encode(self, prompt: Row, *, tools: list[dict[str, Any]] | None = None) -> tuple[list[int], list[PromptImage]]:
+    def encode(self, prompt: Row, *, tools: Records | None = None) -> tuple[list[int], list[PromptImage]]:
         """Encode plain text without special tokens, or chat messages with the chat template. Raises PromptError.
 
-        `tools`: JSON schemas for the template. Also returns the prompt's images, with expanded placeholder tokens.
+        Also returns the prompt's images, with expanded placeholder tokens.
         """
         if isinstance(prompt.prompt, str):
             try:
@@ -69,7 +74,6 @@ class PromptEncoder:
                 ) from error
         else:
             self._require_template(f"prompt {prompt.uid} is a list of chat messages")
-            # The template and the row may contain special tokens.
             variables = self.row_variables(prompt)
             text = self._render(prompt.prompt, tools=tools, variables=variables, subject=f"prompt {prompt.uid}")
             token_ids = self.encode_text(text, special_tokens=True)
@@ -92,11 +96,8 @@ class PromptEncoder:
             )
         return token_ids, images
 
-    def row_variables(self, prompt: Row, *, asked: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Row's template variables (`extra_info.chat_template_kwargs`), and `asked` over them.
-
-        Raises PromptError.
-        """
+    def row_variables(self, prompt: Row, *, asked: Variables = None) -> dict[str, Any]:
+        """Template variables of the row's `extra_info.chat_template_kwargs`, and `asked`. Raises PromptError."""
         row = prompt.extra_info.get("chat_template_kwargs") or {}
         try:
             for given in (row, asked or {}):
@@ -109,7 +110,7 @@ class PromptEncoder:
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     def encode_text(self, text: str, *, special_tokens: bool = False) -> list[int]:
-        """Adds no special tokens. `special_tokens`: encode their names in the text as those tokens."""
+        """`special_tokens`: encode their names in the text as those tokens."""
         return self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=not special_tokens)
 
     @cached_property
@@ -119,7 +120,7 @@ class PromptEncoder:
     def split_reasoning(self, token_ids: list[int], *, context: list[int], is_ended: bool) -> tuple[str | None, str]:
         """Split a turn after `context` into its reasoning (None without marks) and the rest, with special tokens.
 
-        `is_ended`: the last token is the end token, which is left out.
+        `is_ended`: leave out the last token.
         """
         header = self.tokenizer.decode(context[-_HEADER_TOKENS:], skip_special_tokens=False)
         text = self.tokenizer.decode(token_ids[: len(token_ids) - is_ended], skip_special_tokens=False)
@@ -136,23 +137,18 @@ class PromptEncoder:
         return text if len(token_ids) <= max_tokens else self.decode(token_ids[:max_tokens]).rstrip("\ufffd")
 
     def encode_between_turns(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        last_token_id: int | None,
-        variables: Mapping[str, Any] | None = None,
+        self, messages: Records, *, last_token_id: int | None, variables: Variables = None
     ) -> list[int]:
         """Encode everything between two model turns: end of the first, `messages`, header of the next.
 
         Names of special tokens in messages are plain text, so that no tool result can end or start a turn.
         `last_token_id`: the model's last token. After an end token, the template's is left out, also if they differ, as
-        for `<|eom_id|>` or `<|endoftext|>`. `variables`: of the template. Raises PromptError.
+        for `<|eom_id|>` or `<|endoftext|>`. Raises PromptError.
         """
         self._require_template("an agent answers with chat messages")
         # A marker replaces the model's turn, which the text after it does not depend on.
-        opening = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        hidden = self._hide_names(messages)
-        text = self._render([*opening, *hidden], tools=None, variables=variables, subject="the messages of an agent")
+        turns = [*_TURN, *self._hide_names(messages)]
+        text = self._render(turns, variables=variables, subject="the messages of an agent")
         # The first marker, because a message may contain it too.
         _, mark, rest = text.partition(_MARK)
         if not mark:
@@ -161,10 +157,10 @@ class PromptEncoder:
         return token_ids[self._num_ended(token_ids, last_token_id) :]
 
     def _num_ended(self, token_ids: list[int], last_token_id: int | None) -> int:
-        """Count the tokens at the start of `token_ids` that end a turn which `last_token_id` has ended."""
+        """Count the tokens at the start of `token_ids` that end a turn again."""
         if token_ids and token_ids[0] == last_token_id:
             return 1
-        # A turn that ends otherwise, at a limit, ends with a token of text.
+        # At a limit, a turn ends with a token of text.
         if last_token_id not in self._special_ids:
             return 0
         ending = os.path.commonprefix([token_ids, self._turn_end])  # noqa: RUF071, tokens rather than paths
@@ -174,18 +170,11 @@ class PromptEncoder:
 
     @cached_property
     def _turn_end(self) -> list[int]:
-        """The template's tokens after the model's turn; empty if the next turn's header ends it, as for GLM."""
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        text = self._render(turns, tools=None, variables={"add_generation_prompt": False}, subject="a turn")
+        """Tokens after the model's turn; empty if the next header ends it, as for GLM."""
+        text = self._render(_TURN, variables={"add_generation_prompt": False}, subject="a turn")
         return self.encode_text(text.partition(_MARK)[2], special_tokens=True)
 
-    def encode_messages(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
+    def encode_messages(self, messages: Records, *, tools: Records | None, variables: Variables = None) -> list[int]:
         """Encode a conversation up to the header of the model's next turn, with names of special tokens as plain text.
 
         Raises PromptError.
@@ -225,8 +214,7 @@ class PromptEncoder:
     def result_role(self, *, setting: str) -> str:
         """Role for tool results: `tool`, or `user` if the template does not support it.
 
-        Raises ConfigError, also for a template that shows results only after `tool_calls`, or with the ids of calls:
-        turns here have neither.
+        Raises ConfigError, also for a template that needs `tool_calls` or the ids of calls, which turns here lack.
         """
         shown = self._render_result("call00000")
         for role in ("tool", "user"):
@@ -256,16 +244,13 @@ class PromptEncoder:
         )
 
     def _render_result(self, id_: str) -> str:
-        """Render two calls and the result of the one with this id; empty if the template refuses them."""
+        """Render two calls and the result of one; empty if the template refuses them."""
         function = {"name": "look", "arguments": {}}
         calls = [{"id": f"call0000{number}", "type": "function", "function": function} for number in range(2)]
-        messages: list[dict[str, Any]] = [
-            {"role": "user", "content": "?"},
-            {"role": "assistant", "content": "", "tool_calls": calls},
-            {"role": "tool", "name": "look", "tool_call_id": id_, "content": _PROBE},
-        ]
+        called = {"role": "assistant", "content": "", "tool_calls": calls}
+        result = {"role": "tool", "name": "look", "tool_call_id": id_, "content": _PROBE}
         try:
-            return self._render(messages, tools=None, variables=None, subject="a tool result")
+            return self._render([_TURN[0], called, result], subject="a tool result")
         except PromptError:
             return ""
 
@@ -277,12 +262,7 @@ class PromptEncoder:
             )
 
     def _render(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        tools: list[dict[str, Any]] | None,
-        variables: Mapping[str, Any] | None,
-        subject: str,
+        self, messages: Records, *, subject: str, tools: Records | None = None, variables: Variables = None
     ) -> str:
         own = {"add_generation_prompt": True, **self._variables, **(variables or {}), "tokenize": False}
         try:

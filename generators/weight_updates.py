@@ -34,23 +34,21 @@ log = structlog.get_logger(__name__)
 
 _PROBE_TIMEOUT_S = 30.0
 _SAMPLED_TOKENS = 4
-"""Tokens to sample after a prefix of each canary sequence. Each costs a decoding step."""
+"""After a prefix of each canary. Each costs a decoding step."""
 
 
 class ProbeResult(Record):
     """Absolute log-probability differences, nats."""
 
     mean: float = 0.0
-    """The larger of the means over canary tokens and over sampled tokens."""
+    """The larger one of canary tokens and of sampled tokens."""
     largest: float = 0.0
 
 
 async def probe(engine: Engine, update: Update) -> ProbeResult:
-    """Verify the engine's log-probabilities after an update.
+    """Compare log-probabilities of canary sequences with the learner's, and of sampled tokens with those in a prompt.
 
-    Compares those of canary sequences with the learner's values, and those of sampled tokens with the engine's own
-    values for the same tokens in a prompt. Raises UnverifiedWeightsError if a mean difference exceeds
-    `update.max_probe_diff`.
+    Raises UnverifiedWeightsError if a mean difference exceeds `update.max_probe_diff`.
     """
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT_S):
@@ -99,8 +97,7 @@ async def _sample_diffs(engine: Engine, update: Update) -> np.ndarray:
 class WeightUpdates:
     """Executes weight commands for one engine in order, skipping superseded ones, on one asyncio loop.
 
-    The learner repeats each command until it is answered, because messages may be lost. A repeated command is answered
-    again, but not executed again.
+    The learner repeats each command until it is answered. A repeated command is answered again, but not executed again.
     """
 
     def __init__(
@@ -115,7 +112,7 @@ class WeightUpdates:
         fetcher: Fetcher | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """`release(reason)`: cancel requests in flight. `receiver`, `fetcher`: closed at the end."""
+        """`release(reason)`: cancel requests in flight."""
         self._trace = trace or Trace(member.peer_id)
         self._member = member
         self._client = client
@@ -124,7 +121,7 @@ class WeightUpdates:
         self._release = release
         self._receiver = receiver
         self._fetcher = fetcher or Fetcher(None)
-        # Both belong to one thread, and waiting for bytes must not block decoding.
+        # For both: waiting for bytes must not block decoding.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="receive-weights")
         self._commands: asyncio.Queue[OpenEpoch | Update] = asyncio.Queue()
         self._newest: OpenEpoch | Update | None = None
@@ -146,7 +143,7 @@ class WeightUpdates:
 
     @property
     def lends_at(self) -> str:
-        """Endpoint where other generators can fetch these weights, or empty."""
+        """Endpoint for other generators, or empty."""
         return self._fetcher.lends_at
 
     def submit(self, command: OpenEpoch | Update) -> None:
@@ -155,7 +152,7 @@ class WeightUpdates:
                 self._client.send(self._newest_answer)
             return
         self._newest, self._newest_answer = command, None
-        # The learner no longer waits for a fetch in progress, nor for a broadcast of another epoch.
+        # The learner no longer waits for a fetch, nor for a broadcast of another epoch.
         if self._receiving and (self._receiving.epoch == NO_EPOCH or self._receiving.epoch != command.epoch):
             self._abandoned.set()
         self._commands.put_nowait(command)
@@ -164,24 +161,17 @@ class WeightUpdates:
         try:
             while True:
                 command = await self._commands.get()
-                if self._is_superseded(command):
+                newest = self._newest or command
+                # Skip commands of an old epoch and older fetched versions. A broadcast needs all members.
+                if command is not newest and (command.epoch != newest.epoch or command.epoch == NO_EPOCH):
                     continue
-                if isinstance(command, OpenEpoch):
-                    await self._open_epoch(command)
-                else:
-                    await self._apply(command)
+                await (self._open_epoch(command) if isinstance(command, OpenEpoch) else self._apply(command))
         finally:
             self._abandoned.set()
             # The thread owns their sockets.
             self._thread.submit(self._fetcher.close)
             self._thread.submit(self._receiver.close)
             self._thread.shutdown(wait=False)
-
-    def _is_superseded(self, command: OpenEpoch | Update) -> bool:
-        # Commands of an old epoch and all fetched versions except the newest are skipped. Within the newest epoch every
-        # command is executed, because a broadcast needs all members.
-        newest = self._newest or command
-        return command is not newest and (command.epoch != newest.epoch or command.epoch == NO_EPOCH)
 
     async def _open_epoch(self, opening: OpenEpoch) -> None:
         message = ""
@@ -218,7 +208,6 @@ class WeightUpdates:
             self.is_verified.set()
             self._set_state("ready", "")
         except WeightTransferError as error:
-            # The engine still holds the previous weights.
             message = str(error)
             self._set_state("unsynced", message)
             if was_verified:
@@ -228,23 +217,14 @@ class WeightUpdates:
             message = _describe(error)
             self._set_state("unsynced", message)
             await self._release(message)
-        answer = UpdateApplied(
-            update.epoch,
-            update.version,
-            self._member,
-            message,
-            result.mean,
-            result.largest,
-            pause_s,
-            self._receiver.device,
-            self._fetcher.lender_errors if update.source else [],
-            *(seconds.get(stage, 0.0) for stage in ("receive", "prepare", "probe")),
-        )
-        self._report(update, answer)
+        found = update.epoch, update.version, self._member, message, result.mean, result.largest, pause_s
+        lender_errors = self._fetcher.lender_errors if update.source else []
+        durations = [seconds.get(stage, 0.0) for stage in ("receive", "prepare", "probe")]
+        self._report(update, UpdateApplied(*found, self._receiver.device, lender_errors, *durations))
 
     @contextmanager
     def _timed(self, stage: str, update: Update, seconds: dict[str, float]) -> Iterator[None]:
-        """Trace a stage of an update; record its duration if it succeeds."""
+        """Trace a stage; record its duration if it succeeds."""
         began_at = time.perf_counter()
         with self._trace.timed(stage, version=update.version):
             yield
@@ -252,17 +232,14 @@ class WeightUpdates:
 
     async def _receive(self, update: Update) -> HostBuckets:
         """Receive a broadcast, or fetch or map the version. Raises WeightTransferError."""
-        if update.source is None:
-            receive: Callable[..., HostBuckets] = self._receiver.receive
-        else:
-            receive = self._fetcher.fetch
-            if self.version < 0:
-                self._set_state("unsynced", f"fetching version {update.version}")
+        self.is_fetching = update.source is not None
+        receive: Callable[..., HostBuckets] = self._fetcher.fetch if self.is_fetching else self._receiver.receive
+        if self.is_fetching and self.version < 0:
+            self._set_state("unsynced", f"fetching version {update.version}")
         # `submit` has set the event of older updates.
         self._receiving, self._abandoned = update, Event()
         if update is not self._newest and self._newest and self._newest.epoch != update.epoch:
             self._abandoned.set()
-        self.is_fetching = update.source is not None
         try:
             received = await self._in_thread(partial(receive, update, cancelled=self._abandoned))
         finally:
@@ -272,14 +249,13 @@ class WeightUpdates:
         return received
 
     async def _in_thread(self, call: Callable[[], T]) -> T:
-        # Transfers within the process never block, and a thread would make token versions nondeterministic.
+        # Never blocks, and a thread would make token versions nondeterministic.
         if isinstance(self._receiver, MemoryReceiver):
             return call()
         return await asyncio.get_running_loop().run_in_executor(self._thread, call)
 
     def _report(self, update: Update, answer: UpdateApplied) -> None:
         if update.source is None or not (update.source.has_deltas or update.source.is_lent):
-            # No later update and no other generator needs the fetched bytes.
             self._fetcher.release()
         if answer.error:
             log.error("weight_update_failed", version=update.version, error=answer.error)

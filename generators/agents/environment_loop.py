@@ -26,7 +26,7 @@ _PING_EVERY_S = 1.0
 _START_TIMEOUT_S = 600.0
 """Importing an environment, which may load a data set."""
 _SILENCE_TIMEOUT_S = 60.0
-"""Longest time without a sign of life. A thread gives it every second, which a call that holds the GIL can delay."""
+"""Longest time without a sign of life. A call that holds the GIL can delay it."""
 _MOST_STARTS = 3
 """Consecutive starts without an answer before the generator gives up."""
 _LONGEST_LINE = 64 * 2**20
@@ -57,13 +57,12 @@ class EnvironmentLoop(AgentLoop):
         """Reason that answers wait for the process, or empty."""
 
     async def start(self) -> None:
-        """Start the process without waiting for it. Raises GeneratorError after `_MOST_STARTS` failures."""
+        """Start the process without waiting. Raises GeneratorError after `_MOST_STARTS` failures."""
         if self._serving is None or self._serving.done():
             if self._num_starts >= _MOST_STARTS:
-                # End the generator, because every answer would fail the same way.
                 raise GeneratorError(f"{self._setting} must name an environment that answers: {self._problem}")
             self._ready = asyncio.get_running_loop().create_future()
-            # Retrieve the exception, which asyncio would otherwise log as unhandled.
+            # Otherwise asyncio logs the exception as unhandled.
             self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
             self._serving = asyncio.create_task(self._serve(self._ready))
 
@@ -73,16 +72,15 @@ class EnvironmentLoop(AgentLoop):
             await asyncio.gather(self._serving, return_exceptions=True)
 
     async def run(self, episode: Episode) -> None:
-        """Raises GeneratorError if the environment does not start, EnvironmentDiedError if it dies."""
+        """Raises GeneratorError, EnvironmentDiedError."""
         await self.start()
         assert self._ready is not None
         await asyncio.shield(self._ready)
         assert episode.door is not None
-        number = next(self._numbers)
+        number, door = next(self._numbers), episode.door
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         row = msgspec.to_builtins(episode.prompt)
         row["purpose"] = row.pop("lease")["purpose"]
-        door = episode.door
         model = {"base_url": door.base_url, "api_key": door.api_key, "model": door.model}
         try:
             self._send({"id": number, "row": row, "model": model})
@@ -93,15 +91,14 @@ class EnvironmentLoop(AgentLoop):
         self._num_starts = 0
         if "error" in found:
             raise RuntimeError(f"the environment {self._config.environment} failed: {found['error']}")
-        reward = float(found["reward"])
-        episode.reward = checked(
-            Reward(
-                total=reward,
-                parts={name: float(part) for name, part in found.get("parts", {}).items()},
-                turns=[float(share) for share in found.get("turns", [])],
-                is_correct=bool(found.get("is_correct", reward >= 1)),
-            )
+        total = float(found["reward"])
+        reward = Reward(
+            total=total,
+            parts={name: float(part) for name, part in found.get("parts", {}).items()},
+            turns=[float(share) for share in found.get("turns", [])],
+            is_correct=bool(found.get("is_correct", total >= 1)),
         )
+        episode.reward = checked(reward)
         episode.metrics.update({name: float(number) for name, number in found.get("metrics", {}).items()})
 
     # --- the process ---------------------------------------------------------------------------------------------
@@ -116,14 +113,13 @@ class EnvironmentLoop(AgentLoop):
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 limit=_LONGEST_LINE,
-                # A separate group, so that its tool servers, browsers, etc. can be killed too.
+                # To kill its tool servers, browsers, etc. too.
                 process_group=0,
                 # Requests to the model server must bypass any proxy.
                 env=os.environ | {"NO_PROXY": "127.0.0.1,localhost", "PYTHONUNBUFFERED": "1"},
             )
             name += f" (process {process.pid})"
-            first = {"environment": config.environment, "arguments": config.arguments, "max_turns": config.max_turns}
-            self._send(first)
+            self._send({each: getattr(config, each) for each in ("environment", "arguments", "max_turns")})
             async with asyncio.TaskGroup() as group:
                 watching = group.create_task(self._watch(name, ready))
                 try:
@@ -165,13 +161,12 @@ class EnvironmentLoop(AgentLoop):
                     ready.set_result(None)
                 case {"failed": reason}:
                     raise GeneratorError(f"the environment {self._config.environment} cannot be loaded: {reason}")
-                case {"id": number} as found:
-                    answer = self._answers.get(number)
-                    if answer and not answer.done():
-                        answer.set_result(found)
+                case {"id": number}:
+                    if (answer := self._answers.get(number)) and not answer.done():
+                        answer.set_result(message)
 
     async def _watch(self, name: str, ready: asyncio.Future[None]) -> None:
-        """Ping the process and report silence. Raises GeneratorError after the time limits."""
+        """Ping the process and report silence. Raises GeneratorError."""
         self._replied_at = time.monotonic()
         for number in itertools.count():
             await asyncio.sleep(_PING_EVERY_S)
@@ -179,11 +174,9 @@ class EnvironmentLoop(AgentLoop):
             is_ready, quiet_s = ready.done(), now - self._replied_at
             if is_ready:
                 self._send({"ping": number})
-                if now - self._heard_at >= _SILENCE_TIMEOUT_S:
-                    raise GeneratorError(
-                        f"{name} must give a sign of life within {_SILENCE_TIMEOUT_S:g} s, but did not"
-                    )
-            # A thread gives the signs of life; the environment may block the loop that answers.
+            if is_ready and now - self._heard_at >= _SILENCE_TIMEOUT_S:
+                raise GeneratorError(f"{name} must give a sign of life within {_SILENCE_TIMEOUT_S:g} s, but did not")
+            # The environment may block the loop that answers.
             limit_s = max(self._answer_timeout_s, _SILENCE_TIMEOUT_S) if is_ready else _START_TIMEOUT_S
             if quiet_s >= limit_s:
                 raise GeneratorError(f"{name} must answer within {limit_s:g} s, but did not")

@@ -19,24 +19,24 @@ from slipstream.runtime.images import PromptImage
 
 
 class Agent(Protocol):
-    """Turns leased prompts into scored trajectories, concurrently on one asyncio loop."""
+    """Turns leased prompts into scored trajectories, on one asyncio loop."""
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
-        """Generate member `index` of the prompt's group. Raises GeneratorError. Canceling aborts it."""
+        """Generate member `index` of the prompt's group. Raises GeneratorError."""
 
     async def start(self) -> None:
-        """Start the loops' servers and processes. Raises GeneratorError."""
+        """Start servers and processes. Raises GeneratorError."""
 
     async def close(self) -> None:
         """Stop them within bounded time."""
 
     @property
     def waiting(self) -> str:
-        """Reason that answers wait for an external party, or empty. Thread-safe."""
+        """Reason that answers wait, or empty. Thread-safe."""
 
 
 class AgentLoop(Protocol):
-    """Alternates model turns and observations. One object serves all answers of a generator."""
+    """Alternates model turns and observations. One object serves all answers."""
 
     def tools(self, prompt: Prompt) -> list[dict[str, Any]] | None:
         return None
@@ -46,20 +46,20 @@ class AgentLoop(Protocol):
 
 
 class Scorer(Protocol):
-    """Scores samples. RewardPool implements it."""
+    """Scores samples, as RewardPool."""
 
     async def score(self, sample: RewardInput) -> Reward:
-        """Reward. Failures are a Reward with another status, never an exception."""
+        """Failures are a Reward with another status, never an exception."""
 
     def compares(self, data_source: str) -> bool:
-        """Whether answers of this source are compared, by `score_group`."""
+        """Whether `score_group` scores this source."""
 
     async def score_group(self, samples: list[RewardInput]) -> list[Reward]:
         """Score and compare answers to one prompt. Keeps their order."""
 
 
 class Transcript:
-    """Token ids, mask, log-probabilities, and versions of a prompt and the turns after it.
+    """A prompt and the turns after it.
 
     Example of two turns:   prompt 5 7 | model 3 9 | environment 4 | model 8 1
         token_ids  5 7 3 9 4 8 1      model_mask  0 0 1 1 0 1 1      version_spans  [(2, 6), (5, 7)]
@@ -77,11 +77,11 @@ class Transcript:
 
     def add_completion(self, completion: Completion) -> None:
         if completion.experts is not None:
-            # Keep the routing of earlier turns as recorded when they were sampled.
+            # Keep the routing of earlier turns.
             self._experts.append(completion.experts[self._num_routed :])
             self._num_routed = len(completion.experts)
         self._add_spans(completion.version_spans)
-        # A completion without an observation before it extends the previous turn.
+        # Without an observation in between, it extends the previous turn.
         self.num_turns += self._model_mask[-1:] != [True]
         self._extend(completion.token_ids, completion.logprobs, is_model=True)
 
@@ -89,7 +89,7 @@ class Transcript:
         self._extend(token_ids, [0.0] * len(token_ids), is_model=False)
 
     def trim(self) -> None:
-        """Drop observations after the last model turn, which the model never read."""
+        """Drop observations after the last model turn."""
         length = len(self._model_mask) - self._model_mask[::-1].index(True)
         for column in (self.token_ids, self._model_mask, self._logprobs):
             del column[length:]
@@ -106,12 +106,12 @@ class Transcript:
 
     @property
     def model_mask(self) -> np.ndarray:
-        """bool[T], true where the model wrote the token."""
+        """bool[T], true for the model's tokens."""
         return np.array(self._model_mask, dtype=np.bool_)
 
     @property
     def generator_logprobs(self) -> np.ndarray:
-        """float32[T], 0 where the model did not write the token."""
+        """float32[T], 0 for other tokens."""
         return np.array(self._logprobs, dtype=np.float32)
 
     @property
@@ -120,12 +120,11 @@ class Transcript:
         if not self._experts:
             return None
         experts = np.concatenate(self._experts)
-        missing = len(self.token_ids) - len(experts)
-        return np.pad(experts, ((0, missing), (0, 0), (0, 0)))
+        return np.pad(experts, ((0, len(self.token_ids) - len(experts)), (0, 0), (0, 0)))
 
     def _add_spans(self, spans: list[VersionSpan]) -> None:
         for span in spans:
-            # A turn that starts with the previous turn's version extends its span.
+            # A turn with the previous version extends its span.
             if not self.version_spans or self.version_spans[-1].version != span.version:
                 self.version_spans.append(VersionSpan(len(self.token_ids) + span.first_token, span.version))
 
@@ -141,7 +140,7 @@ class Turn(Record):
     """One model turn."""
 
     text: str
-    """Without special tokens, but with the stop string that ended the turn."""
+    """Without special tokens, but with the stop string."""
     token_ids: list[int]
     """Includes the end token."""
     stop_reason: str
@@ -149,7 +148,7 @@ class Turn(Record):
 
 
 class Access(Protocol):
-    """Access of one answer's agent to the model, valid until the answer ends."""
+    """An agent's access to the model, valid until its answer ends."""
 
     base_url: str
     model: str
@@ -166,7 +165,7 @@ class Access(Protocol):
 
 @dataclass(kw_only=True, eq=False)
 class Episode:
-    """One answer in progress. Contexts, rewards, metrics, and extras become the trajectory.
+    """One answer in progress, which becomes a trajectory.
 
     Life cycle: generate -> (observe -> generate)*.
     """
@@ -176,14 +175,14 @@ class Episode:
     prompt: Prompt
     """Dataset row: `prompt`, `ground_truth`, `data_source`, `extra_info`."""
     contexts: list[Transcript]
-    """The context of `generate`, then those of requests to the model server. Contexts without model tokens are dropped
-    at the end."""
+    """The context of `generate`, then those of requests to the model server. Those without model tokens are dropped at
+    the end."""
     images: Sequence[PromptImage]
-    """The prompt's, which only the context of `generate` contains."""
+    """In the first context; empty if that is dropped."""
     stop: Sequence[str | int]
     """Texts and token ids that end every turn."""
     sampling: Sampling
-    """Sampling of the first turn. Later turns get the remaining `max_tokens` and another seed."""
+    """Of the first turn. Later turns get the remaining `max_tokens` and another seed."""
     max_length: int
     """Limit on prompt plus answer, tokens."""
     engine: Engine
@@ -192,7 +191,7 @@ class Episode:
     """Request number, from 0 -> seed."""
     num_requests: int = 0
     door: Access | None = None
-    """For HTTP requests to the model, if the loop may make them."""
+    """For HTTP requests to the model."""
     fault: GeneratorError | None = None
     """Engine failure in any request."""
     turns: list[Turn] = field(default_factory=list)
@@ -208,7 +207,7 @@ class Episode:
     extras: dict[str, Any] = field(default_factory=dict)
     """Plain values stored with the trajectory."""
     stop_reason: str = "stop"
-    """That of the last turn, unless the loop sets another."""
+    """The last turn's, or the loop's."""
 
     @property
     def transcript(self) -> Transcript:
@@ -224,13 +223,13 @@ class Episode:
         return min(self.sampling.max_tokens - written, self.max_length - len(token_ids))
 
     def reason_of_no_room(self, token_ids: list[int]) -> str:
-        """`length` if `max_tokens` is used up, else `context_overflow`."""
+        """`length` if `max_tokens` is used up."""
         return "length" if len(token_ids) < self.max_length else "context_overflow"
 
     async def generate(self, *, max_tokens: int | None = None, stop: str | Sequence[str] = ()) -> Turn:
-        """Let the model write a turn, up to its end token, a stop string in `stop`, or a limit. Raises EngineError.
+        """Let the model write a turn, up to its end token, a string in `stop`, or a limit. Raises EngineError.
 
-        Without room, sets the stop reason (`reason_of_no_room`) and returns an empty turn, which is not recorded.
+        Without room, sets the stop reason and returns an empty turn, which is not recorded.
         """
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"max_tokens of a turn must be >= 1, got {max_tokens}")
@@ -239,9 +238,8 @@ class Episode:
             self.stop_reason = self.reason_of_no_room(transcript.token_ids)
             return Turn("", [], self.stop_reason)
         limit = self.room if max_tokens is None else min(max_tokens, self.room)
-        token_ids = list(transcript.token_ids)
         stops = [stop] if isinstance(stop, str) else stop
-        completion = await self.sample(token_ids, max_tokens=limit, stop=stops, images=self.images)
+        completion = await self.sample([*transcript.token_ids], max_tokens=limit, stop=stops, images=self.images)
         turn = self.record(transcript, completion)
         self.messages.append({"role": "assistant", "content": turn.text})
         return turn
@@ -276,13 +274,13 @@ class Episode:
     def observe(self, text: str, *, special_tokens: bool = False) -> None:
         """Append text that the model did not write, without a chat template.
 
-        `special_tokens`: encode names of special tokens, such as `<|im_end|>`, as those tokens. Not for untrusted text.
+        `special_tokens`: encode names such as `<|im_end|>` as those tokens. Not for untrusted text.
         """
         self._append(self.encoder.encode_text(text, special_tokens=special_tokens))
         self.messages.append({"role": "user", "content": text})
 
     def observe_messages(self, messages: list[dict[str, Any]]) -> None:
-        """Append chat messages with the chat template's text around them. Raises PromptError."""
+        """Append messages by the chat template. Raises PromptError."""
         last = self.transcript.token_ids[-1] if self.turns else None
         variables = self.encoder.row_variables(self.prompt)
         self._append(self.encoder.encode_between_turns(messages, last_token_id=last, variables=variables))

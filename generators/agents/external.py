@@ -17,20 +17,18 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from slipstream.buffer.trajectory import Reward, ShortName
-from slipstream.generators.agents.episode import Access, AgentLoop, Episode
-from slipstream.generators.agents.model_server import AgentAccess
-from slipstream.generators.agents.openai_api import ApiError, bearer_token, decode_json, read_body
+from slipstream.generators.agents.episode import Access, Episode
+from slipstream.generators.agents.model_server import AgentAccess, ApiError, bearer_token, decode_json, read_body
 from slipstream.generators.rewards.reward import checked, failed_reward
 
 _LONGEST_WAIT_S = 60.0
 _LOOK_EVERY_S = 1.0
-"""Interval of connection checks, because a disconnected agent must not get an answer."""
+"""A disconnected agent must not get an answer."""
 _REPORT_AFTER_S = 5.0
 """Shorter waits are normal between two answers."""
 _LOG_INTERVAL_S = 30.0
 SILENT_FRACTION = 0.5
-"""Largest silence between two requests of an agent, as a fraction of `generators.answer_timeout_s`. The rest is left
-for the next agent."""
+"""Longest silence of an agent, as a fraction of `generators.answer_timeout_s`. The rest is for the next agent."""
 
 log = structlog.get_logger(__name__)
 
@@ -49,7 +47,7 @@ class _Offer:
 
 
 class AnswerQueue:
-    """Answers offered and lent to external agents."""
+    """Answers for external agents."""
 
     def __init__(self, *, token: str) -> None:
         self._token = token
@@ -63,7 +61,7 @@ class AnswerQueue:
 
     @property
     def waiting(self) -> str:
-        """Empty unless an answer has waited long. Thread-safe."""
+        """Empty for short waits. Thread-safe."""
         waits = [time.monotonic() - offer.since for offer in list(self._offered.values())]
         if not waits or max(waits) < _REPORT_AFTER_S:
             return ""
@@ -78,9 +76,9 @@ class AnswerQueue:
         self._changed.set()
 
     async def lend(self, episode: Episode, *, silence_timeout_s: float) -> None:
-        """Have an agent write the answer, until it finishes, returns the answer, or is silent for `silence_timeout_s`.
+        """Have an agent write the answer, until it finishes, returns it, or is silent for `silence_timeout_s`.
 
-        If the agent is lost or returns the answer before the model has written a turn, the answer is offered again.
+        Without a turn, a lost or returned answer is offered again.
         """
         assert episode.door is not None
         access = episode.door
@@ -139,11 +137,10 @@ class AnswerQueue:
         self._lent[access] = self._offered.pop(access)
         offer.taken.set_result(None)
         access.renew()
-        row = msgspec.to_builtins(offer.episode.prompt)
-        purpose = row.pop("lease")["purpose"]
-        sampling = msgspec.to_builtins(offer.episode.sampling)
+        row, sampling = msgspec.to_builtins((offer.episode.prompt, offer.episode.sampling))
+        own = {"purpose": row.pop("lease")["purpose"], "sampling": sampling}
         key = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
-        return JSONResponse({**row, **key, "purpose": purpose, "sampling": sampling})
+        return JSONResponse({**row, **key, **own})
 
     async def _end(self, request: Request, access: AgentAccess) -> Response:
         ending = decode_json(await read_body(request), _Ending)
@@ -173,17 +170,6 @@ class AnswerQueue:
         if offer is None or offer.ended.done():
             raise ApiError(409, "this answer is not lent to an agent, or has ended")
         return offer
-
-
-class ExternalLoop(AgentLoop):
-    """Agent loop of an external agent."""
-
-    def __init__(self, queue: AnswerQueue, *, silence_timeout_s: float) -> None:
-        self._queue = queue
-        self._silence_timeout_s = silence_timeout_s
-
-    async def run(self, episode: Episode) -> None:
-        await self._queue.lend(episode, silence_timeout_s=self._silence_timeout_s)
 
 
 class _Lend(msgspec.Struct):

@@ -1,8 +1,8 @@
-"""Agent loops in the generator: single turn, tools, search, simulated users, and user functions."""
+"""Agent loops: tools, search, simulated users, and functions."""
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -22,21 +22,20 @@ from slipstream.configs.generators import (
 )
 from slipstream.generators.agents.environment_loop import EnvironmentLoop
 from slipstream.generators.agents.episode import AgentLoop, Episode, Turn
-from slipstream.generators.agents.external import SILENT_FRACTION, AnswerQueue, ExternalLoop
+from slipstream.generators.agents.external import SILENT_FRACTION, AnswerQueue
 from slipstream.generators.errors import PromptError, ToolError
 from slipstream.generators.tokenization import PromptEncoder
 from slipstream.generators.tools.call_format import ONLY, ToolCall, load_format
 from slipstream.generators.tools.tool import OpenTool, Tool, call_either, load_tools
 from slipstream.runtime.import_path import find_function, load_function
 
+Reply = Callable[[Episode], Awaitable[str | None]]
+"""Replies to a turn without calls; None ends the conversation."""
 _SHORTENED = "\n[... {left_out} characters left out ...]\n"
 
 
 class ToolLoop:
-    """Agent loop with tools.
-
-    The model reads the error of a failed call (unknown name, invalid arguments, exception, time limit) as its result.
-    """
+    """Agent loop with tools. The model reads the error of a failed call as its result."""
 
     def __init__(self, config: ToolsAgentConfig, *, encoder: PromptEncoder, setting: str) -> None:
         """`setting`: the config's key, for messages. Raises ConfigError."""
@@ -51,10 +50,9 @@ class ToolLoop:
         return [tool.schema for tool in self._chosen(prompt)] or None
 
     async def run(self, episode: Episode) -> None:
-        await self.converse(episode, _silence)
+        await self.converse(episode)
 
-    async def converse(self, episode: Episode, answer: Callable[[Episode], Awaitable[str | None]]) -> None:
-        """`answer`: returns the reply to a turn without calls, or None to end."""
+    async def converse(self, episode: Episode, reply: Reply | None = None) -> None:
         # Means must include answers without calls.
         episode.metrics.update(tool_calls=0, tool_failures=0)
         arguments = episode.prompt.extra_info.get("tools_kwargs") or {}
@@ -62,20 +60,18 @@ class ToolLoop:
         try:
             for tool in self._chosen(episode.prompt):
                 opened[tool.name] = tool.open((arguments.get(tool.name) or {}).get("create_kwargs") or {})
-            await self._converse(episode, opened, answer)
+            await self._converse(episode, opened, reply)
         finally:
             await asyncio.gather(*(tool.close() for tool in opened.values()))
 
-    async def _converse(
-        self, episode: Episode, tools: dict[str, OpenTool], answer: Callable[[Episode], Awaitable[str | None]]
-    ) -> None:
+    async def _converse(self, episode: Episode, tools: dict[str, OpenTool], reply: Reply | None) -> None:
         for number in range(1, self._config.max_turns + 1):
             turn = await episode.generate(stop=self._format.stop)
-            # A truncated turn may end inside a call, so it gets no reply.
+            # A truncated turn may end inside a call.
             if turn.stop_reason in ("length", "context_overflow"):
                 return
             calls = self._calls(turn, episode) if self._tools else []
-            text = None if calls else await answer(episode)
+            text = await reply(episode) if reply and not calls else None
             if not calls and text is None:
                 return
             if number == self._config.max_turns:
@@ -102,7 +98,7 @@ class ToolLoop:
             return [error]
 
     async def _answer(
-        self, episode: Episode, calls: Sequence[ToolCall | ToolError], tools: dict[str, OpenTool]
+        self, episode: Episode, calls: list[ToolCall | ToolError], tools: dict[str, OpenTool]
     ) -> list[str]:
         answered = calls[: self._config.max_parallel_calls]
         results = await asyncio.gather(*(self._result(call, tools) for call in answered))
@@ -113,7 +109,6 @@ class ToolLoop:
         return [text for text, _ in results] + [limit] * left_out
 
     async def _result(self, call: ToolCall | ToolError, tools: dict[str, OpenTool]) -> tuple[str, bool]:
-        """Text for the model, and whether the call failed."""
         try:
             if isinstance(call, ToolError):
                 raise call
@@ -124,7 +119,7 @@ class ToolLoop:
             return self._shortened(f"error: {error}"), True
 
     def _named(self, call: ToolCall) -> dict[str, Any]:
-        """Name a tool's only argument, which some call formats omit."""
+        """Name an only argument, which some formats omit."""
         if set(call.arguments) != {ONLY}:
             return call.arguments
         tool = next(tool for tool in self._tools if tool.name == call.name)
@@ -145,17 +140,13 @@ class ToolLoop:
         return [tool for tool in self._tools if selection is None or tool.name in selection]
 
 
-async def _silence(episode: Episode) -> None:
-    """Never reply to a turn without calls."""
-
-
 _END_S = 5.0
 """Time limit of `finalize_interaction`."""
 _METHODS = ("start_interaction", "generate_response", "finalize_interaction")
 
 
 class InteractionLoop(ToolLoop):
-    """Agent loop with a simulated user. One object serves all answers and distinguishes them by id."""
+    """Agent loop with a simulated user. One object serves all answers."""
 
     def __init__(self, config: InteractionAgentConfig, *, encoder: PromptEncoder, setting: str) -> None:
         super().__init__(config, encoder=encoder, setting=setting)
@@ -193,7 +184,7 @@ class InteractionLoop(ToolLoop):
 
 
 async def _answer(user: Any, own_id: str, given: dict[str, Any], episode: Episode) -> str | None:
-    """Have the user score and answer the last turn. None = the conversation has ended."""
+    """Score and answer the last turn. None = the conversation has ended."""
     prompt = episode.prompt.prompt
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     found = await call_either(partial(user.generate_response, own_id, [*asked, *episode.messages], **given))
@@ -205,13 +196,12 @@ async def _answer(user: Any, own_id: str, given: dict[str, Any], episode: Episod
                 f"generate_response must return (is it over, text, score, record), got {str(found)[:200]} from "
                 f"{type(user).__name__}"
             )
-    numbers = {str(key): value for key, value in info.items() if isinstance(value, int | float)}
-    episode.metrics.update(numbers)
+    episode.metrics.update({str(key): value for key, value in info.items() if isinstance(value, int | float)})
     return None if is_over else text
 
 
 def _pay(episode: Episode, score: float) -> None:
-    """Add the last turn's score, and 0 for earlier turns, which called tools."""
+    """Add the last turn's score, and 0 for earlier turns with calls."""
     missing = episode.transcript.num_turns - len(episode.turn_rewards)
     episode.turn_rewards += [0.0] * (missing - 1) + [score] * (missing > 0)
 
@@ -230,24 +220,14 @@ def _build(config: InteractionConfig, *, setting: str) -> tuple[Any, str]:
     return user, config.name or found.__name__
 
 
-class SingleTurn(AgentLoop):
-    """Agent loop of one model turn."""
+class FunctionLoop(AgentLoop):
+    """Agent loop that calls a coroutine function."""
+
+    def __init__(self, function: Callable[[Episode], Awaitable[Any]]) -> None:
+        self._function = function
 
     async def run(self, episode: Episode) -> None:
-        await episode.generate()
-
-
-class CustomLoop(AgentLoop):
-    """Agent loop that calls the user's coroutine function."""
-
-    def __init__(self, config: CustomAgentConfig, *, setting: str) -> None:
-        function = load_function(config.function, setting=setting, arguments=config.arguments)
-        if not inspect.iscoroutinefunction(function):
-            raise ConfigError(f"{setting}.function must be an `async def` function, got {config.function!r}.")
-        self._run = partial(function, **config.arguments)
-
-    async def run(self, episode: Episode) -> None:
-        await self._run(episode)
+        await self._function(episode)
 
 
 _STOPS = ("</search>", "</answer>")
@@ -306,17 +286,12 @@ def read_action(text: str) -> tuple[str, str]:
 
 
 def build_loop(
-    config: AgentKind,
-    *,
-    encoder: PromptEncoder,
-    setting: str,
-    answer_timeout_s: float,
-    queue: AnswerQueue | None = None,
+    config: AgentKind, *, encoder: PromptEncoder, setting: str, answer_timeout_s: float, queue: AnswerQueue | None
 ) -> AgentLoop:
-    """The loop that runs one agent kind for the given settings. Raises ConfigError."""
+    """Build the loop of an agent. Raises ConfigError."""
     match config:
         case SingleTurnConfig():
-            return SingleTurn()
+            return FunctionLoop(Episode.generate)
         case InteractionAgentConfig():
             return InteractionLoop(config, encoder=encoder, setting=setting)
         case ToolsAgentConfig():
@@ -324,7 +299,10 @@ def build_loop(
         case SearchAgentConfig():
             return SearchLoop(config, encoder=encoder, setting=setting)
         case CustomAgentConfig():
-            return CustomLoop(config, setting=setting)
+            function = load_function(config.function, setting=setting, arguments=config.arguments)
+            if not inspect.iscoroutinefunction(function):
+                raise ConfigError(f"{setting}.function must be an `async def` function, got {config.function!r}.")
+            return FunctionLoop(partial(function, **config.arguments))
         case EnvironmentAgentConfig():
             return EnvironmentLoop(config, setting=setting, answer_timeout_s=answer_timeout_s)
         case ExternalAgentConfig():
@@ -333,4 +311,4 @@ def build_loop(
                     f"{setting} may be `external` only if the roles run as processes, got a run without a token, which "
                     "external agents need to authenticate."
                 )
-            return ExternalLoop(queue, silence_timeout_s=SILENT_FRACTION * answer_timeout_s)
+            return FunctionLoop(partial(queue.lend, silence_timeout_s=SILENT_FRACTION * answer_timeout_s))

@@ -11,12 +11,13 @@ client.
 import asyncio
 import hashlib
 import hmac
+import json
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, nullcontext
+from typing import Annotated, Any
 
 import msgspec
 import structlog
@@ -27,20 +28,24 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from slipstream.generators.agents.episode import Episode
-from slipstream.generators.agents.openai_api import (
-    ApiError,
-    ChatRequest,
-    GenerateRequest,
-    bearer_token,
-    decode_json,
-    logprob_entries,
-    read_body,
-    reject_unsupported,
-    stream_chunks,
-)
 from slipstream.generators.agents.session import ChatForm, NoRoomError, Session, Written
 from slipstream.generators.errors import GeneratorError, PromptError
 
+_MAX_BODY_BYTES = 32 * 2**20
+_UNSUPPORTED = {
+    "n": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "tool_choice": (None, "auto", "none"),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "min_tokens": (None, 0),
+    "stop_token_ids": (None, []),
+    "ignore_eos": (None, False),
+    "bad_words": (None, []),
+}
+"""Request fields that would change sampling -> accepted values, without effect."""
 KEY_HEADER = "x-slipstream-key"
 """Header for the key if Authorization is taken."""
 _STOP_TIMEOUT_S = 2.0
@@ -48,6 +53,135 @@ _FINISH = {"stop_string": "stop"}
 log = structlog.get_logger(__name__)
 
 
+class ApiError(Exception):
+    """Error response in OpenAI's format."""
+
+    def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: Any = None
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str = ""
+
+
+class _Message(msgspec.Struct):
+    """The fields read here. Chat templates may use more."""
+
+    role: str
+    content: str | list[_Part] | None = None
+    tool_calls: list[_Call] | None = None
+
+
+class ChatRequest(msgspec.Struct):
+    """Chat completion request. Other fields are ignored."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: dict[str, Any] | None = None
+    logprobs: bool | None = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class SamplingParams(msgspec.Struct):
+    """The supported ones of vLLM."""
+
+    max_tokens: _Count | None = None
+    stop: str | list[str] | None = None
+    n: int = 1
+
+
+class GenerateRequest(msgspec.Struct):
+    """Request as to vLLM's `/inference/v1/generate`."""
+
+    token_ids: list[int]
+    sampling_params: SamplingParams = msgspec.field(default_factory=SamplingParams)
+
+
+async def read_body(request: Request) -> bytes:
+    """Raises ApiError for a large body."""
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _MAX_BODY_BYTES:
+            raise ApiError(413, f"the request body must be at most {_MAX_BODY_BYTES} bytes")
+    return bytes(body)
+
+
+def decode_json(body: bytes, kind: Any) -> Any:
+    """Decode a request. Raises ApiError."""
+    try:
+        found = msgspec.json.decode(body or b"{}", type=kind)
+        msgspec.convert(getattr(found, "messages", []), list[_Message])
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise ApiError(400, f"the request must be JSON in the documented format: {error}") from None
+    return found
+
+
+def bearer_token(request: Request) -> str:
+    """Authorization header's bearer token, or empty."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def reject_unsupported(body: bytes) -> None:
+    """Raise ApiError for a field that would change sampling."""
+    given = msgspec.json.decode(body)
+    for name, harmless in _UNSUPPORTED.items():
+        if given.get(name) not in harmless:
+            raise ApiError(
+                400, f"{name} must be {json.dumps(harmless[1])} or omitted, got {json.dumps(given[name])[:80]}: "
+                "training requires the run's sampling settings", code="unsupported_value", param=name,
+            )  # fmt: skip
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------
+def logprob_entries(texts: list[str], logprobs: list[float]) -> list[dict[str, Any]]:
+    """Token log-probabilities in OpenAI's format."""
+    return [
+        {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+        for text, logprob in zip(texts, logprobs, strict=True)
+    ]
+
+
+def stream_chunks(answer: dict[str, Any], *, has_usage: bool) -> Iterator[str]:
+    """Server-sent events: message, finish reason, usage."""
+    usage, (choice,) = answer.pop("usage"), answer.pop("choices")
+    delta = choice["message"]
+    if "tool_calls" in delta:
+        delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
+    first = {"index": 0, "delta": delta, "logprobs": choice["logprobs"], "finish_reason": None}
+    last = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": choice["finish_reason"]}
+    events: list[dict[str, Any]] = [{"choices": [first]}, {"choices": [last]}]
+    if has_usage:
+        events.append({"choices": [], "usage": usage})
+    for event in events:
+        yield f"data: {json.dumps({**answer, 'object': 'chat.completion.chunk', **event})}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+# --- server ----------------------------------------------------------------------------------------------------------
 class AgentAccess:
     """Implements Access."""
 
@@ -81,7 +215,7 @@ class AgentAccess:
     async def answer(self, request: Request, body: bytes, work: Callable[[], Awaitable[Any]]) -> Any:
         """Do the work of a request, or return the earlier response to a request marked as a retry.
 
-        The mark is the SDK's retry count or an Idempotency-Key. An unmarked request gets a new sample.
+        The mark is the SDK's retry count or an Idempotency-Key.
         """
         mark = request.headers.get("idempotency-key", "")
         digest = hashlib.sha256(f"{request.url.path}\n{mark}\n".encode() + body).digest()
@@ -89,7 +223,7 @@ class AgentAccess:
         known = self._answers.get(digest)
         if not (is_repeated and known and not (known.done() and (known.cancelled() or known.exception()))):
             known = self._answers[digest] = asyncio.ensure_future(work())
-        # Shielded, because a disconnected client may retry, and the transcript keeps sampled tokens.
+        # Shielded, because a disconnected client may retry.
         return await asyncio.shield(known)
 
     async def leave(self) -> None:
@@ -104,25 +238,21 @@ Handler = Callable[[Request, AgentAccess], Awaitable[Response]]
 class ModelServer:
     """Life cycle: start -> open* -> close."""
 
-    def __init__(
-        self, *, model: str, max_length: int, routes: Sequence[Route] = (), keyed_routes: Mapping[str, Handler]
-    ) -> None:
-        """`model`: name in responses. `routes`, `keyed_routes`: additional routes without and with a key."""
+    def __init__(self, *, model: str, max_length: int, routes: list[Route], keyed: Mapping[str, Handler]) -> None:
+        """`model`: name in responses. `routes`, `keyed`: additional routes without and with a key."""
         self._model = model
         self._max_length = max_length
         self._accesses: dict[str, AgentAccess] = {}
-        self._server: _Server | None = None
+        self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
-        generate = self._route(self._generate)
+        posted: dict[str, Handler] = {"/v1/chat/completions": self._chat, **keyed}
+        posted |= dict.fromkeys(("/v1/generate", "/inference/v1/generate"), self._generate)
         self._app = Starlette(
             routes=[
                 Route("/v1/models", self._route(self._models), methods=["GET"]),
-                Route("/v1/chat/completions", self._route(self._chat), methods=["POST"]),
-                Route("/v1/generate", generate, methods=["POST"]),
-                Route("/inference/v1/generate", generate, methods=["POST"]),
+                *(Route(path, self._route(handler), methods=["POST"]) for path, handler in posted.items()),
                 *routes,
-                *(Route(path, self._route(handler), methods=["POST"]) for path, handler in keyed_routes.items()),
             ],
             exception_handlers={ApiError: _error_response, 404: _not_found, 405: _not_found},
         )
@@ -130,12 +260,12 @@ class ModelServer:
     async def start(self) -> None:
         if self._serving:
             return
-        listening = socket.socket()
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listening.bind(("127.0.0.1", 0))
+        listening = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{listening.getsockname()[1]}"
         config = uvicorn.Config(self._app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=60)
-        self._server = _Server(config)
+        self._server = uvicorn.Server(config)
+        # Leave signals to the generator.
+        self._server.capture_signals = nullcontext  # type: ignore[method-assign]
         self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
         log.info("model_server_started", address=self.address)
 
@@ -161,7 +291,7 @@ class ModelServer:
             await access.leave()
 
     def _authenticate(self, request: Request) -> AgentAccess:
-        """Access that a request's key opens. Raises ApiError without a valid key."""
+        """Raises ApiError without a valid key."""
         key = bearer_token(request) if KEY_HEADER not in request.headers else request.headers[KEY_HEADER]
         access = self._accesses.get(key.partition(".")[0])
         # Compare in constant time, even for an unknown name.
@@ -209,21 +339,17 @@ class ModelServer:
         reason = "tool_calls" if "tool_calls" in message else _FINISH.get(turn.stop_reason, turn.stop_reason)
         choice = {"index": 0, "message": {**message, "refusal": None}, "finish_reason": reason, "logprobs": None}
         if asked.logprobs:
-            decode = access.session.decode
-            texts = [decode([token_id]) for token_id in turn.token_ids]
+            texts = [access.session.decode([token_id]) for token_id in turn.token_ids]
             choice["logprobs"] = {"content": logprob_entries(texts, written.completion.logprobs), "refusal": None}
-        num_prompt, num_written = written.num_prompt_tokens, len(turn.token_ids)
+        num_read, num_written = written.num_prompt_tokens, len(turn.token_ids)
+        usage = {"prompt_tokens": num_read, "completion_tokens": num_written, "total_tokens": num_read + num_written}
         return {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
             "object": "chat.completion",
             "created": int(time.time()),
             "model": self._model,
             "choices": [choice],
-            "usage": {
-                "prompt_tokens": num_prompt,
-                "completion_tokens": num_written,
-                "total_tokens": num_prompt + num_written,
-            },
+            "usage": usage,
         }
 
     async def _generate(self, request: Request, access: AgentAccess) -> Response:
@@ -254,10 +380,9 @@ class ModelServer:
         self, access: AgentAccess, request: Request, body: bytes, work: Callable[[], Awaitable[Written]]
     ) -> Written:
         try:
-            written: Written = await access.answer(request, body, work)
-            return written
+            return await access.answer(request, body, work)
         except NoRoomError as error:
-            # Clients recognize this code and wording, and shorten their context or stop.
+            # Clients know this code and wording.
             what = (
                 f"This model's maximum context length is {self._max_length} tokens, which your messages fill"
                 if str(error) == "context_overflow"
@@ -279,18 +404,9 @@ class ModelServer:
             access.see()
 
 
-async def _error_response(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
+async def _error_response(request: Request, error: Any) -> Response:
     return JSONResponse(error.body, status_code=error.status)
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     return JSONResponse(ApiError(404, f"unknown route {request.method} {request.url.path}").body, status_code=404)
-
-
-class _Server(uvicorn.Server):
-    """Leaves signals to the generator."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -38,20 +38,14 @@ from slipstream.runtime.trace import Trace
 log = structlog.get_logger(__name__)
 
 _CACHED = 256
-"""Size of the caches of encoded prompts and of data sources."""
+"""Cached prompts, and cached data sources."""
 
 
 def request_seed(run_seed: int, *, group_id: str, attempt: int, index: int, turn: int = 0) -> int:
     """Derive the seed of one request: 63 bits, identical on every machine."""
-    # The attempt gives a prompt that is leased again fresh samples. A sum of the parts would collide.
+    # The attempt gives fresh samples. A sum of the parts would collide.
     key = f"{run_seed}/{group_id}/{attempt}/{index}" + (f"/{turn}" if turn else "")
     return xxhash.xxh3_64_intdigest(key.encode()) & (2**63 - 1)
-
-
-class _ReadyLoop(NamedTuple):
-    loop: AgentLoop
-    form: ChatForm | None
-    """Chat format, if the loop may query the model server."""
 
 
 class Comparison:
@@ -63,16 +57,12 @@ class Comparison:
     def __init__(self, indices: Sequence[int], scorer: Scorer) -> None:
         self._scorer = scorer
         self._awaited = set(indices)
-        self._samples: dict[int, RewardInput] = {}
+        self.samples: dict[int, RewardInput] = {}
         self._rewards: asyncio.Task[dict[int, Reward]] | None = None
         self._is_over = asyncio.Event()
 
-    @property
-    def size(self) -> int:
-        return len(self._samples)
-
     async def score(self, index: int, sample: RewardInput) -> Reward:
-        self._samples[index] = sample
+        self.samples[index] = sample
         self._drop(index)
         await self._is_over.wait()
         assert self._rewards is not None
@@ -82,7 +72,7 @@ class Comparison:
     def leave(self, index: int) -> bool:
         """Stop waiting for this answer. Returns whether none is pending. Idempotent."""
         if not self._is_over.is_set():
-            self._samples.pop(index, None)
+            self.samples.pop(index, None)
             self._drop(index)
         return self._is_over.is_set()
 
@@ -93,7 +83,7 @@ class Comparison:
             self._is_over.set()
 
     async def _score_all(self) -> dict[int, Reward]:
-        samples = dict(sorted(self._samples.items()))
+        samples = dict(sorted(self.samples.items()))
         rewards = await self._scorer.score_group(list(samples.values()))
         return dict(zip(samples, rewards, strict=True))
 
@@ -125,30 +115,26 @@ class AgentRunner:
         agents = {setting: agent for agent, setting in by_name.values()}
         is_external = any(isinstance(agent, ExternalAgentConfig) for agent in agents.values())
         self._queue = AnswerQueue(token=token) if is_external and token else None
-        loops = {
-            setting: _ReadyLoop(
-                build_loop(
-                    agent,
-                    encoder=encoder,
-                    setting=setting,
-                    answer_timeout_s=run.generators.answer_timeout_s,
-                    queue=self._queue,
-                ),
+        make = partial(build_loop, encoder=encoder, answer_timeout_s=run.generators.answer_timeout_s, queue=self._queue)
+        loops: dict[str, tuple[AgentLoop, ChatForm | None]] = {
+            setting: (
+                make(agent, setting=setting),
                 ChatForm(agent.calls, encoder=encoder, setting=setting) if agent.calls else None,
             )
             for setting, agent in agents.items()
         }
         self._loops = {name: loops[setting] for name, (_, setting) in by_name.items()}
+        """Agent -> loop, and chat format if it queries the model server."""
         self._comparisons: dict[str, Comparison] = {}
         self._compares = lru_cache(_CACHED)(rewards.compares)
         self._encoded: dict[str, tuple[Prompt, tuple[list[int], list[PromptImage]]]] = {}
         self._model_server = None
-        if any(ready.form for ready in self._loops.values()):
+        if any(form for _, form in self._loops.values()):
             self._model_server = ModelServer(
                 model=Path(run.model.path).name,
                 max_length=run.model.max_length,
-                routes=self._queue.routes if self._queue else (),
-                keyed_routes=self._queue.keyed_routes if self._queue else {},
+                routes=self._queue.routes if self._queue else [],
+                keyed=self._queue.keyed_routes if self._queue else {},
             )
 
     async def start(self) -> None:
@@ -177,7 +163,7 @@ class AgentRunner:
 
     @property
     def _environments(self) -> list[EnvironmentLoop]:
-        return [ready.loop for ready in self._loops.values() if isinstance(ready.loop, EnvironmentLoop)]
+        return [loop for loop, _ in self._loops.values() if isinstance(loop, EnvironmentLoop)]
 
     @property
     def _address_file(self) -> Path | None:
@@ -185,10 +171,10 @@ class AgentRunner:
         return folder.doors / self._generator_id if self._queue and folder.path.is_dir() else None
 
     async def answer(self, prompt: Prompt, index: int) -> Trajectory:
-        """See `Agent.answer`. If the reward compares answers, this waits for all members of the lease."""
-        if prompt.lease.purpose != "train" or not self._compares(prompt.data_source):
-            return await self._answer(prompt, index, None)
+        """If the reward compares answers, this waits for all members of the lease."""
         lease = prompt.lease
+        if lease.purpose != "train" or not self._compares(prompt.data_source):
+            return await self._answer(prompt, index, None)
         comparison = self._comparisons.setdefault(lease.id, Comparison(lease.indices, self._rewards))
         try:
             return await self._answer(prompt, index, comparison)
@@ -199,14 +185,14 @@ class AgentRunner:
     async def _answer(self, prompt: Prompt, index: int, comparison: Comparison | None) -> Trajectory:
         started_at = self._clock()
         if prompt.agent_name not in self._loops:
-            missing = self._run.generators.describe_missing(prompt.agent_name, row=f"prompt {prompt.uid}")
-            raise PromptError(missing)
+            raise PromptError(self._run.generators.describe_missing(prompt.agent_name, row=f"prompt {prompt.uid}"))
         loop, form = self._loops[prompt.agent_name]
         episode = self._episode(prompt, index, tools=loop.tools(prompt))
         async with self._model_server.open(episode, form) if self._model_server and form else nullcontext():
             failure = await _run_loop(loop, episode, timeout_s=self._run.generators.answer_timeout_s)
-        self._trace.mark("generated", make_trajectory_id(prompt.lease.id, index))
-        own = episode.transcript
+        self._trace.mark("generated", episode.id)
+        if not episode.transcript.num_turns:
+            episode.images = ()
         episode.contexts = [context for context in episode.contexts if context.num_turns]
         if not episode.contexts:
             reason = failure.detail if failure else "it requested no model turn"
@@ -214,7 +200,7 @@ class AgentRunner:
         for context in episode.contexts:
             context.trim()
         reward = failure or episode.reward or await self._score(episode, index, comparison)
-        build = partial(self._trajectory, episode, index, own=own, started_at=started_at)
+        build = partial(self._trajectory, episode, index, started_at=started_at)
         try:
             trajectory = build(reward=reward)
             check_additions(trajectory)
@@ -223,11 +209,11 @@ class AgentRunner:
             log.warning("agent_refused", prompt=prompt.uid, error=str(error))
             episode.extras, episode.metrics, episode.stop_reason = {}, Counter(), "tool_failure"
             detail = f"the agent must produce plain extras, finite metrics, and valid turn rewards: {error}"
-            trajectory = build(reward=failed_reward("error", detail))
+            return build(reward=failed_reward("error", detail))
         return trajectory
 
     def _episode(self, prompt: Prompt, index: int, *, tools: list[dict[str, Any]] | None) -> Episode:
-        # Encoded once per lease: its members share the prompt object.
+        # Members of a lease share the prompt object.
         known, encoded = self._encoded.get(prompt.lease.id, (None, None))
         if known is not prompt or encoded is None:
             encoded = self._encoder.encode(prompt, tools=tools)
@@ -248,17 +234,13 @@ class AgentRunner:
             seed_of=partial(self._seed, prompt.lease, index),
         )
 
-    def _trajectory(
-        self, episode: Episode, index: int, *, own: Transcript, reward: Reward, started_at: float
-    ) -> Trajectory:
-        """`own`: the prompt's context, which is not in the episode if the model wrote nothing in it."""
+    def _trajectory(self, episode: Episode, index: int, *, reward: Reward, started_at: float) -> Trajectory:
         prompt, transcript, starts = episode.prompt, Transcript([]), []
-        images = episode.images if episode.contexts[0] is own else ()
         for context in episode.contexts:
             starts.append(len(transcript.token_ids))
             transcript.append(context)
         return Trajectory(
-            id=make_trajectory_id(prompt.lease.id, index),
+            id=episode.id,
             group_id=prompt.lease.group_id,
             index=index,
             prompt_uid=prompt.uid,
@@ -279,7 +261,7 @@ class AgentRunner:
             context_starts=starts[1:],
             media=[
                 Media("image", f"{prompt.uid}/{number}", image.id, image.first_token, image.num_tokens)
-                for number, image in enumerate(images)
+                for number, image in enumerate(episode.images)
             ],
             arrays={} if transcript.experts is None else {EXPERTS: transcript.experts},
             metrics={name: float(number) for name, number in episode.metrics.items()},
@@ -287,9 +269,9 @@ class AgentRunner:
 
     def _sampling(self, lease: Lease, index: int) -> Sampling:
         training = self._run.generators.sampling
-        # Evaluations have a separate temperature, so that accuracies are comparable between runs.
+        # Evaluations have a separate temperature, so that accuracies are comparable.
         config = training if lease.purpose == "train" else self._run.data.eval_set(lease.purpose) or training
-        # ReMax: the last member of a training group is the greedy baseline, decoded without filters.
+        # ReMax: the last member of a training group is the greedy baseline.
         is_baseline = lease.purpose == "train" and index >= self._run.generators.group_size
         return Sampling(
             temperature=0.0 if is_baseline else config.temperature,
@@ -319,12 +301,12 @@ class AgentRunner:
         if comparison is None:
             return await self._rewards.score(sample)
         reward = await comparison.score(index, sample)
-        episode.metrics["compared_answers"] = comparison.size
+        episode.metrics["compared_answers"] = len(comparison.samples)
         return reward
 
 
 async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> Reward | None:
-    """Run the loop. Returns a failed reward if the loop fails or times out, else None. Raises GeneratorError."""
+    """Return a failed reward if the loop fails or times out, else None. Raises GeneratorError."""
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:
@@ -332,18 +314,17 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
     except (Exception, SystemExit, asyncio.CancelledError) as error:
         if isinstance(error, asyncio.CancelledError) and (task := asyncio.current_task()) and task.cancelling():
             raise
-        # The loop failed because a request to the engine did.
         if episode.fault and episode.fault is not error:
             raise episode.fault from error
         if isinstance(error, GeneratorError):
             raise
         # Fails only this answer, which is masked and counted.
-        problem = "the agent failed: " + f"{type(error).__name__}: {error}".removesuffix(": ")
-        status, episode.stop_reason = "error", "tool_failure"
         if limit.expired():
             problem = f"an answer must end within {timeout_s:g} s (generators.answer_timeout_s)"
-            status, episode.stop_reason = "timeout", "timeout"
-        reward = failed_reward(status, problem)
+            reward, episode.stop_reason = failed_reward("timeout", problem), "timeout"
+        else:
+            problem = "the agent failed: " + f"{type(error).__name__}: {error}".removesuffix(": ")
+            reward, episode.stop_reason = failed_reward("error", problem), "tool_failure"
         log.warning("agent_failed", prompt=episode.prompt.uid, reason=reward.detail)
         return reward
     if episode.fault:
@@ -352,13 +333,11 @@ async def _run_loop(loop: AgentLoop, episode: Episode, *, timeout_s: float) -> R
 
 
 def _with_turns(reward: Reward, episode: Episode, *, num_turns: int) -> Reward:
-    """Add the loop's turn rewards. Fails a reward if turn rewards do not match the turns."""
+    """Add the loop's turn rewards. Fails the reward if they do not match the turns."""
     earned = episode.turn_rewards
-    for giver, turns in (("agent", earned), ("reward function", reward.turns)):
+    for who, turns in (("agent", earned), ("reward function", reward.turns)):
         if reward.status == "ok" and turns and len(turns) != num_turns:
-            return failed_reward(
-                "error", f"the {giver} must reward each of {num_turns} turns, got {len(turns)} rewards"
-            )
+            return failed_reward("error", f"the {who} must reward each of {num_turns} turns, got {len(turns)} rewards")
     if not earned or reward.status != "ok":
         return reward
     turns = [own + given for own, given in zip(earned, reward.turns or [0.0] * num_turns, strict=True)]

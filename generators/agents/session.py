@@ -15,26 +15,26 @@ from slipstream.generators.tokenization import PromptEncoder
 from slipstream.generators.tools.call_format import ToolCall, load_format
 
 Message = dict[str, Any]
+Messages = list[Message]
 
 
 class ChatForm:
-    """Translates between chat messages with tool calls and the model's text."""
+    """Converts between chat messages with tool calls and the model's text."""
 
-    def __init__(self, format_name: str, *, encoder: PromptEncoder, setting: str) -> None:
+    def __init__(self, name: str, *, encoder: PromptEncoder, setting: str) -> None:
         self.encoder = encoder
         # Ids may have gaps.
         self.vocabulary_size = max(encoder.tokenizer.get_vocab().values()) + 1
         self._setting = setting
-        self._format = load_format(format_name, tokenizer=encoder.tokenizer, setting=setting)
+        self._format = load_format(name, tokenizer=encoder.tokenizer, setting=setting)
         self._reasoning = encoder.reasoning
         if self._format.is_text:
-            raise ConfigError(
-                f"{setting}.tool_call_format must put calls into messages, got {format_name!r}: use hermes."
-            )
+            raise ConfigError(f"{setting}.tool_call_format must put calls into messages, got {name!r}: use hermes.")
 
     def rendered(self, message: Message) -> Message:
-        role = {"developer": "system"}.get(message["role"], message["role"])
-        shown = {**message, "role": self._result_role if role == "tool" else role, "content": text_of(message)}
+        role = message["role"]
+        role = "system" if role == "developer" else self._result_role if role == "tool" else role
+        shown = {**message, "role": role, "content": text_of(message)}
         if calls := message.get("tool_calls"):
             shown["tool_calls"] = [
                 {**call, "function": {**call["function"], "arguments": _decoded(call["function"].get("arguments"))}}
@@ -51,7 +51,7 @@ class ChatForm:
         if thought is not None and self._reasoning.is_separate:
             text = self.encoder.without_special_tokens(rest).lstrip()
             shown["reasoning_content"] = self.encoder.without_special_tokens(thought).strip()
-        # Like other servers, omit the stop string, which stays in the context.
+        # The stop string stays in the context.
         text = text[: min((at for each in stop if (at := text.find(each)) >= 0), default=len(text))]
         calls: list[ToolCall] = []
         # A truncated turn may end inside a call.
@@ -61,14 +61,11 @@ class ChatForm:
         if not calls:
             return {**shown, "content": text}
         before, mark, _ = text.partition("<tool_call>")
-        called = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
-        return {
-            **shown,
-            "content": (before.strip() if mark else "") or None,
-            "tool_calls": [
-                {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function} for function in called
-            ],
-        }
+        functions = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
+        shown["tool_calls"] = [
+            {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": each} for each in functions
+        ]
+        return {**shown, "content": (before.strip() if mark else "") or None}
 
     @cached_property
     def _result_role(self) -> str:
@@ -94,22 +91,21 @@ class NoRoomError(Exception):
 class Context:
     """One conversation, as messages and as tokens."""
 
-    def __init__(self, transcript: Transcript, tools: list[Message] | None, num_given: int) -> None:
+    def __init__(self, transcript: Transcript, tools: Messages | None, num_given: int) -> None:
         """`num_given`: messages in the request that opened it."""
         self.transcript = transcript
         self.tools = tools
         self.num_given = num_given
-        self.messages: list[Message] = []
+        self.messages: Messages = []
         self.ends: list[tuple[int, int]] = []
         """(messages, tokens) at the end of each model turn."""
         self.is_busy = False
 
-    def shared_end(self, messages: list[Message], tools: list[Message] | None) -> tuple[int, int]:
+    def shared_end(self, messages: Messages, tools: Messages | None) -> tuple[int, int]:
         """Latest turn end where all earlier `messages` match, or (0, 0)."""
         if tools != self.tools:
             return (0, 0)
-        known = [compared(message) for message in self.messages]
-        asked = [compared(message) for message in messages]
+        known, asked = ([compared(message) for message in each] for each in (self.messages, messages))
         return next((end for end in reversed(self.ends) if known[: end[0]] == asked[: end[0]]), (0, 0))
 
 
@@ -117,8 +113,8 @@ class Session:
     """Maps requests to contexts, without encoding the model's tokens again.
 
     - A request that repeats all messages of a context, including the model's, continues it.
-    - A request that repeats only some of them (a fork), or that finds the context in use, opens a new context with a
-      copy of the shared tokens. The copy carries no loss, so no token is trained on twice.
+    - A request that repeats only some of them (a fork), or finds the context in use, opens a context with a copy of the
+      shared tokens. The copy carries no loss, so no token is trained on twice.
     - A request that repeats none of the model's messages (a sub-agent, a compaction) opens a context with its own text.
     """
 
@@ -128,14 +124,13 @@ class Session:
         self._contexts: list[Context] = []
 
     def decode(self, token_ids: list[int]) -> str:
-        text: str = self._form.encoder.tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text
+        return self._form.encoder.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     async def chat(
         self,
-        messages: list[Message],
+        messages: Messages,
         *,
-        tools: list[Message] | None,
+        tools: Messages | None,
         max_tokens: int | None,
         stop: Sequence[str],
         variables: Mapping[str, Any] | None = None,
@@ -146,25 +141,20 @@ class Session:
         return await self._write(context, observed, messages=messages, max_tokens=max_tokens, stop=stop)
 
     async def complete(self, token_ids: list[int], *, max_tokens: int | None, stop: Sequence[str]) -> Written:
-        """Continue the context with which the tokens begin, else a new one.
-
-        Raises NoRoomError, PromptError, EngineError.
-        """
-        known = [
-            context
-            for context in self._contexts
-            if not context.is_busy and token_ids[: len(context.transcript.token_ids)] == context.transcript.token_ids
-        ]
-        context = max(known, key=lambda one: len(one.transcript.token_ids), default=Context(Transcript([]), None, 0))
+        """Continue the context with which the tokens begin. Raises NoRoomError, PromptError, EngineError."""
+        context = Context(Transcript([]), None, 0)
+        for one in self._contexts:
+            known = one.transcript.token_ids
+            if not one.is_busy and len(known) > len(context.transcript.token_ids) and token_ids[: len(known)] == known:
+                context = one
         observed = token_ids[len(context.transcript.token_ids) :]
-        # An invalid id would crash the engine. Model tokens are exempt, because a padded model vocabulary is larger
-        # than the tokenizer's.
+        # An invalid id would crash the engine. The model's own may be larger.
         if stranger := next((each for each in observed if not 0 <= each < self._form.vocabulary_size), None):
             raise PromptError(f"token_ids must be below {self._form.vocabulary_size}, got {stranger}")
         return await self._write(context, observed, messages=[], max_tokens=max_tokens, stop=stop)
 
     def _continued(
-        self, messages: list[Message], tools: list[Message] | None, variables: Mapping[str, Any]
+        self, messages: Messages, tools: Messages | None, variables: Mapping[str, Any]
     ) -> tuple[Context, list[int]]:
         """Known or new context, and the tokens to add to it."""
         shared = [(context.shared_end(messages, tools), context) for context in self._contexts]
@@ -181,13 +171,7 @@ class Session:
         return found, between
 
     async def _write(
-        self,
-        context: Context,
-        observed: list[int],
-        *,
-        messages: list[Message],
-        max_tokens: int | None,
-        stop: Sequence[str],
+        self, context: Context, observed: list[int], *, messages: Messages, max_tokens: int | None, stop: Sequence[str]
     ) -> Written:
         episode, transcript = self.episode, context.transcript
         prompt = [*transcript.token_ids, *observed]
@@ -200,8 +184,7 @@ class Session:
             completion = await episode.sample(prompt, max_tokens=limit, stop=stop)
         finally:
             context.is_busy = False
-        is_new = not transcript.token_ids
-        if is_new:
+        if not transcript.token_ids:
             self._contexts.append(context)
             episode.contexts.append(transcript)
         else:
@@ -212,7 +195,6 @@ class Session:
         message = self._form.answer(turn, context=prompt, has_tools=bool(context.tools), stop=stop)
         context.messages = [*messages, message]
         context.ends.append((len(context.messages), len(transcript.token_ids)))
-        # The most recent conversation, for the reward function.
         episode.messages = context.messages[context.num_given :]
         return Written(turn, completion, message, len(prompt))
 
@@ -229,13 +211,11 @@ def text_of(message: Message) -> str:
 
 
 def compared(message: Message) -> tuple[Any, ...]:
-    """Fields that identify a message, although clients strip text and change other fields."""
-    calls = [
-        (call.get("function", {}).get("name"), _decoded(call.get("function", {}).get("arguments")))
-        for call in message.get("tool_calls") or []
-    ]
+    """Fields that clients do not change, except for blanks."""
+    functions = [call.get("function", {}) for call in message.get("tool_calls") or []]
+    calls = [(each.get("name"), _decoded(each.get("arguments"))) for each in functions]
     text = text_of(message)
-    return (message["role"], text.strip() if message["role"] == "assistant" else text, calls)
+    return message["role"], text.strip() if message["role"] == "assistant" else text, calls
 
 
 def _decoded(arguments: Any) -> Any:

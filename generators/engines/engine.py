@@ -1,21 +1,19 @@
 """Engine: the protocol that the vLLM, transformers, and scripted engines implement."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
-import torch
 
-from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import TensorSlot, Update
-from slipstream.broker.weights import buckets
-from slipstream.broker.weights.checkpoint_names import CheckpointNames
+from slipstream.broker.messages import Update
 from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.base import Record
-from slipstream.generators.errors import EngineError
 from slipstream.runtime.images import PromptImage
-from slipstream.runtime.routers import Router, find_routers
+
+Stop = Sequence[str | int]
+"""Texts and token ids that end a response."""
+Images = Sequence[PromptImage]
 
 
 class Completion(Record):
@@ -24,18 +22,18 @@ class Completion(Record):
     token_ids: list[int]
     """Includes the end token."""
     logprobs: list[float]
-    """One per token, under the sampled distribution (after temperature, top-p, top-k, and min-p)."""
+    """One per token, after temperature, top-p, top-k, and min-p."""
     version_spans: list[VersionSpan]
-    """Policy version of each token; `first_token` counts from the start of the response."""
+    """`first_token` counts from the start of the response."""
     stop_reason: str
     """`stop` (end token) | `stop_string` (also a stop token) | `length`."""
     experts: np.ndarray | None = None
     """uint8 or int16[T - 1, M, K]: K experts in each of M routers for each token of prompt and response except the
-    last, as chosen in the forward pass that sampled the next token. None unless `model.moe.router_replay`."""
+    last, as chosen when the next token was sampled. None unless `model.moe.router_replay`."""
 
 
 class PromptScores(NamedTuple):
-    """Log-probabilities of the actual and the likeliest token at all positions but the first, at temperature 1."""
+    """Log-probabilities at temperature 1 of the actual and the likeliest token, without the first position."""
 
     own: list[float]
     likeliest: list[float]
@@ -69,18 +67,11 @@ class Engine(Protocol):
         """Load the model and wait until it serves requests. Raises EngineError."""
 
     async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        stop: Sequence[str | int] = (),
-        images: Sequence[PromptImage] = (),
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Stop = (), images: Images = ()
     ) -> Completion:
         """Generate one response, possibly across updates. Canceling aborts the request. Raises EngineError.
 
-        A token id in `stop`, or the token that completes a string in it, ends the response. That token may extend past
-        the string. `images`: in token order.
+        The token that ends the response may extend past the string in `stop`. `images`: in token order.
         """
 
     async def sample_probe(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
@@ -95,13 +86,13 @@ class Engine(Protocol):
     async def prepare(self, update: Update, received: HostBuckets) -> None:
         """Get ready to switch to a received version, while requests are decoded. May be repeated.
 
-        Raises WeightTransferError; the current weights then stay in place.
+        Raises WeightTransferError, and keeps the current weights.
         """
 
     async def switch(self, update: Update) -> float:
-        """Switch to the prepared version between two tokens. Returns the pause of generation, seconds.
+        """Switch to the prepared version between two tokens. Returns the pause, seconds.
 
-        Raises UnverifiedWeightsError if the weights are loaded incorrectly.
+        Raises UnverifiedWeightsError.
         """
 
     def current_load(self) -> EngineLoad:
@@ -112,61 +103,3 @@ class Engine(Protocol):
 
     async def stop(self) -> None:
         """Stop within bounded time."""
-
-
-def require_routers(module: Any) -> list[Router]:
-    """Routers of a model. Raises EngineError if it has none."""
-    if routers := find_routers(module):
-        return routers
-    raise EngineError(
-        "model.moe.router_replay must be false for a model without routers that choose by top-k, got "
-        f"{type(module).__name__}"
-    )
-
-
-class WeightLayout:
-    """Names, order, shapes, and dtypes of a complete update's tensors, for an engine that computes in `dtype`.
-
-    Finds errors that the checksum misses (intact bytes of other tensors) or the probe (a small tensor that was not
-    sent).
-    """
-
-    def __init__(self, names: CheckpointNames, *, dtype: str) -> None:
-        self._expected = {
-            name: (list(shape), buckets.dtype_name(wire)) for name, shape, wire in names.metadata(getattr(torch, dtype))
-        }
-
-    def check(self, slots: Sequence[TensorSlot]) -> None:
-        """Raise WeightTransferError unless `slots` match."""
-        self._check_names([slot.name for slot in slots])
-        for slot in slots:
-            shape, dtype = self._expected[slot.name]
-            if slot.shape != shape:
-                raise WeightTransferError(
-                    f"tensor {slot.name} must have this generator's shape {shape}, got {slot.shape}: "
-                    "learner and generator must start from the same model.path"
-                )
-            if slot.dtype != dtype:
-                raise WeightTransferError(f"tensor {slot.name} must have the engine's dtype {dtype}, got {slot.dtype}")
-
-    def _check_names(self, names: list[str]) -> None:
-        expected, sent = list(self._expected), set(names)
-        if missing := [name for name in expected if name not in sent]:
-            raise WeightTransferError(
-                f"every parameter must be sent, {missing[0]} and {len(missing) - 1} more were not"
-            )
-        if unknown := [name for name in names if name not in self._expected]:
-            raise WeightTransferError(
-                f"every tensor must belong to a parameter of the model, {unknown[0]} and {len(unknown) - 1} more do not"
-            )
-        # Check the order, because swapped names with equal shapes pass every other check.
-        for index, (name, expected_name) in enumerate(zip(names, expected, strict=False)):
-            if name != expected_name:
-                raise WeightTransferError(
-                    f"tensors must be in the model's order, with {expected_name} at index {index}, got {name}: "
-                    "names were swapped or the models differ"
-                )
-        if len(names) > len(expected):
-            raise WeightTransferError(
-                f"every parameter must be sent once, got {len(names)} tensors for {len(expected)}"
-            )

@@ -1,4 +1,4 @@
-"""HfEngine: transformers in this process. Engine of serial runs and reference for the other engines."""
+"""HfEngine: transformers in this process, for serial runs and as a reference."""
 
 import asyncio
 import math
@@ -20,15 +20,10 @@ from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import HfEngineConfig
-from slipstream.generators.engines.engine import (
-    Completion,
-    EngineLoad,
-    PromptScores,
-    WeightLayout,
-    require_routers,
-)
+from slipstream.generators.engines.checks import check_layout, require_routers
+from slipstream.generators.engines.engine import Completion, EngineLoad, Images, PromptScores, Stop
 from slipstream.generators.errors import EngineDiedError, EngineError
-from slipstream.runtime.images import PromptImage, VisionModel
+from slipstream.runtime.images import VisionModel
 from slipstream.runtime.lora import attach_adapter, language_model_class
 from slipstream.runtime.model_files import end_token_ids
 from slipstream.runtime.routers import Routers
@@ -82,7 +77,7 @@ def _nucleus(logits: Tensor, top_p: float) -> Tensor:
 
 
 def _invert_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
-    # Scaled to the rounded sum and clamped one rounding step below it, so that no token of probability zero is drawn.
+    # Scaled to the rounded sum and clamped below it, so that no token of probability zero is drawn.
     cdf = logprobs.double().exp().cumsum(-1)
     targets = uniforms.clamp(max=1 - 2**-52)[:, None] * cdf[:, -1:]
     return torch.searchsorted(cdf, targets, right=True)[:, 0]
@@ -93,15 +88,9 @@ class HfRequest:
     """A request and its partial response."""
 
     def __init__(
-        self,
-        prompt_token_ids: list[int],
-        sampling: Sampling,
-        *,
-        stop: Sequence[str | int] = (),
-        tokenizer: Any = None,
-        images: Sequence[PromptImage] = (),
+        self, prompt: list[int], sampling: Sampling, *, stop: Stop = (), tokenizer: Any = None, images: Images = ()
     ) -> None:
-        self.prompt_token_ids = prompt_token_ids
+        self.prompt_token_ids = prompt
         self.sampling = sampling
         self.images = images
         self._stop = [each for each in stop if isinstance(each, str)]
@@ -120,31 +109,27 @@ class HfRequest:
             self.version_spans.append(VersionSpan(len(self.token_ids), version))
         self.token_ids.append(token_id)
         self.logprobs.append(logprob)
-        is_full = len(self.token_ids) == self.sampling.max_tokens
         if token_id in end_token_ids and not self.sampling.ignore_eos:
             reason = "stop"
+        elif token_id in self._stop_ids or (self._stop and self._has_stop_string()):
+            reason = "stop_string"
+        elif len(self.token_ids) == self.sampling.max_tokens:
+            reason = "length"
         else:
-            reason = (
-                "stop_string" if token_id in self._stop_ids else self._stop_string() or ("length" if is_full else "")
-            )
-        if reason:
-            experts = torch.cat(self.experts).numpy() if self.experts else None
-            completed = Completion(self.token_ids, self.logprobs, self.version_spans, reason, experts)
-            self.completion.set_result(completed)
+            return
+        experts = torch.cat(self.experts).numpy() if self.experts else None
+        self.completion.set_result(Completion(self.token_ids, self.logprobs, self.version_spans, reason, experts))
 
-    def _stop_string(self) -> str:
-        if not self._stop:
-            return ""
-        # A stop string spans at most one token per byte. Decoding the whole response would take quadratic time.
-        tail = self.token_ids[-(max(map(len, map(str.encode, self._stop))) + 1) :]
-        text = self._tokenizer.decode(tail)
-        return "stop_string" if any(stop in text for stop in self._stop) else ""
+    def _has_stop_string(self) -> bool:
+        # A stop string spans at most one token per byte. Decoding everything would take quadratic time.
+        text = self._tokenizer.decode(self.token_ids[-(max(len(stop.encode()) for stop in self._stop) + 1) :])
+        return any(stop in text for stop in self._stop)
 
 
 class HfBatch:
     """Requests decoded together with a KV cache and left padding. Life cycle: step until `is_done`.
 
-    The weights may change between steps, without recomputing the KV cache.
+    The weights may change between steps.
     """
 
     def __init__(
@@ -156,7 +141,7 @@ class HfBatch:
         vision: VisionModel | None = None,
         routers: Routers | None = None,
     ) -> None:
-        """`vision`: needed for images. `routers`: needed to record experts."""
+        """`vision`: for images. `routers`: to record experts."""
         self._requests = requests
         # A response ends before its padding.
         self._uniforms = pad_sequence([request.uniforms for request in requests], batch_first=True)
@@ -164,9 +149,10 @@ class HfBatch:
         self._vision = vision
         self._routers = routers
         self._cache = DynamicCache()
-        longest = max(len(request.prompt_token_ids) for request in requests)
-        padding = [longest - len(request.prompt_token_ids) for request in requests]
-        rows = [[pad_token_id] * n + r.prompt_token_ids for n, r in zip(padding, requests, strict=True)]
+        prompts = [request.prompt_token_ids for request in requests]
+        longest = max(map(len, prompts))
+        padding = [longest - len(prompt) for prompt in prompts]
+        rows = [[pad_token_id] * count + prompt for count, prompt in zip(padding, prompts, strict=True)]
         self._input_ids = torch.tensor(rows, device=device)
         self._mask = (torch.arange(longest) >= torch.tensor(padding)[:, None]).long().to(device)
         # Images span fewer positions than tokens.
@@ -182,8 +168,7 @@ class HfBatch:
         if self.is_done:
             return
         samplings = [request.sampling for request in self._requests]
-        uniforms = self._uniforms[:, self._num_sampled]
-        tokens, logprobs = sample(self._next_logits(model), samplings, uniforms)
+        tokens, logprobs = sample(self._next_logits(model), samplings, self._uniforms[:, self._num_sampled])
         self._num_sampled += 1
         for request, token, logprob in zip(self._requests, tokens.tolist(), logprobs.tolist(), strict=True):
             request.append(token, logprob, version=version, end_token_ids=end_token_ids)
@@ -192,7 +177,7 @@ class HfBatch:
         self._drop_finished()
 
     def _next_logits(self, model: Any) -> Tensor:
-        # Positions count from each row's first real token, as if unpadded.
+        # As if unpadded.
         positions = (self._mask.cumsum(-1) - 1).clamp(min=0)[:, -self._input_ids.shape[1] :] + self._shift
         images: dict[str, Tensor] = {}
         if self._vision and not self._cache.get_seq_length() and any(request.images for request in self._requests):
@@ -244,10 +229,7 @@ class HfBatch:
 
 
 class HfEngine:
-    """Implements Engine. Decodes one batch at a time; later requests wait.
-
-    Decoding and loading share the loop's thread, so an update always falls between two tokens.
-    """
+    """Implements Engine. Decodes one batch at a time, and loads weights in the same thread, between two tokens."""
 
     def __init__(self, model: ModelConfig, engine: HfEngineConfig) -> None:
         self._config = model
@@ -258,7 +240,6 @@ class HfEngine:
         self._names: CheckpointNames
         self._tokenizer: Any = None
         self._end_token_ids: list[int] = []
-        self._pad_token_id = 0
         self._queue: deque[HfRequest] = deque()
         self._decoding: asyncio.Task[None] | None = None
         self.version = -1
@@ -274,25 +255,17 @@ class HfEngine:
         if getattr(model.config.get_text_config(), "attn_logit_softcapping", None):
             # transformers' SDPA silently ignores soft-capping of attention scores.
             model.set_attn_implementation("eager")
-        device = "cuda" if torch.cuda.is_available() else "cpu"
         if self._config.lora:
             attach_adapter(model, self._config.lora, base=path)
         self._tokenizer = tokenizer
-        self._model = model.to(device).eval().requires_grad_(False)
+        self._model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval().requires_grad_(False)
         if self._config.moe.router_replay:
             self._routers = Routers(require_routers(model))
-        self._names = AdapterNames(self._model) if self._config.lora else CheckpointNames(self._model)
+        self._names = (AdapterNames if self._config.lora else CheckpointNames)(self._model)
         self._end_token_ids = end_token_ids(tokenizer, model.generation_config)
-        self._pad_token_id = tokenizer.pad_token_id or 0
 
     async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        stop: Sequence[str | int] = (),
-        images: Sequence[PromptImage] = (),
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Stop = (), images: Images = ()
     ) -> Completion:
         self._check_started()
         request = HfRequest(prompt_token_ids, sampling, stop=stop, tokenizer=self._tokenizer, images=images)
@@ -304,7 +277,6 @@ class HfEngine:
     async def sample_probe(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
         self._check_started()
         requests = [HfRequest(prompt, sampling) for prompt in prompts]
-        # A separate batch, because the queue waits for the current one.
         batch = self._make_batch(requests)
         while not batch.is_done:
             batch.step(self._model, version=self.version, end_token_ids=self._end_token_ids)
@@ -324,7 +296,7 @@ class HfEngine:
     async def prepare(self, update: Update, received: HostBuckets) -> None:
         self._check_started()
         # Check everything before loading anything.
-        WeightLayout(self._names, dtype=self._config.dtype).check(update.slots)
+        check_layout(update.slots, self._names, dtype=self._config.dtype)
         self._received = dict(buckets.unpack(received.tensors, update.slots))
 
     async def switch(self, update: Update) -> float:
@@ -356,17 +328,17 @@ class HfEngine:
                     await asyncio.sleep(0)
         except Exception as error:
             log.error("decoding_failed", exc_info=error)
+            reason = f"decoding failed: {type(error).__name__}: {error}"
             # The queue too, because nothing would restart decoding.
             for request in [*batch, *self._queue]:
                 if not request.completion.done():
-                    failure = EngineDiedError(f"decoding failed: {type(error).__name__}: {error}")
-                    request.completion.set_exception(failure)
+                    request.completion.set_exception(EngineDiedError(reason))
             self._queue.clear()
 
     def _make_batch(self, requests: list[HfRequest]) -> HfBatch:
         return HfBatch(
             requests,
-            pad_token_id=self._pad_token_id,
+            pad_token_id=self._tokenizer.pad_token_id or 0,
             device=self._model.device,
             vision=VisionModel(self._config.path) if any(request.images for request in requests) else None,
             routers=self._routers,

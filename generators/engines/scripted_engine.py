@@ -9,8 +9,7 @@ from slipstream.broker.messages import Update
 from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.engines import ScriptedEngineConfig
-from slipstream.generators.engines.engine import Completion, EngineLoad, PromptScores
-from slipstream.runtime.images import PromptImage
+from slipstream.generators.engines.engine import Completion, EngineLoad, Images, PromptScores, Stop
 
 END_TOKEN_ID = 1
 VOCABULARY = range(2, 12)
@@ -31,13 +30,7 @@ class ScriptedEngine:
         """No-op."""
 
     async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        stop: Sequence[str | int] = (),
-        images: Sequence[PromptImage] = (),
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Stop = (), images: Images = ()
     ) -> Completion:
         """`tokens_per_response` tokens, varied by `length_sigma`, with the end token last. Ignores `stop`."""
         script = self._script(sampling.seed)

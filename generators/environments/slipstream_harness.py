@@ -1,7 +1,6 @@
 """slipstream_harness: runs verifiers environments (0.4) in this process, with a chat loop instead of a program.
 
-A verifiers plugin, found by name. Model calls carry the answer's key in a separate header, so that all answers share
-one client.
+A verifiers plugin, found by name. Model calls carry the answer's key in a header, so that answers share one client.
 """
 
 import asyncio
@@ -62,7 +61,7 @@ class SlipstreamHarness(vf.Harness[vf.HarnessConfig]):
                 try:
                     message = (await ask(model=ctx.model, messages=messages, **more)).choices[0].message
                 except APIStatusError as error:
-                    # A full context and a stop condition of the environment are normal ends.
+                    # A full context and a stop condition are normal ends.
                     if trace.stop_condition is None and "context_length_exceeded" not in str(error):
                         raise
                     break
@@ -75,9 +74,7 @@ class SlipstreamHarness(vf.Harness[vf.HarnessConfig]):
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
     async def _connect(self, urls: dict[str, str], stack: AsyncExitStack) -> tuple[list, dict, dict]:
-        tools: list[Any] = []
-        dispatch: dict[str, Any] = {}
-        servers: dict[str, Any] = {}
+        tools, dispatch, servers = list[Any](), dict[str, Any](), dict[str, Any]()
         for name, url in urls.items():
             spec = {"mcpServers": {name: {"url": url, "timeout": self.config.tool_timeout}}}
             try:
@@ -129,12 +126,10 @@ class VerifiersEnvironment:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         if errors:
             raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}")
-        parts: dict[str, float] = {}
-        metrics: dict[str, float] = {}
-        for trace in episode.traces:
-            if trace.agent.trainable:
-                parts |= {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
-                metrics |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
+        parts, metrics = dict[str, float](), dict[str, float]()
+        for trace in (each for each in episode.traces if each.agent.trainable):
+            parts |= {name: float(reward.value) for name, reward in trace.rewards.items() if reward is not None}
+            metrics |= {name: float(value) for name, value in trace.metrics.items() if value is not None}
         reward = sum(parts.values())
         return {"reward": reward, "parts": parts, "metrics": metrics, "is_correct": reward >= 1}
 

@@ -30,7 +30,7 @@ _LOOK_EVERY_S = 1.0
 
 
 class Model(SimpleNamespace):
-    """Access to the model for one answer. Its clients share their connections, because making those takes 50 ms."""
+    """Access to the model for one answer. Clients share connections, because making one takes 50 ms."""
 
     base_url: str
     api_key: str
@@ -54,9 +54,7 @@ class FunctionEnvironment:
     def __init__(self, path: str, arguments: dict[str, Any]) -> None:
         module_name, _, name = path.rpartition(":")
         if module_name.endswith(".py"):
-            spec = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
-            assert spec is not None
-            assert spec.loader is not None
+            spec: Any = importlib.util.spec_from_file_location(Path(module_name).stem, module_name)
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
@@ -68,7 +66,7 @@ class FunctionEnvironment:
         """No-op."""
 
     def tasks(self, number: int) -> list[dict[str, Any]]:
-        """Always empty, because rows come from the user's dataset."""
+        """Empty: rows come from the user's dataset."""
         return []
 
     async def play(self, row: dict[str, Any], model: dict[str, str]) -> dict[str, Any]:
@@ -113,9 +111,8 @@ class Worker:
             match json.loads(line):
                 case {"ping": number}:
                     self._send({"pong": number})
-                case {"cancel": number}:
-                    if number in self._playing:
-                        self._playing[number].cancel()
+                case {"cancel": number} if number in self._playing:
+                    self._playing[number].cancel()
                 case {"tasks": number}:
                     self._send({"tasks": self._environment.tasks(number)})
                 case {"id": number, "row": row, "model": model}:
@@ -133,14 +130,14 @@ class Worker:
 
 
 def end() -> None:
-    """Exit even if threads still run, and kill the process group if this process leads it."""
+    """Exit even if threads run, and kill the process group if this process leads it."""
     if os.getpgrp() == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 
 def end_after(parent: int, send: Any) -> None:
-    """Send signs of life, and exit with the parent, which a hanging environment would not notice."""
+    """Send signs of life, and exit with the parent."""
     while os.getppid() == parent:
         # A dead parent does not read.
         with suppress(OSError):
@@ -150,7 +147,7 @@ def end_after(parent: int, send: Any) -> None:
 
 
 async def main() -> None:
-    """Serve requests on stdin. The environment's prints go to stderr."""
+    """Serve requests on stdin. Prints go to stderr."""
     answers, lock = os.fdopen(os.dup(1), "w", buffering=1), threading.Lock()
     os.dup2(2, 1)
 

@@ -15,7 +15,7 @@ from slipstream.generators.rewards.reward import RewardInput
 from slipstream.generators.sandbox import Limits, LocalSandbox, RemoteSandbox, Sandbox
 
 _BLOCK = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
-# Code that exits early, e.g. with os._exit(0), has not printed the secret, because its namespace lacks it.
+# Code that exits early, e.g. with os._exit(0), has not printed the secret.
 _HARNESS = """
 import json, sys
 job = json.loads(sys.stdin.read())
@@ -66,7 +66,7 @@ class CodeTests:
         python: str = "python3",
     ) -> None:
         """`address`: service with SandboxFusion's API; empty = local sandbox. `limits`: fields of Limits. `parallel`:
-        concurrent tests per worker.
+        tests per worker.
         """
         if mode not in ("all", "share") or parallel < 1:
             raise ConfigError(f"mode of code must be all or share, and parallel >= 1, got {mode!r} and {parallel}.")
@@ -79,21 +79,16 @@ class CodeTests:
         tests = list(read_tests(sample.ground_truth))[: self._max_tests]
         if not tests:
             raise ValueError("a ground truth of code must contain at least one test, got none")
-        blocks = _BLOCK.findall(sample.response)
-        if not blocks:
+        if not (blocks := _BLOCK.findall(sample.response)):
             return Reward(total=0.0)
-        if self._mode == "all":
-            passed = await self._passes_all(blocks[-1], tests)
-            return Reward(total=float(passed), is_correct=passed)
-        results = await asyncio.gather(*(self._passes(blocks[-1], test) for test in tests))
+        results: list[bool] = []
+        size = self._parallel if self._mode == "all" else len(tests)
+        for start in range(0, len(tests), size):
+            batch = tests[start : start + size]
+            results += await asyncio.gather(*(self._passes(blocks[-1], test) for test in batch))
+            if self._mode == "all" and not all(results):
+                return Reward(total=0.0)
         return Reward(total=sum(results) / len(results), is_correct=all(results))
-
-    async def _passes_all(self, code: str, tests: list[TestCase]) -> bool:
-        for start in range(0, len(tests), self._parallel):
-            batch = tests[start : start + self._parallel]
-            if not all(await asyncio.gather(*(self._passes(code, test) for test in batch))):
-                return False
-        return True
 
     async def _passes(self, code: str, test: TestCase) -> bool:
         # Created here, because it must belong to the running event loop.
@@ -103,9 +98,9 @@ class CodeTests:
                 found = await self._sandbox.run(code, stdin=test.stdin, limits=self._limits)
                 return found.status == "ok" and found.stdout.split() == test.stdout.split()
             secret = secrets.token_hex(16)
-            job = {"code": code, "secret": secret}
-            job |= {"call": test.call} if test.call else {"test": test.test}  # type: ignore[dict-item]
-            found = await self._sandbox.run(_HARNESS, stdin=json.dumps(job), limits=self._limits)
+            own: dict[str, Any] = {"call": test.call} if test.call else {"test": test.test}
+            job = json.dumps({"code": code, "secret": secret, **own})
+            found = await self._sandbox.run(_HARNESS, stdin=job, limits=self._limits)
         _, mark, result = found.stdout.rpartition(secret)
         if found.status != "ok" or not mark:
             return False
@@ -122,10 +117,8 @@ def _is_equal(text: str, expected: Any) -> bool:
 
 def read_tests(truth: Any) -> Iterator[TestCase]:
     """Raises ValueError or TypeError for an unknown format."""
-    if isinstance(truth, str) and truth.lstrip()[:1] in ("{", "["):
-        truth = json.loads(truth)
     if isinstance(truth, str):
-        truth = [truth]
+        truth = json.loads(truth) if truth.lstrip()[:1] in ("{", "[") else [truth]
     if isinstance(truth, list) and all(isinstance(text, str) for text in truth):
         yield from (TestCase(test=text) for text in truth if text.strip())
     elif isinstance(truth, dict) and {"inputs", "outputs"} <= truth.keys():

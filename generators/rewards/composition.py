@@ -38,7 +38,7 @@ BUILT_IN = {
 }
 """Short name -> import path of built-in functions."""
 REACHING_OUT = {"code", "judge", "pairwise_judge", "reward_model"}
-"""Those that run model-written code, contact an address, or load a checkpoint. A broker alone may not enable them."""
+"""Those that run code, contact an address, or load a checkpoint. A broker alone may not enable them."""
 
 
 def full_path(function: str, *, setting: str = "generators.reward") -> str:
@@ -65,7 +65,7 @@ class RewardFunction:
         is_async = inspect.iscoroutinefunction
         self.compares = self._form.compares
         """Whether it scores all answers to a prompt together."""
-        # Comparing functions are awaited, so that comparisons for many prompts can run concurrently.
+        # Comparing functions are awaited, so that many comparisons can run concurrently.
         self.is_async = self.compares or is_async(self._function) or is_async(type(self._function).__call__)
         self.config = config
 
@@ -78,33 +78,32 @@ class RewardFunction:
         if self._form.keywords is None or isinstance(sample, list):
             return self._function(sample)
         keywords, parameters = self._form.keywords(sample), inspect.signature(self._function).parameters
-        if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-            keywords = {name: value for name, value in keywords.items() if name in parameters}
-        return self._function(**keywords)
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        return self._function(**{name: value for name, value in keywords.items() if takes_any or name in parameters})
 
     def result(self, value: Any) -> Reward | None:
-        """Convert the function's value to a reward, None = no opinion. Raises for an invalid value."""
+        """Convert to a reward, None = no opinion. Raises for an invalid value."""
         reward = self._form.result(value)
         return None if reward is None else checked(reward)
+
+
+_Value = tuple[RewardFunction, Reward | None]
 
 
 class RewardFunctions:
     """Scores a sample with every function that accepts its data source.
 
     Reward = sum over these functions of weight * value, with a part per function. A single function in
-    `generators.reward.function` keeps its own parts. Functions that compare answers run after the others.
+    `generators.reward.function` keeps its own parts. Functions that compare answers run last.
     Invariant: every call returns a Reward. Exceptions become rewards with status `error` and a one-line detail.
     """
 
     def __init__(self, config: RewardConfig, *, on_memory_error: Callable[[], NoReturn] | None = None) -> None:
-        """Import all functions. `on_memory_error`: called when one runs out of memory. Raises ConfigError."""
+        """`on_memory_error`: called when a function runs out of memory. Raises ConfigError."""
         self._config = config
         self._on_memory_error = on_memory_error
-        settings = [f"generators.reward.functions[{index}]" for index in range(len(config.functions))]
-        self._functions = [
-            RewardFunction(one, setting=setting)
-            for one, setting in zip(config.chosen, settings or ["generators.reward"], strict=True)
-        ]
+        setting = "generators.reward.functions[{}]" if config.functions else "generators.reward"
+        self._functions = [RewardFunction(one, setting=setting.format(i)) for i, one in enumerate(config.chosen)]
         self.is_async = any(function.is_async for function in self._functions)
         """Whether to use `score_async`."""
 
@@ -114,9 +113,8 @@ class RewardFunctions:
 
     def score(self, sample: RewardInput) -> Reward:
         """No function may be async."""
-        name = ""
+        name, values = "", []
         try:
-            values = []
             for function in self._of(sample):
                 name = function.config.part
                 values.append((function, function.result(function.start(sample))))
@@ -133,9 +131,7 @@ class RewardFunctions:
                 tasks = [group.create_task(self._call(function, sample, function.result)) for function in functions]
             return self._sum([(function, task.result()) for function, task in zip(functions, tasks, strict=True)])
         except BaseExceptionGroup as errors:
-            # The first error canceled the other functions.
-            error = errors.exceptions[0]
-            return self._failed(error.__cause__ or error, str(error))
+            return self._first_failed(errors)
         except Exception as error:
             return self._failed(error, "")
 
@@ -157,21 +153,19 @@ class RewardFunctions:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._results(function, samples)) for function in chosen]
         except BaseExceptionGroup as errors:
-            error = errors.exceptions[0]
-            return [self._failed(error.__cause__ or error, str(error))] * len(samples)
+            return [self._first_failed(errors)] * len(samples)
         own = [each.config for each in self._functions if not each.compares]
         decides = any(config.counts_for_accuracy for config in own if config.takes(samples[0].data_source))
         rewards = []
         for index, sample in enumerate(samples):
             values = [(function, task.result()[index]) for function, task in zip(chosen, tasks, strict=True)]
             try:
-                rewards.append(self._sum(values, own=sample.reward, own_decides=decides))
+                rewards.append(self._sum(values, own=sample.reward, decides=decides))
             except Exception as error:
                 rewards.append(self._failed(error, ""))
         return rewards
 
     async def _results(self, function: RewardFunction, samples: list[RewardInput]) -> list[Reward | None]:
-
         def read(values: Any) -> list[Reward | None]:
             if len(values) != len(samples):
                 raise ValueError(f"it must return one value per answer ({len(samples)}), got {len(values)}")
@@ -200,14 +194,8 @@ class RewardFunctions:
             )
         return [each for each in self._functions if not each.compares and each.config.takes(sample.data_source)]
 
-    def _sum(
-        self,
-        values: list[tuple[RewardFunction, Reward | None]],
-        *,
-        own: Reward | None = None,
-        own_decides: bool = False,
-    ) -> Reward:
-        """Weighted sum, plus an earlier sum `own`. `own_decides`: `own` counts for `is_correct`."""
+    def _sum(self, values: list[_Value], *, own: Reward | None = None, decides: bool = False) -> Reward:
+        """Weighted sum, plus an earlier sum `own`. `decides`: `own` counts for `is_correct`."""
         known = [(function.config, reward) for function, reward in values if reward is not None]
         if not known:
             raise ValueError("a reward function must return a number for this row, every one returned None")
@@ -215,26 +203,29 @@ class RewardFunctions:
             return known[0][1]
         if failed := next((reward for _, reward in known if reward.status != "ok"), None):
             return failed
-        parts = {} if own is None else dict(own.parts)
+        base = own or Reward(total=0.0)
+        parts = dict(base.parts)
         for config, reward in known:
             # A weight of 0 only measures.
             parts[config.part] = (config.weight or 1.0) * reward.total
             parts |= {f"{config.part}/{name}": number for name, number in reward.parts.items()}
         deciding = [reward for config, reward in known if config.counts_for_accuracy]
-        if own is not None and (own_decides or not deciding):
+        if own is not None and (decides or not deciding):
             deciding.insert(0, own)
         deciding = deciding or [known[0][1]]
-        turns = [[config.weight * share for share in reward.turns] for config, reward in known]
-        turns += [] if own is None else [own.turns]
-        return checked(
-            Reward(
-                total=sum(config.weight * reward.total for config, reward in known) + (own.total if own else 0.0),
-                parts=parts,
-                is_correct=all(reward.is_correct for reward in deciding),
-                turns=[sum(shares) for shares in zip_longest(*turns, fillvalue=0.0)],
-                detail=deciding[0].detail,
-            )
+        turns = [base.turns, *([config.weight * share for share in reward.turns] for config, reward in known)]
+        reward = Reward(
+            total=base.total + sum(config.weight * reward.total for config, reward in known),
+            parts=parts,
+            is_correct=all(reward.is_correct for reward in deciding),
+            turns=[sum(shares) for shares in zip_longest(*turns, fillvalue=0.0)],
+            detail=deciding[0].detail,
         )
+        return checked(reward)
+
+    def _first_failed(self, errors: BaseExceptionGroup[BaseException]) -> Reward:
+        # The first error canceled the other functions.
+        return self._failed(errors.exceptions[0].__cause__ or errors.exceptions[0], str(errors.exceptions[0]))
 
     def _failed(self, error: BaseException, name: str) -> Reward:
         if isinstance(error, MemoryError) and self._on_memory_error:

@@ -37,22 +37,19 @@ def rank(samples: list[RewardInput], *, by: str = "") -> list[Reward]:
 
     `by`: reward part to compare; empty = the total of the other functions.
     """
-    if len(samples) < 2 or any(sample.reward is None for sample in samples):
+    own = [sample.reward for sample in samples if sample.reward is not None]
+    if len(samples) < 2 or len(own) < len(samples):
         raise ValueError(
             "rank requires at least two answers, scored by another function in generators.reward.functions, got "
             f"{len(samples)}"
         )
-    own = [sample.reward for sample in samples if sample.reward is not None]
     if by and any(by not in reward.parts for reward in own):
-        raise ValueError(
-            f"`by` of rank must be a part of every answer's reward ({', '.join(own[0].parts)}), got {by!r}"
-        )
+        parts = ", ".join(own[0].parts)
+        raise ValueError(f"`by` of rank must be a part of every answer's reward ({parts}), got {by!r}")
     scores = [reward.parts[by] if by else reward.total for reward in own]
-    shares = [(sum(other < score for other in scores) + (scores.count(score) - 1) / 2) for score in scores]
-    return [
-        Reward(total=share / (len(scores) - 1), is_correct=reward.is_correct)
-        for share, reward in zip(shares, own, strict=True)
-    ]
+    wins = [sum(other < score for other in scores) + (scores.count(score) - 1) / 2 for score in scores]
+    most = len(scores) - 1
+    return [Reward(total=won / most, is_correct=reward.is_correct) for won, reward in zip(wins, own, strict=True)]
 
 
 # --- answers to questions --------------------------------------------------------------------------------------------
@@ -65,8 +62,8 @@ _MAX_TAGS = 10
 def qa_exact_match(sample: RewardInput, *, format_score: float = 0.0) -> Reward:
     """Reward 1 if the last <answer> equals a golden answer, `format_score` for a wrong answer, 0 without an answer.
 
-    Ignores case, punctuation, and articles. Reads all model turns. More than ten answer tags indicate guessing: a right
-    answer then gets 0.25 and is not correct. The ground truth is a string, a list of strings, or {"target": either}.
+    Ignores case, punctuation, and articles. Reads all model turns. With more than ten answer tags, a right answer gets
+    0.25 and is not correct. The ground truth is a string, a list of strings, or {"target": either}.
 
     Source: Search-R1, arXiv:2503.09516; verl, utils/reward_score/search_r1_like_qa_em.py.
     """
@@ -84,8 +81,7 @@ def _grade(sample: RewardInput, matches: Callable[[str, str], bool], *, format_s
     if not golden:
         raise ValueError(f"a golden answer must contain more than articles and punctuation, got {texts!r:.60}")
     text = model_text(sample)
-    answers = _ANSWER.findall(text)
-    if not answers:
+    if not (answers := _ANSWER.findall(text)):
         return Reward(total=0.0)
     answer = normalized(answers[-1])
     if not any(matches(answer, text) for text in golden):
@@ -95,7 +91,7 @@ def _grade(sample: RewardInput, matches: Callable[[str, str], bool], *, format_s
 
 
 def normalized(text: str) -> str:
-    """Lowercase a text and remove punctuation, articles, and repeated blanks: `The  U.S.` -> `us`."""
+    """Remove case, punctuation, articles, and repeated blanks: `The  U.S.` -> `us`."""
     return " ".join(_ARTICLE.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 

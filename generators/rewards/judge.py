@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import re
-from collections import deque
 from typing import Any
 
 import httpx
@@ -45,7 +44,7 @@ _BRADLEY_TERRY_ROUNDS = 200
 
 
 class ChatClient:
-    """Client of a chat API with a rate limit."""
+    """Client with a rate limit."""
 
     def __init__(
         self,
@@ -58,8 +57,8 @@ class ChatClient:
         requests_per_minute: float | None = None,
         api_key_variable: str = "OPENAI_API_KEY",
     ) -> None:
-        """`address`: base URL, e.g. http://judge:8000/v1. `requests_per_minute`: limit per worker; waiting counts
-        toward a call's time limit. `api_key_variable`: environment variable with the key.
+        """`address`: base URL, e.g. http://judge:8000/v1. `requests_per_minute`: per worker; waiting counts toward a
+        call's time limit.
         """
         self.address = f"{address.rstrip('/')}/chat/completions"
         self._system = system
@@ -76,15 +75,13 @@ class ChatClient:
         # One pass, so that a {ground_truth} in an answer is not filled in.
         question = _PLACEHOLDER.sub(lambda found: texts.get(found.group(1), found.group()), template)
         messages = [{"role": "system", "content": self._system}] if self._system else []
-        messages.append({"role": "user", "content": question})
+        body = self._options | {"messages": [*messages, {"role": "user", "content": question}]}
         if self._interval_s:
             now = asyncio.get_running_loop().time()
             self._next_at = max(now, self._next_at) + self._interval_s
             await asyncio.sleep(self._next_at - self._interval_s - now)
         try:
-            answer = await self._client.post(
-                self.address, json=self._options | {"messages": messages}, headers=self._headers
-            )
+            answer = await self._client.post(self.address, json=body, headers=self._headers)
             answer.raise_for_status()
             return str(answer.json()["choices"][0]["message"]["content"])
         except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
@@ -96,7 +93,7 @@ class ChatClient:
 class Judge:
     """Reward: the judge's score, the last match of `pattern`, divided by `scale`.
 
-    A missing score and an unreachable judge are errors, so the trajectory is masked rather than scored 0.
+    A missing score and an unreachable judge are errors, which are masked rather than scored 0.
     """
 
     def __init__(
@@ -108,9 +105,9 @@ class Judge:
         correct_from: float = 1.0,
         **client: Any,
     ) -> None:
-        """`template`: the judge's prompt, with {response} and optionally {prompt} and {ground_truth}. `pattern`:
-        case-insensitive regular expression with the score in group 1. `correct_from`: minimum reward of a correct
-        answer. `client`: arguments of ChatClient.
+        """`template`: prompt with {response} and optionally {prompt} and {ground_truth}. `pattern`: case-insensitive
+        regular expression with the score in group 1. `correct_from`: minimum reward of a correct answer. `client`:
+        arguments of ChatClient.
         """
         try:
             self._pattern = re.compile(pattern, re.IGNORECASE)
@@ -122,16 +119,12 @@ class Judge:
         self._client = ChatClient(**client)
 
     async def __call__(self, sample: RewardInput) -> Reward:
-        texts = {
-            "prompt": _as_text(sample.prompt),
-            "response": sample.response,
-            "ground_truth": _as_text(sample.ground_truth),
-        }
-        verdict = await self._client.ask(self._template, texts)
-        found = next(iter(deque(self._pattern.finditer(verdict), maxlen=1)), None)
-        if found is None:
+        texts = {"prompt": _as_text(sample.prompt), "ground_truth": _as_text(sample.ground_truth)}
+        verdict = await self._client.ask(self._template, texts | {"response": sample.response})
+        found = [*self._pattern.finditer(verdict)]
+        if not found:
             raise ValueError(f"the judge must write a score that matches the pattern, got {verdict[-_MAX_SHOWN:]!r}")
-        score = float(found.group(1)) / self._scale
+        score = float(found[-1].group(1)) / self._scale
         return Reward(total=score, is_correct=score >= self._correct_from)
 
 
@@ -140,20 +133,14 @@ class PairwiseJudge:
 
     `method`: `win_rate` is the fraction of comparisons that an answer wins; ties count half. `bradley_terry` is its
     probability of beating an answer of average strength. Position bias cancels only with both orders, so a pair without
-    both verdicts is skipped. An answer without any pair is an error, which is masked rather than scored 0.
+    both verdicts is skipped. An answer without any pair is an error.
     """
 
     def __init__(
-        self,
-        *,
-        method: str = "win_rate",
-        opponents: int | None = None,
-        template: str = _PAIR_TEMPLATE,
-        **client: Any,
+        self, *, method: str = "win_rate", opponents: int | None = None, template: str = _PAIR_TEMPLATE, **client: Any
     ) -> None:
         """`opponents`: compare each answer with this many of the following ones; None = all. `template`: with {a}, {b},
-        and optionally {prompt} and {ground_truth}. The judge's last `Verdict: A`, `B`, or `tie` counts. `client`:
-        arguments of ChatClient.
+        and optionally {prompt} and {ground_truth}. The last `Verdict: A`, `B`, or `tie` counts.
         """
         if method not in ("win_rate", "bradley_terry") or "{a}" not in template or "{b}" not in template:
             raise ConfigError(
@@ -170,9 +157,8 @@ class PairwiseJudge:
         reach = count - 1 if self._opponents is None else min(self._opponents, count - 1)
         pairs = sorted({tuple(sorted((i, (i + step) % count))) for i in range(count) for step in range(1, reach + 1)})
         orders = [order for first, second in pairs for order in ((first, second), (second, first))]
-        verdicts = await asyncio.gather(
-            *(self._verdict(samples[a], samples[b]) for a, b in orders), return_exceptions=True
-        )
+        calls = [self._verdict(samples[a], samples[b]) for a, b in orders]
+        verdicts = await asyncio.gather(*calls, return_exceptions=True)
         wins = [[0.0] * count for _ in range(count)]
         errors = [error for error in verdicts if isinstance(error, BaseException)]
         for (first, second), there, back in zip(pairs, verdicts[::2], verdicts[1::2], strict=True):
@@ -212,17 +198,11 @@ def bradley_terry(wins: list[list[float]]) -> list[float]:
     Source: Hunter, MM algorithms for generalized Bradley-Terry models, Annals of Statistics 32, 2004, eq. 3.
     """
     count = len(wins)
-    strengths = [1.0] * count
+    p = [1.0] * count
     for _ in range(_BRADLEY_TERRY_ROUNDS):
-        strengths = [
-            (sum(wins[i]) + 0.5)
-            / (
-                1 / (strengths[i] + 1)
-                + sum((wins[i][j] + wins[j][i]) / (strengths[i] + strengths[j]) for j in range(count) if j != i)
-            )
-            for i in range(count)
-        ]
-    return [strength / (strength + 1) for strength in strengths]
+        games = [sum((wins[i][j] + wins[j][i]) / (p[i] + p[j]) for j in range(count) if j != i) for i in range(count)]
+        p = [(sum(wins[i]) + 0.5) / (1 / (p[i] + 1) + games[i]) for i in range(count)]
+    return [strength / (strength + 1) for strength in p]
 
 
 def _as_text(value: Any) -> str:

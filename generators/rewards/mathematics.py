@@ -11,7 +11,7 @@ from slipstream.generators.rewards.reward import RewardInput, truth_text
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
 _MAX_NUMBER = 100
-"""Maximum length of a number. Comparing millions of digits would take minutes."""
+"""Length of a number. Comparing millions of digits would take minutes."""
 _MINUS = "\u2212"
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = rf"[-+]?(?:\\\$|\$)?\s?(?:{_DIGITS})(?:\s?/\s?(?:{_DIGITS}))?"
@@ -34,8 +34,8 @@ _DECORATION = re.compile(r"\\text\{[^{}]*\}|\\[,;!%$ ]|[$%]")
 def math_answer(sample: RewardInput, *, format_reward: float = 0.0) -> Reward:
     """Reward 1 for the right final number, plus `format_reward` for a recognized format, in the style of GSM8K.
 
-    Numbers are compared exactly: 1,200 = 1200.0 = $1200, 1/2 = 0.5, 5% = 5. A response that does not end with the end
-    token keeps its reward but is not correct. Raises ValueError if the ground truth is not a single number.
+    Numbers are compared exactly: 1,200 = 1200.0 = $1200, 1/2 = 0.5, 5% = 5. A response without end token keeps its
+    reward but is not correct. Raises ValueError if the ground truth is not a single number.
     """
     truth = true_number(truth_text(sample, grader="math_answer"))
     answer, has_format = final_number(sample.response)
@@ -49,8 +49,7 @@ def true_number(text: str) -> Fraction:
     """Read a ground truth: after its last `####`, else in its last box, else all of it. Raises ValueError."""
     _, mark, answer = _plain(text).rpartition("####")
     box = None if mark else _last(_BOX, answer)
-    number = _number(box.group(1) if box else answer)
-    if number is None:
+    if (number := _number(box.group(1) if box else answer)) is None:
         raise ValueError(
             f"a ground truth of math_answer must be a number of at most {_MAX_NUMBER} characters, got {text[-60:]!r}"
         )
@@ -61,7 +60,7 @@ def final_number(text: str) -> tuple[Fraction | None, bool]:
     """Return the final number of a response, or None, and whether it was in a known format.
 
     Tries in order: `#### 42`, a boxed LaTeX answer, "the answer is 42", the last number. The last match of a kind
-    counts. If it is part of a formula or list, the result is None.
+    counts. Part of a formula or list does not.
     """
     text = _plain(text)
     if mark := _last(_HASHES, text):
@@ -95,7 +94,7 @@ def _number(text: str) -> Fraction | None:
         return None
     plain = _DECORATION.sub("", text).strip().rstrip(".")
     if found := _FRACTION.fullmatch(plain):
-        plain = "{}{}/{}".format(*(part.strip() for part in found.groups()))
+        plain = "{}{}/{}".format(*map(str.strip, found.groups()))
     if not _WHOLE_NUMBER.fullmatch(plain):
         return None
     top, slash, bottom = re.sub(r"[,\s]", "", plain).partition("/")
@@ -122,11 +121,10 @@ def gsm8k(
     """
     truth = true_number(truth_text(sample, grader="gsm8k"))
     tail = _plain(sample.response[-_TAIL:])
-    found = _last(_STRICT if method == "strict" else _ANY_NUMBER, tail)
     answer = None
-    if found and method == "flexible":
-        answer = _number(found.group())
-    elif found:
+    if method == "flexible":
+        answer = _number(found.group()) if (found := _last(_ANY_NUMBER, tail)) else None
+    elif found := _last(_STRICT, tail):
         line = found.group(1).strip(" *")
         answer = _number(line)
         if answer is None and not _SEVERAL.search(line):
@@ -168,7 +166,7 @@ def dapo_math(sample: RewardInput) -> Reward:
 
 
 def normalized(answer: str) -> str:
-    """Remove units, boxes, and shorthand from an answer by Minerva's rules: `x=\\frac12` -> `frac{1}{2}`."""
+    """Apply Minerva's rules: `x=\\frac12` -> `frac{1}{2}`."""
     answer = answer.rpartition("=")[2]
     for old, new in _REPLACED:
         answer = answer.replace(old, new)
@@ -184,8 +182,8 @@ def normalized(answer: str) -> str:
 class MathVerify:
     """Reward 1 if math-verify finds the answer equal to the ground truth, else 0.
 
-    It reads LaTeX and plain formulas, boxed or in the text, and compares values. A ground truth needs no box.
-    docs/rewards.md lists disagreements with other graders.
+    It reads LaTeX and plain formulas, boxed or in the text. A ground truth needs no box. docs/rewards.md lists
+    disagreements with other graders.
 
     Source: https://github.com/huggingface/Math-Verify
     """

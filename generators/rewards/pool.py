@@ -1,7 +1,6 @@
 """RewardPool: scores samples in worker processes that are killed when they take too long.
 
-Workers import the reward function but no large modules. An executor library's threads would compete with the event
-loop for the GIL, and it could not identify a hanging call among several.
+An executor library could not identify a hanging call among several.
 """
 
 import asyncio
@@ -15,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -37,10 +37,10 @@ from slipstream.generators.rewards.worker import (
 REAP_TIMEOUT_S = 2.0
 """Time limit for a worker to kill its reward function's processes and exit."""
 _START_TIMEOUT_S = 600.0
-"""Importing the functions and loading a reward model from a slow disk; nobody waits longer than for an answer."""
+"""For importing the functions and loading a reward model from a slow disk."""
 _REAP_INTERVAL_S = 0.01
 _MAX_PENDING = 16
-"""Unanswered samples per worker: enough to keep it busy, few enough that a hang delays few others."""
+"""Unanswered samples per worker. A hang delays the others."""
 
 
 class ScoreRequest:
@@ -69,11 +69,7 @@ class RewardWorker(asyncio.Protocol):
     """
 
     def __init__(
-        self,
-        config: RewardConfig,
-        *,
-        is_concurrent: bool,
-        on_change: Callable[["RewardWorker"], None],
+        self, config: RewardConfig, *, is_concurrent: bool, on_change: Callable[["RewardWorker"], None]
     ) -> None:
         self._config = config
         self._is_concurrent = is_concurrent
@@ -114,11 +110,10 @@ class RewardWorker(asyncio.Protocol):
             self._last_id += 1
             try:
                 frames.append(frame(Request(self._last_id, request.samples, request.compares)))
+                self._pending[self._last_id] = (now, request)
             except Exception as error:
                 got = f"must be plain text and numbers, got {type(error).__name__}: {error}"
                 request.fail(failed_reward("error", f"the reward's input from an agent {got}"))
-            else:
-                self._pending[self._last_id] = (now, request)
         # A running timer is that of the oldest request.
         if self._pending and self._timer is None:
             self._start_timer()
@@ -126,8 +121,7 @@ class RewardWorker(asyncio.Protocol):
 
     def end(self) -> None:
         """Ask the process to exit. Unanswered requests stay for `take_pending`."""
-        # Then `connection_lost` blames no request.
-        self._is_ending = True
+        self._is_ending = True  # so that `connection_lost` blames no request
         self._process.terminate()
         if self._transport is None:
             self._socket.close()
@@ -165,11 +159,9 @@ class RewardWorker(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._stop_timer()
         is_ours, self._is_ending = self._is_ending, True
-        loop = asyncio.get_running_loop()
-        self._poll_exit(ends_at=loop.time() + REAP_TIMEOUT_S, is_ours=is_ours)
+        self._poll_exit(ends_at=asyncio.get_running_loop().time() + REAP_TIMEOUT_S, is_ours=is_ours)
 
     def _poll_exit(self, *, ends_at: float, is_ours: bool) -> None:
-        # A blocking wait would delay other requests.
         loop, code = asyncio.get_running_loop(), self._process.poll()
         if code is None and loop.time() < ends_at:
             loop.call_later(_REAP_INTERVAL_S, lambda: self._poll_exit(ends_at=ends_at, is_ours=is_ours))
@@ -185,7 +177,7 @@ class RewardWorker(asyncio.Protocol):
 
     def _fail_culprit(self, reward: Reward) -> None:
         """Fail the request that ran last: the marked one among concurrent calls, else the oldest."""
-        # Without a mark, the process died between steps of calls. Failing the oldest lets the rest proceed.
+        # Without a mark, the process died between two calls.
         marked = self._mark.get() if self._is_concurrent else 0
         culprit = marked if marked in self._pending else next(iter(self._pending), None)
         if culprit is not None:
@@ -201,13 +193,11 @@ class RewardWorker(asyncio.Protocol):
     # --- time limit ----------------------------------------------------------------------------------------------
     def _start_timer(self) -> None:
         loop, limit_s = asyncio.get_running_loop(), self._config.timeout_s
+        # The oldest request began at the last reply.
+        ends_at = loop.time() + limit_s
         if self._is_concurrent:
             # The worker cancels late calls after `timeout_s`.
-            submitted_at, _ = next(iter(self._pending.values()))
-            ends_at = submitted_at + 2 * limit_s
-        else:
-            # The oldest request began at the last reply.
-            ends_at = loop.time() + limit_s
+            ends_at = next(iter(self._pending.values()))[0] + 2 * limit_s
         self._timer = loop.call_at(ends_at, self._on_timeout)
 
     def _stop_timer(self) -> None:
@@ -217,10 +207,9 @@ class RewardWorker(asyncio.Protocol):
 
     def _on_timeout(self) -> None:
         self._timer = None
+        late = failed_reward("error", f"a reward worker must be ready within {_START_TIMEOUT_S:g} s, but was not")
         if self.pid:
             late = timeout_reward(self._config)
-        else:
-            late = failed_reward("error", f"a reward worker must be ready within {_START_TIMEOUT_S:g} s, but was not")
         self.error = late.detail
         self._fail_culprit(late)
         self.end()
@@ -254,6 +243,7 @@ def _launch() -> tuple[socket.socket, subprocess.Popen[bytes], Mark]:
 
 
 _MAX_FAILED_STARTS = 3
+_NO_WORKER = "no reward worker could be started"
 
 
 class RewardPool:
@@ -263,7 +253,7 @@ class RewardPool:
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        """Import the functions, which run in this process without limits if `num_workers=0`. Raises ConfigError."""
+        """With `num_workers=0`, the functions run in this process without limits. Raises ConfigError."""
         self._config = config
         self._functions = RewardFunctions(config)
         self._queue: deque[ScoreRequest] = deque()
@@ -277,23 +267,20 @@ class RewardPool:
         self._start_workers()
 
     async def score(self, sample: RewardInput) -> Reward:
-        """Score one sample. A call takes at most `timeout_s` in a worker, or twice that if an async function cannot be
-        canceled."""
+        """Takes at most `timeout_s`, or twice that if an async function cannot be canceled."""
         return (await self._ask([sample], compares=False))[0]
 
     def compares(self, data_source: str) -> bool:
         return self._functions.compares(data_source)
 
     async def score_group(self, samples: list[RewardInput]) -> list[Reward]:
-        rewards: list[Reward | None] = [None] * len(samples)
+        rewards: list[Any] = [None] * len(samples)
         if samples and self._functions.scores_alone(samples[0].data_source):
             rewards = [*await asyncio.gather(*map(self.score, samples))]
         kept = [index for index, reward in enumerate(rewards) if reward is None or reward.status == "ok"]
         compared = [msgspec.structs.replace(samples[index], reward=rewards[index]) for index in kept]
-        found = await self._ask(compared, compares=True) if compared else []
-        for index, reward in zip(kept, found, strict=True):
-            rewards[index] = reward
-        return [reward for reward in rewards if reward is not None]
+        found = dict(zip(kept, await self._ask(compared, compares=True) if compared else [], strict=True))
+        return [found.get(index, reward) for index, reward in enumerate(rewards)]
 
     async def _ask(self, samples: list[RewardInput], *, compares: bool) -> list[Reward]:
         if self._config.num_workers == 0:
@@ -306,22 +293,15 @@ class RewardPool:
     def close(self) -> None:
         """Stop the workers and fail unanswered calls. Blocks at most REAP_TIMEOUT_S. Idempotent."""
         workers, self._workers = self._workers, []
-        unanswered = [*self._queue]
-        self._queue.clear()
         for task in self._opening:
             task.cancel()
         for worker in workers:
-            unanswered += worker.take_pending()
+            self._queue += worker.take_pending()
             worker.end()
         ends_at = time.monotonic() + REAP_TIMEOUT_S
         for worker in workers:
             worker.reap(timeout_s=max(0.0, ends_at - time.monotonic()))
-        for request in unanswered:
-            request.fail(failed_reward("error", "the reward pool was closed before this response was scored"))
-
-    @property
-    def worker_pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers if worker.is_ready]
+        self._fail_queue("the reward pool was closed before this response was scored")
 
     def _schedule_dispatch(self) -> None:
         # Once per loop iteration, so that samples travel together.
@@ -347,14 +327,10 @@ class RewardPool:
     def _start_workers(self) -> None:
         while len(self._workers) < self._config.num_workers:
             try:
-                worker = RewardWorker(
-                    self._config,
-                    is_concurrent=self._functions.is_async,
-                    on_change=self._on_change,
-                )
+                worker = RewardWorker(self._config, is_concurrent=self._functions.is_async, on_change=self._on_change)
             except OSError as error:
                 if not self._workers:
-                    self._fail_queue(str(error))
+                    self._fail_queue(f"{_NO_WORKER}: {error}")
                 return
             self._workers.append(worker)
             task = asyncio.create_task(worker.open())
@@ -373,13 +349,12 @@ class RewardPool:
             self._schedule_dispatch()
 
     def _record_start(self, *, has_failed: bool, error: str = "") -> None:
-        """Fail the queue after repeated failed starts, because no worker would ever answer it."""
+        """Fail the queue after repeated failed starts."""
         self._failed_starts = self._failed_starts + 1 if has_failed else 0
-        if self._failed_starts < _MAX_FAILED_STARTS:
-            return
-        self._failed_starts = 0
-        self._fail_queue(error)
+        if self._failed_starts == _MAX_FAILED_STARTS:
+            self._failed_starts = 0
+            self._fail_queue(f"{_NO_WORKER}: {error}")
 
     def _fail_queue(self, error: str) -> None:
         while self._queue:
-            self._queue.popleft().fail(failed_reward("error", f"no reward worker could be started: {error}"))
+            self._queue.popleft().fail(failed_reward("error", error))

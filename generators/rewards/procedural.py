@@ -1,6 +1,6 @@
 """Grades reasoning-gym tasks with their own verifiers."""
 
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from slipstream.buffer.trajectory import Reward
@@ -37,8 +37,7 @@ class ReasoningGym:
                 f"generators.reward.function=reasoning_gym needs the library, got {error}: "
                 "pip install 'slipstream[tasks]'."
             ) from error
-        self._extract, self._verifier = extract_answer, get_score_answer_fn
-        self._verifiers: dict[str, Callable[..., Any]] = {}
+        self._extract, self._verifier = extract_answer, cache(get_score_answer_fn)
 
     def __call__(self, sample: RewardInput) -> Reward:
         truth = sample.ground_truth
@@ -51,11 +50,9 @@ class ReasoningGym:
         task = str(entry["metadata"].get("source_dataset") or sample.data_source.rpartition("/")[2])
         if task in UNRELIABLE:
             raise ValueError(f"the task {task!r} of reasoning-gym cannot be graded: {UNRELIABLE[task]}")
-        if task not in self._verifiers:
-            self._verifiers[task] = self._verifier(task)
         if task in _OF_TUPLES:
             entry = {**entry, "metadata": {name: _as_tuples(value) for name, value in entry["metadata"].items()}}
-        score = float(self._verifiers[task](self._extract(sample.response), entry))
+        score = float(self._verifier(task)(self._extract(sample.response), entry))
         return Reward(total=score, is_correct=score >= 1)
 
 

@@ -1,12 +1,12 @@
-"""Input and result of reward functions, and adapters for reward functions of other libraries.
+"""Input and result of reward functions, and adapters for those of other libraries.
 
     def my_reward(sample: RewardInput, *, strictness: float = 1.0) -> Reward | float | dict: ...
 
     def my_comparison(samples: list[RewardInput]) -> list[Reward | float | dict]: ...    # all answers to one prompt
 
 Select a function by module or file, as in `generators.reward.function=my_module:my_reward`. It may be `async def`. Its
-keyword arguments come from `generators.reward.arguments`. A class is instantiated once with these arguments, and its
-instance is called. Functions should not import large libraries, because workers restart after a timeout.
+keyword arguments come from `generators.reward.arguments`. A class is instantiated once with these arguments. Functions
+should not import large libraries, because workers restart after a timeout.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from slipstream.buffer.trajectory import Reward
 from slipstream.configs.base import ConfigError, Record
 
 RewardFunction = Callable[..., Any]
-"""RewardInput -> Reward, a dict with its fields, or a number v, which means Reward(v, is_correct=v >= 1)."""
+"""RewardInput -> Reward, a dict with its fields, or a number v: Reward(v, is_correct=v >= 1)."""
 
 
 class RewardInput(Record):
@@ -49,18 +49,18 @@ class RewardInput(Record):
     messages: list[dict[str, Any]] = []
     """Chat messages after the prompt."""
     reward: Reward | None = None
-    """For comparing functions: the reward from functions that score answers individually, if any."""
+    """For comparing functions: that of the other functions, if any."""
 
 
 def model_text(sample: RewardInput) -> str:
-    """Text of all model turns, separated by line breaks."""
+    """Text of all model turns."""
     turns = [message.get("content") for message in sample.messages if message.get("role") == "assistant"]
     return "\n".join(turn for turn in turns if isinstance(turn, str)) or sample.response
 
 
 # --- ground truths ---------------------------------------------------------------------------------------------------
 def truth_text(sample: RewardInput, *, grader: str) -> str:
-    """Convert a ground truth, text or a number, to text. Raises TypeError for other types."""
+    """Ground truth, a text or number, as text. Raises TypeError."""
     truth = sample.ground_truth
     if isinstance(truth, str):
         return truth
@@ -104,7 +104,7 @@ def failed_reward(status: str, detail: str) -> Reward:
 
 
 def _one_line(text: str) -> str:
-    # Truncated first, because a message may be gigabytes long. Lone surrogates cannot be sent.
+    # Truncated first, because a message may be huge. Lone surrogates cannot be sent.
     return " ".join(text[: 2 * _MAX_DETAIL].split())[:_MAX_DETAIL].encode(errors="replace").decode()
 
 
@@ -128,26 +128,26 @@ class Form(NamedTuple):
     """Calling convention of a reward function."""
 
     keywords: Callable[[RewardInput], dict[str, Any]] | None
-    """Builds keyword arguments; the function gets those that it accepts. None = pass the sample."""
+    """Builds keyword arguments. Unknown ones are dropped. None = pass the sample."""
     result: Callable[[Any], Reward | None]
     """Converts the returned value to a reward, None = no opinion."""
     compares: bool = False
-    """Whether it takes all answers to a prompt and returns one value per answer."""
+    """Whether it takes all answers to a prompt."""
 
 
 def bind(
     function: RewardFunction, arguments: dict[str, Any], *, setting: str, path: str
 ) -> tuple[RewardFunction, Form]:
-    """Bind the arguments and detect the calling convention from the parameters. Raises ConfigError."""
+    """Bind arguments and detect the calling convention. Raises ConfigError."""
     try:
         if inspect.isclass(function):
             instance: Any = function(**arguments)
             return instance, _form(instance)
-        form = _form(function)
+        form, signature = _form(function), inspect.signature(function)
         if form.keywords is None:
-            inspect.signature(function).bind(None, **arguments)
+            signature.bind(None, **arguments)
         else:
-            inspect.signature(function).bind_partial(**arguments)
+            signature.bind_partial(**arguments)
     except ConfigError:
         raise
     except TypeError as error:
@@ -178,12 +178,8 @@ def _as_reward(value: Any) -> Reward:
 
 
 def _verl_keywords(sample: RewardInput) -> dict[str, Any]:
-    return {
-        "data_source": sample.data_source,
-        "solution_str": sample.response,
-        "ground_truth": sample.ground_truth,
-        "extra_info": sample.extra_info,
-    }
+    same = {name: getattr(sample, name) for name in ("data_source", "ground_truth", "extra_info")}
+    return {"solution_str": sample.response, **same}
 
 
 def _verl_reward(value: Any) -> Reward:
@@ -194,8 +190,7 @@ def _verl_reward(value: Any) -> Reward:
     numbers = {name: float(number) for name, number in value.items() if isinstance(number, Real)}
     if "score" not in numbers:
         raise TypeError(f"a dict of compute_score must have a number `score`, got {', '.join(map(str, value))}")
-    score = numbers.pop("score")
-    answer = value.get("pred")
+    score, answer = numbers.pop("score"), value.get("pred")
     detail = "" if answer is None else str(answer)
     return Reward(total=score, parts=numbers, is_correct=numbers.get("acc", score) >= 1, detail=detail)
 
@@ -217,13 +212,11 @@ def _trl_reward(value: Any) -> Reward | None:
     return None if number is None else _as_reward(number)
 
 
-def _only(values: Any) -> Any:
+def _only(all_: Any) -> Any:
     try:
-        (value,) = values
+        (value,) = all_
     except (TypeError, ValueError):
-        raise TypeError(
-            f"a batched reward function must return one value per answer, got {values!r:.60} for 1"
-        ) from None
+        raise TypeError(f"a batched reward function must return one value per answer, got {all_!r:.60} for 1") from None
     return value
 
 

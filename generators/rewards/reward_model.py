@@ -15,7 +15,7 @@ from slipstream.runtime.model_files import answer_token_ids, check_model_path
 class RewardModel:
     """Score of prompt and answer. Calls that arrive during a forward pass form the next batch.
 
-    A call canceled during a forward pass waits for it, so that a hanging model gets the worker replaced.
+    A canceled call waits for the pass, so that a hanging model gets the worker replaced.
     """
 
     def __init__(
@@ -28,8 +28,8 @@ class RewardModel:
         max_tokens: int = 4096,
         correct_from: float | None = None,
     ) -> None:
-        """`path`: checkpoint, such as the final model of `experiment=reward_model`. `max_tokens`: limit on prompt plus
-        answer. `correct_from`: minimum score of a correct answer; None = never correct.
+        """`path`: checkpoint, such as that of `experiment=reward_model`. `max_tokens`: limit on prompt plus answer.
+        `correct_from`: minimum score of a correct answer; None = never correct.
         """
         check_model_path(path)
         self._path, self._device, self._dtype = path, device, dtype
@@ -42,14 +42,13 @@ class RewardModel:
 
     def start(self) -> None:
         """Load the model, outside a call's time limit."""
-        # Local import, because the generator also builds this object to check its arguments.
+        # Local import: the generator builds this object to check its arguments.
         import torch
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-        has_gpu = torch.cuda.is_available()
-        device = ("cuda" if has_gpu else "cpu") if self._device == "auto" else self._device
+        device = "cuda" if torch.cuda.is_available() else "cpu"
         self._tokenizer = AutoTokenizer.from_pretrained(self._path)
         model, found = AutoModelForSequenceClassification.from_pretrained(
             self._path, num_labels=1, dtype=getattr(torch, self._dtype), output_loading_info=True
@@ -60,15 +59,13 @@ class RewardModel:
                 f"{', '.join(sorted(found['missing_keys'])) or 'a layer `score`'}: train one with "
                 "experiment=reward_model."
             )
-        self._model = model.eval().to(device)
+        self._model = model.eval().to(device if self._device == "auto" else self._device)
 
     async def __call__(self, sample: RewardInput) -> Reward:
         if self._model is None:
             self.start()
-        is_chat = isinstance(sample.prompt, list)
-        token_ids = answer_token_ids(
-            self._tokenizer, sample.prompt, sample.messages if is_chat and sample.messages else sample.response
-        )
+        answer = (isinstance(sample.prompt, list) and sample.messages) or sample.response
+        token_ids = answer_token_ids(self._tokenizer, sample.prompt, answer)
         if len(token_ids) > self._max_tokens:
             raise ValueError(f"an answer must have at most max_tokens ({self._max_tokens}), got {len(token_ids)}")
         future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
@@ -92,24 +89,19 @@ class RewardModel:
                 for future, score in zip(self._computing, scores, strict=True):
                     future.set_result(score)
             except Exception as error:
+                problem = f"the reward model {self._path}: {type(error).__name__}: {error}"
                 for future in self._computing:
-                    future.set_exception(
-                        RuntimeError(f"the reward model {self._path}: {type(error).__name__}: {error}")
-                    )
+                    future.set_exception(RuntimeError(problem))
             self._computing = []
 
     def scores(self, batch: list[list[int]]) -> list[float]:
         import torch
 
-        longest = max(map(len, batch))
-        token_ids = torch.zeros(len(batch), longest, dtype=torch.int64)
-        for row, own in enumerate(batch):
-            token_ids[row, : len(own)] = torch.tensor(own)
+        token_ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(own) for own in batch], batch_first=True)
         last = torch.tensor([len(own) - 1 for own in batch])
         with torch.inference_mode():
-            # The class's forward pass would miss an end token that is also the padding token. Right padding does not
-            # affect a causal model.
+            # The class's forward pass would miss an end token that is also the padding token.
             model = self._model
             states = model.base_model(input_ids=token_ids.to(model.device), use_cache=False).last_hidden_state
             found = model.score(states[torch.arange(len(batch)), last.to(model.device)])
-        return [float(score) for score in found.squeeze(-1).float().tolist()]
+        return found.squeeze(-1).float().tolist()

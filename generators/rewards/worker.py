@@ -41,12 +41,11 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Request(msgspec.Struct, array_like=True):
-    """Samples to score."""
+    """Samples to score: one, or all answers to compare."""
 
     id: int
     """Counts from 1."""
     samples: list[RewardInput]
-    """One sample, or all answers to compare."""
     compares: bool = False
 
 
@@ -99,17 +98,15 @@ _MIB = 2**20
 
 
 def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
-    # A hanging reward function would not notice a closed socket, so the kernel kills it with its supervisor.
+    # A hanging function would not notice a closed socket.
     die_with_parent(signal.SIGKILL, parent=supervisor)
     with socket.socket(fileno=fd) as pool:
         bodies = _receive(pool)
-        first = next(bodies, None)
-        if first is None:
+        if (first := next(bodies, None)) is None:
             return
         config = decode_config(first)
         if config.max_memory_mib is not None:
-            # Private writable memory, of each child separately. Not the address space, because runtimes such as
-            # Java's or Go's reserve far more of it than they use.
+            # Private writable memory, of each child separately. Java and Go reserve more address space than they use.
             _lower(resource.RLIMIT_DATA, config.max_memory_mib * _MIB)
         try:
             # A function's leftover data would fail the next calls too.
@@ -117,11 +114,11 @@ def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
             functions.start()
         except MemoryError:
             _end_without_memory()
+        except ConfigError as error:
+            pool.sendall(frame(str(error)))
+            raise SystemExit(1) from None
         except Exception as error:
-            is_ours = isinstance(error, ConfigError)
-            pool.sendall(frame(str(error) if is_ours else f"{type(error).__name__}: {error}"))
-            if is_ours:
-                raise SystemExit(1) from None
+            pool.sendall(frame(f"{type(error).__name__}: {error}"))
             raise
         pid = os.getpid()
         # The time limit of samples must not include the import above.
@@ -133,7 +130,7 @@ def _serve(fd: int, mark_fd: int, *, supervisor: int) -> None:
             _limit_cpu(config.max_cpu_s)
             request = decode_request(body)
             reward = functions.score(request.samples[0])
-            # If the function forked and the child returned, the child must not reply.
+            # A child that the function forked must not reply.
             if os.getpid() != pid:
                 os._exit(0)
             pool.sendall(frame(Reply(request.id, [reward])))
@@ -163,7 +160,7 @@ def _lower(limit: int, value: int) -> None:
 
 # --- concurrent calls ------------------------------------------------------------------------------------------------
 _CANCEL_S = 1.0
-"""Time limit for a canceled call to end; after it, the worker exits."""
+"""Time limit for a canceled call to end, before the worker exits."""
 _request_id: contextvars.ContextVar[int] = contextvars.ContextVar("request_id", default=0)
 
 
@@ -210,12 +207,11 @@ class _ConcurrentServer:
     async def _answer(self, request: Request, writer: asyncio.StreamWriter) -> None:
         call = asyncio.create_task(self._functions.score_all(request.samples, compares=request.compares))
         done, _ = await asyncio.wait({call}, timeout=self._config.timeout_s)
-        if not done:
-            call.cancel()
-        rewards = call.result() if done else [timeout_reward(self._config)] * len(request.samples)
-        writer.write(frame(Reply(request.id, rewards)))
         if done:
+            writer.write(frame(Reply(request.id, call.result())))
             return
+        call.cancel()
+        writer.write(frame(Reply(request.id, [timeout_reward(self._config)] * len(request.samples))))
         done, _ = await asyncio.wait({call}, timeout=_CANCEL_S)
         if not done:
             await writer.drain()
@@ -275,16 +271,16 @@ _LEFT_OUT = f"\n[reward function output beyond {_MAX_OUTPUT_BYTES} bytes in {_OU
 def main(fd: int, mark_fd: int, pool: int) -> None:
     """Fork the scorer, wait for its exit or SIGTERM, and kill its descendants.
 
-    `fd`: socket to the pool. `mark_fd`: file of the Mark. `pool`: process id of the pool; this process exits with it.
-    Exits with the scorer's exit code, or SIGNAL_EXIT + the number of the signal that killed it.
+    `fd`: socket to the pool. `mark_fd`: file of the Mark. `pool`: process id; this process exits with it. Exits with
+    the scorer's exit code, or SIGNAL_EXIT + the number of the signal that killed it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Orphaned descendants become children, even if they left the process group.
+    # Also those that left the process group.
     adopt_orphans()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     output, printed = os.pipe()
     supervisor = os.getpid()
-    # Blocked signals stay pending until `sigwait`. With a handler, a signal just before the wait would be lost.
+    # Blocked signals stay pending until `sigwait`. A handler would lose a signal just before the wait.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _EVENTS)
     scorer = os.fork()
     if scorer == 0:
@@ -307,7 +303,7 @@ def main(fd: int, mark_fd: int, pool: int) -> None:
     code = os.waitstatus_to_exitcode(_wait(scorer))
     _kill_group(scorer)
     _kill_children()
-    # The last output may be the traceback of a failed import.
+    # For the traceback of a failed import.
     forwarder.join(timeout=_REAP_TIMEOUT_S)
     raise SystemExit(code if code >= 0 else SIGNAL_EXIT - code)
 
@@ -322,7 +318,7 @@ def _wait(scorer: int) -> int:
 
 
 def _forward_output(source: int) -> None:
-    """Copy the scorer's output to stdout, rate-limited so that it cannot fill a disk."""
+    """Copy the scorer's output to stdout, rate-limited."""
     room, has_said_so, window_ends_at = 0, False, -math.inf
     while data := os.read(source, _READ_BYTES):
         if (now := time.monotonic()) >= window_ends_at:
@@ -331,7 +327,7 @@ def _forward_output(source: int) -> None:
         room -= len(kept)
         if len(kept) < len(data) and not has_said_so:
             kept, has_said_so = kept + _LEFT_OUT.encode(), True
-        # On a full disk, drop the output: a full pipe would block the reward function.
+        # A full disk drops the output.
         with suppress(OSError):
             os.write(_STDOUT, kept)
 
@@ -349,12 +345,12 @@ def _kill_children() -> None:
         for child in me.children(recursive=True):
             with suppress(psutil.NoSuchProcess):
                 child.kill()
-        with suppress(ChildProcessError):
+        try:
             while os.waitpid(-1, os.WNOHANG)[0]:
-                continue
-            time.sleep(_REAP_INTERVAL_S)
-            continue
-        return
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(_REAP_INTERVAL_S)
 
 
 if __name__ == "__main__":

@@ -25,19 +25,19 @@ class CallFormat(NamedTuple):
     """A syntax of tool calls."""
 
     parse: Callable[[str], list[ToolCall]]
-    """Text of a turn with special tokens, but without reasoning and end token -> its calls. Raises ToolError."""
+    """Turn without reasoning and end token -> its calls. Raises ToolError."""
     stop: tuple[str, ...] = ()
     is_text: bool = False
     """Whether results are plain text rather than chat messages."""
 
 
-# Takes linear time even for long blanks and partial calls, because it runs on the event loop.
+# Takes linear time even for long blanks and partial calls.
 _REACT = re.compile(r"Action:[ \t]*(\S{1,200})[ \t]*\nAction Input:(.+?)(?:\nObservation:|$)", re.DOTALL)
 
 
 def parse_hermes(text: str) -> list[ToolCall]:
     """Parse any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`: Hermes, Qwen 2.5 and 3."""
-    # Start at the first mark, because an argument may contain the mark too.
+    # From the first mark, because an argument may contain it too.
     parts = (part.partition("<tool_call>") for part in text.split("</tool_call>")[:-1])
     return [_from_json(body.strip()) for _, mark, body in parts if mark]
 
@@ -45,9 +45,7 @@ def parse_hermes(text: str) -> list[ToolCall]:
 def parse_json(text: str) -> list[ToolCall]:
     """Parse one call or a list of calls in JSON: Llama 3 (`parameters`), and models prompted for it."""
     plain = text.strip().removeprefix("<|python_tag|>").strip()
-    if not plain.startswith(("{", "[")):
-        return []
-    values = _json(plain)
+    values = _json(plain) if plain.startswith(("{", "[")) else []
     return [_from_json(value) for value in (values if isinstance(values, list) else [values])]
 
 
@@ -56,10 +54,9 @@ def parse_react(text: str) -> list[ToolCall]:
 
     Source: ReAct, arXiv:2210.03629.
     """
-    found = list(_REACT.finditer(text))
-    if not found:
+    if not (found := _REACT.findall(text)):
         return []
-    name, argument = found[-1].group(1), found[-1].group(2).strip(" \t")
+    name, argument = found[-1][0], found[-1][1].strip(" \t")
     return [ToolCall(name, _arguments(argument) if argument[:1] == "{" else {ONLY: argument})]
 
 
@@ -84,7 +81,7 @@ def load_format(name: str, *, tokenizer: Any, setting: str) -> CallFormat:
 
 
 def _vllm_parser(name: str, *, tokenizer: Any, setting: str) -> Callable[[str], list[ToolCall]]:
-    # Local import, because it takes seconds.
+    # It takes seconds.
     from vllm.tool_parsers import ToolParserManager
 
     # The parsers read only these attributes.

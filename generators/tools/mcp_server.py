@@ -40,9 +40,9 @@ class McpServer:
     ) -> None:
         """Start the server and list its tools. Raises ConfigError.
 
-        `command`: program and arguments of a stdio server. `url`: address of a streamable HTTP server. `env`,
-        `headers`: may contain $NAME for environment variables. The program inherits only PATH, HOME, etc. `only`: names
-        of tools to offer. `hang_s`: time limit of a liveness probe.
+        `command`: of a stdio server, which inherits only PATH, HOME, etc. `url`: of a streamable HTTP server. `env`,
+        `headers`: may contain $NAME for environment variables. `only`: names of tools to offer. `hang_s`: time limit of
+        a liveness probe.
         """
         if bool(command) == bool(url):
             raise ConfigError("an mcp tool requires either a `command` (a list) or a `url`, got both or none.")
@@ -103,7 +103,7 @@ class McpServer:
     def _probe(self, connection: "_Connection") -> "asyncio.Task[None]":
         if connection.probe is None or connection.probe.done():
             connection.probe = asyncio.create_task(self._check(connection))
-            # Retrieve the exception even if no call awaits the probe.
+            # No call may await the probe.
             connection.probe.add_done_callback(lambda probe: probe.cancelled() or probe.exception())
         return connection.probe
 
@@ -136,7 +136,7 @@ class McpServer:
 
 
 class _Connection:
-    """A session in a task, because the task that opens it must also close it."""
+    """A session in a task, which must open and close it."""
 
     def __init__(self, open_client: Callable[[], Any]) -> None:
         self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -167,7 +167,7 @@ class McpTool:
 
     async def __call__(self, **arguments: Any) -> str:
         result = await asyncio.wrap_future(self._server.run(self._server.call(self.name, arguments)))
-        parts = [part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content]
+        parts = (part.text if isinstance(part, TextContent) else f"[{part.type}]" for part in result.content)
         text = "\n".join(parts)
         if result.is_error:
             raise ToolError(text)

@@ -1,4 +1,4 @@
-"""Search: finds passages of a corpus, in a local index or through a retrieval service."""
+"""Search: finds passages in a local index or through a service."""
 
 import asyncio
 import json
@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,14 +50,11 @@ def _analyzer(language: str) -> Any:
     steps = [Filter.lowercase(), Filter.remove_long(64), Filter.ascii_fold()]
     if language:
         steps += [Filter.stopword(language), Filter.stemmer(language)]
-    builder = TextAnalyzerBuilder(Tokenizer.simple())
-    for step in steps:
-        builder = builder.filter(step)
-    return builder.build()
+    return reduce(TextAnalyzerBuilder.filter, steps, TextAnalyzerBuilder(Tokenizer.simple())).build()
 
 
 def write_index(corpus: Path, folder: Path, *, language: str = "english") -> int:
-    """Index a file's passages and return their number. Never leaves a partial index. Raises ConfigError.
+    """Index a file's passages and return their number. Raises ConfigError.
 
     `language`: for stop words and stemming; empty = neither.
     """
@@ -119,7 +116,7 @@ def _json_lines(path: Path) -> Iterator[Any]:
 
 
 class LocalIndex:
-    """A tantivy index, ranked by BM25. Generators on a machine share its memory, because its files are mapped."""
+    """A tantivy index, ranked by BM25. Generators on a machine share its memory."""
 
     def __init__(self, folder: Path) -> None:
         """Raises ConfigError if the folder holds no index."""
@@ -136,7 +133,7 @@ class LocalIndex:
         self._find = lru_cache(_CACHED_QUERIES)(self._search)
 
     async def find(self, query: str, topk: int) -> list[Passage]:
-        """At most `topk` passages, best first. Runs in a thread: it may take longer than sampling a token."""
+        """At most `topk` passages, best first. Runs in a thread."""
         # Punctuation would act as query operators.
         words = " ".join(re.findall(r"\w+", query.lower())[:_MAX_WORDS])
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._find, words, topk)

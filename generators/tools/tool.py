@@ -114,12 +114,7 @@ _MOST_THREADS = 2
 log = structlog.get_logger(__name__)
 
 
-BUILT_IN: dict[str, Callable[..., Any]] = {
-    "calculator": calculator,
-    "python": Python,
-    "search": Search,
-    "http": HttpTool,
-}
+BUILT_IN: dict[str, Any] = {"calculator": calculator, "python": Python, "search": Search, "http": HttpTool}
 """Tools that a config names without a module, like `mcp`: all tools of a server."""
 
 
@@ -133,11 +128,10 @@ class Tool:
         self._slots = asyncio.Semaphore(config.max_concurrency)
         path = config.function
         function = shared or BUILT_IN.get(path) or find_function(path, setting=f"{setting}.function")
-        # The model calls instances of a class. One instance of a built-in class serves all answers. It is created now,
-        # so that missing requirements fail at startup.
-        is_class, called = inspect.isclass(function), function
-        if is_class:
-            called = _called(function, setting=setting)
+        # The model calls instances of a class. One of a built-in class serves all answers. It is created now, so that
+        # missing requirements fail at startup.
+        is_class = inspect.isclass(function)
+        called = _called(function, setting=setting) if is_class else function
         if shared is None:
             check_arguments(function, config, setting=setting)
             if is_class and self._is_built_in:
@@ -145,7 +139,6 @@ class Tool:
         self._shared = shared or (None if is_class else partial(function, **config.arguments))
         self._class = function
         self.name = config.name or (config.function if self._is_built_in else function.__name__)
-        self.schema: dict[str, Any]
         if described := getattr(shared, "schema", None):
             self.schema = {"type": "function", "function": {"name": self.name, **described}}
         else:
@@ -154,7 +147,7 @@ class Tool:
     def open(self, arguments: dict[str, Any]) -> "OpenTool":
         """Create the tool for one answer. `arguments`: the row's, which override the configured ones.
 
-        Raises ToolError for a row's arguments to a built-in tool, because rows must not choose addresses.
+        Raises ToolError for those of a built-in tool, because rows must not choose addresses.
         """
         if arguments and self._is_built_in:
             raise ToolError(f"{self.name} takes arguments only from the settings, got {arguments} from the row")
@@ -200,15 +193,14 @@ class OpenTool:
         return text.encode(errors="replace").decode()
 
     async def close(self) -> None:
-        close = getattr(self._function, "close", None)
-        if close is not None:
+        if close := getattr(self._function, "close", None):
             with suppress(Exception):
                 async with asyncio.timeout(_CLOSE_S):
                     await call_either(close)
 
 
 async def call_either(function: Callable[[], Any], *, thread: str = "user") -> Any:
-    """Await a coroutine function, or call another function in a thread with this name."""
+    """Await a coroutine function, or call another function in a thread."""
     called: Any = function
     while isinstance(called, partial):
         called = called.func
@@ -265,11 +257,10 @@ def check_arguments(function: Callable[..., Any], config: ToolConfig, *, setting
 
 
 def _called(cls: Any, *, setting: str) -> Callable[..., Any]:
-    bases = (base for base in cls.__mro__ if "__call__" in vars(base))
-    found: Callable[..., Any] | None = next((vars(base)["__call__"] for base in bases), None)
-    if found is None:
-        raise ConfigError(f"{setting}.function must name a class with callable instances, got {cls.__qualname__}.")
-    return found
+    for base in cls.__mro__:
+        if "__call__" in vars(base):
+            return vars(base)["__call__"]
+    raise ConfigError(f"{setting}.function must name a class with callable instances, got {cls.__qualname__}.")
 
 
 def _schema(function: Callable[..., Any], *, name: str, bound: Any, setting: str) -> dict[str, Any]:
@@ -280,9 +271,8 @@ def _schema(function: Callable[..., Any], *, name: str, bound: Any, setting: str
             f"{setting}.function must have annotated parameters, and a docstring that describes each under `Args:`, "
             f"got {function.__qualname__}: {error}."
         ) from error
-    described = schema["function"]
-    described["name"] = name
-    parameters = described["parameters"]
+    schema["function"]["name"] = name
+    parameters = schema["function"]["parameters"]
     parameters["properties"] = {key: value for key, value in parameters["properties"].items() if key not in bound}
     parameters["required"] = [key for key in parameters.get("required", []) if key not in bound]
     return schema

@@ -19,7 +19,7 @@ from slipstream.broker.messages import Update
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
-from slipstream.generators.engines.engine import WeightLayout
+from slipstream.generators.engines.checks import check_layout
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.runtime.images import VisionModel
 
@@ -90,7 +90,7 @@ def apply(weights: Any, names: CheckpointNames, update: dict[str, Any], *, dtype
     from slipstream.generators.engines.vllm.weights import LoadOrder
 
     described = msgspec.convert(update["update"], Update)
-    WeightLayout(names, dtype=dtype).check(described.slots)
+    check_layout(described.slots, names, dtype=dtype)
     order = LoadOrder(update["fetched_path"], described.bucket_bytes, described.slots, names.tied)
     weights.prepare_weights(msgspec.msgpack.encode(order))
     while (prepared := weights.pop_prepared()) is None:

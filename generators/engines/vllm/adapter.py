@@ -38,9 +38,7 @@ def check_experts(module: Any) -> None:
 
 def describe(lora: LoraConfig | None) -> dict[str, Any]:
     """Settings in peft's format; empty without an adapter."""
-    if lora is None:
-        return {}
-    return {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": []}
+    return {"r": lora.rank, "lora_alpha": lora.alpha, "target_modules": []} if lora else {}
 
 
 def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings: dict[str, Any]) -> None:
@@ -52,7 +50,7 @@ def load_adapter(model: Any, tensors: Sequence[tuple[str, Tensor]], *, settings:
     try:
         adapter = LoRAModel.from_lora_tensors(
             ADAPTER.lora_int_id,
-            # Copies, because vLLM scales the second matrix in place and later deltas need the original.
+            # vLLM scales the second matrix in place, and later deltas need the original.
             {name: tensor.clone() for name, tensor in tensors},
             PEFTHelper.from_dict(settings),
             device=manager.device,
@@ -90,7 +88,7 @@ def first_adapter_mismatch(model: Any, sent: Sequence[tuple[str, Tensor]], *, se
 
 
 def serve_adapters_of_gpt2() -> None:
-    """Declare GPT-2, the default task's model, as LoRA-capable in vLLM. Its layers are standard."""
+    """Declare GPT-2, the default task's model, as LoRA-capable in vLLM."""
     from vllm.model_executor.models.gpt2 import GPT2LMHeadModel
     from vllm.model_executor.models.interfaces import SupportsLoRA
 

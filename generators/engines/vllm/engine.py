@@ -32,7 +32,8 @@ from slipstream.broker.weights.transport import HostBuckets
 from slipstream.buffer.trajectory import Sampling, VersionSpan
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import START_STALLS, VllmEngineConfig
-from slipstream.generators.engines.engine import Completion, EngineLoad, PromptScores, WeightLayout, require_routers
+from slipstream.generators.engines.checks import check_layout, require_routers
+from slipstream.generators.engines.engine import Completion, EngineLoad, Images, PromptScores, Stop
 from slipstream.generators.engines.vllm.adapter import ADAPTER, check_experts, describe
 from slipstream.generators.engines.vllm.environment import engine_environment
 from slipstream.generators.engines.vllm.health import StepWatchdog, read_fatal_error, read_load
@@ -49,7 +50,7 @@ from slipstream.generators.engines.vllm.process import (
 from slipstream.generators.engines.vllm.weights import LoadOrder, Outcome
 from slipstream.generators.errors import EngineDiedError, EngineError, EngineStartError, UnverifiedWeightsError
 from slipstream.runtime.clock import Deadline
-from slipstream.runtime.images import PromptImage, VisionModel, takes_images
+from slipstream.runtime.images import VisionModel, takes_images
 from slipstream.runtime.lora import adapted_layers
 
 T = TypeVar("T")
@@ -58,22 +59,20 @@ log = structlog.get_logger(__name__)
 _CALL_TIMEOUT_S = 30.0
 """Limit of a call to the engine process, in addition to its work."""
 _POLL_S = 0.01
-"""Interval between questions whether a version is prepared, each of which delays a step by a tenth of a millisecond."""
+"""Poll interval for a prepared version. A poll delays a step by 0.1 ms."""
 _MAX_PROFILED_STEPS = 24
 """The engine blocks while writing them, 0.1 s each on a CPU."""
 _PROFILE_TIMEOUT_S = 120.0
 """Includes writing the recording."""
 _SECOND_CHANCE_S = 2.0
-"""Limit of a call after an unanswered one: a slow engine has recovered by then, and a dead one must be replaced within
-`learner.stall.timeout_s`."""
+"""Limit after an unanswered call: a dead engine must be replaced within `learner.stall.timeout_s`."""
 
 _STEP_STALLS = 3
-"""An engine may make no step for this part of `learner.stall.timeout_s`: its replacement then answers before the run
-counts as stalled."""
+"""An engine that makes no step for `learner.stall.timeout_s` divided by this is replaced before the run stalls."""
 
 
 class VllmEngine:
-    """Implements Engine. The engine process ends with this process, even if this one is killed."""
+    """Implements Engine. The engine process ends with this process."""
 
     def __init__(
         self,
@@ -132,13 +131,7 @@ class VllmEngine:
         await self._call(self._llm.update_weight_version(str(self.version)))
 
     async def generate(
-        self,
-        prompt_token_ids: list[int],
-        sampling: Sampling,
-        *,
-        request_id: str,
-        stop: Sequence[str | int] = (),
-        images: Sequence[PromptImage] = (),
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Stop = (), images: Images = ()
     ) -> Completion:
         texts = [each for each in stop if isinstance(each, str)]
         end_ids = [] if sampling.ignore_eos else self._end_token_ids
@@ -151,7 +144,7 @@ class VllmEngine:
             max_tokens=sampling.max_tokens,
             seed=sampling.seed,
             stop_token_ids=[*end_ids, *(each for each in stop if isinstance(each, int))],
-            # The sampled token's. Flat lists and a single output save most of vLLM's per-token work.
+            # Flat lists and a single output save most of vLLM's per-token work.
             logprobs=0,
             flat_logprobs=True,
             # Detokenize only for stop strings, which may be special tokens.
@@ -177,10 +170,9 @@ class VllmEngine:
 
     async def sample_probe(self, prompts: Sequence[list[int]], sampling: Sampling) -> list[Completion]:
         self._num_probes += 1
-        name = f"probe-{self._num_probes}"
-        return await asyncio.gather(
-            *(self.generate(prompt, sampling, request_id=f"{name}-{index}") for index, prompt in enumerate(prompts))
-        )
+        ids = [f"probe-{self._num_probes}-{index}" for index in range(len(prompts))]
+        answers = [self.generate(each, sampling, request_id=id_) for each, id_ in zip(prompts, ids, strict=True)]
+        return await asyncio.gather(*answers)
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         return await self._score(token_ids, num_likeliest=0)
@@ -198,10 +190,9 @@ class VllmEngine:
 
     async def prepare(self, update: Update, received: HostBuckets) -> None:
         """Also raises EngineError if the engine does not answer."""
-        WeightLayout(self._names, dtype=self._model.dtype).check(update.slots)
-        order = LoadOrder(
-            received.path, update.bucket_bytes, update.slots, self._names.tied, lora=describe(self._model.lora)
-        )
+        check_layout(update.slots, self._names, dtype=self._model.dtype)
+        lora = describe(self._model.lora)
+        order = LoadOrder(received.path, update.bucket_bytes, update.slots, self._names.tied, lora=lora)
         await self._call(self._running.collective_rpc("prepare_weights", args=(msgspec.msgpack.encode(order),)))
         deadline = Deadline(self._loading_s(update), what="the engine to load the weights")
         while None in (outcomes := await self._call(self._running.collective_rpc("pop_prepared"))):
@@ -213,7 +204,7 @@ class VllmEngine:
 
     async def switch(self, update: Update) -> float:
         """Also raises EngineError if the engine does not answer."""
-        # Shielded, because an update canceled halfway would leave the engine paused.
+        # Canceled halfway, it would leave the engine paused.
         return await asyncio.shield(asyncio.create_task(self._switch(update)))
 
     def current_load(self) -> EngineLoad:
@@ -222,7 +213,7 @@ class VllmEngine:
     async def check_health(self) -> None:
         if self._running.errored:
             raise self._death()
-        # During an update, a later call may still get an answer.
+        # In an update, a later call may get an answer.
         if self._unanswered and not self._is_paused:
             raise EngineDiedError(f"{self._unanswered}: see the log above")
         self._watchdog.check(read_load(self._running), is_paused=self._is_paused)
@@ -238,18 +229,15 @@ class VllmEngine:
 
     async def profile(self, *, is_on: bool) -> list[Path]:
         """Start or stop recording steps. Returns the files written. Raises EngineError."""
-        if is_on:
-            starting = self._running.start_profile(max_iterations=_MAX_PROFILED_STEPS)
-            await self._call(starting, timeout_s=_PROFILE_TIMEOUT_S)
-            return []
-        await self._call(self._running.stop_profile(), timeout_s=_PROFILE_TIMEOUT_S)
-        return sorted(PROFILES.glob("*.pt.trace.json"))
+        llm = self._running
+        call = llm.start_profile(max_iterations=_MAX_PROFILED_STEPS) if is_on else llm.stop_profile()
+        await self._call(call, timeout_s=_PROFILE_TIMEOUT_S)
+        return [] if is_on else sorted(PROFILES.glob("*.pt.trace.json"))
 
     # --- weights -------------------------------------------------------------------------------------------------
     async def _switch(self, update: Update) -> float:
         llm = self._running
-        # mode="keep" does not abort requests. AsyncLLM.pause_generation would sleep 20 ms to order outputs, which carry
-        # their versions here. The answer comes after the current step.
+        # mode="keep" does not abort requests. AsyncLLM.pause_generation would sleep 20 ms to order outputs.
         await self._call(llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
         paused_at = time.perf_counter()
         # Only now, so that `check_health` detects a stall until then.
@@ -259,11 +247,9 @@ class VllmEngine:
                 switching = llm.collective_rpc("switch_weights")
                 error = self._read_outcomes(await self._call(switching, timeout_s=self._loading_s(update)))
             except EngineError as caught:
-                # The model may have changed.
-                error = str(caught)
+                error = str(caught)  # the model may have changed
             await self._switch_version(update.version)
         except BaseException:
-            # Report this error rather than a failed resume.
             with suppress(EngineError):
                 await self._call(llm.resume_generation())
             raise
@@ -278,7 +264,7 @@ class VllmEngine:
         return _CALL_TIMEOUT_S + sum(update.bucket_bytes) / SLOWEST_BYTES_PER_S / self._config.num_workers
 
     def _read_outcomes(self, outcomes: list[dict[str, Any]]) -> str:
-        """Record the durations of a phase. Returns the workers' first error, or empty."""
+        """Record durations. Returns the first error, or empty."""
         read = msgspec.convert(outcomes, list[Outcome])
         for part in {*chain(*(each.seconds for each in read))}:
             self.update_seconds[part] = max(each.seconds.get(part, 0.0) for each in read)
@@ -293,7 +279,7 @@ class VllmEngine:
         llm = self._running
         self.version = version
         self._num_updates += 1
-        # Before resuming, because vLLM labels each token with the version at sampling time.
+        # Before resuming, because vLLM labels each token when it is sampled.
         await self._call(llm.update_weight_version(str(version)))
         if self._vision:
             # For restarted requests. New ones use salted image ids.
@@ -310,18 +296,17 @@ class VllmEngine:
 
     # --- requests ------------------------------------------------------------------------------------------------
     async def _final_output(
-        self, token_ids: list[int], params: SamplingParams, request_id: str, images: Sequence[PromptImage] = ()
+        self, token_ids: list[int], params: SamplingParams, request_id: str, images: Images = ()
     ) -> RequestOutput:
-        """Submit a request, again after updates that restart it. Raises EngineError."""
+        """Submit a request, and again if an update restarts it. Raises EngineError."""
         self._open_requests.add(request_id)
         try:
             while True:
-                # Not the version, which may be loaded twice, the first time incorrectly.
+                # Not the version, which may be loaded twice.
                 salt = str(self._num_updates)
+                prompt: EngineInput = tokens_input(token_ids, cache_salt=salt)
                 if images and self._vision:
-                    prompt: EngineInput = image_input(token_ids, images, vision=self._vision, salt=salt)
-                else:
-                    prompt = tokens_input(token_ids, cache_salt=salt)
+                    prompt = image_input(token_ids, images, vision=self._vision, salt=salt)
                 adapter = ADAPTER if self._model.lora and self.version >= 0 else None
                 async for output in self._running.generate(prompt, params, request_id, lora_request=adapter):
                     final = output
@@ -358,8 +343,7 @@ class VllmEngine:
         return answer
 
     def _death(self) -> EngineDiedError:
-        cause = read_fatal_error()
-        if not cause:
+        if not (cause := read_fatal_error()):
             return EngineDiedError("vLLM's engine process died without reporting an error, so it was probably killed")
         kind = EngineDiedError if self._has_answered else EngineStartError
         return kind(f"vLLM's engine process died: {cause}")

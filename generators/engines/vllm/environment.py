@@ -19,7 +19,7 @@ _ALWAYS = {
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore:resource_tracker:UserWarning",
 }
 _CPU = {
-    # All roles share a few cores. More or spinning threads reduce throughput tenfold.
+    # More or spinning threads reduce throughput tenfold.
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -44,7 +44,7 @@ def engine_environment(config: VllmEngineConfig, *, device: str | None = None) -
         # Otherwise torch compiles a comparison with g++ for half a minute.
         settings["TORCHDYNAMO_DISABLE"] = "1"
     if config.num_workers == 1:
-        # On a CPU, this saves a process: vLLM runs the model in the engine process.
+        # Saves a process: vLLM runs the model in the engine process.
         settings["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return settings
 

@@ -1,6 +1,6 @@
 """Health of vLLM's engine: statistics, progress, and the error that ended its process.
 
-vLLM reports only that the engine died. Here the engine process also writes its fatal error to a file for its parent.
+vLLM reports only that the engine died. Here the engine process also writes its fatal error to a file.
 """
 
 import hashlib
@@ -23,10 +23,7 @@ from slipstream.runtime.clock import Clock
 
 
 class StepWatchdog:
-    """Detects an engine that has requests but makes no steps, although it answers health checks.
-
-    Call `check` about once a second. Time without requests or during a pause does not count.
-    """
+    """Detects an engine that has requests but makes no steps."""
 
     def __init__(self, *, limit_s: float, clock: Clock = time.monotonic) -> None:
         self._limit_s = limit_s
@@ -48,7 +45,7 @@ class LoadRecorder(PrometheusStatLogger):
     """Keeps the newest statistics. Replaces vLLM's Prometheus metrics, which cost more."""
 
     def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
-        # No super().__init__(), which would register the Prometheus metrics.
+        # super().__init__() would register the metrics.
         self.load = EngineLoad()
         """As of the newest step, without `num_open`."""
 
@@ -73,8 +70,7 @@ class LoadRecorder(PrometheusStatLogger):
 
 def read_load(llm: AsyncLLM) -> EngineLoad:
     """The engine must have a LoadRecorder."""
-    recorder = next(logger for logger in llm.logger_manager.stat_loggers if isinstance(logger, LoadRecorder))
-    newest = recorder.load
+    newest = next(logger.load for logger in llm.logger_manager.stat_loggers if isinstance(logger, LoadRecorder))
     if num_open := llm.output_processor.get_num_unfinished_requests():
         return msgspec.structs.replace(newest, num_open=num_open)
     # An idle engine's statistics still show the last request.
@@ -89,7 +85,7 @@ class _FatalErrorHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        # "EngineCore failed to start." or "EngineCore encountered a fatal error." Callers receive all other errors.
+        # "EngineCore failed to start." or "EngineCore encountered a fatal error."
         if error is None or not str(record.msg).startswith("EngineCore"):
             return
         text = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_LENGTH]
@@ -103,7 +99,7 @@ def report_fatal_errors() -> None:
 
 
 def read_fatal_error() -> str:
-    """Fatal error of this process's engine, one line, or empty."""
+    """One line, or empty."""
     try:
         return _path().read_text(errors="replace")
     except OSError:
@@ -111,7 +107,7 @@ def read_fatal_error() -> str:
 
 
 def forget_fatal_error() -> None:
-    """Delete the recorded error of an earlier engine."""
+    """Delete the error of an earlier engine."""
     _path().unlink(missing_ok=True)
 
 

@@ -28,7 +28,7 @@ from slipstream.runtime.model_files import VISION_FAMILIES
 
 _PACKAGE = "transformers.models.qwen2_vl"
 SOCKETS, SOCKETS_PREFIX = "VLLM_RPC_BASE_PATH", "slipstream-vllm-"
-"""Folder for Unix sockets of vLLM's processes, which vLLM does not remove."""
+"""Folder for Unix sockets, which vLLM does not remove."""
 
 
 def image_input(
@@ -39,10 +39,7 @@ def image_input(
     `salt`: separates cache entries of different weights.
     """
     patches = [torch.from_numpy(vision.patches(image.data)) for image in images]
-    inputs: Any = {
-        "pixel_values": torch.cat(patches),
-        "image_grid_thw": torch.tensor([image.grid for image in images]),
-    }
+    inputs: Any = {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor([image.grid for image in images])}
     fields = {
         "pixel_values": MultiModalFieldConfig.flat_from_sizes("image", torch.tensor([len(each) for each in patches])),
         "image_grid_thw": MultiModalFieldConfig.batched("image", keep_on_cpu=True),
@@ -69,7 +66,7 @@ def image_arguments(*, is_cpu: bool) -> dict[str, Any]:
 
 
 def serve_images_without_torchvision() -> None:
-    """Make vLLM use transformers' PIL image processor, without videos, if torchvision is missing."""
+    """Make vLLM use transformers' PIL image processor if torchvision is missing."""
     name = f"{_PACKAGE}.image_processing_qwen2_vl"
     if find_spec("torchvision") or name in sys.modules:
         return
@@ -82,7 +79,7 @@ def serve_images_without_torchvision() -> None:
             return original(self, *arguments, **settings)
         pil = importlib.import_module(f"{_PACKAGE}.image_processing_pil_qwen2_vl")
         made = pil.Qwen2VLImageProcessorPil.from_pretrained(self.model_config.model)
-        # vLLM needs only these attributes, because requests contain finished patches.
+        # Requests contain finished patches.
         kwargs = importlib.import_module(f"{_PACKAGE}.processing_qwen2_vl").Qwen2VLProcessorKwargs
         return SimpleNamespace(image_processor=made, video_processor=made, valid_processor_kwargs=kwargs)
 
@@ -102,16 +99,16 @@ def select_experts(output: RequestOutput, *, layers: Sequence[int]) -> np.ndarra
     """
     if not layers:
         return None
-    answer, rows = output.outputs[0], output.outputs[0].routed_experts
-    num_tokens = len(output.prompt_token_ids or ()) + len(answer.token_ids) - 1
+    rows = output.outputs[0].routed_experts
+    num_tokens = len(output.prompt_token_ids or ()) + len(output.outputs[0].token_ids) - 1
     if rows is None or len(rows) != num_tokens:
-        got = "none" if rows is None else f"{len(rows)}"
+        got = "none" if rows is None else len(rows)
         raise EngineError(f"vLLM must return the experts of {num_tokens} tokens, got {got}")
     return rows[:, list(layers)].astype(np.uint8 if rows.dtype == np.uint8 else np.int16)
 
 
 def meet_in_own_folder() -> None:
-    """Make the ranks of an engine meet through a file beside its sockets, because a killed engine leaves it behind."""
+    """Make ranks meet through a file in the folder of their sockets, because a killed engine leaves it."""
     for executor in (uniproc_executor, multiproc_executor):
         executor.get_file_store_init_method = lambda: f"file://{envs.VLLM_RPC_BASE_PATH}/vllm_dist_{uuid4().hex}"
 
@@ -125,11 +122,11 @@ def remove_sockets() -> None:
 
 
 def record_routed_experts() -> None:
-    """Make CPU workers in this process record routed experts, as GPU workers do."""
+    """Make CPU workers record routed experts, as GPU workers do."""
     # Local import, because it needs libraries of the CPU build.
     from vllm.v1.worker import cpu_worker
 
-    # This rejects all but the GPU model runner. `VllmEngine` and the settings check the rest.
+    # This rejects all but the GPU model runner.
     VllmConfig._verify_aux_output_compatibility = lambda self: None
 
     class Runner(cpu_worker.CPUModelRunner):
@@ -146,17 +143,15 @@ def record_routed_experts() -> None:
                 self._connector.begin_step(scheduler_output.aux_output_connector_metadata)
             output = super().execute_model(scheduler_output, *arguments)
             if self._connector and scheduler_output.total_num_scheduled_tokens:
-                self._pending = self._connector.prepare_output(self._describe_batch())
+                request_ids = list(self.input_batch.req_ids)
+                # Copies, because the runner reuses its arrays for the next step.
+                batch = SimpleNamespace(
+                    req_ids=request_ids,
+                    query_start_loc_np=self.query_start_loc.np[: len(request_ids) + 1].copy(),
+                    num_computed_tokens_np=self.input_batch.num_computed_tokens_cpu[: len(request_ids)].copy(),
+                )
+                self._pending = self._connector.prepare_output(batch)
             return output
-
-        def _describe_batch(self) -> Any:
-            request_ids = list(self.input_batch.req_ids)
-            # Copies, because the runner reuses its arrays for the next step.
-            return SimpleNamespace(
-                req_ids=request_ids,
-                query_start_loc_np=self.query_start_loc.np[: len(request_ids) + 1].copy(),
-                num_computed_tokens_np=self.input_batch.num_computed_tokens_cpu[: len(request_ids)].copy(),
-            )
 
         def sample_tokens(self, *arguments: Any) -> Any:
             output = super().sample_tokens(*arguments)

@@ -48,12 +48,12 @@ from slipstream.runtime.model_files import end_token_ids
 from slipstream.runtime.process import run_in_thread
 
 _STOP_GRACE_S = 1.0
-"""Short, because the engine process holds no state worth waiting for."""
+"""The engine process holds no state worth waiting for."""
 _ABANDON_TIMEOUT_S = 5.0
 PROFILES = Path(tempfile.gettempdir()) / f"slipstream-profile-{os.getpid()}"
 _MAX_TEMPDIR_BYTES = 45
-"""The kernel allows 107 bytes with the names of this folder and the socket, a UUID."""
-# Costs nothing until a profile starts. Call stacks would be most of the file.
+"""The kernel allows 107 bytes for a socket's path."""
+# Costs nothing until a profile starts.
 _PROFILER = ProfilerConfig(
     profiler="torch",
     torch_profiler_dir=str(PROFILES),
@@ -100,8 +100,7 @@ def engine_arguments(
         gpu_memory_utilization=engine.gpu_memory_utilization if engine.kv_cache_gib is None else _LEAST_SHARE,
         kv_cache_memory_bytes=None if engine.kv_cache_gib is None else int(engine.kv_cache_gib * 2**30),
         enforce_eager=is_cpu if engine.enforce_eager is None else engine.enforce_eager,
-        # Pays off for multi-turn answers: their requests share a prefix. Required to record experts, which vLLM stores
-        # per block of cached prefixes.
+        # Pays off for multi-turn answers. Required to record experts, which vLLM stores per cached block.
         enable_prefix_caching=records
         or (reads_text if engine.enable_prefix_caching is None else engine.enable_prefix_caching),
         enable_return_routed_experts=records,
@@ -115,8 +114,8 @@ def engine_arguments(
         use_tqdm_on_load=False,
         **lora_arguments(model.lora, targets=lora_targets),
         **(image_arguments(is_cpu=is_cpu) if has_images else {}),
-        # On a CPU, a seeded request with a chunked prompt crashes the engine process: after each chunk except the last,
-        # vLLM rewinds the request's random generator, which torch does not support there.
+        # On a CPU, a seeded request with a chunked prompt crashes the engine process: vLLM rewinds the request's random
+        # generator, which torch does not support there.
         **({"profiler_config": _PROFILER, "enable_chunked_prefill": False if is_cpu else None} | engine.engine_kwargs),
     )
 
@@ -141,18 +140,16 @@ def _check_arguments(engine: VllmEngineConfig, *, is_cpu: bool, records: bool) -
 
 def check_environment(required: Mapping[str, str]) -> None:
     """Raise EngineError unless the environment has these values."""
-    wrong = {name: value for name, value in required.items() if os.environ.get(name) != value}
-    if wrong:
-        name, value = next(iter(wrong.items()))
+    if wrong := [name for name, value in required.items() if os.environ.get(name) != value]:
         raise EngineError(
-            f"the environment must have the variables of vllm_environment() before vLLM is imported, got {name}="
-            f"{os.environ.get(name)!r} instead of {value!r} ({len(wrong)} differ): start with "
+            f"the environment must have the variables of vllm_environment() before vLLM is imported, got {wrong[0]}="
+            f"{os.environ.get(wrong[0])!r} instead of {required[wrong[0]]!r} ({len(wrong)} differ): start with "
             "`python -m slipstream.generators`"
         )
 
 
 class _EngineProcess(ForkServerProcess):
-    """Runs in the environment of the process that starts it, not in the fork server's."""
+    """Runs in the environment of the process that starts it."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -171,17 +168,16 @@ class _EngineContext(ForkServerContext):
 
 
 def start_fork_server() -> None:
-    """Fork a process from which later engine processes are forked, with vLLM already imported.
+    """Fork a process from which later engine processes are forked, because importing vLLM again takes half of a start.
 
-    A spawned engine process imports vLLM again, which takes as long as all other parts of a start. Call this after the
-    imports and before this process has threads or sockets, which a fork would share. No-op with threads, and on GPUs,
-    where it is untested.
+    Call this after the imports and before this process has threads or sockets, which a fork would share. No-op with
+    threads, and on GPUs, where it is untested.
     """
     if not current_platform.is_cpu() or threading.active_count() > 1:
         return
-    # Objects that no collection visits stay in pages that the processes share.
+    # Objects that no collection visits stay in shared pages.
     gc.freeze()
-    # Like `ForkServer.ensure_running`, but forked: a server that is started afresh would also import vLLM again.
+    # Like `ForkServer.ensure_running`, but forked.
     alive_r, alive_w = os.pipe()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(connection.arbitrary_address("AF_UNIX"))  # type: ignore[attr-defined]
@@ -210,7 +206,7 @@ def _stop_fork_server() -> None:
     server: Any = forkserver._forkserver
     os.kill(server._forkserver_pid, signal.SIGKILL)
     server._stop()
-    # It ends once no process of the engine is left, and the role's end would interrupt it.
+    # It ends after the engine's last process.
     stopping = run_in_thread(resource_tracker._resource_tracker._stop, name="stop-tracker")  # type: ignore[attr-defined]
     with suppress(TimeoutError):
         stopping.result(timeout=_STOP_GRACE_S)
@@ -219,9 +215,9 @@ def _stop_fork_server() -> None:
 async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM:
     """Start vLLM, or stop what has started after `timeout_s`. Raises EngineError."""
     forget_fatal_error()
-    own = os.environ.get(SOCKETS, SOCKETS_PREFIX)
-    # The folder of an engine that has stopped may still be named.
-    is_unset = Path(own).name.startswith(SOCKETS_PREFIX) and not Path(own).is_dir()
+    own = Path(os.environ.get(SOCKETS, SOCKETS_PREFIX))
+    # A stopped engine's may still be named.
+    is_unset = own.name.startswith(SOCKETS_PREFIX) and not own.is_dir()
     if is_unset and len(tempfile.gettempdir().encode()) <= _MAX_TEMPDIR_BYTES:
         os.environ[SOCKETS] = tempfile.mkdtemp(prefix=SOCKETS_PREFIX)
     # The constructor blocks, and its thread cannot be canceled.
@@ -231,8 +227,8 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
     except TimeoutError as error:
         await _abandon(starting)
         raise EngineStartError(
-            f"vLLM must start within {timeout_s:g} s (see learner.stall.timeout_s), but did not: "
-            "see the log above, or raise the limit"
+            f"vLLM must start within {timeout_s:g} s (see learner.stall.timeout_s), but did not: see the log above, or "
+            "raise the limit"
         ) from error
     except asyncio.CancelledError:
         await _abandon(starting)
@@ -246,9 +242,9 @@ async def start_llm(arguments: AsyncEngineArgs, *, timeout_s: float) -> AsyncLLM
 async def stop_llm(llm: AsyncLLM) -> None:
     """Shut down the engine process, then kill the rest, within seconds."""
     if llm.output_handler:
-        # It would log the end of the engine process as an error.
+        # It would log an error.
         llm.output_handler.cancel()
-    # On a CPU, leaving the process group of one member takes longer than any grace.
+    # On a CPU, leaving the process group takes longer than any grace.
     await asyncio.to_thread(llm.shutdown, 0.0 if current_platform.is_cpu() else _STOP_GRACE_S)
     _kill_engine_processes()
     _stop_fork_server()
@@ -265,12 +261,12 @@ def one_line(error: BaseException) -> str:
 
 
 def _start(arguments: AsyncEngineArgs) -> AsyncLLM:
-    # The engine process inherits this thread's signal mask, so that Ctrl-C reaches only this process. Python's resource
-    # tracker must already run, because starting it unblocks SIGINT.
+    # The engine process inherits this signal mask, so that Ctrl-C reaches only this process. The resource tracker must
+    # already run, because starting it unblocks SIGINT.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     if current_platform.is_cpu():
-        # vLLM inspects a model class in a process that imports vLLM, because the import might initialize a GPU.
+        # vLLM would start a process, because this might initialize a GPU.
         registry._run_in_subprocess = lambda inspect: inspect()
     try:
         llm = AsyncLLM.from_engine_args(arguments, stat_loggers=[LoadRecorder])

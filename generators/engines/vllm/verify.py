@@ -1,7 +1,7 @@
 """Verifies that a loaded model holds exactly the tensors that were sent.
 
-In vLLM, parameter loaders place tensors, then each layer may repack them. RecordedLoad records the loader calls,
-replays them into a copy of one layer at a time, and compares bit for bit.
+In vLLM, loaders place tensors, then each layer may repack them. RecordedLoad records the loader calls, replays them
+into a copy of one layer at a time, and compares bit for bit.
 """
 
 from bisect import bisect_right
@@ -28,7 +28,7 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from slipstream.broker.errors import WeightTransferError
 
 CHECK_TIMEOUT_S = 60.0
-"""Longest wait of the thread that loads for the thread that decodes."""
+"""Longest wait for the decoding thread."""
 
 T = TypeVar("T")
 Check = Callable[[], bool]
@@ -37,7 +37,7 @@ Call = tuple[str, BoundArguments]
 
 
 def resolve(future: "Future[T]", call: Callable[..., T], *arguments: Any) -> None:
-    """Set the future to the result of a call, or to its error."""
+    """Set the future to a call's result or error."""
     try:
         future.set_result(call(*arguments))
     except Exception as error:
@@ -45,7 +45,7 @@ def resolve(future: "Future[T]", call: Callable[..., T], *arguments: Any) -> Non
 
 
 def kernels_not_compared() -> WeightTransferError:
-    """Error of a decoding thread that runs no checks."""
+    """Build the error for a decoding thread that runs no checks."""
     return WeightTransferError(f"kernels must be compared within {CHECK_TIMEOUT_S:g} s, they were not")
 
 
@@ -57,7 +57,7 @@ def run_now(check: Check) -> "Future[bool]":
 
 
 class _Calls(list[Call]):
-    """Replaces vLLM's list of a layer's loader calls, which is emptied after loading."""
+    """Replaces vLLM's list of calls, which it empties after loading."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _Calls(list[Call]):
 
     def append(self, call: Call) -> None:
         name, arguments = call
-        # A copy, because vLLM puts the loaded parameter into the arguments, which would keep a second model in memory.
+        # vLLM puts the loaded parameter into the arguments, which would keep a second model in memory.
         kept = copy(arguments)
         kept.arguments = dict(arguments.arguments)
         self.kept.append((name, kept))
@@ -92,7 +92,7 @@ class RecordedLoad(TorchDispatchMode):
         self._kernels = {path: kernel for path, kernel in kernels.items() if kernel is not nn.functional.linear}
         """Kernels of the previous weights."""
         self.uncompared: list[str] = []
-        """Parameters and sent tensors that could not be compared; filled by `first_mismatch`."""
+        """Parameters and sent tensors not compared by `first_mismatch`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and args[0].is_meta:
@@ -130,11 +130,12 @@ class RecordedLoad(TorchDispatchMode):
         kept = (arguments for calls in self._calls.values() for _, arguments in calls.kept)
         tensors = dict(sent)
         missed = _not_passed(tensors, [v for c in kept for k, v in c.arguments.items() if k != "param"])
-        for name in missed:
+        for name in (each for each in missed if each in held):
+            tensor = tensors[name]
             # vLLM may pad the vocabulary with extra rows.
-            rows = held[name][: len(tensors[name])] if name in held and tensors[name].dim() else held.get(name)
-            if rows is not None and rows.shape == tensors[name].shape:
-                if not torch.equal(rows, tensors[name].to(rows)):
+            rows = held[name][: len(tensor)] if tensor.dim() else held[name]
+            if rows.shape == tensor.shape:
+                if not torch.equal(rows, tensor.to(rows)):
                     return name
                 compared.add(id(held[name]))
         if part[1] > 1:
@@ -146,13 +147,13 @@ class RecordedLoad(TorchDispatchMode):
     def _mismatch_of_layers(
         self, compared: set[int], *, run: Callable[[Check], Future[bool]], part: tuple[int, int], is_sampled: bool
     ) -> str:
-        """Compare the layers with their loader calls. Adds the `id` of each equal parameter to `compared`."""
+        """Adds the `id` of each equal parameter to `compared`."""
         later: list[tuple[str, Future[bool]]] = []
         start, step = part
         for index, (path, layer) in enumerate(self._layers.items()):
             shard = getattr(layer, "shard_indices", None)
             if shard and not shard.num_org_elements:
-                # This worker's part of a small vocabulary is only padding, which vLLM does not load again.
+                # Only padding, which vLLM does not load again.
                 compared |= {id(parameter) for parameter in layer._parameters.values()}
                 continue
             calls, kernel = self._calls[path].kept, getattr(layer, "cpu_linear", nn.functional.linear)
@@ -175,10 +176,7 @@ class RecordedLoad(TorchDispatchMode):
 
 
 def _compare(layer: nn.Module, calls: Sequence[Call]) -> Iterator[tuple[str, "bool | Check | None"]]:
-    """Yield each parameter's name, and whether it matches the replayed calls; None = unknown.
-
-    A kernel's result is a function, because two threads must not run vLLM's kernels for the CPU at the same time.
-    """
+    """Yield each parameter's name, and whether it matches the replayed calls: a Check for a kernel, None = unknown."""
     expected = _place(layer, calls)
     kernel = getattr(layer, "cpu_linear", nn.functional.linear)
     is_held = {name: _is_same(layer._parameters[name], tensor) for name, tensor in expected.items()}
@@ -205,7 +203,7 @@ def _has_same_output(layer: Any, other: Any, row: Tensor) -> bool:
 
 
 def _place(layer: nn.Module, calls: Sequence[Call]) -> dict[str, Tensor]:
-    """Replay loader calls into new parameters, without repacking. Floats that no call writes are NaN."""
+    """Replay loader calls into new parameters. Floats that no call writes are NaN."""
     placed: dict[str, Tensor] = {}
     with get_layerwise_info(layer).restore_device:
         for name, call in calls:
@@ -220,7 +218,7 @@ def _place(layer: nn.Module, calls: Sequence[Call]) -> dict[str, Tensor]:
 
 
 def _repack(layer: Any, placed: dict[str, Tensor]) -> Any:
-    """Build a layer from these parameters and repack it as vLLM does; None if that needs more than parameters."""
+    """Build a layer and repack it as vLLM does; None if that needs more than parameters."""
     if any(tensor.isnan().any() for tensor in placed.values()):
         return None
     other, method = nn.Module(), layer.quant_method
@@ -234,8 +232,7 @@ def _repack(layer: Any, placed: dict[str, Tensor]) -> Any:
     try:
         method.process_weights_after_loading(other)
     except Exception:
-        # vLLM's code may need attributes that this bare layer lacks.
-        return None
+        return None  # it may need attributes that this bare layer lacks
     return other
 
 
@@ -263,6 +260,6 @@ def _not_passed(sent: dict[str, Tensor], passed: Sequence[Any]) -> list[str]:
 
 
 def _fingerprint(tensor: Tensor) -> tuple[int, ...]:
-    """Fingerprint that does not depend on the order of elements."""
+    """Does not depend on the order of elements."""
     bits = tensor.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
     return tensor.numel(), int(bits.sum(dtype=torch.int64)), int((bits * bits).sum(dtype=torch.int64))

@@ -1,5 +1,5 @@
-"""Weight updates inside vLLM's worker processes: a version is loaded into a second copy of the model while requests
-are decoded, and takes the place of the current one between two steps.
+"""Weight updates in vLLM's workers: a version is loaded into a second copy of the model while requests are decoded, and
+replaces the current one between two steps.
 
 `register` is the entry point `vllm.general_plugins`, which vLLM calls in each of its processes.
 """
@@ -70,23 +70,21 @@ def register() -> None:
 # --- parent watch ----------------------------------------------------------------------------------------------------
 def die_with_parent() -> None:
     """Kill this process when its multiprocessing parent ends."""
-    # vLLM's engine process would not notice that its parent was killed. PR_SET_PDEATHSIG would fire when the *thread*
-    # that started the process ends, which may be much earlier.
+    # PR_SET_PDEATHSIG would fire when the *thread* that started the process ends, which may be much earlier.
     parent = multiprocessing.parent_process()
     if parent is not None:
         threading.Thread(target=_kill_at_parent_exit, args=(parent.sentinel,), name="parent-watch", daemon=True).start()
 
 
 def _kill_at_parent_exit(sentinel: int) -> None:
-    # The sentinel pipe becomes ready when the parent ends. No deadline, because this thread has no other purpose.
-    connection.wait([sentinel])
+    connection.wait([sentinel])  # ready when the parent ends
     remove_sockets()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 # --- weight updates --------------------------------------------------------------------------------------------------
 class LoadOrder(Record):
-    """A verified version in shared memory. Example: LoadOrder("/proc/17/fd/9", [4096], slots=[...])."""
+    """A version in shared memory. Example: LoadOrder("/proc/17/fd/9", [4096], slots=[...])."""
 
     path: str
     bucket_bytes: list[int]
@@ -104,11 +102,11 @@ class Outcome(Record):
     uncompared: list[str] = []
     """Tensors that could not be compared."""
     seconds: dict[str, float] = {}
-    """Durations of the parts."""
+    """Of the parts."""
 
 
 class ModelVersions:
-    """The model that decodes and, where it is possible, a second copy that the next version is loaded into.
+    """The model that decodes and, where possible, a second copy for the next version.
 
     Life cycle: (prepare -> switch)*. An error of `prepare` leaves the model unchanged. Without a second copy, `switch`
     loads.
@@ -128,14 +126,13 @@ class ModelVersions:
 
     def prepare(self, order: LoadOrder) -> Outcome:
         """Load and compare a version in the second copy. Runs in a thread while the model decodes."""
-        started_at, seconds = time.perf_counter(), dict[str, float]()
+        started_at, seconds, uncompared = time.perf_counter(), dict[str, float](), list[str]()
         self._received, self._is_loaded, self._lora = [], False, order.lora
         self.checks = KernelChecks()
         try:
             tensors = buckets.unpack(self._maps.get(order.path, sizes=order.bucket_bytes), order.slots)
             received = [*tensors, *self._tied(dict(tensors), order.tied)]
             seconds["map"] = time.perf_counter() - started_at
-            uncompared: list[str] = []
             if not order.lora and self._has_room_for_two():
                 self._second = self._second or second_copy(self.model)
                 uncompared = self._load(self._second, received, seconds)
@@ -147,9 +144,8 @@ class ModelVersions:
 
     def switch(self) -> Outcome:
         """Exchange the models, or load the prepared version. Must run between two steps."""
-        started_at, seconds = time.perf_counter(), dict[str, float]()
+        started_at, seconds, uncompared = time.perf_counter(), dict[str, float](), list[str]()
         received, self._received = self._received, []
-        uncompared: list[str] = []
         try:
             if self._is_loaded and self._second:
                 exchange(self.model, self._second)
@@ -162,24 +158,21 @@ class ModelVersions:
         return Outcome("", uncompared, seconds | {"switch": time.perf_counter() - started_at})
 
     def _has_room_for_two(self) -> bool:
-        """Whether a second copy is possible: compiled graphs refer to the first one's memory, a GPU has no room for it,
-        and some layers share a state that is derived from their weights."""
-        is_eager, layers = self._config.model_config.enforce_eager, self.model.modules()
-        return (
-            self._device.type == "cpu"
-            and is_eager
-            and not any(isinstance(each, MLAAttention) or _has_kernel_of_experts(each) for each in layers)
-        )
+        """Whether a second copy is possible: compiled graphs refer to the first one's memory, a GPU has no room, and
+        some layers share state derived from their weights."""
+        is_possible = self._device.type == "cpu" and self._config.model_config.enforce_eager
+        layers = self.model.modules()
+        return is_possible and not any(isinstance(one, MLAAttention) or _has_kernel_of_experts(one) for one in layers)
 
     def _tied(self, sent: dict[str, Tensor], tied: list[list[str]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tied tensors for layers with a separate copy, such as the packed head of vLLM's CPU build."""
-        # `named_modules` lists a shared layer once, so it omits a head that is the embedding itself.
+        """Yield tied tensors for layers with a separate copy, such as a packed head."""
+        # `named_modules` lists a shared layer once: not a head that is the embedding itself.
         own = {f"{path}.{name}" for path, layer in self.model.named_modules() for name in layer._parameters}
         for first, *others in tied:
             yield from ((name, sent[first]) for name in others if name in own)
 
     def _load(self, model: nn.Module, received: list[tuple[str, Tensor]], seconds: dict[str, float]) -> list[str]:
-        """Load and compare a version. Returns the tensors that could not be compared. Raises WeightTransferError."""
+        """Returns the tensors that could not be compared. Raises WeightTransferError."""
         started_at = time.perf_counter()
         with set_current_vllm_config(self._config):
             load = self._load_recorded(model, received)
@@ -192,13 +185,14 @@ class ModelVersions:
         seconds["compare"] = time.perf_counter() - started_at - seconds["load"]
         if mismatch:
             raise WeightTransferError(f"the engine must hold {mismatch} as sent, but it holds different values")
+        if self._config.parallel_config.pipeline_parallel_size == 1:
+            return load.uncompared
+        # Other workers hold some of the layers.
         held = dict(model.named_parameters())
-        # With pipeline parallelism, other workers hold some of the layers.
-        is_whole = self._config.parallel_config.pipeline_parallel_size == 1
-        return [name for name in load.uncompared if is_whole or name in held]
+        return [name for name in load.uncompared if name in held]
 
     def _load_recorded(self, model: nn.Module, tensors: list[tuple[str, Tensor]]) -> RecordedLoad:
-        """Raises WeightTransferError if the model reports that it did not load all parameters."""
+        """Raises WeightTransferError if parameters are not loaded."""
         if self._device.type == "cpu":
             # vLLM 0.32 repacks experts for the CPU only when it builds their kernel.
             for layer in filter(_has_kernel_of_experts, model.modules()):
@@ -211,37 +205,35 @@ class ModelVersions:
             with load:
                 loaded: Any = model.load_weights(tensors)
         except Exception as error:
-            # A loader may raise anything. The engine stays alive but unverified until an update succeeds.
+            # A loader may raise anything.
             raise WeightTransferError(f"the engine could not load it: {type(error).__name__}: {error}") from error
         finally:
             finalize_layerwise_reload(model, self._config.model_config)
         # Quantized models have parameters that are never sent. Some models report nothing.
         is_reported = loaded is not None and self._config.model_config.quantization is None
         if stale := sorted(loadable - loaded) if is_reported else []:
-            raise WeightTransferError(
-                f"every parameter of the engine must be loaded, {stale[0]} and {len(stale) - 1} more kept their old "
-                "values"
-            )
+            missed = f"{stale[0]} and {len(stale) - 1} more kept their old values"
+            raise WeightTransferError(f"every parameter of the engine must be loaded, {missed}")
         return load
 
     def _load_adapter(self, received: list[tuple[str, Tensor]]) -> None:
         load_adapter(self.model, received, settings=self._lora)
         mismatch = first_adapter_mismatch(self.model, received, settings=self._lora)
-        # A split model holds slices of the tensors, which only the probe checks.
+        # Only the probe checks slices of a split model.
         if mismatch and self._config.parallel_config.world_size == 1:
             raise WeightTransferError(f"vLLM must hold {mismatch} as sent, but it holds different values or nothing")
 
 
 class KernelChecks:
-    """Checks of kernels, from the thread that loads to the thread that decodes: vLLM's kernels for the CPU share memory
-    between calls, so only one thread may run them."""
+    """Queue from the loading to the decoding thread, because only one thread may run vLLM's CPU kernels: they share
+    memory between calls."""
 
     def __init__(self) -> None:
         # Bounded, because each check holds a packed layer.
         self._waiting: Queue[tuple[Check, Future[bool]]] = Queue(maxsize=_CHECKS_AHEAD)
 
     def run(self, check: Check) -> "Future[bool]":
-        """Queue a check. Raises WeightTransferError if the decoding thread runs none for long."""
+        """Queue a check. Raises WeightTransferError if the decoding thread runs none."""
         checked: Future[bool] = Future()
         try:
             self._waiting.put((check, checked), timeout=CHECK_TIMEOUT_S)
@@ -261,7 +253,7 @@ class KernelChecks:
 
 
 def second_copy(model: nn.Module) -> nn.Module:
-    """Copy the modules and tensors of a model; everything else, such as KV caches, is shared with it."""
+    """Copy the modules and tensors of a model; everything else, such as KV caches, is shared."""
     tensors: dict[int, Tensor | None] = {}
 
     def copied(tensor: Tensor | None) -> Tensor | None:
@@ -289,7 +281,7 @@ def second_copy(model: nn.Module) -> nn.Module:
 
 
 def exchange(model: nn.Module, second: nn.Module) -> None:
-    """Exchange the tensors and kernels of two copies of a model, layer by layer, without copying."""
+    """Exchange the tensors and kernels of two copies of a model."""
     for one, other in zip(list(model.modules()), list(second.modules()), strict=True):
         ours, theirs = vars(one), vars(other)
         # vLLM refers to the layers of the first model by identity.
@@ -316,7 +308,6 @@ class WeightWorker:
         decoded, prepared = msgspec.msgpack.decode(order, type=LoadOrder), Future[Outcome]()
         self._preparing = prepared
         arguments = prepared, self._versions.prepare, decoded
-        # A daemon, so that it does not delay the end of the process.
         threading.Thread(target=resolve, args=arguments, name="prepare-weights", daemon=True).start()
 
     def pop_prepared(self) -> dict[str, Any] | None:

@@ -8,7 +8,7 @@ from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import TensorSlot
 from slipstream.broker.weights import buckets
 from slipstream.broker.weights.checkpoint_names import CheckpointNames
-from slipstream.generators.engines.engine import WeightLayout
+from slipstream.generators.engines.checks import check_layout
 from tests.tiny_model import make_tiny_module
 
 UP, GATE = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_proj.weight"
@@ -23,7 +23,7 @@ def slots_of(module: torch.nn.Module) -> list[TensorSlot]:
 def test_the_learners_layout_of_the_same_model_is_accepted(is_tied: bool):
     with torch.device("meta"):
         names = CheckpointNames(make_tiny_module(is_tied=is_tied))
-    WeightLayout(names, dtype="float32").check(slots_of(make_tiny_module(is_tied=is_tied)))
+    check_layout(slots_of(make_tiny_module(is_tied=is_tied)), names, dtype="float32")
     assert names.tied == ([["model.embed_tokens.weight", "lm_head.weight"]] if is_tied else [])
 
 
@@ -53,6 +53,6 @@ def renamed(names: dict[str, str]) -> Change:
     ],
 )
 def test_any_other_layout_is_rejected_with_the_tensor_named(change: Change, words: str):
-    layout = WeightLayout(CheckpointNames(make_tiny_module()), dtype="float32")
+    names = CheckpointNames(make_tiny_module())
     with pytest.raises(WeightTransferError, match=words):
-        layout.check(change(slots_of(make_tiny_module())))
+        check_layout(change(slots_of(make_tiny_module())), names, dtype="float32")

@@ -30,6 +30,11 @@ def in_pool(config: RewardConfig, use: Callable[[RewardPool], Awaitable[T]]) -> 
     return asyncio.run(session())
 
 
+def worker_pids(pool: RewardPool) -> list[int]:
+    """Process ids of the ready workers."""
+    return [worker.pid for worker in pool._workers if worker.is_ready]
+
+
 def scores(config: RewardConfig, samples: list[RewardInput], *, compares: bool = False) -> list[Reward]:
     """Score samples concurrently, or compare them."""
 

@@ -18,7 +18,7 @@ from slipstream.buffer.trajectory import Reward
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.worker import SIGNAL_EXIT
-from tests.unit.generators.rewards.scene import SAMPLES, in_pool, sample, scores
+from tests.unit.generators.rewards.scene import SAMPLES, in_pool, sample, scores, worker_pids
 
 FUNCTION = f"{SAMPLES}:by_response"
 
@@ -140,7 +140,7 @@ def test_several_workers_share_the_samples():
         deadline = time.monotonic() + 20
         while len(seen) < 3 and time.monotonic() < deadline:
             seen |= {reward.total for reward in await asyncio.gather(*(pool.score(sample("pid")) for _ in range(6)))}
-        assert seen == {float(pid) for pid in pool.worker_pids}
+        assert seen == {float(pid) for pid in worker_pids(pool)}
         assert len(seen) == 3
 
     use_pool(use, num_workers=3)
@@ -151,7 +151,7 @@ def test_a_worker_that_cannot_be_ended_holds_nothing_up(monkeypatch: pytest.Monk
 
     async def use(pool: RewardPool) -> None:
         await pool.score(sample())
-        supervisor = psutil.Process(pool.worker_pids[0]).parent()
+        supervisor = psutil.Process(worker_pids(pool)[0]).parent()
         assert supervisor is not None
         supervisor.suspend()
         call = asyncio.create_task(pool.score(sample("sleep 20")))
@@ -162,7 +162,7 @@ def test_a_worker_that_cannot_be_ended_holds_nothing_up(monkeypatch: pytest.Monk
         assert (await call).status == "timeout"
         assert await pool.score(sample()) == Reward(total=0.5)
         assert not supervisor.is_running() or supervisor.status() == psutil.STATUS_ZOMBIE
-        psutil.Process(pool.worker_pids[0]).parent().suspend()  # `close` ends such a worker, too
+        psutil.Process(worker_pids(pool)[0]).parent().suspend()  # `close` ends such a worker, too
 
     use_pool(use, timeout_s=0.5)
 
@@ -170,11 +170,11 @@ def test_a_worker_that_cannot_be_ended_holds_nothing_up(monkeypatch: pytest.Monk
 def test_a_worker_killed_from_outside_is_replaced():
     async def use(pool: RewardPool) -> None:
         await pool.score(sample())
-        (victim,) = pool.worker_pids
+        (victim,) = worker_pids(pool)
         os.kill(victim, signal.SIGKILL)
-        await until(lambda: pool.worker_pids != [victim])
+        await until(lambda: worker_pids(pool) != [victim])
         assert await pool.score(sample()) == Reward(total=0.5)
-        assert pool.worker_pids != [victim]
+        assert worker_pids(pool) != [victim]
 
     use_pool(use)
 
@@ -182,10 +182,10 @@ def test_a_worker_killed_from_outside_is_replaced():
 def test_a_worker_ignores_ctrl_c_and_imports_nothing_large():
     async def use(pool: RewardPool) -> None:
         await pool.score(sample())
-        (worker,) = pool.worker_pids
+        (worker,) = worker_pids(pool)
         os.kill(worker, signal.SIGINT)
         assert (await pool.score(sample("heavy"))).total == 0.0
-        assert pool.worker_pids == [worker]
+        assert worker_pids(pool) == [worker]
         assert os.getpgid(worker) != os.getpgid(0)
 
     use_pool(use)
@@ -206,7 +206,7 @@ def test_a_cancelled_call_does_not_disturb_the_next():
 def test_closing_ends_open_calls_and_workers():
     async def use(pool: RewardPool) -> None:
         await pool.score(sample())
-        (worker,) = pool.worker_pids
+        (worker,) = worker_pids(pool)
         call = asyncio.create_task(pool.score(sample("sleep 60")))
         await asyncio.sleep(0.05)
         pool.close()
@@ -222,11 +222,12 @@ import asyncio, sys
 from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward import RewardInput
+from tests.unit.generators.rewards.scene import worker_pids
 
 async def main():
     pool = RewardPool(RewardConfig("tests.unit.generators.rewards.samples:by_response", timeout_s=60))
     await pool.score(RewardInput(prompt="", response="", ground_truth=""))
-    print(pool.worker_pids[0], flush=True)
+    print(worker_pids(pool)[0], flush=True)
     await pool.score(RewardInput(prompt="", response=sys.argv[1], ground_truth=""))
 
 asyncio.run(main())

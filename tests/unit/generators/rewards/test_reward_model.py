@@ -15,7 +15,7 @@ from slipstream.configs.generators import RewardConfig
 from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward_model import RewardModel
 from tests.tiny_model import make_tiny_model, make_tokenizer
-from tests.unit.generators.rewards.scene import in_pool, sample
+from tests.unit.generators.rewards.scene import in_pool, sample, worker_pids
 
 
 def make_reward_model(folder: Path) -> str:
@@ -62,7 +62,7 @@ def test_calls_share_batches_and_a_model_that_dies_or_hangs_costs_its_answers_al
         (tmp_path / "hang").touch()
         call = asyncio.create_task(scored(["991", "7"]))
         await asyncio.sleep(0.5)
-        os.kill(pool.worker_pids[0], signal.SIGKILL)
+        os.kill(worker_pids(pool)[0], signal.SIGKILL)
         (tmp_path / "hang").unlink()
         found.append(await call)
         # A hanging model: the answers that it delays are masked, and it is restarted.
