@@ -47,13 +47,7 @@ from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.credentials import derive_keys, make_token, write_guest_tokens
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import fingerprint
-from slipstream.runtime.process import (
-    ended_beside,
-    exempt_from_collection,
-    has_launcher,
-    launcher_pid,
-    on_stop_signal,
-)
+from slipstream.runtime.process import ended_beside, exempt_from_collection, has_launcher, launcher_pid, on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 
 _ARCHIVE_TIMEOUT_S = 4.0
@@ -139,12 +133,7 @@ def _serve(
     url = store_url(run, folder.path)
     state = _open_run(run, url, num_rows=train.row_count)
     # No retries: peers must be told of an outage.
-    store = open_run_store(
-        url,
-        run.name,
-        timeout_s=run.broker.store_timeout_s,
-        answer_timeout_s=_ANSWER_TIMEOUT_S,
-    )
+    store = open_run_store(url, run.name, timeout_s=run.broker.store_timeout_s, answer_timeout_s=_ANSWER_TIMEOUT_S)
     router = Router(
         channel,
         store,

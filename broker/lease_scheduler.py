@@ -16,13 +16,7 @@ from slipstream.broker.peers import Peer
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import StoreUnavailableError
-from slipstream.buffer.pacing import (
-    admission_limit,
-    admission_reason,
-    oldest_version,
-    pacing_reason,
-    weights_reason,
-)
+from slipstream.buffer.pacing import admission_limit, admission_reason, oldest_version, pacing_reason, weights_reason
 from slipstream.buffer.records import Lease, RunState
 from slipstream.buffer.sampling import NOTHING_SKIPPED, Upcoming, look_ahead
 from slipstream.buffer.store import Store, StoreOutage

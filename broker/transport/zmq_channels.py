@@ -91,7 +91,7 @@ _COMMON_OPTIONS: Options = {
 }
 _SERVER_OPTIONS: Options = _COMMON_OPTIONS | {
     # Report messages to a departed peer instead of dropping them silently.
-    zmq.ROUTER_MANDATORY: 1,
+    zmq.ROUTER_MANDATORY: 1
 }
 _CLIENT_OPTIONS: Options = _COMMON_OPTIONS | {
     zmq.RECONNECT_IVL: 50,

@@ -34,13 +34,7 @@ _LOOPBACK = "127.0.0.1"
 class CollectiveSender:
     """The learner's end: rank 0 and owner of the rendezvous store. Implements WeightSender; belongs to one thread."""
 
-    def __init__(
-        self,
-        host: str = _LOOPBACK,
-        *,
-        device: str | torch.device,
-        ports: Iterable[int] = (0,),
-    ) -> None:
+    def __init__(self, host: str = _LOOPBACK, *, device: str | torch.device, ports: Iterable[int] = (0,)) -> None:
         """`host`: an IPv4 address or name of this machine. `ports`: for the rendezvous, the first free one; 0 for any.
 
         Raises WeightTransferError.

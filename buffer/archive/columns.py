@@ -20,11 +20,7 @@ ARCHIVE_SCHEMA = 2
 """Increment when an older reader would misread the columns."""
 _ARCHIVE_KEY, _TRAJECTORY_KEY = b"slipstream.archive_schema", b"slipstream.trajectory_schema"
 
-_LISTS: dict[str, pa.DataType] = {
-    "token_ids": pa.int32(),
-    "model_mask": pa.bool_(),
-    "generator_logprobs": pa.float32(),
-}
+_LISTS: dict[str, pa.DataType] = {"token_ids": pa.int32(), "model_mask": pa.bool_(), "generator_logprobs": pa.float32()}
 _TYPES: dict[Any, pa.DataType] = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
 _TYPES[float | None] = pa.float64()
 

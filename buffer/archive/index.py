@@ -125,10 +125,7 @@ class ManifestWriter:
         found = read_manifest(folder)
         self.shards, self.ledger, self.unnamed = found.shards, found.ledger, found.unnamed
         self._file = LineFile(
-            folder / MANIFEST,
-            digest=xxhash.xxh3_64(found.content),
-            num_bytes=len(found.content),
-            schema=_SCHEMA,
+            folder / MANIFEST, digest=xxhash.xxh3_64(found.content), num_bytes=len(found.content), schema=_SCHEMA
         )
 
     def append(self, entry: ShardEntry) -> None:
