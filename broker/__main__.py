@@ -18,7 +18,7 @@ All settings: docs/settings.md; `slipstream config` prints them with their value
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from functools import partial
 
 import structlog
@@ -37,7 +37,7 @@ from slipstream.buffer.redis.run_store import begin_run, open_run_store, store_u
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.buffer.role_reports import LAUNCHER
 from slipstream.buffer.sampling import RowCount
-from slipstream.cluster.observers import Observers, check_observers, observed
+from slipstream.cluster.observers import check_observers, observed
 from slipstream.configs.base import require
 from slipstream.configs.broker import FIRST_BROKER
 from slipstream.configs.buffer import EmbeddedRedisConfig
@@ -151,7 +151,10 @@ def _serve(
     exempt_from_collection()
     folder.record_stage(name, "listening")
     log.info("listening", address=channel.address, store=url, step=state.step, version=state.version)
-    with closing(store), _observing(run, folder, router.chief) as observers, _archiving(run, folder, url, router.chief):
+    # Without a launcher, the first broker runs loggers and exporter.
+    is_observing = name == FIRST_BROKER and not has_launcher()
+    observing = observed(run, logs=folder.logs) if is_observing else nullcontext()
+    with closing(store), observing as observers, _archiving(run, folder, url, router.chief):
         while not is_stopping():
             router.step(timeout_s=step_s)
             sentences = (supervisor.poll() if supervisor else []) + (observers.poll() if observers else [])
@@ -176,16 +179,6 @@ def _open_run(run: RunConfig, url: str, *, num_rows: RowCount) -> RunState:
             "choose another with name=..., or continue it with resume=true and a larger learner.max_steps."
         )
     return state
-
-
-@contextmanager
-def _observing(run: RunConfig, folder: RunFolder, chief: Chief) -> Iterator[Observers | None]:
-    """Run loggers and exporter during the block, in the first broker of a run without a launcher."""
-    if has_launcher() or chief.name != FIRST_BROKER:
-        yield None
-        return
-    with observed(run, logs=folder.logs) as observers:
-        yield observers
 
 
 @contextmanager

@@ -82,7 +82,7 @@ class Chief:
     def report(self, *, num_generators: int) -> bool:
         """Report this broker as alive; returns whether the live brokers changed. Raises StoreUnavailableError."""
         self._facts["generators"] = num_generators
-        offset_s = self._read_offset_s()
+        offset_s = self._store.now() - self._clock()
         answer = self._store.report_broker(self.name, incarnation=self._incarnation, facts=self._facts, lease_s=LEASE_S)
         if not answer.fence:
             # The chief has handled all jumps so far. A later jump may end its lease and make this broker the chief.
@@ -117,15 +117,12 @@ class Chief:
     def _addresses(self) -> dict[str, tuple[str, str]]:
         return {name: (facts["here"], facts["address"]) for name, facts in self._living.items()}
 
-    def _read_offset_s(self) -> float:
-        return self._store.now() - self._clock()
-
     def _follow_clock(self) -> None:
         """Correct the store's deadlines after its clock was set or the machine suspended.
 
         A forward jump shifts them. The store also caps them at their full duration, which handles a jump back.
         """
-        offset_s = self._read_offset_s()
+        offset_s = self._store.now() - self._clock()
         jump_s = 0.0 if self._clock_offset_s is None else offset_s - self._clock_offset_s
         has_jumped = abs(jump_s) > _JUMP_S
         self._store.follow_clock(

@@ -23,6 +23,7 @@ from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import AnswerCheck, Sampling, Trajectory, TrajectoryHeader
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
+from slipstream.runtime.model_files import ModelFingerprint
 
 MAX_LOGPROB_DIFF = 0.05
 """Mean absolute difference between log-probabilities of a guest and of the run's own engine, nats, in addition to twice
@@ -78,7 +79,7 @@ class Guests:
         send: Callable[[bytes, Message], bool],
         depart: Callable[[Peer, str], None],
         clock: Clock,
-        vocab_size: int | None = None,
+        model: ModelFingerprint | None,
     ) -> None:
         self._run = run
         self._config = run.cluster.untrusted_generators
@@ -87,7 +88,7 @@ class Guests:
         self._send = send
         self._depart = depart
         self._clock = clock
-        self._vocab_size = vocab_size
+        self._vocab_size = model.vocab_size if model else None
         self._guests = defaultdict[str, _Guest](_Guest)
         self._arriving: dict[str, _Check] = {}
         """Trajectory id -> check of an answer that is not stored yet."""
@@ -169,9 +170,8 @@ class Guests:
         """Assign open checks to trusted, ready generators; reassign them after a departure or a timeout."""
         if not self._config.names:
             return
-        auditors = {
-            peer.owner: peer for peer in self._peers.generators() if not peer.guest and peer.status.state == "ready"
-        }
+        ready = [peer for peer in self._peers.generators() if not peer.guest and peer.status.state == "ready"]
+        auditors = {peer.owner: peer for peer in ready}
         self._num_auditors, now = len(auditors), self._clock()
         for check in self._open.values():
             if check.owner and (check.owner not in auditors or now >= check.due_at):

@@ -41,48 +41,45 @@ class Rejection(Record):
     reason: str
 
 
-class Handshake:
-    """Admits or refuses peers."""
+def check_hello(
+    hello: Hello,
+    locate_duplicate: Callable[[Hello], str],
+    *,
+    guest: str,
+    quarantined: Mapping[str, str],
+    trusts_network: bool,
+) -> Rejection | None:
+    """Reason to reject a peer; None if it may join.
 
-    def __init__(self, *, locate_duplicate: Callable[[Hello], str], trusts_network: bool = False) -> None:
-        """`locate_duplicate` describes another live peer of the same name; empty if the name is unique."""
-        self._locate_duplicate = locate_duplicate
-        self._trusts_network = trusts_network
+    `locate_duplicate` describes another live peer of the same name; empty if none. `guest`: guest that the peer's key
+    belongs to; empty for the run's token. `quarantined`: guest -> reason.
+    """
+    if hello.schema_version != SCHEMA_VERSION:
+        return _reject_schema(hello.peer_id, hello.schema_version)
+    if hello.weight_transport == "collective" and not (trusts_network or is_here(hello.machine)):
+        return Rejection(
+            "network",
+            "weights.transport=collective on another machine needs cluster.trusted_network=true, since broadcasts are "
+            f"not encrypted, got false for {hello.peer_id!r} on {hello.host}: leave the transport out to fetch deltas.",
+        )
+    if guest and (reason := _check_guest(hello, guest, quarantined)):
+        return Rejection("guest", reason)
+    reason = _check_name(hello, locate_duplicate)
+    return Rejection("name", reason) if reason else None
 
-    def check(self, hello: Hello, *, guest: str = "", quarantined: Mapping[str, str]) -> Rejection | None:
-        """Reason to reject a peer; None if it may join.
 
-        `guest`: guest that the peer's key belongs to; empty for the run's token. `quarantined`: guest -> reason.
-        """
-        if hello.schema_version != SCHEMA_VERSION:
-            return _reject_schema(hello.peer_id, hello.schema_version)
-        if hello.weight_transport == "collective" and not (self._trusts_network or is_here(hello.machine)):
-            return Rejection(
-                "network",
-                "weights.transport=collective on another machine needs cluster.trusted_network=true, since broadcasts "
-                f"are not encrypted, got false for {hello.peer_id!r} on {hello.host}: leave the transport out to fetch "
-                "deltas.",
-            )
-        if guest and (reason := _check_guest(hello, guest, quarantined)):
-            return Rejection("guest", reason)
-        reason = self._check_name(hello)
-        return Rejection("name", reason) if reason else None
-
-    def _check_name(self, hello: Hello) -> str:
-        # A fixed name, so that a second learner is refused as a duplicate.
-        if hello.role == "learner" and hello.peer_id != LEARNER:
-            return f"a run has one learner, whose id must be {LEARNER!r}, got {hello.peer_id!r}: stop that process."
-        if hello.role == "generator" and (hello.peer_id in _RESERVED_IDS or BROKER_NAME.fullmatch(hello.peer_id)):
-            return f"a generator's id must not be a role's name, got {hello.peer_id!r}: choose another with --id."
-        location = self._locate_duplicate(hello)
-        if location and hello.role == "learner":
-            return f"a run has one learner, but {location} has joined: stop that process, or choose another run."
-        if location:
-            return (
-                f"peer id {hello.peer_id!r} must be unique, but {location} has it: "
-                "choose another with --id, or stop that process."
-            )
+def _check_name(hello: Hello, locate_duplicate: Callable[[Hello], str]) -> str:
+    # A fixed name, so that a second learner is refused as a duplicate.
+    if hello.role == "learner" and hello.peer_id != LEARNER:
+        return f"a run has one learner, whose id must be {LEARNER!r}, got {hello.peer_id!r}: stop that process."
+    if hello.role == "generator" and (hello.peer_id in _RESERVED_IDS or BROKER_NAME.fullmatch(hello.peer_id)):
+        return f"a generator's id must not be a role's name, got {hello.peer_id!r}: choose another with --id."
+    if not (location := locate_duplicate(hello)):
         return ""
+    if hello.role == "learner":
+        return f"a run has one learner, but {location} has joined: stop that process, or choose another run."
+    must = f"peer id {hello.peer_id!r} must be unique, but {location} has it"
+    return f"{must}: choose another with --id, or stop that process."
 
 
 def _check_guest(hello: Hello, guest: str, quarantined: Mapping[str, str]) -> str:

@@ -28,7 +28,8 @@ from slipstream.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-
+_SUSPECT_AFTER_PINGS = 2.5
+"""Unanswered pings after which a generator is excluded from broadcasts."""
 _UNHEARD = Pong(-1.0, "starting", version=-1)
 
 
@@ -75,13 +76,10 @@ class Peer:
 class Peers:
     """Connected peers by ROUTER identity, which is random per connection. Names come only from Hello."""
 
-    def __init__(
-        self, *, timeout_s: float, suspect_after_s: float, transport: WeightTransport = "collective", clock: Clock
-    ) -> None:
-        """`transport`: default for generators that choose none."""
-        self._timeout_s = timeout_s
-        self._suspect_after_s = suspect_after_s
-        self._transport = transport
+    def __init__(self, run: RunConfig, *, clock: Clock) -> None:
+        self._timeout_s = run.broker.peer_timeout_s
+        self._suspect_after_s = _SUSPECT_AFTER_PINGS * run.broker.heartbeat_s
+        self._transport: WeightTransport = run.weights.transport
         self._clock = clock
         # Least recently heard first, so that the search for silent peers can stop early.
         self._by_identity: OrderedDict[bytes, Peer] = OrderedDict()
@@ -180,24 +178,14 @@ class Peers:
         Late generators are `silent` long before they are removed: a dead member would delay a broadcast until its
         deadline.
         """
-        return Members(
-            [
-                MemberState(
-                    p.member,
-                    "silent" if self.is_silent(p) else p.status.state,
-                    p.status.version,
-                    self._transport_of(p),
-                    p.hello.machine,
-                    p.status.lends_at,
-                )
-                for p in self.generators()
-            ]
-        )
+        return Members([self._state_of(peer) for peer in self.generators()])
 
-    def _transport_of(self, peer: Peer) -> WeightTransport:
+    def _state_of(self, peer: Peer) -> MemberState:
+        hello, status = peer.hello, peer.status
         # No broadcasts for guests, because all members wait for each other.
         own = "delta" if peer.guest and self._transport == "collective" else self._transport
-        return peer.hello.weight_transport or own
+        state, transport = "silent" if self.is_silent(peer) else status.state, hello.weight_transport or own
+        return MemberState(peer.member, state, status.version, transport, hello.machine, status.lends_at)
 
     def is_silent(self, peer: Peer) -> bool:
         """Whether the peer misses pings: stopped, dead, or moved to another broker."""
@@ -270,32 +258,24 @@ class Departures:
             del self._departed[0]
 
 
-class DrainRequests:
-    """Drain requests, each sent repeatedly until the generator drains or the deadline passes: a dying connection loses
-    it.
+def send_drain_requests(store: Store, peers: Peers, *, send: Callable[[bytes, Message], bool]) -> None:
+    """Send each drain request in the store, repeatedly until the generator drains or the deadline passes.
 
-    They are kept in the store, so that they survive this broker and reach the broker that serves the generator.
+    The store keeps the requests, so that they survive this broker and reach the broker that serves the generator.
     """
-
-    def __init__(self, store: Store, peers: Peers, *, send: Callable[[bytes, Message], bool]) -> None:
-        self._store = store
-        self._peers = peers
-        self._send = send
-
-    def send_due(self) -> None:
-        if not (requests := self._store.requests("broker")):
-            return
-        heard = (peer for peer in self._peers.generators() if not self._peers.is_silent(peer))
-        here = {DRAIN_REQUEST + peer.hello.peer_id: peer for peer in heard}
-        now, over = self._store.now(), []
-        for subject, value in requests.items():
-            deadline, _, owner = value.partition(" ")
-            peer = here.get(subject)
-            # Sending binds the request to that incarnation: a successor with the same name is not drained.
-            is_answered = peer is not None and (peer.status.state == "draining" or owner not in ("", peer.owner))
-            if is_answered or now >= float(deadline):
-                over.append(subject)
-            elif peer and self._send(peer.identity, Drain("drain requested")) and not owner:
-                self._store.request("broker", subject, f"{deadline} {peer.owner}")
-                self._store.record_event(peer.hello.peer_id, "ordered to drain, as requested")
-        self._store.take_requests("broker", subjects=over)
+    if not (requests := store.requests("broker")):
+        return
+    heard = (peer for peer in peers.generators() if not peers.is_silent(peer))
+    here = {DRAIN_REQUEST + peer.hello.peer_id: peer for peer in heard}
+    now, over = store.now(), []
+    for subject, value in requests.items():
+        deadline, _, owner = value.partition(" ")
+        peer = here.get(subject)
+        # Sending binds the request to that incarnation: a successor with the same name is not drained.
+        is_answered = peer is not None and (peer.status.state == "draining" or owner not in ("", peer.owner))
+        if is_answered or now >= float(deadline):
+            over.append(subject)
+        elif peer and send(peer.identity, Drain("drain requested")) and not owner:
+            store.request("broker", subject, f"{deadline} {peer.owner}")
+            store.record_event(peer.hello.peer_id, "ordered to drain, as requested")
+    store.take_requests("broker", subjects=over)
