@@ -102,9 +102,8 @@ def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes
     """
     before, after = _elements(base, width), _elements(new, width)
     if len(before) != len(after):
-        raise WeightTransferError(
-            f"both versions of a bucket must have the same size, got {base.numel()} and {new.numel()}"
-        )
+        sizes = f"{base.numel()} and {new.numel()}"
+        raise WeightTransferError(f"both versions of a bucket must have the same size, got {sizes}")
     blocks: list[Block] = []
     parts: list[bytes] = []
     for start in range(0, len(after), BLOCK_ELEMENTS):
@@ -198,9 +197,8 @@ def _decompress(part: bytes, *, size_bytes: int) -> Bytes:
     try:
         return np.frombuffer(_codec().decompress(part, decompressed_size=size_bytes), dtype=np.uint8)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise AlteredWeightsError(
-            f"a delta must be readable, got bytes that zstd cannot decompress: {error}"
-        ) from error
+        got = f"bytes that zstd cannot decompress: {error}"
+        raise AlteredWeightsError(f"a delta must be readable, got {got}") from error
 
 
 def _damaged(expected: str, got: str) -> AlteredWeightsError:

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import DeviceName, GroupBackend
-from slipstream.broker.weights.double_buffer import DoubleBuffer
+from slipstream.broker.weights.double_buffer import DoubleBuffer, StartBroadcast
 from slipstream.broker.weights.rendezvous import (
     SENDER_RANK,
     TORCH_ERRORS,
@@ -130,18 +130,12 @@ class ProcessGroup:
 
     def send(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
         """Send buckets in order, each within `timeout_s`. Raises WeightTransferError."""
-        if self._double_buffer:
-            self._double_buffer.send(buckets, partial(self._start_bucket, of=len(buckets), timeout_s=timeout_s))
-        else:
-            self._broadcast_in_pieces(buckets, timeout_s=timeout_s)
+        self._broadcast(buckets, DoubleBuffer.send, timeout_s=timeout_s)
 
     def receive(self, buckets: Sequence[Tensor], *, timeout_s: float, cancelled: Event) -> None:
         """Receive into host buckets of the same sizes. Raises WeightTransferError, soon after `cancelled` is set."""
         self._cancelled = cancelled
-        if self._double_buffer:
-            self._double_buffer.receive(buckets, partial(self._start_bucket, of=len(buckets), timeout_s=timeout_s))
-        else:
-            self._broadcast_in_pieces(buckets, timeout_s=timeout_s)
+        self._broadcast(buckets, DoubleBuffer.receive, timeout_s=timeout_s)
 
     def abort(self) -> None:
         """Abort the running operation; Gloo finishes its current piece first."""
@@ -162,7 +156,13 @@ class ProcessGroup:
         aborting.start()
         aborting.join(_ABORT_S)
 
-    def _broadcast_in_pieces(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
+    def _broadcast(
+        self, buckets: Sequence[Tensor], move: Callable[[DoubleBuffer, Sequence[Tensor], StartBroadcast], None], *,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        if self._double_buffer:
+            move(self._double_buffer, buckets, partial(self._start_bucket, of=len(buckets), timeout_s=timeout_s))
+            return
         for index, bucket in enumerate(buckets):
             deadline = time.monotonic() + timeout_s
             with self._phase(_phase_of(index, bucket, of=len(buckets))):
@@ -230,21 +230,17 @@ def build_backend(
     """Build the process group: NCCL for a GPU, else Gloo. Raises `TORCH_ERRORS`."""
     store.set_timeout(timedelta(seconds=timeout_s))
     if device.type != "cpu":
-        return _build_nccl(store, own)
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = _NCCL_TIMEOUT
+        nccl.group_name = f"weights-epoch-{own.epoch}"
+        # Another thread can abort non-blocking calls that never connect.
+        nccl.config.blocking = 0
+        return dist.ProcessGroupNCCL(store, own.rank, own.num_ranks, nccl)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
     return dist.ProcessGroupGloo(store, own.rank, own.num_ranks, options)
-
-
-def _build_nccl(store: dist.Store, own: EpochRank) -> Backend:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _NCCL_TIMEOUT
-    options.group_name = f"weights-epoch-{own.epoch}"
-    # Another thread can abort non-blocking calls that never connect.
-    options.config.blocking = 0
-    return dist.ProcessGroupNCCL(store, own.rank, own.num_ranks, options)
 
 
 def _abort(backend: Backend) -> None:

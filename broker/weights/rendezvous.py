@@ -1,7 +1,4 @@
-"""Rendezvous: the ranks of a membership epoch meet in a store of the learner, which is not the run's Redis store.
-
-Every rank registers; rank 0 then publishes a verdict: proceed, or who is missing.
-"""
+"""Rendezvous of the ranks of a membership epoch, in a store of the learner that is not the run's Redis store."""
 
 import socket
 import time
@@ -79,13 +76,18 @@ def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Ev
     """
     if own.rank != SENDER_RANK:
         store.set(f"ready/{own.rank}", b"1")
-        _await_verdict(store, deadline=deadline)
+        try:
+            store.wait(["verdict"], timedelta(seconds=seconds_left(deadline)))
+        except RuntimeError as error:
+            raise RuntimeError("rank 0 (the learner) did not publish its verdict in time") from error
+        if (verdict := store.get("verdict")) != PROCEED:
+            raise RuntimeError(verdict.decode())
         return
     missing = ", ".join(str(rank) for rank in _missing_ranks(store, own, deadline, is_aborted))
-    verdict = f"rank {missing} did not arrive in time" if missing else ""
-    store.set("verdict", verdict.encode() or PROCEED)
-    if missing:
-        raise RuntimeError(verdict)
+    problem = f"rank {missing} did not arrive in time" if missing else ""
+    store.set("verdict", problem.encode() or PROCEED)
+    if problem:
+        raise RuntimeError(problem)
 
 
 def seconds_left(deadline: float) -> float:
@@ -103,22 +105,11 @@ def _missing_ranks(store: dist.Store, own: EpochRank, deadline: float, is_aborte
             time.sleep(_POLL_INTERVAL_S)
 
 
-def _await_verdict(store: dist.Store, *, deadline: float) -> None:
-    try:
-        store.wait(["verdict"], timedelta(seconds=seconds_left(deadline)))
-    except RuntimeError as error:
-        raise RuntimeError("rank 0 (the learner) did not publish its verdict in time") from error
-    verdict = store.get("verdict")
-    if verdict != PROCEED:
-        raise RuntimeError(verdict.decode())
-
-
 @contextmanager
 def naming_phase(own: EpochRank, phase: str) -> Iterator[None]:
     """Convert torch's errors to WeightTransferErrors that name epoch, rank and phase."""
     try:
         yield
     except TORCH_ERRORS as error:
-        raise WeightTransferError(
-            f"weight epoch {own.epoch}, rank {own.rank} of {own.num_ranks}: {phase} failed: {error}"
-        ) from error
+        where = f"weight epoch {own.epoch}, rank {own.rank} of {own.num_ranks}"
+        raise WeightTransferError(f"{where}: {phase} failed: {error}") from error

@@ -106,14 +106,6 @@ def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: It
         ) from error
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Read the manifest at `path`. Raises WeightTransferError."""
-    try:
-        return parse_manifest((path / MANIFEST).read_bytes())
-    except OSError as error:
-        raise WeightTransferError(f"a snapshot must be at {path} with its {MANIFEST}, got {error}") from error
-
-
 def parse_manifest(content: bytes) -> Manifest:
     """Decode a manifest. Raises WeightTransferError if it is damaged or inconsistent."""
     try:
@@ -222,16 +214,15 @@ class SnapshotStore:
                 log.warning("snapshots_not_pruned", reason=str(error))
 
     def _base_for(self, manifest: Manifest) -> tuple[Manifest, list[Tensor]] | None:
-        before = [version for version in versions(self.folder) if version < manifest.version]
-        if not before:
+        if not (before := [version for version in versions(self.folder) if version < manifest.version]):
             return None
         path = self.folder / folder_name(before[-1])
         try:
-            base = read_manifest(path)
+            base = parse_manifest((path / MANIFEST).read_bytes())
             if (base.slots, base.bucket_bytes) != (manifest.slots, manifest.bucket_bytes):
                 return None
             return base, [map_bucket(path, base, index) for index in range(len(base.bucket_bytes))]
-        except WeightTransferError as error:
+        except (WeightTransferError, OSError) as error:
             log.info("no_delta", version=manifest.version, reason=str(error))
             return None
 

@@ -56,22 +56,23 @@ class Found(_Stream):
     """None: no version at all."""
 
 
-class ReadChunk(_Stream):
-    """Request for a part of a file."""
-
+class _OfFile(_Stream):
     version: int
     name: Name
     """File name, like bucket-0003.bin."""
+
+
+class ReadChunk(_OfFile):
+    """Request for a part of a file."""
+
     offset: Annotated[int, Meta(ge=0, lt=2**62)]
     num_bytes: Annotated[int, Meta(ge=0)]
     """0 requests only the file's size."""
 
 
-class Chunk(_Stream):
+class Chunk(_OfFile):
     """Answer to ReadChunk. The bytes are the second frame."""
 
-    version: int
-    name: Name
     offset: int
     file_bytes: int
     """Size of the whole file."""
@@ -79,21 +80,17 @@ class Chunk(_Stream):
     """xxh3-64 of the second frame."""
 
 
-class Later(_Stream):
+class Later(_OfFile):
     """Answer to ReadChunk from a lender that is still fetching the file."""
 
-    version: int
-    name: Name
     offset: int
     num_bytes: int
     """Bytes the lender has received; waiting is worthwhile while this grows."""
 
 
-class Gone(_Stream):
+class Gone(_OfFile):
     """Answer to ReadChunk for a missing file."""
 
-    version: int
-    name: Name
     reason: str
 
 
@@ -374,23 +371,23 @@ class _Transfer:
         Raises WeightTransferError if the file does not exist.
         """
         answer = _decode(frames)
-        if isinstance(answer, Later) and (answer.version, answer.name) == (self.version, self.name):
+        is_own = isinstance(answer, _OfFile) and (answer.version, answer.name) == (self.version, self.name)
+        if is_own and isinstance(answer, Later):
             if answer.offset == self.num_good:
                 self.is_waiting, self.num_arriving = True, answer.num_bytes
                 self.rewind()
             return True
-        if isinstance(answer, Gone) and (answer.version, answer.name) == (self.version, self.name):
+        if is_own and isinstance(answer, Gone):
             raise WeightTransferError(answer.reason)
         if not isinstance(answer, Chunk) or len(frames) != 2:
             return False
         check_size(self.version, self.name, expected=len(self.into), got=answer.file_bytes)
-        # Other chunks answer requests from before a reconnect.
-        is_next = (answer.version, answer.name, answer.offset) == (self.version, self.name, self.num_good)
         end = self.num_good + len(frames[1])
         if self.is_waiting and answer.offset > self.num_good:
             return True  # requested ahead, before the lender asked to wait
+        # Other chunks answer requests from before a reconnect.
         if (
-            not is_next
+            not (is_own and answer.offset == self.num_good)
             or not frames[1]
             or xxhash.xxh3_64_intdigest(frames[1]) != answer.checksum
             or end > len(self.into)
