@@ -170,9 +170,7 @@ class Archiver:
     def flush(self) -> int:
         """Archive all finished groups. Returns and raises like `step`."""
         self._steps.poll()
-        num_groups = 0
-        while moved := self._move():
-            num_groups += moved
+        num_groups = sum(iter(self._move, 0))
         self._write_steps()
         return num_groups
 
@@ -197,10 +195,8 @@ class Archiver:
         if not num_waiting:
             self._waiting_since = None
             return False
-        if self._waiting_since is None:
-            self._waiting_since = now
-        waited_s = now - self._waiting_since
-        return num_waiting >= _GROUPS_PER_SHARD or waited_s >= _FLUSH_S
+        self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        return num_waiting >= _GROUPS_PER_SHARD or now - self._waiting_since >= _FLUSH_S
 
     def _move(self) -> int:
         groups = self._peek()
@@ -234,8 +230,7 @@ class Archiver:
         # Estimate how many fit, because all groups could exhaust the memory.
         sample = self._store.finished(limit=_SAMPLED_GROUPS)
         num_bytes = sum(len(payload) for group in sample for payload in group.payloads)
-        fitting = _MAX_SHARD_BYTES * len(sample) // max(1, num_bytes)
-        limit = max(1, min(fitting, _GROUPS_PER_SHARD))
+        limit = max(1, min(_MAX_SHARD_BYTES * len(sample) // max(1, num_bytes), _GROUPS_PER_SHARD))
         return sample[:limit] if limit <= len(sample) else self._store.finished(limit=limit)
 
 
@@ -274,7 +269,6 @@ class ArchiverThread:
         self._config = config
         self._storage = storage
         self._lead = lead
-        self._fence: int | None = None
         self._stopping = threading.Event()
         self._status = ArchiverStatus()
         self._last_error = ""
@@ -305,14 +299,13 @@ class ArchiverThread:
 
     def _attempt(self) -> bool:
         """Archive until stopped; returns False after an error or while another broker is the chief."""
-        self._fence = self._lead()
-        if self._fence is None:
+        if (fence := self._lead()) is None:
             return False
         try:
             with closing(self._connect()) as store:
                 try:
-                    with suppress(StaleFenceError), closing(self._open(store)) as archiver:
-                        return self._archive(archiver, store)
+                    with suppress(StaleFenceError), closing(self._open(store, fence)) as archiver:
+                        return self._archive(archiver, store, fence)
                 except (ReplayBufferError, OSError) as error:
                     self._record_error(error)
                     # The store may still work, for example if the disk is full.
@@ -321,14 +314,13 @@ class ArchiverThread:
             self._record_error(error)
         return False
 
-    def _open(self, store: Store) -> Archiver:
+    def _open(self, store: Store, fence: int) -> Archiver:
         mirror = ArchiveMirror(self._folder, self._storage) if self._storage else None
-        fence = NO_FENCE if self._fence is None else self._fence
         return Archiver(store, self._folder, self._config, mirror=mirror, fence=fence)
 
-    def _archive(self, archiver: Archiver, store: Store) -> bool:
+    def _archive(self, archiver: Archiver, store: Store, fence: int) -> bool:
         while not self._stopping.is_set():
-            if self._lead() != self._fence:
+            if self._lead() != fence:
                 return False
             moved = archiver.step()
             self._record_progress(archiver, state="archiving")
@@ -344,12 +336,8 @@ class ArchiverThread:
         if self._last_error:
             self._last_error = ""
             log.info("archiving_resumed")
-        reason = ""
-        if archiver.num_left_out:
-            reason = (
-                f"the archive has reached buffer.archive.max_gib ({self._config.max_gib:g}): {archiver.num_left_out} "
-                "groups were dropped"
-            )
+        full = f"the archive has reached buffer.archive.max_gib ({self._config.max_gib:g})"
+        reason = f"{full}: {archiver.num_left_out} groups were dropped" if archiver.num_left_out else ""
         self._status = ArchiverStatus(
             state="full" if reason and state == "archiving" else state,
             reason=reason,
@@ -359,9 +347,8 @@ class ArchiverThread:
         archiver.num_groups = 0
 
     def _record_error(self, error: Exception) -> None:
-        reason = str(error)
-        if is_disk_full(error):
-            reason = f"no room on the disk {describe_disk(self._folder)}: {error}"
+        no_room = f"no room on the disk {describe_disk(self._folder)}: " if is_disk_full(error) else ""
+        reason = f"{no_room}{error}"
         if str(error) != self._last_error:
             self._last_error = str(error)
             log.warning("not_archiving", reason=reason, folder=str(self._folder))

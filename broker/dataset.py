@@ -118,26 +118,26 @@ class Dataset:
         rows' uids; default: file names. `columns`: `data.columns`. `max_rows`: of each file.
         """
         names = names or _short_names(list(map(Path, paths)))
-        self._files = [
-            _PromptFile(Path(path), name=name, rows=open_rows(Path(path), columns=columns or {}, max_rows=max_rows))
+        self.files = [
+            PromptFile(Path(path), name=name, rows=open_rows(Path(path), columns=columns or {}, max_rows=max_rows))
             for path, name in zip(paths, names, strict=True)
         ]
         self._weights = weights
 
     def __len__(self) -> int:
-        return sum(map(len, self._files))
+        return sum(map(len, self.files))
 
     def __iter__(self) -> Iterator[Row]:
-        return (file.row(index) for file in self._files for index in range(len(file)))
+        return (file.row(index) for file in self.files for index in range(len(file)))
 
     @property
     def paths(self) -> str:
-        return ", ".join(str(file.path) for file in self._files)
+        return ", ".join(str(file.path) for file in self.files)
 
     @property
     def row_count(self) -> RowCount:
         """Row count of a single file, or of each file with its weight; determines the prompt order."""
-        counts = [len(file) for file in self._files]
+        counts = [len(file) for file in self.files]
         weights = self._weights or counts
         shares = [FileShare(count, float(weight)) for count, weight in zip(counts, weights, strict=True)]
         return shares if len(shares) > 1 else counts[0]
@@ -146,29 +146,11 @@ class Dataset:
         """Return row `index` of the kept rows. Raises IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.paths} has rows 0 to {len(self) - 1}, got {index}")
-        for file in self._files:
+        for file in self.files:
             if index < len(file):
                 break
             index -= len(file)
         return file.row(index)
-
-    def keep_short(self, num_tokens: Counter, *, most: int, drops: bool, num_tried: int | None = None) -> None:
-        """Refuse prompts over `most` tokens, or drop them and log how many. Raises ConfigError.
-
-        `num_tried`: number of the longest texts of each file to measure; default: all.
-        """
-        for file in self._files:
-            file.keep_short(num_tokens, most=most, drops=drops, num_tried=num_tried)
-
-    def check_images(self, vision: VisionModel) -> None:
-        """Read the headers of all images. Raises ConfigError for the first image that this model cannot use."""
-        for file in self._files:
-            file.check_images(vision)
-
-    def check_row_sizes(self, *, max_message_bytes: int) -> None:
-        """Refuse rows over half the message size, which also holds a lease. Raises ConfigError."""
-        for file in self._files:
-            file.check_row_sizes(max_message_bytes=max_message_bytes)
 
 
 def _short_names(paths: list[Path]) -> list[str]:
@@ -182,7 +164,7 @@ def _short_names(paths: list[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-class _PromptFile:
+class PromptFile:
     """The kept rows of one file."""
 
     def __init__(self, path: Path, *, name: str, rows: TableRows | JsonRows) -> None:
@@ -205,6 +187,7 @@ class _PromptFile:
         return make_row(values, uid=f"{self._name}/{number:05d}", file_name=self._name, folder=folder)
 
     def check_images(self, vision: VisionModel) -> None:
+        """Read the headers of all images. Raises ConfigError for the first image that this model cannot use."""
         for number in self._rows if self._file.may_have_images else ():
             if not image_sources(self._file.values(number)):
                 continue
@@ -217,7 +200,11 @@ class _PromptFile:
                 raise ConfigError(f"{self.path}, row {number}: {error}") from None
             self._images[number] = sum(map(len, images)), sum(tokens) - len(tokens)
 
-    def keep_short(self, num_tokens: Counter, *, most: int, drops: bool, num_tried: int | None) -> None:
+    def keep_short(self, num_tokens: Counter, *, most: int, drops: bool, num_tried: int | None = None) -> None:
+        """Refuse prompts over `most` tokens, or drop them and log how many. Raises ConfigError.
+
+        `num_tried`: number of the longest texts to measure; default: all.
+        """
         prompts = self._file.prompts()
         unmeasured = [row for row in self._rows if row in self._images or not is_short(prompts[row], most)]
         unmeasured = sorted(unmeasured, key=lambda row: len(str(prompts[row])), reverse=True)[:num_tried]
@@ -244,6 +231,7 @@ class _PromptFile:
         )
 
     def check_row_sizes(self, *, max_message_bytes: int) -> None:
+        """Refuse rows over half the message size, which also holds a lease. Raises ConfigError."""
         if found := self._find_large(0, len(self._file), most=max_message_bytes // 2):
             row, size = found
             raise ConfigError(
@@ -324,19 +312,18 @@ def open_heldout(run: RunConfig) -> dict[str, Dataset]:
 
 def _checked(dataset: Dataset, run: RunConfig) -> Dataset:
     check_prompt_sizes(dataset, run)
-    dataset.check_row_sizes(max_message_bytes=run.broker.max_message_bytes)
+    for file in dataset.files:
+        file.check_row_sizes(max_message_bytes=run.broker.max_message_bytes)
     return dataset
 
 
 def check_prompt_sizes(dataset: Dataset, run: RunConfig, *, is_trial: bool = False) -> None:
     """Apply `data.max_prompt_tokens`, as a trial only to the longest texts. Raises ConfigError."""
-    dataset.check_images(VisionModel(run.model.path))
-    dataset.keep_short(
-        lambda prompts: count_tokens(prompts, run.model),
-        most=run.data.max_prompt_tokens,
-        drops=run.data.on_too_long == "skip",
-        num_tried=_TRIED_PROMPTS if is_trial else None,
-    )
+    vision, num_tried = VisionModel(run.model.path), _TRIED_PROMPTS if is_trial else None
+    most, drops = run.data.max_prompt_tokens, run.data.on_too_long == "skip"
+    for file in dataset.files:
+        file.check_images(vision)
+        file.keep_short(lambda prompts: count_tokens(prompts, run.model), most=most, drops=drops, num_tried=num_tried)
 
 
 def describe_shortages(run: RunConfig, heldout: Mapping[str, Dataset]) -> list[str]:

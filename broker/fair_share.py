@@ -101,16 +101,19 @@ class Throughput:
         if group.missing:
             return False
         del self._leased[lease_id]
-        self._record_group(now - group.leased_at, num_concurrent=group.num_concurrent)
+        if self._is_outdated:
+            self._group_s.clear()
+            self._busy_s.clear()
+            self._is_outdated = False
+        group_s = max(now - group.leased_at, 1e-6)
+        self._group_s.append(group_s)
+        self._busy_s.append(group_s / group.num_concurrent)
         return True
 
     def drop_lost(self, held_lease_ids: Collection[str], *, leased_before: float) -> bool:
         """Forget leases from before `leased_before` that the generator no longer holds. Returns whether any were."""
-        lost = [
-            lease_id
-            for lease_id, group in self._leased.items()
-            if group.leased_at < leased_before and lease_id not in held_lease_ids
-        ]
+        old = {lease_id for lease_id, group in self._leased.items() if group.leased_at < leased_before}
+        lost = old.difference(held_lease_ids)
         for lease_id in lost:
             del self._leased[lease_id]
         return bool(lost)
@@ -130,15 +133,6 @@ class Throughput:
         """Median lease time of the groups in flight; inf without any."""
         # The age of its groups reduces the share of a hanging generator, which completes none.
         return median(group.leased_at for group in self._leased.values()) if self._leased else inf
-
-    def _record_group(self, group_s: float, *, num_concurrent: int) -> None:
-        if self._is_outdated:
-            self._group_s.clear()
-            self._busy_s.clear()
-            self._is_outdated = False
-        group_s = max(group_s, 1e-6)
-        self._group_s.append(group_s)
-        self._busy_s.append(group_s / num_concurrent)
 
 
 # --- all generators --------------------------------------------------------------------------------------------------

@@ -165,24 +165,21 @@ class Inspection:
 
     def accept(self, identity: bytes, frames: Frames) -> bool:
         """Answer an Inspect, now or in `send_due`; False for any other message."""
-        question = decode_header(frames, Inspect)
-        if question is None:
+        if (question := decode_header(frames, Inspect)) is None:
             return False
         # Restricted to the cluster's network, so that the broker cannot be used to scan other hosts.
         host = question.listens_at.removeprefix("tcp://").rpartition(":")[0]
         if is_inside(host, self._run.cluster.network) and len(self._probing) < _MAX_PROBES:
             self._probing[identity] = self._threads.submit(is_listening, question.listens_at)
         else:
-            self._answer(identity, num_bytes=question.num_bytes, machine=question.machine)
+            self._reply(identity, num_bytes=question.num_bytes, machine=question.machine)
         return True
 
     def send_due(self) -> None:
         for identity in [identity for identity, tried in self._probing.items() if tried.done()]:
-            self._answer(identity, is_reached=self._probing.pop(identity).result())
+            self._reply(identity, is_reached=self._probing.pop(identity).result())
 
-    def _answer(
-        self, identity: bytes, *, num_bytes: int = 0, machine: str = "", is_reached: bool | None = None
-    ) -> None:
+    def _reply(self, identity: bytes, *, num_bytes: int = 0, machine: str = "", is_reached: bool | None = None) -> None:
         answer = Inspected(
             self._run.name,
             # Omitted from a measurement, which it would distort.

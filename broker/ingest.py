@@ -27,6 +27,8 @@ log = structlog.get_logger(__name__)
 
 _Received = tuple[bytes, TrajectoryHeader, bytes, str]
 """Sender's identity, header, payload, and guest (empty for others)."""
+_Answer = tuple[bytes, Message]
+"""Receiver's identity, and an Ack or Nack."""
 _guest_of = itemgetter(3)
 GuestCheck = Callable[[str, TrajectoryHeader, bytes, Trajectory], None]
 """(guest, header, payload, trajectory); raises RecordRefusedError if the guest may not send it."""
@@ -106,8 +108,8 @@ class Ingest:
             self._inserting.append((batch, self._inserter.submit(self._insert, batch).result))
         return None
 
-    def flush(self) -> list[tuple[bytes, Message]]:
-        """Insert the last batch and wait for all; returns (identity, answer) pairs."""
+    def flush(self) -> list[_Answer]:
+        """Insert the last batch and wait for all."""
         inserting, self._inserting = self._inserting, []
         self._num_received = self._bytes_received = 0
         answers = [answer for batch, result in inserting for answer in self._answer_batch(batch, result)]
@@ -124,9 +126,7 @@ class Ingest:
             insertions += self._store.insert([(header, payload) for _, header, payload, _ in sent], guest=guest)
         return insertions
 
-    def _answer_batch(
-        self, batch: list[_Received], result: Callable[[], list[Insertion]]
-    ) -> list[tuple[bytes, Message]]:
+    def _answer_batch(self, batch: list[_Received], result: Callable[[], list[Insertion]]) -> list[_Answer]:
         try:
             insertions = result()
         except StoreUnavailableError as error:
@@ -136,7 +136,7 @@ class Ingest:
             return [(identity, self._defer(header)) for identity, header, *_ in batch]
         self.reason = next((each.reason for each in insertions if each.reason in _RETRIABLE), "")
         acks: dict[bytes, list[str]] = {}
-        answers: list[tuple[bytes, Message]] = []
+        answers: list[_Answer] = []
         for (identity, header, payload, _), insertion in zip(batch, insertions, strict=True):
             if insertion.outcome != "refused":
                 acks.setdefault(identity, []).append(header.id)

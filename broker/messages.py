@@ -476,6 +476,5 @@ def decode_message(frames: Frames, *, max_bytes: int) -> Message:
 
 def oversized_error(frame: bytes, *, max_bytes: int) -> RecordRefusedError:
     """Build the refusal of a frame above broker.max_message_bytes."""
-    return RecordRefusedError(
-        "oversized", f"a frame must have at most broker.max_message_bytes ({max_bytes}), got {len(frame)}"
-    )
+    must = f"a frame must have at most broker.max_message_bytes ({max_bytes})"
+    return RecordRefusedError("oversized", f"{must}, got {len(frame)}")

@@ -55,18 +55,11 @@ class Peer:
         return f"{self.hello.peer_id}/{self.hello.incarnation}"
 
     def beat(self, more: dict[str, object]) -> Heartbeat:
+        hello, status = self.hello, self.status
+        own = {"role": hello.role, "state": status.state, "version": status.version, "reason": status.reason}
         # The peer's gauges come first, so that they cannot replace these.
-        gauges: dict[str, object] = {
-            **self.status.gauges,
-            "role": self.hello.role,
-            "state": self.status.state,
-            "version": self.status.version,
-            "reason": self.status.reason,
-            "host": self.hello.host,
-            "pid": self.hello.pid,
-            **more,
-        }
-        return Heartbeat(self.hello.peer_id, gauges, self.owner, self.status.lease_ids)
+        gauges = {**status.gauges, **own, "host": hello.host, "pid": hello.pid, **more}
+        return Heartbeat(hello.peer_id, gauges, self.owner, self.status.lease_ids)
 
     @property
     def member(self) -> Member:

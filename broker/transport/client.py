@@ -337,12 +337,9 @@ class BrokerClientThread:
         """
         self._reason = reason
         deadline = time.monotonic() + flush_s
-        while (
-            self._thread.is_alive()
-            and self._client.is_joined
-            and len(self._client.outbox)
-            and time.monotonic() < deadline
-        ):
+        while self._thread.is_alive() and self._client.is_joined and len(self._client.outbox):
+            if time.monotonic() >= deadline:
+                break
             self._thread.join(timeout=0.02)
         self._stopping.set()
         self._thread.join(timeout=1.0)

@@ -194,9 +194,8 @@ def find_last_port(cluster: ClusterConfig) -> tuple[str, int]:
     For programs that take a port number but no open socket; roles take the first.
     """
     host = find_interface(cluster).address
-    for port in reversed(cluster.port_range):
-        if is_free(host, port):
-            return host, port
+    if port := next((port for port in reversed(cluster.port_range) if is_free(host, port)), 0):
+        return host, port
     raise ConfigError(f"cluster.ports must have a free port on {host}, got {cluster.ports}: name a wider range.")
 
 

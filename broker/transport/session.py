@@ -306,15 +306,8 @@ def join(
 
     Raises RefusedByBrokerError if the broker refuses this peer, WaitTimeoutError after `timeout_s`.
     """
-    hello = Hello(
-        role,
-        peer_id,
-        uuid.uuid4().hex,
-        socket.gethostname(),
-        os.getpid(),
-        weight_transport=weight_transport,
-        machine=machine_id(),
-    )
+    incarnation, host, machine = uuid.uuid4().hex, socket.gethostname(), machine_id()
+    hello = Hello(role, peer_id, incarnation, host, os.getpid(), weight_transport=weight_transport, machine=machine)
     inbox = QueueInbox()
     known = brokers or {FIRST_BROKER: address}
     route = Route(peer_id, known, is_reachable=is_listening) if role == "generator" else None
@@ -331,7 +324,7 @@ def join(
     except BaseException:
         clients.stop()
         raise
-    return Session(client, thread, clients, inbox, welcome, Member(peer_id, hello.incarnation))
+    return Session(client, thread, clients, inbox, welcome, Member(peer_id, incarnation))
 
 
 def _wait_for_welcome(
@@ -356,9 +349,8 @@ def _diagnose(address: str, keys: Keys) -> str:
     if not is_listening(address):
         return "no process listens there; start a broker with `python -m slipstream.broker`, or correct broker.address"
     if is_refused(address, keys):
-        raise RefusedByBrokerError(
-            f"the token must be that of the broker at {address}, got another one: {TOKEN_REMEDY}"
-        )
+        must = f"the token must be that of the broker at {address}"
+        raise RefusedByBrokerError(f"{must}, got another one: {TOKEN_REMEDY}")
     return (
         "a process listens there but does not answer: a broker that waits for its store, or another program; "
         "see that process's log, or correct broker.address"

@@ -15,6 +15,7 @@ from collections import deque
 from contextlib import suppress
 from ipaddress import IPv4Network
 from itertools import accumulate, chain, pairwise
+from types import SimpleNamespace
 from typing import Annotated
 
 import msgspec
@@ -126,16 +127,6 @@ def _server_options(keys: Keys) -> Options:
     }
 
 
-class _OwnClients:
-    """Admits the run's client key and the guests' keys. A credentials provider for ThreadAuthenticator."""
-
-    def __init__(self, keys: Keys) -> None:
-        self._expected = {keys.client_public, *keys.guests}
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._expected
-
-
 def check_free(address: str, *, network: IPv4Network | None = None) -> None:
     """Raise ChannelClosedError unless a broker can bind the address."""
     check_reach(address, setting=BROKER_ADDRESS, network=network)
@@ -183,11 +174,13 @@ class ZmqServerChannel:
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain=_ZAP_DOMAIN, credentials_provider=_OwnClients(keys))
+        # Admit the run's client key and the guests' keys.
+        expected = {keys.client_public, *keys.guests}
+        provider = SimpleNamespace(callback=lambda _domain, key: key in expected)
+        self._authenticator.configure_curve_callback(domain=_ZAP_DOMAIN, credentials_provider=provider)
         self._socket = _open(self._context, zmq.ROUTER, _server_options(keys))
-        self._refusals = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        )
+        refusals = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        self._refusals = self._socket.get_monitor_socket(refusals)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -327,9 +320,8 @@ class ZmqClientChannel:
             connected.connect(self._address)
         except zmq.ZMQError as error:
             connected.close(linger=0)
-            raise ChannelClosedError(
-                f"broker address must be a ZeroMQ endpoint, got {self._address}: {error}"
-            ) from error
+            got = f"{self._address}: {error}"
+            raise ChannelClosedError(f"broker address must be a ZeroMQ endpoint, got {got}") from error
         return connected
 
     def _flush(self) -> None:
@@ -352,19 +344,17 @@ class ZmqClientChannel:
         self._is_notified = False
 
     def _notify(self) -> None:
-        if self._is_notified:
-            return
-        self._is_notified = True
-        # The socket pair may be closed.
-        with suppress(OSError):
-            self._wakeup_sender.send(b"\0")
+        if not self._is_notified:
+            self._is_notified = True
+            # The socket pair may be closed.
+            with suppress(OSError):
+                self._wakeup_sender.send(b"\0")
 
     def _consume_wake(self) -> bool:
         # Clear only if set, so that a `wake` in between is not lost.
-        if not self._is_woken.is_set():
-            return False
-        self._is_woken.clear()
-        return True
+        if is_woken := self._is_woken.is_set():
+            self._is_woken.clear()
+        return is_woken
 
 
 def _open(context: zmq.Context, kind: int, options: Options) -> zmq.Socket:
@@ -393,8 +383,8 @@ def listen(
 
     If `cluster` has an interface, a server at an ipc address also listens at the first free one of `tcp_endpoints`.
     """
-    is_local = cluster.network is None or not address.startswith("ipc://")
-    endpoints = [] if is_local else tcp_endpoints(cluster, previous=previous)
+    is_shared = cluster.network is not None and address.startswith("ipc://")
+    endpoints = tcp_endpoints(cluster, previous=previous) if is_shared else []
     channel = ZmqServerChannel(address, keys=keys, setting=setting, network=cluster.network)
     try:
         if endpoints and not any(map(channel.bind, endpoints)):

@@ -57,10 +57,8 @@ def pack(tensors: Iterable[tuple[str, Tensor]], slots: Sequence[TensorSlot], *, 
     for name, tensor in tensors:
         slot = open_slots.pop(name, None)
         if slot is None or list(tensor.shape) != slot.shape:
-            planned = "no further slot" if slot is None else f"shape {slot.shape}"
-            raise WeightTransferError(
-                f"tensor {name} must match the plan, which has {planned}, got shape {list(tensor.shape)}"
-            )
+            plan = f"the plan, which has {'no further slot' if slot is None else f'shape {slot.shape}'}"
+            raise WeightTransferError(f"tensor {name} must match {plan}, got shape {list(tensor.shape)}")
         # A copy into page-locked buckets overlaps with gathering the next tensor.
         _view(into, slot).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         is_queued = tensor.is_cuda and not into[0].is_cuda
@@ -111,9 +109,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _view(buckets: Sequence[Tensor], slot: TensorSlot) -> Tensor:
     # Slots come from the wire.
     if not 0 <= slot.bucket < len(buckets):
-        raise WeightTransferError(
-            f"tensor {slot.name} must be in one of {len(buckets)} buckets, got bucket {slot.bucket}"
-        )
+        must = f"tensor {slot.name} must be in one of {len(buckets)} buckets"
+        raise WeightTransferError(f"{must}, got bucket {slot.bucket}")
     bucket, dtype = buckets[slot.bucket], getattr(torch, slot.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightTransferError(f"tensor {slot.name} must have a torch dtype, got {slot.dtype!r}")

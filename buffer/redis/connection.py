@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +19,6 @@ from redis.backoff import NoBackoff
 from redis.commands.core import Script
 from redis.retry import Retry
 from redis.typing import EncodableT
-from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential
 
 from slipstream.buffer.errors import RunConflictError, StaleFenceError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.redis.scripts import load_script
@@ -75,59 +75,44 @@ class RetryPolicy(Retry):
         return f"waiting for {self._target} for {time.monotonic() - since:.0f} s of {self.timeout_s:g} s"
 
     def call_with_retry(self, *arguments: Any, **named: Any) -> Any:
-        attempt = super().call_with_retry
+        attempt = partial(super().call_with_retry, *arguments, **named)
         # A connection attempt is part of a command that is already being retried.
         if getattr(self._thread, "in_command", False):
-            return attempt(*arguments, **named)
+            return attempt()
         self._thread.in_command = True
-        repeat = self._retrying() if self.timeout_s > 0 else self._once
         try:
-            return repeat(attempt, *arguments, **named)
+            return self._repeat(attempt) if self.timeout_s > 0 else self._try_once(attempt)
         finally:
             self._thread.in_command = False
             self._waiting_since.pop(threading.get_ident(), None)
 
-    def _retrying(self) -> Retrying:
-        return Retrying(
-            retry=retry_if_exception(is_transient),
-            stop=_StopAfter(self.timeout_s),
-            wait=wait_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S),
-            before_sleep=self._record_wait,
-            reraise=True,
-        )
+    def _repeat(self, attempt: Callable[[], Any]) -> Any:
+        began_at = counted_from = time.monotonic()
+        wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                return attempt()
+            except Exception as error:
+                now, has_full_disk = time.monotonic(), is_disk_full(error)
+                counted_from = now if has_full_disk else counted_from
+                if not is_transient(error) or now - counted_from >= self.timeout_s:
+                    raise
+                self._waiting_since.setdefault(threading.get_ident(), began_at)
+                self._is_disk_full = has_full_disk
+                if now >= self._next_log_at:
+                    self._next_log_at = now + _LOG_EVERY_S
+                    log.warning("waiting", for_=self._target, timeout_s=self.timeout_s, error=str(error))
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
-    def _once(self, attempt: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def _try_once(self, attempt: Callable[[], Any]) -> Any:
         if time.monotonic() < self._cools_until:
             raise redis.TimeoutError("it did not answer a moment ago")
         try:
-            return attempt(*arguments, **named)
+            return attempt()
         except redis.TimeoutError:
             self._cools_until = time.monotonic() + _COOLDOWN_S
             raise
-
-    def _record_wait(self, state: RetryCallState) -> None:
-        self._waiting_since.setdefault(threading.get_ident(), state.start_time)
-        now = time.monotonic()
-        error = state.outcome.exception() if state.outcome else None
-        self._is_disk_full = error is not None and is_disk_full(error)
-        if now >= self._next_log_at:
-            self._next_log_at = now + _LOG_EVERY_S
-            log.warning("waiting", for_=self._target, timeout_s=self.timeout_s, error=str(error))
-
-
-class _StopAfter:
-    """Stops `timeout_s` after the first attempt, or the last one that found a full disk."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._begins_at = 0.0
-
-    def __call__(self, state: RetryCallState) -> bool:
-        error = state.outcome.exception() if state.outcome else None
-        now = time.monotonic()
-        if error is not None and is_disk_full(error):
-            self._begins_at = now
-        return now - max(self._begins_at, state.start_time) >= self._timeout_s
 
 
 def is_transient(error: BaseException) -> bool:

@@ -73,10 +73,9 @@ class RedisPrompts(RedisConnection):
         arguments += [first, last, 2**31 if max_evaluations is None else max_evaluations]
         flags = "".join("1" if is_explored else "0" for is_explored in upcoming.explored)
         leased = self._run("lease", *arguments, upcoming.first, flags, *upcoming.rows(num_rows=num_rows, seed=seed))
+        order = {"num_rows": num_rows, "seed": seed}
         return [
-            make_lease(
-                text(group), attempt=int(attempt), purpose=text(purpose), indices=missing, num_rows=num_rows, seed=seed
-            )
+            make_lease(text(group), attempt=int(attempt), purpose=text(purpose), indices=missing, **order)
             for group, attempt, purpose, missing in leased
         ]
 
@@ -256,19 +255,7 @@ def _insertion(word: str) -> Insertion:
 
 def _header_argument(header: TrajectoryHeader) -> bytes:
     """Pack the header for `insert.lua`, with numbers as text, because a script's numbers are doubles."""
-    fields = (
-        header.id,
-        header.group_id,
-        header.index,
-        header.group_size,
-        header.oldest_version,
-        header.newest_version,
-        header.checksum,
-        header.attempt,
-        header.written_tokens,
-        header.reward,
-        int(header.reward_status == "ok"),
-        int(header.is_correct),
-        int(header.is_greedy),
-    )
-    return msgspec.msgpack.encode([str(field) for field in fields])
+    place = (header.id, header.group_id, header.index, header.group_size, header.oldest_version, header.newest_version)
+    content = (header.checksum, header.attempt, header.written_tokens, header.reward)
+    flags = (header.reward_status == "ok", header.is_correct, header.is_greedy)
+    return msgspec.msgpack.encode([str(field) for field in (*place, *content, *map(int, flags))])

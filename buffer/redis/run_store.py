@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 
 from slipstream.buffer.records import RunState
-from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, MAX_ATTEMPTS, RetryPolicy, await_usable_server, connect
+from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, RetryPolicy, await_usable_server, connect
 from slipstream.buffer.redis.embedded import IDLE_TIMEOUT_S, EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import RowCount
@@ -29,7 +29,6 @@ def open_run_store(
     timeout_s: float,
     retry_timeout_s: float = 0.0,
     answer_timeout_s: float = ANSWER_TIMEOUT_S,
-    max_attempts: int = MAX_ATTEMPTS,
     starts_server: bool = False,
     idle_timeout_s: float | None = None,
 ) -> RedisStore:
@@ -37,9 +36,8 @@ def open_run_store(
 
     Blocks for at most `timeout_s` until the server answers. `retry_timeout_s`: retries of each operation while the
     server is unreachable or refuses writes; a role that must not block leaves it at 0 and sets `answer_timeout_s`.
-    `max_attempts`: leases or claims of a group before it is quarantined. `starts_server`: start the embedded server of
-    a finished run; on close, stop it unless a process holds the run. With `idle_timeout_s`, it instead exits after this
-    time without connections.
+    `starts_server`: start the embedded server of a finished run; on close, stop it unless a process holds the run. With
+    `idle_timeout_s`, it instead exits after this time without connections.
 
     Raises StoreUnavailableError as `await_usable_server` does; for a run folder also ConfigError if it is not one or
     its run kept no data, and RunConflictError for another key layout.
@@ -56,7 +54,7 @@ def open_run_store(
         retry = RetryPolicy(retry_timeout_s, target=f"the store at {address}") if retry_timeout_s else None
         client = connect(url, retry=retry, answer_timeout_s=answer_timeout_s)
         on_close = partial(_stop_unless_held, server) if server and idle_timeout_s is None else None
-        store = RedisStore(client, run_id, max_attempts=max_attempts, retry=retry, on_close=on_close)
+        store = RedisStore(client, run_id, retry=retry, on_close=on_close)
         if isinstance(where, Path):
             # Fails if this version would misread the key layout.
             store.run_state()
@@ -82,12 +80,7 @@ def begin_run(store: RedisStore, run: RunConfig, *, num_rows: RowCount) -> RunSt
 
 
 def open_own_store(
-    directory: Path,
-    run_id: str,
-    *,
-    max_memory_mib: int = 1024,
-    max_attempts: int = MAX_ATTEMPTS,
-    clock: Callable[[], float] | None = None,
+    directory: Path, run_id: str, *, max_memory_mib: int = 1024, clock: Callable[[], float] | None = None
 ) -> RedisStore:
     """Start a server for this process only, without data on disk, and open a store on it.
 
@@ -95,7 +88,7 @@ def open_own_store(
     """
     server = EmbeddedRedis(directory, durability="fast", max_memory_mib=max_memory_mib)
     server.start()
-    return RedisStore(connect(server.url), run_id, max_attempts=max_attempts, clock=clock, on_close=server.stop)
+    return RedisStore(connect(server.url), run_id, clock=clock, on_close=server.stop)
 
 
 def store_url(run: RunConfig, folder: Path) -> str:
