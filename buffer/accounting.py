@@ -1,7 +1,6 @@
 """A store's counters, and an audit that recomputes them from the stored data."""
 
 from collections import Counter
-from collections.abc import Iterable
 
 from slipstream.buffer.records import StepEntry
 from slipstream.configs.base import Record
@@ -173,13 +172,24 @@ def audit(snapshot: Snapshot) -> Audit:
     over = {name: snapshot.outcome_members.get(name, 0) for name in ("retired", "rejected", "expired", "quarantined")}
     # Positive: acknowledged trajectories are missing. Negative: some are stored twice.
     missing = snapshot.accepted - sum(held.values()) - sum(over.values())
-    doubled = {group: found for group, found in states.items() if len(found) > 1}
+    doubled = {group: at for group, at in states.items() if len(at) > 1}
     overused = _overused(snapshot)
     skipped = [ordinal for ordinal in range(snapshot.next_ordinal) if str(ordinal) not in states]
     known = {entry.step for entry in snapshot.ledger}
     recorded = dict.fromkeys(group for entry in snapshot.ledger for group in entry.group_ids)
     # With reuse, a used group may be claimed for another step.
     after_use = {"used", "over", "claimed"} if snapshot.max_uses > 1 else {"used", "over"}
+    unrecorded = [str(step) for step in range(1, snapshot.archived_step + 1) if step not in known]
+    found = {
+        "in no state": list(map(str, skipped)),
+        "in more than one state": [f"{group} ({' and '.join(at)})" for group, at in doubled.items()],
+        "trained on more often than allowed": overused,
+        "steps moved to the archive, but not in its ledger": unrecorded,
+        "used, but not in the ledger": [group for group in snapshot.groups["used"] if group not in recorded],
+        "in the ledger, but neither used nor over": [
+            group for group in recorded if not after_use & set(states.get(group, []))
+        ],
+    }
     return Audit(
         accepted=snapshot.accepted,
         buffered=held["leased"] + held["returned"] + held["ready"],
@@ -189,22 +199,7 @@ def audit(snapshot: Snapshot) -> Audit:
         lost=max(0, missing) + sum(max(0, counted - stored) for counted, stored in snapshot.members.values()),
         duplicated=max(0, -missing) + len(doubled) + len(overused),
         skipped_prompts=len(skipped),
-        problems=[
-            *_problem("in no state", map(str, skipped)),
-            *_problem("in more than one state", (f"{group} ({' and '.join(at)})" for group, at in doubled.items())),
-            *_problem("trained on more often than allowed", overused),
-            *_problem(
-                "steps moved to the archive, but not in its ledger",
-                (str(step) for step in range(1, snapshot.archived_step + 1) if step not in known),
-            ),
-            *_problem(
-                "used, but not in the ledger", (group for group in snapshot.groups["used"] if group not in recorded)
-            ),
-            *_problem(
-                "in the ledger, but neither used nor over",
-                (group for group in recorded if not after_use & set(states.get(group, []))),
-            ),
-        ],
+        problems=[_problem(what, names) for what, names in found.items() if names],
     )
 
 
@@ -229,9 +224,6 @@ def _overused(snapshot: Snapshot) -> list[str]:
     return list(dict.fromkeys([name for name, count in total.items() if count > snapshot.max_uses] + repeated))
 
 
-def _problem(what: str, found: Iterable[str]) -> list[str]:
-    names = list(found)
-    if not names:
-        return []
+def _problem(what: str, names: list[str]) -> str:
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return [f"{what}: {', '.join(names[:_MAX_NAMED])}{more}"]
+    return f"{what}: {', '.join(names[:_MAX_NAMED])}{more}"

@@ -179,12 +179,9 @@ def evict(queue: Queue, rules: SamplingRules, *, version: int) -> Evictions:
     """Groups that are too old for a learner at `version`, or too many."""
     reuse, max_lag = rules.reuse, rules.staleness.max_lag
     stale = [candidate.id for candidate in queue.ready if version - candidate.oldest_version > max_lag]
-    surplus = len(queue.reusable) - reuse.max_groups
-    released = [
-        candidate.id
-        for index, candidate in enumerate(queue.reusable)
-        if index < surplus or (reuse.max_age is not None and version - candidate.oldest_version > reuse.max_age)
-    ]
+    surplus, max_age = len(queue.reusable) - reuse.max_groups, math.inf if reuse.max_age is None else reuse.max_age
+    places = enumerate(queue.reusable)
+    released = [each.id for place, each in places if place < surplus or version - each.oldest_version > max_age]
     return Evictions(expired=stale if rules.staleness.on_stale == "drop" else [], released=released)
 
 
@@ -193,27 +190,19 @@ def sample(queue: Queue, rules: SamplingRules, *, num_groups: int, seed: int, st
     # Each arrival raises the limit, so retry at one more ready group.
     limit = rules.reuse.samples_per_insert
     if limit is not None and queue.num_uses + num_groups > limit * queue.num_arrived:
-        reason = (
-            f"{queue.num_uses} + {num_groups} uses are more than samples_per_insert ({limit:g}) x {queue.num_arrived} "
-            "groups that arrived"
-        )
+        allowed = f"samples_per_insert ({limit:g}) x {queue.num_arrived} groups that arrived"
+        reason = f"{queue.num_uses} + {num_groups} uses are more than {allowed}"
         return NotReady(reason, ready_needed=len(queue.ready) + 1)
     num_fresh, num_reused = _split(queue, rules.reuse, num_groups=num_groups)
-    if num_fresh + num_reused < num_groups:
+    if (lacking := num_groups - num_fresh - num_reused) > 0:
         reusable = f", {len(queue.reusable)} may be used again" if queue.reusable else ""
-        return NotReady(
-            f"{len(queue.ready)} of {num_groups} groups are ready{reusable}",
-            ready_needed=len(queue.ready) + num_groups - num_fresh - num_reused,
-        )
+        reason = f"{len(queue.ready)} of {num_groups} groups are ready{reusable}"
+        return NotReady(reason, ready_needed=len(queue.ready) + lacking)
     fresh, fresh_weights = sample_fresh(queue.ready, rules.sampler, num_groups=num_fresh, seed=seed, step=step)
     # Random: by priority if configured, else uniform.
     seeds = (seed, step, _REUSE_STREAM)
     reused, reused_weights = _race(queue.reusable, rules.sampler, num_groups=num_reused, seeds=seeds)
-    return Sample(
-        group_ids=[*fresh, *reused],
-        weights=[*fresh_weights, *reused_weights],
-        reused=[False] * len(fresh) + [True] * len(reused),
-    )
+    return Sample([*fresh, *reused], [*fresh_weights, *reused_weights], [False] * len(fresh) + [True] * len(reused))
 
 
 def sample_oldest(oldest: list[str], *, num_groups: int, num_ready: int) -> Sample | NotReady:
@@ -238,8 +227,8 @@ def sample_fresh(
     if isinstance(sampler, PrioritizedConfig):
         return _race(candidates, sampler, num_groups=num_groups, seeds=(seed, step, _FRESH_STREAM))
     if isinstance(sampler, UniformConfig):
-        order = np.argsort(_raw(len(candidates), (seed, step, _FRESH_STREAM)), kind="stable")
-        ordered = [candidates[index] for index in order]
+        draws = _raw(len(candidates), (seed, step, _FRESH_STREAM))
+        ordered = [candidates[index] for index in np.argsort(draws, kind="stable")]
     elif isinstance(sampler, FreshestConfig):
         ordered = sorted(candidates, key=lambda c: (-c.oldest_version, c.sequence))
     else:

@@ -94,15 +94,7 @@ def make_lease(
     # Row from ordinal and seed: no dataset cursor is stored.
     ordinal = int(group_id.rpartition(":")[2].partition(".")[0])
     row = ordinal if is_evaluation(group_id) else row_of(ordinal, num_rows=num_rows, seed=seed)
-    return Lease(
-        id=make_lease_id(group_id, attempt),
-        group_id=group_id,
-        purpose=purpose,
-        row=row,
-        ordinal=ordinal,
-        attempt=attempt,
-        indices=indices,
-    )
+    return Lease(make_lease_id(group_id, attempt), group_id, purpose, row, ordinal, attempt, indices)
 
 
 def lapsed_lease_message(group_id: str, *, attempt: int, owner: str, is_quarantined: bool) -> str:
@@ -120,15 +112,9 @@ def short_group_message(group_id: str, *, members: int, size: int, deadline: Tra
 # --- claims ----------------------------------------------------------------------------------------------------------
 def make_claim(selected: Sample, *, step: int, fence: int, lag: LagSplit, num_spare: int) -> Claim:
     """Build the claim of a sample, omitting trivial weights and reuse flags."""
-    return Claim(
-        step=step,
-        fence=fence,
-        group_ids=selected.group_ids,
-        weights=selected.weights if any(weight != 1 for weight in selected.weights) else [],
-        reused=selected.reused if any(selected.reused) else [],
-        lag=lag,
-        num_spare=num_spare,
-    )
+    weights = selected.weights if any(weight != 1 for weight in selected.weights) else []
+    reused = selected.reused if any(selected.reused) else []
+    return Claim(step, fence, selected.group_ids, weights, reused, lag, num_spare)
 
 
 def split_lag(num_members: int, in_flight: int, publish: int, arrived: int, *, version: int) -> LagSplit:
@@ -142,10 +128,8 @@ def split_lag(num_members: int, in_flight: int, publish: int, arrived: int, *, v
 
 def lapsed_claim_message(step: int, *, num_ready: int, quarantined: list[str]) -> str:
     """Log line for a lapsed claim."""
-    line = f"claim of step {step} lapsed: {num_ready} groups are ready again"
-    if quarantined:
-        line += f", put into quarantine (claim_attempts): {', '.join(quarantined)}"
-    return line
+    fate = f", put into quarantine (claim_attempts): {', '.join(quarantined)}" if quarantined else ""
+    return f"claim of step {step} lapsed: {num_ready} groups are ready again{fate}"
 
 
 # --- errors of the learner's operations ------------------------------------------------------------------------------

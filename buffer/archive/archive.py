@@ -158,11 +158,16 @@ class Archive:
             except ShardError as error:
                 damages.append(str(error))
         overflow = overflow_groups(self.folder)
-        missing: dict[int, list[str]] = {}
+        num_missing, problems = 0, damages.copy()
         for entry in steps:
             groups = zip(entry.group_ids, entry.trajectory_ids, strict=True)
             wanted = (name for group, names in groups if group not in overflow for name in names)
-            missing[entry.step] = [name for name in wanted if name not in found]
+            if missing := [name for name in wanted if name not in found]:
+                num_missing += len(missing)
+                problems.append(
+                    f"step {entry.step} must have all of its trajectories in shards, got {len(missing)} that are in "
+                    f"none, such as {missing[0]}: restore the shard that held them."
+                )
         return ArchiveCheck(
             shards=len(shards),
             groups=sum(shard.groups for shard in shards),
@@ -170,14 +175,8 @@ class Archive:
             steps=len(steps),
             damaged=len(damages),
             duplicated=found.total() - len(found),
-            missing=sum(map(len, missing.values())),
-            problems=damages
-            + [
-                f"step {step} must have all of its trajectories in shards, got {len(names)} that are in none, such as "
-                f"{names[0]}: restore the shard that held them."
-                for step, names in missing.items()
-                if names
-            ],
+            missing=num_missing,
+            problems=problems,
         )
 
 

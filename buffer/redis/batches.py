@@ -96,15 +96,12 @@ class RedisBatches(RedisConnection):
                 fence, *sums = claimed
                 lag, num_spare = split_lag(*sums, version=version), num_ready - selected.reused.count(False)
                 return make_claim(selected, step=step, fence=fence, lag=lag, num_spare=num_spare)
-        raise StaleFenceError(
-            f"step {step} must have one claimer, but its groups were taken {_CLAIM_TRIES} times in a row."
-        )
+        found = f"its groups were taken {_CLAIM_TRIES} times in a row"
+        raise StaleFenceError(f"step {step} must have one claimer, but {found}.")
 
     def _read_queue(self) -> Queue:
         num_arrived, num_uses, ready, reusable = self._run("read_queue")
-        return Queue(
-            ready=_candidates(ready), reusable=_candidates(reusable), num_arrived=num_arrived, num_uses=num_uses
-        )
+        return Queue(_candidates(ready), _candidates(reusable), num_arrived, num_uses)
 
     def wait_ready(self, *, num_groups: int, timeout_s: float) -> bool:
         """Block until `num_groups` groups are ready; False after `timeout_s`."""
@@ -129,9 +126,8 @@ class RedisBatches(RedisConnection):
             stored = self._call(pipeline.execute)
             for group_id, members in zip(chunk, stored, strict=True):
                 if not members:
-                    raise StaleFenceError(
-                        f"group {group_id} must be stored to be fetched, but it is retired or has no members."
-                    )
+                    found = "it is retired or has no members"
+                    raise StaleFenceError(f"group {group_id} must be stored to be fetched, but {found}.")
                 groups.append([members[index] for index in sorted(members, key=int)])
         return groups
 
@@ -195,8 +191,7 @@ class RedisBatches(RedisConnection):
         Removes ledger entries after `to_step`. Versions stay announced: trajectories of undone versions may still
         arrive. A live claim counts as an attempt, so a group that crashes every learner ends in quarantine.
         """
-        num_returned, fence = self._run("roll_back", to_step, to_version, self._max_attempts)
-        return num_returned, fence
+        return tuple(self._run("roll_back", to_step, to_version, self._max_attempts))
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
         """Entries of committed steps that have not moved to the archive, in order; see `whole_ledger`."""

@@ -383,6 +383,10 @@ class RedisConnection:
                 ) from None
             raise
 
+    def _read_texts(self, name: str) -> dict[str, str]:
+        stored = self._call(self._client.hgetall, self._key(name))
+        return {text(field): text(value) for field, value in stored.items()}
+
     def _rows_and_seed(self) -> tuple[RowCount, int]:
         """Cached: `open_run` refuses to change them."""
         if self._constants is None:

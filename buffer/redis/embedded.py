@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import quote
 
 import psutil
@@ -64,9 +64,7 @@ def socket_path(directory: Path) -> Path:
     The path depends only on `directory`, so every process of a run finds it.
     """
     path = directory.resolve() / "redis.sock"
-    if len(bytes(path)) <= _MAX_PATH_BYTES:
-        return path
-    return short_folder(path) / "redis.sock"
+    return path if len(bytes(path)) <= _MAX_PATH_BYTES else short_folder(path) / "redis.sock"
 
 
 # --- the server ------------------------------------------------------------------------------------------------------
@@ -128,6 +126,8 @@ class EmbeddedRedis:
             "maxmemory": str(max_memory_mib * 2**20),
             "maxmemory-policy": "noeviction",
         }
+        # A new session, so that Ctrl-C in the terminal does not reach the store.
+        self._detached: Any = {"cwd": self.directory, "stdin": subprocess.DEVNULL, "start_new_session": True}
         self._process: psutil.Process | None = None
 
     @property
@@ -282,27 +282,12 @@ class EmbeddedRedis:
 
     def _popen(self, changed: dict[str, str]) -> psutil.Popen:
         with self.log_path.open("ab") as log:
-            # A new session, so that Ctrl-C in the terminal does not reach the store.
-            return psutil.Popen(
-                self._command_line(changed),
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            return psutil.Popen(self._command_line(changed), stdout=log, stderr=log, **self._detached)
 
     def _watch_for_idleness(self) -> None:
         # A separate process, because all users may be killed. Returns once it has detached.
-        subprocess.run(
-            [sys.executable, "-I", "-S", _IDLE_STOP, self._socket, self._lock_path, str(self._idle_timeout_s)],
-            cwd=self.directory,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            check=False,
-        )
+        words = [sys.executable, "-I", "-S", _IDLE_STOP, self._socket, self._lock_path, str(self._idle_timeout_s)]
+        subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False, **self._detached)
 
     def _await_start(self, process: psutil.Process, url: str, deadline: float) -> None:
         with connect(url) as client:
@@ -314,22 +299,18 @@ class EmbeddedRedis:
                     raise StoreUnavailableError(f"the embedded store did not answer in time; {self.log_tail()}")
 
     def _command_line(self, changed: dict[str, str]) -> list[str]:
-        settings = (
-            self._settings
-            | {
-                "port": "0",
-                "unixsocket": str(self._socket),
-                "unixsocketperm": "700",
-                "dir": str(self.directory),
-                "pidfile": str(self.directory / "redis.pid"),
-                # No snapshots: the log is the only copy on disk.
-                "save": "",
-                "daemonize": "no",
-            }
-            | changed
-        )
-        pairs = [(f"--{name}", value) for name, value in settings.items()]
-        return [str(find_redis_binary()), *(word for pair in pairs for word in pair)]
+        process = {
+            "port": "0",
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "700",
+            "dir": str(self.directory),
+            "pidfile": str(self.directory / "redis.pid"),
+            # No snapshots: the log is the only copy on disk.
+            "save": "",
+            "daemonize": "no",
+        }
+        settings = self._settings | process | changed
+        return [str(find_redis_binary()), *(word for name, value in settings.items() for word in (f"--{name}", value))]
 
     @contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
@@ -340,10 +321,9 @@ class EmbeddedRedis:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise StoreUnavailableError(
-                            f"the store in {self.directory} must start in time, but another process holds its "
-                            "redis.lock."
-                        ) from None
+                        found = "another process holds its redis.lock"
+                        must = f"the store in {self.directory} must start in time"
+                        raise StoreUnavailableError(f"{must}, but {found}.") from None
                 time.sleep(_TICK_S)
             yield
 

@@ -195,8 +195,7 @@ class RedisPrompts(RedisConnection):
 
     def quarantined_guests(self) -> dict[str, str]:
         """Quarantined guest -> reason."""
-        stored = self._call(self._client.hgetall, self._key("guests"))
-        return {text(guest): text(reason) for guest, reason in stored.items()}
+        return self._read_texts("guests")
 
     def quarantined_frames(self) -> list[tuple[str, bytes]]:
         """(reason, first bytes) of the newest rejected frames, newest first."""
@@ -233,11 +232,8 @@ class RedisPrompts(RedisConnection):
 
     def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
         """Totals so far; None if it was never opened."""
-        stored = self._call(self._client.hgetall, self._key(f"evaluation:{evaluation_id}"))
-        if not stored:
-            return None
-        fields = {text(name): text(value) for name, value in stored.items()}
-        return msgspec.convert(fields | {"id": evaluation_id}, EvaluationResult, strict=False)
+        fields = self._read_texts(f"evaluation:{evaluation_id}")
+        return msgspec.convert(fields | {"id": evaluation_id}, EvaluationResult, strict=False) if fields else None
 
     def evaluation_answers(self, evaluation_id: str) -> list[EvaluationAnswer]:
         """Answers so far, unordered. They expire a day after the last one."""

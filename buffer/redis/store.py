@@ -238,10 +238,8 @@ class RedisStore(RedisPrompts, RedisBatches):
             pipeline.hmget(self._key(f"group:{group_id}"), ["outcome", "reason", "steps"])
             pipeline.hgetall(self._key(f"payloads:{group_id}"))
         answers = self._call(pipeline.execute)
-        fields = [tuple(map(text, each)) for each in answers[::2]]
-        facts = [
-            (outcome, reason, [int(step) for step in steps.split(",") if step]) for outcome, reason, steps in fields
-        ]
+        fields = (map(text, each) for each in answers[::2])
+        facts = [(outcome, reason, [*map(int, filter(None, steps.split(",")))]) for outcome, reason, steps in fields]
         return facts, [[payloads[index] for index in sorted(payloads, key=int)] for payloads in answers[1::2]]
 
     # --- monitoring --------------------------------------------------------------------------------------------------
@@ -303,8 +301,7 @@ class RedisStore(RedisPrompts, RedisBatches):
 
     def requests(self, addressee: Addressee) -> dict[str, str]:
         """Subject -> value of pending requests."""
-        stored = self._call(self._client.hgetall, self._key(f"{addressee}_requests"))
-        return {text(subject): text(value) for subject, value in stored.items()}
+        return self._read_texts(f"{addressee}_requests")
 
     def take_requests(self, addressee: Addressee, *, subjects: Sequence[str] | None = None) -> dict[str, str]:
         """Remove and return pending requests (subject -> value), all or those on `subjects`."""
@@ -334,9 +331,8 @@ class RedisStore(RedisPrompts, RedisBatches):
         """Describe the full disk that makes the store refuse writes; else empty."""
         info = self._call(self._client.info, "persistence")
         # Set by a failed write, until the next success.
-        if info.get("aof_last_write_status", "ok") == "ok":
-            return ""
-        return describe_store_disk(self._client)
+        has_failed = info.get("aof_last_write_status", "ok") != "ok"
+        return describe_store_disk(self._client) if has_failed else ""
 
 
 def _numbers(flat: list[Any]) -> dict[str, int]:

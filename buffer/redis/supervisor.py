@@ -50,12 +50,12 @@ class Fsyncer:
         paths = [*self._directory.glob("appendonly.aof"), *self._directory.glob("appendonlydir/*")]
         inodes = {path.stat().st_ino: path for path in paths}
         self._close(set(self._open) - set(inodes))
-        is_new = [inode for inode in inodes if inode not in self._open]
-        for inode in is_new:
+        new = inodes.keys() - self._open.keys()
+        for inode in new:
             self._open[inode] = os.open(inodes[inode], os.O_RDONLY)
         for descriptor in self._open.values():
             os.fdatasync(descriptor)
-        if is_new:
+        if new:
             for folder in {path.parent for path in paths}:
                 sync_path(folder)
 
@@ -164,7 +164,5 @@ class RedisSupervisor:
             self._events.append(str(error))
             return
         self.num_restarts += 1
-        took_s = time.monotonic() - died_at
-        self._events.append(
-            f"the store is back after {took_s:.1f} s (pid {self._server.pid}, restart {self.num_restarts})"
-        )
+        now = f"pid {self._server.pid}, restart {self.num_restarts}"
+        self._events.append(f"the store is back after {time.monotonic() - died_at:.1f} s ({now})")
