@@ -152,8 +152,7 @@ def _serve(
     folder.record_stage(name, "listening")
     log.info("listening", address=channel.address, store=url, step=state.step, version=state.version)
     # Without a launcher, the first broker runs loggers and exporter.
-    is_observing = name == FIRST_BROKER and not has_launcher()
-    observing = observed(run, logs=folder.logs) if is_observing else nullcontext()
+    observing = observed(run, logs=folder.logs) if name == FIRST_BROKER and not has_launcher() else nullcontext()
     with closing(store), observing as observers, _archiving(run, folder, url, router.chief):
         while not is_stopping():
             router.step(timeout_s=step_s)
@@ -202,8 +201,7 @@ def _archiving(run: RunConfig, folder: RunFolder, store_url: str, chief: Chief) 
     try:
         yield
     finally:
-        timeout_s = UPLOAD_TIMEOUT_S if storage else _ARCHIVE_TIMEOUT_S
-        if not archiver.stop(timeout_s=timeout_s, meanwhile=stay_chief):
+        if not archiver.stop(timeout_s=UPLOAD_TIMEOUT_S if storage else _ARCHIVE_TIMEOUT_S, meanwhile=stay_chief):
             log.warning("archive_unfinished", reason=archiver.status().reason, folder=str(folder.archive))
 
 

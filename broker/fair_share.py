@@ -77,10 +77,6 @@ class Throughput:
         self._is_outdated = False
 
     @property
-    def is_measured(self) -> bool:
-        return bool(self._group_s)
-
-    @property
     def in_flight(self) -> int:
         return len(self._leased)
 
@@ -126,7 +122,7 @@ class Throughput:
     def measured(self) -> tuple[float, float]:
         """Seconds from lease to last stored trajectory, and groups per second at typical concurrency; NaN before the
         first group."""
-        return (median(self._group_s), 1 / median(self._busy_s)) if self.is_measured else (nan, nan)
+        return (median(self._group_s), 1 / median(self._busy_s)) if self._group_s else (nan, nan)
 
     @property
     def leased_at(self) -> float:

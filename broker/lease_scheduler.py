@@ -128,8 +128,7 @@ class LeaseScheduler:
             prompts, reason = self._try(request)
             if prompts or reason:
                 del self._requests[request.peer.identity]
-                limit = self._run.broker.max_message_bytes
-                parts = _split(Prompts(prompts, reason=reason), max_bytes=limit)
+                parts = _split(Prompts(prompts, reason=reason), max_bytes=self._run.broker.max_message_bytes)
                 answers += [(request.peer.identity, part) for part in parts]
         return answers
 
@@ -142,7 +141,8 @@ class LeaseScheduler:
         if request.peer.guest and (reason := self._guests.reason_to_wait(request.peer)):
             return [], reason if is_due else ""
         try:
-            state = self._run_state()
+            # Read once per round; with a curriculum, which needs the next ordinal, after each lease.
+            state = self._state = self._state or self._store.run_state()
             offer = self._offer(request, state)
             prompts = self._lease(request.peer, offer, upcoming=self._upcoming(offer, state))
             if prompts or not is_due:
@@ -178,21 +178,13 @@ class LeaseScheduler:
         if not self._fair_share.is_limiting:
             return None
         counts = self._store_counts()
-        available = counts.returned + max(0, limit - counts.admitted)
         # Other brokers offer the rest.
-        available = ceil(available * self._chief.share)
+        available = ceil((counts.returned + max(0, limit - counts.admitted)) * self._chief.share)
         oldest = oldest_version(self._run, committed=state.version)
         return self._fair_share.num_groups(peer, available=available, oldest_version=oldest) if available else None
 
-    def _run_state(self) -> RunState:
-        """State of the run, read once per round; with a curriculum, which needs the next ordinal, after each lease."""
-        if self._state is None:
-            self._state = self._store.run_state()
-        return self._state
-
     def _store_counts(self) -> StoreCounts:
-        if self._counts is None:
-            self._counts = self._store.counts()
+        self._counts = self._counts or self._store.counts()
         return self._counts
 
     # --- prompts -------------------------------------------------------------------------------------------------
@@ -240,10 +232,9 @@ class LeaseScheduler:
         prompts = [make_prompt(lease, self._datasets[lease.purpose].row(lease.row)) for lease in leases]
         if peer.guest:
             self._guests.record_leases(peer, prompts)
-        trained = [prompt for prompt in prompts if prompt.images and prompt.lease.purpose == "train"]
-        if trained:
-            # Before any answer refers to them. Evaluations need none, because they are never trained on.
-            self._put_images({image_id(data): data for prompt in trained for data in prompt.images})
+        # Before any answer refers to them. Evaluations need none, because they are never trained on.
+        trained = (prompt for prompt in prompts if prompt.lease.purpose == "train")
+        self._put_images({image_id(data): data for prompt in trained for data in prompt.images})
         return prompts
 
     def _put_images(self, images: dict[str, bytes]) -> None:

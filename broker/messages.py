@@ -458,8 +458,7 @@ def nacks_for_unreadable(frames: Frames, refusal: RecordRefusedError) -> list[Na
     """Build a fatal Nack for each readable trajectory id of an undecodable Put."""
     put = decode_header(frames, PutHeader)
     headers = put.headers[:_MAX_HEADERS] if put else []
-    reason = f"{UNREADABLE}: {refusal.detail}"
-    return [Nack(header.id, reason, True, lease_id=header.lease_id) for header in headers]
+    return [Nack(each.id, f"{UNREADABLE}: {refusal.detail}", True, lease_id=each.lease_id) for each in headers]
 
 
 def decode_message(frames: Frames, *, max_bytes: int) -> Message:

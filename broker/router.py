@@ -356,8 +356,7 @@ class Router:
             self._next_reap_at = now + _REAP_INTERVAL_S
             num_refused = self._channel.take_refused()
             if num_refused and self._log_limiter.log("strangers_refused", "token", connections=num_refused):
-                what = f"refused: {num_refused} connections without the run's token"
-                self._store.record_event(self.chief.name, what)
+                self._store.record_event(self.chief.name, f"refused: {num_refused} connections without the run's token")
             self._log_limiter.flush()
             self.chief.work()
 

@@ -332,6 +332,4 @@ def _is_plain(value: Any) -> bool:
         return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
     if isinstance(value, list):
         return all(map(_is_plain, value))
-    if isinstance(value, int):
-        return -_INT64 <= value < _INT64
-    return isinstance(value, _PLAIN)
+    return -_INT64 <= value < _INT64 if isinstance(value, int) else isinstance(value, _PLAIN)

@@ -128,9 +128,8 @@ class ObjectFolder:
 
     def seal(self, *, senders: Sequence[int] = (0,)) -> None:
         """Write the manifest, which completes the folder, and delete all other objects."""
-        intents = [_INTENT.format(sender) for sender in senders]
         checksums = dict[str, str]()
-        for name in intents:
+        for name in map(_INTENT.format, senders):
             checksums |= _parse(self.read(name) or b"", where=f"{self.uri}/{name}")
         self.write(CHECKSUMS, msgspec.json.encode(checksums))
         for name in self.objects().keys() - checksums.keys() - {CHECKSUMS}:

@@ -193,7 +193,10 @@ def sample(queue: Queue, rules: SamplingRules, *, num_groups: int, seed: int, st
         allowed = f"samples_per_insert ({limit:g}) x {queue.num_arrived} groups that arrived"
         reason = f"{queue.num_uses} + {num_groups} uses are more than {allowed}"
         return NotReady(reason, ready_needed=len(queue.ready) + 1)
-    num_fresh, num_reused = _split(queue, rules.reuse, num_groups=num_groups)
+    # By `fresh_fraction`; one kind makes up for the other.
+    num_wanted = min(len(queue.ready), math.ceil(rules.reuse.fresh_fraction * num_groups))
+    num_reused = min(len(queue.reusable), num_groups - num_wanted)
+    num_fresh = min(len(queue.ready), num_groups - num_reused)
     if (lacking := num_groups - num_fresh - num_reused) > 0:
         reusable = f", {len(queue.reusable)} may be used again" if queue.reusable else ""
         reason = f"{len(queue.ready)} of {num_groups} groups are ready{reusable}"
@@ -210,13 +213,6 @@ def sample_oldest(oldest: list[str], *, num_groups: int, num_ready: int) -> Samp
     if len(oldest) < num_groups:
         return NotReady(f"{num_ready} of {num_groups} groups are ready", ready_needed=num_groups)
     return Sample(oldest, weights=[1.0] * num_groups, reused=[False] * num_groups)
-
-
-def _split(queue: Queue, reuse: ReuseConfig, *, num_groups: int) -> tuple[int, int]:
-    """(fresh, reused) counts by `fresh_fraction`; one kind makes up for the other."""
-    num_fresh = min(len(queue.ready), math.ceil(reuse.fresh_fraction * num_groups))
-    num_reused = min(len(queue.reusable), num_groups - num_fresh)
-    return min(len(queue.ready), num_groups - num_reused), num_reused
 
 
 # --- samplers --------------------------------------------------------------------------------------------------------
@@ -271,8 +267,7 @@ def _race(
     # Given the smallest losing key, inclusions are independent with known probabilities.
     threshold = float(np.partition(keys, num_groups)[num_groups]) if num_groups < len(keys) else math.inf
     included = inclusion_probabilities(rates[selected], threshold=threshold)
-    weights = len(selected) / (len(candidates) * included)
-    return group_ids, weights.tolist()
+    return group_ids, (len(selected) / (len(candidates) * included)).tolist()
 
 
 def _raw(count: int, seeds: tuple[int, int, int]) -> np.ndarray:

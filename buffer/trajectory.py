@@ -272,8 +272,7 @@ def lag(versions: np.ndarray, learner_version: int) -> np.ndarray:
 
 def stale_mask(trajectory: Trajectory, *, learner_version: int, max_lag: int) -> np.ndarray:
     """Whether model-written tokens are more than `max_lag` versions old, bool[T]."""
-    too_old = lag(trajectory.token_versions(), learner_version) > max_lag
-    return too_old & trajectory.model_mask
+    return (lag(trajectory.token_versions(), learner_version) > max_lag) & trajectory.model_mask
 
 
 def lag_histogram(trajectories: Iterable[Trajectory], *, learner_version: int) -> dict[int, int]:

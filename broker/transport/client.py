@@ -234,8 +234,7 @@ class BrokerClient:
     def _send_outbox(self) -> None:
         if self.is_joined:
             for chunk in chunks(self.outbox.pop_sendable()):
-                put = Put([header for header, _ in chunk])
-                self._channel.send([encode(put), *(payload for _, payload in chunk)])
+                self._channel.send([encode(Put([header for header, _ in chunk])), *(payload for _, payload in chunk)])
 
     def _handle(self, frames: Frames) -> None:
         message = _decode(frames)

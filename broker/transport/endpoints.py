@@ -168,8 +168,7 @@ def find_interface(cluster: ClusterConfig) -> Interface:
     candidates = [Interface(name, each) for name, found in own_addresses().items() for each in found]
     inside = [each for each in candidates if IPv4Address(each.address) in network]
     # Exclude loopback from a wide network such as 0.0.0.0/0.
-    reachable = [each for each in inside if not IPv4Address(each.address).is_loopback]
-    chosen = inside if network.is_loopback else reachable
+    chosen = [each for each in inside if network.is_loopback or not IPv4Address(each.address).is_loopback]
     if len(chosen) == 1:
         return chosen[0]
     shown = ", ".join(f"{each.address} ({each.name})" for each in (chosen or candidates)) or "none"

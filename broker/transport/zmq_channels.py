@@ -62,9 +62,7 @@ def assembled(frames: Frames) -> Frames:
     except msgspec.MsgspecError:
         return frames
     ends = list(accumulate(counts, initial=2))
-    if ends[-1] != len(frames):
-        return frames
-    return [b"".join(frames[start:end]) for start, end in pairwise(ends)]
+    return [b"".join(frames[start:end]) for start, end in pairwise(ends)] if ends[-1] == len(frames) else frames
 
 
 # --- sockets ---------------------------------------------------------------------------------------------------------

@@ -175,8 +175,7 @@ def _unpack_gaps(packed: Bytes) -> npt.NDArray[np.int64]:
 
 def _fold_sign(steps: Elements) -> Elements:
     """Map 1, -1, 2, -2, ... to 2, 1, 4, 3, ..., so that the high bytes of small steps are zero."""
-    sign = steps >> (8 * steps.dtype.itemsize - 1)
-    return (steps << 1) ^ np.negative(sign)
+    return (steps << 1) ^ np.negative(steps >> (8 * steps.dtype.itemsize - 1))
 
 
 def _unfold_sign(folded: Elements) -> Elements:

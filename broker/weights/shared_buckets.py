@@ -121,17 +121,13 @@ def _map(descriptor: int, size: int, *, is_writable: bool, is_pinned: bool) -> T
     mapped = np.frombuffer(mmap.mmap(descriptor, size, access=access), dtype=np.uint8)
     memory = torch.from_numpy(mapped)
     if is_pinned:
-        _pin(memory, mapped)
+        # Page-lock the memory while it is mapped. A failure only makes copies slower.
+        cuda: Any = torch.cuda.cudart()
+        if int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+            weakref.finalize(mapped, cuda.cudaHostUnregister, memory.data_ptr())
+        else:
+            log.warning("weights_not_pinned", bytes=memory.numel())
     return memory
-
-
-def _pin(memory: Tensor, mapped: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
-    """Page-lock the memory while it is mapped. A failure only makes copies slower."""
-    cuda: Any = torch.cuda.cudart()
-    if int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
-        weakref.finalize(mapped, cuda.cudaHostUnregister, memory.data_ptr())
-    else:
-        log.warning("weights_not_pinned", bytes=memory.numel())
 
 
 def _memory_error(num_bytes: int, got: str) -> WeightTransferError:

@@ -56,8 +56,7 @@ class Manifest(Record):
 
     @classmethod
     def of(cls, update: Update) -> "Manifest":
-        checksum = flat.combine(update.checksums)
-        return cls(update.version, checksum, update.slots, update.bucket_bytes, update.checksums)
+        return cls(update.version, flat.combine(update.checksums), update.slots, update.bucket_bytes, update.checksums)
 
 
 def folder_name(version: int) -> str:

@@ -53,8 +53,7 @@ class ShardEntry(Record):
 
 def next_shard(shards: list[ShardEntry]) -> str:
     """File name of the next shard; they are numbered from 1."""
-    number = 1 + max((shard_number(shard.file) or 0 for shard in shards), default=0)
-    return f"shard-{number:08d}.parquet"
+    return f"shard-{1 + max((shard_number(shard.file) or 0 for shard in shards), default=0):08d}.parquet"
 
 
 def shard_number(name: str) -> int | None:

@@ -69,8 +69,7 @@ class Rollouts:
 
     def _shuffled(self, count: int, *path: int) -> list[int]:
         # Across versions, numpy keeps the streams of bit generators stable, but not `permutation`.
-        draws = np.random.PCG64([self._seed, _STREAM, *path]).random_raw(count)
-        return np.argsort(draws, kind="stable").tolist()
+        return np.argsort(np.random.PCG64([self._seed, _STREAM, *path]).random_raw(count), kind="stable").tolist()
 
     def _payloads(self, shard: ShardEntry) -> dict[str, list[bytes]]:
         # Consecutive groups share a shard, so cache one.
@@ -113,11 +112,9 @@ def plan_replay(run: RunConfig) -> ReplayPlan:
         )
     replayed = steps[: run.learner.max_steps]
     _check_complete(archive, replayed, groups)
-    samples = {}
-    for entry in replayed:
-        ones, none = [1.0] * per_step, [False] * per_step
-        samples[entry.step] = Sample(entry.group_ids, weights=entry.weights or ones, reused=entry.reused or none)
-    return ReplayPlan(groups, samples)
+    ones, none = [1.0] * per_step, [False] * per_step
+    plan = {each.step: Sample(each.group_ids, each.weights or ones, each.reused or none) for each in replayed}
+    return ReplayPlan(groups, plan)
 
 
 def stored_groups(archive: Path) -> list[StoredGroup]:

@@ -123,8 +123,7 @@ class RedisBatches(RedisConnection):
             pipeline = self._client.pipeline(transaction=False)
             for group_id in chunk:
                 pipeline.hgetall(self._key(f"payloads:{group_id}"))
-            stored = self._call(pipeline.execute)
-            for group_id, members in zip(chunk, stored, strict=True):
+            for group_id, members in zip(chunk, self._call(pipeline.execute), strict=True):
                 if not members:
                     found = "it is retired or has no members"
                     raise StaleFenceError(f"group {group_id} must be stored to be fetched, but {found}.")

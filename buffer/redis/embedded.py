@@ -250,8 +250,10 @@ class EmbeddedRedis:
         self._process = self._popen({})
         try:
             self._await_start(self._process, self.url, deadline)
-            # Unwatched, the server would never exit, so a failure here is a failed start.
-            self._watch_for_idleness()
+            # Unwatched, the server would never exit, so a failure here is a failed start. The watcher is a separate
+            # process, because all users may be killed; this returns once it has detached.
+            words = [sys.executable, "-I", "-S", _IDLE_STOP, self._socket, self._lock_path, str(self._idle_timeout_s)]
+            subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False, **self._detached)
         except (StoreUnavailableError, OSError):
             # Don't parse the log for the reason: the disk may be full.
             has_died = _has_exited(self._process, within_s=_REAP_TIMEOUT_S)
@@ -283,11 +285,6 @@ class EmbeddedRedis:
     def _popen(self, changed: dict[str, str]) -> psutil.Popen:
         with self.log_path.open("ab") as log:
             return psutil.Popen(self._command_line(changed), stdout=log, stderr=log, **self._detached)
-
-    def _watch_for_idleness(self) -> None:
-        # A separate process, because all users may be killed. Returns once it has detached.
-        words = [sys.executable, "-I", "-S", _IDLE_STOP, self._socket, self._lock_path, str(self._idle_timeout_s)]
-        subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False, **self._detached)
 
     def _await_start(self, process: psutil.Process, url: str, deadline: float) -> None:
         with connect(url) as client:

@@ -125,9 +125,8 @@ def _count_users(connection: socket.socket) -> int:
         if not head.startswith(b"$"):
             # Still loading, for a client that just started it, or the connection was closed.
             return 1
-        listed = answer.read(int(head[1:]) + 2)
-    # One line per connection, including this one, and a final newline.
-    return listed.count(b"\n") - 2
+        # One line per connection, including this one, and a final newline.
+        return answer.read(int(head[1:]) + 2).count(b"\n") - 2
 
 
 if __name__ == "__main__":

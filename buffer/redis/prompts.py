@@ -182,8 +182,7 @@ class RedisPrompts(RedisConnection):
 
     def quarantine(self, reason: str, frame: bytes) -> None:
         """Count a rejected frame in `refused[reason]`, and keep its first bytes in a bounded list."""
-        entry = msgspec.msgpack.encode((reason, frame[:FRAME_BYTES_KEPT]))
-        self._run("quarantine_frame", reason, entry, FRAMES_KEPT)
+        self._run("quarantine_frame", reason, encode((reason, frame[:FRAME_BYTES_KEPT])), FRAMES_KEPT)
 
     def quarantine_guest(self, guest: str, *, reason: str) -> int:
         """Refuse a guest's trajectories from now on; quarantine its unused groups, and return their number.

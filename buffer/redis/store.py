@@ -148,8 +148,7 @@ class RedisStore(RedisPrompts, RedisBatches):
 
     def versions(self) -> list[VersionEntry]:
         """Every recorded set of weights, in order."""
-        entries = self._call(self._client.lrange, self._key("versions"), 0, -1)
-        return [decode(entry, VersionEntry) for entry in entries]
+        return [decode(each, VersionEntry) for each in self._call(self._client.lrange, self._key("versions"), 0, -1)]
 
     # --- finished groups, and all groups for inspection --------------------------------------------------------------
     def finished(self, *, limit: int) -> list[StoredGroup]:
@@ -329,10 +328,9 @@ class RedisStore(RedisPrompts, RedisBatches):
 
     def full_disk(self) -> str:
         """Describe the full disk that makes the store refuse writes; else empty."""
-        info = self._call(self._client.info, "persistence")
         # Set by a failed write, until the next success.
-        has_failed = info.get("aof_last_write_status", "ok") != "ok"
-        return describe_store_disk(self._client) if has_failed else ""
+        status = self._call(self._client.info, "persistence").get("aof_last_write_status", "ok")
+        return describe_store_disk(self._client) if status != "ok" else ""
 
 
 def _numbers(flat: list[Any]) -> dict[str, int]:
