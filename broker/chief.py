@@ -69,10 +69,8 @@ class Chief:
         """Live brokers with their addresses for a peer on `machine`; None if the run has one broker."""
         if not self.has_others:
             return None
-        brokers = {
-            name: facts["here"] if machine in ("", facts["machine"]) else facts["address"]
-            for name, facts in self._living.items()
-        }
+        facts = self._living.items()
+        brokers = {name: each["here" if machine in ("", each["machine"]) else "address"] for name, each in facts}
         return LivingBrokers(self.name, brokers)
 
     def serving_gauges(self, owner: str) -> dict[str, str]:

@@ -222,13 +222,8 @@ class PromptFile:
                 "raise the limit, or leave such rows out with data.on_too_long=skip."
             )
         self._rows = [row for row in self._rows if row not in longer]
-        log.warning(
-            "prompts_left_out",
-            file=str(self.path),
-            left_out=len(longer),
-            kept=len(self),
-            reason=f"over data.max_prompt_tokens ({most}): {found}",
-        )
+        reason = f"over data.max_prompt_tokens ({most}): {found}"
+        log.warning("prompts_left_out", file=str(self.path), left_out=len(longer), kept=len(self), reason=reason)
 
     def check_row_sizes(self, *, max_message_bytes: int) -> None:
         """Refuse rows over half the message size, which also holds a lease. Raises ConfigError."""

@@ -155,23 +155,20 @@ class LeaseScheduler:
 
     # --- how much ------------------------------------------------------------------------------------------------
     def _offer(self, request: _Request, state: RunState) -> _Offer:
-        requested = max(1, request.max_trajectories // self._run.members_per_group)
-        limit = admission_limit(self._run, state)
-        if state.phase not in ("starting", "training"):
-            # The store leases only evaluation rows then.
-            return _Offer(self._fair_share.num_rows(request.peer, requested=requested), limit)
-        if reason := weights_reason(self._run, version=request.peer.status.version, committed=state.version):
-            return self._offer_evaluation(request.peer, requested, reason)
-        share = self._share(request.peer, state, limit=limit)
-        if share == 0:
-            group_s = self._fair_share.group_s(request.peer)
-            detail = f"; a group takes {group_s:.1f} s here" if group_s else ""
-            reason = f"speed: faster generators take all available prompts{detail}"
-            return self._offer_evaluation(request.peer, requested, reason)
-        return _Offer(requested if share is None else min(requested, share), limit)
-
-    def _offer_evaluation(self, peer: Peer, requested: int, reason: str) -> _Offer:
-        return _Offer(self._fair_share.num_rows(peer, requested=requested), _ONLY_EVALUATIONS, reason)
+        peer, requested = request.peer, max(1, request.max_trajectories // self._run.members_per_group)
+        limit, reason = admission_limit(self._run, state), ""
+        if state.phase in ("starting", "training"):
+            reason = weights_reason(self._run, version=peer.status.version, committed=state.version)
+            share = None if reason else self._share(peer, state, limit=limit)
+            if share == 0:
+                group_s = self._fair_share.group_s(peer)
+                detail = f"; a group takes {group_s:.1f} s here" if group_s else ""
+                reason = f"speed: faster generators take all available prompts{detail}"
+            if not reason:
+                return _Offer(requested if share is None else min(requested, share), limit)
+            limit = _ONLY_EVALUATIONS
+        # In other phases, the store leases only evaluation rows anyway.
+        return _Offer(self._fair_share.num_rows(peer, requested=requested), limit, reason)
 
     def _share(self, peer: Peer, state: RunState, *, limit: int) -> int | None:
         """Training groups for this peer; None for no limit."""

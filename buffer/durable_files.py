@@ -75,9 +75,8 @@ def parse_line(text: bytes, kind: type[T], *, schema: int, where: str | Path) ->
     """Decode a line's entry; None if damaged. Raises ArchiveError for a newer schema."""
     try:
         if (written := msgspec.json.decode(text, type=_Schema).schema) > schema:
-            raise ArchiveError(
-                f"{where} must have schema <= {schema}, got {written}: read it with the Slipstream that wrote it."
-            )
+            remedy = "read it with the Slipstream that wrote it"
+            raise ArchiveError(f"{where} must have schema <= {schema}, got {written}: {remedy}.")
         line = msgspec.json.decode(text, type=CheckedLine)
         is_whole = xxhash.xxh3_64_hexdigest(bytes(line.entry)) == line.checksum
         return msgspec.json.decode(line.entry, type=kind) if is_whole else None

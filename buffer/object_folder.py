@@ -173,9 +173,8 @@ class ObjectFolder:
         """Relative name -> info of all files below."""
         selector = FileSelector(self._path, recursive=True, allow_not_found=True)
         infos = self.wait.repeat(self.uri, lambda: self._files.get_file_info(selector))
-        return {
-            str(PurePosixPath(info.path).relative_to(self._path)): info for info in infos if info.type == FileType.File
-        }
+        files = (info for info in infos if info.type == FileType.File)
+        return {str(PurePosixPath(info.path).relative_to(self._path)): info for info in files}
 
     def read(self, name: str) -> bytes | None:
         """Content of a small object; None if absent."""

@@ -37,10 +37,8 @@ def check_same_run(run_id: str, *, stored: tuple[str, RowCount, int], opened: tu
         old, new = before.get(key, "absent"), now.get(key, "absent")
         may_change = any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
         if old != new and not may_change:
-            raise RunConflictError(
-                f"{key} must stay {old!r} as run {run_id!r} was opened with, got {new!r}: "
-                "continue with the old setting or choose another name."
-            )
+            remedy = "continue with the old setting or choose another name"
+            raise RunConflictError(f"{key} must stay {old!r} as run {run_id!r} was opened with, got {new!r}: {remedy}.")
 
 
 def no_run(run_id: str) -> RunConflictError:
@@ -135,9 +133,8 @@ def lapsed_claim_message(step: int, *, num_ready: int, quarantined: list[str]) -
 # --- errors of the learner's operations ------------------------------------------------------------------------------
 def stale_claim(claim: Claim) -> StaleFenceError:
     """Error of an operation on a claim that is not live."""
-    return StaleFenceError(
-        f"the claim of step {claim.step} with fence {claim.fence} lapsed or was taken back: drop the step, claim again."
-    )
+    lost = f"the claim of step {claim.step} with fence {claim.fence} lapsed or was taken back"
+    return StaleFenceError(f"{lost}: drop the step, claim again.")
 
 
 # --- the chief --------------------------------------------------------------------------------------------------------

@@ -131,10 +131,8 @@ def speaks_curve(address: str) -> bool:
 def bind_error(address: str, reason: object, *, setting: str) -> ChannelClosedError:
     """Build the error for an address that cannot be bound."""
     role = setting.partition(".")[0].replace("weights", "learner")
-    return ChannelClosedError(
-        f"{setting} must be free to bind, got {address}: {reason}; "
-        f"stop the {role} that runs there, or choose another with {setting}=..."
-    )
+    remedy = f"stop the {role} that runs there, or choose another with {setting}=..."
+    return ChannelClosedError(f"{setting} must be free to bind, got {address}: {reason}; {remedy}")
 
 
 def is_inside(host: str, network: ipaddress.IPv4Network | None) -> bool:

@@ -386,10 +386,8 @@ def listen(
     channel = ZmqServerChannel(address, keys=keys, setting=setting, network=cluster.network)
     try:
         if endpoints and not any(map(channel.bind, endpoints)):
-            raise ChannelClosedError(
-                f"cluster.ports must have a free port, got {endpoints[0]} to {endpoints[-1]}, all of them in use: name "
-                "a wider range."
-            )
+            got = f"{endpoints[0]} to {endpoints[-1]}, all of them in use"
+            raise ChannelClosedError(f"cluster.ports must have a free port, got {got}: name a wider range.")
     except ChannelClosedError:
         channel.close()
         raise

@@ -95,10 +95,8 @@ def check_bucket(bucket: Tensor, index: int, *, expected: Sequence[int]) -> None
     """Raise AlteredWeightsError unless the bucket's checksum equals `expected[index]`."""
     (got,) = checksums([bucket])
     if got != expected[index]:
-        raise AlteredWeightsError(
-            f"bucket {index} of {len(expected)} must have checksum {expected[index]:#018x}, got {got:#018x}: it is "
-            "damaged; nothing was loaded"
-        )
+        must = f"bucket {index} of {len(expected)} must have checksum {expected[index]:#018x}"
+        raise AlteredWeightsError(f"{must}, got {got:#018x}: it is damaged; nothing was loaded")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -37,11 +37,8 @@ class CheckpointNames:
                 f"weights, got {method}; convert it to bfloat16 first"
             )
         # The model type's conversions, not those that its file needed, so that all generators derive the same names.
-        conversions = [
-            conversion
-            for conversion in get_model_conversion_mapping(module, add_legacy=False)
-            if not isinstance(conversion, PrefixChange)
-        ]
+        known = get_model_conversion_mapping(module, add_legacy=False)
+        conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
         self._model = SimpleNamespace(
             _weight_conversions=conversions, config=module.config, get_parameter=module.get_parameter
         )
@@ -83,10 +80,8 @@ class CheckpointNames:
 
         Tensors that transformers always keeps in float32, such as DeepSeek-V3's routing biases, stay in float32.
         """
-        return [
-            (name, tensor.shape, torch.float32 if name in self._full else dtype)
-            for name, tensor in self.tensors.items()
-        ]
+        tensors = self.tensors.items()
+        return [(name, tensor.shape, torch.float32 if name in self._full else dtype) for name, tensor in tensors]
 
     def convert(self, held: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """Convert tensors from module names to checkpoint names.

@@ -243,9 +243,8 @@ class HostWeights:
                 return memoryview(self.tensors[index].numpy())
             if self._is_arriving and (bool(bucket) or self._deltas_may_come):
                 raise NotYetError(self._progress)
-        raise WeightTransferError(
-            f"{name} of version {version} must be lent here, got {f'version {lent.version}' if lent else 'nothing'}"
-        )
+        got = f"version {lent.version}" if lent else "nothing"
+        raise WeightTransferError(f"{name} of version {version} must be lent here, got {got}")
 
     @property
     def _progress(self) -> int:

@@ -51,6 +51,7 @@ _GRACE_S = 1.0
 _NCCL_TIMEOUT = timedelta(days=1)
 _NCCL_POLL_S = 0.0002
 """A bucket of 256 MB takes 5 ms at 50 GB/s."""
+_Move = Callable[[DoubleBuffer, Sequence[Tensor], StartBroadcast], None]
 _ABORT_S = 5.0
 """Maximum wait for an NCCL abort, which may hang; it continues in the background."""
 
@@ -73,10 +74,8 @@ def choose_backend(
     else:
         obstacle = "two on one GPU" if len(set(devices)) < len(devices) else ""
     if setting == "nccl" and obstacle:
-        raise WeightTransferError(
-            f"weights.backend=nccl needs the learner and each generator on separate GPUs, got {obstacle}: use "
-            "weights.backend=auto"
-        )
+        must = "weights.backend=nccl needs the learner and each generator on separate GPUs"
+        raise WeightTransferError(f"{must}, got {obstacle}: use weights.backend=auto")
     return "gloo" if obstacle or setting == "gloo" else "nccl"
 
 
@@ -156,10 +155,7 @@ class ProcessGroup:
         aborting.start()
         aborting.join(_ABORT_S)
 
-    def _broadcast(
-        self, buckets: Sequence[Tensor], move: Callable[[DoubleBuffer, Sequence[Tensor], StartBroadcast], None], *,
-        timeout_s: float,
-    ) -> None:  # fmt: skip
+    def _broadcast(self, buckets: Sequence[Tensor], move: _Move, *, timeout_s: float) -> None:
         if self._double_buffer:
             move(self._double_buffer, buckets, partial(self._start_bucket, of=len(buckets), timeout_s=timeout_s))
             return

@@ -50,9 +50,8 @@ def _listen_first(host: str, ports: Iterable[int]) -> socket.socket:
             return socket.create_server((host, port), backlog=128)
         except OSError as error:
             failure = failure or f"{host}:{port}: {error}"
-    raise WeightTransferError(
-        f"the host of a rendezvous must be an address of this machine with a free port, got {failure}"
-    )
+    must = "be an address of this machine with a free port"
+    raise WeightTransferError(f"the host of a rendezvous must {must}, got {failure}")
 
 
 def connect(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:

@@ -99,9 +99,8 @@ def map_buckets(path: str, *, sizes: Sequence[int], is_pinned: bool = False) -> 
         with Path(path).open("r+b" if is_pinned else "rb") as file:
             return _split(_map(file.fileno(), _end(sizes), is_writable=is_pinned, is_pinned=is_pinned), sizes)
     except (OSError, ValueError) as error:
-        raise WeightTransferError(
-            f"the engine must be able to map the {len(sizes)} buckets of its machine, got {error}"
-        ) from error
+        must = f"the engine must be able to map the {len(sizes)} buckets of its machine"
+        raise WeightTransferError(f"{must}, got {error}") from error
 
 
 def _end(sizes: Sequence[int]) -> int:
@@ -131,7 +130,5 @@ def _map(descriptor: int, size: int, *, is_writable: bool, is_pinned: bool) -> T
 
 
 def _memory_error(num_bytes: int, got: str) -> WeightTransferError:
-    return WeightTransferError(
-        f"the weights ({num_bytes / 2**20:.0f} MiB) must fit into memory to be verified before they are loaded, "
-        f"got {got}"
-    )
+    must = "must fit into memory to be verified before they are loaded"
+    return WeightTransferError(f"the weights ({num_bytes / 2**20:.0f} MiB) {must}, got {got}")

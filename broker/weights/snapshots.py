@@ -278,9 +278,8 @@ class SnapshotStore:
     def _path(self, version: int, name: str) -> Path:
         # Names come from other processes: open only files of a version.
         if not _FILE.fullmatch(name) or version < 0:
-            raise WeightTransferError(
-                f"the name of a snapshot's file must match {_FILE.pattern}, got {name!r} of version {version}"
-            )
+            got = f"{name!r} of version {version}"
+            raise WeightTransferError(f"the name of a snapshot's file must match {_FILE.pattern}, got {got}")
         return self.folder / folder_name(version) / name
 
     def _label(self, version: int) -> _Label | None:
@@ -306,6 +305,5 @@ def _mapped_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise WeightTransferError(
-            f"{path.name} of {path.parent.name} must be in the snapshot store, got {error}: it was pruned or is damaged"
-        ) from error
+        must = f"{path.name} of {path.parent.name} must be in the snapshot store"
+        raise WeightTransferError(f"{must}, got {error}: it was pruned or is damaged") from error

@@ -228,9 +228,8 @@ class WeightStream:
         deadline = Deadline(timeout_s, what=name)
         size = self._size(version, name, timeout_s=timeout_s)
         if size > _MAX_READ_BYTES:
-            raise WeightTransferError(
-                f"{name} of version {version} must have at most {_MAX_READ_BYTES} bytes to be read whole, got {size}"
-            )
+            must = f"have at most {_MAX_READ_BYTES} bytes to be read whole"
+            raise WeightTransferError(f"{name} of version {version} must {must}, got {size}")
         content = bytearray(size)
         self.read_into(version, name, memoryview(content), timeout_s=deadline.left_s)
         return bytes(content)

@@ -231,10 +231,8 @@ class ArchiveMirror:
         if local.startswith(remote):
             return
         if not remote.startswith(local):
-            raise ArchiveError(
-                f"{self._folder} must have the first shards of {self._remote.uri}, got others: the run continued "
-                "elsewhere since; move the folder away."
-            )
+            cause = "the run continued elsewhere since; move the folder away"
+            raise ArchiveError(f"{self._folder} must have the first shards of {self._remote.uri}, got others: {cause}.")
         manifest = parse_manifest(remote, where=f"{self._remote.uri}/{MANIFEST}")
         shards = {shard.file: shard.checksum for shard in manifest.shards}
         others = [name for name in found if PurePosixPath(name).parts[:-1] in ((IMAGES,), (OVERFLOW,))]

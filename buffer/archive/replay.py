@@ -38,9 +38,8 @@ class Rollouts:
         self._folder = folder
         self._seed = seed
         self._shards = Archive(folder).shards
-        self._group_ids = [
-            list(dict.fromkeys(read_column(folder, shard, "group_id", where=TRAINABLE))) for shard in self._shards
-        ]
+        columns = (read_column(folder, shard, "group_id", where=TRAINABLE) for shard in self._shards)
+        self._group_ids = [list(dict.fromkeys(column)) for column in columns]
         self._loaded: tuple[str, dict[str, list[bytes]]] = ("", {})
         if not self.num_groups:
             raise ArchiveError(f"the archive {folder} must hold groups to train on, got none: name another.")
@@ -106,10 +105,8 @@ def plan_replay(run: RunConfig) -> ReplayPlan:
         steps = []
     num_steps = len(steps) or len(groups) // per_step
     if run.learner.max_steps > num_steps:
-        raise ConfigError(
-            f"learner.max_steps must be <= {num_steps} to replay {archive}, got {run.learner.max_steps}: it holds "
-            f"{len(groups)} groups and {num_steps} steps."
-        )
+        must = f"learner.max_steps must be <= {num_steps} to replay {archive}, got {run.learner.max_steps}"
+        raise ConfigError(f"{must}: it holds {len(groups)} groups and {num_steps} steps.")
     replayed = steps[: run.learner.max_steps]
     _check_complete(archive, replayed, groups)
     ones, none = [1.0] * per_step, [False] * per_step

@@ -160,9 +160,8 @@ def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: flo
     try:
         return redis.Redis.from_url(url, **options)
     except ValueError as error:
-        raise StoreUnavailableError(
-            f"buffer.store.url must be a redis://, rediss:// or unix:// address, got {url!r}: {error}."
-        ) from None
+        must = "be a redis://, rediss:// or unix:// address"
+        raise StoreUnavailableError(f"buffer.store.url must {must}, got {url!r}: {error}.") from None
 
 
 def await_answer(client: redis.Redis, *, timeout_s: float) -> None:
@@ -228,9 +227,8 @@ def _check_server(client: redis.Redis) -> None:
     info = client.info("server") | client.info("memory")
     version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
     if version < OLDEST_REDIS:
-        raise StoreUnavailableError(
-            f"the store at {address_of(client)} must be Redis 6.2 or newer (or Valkey), got {info['redis_version']}."
-        )
+        must = f"the store at {address_of(client)} must be Redis 6.2 or newer (or Valkey)"
+        raise StoreUnavailableError(f"{must}, got {info['redis_version']}.")
     # Without a memory limit, a server never evicts.
     policy = info.get("maxmemory_policy", "noeviction")
     if int(info.get("maxmemory", 0)) > 0 and policy != "noeviction":

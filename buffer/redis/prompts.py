@@ -135,14 +135,12 @@ class RedisPrompts(RedisConnection):
         Incomplete groups beyond `group_deadline` become ready (unless the filter rejects them) or expire. Returns a log
         line per event. Raises StaleFenceError unless `fence` is the chief's (`store_rules`).
         """
-        return [
-            *self._reap_leases("leases", fence),
-            *self._reap_leases("evaluation_leases", fence),
-            *self._reap_groups(group_deadline, fence),
-            *(
-                lapsed_claim_message(int(step), num_ready=num_ready, quarantined=[text(group) for group in quarantined])
-                for step, num_ready, quarantined in self._run_as_chief("reap_claims", fence, self._max_attempts)
-            ),
+        events = self._reap_leases("leases", fence) + self._reap_leases("evaluation_leases", fence)
+        events += self._reap_groups(group_deadline, fence)
+        claims = self._run_as_chief("reap_claims", fence, self._max_attempts)
+        return events + [
+            lapsed_claim_message(int(step), num_ready=num_ready, quarantined=list(map(text, groups)))
+            for step, num_ready, groups in claims
         ]
 
     def _reap_leases(self, kind: str, fence: int) -> list[str]:

@@ -95,9 +95,8 @@ def store_url(run: RunConfig, folder: Path) -> str:
     """Address of the run's store. Raises ConfigError if it has none, or one private to its process."""
     config = run.buffer.store
     if run.mode == "sft":
-        raise ConfigError(
-            f"run {run.name!r} must have a store to inspect, but mode=sft has none: see {folder / 'metrics.jsonl'}."
-        )
+        found = f"mode=sft has none: see {folder / 'metrics.jsonl'}"
+        raise ConfigError(f"run {run.name!r} must have a store to inspect, but {found}.")
     if isinstance(config, RedisConfig):
         return config.url if config.tls_ca_file is None else _with_authority(config.url, Path(config.tls_ca_file))
     if run.is_one_process:
@@ -113,9 +112,8 @@ def _with_authority(url: str, path: Path) -> str:
     try:
         ssl.create_default_context(cafile=path)
     except OSError as error:
-        raise ConfigError(
-            f"buffer.store.tls_ca_file must be a file of certificates in PEM, got {path}: {error.strerror or error}."
-        ) from None
+        got = f"{path}: {error.strerror or error}"
+        raise ConfigError(f"buffer.store.tls_ca_file must be a file of certificates in PEM, got {got}.") from None
     return f"{url}{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(path.resolve()), safe='')}"
 
 
@@ -123,14 +121,10 @@ def _start_server(run: RunConfig, folder: Path, *, timeout_s: float, idle_timeou
     config = run.buffer.store
     if isinstance(config, RedisConfig):
         return None
-    if not (folder / "store").is_dir():
-        raise ConfigError(f"run {run.name!r} must have a store, but {folder / 'store'} is not there: it was deleted.")
-    server = EmbeddedRedis(
-        folder / "store",
-        durability=config.durability,
-        max_memory_mib=config.max_memory_mib,
-        idle_timeout_s=idle_timeout_s,
-    )
+    data, limit = folder / "store", config.max_memory_mib
+    if not data.is_dir():
+        raise ConfigError(f"run {run.name!r} must have a store, but {data} is not there: it was deleted.")
+    server = EmbeddedRedis(data, durability=config.durability, max_memory_mib=limit, idle_timeout_s=idle_timeout_s)
     if server.is_listening:
         return None
     server.start(timeout_s=timeout_s)
