@@ -250,10 +250,8 @@ def _as_json(table: pa.Table, path: Path) -> pa.Table:
         if pa.types.is_temporal(field.type) or pa.types.is_decimal(field.type):
             table = table.set_column(number, field.name, table.column(number).cast(pa.string()))
         elif not _is_json(field.type):
-            raise ConfigError(
-                f"{path}: column `{field.name}` must hold texts, numbers, booleans, bytes, lists and records, got "
-                f"{field.type}: cast it to text or leave it out."
-            )
+            must = f"column `{field.name}` must hold texts, numbers, booleans, bytes, lists and records"
+            raise ConfigError(f"{path}: {must}, got {field.type}: cast it to text or leave it out.")
     return table
 
 

@@ -43,10 +43,9 @@ def check_same_run(run_id: str, *, stored: tuple[str, RowCount, int], opened: tu
 
 def no_run(run_id: str) -> RunConflictError:
     """Error of every operation before `open_run`."""
-    return RunConflictError(
-        f"run {run_id!r} must be opened before it is used, but the store holds no such run: no broker has opened it "
-        "yet, or the store was emptied."
-    )
+    cause = "no broker has opened it yet, or the store was emptied"
+    must = f"run {run_id!r} must be opened before it is used"
+    return RunConflictError(f"{must}, but the store holds no such run: {cause}.")
 
 
 def _settings(config_json: str, num_rows: RowCount, seed: int) -> dict[str, Any]:

@@ -31,7 +31,21 @@ from slipstream.broker.weights.transport import HostBuckets
 _LOOPBACK = "127.0.0.1"
 
 
-class CollectiveSender:
+class _CollectiveEnd:
+    _group: ProcessGroup | None = None
+
+    def _open_group(self) -> ProcessGroup:
+        if self._group is None:
+            raise WeightTransferError("a weight epoch must be open before a broadcast: call open_epoch first")
+        return self._group
+
+    def _close_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+class CollectiveSender(_CollectiveEnd):
     """The learner's end: rank 0 and owner of the rendezvous store. Implements WeightSender; belongs to one thread."""
 
     def __init__(self, host: str = _LOOPBACK, *, device: str | torch.device, ports: Iterable[int] = (0,)) -> None:
@@ -44,7 +58,6 @@ class CollectiveSender:
         self._store: dist.TCPStore | None = listen(host, ports=ports)
         self.address: tuple[str, int] = host, self._store.port
         """As in WeightSender; constant for the whole run."""
-        self._group: ProcessGroup | None = None
         self._num_members: int | None = None
         self._is_aborted = Event()
 
@@ -74,7 +87,7 @@ class CollectiveSender:
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
         if self._num_members == 0:
             return  # no receivers; the version is still committed
-        group = _require_open(self._group)
+        group = self._open_group()
         self._is_aborted.clear()
         try:
             group.send(buckets, timeout_s=timeout_s)
@@ -94,12 +107,10 @@ class CollectiveSender:
 
     def _close_group(self) -> None:
         self._num_members = None
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        super()._close_group()
 
 
-class CollectiveReceiver:
+class CollectiveReceiver(_CollectiveEnd):
     """A generator's end. Implements WeightReceiver; belongs to one thread.
 
     The next `receive` overwrites the received buckets.
@@ -107,7 +118,6 @@ class CollectiveReceiver:
 
     def __init__(self, *, device: str | torch.device) -> None:
         self._device = torch.device(device)
-        self._group: ProcessGroup | None = None
         self._staging: SharedBuckets | None = None
 
     @property
@@ -128,7 +138,7 @@ class CollectiveReceiver:
 
     def receive(self, update: Update, *, cancelled: Event) -> HostBuckets:
         """`update.timeout_s` bounds each bucket. An error closes the group, except a wrong checksum."""
-        group = _require_open(self._group)
+        group = self._open_group()
         try:
             if self._staging is None or self._staging.sizes != update.bucket_bytes:
                 self._free()
@@ -149,14 +159,3 @@ class CollectiveReceiver:
         if self._staging:
             self._staging.close()
             self._staging = None
-
-    def _close_group(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-
-
-def _require_open(group: ProcessGroup | None) -> ProcessGroup:
-    if group is None:
-        raise WeightTransferError("a weight epoch must be open before a broadcast: call open_epoch first")
-    return group

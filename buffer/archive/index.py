@@ -9,6 +9,7 @@ import math
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
@@ -87,10 +88,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     if not path.is_file():
         if is_archive(folder):
-            raise ArchiveError(
-                f"{folder} must have a {MANIFEST} beside its {len(found)} shards, but has none: restore it, or move "
-                f"the shards and {LEDGER} away."
-            )
+            must = f"{folder} must have a {MANIFEST} beside its {len(found)} shards"
+            raise ArchiveError(f"{must}, but has none: restore it, or move the shards and {LEDGER} away.")
         raise ArchiveError(f"{folder} must be an archive, but it has no {MANIFEST}: name a run's `archive` folder.")
     manifest = parse_manifest(path.read_bytes(), where=path)
     # A crash between shard and line leaves one file, with the next number. The store offers its groups again.
@@ -190,7 +189,8 @@ class LedgerReader:
         is_checked = sealed is None or sealed.bytes <= self.num_bytes
         with self._path.open("rb") if size else BytesIO() as file:
             file.seek(self.num_bytes)
-            found = whole_lines(file, self._parse, where=self._path, rule="hold a step", first=self._num_lines + 1)
+            parse = partial(parse_line, kind=_Step, schema=LEDGER_SCHEMA, where=self._path)
+            found = whole_lines(file, parse, where=self._path, rule="hold a step", first=self._num_lines + 1)
             for entry, line in found:
                 self._enter(entry.step, line)
                 if sealed and self.num_bytes == sealed.bytes:
@@ -201,9 +201,6 @@ class LedgerReader:
                 f"steps, up to step {sealed.last_step}), got {size} bytes with {self._num_lines} whole lines: it is "
                 "damaged; restore it from a copy, or continue the run without this archive by moving its folder away."
             )
-
-    def _parse(self, line: bytes) -> _Step | None:
-        return parse_line(line, _Step, schema=LEDGER_SCHEMA, where=self._path)
 
     def _enter(self, step: int, line: bytes) -> None:
         # A repeated step invalidates all later ones.
