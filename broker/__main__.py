@@ -54,7 +54,7 @@ _ARCHIVE_TIMEOUT_S = 4.0
 _STORAGE_TIMEOUT_S = 20.0
 """Time limit for retries of the object store, seconds."""
 _ANSWER_TIMEOUT_S = 3.0
-"""Timeout of one store operation; the broker serves no peer while it waits."""
+"""Of one store operation, which blocks the broker."""
 
 log = structlog.get_logger(__name__)
 
@@ -146,7 +146,7 @@ def _serve(
         address=folder.read_address(name),
     )
     is_stopping = on_stop_signal(lambda: None)
-    # A step longer than the ping interval could count as a pause of this process.
+    # Longer than the ping interval, a step could count as a pause.
     step_s = min(0.2, run.broker.heartbeat_s)
     exempt_from_collection()
     folder.record_stage(name, "listening")
@@ -159,7 +159,7 @@ def _serve(
             sentences = (supervisor.poll() if supervisor else []) + (observers.poll() if observers else [])
             for sentence in sentences:
                 log.warning(sentence)
-        # Otherwise a launcher restarts the broker or ends the generators, or another broker takes them over.
+        # Otherwise a launcher or another broker takes care of the generators.
         if not (has_launcher() or router.chief.has_living_others):
             router.drain_all(reason="the broker stops")
     log.info("stopped")
@@ -171,7 +171,7 @@ def _open_run(run: RunConfig, url: str, *, num_rows: RowCount) -> RunState:
     with open_run_store(url, run.name, timeout_s=timeout_s, retry_timeout_s=timeout_s) as store:
         state = begin_run(store, run, num_rows=num_rows)
         is_served = store.roles().get(LAUNCHER, {}).get("pid") == launcher_pid()
-    # A broker that restarts late may find that the others have already finished this launcher's run.
+    # A broker that restarts late may find this launcher's run finished.
     if state.phase == "finished" and not (run.resume or is_served):
         raise RunConflictError(
             f"run {run.name!r} must not be finished, got {state.step} steps and a summary in {RunFolder(run).path}: "

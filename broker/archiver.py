@@ -4,9 +4,8 @@ Consumes: the store's finished groups, oldest first; its step ledger.
 Produces: shards and a ledger in the archive folder; free space in the store; the gauges of the role `archiver`.
 Waits for: enough groups for a shard, at most `_FLUSH_S`.
 Woken by: its clock, every second.
-Invariant: the store forgets a group or a step only after the archive, and the object store if configured, hold it
-durably. The archive takes each group once. Its ledger has a step only if a checkpoint covers it and all of its groups
-are archived.
+Invariant: the store forgets a group or step only after the archive, and the object store if configured, hold it. The
+archive takes each group once. Its ledger has a step only if a checkpoint covers it and its groups are archived.
 """
 
 import os
@@ -37,11 +36,11 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import describe_disk, is_disk_full
 
 _GROUPS_PER_SHARD = 1024
-"""Waiting groups that trigger writing a shard: as many as Parquet compresses well, in hundreds of files per run."""
+"""Waiting groups that trigger a shard: Parquet compresses that many well, in hundreds of files per run."""
 _FLUSH_S = 30.0
-"""Longest wait of a group for its shard to fill, so that commands soon see it."""
+"""Longest wait of a group for its shard to fill."""
 _SAMPLED_GROUPS = 8
-"""Groups in the sample that estimates the mean group size."""
+"""Sample for estimating the mean group size."""
 _MAX_SHARD_BYTES = 256 * 2**20
 """Encoded trajectories, held in memory while the shard is written."""
 _ROLE = "archiver"
@@ -53,13 +52,13 @@ log = structlog.get_logger(__name__)
 class StepArchiver:
     """Moves the step ledger, each step after its groups. Belongs to one thread.
 
-    A step may wait long: a group that can be trained on again stays in the store.
+    A step may wait long for a reusable group, which stays in the store.
 
     Life: (poll -> mark_archived* -> write -> forget)*.
     """
 
     def __init__(self, store: Store, folder: Path, shards: ShardWriter) -> None:
-        """`shards` writes to the same archive. Raises ArchiveError if the ledger is damaged, OSError."""
+        """Raises ArchiveError if the ledger is damaged, OSError."""
         self._store = store
         self._shards = shards
         self.ledger = LedgerWriter(folder, shards.manifest)
@@ -70,11 +69,11 @@ class StepArchiver:
         """Newest step in the archive that the store still has."""
 
     def poll(self) -> None:
-        """Find the steps that a checkpoint newly covers. Raises StoreUnavailableError."""
+        """Find newly covered steps. Raises StoreUnavailableError."""
         pointer = self._store.run_state().checkpoint
         step = pointer.step if pointer else 0
         if self._covered is None or step < self._covered:
-            # First call, or a crash lost the store's last seconds: compare the complete ledger.
+            # First call, or the store lost its last seconds: compare the complete ledger.
             self._pending, self._awaited = [], set()
             entries = self._entries(first_step=1, last_step=step)
             lacking = self.ledger.lacks(entries)
@@ -88,8 +87,7 @@ class StepArchiver:
         self._awaited.difference_update(group_ids)
 
     def write(self) -> None:
-        """Append the steps whose groups are all archived. After OSError, a later call retries."""
-        # In order, so that the archive holds all steps up to `last_step`.
+        """Append the steps with all groups archived, in order. After OSError, a later call retries."""
         complete = list(takewhile(lambda entry: self._awaited.isdisjoint(entry.group_ids), self._pending))
         if complete:
             self.ledger.append(complete)
@@ -181,12 +179,12 @@ class Archiver:
     def _write_steps(self) -> None:
         self._steps.write()
         self._send()
-        # After a crash before this, the entries are in both places, and the store's count.
+        # After a crash before this, entries are in both places, and the store's count.
         self._steps.forget(fence=self._fence)
 
     def _send(self) -> None:
         if self._mirror:
-            # Only checks the fence: if this broker hung, another chief may have written from another machine.
+            # Checks the fence: if this broker hung, another chief may have written elsewhere.
             self._store.forget([], fence=self._fence)
             self._mirror.send()
 
@@ -203,8 +201,7 @@ class Archiver:
         # The archive has those that a crash or a failure left in the store.
         new = [group for group in groups if not self._writer.has(group.id)]
         if new and sum(shard.bytes for shard in self._writer.shards) >= self._config.max_gib * 2**30:
-            # A full store would stop the run. The steps of dropped groups never become complete, so the ledger ends
-            # here and the archived steps remain replayable.
+            # A full store would stop the run. Steps of dropped groups never become complete, so the ledger ends here.
             if not self.num_left_out:
                 log.warning("archive_full", max_gib=self._config.max_gib)
             self.num_left_out += len(new)
@@ -219,7 +216,7 @@ class Archiver:
             # Includes the shards of calls that failed to send them.
             self._send()
             self._steps.mark_archived(group.id for group in groups)
-        # Forget last: after a crash, the store offers the groups again and `has` recognizes them.
+        # Last: after a crash, the store offers the groups again and `has` recognizes them.
         if groups:
             self._store.forget([group.id for group in groups], fence=self._fence)
         self._waiting_since = None
@@ -262,8 +259,8 @@ class ArchiverThread:
         storage: ObjectFolder | None = None,
         lead: Callable[[], int | None] = lambda: NO_FENCE,
     ) -> None:
-        """`connect` opens the store, again after every error. `storage` mirrors the archive. `lead` returns the chief's
-        fence; None while another broker is the chief."""
+        """`connect` opens the store, again after errors. `storage` mirrors the archive. `lead`: the chief's fence, None
+        while another broker is the chief."""
         self._connect = connect
         self._folder = folder
         self._config = config
@@ -281,10 +278,7 @@ class ArchiverThread:
         return self._status
 
     def stop(self, *, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> bool:
-        """Archive the finished groups, then end; returns whether it ended within `timeout_s`.
-
-        Remaining groups stay in the store. Calls `meanwhile` every second.
-        """
+        """Archive the finished groups, calling `meanwhile` every second; returns whether it ended in time."""
         self._stopping.set()
         ends_at = time.monotonic() + timeout_s
         while self._thread.is_alive() and (left_s := ends_at - time.monotonic()) > 0:
@@ -298,7 +292,7 @@ class ArchiverThread:
                 return
 
     def _attempt(self) -> bool:
-        """Archive until stopped; returns False after an error or while another broker is the chief."""
+        """Archive until stopped; False after an error or under another chief."""
         if (fence := self._lead()) is None:
             return False
         try:

@@ -51,8 +51,8 @@ def check_hello(
 ) -> Rejection | None:
     """Reason to reject a peer; None if it may join.
 
-    `locate_duplicate` describes another live peer of the same name; empty if none. `guest`: guest that the peer's key
-    belongs to; empty for the run's token. `quarantined`: guest -> reason.
+    `locate_duplicate` describes another live peer of the same name, if any. `guest`: owner of the peer's key; empty for
+    the run's token. `quarantined`: guest -> reason.
     """
     if hello.schema_version != SCHEMA_VERSION:
         return _reject_schema(hello.peer_id, hello.schema_version)
@@ -106,18 +106,18 @@ def _reject_schema(peer_id: str, version: int) -> Rejection:
 
 
 MAX_BYTES = 256 * 1024
-"""Maximum bytes of one answer, small enough that other peers are served in between."""
+"""Of one answer, so that other peers are served in between."""
 _MAX_PROBES = 8
-"""Maximum number of concurrent connection tests; further machines are answered without one."""
+"""Concurrent connection tests; further machines are answered without one."""
 
 
 class Inspect(Message):
     """Query from a machine that may join. Example: Inspect(listens_at="tcp://10.0.0.7:20000", num_bytes=262144)."""
 
     listens_at: Name = ""
-    """Endpoint for the broker to test, if it is inside `cluster.interface`; empty: none."""
+    """Endpoint to test, if inside `cluster.interface`; empty: none."""
     num_bytes: Annotated[int, Meta(ge=0, le=MAX_BYTES)] = 0
-    """Length of the answer's second frame, for measuring the link."""
+    """Of the answer's second frame, for measuring the link."""
     machine: HostName = ""
     """As in Hello; selects the brokers' addresses in the answer."""
 
@@ -167,7 +167,7 @@ class Inspection:
         """Answer an Inspect, now or in `send_due`; False for any other message."""
         if (question := decode_header(frames, Inspect)) is None:
             return False
-        # Restricted to the cluster's network, so that the broker cannot be used to scan other hosts.
+        # Only in the cluster's network, so that the broker cannot scan other hosts.
         host = question.listens_at.removeprefix("tcp://").rpartition(":")[0]
         if is_inside(host, self._run.cluster.network) and len(self._probing) < _MAX_PROBES:
             self._probing[identity] = self._threads.submit(is_listening, question.listens_at)

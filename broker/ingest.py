@@ -35,9 +35,9 @@ GuestCheck = Callable[[str, TrajectoryHeader, bytes, Trajectory], None]
 
 
 class Ingest:
-    """Inserts the trajectories of one router step in batches and answers every sender.
+    """Inserts the trajectories of one router step and answers every sender.
 
-    A thread inserts full batches while the router checks the next trajectories.
+    A thread inserts full batches while the router checks the next ones.
 
     Consumes: Put messages with their payloads.
     Produces: one Ack or Nack per trajectory.
@@ -75,7 +75,7 @@ class Ingest:
         return self._num_received >= _MAX_TRAJECTORIES or self._bytes_received >= _MAX_BYTES
 
     def add(self, identity: bytes, put: Put, payloads: list[bytes], *, guest: str = "") -> list[Nack]:
-        """Add the trajectories of a Put; quarantines malformed ones and returns their fatal Nacks."""
+        """Add the trajectories of a Put; quarantine malformed ones and return their fatal Nacks."""
         if len(put.headers) != len(payloads):
             detail = f"a Put of {len(put.headers)} trajectories must have as many payloads, got {len(payloads)}"
             self._quarantine("frame_count", b"".join(payloads[:1]))

@@ -27,11 +27,11 @@ from slipstream.runtime.images import image_id
 log = structlog.get_logger(__name__)
 
 _EVALUATION_FRACTION = 0.5
-"""Maximum fraction of a lease for evaluations while training prompts are available: neither of them starves."""
+"""Maximum fraction of a lease for evaluations while training prompts are available."""
 _MAX_WAIT_S = 1.0
 """Time after which a request is answered empty, with the reason."""
 _MAX_ANSWERS = 64
-"""Answers per round, each with a store call that blocks the broker."""
+"""Per round, each with a blocking store call."""
 _ONLY_EVALUATIONS = -1
 """Admission limit with which the store leases no training prompts."""
 
@@ -45,7 +45,7 @@ class _Request:
 
 @dataclass
 class _Offer:
-    """Upper bounds for one lease: total groups, and the admission limit for new ones."""
+    """Upper bounds for one lease."""
 
     max_groups: int
     admission_limit: int
@@ -59,8 +59,7 @@ class LeaseScheduler:
     Consumes: lease requests.
     Produces: Prompts, empty with a reason if nothing can be leased for a while.
     Waits for: pacing to admit prompts, an evaluation to open, a lease to be returned.
-    Invariant: a generator gets at most its fair share of the groups, and no training prompt while its weights are
-    stale.
+    Invariant: a generator gets at most its fair share, and no training prompts with stale weights.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class LeaseScheduler:
         guests: Guests,
         clock: Clock,
     ) -> None:
-        """`chief` provides this broker's share of the groups; `outage` records failed store calls."""
+        """`chief` knows this broker's share; `outage` records failed store calls."""
         self._guests = guests
         self._store = store
         self._outage = outage
@@ -89,7 +88,7 @@ class LeaseScheduler:
         self._counts: StoreCounts | None = None
         self._exhausted: set[int] = set()
         self._without_rows: set[int] = set()
-        """Versions for which the store has nothing left in this round (`_exhausted`), or no evaluation rows."""
+        """Versions without anything (`_exhausted`) or evaluation rows left in this round."""
         self._has_warned = False
         self._unstored: dict[str, bytes] = {}
         """Name -> image that a failed call has not stored."""
@@ -115,7 +114,7 @@ class LeaseScheduler:
         self._fair_share.remove(peer)
 
     def serve(self) -> list[tuple[bytes, Prompts]]:
-        """Answer the requests that can be answered now, at most `_MAX_ANSWERS`; returns (identity, answer) pairs."""
+        """Answer requests, at most `_MAX_ANSWERS`; returns (identity, answer) pairs."""
         self._state = self._counts = None
         self._exhausted.clear()
         self._without_rows.clear()
@@ -134,7 +133,7 @@ class LeaseScheduler:
 
     def _try(self, request: _Request) -> tuple[list[Prompt], str]:
         """Prompts, or after the deadline the reason for an empty answer."""
-        # Hold back an empty answer until the deadline: prompts that are admitted meanwhile save a round trip.
+        # Hold back empty answers until the deadline, to save a round trip.
         is_due = self._clock() >= request.deadline
         if not is_due and request.peer.status.version in self._exhausted:
             return [], ""
@@ -207,7 +206,7 @@ class LeaseScheduler:
         known_empty = self._exhausted | self._without_rows if offer.reason else self._exhausted
         if offer.max_groups == 0 or peer.status.version in known_empty:
             return []
-        # First: if images cannot be stored, leased prompts would lapse until they are quarantined.
+        # First: without stored images, leased prompts would lapse until quarantined.
         self._put_images({})
         leases = self._store.lease(
             owner=peer.owner,
@@ -216,7 +215,7 @@ class LeaseScheduler:
             has_baseline=self._run.has_baseline,
             lease_s=self._run.broker.lease_s,
             admission_limit=offer.admission_limit,
-            # An evaluation accepts answers from one version, and none from guests.
+            # Evaluations accept one version, and no guests.
             version=-1 if peer.guest else peer.status.version,
             max_evaluations=ceil(_EVALUATION_FRACTION * offer.max_groups * self._run.members_per_group),
             upcoming=upcoming,
@@ -224,7 +223,7 @@ class LeaseScheduler:
         self._fair_share.record_leases(peer, leases)
         self._count_in(leases)
         if not leases and not peer.guest:
-            # Nothing is left for this version: one store call answers all of its generators.
+            # One store call answers all generators with this version.
             (self._without_rows if offer.reason else self._exhausted).add(peer.status.version)
         prompts = [make_prompt(lease, self._datasets[lease.purpose].row(lease.row)) for lease in leases]
         if peer.guest:
@@ -247,7 +246,7 @@ class LeaseScheduler:
         if self._run.data.curriculum:
             self._state = None
         if self._counts is None or self._counts.returned:
-            # Only the store knows how many of the leases were returned prompts.
+            # Only the store knows how many were returned prompts.
             self._counts = None
             return
         num_new = sum(lease.purpose == "train" for lease in leases)
@@ -261,7 +260,7 @@ def make_prompt(lease: Lease, row: Row) -> Prompt:
 
 
 def _split(answer: Prompts, *, max_bytes: int) -> list[Prompts]:
-    """Split an answer into messages that fit; every single prompt does, as the dataset has checked."""
+    """Split an answer into messages that fit, as every prompt does."""
     half = len(answer.prompts) // 2
     if not half or len(encode(answer)) <= max_bytes:
         return [answer]

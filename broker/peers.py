@@ -105,11 +105,7 @@ class Peers:
         return peer if is_other else None
 
     def add(self, identity: bytes, hello: Hello, *, guest: str = "") -> list[Peer]:
-        """Add a peer; returns the entries it replaces.
-
-        These are an older connection of the same incarnation, a dead incarnation with the same name, and any other peer
-        on this connection.
-        """
+        """Add a peer; returns those it replaces: one with its name, and any other on its connection."""
         named = self._by_name.get((hello.role, hello.peer_id))
         replaced = [peer for peer in (self.remove(identity), named and self.remove(named.identity)) if peer]
         peer = self._by_identity[identity] = Peer(identity, hello, self._clock(), guest=guest)
@@ -129,7 +125,7 @@ class Peers:
         return silent
 
     def excuse_pause(self) -> None:
-        """If the broker was stopped or blocked since the last call, exclude that time from the peers' silence."""
+        """Exclude time for which the broker was stopped or blocked from the peers' silence."""
         now = self._clock()
         pause_s, self._ran_at = now - self._ran_at, now
         if pause_s > self._suspect_after_s:
@@ -156,7 +152,7 @@ class Peers:
         return named is not None and named.owner == peer.owner
 
     def silence_has_changed(self) -> bool:
-        """Whether the set of late peers, and so `members`, has changed since the last call."""
+        """Whether the late peers, and so `members`, have changed since the last call."""
         silent = list(takewhile(self._is_late, self._by_identity.values()))
         has_changed, self._silent = silent != self._silent, silent
         return has_changed
@@ -168,8 +164,7 @@ class Peers:
     def members(self) -> Members:
         """Build the learner's membership message.
 
-        Late generators are `silent` long before they are removed: a dead member would delay a broadcast until its
-        deadline.
+        Late generators are `silent` long before removal, since a dead member delays a broadcast.
         """
         return Members([self._state_of(peer) for peer in self.generators()])
 
@@ -181,7 +176,7 @@ class Peers:
         return MemberState(peer.member, state, status.version, transport, hello.machine, status.lends_at)
 
     def is_silent(self, peer: Peer) -> bool:
-        """Whether the peer misses pings: stopped, dead, or moved to another broker."""
+        """Whether the peer misses pings: stopped, dead, or moved."""
         return peer.is_disconnected or self._is_late(peer)
 
     def _is_late(self, peer: Peer) -> bool:
@@ -195,7 +190,7 @@ _PINGED_AT_ONCE = 64
 
 
 class PingRound:
-    """One pass over all peers. Many are spread over the ping interval, to keep each step short."""
+    """One pass over all peers, spread over the ping interval to keep each step short."""
 
     def __init__(self, peers: Iterable[Peer]) -> None:
         self._left = list(peers)
@@ -213,7 +208,7 @@ class PingRound:
 
 # --- departures ------------------------------------------------------------------------------------------------------
 LEFT = "left"
-"""Reason of a regular departure; any other departure is recorded as an event."""
+"""Reason of a regular departure; others are recorded as events."""
 
 
 class Departures:
@@ -239,7 +234,7 @@ class Departures:
             elsewhere = {str(each["owner"]) for each in roles if "owner" in each and each["broker"] != self._broker}
         while self._departed:
             peer, reason = self._departed[0]
-            # It may have reconnected here or to another broker and still work on its leases.
+            # It may have reconnected here or elsewhere and still work on its leases.
             if not self._peers.is_back(peer) and peer.owner not in elsewhere:
                 returned = self._store.return_leases_of(owner=peer.owner, reason=reason[:MAX_REASON_LENGTH])
                 where = {"host": peer.hello.host, "pid": peer.hello.pid}

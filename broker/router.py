@@ -66,13 +66,13 @@ from slipstream.runtime.trace import TimeAccount, Trace
 
 _MAX_MESSAGES_PER_STEP = 512
 _CREDIT_MESSAGES, _CREDIT_BYTES = 512, 64 * 2**20
-"""Credit of each generator: it keeps a fast one busy for a round trip, but the backlog of all fits into memory during a
-store outage."""
+"""Credit of each generator: enough to keep it busy for a round trip, but little enough that all backlogs fit into
+memory during a store outage."""
 _SERVE_INTERVAL_S = 0.02
 _SERVE_SHARE = 0.2
 """Maximum share of the broker's time spent on lease rounds that lease nothing."""
 _MEMBERS_AT_ONCE, _MEMBERS_INTERVAL_S = 64, 1e-4
-"""Up to this many peers, the learner gets every change immediately. Each further peer adds 0.1 ms to the interval."""
+"""Peers up to which the learner gets every change immediately; each further one adds 0.1 ms."""
 _REAP_INTERVAL_S = 1.0
 _REAP_AFTER_OUTAGE_S = 10.0
 """Time to renew leases and claims after the last failed call to the store."""
@@ -97,8 +97,7 @@ class Router:
         address: str = "",
         clock: Clock = time.monotonic,
     ) -> None:
-        """`model`: fingerprint of the model folder; None without one. `address`: this broker's address for other
-        machines; empty if they cannot reach it."""
+        """`model`: None without a model folder. `address`: for other machines; empty if they cannot reach it."""
         self._channel = channel
         self._store = store
         self._run = run
@@ -123,7 +122,7 @@ class Router:
         self._trace = Trace(name, RunFolder(run).profile)
         self._account = TimeAccount("routing", trace=self._trace)
         if (steps := run.profile.steps) and steps[0] - run.profile_lead_steps <= store.run_state().step + 1 <= steps[1]:
-            # Start now and tell each generator when it joins: the learner's order would come after their first leases.
+            # The learner's order would come after the generators' first leases.
             self._trace.obey("events")
         self._inspection = Inspection(run, channel.send, self._peers.weights_at, self.chief.living_for, model=model)
         self._ping_round = PingRound(())
@@ -131,7 +130,7 @@ class Router:
         self._next_ping_at = self._next_reap_at = self._next_members_at = self._next_serve_at = self._may_serve_at = 0.0
 
     def step(self, *, timeout_s: float) -> None:
-        """Handle received messages, then do the periodic work that is due; blocks at most `timeout_s`."""
+        """Handle received messages, then do due periodic work; blocks at most `timeout_s`."""
         # Pacing may admit prompts without any message arriving.
         if self._leases.has_requests:
             timeout_s = min(timeout_s, _SERVE_INTERVAL_S)
@@ -155,12 +154,12 @@ class Router:
             self._send(peer.identity, Drain(reason))
 
     def _try(self, action: Callable[[], object]) -> None:
-        """Run `action`; record a store outage instead of raising it, since peers and timers retry."""
+        """Run `action`; record a store outage, since peers and timers retry."""
         try:
             action()
         except StoreUnavailableError as error:
             self._outage.record(error)
-            # Leases and claims may have lapsed because renewals failed: let their holders renew first.
+            # Let the holders of lapsed leases and claims renew them first.
             self._next_reap_at = max(self._next_reap_at, self._clock() + _REAP_AFTER_OUTAGE_S)
 
     # --- receiving -----------------------------------------------------------------------------------------------
@@ -187,13 +186,13 @@ class Router:
         if isinstance(message, Hello):
             self._welcome(identity, message)
         elif peer is None:
-            # It joined this broker's predecessor, or was removed as silent: Bye makes it say Hello again.
+            # It joined a predecessor, or was removed as silent: Bye makes it say Hello again.
             self._send(identity, Bye())
         else:
             self._dispatch(peer, message, frames)
 
     def _answer_unreadable(self, identity: bytes, frames: Frames, refusal: RecordRefusedError) -> None:
-        """Quarantine an undecodable message and answer its sender, which would otherwise wait."""
+        """Quarantine an undecodable message and answer its sender."""
         self._log_limiter.log("frame_refused", refusal.reason, error=str(refusal))
         hello = decode_header(frames, HelloHeader)
         if hello:
@@ -210,7 +209,7 @@ class Router:
                 for nack in self._ingest.add(peer.identity, message, frames[1:], guest=peer.guest):
                     self._send(peer.identity, nack)
             case LeaseRequest(max_trajectories=room):
-                # Serve it within this step, because the generator has free slots until then.
+                # Serve it within this step: the generator has free slots until then.
                 self._leases.request(peer, max_trajectories=room)
                 self._next_serve_at = self._may_serve_at
             case Pong():
@@ -288,8 +287,7 @@ class Router:
     def _locate_duplicate(self, hello: Hello) -> str:
         """Describe the live peer that already has this name; empty if none.
 
-        A process that was killed and restarted does not wait for `peer_timeout_s`, because this probes the old
-        connection.
+        Probes its connection, so that a restarted process need not wait for `peer_timeout_s`.
         """
         duplicate = self._peers.find_duplicate(hello)
         # With ROUTER_MANDATORY, a send to a closed connection fails immediately.
@@ -308,7 +306,7 @@ class Router:
 
     def _relay(self, order: OpenEpoch | Update) -> None:
         members = set(order.members)
-        # Only the broker needs an update's members: 1,000 members would add 98 KB to each of 1,000 messages.
+        # Only the broker needs an update's members: 1,000 would add 98 KB to each of 1,000 messages.
         frames = [encode(replace(order, members=[]) if isinstance(order, Update) else order)]
         # Matches incarnations: a restarted generator is not a member of the epoch.
         for peer in self._peers.generators():
@@ -343,7 +341,7 @@ class Router:
         if now >= self._next_ping_at:
             if self._ping_round.is_over:
                 for peer in self._peers.pop_silent():
-                    # Recorded together below, so that a hanging store causes only one timeout.
+                    # Recorded together below: a hanging store causes only one timeout.
                     self._forget(peer, reason := f"silent for {self._run.broker.peer_timeout_s:g} s")
                     self._departures.add(peer, reason)
                 self._ping_round = PingRound(self._peers)

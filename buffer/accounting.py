@@ -6,8 +6,8 @@ from slipstream.buffer.records import StepEntry
 from slipstream.configs.base import Record
 
 REJECTION_REASONS = ("no_reward", "zero_advantage", "too_hard", "too_easy")
-"""Reasons of `buffer.filter` to reject a complete group: no sampled member has a reward, all rewards are equal, or the
-success rate is too low or too high.
+"""Reasons of `buffer.filter`: no sampled member has a reward, all rewards are equal, or the success rate is too low or
+too high.
 """
 _MAX_NAMED = 5
 """Groups or steps listed per problem of an audit."""
@@ -21,7 +21,7 @@ class StoreCounts(Record):
     """
 
     admitted: int
-    """Training prompts ever leased, each counted once, minus those that ended without being trained on."""
+    """Training prompts ever leased, minus those that ended without being trained on."""
     leased: int
     returned: int
     """Training prompts waiting for another lease."""
@@ -30,7 +30,7 @@ class StoreCounts(Record):
     ready: int
     claimed: int
     used: int
-    """Groups trained on, and either still reusable or not covered by a durable checkpoint."""
+    """Groups trained on, and reusable or not covered by a durable checkpoint."""
     reusable: int
     """Used groups that may be sampled again."""
     accepted: int
@@ -38,7 +38,7 @@ class StoreCounts(Record):
     duplicates: int
     """Trajectories received again with the same checksum."""
     superseded: int
-    """Trajectories for an index of the group that was already filled."""
+    """Trajectories for an index that was already filled."""
     refused: dict[str, int]
     """Quarantined frames, by reason."""
     outcomes: dict[str, int]
@@ -63,8 +63,8 @@ class StoreCounts(Record):
     """Model-written tokens trained on, counting each use."""
     became_ready: int = 0
     curriculum: dict[str, int] = {}
-    """Prompts: `skipped_too_easy`, `skipped_too_hard`, `explored` (outside the band but generated). Dataset rows:
-    `rows` (measured), and of these `rows_too_easy`, `rows_too_hard`.
+    """Prompts: `skipped_too_easy`, `skipped_too_hard`, `explored` (outside the band). Measured dataset rows: `rows`, of
+    these `rows_too_easy`, `rows_too_hard`.
     """
 
     @property
@@ -89,7 +89,7 @@ class StoreCounts(Record):
 
     @property
     def length_bias(self) -> float:
-        """Mean length of trained / accepted trajectories; below 1, long ones are trained on less often."""
+        """Mean length of trained / accepted trajectories; below 1, long ones are underrepresented."""
         if not self.trained or not self.accepted_tokens:
             return 1.0
         return (self.trained_tokens / self.trained) / (self.accepted_tokens / self.accepted)
@@ -113,7 +113,7 @@ class StoreMemory(Record):
 class Audit(Record):
     """Accounting recomputed from the stored data, in trajectories unless stated otherwise.
 
-    Invariant of a sound store: accepted == buffered + claimed + used + retired + rejected + expired + quarantined.
+    Invariant: accepted == buffered + claimed + used + retired + rejected + expired + quarantined.
     """
 
     accepted: int
@@ -132,7 +132,7 @@ class Audit(Record):
     lost: int
     """Acknowledged, but not stored in any group."""
     duplicated: int
-    """In two states at once, or trained on more often than allowed."""
+    """In two states, or trained on too often."""
     skipped_prompts: int
     """Prompts that were admitted but have no state."""
     problems: list[str] = []

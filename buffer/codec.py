@@ -28,7 +28,7 @@ Packed = tuple[TrajectoryHeader, bytes]
 
 
 def chunks(trajectories: Iterable[Packed]) -> Iterator[list[Packed]]:
-    """Yield chunks: large enough to amortize a call, small enough not to stall others."""
+    """Yield chunks that amortize a call without stalling others."""
     chunk: list[Packed] = []
     size_bytes = 0
     for header, payload in trajectories:
@@ -51,7 +51,7 @@ _ARRAYS = {"token_ids": np.dtype("int32"), "model_mask": np.dtype("bool"), "gene
 _LARGEST_LOGPROB = 1e-4
 """Tolerance above zero, for rounding."""
 _LARGEST_REWARD = 1e12
-"""Largest absolute value with finite sums of squares over a group, and finite differences of these."""
+"""Largest absolute value with finite sums of squares over a group, and differences of these."""
 _MOST_NAMES = 64
 """Per trajectory, for named arrays and for metrics."""
 _INT64 = 2**63
@@ -79,7 +79,7 @@ def _wire_field(field: msgspec.structs.FieldInfo) -> tuple[Any, ...]:
 _WireTrajectory: Any = msgspec.defstruct(
     "Trajectory", map(_wire_field, msgspec.structs.fields(Trajectory)), forbid_unknown_fields=True
 )
-"""A Trajectory with encoded arrays: decoding it does not call back into Python for each array."""
+"""A Trajectory with encoded arrays, decoded without callbacks into Python."""
 
 
 def to_wire(array: np.ndarray) -> tuple[str, list[int], bytes]:
@@ -105,7 +105,7 @@ def _encode_hook(value: Any) -> Any:
 
 
 def _restore(array: _Array) -> np.ndarray:
-    # numpy accepts any nonzero byte as true, but the archive would not round-trip it.
+    # Other nonzero bytes are true for numpy, but would not round-trip.
     if array.dtype == "bool" and len(array.data) and int(np.maximum.reduce(np.frombuffer(array.data, np.uint8))) > 1:
         raise ValueError("the bytes of a bool array must be 0 or 1")
     flat = np.frombuffer(array.data, _DTYPES[array.dtype])
@@ -215,7 +215,7 @@ def _decode_trajectory(payload: bytes) -> Trajectory:
 
 
 def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:
-    """Decode and validate a payload. Raises RecordRefusedError if the header does not describe it."""
+    """Decode and validate a payload. Raises RecordRefusedError, also if the header does not describe it."""
     if header.schema_version > SCHEMA_VERSION:
         raise RecordRefusedError("newer_schema", f"schema must be <= {SCHEMA_VERSION}, got {header.schema_version}")
     if header.payload_bytes != len(payload) or header.checksum != checksum(payload):
@@ -246,7 +246,7 @@ def _check_arrays(trajectory: Trajectory) -> None:
             raise RecordRefusedError("shape", f"{name} must be {dtype.name}[{length}], got {got}")
     if not np.count_nonzero(trajectory.model_mask):
         raise RecordRefusedError("empty", "a trajectory needs at least one model-written token")
-    # Array methods, and comparisons of numpy scalars, take twice as long.
+    # Array methods and comparisons of numpy scalars take twice as long.
     if (smallest := int(np.minimum.reduce(trajectory.token_ids))) < 0:
         raise RecordRefusedError("token_id", f"token ids must be >= 0, got {smallest}")
     logprobs = trajectory.generator_logprobs

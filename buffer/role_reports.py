@@ -22,13 +22,13 @@ LAUNCHER = "launcher"
 LEARNER = "learner"
 
 PROBLEM_PREFIX = "problem/"
-"""Start of the names of generators' gauges that describe the first failure of each kind; the rest is a hash of it."""
+"""Of generators' gauges that describe the first failure of each kind; a hash follows."""
 
 WaitsFor = Literal[
     "", "groups", "evaluation", "weights", "transfer", "prompts", "agents", "store", "disk", "storage", "user"
 ]
 """Gauge `waits_for`: nothing | groups to train on | evaluation answers | publication of weights | their transfer |
-prompts | external agents | the store, or room in it | disk space, or a writable archive folder | the object store |
+prompts | external agents | the store, or room in it | disk space, or a writable archive | the object store |
 `slipstream pause --off`.
 """
 
@@ -164,7 +164,7 @@ PHASES = {
     "broker": {"routing": "routing", "storing": "storing", "waiting": "idle"},
     "store": {"busy": "busy"},
 }
-"""Role -> phase of its TimeAccount -> description. Other phases, such as startup, are not counted."""
+"""Role -> counted phase of its TimeAccount -> description."""
 _LEAST_SHARE = 0.005
 _ALIKE = 0.1
 """Largest difference of wait shares without a slower side."""

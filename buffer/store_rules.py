@@ -1,8 +1,7 @@
 """Rules and messages of a store: run identity, leases, claims, and the chief broker.
 
-The chief is the one broker that does the work shared by all brokers. It holds a lease: when it lapses, another broker
-becomes the chief; a new process under the chief's name does so immediately. Every chief operation carries a fence,
-which the store rejects unless it is the chief's and the lease is live.
+The chief is the one broker that does the shared work. When its lease lapses, another broker becomes the chief; a new
+process under its name does so immediately. The store rejects chief operations without the live chief's fence.
 """
 
 import json
@@ -26,7 +25,7 @@ MAY_CHANGE = (
     "learner.stall",
 )  # fmt: skip
 """Settings that a resumed run may change: where it runs, when it ends, workers and timeouts, and how the learner
-divides model and work without affecting gradients.
+divides model and work.
 """
 
 
@@ -138,7 +137,7 @@ def stale_claim(claim: Claim) -> StaleFenceError:
 
 # --- the chief --------------------------------------------------------------------------------------------------------
 NO_FENCE = 0
-"""Fence of a broker that is not the chief. Accepted as long as a run has never had a chief, as in a single process."""
+"""Fence of other brokers. Accepted while a run has never had a chief, as in a single process."""
 
 
 class Brokers(Record):

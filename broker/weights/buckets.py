@@ -18,8 +18,8 @@ ALIGNMENT_BYTES = 64
 """Alignment of every tensor, so that any dtype can be viewed in place."""
 
 SLOWEST_BYTES_PER_S = 1e8
-"""Rate below which an update counts as hung. One process that loads and compares it on two busy cores reaches 1.5e8,
-and a receiver that page-locks its memory 1e9."""
+"""Rate below which an update hangs. Loading and comparing it on two busy cores reaches 1.5e8, page-locking its memory
+1e9."""
 
 TensorMeta = tuple[str, Sequence[int], torch.dtype]
 """Name, shape and dtype on the wire."""

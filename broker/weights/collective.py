@@ -1,7 +1,6 @@
-"""Collective transport: broadcasts over NCCL or Gloo, in one process group per membership epoch, between machines.
+"""Collective transport: broadcasts over NCCL or Gloo, in one process group per membership epoch.
 
-torch's default group belongs to DeepSpeed in the learner and to vLLM in a generator. Separate groups can be rebuilt as
-members join and leave.
+torch's default group belongs to DeepSpeed or vLLM, and cannot be rebuilt as members join and leave.
 """
 
 import time
@@ -49,10 +48,8 @@ class CollectiveSender(_CollectiveEnd):
     """The learner's end: rank 0 and owner of the rendezvous store. Implements WeightSender; belongs to one thread."""
 
     def __init__(self, host: str = _LOOPBACK, *, device: str | torch.device, ports: Iterable[int] = (0,)) -> None:
-        """`host`: an IPv4 address or name of this machine. `ports`: for the rendezvous, the first free one; 0 for any.
-
-        Raises WeightTransferError.
-        """
+        """`host`: of this machine. `ports`: for the rendezvous, the first free one; 0 for any. Raises
+        WeightTransferError."""
         self._device = torch.device(device)
         self.device: DeviceName = device_name(self._device)
         self._store: dist.TCPStore | None = listen(host, ports=ports)
@@ -64,9 +61,9 @@ class CollectiveSender(_CollectiveEnd):
     def open_epoch(
         self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend | None = None
     ) -> None:
-        """Close the previous group and build a new one. `backend`: None selects the device's.
+        """Replace the group. `backend`: None selects the device's. An error names the missing ranks.
 
-        Without members it builds no group, and `broadcast` is a no-op. An error names the missing ranks.
+        Without members, it builds none, and `broadcast` is a no-op.
         """
         self._is_aborted.clear()
         self._close_group()

@@ -7,8 +7,8 @@ A bucket is split into blocks, which bounds the memory of both ends. A block's p
     steps   new - old as wrapping integers of the element's width, with the sign in the lowest bit; in byte planes: the
             lowest byte of every step first, then the next bytes
 
-compressed together by zstd. A small learning rate usually moves a weight to the adjacent number of its format, a step
-of 1 at any magnitude. Integers reproduce every bit pattern, including NaNs.
+compressed together by zstd. A small learning rate usually moves a weight to the adjacent number, a step of 1 at any
+magnitude. Integers reproduce every bit pattern, including NaNs.
 """
 
 import itertools
@@ -32,7 +32,7 @@ _WIDTHS = (8, 4, 2, 1)
 _CONTINUED = 255
 """Byte of a gap that continues in the next byte."""
 _ZSTD_LEVEL = 1
-"""Higher levels take many times longer and save only a few percent: the steps are nearly random."""
+"""Higher levels take many times longer and save a few percent: the steps are nearly random."""
 
 Count = Annotated[int, Meta(ge=0)]
 Bytes = npt.NDArray[np.uint8]
@@ -56,7 +56,7 @@ class BucketDelta(Record):
     size_bytes: Count
     """Bytes of the payload, or of the whole bucket."""
     is_full: bool = False
-    """Whether the whole bucket is transferred, because the payload would not be smaller."""
+    """Whether the whole bucket is transferred, because that is not larger."""
     width: Annotated[int, Meta(ge=1, le=8)] = 1
     """Bytes of one element."""
     blocks: list[Block] = []
@@ -118,7 +118,7 @@ def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes
 
 
 def apply(delta: BucketDelta, payload: bytes, *, onto: Tensor) -> None:
-    """Apply a delta in place to a uint8 bucket on the CPU. Raises AlteredWeightsError, leaving the bucket undefined."""
+    """Apply a delta in place to a uint8 CPU bucket. Raises AlteredWeightsError, leaving it undefined."""
     if len(payload) != delta.size_bytes or xxhash.xxh3_64_intdigest(payload) != delta.checksum:
         raise AlteredWeightsError(
             f"a delta must arrive as it was sent ({delta.size_bytes} bytes with checksum {delta.checksum:#018x}), "

@@ -7,13 +7,11 @@ Building has three phases, all before the epoch's deadline:
     probe    one byte is broadcast, which shows that the group works (NCCL connects only here)
 
 Any later failure closes the group on every rank: a failed rank closes its connections, which ends the operations of the
-ranks that wait for it. NCCL over NVLink has no connection that could break, so the others notice a dead peer only at
-the bucket's timeout.
+ranks that wait for it. NCCL over NVLink notices a dead peer only at the bucket's timeout.
 
 On GPUs, a process survives the death of a peer only if it was started with `NCCL_ENVIRONMENT` of
-`slipstream.runtime.process`, and if no operation reaches NCCL's own timeout. After such a timeout, NCCL's watchdog
-would block closing for a minute, and NCCL's monitor would end the process. So NCCL gets a timeout of a day, and this
-module enforces the deadlines.
+`slipstream.runtime.process`, and if no operation reaches NCCL's own timeout, after which NCCL's watchdog would block
+closing for a minute and its monitor would end the process. So NCCL gets a day, and this module enforces deadlines.
 """
 
 import time
@@ -41,13 +39,13 @@ from slipstream.broker.weights.rendezvous import (
 )
 
 _PIECE_BYTES = 1024 * 1024
-"""Size of one operation on host memory, equal on all ranks. It fits into the kernel's socket buffer: if Gloo blocks in
-a write to a peer, it notices the peer's death only at the deadline."""
+"""Size of one operation on host memory, equal on all ranks. It fits into the socket buffer: Gloo notices a peer's death
+only at the deadline while it blocks in a write."""
 _GLOO_CONNECT_S, _NCCL_CONNECT_S = 10.0, 30.0
-"""Time limits for connect and probe together, below the epoch's deadline because a member that dies now blocks all
-others and their engines. NCCL first detects the topology."""
+"""Limits for connect and probe together, below the epoch's deadline because a dead member blocks all others and their
+engines. NCCL first detects the topology."""
 _GRACE_S = 1.0
-"""Additional time for a timed-out operation of Gloo to raise its error."""
+"""For a timed-out operation of Gloo to raise its error."""
 _NCCL_TIMEOUT = timedelta(days=1)
 _NCCL_POLL_S = 0.0002
 """A bucket of 256 MB takes 5 ms at 50 GB/s."""
@@ -144,8 +142,7 @@ class ProcessGroup:
     def close(self) -> None:
         """Close all connections, which ends the other ranks' operations. This rank must not be in one."""
         self._abort_backend()
-        # Gloo closes its connections with the last reference to the backend, and a traceback may keep this object
-        # alive.
+        # Gloo disconnects with the last reference to the backend, and a traceback may keep this object alive.
         self._backend = None
 
     def _abort_backend(self) -> None:
@@ -186,9 +183,8 @@ class ProcessGroup:
             deadline = time.monotonic() + timeout_s
             work = self._backend.broadcast(bucket, SENDER_RANK, timeout=_NCCL_TIMEOUT)
             return partial(self._finish_nccl, work, deadline=deadline, timeout_s=timeout_s)
-        # The timeout ends the operation and makes `wait` raise. Gloo cannot cancel it earlier: deleting the group
-        # meanwhile would block with the GIL held. No local variable holds `work` while it runs: a traceback
-        # would keep it alive, and with it Gloo's connections.
+        # The timeout makes `wait` raise. Gloo cannot cancel earlier: deleting the group would block with the GIL held.
+        # No local variable holds `work` while it runs: a traceback would keep it and Gloo's connections alive.
         work = self._backend.broadcast(bucket, SENDER_RANK, timeout=timedelta(seconds=timeout_s))
         return partial(work.wait, timedelta(seconds=timeout_s + _GRACE_S))
 

@@ -60,9 +60,9 @@ def connect(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
 
 
 def own_address(host: str, port: int, *, timeout_s: float) -> str:
-    """Return the local address of a connection to the learner; this machine's name need not resolve. Raises OSError.
+    """Local address of a connection to the learner; this machine's name need not resolve. Raises OSError.
 
-    Fails early if the store is unreachable, whereas torch's client would retry and dump its stack.
+    Fails early, whereas torch's client would retry and dump its stack.
     """
     with socket.create_connection((host, port), timeout=timeout_s) as probe:
         return probe.getsockname()[0]

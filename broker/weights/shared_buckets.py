@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 
 def free_memory_bytes(*, mount: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
-    """Return the memory available to this process on the machine, or in its container if less."""
+    """Memory available on the machine, or in the container if less."""
     limits = group_limits("memory", root=mount, own=own)
     return min([psutil.virtual_memory().available, *(each.left for each in limits)])
 
@@ -66,7 +66,7 @@ class SharedBuckets:
 
 
 class BucketMaps:
-    """Buckets of other processes, which stay mapped while they exist: mapping a page takes longer than copying it."""
+    """Buckets of other processes, kept mapped: mapping a page takes longer than copying it."""
 
     def __init__(self, *, is_pinned: bool = False) -> None:
         self._is_pinned = is_pinned
@@ -85,7 +85,7 @@ class BucketMaps:
 
 
 def _inode(path: str) -> int:
-    """Number of a file; 0 for a missing one. It stays unique while the file is mapped."""
+    """Number of a file, unique while it is mapped; 0 if missing."""
     try:
         return Path(path).stat().st_ino
     except OSError:

@@ -4,11 +4,11 @@
     Find                              Found
     ReadChunk                         Chunk + bytes | Later | Gone
 
-The generator requests only a few chunks ahead, which bounds the memory of both ends. After a damaged, lost or reordered
-chunk or a restart of the server it reconnects and resumes after the last good byte.
+The generator requests only a few chunks ahead, which bounds memory. After a damaged, lost or reordered chunk or a
+restart of the server it reconnects and resumes after the last good byte.
 
-The server belongs to the learner, or to a generator that lends a version, possibly while still fetching it. Clients
-wait for the learner until their deadline, but abandon a lender without progress.
+The server belongs to the learner, or to a lender that may still be fetching the version. Clients wait for the learner
+until their deadline, but abandon a lender without progress.
 """
 
 import math
@@ -40,10 +40,10 @@ class _Stream(Record, tag_field="type", tag=True):
 
 
 class Find(_Stream):
-    """Query for the version with a checksum and for the newest version."""
+    """Query for a version by checksum, and the newest."""
 
     checksum: Name
-    """Combined checksum of the version; empty: query only the newest."""
+    """Combined checksum; empty: only the newest."""
 
 
 class Found(_Stream):
@@ -138,10 +138,7 @@ class StreamServer:
     def __init__(
         self, files: ServedFiles, *, keys: Keys, address: str = "tcp://127.0.0.1:*", cluster: ClusterConfig = LOCAL
     ) -> None:
-        """Listen at an endpoint of this machine; `*` selects any free port. Raises WeightTransferError.
-
-        With an interface in `cluster`, an ipc server also listens at a port for other machines.
-        """
+        """Listen at `address`, where `*` selects a free port, and as `listen`. Raises WeightTransferError."""
         self._files = files
         self.num_bytes = 0
         try:
@@ -205,8 +202,8 @@ class WeightStream:
     ) -> None:
         """Connect in the background; the server may start later.
 
-        Reconnects after `stall_s` without a chunk, doubled after each stall, since the link may be slow. `give_up_s`:
-        time without progress after which a lender fails; None for the learner.
+        Reconnects after `stall_s` without a chunk, doubled each time, since the link may be slow. `give_up_s`: time
+        without progress after which a lender fails; None for the learner.
         """
         self._give_up_s = give_up_s
         self._address = address
@@ -216,7 +213,7 @@ class WeightStream:
         """Set by another thread to end an operation with WeightTransferError."""
         self.num_resumed = 0
         self.num_arrived = 0
-        """Bytes received so far; also grows while a lender is still receiving the file."""
+        """Bytes received so far, also by a lender that is still receiving the file."""
 
     def find(self, checksum: str, *, timeout_s: float) -> int | None:
         return self._find(checksum, timeout_s=timeout_s).version
@@ -365,9 +362,9 @@ class _Transfer:
         self._num_requested = self.num_good
 
     def accept(self, frames: Frames) -> bool:
-        """Store the next chunk, or record that the lender lacks it; False for any other message.
+        """Store the next chunk, or record that the lender lacks it; False for other messages.
 
-        Raises WeightTransferError if the file does not exist.
+        Raises WeightTransferError for a missing file.
         """
         answer = _decode(frames)
         is_own = isinstance(answer, _OfFile) and (answer.version, answer.name) == (self.version, self.name)

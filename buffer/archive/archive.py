@@ -1,7 +1,6 @@
 """Archive: reads a folder of shards, even during a run. ArchiveMirror: copies an archive to an object store.
 
-The mirror sends shards and ledger before the manifest, so that the object store has everything the manifest lists. A
-run resumed on another machine starts from this copy.
+The mirror sends shards and ledger before the manifest. A run resumed on another machine starts from this copy.
 """
 
 import math
@@ -120,10 +119,10 @@ class Archive:
         on_refused: Callable[[ShardError], None] = _raise,
         is_newest_first: bool = False,
     ) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories in the order archived, or in reverse; members of a group are adjacent.
+        """Yield the selected trajectories as archived, or in reverse; members of a group are adjacent.
 
-        Without `decode`, a condition on text is ignored. `on_refused` is called for each unreadable shard, which is
-        skipped unless it raises.
+        Conditions on text need `decode`. `on_refused` is called for each unreadable shard, which is skipped unless it
+        raises.
         """
         selected = selected or TrajectoryFilter()
         where = selected.expression()
@@ -140,7 +139,7 @@ class Archive:
                 on_refused(error)
 
     def check(self) -> ArchiveCheck:
-        """Check all checksums, the uniqueness of ids, and that the ledger's trajectories are present.
+        """Check checksums, unique ids, and the presence of the ledger's trajectories.
 
         Raises ArchiveError if the manifest cannot be read.
         """
@@ -193,11 +192,8 @@ def _unfinished(folder: Path, manifest: Manifest) -> str:
 def whole_ledger(
     store: Store, archive: Archive | None, *, first_step: int = 1, last_step: float = math.inf
 ) -> list[StepEntry]:
-    """Ledger of these steps of a run: the archived entries, then the store's.
-
-    Lacks the archived part without an archive. Raises ReplayBufferError.
-    """
-    # In this order: an entry leaves the store only after the archive has it, and one that is in both counts once.
+    """Ledger of these steps of a run: the archived entries, if any, then the store's. Raises ReplayBufferError."""
+    # In this order: an entry leaves the store only after the archive has it.
     newest = store.run_state().step
     stored = store.ledger(first_step=first_step)
     last_archived = stored[0].step - 1 if stored else newest
@@ -209,7 +205,7 @@ def whole_ledger(
 
 # --- the mirror in the object store -----------------------------------------------------------------------------------
 _WHOLE_FILES = (LEDGER, MANIFEST)
-"""Append-only files, sent whole and in this order. Other files never change."""
+"""Append-only, sent whole and in this order. Other files never change."""
 
 
 class ArchiveMirror:
@@ -222,7 +218,7 @@ class ArchiveMirror:
         """Size of each object. An append-only file is its beginning."""
 
     def fetch(self) -> None:
-        """Bring the folder up to date with the mirror. Raises StorageError, ArchiveError (other shards), OSError."""
+        """Update the folder from the mirror. Raises StorageError, ArchiveError (other shards), OSError."""
         found = self._remote.objects()
         # Manifest first: the ledger may be longer than it says, but not shorter.
         grown = {name: self._remote.read(name) or b"" for name in reversed(_WHOLE_FILES)}
@@ -271,6 +267,6 @@ class ArchiveMirror:
 
 
 def _whole_lines(path: Path) -> bytes:
-    """File's complete lines (a crash can cut the last one short); empty if missing."""
+    """File's complete lines; empty if missing."""
     content = path.read_bytes() if path.is_file() else b""
     return content[: content.rfind(b"\n") + 1]

@@ -1,6 +1,6 @@
 """Converts finished groups to an Arrow table, and its rows back to trajectories.
 
-One row per trajectory. Re-encoding a trajectory read from a row gives the archived bytes exactly.
+One row per trajectory, which re-encodes to the archived bytes exactly.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -160,7 +160,7 @@ def _list_columns(trajectories: list[Trajectory]) -> dict[str, Any]:
 
 
 def _split(lists: pa.ListArray) -> list[np.ndarray]:
-    """One array per row, without copying except for booleans, which Arrow stores as bits."""
+    """One array per row; copies only booleans, which Arrow stores as bits."""
     offsets, values = lists.offsets.to_numpy(), lists.flatten().to_numpy(zero_copy_only=False)
     return [values[start:end] for start, end in pairwise((offsets - offsets[0]).tolist())]
 

@@ -1,8 +1,7 @@
 """Replay: stored groups as an endless, seeded sequence, and the plan of a replay run.
 
-Each epoch yields every group once, shard by shard, in random order within and across shards, so only one shard is in
-memory at a time. The groups of a step depend only on the seed and the step, so a resumed run continues where it
-stopped.
+Each epoch yields every group once, in random order of and within shards, so only one shard is in memory. The groups of
+a step depend only on seed and step, so a resumed run continues where it stopped.
 """
 
 from collections.abc import Iterable
@@ -96,8 +95,8 @@ class ReplayPlan(Record):
 def plan_replay(run: RunConfig) -> ReplayPlan:
     """Read the archive that the run replays.
 
-    Steps repeat the ledger's batches if all of them have the replay's batch size. Otherwise, they claim the stored
-    groups in order. Raises ArchiveError, or ConfigError if the archive holds too few steps.
+    Steps repeat the ledger's batches if all have the replay's size; otherwise, they claim the stored groups in order.
+    Raises ArchiveError, or ConfigError if the archive holds too few steps.
     """
     archive, per_step = Path(run.replay.path), run.claimed_groups_per_step
     groups, steps = stored_groups(archive), Archive(archive).steps()

@@ -1,8 +1,8 @@
 """Shards: Parquet files of finished groups, each complete and durable, or absent.
 
 Order of a write: temporary file, fsync, rename, fsync of the folder, line in the manifest, fsync. After a crash before
-the line, the next start deletes the unlisted file, and the store, which still has its groups, offers them again. After
-a later crash, the store offers groups that are already archived, which `has` detects.
+the line, the next start deletes the unlisted file. In any case, the store offers the groups again; `has` detects
+archived ones.
 """
 
 import fcntl
@@ -102,9 +102,9 @@ def overflow_groups(archive: Path) -> set[str]:
 
 # --- shards ----------------------------------------------------------------------------------------------------------
 _REMEMBERED_SHARDS = 16
-"""A restarted store may again offer groups that it deleted in its last two seconds."""
+"""A restarted store may offer recently deleted groups again."""
 _LOGPROBS = "generator_logprobs.list.element"
-"""Distinct values, so a dictionary does not help; a byte-stream split groups their exponents, which compress well."""
+"""Distinct values: a byte-stream split groups their exponents, which compress well."""
 _REPETITIVE = ["token_ids.list.element", "group_id", "prompt_uid", "generator_id", "data_source", "stop_reason"]
 _REPETITIVE += ["reward_status", "outcome", "reason"]
 _PARQUET = {"compression": "zstd", "row_group_size": 1024, "use_dictionary": _REPETITIVE}
@@ -118,10 +118,9 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
-        """Create the folder if missing, and remove the leftovers of a crash.
+        """Create the folder if missing, and remove the leftovers of a crash. `clock`: seconds since 1970.
 
-        `clock` returns seconds since 1970. Raises OSError, or ArchiveError if another process writes here or a crash
-        cannot explain the folder's state.
+        Raises OSError, or ArchiveError if another process writes here or the folder is damaged.
         """
         self._folder = folder
         self._clock = clock

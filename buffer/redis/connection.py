@@ -38,16 +38,14 @@ _WRITES_REFUSED = ("MISCONF", "READONLY", "OOM command not allowed")
 log = structlog.get_logger(__name__)
 
 MAX_ATTEMPTS = 5
-"""Leases of a group, or claims, before it is quarantined: several generators fail to answer a poisonous prompt."""
+"""Leases or claims of a group before it is quarantined: its prompt may be poisonous."""
 
 
 class RetryPolicy(Retry):
-    """Retries a command until `timeout_s` after its first attempt; with 0, not at all. Thread-safe.
+    """Retries a command until `timeout_s` after its first attempt, not counting time with a full disk. Thread-safe.
 
-    Time with a full disk does not count.
-
-    With 0, all commands fail immediately for a second after a timeout, so that a suspended server delays a loop once
-    per second instead of on every command.
+    With 0, it does not retry, and all commands fail immediately for a second after a timeout, so that a suspended
+    server delays a loop only once per second.
     """
 
     def __init__(self, timeout_s: float, *, target: str) -> None:
@@ -61,7 +59,7 @@ class RetryPolicy(Retry):
         self._cools_until = 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return itself: redis-py copies the policy into each connection, but they share its state."""
+        """Return itself: redis-py copies the policy into connections, which share its state."""
         return self
 
     @property
@@ -144,8 +142,8 @@ _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> redis.Redis:
     """Client that returns bytes and connects with its first command.
 
-    Without `retry` it never repeats a command: only the caller knows whether that is safe after a lost answer. Raises
-    StoreUnavailableError for an invalid address.
+    Without `retry` it never repeats a command, which only the caller knows to be safe. Raises StoreUnavailableError for
+    an invalid address.
     """
     options: dict[str, Any] = {
         "protocol": 2,
@@ -167,7 +165,7 @@ def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: flo
 def await_answer(client: redis.Redis, *, timeout_s: float) -> None:
     """Block until the server has loaded its data. Raises StoreUnavailableError after `timeout_s`.
 
-    A server that refuses writes counts as loaded: writes have their own retries.
+    A server that refuses writes counts as loaded.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -193,7 +191,7 @@ def await_answer(client: redis.Redis, *, timeout_s: float) -> None:
 
 
 def await_usable_server(url: str, *, timeout_s: float) -> str:
-    """Block until the server answers, check that it cannot silently lose data, and return its `address_of`.
+    """Block until the server answers; return its `address_of`.
 
     Raises StoreUnavailableError if it does not answer in time, denies access, is too old, or may evict keys.
     """
@@ -240,10 +238,7 @@ def _check_server(client: redis.Redis) -> None:
 
 
 def _tls_failure(error: BaseException) -> str:
-    """Complete "the store must ..." for a TLS misconfiguration; empty for other failures.
-
-    These include a handshake interrupted by a restart, which is retried.
-    """
+    """Complete "the store must ..." for a TLS misconfiguration; empty for other failures, which are retried."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__
@@ -258,7 +253,7 @@ def _tls_failure(error: BaseException) -> str:
 
 
 def is_denied(error: Exception) -> bool:
-    """Whether the server's access control list denies the user a command or a key."""
+    """Whether the server's access control denies a command or key."""
     return any(words in str(error) for words in _DENIED)
 
 
@@ -288,10 +283,7 @@ def describe_store_disk(client: redis.Redis) -> str:
 
 
 class CommandPacker:
-    """Packs a command into one piece.
-
-    redis-py's own packer starts a new write for every argument above 6 kB: two per trajectory.
-    """
+    """Packs a command into one piece; redis-py's packer would start a write for every argument above 6 kB."""
 
     def pack(self, *args: EncodableT) -> list[bytes]:
         """Encode in RESP. Raises TypeError unless arguments are bytes, text, or numbers."""
@@ -325,10 +317,8 @@ class RedisConnection:
         retry: RetryPolicy | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        """`client` returns bytes. `retry`: the policy that it was created with.
-
-        `clock` (seconds) replaces the server's in tests. `on_close` runs after the connections are closed.
-        """
+        """`client` returns bytes. `retry`: its policy. `clock`: replaces the server's in tests, seconds. `on_close`
+        runs after the connections are closed."""
         self._client = client
         self._run_id = run_id
         # The hash tag puts all keys of a run into one slot of a cluster.

@@ -1,9 +1,7 @@
 """Program that stops an idle embedded server; one instance per server.
 
-A server outlives its starter, so that one role's death does not affect the others. When all roles are gone, this
-program makes it save its data and exit.
-
-Standard library only, run by path: starts in milliseconds and stays small.
+A server outlives its starter, so that one role's death does not affect the others. When all are gone, this program
+makes it save its data and exit. Standard library only, run by path: starts in milliseconds and stays small.
 
 python -I -S idle_stop.py SOCKET LOCK IDLE_SECONDS
 """

@@ -1,7 +1,7 @@
 """RedisSupervisor: restarts the embedded server if it dies. Fsyncer: makes its log durable.
 
-The fsync happens outside the server, because a server that syncs itself (`appendfsync everysec`) answers before it
-writes during an fsync: docs/decisions/0008-what-survives-a-killed-store.md.
+The server does not fsync (`appendfsync everysec`), because it would answer before it writes meanwhile:
+docs/decisions/0008-what-survives-a-killed-store.md.
 """
 
 import os
@@ -23,7 +23,7 @@ _SLOW_S = 2.0
 class Fsyncer:
     """Syncs the append-only files of a data folder about once a second, in its own thread.
 
-    A log rewrite replaces files, so they are tracked by inode; new ones also sync their folder.
+    A log rewrite replaces files, so they are tracked by inode.
     """
 
     def __init__(self, directory: Path) -> None:
