@@ -1,8 +1,8 @@
 """FairShare: divides the leasable groups among generators by their measured throughput.
 
-Let T be the least time in which the generators together can finish all groups in flight and all leasable groups. A
-generator that needs longer than T for one group gets none, because a batch would wait for it or the group would arrive
-stale. The others share in proportion to their throughput.
+Let T be the least time in which the generators can finish all groups in flight and leasable. A generator that needs
+longer for one group gets none, because a batch would wait for it or the group would arrive stale. The others share in
+proportion to their throughput.
 """
 
 from collections import deque

@@ -2,7 +2,7 @@
 
 The socket accepts only clients with the run's token or a guest's (slipstream/runtime/credentials.py).
 
-Inspection: describes the run to a machine that has not joined, and tests whether the broker can reach that machine.
+Inspection: describes the run to a machine that has not joined, and tests the connection to it.
 
     machine -> broker       broker -> machine
     Inspect                 Inspected + bytes

@@ -41,7 +41,7 @@ class Ingest:
 
     Consumes: Put messages with their payloads.
     Produces: one Ack or Nack per trajectory.
-    Invariant: an Ack is produced only after the store holds the trajectory, as durably as configured.
+    Invariant: an Ack follows only after the store holds the trajectory, as durably as configured.
     """
 
     def __init__(

@@ -15,8 +15,7 @@ by `type`; only Put carries payloads, encoded trajectories.
     EpochOpened, UpdateApplied (generator)      the same, relayed to the learner
     Bye                                         Members (to the learner), Drain, LivingBrokers, Bye
 
-The broker also answers undecodable messages as far as they are readable, so that a peer with another version or a
-damaged frame does not wait forever.
+The broker also answers undecodable messages if possible, so that peers with another version do not wait forever.
 """
 
 from typing import Annotated, Any, Literal, TypeVar

@@ -54,7 +54,7 @@ class Pacer:
     """Holds the target lag; with `staleness.target_lag=auto`, finds the lowest at which the learner hardly waits.
 
     The prompts of a version have `target_lag` versions of time to become ready groups: too little makes the learner
-    wait, too much leaves ready groups that only age. Both are measured at every claim, whatever the cause:
+    wait, too much leaves ready groups that only age. Both are measured at every claim:
 
     - the lag grows by the mean wait per step if the learner waited for more than `_MAX_WAIT` of its recent time;
     - it falls by the groups that none of the last `_STEPS_TO_LOWER` steps needed, except for a reserve;

@@ -7,8 +7,7 @@ win. This samples without replacement, in proportion to p.
 
 Source: Efraimidis & Spirakis, Weighted random sampling with a reservoir, 2006.
 
-The curriculum skips prompts with a success rate outside a band, which the store measures with each complete group
-(`prelude.lua`, `lease.lua`).
+The curriculum skips prompts with a success rate, measured by the store, outside a band (`prelude.lua`, `lease.lua`).
 """
 
 import math

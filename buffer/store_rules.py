@@ -1,7 +1,7 @@
 """Rules and messages of a store: run identity, leases, claims, and the chief broker.
 
-The chief is the one broker that does the shared work. When its lease lapses, another broker becomes the chief; a new
-process under its name does so immediately. The store rejects chief operations without the live chief's fence.
+The chief does the shared work of all brokers. When its lease lapses, another broker becomes the chief; a new process
+under its name does so immediately. The store rejects chief operations without the live chief's fence.
 """
 
 import json

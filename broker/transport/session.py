@@ -1,10 +1,10 @@
-"""Session: a process's membership in a run, from connecting to a broker until its Bye.
+"""Session: a process's membership in a run.
 
 A generator has one client, which moves between brokers; the learner has one per broker.
 
 Consumes: messages from all brokers.
 Produces: the learner's messages, sent to all brokers; the brokers' members, merged into one list.
-Invariant: the learner has a client for every broker that another broker reports as alive.
+Invariant: the learner has a client for every broker reported as alive.
 """
 
 import asyncio

@@ -28,8 +28,7 @@ TensorMeta = tuple[str, Sequence[int], torch.dtype]
 def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[TensorSlot], list[int]]:
     """Lay out tensors in order; returns their slots and the size of each bucket in bytes.
 
-    A bucket ends where the next tensor would exceed `bucket_bytes`; a larger tensor gets its own. Raises
-    WeightTransferError for a repeated name.
+    A larger tensor than `bucket_bytes` gets its own. Raises WeightTransferError for a repeated name.
     """
     slots: list[TensorSlot] = []
     sizes: list[int] = []

@@ -1,4 +1,4 @@
-"""CheckpointNames: converts a transformers module's tensors to the names and shapes of its checkpoint on the hub.
+"""CheckpointNames: converts a transformers module's tensors to the layout of its checkpoint on the hub.
 
 transformers changes the layout of some models when it loads them, such as merging a layer's experts. Engines load the
 checkpoint layout, so the learner sends that. Each generator derives the same names from its model config.

@@ -1,6 +1,6 @@
 """Deltas: lossless, compressed differences between two versions of a bucket, element by element.
 
-A bucket is split into blocks, which bounds the memory of both ends. A block's payload consists of
+A bucket is split into blocks, which bounds memory. A block's payload consists of
 
     gaps    number of unchanged elements before each changed one: the sum of any number of bytes 255 and a final lower
             byte

@@ -16,8 +16,8 @@ class DoubleBuffer:
 
     Versions are verified in host memory, to save GPU memory. The buffers grow to the largest bucket.
 
-    Invariant: nothing is enqueued on the default stream, which the learner trains on. A copy starts only after the
-    previous broadcast from its buffer, and a broadcast only after its copy.
+    Invariant: the learner's default stream stays unused. A copy starts only after the previous broadcast from its
+    buffer, and a broadcast only after its copy.
     """
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:

@@ -1,7 +1,7 @@
 """HostWeights: a version of the weights in host memory, updated by deltas or whole snapshots.
 
 A generator can lend a version while it arrives: each bucket once verified, the deltas once all buckets are. So wrong
-bytes are a lender's fault. Lending needs memory only for the deltas of two versions.
+bytes are a lender's fault. Lending only keeps the deltas of two versions.
 """
 
 import re

@@ -4,7 +4,7 @@ Building has three phases, all before the epoch's deadline:
 
     gather   every rank registers in the rendezvous store; rank 0 then publishes a verdict: proceed, or who is missing
     connect  the process group is built
-    probe    one byte is broadcast, which shows that the group works (NCCL connects only here)
+    probe    one byte is broadcast (NCCL connects only here)
 
 Any later failure closes the group on every rank: a failed rank closes its connections, which ends the operations of the
 ranks that wait for it. NCCL over NVLink notices a dead peer only at the bucket's timeout.

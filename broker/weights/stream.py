@@ -4,8 +4,8 @@
     Find                              Found
     ReadChunk                         Chunk + bytes | Later | Gone
 
-The generator requests only a few chunks ahead, which bounds memory. After a damaged, lost or reordered chunk or a
-restart of the server it reconnects and resumes after the last good byte.
+The generator requests only a few chunks ahead, which bounds memory. After a bad or lost chunk or a restart of the
+server it reconnects and resumes after the last good byte.
 
 The server belongs to the learner, or to a lender that may still be fetching the version. Clients wait for the learner
 until their deadline, but abandon a lender without progress.

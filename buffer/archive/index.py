@@ -1,8 +1,8 @@
 """Index of an archive: the manifest of its shards and the ledger of its steps, both append-only.
 
-The ledger records what each step trained on, so that the archive suffices to replay the run batch by batch. A step gets
-its line once a durable checkpoint covers it and all of its groups are archived. If the store lost its last seconds, a
-step may run again: its second line replaces the first and all in between.
+The ledger records what each step trained on, for replays batch by batch. A step gets its line once a durable checkpoint
+covers it and all of its groups are archived. If the store lost its last seconds, a step may run again: its second line
+replaces the first and all in between.
 """
 
 import math

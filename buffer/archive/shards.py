@@ -1,8 +1,7 @@
 """Shards: Parquet files of finished groups, each complete and durable, or absent.
 
 Order of a write: temporary file, fsync, rename, fsync of the folder, line in the manifest, fsync. After a crash before
-the line, the next start deletes the unlisted file. In any case, the store offers the groups again; `has` detects
-archived ones.
+the line, the next start deletes the unlisted file. The store offers the groups again; `has` detects archived ones.
 """
 
 import fcntl

@@ -184,8 +184,8 @@ class RedisBatches(RedisConnection):
         """Resume from a checkpoint: groups that are claimed, or were used after `to_step`, return to the queue.
 
         Returns their number and the new RunState.fence, which locks out earlier learners. Removes later ledger entries.
-        Versions stay announced, since their trajectories may still arrive. A live claim counts as an attempt, so a
-        group that crashes every learner ends in quarantine.
+        Versions stay announced, since their trajectories may arrive. A live claim counts as an attempt, so a group that
+        crashes learners ends in quarantine.
         """
         return tuple(self._run("roll_back", to_step, to_version, self._max_attempts))
 

@@ -254,8 +254,7 @@ class EmbeddedRedis:
         """Drop an incomplete, unacknowledged operation from the end of the append-only log (left by a kill).
 
         A load with `aof-load-truncated` cuts after the last complete command, even inside a transaction, which later
-        writes would join. The next load drops the open transaction. So no client may write before; hence the private
-        socket.
+        writes would join until the next load drops it; hence the private socket.
         """
         process = self._popen({"aof-load-truncated": "yes", "unixsocket": str(self._private_socket)})
         try:

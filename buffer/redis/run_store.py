@@ -35,12 +35,11 @@ def open_run_store(
     """Open the store of `run_id` at the address `where`, or of the run folder `where`.
 
     Blocks for at most `timeout_s` until the server answers. `retry_timeout_s`: retries of each operation; a role that
-    must not block leaves it at 0 and sets `answer_timeout_s`.
-    `starts_server`: start the embedded server of a finished run; on close, stop it unless a process holds the run. With
-    `idle_timeout_s`, it instead exits after this time without connections.
+    must not block leaves it at 0 and sets `answer_timeout_s`. `starts_server`: start the embedded server of a finished
+    run; on close, stop it unless a process holds the run. With `idle_timeout_s`, it exits after idling instead.
 
-    Raises StoreUnavailableError; for a run folder also ConfigError if it is not one or its run kept no data, and
-    RunConflictError for another key layout.
+    Raises StoreUnavailableError; for a run folder also ConfigError if it holds no data, and RunConflictError for
+    another key layout.
     """
     if isinstance(where, Path):
         run = read_config(where)

@@ -68,7 +68,7 @@ class RedisStore(RedisPrompts, RedisBatches):
     Operations are synchronous, atomic, thread-safe, repeatable after a lost answer, and take about a millisecond per
     hundred ids. They raise StoreUnavailableError, and RunConflictError before `open_run`. They use the store's clock.
 
-    Life cycle: `open_run_store` connects, `open_run` creates or finds the run, `close` disconnects.
+    Life cycle: `open_run_store` -> `open_run` creates or finds the run -> `close`.
     """
 
     # --- the run -----------------------------------------------------------------------------------------------------

@@ -86,8 +86,8 @@ _WITHIN_S = 60.0
 class RedisSupervisor:
     """Owner of an embedded server; restarts it with its data when it dies.
 
-    Life cycle: start -> (death -> restart)* -> stop. A `fast` store, or one that keeps dying, is not restarted, and
-    every later `poll` raises StoreLostError.
+    Life cycle: start -> (death -> restart)* -> stop. A `fast` store, or one that keeps dying, is not restarted: `poll`
+    raises StoreLostError.
     """
 
     def __init__(self, server: EmbeddedRedis, *, start_timeout_s: float = 60.0) -> None:
