@@ -67,7 +67,7 @@ class Peer:
 
 
 class Peers:
-    """Connected peers by ROUTER identity, which is random per connection. Names come only from Hello."""
+    """Connected peers by ROUTER identity, random per connection. Names come only from Hello."""
 
     def __init__(self, run: RunConfig, *, clock: Clock) -> None:
         self._timeout_s = run.broker.peer_timeout_s
@@ -212,7 +212,7 @@ LEFT = "left"
 
 
 class Departures:
-    """Departed peers whose leases the store has not taken back yet."""
+    """Departed peers with leases that the store has not taken back yet."""
 
     def __init__(self, store: Store, peers: Peers, *, run: RunConfig, broker: str) -> None:
         self._store = store
@@ -249,7 +249,7 @@ class Departures:
 def send_drain_requests(store: Store, peers: Peers, *, send: Callable[[bytes, Message], bool]) -> None:
     """Send each drain request in the store, repeatedly until the generator drains or the deadline passes.
 
-    The store keeps the requests, so that they survive this broker and reach the broker that serves the generator.
+    The store keeps them, so that they survive this broker and reach the one that serves the generator.
     """
     if not (requests := store.requests("broker")):
         return

@@ -33,10 +33,10 @@ class NoAnswerError(Exception):
 def request_generators(store: Store, target: int, *, run: str) -> int:
     """Have the launcher change the number of generators; return the previous number.
 
-    Raises ConfigError if it refuses, NoAnswerError if it is missing or does not answer.
+    Raises ConfigError if it refuses, NoAnswerError if it does not answer.
     """
     before = _launcher(store)
-    # A killed launcher leaves its last report behind, so check the report's age.
+    # A killed launcher leaves its last report behind.
     if before.get("state") != "ready" or store.now() - before["reported_at"] > _LAUNCHER_TIMEOUT_S:
         remedy = "start generators with `python -m slipstream.generators`"
         raise NoAnswerError(f"run {run!r} must have a live launcher, got none: {remedy}")

@@ -49,10 +49,10 @@ class StorageWait:
     """Retries operations with back-off. Used by one thread; any thread may read `reason`."""
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: from an operation's first failure until it is given up."""
+        """`timeout_s`: from an operation's first failure."""
         self._timeout_s = timeout_s
         self.reason = ""
-        """Current wait, such as `waiting 12 s of 60 s for s3://...: <error>`; else empty."""
+        """Such as `waiting 12 s of 60 s for s3://...: <error>`; else empty."""
 
     def repeat(self, what: str, call: Callable[[], T]) -> T:
         """Call until it succeeds. Raises StorageError, which names `what`, at the timeout."""

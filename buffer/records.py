@@ -11,16 +11,16 @@ from slipstream.buffer.codec import decode, unpack
 from slipstream.buffer.trajectory import Media, Purpose, Trajectory, TrajectoryHeader
 from slipstream.configs.base import Record
 
-# --- limits on data that is stored only for display -------------------------------------------------------------------
+# --- limits on displayed data -----------------------------------------------------------------------------------------
 METRICS_KEPT = 1000
 EVENTS_KEPT = 256
 EVENT_CHARACTERS_KEPT = 1000
-"""Longer texts of events are truncated."""
+"""Longer texts are truncated."""
 ROLES_KEPT = 8192
 """The oldest reports are dropped."""
 FRAMES_KEPT = 256
 FRAME_BYTES_KEPT = 4096
-"""Longer rejected frames are truncated."""
+"""Longer frames are truncated."""
 
 Addressee = Literal["launcher", "broker", "learner"]
 Outcome = Literal["retired", "rejected", "expired", "quarantined", "evaluated"]

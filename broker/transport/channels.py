@@ -58,7 +58,7 @@ def check_open(*, is_closed: bool) -> None:
 
 
 class MemoryBroker:
-    """Hub of at most one server and any number of clients. Belongs to one thread."""
+    """Hub of at most one server and any clients. Belongs to one thread."""
 
     def __init__(self) -> None:
         self.clients: dict[bytes, MemoryClientChannel] = {}

@@ -170,7 +170,7 @@ def find_interface(cluster: ClusterConfig) -> Interface:
 
 def is_free(host: str, port: int) -> bool:
     """Whether a role can listen at a port now."""
-    # Reuses addresses, like ZeroMQ: a port with connections in TIME_WAIT counts as free.
+    # Like for ZeroMQ, a port with connections in TIME_WAIT counts as free.
     with suppress(OSError), socket.create_server((host, port)):
         return True
     return False

@@ -49,7 +49,7 @@ def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[Tens
 def pack(tensors: Iterable[tuple[str, Tensor]], slots: Sequence[TensorSlot], *, into: Sequence[Tensor]) -> None:
     """Copy tensors, in any order, into their slots of uint8 buckets, cast to the slots' dtypes.
 
-    Every slot must be filled exactly once. Raises WeightTransferError.
+    Raises WeightTransferError unless every slot is filled once.
     """
     is_queued = False
     open_slots = {slot.name: slot for slot in slots}

@@ -24,7 +24,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 class CheckpointNames:
     """Names, shapes and dtypes of a module's checkpoint, and conversion in both directions.
 
-    Includes parameters and persistent buffers; a tied tensor once, under its first name, as on the hub.
+    Includes persistent buffers; a tied tensor once, under its first name.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:

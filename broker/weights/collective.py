@@ -108,10 +108,7 @@ class CollectiveSender(_CollectiveEnd):
 
 
 class CollectiveReceiver(_CollectiveEnd):
-    """A generator's end. Implements WeightReceiver; belongs to one thread.
-
-    The next `receive` overwrites the received buckets.
-    """
+    """A generator's end. Implements WeightReceiver; belongs to one thread. `receive` overwrites earlier buckets."""
 
     def __init__(self, *, device: str | torch.device) -> None:
         self._device = torch.device(device)
@@ -134,7 +131,7 @@ class CollectiveReceiver(_CollectiveEnd):
         self._group = group.open(store, own_host=own_host, timeout_s=seconds_left(deadline))
 
     def receive(self, update: Update, *, cancelled: Event) -> HostBuckets:
-        """`update.timeout_s` bounds each bucket. An error closes the group, except a wrong checksum."""
+        """`update.timeout_s` bounds each bucket. Errors but a wrong checksum close the group."""
         group = self._open_group()
         try:
             if self._staging is None or self._staging.sizes != update.bucket_bytes:

@@ -98,7 +98,7 @@ def width_of(bucket: int, slots: Sequence[TensorSlot]) -> int:
 def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes]:
     """Encode the change from `base` to `new`, uint8 on the CPU; returns the delta and its payload (empty if full).
 
-    `width`: bytes per element. Raises WeightTransferError if the sizes differ.
+    Raises WeightTransferError if the sizes differ.
     """
     before, after = _elements(base, width), _elements(new, width)
     if len(before) != len(after):

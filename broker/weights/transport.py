@@ -1,4 +1,4 @@
-"""Protocols for the two ends of a weight transport, and a single-threaded in-memory transport for the serial mode."""
+"""Protocols for the two ends of a weight transport, and an in-memory transport for the serial mode."""
 
 from threading import Event
 from typing import NamedTuple, Protocol
@@ -50,7 +50,7 @@ class WeightReceiver(Protocol):
         """Join the group, blocking until all members have. Raises WeightTransferError."""
 
     def receive(self, update: Update, *, cancelled: Event) -> HostBuckets:
-        """Receive all buckets and verify their checksums. Raises WeightTransferError, soon after `cancelled` is set."""
+        """Receive all buckets and verify their checksums. Raises WeightTransferError, soon after `cancelled`."""
 
     def close(self) -> None: ...
 
@@ -84,7 +84,7 @@ class MemorySender:
 
 
 class MemoryReceiver:
-    """A generator's end. Implements WeightReceiver; never blocks, so it runs on the event loop's thread.
+    """A generator's end. Implements WeightReceiver; runs on the event loop's thread, since it never blocks.
 
     All receivers share the sender's buckets; treat them as read-only.
     """

@@ -97,7 +97,7 @@ class Archive:
         self.shards: list[ShardEntry] = []
         """Shards in the manifest when it was last read."""
         self.note = ""
-        """One sentence if the manifest is incomplete after a crash or damage; else empty."""
+        """Sentence on a manifest incomplete after a crash or damage; else empty."""
         self.refresh()
 
     def refresh(self) -> None:

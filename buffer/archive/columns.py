@@ -1,4 +1,4 @@
-"""Converts finished groups to an Arrow table, and its rows back to trajectories.
+"""Converts finished groups to an Arrow table, and rows to trajectories.
 
 One row per trajectory, which re-encodes to the archived bytes exactly.
 """
