@@ -254,7 +254,7 @@ def _race(
     """Sample in proportion to priority; the weights make the gradient unbiased."""
     exponent = sampler.exponent if isinstance(sampler, PrioritizedConfig) else 0.0
     rates = np.array([priority(candidate) ** exponent for candidate in candidates])
-    # The +1 maps raw values to (0, 1], where the logarithm is finite.
+    # The +1 avoids log(0).
     keys = -np.log((_raw(len(candidates), seeds).astype(np.float64) + 1.0) / 2.0**64) / rates
     selected = np.argsort(keys, kind="stable")[:num_groups]
     group_ids = [candidates[index].id for index in selected]

@@ -85,7 +85,7 @@ _COMMON_OPTIONS: Options = {
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
 _SERVER_OPTIONS: Options = _COMMON_OPTIONS | {
-    # Report messages to a departed peer instead of dropping them silently.
+    # Report undeliverable messages instead of dropping them silently.
     zmq.ROUTER_MANDATORY: 1
 }
 _CLIENT_OPTIONS: Options = _COMMON_OPTIONS | {

@@ -1,6 +1,6 @@
 """Collective transport: broadcasts over NCCL or Gloo, in one process group per membership epoch.
 
-torch's default group belongs to DeepSpeed or vLLM, and cannot be rebuilt as members join and leave.
+torch's default group belongs to DeepSpeed or vLLM. Separate groups can be rebuilt as members come and go.
 """
 
 import time

@@ -37,7 +37,7 @@ DeltaFiles = dict[tuple[int, str], bytes]
 class HostWeights:
     """Flat buckets, each verified or being overwritten. One thread updates them; others may use it as ServedFiles.
 
-    After a failure, another source continues with the unverified buckets.
+    After a failure, another source continues.
     """
 
     def __init__(self) -> None:

@@ -46,12 +46,12 @@ def write_images(folder: Path, images: Mapping[str, bytes]) -> None:
 
 
 def missing_images(folder: Path, names: Iterable[str]) -> list[str]:
-    """Those of `names` that the archive lacks."""
+    """`names` that the archive lacks."""
     return [name for name in names if not (folder / IMAGES / name).is_file()]
 
 
 def read_images(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Name -> bytes of the named images that the archive has."""
+    """Name -> bytes of the archive's images."""
     # A name comes from a trajectory and must not lead out of the folder.
     paths = {name: folder / IMAGES / Path(name).name for name in names}
     return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}

@@ -177,7 +177,7 @@ class LedgerReader:
         self._num_lines = 0
 
     def refresh(self, sealed: ShardEntry | None) -> None:
-        """Find new lines. `sealed`: the manifest's ledger entry. Raises ArchiveError for damage or a short file."""
+        """Find new lines. `sealed`: the manifest's ledger entry. Raises ArchiveError for a damaged or short file."""
         size = self._path.stat().st_size if self._path.exists() else 0
         if size < self.num_bytes:
             self._forget()
