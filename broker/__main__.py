@@ -132,7 +132,7 @@ def _serve(
 ) -> None:
     url = store_url(run, folder.path)
     state = _open_run(run, url, num_rows=train.row_count)
-    # No retries: peers must be told of an outage.
+    # No retries: peers must learn of an outage.
     store = open_run_store(url, run.name, timeout_s=run.broker.store_timeout_s, answer_timeout_s=_ANSWER_TIMEOUT_S)
     router = Router(
         channel,

@@ -16,7 +16,7 @@ from slipstream.buffer.store import Store, StoreOutage
 from slipstream.buffer.trajectory import Trajectory, TrajectoryHeader
 from slipstream.runtime.logs import LogLimiter
 
-# Limits per step, whose Acks wait for all of its inserts.
+# Limits per step. Acks wait for all of its inserts.
 _MAX_TRAJECTORIES = 512
 _MAX_BYTES = 16 * 2**20
 _RETRY_S = 1.0

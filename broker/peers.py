@@ -47,7 +47,7 @@ class Peer:
     is_disconnected: bool = False
     """Whether the last ping could not be delivered."""
     guest: str = ""
-    """Guest whose key it uses; empty for the run's token."""
+    """Owner of its key, if a guest."""
 
     @property
     def owner(self) -> str:

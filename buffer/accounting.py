@@ -162,7 +162,7 @@ class Snapshot(Record):
     ledger: list[StepEntry]
     """Archived entries up to `archived_step`, then the store's."""
     archived_step: int = 0
-    """Newest step whose entry is in the archive only."""
+    """Newest step with its entry only in the archive."""
 
 
 def audit(snapshot: Snapshot) -> Audit:

@@ -210,7 +210,7 @@ class RunState(Record):
     version: int
     """Newest version that all members applied and verified."""
     announced_version: int
-    """Newest version whose broadcast has begun; tokens of later ones are rejected."""
+    """Newest version with a started broadcast; tokens of later ones are rejected."""
     consumed: int = 0
     """Groups first trained on up to `version`; the base of pacing."""
     checkpoint: CheckpointPointer | None = None

@@ -97,7 +97,7 @@ class BrokerClients:
         return client, link.thread
 
     def send(self, message: Message) -> None:
-        """Queue a message for every broker, each of which relays weight orders to its members."""
+        """Queue a message for every broker; each relays weight orders to its members."""
         with self._lock:
             if isinstance(message, OpenEpoch | Update):
                 self._order = message
