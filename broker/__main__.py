@@ -18,7 +18,7 @@ All settings: docs/settings.md; `slipstream config` prints them with their value
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from functools import partial
 
 import structlog
@@ -37,7 +37,7 @@ from slipstream.buffer.redis.run_store import begin_run, open_run_store, store_u
 from slipstream.buffer.redis.supervisor import RedisSupervisor
 from slipstream.buffer.role_reports import LAUNCHER
 from slipstream.buffer.sampling import RowCount
-from slipstream.cluster.observers import check_observers, observed
+from slipstream.cluster.observers import Observers, check_observers, observed
 from slipstream.configs.base import require
 from slipstream.configs.broker import FIRST_BROKER
 from slipstream.configs.buffer import EmbeddedRedisConfig
@@ -152,7 +152,9 @@ def _serve(
     folder.record_stage(name, "listening")
     log.info("listening", address=channel.address, store=url, step=state.step, version=state.version)
     # Without a launcher, the first broker runs loggers and exporter.
-    observing = observed(run, logs=folder.logs) if name == FIRST_BROKER and not has_launcher() else nullcontext()
+    observing: AbstractContextManager[Observers | None] = nullcontext()
+    if name == FIRST_BROKER and not has_launcher():
+        observing = observed(run, logs=folder.logs)
     with closing(store), observing as observers, _archiving(run, folder, url, router.chief):
         while not is_stopping():
             router.step(timeout_s=step_s)

@@ -61,8 +61,7 @@ class Ingest:
         self._pending: list[_Received] = []
         self._pending_bytes = 0
         self._inserting: list[tuple[list[_Received], Callable[[], list[Insertion]]]] = []
-        self._num_received = 0
-        self._bytes_received = 0
+        self._num_received = self._bytes_received = 0
         # One thread, so that batches reach the store in order of arrival.
         self._inserter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inserter")
         self.deferred: Counter[str] = Counter()

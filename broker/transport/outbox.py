@@ -24,9 +24,7 @@ class Outbox:
         self._entries: dict[str, Packed] = {}
         self._waiting: dict[str, float] = {}
         self._sent_at: dict[str, float] = {}
-        self._sent_bytes = 0
-        self._max_messages = 0
-        self._max_bytes = 0
+        self._sent_bytes = self._max_messages = self._max_bytes = 0
         self.deferral_reason = ""
         """Reason of the newest non-fatal Nack; cleared by the next Ack."""
         self.num_deferred = 0
