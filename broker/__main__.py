@@ -18,7 +18,7 @@ All settings: docs/settings.md; `slipstream config` prints them with their value
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from functools import partial
 
 import structlog
@@ -47,20 +47,14 @@ from slipstream.runtime.command_line import exit_after_help, fail_cleanly
 from slipstream.runtime.credentials import derive_keys, make_token, write_guest_tokens
 from slipstream.runtime.logs import configure_logs
 from slipstream.runtime.model_files import fingerprint
-from slipstream.runtime.process import (
-    ended_beside,
-    exempt_from_collection,
-    has_launcher,
-    launcher_pid,
-    on_stop_signal,
-)
+from slipstream.runtime.process import ended_beside, exempt_from_collection, has_launcher, launcher_pid, on_stop_signal
 from slipstream.runtime.run_folder import RunFolder
 
 _ARCHIVE_TIMEOUT_S = 4.0
 _STORAGE_TIMEOUT_S = 20.0
 """Time limit for retries of the object store, seconds."""
 _ANSWER_TIMEOUT_S = 3.0
-"""Timeout of one store operation; the broker serves no peer while it waits."""
+"""Of one store operation, which blocks the broker."""
 
 log = structlog.get_logger(__name__)
 
@@ -138,13 +132,8 @@ def _serve(
 ) -> None:
     url = store_url(run, folder.path)
     state = _open_run(run, url, num_rows=train.row_count)
-    # No retries: peers must be told of an outage.
-    store = open_run_store(
-        url,
-        run.name,
-        timeout_s=run.broker.store_timeout_s,
-        answer_timeout_s=_ANSWER_TIMEOUT_S,
-    )
+    # No retries: peers must learn of an outage.
+    store = open_run_store(url, run.name, timeout_s=run.broker.store_timeout_s, answer_timeout_s=_ANSWER_TIMEOUT_S)
     router = Router(
         channel,
         store,
@@ -157,18 +146,22 @@ def _serve(
         address=folder.read_address(name),
     )
     is_stopping = on_stop_signal(lambda: None)
-    # A step longer than the ping interval could count as a pause of this process.
+    # Longer than the ping interval, a step could count as a pause.
     step_s = min(0.2, run.broker.heartbeat_s)
     exempt_from_collection()
     folder.record_stage(name, "listening")
     log.info("listening", address=channel.address, store=url, step=state.step, version=state.version)
-    with closing(store), _observing(run, folder, router.chief) as observers, _archiving(run, folder, url, router.chief):
+    # Without a launcher, the first broker runs loggers and exporter.
+    observing: AbstractContextManager[Observers | None] = nullcontext()
+    if name == FIRST_BROKER and not has_launcher():
+        observing = observed(run, logs=folder.logs)
+    with closing(store), observing as observers, _archiving(run, folder, url, router.chief):
         while not is_stopping():
             router.step(timeout_s=step_s)
             sentences = (supervisor.poll() if supervisor else []) + (observers.poll() if observers else [])
             for sentence in sentences:
                 log.warning(sentence)
-        # Otherwise a launcher restarts the broker or ends the generators, or another broker takes them over.
+        # Otherwise a launcher or another broker takes care of the generators.
         if not (has_launcher() or router.chief.has_living_others):
             router.drain_all(reason="the broker stops")
     log.info("stopped")
@@ -180,23 +173,13 @@ def _open_run(run: RunConfig, url: str, *, num_rows: RowCount) -> RunState:
     with open_run_store(url, run.name, timeout_s=timeout_s, retry_timeout_s=timeout_s) as store:
         state = begin_run(store, run, num_rows=num_rows)
         is_served = store.roles().get(LAUNCHER, {}).get("pid") == launcher_pid()
-    # A broker that restarts late may find that the others have already finished this launcher's run.
+    # A broker that restarts late may find this launcher's run finished.
     if state.phase == "finished" and not (run.resume or is_served):
         raise RunConflictError(
             f"run {run.name!r} must not be finished, got {state.step} steps and a summary in {RunFolder(run).path}: "
             "choose another with name=..., or continue it with resume=true and a larger learner.max_steps."
         )
     return state
-
-
-@contextmanager
-def _observing(run: RunConfig, folder: RunFolder, chief: Chief) -> Iterator[Observers | None]:
-    """Run loggers and exporter during the block, in the first broker of a run without a launcher."""
-    if has_launcher() or chief.name != FIRST_BROKER:
-        yield None
-        return
-    with observed(run, logs=folder.logs) as observers:
-        yield observers
 
 
 @contextmanager
@@ -220,8 +203,7 @@ def _archiving(run: RunConfig, folder: RunFolder, store_url: str, chief: Chief) 
     try:
         yield
     finally:
-        timeout_s = UPLOAD_TIMEOUT_S if storage else _ARCHIVE_TIMEOUT_S
-        if not archiver.stop(timeout_s=timeout_s, meanwhile=stay_chief):
+        if not archiver.stop(timeout_s=UPLOAD_TIMEOUT_S if storage else _ARCHIVE_TIMEOUT_S, meanwhile=stay_chief):
             log.warning("archive_unfinished", reason=archiver.status().reason, folder=str(folder.archive))
 
 

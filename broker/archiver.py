@@ -4,9 +4,8 @@ Consumes: the store's finished groups, oldest first; its step ledger.
 Produces: shards and a ledger in the archive folder; free space in the store; the gauges of the role `archiver`.
 Waits for: enough groups for a shard, at most `_FLUSH_S`.
 Woken by: its clock, every second.
-Invariant: the store forgets a group or a step only after the archive, and the object store if configured, hold it
-durably. The archive takes each group once. Its ledger has a step only if a checkpoint covers it and all of its groups
-are archived.
+Invariant: the store forgets a group or step only after the archive, and the object store if configured, hold it. The
+archive takes each group once. Its ledger has a step only if a checkpoint covers it and its groups are archived.
 """
 
 import os
@@ -37,11 +36,11 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.disk import describe_disk, is_disk_full
 
 _GROUPS_PER_SHARD = 1024
-"""Waiting groups that trigger writing a shard: as many as Parquet compresses well, in hundreds of files per run."""
+"""Waiting groups that trigger a shard: Parquet compresses that many well, in hundreds of files per run."""
 _FLUSH_S = 30.0
-"""Longest wait of a group for its shard to fill, so that commands soon see it."""
+"""Longest wait of a group for its shard to fill."""
 _SAMPLED_GROUPS = 8
-"""Groups in the sample that estimates the mean group size."""
+"""Sample for estimating the mean group size."""
 _MAX_SHARD_BYTES = 256 * 2**20
 """Encoded trajectories, held in memory while the shard is written."""
 _ROLE = "archiver"
@@ -53,13 +52,13 @@ log = structlog.get_logger(__name__)
 class StepArchiver:
     """Moves the step ledger, each step after its groups. Belongs to one thread.
 
-    A step may wait long: a group that can be trained on again stays in the store.
+    A step may wait long for a reusable group, which stays in the store.
 
     Life: (poll -> mark_archived* -> write -> forget)*.
     """
 
     def __init__(self, store: Store, folder: Path, shards: ShardWriter) -> None:
-        """`shards` writes to the same archive. Raises ArchiveError if the ledger is damaged, OSError."""
+        """Raises ArchiveError if the ledger is damaged, OSError."""
         self._store = store
         self._shards = shards
         self.ledger = LedgerWriter(folder, shards.manifest)
@@ -70,11 +69,11 @@ class StepArchiver:
         """Newest step in the archive that the store still has."""
 
     def poll(self) -> None:
-        """Find the steps that a checkpoint newly covers. Raises StoreUnavailableError."""
+        """Find newly covered steps. Raises StoreUnavailableError."""
         pointer = self._store.run_state().checkpoint
         step = pointer.step if pointer else 0
         if self._covered is None or step < self._covered:
-            # First call, or a crash lost the store's last seconds: compare the complete ledger.
+            # First call, or the store lost its last seconds: compare the complete ledger.
             self._pending, self._awaited = [], set()
             entries = self._entries(first_step=1, last_step=step)
             lacking = self.ledger.lacks(entries)
@@ -88,8 +87,7 @@ class StepArchiver:
         self._awaited.difference_update(group_ids)
 
     def write(self) -> None:
-        """Append the steps whose groups are all archived. After OSError, a later call retries."""
-        # In order, so that the archive holds all steps up to `last_step`.
+        """Append the steps with all groups archived, in order. After OSError, a later call retries."""
         complete = list(takewhile(lambda entry: self._awaited.isdisjoint(entry.group_ids), self._pending))
         if complete:
             self.ledger.append(complete)
@@ -170,9 +168,7 @@ class Archiver:
     def flush(self) -> int:
         """Archive all finished groups. Returns and raises like `step`."""
         self._steps.poll()
-        num_groups = 0
-        while moved := self._move():
-            num_groups += moved
+        num_groups = sum(iter(self._move, 0))
         self._write_steps()
         return num_groups
 
@@ -183,12 +179,12 @@ class Archiver:
     def _write_steps(self) -> None:
         self._steps.write()
         self._send()
-        # After a crash before this, the entries are in both places, and the store's count.
+        # After a crash before this, entries are in both places, and the store's count.
         self._steps.forget(fence=self._fence)
 
     def _send(self) -> None:
         if self._mirror:
-            # Only checks the fence: if this broker hung, another chief may have written from another machine.
+            # Checks the fence: if this broker hung, another chief may have written elsewhere.
             self._store.forget([], fence=self._fence)
             self._mirror.send()
 
@@ -197,18 +193,15 @@ class Archiver:
         if not num_waiting:
             self._waiting_since = None
             return False
-        if self._waiting_since is None:
-            self._waiting_since = now
-        waited_s = now - self._waiting_since
-        return num_waiting >= _GROUPS_PER_SHARD or waited_s >= _FLUSH_S
+        self._waiting_since = now if self._waiting_since is None else self._waiting_since
+        return num_waiting >= _GROUPS_PER_SHARD or now - self._waiting_since >= _FLUSH_S
 
     def _move(self) -> int:
         groups = self._peek()
         # The archive has those that a crash or a failure left in the store.
         new = [group for group in groups if not self._writer.has(group.id)]
         if new and sum(shard.bytes for shard in self._writer.shards) >= self._config.max_gib * 2**30:
-            # A full store would stop the run. The steps of dropped groups never become complete, so the ledger ends
-            # here and the archived steps remain replayable.
+            # A full store would stop the run. Steps of dropped groups never become complete, so the ledger ends here.
             if not self.num_left_out:
                 log.warning("archive_full", max_gib=self._config.max_gib)
             self.num_left_out += len(new)
@@ -223,7 +216,7 @@ class Archiver:
             # Includes the shards of calls that failed to send them.
             self._send()
             self._steps.mark_archived(group.id for group in groups)
-        # Forget last: after a crash, the store offers the groups again and `has` recognizes them.
+        # Last: after a crash, the store offers the groups again and `has` recognizes them.
         if groups:
             self._store.forget([group.id for group in groups], fence=self._fence)
         self._waiting_since = None
@@ -234,8 +227,7 @@ class Archiver:
         # Estimate how many fit, because all groups could exhaust the memory.
         sample = self._store.finished(limit=_SAMPLED_GROUPS)
         num_bytes = sum(len(payload) for group in sample for payload in group.payloads)
-        fitting = _MAX_SHARD_BYTES * len(sample) // max(1, num_bytes)
-        limit = max(1, min(fitting, _GROUPS_PER_SHARD))
+        limit = max(1, min(_MAX_SHARD_BYTES * len(sample) // max(1, num_bytes), _GROUPS_PER_SHARD))
         return sample[:limit] if limit <= len(sample) else self._store.finished(limit=limit)
 
 
@@ -267,14 +259,13 @@ class ArchiverThread:
         storage: ObjectFolder | None = None,
         lead: Callable[[], int | None] = lambda: NO_FENCE,
     ) -> None:
-        """`connect` opens the store, again after every error. `storage` mirrors the archive. `lead` returns the chief's
-        fence; None while another broker is the chief."""
+        """`connect` opens the store, again after errors. `storage` mirrors the archive. `lead`: the chief's fence, None
+        while another broker is the chief."""
         self._connect = connect
         self._folder = folder
         self._config = config
         self._storage = storage
         self._lead = lead
-        self._fence: int | None = None
         self._stopping = threading.Event()
         self._status = ArchiverStatus()
         self._last_error = ""
@@ -287,10 +278,7 @@ class ArchiverThread:
         return self._status
 
     def stop(self, *, timeout_s: float, meanwhile: Callable[[], object] = lambda: None) -> bool:
-        """Archive the finished groups, then end; returns whether it ended within `timeout_s`.
-
-        Remaining groups stay in the store. Calls `meanwhile` every second.
-        """
+        """Archive the finished groups, calling `meanwhile` every second; returns whether it ended in time."""
         self._stopping.set()
         ends_at = time.monotonic() + timeout_s
         while self._thread.is_alive() and (left_s := ends_at - time.monotonic()) > 0:
@@ -304,15 +292,14 @@ class ArchiverThread:
                 return
 
     def _attempt(self) -> bool:
-        """Archive until stopped; returns False after an error or while another broker is the chief."""
-        self._fence = self._lead()
-        if self._fence is None:
+        """Archive until stopped; False after an error or under another chief."""
+        if (fence := self._lead()) is None:
             return False
         try:
             with closing(self._connect()) as store:
                 try:
-                    with suppress(StaleFenceError), closing(self._open(store)) as archiver:
-                        return self._archive(archiver, store)
+                    with suppress(StaleFenceError), closing(self._open(store, fence)) as archiver:
+                        return self._archive(archiver, store, fence)
                 except (ReplayBufferError, OSError) as error:
                     self._record_error(error)
                     # The store may still work, for example if the disk is full.
@@ -321,14 +308,13 @@ class ArchiverThread:
             self._record_error(error)
         return False
 
-    def _open(self, store: Store) -> Archiver:
+    def _open(self, store: Store, fence: int) -> Archiver:
         mirror = ArchiveMirror(self._folder, self._storage) if self._storage else None
-        fence = NO_FENCE if self._fence is None else self._fence
         return Archiver(store, self._folder, self._config, mirror=mirror, fence=fence)
 
-    def _archive(self, archiver: Archiver, store: Store) -> bool:
+    def _archive(self, archiver: Archiver, store: Store, fence: int) -> bool:
         while not self._stopping.is_set():
-            if self._lead() != self._fence:
+            if self._lead() != fence:
                 return False
             moved = archiver.step()
             self._record_progress(archiver, state="archiving")
@@ -344,12 +330,8 @@ class ArchiverThread:
         if self._last_error:
             self._last_error = ""
             log.info("archiving_resumed")
-        reason = ""
-        if archiver.num_left_out:
-            reason = (
-                f"the archive has reached buffer.archive.max_gib ({self._config.max_gib:g}): {archiver.num_left_out} "
-                "groups were dropped"
-            )
+        full = f"the archive has reached buffer.archive.max_gib ({self._config.max_gib:g})"
+        reason = f"{full}: {archiver.num_left_out} groups were dropped" if archiver.num_left_out else ""
         self._status = ArchiverStatus(
             state="full" if reason and state == "archiving" else state,
             reason=reason,
@@ -359,9 +341,8 @@ class ArchiverThread:
         archiver.num_groups = 0
 
     def _record_error(self, error: Exception) -> None:
-        reason = str(error)
-        if is_disk_full(error):
-            reason = f"no room on the disk {describe_disk(self._folder)}: {error}"
+        no_room = f"no room on the disk {describe_disk(self._folder)}: " if is_disk_full(error) else ""
+        reason = f"{no_room}{error}"
         if str(error) != self._last_error:
             self._last_error = str(error)
             log.warning("not_archiving", reason=reason, folder=str(self._folder))

@@ -1,8 +1,8 @@
 """Chief: one broker among several, elected through the store to do the work shared by all brokers.
 
 Consumes: the store's answers to its reports.
-Produces: the addresses of the live brokers; reaped leases and claims; deadlines adjusted to jumps of the store's clock.
-Invariant: only one broker at a time does the shared work: the store's fence refuses all others.
+Produces: the addresses of the live brokers; reaped leases and claims; deadlines adjusted to the store's clock.
+Invariant: only one broker at a time does the shared work: the store's fence refuses others.
 """
 
 import math
@@ -20,10 +20,10 @@ from slipstream.runtime.clock import Clock
 from slipstream.runtime.run_folder import RunFolder
 
 LEASE_S = 5.0
-"""Time after a report during which a broker counts as alive and a chief stays the chief. Brokers report every second,
-so a dead chief is replaced within 6 s."""
+"""Time after a report during which a broker is alive and a chief stays chief. Brokers report every second, so a dead
+chief is replaced within 6 s."""
 _JUMP_S = 5.0
-"""Change in the offset between the store's clock and this process's that counts as a jump, not as a slow answer."""
+"""Change in the clocks' offset that counts as a jump, not as a slow answer."""
 
 log = structlog.get_logger(__name__)
 
@@ -47,10 +47,10 @@ class Chief:
         self._clock_offset_s: float | None = None
         self._reported_at = -math.inf
         self.fence = NO_FENCE
-        """The chief's fence if this broker is the chief, else NO_FENCE; the store decides whether it is still valid."""
+        """The chief's fence if this broker is the chief, else NO_FENCE; the store checks its validity."""
         self._living: dict[str, dict[str, Any]] = {}
         self.share = 1.0
-        """Fraction of the run's generators that this broker serves, and of the groups that it offers."""
+        """Fraction of the generators it serves, and of the groups it offers."""
 
     @property
     def has_others(self) -> bool:
@@ -62,30 +62,28 @@ class Chief:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the list of live brokers is too old to send, after a start or a hang."""
+        """Whether the live brokers are too old to send, after a start or a hang."""
         return self.has_others and self._clock() - self._reported_at > LEASE_S
 
     def living_for(self, machine: str) -> LivingBrokers | None:
-        """Live brokers with their addresses for a peer on `machine`; None if the run has one broker."""
+        """Live brokers with addresses for `machine`; None if the run has one."""
         if not self.has_others:
             return None
-        brokers = {
-            name: facts["here"] if machine in ("", facts["machine"]) else facts["address"]
-            for name, facts in self._living.items()
-        }
+        facts = self._living.items()
+        brokers = {name: each["here" if machine in ("", each["machine"]) else "address"] for name, each in facts}
         return LivingBrokers(self.name, brokers)
 
     def serving_gauges(self, owner: str) -> dict[str, str]:
-        """Gauges that show other brokers who serves a peer; empty if the run has one broker."""
+        """Gauges that show other brokers who serves a peer."""
         return {"broker": self.name, "owner": owner} if self.has_others else {}
 
     def report(self, *, num_generators: int) -> bool:
         """Report this broker as alive; returns whether the live brokers changed. Raises StoreUnavailableError."""
         self._facts["generators"] = num_generators
-        offset_s = self._read_offset_s()
+        offset_s = self._store.now() - self._clock()
         answer = self._store.report_broker(self.name, incarnation=self._incarnation, facts=self._facts, lease_s=LEASE_S)
         if not answer.fence:
-            # The chief has handled all jumps so far. A later jump may end its lease and make this broker the chief.
+            # The chief has handled all jumps so far; a later one may make this broker the chief.
             self._clock_offset_s = offset_s
         if answer.fence != self.fence:
             self.fence = answer.fence
@@ -117,15 +115,12 @@ class Chief:
     def _addresses(self) -> dict[str, tuple[str, str]]:
         return {name: (facts["here"], facts["address"]) for name, facts in self._living.items()}
 
-    def _read_offset_s(self) -> float:
-        return self._store.now() - self._clock()
-
     def _follow_clock(self) -> None:
         """Correct the store's deadlines after its clock was set or the machine suspended.
 
-        A forward jump shifts them. The store also caps them at their full duration, which handles a jump back.
+        A forward jump shifts them; capping at their full duration handles a jump back.
         """
-        offset_s = self._read_offset_s()
+        offset_s = self._store.now() - self._clock()
         jump_s = 0.0 if self._clock_offset_s is None else offset_s - self._clock_offset_s
         has_jumped = abs(jump_s) > _JUMP_S
         self._store.follow_clock(

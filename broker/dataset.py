@@ -1,7 +1,6 @@
 """Dataset: the prompts of one or more files, validated and measured when opened.
 
-Counts a prompt's tokens as generators encode it. Reads the tokenizer file directly, because the transformers classes
-would import torch into the broker.
+Reads the tokenizer file directly, because the transformers classes would import torch into the broker.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -41,13 +40,13 @@ log = structlog.get_logger(__name__)
 
 
 def is_short(prompt: PromptText, most: int) -> bool:
-    """Return whether the prompt's length proves that it has at most `most` tokens."""
+    """Whether the prompt's length proves at most `most` tokens."""
     # A token has at least one character, and a tokenizer may prepend one space.
     return isinstance(prompt, str) and prompt.isascii() and len(prompt) < most
 
 
 def count_tokens(prompts: list[PromptText], model: ModelConfig) -> list[int]:
-    """Count the tokens of each prompt as generators encode it; 0 if unknown."""
+    """Count each prompt's tokens as generators encode it; 0 if unknown."""
     if not prompts:
         return []
     if (file := find_file(model.path, "tokenizer.json")) is None:
@@ -64,7 +63,7 @@ def count_tokens(prompts: list[PromptText], model: ModelConfig) -> list[int]:
 
 
 def chat_renderer(model: ModelConfig) -> Callable[[Any], str]:
-    """Return a function that renders chat messages, as empty text if generators will report an error."""
+    """Make a function that renders chat messages, as empty text if generators will report an error."""
     # Imported here because it takes a second and most datasets do not need it.
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -85,7 +84,7 @@ def chat_renderer(model: ModelConfig) -> Callable[[Any], str]:
 
 
 def find_template(model: ModelConfig) -> str:
-    """Return the chat template of the settings, else of the checkpoint, else an empty string. Raises ConfigError."""
+    """Chat template of the settings, else of the checkpoint, else empty. Raises ConfigError."""
     if given := read_chat_template(model):
         return given
     if file := find_file(model.path, "chat_template.jinja"):
@@ -98,7 +97,7 @@ def find_template(model: ModelConfig) -> str:
 
 
 _MOST_OVERHEAD = 8
-"""Bound on a row's bytes in a message, as a multiple of `TableRows.num_bytes`."""
+"""Bound on a row's bytes in a message, in `TableRows.num_bytes`."""
 
 
 class Dataset:
@@ -114,65 +113,47 @@ class Dataset:
     ) -> None:
         """Open and validate the files. Raises ConfigError, naming the file and its first problem.
 
-        `weights`: shares of the files in the prompt order; default: their numbers of rows. `names`: prefixes of the
-        rows' uids; default: file names. `columns`: `data.columns`. `max_rows`: of each file.
+        `weights`: shares of the files in the prompt order; default: by rows. `names`: prefixes of the rows' uids;
+        default: file names. `columns`: `data.columns`. `max_rows`: of each file.
         """
         names = names or _short_names(list(map(Path, paths)))
-        self._files = [
-            _PromptFile(Path(path), name=name, rows=open_rows(Path(path), columns=columns or {}, max_rows=max_rows))
+        self.files = [
+            PromptFile(Path(path), name=name, rows=open_rows(Path(path), columns=columns or {}, max_rows=max_rows))
             for path, name in zip(paths, names, strict=True)
         ]
         self._weights = weights
 
     def __len__(self) -> int:
-        return sum(map(len, self._files))
+        return sum(map(len, self.files))
 
     def __iter__(self) -> Iterator[Row]:
-        return (file.row(index) for file in self._files for index in range(len(file)))
+        return (file.row(index) for file in self.files for index in range(len(file)))
 
     @property
     def paths(self) -> str:
-        return ", ".join(str(file.path) for file in self._files)
+        return ", ".join(str(file.path) for file in self.files)
 
     @property
     def row_count(self) -> RowCount:
-        """Row count of a single file, or of each file with its weight; determines the prompt order."""
-        counts = [len(file) for file in self._files]
+        """Rows of the single file, or of each with its weight; determines the prompt order."""
+        counts = [len(file) for file in self.files]
         weights = self._weights or counts
         shares = [FileShare(count, float(weight)) for count, weight in zip(counts, weights, strict=True)]
         return shares if len(shares) > 1 else counts[0]
 
     def row(self, index: int) -> Row:
-        """Return row `index` of the kept rows. Raises IndexError."""
+        """Kept row `index`. Raises IndexError."""
         if not 0 <= index < len(self):
             raise IndexError(f"{self.paths} has rows 0 to {len(self) - 1}, got {index}")
-        for file in self._files:
+        for file in self.files:
             if index < len(file):
                 break
             index -= len(file)
         return file.row(index)
 
-    def keep_short(self, num_tokens: Counter, *, most: int, drops: bool, num_tried: int | None = None) -> None:
-        """Refuse prompts over `most` tokens, or drop them and log how many. Raises ConfigError.
-
-        `num_tried`: number of the longest texts of each file to measure; default: all.
-        """
-        for file in self._files:
-            file.keep_short(num_tokens, most=most, drops=drops, num_tried=num_tried)
-
-    def check_images(self, vision: VisionModel) -> None:
-        """Read the headers of all images. Raises ConfigError for the first image that this model cannot use."""
-        for file in self._files:
-            file.check_images(vision)
-
-    def check_row_sizes(self, *, max_message_bytes: int) -> None:
-        """Refuse rows over half the message size, which also holds a lease. Raises ConfigError."""
-        for file in self._files:
-            file.check_row_sizes(max_message_bytes=max_message_bytes)
-
 
 def _short_names(paths: list[Path]) -> list[str]:
-    """Return the paths without suffixes, shortened while they stay unique: gsm8k/train and math/train."""
+    """Paths without suffixes, shortened while unique: gsm8k/train and math/train."""
     # A link keeps its name: its target may be a hash.
     parts = [(path.parent.resolve() / path.name.removesuffix(".gz")).with_suffix("").parts for path in paths]
     for depth in range(1, max(map(len, parts), default=0) + 1):
@@ -182,7 +163,7 @@ def _short_names(paths: list[Path]) -> list[str]:
     return [str(path) for path in paths]
 
 
-class _PromptFile:
+class PromptFile:
     """The kept rows of one file."""
 
     def __init__(self, path: Path, *, name: str, rows: TableRows | JsonRows) -> None:
@@ -205,6 +186,7 @@ class _PromptFile:
         return make_row(values, uid=f"{self._name}/{number:05d}", file_name=self._name, folder=folder)
 
     def check_images(self, vision: VisionModel) -> None:
+        """Read the headers of all images. Raises ConfigError for the first unusable one."""
         for number in self._rows if self._file.may_have_images else ():
             if not image_sources(self._file.values(number)):
                 continue
@@ -217,7 +199,11 @@ class _PromptFile:
                 raise ConfigError(f"{self.path}, row {number}: {error}") from None
             self._images[number] = sum(map(len, images)), sum(tokens) - len(tokens)
 
-    def keep_short(self, num_tokens: Counter, *, most: int, drops: bool, num_tried: int | None) -> None:
+    def keep_short(self, num_tokens: Counter, *, most: int, drops: bool, num_tried: int | None = None) -> None:
+        """Refuse prompts over `most` tokens, or drop them and log how many. Raises ConfigError.
+
+        `num_tried`: number of the longest texts to measure; default: all.
+        """
         prompts = self._file.prompts()
         unmeasured = [row for row in self._rows if row in self._images or not is_short(prompts[row], most)]
         unmeasured = sorted(unmeasured, key=lambda row: len(str(prompts[row])), reverse=True)[:num_tried]
@@ -235,15 +221,11 @@ class _PromptFile:
                 "raise the limit, or leave such rows out with data.on_too_long=skip."
             )
         self._rows = [row for row in self._rows if row not in longer]
-        log.warning(
-            "prompts_left_out",
-            file=str(self.path),
-            left_out=len(longer),
-            kept=len(self),
-            reason=f"over data.max_prompt_tokens ({most}): {found}",
-        )
+        reason = f"over data.max_prompt_tokens ({most}): {found}"
+        log.warning("prompts_left_out", file=str(self.path), left_out=len(longer), kept=len(self), reason=reason)
 
     def check_row_sizes(self, *, max_message_bytes: int) -> None:
+        """Refuse rows over half the message size, which also holds a lease. Raises ConfigError."""
         if found := self._find_large(0, len(self._file), most=max_message_bytes // 2):
             row, size = found
             raise ConfigError(
@@ -253,7 +235,7 @@ class _PromptFile:
             )
 
     def _find_large(self, start: int, end: int, *, most: int) -> tuple[int, int] | None:
-        """Return (row, encoded bytes) of the first row in this range that is too large."""
+        """(row, encoded bytes) of the first row in this range that is too large."""
         # Images may be in separate files.
         num_bytes = self._file.num_bytes(start, end) + sum(self._images.get(i, (0, 0))[0] for i in range(start, end))
         if start == end or num_bytes <= most // _MOST_OVERHEAD:
@@ -278,7 +260,7 @@ def read_train(run: RunConfig) -> Dataset:
 def with_epochs(run: RunConfig) -> RunConfig:
     """Derive `learner.max_steps` from `learner.epochs` and the rows of the training files. Raises ConfigError.
 
-    Every role does so by itself. Supervised training counts its demonstrations instead.
+    Supervised training counts its demonstrations instead.
     """
     epochs = run.learner.epochs
     if epochs is None or run.mode in ("sft", "evaluate"):
@@ -303,7 +285,7 @@ def read_heldout(run: RunConfig) -> dict[str, Dataset]:
 
 
 def open_datasets(run: RunConfig) -> tuple[Dataset, dict[str, Dataset]]:
-    """Open the training and held-out prompts as `open_train` and `open_heldout` do. Raises ConfigError."""
+    """Open the training and held-out prompts. Raises ConfigError."""
     return open_train(run), open_heldout(run)
 
 
@@ -324,23 +306,22 @@ def open_heldout(run: RunConfig) -> dict[str, Dataset]:
 
 def _checked(dataset: Dataset, run: RunConfig) -> Dataset:
     check_prompt_sizes(dataset, run)
-    dataset.check_row_sizes(max_message_bytes=run.broker.max_message_bytes)
+    for file in dataset.files:
+        file.check_row_sizes(max_message_bytes=run.broker.max_message_bytes)
     return dataset
 
 
 def check_prompt_sizes(dataset: Dataset, run: RunConfig, *, is_trial: bool = False) -> None:
     """Apply `data.max_prompt_tokens`, as a trial only to the longest texts. Raises ConfigError."""
-    dataset.check_images(VisionModel(run.model.path))
-    dataset.keep_short(
-        lambda prompts: count_tokens(prompts, run.model),
-        most=run.data.max_prompt_tokens,
-        drops=run.data.on_too_long == "skip",
-        num_tried=_TRIED_PROMPTS if is_trial else None,
-    )
+    vision, num_tried = VisionModel(run.model.path), _TRIED_PROMPTS if is_trial else None
+    most, drops = run.data.max_prompt_tokens, run.data.on_too_long == "skip"
+    for file in dataset.files:
+        file.check_images(vision)
+        file.keep_short(lambda prompts: count_tokens(prompts, run.model), most=most, drops=drops, num_tried=num_tried)
 
 
 def describe_shortages(run: RunConfig, heldout: Mapping[str, Dataset]) -> list[str]:
-    """Describe how evaluations share the prompts of each held-out file that has too few."""
+    """Describe how evaluations share each held-out file with too few prompts."""
     wanted = run.evaluation.num_prompts + run.evaluation.num_final_prompts
     found = []
     for dataset in dict.fromkeys(heldout.values()):

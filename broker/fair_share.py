@@ -1,8 +1,7 @@
 """FairShare: divides the leasable groups among generators by their measured throughput.
 
-Let T be the least time in which the generators together can finish all groups in flight and all leasable groups. A
-generator that needs longer than T for one group gets none: a batch would wait for it, or the group would arrive staler
-than `max_lag`, since the learner publishes as many versions in T as the pacing window holds. The others share in
+Let T be the least time in which the generators can finish all groups in flight and leasable. A generator that needs
+longer for one group gets none, because a batch would wait for it or the group would arrive stale. The others share in
 proportion to their throughput.
 """
 
@@ -22,9 +21,9 @@ from slipstream.runtime.clock import Clock
 _WINDOW_GROUPS = 32
 """Newest completed groups that determine a generator's throughput."""
 _RETRY_AFTER_GROUPS = 100
-"""Group times after which an excluded generator gets one group as a new measurement: 1 % of the time."""
+"""Group times after which an excluded generator is measured with one group: 1 % of the time."""
 _DROP_INTERVAL_S = 1.0
-"""Interval between searches for lost leases; Pongs, which list the held ones, are no more frequent."""
+"""Between searches for lost leases; Pongs, which list the held ones, are no more frequent."""
 _EPSILON = 1e-6
 """Bound on the rounding error of missing groups."""
 
@@ -33,8 +32,7 @@ _EPSILON = 1e-6
 def finish_s(group_s: np.ndarray, groups_per_s: np.ndarray, in_flight: np.ndarray, *, num_groups: int) -> float:
     """Least time in which N generators finish everything in flight and `num_groups` more; inf for N = 0.
 
-    min over k of max(group_s[k], (num_groups + sum of in_flight[:k + 1]) / sum of groups_per_s[:k + 1]), fastest first:
-    each additional generator helps unless its first group takes longer.
+    min over k of max(group_s[k], (num_groups + sum of in_flight[:k + 1]) / sum of groups_per_s[:k + 1]), fastest first
     """
     order = np.argsort(group_s, kind="stable")
     work_s = (num_groups + np.cumsum(in_flight[order])) / np.cumsum(groups_per_s[order])
@@ -66,8 +64,8 @@ class _LeasedGroup:
 class Throughput:
     """Throughput of one generator over its newest completed groups. Callers pass the times, in seconds.
 
-    A group that took `t` seconds among `k` concurrent ones counts as `t / k` seconds of the generator's time, so that
-    bursts and steady flows measure the same and idle time is excluded. Medians, because response lengths vary widely.
+    A group that took `t` seconds among `k` concurrent ones counts as `t / k` seconds, which excludes idle time and
+    measures bursts and steady flows alike. Medians, because response lengths vary widely.
     """
 
     def __init__(self) -> None:
@@ -75,10 +73,6 @@ class Throughput:
         self._group_s: deque[float] = deque(maxlen=_WINDOW_GROUPS)
         self._busy_s: deque[float] = deque(maxlen=_WINDOW_GROUPS)
         self._is_outdated = False
-
-    @property
-    def is_measured(self) -> bool:
-        return bool(self._group_s)
 
     @property
     def in_flight(self) -> int:
@@ -92,7 +86,7 @@ class Throughput:
             self._leased[lease_id] = _LeasedGroup(missing, leased_at=now, num_concurrent=num_concurrent)
 
     def record_stored(self, trajectory_id: str, *, now: float) -> bool:
-        """Record a stored trajectory, if its lease is known. Returns whether its group is complete."""
+        """Record a stored trajectory; returns whether its (known) group is complete."""
         lease_id = lease_of(trajectory_id)
         group = self._leased.get(lease_id)
         if group is None:
@@ -101,16 +95,19 @@ class Throughput:
         if group.missing:
             return False
         del self._leased[lease_id]
-        self._record_group(now - group.leased_at, num_concurrent=group.num_concurrent)
+        if self._is_outdated:
+            self._group_s.clear()
+            self._busy_s.clear()
+            self._is_outdated = False
+        group_s = max(now - group.leased_at, 1e-6)
+        self._group_s.append(group_s)
+        self._busy_s.append(group_s / group.num_concurrent)
         return True
 
     def drop_lost(self, held_lease_ids: Collection[str], *, leased_before: float) -> bool:
-        """Forget leases from before `leased_before` that the generator no longer holds. Returns whether any were."""
-        lost = [
-            lease_id
-            for lease_id, group in self._leased.items()
-            if group.leased_at < leased_before and lease_id not in held_lease_ids
-        ]
+        """Forget leases from before `leased_before` that are not held; returns whether any were."""
+        old = {lease_id for lease_id, group in self._leased.items() if group.leased_at < leased_before}
+        lost = old.difference(held_lease_ids)
         for lease_id in lost:
             del self._leased[lease_id]
         return bool(lost)
@@ -121,24 +118,14 @@ class Throughput:
 
     @property
     def measured(self) -> tuple[float, float]:
-        """Seconds from lease to last stored trajectory, and groups per second at typical concurrency; NaN before the
-        first group."""
-        return (median(self._group_s), 1 / median(self._busy_s)) if self.is_measured else (nan, nan)
+        """Seconds from lease to last trajectory, and groups per second at typical concurrency; NaN without groups."""
+        return (median(self._group_s), 1 / median(self._busy_s)) if self._group_s else (nan, nan)
 
     @property
     def leased_at(self) -> float:
         """Median lease time of the groups in flight; inf without any."""
-        # The age of its groups reduces the share of a hanging generator, which completes none.
+        # Reduces the share of a hanging generator, which completes none.
         return median(group.leased_at for group in self._leased.values()) if self._leased else inf
-
-    def _record_group(self, group_s: float, *, num_concurrent: int) -> None:
-        if self._is_outdated:
-            self._group_s.clear()
-            self._busy_s.clear()
-            self._is_outdated = False
-        group_s = max(group_s, 1e-6)
-        self._group_s.append(group_s)
-        self._busy_s.append(group_s / num_concurrent)
 
 
 # --- all generators --------------------------------------------------------------------------------------------------
@@ -153,15 +140,15 @@ class _Generator:
 
 
 class FairShare:
-    """Throughputs and shares of the generators that request prompts, in memory only.
+    """Throughputs and shares of the generators that request prompts.
 
-    Measurements are vectors over generators, so that N simultaneous requests take O(N).
+    Measurements are vectors, so that N simultaneous requests take O(N).
 
     Life: (start_round -> (group_s | num_rows | num_groups | record_leases)*)*; other methods at any time.
     """
 
     def __init__(self, *, lost_after_s: float, clock: Clock) -> None:
-        """`lost_after_s`: age after which a lease missing from its holder's Pongs counts as lost."""
+        """`lost_after_s`: age of a lease that is lost if its holder's Pongs omit it."""
         self._lost_after_s = lost_after_s
         self._clock = clock
         self._generators: dict[str, _Generator] = {}
@@ -180,7 +167,7 @@ class FairShare:
 
     @property
     def is_limiting(self) -> bool:
-        """Whether several generators are known and one is measured; shares are unlimited otherwise."""
+        """Whether several generators are known and one is measured, so that shares are limited."""
         return len(self._generators) > 1 and bool(self._measured)
 
     def add(self, peer: Peer) -> None:
@@ -234,20 +221,13 @@ class FairShare:
         return 0.0 if isnan(group_s) else group_s
 
     def num_rows(self, peer: Peer, *, requested: int) -> int:
-        """Number of evaluation rows for a generator.
-
-        The fastest gets all rows it requested, any other as many as it answers in that time, so that none delays the
-        evaluation.
-        """
+        """Number of evaluation rows for a generator: what it answers while the fastest answers all requested."""
         rates = self._measurements[:, 1]
         rate = rates[self._generators[peer.owner].row]
         return requested if isnan(rate) else max(1, round(requested * float(rate / np.fmax.reduce(rates))))
 
     def num_groups(self, peer: Peer, *, available: int, oldest_version: int) -> int:
-        """This generator's share of the available groups.
-
-        A generator excluded from the division, such as one with a version older than `oldest_version`, is not limited.
-        """
+        """This generator's share of the available groups; unlimited outside the division, as below `oldest_version`."""
         if self._changed:
             self._measure()
         if self._divided is None or self._divided[:2] != (available, oldest_version):
@@ -262,7 +242,7 @@ class FairShare:
         if self._now - generator.excluded_since >= _RETRY_AFTER_GROUPS * group_s:
             generator.throughput.restart()
             return 1
-        # The faster generators have leased nothing for as long as a group takes here: waiting for them saves nothing.
+        # The faster ones have leased nothing for as long as a group takes here: waiting for them saves nothing.
         self._idle_since = self._now if self._idle_since is None else self._idle_since
         return int(self._now - self._idle_since >= group_s)
 

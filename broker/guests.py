@@ -4,7 +4,7 @@ Consumes: leases and answers of guests; audit results from trusted generators.
 Produces: audit orders; quarantines.
 Waits for: trusted generators; a guest gets no more leases than they can audit.
 Woken by: the router, once a step.
-Invariant: a guest's answer is kept only if this broker leased it the prompt. A random share of its groups is audited.
+Invariant: a guest's answer is kept only for its lease. A random share of its groups is audited.
 """
 
 import math
@@ -23,16 +23,17 @@ from slipstream.buffer.store import Store
 from slipstream.buffer.trajectory import AnswerCheck, Sampling, Trajectory, TrajectoryHeader
 from slipstream.configs.run import RunConfig
 from slipstream.runtime.clock import Clock
+from slipstream.runtime.model_files import ModelFingerprint
 
 MAX_LOGPROB_DIFF = 0.05
-"""Mean absolute difference between log-probabilities of a guest and of the run's own engine, nats, in addition to twice
-the difference among the run's own generators. Other kernels and bfloat16 cause 0.01 to 0.03."""
+"""Mean absolute difference between log-probabilities of a guest and our engine, nats, beyond twice that among our
+generators. Other kernels and bfloat16 cause 0.01 to 0.03."""
 _KEPT = 64
 """Newest checks per guest that `convict` considers."""
 _MAX_UNCHECKED = 64
 """Open checks at which a guest gets no more leases."""
 _MAX_ORDERS = 4
-"""Concurrent audits per generator, few enough that it keeps working on its leases."""
+"""Concurrent audits per generator, which also works on its leases."""
 _ANSWER_S = 60.0
 """Time limit for an audit before another generator gets it."""
 _DIGESTS_KEPT = 4096
@@ -78,7 +79,7 @@ class Guests:
         send: Callable[[bytes, Message], bool],
         depart: Callable[[Peer, str], None],
         clock: Clock,
-        vocab_size: int | None = None,
+        model: ModelFingerprint | None,
     ) -> None:
         self._run = run
         self._config = run.cluster.untrusted_generators
@@ -87,7 +88,7 @@ class Guests:
         self._send = send
         self._depart = depart
         self._clock = clock
-        self._vocab_size = vocab_size
+        self._vocab_size = model.vocab_size if model else None
         self._guests = defaultdict[str, _Guest](_Guest)
         self._arriving: dict[str, _Check] = {}
         """Trajectory id -> check of an answer that is not stored yet."""
@@ -104,7 +105,7 @@ class Guests:
         return f"guests: {num_open} of its answers wait for a check" if num_open >= _MAX_UNCHECKED else ""
 
     def record_leases(self, peer: Peer, prompts: Iterable[Prompt]) -> None:
-        """Randomly choose the groups to check, each with all of its answers, so that copies within it are found."""
+        """Choose groups to check, each with all answers, so that copies within it are found."""
         leases = self._guests[peer.guest].leases
         for prompt in prompts:
             leases[prompt.lease.id] = (prompt, _RANDOM.random() < self._config.audit_fraction)
@@ -113,7 +114,7 @@ class Guests:
 
     # --- answers -------------------------------------------------------------------------------------------------
     def check(self, guest: str, header: TrajectoryHeader, payload: bytes, trajectory: Trajectory) -> None:
-        """Raise RecordRefusedError if the answer matches none of the guest's leases or could crash the learner."""
+        """Raise RecordRefusedError if the answer matches no lease or could crash the learner."""
         prompt, is_checked = self._guests[guest].leases.get(header.lease_id, (None, False))
         if prompt is None or header.index not in prompt.lease.indices:
             raise RecordRefusedError("guest_lease", f"guest {guest!r} must answer its own leases, got {header.id}")
@@ -169,9 +170,8 @@ class Guests:
         """Assign open checks to trusted, ready generators; reassign them after a departure or a timeout."""
         if not self._config.names:
             return
-        auditors = {
-            peer.owner: peer for peer in self._peers.generators() if not peer.guest and peer.status.state == "ready"
-        }
+        ready = [peer for peer in self._peers.generators() if not peer.guest and peer.status.state == "ready"]
+        auditors = {peer.owner: peer for peer in ready}
         self._num_auditors, now = len(auditors), self._clock()
         for check in self._open.values():
             if check.owner and (check.owner not in auditors or now >= check.due_at):
@@ -211,12 +211,11 @@ class Guests:
 
 # --- verdict ---------------------------------------------------------------------------------------------------------
 _MIN_LIES = 2
-"""Lies that convict a guest; a single one may come from faulty hardware or the reward function."""
+"""Lies that convict; one may come from faulty hardware or the reward function."""
 _MIN_CHECKS = 4
 """Minimum number of scored answers for the statistical tests."""
 _MAX_SURPLUS = 0.1
-"""Tolerated difference in the share of most likely tokens, beyond sampling noise: engines differ, and so may the
-policy."""
+"""Tolerated difference in the share of most likely tokens, beyond noise: engines and policies differ."""
 _DEVIATIONS = 4.0
 """Tolerated sampling noise, standard deviations."""
 

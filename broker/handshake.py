@@ -2,7 +2,7 @@
 
 The socket accepts only clients with the run's token or a guest's (slipstream/runtime/credentials.py).
 
-Inspection: describes the run to a machine that has not joined, and tests whether the broker can reach that machine.
+Inspection: describes the run to a machine that has not joined, and tests the connection to it.
 
     machine -> broker       broker -> machine
     Inspect                 Inspected + bytes
@@ -41,48 +41,45 @@ class Rejection(Record):
     reason: str
 
 
-class Handshake:
-    """Admits or refuses peers."""
+def check_hello(
+    hello: Hello,
+    locate_duplicate: Callable[[Hello], str],
+    *,
+    guest: str,
+    quarantined: Mapping[str, str],
+    trusts_network: bool,
+) -> Rejection | None:
+    """Reason to reject a peer; None if it may join.
 
-    def __init__(self, *, locate_duplicate: Callable[[Hello], str], trusts_network: bool = False) -> None:
-        """`locate_duplicate` describes another live peer of the same name; empty if the name is unique."""
-        self._locate_duplicate = locate_duplicate
-        self._trusts_network = trusts_network
+    `locate_duplicate` describes another live peer of the same name, if any. `guest`: owner of the peer's key; empty for
+    the run's token. `quarantined`: guest -> reason.
+    """
+    if hello.schema_version != SCHEMA_VERSION:
+        return _reject_schema(hello.peer_id, hello.schema_version)
+    if hello.weight_transport == "collective" and not (trusts_network or is_here(hello.machine)):
+        return Rejection(
+            "network",
+            "weights.transport=collective on another machine needs cluster.trusted_network=true, since broadcasts are "
+            f"not encrypted, got false for {hello.peer_id!r} on {hello.host}: leave the transport out to fetch deltas.",
+        )
+    if guest and (reason := _check_guest(hello, guest, quarantined)):
+        return Rejection("guest", reason)
+    reason = _check_name(hello, locate_duplicate)
+    return Rejection("name", reason) if reason else None
 
-    def check(self, hello: Hello, *, guest: str = "", quarantined: Mapping[str, str]) -> Rejection | None:
-        """Reason to reject a peer; None if it may join.
 
-        `guest`: guest that the peer's key belongs to; empty for the run's token. `quarantined`: guest -> reason.
-        """
-        if hello.schema_version != SCHEMA_VERSION:
-            return _reject_schema(hello.peer_id, hello.schema_version)
-        if hello.weight_transport == "collective" and not (self._trusts_network or is_here(hello.machine)):
-            return Rejection(
-                "network",
-                "weights.transport=collective on another machine needs cluster.trusted_network=true, since broadcasts "
-                f"are not encrypted, got false for {hello.peer_id!r} on {hello.host}: leave the transport out to fetch "
-                "deltas.",
-            )
-        if guest and (reason := _check_guest(hello, guest, quarantined)):
-            return Rejection("guest", reason)
-        reason = self._check_name(hello)
-        return Rejection("name", reason) if reason else None
-
-    def _check_name(self, hello: Hello) -> str:
-        # A fixed name, so that a second learner is refused as a duplicate.
-        if hello.role == "learner" and hello.peer_id != LEARNER:
-            return f"a run has one learner, whose id must be {LEARNER!r}, got {hello.peer_id!r}: stop that process."
-        if hello.role == "generator" and (hello.peer_id in _RESERVED_IDS or BROKER_NAME.fullmatch(hello.peer_id)):
-            return f"a generator's id must not be a role's name, got {hello.peer_id!r}: choose another with --id."
-        location = self._locate_duplicate(hello)
-        if location and hello.role == "learner":
-            return f"a run has one learner, but {location} has joined: stop that process, or choose another run."
-        if location:
-            return (
-                f"peer id {hello.peer_id!r} must be unique, but {location} has it: "
-                "choose another with --id, or stop that process."
-            )
+def _check_name(hello: Hello, locate_duplicate: Callable[[Hello], str]) -> str:
+    # A fixed name, so that a second learner is refused as a duplicate.
+    if hello.role == "learner" and hello.peer_id != LEARNER:
+        return f"a run has one learner, whose id must be {LEARNER!r}, got {hello.peer_id!r}: stop that process."
+    if hello.role == "generator" and (hello.peer_id in _RESERVED_IDS or BROKER_NAME.fullmatch(hello.peer_id)):
+        return f"a generator's id must not be a role's name, got {hello.peer_id!r}: choose another with --id."
+    if not (location := locate_duplicate(hello)):
         return ""
+    if hello.role == "learner":
+        return f"a run has one learner, but {location} has joined: stop that process, or choose another run."
+    must = f"peer id {hello.peer_id!r} must be unique, but {location} has it"
+    return f"{must}: choose another with --id, or stop that process."
 
 
 def _check_guest(hello: Hello, guest: str, quarantined: Mapping[str, str]) -> str:
@@ -109,18 +106,18 @@ def _reject_schema(peer_id: str, version: int) -> Rejection:
 
 
 MAX_BYTES = 256 * 1024
-"""Maximum bytes of one answer, small enough that other peers are served in between."""
+"""Of one answer, so that other peers are served in between."""
 _MAX_PROBES = 8
-"""Maximum number of concurrent connection tests; further machines are answered without one."""
+"""Concurrent connection tests; further machines are answered without one."""
 
 
 class Inspect(Message):
     """Query from a machine that may join. Example: Inspect(listens_at="tcp://10.0.0.7:20000", num_bytes=262144)."""
 
     listens_at: Name = ""
-    """Endpoint for the broker to test, if it is inside `cluster.interface`; empty: none."""
+    """Endpoint to test, if inside `cluster.interface`; empty: none."""
     num_bytes: Annotated[int, Meta(ge=0, le=MAX_BYTES)] = 0
-    """Length of the answer's second frame, for measuring the link."""
+    """Of the answer's second frame, for measuring the link."""
     machine: HostName = ""
     """As in Hello; selects the brokers' addresses in the answer."""
 
@@ -168,24 +165,21 @@ class Inspection:
 
     def accept(self, identity: bytes, frames: Frames) -> bool:
         """Answer an Inspect, now or in `send_due`; False for any other message."""
-        question = decode_header(frames, Inspect)
-        if question is None:
+        if (question := decode_header(frames, Inspect)) is None:
             return False
-        # Restricted to the cluster's network, so that the broker cannot be used to scan other hosts.
+        # Only in the cluster's network, so that the broker cannot scan other hosts.
         host = question.listens_at.removeprefix("tcp://").rpartition(":")[0]
         if is_inside(host, self._run.cluster.network) and len(self._probing) < _MAX_PROBES:
             self._probing[identity] = self._threads.submit(is_listening, question.listens_at)
         else:
-            self._answer(identity, num_bytes=question.num_bytes, machine=question.machine)
+            self._reply(identity, num_bytes=question.num_bytes, machine=question.machine)
         return True
 
     def send_due(self) -> None:
         for identity in [identity for identity, tried in self._probing.items() if tried.done()]:
-            self._answer(identity, is_reached=self._probing.pop(identity).result())
+            self._reply(identity, is_reached=self._probing.pop(identity).result())
 
-    def _answer(
-        self, identity: bytes, *, num_bytes: int = 0, machine: str = "", is_reached: bool | None = None
-    ) -> None:
+    def _reply(self, identity: bytes, *, num_bytes: int = 0, machine: str = "", is_reached: bool | None = None) -> None:
         answer = Inspected(
             self._run.name,
             # Omitted from a measurement, which it would distort.

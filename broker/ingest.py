@@ -16,7 +16,7 @@ from slipstream.buffer.store import Store, StoreOutage
 from slipstream.buffer.trajectory import Trajectory, TrajectoryHeader
 from slipstream.runtime.logs import LogLimiter
 
-# Limits per step, whose Acks wait for all of its inserts.
+# Limits per step. Acks wait for all of its inserts.
 _MAX_TRAJECTORIES = 512
 _MAX_BYTES = 16 * 2**20
 _RETRY_S = 1.0
@@ -27,19 +27,21 @@ log = structlog.get_logger(__name__)
 
 _Received = tuple[bytes, TrajectoryHeader, bytes, str]
 """Sender's identity, header, payload, and guest (empty for others)."""
+_Answer = tuple[bytes, Message]
+"""Receiver's identity, and an Ack or Nack."""
 _guest_of = itemgetter(3)
 GuestCheck = Callable[[str, TrajectoryHeader, bytes, Trajectory], None]
 """(guest, header, payload, trajectory); raises RecordRefusedError if the guest may not send it."""
 
 
 class Ingest:
-    """Inserts the trajectories of one router step in batches and answers every sender.
+    """Inserts the trajectories of one router step and answers every sender.
 
-    A thread inserts full batches while the router checks the next trajectories.
+    A thread inserts full batches while the router checks the next ones.
 
     Consumes: Put messages with their payloads.
     Produces: one Ack or Nack per trajectory.
-    Invariant: an Ack is produced only after the store holds the trajectory, as durably as configured.
+    Invariant: an Ack follows only after the store holds the trajectory, as durably as configured.
     """
 
     def __init__(
@@ -59,8 +61,7 @@ class Ingest:
         self._pending: list[_Received] = []
         self._pending_bytes = 0
         self._inserting: list[tuple[list[_Received], Callable[[], list[Insertion]]]] = []
-        self._num_received = 0
-        self._bytes_received = 0
+        self._num_received = self._bytes_received = 0
         # One thread, so that batches reach the store in order of arrival.
         self._inserter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inserter")
         self.deferred: Counter[str] = Counter()
@@ -73,7 +74,7 @@ class Ingest:
         return self._num_received >= _MAX_TRAJECTORIES or self._bytes_received >= _MAX_BYTES
 
     def add(self, identity: bytes, put: Put, payloads: list[bytes], *, guest: str = "") -> list[Nack]:
-        """Add the trajectories of a Put; quarantines malformed ones and returns their fatal Nacks."""
+        """Add the trajectories of a Put; quarantine malformed ones and return their fatal Nacks."""
         if len(put.headers) != len(payloads):
             detail = f"a Put of {len(put.headers)} trajectories must have as many payloads, got {len(payloads)}"
             self._quarantine("frame_count", b"".join(payloads[:1]))
@@ -106,8 +107,8 @@ class Ingest:
             self._inserting.append((batch, self._inserter.submit(self._insert, batch).result))
         return None
 
-    def flush(self) -> list[tuple[bytes, Message]]:
-        """Insert the last batch and wait for all; returns (identity, answer) pairs."""
+    def flush(self) -> list[_Answer]:
+        """Insert the last batch and wait for all."""
         inserting, self._inserting = self._inserting, []
         self._num_received = self._bytes_received = 0
         answers = [answer for batch, result in inserting for answer in self._answer_batch(batch, result)]
@@ -124,9 +125,7 @@ class Ingest:
             insertions += self._store.insert([(header, payload) for _, header, payload, _ in sent], guest=guest)
         return insertions
 
-    def _answer_batch(
-        self, batch: list[_Received], result: Callable[[], list[Insertion]]
-    ) -> list[tuple[bytes, Message]]:
+    def _answer_batch(self, batch: list[_Received], result: Callable[[], list[Insertion]]) -> list[_Answer]:
         try:
             insertions = result()
         except StoreUnavailableError as error:
@@ -136,7 +135,7 @@ class Ingest:
             return [(identity, self._defer(header)) for identity, header, *_ in batch]
         self.reason = next((each.reason for each in insertions if each.reason in _RETRIABLE), "")
         acks: dict[bytes, list[str]] = {}
-        answers: list[tuple[bytes, Message]] = []
+        answers: list[_Answer] = []
         for (identity, header, payload, _), insertion in zip(batch, insertions, strict=True):
             if insertion.outcome != "refused":
                 acks.setdefault(identity, []).append(header.id)

@@ -16,13 +16,7 @@ from slipstream.broker.peers import Peer
 from slipstream.buffer.accounting import StoreCounts
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import StoreUnavailableError
-from slipstream.buffer.pacing import (
-    admission_limit,
-    admission_reason,
-    oldest_version,
-    pacing_reason,
-    weights_reason,
-)
+from slipstream.buffer.pacing import admission_limit, admission_reason, oldest_version, pacing_reason, weights_reason
 from slipstream.buffer.records import Lease, RunState
 from slipstream.buffer.sampling import NOTHING_SKIPPED, Upcoming, look_ahead
 from slipstream.buffer.store import Store, StoreOutage
@@ -33,11 +27,11 @@ from slipstream.runtime.images import image_id
 log = structlog.get_logger(__name__)
 
 _EVALUATION_FRACTION = 0.5
-"""Maximum fraction of a lease for evaluations while training prompts are available: neither of them starves."""
+"""Maximum fraction of a lease for evaluations while training prompts are available."""
 _MAX_WAIT_S = 1.0
 """Time after which a request is answered empty, with the reason."""
 _MAX_ANSWERS = 64
-"""Answers per round, each with a store call that blocks the broker."""
+"""Per round, each with a blocking store call."""
 _ONLY_EVALUATIONS = -1
 """Admission limit with which the store leases no training prompts."""
 
@@ -51,7 +45,7 @@ class _Request:
 
 @dataclass
 class _Offer:
-    """Upper bounds for one lease: total groups, and the admission limit for new ones."""
+    """Upper bounds for one lease."""
 
     max_groups: int
     admission_limit: int
@@ -65,8 +59,7 @@ class LeaseScheduler:
     Consumes: lease requests.
     Produces: Prompts, empty with a reason if nothing can be leased for a while.
     Waits for: pacing to admit prompts, an evaluation to open, a lease to be returned.
-    Invariant: a generator gets at most its fair share of the groups, and no training prompt while its weights are
-    stale.
+    Invariant: a generator gets at most its fair share, and no training prompts with stale weights.
     """
 
     def __init__(
@@ -81,7 +74,7 @@ class LeaseScheduler:
         guests: Guests,
         clock: Clock,
     ) -> None:
-        """`chief` provides this broker's share of the groups; `outage` records failed store calls."""
+        """`chief` knows this broker's share; `outage` records failed store calls."""
         self._guests = guests
         self._store = store
         self._outage = outage
@@ -95,7 +88,7 @@ class LeaseScheduler:
         self._counts: StoreCounts | None = None
         self._exhausted: set[int] = set()
         self._without_rows: set[int] = set()
-        """Versions for which the store has nothing left in this round (`_exhausted`), or no evaluation rows."""
+        """Versions without anything (`_exhausted`) or evaluation rows left in this round."""
         self._has_warned = False
         self._unstored: dict[str, bytes] = {}
         """Name -> image that a failed call has not stored."""
@@ -121,7 +114,7 @@ class LeaseScheduler:
         self._fair_share.remove(peer)
 
     def serve(self) -> list[tuple[bytes, Prompts]]:
-        """Answer the requests that can be answered now, at most `_MAX_ANSWERS`; returns (identity, answer) pairs."""
+        """Answer requests, at most `_MAX_ANSWERS`; returns (identity, answer) pairs."""
         self._state = self._counts = None
         self._exhausted.clear()
         self._without_rows.clear()
@@ -134,21 +127,21 @@ class LeaseScheduler:
             prompts, reason = self._try(request)
             if prompts or reason:
                 del self._requests[request.peer.identity]
-                limit = self._run.broker.max_message_bytes
-                parts = _split(Prompts(prompts, reason=reason), max_bytes=limit)
+                parts = _split(Prompts(prompts, reason=reason), max_bytes=self._run.broker.max_message_bytes)
                 answers += [(request.peer.identity, part) for part in parts]
         return answers
 
     def _try(self, request: _Request) -> tuple[list[Prompt], str]:
         """Prompts, or after the deadline the reason for an empty answer."""
-        # Hold back an empty answer until the deadline: prompts that are admitted meanwhile save a round trip.
+        # Hold back empty answers until the deadline, to save a round trip.
         is_due = self._clock() >= request.deadline
         if not is_due and request.peer.status.version in self._exhausted:
             return [], ""
         if request.peer.guest and (reason := self._guests.reason_to_wait(request.peer)):
             return [], reason if is_due else ""
         try:
-            state = self._run_state()
+            # Read once per round; with a curriculum, which needs the next ordinal, after each lease.
+            state = self._state = self._state or self._store.run_state()
             offer = self._offer(request, state)
             prompts = self._lease(request.peer, offer, upcoming=self._upcoming(offer, state))
             if prompts or not is_due:
@@ -161,44 +154,33 @@ class LeaseScheduler:
 
     # --- how much ------------------------------------------------------------------------------------------------
     def _offer(self, request: _Request, state: RunState) -> _Offer:
-        requested = max(1, request.max_trajectories // self._run.members_per_group)
-        limit = admission_limit(self._run, state)
-        if state.phase not in ("starting", "training"):
-            # The store leases only evaluation rows then.
-            return _Offer(self._fair_share.num_rows(request.peer, requested=requested), limit)
-        if reason := weights_reason(self._run, version=request.peer.status.version, committed=state.version):
-            return self._offer_evaluation(request.peer, requested, reason)
-        share = self._share(request.peer, state, limit=limit)
-        if share == 0:
-            group_s = self._fair_share.group_s(request.peer)
-            detail = f"; a group takes {group_s:.1f} s here" if group_s else ""
-            reason = f"speed: faster generators take all available prompts{detail}"
-            return self._offer_evaluation(request.peer, requested, reason)
-        return _Offer(requested if share is None else min(requested, share), limit)
-
-    def _offer_evaluation(self, peer: Peer, requested: int, reason: str) -> _Offer:
-        return _Offer(self._fair_share.num_rows(peer, requested=requested), _ONLY_EVALUATIONS, reason)
+        peer, requested = request.peer, max(1, request.max_trajectories // self._run.members_per_group)
+        limit, reason = admission_limit(self._run, state), ""
+        if state.phase in ("starting", "training"):
+            reason = weights_reason(self._run, version=peer.status.version, committed=state.version)
+            share = None if reason else self._share(peer, state, limit=limit)
+            if share == 0:
+                group_s = self._fair_share.group_s(peer)
+                detail = f"; a group takes {group_s:.1f} s here" if group_s else ""
+                reason = f"speed: faster generators take all available prompts{detail}"
+            if not reason:
+                return _Offer(requested if share is None else min(requested, share), limit)
+            limit = _ONLY_EVALUATIONS
+        # In other phases, the store leases only evaluation rows anyway.
+        return _Offer(self._fair_share.num_rows(peer, requested=requested), limit, reason)
 
     def _share(self, peer: Peer, state: RunState, *, limit: int) -> int | None:
         """Training groups for this peer; None for no limit."""
         if not self._fair_share.is_limiting:
             return None
         counts = self._store_counts()
-        available = counts.returned + max(0, limit - counts.admitted)
         # Other brokers offer the rest.
-        available = ceil(available * self._chief.share)
+        available = ceil((counts.returned + max(0, limit - counts.admitted)) * self._chief.share)
         oldest = oldest_version(self._run, committed=state.version)
         return self._fair_share.num_groups(peer, available=available, oldest_version=oldest) if available else None
 
-    def _run_state(self) -> RunState:
-        """State of the run, read once per round; with a curriculum, which needs the next ordinal, after each lease."""
-        if self._state is None:
-            self._state = self._store.run_state()
-        return self._state
-
     def _store_counts(self) -> StoreCounts:
-        if self._counts is None:
-            self._counts = self._store.counts()
+        self._counts = self._counts or self._store.counts()
         return self._counts
 
     # --- prompts -------------------------------------------------------------------------------------------------
@@ -224,7 +206,7 @@ class LeaseScheduler:
         known_empty = self._exhausted | self._without_rows if offer.reason else self._exhausted
         if offer.max_groups == 0 or peer.status.version in known_empty:
             return []
-        # First: if images cannot be stored, leased prompts would lapse until they are quarantined.
+        # First: without stored images, leased prompts would lapse until quarantined.
         self._put_images({})
         leases = self._store.lease(
             owner=peer.owner,
@@ -233,7 +215,7 @@ class LeaseScheduler:
             has_baseline=self._run.has_baseline,
             lease_s=self._run.broker.lease_s,
             admission_limit=offer.admission_limit,
-            # An evaluation accepts answers from one version, and none from guests.
+            # Evaluations accept one version, and no guests.
             version=-1 if peer.guest else peer.status.version,
             max_evaluations=ceil(_EVALUATION_FRACTION * offer.max_groups * self._run.members_per_group),
             upcoming=upcoming,
@@ -241,15 +223,14 @@ class LeaseScheduler:
         self._fair_share.record_leases(peer, leases)
         self._count_in(leases)
         if not leases and not peer.guest:
-            # Nothing is left for this version: one store call answers all of its generators.
+            # One store call answers all generators with this version.
             (self._without_rows if offer.reason else self._exhausted).add(peer.status.version)
         prompts = [make_prompt(lease, self._datasets[lease.purpose].row(lease.row)) for lease in leases]
         if peer.guest:
             self._guests.record_leases(peer, prompts)
-        trained = [prompt for prompt in prompts if prompt.images and prompt.lease.purpose == "train"]
-        if trained:
-            # Before any answer refers to them. Evaluations need none, because they are never trained on.
-            self._put_images({image_id(data): data for prompt in trained for data in prompt.images})
+        # Before any answer refers to them. Evaluations need none, because they are never trained on.
+        trained = (prompt for prompt in prompts if prompt.lease.purpose == "train")
+        self._put_images({image_id(data): data for prompt in trained for data in prompt.images})
         return prompts
 
     def _put_images(self, images: dict[str, bytes]) -> None:
@@ -265,7 +246,7 @@ class LeaseScheduler:
         if self._run.data.curriculum:
             self._state = None
         if self._counts is None or self._counts.returned:
-            # Only the store knows how many of the leases were returned prompts.
+            # Only the store knows how many were returned prompts.
             self._counts = None
             return
         num_new = sum(lease.purpose == "train" for lease in leases)
@@ -279,7 +260,7 @@ def make_prompt(lease: Lease, row: Row) -> Prompt:
 
 
 def _split(answer: Prompts, *, max_bytes: int) -> list[Prompts]:
-    """Split an answer into messages that fit; every single prompt does, as the dataset has checked."""
+    """Split an answer into messages that fit, as every prompt does."""
     half = len(answer.prompts) // 2
     if not half or len(encode(answer)) <= max_bytes:
         return [answer]

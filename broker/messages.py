@@ -1,7 +1,7 @@
 """Protocol: every message between the broker and its peers.
 
 A message is a list of frames, [header] or [header, payload, ...]. The header is a record below in MessagePack, tagged
-by `type`; only Put carries payloads, which are trajectories in the buffer's encoding.
+by `type`; only Put carries payloads, encoded trajectories.
 
     peer -> broker                              broker -> peer
     Hello                                       Welcome | Refuse
@@ -15,8 +15,7 @@ by `type`; only Put carries payloads, which are trajectories in the buffer's enc
     EpochOpened, UpdateApplied (generator)      the same, relayed to the learner
     Bye                                         Members (to the learner), Drain, LivingBrokers, Bye
 
-The broker answers undecodable messages too, as far as they are readable: a peer with another version, or with a frame
-damaged in transit, must not wait forever.
+The broker also answers undecodable messages if possible, so that peers with another version do not wait forever.
 """
 
 from typing import Annotated, Any, Literal, TypeVar
@@ -33,14 +32,14 @@ from slipstream.runtime.model_files import ModelFingerprint
 
 Frames = list[bytes]
 
-# The types bound all sizes: a peer may send anything, and a message that fails to decode never reaches the router.
+# The types bound all sizes, since a peer may send anything.
 
 NO_EPOCH = 0
 """`Update.epoch` of a version that is fetched, not broadcast."""
 MAX_REASON_LENGTH = 256
-"""Characters of a reason that names a counter; the sender truncates longer ones."""
+"""Of a reason that names a counter, characters; the sender truncates."""
 ErrorText = Annotated[str, Meta(max_length=2**16)]
-"""Long enough for an error with its traceback."""
+"""Fits an error with its traceback."""
 # Bounded because one Lua script receives all ids as arguments.
 LeaseIds = Annotated[list[Name], Meta(max_length=2**16)]
 Gauge = bool | int | float | Annotated[str, Meta(max_length=1024)] | None
@@ -49,10 +48,10 @@ Gauges = Annotated[dict[Name, Gauge], Meta(max_length=256)]
 
 
 PEER_ID_PATTERN = r"^[A-Za-z0-9_][A-Za-z0-9._@:-]*\Z"
-"""One printable line, since names reach logs, events and terminals. \\Z because $ would allow a trailing line feed."""
+"""One printable line, for logs and terminals. \\Z because $ would allow a trailing line feed."""
 PeerId = Annotated[str, Meta(max_length=128, pattern=PEER_ID_PATTERN)]
 LendAddress = Annotated[str, Meta(max_length=256, pattern=r"^((tcp|ipc)://[!-~]+)?\Z")]
-"""A generator's endpoint for lending its current version; empty: it lends nothing."""
+"""A generator's endpoint for lending its version; empty: it lends nothing."""
 HostName = Annotated[str, Meta(max_length=256, pattern=r"^[A-Za-z0-9._:-]*\Z")]
 
 
@@ -83,7 +82,7 @@ class Hello(Message):
 
 
 class LivingBrokers(Message):
-    """The live brokers changed. A generator moves to the broker its hash selects; the learner joins all."""
+    """Change of the live brokers. A generator moves to the one its hash selects; the learner joins all."""
 
     broker: Name
     """Name of the sender."""
@@ -109,7 +108,7 @@ class Welcome(Message):
     num_heldout: dict[str, int]
     """Held-out set -> number of prompts."""
     model: ModelFingerprint | None = None
-    """Fingerprint of `model.path` on the broker's machine; None if that folder does not exist."""
+    """Of `model.path` on the broker's machine; None if that folder does not exist."""
     living: LivingBrokers | None = None
     """None if the run has one broker."""
 
@@ -121,12 +120,12 @@ class Refuse(Message):
 
 
 class Bye(Message):
-    """From a peer: it leaves and has returned its leases. From the broker: the peer is unknown and must say Hello."""
+    """From a peer: it leaves and has returned its leases. From the broker: unknown peer, say Hello."""
 
     reason: ErrorText = ""
-    """Error that ended the peer; empty for a regular departure."""
+    """Error that ended the peer, if any."""
     is_moving: bool = False
-    """Whether the peer moves to another broker and keeps its leases."""
+    """Whether it moves to another broker and keeps its leases."""
 
 
 class Drain(Message):
@@ -149,14 +148,14 @@ class Pong(Message):
     sent_at: float
     """Copied from the Ping; -1 if unprompted."""
     state: Literal["starting", "unsynced", "ready", "updating", "draining"]
-    """unsynced: without verified weights of the current version; only `ready` generators get prompts."""
+    """unsynced: without verified weights of the current version. Only `ready` ones get prompts."""
     version: int
     """Verified policy version in the engine; -1 before the first."""
     reason: ErrorText = ""
     """Reason for waiting; empty otherwise."""
     gauges: Gauges = {}
     lease_ids: LeaseIds = []
-    """Held leases, the only ones that the broker renews: a lease lost in transit lapses and is leased again."""
+    """Held leases, the only ones renewed: one lost in transit lapses and is leased again."""
     lends_at: LendAddress = ""
 
 
@@ -176,11 +175,11 @@ class Row(Record):
     """Reference answer for the reward function, any JSON value."""
     data_source: str
     extra_info: dict[str, Any] = {}
-    """The row's `extra_info` and remaining columns, for the agent and the reward function."""
+    """`extra_info` and remaining columns, for agent and reward function."""
     agent_name: str = ""
     """Agent loop of this row; empty: `generators.agent`."""
     images: list[bytes] = []
-    """Encoded, in prompt order, shared by all members of the group."""
+    """Encoded, in prompt order, shared by the group."""
 
 
 class Prompt(Row, kw_only=True):
@@ -197,15 +196,15 @@ class LeaseRequest(Message):
 
 
 class Prompts(Message):
-    """Answer to every LeaseRequest; empty if no prompt becomes available for a while."""
+    """Answer to every LeaseRequest; empty after a while without prompts."""
 
     prompts: list[Prompt]
     reason: str = ""
-    """Reason for an empty answer, such as `pacing: ...` or `store_unavailable`; else empty."""
+    """Of an empty answer, such as `pacing: ...` or `store_unavailable`."""
 
 
 class Put(Message):
-    """Finished trajectories, with their payloads as the remaining frames in the same order."""
+    """Finished trajectories; the remaining frames are their payloads, in order."""
 
     headers: Annotated[list[TrajectoryHeader], Meta(min_length=1, max_length=1024)]
 
@@ -228,7 +227,7 @@ class Nack(Message):
 
 
 class ReturnLeases(Message):
-    """Return of leases that the generator will not complete."""
+    """Leases that the generator will not complete."""
 
     lease_ids: LeaseIds
     reason: Annotated[str, Meta(max_length=MAX_REASON_LENGTH)]
@@ -264,24 +263,24 @@ class SnapshotSource(Record):
     address: str
     """Endpoint of the learner's snapshot server."""
     folder: str
-    """Folder with the same files, for generators that can read it."""
+    """The same files, for generators that can read them."""
     has_deltas: bool = False
-    """Whether deltas are written; generators then keep this version as the base of the next."""
+    """Whether deltas are written, for which generators keep this version as base."""
     lenders: list[LendAddress] = []
-    """Generators to try before the learner, in this order."""
+    """Generators to try first, in order."""
     is_lent: bool = False
-    """Whether this generator lends the version to others, and keeps it until the next one."""
+    """Whether this generator lends the version until the next one."""
     memory: str = ""
-    """Path of the learner's memory with the buckets, for generators on its machine; empty: none."""
+    """Path of the learner's buckets in memory, for generators on its machine; empty: none."""
 
 
 class LenderError(Record):
-    """Failure of a lender, reported by a generator that fetched from it."""
+    """Failure of a lender, reported by its borrower."""
 
     address: LendAddress
     reason: ErrorText
     is_altered: bool = False
-    """Whether its bytes differ from those the learner published."""
+    """Whether its bytes differ from the learner's."""
 
 
 class Member(Record):
@@ -304,14 +303,14 @@ class MemberState(Record):
 
 
 class Members(Message):
-    """All connected generators, sent to the learner after its Hello and whenever one joins, leaves or changes state."""
+    """All connected generators, sent to the learner after its Hello and after every change."""
 
     generators: list[MemberState]
     """Sorted by peer_id."""
 
 
 class OpenEpoch(Message):
-    """Order to build a process group. `members[i]` has rank i + 1; the learner has rank 0."""
+    """Order to build a process group: rank 0 is the learner, rank i + 1 `members[i]`."""
 
     epoch: int
     """Increases over the run."""
@@ -334,12 +333,12 @@ class EpochOpened(Message):
 
 
 class Update(Message):
-    """Announcement of a version: it is about to be broadcast to the group of `epoch`, or ready to be fetched."""
+    """Announcement of a version to be broadcast to the group of `epoch`, or to be fetched."""
 
     epoch: int
     """NO_EPOCH: fetch from `source`."""
     members: list[Member]
-    """Generators to relay it to; the broker clears the list before relaying."""
+    """Receivers; the broker clears the list when relaying."""
     version: int
     slots: list[TensorSlot]
     bucket_bytes: list[int]
@@ -351,11 +350,11 @@ class Update(Message):
     max_probe_diff: float
     """Largest `probe_diff` that passes the probe."""
     timeout_s: float
-    """Time limit for each bucket of a broadcast, or for a whole fetch."""
+    """For each bucket of a broadcast, or a whole fetch."""
     source: SnapshotSource | None = None
     """None: it is broadcast."""
     digests: list[Annotated[bytes, Meta(min_length=32, max_length=32)]] = []
-    """BLAKE3 of each bucket's bytes, which a lender cannot forge; empty without lenders."""
+    """BLAKE3 of each bucket, which a lender cannot forge; empty without lenders."""
 
 
 class UpdateApplied(Message):
@@ -376,7 +375,7 @@ class UpdateApplied(Message):
     """Receives broadcasts: `cpu`, or `cuda:` and the GPU's UUID."""
     lender_errors: Annotated[list[LenderError], Meta(max_length=16)] = []
     receive_s: float = 0.0
-    """Until the bytes were in this machine's memory and verified; generation continued."""
+    """Until the bytes were in host memory and verified; generation continued."""
     prepare_s: float = 0.0
     """Until the engine was ready to switch; generation continued."""
     probe_s: float = 0.0
@@ -384,7 +383,7 @@ class UpdateApplied(Message):
 
 
 class Profile(Message):
-    """Order to record events (`events`), the engines' events too (`engine`), or to write all of them (`end`)."""
+    """Order to record events (`events`), also the engines' (`engine`), or to write them (`end`)."""
 
     stage: Literal["events", "engine", "end"]
 
@@ -416,8 +415,7 @@ _MAX_SENDER_LENGTH = 128
 T = TypeVar("T")
 
 
-# These types are as loose as the answer allows: msgspec skips unknown fields, so a record with a newer schema still
-# decodes, and a field of an unexpected type does not prevent an answer.
+# As loose as the answer allows: msgspec skips unknown fields, so a record with a newer schema still decodes.
 class HelloHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Hello"):
     """Sender and schema version of a Hello."""
 
@@ -447,7 +445,7 @@ class PutHeader(msgspec.Struct, frozen=True, tag_field="type", tag="Put"):
 
 
 def decode_header(frames: Frames, kind: type[T]) -> T | None:
-    """Decode the fields of `kind`; None for another type or unreadable fields."""
+    """Decode the fields of `kind`; None if impossible."""
     try:
         return decode(frames[0], kind) if frames else None
     except RecordRefusedError:
@@ -458,8 +456,7 @@ def nacks_for_unreadable(frames: Frames, refusal: RecordRefusedError) -> list[Na
     """Build a fatal Nack for each readable trajectory id of an undecodable Put."""
     put = decode_header(frames, PutHeader)
     headers = put.headers[:_MAX_HEADERS] if put else []
-    reason = f"{UNREADABLE}: {refusal.detail}"
-    return [Nack(header.id, reason, True, lease_id=header.lease_id) for header in headers]
+    return [Nack(each.id, f"{UNREADABLE}: {refusal.detail}", True, lease_id=each.lease_id) for each in headers]
 
 
 def decode_message(frames: Frames, *, max_bytes: int) -> Message:
@@ -476,6 +473,5 @@ def decode_message(frames: Frames, *, max_bytes: int) -> Message:
 
 def oversized_error(frame: bytes, *, max_bytes: int) -> RecordRefusedError:
     """Build the refusal of a frame above broker.max_message_bytes."""
-    return RecordRefusedError(
-        "oversized", f"a frame must have at most broker.max_message_bytes ({max_bytes}), got {len(frame)}"
-    )
+    must = f"a frame must have at most broker.max_message_bytes ({max_bytes})"
+    return RecordRefusedError("oversized", f"{must}, got {len(frame)}")

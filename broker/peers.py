@@ -28,7 +28,8 @@ from slipstream.runtime.clock import Clock
 
 log = structlog.get_logger(__name__)
 
-
+_SUSPECT_AFTER_PINGS = 2.5
+"""Unanswered pings after which a generator is excluded from broadcasts."""
 _UNHEARD = Pong(-1.0, "starting", version=-1)
 
 
@@ -46,7 +47,7 @@ class Peer:
     is_disconnected: bool = False
     """Whether the last ping could not be delivered."""
     guest: str = ""
-    """Guest whose key it uses; empty for the run's token."""
+    """Owner of its key, if a guest."""
 
     @property
     def owner(self) -> str:
@@ -54,18 +55,11 @@ class Peer:
         return f"{self.hello.peer_id}/{self.hello.incarnation}"
 
     def beat(self, more: dict[str, object]) -> Heartbeat:
+        hello, status = self.hello, self.status
+        own = {"role": hello.role, "state": status.state, "version": status.version, "reason": status.reason}
         # The peer's gauges come first, so that they cannot replace these.
-        gauges: dict[str, object] = {
-            **self.status.gauges,
-            "role": self.hello.role,
-            "state": self.status.state,
-            "version": self.status.version,
-            "reason": self.status.reason,
-            "host": self.hello.host,
-            "pid": self.hello.pid,
-            **more,
-        }
-        return Heartbeat(self.hello.peer_id, gauges, self.owner, self.status.lease_ids)
+        gauges = {**status.gauges, **own, "host": hello.host, "pid": hello.pid, **more}
+        return Heartbeat(hello.peer_id, gauges, self.owner, self.status.lease_ids)
 
     @property
     def member(self) -> Member:
@@ -73,15 +67,12 @@ class Peer:
 
 
 class Peers:
-    """Connected peers by ROUTER identity, which is random per connection. Names come only from Hello."""
+    """Connected peers by ROUTER identity, random per connection. Names come only from Hello."""
 
-    def __init__(
-        self, *, timeout_s: float, suspect_after_s: float, transport: WeightTransport = "collective", clock: Clock
-    ) -> None:
-        """`transport`: default for generators that choose none."""
-        self._timeout_s = timeout_s
-        self._suspect_after_s = suspect_after_s
-        self._transport = transport
+    def __init__(self, run: RunConfig, *, clock: Clock) -> None:
+        self._timeout_s = run.broker.peer_timeout_s
+        self._suspect_after_s = _SUSPECT_AFTER_PINGS * run.broker.heartbeat_s
+        self._transport: WeightTransport = run.weights.transport
         self._clock = clock
         # Least recently heard first, so that the search for silent peers can stop early.
         self._by_identity: OrderedDict[bytes, Peer] = OrderedDict()
@@ -114,11 +105,7 @@ class Peers:
         return peer if is_other else None
 
     def add(self, identity: bytes, hello: Hello, *, guest: str = "") -> list[Peer]:
-        """Add a peer; returns the entries it replaces.
-
-        These are an older connection of the same incarnation, a dead incarnation with the same name, and any other peer
-        on this connection.
-        """
+        """Add a peer; returns those it replaces: one with its name, and any other on its connection."""
         named = self._by_name.get((hello.role, hello.peer_id))
         replaced = [peer for peer in (self.remove(identity), named and self.remove(named.identity)) if peer]
         peer = self._by_identity[identity] = Peer(identity, hello, self._clock(), guest=guest)
@@ -138,7 +125,7 @@ class Peers:
         return silent
 
     def excuse_pause(self) -> None:
-        """If the broker was stopped or blocked since the last call, exclude that time from the peers' silence."""
+        """Exclude time for which the broker was stopped or blocked from the peers' silence."""
         now = self._clock()
         pause_s, self._ran_at = now - self._ran_at, now
         if pause_s > self._suspect_after_s:
@@ -165,7 +152,7 @@ class Peers:
         return named is not None and named.owner == peer.owner
 
     def silence_has_changed(self) -> bool:
-        """Whether the set of late peers, and so `members`, has changed since the last call."""
+        """Whether the late peers, and so `members`, have changed since the last call."""
         silent = list(takewhile(self._is_late, self._by_identity.values()))
         has_changed, self._silent = silent != self._silent, silent
         return has_changed
@@ -177,30 +164,19 @@ class Peers:
     def members(self) -> Members:
         """Build the learner's membership message.
 
-        Late generators are `silent` long before they are removed: a dead member would delay a broadcast until its
-        deadline.
+        Late generators are `silent` long before removal, since a dead member delays a broadcast.
         """
-        return Members(
-            [
-                MemberState(
-                    p.member,
-                    "silent" if self.is_silent(p) else p.status.state,
-                    p.status.version,
-                    self._transport_of(p),
-                    p.hello.machine,
-                    p.status.lends_at,
-                )
-                for p in self.generators()
-            ]
-        )
+        return Members([self._state_of(peer) for peer in self.generators()])
 
-    def _transport_of(self, peer: Peer) -> WeightTransport:
+    def _state_of(self, peer: Peer) -> MemberState:
+        hello, status = peer.hello, peer.status
         # No broadcasts for guests, because all members wait for each other.
         own = "delta" if peer.guest and self._transport == "collective" else self._transport
-        return peer.hello.weight_transport or own
+        state, transport = "silent" if self.is_silent(peer) else status.state, hello.weight_transport or own
+        return MemberState(peer.member, state, status.version, transport, hello.machine, status.lends_at)
 
     def is_silent(self, peer: Peer) -> bool:
-        """Whether the peer misses pings: stopped, dead, or moved to another broker."""
+        """Whether the peer misses pings: stopped, dead, or moved."""
         return peer.is_disconnected or self._is_late(peer)
 
     def _is_late(self, peer: Peer) -> bool:
@@ -214,7 +190,7 @@ _PINGED_AT_ONCE = 64
 
 
 class PingRound:
-    """One pass over all peers. Many are spread over the ping interval, to keep each step short."""
+    """One pass over all peers, spread over the ping interval to keep each step short."""
 
     def __init__(self, peers: Iterable[Peer]) -> None:
         self._left = list(peers)
@@ -232,11 +208,11 @@ class PingRound:
 
 # --- departures ------------------------------------------------------------------------------------------------------
 LEFT = "left"
-"""Reason of a regular departure; any other departure is recorded as an event."""
+"""Reason of a regular departure; others are recorded as events."""
 
 
 class Departures:
-    """Departed peers whose leases the store has not taken back yet."""
+    """Departed peers with leases that the store has not taken back yet."""
 
     def __init__(self, store: Store, peers: Peers, *, run: RunConfig, broker: str) -> None:
         self._store = store
@@ -258,7 +234,7 @@ class Departures:
             elsewhere = {str(each["owner"]) for each in roles if "owner" in each and each["broker"] != self._broker}
         while self._departed:
             peer, reason = self._departed[0]
-            # It may have reconnected here or to another broker and still work on its leases.
+            # It may have reconnected here or elsewhere and still work on its leases.
             if not self._peers.is_back(peer) and peer.owner not in elsewhere:
                 returned = self._store.return_leases_of(owner=peer.owner, reason=reason[:MAX_REASON_LENGTH])
                 where = {"host": peer.hello.host, "pid": peer.hello.pid}
@@ -270,32 +246,24 @@ class Departures:
             del self._departed[0]
 
 
-class DrainRequests:
-    """Drain requests, each sent repeatedly until the generator drains or the deadline passes: a dying connection loses
-    it.
+def send_drain_requests(store: Store, peers: Peers, *, send: Callable[[bytes, Message], bool]) -> None:
+    """Send each drain request in the store, repeatedly until the generator drains or the deadline passes.
 
-    They are kept in the store, so that they survive this broker and reach the broker that serves the generator.
+    The store keeps them, so that they survive this broker and reach the one that serves the generator.
     """
-
-    def __init__(self, store: Store, peers: Peers, *, send: Callable[[bytes, Message], bool]) -> None:
-        self._store = store
-        self._peers = peers
-        self._send = send
-
-    def send_due(self) -> None:
-        if not (requests := self._store.requests("broker")):
-            return
-        heard = (peer for peer in self._peers.generators() if not self._peers.is_silent(peer))
-        here = {DRAIN_REQUEST + peer.hello.peer_id: peer for peer in heard}
-        now, over = self._store.now(), []
-        for subject, value in requests.items():
-            deadline, _, owner = value.partition(" ")
-            peer = here.get(subject)
-            # Sending binds the request to that incarnation: a successor with the same name is not drained.
-            is_answered = peer is not None and (peer.status.state == "draining" or owner not in ("", peer.owner))
-            if is_answered or now >= float(deadline):
-                over.append(subject)
-            elif peer and self._send(peer.identity, Drain("drain requested")) and not owner:
-                self._store.request("broker", subject, f"{deadline} {peer.owner}")
-                self._store.record_event(peer.hello.peer_id, "ordered to drain, as requested")
-        self._store.take_requests("broker", subjects=over)
+    if not (requests := store.requests("broker")):
+        return
+    heard = (peer for peer in peers.generators() if not peers.is_silent(peer))
+    here = {DRAIN_REQUEST + peer.hello.peer_id: peer for peer in heard}
+    now, over = store.now(), []
+    for subject, value in requests.items():
+        deadline, _, owner = value.partition(" ")
+        peer = here.get(subject)
+        # Sending binds the request to that incarnation: a successor with the same name is not drained.
+        is_answered = peer is not None and (peer.status.state == "draining" or owner not in ("", peer.owner))
+        if is_answered or now >= float(deadline):
+            over.append(subject)
+        elif peer and send(peer.identity, Drain("drain requested")) and not owner:
+            store.request("broker", subject, f"{deadline} {peer.owner}")
+            store.record_event(peer.hello.peer_id, "ordered to drain, as requested")
+    store.take_requests("broker", subjects=over)

@@ -1,7 +1,7 @@
 """Rows of a prompt file: validation and conversion to prompts.
 
-A row has a prompt and a truth, under the names in `data.columns` or common ones (`runtime/row_files.py`).
-`data_source`, `agent_name`, `images` and `extra_info` are optional. Other columns go into `extra_info`.
+A row has a prompt and a truth, named in `data.columns` or by common names (`runtime/row_files.py`). `data_source`,
+`agent_name`, `images` and `extra_info` are optional. Other columns go into `extra_info`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ from slipstream.runtime.row_files import (
 Values = dict[str, Any]
 """Column -> value, without nulls."""
 PromptText = str | list[dict[str, Any]]
-"""Plain text, or chat messages; a message's content is text or a list of text and image parts."""
+"""Plain text, or chat messages with text or a list of text and image parts."""
 
 _COMMON = {name: (name,) for name in NAMED_COLUMNS} | {"prompt": PROMPTS, "ground_truth": TRUTHS}
 _PLACE = "<image>"
@@ -46,9 +46,9 @@ _SHOWN = 60
 
 
 def make_row(values: Values, *, uid: str, file_name: str, folder: Path = Path()) -> Row:
-    """Build the prompt of a row from `standardize`; `file_name` replaces a missing `data_source`.
+    """Build a row from `standardize`. Raises ConfigError for an unreadable image.
 
-    Image paths are relative to `folder`. Raises ConfigError for an unreadable image.
+    `file_name`: default `data_source`. `folder`: of image paths.
     """
     return Row(
         uid=uid,
@@ -62,9 +62,9 @@ def make_row(values: Values, *, uid: str, file_name: str, folder: Path = Path())
 
 
 def standardize(values: Values, columns: Mapping[str, str]) -> Values:
-    """Validate a row; return prompt, ground truth, and optional fields under their standard names.
+    """Validate a row; return its fields under standard names. Raises ConfigError naming the column.
 
-    `columns`: `data.columns`. Raises ConfigError naming the column.
+    `columns`: `data.columns`.
     """
     prompt_name, (prompt, last) = _column("prompt", values, columns), _prompt(values, columns)
     truth_name = _column("ground_truth", values, columns)
@@ -100,7 +100,7 @@ def standardize(values: Values, columns: Mapping[str, str]) -> Values:
 
 
 def _further(values: Values, columns: Mapping[str, str], prompt: str) -> Values:
-    """Other columns. A truth stays, because TRL's reward functions read it under its column's name."""
+    """Other columns, and the truth, which TRL's reward functions read under its column's name."""
     fields = _COMMON.keys() - {"ground_truth", "response"}
     used = {prompt, *(_column(field, values, columns) for field in fields), "extra_info"}
     used |= {"input"} if prompt == "instruction" else set()
@@ -114,13 +114,13 @@ def _further(values: Values, columns: Mapping[str, str], prompt: str) -> Values:
 
 
 def _column(field: str, values: Mapping[str, Any] | Sequence[str], columns: Mapping[str, str]) -> str:
-    """Column of a field: the named one, else the first common one that is there, else the first."""
+    """Column of a field: the named one, else the first common one present, else the first."""
     common = _COMMON.get(field, (field,))
     return columns.get(field) or next((name for name in common if name in values), common[0])
 
 
 def _prompt(values: Values, columns: Mapping[str, str]) -> tuple[Any, Any]:
-    """Prompt, and the text of a conversation's last turn if the model wrote it; None if absent."""
+    """Prompt, and a conversation's last turn if the model wrote it; None if absent."""
     name = _column("prompt", values, columns)
     prompt = chat_messages(value_at(values, name))
     if name == "instruction":
@@ -142,9 +142,9 @@ def image_sources(values: Values) -> list[Any]:
 
 
 def place_images(values: Values) -> PromptText:
-    """Prompt with a placeholder for each image: the model's text in plain text, parts in chat messages.
+    """Prompt with a placeholder for each image: text in plain text, parts in chat messages.
 
-    Raises ConfigError unless the numbers of placeholders and images match.
+    Raises ConfigError unless their numbers match.
     """
     prompt: PromptText = values["prompt"]
     if not (count := len(image_sources(values))):
@@ -227,7 +227,7 @@ class TableRows:
 
     @property
     def may_have_images(self) -> bool:
-        """Whether any row may have an image, without decoding all rows."""
+        """Whether any row may have an image, without decoding."""
         names = self._table.schema.names
         prompt = _column("prompt", names, self._columns)
         kind = _type(self._table, prompt) if prompt in names else None
@@ -236,7 +236,7 @@ class TableRows:
         return _column("images", names, self._columns).split(".")[0] in names or is_parts
 
     def num_bytes(self, start: int, end: int) -> int:
-        """Arrow size of rows, without decoding them; at least an eighth of their size in a message."""
+        """Arrow size of rows; at least an eighth of their size in a message."""
         return int(self._table.slice(start, end - start).nbytes)
 
 
@@ -250,10 +250,8 @@ def _as_json(table: pa.Table, path: Path) -> pa.Table:
         if pa.types.is_temporal(field.type) or pa.types.is_decimal(field.type):
             table = table.set_column(number, field.name, table.column(number).cast(pa.string()))
         elif not _is_json(field.type):
-            raise ConfigError(
-                f"{path}: column `{field.name}` must hold texts, numbers, booleans, bytes, lists and records, got "
-                f"{field.type}: cast it to text or leave it out."
-            )
+            must = f"column `{field.name}` must hold texts, numbers, booleans, bytes, lists and records"
+            raise ConfigError(f"{path}: {must}, got {field.type}: cast it to text or leave it out.")
     return table
 
 
@@ -367,9 +365,9 @@ class JsonRows:
 
 
 def open_rows(path: Path, *, columns: Mapping[str, str], max_rows: int | None = None) -> TableRows | JsonRows:
-    """Read a file, in the format of its extension. `columns`: `data.columns`; `max_rows`: rows to keep, the first ones.
+    """Read a file, or its first `max_rows` rows. Raises ConfigError naming the file and its first problem.
 
-    Raises ConfigError naming the file and its first problem.
+    `columns`: `data.columns`.
     """
     if not path.is_file():
         what = "it is a folder" if path.is_dir() else "there is no such file"

@@ -11,7 +11,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import msgspec
@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from slipstream.broker.chief import Chief
 from slipstream.broker.dataset import Dataset
 from slipstream.broker.guests import Guests
-from slipstream.broker.handshake import Handshake, Inspection, Rejection, reject_unreadable
+from slipstream.broker.handshake import Inspection, Rejection, check_hello, reject_unreadable
 from slipstream.broker.ingest import Ingest
 from slipstream.broker.lease_scheduler import LeaseScheduler
 from slipstream.broker.messages import (
@@ -39,7 +39,6 @@ from slipstream.broker.messages import (
     Ping,
     Pong,
     Profile,
-    Prompt,
     Put,
     Refuse,
     ReturnLeases,
@@ -50,7 +49,7 @@ from slipstream.broker.messages import (
     decode_message,
     nacks_for_unreadable,
 )
-from slipstream.broker.peers import LEFT, Departures, DrainRequests, Peer, Peers, PingRound
+from slipstream.broker.peers import LEFT, Departures, Peer, Peers, PingRound, send_drain_requests
 from slipstream.broker.transport.channels import ServerChannel
 from slipstream.buffer.codec import encode
 from slipstream.buffer.errors import RecordRefusedError, StoreUnavailableError
@@ -65,81 +64,18 @@ from slipstream.runtime.model_files import ModelFingerprint
 from slipstream.runtime.run_folder import RunFolder
 from slipstream.runtime.trace import TimeAccount, Trace
 
-
-class BrokerGauges:
-    """Gauges and event trace of one broker. Belongs to the router's thread."""
-
-    def __init__(
-        self,
-        run: RunConfig,
-        store: Store,
-        ingest: Ingest,
-        *,
-        send: Callable[[bytes, Message], object],
-        name: str,
-        address: str,
-    ) -> None:
-        self._store = store
-        self._ingest = ingest
-        self._send = send
-        self._address = address
-        self._trace = Trace(name, RunFolder(run).profile)
-        self.account = TimeAccount("routing", trace=self._trace)
-        if (steps := run.profile.steps) and steps[0] - run.profile_lead_steps <= store.run_state().step + 1 <= steps[1]:
-            # Start now and tell each generator when it joins: the learner's order would come after their first leases.
-            self._trace.obey("events")
-
-    def gauges(self, *, num_peers: int, is_chief: bool) -> dict[str, object]:
-        reason = f"trajectories are deferred: {self._ingest.reason}" if self._ingest.reason else ""
-        return {
-            "role": "broker",
-            "state": "ready",
-            "peers": num_peers,
-            "is_chief": is_chief,
-            "reason": reason,
-            "waits_for": "store" if reason else "",
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "address": self._address,
-            **{f"deferred_{reason}": number for reason, number in self._ingest.deferred.items()},
-            # Without children: an embedded store reports its own CPU time.
-            "cpu_s": round(time.process_time(), 3),
-            "store_cpu_s": self._store.cpu_s(),
-            **self.account.gauges(),
-        }
-
-    # --- profile -------------------------------------------------------------------------------------------------
-    def relay(self, order: Profile, generators: Iterable[Peer]) -> None:
-        for peer in generators:
-            self._send(peer.identity, order)
-        self._trace.obey(order.stage)
-
-    def record_join(self, identity: bytes) -> None:
-        if self._trace.is_on:
-            self._send(identity, Profile("events"))
-
-    def record_leases(self, prompts: Iterable[Prompt]) -> None:
-        for lease in (prompt.lease for prompt in prompts if self._trace.is_on):
-            self._trace.mark("leased", *(make_trajectory_id(lease.id, index) for index in lease.indices))
-
-    def record_answer(self, answer: Message) -> None:
-        self._trace.mark("stored", *(answer.ids if isinstance(answer, Ack) else ()))
-
-
 _MAX_MESSAGES_PER_STEP = 512
 _CREDIT_MESSAGES, _CREDIT_BYTES = 512, 64 * 2**20
-"""Credit of each generator: it keeps a fast one busy for a round trip, but the backlog of all fits into memory during a
-store outage."""
+"""Credit of each generator: enough to keep it busy for a round trip, but little enough that all backlogs fit into
+memory during a store outage."""
 _SERVE_INTERVAL_S = 0.02
 _SERVE_SHARE = 0.2
 """Maximum share of the broker's time spent on lease rounds that lease nothing."""
 _MEMBERS_AT_ONCE, _MEMBERS_INTERVAL_S = 64, 1e-4
-"""Up to this many peers, the learner gets every change immediately. Each further peer adds 0.1 ms to the interval."""
+"""Peers up to which the learner gets every change immediately; each further one adds 0.1 ms."""
 _REAP_INTERVAL_S = 1.0
 _REAP_AFTER_OUTAGE_S = 10.0
 """Time to renew leases and claims after the last failed call to the store."""
-_SUSPECT_AFTER_PINGS = 2.5
-"""Unanswered pings after which a generator is excluded from broadcasts."""
 
 log = structlog.get_logger(__name__)
 
@@ -161,46 +97,40 @@ class Router:
         address: str = "",
         clock: Clock = time.monotonic,
     ) -> None:
-        """`model`: fingerprint of the model folder; None without one. `address`: this broker's address for other
-        machines; empty if they cannot reach it."""
+        """`model`: None without a model folder. `address`: for other machines; empty if they cannot reach it."""
         self._channel = channel
         self._store = store
         self._run = run
         self._store_url = store_url
         self._model = model
+        self._address = address
         self._clock = clock
         self._incarnation = uuid.uuid4().hex
         self.chief = Chief(store, run, name=name, incarnation=self._incarnation, address=address, clock=clock)
-        self._peers = Peers(
-            timeout_s=run.broker.peer_timeout_s,
-            suspect_after_s=_SUSPECT_AFTER_PINGS * run.broker.heartbeat_s,
-            transport=run.weights.transport,
-            clock=clock,
-        )
-        self._handshake = Handshake(locate_duplicate=self._locate_duplicate, trusts_network=run.cluster.trusted_network)
+        self._peers = Peers(run, clock=clock)
         self._outage = StoreOutage(report=log.warning, clock=clock)
         self._log_limiter = LogLimiter(log.warning, clock=clock)
-        vocab, limit = model.vocab_size if model else None, run.broker.max_message_bytes
-        self._guests = Guests(
-            run, store, self._peers, send=self._send, depart=self._depart, clock=clock, vocab_size=vocab
-        )
+        self._guests = Guests(run, store, self._peers, send=self._send, depart=self._depart, clock=clock, model=model)
+        limit = run.broker.max_message_bytes
         self._ingest = Ingest(store, self._outage, self._guests.check, self._log_limiter, max_payload_bytes=limit)
         self._num_heldout = {name: len(rows) for name, rows in heldout.items()}
         self._leases = LeaseScheduler(
             store, self.chief, run=run, train=train, heldout=heldout, outage=self._outage, guests=self._guests,
             clock=clock,
         )  # fmt: skip
-        self._drain_requests = DrainRequests(store, self._peers, send=self._send)
         self._departures = Departures(store, self._peers, run=run, broker=name)
-        self._gauges = BrokerGauges(run, store, self._ingest, send=self._send, name=name, address=address)
-        self._account = self._gauges.account
+        self._trace = Trace(name, RunFolder(run).profile)
+        self._account = TimeAccount("routing", trace=self._trace)
+        if (steps := run.profile.steps) and steps[0] - run.profile_lead_steps <= store.run_state().step + 1 <= steps[1]:
+            # The learner's order would come after the generators' first leases.
+            self._trace.obey("events")
         self._inspection = Inspection(run, channel.send, self._peers.weights_at, self.chief.living_for, model=model)
         self._ping_round = PingRound(())
         self._members_changed = False
         self._next_ping_at = self._next_reap_at = self._next_members_at = self._next_serve_at = self._may_serve_at = 0.0
 
     def step(self, *, timeout_s: float) -> None:
-        """Handle received messages, then do the periodic work that is due; blocks at most `timeout_s`."""
+        """Handle received messages, then do due periodic work; blocks at most `timeout_s`."""
         # Pacing may admit prompts without any message arriving.
         if self._leases.has_requests:
             timeout_s = min(timeout_s, _SERVE_INTERVAL_S)
@@ -211,7 +141,7 @@ class Router:
         for identity, answer in answers:
             self._leases.record_answer(peer := self._peers.get(identity), answer)
             self._try(partial(self._guests.record_answer, peer, answer))
-            self._gauges.record_answer(answer)
+            self._trace.mark("stored", *(answer.ids if isinstance(answer, Ack) else ()))
             self._send(identity, answer)
         self._guests.poll()
         self._try(self._serve_leases)
@@ -224,12 +154,12 @@ class Router:
             self._send(peer.identity, Drain(reason))
 
     def _try(self, action: Callable[[], object]) -> None:
-        """Run `action`; record a store outage instead of raising it, since peers and timers retry."""
+        """Run `action`; record a store outage, since peers and timers retry."""
         try:
             action()
         except StoreUnavailableError as error:
             self._outage.record(error)
-            # Leases and claims may have lapsed because renewals failed: let their holders renew first.
+            # Let the holders of lapsed leases and claims renew them first.
             self._next_reap_at = max(self._next_reap_at, self._clock() + _REAP_AFTER_OUTAGE_S)
 
     # --- receiving -----------------------------------------------------------------------------------------------
@@ -256,13 +186,13 @@ class Router:
         if isinstance(message, Hello):
             self._welcome(identity, message)
         elif peer is None:
-            # It joined this broker's predecessor, or was removed as silent: Bye makes it say Hello again.
+            # It joined a predecessor, or was removed as silent: Bye makes it say Hello again.
             self._send(identity, Bye())
         else:
             self._dispatch(peer, message, frames)
 
     def _answer_unreadable(self, identity: bytes, frames: Frames, refusal: RecordRefusedError) -> None:
-        """Quarantine an undecodable message and answer its sender, which would otherwise wait."""
+        """Quarantine an undecodable message and answer its sender."""
         self._log_limiter.log("frame_refused", refusal.reason, error=str(refusal))
         hello = decode_header(frames, HelloHeader)
         if hello:
@@ -279,7 +209,7 @@ class Router:
                 for nack in self._ingest.add(peer.identity, message, frames[1:], guest=peer.guest):
                     self._send(peer.identity, nack)
             case LeaseRequest(max_trajectories=room):
-                # Serve it within this step, because the generator has free slots until then.
+                # Serve it within this step: the generator has free slots until then.
                 self._leases.request(peer, max_trajectories=room)
                 self._next_serve_at = self._may_serve_at
             case Pong():
@@ -291,7 +221,9 @@ class Router:
             case OpenEpoch() | Update() if peer is self._peers.learner():
                 self._relay(message)
             case Profile() if peer is self._peers.learner():
-                self._gauges.relay(message, self._peers.generators())
+                for generator in self._peers.generators():
+                    self._send(generator.identity, message)
+                self._trace.obey(message.stage)
             # A generator answers only for itself.
             case EpochOpened() | UpdateApplied() if message.member == peer.member:
                 if learner := self._peers.learner():
@@ -311,7 +243,8 @@ class Router:
     def _welcome(self, identity: bytes, hello: Hello) -> None:
         guest = self._channel.guest
         quarantined = self._store.quarantined_guests() if guest else {}
-        if rejection := self._handshake.check(hello, guest=guest, quarantined=quarantined):
+        trusts_network, locate = self._run.cluster.trusted_network, self._locate_duplicate
+        if rejection := check_hello(hello, locate, guest=guest, quarantined=quarantined, trusts_network=trusts_network):
             self._reject(identity, hello.peer_id, rejection)
             return
         if self.chief.is_outdated:
@@ -338,7 +271,8 @@ class Router:
                 living=self.chief.living_for(hello.machine),
             ),
         )
-        self._gauges.record_join(identity)
+        if self._trace.is_on:
+            self._send(identity, Profile("events"))
         # A peer that waited for this broker has queued one Hello per second.
         if not any(older.identity == identity for older in replaced):
             log.info("peer_joined", role=hello.role, peer=hello.peer_id, host=hello.host, pid=hello.pid)
@@ -353,8 +287,7 @@ class Router:
     def _locate_duplicate(self, hello: Hello) -> str:
         """Describe the live peer that already has this name; empty if none.
 
-        A process that was killed and restarted does not wait for `peer_timeout_s`, because this probes the old
-        connection.
+        Probes its connection, so that a restarted process need not wait for `peer_timeout_s`.
         """
         duplicate = self._peers.find_duplicate(hello)
         # With ROUTER_MANDATORY, a send to a closed connection fails immediately.
@@ -373,7 +306,7 @@ class Router:
 
     def _relay(self, order: OpenEpoch | Update) -> None:
         members = set(order.members)
-        # Only the broker needs an update's members: 1,000 members would add 98 KB to each of 1,000 messages.
+        # Only the broker needs an update's members: 1,000 would add 98 KB to each of 1,000 messages.
         frames = [encode(replace(order, members=[]) if isinstance(order, Update) else order)]
         # Matches incarnations: a restarted generator is not a member of the epoch.
         for peer in self._peers.generators():
@@ -392,7 +325,8 @@ class Router:
         if self._leases.has_requests and self._clock() >= self._next_serve_at:
             began_at, self._next_serve_at = self._clock(), self._clock() + _SERVE_INTERVAL_S
             for identity, prompts in (answers := self._leases.serve()):
-                self._gauges.record_leases(prompts.prompts)
+                for lease in (prompt.lease for prompt in prompts.prompts if self._trace.is_on):
+                    self._trace.mark("leased", *(make_trajectory_id(lease.id, index) for index in lease.indices))
                 # If the generator is gone, do not wait until its leases lapse.
                 if not self._send(identity, prompts):
                     self._store.return_leases(lease_ids=[p.lease.id for p in prompts.prompts], reason="undeliverable")
@@ -407,7 +341,7 @@ class Router:
         if now >= self._next_ping_at:
             if self._ping_round.is_over:
                 for peer in self._peers.pop_silent():
-                    # Recorded together below, so that a hanging store causes only one timeout.
+                    # Recorded together below: a hanging store causes only one timeout.
                     self._forget(peer, reason := f"silent for {self._run.broker.peer_timeout_s:g} s")
                     self._departures.add(peer, reason)
                 self._ping_round = PingRound(self._peers)
@@ -420,8 +354,7 @@ class Router:
             self._next_reap_at = now + _REAP_INTERVAL_S
             num_refused = self._channel.take_refused()
             if num_refused and self._log_limiter.log("strangers_refused", "token", connections=num_refused):
-                what = f"refused: {num_refused} connections without the run's token"
-                self._store.record_event(self.chief.name, what)
+                self._store.record_event(self.chief.name, f"refused: {num_refused} connections without the run's token")
             self._log_limiter.flush()
             self.chief.work()
 
@@ -439,13 +372,31 @@ class Router:
         served = [p for p in peers if not (self.chief.has_others and self._peers.is_silent(p))]
         beats = [p.beat(self._guests.gauges(p) | self.chief.serving_gauges(p.owner)) for p in served]
         if self._ping_round.is_over:
-            own = self._gauges.gauges(num_peers=len(self._peers), is_chief=bool(self.chief.fence))
-            beats.append(Heartbeat(self.chief.name, own))
+            beats.append(Heartbeat(self.chief.name, self._own_gauges()))
         self._store.heartbeat(beats, lease_s=self._run.broker.lease_s)
         if self._ping_round.is_over:
-            self._drain_requests.send_due()
+            send_drain_requests(self._store, self._peers, send=self._send)
             self._report_broker()
         self._outage.end()
+
+    def _own_gauges(self) -> dict[str, object]:
+        reason = f"trajectories are deferred: {self._ingest.reason}" if self._ingest.reason else ""
+        return {
+            "role": "broker",
+            "state": "ready",
+            "peers": len(self._peers),
+            "is_chief": bool(self.chief.fence),
+            "reason": reason,
+            "waits_for": "store" if reason else "",
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "address": self._address,
+            **{f"deferred_{reason}": number for reason, number in self._ingest.deferred.items()},
+            # Without children: an embedded store reports its own CPU time.
+            "cpu_s": round(time.process_time(), 3),
+            "store_cpu_s": self._store.cpu_s(),
+            **self._account.gauges(),
+        }
 
     def _report_broker(self) -> None:
         if self.chief.report(num_generators=sum(peer.hello.role == "generator" for peer in self._peers)):

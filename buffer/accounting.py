@@ -1,14 +1,13 @@
 """A store's counters, and an audit that recomputes them from the stored data."""
 
 from collections import Counter
-from collections.abc import Iterable
 
 from slipstream.buffer.records import StepEntry
 from slipstream.configs.base import Record
 
 REJECTION_REASONS = ("no_reward", "zero_advantage", "too_hard", "too_easy")
-"""Reasons of `buffer.filter` to reject a complete group: no sampled member has a reward, all rewards are equal, or the
-success rate is too low or too high.
+"""Reasons of `buffer.filter`: no sampled member has a reward, all rewards are equal, or the success rate is too low or
+too high.
 """
 _MAX_NAMED = 5
 """Groups or steps listed per problem of an audit."""
@@ -22,7 +21,7 @@ class StoreCounts(Record):
     """
 
     admitted: int
-    """Training prompts ever leased, each counted once, minus those that ended without being trained on."""
+    """Training prompts ever leased, minus those that ended without being trained on."""
     leased: int
     returned: int
     """Training prompts waiting for another lease."""
@@ -31,7 +30,7 @@ class StoreCounts(Record):
     ready: int
     claimed: int
     used: int
-    """Groups trained on, and either still reusable or not covered by a durable checkpoint."""
+    """Groups trained on, and reusable or not covered by a durable checkpoint."""
     reusable: int
     """Used groups that may be sampled again."""
     accepted: int
@@ -39,7 +38,7 @@ class StoreCounts(Record):
     duplicates: int
     """Trajectories received again with the same checksum."""
     superseded: int
-    """Trajectories for an index of the group that was already filled."""
+    """Trajectories for an index that was already filled."""
     refused: dict[str, int]
     """Quarantined frames, by reason."""
     outcomes: dict[str, int]
@@ -64,8 +63,8 @@ class StoreCounts(Record):
     """Model-written tokens trained on, counting each use."""
     became_ready: int = 0
     curriculum: dict[str, int] = {}
-    """Prompts: `skipped_too_easy`, `skipped_too_hard`, `explored` (outside the band but generated). Dataset rows:
-    `rows` (measured), and of these `rows_too_easy`, `rows_too_hard`.
+    """Prompts: `skipped_too_easy`, `skipped_too_hard`, `explored` (outside the band). Measured dataset rows: `rows`, of
+    these `rows_too_easy`, `rows_too_hard`.
     """
 
     @property
@@ -90,7 +89,7 @@ class StoreCounts(Record):
 
     @property
     def length_bias(self) -> float:
-        """Mean length of trained / accepted trajectories; below 1, long ones are trained on less often."""
+        """Mean length of trained / accepted trajectories; below 1, long ones are underrepresented."""
         if not self.trained or not self.accepted_tokens:
             return 1.0
         return (self.trained_tokens / self.trained) / (self.accepted_tokens / self.accepted)
@@ -114,7 +113,7 @@ class StoreMemory(Record):
 class Audit(Record):
     """Accounting recomputed from the stored data, in trajectories unless stated otherwise.
 
-    Invariant of a sound store: accepted == buffered + claimed + used + retired + rejected + expired + quarantined.
+    Invariant: accepted == buffered + claimed + used + retired + rejected + expired + quarantined.
     """
 
     accepted: int
@@ -133,7 +132,7 @@ class Audit(Record):
     lost: int
     """Acknowledged, but not stored in any group."""
     duplicated: int
-    """In two states at once, or trained on more often than allowed."""
+    """In two states, or trained on too often."""
     skipped_prompts: int
     """Prompts that were admitted but have no state."""
     problems: list[str] = []
@@ -163,7 +162,7 @@ class Snapshot(Record):
     ledger: list[StepEntry]
     """Archived entries up to `archived_step`, then the store's."""
     archived_step: int = 0
-    """Newest step whose entry is in the archive only."""
+    """Newest step with its entry only in the archive."""
 
 
 def audit(snapshot: Snapshot) -> Audit:
@@ -173,13 +172,24 @@ def audit(snapshot: Snapshot) -> Audit:
     over = {name: snapshot.outcome_members.get(name, 0) for name in ("retired", "rejected", "expired", "quarantined")}
     # Positive: acknowledged trajectories are missing. Negative: some are stored twice.
     missing = snapshot.accepted - sum(held.values()) - sum(over.values())
-    doubled = {group: found for group, found in states.items() if len(found) > 1}
+    doubled = {group: at for group, at in states.items() if len(at) > 1}
     overused = _overused(snapshot)
     skipped = [ordinal for ordinal in range(snapshot.next_ordinal) if str(ordinal) not in states]
     known = {entry.step for entry in snapshot.ledger}
     recorded = dict.fromkeys(group for entry in snapshot.ledger for group in entry.group_ids)
     # With reuse, a used group may be claimed for another step.
     after_use = {"used", "over", "claimed"} if snapshot.max_uses > 1 else {"used", "over"}
+    unrecorded = [str(step) for step in range(1, snapshot.archived_step + 1) if step not in known]
+    found = {
+        "in no state": list(map(str, skipped)),
+        "in more than one state": [f"{group} ({' and '.join(at)})" for group, at in doubled.items()],
+        "trained on more often than allowed": overused,
+        "steps moved to the archive, but not in its ledger": unrecorded,
+        "used, but not in the ledger": [group for group in snapshot.groups["used"] if group not in recorded],
+        "in the ledger, but neither used nor over": [
+            group for group in recorded if not after_use & set(states.get(group, []))
+        ],
+    }
     return Audit(
         accepted=snapshot.accepted,
         buffered=held["leased"] + held["returned"] + held["ready"],
@@ -189,22 +199,7 @@ def audit(snapshot: Snapshot) -> Audit:
         lost=max(0, missing) + sum(max(0, counted - stored) for counted, stored in snapshot.members.values()),
         duplicated=max(0, -missing) + len(doubled) + len(overused),
         skipped_prompts=len(skipped),
-        problems=[
-            *_problem("in no state", map(str, skipped)),
-            *_problem("in more than one state", (f"{group} ({' and '.join(at)})" for group, at in doubled.items())),
-            *_problem("trained on more often than allowed", overused),
-            *_problem(
-                "steps moved to the archive, but not in its ledger",
-                (str(step) for step in range(1, snapshot.archived_step + 1) if step not in known),
-            ),
-            *_problem(
-                "used, but not in the ledger", (group for group in snapshot.groups["used"] if group not in recorded)
-            ),
-            *_problem(
-                "in the ledger, but neither used nor over",
-                (group for group in recorded if not after_use & set(states.get(group, []))),
-            ),
-        ],
+        problems=[_problem(what, names) for what, names in found.items() if names],
     )
 
 
@@ -229,9 +224,6 @@ def _overused(snapshot: Snapshot) -> list[str]:
     return list(dict.fromkeys([name for name, count in total.items() if count > snapshot.max_uses] + repeated))
 
 
-def _problem(what: str, found: Iterable[str]) -> list[str]:
-    names = list(found)
-    if not names:
-        return []
+def _problem(what: str, names: list[str]) -> str:
     more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return [f"{what}: {', '.join(names[:_MAX_NAMED])}{more}"]
+    return f"{what}: {', '.join(names[:_MAX_NAMED])}{more}"

@@ -28,7 +28,7 @@ Packed = tuple[TrajectoryHeader, bytes]
 
 
 def chunks(trajectories: Iterable[Packed]) -> Iterator[list[Packed]]:
-    """Yield chunks: large enough to amortize a call, small enough not to stall others."""
+    """Yield chunks that amortize a call without stalling others."""
     chunk: list[Packed] = []
     size_bytes = 0
     for header, payload in trajectories:
@@ -51,7 +51,7 @@ _ARRAYS = {"token_ids": np.dtype("int32"), "model_mask": np.dtype("bool"), "gene
 _LARGEST_LOGPROB = 1e-4
 """Tolerance above zero, for rounding."""
 _LARGEST_REWARD = 1e12
-"""Largest absolute value with finite sums of squares over a group, and finite differences of these."""
+"""Largest absolute value with finite sums of squares over a group, and differences of these."""
 _MOST_NAMES = 64
 """Per trajectory, for named arrays and for metrics."""
 _INT64 = 2**63
@@ -79,7 +79,7 @@ def _wire_field(field: msgspec.structs.FieldInfo) -> tuple[Any, ...]:
 _WireTrajectory: Any = msgspec.defstruct(
     "Trajectory", map(_wire_field, msgspec.structs.fields(Trajectory)), forbid_unknown_fields=True
 )
-"""A Trajectory with encoded arrays: decoding it does not call back into Python for each array."""
+"""A Trajectory with encoded arrays, decoded without callbacks into Python."""
 
 
 def to_wire(array: np.ndarray) -> tuple[str, list[int], bytes]:
@@ -105,7 +105,7 @@ def _encode_hook(value: Any) -> Any:
 
 
 def _restore(array: _Array) -> np.ndarray:
-    # numpy accepts any nonzero byte as true, but the archive would not round-trip it.
+    # Other nonzero bytes are true for numpy, but would not round-trip.
     if array.dtype == "bool" and len(array.data) and int(np.maximum.reduce(np.frombuffer(array.data, np.uint8))) > 1:
         raise ValueError("the bytes of a bool array must be 0 or 1")
     flat = np.frombuffer(array.data, _DTYPES[array.dtype])
@@ -215,7 +215,7 @@ def _decode_trajectory(payload: bytes) -> Trajectory:
 
 
 def check_header(header: TrajectoryHeader, payload: bytes) -> Trajectory:
-    """Decode and validate a payload. Raises RecordRefusedError if the header does not describe it."""
+    """Decode and validate a payload. Raises RecordRefusedError, also if the header does not describe it."""
     if header.schema_version > SCHEMA_VERSION:
         raise RecordRefusedError("newer_schema", f"schema must be <= {SCHEMA_VERSION}, got {header.schema_version}")
     if header.payload_bytes != len(payload) or header.checksum != checksum(payload):
@@ -242,12 +242,11 @@ def _check_arrays(trajectory: Trajectory) -> None:
     for name, dtype in _ARRAYS.items():
         array = getattr(trajectory, name)
         if array.dtype != dtype or array.shape != (length,):
-            raise RecordRefusedError(
-                "shape", f"{name} must be {dtype.name}[{length}], got {array.dtype}{list(array.shape)}"
-            )
+            got = f"{array.dtype}{list(array.shape)}"
+            raise RecordRefusedError("shape", f"{name} must be {dtype.name}[{length}], got {got}")
     if not np.count_nonzero(trajectory.model_mask):
         raise RecordRefusedError("empty", "a trajectory needs at least one model-written token")
-    # Array methods, and comparisons of numpy scalars, take twice as long.
+    # Array methods and comparisons of numpy scalars take twice as long.
     if (smallest := int(np.minimum.reduce(trajectory.token_ids))) < 0:
         raise RecordRefusedError("token_id", f"token ids must be >= 0, got {smallest}")
     logprobs = trajectory.generator_logprobs
@@ -263,9 +262,8 @@ def _check_arrays(trajectory: Trajectory) -> None:
 def _check_spans(trajectory: Trajectory) -> None:
     starts = [span.first_token for span in trajectory.version_spans]
     if not starts or starts != sorted(set(starts)) or starts[0] < 0 or starts[-1] >= trajectory.num_tokens:
-        raise RecordRefusedError(
-            "version_spans", f"spans must start in increasing order within the tokens, got {starts}"
-        )
+        must = "start in increasing order within the tokens"
+        raise RecordRefusedError("version_spans", f"spans must {must}, got {starts}")
     if starts[0] > trajectory.model_mask.argmax():
         raise RecordRefusedError("version_spans", f"spans must cover the first model-written token, got {starts}")
     if min(span.version for span in trajectory.version_spans) < 0:
@@ -275,9 +273,8 @@ def _check_spans(trajectory: Trajectory) -> None:
 def _check_contexts(trajectory: Trajectory) -> None:
     bounds = trajectory.context_bounds()
     if any(start >= end for start, end in itertools.pairwise(bounds)):
-        raise RecordRefusedError(
-            "contexts", f"contexts must start in increasing order within the tokens, got {trajectory.context_starts}"
-        )
+        must = "start in increasing order within the tokens"
+        raise RecordRefusedError("contexts", f"contexts must {must}, got {trajectory.context_starts}")
     if not np.logical_or.reduceat(trajectory.model_mask, bounds[:-1]).all():
         raise RecordRefusedError("empty", "every context needs at least one model-written token")
 
@@ -285,26 +282,20 @@ def _check_contexts(trajectory: Trajectory) -> None:
 def _check_reward(trajectory: Trajectory) -> None:
     reward = trajectory.reward
     if not all(map(math.isfinite, (reward.total, *reward.parts.values(), *reward.turns))):
-        raise RecordRefusedError(
-            "nonfinite_reward", f"rewards must be finite, got {reward.total} {reward.parts} {reward.turns}"
-        )
+        got = f"{reward.total} {reward.parts} {reward.turns}"
+        raise RecordRefusedError("nonfinite_reward", f"rewards must be finite, got {got}")
     if max(map(abs, (reward.total, *reward.turns))) > _LARGEST_REWARD:
         raise RecordRefusedError("large_reward", f"rewards must be within +-{_LARGEST_REWARD:g}, got {reward.total:g}")
-    if reward.turns and len(reward.turns) != len(trajectory.turn_starts()):
-        raise RecordRefusedError(
-            "turn_rewards",
-            f"turn rewards must match the {len(trajectory.turn_starts())} turns, got {len(reward.turns)}",
-        )
+    if reward.turns and len(reward.turns) != (count := len(trajectory.turn_starts())):
+        raise RecordRefusedError("turn_rewards", f"turn rewards must match the {count} turns, got {len(reward.turns)}")
 
 
 def _check_additions(trajectory: Trajectory) -> None:
     length = trajectory.num_tokens
     names = [*trajectory.arrays, *trajectory.metrics]
     if max(len(trajectory.arrays), len(trajectory.metrics)) > _MOST_NAMES or not all(map(_is_short_name, names)):
-        raise RecordRefusedError(
-            "names",
-            f"arrays and metrics must be at most {_MOST_NAMES}, with names of 1 to 64 characters, got {names[:65]}",
-        )
+        must = f"be at most {_MOST_NAMES}, with names of 1 to 64 characters"
+        raise RecordRefusedError("names", f"arrays and metrics must {must}, got {names[:65]}")
     for name, array in trajectory.arrays.items():
         if array.shape[:1] != (length,):
             raise RecordRefusedError("shape", f"arrays.{name} must be [{length}, ...], got {list(array.shape)}")
@@ -326,19 +317,13 @@ def _check_plain(trajectory: Trajectory) -> None:
     for number in (sampling.top_k, sampling.max_tokens, sampling.seed, trajectory.num_turns):
         if not -_INT64 <= number < _INT64:
             raise RecordRefusedError("large_number", f"numbers must fit into signed 64 bits, got {number}")
-    seconds = (
-        trajectory.started_at,
-        trajectory.finished_at,
-        sampling.temperature,
-        sampling.top_p,
-        sampling.min_p or 0.0,
-    )
-    if not all(map(math.isfinite, seconds)):
-        raise RecordRefusedError("nonfinite_number", f"times and sampling must be finite, got {seconds}")
+    times = (trajectory.started_at, trajectory.finished_at)
+    numbers = (*times, sampling.temperature, sampling.top_p, sampling.min_p or 0.0)
+    if not all(map(math.isfinite, numbers)):
+        raise RecordRefusedError("nonfinite_number", f"times and sampling must be finite, got {numbers}")
     if trajectory.extras and not _is_plain(trajectory.extras):
-        raise RecordRefusedError(
-            "extras", "extras must be made of numbers, text, bytes, lists and maps with text as keys"
-        )
+        must = "be made of numbers, text, bytes, lists and maps with text as keys"
+        raise RecordRefusedError("extras", f"extras must {must}")
 
 
 def _is_plain(value: Any) -> bool:
@@ -347,6 +332,4 @@ def _is_plain(value: Any) -> bool:
         return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
     if isinstance(value, list):
         return all(map(_is_plain, value))
-    if isinstance(value, int):
-        return -_INT64 <= value < _INT64
-    return isinstance(value, _PLAIN)
+    return -_INT64 <= value < _INT64 if isinstance(value, int) else isinstance(value, _PLAIN)

@@ -11,8 +11,8 @@ from slipstream.configs.learner import PAUSE_REQUEST
 
 # --- drain requests --------------------------------------------------------------------------------------------------
 DRAIN_REQUEST = "drain/"
-"""Subject prefix, followed by the generator id. Value: deadline on the store's clock and, once the broker has sent the
-order, the incarnation that received it.
+"""Subject prefix, followed by the generator id. Value: deadline on the store's clock and, once sent, the incarnation
+that received the order.
 """
 
 
@@ -33,14 +33,13 @@ class NoAnswerError(Exception):
 def request_generators(store: Store, target: int, *, run: str) -> int:
     """Have the launcher change the number of generators; return the previous number.
 
-    Raises ConfigError if it refuses, NoAnswerError if it is missing or does not answer.
+    Raises ConfigError if it refuses, NoAnswerError if it does not answer.
     """
     before = _launcher(store)
-    # A killed launcher leaves its last report behind, so check the report's age.
+    # A killed launcher leaves its last report behind.
     if before.get("state") != "ready" or store.now() - before["reported_at"] > _LAUNCHER_TIMEOUT_S:
-        raise NoAnswerError(
-            f"run {run!r} must have a live launcher, got none: start generators with `python -m slipstream.generators`"
-        )
+        remedy = "start generators with `python -m slipstream.generators`"
+        raise NoAnswerError(f"run {run!r} must have a live launcher, got none: {remedy}")
     # The id distinguishes the answer from that to an earlier command.
     request_id = uuid.uuid4().hex
     store.request("launcher", GENERATORS, f"{target} {request_id}")
@@ -49,10 +48,8 @@ def request_generators(store: Store, target: int, *, run: str) -> int:
         if time.monotonic() >= ends_at:
             # It must not take effect after this command has reported a failure.
             store.take_requests("launcher")
-            raise NoAnswerError(
-                f"the launcher of run {run!r} must answer within {_LAUNCHER_TIMEOUT_S:g} s, but did not; nothing was "
-                "changed"
-            )
+            must = f"the launcher of run {run!r} must answer within {_LAUNCHER_TIMEOUT_S:g} s"
+            raise NoAnswerError(f"{must}, but did not; nothing was changed")
         time.sleep(_POLL_EVERY_S)
     if launcher["refusal"]:
         raise ConfigError(launcher["refusal"])
@@ -68,10 +65,9 @@ def request_drain(store: Store, generator_id: str, *, run: str) -> None:
     roles = store.roles().items()
     connected = sorted(name for name, gauges in roles if gauges.get("role") == "generator" and _is_connected(gauges))
     if generator_id not in connected:
-        raise ConfigError(
-            f"drain needs a generator of run {run!r}, got {generator_id!r}; there are {', '.join(connected) or 'none'}."
-        )
-    # After the deadline the broker ignores the request, which has been reported as failed.
+        known = ", ".join(connected) or "none"
+        raise ConfigError(f"drain needs a generator of run {run!r}, got {generator_id!r}; there are {known}.")
+    # After the deadline, the request has been reported as failed.
     store.request("broker", DRAIN_REQUEST + generator_id, str(store.now() + _DRAIN_TIMEOUT_S))
 
 

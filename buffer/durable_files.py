@@ -34,7 +34,7 @@ def write_synced(path: Path, data: bytes | memoryview) -> None:
 
 
 def write_durably(path: Path, data: bytes | memoryview) -> None:
-    """Write a file atomically: temporary name, fsync, rename, fsync of its folder. Raises OSError."""
+    """Write a file atomically and durably. Raises OSError."""
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         write_synced(temporary, data)
@@ -75,9 +75,8 @@ def parse_line(text: bytes, kind: type[T], *, schema: int, where: str | Path) ->
     """Decode a line's entry; None if damaged. Raises ArchiveError for a newer schema."""
     try:
         if (written := msgspec.json.decode(text, type=_Schema).schema) > schema:
-            raise ArchiveError(
-                f"{where} must have schema <= {schema}, got {written}: read it with the Slipstream that wrote it."
-            )
+            remedy = "read it with the Slipstream that wrote it"
+            raise ArchiveError(f"{where} must have schema <= {schema}, got {written}: {remedy}.")
         line = msgspec.json.decode(text, type=CheckedLine)
         is_whole = xxhash.xxh3_64_hexdigest(bytes(line.entry)) == line.checksum
         return msgspec.json.decode(line.entry, type=kind) if is_whole else None
@@ -90,8 +89,8 @@ def whole_lines(
 ) -> Iterator[tuple[T, bytes]]:
     """Yield (entry, line) of a LineFile, ignoring a truncated last line.
 
-    `parse` returns None for a damaged line. `rule` completes "a line must ..." in errors; `first`: number of the first
-    line. Raises ArchiveError for a damaged line before the last.
+    `parse` returns None for a damaged line. `rule` completes "a line must ..."; `first`: number of the first line.
+    Raises ArchiveError for a damaged line before the last.
     """
     damaged: bytes | None = None
     for number, line in enumerate(lines, start=first):
@@ -149,11 +148,11 @@ class LineFile:
 CHECKSUMS = "checksums.json"
 _BLOCK_BYTES = 4 * 2**20
 _MAX_THREADS = 8
-"""One thread reads about as fast as a disk; hashing releases the GIL."""
+"""Hashing releases the GIL."""
 
 
 def seal(folder: Path) -> None:
-    """Write a folder's checksums and sync everything, so that only a rename is left. Raises OSError."""
+    """Write a folder's checksums and sync everything. Raises OSError."""
     (folder / CHECKSUMS).write_bytes(msgspec.json.encode(checksums_of(folder)))
     for path in (*folder.rglob("*"), folder):
         sync_path(path)
@@ -178,7 +177,7 @@ def merge(parts: Sequence[Path], *, into: Path) -> None:
 
 
 def find_damage(folder: Path) -> str:
-    """Beginning of a sentence about a changed file of a sealed folder; empty if intact."""
+    """Beginning of a sentence about a damaged file; empty if intact."""
     try:
         expected, found = read_checksums(folder), checksums_of(folder)
     except (OSError, msgspec.MsgspecError) as error:

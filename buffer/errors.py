@@ -39,7 +39,7 @@ class StoreUnavailableError(ReplayBufferError, ConnectionError):
 
 
 class StoreCannotWriteError(StoreUnavailableError):
-    """The store refuses writes until space is freed. Its content is safe, and the write may be retried."""
+    """The store refuses writes until space is freed. Retrying is safe."""
 
 
 class StoreLostError(ReplayBufferError, RuntimeError):
@@ -55,7 +55,7 @@ class SearchCancelledError(ReplayBufferError, RuntimeError):
 
 
 class ArchiveError(ReplayBufferError, ValueError):
-    """The archive as a whole is unusable: no archive, damaged, or another writer. The message names a remedy."""
+    """The whole archive is unusable: none, damaged, or another writer. The message names a remedy."""
 
 
 class ShardError(ArchiveError):
@@ -71,4 +71,4 @@ class StorageError(ReplayBufferError, RuntimeError):
 
 
 class DamagedObjectError(StorageError):
-    """An object or a file to upload is missing or differs from its checksum. Retrying does not help."""
+    """An object or a file to upload is missing or damaged. Retrying does not help."""

@@ -1,10 +1,10 @@
-"""ObjectFolder: a folder in an object store, or in any file system that `pyarrow.fs` opens by URI.
+"""ObjectFolder: a folder in an object store or another file system of `pyarrow.fs`.
 
-Invariant: a folder is complete iff it has a manifest, which is written after every other file and deleted before them.
+Invariant: a folder is complete iff it has a manifest, which is written last and deleted first.
 
-<uri>/upload-0.json     first: checksums of sender 0's files, so that a repeated upload sends only the missing ones
+<uri>/upload-0.json     first: checksums of sender 0's files, so that a retry sends only missing ones
 <uri>/<file>            objects, each complete or absent
-<uri>/checksums.json    last: the manifest, checksums of the files of all senders
+<uri>/checksums.json    last: the manifest, checksums of all files
 """
 
 import os
@@ -35,7 +35,7 @@ _BLOCK_BYTES = 16 * 2**20
 _BLOCKS_IN_FLIGHT = 8
 """Concurrent parts of a multipart upload, which pyarrow does not limit."""
 _OUTAGE_S = 1800.0
-"""Time for which the object store may fail before the learner exits: most outages of object stores are shorter."""
+"""Failure of the object store after which the learner exits: most outages are shorter."""
 UPLOAD_TIMEOUT_S = 60.0
 """For a stopping role to finish its uploads."""
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 1.0, 30.0
@@ -49,10 +49,10 @@ class StorageWait:
     """Retries operations with back-off. Used by one thread; any thread may read `reason`."""
 
     def __init__(self, timeout_s: float) -> None:
-        """`timeout_s`: from an operation's first failure until it is given up."""
+        """`timeout_s`: from an operation's first failure."""
         self._timeout_s = timeout_s
         self.reason = ""
-        """Current wait, such as `waiting 12 s of 60 s for s3://...: <error>`; else empty."""
+        """Such as `waiting 12 s of 60 s for s3://...: <error>`; else empty."""
 
     def repeat(self, what: str, call: Callable[[], T]) -> T:
         """Call until it succeeds. Raises StorageError, which names `what`, at the timeout."""
@@ -78,7 +78,7 @@ class StorageWait:
 
 
 class ObjectFolder:
-    """One folder. To upload, every sender calls `upload`, then one calls `seal`. All methods raise StorageError."""
+    """One folder. To upload, all senders call `upload`, then one calls `seal`. Methods raise StorageError."""
 
     def __init__(self, uri: str, wait: StorageWait) -> None:
         """Open the file system of `uri`; the folder need not exist."""
@@ -109,14 +109,11 @@ class ObjectFolder:
         return None if data is None else _parse(data, where=f"{self.uri}/{CHECKSUMS}")
 
     def upload(self, folder: Path, checksums: Mapping[str, str], *, sender: int = 0) -> None:
-        """Send the files in `checksums`, except those already sent.
-
-        Several senders may each upload their own files into one folder.
-        """
+        """Send the missing files of `checksums`. Several senders may upload into one folder."""
         intent, data = _INTENT.format(sender), msgspec.json.encode(dict(sorted(checksums.items())))
         found = self.objects()
         if self.read(intent) != data:
-            # Delete older objects first: the intent declares that objects of the right size are already sent.
+            # Delete older objects first: with an intent, objects of the right size count as sent.
             for name in (CHECKSUMS, intent, *checksums):
                 if name in found:
                     self.remove(name)
@@ -128,18 +125,17 @@ class ObjectFolder:
 
     def seal(self, *, senders: Sequence[int] = (0,)) -> None:
         """Write the manifest, which completes the folder, and delete all other objects."""
-        intents = [_INTENT.format(sender) for sender in senders]
         checksums = dict[str, str]()
-        for name in intents:
+        for name in map(_INTENT.format, senders):
             checksums |= _parse(self.read(name) or b"", where=f"{self.uri}/{name}")
         self.write(CHECKSUMS, msgspec.json.encode(checksums))
         for name in self.objects().keys() - checksums.keys() - {CHECKSUMS}:
             self.remove(name)
 
     def download(self, into: Path) -> None:
-        """Fetch files that are missing or different in `into`, then the manifest. Durable on return.
+        """Fetch missing or different files into `into`, then the manifest, durably.
 
-        Raises DamagedObjectError for an incomplete folder or a damaged object, and OSError.
+        Raises DamagedObjectError for an incomplete folder or damaged object, and OSError.
         """
         manifest = self.manifest()
         if manifest is None:
@@ -174,9 +170,8 @@ class ObjectFolder:
         """Relative name -> info of all files below."""
         selector = FileSelector(self._path, recursive=True, allow_not_found=True)
         infos = self.wait.repeat(self.uri, lambda: self._files.get_file_info(selector))
-        return {
-            str(PurePosixPath(info.path).relative_to(self._path)): info for info in infos if info.type == FileType.File
-        }
+        files = (info for info in infos if info.type == FileType.File)
+        return {str(PurePosixPath(info.path).relative_to(self._path)): info for info in files}
 
     def read(self, name: str) -> bytes | None:
         """Content of a small object; None if absent."""
@@ -199,7 +194,7 @@ class ObjectFolder:
         self.wait.repeat(f"{self.uri}/{name}", call)
 
     def send(self, path: Path, name: str, *, expected: str = "") -> None:
-        """Upload a file. Raises DamagedObjectError unless it has the checksum `expected`, if given."""
+        """Upload a file. Raises DamagedObjectError unless its checksum is `expected`, if given."""
 
         def call() -> str:
             with path.open("rb", buffering=0) as source, self._open_sink(name) as sink:
@@ -213,7 +208,7 @@ class ObjectFolder:
             raise DamagedObjectError(f"{path} must have the checksum it was written with ({expected}), got {found}.")
 
     def fetch(self, name: str, path: Path, *, expected: str = "") -> None:
-        """Download an object durably. Raises DamagedObjectError unless it has the checksum `expected`, if given."""
+        """Download an object durably. Raises DamagedObjectError as `send`."""
 
         def call() -> str:
             with self._files.open_input_stream(self._at(name)) as source, path.open("wb") as sink:
@@ -261,7 +256,7 @@ def open_storage(run: RunConfig, *, timeout_s: float = _OUTAGE_S) -> ObjectFolde
 def check_storage(run: RunConfig, *, has_folder: bool) -> None:
     """Raise ConfigError if `storage.uri` is not writable, holds a run that must be new, or lacks one to resume.
 
-    `has_folder`: whether the local run folder holds the run. Takes seconds if the server is unreachable.
+    `has_folder`: whether the local run folder holds the run.
     """
     try:
         if not (storage := open_storage(run, timeout_s=0)):

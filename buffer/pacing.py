@@ -25,12 +25,12 @@ def admission_limit(run: RunConfig, state: RunState) -> int:
     limit = min(consumed + (target_lag + 1) * groups_per_version, max_steps * claimed_groups_per_step)
 
     A `target_lag` of 0 is the synchronous run, with one version's worth of groups in flight. Groups that end without a
-    step (rejected, expired, quarantined) return their budget: the store subtracts them from `admitted`. Both counters
-    live in the store, so a restarted broker neither bursts nor starves.
+    step (rejected, expired, quarantined) leave `admitted`. Both counters live in the store, so a restarted broker
+    neither bursts nor starves.
 
     Source: AReaL, arXiv:2505.24298, section 5.1. Its version * groups_per_version equals `consumed` without reuse.
-    Differs: Reused groups add no budget. The limit never exceeds the run's total consumption, so no group is left
-        unused. A replay admits none: its groups are already stored. `target_lag` may change during the run (`Pacer`).
+    Differs: Reused groups add no budget. The limit never exceeds the run's total consumption. A replay, with stored
+        groups, admits none. `target_lag` may change (`Pacer`).
     """
     if run.mode == "replay":
         return 0
@@ -54,8 +54,7 @@ class Pacer:
     """Holds the target lag; with `staleness.target_lag=auto`, finds the lowest at which the learner hardly waits.
 
     The prompts of a version have `target_lag` versions of time to become ready groups: too little makes the learner
-    wait, too much leaves ready groups that only age. Both are measured at every claim, whatever the cause (answer
-    lengths and their tails, tools, weight updates, pauses of the learner, generators that join or leave). So
+    wait, too much leaves ready groups that only age. Both are measured at every claim:
 
     - the lag grows by the mean wait per step if the learner waited for more than `_MAX_WAIT` of its recent time;
     - it falls by the groups that none of the last `_STEPS_TO_LOWER` steps needed, except for a reserve;
@@ -76,8 +75,8 @@ class Pacer:
     def record_step(self, *, waited_s: float, step_s: float, num_spare: int) -> bool:
         """Return whether `lag` changed.
 
-        `waited_s`: the part of `step_s`, the time since the last claim, in which too few groups were ready.
-        `num_spare`: ready groups that the claim left.
+        `waited_s`: part of `step_s`, the time since the last claim, with too few ready groups. `num_spare`: ready
+        groups left by the claim.
         """
         self._num_ignored -= 1
         if self._num_ignored >= 0 or not self._is_adaptive:
@@ -119,12 +118,12 @@ def admission_reason(run: RunConfig, *, state: RunState, counts: StoreCounts) ->
 
 
 def oldest_version(run: RunConfig, *, committed: int) -> int:
-    """Oldest version for which training prompts are leased; older tokens would be stale on arrival."""
+    """Oldest version that gets training prompts; older tokens would be stale on arrival."""
     return committed - run.staleness.max_lag
 
 
 def weights_reason(run: RunConfig, *, version: int, committed: int) -> str:
-    """Reason that a generator at this version gets no training prompts; empty if it does, or has no version (-1)."""
+    """Reason that this version gets no training prompts; empty if it does, or is unknown (-1)."""
     if version < 0 or version >= oldest_version(run, committed=committed):
         return ""
     max_lag = run.staleness.max_lag

@@ -11,28 +11,28 @@ from slipstream.buffer.codec import decode, unpack
 from slipstream.buffer.trajectory import Media, Purpose, Trajectory, TrajectoryHeader
 from slipstream.configs.base import Record
 
-# --- limits on data that is stored only for display -------------------------------------------------------------------
+# --- limits on displayed data -----------------------------------------------------------------------------------------
 METRICS_KEPT = 1000
 EVENTS_KEPT = 256
 EVENT_CHARACTERS_KEPT = 1000
-"""Longer texts of events are truncated."""
+"""Longer texts are truncated."""
 ROLES_KEPT = 8192
-"""Roles stored; the one with the oldest report is dropped first."""
+"""The oldest reports are dropped."""
 FRAMES_KEPT = 256
 FRAME_BYTES_KEPT = 4096
-"""Longer rejected frames are truncated."""
+"""Longer frames are truncated."""
 
 Addressee = Literal["launcher", "broker", "learner"]
 Outcome = Literal["retired", "rejected", "expired", "quarantined", "evaluated"]
-"""Covered by a durable checkpoint | refused by the run's filter or the learner | too late | tried too often, or written
-by a quarantined guest | an evaluation answer.
+"""Covered by a durable checkpoint | refused by filter or learner | too late | tried too often, or written by a
+quarantined guest | an evaluation answer.
 """
 GroupState = Literal["open", "ready", "claimed", "used"] | Outcome
 
 
 # --- prompts and trajectories ----------------------------------------------------------------------------------------
 class Lease(Record):
-    """A prompt assigned to a generator, with a deadline.
+    """A prompt assigned to a generator.
 
     Example: Lease(id="17-0", group_id="17", purpose="train", row=4711, ordinal=17, attempt=0, indices=[0, ..., 7])
     """
@@ -45,7 +45,7 @@ class Lease(Record):
     row: int
     """Row of the training or held-out file."""
     ordinal: int
-    """Position of the prompt in the endless sequence of seeded epochs; evaluations: the row."""
+    """Position in the endless sequence of seeded epochs; evaluations: the row."""
     attempt: int
     """Earlier leases of this prompt."""
     indices: list[int]
@@ -56,20 +56,19 @@ class Insertion(Record):
     """Outcome of inserting one trajectory. Example: Insertion(outcome="inserted", group_is_ready=True)."""
 
     outcome: Literal["inserted", "duplicate", "superseded", "refused"]
-    """Stored | already stored with the same content | too late: its index is filled, or its group closed | not stored.
-
-    All but `refused` are acknowledged to the sender.
+    """Stored | already stored with equal content | too late: index filled, or group closed | not stored, and not
+    acknowledged.
     """
     reason: str = ""
     """Refusal: `content_conflict`, `unknown_group`, `group_size`, `baseline`, `unknown_lease`, `future_version`,
     `other_version` (not the evaluation's), `guest_quarantined`, `store_full`.
     """
     group_is_ready: bool = False
-    """Whether it completed its group (or evaluation), and the filter kept the group."""
+    """Whether it completed its group (or evaluation), which the filter kept."""
 
 
 class StoredGroup(Record):
-    """A group with its trajectories: one of a live store, or a finished one, the unit of the archive.
+    """A group with its trajectories, in a live store or finished.
 
     Example: StoredGroup(id="380", state="used", reason="", steps=[12], payloads=[b"...", ...])
     """
@@ -77,7 +76,7 @@ class StoredGroup(Record):
     id: str
     state: GroupState
     reason: str
-    """Reason of the outcome; empty for retired and unfinished groups."""
+    """Of the outcome; empty for retired and unfinished groups."""
     steps: list[int]
     """Steps that trained on it, in order."""
     payloads: list[bytes]
@@ -86,17 +85,17 @@ class StoredGroup(Record):
 
 # --- steps -----------------------------------------------------------------------------------------------------------
 class LagSplit(Record):
-    """Lag of a claim by origin, in versions: means over the oldest token of each trajectory.
+    """Lag of a claim by origin, versions, averaged over the trajectories' oldest tokens.
 
     Example: LagSplit(in_flight=0.4, publish=0.2, queue=1.1), of a mean lag of 1.7
     """
 
     in_flight: float = 0.0
-    """Versions that all generators applied between sampling and arrival."""
+    """Applied by all generators between sampling and arrival."""
     publish: float = 0.0
-    """Versions announced at arrival, but not yet applied by all generators."""
+    """Announced at arrival, but not yet applied by all generators."""
     queue: float = 0.0
-    """Versions produced while the group waited in the store."""
+    """Produced while the group waited in the store."""
 
 
 class Claim(Record):
@@ -107,7 +106,7 @@ class Claim(Record):
 
     step: int
     fence: int
-    """Grows with every claim. A commit with an older fence is rejected."""
+    """Grows with every claim; commits with an older one are rejected."""
     group_ids: list[str]
     """In sampling order."""
     weights: list[float] = []
@@ -120,7 +119,7 @@ class Claim(Record):
 
 
 class StepEntry(Record):
-    """Entry of the step ledger. Fields of the claim are as in Claim.
+    """Entry of the step ledger; see also Claim.
 
     Example: StepEntry(step=12, version=11, fence=31, seed=0, config_hash="9f2c...", group_ids=["380", "377"],
         trajectory_ids=[["380-0-0", "380-0-1"], ["377-1-0", "377-0-1"]])
@@ -128,7 +127,7 @@ class StepEntry(Record):
 
     step: int
     version: int
-    """Policy version at the start of the step; lags are relative to it."""
+    """Policy version at the start, to which lags are relative."""
     fence: int
     seed: int
     config_hash: str
@@ -139,7 +138,7 @@ class StepEntry(Record):
     weights: list[float] = []
     reused: list[bool] = []
     mixed_group_ids: list[str] = []
-    """Groups from another run's archive, trained on as well."""
+    """Groups from another run's archive."""
 
 
 class _TrajectoryId(msgspec.Struct):
@@ -211,32 +210,32 @@ class RunState(Record):
     version: int
     """Newest version that all members applied and verified."""
     announced_version: int
-    """Newest version whose broadcast has begun. Later tokens are rejected."""
+    """Newest version with a started broadcast; tokens of later ones are rejected."""
     consumed: int = 0
-    """Groups first trained on in the steps up to `version`; the base of pacing."""
+    """Groups first trained on up to `version`; the base of pacing."""
     checkpoint: CheckpointPointer | None = None
     """To resume from; None before the first."""
     detail: str = ""
     stepped_at: float | None = None
     """Last commit, seconds of the store's clock; None before the first."""
     fence: int = 0
-    """Fence of the last commit or rollback. Only the learner that holds it may record a checkpoint."""
+    """Of the last commit or rollback; only its learner may record a checkpoint."""
     next_ordinal: int = 0
     admitted: int = 0
     """See `StoreCounts.admitted`."""
     target_lag: float | None = None
-    """Lag that the learner chose for pacing (`staleness.target_lag=auto`), versions; None before its first choice."""
+    """Lag chosen by the learner for pacing (`staleness.target_lag=auto`), versions; None before."""
 
 
 class VersionEntry(Record):
     """A published set of weights. Example: VersionEntry(version=12, step=12, checksum="9f86d081884c7d65")."""
 
     version: int
-    """A version published again after a resume is recorded again."""
+    """Recorded again if published again after a resume."""
     step: int
     """Last step included in the weights; 0 = initial weights."""
     checksum: str
-    """xxh3-64 over the checksums of all buckets, hexadecimal; equal for equal weights."""
+    """xxh3-64 over all buckets' checksums, hexadecimal; equal for equal weights."""
 
 
 class EvaluationResult(Record):
@@ -249,13 +248,13 @@ class EvaluationResult(Record):
     id: str
     purpose: Purpose
     version: int
-    """Version that samples every token of the answers."""
+    """Version of every token."""
     num_asked: int
     """Held-out rows times samples per row."""
     num_answered: int
     num_correct: int
     num_failed: int = 0
-    """Answers with a failed reward function; not correct."""
+    """Failed reward functions; not correct."""
 
     @property
     def is_complete(self) -> bool:
@@ -263,7 +262,7 @@ class EvaluationResult(Record):
 
     @property
     def accuracy(self) -> float:
-        """Fraction of fully correct answers; 0 before the first answer."""
+        """Fraction of fully correct answers; 0 without answers."""
         return self.num_correct / self.num_answered if self.num_answered else 0.0
 
 
@@ -286,13 +285,11 @@ class EvaluationAnswer(Record):
     version: int
     """Version of the last token."""
     answer: str = ""
-    """Key for majority votes: the answer that the reward function extracted, else the response or its hash; empty = no
-    vote.
-    """
+    """Key for majority votes: the extracted answer, else the response or its hash; empty = no vote."""
 
 
 def make_answer(row: int, trajectory: Trajectory, *, text: str = "") -> EvaluationAnswer:
-    """Build the answer of a trajectory. `text`: its vote if the reward function extracted nothing."""
+    """Build the answer of a trajectory. `text`: vote if no answer was extracted."""
     reward = trajectory.reward
     is_ok = reward.status == "ok"
     return EvaluationAnswer(
@@ -309,7 +306,7 @@ def make_answer(row: int, trajectory: Trajectory, *, text: str = "") -> Evaluati
 
 
 def stored_answer(header: TrajectoryHeader, payload: bytes) -> EvaluationAnswer:
-    """Build the answer of an arrived trajectory. The fallback vote is a hash of its tokens."""
+    """Build the answer of an arrived trajectory, with a hash of its tokens as fallback vote."""
     trajectory = unpack(payload)
     row = int(header.group_id.rpartition(":")[2].partition(".")[0])
     written = trajectory.token_ids[trajectory.model_mask]
@@ -334,16 +331,16 @@ class MetricsRows(Record):
     """Metrics rows, oldest first. Example: MetricsRows(last=1002, rows=[{"step": 1001}, {"step": 1002}])."""
 
     last: int
-    """Rows ever appended; pass it as `after` to continue reading."""
+    """Rows ever appended; `after` of the next read."""
     rows: list[dict[str, Any]]
 
 
 PROGRESS_GAUGES = ("version", "tokens", "trajectories", "updates", "groups", "last_step")
-"""Gauges that grow with the work of a generator, the learner, or the archiver. Broker and launcher have none."""
+"""Gauges that grow with the work of generators, learner, or archiver."""
 
 
 class Heartbeat(Record):
-    """Report of a live role: its gauges, and the leases it works on.
+    """Report of a live role.
 
     Example: Heartbeat("generator-0", {"version": 3, "tokens": 512.0}, owner="generator-0/9f3c", lease_ids=["17-0"])
     """
@@ -356,9 +353,7 @@ class Heartbeat(Record):
 
 
 def progress_mark(gauges: dict[str, Any]) -> str:
-    """Progress gauges as one string; empty without any.
-
-    Version -1 without totals also gives an empty string: joining again is not progress.
+    """Progress gauges as one string; empty without any, or with only version -1: joining is not progress.
 
     Example: progress_mark({"version": 3, "tokens": 512.0, "running": 7}) == "version=3 tokens=512.0"
     """

@@ -22,13 +22,13 @@ LAUNCHER = "launcher"
 LEARNER = "learner"
 
 PROBLEM_PREFIX = "problem/"
-"""Start of the names of generators' gauges that describe the first failure of each kind; the rest is a hash of it."""
+"""Of generators' gauges that describe the first failure of each kind; a hash follows."""
 
 WaitsFor = Literal[
     "", "groups", "evaluation", "weights", "transfer", "prompts", "agents", "store", "disk", "storage", "user"
 ]
 """Gauge `waits_for`: nothing | groups to train on | evaluation answers | publication of weights | their transfer |
-prompts | external agents | the store, or room in it | disk space, or a writable archive folder | the object store |
+prompts | external agents | the store, or room in it | disk space, or a writable archive | the object store |
 `slipstream pause --off`.
 """
 
@@ -106,28 +106,22 @@ def _role_status(
     has_left = gauges.get("state") == "gone"
     # A generator reports its limit once its engine has started.
     capacity = _count(gauges, "max_concurrency") or run.generators.max_concurrency
+    shown: dict[str, Any] = {key: str(gauges.get(key, "")) for key in ("role", "state", "reason")}
+    shown |= {key: gauges.get(key) for key in ("host", "pid", "broker")}
+    shown |= {key: number_of(gauges, key) for key in ("tokens_per_s", "kv_usage")}
+    shown |= {key: _count(gauges, key) for key in ("running", "rewards_failed", "preemptions")}
     return RoleStatus(
         name=name,
-        role=str(gauges.get("role", "")),
         liveness="gone" if has_left else "alive" if age_s <= run.broker.peer_timeout_s else "silent",
-        state=str(gauges.get("state", "")),
         report_age_s=age_s,
         progress_age_s=None if progressed_at is None else max(0.0, now - progressed_at),
-        reason=str(gauges.get("reason", "")),
         waits_for="" if has_left else str(gauges.get("waits_for", "")),
-        host=gauges.get("host"),
-        pid=gauges.get("pid"),
         version=version,
         version_lag=announced_version - version if is_generator and version is not None else None,
-        tokens_per_s=number_of(gauges, "tokens_per_s"),
-        running=_count(gauges, "running"),
         capacity=capacity if is_generator and not has_left else None,
-        rewards_failed=_count(gauges, "rewards_failed"),
         restarts=restarts,
-        kv_usage=number_of(gauges, "kv_usage"),
-        preemptions=_count(gauges, "preemptions"),
         is_chief=gauges.get("is_chief") is True,
-        broker=gauges.get("broker"),
+        **shown,
     )
 
 
@@ -170,7 +164,7 @@ PHASES = {
     "broker": {"routing": "routing", "storing": "storing", "waiting": "idle"},
     "store": {"busy": "busy"},
 }
-"""Role -> phase of its TimeAccount -> description. Other phases, such as startup, are not counted."""
+"""Role -> counted phase of its TimeAccount -> description."""
 _LEAST_SHARE = 0.005
 _ALIKE = 0.1
 """Largest difference of wait shares without a slower side."""

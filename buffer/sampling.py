@@ -1,15 +1,13 @@
 """Sampling: the groups of a step and their weights, the order of prompts, and the curriculum.
 
-Pure functions of a seed, a step, and the queue: a store reads its `Queue`, applies the result of `evict`, and claims
-the result of `sample`.
+Pure functions of a seed, a step, and the queue: a store applies the result of `evict` and claims that of `sample`.
 
 Random selection is an exponential race: candidate i gets the key e_i / p_i with exponential e_i, and the smallest keys
 win. This samples without replacement, in proportion to p.
 
 Source: Efraimidis & Spirakis, Weighted random sampling with a reservoir, 2006.
 
-The curriculum skips prompts with a measured success rate outside a band. The store measures a row with each complete
-group (`prelude.lua`), and skips prompts as it leases them (`lease.lua`).
+The curriculum skips prompts with a success rate, measured by the store, outside a band (`prelude.lua`, `lease.lua`).
 """
 
 import math
@@ -53,8 +51,8 @@ RowCount = int | list[FileShare]
 def row_of(ordinal: int, *, num_rows: RowCount, seed: int) -> int:
     """Dataset row of prompt `ordinal`, from 0.
 
-    Each file has its own epochs, seeded permutations of its rows. Every range of prompts holds each file's share, to
-    within one prompt per file.
+    Each file has separate epochs, seeded permutations of its rows. Every range of prompts holds each file's share, to
+    within one prompt.
     """
     files = [FileShare(num_rows, 1.0)] if isinstance(num_rows, int) else num_rows
     if ordinal < 0 or not files or min(file.num_rows for file in files) < 1:
@@ -69,8 +67,7 @@ def _file_of(ordinal: int, weights: tuple[float, ...]) -> tuple[int, int]:
     """Prompt's file, and the number of earlier prompts from it.
 
     Files are spread evenly: the first takes prompt n where round(n * share) steps up, the second does the same among
-    the rest, and so on. Random draws would vary the mixture between batches, leave a file of weight 0.01 out of 100
-    prompts one time in three, and require counting from the first prompt to find a row.
+    the rest, and so on. Random draws would vary the mixture, and finding a row would require counting from the start.
     """
     for number, (above, below) in enumerate(_shares_of_rest(weights)):
         before = (2 * ordinal * above + below) // (2 * below)
@@ -90,8 +87,7 @@ def _shares_of_rest(weights: tuple[float, ...]) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=16)
 def _permutation(epoch: int, num_rows: int, seed: int, file: int = 0) -> np.ndarray:
-    # Not `Generator.permutation`: across numpy versions, only a bit generator's stream is guaranteed, and a resumed run
-    # must see the same sequence.
+    # Not `Generator.permutation`: only bit generators are stable across numpy versions, as a resumed run needs.
     stream = [seed, epoch, _PROMPT_STREAM, *([file] if file else [])]
     return np.argsort(np.random.PCG64(stream).random_raw(num_rows), kind="stable")
 
@@ -109,7 +105,7 @@ class SamplingRules(Record):
 
     @property
     def only_oldest(self) -> bool:
-        """Whether a step always claims the oldest groups, so the queue need not be read."""
+        """Whether steps claim the oldest groups, so that the queue need not be read."""
         return (
             isinstance(self.sampler, FifoConfig)
             and self.reuse.max_uses == 1
@@ -119,7 +115,7 @@ class SamplingRules(Record):
 
 
 class Candidate(Record):
-    """The properties of a group that selection depends on.
+    """Properties of a group for selection.
 
     Example: Candidate(id="380", sequence=371, oldest_version=11, answered=8, reward_sum=4.2, reward_squares=3.1)
     """
@@ -154,7 +150,7 @@ class Evictions(Record):
     expired: list[str] = []
     """Ready groups beyond `max_lag`, if `on_stale=drop`."""
     released: list[str] = []
-    """Reusable groups that are too old or too many; not used again."""
+    """Reusable groups that are too old or too many."""
 
 
 class Sample(Record):
@@ -171,7 +167,7 @@ class NotReady(Record):
 
     reason: str
     ready_needed: int
-    """Ready groups at which a retry may succeed."""
+    """Ready groups for a retry."""
 
 
 # --- selection -------------------------------------------------------------------------------------------------------
@@ -179,55 +175,40 @@ def evict(queue: Queue, rules: SamplingRules, *, version: int) -> Evictions:
     """Groups that are too old for a learner at `version`, or too many."""
     reuse, max_lag = rules.reuse, rules.staleness.max_lag
     stale = [candidate.id for candidate in queue.ready if version - candidate.oldest_version > max_lag]
-    surplus = len(queue.reusable) - reuse.max_groups
-    released = [
-        candidate.id
-        for index, candidate in enumerate(queue.reusable)
-        if index < surplus or (reuse.max_age is not None and version - candidate.oldest_version > reuse.max_age)
-    ]
+    surplus, max_age = len(queue.reusable) - reuse.max_groups, math.inf if reuse.max_age is None else reuse.max_age
+    places = enumerate(queue.reusable)
+    released = [each.id for place, each in places if place < surplus or version - each.oldest_version > max_age]
     return Evictions(expired=stale if rules.staleness.on_stale == "drop" else [], released=released)
 
 
 def sample(queue: Queue, rules: SamplingRules, *, num_groups: int, seed: int, step: int) -> Sample | NotReady:
-    """Select groups for `step`, or return why it cannot yet. Apply evictions to `queue` first."""
+    """Select groups for `step`, or return why not yet. Apply evictions first."""
     # Each arrival raises the limit, so retry at one more ready group.
     limit = rules.reuse.samples_per_insert
     if limit is not None and queue.num_uses + num_groups > limit * queue.num_arrived:
-        reason = (
-            f"{queue.num_uses} + {num_groups} uses are more than samples_per_insert ({limit:g}) x {queue.num_arrived} "
-            "groups that arrived"
-        )
+        allowed = f"samples_per_insert ({limit:g}) x {queue.num_arrived} groups that arrived"
+        reason = f"{queue.num_uses} + {num_groups} uses are more than {allowed}"
         return NotReady(reason, ready_needed=len(queue.ready) + 1)
-    num_fresh, num_reused = _split(queue, rules.reuse, num_groups=num_groups)
-    if num_fresh + num_reused < num_groups:
+    # By `fresh_fraction`; one kind makes up for the other.
+    num_wanted = min(len(queue.ready), math.ceil(rules.reuse.fresh_fraction * num_groups))
+    num_reused = min(len(queue.reusable), num_groups - num_wanted)
+    num_fresh = min(len(queue.ready), num_groups - num_reused)
+    if (lacking := num_groups - num_fresh - num_reused) > 0:
         reusable = f", {len(queue.reusable)} may be used again" if queue.reusable else ""
-        return NotReady(
-            f"{len(queue.ready)} of {num_groups} groups are ready{reusable}",
-            ready_needed=len(queue.ready) + num_groups - num_fresh - num_reused,
-        )
+        reason = f"{len(queue.ready)} of {num_groups} groups are ready{reusable}"
+        return NotReady(reason, ready_needed=len(queue.ready) + lacking)
     fresh, fresh_weights = sample_fresh(queue.ready, rules.sampler, num_groups=num_fresh, seed=seed, step=step)
     # Random: by priority if configured, else uniform.
     seeds = (seed, step, _REUSE_STREAM)
     reused, reused_weights = _race(queue.reusable, rules.sampler, num_groups=num_reused, seeds=seeds)
-    return Sample(
-        group_ids=[*fresh, *reused],
-        weights=[*fresh_weights, *reused_weights],
-        reused=[False] * len(fresh) + [True] * len(reused),
-    )
+    return Sample([*fresh, *reused], [*fresh_weights, *reused_weights], [False] * len(fresh) + [True] * len(reused))
 
 
 def sample_oldest(oldest: list[str], *, num_groups: int, num_ready: int) -> Sample | NotReady:
-    """Select all of `oldest`, the groups that became ready first (`only_oldest`)."""
+    """Select all of `oldest`, the first ready groups (`only_oldest`)."""
     if len(oldest) < num_groups:
         return NotReady(f"{num_ready} of {num_groups} groups are ready", ready_needed=num_groups)
     return Sample(oldest, weights=[1.0] * num_groups, reused=[False] * num_groups)
-
-
-def _split(queue: Queue, reuse: ReuseConfig, *, num_groups: int) -> tuple[int, int]:
-    """(fresh, reused) counts by `fresh_fraction`; one kind makes up for the other."""
-    num_fresh = min(len(queue.ready), math.ceil(reuse.fresh_fraction * num_groups))
-    num_reused = min(len(queue.reusable), num_groups - num_fresh)
-    return min(len(queue.ready), num_groups - num_reused), num_reused
 
 
 # --- samplers --------------------------------------------------------------------------------------------------------
@@ -238,8 +219,8 @@ def sample_fresh(
     if isinstance(sampler, PrioritizedConfig):
         return _race(candidates, sampler, num_groups=num_groups, seeds=(seed, step, _FRESH_STREAM))
     if isinstance(sampler, UniformConfig):
-        order = np.argsort(_raw(len(candidates), (seed, step, _FRESH_STREAM)), kind="stable")
-        ordered = [candidates[index] for index in order]
+        draws = _raw(len(candidates), (seed, step, _FRESH_STREAM))
+        ordered = [candidates[index] for index in np.argsort(draws, kind="stable")]
     elif isinstance(sampler, FreshestConfig):
         ordered = sorted(candidates, key=lambda c: (-c.oldest_version, c.sequence))
     else:
@@ -261,7 +242,7 @@ def priority(candidate: Candidate) -> float:
 def inclusion_probabilities(rates: np.ndarray, *, threshold: float) -> np.ndarray:
     """Selection probabilities given the smallest losing key, float64, shape of `rates`.
 
-    Sums over selected candidates, divided by these, are unbiased estimates of sums over all candidates.
+    Dividing by these makes sums over selected candidates unbiased estimates of sums over all.
     Source: Cohen & Kaplan, Summarizing data using bottom-k sketches, 2007 (rank conditioning).
     """
     return -np.expm1(-rates * threshold)
@@ -270,10 +251,10 @@ def inclusion_probabilities(rates: np.ndarray, *, threshold: float) -> np.ndarra
 def _race(
     candidates: list[Candidate], sampler: SamplerConfig, *, num_groups: int, seeds: tuple[int, int, int]
 ) -> tuple[list[str], list[float]]:
-    """Sample in proportion to priority. With the weights, the expected gradient is that of a uniform sample."""
+    """Sample in proportion to priority; the weights make the gradient unbiased."""
     exponent = sampler.exponent if isinstance(sampler, PrioritizedConfig) else 0.0
     rates = np.array([priority(candidate) ** exponent for candidate in candidates])
-    # The +1 maps raw values to (0, 1], where the logarithm is finite.
+    # The +1 avoids log(0).
     keys = -np.log((_raw(len(candidates), seeds).astype(np.float64) + 1.0) / 2.0**64) / rates
     selected = np.argsort(keys, kind="stable")[:num_groups]
     group_ids = [candidates[index].id for index in selected]
@@ -282,8 +263,7 @@ def _race(
     # Given the smallest losing key, inclusions are independent with known probabilities.
     threshold = float(np.partition(keys, num_groups)[num_groups]) if num_groups < len(keys) else math.inf
     included = inclusion_probabilities(rates[selected], threshold=threshold)
-    weights = len(selected) / (len(candidates) * included)
-    return group_ids, weights.tolist()
+    return group_ids, (len(selected) / (len(candidates) * included)).tolist()
 
 
 def _raw(count: int, seeds: tuple[int, int, int]) -> np.ndarray:
@@ -296,14 +276,14 @@ _SKIPS_PER_PROMPT = 16
 
 
 class Upcoming(Record):
-    """The next prompts, for a lease to choose from; if empty, none is skipped and no row is measured.
+    """Next prompts for a lease to choose from; if empty, none is skipped or measured.
 
     Example: Upcoming(first=17, explored=[False, False, True])
     """
 
     first: int = 0
     explored: list[bool] = []
-    """Per prompt: generate it even if its row is outside the band."""
+    """Per prompt: generate it even outside the band."""
 
     def rows(self, *, num_rows: RowCount, seed: int) -> list[int]:
         return [row_of(self.first + place, num_rows=num_rows, seed=seed) for place in range(len(self.explored))]
@@ -315,7 +295,7 @@ NOTHING_SKIPPED = Upcoming()
 def look_ahead(first: int, num_new: int, *, curriculum: CurriculumConfig, seed: int, may_skip: bool) -> Upcoming:
     """Enough prompts for `num_new` leases, all explored without `may_skip`."""
     num_skips = _SKIPS_PER_PROMPT * num_new if may_skip else 0
-    # A hash of the ordinal, so that repeated leases and other brokers decide the same.
+    # A hash, so that repeated leases and other brokers decide the same.
     draws = [xxhash.xxh3_64_intdigest(f"explore:{seed}:{first + place}".encode()) for place in range(num_skips)]
-    # The last ones are always explored, so that a lease hands out all that pacing admits.
+    # The last are always explored, so that a lease hands out all that pacing admits.
     return Upcoming(first, [draw < curriculum.explore * 2**64 for draw in draws] + [True] * num_new)

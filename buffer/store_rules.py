@@ -1,8 +1,7 @@
 """Rules and messages of a store: run identity, leases, claims, and the chief broker.
 
-The chief is the one broker that does the work shared by all brokers. It holds a lease: when it lapses, another broker
-becomes the chief; a new process under the chief's name does so immediately. Every chief operation carries a fence,
-which the store rejects unless it is the chief's and the lease is live.
+The chief does the shared work of all brokers. When its lease lapses, another broker becomes the chief; a new process
+under its name does so immediately. The store rejects chief operations without the live chief's fence.
 """
 
 import json
@@ -26,7 +25,7 @@ MAY_CHANGE = (
     "learner.stall",
 )  # fmt: skip
 """Settings that a resumed run may change: where it runs, when it ends, workers and timeouts, and how the learner
-divides model and work without affecting gradients.
+divides model and work.
 """
 
 
@@ -37,18 +36,15 @@ def check_same_run(run_id: str, *, stored: tuple[str, RowCount, int], opened: tu
         old, new = before.get(key, "absent"), now.get(key, "absent")
         may_change = any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE)
         if old != new and not may_change:
-            raise RunConflictError(
-                f"{key} must stay {old!r} as run {run_id!r} was opened with, got {new!r}: "
-                "continue with the old setting or choose another name."
-            )
+            remedy = "continue with the old setting or choose another name"
+            raise RunConflictError(f"{key} must stay {old!r} as run {run_id!r} was opened with, got {new!r}: {remedy}.")
 
 
 def no_run(run_id: str) -> RunConflictError:
     """Error of every operation before `open_run`."""
-    return RunConflictError(
-        f"run {run_id!r} must be opened before it is used, but the store holds no such run: no broker has opened it "
-        "yet, or the store was emptied."
-    )
+    cause = "no broker has opened it yet, or the store was emptied"
+    must = f"run {run_id!r} must be opened before it is used"
+    return RunConflictError(f"{must}, but the store holds no such run: {cause}.")
 
 
 def _settings(config_json: str, num_rows: RowCount, seed: int) -> dict[str, Any]:
@@ -94,15 +90,7 @@ def make_lease(
     # Row from ordinal and seed: no dataset cursor is stored.
     ordinal = int(group_id.rpartition(":")[2].partition(".")[0])
     row = ordinal if is_evaluation(group_id) else row_of(ordinal, num_rows=num_rows, seed=seed)
-    return Lease(
-        id=make_lease_id(group_id, attempt),
-        group_id=group_id,
-        purpose=purpose,
-        row=row,
-        ordinal=ordinal,
-        attempt=attempt,
-        indices=indices,
-    )
+    return Lease(make_lease_id(group_id, attempt), group_id, purpose, row, ordinal, attempt, indices)
 
 
 def lapsed_lease_message(group_id: str, *, attempt: int, owner: str, is_quarantined: bool) -> str:
@@ -120,15 +108,9 @@ def short_group_message(group_id: str, *, members: int, size: int, deadline: Tra
 # --- claims ----------------------------------------------------------------------------------------------------------
 def make_claim(selected: Sample, *, step: int, fence: int, lag: LagSplit, num_spare: int) -> Claim:
     """Build the claim of a sample, omitting trivial weights and reuse flags."""
-    return Claim(
-        step=step,
-        fence=fence,
-        group_ids=selected.group_ids,
-        weights=selected.weights if any(weight != 1 for weight in selected.weights) else [],
-        reused=selected.reused if any(selected.reused) else [],
-        lag=lag,
-        num_spare=num_spare,
-    )
+    weights = selected.weights if any(weight != 1 for weight in selected.weights) else []
+    reused = selected.reused if any(selected.reused) else []
+    return Claim(step, fence, selected.group_ids, weights, reused, lag, num_spare)
 
 
 def split_lag(num_members: int, in_flight: int, publish: int, arrived: int, *, version: int) -> LagSplit:
@@ -142,23 +124,20 @@ def split_lag(num_members: int, in_flight: int, publish: int, arrived: int, *, v
 
 def lapsed_claim_message(step: int, *, num_ready: int, quarantined: list[str]) -> str:
     """Log line for a lapsed claim."""
-    line = f"claim of step {step} lapsed: {num_ready} groups are ready again"
-    if quarantined:
-        line += f", put into quarantine (claim_attempts): {', '.join(quarantined)}"
-    return line
+    fate = f", put into quarantine (claim_attempts): {', '.join(quarantined)}" if quarantined else ""
+    return f"claim of step {step} lapsed: {num_ready} groups are ready again{fate}"
 
 
 # --- errors of the learner's operations ------------------------------------------------------------------------------
 def stale_claim(claim: Claim) -> StaleFenceError:
     """Error of an operation on a claim that is not live."""
-    return StaleFenceError(
-        f"the claim of step {claim.step} with fence {claim.fence} lapsed or was taken back: drop the step, claim again."
-    )
+    lost = f"the claim of step {claim.step} with fence {claim.fence} lapsed or was taken back"
+    return StaleFenceError(f"{lost}: drop the step, claim again.")
 
 
 # --- the chief --------------------------------------------------------------------------------------------------------
 NO_FENCE = 0
-"""Fence of a broker that is not the chief. Accepted as long as a run has never had a chief, as in a single process."""
+"""Fence of other brokers. Accepted while a run has never had a chief, as in a single process."""
 
 
 class Brokers(Record):

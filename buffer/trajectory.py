@@ -11,14 +11,14 @@ from msgspec import Meta
 from slipstream.configs.base import Record
 
 SCHEMA_VERSION = 4
-"""Increment when a reader of the previous schema would misread the new one. Version 3 is still readable."""
+"""Increment if older readers would misread it. Version 3 is still readable."""
 
 Purpose = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
 """`train`, or the name of an evaluation, such as `greedy`."""
 ShortName = Annotated[str, Meta(min_length=1, max_length=64)]
 """Free-form name of a stop reason, metric, etc."""
 Name = Annotated[str, Meta(max_length=512)]
-"""An id, bounded because the broker echoes it and the store builds keys from it."""
+"""An id, bounded because the broker echoes it and keys contain it."""
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 """Exact as a double: numbers in the store's scripts are doubles."""
 
@@ -34,12 +34,12 @@ def make_trajectory_id(lease_id: str, index: int) -> str:
 
 
 def lease_of(trajectory_id: str) -> str:
-    """Extract the lease id from a trajectory id; empty for any other text."""
+    """Lease id within a trajectory id; empty for other text."""
     return trajectory_id.rpartition("-")[0]
 
 
 def group_of(lease_id: str) -> str:
-    """Extract the group id from a lease id; empty for any other text."""
+    """Group id within a lease id; empty for other text."""
     return lease_id.rpartition("-")[0]
 
 
@@ -62,22 +62,20 @@ class Reward(Record):
     """
 
     total: float
-    """0.0 if the status is not ok; the trajectory is then masked, not trained on."""
+    """0.0 if the status is not ok; the trajectory is then masked."""
     parts: dict[str, float] = {}
     """Components by name."""
     status: Literal["ok", "error", "timeout"] = "ok"
     is_correct: bool = False
     """Fully correct; counted by `accuracy`."""
     detail: str = ""
-    """The reason if the status is not ok. Otherwise the answer that the reward function extracted, if any: the vote in
-    an evaluation's majority.
-    """
+    """The reason if the status is not ok; else the extracted answer, if any, for majority votes."""
     turns: list[float] = []
-    """Share of `total` earned by each turn; the remainder (all if empty) goes to the whole trajectory."""
+    """Share of `total` earned by each turn; the rest goes to the whole trajectory."""
 
 
 class Media(Record):
-    """An image, video, or sound that the model saw, without its bytes.
+    """An image, video, or sound, without its bytes.
 
     Example: Media(kind="image", uri="train/00017/0", checksum="9f86d081...", first_token=4, num_tokens=64)
     """
@@ -87,7 +85,7 @@ class Media(Record):
     uri: str
     """Row name and 0-based image number within the row."""
     checksum: Annotated[str, Meta(pattern=r"^[0-9a-f]{1,64}\Z")]
-    """SHA-256 of the bytes, hexadecimal; also their name in store and archive."""
+    """SHA-256 of the bytes, hexadecimal; their name in store and archive."""
     first_token: int
     """Index of its first token in `token_ids`."""
     num_tokens: int
@@ -109,7 +107,7 @@ class Sampling(Record, omit_defaults=True):
     seed: int
     """Seed of this request only."""
     min_p: float | None = None
-    """Least probability as a fraction of the likeliest token's; None = off."""
+    """Least probability, relative to the likeliest token; None = off."""
     ignore_eos: bool = False
     """Whether end tokens don't end the response."""
 
@@ -156,8 +154,7 @@ class TrajectoryHeader(Record):
 class Trajectory(Record):
     """One response to one prompt, token by token. Ids are as in TrajectoryHeader.
 
-    It concatenates one or more contexts: of sub-agents, or before and after a compaction. All contexts form one group
-    member with one reward.
+    It concatenates one or more contexts (of sub-agents, or around a compaction) with one reward.
 
     Example: Trajectory(id="17-0-3", ..., token_ids=[4, 8, 2, 1, 3, 10, 3, 1, 2, 8, 4, 11],
         model_mask=[0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1], generator_logprobs=[0, 0, 0, 0, 0, 0, -0.1, ...],
@@ -174,13 +171,13 @@ class Trajectory(Record):
     model_mask: np.ndarray
     """bool[T], true where the model wrote the token."""
     generator_logprobs: np.ndarray
-    """float32[T], log-probability under the distribution actually sampled from; 0 where model_mask is false."""
+    """float32[T], log-probability under the sampled distribution; 0 where model_mask is false."""
     version_spans: list[VersionSpan]
     """In token order, covering every model-written token."""
     reward: Reward
     stop_reason: ShortName
-    """`stop` (end token), `length` (max_tokens), `aborted` (by the agent loop), or defined by an agent loop, such as
-    `stop_string`, `turn_limit`, `context_overflow`, `tool_failure`.
+    """`stop` (end token), `length` (max_tokens), `aborted`, or defined by an agent loop: `stop_string`, `turn_limit`,
+    `context_overflow`, `tool_failure`, etc.
     """
     sampling: Sampling
     generator_id: str
@@ -190,17 +187,17 @@ class Trajectory(Record):
     data_source: str
     """Task type, from the dataset."""
     num_turns: int = 1
-    """Runs of consecutive model-written tokens within contexts."""
+    """Runs of model-written tokens within contexts."""
     extras: dict[str, Any] = {}
-    """Plain values of the agent loop, for storage."""
+    """Plain values of the agent loop."""
     context_starts: list[int] = []
-    """Index into `token_ids` of each context's first token, except the first context's."""
+    """First token of each context but the first."""
     arrays: dict[str, np.ndarray] = {}
-    """More per-token data by name, [T, ...], such as the engine's choice of experts, int16[T, layers, k]."""
+    """More per-token data, [T, ...], such as the chosen experts, int16[T, layers, k]."""
     media: list[Media] = []
     """In token order."""
     metrics: dict[str, float] = {}
-    """Numbers of the agent loop for reports, such as `tool_calls`."""
+    """Of the agent loop, such as `tool_calls`."""
 
     @property
     def num_tokens(self) -> int:
@@ -208,7 +205,7 @@ class Trajectory(Record):
 
     @property
     def is_greedy(self) -> bool:
-        """Whether it was decoded greedily; in a group, that is the baseline, which is not trained on."""
+        """Whether it was decoded greedily, as is a group's baseline, which is not trained on."""
         return self.sampling.temperature == 0
 
     def context_bounds(self) -> list[int]:
@@ -234,9 +231,7 @@ class Trajectory(Record):
 
 # --- checks of answers written by guests ------------------------------------------------------------------------------
 class AnswerCheck(Record):
-    """Comparison of a guest's answer with our own recomputation.
-
-    Sums run over the tokens sampled by the answer's newest version.
+    """Comparison of a guest's answer with our recomputation. Sums run over tokens of its newest version.
 
     Example: AnswerCheck("17-0-3", num_tokens=6, logprob_diff=0.004, own_logprob_diff=0.0005, surplus=-0.4,
         variance=0.9, logprob=-4.1, digest="9f3c...")
@@ -244,13 +239,13 @@ class AnswerCheck(Record):
 
     id: Name
     num_tokens: Count = 0
-    """Tokens scored; 0 if the checking generator has no samples of that version to compare with."""
+    """Tokens scored; 0 if the checker has no samples of that version."""
     logprob_diff: float = 0.0
     """Sum of absolute log-probability differences, nats."""
     own_logprob_diff: float = 0.0
-    """Mean absolute difference over our own answers with that version, nats: the policy may have changed since."""
+    """Mean absolute difference over our own answers, nats: the policy may have changed since."""
     surplus: float = 0.0
-    """Number of sampled tokens that are the most likely ones, minus the number expected under the policy."""
+    """Number of likeliest tokens among the sampled, minus its expectation under the policy."""
     variance: float = 0.0
     """Variance of `surplus` under the policy."""
     logprob: float = 0.0
@@ -258,22 +253,18 @@ class AnswerCheck(Record):
     digest: Annotated[str, Meta(max_length=32)] = ""
     """Hash of all model-written tokens."""
     lie: Annotated[str, Meta(max_length=1024)] = ""
-    """One sentence on a prompt or reward that differs from the guest's claim; empty: none."""
+    """Sentence on a false prompt or reward; empty: none."""
 
 
 # --- lag: the learner's version minus the version that sampled the token ----------------------------------------------
 def lag(versions: np.ndarray, learner_version: int) -> np.ndarray:
-    """Lag of tokens, same shape as `versions`.
-
-    Negative after the learner resumes from an older checkpoint; such tokens count as fresh.
-    """
+    """Lag of tokens, shaped as `versions`; negative (fresh) after a resume from an older checkpoint."""
     return learner_version - versions
 
 
 def stale_mask(trajectory: Trajectory, *, learner_version: int, max_lag: int) -> np.ndarray:
     """Whether model-written tokens are more than `max_lag` versions old, bool[T]."""
-    too_old = lag(trajectory.token_versions(), learner_version) > max_lag
-    return too_old & trajectory.model_mask
+    return (lag(trajectory.token_versions(), learner_version) > max_lag) & trajectory.model_mask
 
 
 def lag_histogram(trajectories: Iterable[Trajectory], *, learner_version: int) -> dict[int, int]:

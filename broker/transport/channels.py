@@ -1,6 +1,6 @@
-"""Channels that move frames between processes: protocols, and an in-memory implementation for serial mode and tests.
+"""Channels between processes: protocols, and in-memory channels for serial mode and tests.
 
-In-memory channels never wait, because nothing can arrive while a single thread waits.
+These never wait, because nothing can arrive while a single thread waits.
 """
 
 import uuid
@@ -18,16 +18,16 @@ class ClientChannel(Protocol):
     """
 
     def send(self, frames: Frames) -> None:
-        """Queue frames without blocking; `receive` sends them once the broker is reachable."""
+        """Queue frames, for `receive` to send once the broker is reachable."""
 
     def receive(self, *, timeout_s: float) -> Frames | None:
-        """Send queued frames, then return the next received ones; None after `timeout_s` or a `wake`."""
+        """Send queued frames, then return the next received; None after `timeout_s` or a `wake`."""
 
     def wake(self) -> None:
         """Unblock the current or next `receive`."""
 
     def reconnect(self, address: str = "") -> None:
-        """Drop the connection and all queued frames; connect with a new identity, to `address` if given."""
+        """Drop connection and queued frames; connect with a new identity, to `address` if given."""
 
     def close(self) -> None:
         """Close, after a short, bounded time for sending queued frames."""
@@ -46,7 +46,7 @@ class ServerChannel(Protocol):
         """Send without blocking; False if the peer is gone or its queue is full."""
 
     def take_refused(self) -> int:
-        """Number of connections refused since the last call for lack of a valid token."""
+        """Connections refused since the last call for lack of a valid token."""
 
     def close(self) -> None: ...
 
@@ -58,7 +58,7 @@ def check_open(*, is_closed: bool) -> None:
 
 
 class MemoryBroker:
-    """Hub of at most one server and any number of clients. Belongs to one thread."""
+    """Hub of at most one server and any clients. Belongs to one thread."""
 
     def __init__(self) -> None:
         self.clients: dict[bytes, MemoryClientChannel] = {}
@@ -136,7 +136,7 @@ class MemoryClientChannel:
         """Do nothing: no `receive` waits."""
 
     def reconnect(self, address: str = "") -> None:
-        """Drop all queued frames and take a new identity. The hub's one server makes the address irrelevant."""
+        """Drop all queued frames and take a new identity; a hub has one server."""
         check_open(is_closed=self._is_closed)
         self._hub.clients.pop(self._identity, None)
         self._queue.clear()

@@ -46,13 +46,13 @@ from slipstream.configs.broker import BROKER_SILENCE_S
 from slipstream.runtime.clock import Clock
 
 _MAX_PROBES = 4
-"""Maximum number of brokers probed at a time. An unreachable address takes one second, while pings go unanswered."""
+"""Brokers probed at a time. An unreachable address takes one second, while pings go unanswered."""
 
 
 def preferred(peer_id: str, brokers: Iterable[str]) -> list[str]:
-    """Brokers in this peer's order of preference: by descending hash of both names.
+    """Brokers in a peer's order of preference: by descending hash of both names.
 
-    Peers spread evenly over the brokers. If a broker dies, its peers spread over the others; no other peer moves.
+    Peers spread evenly. If a broker dies, only its peers move.
 
     Source: rendezvous hashing (highest random weight), Thaler and Ravishankar, IEEE/ACM Trans. Networking 6(1), 1998.
     """
@@ -60,16 +60,16 @@ def preferred(peer_id: str, brokers: Iterable[str]) -> list[str]:
 
 
 class Route:
-    """Selects which broker a peer joins. Belongs to the thread of the peer's client. Life: (next | follow)*."""
+    """Selects the broker that a peer joins. Belongs to the client's thread. Life: (next | follow)*."""
 
     def __init__(self, peer_id: str, brokers: Mapping[str, str], *, is_reachable: Callable[[str], bool]) -> None:
         self._peer_id = peer_id
         self._configured = dict(brokers)
-        """Configured addresses, such as tunnels; the names are assumptions until a Welcome confirms them."""
+        """Such as tunnels; the names are unconfirmed until a Welcome."""
         self._confirmed: dict[str, str] = {}
         """Broker -> address at which it welcomed this peer."""
         self._failed: dict[str, str] = {}
-        """Address that accepts connections but did not answer -> broker assumed there, until that broker dies."""
+        """Address that connects but did not answer -> assumed broker, until that broker dies."""
         self._brokers = {name: [address] for name, address in brokers.items()}
         self._is_reachable = is_reachable
         self._current = preferred(peer_id, brokers)[0]
@@ -94,10 +94,7 @@ class Route:
         return self.address
 
     def follow(self, living: Mapping[str, str], *, at: str) -> bool:
-        """Update the live brokers, as reported by the broker `at`; returns whether to move to another broker.
-
-        Skips brokers that cannot be reached from here, such as those behind a tunnel.
-        """
+        """Update the live brokers, as reported by the broker `at`; returns whether to move to a reachable other."""
         # Only `at` is confirmed to be at this address.
         self._confirmed = {name: address for name, address in self._confirmed.items() if address != self.address}
         self._confirmed[at], self._current = self.address, at
@@ -108,7 +105,7 @@ class Route:
         return self._go_to_first(order[: min(order.index(at), _MAX_PROBES)])
 
     def _addresses_of(self, broker: str, living: Mapping[str, str]) -> list[str]:
-        """Possible addresses: the announced, the last used, then those that belong to no other broker."""
+        """Possible addresses: announced, last used, then those of no other broker."""
         others = {address for each in (living, self._confirmed) for name, address in each.items() if name != broker}
         known = (self._confirmed.get(broker), self._configured.get(broker), *self._configured.values())
         found = (living.get(broker), *(address for address in known if address not in others))
@@ -134,9 +131,8 @@ class BrokerClient:
 
     `step` and `close` belong to one thread. Any thread may call the other methods.
 
-    Life: (Hello -> Welcome -> traffic -> silence or Bye)* -> close. After `BROKER_SILENCE_S` without a message the
-    client reconnects; with a route, to the next broker, until its preferred one is alive again. Each new Welcome
-    resends the outbox.
+    Life: (Hello -> Welcome -> traffic -> silence or Bye)* -> close. After `BROKER_SILENCE_S` of silence it reconnects;
+    with a route, to the next broker, until its preferred one is back. Each new Welcome resends the outbox.
     """
 
     def __init__(
@@ -177,8 +173,8 @@ class BrokerClient:
         """Queue a message. It may get lost, except for weight orders, which are resent to members that join later."""
         if isinstance(message, OpenEpoch | Update):
             self.order = message
-        # Without a connection, drop the learner's messages, which would pile up. A generator has few, such as answers
-        # to weight orders and returned leases, and they must arrive after it rejoins.
+        # Without a connection, drop the learner's messages, which would pile up. A generator's few, such as answers to
+        # weight orders and returned leases, must arrive after it rejoins.
         if self.is_joined or self._route:
             self._channel.send([encode(message)])
             self._channel.wake()
@@ -192,7 +188,7 @@ class BrokerClient:
             self.send(self._status())
 
     def step(self, *, timeout_s: float) -> None:
-        """Send a due Hello and the outbox, then handle received messages; blocks at most `timeout_s`."""
+        """Send a due Hello and the outbox, then handle messages; blocks at most `timeout_s`."""
         self._stay_joined()
         self._send_outbox()
         frames = self._channel.receive(timeout_s=timeout_s)
@@ -234,8 +230,7 @@ class BrokerClient:
     def _send_outbox(self) -> None:
         if self.is_joined:
             for chunk in chunks(self.outbox.pop_sendable()):
-                put = Put([header for header, _ in chunk])
-                self._channel.send([encode(put), *(payload for _, payload in chunk)])
+                self._channel.send([encode(Put([header for header, _ in chunk])), *(payload for _, payload in chunk)])
 
     def _handle(self, frames: Frames) -> None:
         message = _decode(frames)
@@ -293,10 +288,10 @@ class BrokerClient:
         return True
 
     def _resend_order(self, connected: set[Member]) -> None:
-        """Repeat the newest order if some of its members are newly connected to this broker.
+        """Repeat the newest order if some of its members are newly connected.
 
-        It may have been lost with a previous broker, or missed a generator that was moving, and the learner's main
-        thread cannot resend it while the broadcast blocks. A generator that has handled it only repeats its answer.
+        They may have missed it, and the learner's main thread cannot resend it while the broadcast blocks. A generator
+        that has handled it only repeats its answer.
         """
         joined, self._connected = connected - self._connected, connected
         if self.order and not joined.isdisjoint(self.order.members):
@@ -331,24 +326,20 @@ class BrokerClientThread:
         self._thread.start()
 
     def stop(self, *, flush_s: float = 0.0, reason: str = "") -> None:
-        """Flush the outbox for at most `flush_s`, send Bye and end the thread; blocks at most one second longer.
+        """Flush the outbox for at most `flush_s`, send Bye with the role's error, if any, and end the thread.
 
-        `reason`: the error that ended the role; empty for a regular departure.
+        Blocks at most one second longer.
         """
         self._reason = reason
         deadline = time.monotonic() + flush_s
-        while (
-            self._thread.is_alive()
-            and self._client.is_joined
-            and len(self._client.outbox)
-            and time.monotonic() < deadline
-        ):
+        while self._thread.is_alive() and self._client.is_joined and len(self._client.outbox):
+            if time.monotonic() >= deadline:
+                break
             self._thread.join(timeout=0.02)
         self._stopping.set()
         self._thread.join(timeout=1.0)
         if self.error and not self._thread.is_alive():
-            # A failed thread leaves the channel open for the role to send. An open ZeroMQ context would block the
-            # process's exit.
+            # A failed thread leaves the channel open, which would block the process's exit.
             with suppress(ChannelClosedError):
                 self._client.close(reason=reason)
 

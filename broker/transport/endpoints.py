@@ -22,10 +22,7 @@ _MAX_PATH_BYTES = 107
 
 
 def check_reach(address: str, *, setting: str, network: ipaddress.IPv4Network | None = None) -> None:
-    """Raise ChannelClosedError unless a role may listen at the address, which is the value of `setting`.
-
-    Allowed are ipc paths, and ports on loopback and in `network`.
-    """
+    """Raise ChannelClosedError unless `address`, the value of `setting`, is ipc, on loopback, or in `network`."""
     transport, _, endpoint = address.partition("://")
     if transport == "ipc" and len(endpoint.encode()) > _MAX_PATH_BYTES:
         raise ChannelClosedError(
@@ -44,7 +41,7 @@ def check_reach(address: str, *, setting: str, network: ipaddress.IPv4Network | 
 
 @cache
 def machine_id() -> str:
-    """Id that is equal in all processes that share a loopback interface; host names may repeat.
+    """Id shared by all processes with the same loopback interface; host names may repeat.
 
     Example: `node7-1f0c33a9-4026531840`.
     """
@@ -68,24 +65,21 @@ def is_own_machine(address: str) -> bool:
 
 
 def check_unused(address: str, *, setting: str) -> None:
-    """Raise ChannelClosedError if a process listens at an ipc path.
-
-    Binding an ipc path silently takes it from its owner, unlike binding a port. A dead broker's path counts as free.
-    """
+    """Raise ChannelClosedError if a process listens at an ipc path: unlike a port, binding would take it silently."""
     transport, _, path = address.partition("://")
     if transport == "ipc" and path != "*" and is_listening(address):
         raise bind_error(address, "another process listens there", setting=setting)
 
 
 def remove_path(address: str) -> None:
-    """Delete an ipc endpoint's path, which libzmq leaves behind. Idempotent; a no-op for other endpoints."""
+    """Delete an ipc endpoint's path, which libzmq leaves behind. Idempotent."""
     transport, _, path = address.partition("://")
     if transport == "ipc":
         Path(path).unlink(missing_ok=True)
 
 
 def is_listening(address: str) -> bool:
-    """Whether a process accepts connections at a tcp or ipc endpoint; blocks at most one second."""
+    """Whether a process listens at a tcp or ipc endpoint; blocks at most one second."""
     transport, _, endpoint = address.partition("://")
     try:
         with _connected(transport, endpoint):
@@ -114,7 +108,7 @@ CURVE_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x01" + b"CURVE".ljust(20,
 
 
 def speaks_curve(address: str) -> bool:
-    """Whether a CURVE server listens at an endpoint; a silent process takes up to two seconds."""
+    """Whether a CURVE server listens at an endpoint; takes up to two seconds."""
     transport, _, endpoint = address.partition("://")
     try:
         with _connected(transport, endpoint) as probe:
@@ -131,10 +125,8 @@ def speaks_curve(address: str) -> bool:
 def bind_error(address: str, reason: object, *, setting: str) -> ChannelClosedError:
     """Build the error for an address that cannot be bound."""
     role = setting.partition(".")[0].replace("weights", "learner")
-    return ChannelClosedError(
-        f"{setting} must be free to bind, got {address}: {reason}; "
-        f"stop the {role} that runs there, or choose another with {setting}=..."
-    )
+    remedy = f"stop the {role} that runs there, or choose another with {setting}=..."
+    return ChannelClosedError(f"{setting} must be free to bind, got {address}: {reason}; {remedy}")
 
 
 def is_inside(host: str, network: ipaddress.IPv4Network | None) -> bool:
@@ -159,17 +151,13 @@ def own_addresses() -> dict[str, list[str]]:
 
 
 def find_interface(cluster: ClusterConfig) -> Interface:
-    """The one address of this machine in `cluster.interface`.
-
-    Raises ConfigError listing the available addresses.
-    """
+    """The one address of this machine in `cluster.interface`. Raises ConfigError listing the available ones."""
     network = cluster.network
     assert network is not None, "cluster.interface is set"
     candidates = [Interface(name, each) for name, found in own_addresses().items() for each in found]
     inside = [each for each in candidates if IPv4Address(each.address) in network]
     # Exclude loopback from a wide network such as 0.0.0.0/0.
-    reachable = [each for each in inside if not IPv4Address(each.address).is_loopback]
-    chosen = inside if network.is_loopback else reachable
+    chosen = [each for each in inside if network.is_loopback or not IPv4Address(each.address).is_loopback]
     if len(chosen) == 1:
         return chosen[0]
     shown = ", ".join(f"{each.address} ({each.name})" for each in (chosen or candidates)) or "none"
@@ -182,21 +170,20 @@ def find_interface(cluster: ClusterConfig) -> Interface:
 
 def is_free(host: str, port: int) -> bool:
     """Whether a role can listen at a port now."""
-    # Reuses addresses, like ZeroMQ: a port with connections in TIME_WAIT counts as free.
+    # Like for ZeroMQ, a port with connections in TIME_WAIT counts as free.
     with suppress(OSError), socket.create_server((host, port)):
         return True
     return False
 
 
 def find_last_port(cluster: ClusterConfig) -> tuple[str, int]:
-    """This machine's address and the last free port of `cluster.ports`. Raises ConfigError.
+    """This machine's address and the last free port of `cluster.ports`, for programs. Raises ConfigError.
 
-    For programs that take a port number but no open socket; roles take the first.
+    Roles take the first port.
     """
     host = find_interface(cluster).address
-    for port in reversed(cluster.port_range):
-        if is_free(host, port):
-            return host, port
+    if port := next((port for port in reversed(cluster.port_range) if is_free(host, port)), 0):
+        return host, port
     raise ConfigError(f"cluster.ports must have a free port on {host}, got {cluster.ports}: name a wider range.")
 
 
@@ -209,10 +196,7 @@ def tcp_endpoints(cluster: ClusterConfig, *, previous: str = "") -> list[str]:
 
 
 def collective_environment(cluster: ClusterConfig) -> dict[str, str]:
-    """Environment variables that select Gloo's and NCCL's interface; empty unless the network is trusted.
-
-    Raises ConfigError.
-    """
+    """Environment that selects Gloo's and NCCL's interface, in a trusted network. Raises ConfigError."""
     if not cluster.trusted_network:
         return {}
     name = find_interface(cluster).name

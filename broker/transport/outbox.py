@@ -14,8 +14,8 @@ _ANSWER_TIMEOUT_S = 15.0
 class Outbox:
     """Holds each trajectory until its Ack or fatal Nack, and releases it for sending within the credit. Thread-safe.
 
-    States of an entry: waiting -> sent -> gone. A non-fatal Nack returns it to waiting for `retry_after_s`. So does a
-    missing answer, because a lost connection drops frames silently.
+    States of an entry: waiting -> sent -> gone. A non-fatal Nack or a missing answer (a lost connection drops frames
+    silently) returns it to waiting.
     """
 
     def __init__(self, *, clock: Clock = time.monotonic) -> None:
@@ -24,9 +24,7 @@ class Outbox:
         self._entries: dict[str, Packed] = {}
         self._waiting: dict[str, float] = {}
         self._sent_at: dict[str, float] = {}
-        self._sent_bytes = 0
-        self._max_messages = 0
-        self._max_bytes = 0
+        self._sent_bytes = self._max_messages = self._max_bytes = 0
         self.deferral_reason = ""
         """Reason of the newest non-fatal Nack; cleared by the next Ack."""
         self.num_deferred = 0
@@ -37,7 +35,7 @@ class Outbox:
 
     @property
     def is_over_credit(self) -> bool:
-        """Whether the backlog exceeds the credit, so that the generator should request no prompts."""
+        """Whether the backlog exceeds the credit, so that no prompts should be requested."""
         with self._lock:
             return bool(self._waiting) and len(self._entries) >= self._max_messages
 

@@ -1,10 +1,10 @@
-"""Session: a process's membership in a run, from connecting to a broker until its Bye.
+"""Session: a process's membership in a run.
 
 A generator has one client, which moves between brokers; the learner has one per broker.
 
 Consumes: messages from all brokers.
 Produces: the learner's messages, sent to all brokers; the brokers' members, merged into one list.
-Invariant: the learner has a client for every broker that another broker reports as alive.
+Invariant: the learner has a client for every broker reported as alive.
 """
 
 import asyncio
@@ -68,8 +68,8 @@ class BrokerClients:
         brokers: Mapping[str, str],
         is_reachable: Callable[[str], bool] = is_listening,
     ) -> None:
-        """`on_message` is called on the clients' threads. `joins_all`: True for a learner. `brokers`: name -> address,
-        in case an announced address is unreachable."""
+        """`on_message` runs on the clients' threads. `joins_all`: for a learner. `brokers`: name -> address, in case an
+        announced one is unreachable."""
         self._connect = connect
         self._on_message = on_message
         self._joins_all = joins_all
@@ -85,7 +85,7 @@ class BrokerClients:
         """Live brokers; only their members count. None: all count."""
 
     def open(self, address: str, *, broker: str = "") -> tuple[BrokerClient, BrokerClientThread]:
-        """Start a client; after its Welcome, a learner opens clients to the other brokers."""
+        """Start a client; after its Welcome, a learner opens the others."""
         link = _Link(address, broker)
         with self._lock:
             self._links.append(link)
@@ -97,7 +97,7 @@ class BrokerClients:
         return client, link.thread
 
     def send(self, message: Message) -> None:
-        """Queue a message for every broker. Each relays a weight order to the members it serves."""
+        """Queue a message for every broker; each relays weight orders to its members."""
         with self._lock:
             if isinstance(message, OpenEpoch | Update):
                 self._order = message
@@ -116,8 +116,8 @@ class BrokerClients:
             case Welcome(living=living):
                 with self._lock:
                     link.broker = living.broker if living else ""
-                    # A broker serves one connection per learner: two would replace each other forever. A link that was
-                    # left does not end its replacement.
+                    # Two connections to one broker would replace each other forever. A link that was left does not end
+                    # its replacement.
                     twins = [each for each in self._links if each.broker == link.broker and each is not link]
                     for twin in twins if link in self._links else ():
                         self._leave(twin)
@@ -144,16 +144,16 @@ class BrokerClients:
                 if address and (link is None or link.address != address):
                     self._replace(link, name, address)
             before, self._living = self._merged_members(), set(living.brokers)
-            # The next Members may come late, or not at all from a broker that is back.
+            # The next Members may come late or never.
             if (merged := self._merged_members()) != before:
                 self._on_message(merged)
 
     def _choose_address(self, broker: str, announced: str, link: _Link | None) -> str:
-        # Until its Welcome, a known address may belong to any broker: exclude those in use.
+        # Until its Welcome, a known address may be any broker's: exclude those in use.
         taken = {each.address for each in self._links}
         own = [link.address] if link else [address for address in self._brokers.values() if address not in taken]
-        # Prefer the announced address, since another role may have the old port. But it may need a tunnel, and a
-        # loopback address may belong to another process.
+        # Prefer the announced address, since the old port may be reused. But it may need a tunnel, and a loopback
+        # address may belong to another process.
         both = [*own, announced] if link and is_own_machine(announced) else [announced, *own]
         addresses = [*filter(None, dict.fromkeys(both))]
         if len(addresses) < 2:
@@ -177,7 +177,7 @@ class BrokerClients:
             threading.Thread(target=link.thread.stop, name="leave-broker", daemon=True).start()
 
     def _merged_members(self) -> Members:
-        # If two brokers report a generator, one hangs or has not noticed its move: the newest report wins.
+        # The newest report wins: another broker hangs or has not noticed the move.
         counted = [states for name, states in self._members.items() if self._living is None or name in self._living]
         by_member = {state.member: state for states in counted for state in states}
         return Members(sorted(by_member.values(), key=lambda state: state.member.peer_id))
@@ -187,10 +187,7 @@ class Inbox(Protocol):
     """Source of messages for a synchronous role."""
 
     def get(self, *, timeout_s: float) -> Message | None:
-        """Next message; None after `timeout_s`.
-
-        Raises RefusedByBrokerError if the broker refused this peer, ClientDiedError if the client's thread died.
-        """
+        """Next message; None after `timeout_s`. Raises RefusedByBrokerError, ClientDiedError."""
 
 
 class Sender(Protocol):
@@ -200,7 +197,7 @@ class Sender(Protocol):
 
 
 class QueueInbox:
-    """Queue from the client's thread to `get`, or to a listener once one is set."""
+    """Queue from the client's thread to `get` or a listener."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[Message | ClientDiedError] = queue.SimpleQueue()
@@ -221,7 +218,7 @@ class QueueInbox:
         return message
 
     def forward_to(self, listener: Callable[[Message | ClientDiedError], None]) -> None:
-        """Pass all queued messages to `listener`, then every later one, on the client's thread."""
+        """Pass all queued and later messages to `listener`, on the client's thread."""
         with self._lock:
             while (message := self._pop(timeout_s=0)) is not None:
                 listener(message)
@@ -235,10 +232,7 @@ class QueueInbox:
 
 
 def call_threadsafe(loop: asyncio.AbstractEventLoop, call: Callable[[Any], object], argument: object) -> None:
-    """Schedule `call(argument)` on `loop`, from any thread or signal handler; a no-op on a closed loop.
-
-    Messages still arrive while a role flushes its outbox after its loop has ended.
-    """
+    """Schedule `call(argument)` on `loop` from any thread or signal handler; a no-op on a closed loop."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(call, argument)
 
@@ -299,22 +293,13 @@ def join(
     weight_transport: Literal["", "collective", "snapshot", "delta"] = "",
     brokers: Mapping[str, str] | None = None,
 ) -> Session:
-    """Connect and wait for the Welcome, logging what is missing every few seconds.
+    """Connect and wait for the Welcome, logging what is missing.
 
-    With several brokers, a generator joins the one its hash selects and the learner joins all. `brokers`: known ones,
-    name -> address, including `address`.
-
-    Raises RefusedByBrokerError if the broker refuses this peer, WaitTimeoutError after `timeout_s`.
+    Of several brokers, a generator joins the one its hash selects, the learner all. `brokers`: known ones, name ->
+    address, including `address`. Raises RefusedByBrokerError, WaitTimeoutError after `timeout_s`.
     """
-    hello = Hello(
-        role,
-        peer_id,
-        uuid.uuid4().hex,
-        socket.gethostname(),
-        os.getpid(),
-        weight_transport=weight_transport,
-        machine=machine_id(),
-    )
+    incarnation, host, machine = uuid.uuid4().hex, socket.gethostname(), machine_id()
+    hello = Hello(role, peer_id, incarnation, host, os.getpid(), weight_transport=weight_transport, machine=machine)
     inbox = QueueInbox()
     known = brokers or {FIRST_BROKER: address}
     route = Route(peer_id, known, is_reachable=is_listening) if role == "generator" else None
@@ -331,7 +316,7 @@ def join(
     except BaseException:
         clients.stop()
         raise
-    return Session(client, thread, clients, inbox, welcome, Member(peer_id, hello.incarnation))
+    return Session(client, thread, clients, inbox, welcome, Member(peer_id, incarnation))
 
 
 def _wait_for_welcome(
@@ -356,9 +341,8 @@ def _diagnose(address: str, keys: Keys) -> str:
     if not is_listening(address):
         return "no process listens there; start a broker with `python -m slipstream.broker`, or correct broker.address"
     if is_refused(address, keys):
-        raise RefusedByBrokerError(
-            f"the token must be that of the broker at {address}, got another one: {TOKEN_REMEDY}"
-        )
+        must = f"the token must be that of the broker at {address}"
+        raise RefusedByBrokerError(f"{must}, got another one: {TOKEN_REMEDY}")
     return (
         "a process listens there but does not answer: a broker that waits for its store, or another program; "
         "see that process's log, or correct broker.address"

@@ -1,10 +1,9 @@
 """ZeroMQ channels: a ROUTER bound by the broker, a DEALER connected by each peer.
 
 Every socket, unix sockets included, uses CURVE, which encrypts and authenticates both ends with keys derived from the
-run's token. Before authentication libzmq keeps at most one frame per connection, so frames above PIECE_BYTES are sent
-in pieces.
+run's token. Before authentication libzmq keeps one frame per connection, so larger ones are sent in pieces.
 
-Options that affect loss, memory or timeouts are explicit, because most defaults are "forever" or "unlimited".
+Options that affect loss, memory or timeouts are explicit: most defaults are "forever" or "unlimited".
 """
 
 import socket
@@ -15,6 +14,7 @@ from collections import deque
 from contextlib import suppress
 from ipaddress import IPv4Network
 from itertools import accumulate, chain, pairwise
+from types import SimpleNamespace
 from typing import Annotated
 
 import msgspec
@@ -38,14 +38,11 @@ from slipstream.configs.cluster import ClusterConfig
 from slipstream.runtime.credentials import Keys
 
 PIECE_BYTES = 64 * 1024
-"""Maximum frame size towards a server: the memory that an unauthenticated connection can occupy."""
+"""Maximum frame to a server: the memory that an unauthenticated connection can occupy."""
 
 
 def in_pieces(frames: Frames) -> Frames:
-    """Split a message with a frame above PIECE_BYTES: an empty frame, the piece count of each frame, the pieces.
-
-    A header is never empty, so the empty frame is unambiguous.
-    """
+    """Split a message with a frame above PIECE_BYTES: an empty frame (no header is), piece counts per frame, pieces."""
     if all(len(frame) <= PIECE_BYTES for frame in frames):
         return frames
     split = [[frame[at : at + PIECE_BYTES] for at in range(0, len(frame), PIECE_BYTES)] or [frame] for frame in frames]
@@ -53,7 +50,7 @@ def in_pieces(frames: Frames) -> Frames:
 
 
 def assembled(frames: Frames) -> Frames:
-    """Undo `in_pieces`. Inconsistent messages stay as they are and are refused for their empty header."""
+    """Undo `in_pieces`. Inconsistent messages stay as they are: their empty header is refused."""
     if len(frames) < 2 or frames[0]:
         return frames
     try:
@@ -61,14 +58,12 @@ def assembled(frames: Frames) -> Frames:
     except msgspec.MsgspecError:
         return frames
     ends = list(accumulate(counts, initial=2))
-    if ends[-1] != len(frames):
-        return frames
-    return [b"".join(frames[start:end]) for start, end in pairwise(ends)]
+    return [b"".join(frames[start:end]) for start, end in pairwise(ends)] if ends[-1] == len(frames) else frames
 
 
 # --- sockets ---------------------------------------------------------------------------------------------------------
 HIGH_WATER_MARK = 4096
-"""Messages per peer and direction in libzmq's queues, far above the credit."""
+"""Messages per peer and direction, far above the credit."""
 LINGER_S = 0.5
 """Time that `close` waits for queued frames."""
 
@@ -90,8 +85,8 @@ _COMMON_OPTIONS: Options = {
     zmq.TCP_KEEPALIVE_CNT: 3,
 }
 _SERVER_OPTIONS: Options = _COMMON_OPTIONS | {
-    # Report messages to a departed peer instead of dropping them silently.
-    zmq.ROUTER_MANDATORY: 1,
+    # Report undeliverable messages instead of dropping them silently.
+    zmq.ROUTER_MANDATORY: 1
 }
 _CLIENT_OPTIONS: Options = _COMMON_OPTIONS | {
     zmq.RECONNECT_IVL: 50,
@@ -126,16 +121,6 @@ def _server_options(keys: Keys) -> Options:
     }
 
 
-class _OwnClients:
-    """Admits the run's client key and the guests' keys. A credentials provider for ThreadAuthenticator."""
-
-    def __init__(self, keys: Keys) -> None:
-        self._expected = {keys.client_public, *keys.guests}
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key in self._expected
-
-
 def check_free(address: str, *, network: IPv4Network | None = None) -> None:
     """Raise ChannelClosedError unless a broker can bind the address."""
     check_reach(address, setting=BROKER_ADDRESS, network=network)
@@ -149,10 +134,7 @@ def check_free(address: str, *, network: IPv4Network | None = None) -> None:
 
 
 def is_refused(address: str, keys: Keys) -> bool:
-    """Whether a CURVE server refuses these keys; blocks at most three seconds.
-
-    A refusal closes the connection immediately, so a slow answer is not one.
-    """
+    """Whether a CURVE server refuses these keys, which closes the connection at once; blocks at most three seconds."""
     if not speaks_curve(address):
         return False
     with zmq.Context() as context, _open(context, zmq.DEALER, _client_options(keys) | {zmq.LINGER: 0}) as probe:
@@ -170,9 +152,9 @@ class ZmqServerChannel:
     def __init__(
         self, address: str, *, keys: Keys, setting: str = BROKER_ADDRESS, network: IPv4Network | None = None
     ) -> None:
-        """Bind the address, the value of `setting`; accept only clients with matching keys.
+        """Bind the address, the value of `setting`; accept only matching keys.
 
-        Raises ChannelClosedError if the address is in use, or is neither ipc nor loopback nor in `network`.
+        Raises ChannelClosedError if it is in use, or is neither ipc nor loopback nor in `network`.
         """
         check_reach(address, setting=setting, network=network)
         check_unused(address, setting=setting)
@@ -183,11 +165,13 @@ class ZmqServerChannel:
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
-        self._authenticator.configure_curve_callback(domain=_ZAP_DOMAIN, credentials_provider=_OwnClients(keys))
+        # Admit the run's client key and the guests' keys.
+        expected = {keys.client_public, *keys.guests}
+        provider = SimpleNamespace(callback=lambda _domain, key: key in expected)
+        self._authenticator.configure_curve_callback(domain=_ZAP_DOMAIN, credentials_provider=provider)
         self._socket = _open(self._context, zmq.ROUTER, _server_options(keys))
-        self._refusals = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        )
+        refusals = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        self._refusals = self._socket.get_monitor_socket(refusals)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -196,7 +180,7 @@ class ZmqServerChannel:
         self.address = self._path = self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def bind(self, endpoint: str) -> bool:
-        """Also listen for other machines; False if the endpoint is in use. Raises ChannelClosedError."""
+        """Also listen at an endpoint; False if it is in use. Raises ChannelClosedError."""
         try:
             self._socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -246,7 +230,7 @@ class ZmqServerChannel:
     def close(self) -> None:
         if self._socket.closed:
             return
-        # While this socket listens: afterwards the path may belong to another broker.
+        # Before closing: afterwards the path may belong to another broker.
         remove_path(self._path)
         self._socket.disable_monitor()
         self._refusals.close(linger=0)
@@ -258,8 +242,8 @@ class ZmqServerChannel:
 class ZmqClientChannel:
     """A peer's end. Implements ClientChannel.
 
-    A ZeroMQ socket belongs to one thread, so `send` appends to a queue, bounded by the credit, and writes to a socket
-    pair. The thread in `receive` polls the pair and moves the queue into the ZeroMQ socket.
+    A ZeroMQ socket belongs to one thread, so `send` appends to a queue, bounded by the credit, and wakes the thread in
+    `receive`, which sends the queue, through a socket pair.
     """
 
     def __init__(self, address: str, *, keys: Keys, max_message_bytes: int) -> None:
@@ -302,7 +286,7 @@ class ZmqClientChannel:
         self._queue.clear()
         self._address = address or self._address
         dropped, self._socket = self._socket, self._connect()
-        # When moving, the old broker is alive: let it receive the last frames, such as Bye.
+        # When moving, let the old broker receive the last frames, such as Bye.
         dropped.close(linger=_milliseconds(LINGER_S) if address else 0)
 
     def close(self) -> None:
@@ -327,9 +311,8 @@ class ZmqClientChannel:
             connected.connect(self._address)
         except zmq.ZMQError as error:
             connected.close(linger=0)
-            raise ChannelClosedError(
-                f"broker address must be a ZeroMQ endpoint, got {self._address}: {error}"
-            ) from error
+            got = f"{self._address}: {error}"
+            raise ChannelClosedError(f"broker address must be a ZeroMQ endpoint, got {got}") from error
         return connected
 
     def _flush(self) -> None:
@@ -352,19 +335,17 @@ class ZmqClientChannel:
         self._is_notified = False
 
     def _notify(self) -> None:
-        if self._is_notified:
-            return
-        self._is_notified = True
-        # The socket pair may be closed.
-        with suppress(OSError):
-            self._wakeup_sender.send(b"\0")
+        if not self._is_notified:
+            self._is_notified = True
+            # The socket pair may be closed.
+            with suppress(OSError):
+                self._wakeup_sender.send(b"\0")
 
     def _consume_wake(self) -> bool:
         # Clear only if set, so that a `wake` in between is not lost.
-        if not self._is_woken.is_set():
-            return False
-        self._is_woken.clear()
-        return True
+        if is_woken := self._is_woken.is_set():
+            self._is_woken.clear()
+        return is_woken
 
 
 def _open(context: zmq.Context, kind: int, options: Options) -> zmq.Socket:
@@ -391,17 +372,15 @@ def listen(
 ) -> ZmqServerChannel:
     """Open a server at the address, the value of `setting`. Raises ConfigError, ChannelClosedError.
 
-    If `cluster` has an interface, a server at an ipc address also listens at the first free one of `tcp_endpoints`.
+    With an interface in `cluster`, an ipc server also listens at the first free one of `tcp_endpoints`.
     """
-    is_local = cluster.network is None or not address.startswith("ipc://")
-    endpoints = [] if is_local else tcp_endpoints(cluster, previous=previous)
+    is_shared = cluster.network is not None and address.startswith("ipc://")
+    endpoints = tcp_endpoints(cluster, previous=previous) if is_shared else []
     channel = ZmqServerChannel(address, keys=keys, setting=setting, network=cluster.network)
     try:
         if endpoints and not any(map(channel.bind, endpoints)):
-            raise ChannelClosedError(
-                f"cluster.ports must have a free port, got {endpoints[0]} to {endpoints[-1]}, all of them in use: name "
-                "a wider range."
-            )
+            got = f"{endpoints[0]} to {endpoints[-1]}, all of them in use"
+            raise ChannelClosedError(f"cluster.ports must have a free port, got {got}: name a wider range.")
     except ChannelClosedError:
         channel.close()
         raise

@@ -18,8 +18,8 @@ ALIGNMENT_BYTES = 64
 """Alignment of every tensor, so that any dtype can be viewed in place."""
 
 SLOWEST_BYTES_PER_S = 1e8
-"""Rate below which an update counts as hung. One process that loads and compares it on two busy cores reaches 1.5e8,
-and a receiver that page-locks its memory 1e9."""
+"""Rate below which an update hangs. Loading and comparing it on two busy cores reaches 1.5e8, page-locking its memory
+1e9."""
 
 TensorMeta = tuple[str, Sequence[int], torch.dtype]
 """Name, shape and dtype on the wire."""
@@ -28,8 +28,7 @@ TensorMeta = tuple[str, Sequence[int], torch.dtype]
 def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[TensorSlot], list[int]]:
     """Lay out tensors in order; returns their slots and the size of each bucket in bytes.
 
-    A bucket ends where the next tensor would exceed `bucket_bytes`; a larger tensor gets its own. Raises
-    WeightTransferError for a repeated name.
+    A larger tensor than `bucket_bytes` gets its own. Raises WeightTransferError for a repeated name.
     """
     slots: list[TensorSlot] = []
     sizes: list[int] = []
@@ -50,17 +49,15 @@ def plan(tensors: Iterable[TensorMeta], *, bucket_bytes: int) -> tuple[list[Tens
 def pack(tensors: Iterable[tuple[str, Tensor]], slots: Sequence[TensorSlot], *, into: Sequence[Tensor]) -> None:
     """Copy tensors, in any order, into their slots of uint8 buckets, cast to the slots' dtypes.
 
-    Every slot must be filled exactly once. Raises WeightTransferError.
+    Raises WeightTransferError unless every slot is filled once.
     """
     is_queued = False
     open_slots = {slot.name: slot for slot in slots}
     for name, tensor in tensors:
         slot = open_slots.pop(name, None)
         if slot is None or list(tensor.shape) != slot.shape:
-            planned = "no further slot" if slot is None else f"shape {slot.shape}"
-            raise WeightTransferError(
-                f"tensor {name} must match the plan, which has {planned}, got shape {list(tensor.shape)}"
-            )
+            plan = f"the plan, which has {'no further slot' if slot is None else f'shape {slot.shape}'}"
+            raise WeightTransferError(f"tensor {name} must match {plan}, got shape {list(tensor.shape)}")
         # A copy into page-locked buckets overlaps with gathering the next tensor.
         _view(into, slot).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
         is_queued = tensor.is_cuda and not into[0].is_cuda
@@ -97,10 +94,8 @@ def check_bucket(bucket: Tensor, index: int, *, expected: Sequence[int]) -> None
     """Raise AlteredWeightsError unless the bucket's checksum equals `expected[index]`."""
     (got,) = checksums([bucket])
     if got != expected[index]:
-        raise AlteredWeightsError(
-            f"bucket {index} of {len(expected)} must have checksum {expected[index]:#018x}, got {got:#018x}: it is "
-            "damaged; nothing was loaded"
-        )
+        must = f"bucket {index} of {len(expected)} must have checksum {expected[index]:#018x}"
+        raise AlteredWeightsError(f"{must}, got {got:#018x}: it is damaged; nothing was loaded")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -111,9 +106,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def _view(buckets: Sequence[Tensor], slot: TensorSlot) -> Tensor:
     # Slots come from the wire.
     if not 0 <= slot.bucket < len(buckets):
-        raise WeightTransferError(
-            f"tensor {slot.name} must be in one of {len(buckets)} buckets, got bucket {slot.bucket}"
-        )
+        must = f"tensor {slot.name} must be in one of {len(buckets)} buckets"
+        raise WeightTransferError(f"{must}, got bucket {slot.bucket}")
     bucket, dtype = buckets[slot.bucket], getattr(torch, slot.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightTransferError(f"tensor {slot.name} must have a torch dtype, got {slot.dtype!r}")

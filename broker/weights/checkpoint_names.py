@@ -1,8 +1,7 @@
-"""CheckpointNames: converts a transformers module's tensors to the names and shapes of its checkpoint on the hub.
+"""CheckpointNames: converts a transformers module's tensors to the layout of its checkpoint on the hub.
 
-transformers changes the layout of some models when it loads them, such as merging a layer's experts into one tensor.
-Engines load the checkpoint layout, so the learner sends that. Each generator derives the same names from its model
-config.
+transformers changes the layout of some models when it loads them, such as merging a layer's experts. Engines load the
+checkpoint layout, so the learner sends that. Each generator derives the same names from its model config.
 """
 
 from collections import defaultdict
@@ -25,7 +24,7 @@ NamedTensors = Iterable[tuple[str, Tensor]]
 class CheckpointNames:
     """Names, shapes and dtypes of a module's checkpoint, and conversion in both directions.
 
-    Includes parameters and persistent buffers; a tied tensor once, under its first name, as on the hub.
+    Includes persistent buffers; a tied tensor once, under its first name.
     """
 
     def __init__(self, module: PreTrainedModel) -> None:
@@ -36,12 +35,9 @@ class CheckpointNames:
                 f"{type(module).__name__} cannot be published: its checkpoint must be unquantized, like the learner's "
                 f"weights, got {method}; convert it to bfloat16 first"
             )
-        # The model type's conversions, not those that its file needed, so that all generators derive the same names.
-        conversions = [
-            conversion
-            for conversion in get_model_conversion_mapping(module, add_legacy=False)
-            if not isinstance(conversion, PrefixChange)
-        ]
+        # The model type's conversions, not its file's, so that all generators derive the same names.
+        known = get_model_conversion_mapping(module, add_legacy=False)
+        conversions = [conversion for conversion in known if not isinstance(conversion, PrefixChange)]
         self._model = SimpleNamespace(
             _weight_conversions=conversions, config=module.config, get_parameter=module.get_parameter
         )
@@ -79,19 +75,17 @@ class CheckpointNames:
         }
 
     def metadata(self, dtype: torch.dtype) -> list[TensorMeta]:
-        """Return name, shape and wire dtype of each tensor, in order, for an engine that computes in `dtype`.
+        """Name, shape and wire dtype of each tensor, in order, for an engine that computes in `dtype`.
 
-        Tensors that transformers always keeps in float32, such as DeepSeek-V3's routing biases, stay in float32.
+        Tensors that transformers keeps in float32, such as DeepSeek-V3's routing biases, stay so.
         """
-        return [
-            (name, tensor.shape, torch.float32 if name in self._full else dtype)
-            for name, tensor in self.tensors.items()
-        ]
+        tensors = self.tensors.items()
+        return [(name, tensor.shape, torch.float32 if name in self._full else dtype) for name, tensor in tensors]
 
     def convert(self, held: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """Convert tensors from module names to checkpoint names.
 
-        Most pass through unchanged. Tensors that are converted together are collected until complete, then copied.
+        Tensors that are converted together are collected until complete, then copied.
         """
         waiting: dict[str, Tensor] = {}
         for name, tensor in held:

@@ -1,7 +1,6 @@
-"""Collective transport: broadcasts over NCCL or Gloo, in one process group per membership epoch, between machines.
+"""Collective transport: broadcasts over NCCL or Gloo, in one process group per membership epoch.
 
-torch's default group belongs to DeepSpeed in the learner and to vLLM in a generator. Separate groups can be rebuilt as
-members join and leave.
+torch's default group belongs to DeepSpeed or vLLM. Separate groups can be rebuilt as members come and go.
 """
 
 import time
@@ -31,35 +30,40 @@ from slipstream.broker.weights.transport import HostBuckets
 _LOOPBACK = "127.0.0.1"
 
 
-class CollectiveSender:
+class _CollectiveEnd:
+    _group: ProcessGroup | None = None
+
+    def _open_group(self) -> ProcessGroup:
+        if self._group is None:
+            raise WeightTransferError("a weight epoch must be open before a broadcast: call open_epoch first")
+        return self._group
+
+    def _close_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
+
+
+class CollectiveSender(_CollectiveEnd):
     """The learner's end: rank 0 and owner of the rendezvous store. Implements WeightSender; belongs to one thread."""
 
-    def __init__(
-        self,
-        host: str = _LOOPBACK,
-        *,
-        device: str | torch.device,
-        ports: Iterable[int] = (0,),
-    ) -> None:
-        """`host`: an IPv4 address or name of this machine. `ports`: for the rendezvous, the first free one; 0 for any.
-
-        Raises WeightTransferError.
-        """
+    def __init__(self, host: str = _LOOPBACK, *, device: str | torch.device, ports: Iterable[int] = (0,)) -> None:
+        """`host`: of this machine. `ports`: for the rendezvous, the first free one; 0 for any. Raises
+        WeightTransferError."""
         self._device = torch.device(device)
         self.device: DeviceName = device_name(self._device)
         self._store: dist.TCPStore | None = listen(host, ports=ports)
         self.address: tuple[str, int] = host, self._store.port
         """As in WeightSender; constant for the whole run."""
-        self._group: ProcessGroup | None = None
         self._num_members: int | None = None
         self._is_aborted = Event()
 
     def open_epoch(
         self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend | None = None
     ) -> None:
-        """Close the previous group and build a new one. `backend`: None selects the device's.
+        """Replace the group. `backend`: None selects the device's. An error names the missing ranks.
 
-        Without members it builds no group, and `broadcast` is a no-op. An error names the missing ranks.
+        Without members, it builds none, and `broadcast` is a no-op.
         """
         self._is_aborted.clear()
         self._close_group()
@@ -80,7 +84,7 @@ class CollectiveSender:
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
         if self._num_members == 0:
             return  # no receivers; the version is still committed
-        group = _require_open(self._group)
+        group = self._open_group()
         self._is_aborted.clear()
         try:
             group.send(buckets, timeout_s=timeout_s)
@@ -100,20 +104,14 @@ class CollectiveSender:
 
     def _close_group(self) -> None:
         self._num_members = None
-        if self._group is not None:
-            self._group.close()
-            self._group = None
+        super()._close_group()
 
 
-class CollectiveReceiver:
-    """A generator's end. Implements WeightReceiver; belongs to one thread.
-
-    The next `receive` overwrites the received buckets.
-    """
+class CollectiveReceiver(_CollectiveEnd):
+    """A generator's end. Implements WeightReceiver; belongs to one thread. `receive` overwrites earlier buckets."""
 
     def __init__(self, *, device: str | torch.device) -> None:
         self._device = torch.device(device)
-        self._group: ProcessGroup | None = None
         self._staging: SharedBuckets | None = None
 
     @property
@@ -133,8 +131,8 @@ class CollectiveReceiver:
         self._group = group.open(store, own_host=own_host, timeout_s=seconds_left(deadline))
 
     def receive(self, update: Update, *, cancelled: Event) -> HostBuckets:
-        """`update.timeout_s` bounds each bucket. An error closes the group, except a wrong checksum."""
-        group = _require_open(self._group)
+        """`update.timeout_s` bounds each bucket. Errors but a wrong checksum close the group."""
+        group = self._open_group()
         try:
             if self._staging is None or self._staging.sizes != update.bucket_bytes:
                 self._free()
@@ -155,14 +153,3 @@ class CollectiveReceiver:
         if self._staging:
             self._staging.close()
             self._staging = None
-
-    def _close_group(self) -> None:
-        if self._group is not None:
-            self._group.close()
-            self._group = None
-
-
-def _require_open(group: ProcessGroup | None) -> ProcessGroup:
-    if group is None:
-        raise WeightTransferError("a weight epoch must be open before a broadcast: call open_epoch first")
-    return group

@@ -1,14 +1,14 @@
 """Deltas: lossless, compressed differences between two versions of a bucket, element by element.
 
-A bucket is split into blocks, which bounds the memory of both ends. A block's payload consists of
+A bucket is split into blocks, which bounds memory. A block's payload consists of
 
     gaps    number of unchanged elements before each changed one: the sum of any number of bytes 255 and a final lower
             byte
     steps   new - old as wrapping integers of the element's width, with the sign in the lowest bit; in byte planes: the
             lowest byte of every step first, then the next bytes
 
-compressed together by zstd. A small learning rate usually moves a weight to the adjacent number of its format, a step
-of 1 at any magnitude. Integers reproduce every bit pattern, including NaNs.
+compressed together by zstd. A small learning rate usually moves a weight to the adjacent number, a step of 1 at any
+magnitude. Integers reproduce every bit pattern, including NaNs.
 """
 
 import itertools
@@ -32,7 +32,7 @@ _WIDTHS = (8, 4, 2, 1)
 _CONTINUED = 255
 """Byte of a gap that continues in the next byte."""
 _ZSTD_LEVEL = 1
-"""Higher levels take many times longer and save only a few percent: the steps are nearly random."""
+"""Higher levels take many times longer and save a few percent: the steps are nearly random."""
 
 Count = Annotated[int, Meta(ge=0)]
 Bytes = npt.NDArray[np.uint8]
@@ -56,7 +56,7 @@ class BucketDelta(Record):
     size_bytes: Count
     """Bytes of the payload, or of the whole bucket."""
     is_full: bool = False
-    """Whether the whole bucket is transferred, because the payload would not be smaller."""
+    """Whether the whole bucket is transferred, because that is not larger."""
     width: Annotated[int, Meta(ge=1, le=8)] = 1
     """Bytes of one element."""
     blocks: list[Block] = []
@@ -98,13 +98,12 @@ def width_of(bucket: int, slots: Sequence[TensorSlot]) -> int:
 def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes]:
     """Encode the change from `base` to `new`, uint8 on the CPU; returns the delta and its payload (empty if full).
 
-    `width`: bytes per element. Raises WeightTransferError if the sizes differ.
+    Raises WeightTransferError if the sizes differ.
     """
     before, after = _elements(base, width), _elements(new, width)
     if len(before) != len(after):
-        raise WeightTransferError(
-            f"both versions of a bucket must have the same size, got {base.numel()} and {new.numel()}"
-        )
+        sizes = f"{base.numel()} and {new.numel()}"
+        raise WeightTransferError(f"both versions of a bucket must have the same size, got {sizes}")
     blocks: list[Block] = []
     parts: list[bytes] = []
     for start in range(0, len(after), BLOCK_ELEMENTS):
@@ -119,7 +118,7 @@ def encode(base: Tensor, new: Tensor, *, width: int) -> tuple[BucketDelta, bytes
 
 
 def apply(delta: BucketDelta, payload: bytes, *, onto: Tensor) -> None:
-    """Apply a delta in place to a uint8 bucket on the CPU. Raises AlteredWeightsError, leaving the bucket undefined."""
+    """Apply a delta in place to a uint8 CPU bucket. Raises AlteredWeightsError, leaving it undefined."""
     if len(payload) != delta.size_bytes or xxhash.xxh3_64_intdigest(payload) != delta.checksum:
         raise AlteredWeightsError(
             f"a delta must arrive as it was sent ({delta.size_bytes} bytes with checksum {delta.checksum:#018x}), "
@@ -176,8 +175,7 @@ def _unpack_gaps(packed: Bytes) -> npt.NDArray[np.int64]:
 
 def _fold_sign(steps: Elements) -> Elements:
     """Map 1, -1, 2, -2, ... to 2, 1, 4, 3, ..., so that the high bytes of small steps are zero."""
-    sign = steps >> (8 * steps.dtype.itemsize - 1)
-    return (steps << 1) ^ np.negative(sign)
+    return (steps << 1) ^ np.negative(steps >> (8 * steps.dtype.itemsize - 1))
 
 
 def _unfold_sign(folded: Elements) -> Elements:
@@ -198,9 +196,8 @@ def _decompress(part: bytes, *, size_bytes: int) -> Bytes:
     try:
         return np.frombuffer(_codec().decompress(part, decompressed_size=size_bytes), dtype=np.uint8)
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise AlteredWeightsError(
-            f"a delta must be readable, got bytes that zstd cannot decompress: {error}"
-        ) from error
+        got = f"bytes that zstd cannot decompress: {error}"
+        raise AlteredWeightsError(f"a delta must be readable, got {got}") from error
 
 
 def _damaged(expected: str, got: str) -> AlteredWeightsError:

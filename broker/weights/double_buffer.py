@@ -7,19 +7,17 @@ import torch
 from torch import Tensor
 
 StartBroadcast = Callable[[int, Tensor], Callable[[], object]]
-"""Starts the broadcast of bucket `index` from or into a buffer, after the current stream's work. The returned function
-makes that stream wait for the broadcast and blocks until it ends."""
+"""Starts the broadcast of bucket `index` from or into a buffer, on the current stream. The returned function makes that
+stream wait for the broadcast and blocks until it ends."""
 
 
 class DoubleBuffer:
-    """Two GPU buffers: one bucket is copied from or to host memory while another one is broadcast. Belongs to one
-    thread.
+    """Two GPU buffers: one bucket is copied from or to host memory while another is broadcast. Belongs to one thread.
 
-    Versions are staged and verified in host memory, because a second version on the GPU would double the model's
-    memory. The buffers grow to the largest bucket and are kept.
+    Versions are verified in host memory, to save GPU memory. The buffers grow to the largest bucket.
 
-    Invariant: nothing is enqueued on the default stream, which the learner trains on. A copy starts only after the
-    previous broadcast from its buffer, and a broadcast only after its copy.
+    Invariant: the learner's default stream stays unused. A copy starts only after the previous broadcast from its
+    buffer, and a broadcast only after its copy.
     """
 
     def __init__(self, device: torch.device, *, cuda: Any = torch.cuda) -> None:

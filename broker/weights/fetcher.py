@@ -1,9 +1,8 @@
 """Fetcher: a generator's end of the snapshot and delta transports.
 
 On the learner's machine, it maps the learner's memory. Otherwise, it reads from the update's lenders, then from the
-learner's folder if visible, then from the learner's server. If a lender fails, it tries the next source; if the
-learner's deltas fail, the whole snapshot. The result always matches the update's checksums. A lender's bytes must also
-match the learner's digests, which cannot be forged. Lenders get half of the time limit.
+learner's folder if visible, then from the learner's server; if the learner's deltas fail, the whole snapshot. The
+result matches the update's checksums, a lender's bytes also the unforgeable digests. Lenders get half of the time.
 """
 
 import os
@@ -50,9 +49,8 @@ class Fetcher:
         cluster: ClusterConfig = LOCAL,
         host_weights: HostWeights | None = None,
     ) -> None:
-        """`keys`: None in a process that never fetches. `lend_at`: endpoint for lending, also bound to a port of
-        `cluster` if it has an interface; empty: lend nothing. Raises ConfigError, WeightTransferError if it cannot be
-        bound."""
+        """`keys`: None in a process that never fetches. `lend_at`: endpoint for lending, bound as by `listen`; empty:
+        lend nothing. Raises ConfigError, WeightTransferError."""
         self._keys = keys
         self._streams: dict[str, WeightStream] = {}
         self._host_weights = host_weights or HostWeights()
@@ -75,9 +73,9 @@ class Fetcher:
         return self._server.num_bytes if self._server else 0
 
     def fetch(self, update: Update, *, cancelled: Event) -> HostBuckets:
-        """Fetch and verify the version of an update that has a source; the result is valid until the next call.
+        """Fetch and verify the version of an update with a source; valid until the next call.
 
-        Blocks at most `update.timeout_s`, and returns soon after `cancelled` is set. Raises WeightTransferError.
+        Blocks at most `update.timeout_s`, or until soon after `cancelled`. Raises WeightTransferError.
         """
         source, manifest, before = update.source, Manifest.of(update), self._host_weights.num_bytes
         assert source is not None, "a version that is broadcast cannot be fetched"
@@ -104,7 +102,7 @@ class Fetcher:
         return HostBuckets(buckets.tensors, buckets.path)
 
     def release(self) -> None:
-        """Free the buckets, which must not be in use. The next version is fetched whole."""
+        """Free the unused buckets. The next version is fetched whole."""
         self._host_weights.release()
 
     def close(self) -> None:
@@ -126,7 +124,7 @@ class Fetcher:
 
     # --- from other generators -----------------------------------------------------------------------------------
     def _fetch_from_lenders(self, update: Update, source: SnapshotSource, cancelled: Event, deadline: Deadline) -> str:
-        """Return the lender that provided the version; empty if none did. Raises WeightTransferError when cancelled."""
+        """Lender that provided the version, if any. Raises WeightTransferError when cancelled."""
         half = Deadline(deadline.left_s / 2, what=f"version {update.version} from other generators")
         for address in source.lenders if update.digests else ():
             try:

@@ -1,8 +1,7 @@
 """HostWeights: a version of the weights in host memory, updated by deltas or whole snapshots.
 
-A generator can lend a version while it arrives: each bucket once verified, the deltas once all buckets are. A lender
-sends only verified bytes, so wrong bytes are its fault. Lending needs memory only for the deltas of the newest two
-versions. The next version overwrites the buckets.
+A generator can lend a version while it arrives: each bucket once verified, the deltas once all buckets are. So wrong
+bytes are a lender's fault. Lending only keeps the deltas of two versions.
 """
 
 import re
@@ -38,7 +37,7 @@ DeltaFiles = dict[tuple[int, str], bytes]
 class HostWeights:
     """Flat buckets, each verified or being overwritten. One thread updates them; others may use it as ServedFiles.
 
-    After a failure, another source can continue: verified buckets are not read again.
+    After a failure, another source continues.
     """
 
     def __init__(self) -> None:
@@ -49,7 +48,7 @@ class HostWeights:
         self._held: list[int | None] = []
         """Checksum of each bucket; None while it is overwritten."""
         self._base: list[int] = []
-        """Bucket checksums of the last complete version, the base of deltas to `_target`."""
+        """Bucket checksums of the last complete version, the base of deltas."""
         self._target = ""
         self._source: WeightFiles | None = None
         self._num_arrived = 0
@@ -90,10 +89,10 @@ class HostWeights:
         timeout_s: float,
         digests: Sequence[bytes] = (),
     ) -> None:
-        """Update to the manifest's version, by a chain of deltas if one exists and is smaller, else by whole buckets.
+        """Update to the manifest's version, by a smaller chain of deltas if any, else by whole buckets.
 
-        `timeout_s` limits the whole call. `digests`: BLAKE3 of each bucket, for a lender's files; a lender without the
-        deltas is an error, since the learner has them. Raises WeightTransferError.
+        `timeout_s` limits the whole call. `digests`: BLAKE3 of each bucket, for a lender's files; a lender must have
+        the deltas, since the learner has them. Raises WeightTransferError.
         """
         deadline = Deadline(timeout_s, what=f"the weights of version {manifest.version}")
         self._num_arrived, self._source = self._progress - files.num_arrived, files
@@ -145,7 +144,7 @@ class HostWeights:
         read: DeltaFiles = {}
         deltas = self._chain(files, manifest, read, deadline=deadline)
         for index in self._outdated(manifest):
-            # A bucket that failed before, or that a delta replaces, is read whole; earlier payloads are skipped.
+            # A bucket that failed before, or that a delta replaces, is read whole.
             full = [delta.version for delta in deltas if delta.buckets[index].is_full]
             whole = manifest.version if self._held[index] != self._base[index] else max(full, default=None)
             later = [delta for delta in deltas if whole is None or delta.version > whole]
@@ -243,9 +242,8 @@ class HostWeights:
                 return memoryview(self.tensors[index].numpy())
             if self._is_arriving and (bool(bucket) or self._deltas_may_come):
                 raise NotYetError(self._progress)
-        raise WeightTransferError(
-            f"{name} of version {version} must be lent here, got {f'version {lent.version}' if lent else 'nothing'}"
-        )
+        got = f"version {lent.version}" if lent else "nothing"
+        raise WeightTransferError(f"{name} of version {version} must be lent here, got {got}")
 
     @property
     def _progress(self) -> int:

@@ -4,16 +4,14 @@ Building has three phases, all before the epoch's deadline:
 
     gather   every rank registers in the rendezvous store; rank 0 then publishes a verdict: proceed, or who is missing
     connect  the process group is built
-    probe    one byte is broadcast, which shows that the group works (NCCL connects only here)
+    probe    one byte is broadcast (NCCL connects only here)
 
 Any later failure closes the group on every rank: a failed rank closes its connections, which ends the operations of the
-ranks that wait for it. NCCL over NVLink has no connection that could break, so the others notice a dead peer only at
-the bucket's timeout.
+ranks that wait for it. NCCL over NVLink notices a dead peer only at the bucket's timeout.
 
 On GPUs, a process survives the death of a peer only if it was started with `NCCL_ENVIRONMENT` of
-`slipstream.runtime.process`, and if no operation reaches NCCL's own timeout. After such a timeout, NCCL's watchdog
-would block closing for a minute, and NCCL's monitor would end the process. So NCCL gets a timeout of a day, and this
-module enforces the deadlines.
+`slipstream.runtime.process`, and if no operation reaches NCCL's own timeout, after which NCCL's watchdog would block
+closing for a minute and its monitor would end the process. So NCCL gets a day, and this module enforces deadlines.
 """
 
 import time
@@ -30,7 +28,7 @@ from torch import Tensor
 
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import DeviceName, GroupBackend
-from slipstream.broker.weights.double_buffer import DoubleBuffer
+from slipstream.broker.weights.double_buffer import DoubleBuffer, StartBroadcast
 from slipstream.broker.weights.rendezvous import (
     SENDER_RANK,
     TORCH_ERRORS,
@@ -41,16 +39,17 @@ from slipstream.broker.weights.rendezvous import (
 )
 
 _PIECE_BYTES = 1024 * 1024
-"""Size of one operation on host memory, equal on all ranks. It fits into the kernel's socket buffer: if Gloo blocks in
-a write to a peer, it notices the peer's death only at the deadline."""
+"""Size of one operation on host memory, equal on all ranks. It fits into the socket buffer: Gloo notices a peer's death
+only at the deadline while it blocks in a write."""
 _GLOO_CONNECT_S, _NCCL_CONNECT_S = 10.0, 30.0
-"""Time limits for connect and probe together, below the epoch's deadline because a member that dies now blocks all
-others and their engines. NCCL first detects the topology."""
+"""Limits for connect and probe together, below the epoch's deadline because a dead member blocks all others and their
+engines. NCCL first detects the topology."""
 _GRACE_S = 1.0
-"""Additional time for a timed-out operation of Gloo to raise its error."""
+"""For a timed-out operation of Gloo to raise its error."""
 _NCCL_TIMEOUT = timedelta(days=1)
 _NCCL_POLL_S = 0.0002
 """A bucket of 256 MB takes 5 ms at 50 GB/s."""
+_Move = Callable[[DoubleBuffer, Sequence[Tensor], StartBroadcast], None]
 _ABORT_S = 5.0
 """Maximum wait for an NCCL abort, which may hang; it continues in the background."""
 
@@ -73,10 +72,8 @@ def choose_backend(
     else:
         obstacle = "two on one GPU" if len(set(devices)) < len(devices) else ""
     if setting == "nccl" and obstacle:
-        raise WeightTransferError(
-            f"weights.backend=nccl needs the learner and each generator on separate GPUs, got {obstacle}: use "
-            "weights.backend=auto"
-        )
+        must = "weights.backend=nccl needs the learner and each generator on separate GPUs"
+        raise WeightTransferError(f"{must}, got {obstacle}: use weights.backend=auto")
     return "gloo" if obstacle or setting == "gloo" else "nccl"
 
 
@@ -130,18 +127,12 @@ class ProcessGroup:
 
     def send(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
         """Send buckets in order, each within `timeout_s`. Raises WeightTransferError."""
-        if self._double_buffer:
-            self._double_buffer.send(buckets, partial(self._start_bucket, of=len(buckets), timeout_s=timeout_s))
-        else:
-            self._broadcast_in_pieces(buckets, timeout_s=timeout_s)
+        self._broadcast(buckets, DoubleBuffer.send, timeout_s=timeout_s)
 
     def receive(self, buckets: Sequence[Tensor], *, timeout_s: float, cancelled: Event) -> None:
         """Receive into host buckets of the same sizes. Raises WeightTransferError, soon after `cancelled` is set."""
         self._cancelled = cancelled
-        if self._double_buffer:
-            self._double_buffer.receive(buckets, partial(self._start_bucket, of=len(buckets), timeout_s=timeout_s))
-        else:
-            self._broadcast_in_pieces(buckets, timeout_s=timeout_s)
+        self._broadcast(buckets, DoubleBuffer.receive, timeout_s=timeout_s)
 
     def abort(self) -> None:
         """Abort the running operation; Gloo finishes its current piece first."""
@@ -151,8 +142,7 @@ class ProcessGroup:
     def close(self) -> None:
         """Close all connections, which ends the other ranks' operations. This rank must not be in one."""
         self._abort_backend()
-        # Gloo closes its connections with the last reference to the backend, and a traceback may keep this object
-        # alive.
+        # Gloo disconnects with the last reference to the backend, and a traceback may keep this object alive.
         self._backend = None
 
     def _abort_backend(self) -> None:
@@ -162,7 +152,10 @@ class ProcessGroup:
         aborting.start()
         aborting.join(_ABORT_S)
 
-    def _broadcast_in_pieces(self, buckets: Sequence[Tensor], *, timeout_s: float) -> None:
+    def _broadcast(self, buckets: Sequence[Tensor], move: _Move, *, timeout_s: float) -> None:
+        if self._double_buffer:
+            move(self._double_buffer, buckets, partial(self._start_bucket, of=len(buckets), timeout_s=timeout_s))
+            return
         for index, bucket in enumerate(buckets):
             deadline = time.monotonic() + timeout_s
             with self._phase(_phase_of(index, bucket, of=len(buckets))):
@@ -190,9 +183,8 @@ class ProcessGroup:
             deadline = time.monotonic() + timeout_s
             work = self._backend.broadcast(bucket, SENDER_RANK, timeout=_NCCL_TIMEOUT)
             return partial(self._finish_nccl, work, deadline=deadline, timeout_s=timeout_s)
-        # The timeout ends the operation and makes `wait` raise. Gloo cannot cancel it earlier: deleting the group
-        # meanwhile would block with the GIL held. No local variable holds `work` while it runs: a traceback
-        # would keep it alive, and with it Gloo's connections.
+        # The timeout makes `wait` raise. Gloo cannot cancel earlier: deleting the group would block with the GIL held.
+        # No local variable holds `work` while it runs: a traceback would keep it and Gloo's connections alive.
         work = self._backend.broadcast(bucket, SENDER_RANK, timeout=timedelta(seconds=timeout_s))
         return partial(work.wait, timedelta(seconds=timeout_s + _GRACE_S))
 
@@ -230,21 +222,17 @@ def build_backend(
     """Build the process group: NCCL for a GPU, else Gloo. Raises `TORCH_ERRORS`."""
     store.set_timeout(timedelta(seconds=timeout_s))
     if device.type != "cpu":
-        return _build_nccl(store, own)
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = _NCCL_TIMEOUT
+        nccl.group_name = f"weights-epoch-{own.epoch}"
+        # Another thread can abort non-blocking calls that never connect.
+        nccl.config.blocking = 0
+        return dist.ProcessGroupNCCL(store, own.rank, own.num_ranks, nccl)
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._threads = 1
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own_host)]
     return dist.ProcessGroupGloo(store, own.rank, own.num_ranks, options)
-
-
-def _build_nccl(store: dist.Store, own: EpochRank) -> Backend:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = _NCCL_TIMEOUT
-    options.group_name = f"weights-epoch-{own.epoch}"
-    # Another thread can abort non-blocking calls that never connect.
-    options.config.blocking = 0
-    return dist.ProcessGroupNCCL(store, own.rank, own.num_ranks, options)
 
 
 def _abort(backend: Backend) -> None:

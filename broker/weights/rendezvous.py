@@ -1,7 +1,4 @@
-"""Rendezvous: the ranks of a membership epoch meet in a store of the learner, which is not the run's Redis store.
-
-Every rank registers; rank 0 then publishes a verdict: proceed, or who is missing.
-"""
+"""Rendezvous of the ranks of a membership epoch, in a store of the learner that is not the run's Redis store."""
 
 import socket
 import time
@@ -53,9 +50,8 @@ def _listen_first(host: str, ports: Iterable[int]) -> socket.socket:
             return socket.create_server((host, port), backlog=128)
         except OSError as error:
             failure = failure or f"{host}:{port}: {error}"
-    raise WeightTransferError(
-        f"the host of a rendezvous must be an address of this machine with a free port, got {failure}"
-    )
+    must = "be an address of this machine with a free port"
+    raise WeightTransferError(f"the host of a rendezvous must {must}, got {failure}")
 
 
 def connect(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
@@ -64,9 +60,9 @@ def connect(host: str, port: int, *, timeout_s: float) -> dist.TCPStore:
 
 
 def own_address(host: str, port: int, *, timeout_s: float) -> str:
-    """Return the local address of a connection to the learner; this machine's name need not resolve. Raises OSError.
+    """Local address of a connection to the learner; this machine's name need not resolve. Raises OSError.
 
-    Fails early if the store is unreachable, whereas torch's client would retry and dump its stack.
+    Fails early, whereas torch's client would retry and dump its stack.
     """
     with socket.create_connection((host, port), timeout=timeout_s) as probe:
         return probe.getsockname()[0]
@@ -79,13 +75,18 @@ def gather(store: dist.Store, own: EpochRank, *, deadline: float, is_aborted: Ev
     """
     if own.rank != SENDER_RANK:
         store.set(f"ready/{own.rank}", b"1")
-        _await_verdict(store, deadline=deadline)
+        try:
+            store.wait(["verdict"], timedelta(seconds=seconds_left(deadline)))
+        except RuntimeError as error:
+            raise RuntimeError("rank 0 (the learner) did not publish its verdict in time") from error
+        if (verdict := store.get("verdict")) != PROCEED:
+            raise RuntimeError(verdict.decode())
         return
     missing = ", ".join(str(rank) for rank in _missing_ranks(store, own, deadline, is_aborted))
-    verdict = f"rank {missing} did not arrive in time" if missing else ""
-    store.set("verdict", verdict.encode() or PROCEED)
-    if missing:
-        raise RuntimeError(verdict)
+    problem = f"rank {missing} did not arrive in time" if missing else ""
+    store.set("verdict", problem.encode() or PROCEED)
+    if problem:
+        raise RuntimeError(problem)
 
 
 def seconds_left(deadline: float) -> float:
@@ -103,22 +104,11 @@ def _missing_ranks(store: dist.Store, own: EpochRank, deadline: float, is_aborte
             time.sleep(_POLL_INTERVAL_S)
 
 
-def _await_verdict(store: dist.Store, *, deadline: float) -> None:
-    try:
-        store.wait(["verdict"], timedelta(seconds=seconds_left(deadline)))
-    except RuntimeError as error:
-        raise RuntimeError("rank 0 (the learner) did not publish its verdict in time") from error
-    verdict = store.get("verdict")
-    if verdict != PROCEED:
-        raise RuntimeError(verdict.decode())
-
-
 @contextmanager
 def naming_phase(own: EpochRank, phase: str) -> Iterator[None]:
     """Convert torch's errors to WeightTransferErrors that name epoch, rank and phase."""
     try:
         yield
     except TORCH_ERRORS as error:
-        raise WeightTransferError(
-            f"weight epoch {own.epoch}, rank {own.rank} of {own.num_ranks}: {phase} failed: {error}"
-        ) from error
+        where = f"weight epoch {own.epoch}, rank {own.rank} of {own.num_ranks}"
+        raise WeightTransferError(f"{where}: {phase} failed: {error}") from error

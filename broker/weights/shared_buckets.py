@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 
 def free_memory_bytes(*, mount: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
-    """Return the memory available to this process on the machine, or in its container if less."""
+    """Memory available on the machine, or in the container if less."""
     limits = group_limits("memory", root=mount, own=own)
     return min([psutil.virtual_memory().available, *(each.left for each in limits)])
 
@@ -66,7 +66,7 @@ class SharedBuckets:
 
 
 class BucketMaps:
-    """Buckets of other processes, which stay mapped while they exist: mapping a page takes longer than copying it."""
+    """Buckets of other processes, kept mapped: mapping a page takes longer than copying it."""
 
     def __init__(self, *, is_pinned: bool = False) -> None:
         self._is_pinned = is_pinned
@@ -85,7 +85,7 @@ class BucketMaps:
 
 
 def _inode(path: str) -> int:
-    """Number of a file; 0 for a missing one. It stays unique while the file is mapped."""
+    """Number of a file, unique while it is mapped; 0 if missing."""
     try:
         return Path(path).stat().st_ino
     except OSError:
@@ -99,9 +99,8 @@ def map_buckets(path: str, *, sizes: Sequence[int], is_pinned: bool = False) -> 
         with Path(path).open("r+b" if is_pinned else "rb") as file:
             return _split(_map(file.fileno(), _end(sizes), is_writable=is_pinned, is_pinned=is_pinned), sizes)
     except (OSError, ValueError) as error:
-        raise WeightTransferError(
-            f"the engine must be able to map the {len(sizes)} buckets of its machine, got {error}"
-        ) from error
+        must = f"the engine must be able to map the {len(sizes)} buckets of its machine"
+        raise WeightTransferError(f"{must}, got {error}") from error
 
 
 def _end(sizes: Sequence[int]) -> int:
@@ -121,21 +120,15 @@ def _map(descriptor: int, size: int, *, is_writable: bool, is_pinned: bool) -> T
     mapped = np.frombuffer(mmap.mmap(descriptor, size, access=access), dtype=np.uint8)
     memory = torch.from_numpy(mapped)
     if is_pinned:
-        _pin(memory, mapped)
+        # Page-lock the memory while it is mapped. A failure only makes copies slower.
+        cuda: Any = torch.cuda.cudart()
+        if int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+            weakref.finalize(mapped, cuda.cudaHostUnregister, memory.data_ptr())
+        else:
+            log.warning("weights_not_pinned", bytes=memory.numel())
     return memory
 
 
-def _pin(memory: Tensor, mapped: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
-    """Page-lock the memory while it is mapped. A failure only makes copies slower."""
-    cuda: Any = torch.cuda.cudart()
-    if int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
-        weakref.finalize(mapped, cuda.cudaHostUnregister, memory.data_ptr())
-    else:
-        log.warning("weights_not_pinned", bytes=memory.numel())
-
-
 def _memory_error(num_bytes: int, got: str) -> WeightTransferError:
-    return WeightTransferError(
-        f"the weights ({num_bytes / 2**20:.0f} MiB) must fit into memory to be verified before they are loaded, "
-        f"got {got}"
-    )
+    must = "must fit into memory to be verified before they are loaded"
+    return WeightTransferError(f"the weights ({num_bytes / 2**20:.0f} MiB) {must}, got {got}")

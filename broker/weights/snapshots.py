@@ -3,14 +3,14 @@
     <run folder>/weights/
         version-00000012/       only the newest few versions keep their buckets
             manifest.json       tensors, buckets and their checksums
-            bucket-0000.bin     the bytes of one bucket, as in a broadcast
-            delta.json          the delta from the previous version, if it has one
+            bucket-0000.bin     one bucket, as in a broadcast
+            delta.json          the delta from the previous version, if any
             delta-0000.bin      the delta's payload for one bucket
 
-One process writes versions. Any number of processes read and verify them, directly or through broker/weights/stream.py.
+One process writes versions; others read and verify them, directly or through broker/weights/stream.py.
 
-Invariant: a version's folder is complete even if its writer was killed. The last written version is the newest: higher
-ones, which a resumed learner has rolled back, are deleted.
+Invariant: a version's folder is complete even if its writer was killed. The last written version is the newest: higher,
+rolled back ones are deleted.
 """
 
 import mmap
@@ -48,7 +48,7 @@ class Manifest(Record):
 
     version: int
     checksum: str
-    """Combined checksum of all buckets, which the store records with the version."""
+    """Combined checksum of all buckets, as in the store."""
     slots: list[TensorSlot]
     bucket_bytes: list[int]
     checksums: list[int]
@@ -56,8 +56,7 @@ class Manifest(Record):
 
     @classmethod
     def of(cls, update: Update) -> "Manifest":
-        checksum = flat.combine(update.checksums)
-        return cls(update.version, checksum, update.slots, update.bucket_bytes, update.checksums)
+        return cls(update.version, flat.combine(update.checksums), update.slots, update.bucket_bytes, update.checksums)
 
 
 def folder_name(version: int) -> str:
@@ -77,9 +76,9 @@ def versions(folder: Path) -> list[int]:
 
 
 def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: Iterable[tuple[str, bytes]] = ()) -> None:
-    """Write a snapshot and `more` files (name, content) into the folder `path`, replacing an existing one.
+    """Write a snapshot and `more` files (name, content) into the folder `path`, or replace it.
 
-    Raises WeightTransferError, leaving nothing behind, if the disk is full or not writable.
+    Raises WeightTransferError, leaving nothing behind.
     """
     unfinished = path.with_name(f".{path.name}{_UNFINISHED}")
     try:
@@ -104,14 +103,6 @@ def write(path: Path, manifest: Manifest, buckets: Sequence[Tensor], *, more: It
             f"{describe_disk(path.parent)}, got {error or 'no memory'}: free some space there, keep fewer versions, or "
             "choose another folder"
         ) from error
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Read the manifest at `path`. Raises WeightTransferError."""
-    try:
-        return parse_manifest((path / MANIFEST).read_bytes())
-    except OSError as error:
-        raise WeightTransferError(f"a snapshot must be at {path} with its {MANIFEST}, got {error}") from error
 
 
 def parse_manifest(content: bytes) -> Manifest:
@@ -145,7 +136,7 @@ def map_bucket(path: Path, manifest: Manifest, index: int) -> Tensor:
 
 
 def remove(path: Path) -> None:
-    """Delete a snapshot, after a rename, so that a crash leaves no partial snapshot under its name."""
+    """Delete a snapshot, after a rename, so that a crash leaves no partial one."""
     aside = path.with_name(f".{path.name}.old{_UNFINISHED}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -183,7 +174,7 @@ class _Label(msgspec.Struct):
 
 
 class SnapshotStore:
-    """The versions in one folder. Implements WeightFiles, without waiting, and ServedFiles. One process calls `put`."""
+    """Versions in a folder. Implements WeightFiles, without waiting, and ServedFiles. One process calls `put`."""
 
     def __init__(self, folder: Path, *, num_kept: int = 2, num_deltas_kept: int = 16) -> None:
         """Keep the buckets of the newest `num_kept` versions and the deltas of the newest `num_deltas_kept`."""
@@ -197,10 +188,9 @@ class SnapshotStore:
     def put(
         self, update: Update, buckets: Sequence[Tensor], *, with_delta: bool = False, pinned: Collection[int] = ()
     ) -> None:
-        """Write a version and, with `with_delta`, the delta from the previous one; a no-op if it already exists.
+        """Write a version durably and, with `with_delta`, the delta from the previous one; a no-op if it exists.
 
-        `pinned` versions keep their buckets. Blocks until the files are on disk. Raises WeightTransferError if the disk
-        is full or the buckets do not match the update.
+        `pinned` versions keep their buckets. Raises WeightTransferError.
         """
         manifest = Manifest.of(update)
         with self._put_lock:
@@ -222,16 +212,15 @@ class SnapshotStore:
                 log.warning("snapshots_not_pruned", reason=str(error))
 
     def _base_for(self, manifest: Manifest) -> tuple[Manifest, list[Tensor]] | None:
-        before = [version for version in versions(self.folder) if version < manifest.version]
-        if not before:
+        if not (before := [version for version in versions(self.folder) if version < manifest.version]):
             return None
         path = self.folder / folder_name(before[-1])
         try:
-            base = read_manifest(path)
+            base = parse_manifest((path / MANIFEST).read_bytes())
             if (base.slots, base.bucket_bytes) != (manifest.slots, manifest.bucket_bytes):
                 return None
             return base, [map_bucket(path, base, index) for index in range(len(base.bucket_bytes))]
-        except WeightTransferError as error:
+        except (WeightTransferError, OSError) as error:
             log.info("no_delta", version=manifest.version, reason=str(error))
             return None
 
@@ -288,9 +277,8 @@ class SnapshotStore:
     def _path(self, version: int, name: str) -> Path:
         # Names come from other processes: open only files of a version.
         if not _FILE.fullmatch(name) or version < 0:
-            raise WeightTransferError(
-                f"the name of a snapshot's file must match {_FILE.pattern}, got {name!r} of version {version}"
-            )
+            got = f"{name!r} of version {version}"
+            raise WeightTransferError(f"the name of a snapshot's file must match {_FILE.pattern}, got {got}")
         return self.folder / folder_name(version) / name
 
     def _label(self, version: int) -> _Label | None:
@@ -316,6 +304,5 @@ def _mapped_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise WeightTransferError(
-            f"{path.name} of {path.parent.name} must be in the snapshot store, got {error}: it was pruned or is damaged"
-        ) from error
+        must = f"{path.name} of {path.parent.name} must be in the snapshot store"
+        raise WeightTransferError(f"{must}, got {error}: it was pruned or is damaged") from error

@@ -4,11 +4,11 @@
     Find                              Found
     ReadChunk                         Chunk + bytes | Later | Gone
 
-The generator requests only a few chunks ahead, which bounds the memory of both ends. After a damaged, lost or reordered
-chunk or a restart of the server it reconnects and resumes after the last good byte.
+The generator requests only a few chunks ahead, which bounds memory. After a bad or lost chunk or a restart of the
+server it reconnects and resumes after the last good byte.
 
-The server belongs to the learner, or to a generator that lends a version, possibly while still fetching it. Clients
-wait for the learner until their deadline, but abandon a lender without progress.
+The server belongs to the learner, or to a lender that may still be fetching the version. Clients wait for the learner
+until their deadline, but abandon a lender without progress.
 """
 
 import math
@@ -40,10 +40,10 @@ class _Stream(Record, tag_field="type", tag=True):
 
 
 class Find(_Stream):
-    """Query for the version with a checksum and for the newest version."""
+    """Query for a version by checksum, and the newest."""
 
     checksum: Name
-    """Combined checksum of the version; empty: query only the newest."""
+    """Combined checksum; empty: only the newest."""
 
 
 class Found(_Stream):
@@ -56,22 +56,23 @@ class Found(_Stream):
     """None: no version at all."""
 
 
-class ReadChunk(_Stream):
-    """Request for a part of a file."""
-
+class _OfFile(_Stream):
     version: int
     name: Name
     """File name, like bucket-0003.bin."""
+
+
+class ReadChunk(_OfFile):
+    """Request for a part of a file."""
+
     offset: Annotated[int, Meta(ge=0, lt=2**62)]
     num_bytes: Annotated[int, Meta(ge=0)]
     """0 requests only the file's size."""
 
 
-class Chunk(_Stream):
+class Chunk(_OfFile):
     """Answer to ReadChunk. The bytes are the second frame."""
 
-    version: int
-    name: Name
     offset: int
     file_bytes: int
     """Size of the whole file."""
@@ -79,21 +80,17 @@ class Chunk(_Stream):
     """xxh3-64 of the second frame."""
 
 
-class Later(_Stream):
+class Later(_OfFile):
     """Answer to ReadChunk from a lender that is still fetching the file."""
 
-    version: int
-    name: Name
     offset: int
     num_bytes: int
     """Bytes the lender has received; waiting is worthwhile while this grows."""
 
 
-class Gone(_Stream):
+class Gone(_OfFile):
     """Answer to ReadChunk for a missing file."""
 
-    version: int
-    name: Name
     reason: str
 
 
@@ -141,10 +138,7 @@ class StreamServer:
     def __init__(
         self, files: ServedFiles, *, keys: Keys, address: str = "tcp://127.0.0.1:*", cluster: ClusterConfig = LOCAL
     ) -> None:
-        """Listen at an endpoint of this machine; `*` selects any free port. Raises WeightTransferError.
-
-        With an interface in `cluster`, an ipc server also listens at a port for other machines.
-        """
+        """Listen at `address`, where `*` selects a free port, and as `listen`. Raises WeightTransferError."""
         self._files = files
         self.num_bytes = 0
         try:
@@ -208,8 +202,8 @@ class WeightStream:
     ) -> None:
         """Connect in the background; the server may start later.
 
-        Reconnects after `stall_s` without a chunk, doubled after each stall, since the link may be slow. `give_up_s`:
-        time without progress after which a lender fails; None for the learner.
+        Reconnects after `stall_s` without a chunk, doubled each time, since the link may be slow. `give_up_s`: time
+        without progress after which a lender fails; None for the learner.
         """
         self._give_up_s = give_up_s
         self._address = address
@@ -219,7 +213,7 @@ class WeightStream:
         """Set by another thread to end an operation with WeightTransferError."""
         self.num_resumed = 0
         self.num_arrived = 0
-        """Bytes received so far; also grows while a lender is still receiving the file."""
+        """Bytes received so far, also by a lender that is still receiving the file."""
 
     def find(self, checksum: str, *, timeout_s: float) -> int | None:
         return self._find(checksum, timeout_s=timeout_s).version
@@ -231,9 +225,8 @@ class WeightStream:
         deadline = Deadline(timeout_s, what=name)
         size = self._size(version, name, timeout_s=timeout_s)
         if size > _MAX_READ_BYTES:
-            raise WeightTransferError(
-                f"{name} of version {version} must have at most {_MAX_READ_BYTES} bytes to be read whole, got {size}"
-            )
+            must = f"have at most {_MAX_READ_BYTES} bytes to be read whole"
+            raise WeightTransferError(f"{name} of version {version} must {must}, got {size}")
         content = bytearray(size)
         self.read_into(version, name, memoryview(content), timeout_s=deadline.left_s)
         return bytes(content)
@@ -369,28 +362,28 @@ class _Transfer:
         self._num_requested = self.num_good
 
     def accept(self, frames: Frames) -> bool:
-        """Store the next chunk, or record that the lender lacks it; False for any other message.
+        """Store the next chunk, or record that the lender lacks it; False for other messages.
 
-        Raises WeightTransferError if the file does not exist.
+        Raises WeightTransferError for a missing file.
         """
         answer = _decode(frames)
-        if isinstance(answer, Later) and (answer.version, answer.name) == (self.version, self.name):
+        is_own = isinstance(answer, _OfFile) and (answer.version, answer.name) == (self.version, self.name)
+        if is_own and isinstance(answer, Later):
             if answer.offset == self.num_good:
                 self.is_waiting, self.num_arriving = True, answer.num_bytes
                 self.rewind()
             return True
-        if isinstance(answer, Gone) and (answer.version, answer.name) == (self.version, self.name):
+        if is_own and isinstance(answer, Gone):
             raise WeightTransferError(answer.reason)
         if not isinstance(answer, Chunk) or len(frames) != 2:
             return False
         check_size(self.version, self.name, expected=len(self.into), got=answer.file_bytes)
-        # Other chunks answer requests from before a reconnect.
-        is_next = (answer.version, answer.name, answer.offset) == (self.version, self.name, self.num_good)
         end = self.num_good + len(frames[1])
         if self.is_waiting and answer.offset > self.num_good:
             return True  # requested ahead, before the lender asked to wait
+        # Other chunks answer requests from before a reconnect.
         if (
-            not is_next
+            not (is_own and answer.offset == self.num_good)
             or not frames[1]
             or xxhash.xxh3_64_intdigest(frames[1]) != answer.checksum
             or end > len(self.into)

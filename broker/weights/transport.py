@@ -1,4 +1,4 @@
-"""Protocols for the two ends of a weight transport, and a single-threaded in-memory transport for the serial mode."""
+"""Protocols for the two ends of a weight transport, and an in-memory transport for the serial mode."""
 
 from threading import Event
 from typing import NamedTuple, Protocol
@@ -50,18 +50,9 @@ class WeightReceiver(Protocol):
         """Join the group, blocking until all members have. Raises WeightTransferError."""
 
     def receive(self, update: Update, *, cancelled: Event) -> HostBuckets:
-        """Receive all buckets and verify their checksums. Raises WeightTransferError, soon after `cancelled` is set."""
+        """Receive all buckets and verify their checksums. Raises WeightTransferError, soon after `cancelled`."""
 
     def close(self) -> None: ...
-
-
-class MemoryWeights:
-    """State shared by both ends: the open epoch and its newest broadcast."""
-
-    def __init__(self) -> None:
-        self.epoch: int | None = None
-        self.num_members = 0
-        self.buckets: list[Tensor] = []
 
 
 class MemorySender:
@@ -70,51 +61,52 @@ class MemorySender:
     address = "memory", 0
     device: DeviceName = "cpu"
 
-    def __init__(self, weights: MemoryWeights) -> None:
-        self._weights = weights
+    def __init__(self) -> None:
+        self.epoch: int | None = None
+        self.num_members = 0
+        self.buckets: list[Tensor] = []
+        """Newest broadcast of the epoch."""
 
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float, backend: GroupBackend = "gloo") -> None:
-        self._weights.epoch, self._weights.num_members, self._weights.buckets = epoch, num_members, []
+        self.epoch, self.num_members, self.buckets = epoch, num_members, []
 
     def broadcast(self, buckets: list[Tensor], *, timeout_s: float) -> None:
         """Publish a copy; the caller may overwrite `buckets`. Raises WeightTransferError without an epoch."""
-        if self._weights.epoch is None:
+        if self.epoch is None:
             raise WeightTransferError("a weight epoch must be open before a broadcast: call open_epoch first")
-        self._weights.buckets = [bucket.clone() for bucket in buckets]
+        self.buckets = [bucket.clone() for bucket in buckets]
 
     def abort(self) -> None:
         """Do nothing: no operation blocks."""
 
     def close(self) -> None:
-        self._weights.epoch, self._weights.buckets = None, []
+        self.epoch, self.buckets = None, []
 
 
 class MemoryReceiver:
-    """A generator's end. Implements WeightReceiver; never blocks, so it runs on the event loop's thread.
+    """A generator's end. Implements WeightReceiver; runs on the event loop's thread, since it never blocks.
 
-    All receivers share the buckets; treat them as read-only.
+    All receivers share the sender's buckets; treat them as read-only.
     """
 
     device: DeviceName = "cpu"
 
-    def __init__(self, weights: MemoryWeights) -> None:
-        self._weights = weights
+    def __init__(self, sender: MemorySender) -> None:
+        self._sender = sender
         self._epoch: int | None = None
 
     def open_epoch(self, opening: OpenEpoch, *, rank: int) -> None:
-        if opening.epoch != self._weights.epoch or not 1 <= rank <= self._weights.num_members:
-            raise WeightTransferError(
-                f"weight epoch {self._weights.epoch} takes ranks 1 to {self._weights.num_members}, got rank {rank} of "
-                f"epoch {opening.epoch}"
-            )
+        epoch, num_members = self._sender.epoch, self._sender.num_members
+        if opening.epoch != epoch or not 1 <= rank <= num_members:
+            takes = f"weight epoch {epoch} takes ranks 1 to {num_members}"
+            raise WeightTransferError(f"{takes}, got rank {rank} of epoch {opening.epoch}")
         self._epoch = opening.epoch
 
     def receive(self, update: Update, *, cancelled: Event) -> HostBuckets:
-        if self._epoch is None or self._epoch != self._weights.epoch:
-            raise WeightTransferError(
-                f"a weight epoch must be open before a broadcast, got {self._weights.epoch} while in {self._epoch}"
-            )
-        buckets = self._weights.buckets
+        if self._epoch is None or self._epoch != self._sender.epoch:
+            got = f"got {self._sender.epoch} while in {self._epoch}"
+            raise WeightTransferError(f"a weight epoch must be open before a broadcast, {got}")
+        buckets = self._sender.buckets
         if (sizes := [bucket.numel() for bucket in buckets]) != update.bucket_bytes:
             raise WeightTransferError(f"buckets must have the announced sizes {update.bucket_bytes}, got {sizes}")
         flat.verify(buckets, expected=update.checksums)

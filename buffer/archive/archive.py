@@ -1,7 +1,6 @@
 """Archive: reads a folder of shards, even during a run. ArchiveMirror: copies an archive to an object store.
 
-The mirror sends shards and ledger before the manifest, so that the object store has everything the manifest lists. A
-run resumed on another machine starts from this copy.
+The mirror sends shards and ledger before the manifest. A run resumed on another machine starts from this copy.
 """
 
 import math
@@ -47,12 +46,12 @@ def write_images(folder: Path, images: Mapping[str, bytes]) -> None:
 
 
 def missing_images(folder: Path, names: Iterable[str]) -> list[str]:
-    """Those of `names` that the archive lacks."""
+    """`names` that the archive lacks."""
     return [name for name in names if not (folder / IMAGES / name).is_file()]
 
 
 def read_images(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Name -> bytes of the named images that the archive has."""
+    """Name -> bytes of the archive's images."""
     # A name comes from a trajectory and must not lead out of the folder.
     paths = {name: folder / IMAGES / Path(name).name for name in names}
     return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
@@ -98,7 +97,7 @@ class Archive:
         self.shards: list[ShardEntry] = []
         """Shards in the manifest when it was last read."""
         self.note = ""
-        """One sentence if the manifest is incomplete after a crash or damage; else empty."""
+        """Sentence on a manifest incomplete after a crash or damage; else empty."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -120,10 +119,10 @@ class Archive:
         on_refused: Callable[[ShardError], None] = _raise,
         is_newest_first: bool = False,
     ) -> Iterator[StoredTrajectory]:
-        """Yield the selected trajectories in the order archived, or in reverse; members of a group are adjacent.
+        """Yield the selected trajectories as archived, or in reverse; members of a group are adjacent.
 
-        Without `decode`, a condition on text is ignored. `on_refused` is called for each unreadable shard, which is
-        skipped unless it raises.
+        Conditions on text need `decode`. `on_refused` is called for each unreadable shard, which is skipped unless it
+        raises.
         """
         selected = selected or TrajectoryFilter()
         where = selected.expression()
@@ -140,7 +139,7 @@ class Archive:
                 on_refused(error)
 
     def check(self) -> ArchiveCheck:
-        """Check all checksums, the uniqueness of ids, and that the ledger's trajectories are present.
+        """Check checksums, unique ids, and the presence of the ledger's trajectories.
 
         Raises ArchiveError if the manifest cannot be read.
         """
@@ -158,11 +157,16 @@ class Archive:
             except ShardError as error:
                 damages.append(str(error))
         overflow = overflow_groups(self.folder)
-        missing: dict[int, list[str]] = {}
+        num_missing, problems = 0, damages.copy()
         for entry in steps:
             groups = zip(entry.group_ids, entry.trajectory_ids, strict=True)
             wanted = (name for group, names in groups if group not in overflow for name in names)
-            missing[entry.step] = [name for name in wanted if name not in found]
+            if missing := [name for name in wanted if name not in found]:
+                num_missing += len(missing)
+                problems.append(
+                    f"step {entry.step} must have all of its trajectories in shards, got {len(missing)} that are in "
+                    f"none, such as {missing[0]}: restore the shard that held them."
+                )
         return ArchiveCheck(
             shards=len(shards),
             groups=sum(shard.groups for shard in shards),
@@ -170,14 +174,8 @@ class Archive:
             steps=len(steps),
             damaged=len(damages),
             duplicated=found.total() - len(found),
-            missing=sum(map(len, missing.values())),
-            problems=damages
-            + [
-                f"step {step} must have all of its trajectories in shards, got {len(names)} that are in none, such as "
-                f"{names[0]}: restore the shard that held them."
-                for step, names in missing.items()
-                if names
-            ],
+            missing=num_missing,
+            problems=problems,
         )
 
 
@@ -194,11 +192,8 @@ def _unfinished(folder: Path, manifest: Manifest) -> str:
 def whole_ledger(
     store: Store, archive: Archive | None, *, first_step: int = 1, last_step: float = math.inf
 ) -> list[StepEntry]:
-    """Ledger of these steps of a run: the archived entries, then the store's.
-
-    Lacks the archived part without an archive. Raises ReplayBufferError.
-    """
-    # In this order: an entry leaves the store only after the archive has it, and one that is in both counts once.
+    """Ledger of these steps of a run: the archived entries, if any, then the store's. Raises ReplayBufferError."""
+    # In this order: an entry leaves the store only after the archive has it.
     newest = store.run_state().step
     stored = store.ledger(first_step=first_step)
     last_archived = stored[0].step - 1 if stored else newest
@@ -210,7 +205,7 @@ def whole_ledger(
 
 # --- the mirror in the object store -----------------------------------------------------------------------------------
 _WHOLE_FILES = (LEDGER, MANIFEST)
-"""Append-only files, sent whole and in this order. Other files never change."""
+"""Append-only, sent whole and in this order. Other files never change."""
 
 
 class ArchiveMirror:
@@ -223,7 +218,7 @@ class ArchiveMirror:
         """Size of each object. An append-only file is its beginning."""
 
     def fetch(self) -> None:
-        """Bring the folder up to date with the mirror. Raises StorageError, ArchiveError (other shards), OSError."""
+        """Update the folder from the mirror. Raises StorageError, ArchiveError (other shards), OSError."""
         found = self._remote.objects()
         # Manifest first: the ledger may be longer than it says, but not shorter.
         grown = {name: self._remote.read(name) or b"" for name in reversed(_WHOLE_FILES)}
@@ -232,10 +227,8 @@ class ArchiveMirror:
         if local.startswith(remote):
             return
         if not remote.startswith(local):
-            raise ArchiveError(
-                f"{self._folder} must have the first shards of {self._remote.uri}, got others: the run continued "
-                "elsewhere since; move the folder away."
-            )
+            cause = "the run continued elsewhere since; move the folder away"
+            raise ArchiveError(f"{self._folder} must have the first shards of {self._remote.uri}, got others: {cause}.")
         manifest = parse_manifest(remote, where=f"{self._remote.uri}/{MANIFEST}")
         shards = {shard.file: shard.checksum for shard in manifest.shards}
         others = [name for name in found if PurePosixPath(name).parts[:-1] in ((IMAGES,), (OVERFLOW,))]
@@ -274,6 +267,6 @@ class ArchiveMirror:
 
 
 def _whole_lines(path: Path) -> bytes:
-    """File's complete lines (a crash can cut the last one short); empty if missing."""
+    """File's complete lines; empty if missing."""
     content = path.read_bytes() if path.is_file() else b""
     return content[: content.rfind(b"\n") + 1]

@@ -1,6 +1,6 @@
-"""Converts finished groups to an Arrow table, and its rows back to trajectories.
+"""Converts finished groups to an Arrow table, and rows to trajectories.
 
-One row per trajectory. Re-encoding a trajectory read from a row gives the archived bytes exactly.
+One row per trajectory, which re-encodes to the archived bytes exactly.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,18 +20,13 @@ ARCHIVE_SCHEMA = 2
 """Increment when an older reader would misread the columns."""
 _ARCHIVE_KEY, _TRAJECTORY_KEY = b"slipstream.archive_schema", b"slipstream.trajectory_schema"
 
-_LISTS: dict[str, pa.DataType] = {
-    "token_ids": pa.int32(),
-    "model_mask": pa.bool_(),
-    "generator_logprobs": pa.float32(),
-}
+_LISTS: dict[str, pa.DataType] = {"token_ids": pa.int32(), "model_mask": pa.bool_(), "generator_logprobs": pa.float32()}
 _TYPES: dict[Any, pa.DataType] = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
 _TYPES[float | None] = pa.float64()
 
 
 def _struct(record: type) -> pa.DataType:
-    hints = get_type_hints(record)
-    return pa.struct({name: _TYPES[hint] for name, hint in hints.items()})
+    return pa.struct({name: _TYPES[hint] for name, hint in get_type_hints(record).items()})
 
 
 _ARRAY = pa.struct({"dtype": pa.string(), "shape": pa.list_(pa.int64()), "data": pa.binary()})
@@ -90,12 +85,9 @@ def to_table(groups: list[StoredGroup], *, archived_at: float) -> pa.Table:
 
     Raises RecordRefusedError for an invalid payload, and as `tabulate`.
     """
+    packed = ((group, payload) for group in groups for payload in group.payloads)
     return tabulate(
-        [
-            StoredTrajectory(unpack(payload), group.state, group.reason, group.steps, archived_at)
-            for group in groups
-            for payload in group.payloads
-        ]
+        [StoredTrajectory(unpack(data), group.state, group.reason, group.steps, archived_at) for group, data in packed]
     )
 
 
@@ -127,8 +119,7 @@ def tabulate(stored: list[StoredTrajectory]) -> pa.Table:
 def from_batch(batch: pa.RecordBatch) -> Iterator[StoredTrajectory]:
     """Yield the rows of a batch without `missing_columns`. Arrays are views into the batch."""
     lists = {name: _split(batch.column(name)) for name in _LISTS}
-    others = [name for name in batch.schema.names if name not in lists]
-    rows = batch.select(others).to_pylist()
+    rows = batch.select([name for name in batch.schema.names if name not in lists]).to_pylist()
     for index, row in enumerate(rows):
         yield _stored(row, {name: arrays[index] for name, arrays in lists.items()})
 
@@ -169,19 +160,14 @@ def _list_columns(trajectories: list[Trajectory]) -> dict[str, Any]:
 
 
 def _split(lists: pa.ListArray) -> list[np.ndarray]:
-    """One array per row, without copying except for booleans, which Arrow stores as bits."""
-    offsets = lists.offsets.to_numpy()
-    values = lists.flatten().to_numpy(zero_copy_only=False)
-    starts = (offsets - offsets[0]).tolist()
-    return [values[start:end] for start, end in pairwise(starts)]
+    """One array per row; copies only booleans, which Arrow stores as bits."""
+    offsets, values = lists.offsets.to_numpy(), lists.flatten().to_numpy(zero_copy_only=False)
+    return [values[start:end] for start, end in pairwise((offsets - offsets[0]).tolist())]
 
 
 def _stored(row: dict[str, Any], arrays: dict[str, Any]) -> StoredTrajectory:
-    reward = Reward(
-        parts=dict(row["reward_parts"]),
-        turns=row.get("reward_turns") or [],
-        **{name: row[column] for name, column in _REWARD.items()},
-    )
+    known = {name: row[column] for name, column in _REWARD.items()}
+    reward = Reward(parts=dict(row["reward_parts"]), turns=row.get("reward_turns") or [], **known)
     trajectory = Trajectory(
         **{name: row[name] for name in _PLAIN},
         **arrays,

@@ -1,14 +1,15 @@
 """Index of an archive: the manifest of its shards and the ledger of its steps, both append-only.
 
-The ledger records what each step trained on, so that the archive alone suffices to replay the run batch by batch. A
-step gets its line once a durable checkpoint covers it and all of its groups are archived. If the store lost its last
-seconds, a step may run again: its second line replaces the first and every line in between.
+The ledger records what each step trained on, for replays batch by batch. A step gets its line once a durable checkpoint
+covers it and all of its groups are archived. If the store lost its last seconds, a step may run again: its second line
+replaces the first and all in between.
 """
 
 import math
 import re
 import time
 from collections.abc import Iterator
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
@@ -29,8 +30,7 @@ _SHARD_NAME = re.compile(r"shard-(\d{8,})\.parquet")
 
 
 class ShardEntry(Record):
-    """A complete, durable shard. For the ledger: its state up to a size; the last such entry counts, and the file may
-    be longer.
+    """A durable shard, or for the ledger, its state up to a size; the last such entry counts.
 
     Example: ShardEntry(file="shard-00000003.parquet", rows=8192, groups=1024, first_step=97, last_step=128,
         bytes=4411392, checksum="9f2c61d0a55b7e13", archived_at=1767225600.0)
@@ -52,9 +52,8 @@ class ShardEntry(Record):
 
 
 def next_shard(shards: list[ShardEntry]) -> str:
-    """File name of the next shard; they are numbered from 1."""
-    number = 1 + max((shard_number(shard.file) or 0 for shard in shards), default=0)
-    return f"shard-{number:08d}.parquet"
+    """File name of the next shard, numbered from 1."""
+    return f"shard-{1 + max((shard_number(shard.file) or 0 for shard in shards), default=0):08d}.parquet"
 
 
 def shard_number(name: str) -> int | None:
@@ -68,11 +67,11 @@ class Manifest(NamedTuple):
 
     shards: list[ShardEntry]
     ledger: ShardEntry | None
-    """Newest ledger entry; None before the first step, and in archives of earlier versions."""
+    """Newest ledger entry; None before the first step, and in old archives."""
     content: bytes
     """Complete lines."""
     unnamed: set[str]
-    """Shards without a line: at most one, left by a crash between writing the two."""
+    """Shards without a line: at most one, after a crash."""
     is_cut: bool
 
 
@@ -82,19 +81,17 @@ def is_archive(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest. Raises ArchiveError if it is missing, damaged, or omits more shards than a crash explains."""
+    """Read the manifest. Raises ArchiveError if missing, damaged, or lacking more shards than a crash explains."""
     # List shards before reading the manifest: a live writer adds a shard before its line.
     found = _shards_in(folder)
     path = folder / MANIFEST
     if not path.is_file():
         if is_archive(folder):
-            raise ArchiveError(
-                f"{folder} must have a {MANIFEST} beside its {len(found)} shards, but has none: restore it, or move "
-                f"the shards and {LEDGER} away."
-            )
+            must = f"{folder} must have a {MANIFEST} beside its {len(found)} shards"
+            raise ArchiveError(f"{must}, but has none: restore it, or move the shards and {LEDGER} away.")
         raise ArchiveError(f"{folder} must be an archive, but it has no {MANIFEST}: name a run's `archive` folder.")
     manifest = parse_manifest(path.read_bytes(), where=path)
-    # A crash between shard and line leaves one file, with the next number. The store offers its groups again.
+    # A crash leaves one file, with the next number. The store offers its groups again.
     unnamed, expected = found - {shard.file for shard in manifest.shards}, next_shard(manifest.shards)
     if unnamed - {expected}:
         raise ArchiveError(
@@ -125,10 +122,7 @@ class ManifestWriter:
         found = read_manifest(folder)
         self.shards, self.ledger, self.unnamed = found.shards, found.ledger, found.unnamed
         self._file = LineFile(
-            folder / MANIFEST,
-            digest=xxhash.xxh3_64(found.content),
-            num_bytes=len(found.content),
-            schema=_SCHEMA,
+            folder / MANIFEST, digest=xxhash.xxh3_64(found.content), num_bytes=len(found.content), schema=_SCHEMA
         )
 
     def append(self, entry: ShardEntry) -> None:
@@ -168,7 +162,7 @@ class _Step(msgspec.Struct):
 
 
 class LedgerReader:
-    """Reads a ledger, which may grow, by step. Keeps the position of every line, not the entries."""
+    """Reads a growing ledger by step. Keeps the position of every line."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / LEDGER
@@ -183,10 +177,7 @@ class LedgerReader:
         self._num_lines = 0
 
     def refresh(self, sealed: ShardEntry | None) -> None:
-        """Find the lines added since the last call. `sealed` is the manifest's ledger entry, if any.
-
-        Raises ArchiveError for a ledger that is damaged, or shorter than the manifest says.
-        """
+        """Find new lines. `sealed`: the manifest's ledger entry. Raises ArchiveError for a damaged or short file."""
         size = self._path.stat().st_size if self._path.exists() else 0
         if size < self.num_bytes:
             self._forget()
@@ -194,7 +185,8 @@ class LedgerReader:
         is_checked = sealed is None or sealed.bytes <= self.num_bytes
         with self._path.open("rb") if size else BytesIO() as file:
             file.seek(self.num_bytes)
-            found = whole_lines(file, self._parse, where=self._path, rule="hold a step", first=self._num_lines + 1)
+            parse = partial(parse_line, kind=_Step, schema=LEDGER_SCHEMA, where=self._path)
+            found = whole_lines(file, parse, where=self._path, rule="hold a step", first=self._num_lines + 1)
             for entry, line in found:
                 self._enter(entry.step, line)
                 if sealed and self.num_bytes == sealed.bytes:
@@ -205,9 +197,6 @@ class LedgerReader:
                 f"steps, up to step {sealed.last_step}), got {size} bytes with {self._num_lines} whole lines: it is "
                 "damaged; restore it from a copy, or continue the run without this archive by moving its folder away."
             )
-
-    def _parse(self, line: bytes) -> _Step | None:
-        return parse_line(line, _Step, schema=LEDGER_SCHEMA, where=self._path)
 
     def _enter(self, step: int, line: bytes) -> None:
         # A repeated step invalidates all later ones.
@@ -231,11 +220,7 @@ class LedgerReader:
 
 
 class LedgerWriter:
-    """The single writer of a ledger. Records size and checksum in the manifest.
-
-    Lines are durable before the manifest records them. After a crash in between, the ledger is longer than recorded,
-    and the next start records the rest.
-    """
+    """The single writer of a ledger. Records size and checksum in the manifest, after a crash at the next start."""
 
     def __init__(self, folder: Path, manifest: ManifestWriter) -> None:
         """Raises ArchiveError if the ledger is damaged, and OSError."""
@@ -253,7 +238,7 @@ class LedgerWriter:
         return next(reversed(self._reader.places), 0)
 
     def lacks(self, entries: list[StepEntry]) -> list[StepEntry]:
-        """First of `entries` that is missing or different here, and all after it."""
+        """First of `entries` that is missing or differs, and all after it."""
         known = self._reader.read(first_step=entries[0].step) if entries else iter(())
         number = next((at for at, entry in enumerate(entries) if next(known, None) != entry), len(entries))
         return entries[number:]

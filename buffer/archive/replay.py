@@ -1,8 +1,7 @@
 """Replay: stored groups as an endless, seeded sequence, and the plan of a replay run.
 
-Each epoch yields every group once, shard by shard, in random order within and across shards, so only one shard is in
-memory at a time. The groups of a step depend only on the seed and the step, so a resumed run continues where it
-stopped.
+Each epoch yields every group once, in random order of and within shards, so only one shard is in memory. The groups of
+a step depend only on seed and step, so a resumed run continues where it stopped.
 """
 
 from collections.abc import Iterable
@@ -38,9 +37,8 @@ class Rollouts:
         self._folder = folder
         self._seed = seed
         self._shards = Archive(folder).shards
-        self._group_ids = [
-            list(dict.fromkeys(read_column(folder, shard, "group_id", where=TRAINABLE))) for shard in self._shards
-        ]
+        columns = (read_column(folder, shard, "group_id", where=TRAINABLE) for shard in self._shards)
+        self._group_ids = [list(dict.fromkeys(column)) for column in columns]
         self._loaded: tuple[str, dict[str, list[bytes]]] = ("", {})
         if not self.num_groups:
             raise ArchiveError(f"the archive {folder} must hold groups to train on, got none: name another.")
@@ -69,8 +67,7 @@ class Rollouts:
 
     def _shuffled(self, count: int, *path: int) -> list[int]:
         # Across versions, numpy keeps the streams of bit generators stable, but not `permutation`.
-        draws = np.random.PCG64([self._seed, _STREAM, *path]).random_raw(count)
-        return np.argsort(draws, kind="stable").tolist()
+        return np.argsort(np.random.PCG64([self._seed, _STREAM, *path]).random_raw(count), kind="stable").tolist()
 
     def _payloads(self, shard: ShardEntry) -> dict[str, list[bytes]]:
         # Consecutive groups share a shard, so cache one.
@@ -98,8 +95,8 @@ class ReplayPlan(Record):
 def plan_replay(run: RunConfig) -> ReplayPlan:
     """Read the archive that the run replays.
 
-    Steps repeat the ledger's batches if all of them have the replay's batch size. Otherwise, they claim the stored
-    groups in order. Raises ArchiveError, or ConfigError if the archive holds too few steps.
+    Steps repeat the ledger's batches if all have the replay's size; otherwise, they claim the stored groups in order.
+    Raises ArchiveError, or ConfigError if the archive holds too few steps.
     """
     archive, per_step = Path(run.replay.path), run.claimed_groups_per_step
     groups, steps = stored_groups(archive), Archive(archive).steps()
@@ -107,17 +104,13 @@ def plan_replay(run: RunConfig) -> ReplayPlan:
         steps = []
     num_steps = len(steps) or len(groups) // per_step
     if run.learner.max_steps > num_steps:
-        raise ConfigError(
-            f"learner.max_steps must be <= {num_steps} to replay {archive}, got {run.learner.max_steps}: it holds "
-            f"{len(groups)} groups and {num_steps} steps."
-        )
+        must = f"learner.max_steps must be <= {num_steps} to replay {archive}, got {run.learner.max_steps}"
+        raise ConfigError(f"{must}: it holds {len(groups)} groups and {num_steps} steps.")
     replayed = steps[: run.learner.max_steps]
     _check_complete(archive, replayed, groups)
-    samples = {}
-    for entry in replayed:
-        ones, none = [1.0] * per_step, [False] * per_step
-        samples[entry.step] = Sample(entry.group_ids, weights=entry.weights or ones, reused=entry.reused or none)
-    return ReplayPlan(groups, samples)
+    ones, none = [1.0] * per_step, [False] * per_step
+    plan = {each.step: Sample(each.group_ids, each.weights or ones, each.reused or none) for each in replayed}
+    return ReplayPlan(groups, plan)
 
 
 def stored_groups(archive: Path) -> list[StoredGroup]:

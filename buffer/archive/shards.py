@@ -1,8 +1,7 @@
 """Shards: Parquet files of finished groups, each complete and durable, or absent.
 
 Order of a write: temporary file, fsync, rename, fsync of the folder, line in the manifest, fsync. After a crash before
-the line, the next start deletes the unlisted file, and the store, which still has its groups, offers them again. After
-a later crash, the store offers groups that are already archived, which `has` detects.
+the line, the next start deletes the unlisted file. The store offers the groups again; `has` detects archived ones.
 """
 
 import fcntl
@@ -68,17 +67,13 @@ def _open(folder: Path, shard: ShardEntry) -> ds.Dataset:
     path = folder / shard.file
     if not path.is_file():
         raise ShardError(shard.file, f"must be in {folder}, but there is no such file: restore it from a copy.")
-    found = path.stat()
-    if found.st_size != shard.bytes:
-        raise ShardError(
-            shard.file, f"must have {shard.bytes} bytes, as the manifest says, got {found.st_size}: {_ADVICE}"
-        )
+    if (found := path.stat()).st_size != shard.bytes:
+        must = f"must have {shard.bytes} bytes, as the manifest says"
+        raise ShardError(shard.file, f"{must}, got {found.st_size}: {_ADVICE}")
     if (written := _checksum(path, found.st_size, found.st_mtime_ns)) != shard.checksum:
         raise ShardError(shard.file, f"must have checksum {shard.checksum}, got {written}: {_ADVICE}")
     dataset = ds.dataset(str(path), format="parquet")
-    if reason := newer_schema(dataset.schema):
-        raise ShardError(shard.file, f"{reason}.")
-    if reason := missing_columns(dataset.schema):
+    if reason := newer_schema(dataset.schema) or missing_columns(dataset.schema):
         raise ShardError(shard.file, f"{reason}.")
     return dataset
 
@@ -105,13 +100,14 @@ def overflow_groups(archive: Path) -> set[str]:
 
 
 # --- shards ----------------------------------------------------------------------------------------------------------
-_ROWS_PER_ROW_GROUP = 1024
 _REMEMBERED_SHARDS = 16
-"""A restarted store may again offer groups that it deleted in its last two seconds."""
+"""A restarted store may offer recently deleted groups again."""
 _LOGPROBS = "generator_logprobs.list.element"
-"""Distinct values, so a dictionary does not help; a byte-stream split groups their exponents, which compress well."""
+"""Distinct values: a byte-stream split groups their exponents, which compress well."""
 _REPETITIVE = ["token_ids.list.element", "group_id", "prompt_uid", "generator_id", "data_source", "stop_reason"]
 _REPETITIVE += ["reward_status", "outcome", "reason"]
+_PARQUET = {"compression": "zstd", "row_group_size": 1024, "use_dictionary": _REPETITIVE}
+_PARQUET |= {"use_byte_stream_split": [_LOGPROBS]}
 
 
 class ShardWriter:
@@ -121,10 +117,9 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, *, clock: Callable[[], float] = time.time) -> None:
-        """Create the folder if missing, and remove the leftovers of a crash.
+        """Create the folder if missing, and remove the leftovers of a crash. `clock`: seconds since 1970.
 
-        `clock` returns seconds since 1970. Raises OSError, or ArchiveError if another process writes here or a crash
-        cannot explain the folder's state.
+        Raises OSError, or ArchiveError if another process writes here or the folder is damaged.
         """
         self._folder = folder
         self._clock = clock
@@ -164,14 +159,7 @@ class ShardWriter:
         if not table.num_rows:
             return None
         sink = pa.BufferOutputStream()
-        pq.write_table(
-            table,
-            sink,
-            compression="zstd",
-            row_group_size=_ROWS_PER_ROW_GROUP,
-            use_dictionary=_REPETITIVE,
-            use_byte_stream_split=[_LOGPROBS],
-        )
+        pq.write_table(table, sink, **_PARQUET)
         data = memoryview(sink.getvalue())
         steps = [step for group in groups for step in group.steps]
         shard = ShardEntry(

@@ -1,7 +1,7 @@
 """StepTokens: per-token numbers computed by the learner, one Parquet file per step in the run folder.
 
-token_stats/step-00000012.parquet   a row per trajectory: `id`, and `log_ratio` and `entropy` with one entry per token,
-                                    null where it was not trained on; 4 bytes per trained token
+token_stats/step-00000012.parquet   a row per trajectory: `id`, and `log_ratio` and `entropy` per token, null where not
+                                    trained on; 4 bytes per trained token
 """
 
 from collections.abc import Mapping
@@ -81,10 +81,7 @@ def drop_steps(folder: Path, *, after: int) -> None:
 
 
 def read_steps(folder: Path, last_steps: Mapping[str, int | None]) -> dict[str, TokenNumbers]:
-    """Trajectory id -> numbers of its last step, under names prefixed with `learner_`.
-
-    Omits trajectories with a missing or damaged file.
-    """
+    """Trajectory id -> numbers of its last step, named `learner_*`; without those of missing or damaged files."""
     found: dict[str, TokenNumbers] = {}
     for step in {step for step in last_steps.values() if step is not None}:
         ids = [name for name, last_step in last_steps.items() if last_step == step]

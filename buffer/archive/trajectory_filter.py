@@ -78,11 +78,11 @@ class TrajectoryFilter(Record):
     version: int | None = None
     """Version that sampled at least one token."""
     min_version: int | None = None
-    """A version in the range min_version to max_version must have sampled a token."""
+    """A version from min_version to max_version must have sampled a token."""
     max_version: int | None = None
     step: int | None = None
     min_step: int | None = None
-    """A step in the range min_step to max_step must have trained on it."""
+    """A step from min_step to max_step must have trained on it."""
     max_step: int | None = None
     group_id: str | None = None
     prompt_uid: str | None = None
@@ -123,7 +123,7 @@ class TrajectoryFilter(Record):
         )
 
     def may_be_in(self, shard: ShardEntry) -> bool:
-        """Whether a shard may hold a match, judging by the steps in its manifest line."""
+        """Whether a shard's steps allow a match."""
         if self.steps is None:
             return True
         if shard.first_step is None or shard.last_step is None:
@@ -150,7 +150,7 @@ def _is_within(value: float, low: float | None, high: float | None) -> bool:
 
 
 def _narrowed(value: int | None, low: int | None, high: int | None) -> tuple[int | None, int | None] | None:
-    """Intersect `value` (if given) with [low, high]; bounds cross if nothing remains. None = no condition."""
+    """Intersect `value` (if given) with [low, high]; None = no condition."""
     if value is not None:
         low, high = (value if low is None else max(low, value)), (value if high is None else min(high, value))
     return None if low is None and high is None else (low, high)

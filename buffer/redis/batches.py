@@ -15,9 +15,9 @@ from slipstream.buffer.store_rules import make_claim, split_lag, stale_claim
 from slipstream.buffer.trajectory import Trajectory, make_lease_id
 
 _FETCHED_AT_ONCE = 16
-"""Groups (or ledger entries) per round trip; bounds the client's buffer."""
+"""Groups (or ledger entries) per round trip."""
 _LONGEST_BLOCK_S = 1.0
-"""Another waiter may take the bell's only element, so check the queue at least this often."""
+"""Another waiter may take the bell's only element."""
 _SHORTEST_BLOCK_S = 0.01
 """Redis truncates timeouts to milliseconds (6.2 even 0.001 to 0), and 0 blocks forever."""
 _CLAIM_TRIES = 8
@@ -31,10 +31,10 @@ class RedisBatches(RedisConnection):
     """Step -> its groups in a replay."""
 
     def load(self, groups: list[StoredGroup], *, samples: Mapping[int, Sample]) -> None:
-        """Load groups of an earlier run as ready, in this order. They count as accepted and admitted.
+        """Load groups of an earlier run as ready, in this order, accepted and admitted. Raises RecordRefusedError.
 
-        Ordinals between theirs are marked as finished. `samples`: claims of these steps, in place of the sampler's. Not
-        atomic: call it before anything else uses the run. Raises RecordRefusedError for a damaged payload.
+        Other ordinals are marked as finished. `samples`: claims of these steps, in place of the sampler's. Not atomic:
+        call it before anything else uses the run.
         """
         self._planned = samples
         for start in range(0, len(groups), _FETCHED_AT_ONCE):
@@ -66,8 +66,8 @@ class RedisBatches(RedisConnection):
     ) -> Claim | NotReady:
         """Claim `num_groups` groups for `step` of a learner at `version`, or return why it cannot yet.
 
-        Stale groups leave the queue first, by the rules. An earlier claim of the step is taken back, so a retry is
-        safe. Raises StaleFenceError for a committed step.
+        Stale groups leave the queue first. An earlier claim of the step is taken back, so a retry is safe. Raises
+        StaleFenceError for a committed step.
         """
         # Sampling happens between two scripts; the second refuses groups that moved in between.
         for _ in range(_CLAIM_TRIES):
@@ -96,15 +96,12 @@ class RedisBatches(RedisConnection):
                 fence, *sums = claimed
                 lag, num_spare = split_lag(*sums, version=version), num_ready - selected.reused.count(False)
                 return make_claim(selected, step=step, fence=fence, lag=lag, num_spare=num_spare)
-        raise StaleFenceError(
-            f"step {step} must have one claimer, but its groups were taken {_CLAIM_TRIES} times in a row."
-        )
+        found = f"its groups were taken {_CLAIM_TRIES} times in a row"
+        raise StaleFenceError(f"step {step} must have one claimer, but {found}.")
 
     def _read_queue(self) -> Queue:
         num_arrived, num_uses, ready, reusable = self._run("read_queue")
-        return Queue(
-            ready=_candidates(ready), reusable=_candidates(reusable), num_arrived=num_arrived, num_uses=num_uses
-        )
+        return Queue(_candidates(ready), _candidates(reusable), num_arrived, num_uses)
 
     def wait_ready(self, *, num_groups: int, timeout_s: float) -> bool:
         """Block until `num_groups` groups are ready; False after `timeout_s`."""
@@ -126,12 +123,10 @@ class RedisBatches(RedisConnection):
             pipeline = self._client.pipeline(transaction=False)
             for group_id in chunk:
                 pipeline.hgetall(self._key(f"payloads:{group_id}"))
-            stored = self._call(pipeline.execute)
-            for group_id, members in zip(chunk, stored, strict=True):
+            for group_id, members in zip(chunk, self._call(pipeline.execute), strict=True):
                 if not members:
-                    raise StaleFenceError(
-                        f"group {group_id} must be stored to be fetched, but it is retired or has no members."
-                    )
+                    found = "it is retired or has no members"
+                    raise StaleFenceError(f"group {group_id} must be stored to be fetched, but {found}.")
                 groups.append([members[index] for index in sorted(members, key=int)])
         return groups
 
@@ -140,10 +135,9 @@ class RedisBatches(RedisConnection):
             raise stale_claim(claim)
 
     def reject(self, claim: Claim, *, group_ids: list[str], reason: str) -> int:
-        """Remove groups from a claim; return their number. Raises StaleFenceError.
+        """Remove groups from a claim, which may be refilled by another; return their number. Raises StaleFenceError.
 
-        Skips groups outside the claim. Groups trained on before are only released, not used again. Claim the step again
-        to refill it.
+        Groups trained on before are only released, not used again.
         """
         num_rejected = self._run("reject", claim.step, claim.fence, reason, *group_ids)
         if num_rejected < 0:
@@ -170,8 +164,7 @@ class RedisBatches(RedisConnection):
         Reusable groups stay until the run is finishing. The ledger up to the pointer is final. Raises StaleFenceError
         if it covers uncommitted steps, or if `fence` is not RunState.fence.
         """
-        # Retire one step per script, so that the server is not blocked for long. After a crash, the next checkpoint
-        # retires the remaining steps.
+        # One step per script, which blocks the server. After a crash, the next checkpoint retires the rest.
         step, newest = self._run("set_checkpoint", pointer.step, fence, encode(pointer))
         if pointer.step > step:
             raise StaleFenceError(
@@ -190,18 +183,16 @@ class RedisBatches(RedisConnection):
     def roll_back(self, *, to_step: int, to_version: int) -> tuple[int, int]:
         """Resume from a checkpoint: groups that are claimed, or were used after `to_step`, return to the queue.
 
-        Returns their number and the new RunState.fence, which locks out every earlier learner.
-
-        Removes ledger entries after `to_step`. Versions stay announced: trajectories of undone versions may still
-        arrive. A live claim counts as an attempt, so a group that crashes every learner ends in quarantine.
+        Returns their number and the new RunState.fence, which locks out earlier learners. Removes later ledger entries.
+        Versions stay announced, since their trajectories may arrive. A live claim counts as an attempt, so a group that
+        crashes learners ends in quarantine.
         """
-        num_returned, fence = self._run("roll_back", to_step, to_version, self._max_attempts)
-        return num_returned, fence
+        return tuple(self._run("roll_back", to_step, to_version, self._max_attempts))
 
     def ledger(self, *, first_step: int = 1) -> list[StepEntry]:
         """Entries of committed steps that have not moved to the archive, in order; see `whole_ledger`."""
         key, entries = self._key("ledger"), list[bytes | None]()
-        # Names first: all entries of a long run take hundreds of megabytes, and most callers want the newest.
+        # Names first: all entries may take hundreds of megabytes.
         steps = sorted(step for name in self._call(self._client.hkeys, key) if (step := int(name)) >= first_step)
         for start in range(0, len(steps), _FETCHED_AT_ONCE):
             entries += self._call(self._client.hmget, key, steps[start : start + _FETCHED_AT_ONCE])

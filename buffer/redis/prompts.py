@@ -57,13 +57,12 @@ class RedisPrompts(RedisConnection):
     ) -> list[Lease]:
         """Lease prompts: open evaluations, then returned prompts, new prompts, and more evaluations.
 
-        In `max_groups`, `group_size` evaluation rows count as one group. `version`: lease evaluations of this version
-        only. `max_evaluations`: rows leased ahead of other prompts.
+        In `max_groups`, `group_size` evaluation rows count as one group. `version`: of evaluations to lease.
+        `max_evaluations`: rows leased ahead of other prompts.
 
-        New prompts are admitted while `admitted < admission_limit`. A negative limit also withholds returned prompts:
-        only evaluations are leased. Training prompts are leased only in the phases starting and training. A group has
-        `group_size` members; with `has_baseline` the last one is greedy. `upcoming` prompts outside the curriculum's
-        band are skipped: they finish immediately and are not admitted.
+        New prompts are admitted while `admitted < admission_limit`. A negative limit also withholds returned prompts,
+        as do phases other than starting and training. With `has_baseline` a group's last member is greedy. `upcoming`
+        prompts outside the curriculum's band finish immediately and are not admitted.
         """
         num_rows, seed = self._rows_and_seed()
         arguments: list[Any] = [owner, max_groups, group_size, int(lease_s * 1000), admission_limit, int(has_baseline)]
@@ -73,15 +72,14 @@ class RedisPrompts(RedisConnection):
         arguments += [first, last, 2**31 if max_evaluations is None else max_evaluations]
         flags = "".join("1" if is_explored else "0" for is_explored in upcoming.explored)
         leased = self._run("lease", *arguments, upcoming.first, flags, *upcoming.rows(num_rows=num_rows, seed=seed))
+        order: dict[str, Any] = {"num_rows": num_rows, "seed": seed}
         return [
-            make_lease(
-                text(group), attempt=int(attempt), purpose=text(purpose), indices=missing, num_rows=num_rows, seed=seed
-            )
+            make_lease(text(group), attempt=int(attempt), purpose=text(purpose), indices=missing, **order)
             for group, attempt, purpose, missing in leased
         ]
 
     def put_images(self, images: Mapping[str, bytes]) -> None:
-        """Store images by name for the rest of the run, skipping existing names."""
+        """Store images by name for the rest of the run."""
         key, pipeline = self._key("images"), self._client.pipeline(transaction=False)
         # Check first: images are large, and a full server refuses even redundant writes.
         for name in images:
@@ -97,9 +95,9 @@ class RedisPrompts(RedisConnection):
         return {name: data for name, data in zip(names, found, strict=True) if data is not None}
 
     def heartbeat(self, roles: Sequence[Heartbeat], *, lease_s: float) -> int:
-        """Report roles as `report_role` does, and extend the named leases that owners still hold.
+        """Report roles, and extend the named leases that owners still hold; returns their number.
 
-        Returns the number extended. Owners name their leases, so a lease that was lost in transit lapses.
+        A lease that was lost in transit is not named and lapses.
         """
         num_renewed = 0
         for at in range(0, len(roles), _BEATS_AT_ONCE):
@@ -111,9 +109,9 @@ class RedisPrompts(RedisConnection):
         return num_renewed
 
     def return_leases(self, *, lease_ids: list[str], reason: str, owner: str = "") -> int:
-        """Give prompts back, to be leased again with attempt + 1 for the missing members. Returns their number.
+        """Give prompts back, to be leased again with attempt + 1 for the missing members; returns their number.
 
-        Skips lapsed leases, and those of other owners if `owner` is given.
+        Skips lapsed leases, and those of others than `owner` if given.
         """
         return self._run("return_leases", self._max_attempts, reason, owner, *lease_ids)
 
@@ -124,7 +122,7 @@ class RedisPrompts(RedisConnection):
     def follow_clock(self, *, jump_s: float, lease_s: float, claim_lease_s: float, fence: int = NO_FENCE) -> None:
         """Correct the deadlines of leases, claims, and incomplete groups. Call it before `reap`.
 
-        If the store's clock jumped forward by `jump_s`, they move along. In any case the remaining time is capped at
+        After a forward jump of the store's clock by `jump_s`, they move along. The remaining time is capped at
         `lease_s` or `claim_lease_s`, which it exceeds after a jump back (`jump_s=0`). Restricted to the chief.
         """
         milliseconds = [int(seconds * 1000) for seconds in (jump_s, lease_s, claim_lease_s)]
@@ -133,17 +131,15 @@ class RedisPrompts(RedisConnection):
     def reap(self, *, group_deadline: GroupDeadline | None = None, fence: int = NO_FENCE) -> list[str]:
         """Take back lapsed leases and claims; quarantine groups that were tried too often.
 
-        Incomplete groups beyond `group_deadline` become ready (unless the filter rejects them) or expire. Returns a log
-        line per event. Raises StaleFenceError unless `fence` is the chief's (`store_rules`).
+        Incomplete groups beyond `group_deadline` become ready (unless filtered) or expire. Returns a log line per
+        event. Raises StaleFenceError unless `fence` is the chief's (`store_rules`).
         """
-        return [
-            *self._reap_leases("leases", fence),
-            *self._reap_leases("evaluation_leases", fence),
-            *self._reap_groups(group_deadline, fence),
-            *(
-                lapsed_claim_message(int(step), num_ready=num_ready, quarantined=[text(group) for group in quarantined])
-                for step, num_ready, quarantined in self._run_as_chief("reap_claims", fence, self._max_attempts)
-            ),
+        events = self._reap_leases("leases", fence) + self._reap_leases("evaluation_leases", fence)
+        events += self._reap_groups(group_deadline, fence)
+        claims = self._run_as_chief("reap_claims", fence, self._max_attempts)
+        return events + [
+            lapsed_claim_message(int(step), num_ready=num_ready, quarantined=list(map(text, groups)))
+            for step, num_ready, groups in claims
         ]
 
     def _reap_leases(self, kind: str, fence: int) -> list[str]:
@@ -169,9 +165,9 @@ class RedisPrompts(RedisConnection):
     def insert(self, trajectories: list[Packed], *, guest: str = "") -> list[Insertion]:
         """Store trajectories, idempotent on id; return their outcomes in order. Durable (as configured) on return.
 
-        Evaluation answers are counted and finish immediately. A refused trajectory leaves no trace: the caller has it
-        resent (`store_full`) or passes it to `quarantine`. A completed group atomically becomes ready or is rejected by
-        the filter. `guest`: the guest that wrote them, if any.
+        Evaluation answers finish immediately. A refused trajectory leaves no trace: the caller has it resent
+        (`store_full`) or passes it to `quarantine`. A completed group atomically becomes ready or is rejected. `guest`:
+        their author, if a guest.
         """
         # Training trajectories share calls; the few evaluation answers are sent one by one.
         train = [packed for packed in trajectories if packed[0].purpose == "train"]
@@ -182,22 +178,20 @@ class RedisPrompts(RedisConnection):
         ]
 
     def quarantine(self, reason: str, frame: bytes) -> None:
-        """Count a rejected frame in `refused[reason]`, and keep its first bytes in a bounded list."""
-        entry = msgspec.msgpack.encode((reason, frame[:FRAME_BYTES_KEPT]))
-        self._run("quarantine_frame", reason, entry, FRAMES_KEPT)
+        """Count a rejected frame in `refused[reason]`, and keep its first bytes."""
+        self._run("quarantine_frame", reason, encode((reason, frame[:FRAME_BYTES_KEPT])), FRAMES_KEPT)
 
     def quarantine_guest(self, guest: str, *, reason: str) -> int:
-        """Refuse a guest's trajectories from now on; quarantine its unused groups, and return their number.
+        """Refuse a guest's trajectories; quarantine unused groups with any member from it, and return their number.
 
-        Its groups are those with any member from it. A claimed one follows when its claim lapses or is rolled back. A
-        used one is not sampled again, and follows if a rollback undoes its use.
+        A claimed one follows when its claim lapses or is rolled back. A used one is not sampled again, and follows if a
+        rollback undoes its use.
         """
         return self._run("quarantine_guest", guest, reason)
 
     def quarantined_guests(self) -> dict[str, str]:
         """Quarantined guest -> reason."""
-        stored = self._call(self._client.hgetall, self._key("guests"))
-        return {text(guest): text(reason) for guest, reason in stored.items()}
+        return self._read_texts("guests")
 
     def quarantined_frames(self) -> list[tuple[str, bytes]]:
         """(reason, first bytes) of the newest rejected frames, newest first."""
@@ -212,7 +206,7 @@ class RedisPrompts(RedisConnection):
         except StoreUnavailableError as error:
             if not is_out_of_memory(error):
                 raise
-            # Not an outage: senders keep the trajectories until the learner has made room.
+            # Not an outage: senders keep them until the learner has made room.
             return ["store_full"] * len(chunk)
 
     def _insert_evaluation(self, header: TrajectoryHeader, payload: bytes) -> str:
@@ -234,11 +228,8 @@ class RedisPrompts(RedisConnection):
 
     def evaluation(self, evaluation_id: str) -> EvaluationResult | None:
         """Totals so far; None if it was never opened."""
-        stored = self._call(self._client.hgetall, self._key(f"evaluation:{evaluation_id}"))
-        if not stored:
-            return None
-        fields = {text(name): text(value) for name, value in stored.items()}
-        return msgspec.convert(fields | {"id": evaluation_id}, EvaluationResult, strict=False)
+        fields = self._read_texts(f"evaluation:{evaluation_id}")
+        return msgspec.convert(fields | {"id": evaluation_id}, EvaluationResult, strict=False) if fields else None
 
     def evaluation_answers(self, evaluation_id: str) -> list[EvaluationAnswer]:
         """Answers so far, unordered. They expire a day after the last one."""
@@ -256,19 +247,7 @@ def _insertion(word: str) -> Insertion:
 
 def _header_argument(header: TrajectoryHeader) -> bytes:
     """Pack the header for `insert.lua`, with numbers as text, because a script's numbers are doubles."""
-    fields = (
-        header.id,
-        header.group_id,
-        header.index,
-        header.group_size,
-        header.oldest_version,
-        header.newest_version,
-        header.checksum,
-        header.attempt,
-        header.written_tokens,
-        header.reward,
-        int(header.reward_status == "ok"),
-        int(header.is_correct),
-        int(header.is_greedy),
-    )
-    return msgspec.msgpack.encode([str(field) for field in fields])
+    place = (header.id, header.group_id, header.index, header.group_size, header.oldest_version, header.newest_version)
+    content = (header.checksum, header.attempt, header.written_tokens, header.reward)
+    flags = (header.reward_status == "ok", header.is_correct, header.is_greedy)
+    return msgspec.msgpack.encode([str(field) for field in (*place, *content, *map(int, flags))])

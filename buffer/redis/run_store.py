@@ -9,7 +9,7 @@ from urllib.parse import quote
 import msgspec
 
 from slipstream.buffer.records import RunState
-from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, MAX_ATTEMPTS, RetryPolicy, await_usable_server, connect
+from slipstream.buffer.redis.connection import ANSWER_TIMEOUT_S, RetryPolicy, await_usable_server, connect
 from slipstream.buffer.redis.embedded import IDLE_TIMEOUT_S, EmbeddedRedis
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.buffer.sampling import RowCount
@@ -29,20 +29,17 @@ def open_run_store(
     timeout_s: float,
     retry_timeout_s: float = 0.0,
     answer_timeout_s: float = ANSWER_TIMEOUT_S,
-    max_attempts: int = MAX_ATTEMPTS,
     starts_server: bool = False,
     idle_timeout_s: float | None = None,
 ) -> RedisStore:
     """Open the store of `run_id` at the address `where`, or of the run folder `where`.
 
-    Blocks for at most `timeout_s` until the server answers. `retry_timeout_s`: retries of each operation while the
-    server is unreachable or refuses writes; a role that must not block leaves it at 0 and sets `answer_timeout_s`.
-    `max_attempts`: leases or claims of a group before it is quarantined. `starts_server`: start the embedded server of
-    a finished run; on close, stop it unless a process holds the run. With `idle_timeout_s`, it instead exits after this
-    time without connections.
+    Blocks for at most `timeout_s` until the server answers. `retry_timeout_s`: retries of each operation; a role that
+    must not block leaves it at 0 and sets `answer_timeout_s`. `starts_server`: start the embedded server of a finished
+    run; on close, stop it unless a process holds the run. With `idle_timeout_s`, it exits after idling instead.
 
-    Raises StoreUnavailableError as `await_usable_server` does; for a run folder also ConfigError if it is not one or
-    its run kept no data, and RunConflictError for another key layout.
+    Raises StoreUnavailableError; for a run folder also ConfigError if it holds no data, and RunConflictError for
+    another key layout.
     """
     if isinstance(where, Path):
         run = read_config(where)
@@ -56,7 +53,7 @@ def open_run_store(
         retry = RetryPolicy(retry_timeout_s, target=f"the store at {address}") if retry_timeout_s else None
         client = connect(url, retry=retry, answer_timeout_s=answer_timeout_s)
         on_close = partial(_stop_unless_held, server) if server and idle_timeout_s is None else None
-        store = RedisStore(client, run_id, max_attempts=max_attempts, retry=retry, on_close=on_close)
+        store = RedisStore(client, run_id, retry=retry, on_close=on_close)
         if isinstance(where, Path):
             # Fails if this version would misread the key layout.
             store.run_state()
@@ -82,12 +79,7 @@ def begin_run(store: RedisStore, run: RunConfig, *, num_rows: RowCount) -> RunSt
 
 
 def open_own_store(
-    directory: Path,
-    run_id: str,
-    *,
-    max_memory_mib: int = 1024,
-    max_attempts: int = MAX_ATTEMPTS,
-    clock: Callable[[], float] | None = None,
+    directory: Path, run_id: str, *, max_memory_mib: int = 1024, clock: Callable[[], float] | None = None
 ) -> RedisStore:
     """Start a server for this process only, without data on disk, and open a store on it.
 
@@ -95,16 +87,15 @@ def open_own_store(
     """
     server = EmbeddedRedis(directory, durability="fast", max_memory_mib=max_memory_mib)
     server.start()
-    return RedisStore(connect(server.url), run_id, max_attempts=max_attempts, clock=clock, on_close=server.stop)
+    return RedisStore(connect(server.url), run_id, clock=clock, on_close=server.stop)
 
 
 def store_url(run: RunConfig, folder: Path) -> str:
     """Address of the run's store. Raises ConfigError if it has none, or one private to its process."""
     config = run.buffer.store
     if run.mode == "sft":
-        raise ConfigError(
-            f"run {run.name!r} must have a store to inspect, but mode=sft has none: see {folder / 'metrics.jsonl'}."
-        )
+        found = f"mode=sft has none: see {folder / 'metrics.jsonl'}"
+        raise ConfigError(f"run {run.name!r} must have a store to inspect, but {found}.")
     if isinstance(config, RedisConfig):
         return config.url if config.tls_ca_file is None else _with_authority(config.url, Path(config.tls_ca_file))
     if run.is_one_process:
@@ -120,9 +111,8 @@ def _with_authority(url: str, path: Path) -> str:
     try:
         ssl.create_default_context(cafile=path)
     except OSError as error:
-        raise ConfigError(
-            f"buffer.store.tls_ca_file must be a file of certificates in PEM, got {path}: {error.strerror or error}."
-        ) from None
+        got = f"{path}: {error.strerror or error}"
+        raise ConfigError(f"buffer.store.tls_ca_file must be a file of certificates in PEM, got {got}.") from None
     return f"{url}{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(path.resolve()), safe='')}"
 
 
@@ -130,14 +120,10 @@ def _start_server(run: RunConfig, folder: Path, *, timeout_s: float, idle_timeou
     config = run.buffer.store
     if isinstance(config, RedisConfig):
         return None
-    if not (folder / "store").is_dir():
-        raise ConfigError(f"run {run.name!r} must have a store, but {folder / 'store'} is not there: it was deleted.")
-    server = EmbeddedRedis(
-        folder / "store",
-        durability=config.durability,
-        max_memory_mib=config.max_memory_mib,
-        idle_timeout_s=idle_timeout_s,
-    )
+    data, limit = folder / "store", config.max_memory_mib
+    if not data.is_dir():
+        raise ConfigError(f"run {run.name!r} must have a store, but {data} is not there: it was deleted.")
+    server = EmbeddedRedis(data, durability=config.durability, max_memory_mib=limit, idle_timeout_s=idle_timeout_s)
     if server.is_listening:
         return None
     server.start(timeout_s=timeout_s)

@@ -1,8 +1,8 @@
 """RedisStore: a run's durable state, in Redis or Valkey.
 
 Group life cycle: open -> ready -> claimed(step, fence) -> used(step) -> retired. With reuse, a used group may be
-claimed again. Before it is used, a group may instead be rejected, expired, or quarantined, with a reason; its admission
-is then returned. Each transition is atomic. With an archive, a finished group stays stored until it is archived.
+claimed again. An unused group may be rejected, expired, or quarantined, which returns its admission. Each transition is
+atomic. With an archive, a finished group stays stored until it is archived.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -39,7 +39,7 @@ from slipstream.configs.buffer import KEEP_ALL, AccuracyConfig, FilterConfig, Ze
 from slipstream.configs.data import CurriculumConfig
 
 LAYOUT = 6
-"""Increment when the meaning of a key changes. Other layouts are refused."""
+"""Increment when the meaning of a key changes."""
 
 _STATE_FIELDS = (
     "checkpoint", "stepped_at", "phase", "step", "version", "announced_version", "consumed_by_version", "detail",
@@ -48,13 +48,13 @@ _STATE_FIELDS = (
 _READ_AT_ONCE = 32
 """Groups with payloads in memory at once."""
 _FORGOTTEN_AT_ONCE = 256
-"""Ledger entries deleted per script, so that the server is not blocked for long."""
+"""Ledger entries deleted per script, which blocks the server."""
 _MIN_SPREAD = 1e-6
-"""Difference of rewards that counts as a signal: sums of equal parts differ by rounding."""
+"""Difference of rewards above rounding errors."""
 
 
 class GroupPlace(NamedTuple):
-    """Place of a group, which changes with every transition, but not with new members. Example: ("used", 12)."""
+    """Place of a group, which changes with every transition. Example: ("used", 12)."""
 
     state: GroupState | None
     """None: finished, the record has the outcome."""
@@ -65,11 +65,10 @@ class GroupPlace(NamedTuple):
 class RedisStore(RedisPrompts, RedisBatches):
     """All operations on a run's state. Leases and inserts are in prompts.py, claims and commits in batches.py.
 
-    Operations are synchronous, atomic, thread-safe, and take about a millisecond per hundred ids. They may be repeated
-    after a lost answer. They raise StoreUnavailableError if the store does not answer, and RunConflictError before
-    `open_run`. Times are on the store's clock.
+    Operations are synchronous, atomic, thread-safe, repeatable after a lost answer, and take about a millisecond per
+    hundred ids. They raise StoreUnavailableError, and RunConflictError before `open_run`. They use the store's clock.
 
-    Life cycle: `open_run_store` connects, `open_run` creates or finds the run, `close` disconnects.
+    Life cycle: `open_run_store` -> `open_run` creates or finds the run -> `close`.
     """
 
     # --- the run -----------------------------------------------------------------------------------------------------
@@ -85,11 +84,11 @@ class RedisStore(RedisPrompts, RedisBatches):
         group_filter: FilterConfig = KEEP_ALL,
         curriculum: CurriculumConfig | None = None,
     ) -> RunState:
-        """Create or find the run. Raises RunConflictError for settings that the stored run must not change.
+        """Create or find the run. Raises RunConflictError for settings that must not change.
 
-        `num_rows` and `seed` determine the order of the training prompts. `keeps_finished`: keep finished groups until
-        `forget`. `max_uses`: steps that may train on one group. `group_filter`: complete groups to reject.
-        `curriculum`: measure the success rate of each row.
+        `num_rows` and `seed` determine the prompt order. `keeps_finished`: keep finished groups until `forget`.
+        `max_uses`: steps that may train on one group. `group_filter`: complete groups to reject. `curriculum`: measure
+        the success rate of each row.
         """
         if run_id != self._run_id:
             raise RunConflictError(f"this store was opened for run {self._run_id!r}, got {run_id!r}.")
@@ -131,7 +130,7 @@ class RedisStore(RedisPrompts, RedisBatches):
         self._run("set_state", "phase", phase, "detail", detail)
 
     def set_target_lag(self, lag: float) -> None:
-        """Record the lag that prompts are admitted for from now on, versions."""
+        """Set the lag that prompts are admitted for, versions."""
         self._run("set_state", "target_lag", lag)
 
     def announce_version(self, version: int) -> None:
@@ -143,13 +142,12 @@ class RedisStore(RedisPrompts, RedisBatches):
         self._run("raise_version", version, 1)
 
     def record_version(self, entry: VersionEntry) -> None:
-        """Record a set of weights before it is announced. Repeating the last entry is a no-op."""
+        """Record weights before they are announced. Repeating the last entry is a no-op."""
         self._run("record_version", encode(entry), entry.version, entry.step)
 
     def versions(self) -> list[VersionEntry]:
         """Every recorded set of weights, in order."""
-        entries = self._call(self._client.lrange, self._key("versions"), 0, -1)
-        return [decode(entry, VersionEntry) for entry in entries]
+        return [decode(each, VersionEntry) for each in self._call(self._client.lrange, self._key("versions"), 0, -1)]
 
     # --- finished groups, and all groups for inspection --------------------------------------------------------------
     def finished(self, *, limit: int) -> list[StoredGroup]:
@@ -164,13 +162,13 @@ class RedisStore(RedisPrompts, RedisBatches):
         ]
 
     def forget(self, group_ids: list[str], *, fence: int = NO_FENCE) -> int:
-        """Delete archived groups; return their number. Skips unfinished groups. Restricted to the chief."""
+        """Delete archived groups, unless unfinished; return their number. Restricted to the chief."""
         return self._run_as_chief("forget", fence, *group_ids)
 
     def forget_steps(self, entry: StepEntry, *, fence: int = NO_FENCE) -> int:
-        """Delete the ledger up to `entry`, which the archive holds; return the number of entries.
+        """Delete the ledger up to the archived `entry`; return the number of entries.
 
-        No-op if no checkpoint covers the step, or the store has another entry of it. Restricted to the chief.
+        No-op if no checkpoint covers the step, or its entry differs. Restricted to the chief.
         """
         forgotten = 0
         while count := self._run_as_chief("forget_steps", fence, entry.step, encode(entry), _FORGOTTEN_AT_ONCE):
@@ -180,7 +178,7 @@ class RedisStore(RedisPrompts, RedisBatches):
     def audit(self, *, archived: Callable[[], list[StepEntry]] | None = list) -> Audit:
         """Recompute the accounting from the stored data: seconds for a hundred thousand groups.
 
-        `archived`: reads the archive's ledger, for the entries that have moved there; None: they are not audited.
+        `archived`: reads the archive's ledger; None: archived entries are not audited.
         """
         # Fails on another key layout.
         self.run_state()
@@ -203,7 +201,7 @@ class RedisStore(RedisPrompts, RedisBatches):
     def groups(self, *, group_ids: Collection[str] | None = None, state: str | None = None) -> Iterator[StoredGroup]:
         """Yield all groups, or those with these ids or this state; finished ones first.
 
-        For inspection: it does not block writers. A group that moves is found in one of its states; one that leaves the
+        For inspection, without blocking writers. A moving group is found in one of its states; one that leaves the
         store is omitted.
         """
         found = {
@@ -238,10 +236,8 @@ class RedisStore(RedisPrompts, RedisBatches):
             pipeline.hmget(self._key(f"group:{group_id}"), ["outcome", "reason", "steps"])
             pipeline.hgetall(self._key(f"payloads:{group_id}"))
         answers = self._call(pipeline.execute)
-        fields = [tuple(map(text, each)) for each in answers[::2]]
-        facts = [
-            (outcome, reason, [int(step) for step in steps.split(",") if step]) for outcome, reason, steps in fields
-        ]
+        fields = (map(text, each) for each in answers[::2])
+        facts = [(outcome, reason, [*map(int, filter(None, steps.split(",")))]) for outcome, reason, steps in fields]
         return facts, [[payloads[index] for index in sorted(payloads, key=int)] for payloads in answers[1::2]]
 
     # --- monitoring --------------------------------------------------------------------------------------------------
@@ -266,19 +262,16 @@ class RedisStore(RedisPrompts, RedisBatches):
         self.heartbeat([Heartbeat(role_id, gauges)], lease_s=0.0)
 
     def report_broker(self, name: str, *, incarnation: str, facts: dict[str, Any], lease_s: float) -> Brokers:
-        """Report a broker as alive for `lease_s`, making it the chief if the run has none.
+        """Report a broker as alive for `lease_s`, and make it the chief if the run has none.
 
-        `facts`: plain values for other brokers. All brokers of a run pass the same `lease_s`.
+        `facts`: plain values for other brokers. `lease_s`: equal for all brokers.
         """
         chief, fence, *living = self._run("report_broker", name, incarnation, int(lease_s * 1000), encode(facts))
         pairs = zip(living[::2], living[1::2], strict=True)
         return Brokers(text(chief), fence, {text(each): msgspec.msgpack.decode(packed) for each, packed in pairs})
 
     def roles(self) -> dict[str, dict[str, Any]]:
-        """Latest gauges of every stored role, with `reported_at`, seconds of the store's clock.
-
-        After progress (`progress_mark`), also with `progressed_at`.
-        """
+        """Latest gauges of every role, with `reported_at` and, after progress (`progress_mark`), `progressed_at`."""
         gauges, *times = (dict(zip(flat[::2], flat[1::2], strict=True)) for flat in self._run("read_roles"))
         stamps = dict(zip(("reported_at", "progressed_at"), times, strict=True))
         return {
@@ -303,11 +296,10 @@ class RedisStore(RedisPrompts, RedisBatches):
 
     def requests(self, addressee: Addressee) -> dict[str, str]:
         """Subject -> value of pending requests."""
-        stored = self._call(self._client.hgetall, self._key(f"{addressee}_requests"))
-        return {text(subject): text(value) for subject, value in stored.items()}
+        return self._read_texts(f"{addressee}_requests")
 
     def take_requests(self, addressee: Addressee, *, subjects: Sequence[str] | None = None) -> dict[str, str]:
-        """Remove and return pending requests (subject -> value), all or those on `subjects`."""
+        """Remove and return pending requests, all or those on `subjects`."""
         if subjects is not None and not subjects:
             return {}
         flat = self._run("take_requests", f"{addressee}_requests", *(subjects or ()))
@@ -331,12 +323,10 @@ class RedisStore(RedisPrompts, RedisBatches):
         return StoreMemory(int(info["used_memory"]), int(info.get("maxmemory", 0)))
 
     def full_disk(self) -> str:
-        """Describe the full disk that makes the store refuse writes; else empty."""
-        info = self._call(self._client.info, "persistence")
+        """Full disk that makes the store refuse writes; else empty."""
         # Set by a failed write, until the next success.
-        if info.get("aof_last_write_status", "ok") == "ok":
-            return ""
-        return describe_store_disk(self._client)
+        status = self._call(self._client.info, "persistence").get("aof_last_write_status", "ok")
+        return describe_store_disk(self._client) if status != "ok" else ""
 
 
 def _numbers(flat: list[Any]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """RedisSupervisor: restarts the embedded server if it dies. Fsyncer: makes its log durable.
 
-The fsync happens outside the server, because a server that syncs itself (`appendfsync everysec`) answers before it
-writes during an fsync: docs/decisions/0008-what-survives-a-killed-store.md.
+The server does not fsync (`appendfsync everysec`), because it would answer before it writes meanwhile:
+docs/decisions/0008-what-survives-a-killed-store.md.
 """
 
 import os
@@ -23,7 +23,7 @@ _SLOW_S = 2.0
 class Fsyncer:
     """Syncs the append-only files of a data folder about once a second, in its own thread.
 
-    A log rewrite replaces files, so they are tracked by inode; new ones also sync their folder.
+    A log rewrite replaces files, so they are tracked by inode.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -50,12 +50,12 @@ class Fsyncer:
         paths = [*self._directory.glob("appendonly.aof"), *self._directory.glob("appendonlydir/*")]
         inodes = {path.stat().st_ino: path for path in paths}
         self._close(set(self._open) - set(inodes))
-        is_new = [inode for inode in inodes if inode not in self._open]
-        for inode in is_new:
+        new = inodes.keys() - self._open.keys()
+        for inode in new:
             self._open[inode] = os.open(inodes[inode], os.O_RDONLY)
         for descriptor in self._open.values():
             os.fdatasync(descriptor)
-        if is_new:
+        if new:
             for folder in {path.parent for path in paths}:
                 sync_path(folder)
 
@@ -86,13 +86,13 @@ _WITHIN_S = 60.0
 class RedisSupervisor:
     """Owner of an embedded server; restarts it with its data when it dies.
 
-    Life cycle: start -> (death -> restart)* -> stop. A `fast` store, or one that keeps dying, is not restarted, and
-    every later `poll` raises StoreLostError.
+    Life cycle: start -> (death -> restart)* -> stop. A `fast` store, or one that keeps dying, is not restarted: `poll`
+    raises StoreLostError.
     """
 
     def __init__(self, server: EmbeddedRedis, *, start_timeout_s: float = 60.0) -> None:
         """`start_timeout_s`: time for the server to load its data and answer."""
-        self._server = server
+        self.server = server
         self._start_timeout_s = start_timeout_s
         self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
         self._events: deque[str] = deque()
@@ -102,13 +102,9 @@ class RedisSupervisor:
         self._fsyncer = Fsyncer(server.directory) if server.durability == "standard" else None
         self.num_restarts = 0
 
-    @property
-    def url(self) -> str:
-        return self._server.url
-
     def start(self) -> None:
         """Start or adopt the server, and supervise it. Raises StoreUnavailableError."""
-        self._server.start(timeout_s=self._start_timeout_s)
+        self.server.start(timeout_s=self._start_timeout_s)
         self._thread.start()
         if self._fsyncer:
             self._fsyncer.start()
@@ -130,11 +126,11 @@ class RedisSupervisor:
 
     def stop(self) -> None:
         self.release()
-        self._server.stop()
+        self.server.stop()
 
     def _watch(self) -> None:
         while not self._stopping.wait(_POLL_EVERY_S):
-            if self._server.is_alive:
+            if self.server.is_alive:
                 continue
             try:
                 self._restart()
@@ -145,26 +141,22 @@ class RedisSupervisor:
     def _restart(self) -> None:
         died_at = time.monotonic()
         self._deaths.append(died_at)
-        reason = self._server.exit_reason
-        if self._server.durability == "fast":
+        reason = self.server.exit_reason
+        if self.server.durability == "fast":
             raise StoreLostError(
                 f"the store died ({reason}) and buffer.store.durability=fast keeps nothing: start the run again, with "
                 "buffer.store.durability=standard if it must survive this."
             )
         if len(self._deaths) == _MAX_DEATHS and self._deaths[-1] - self._deaths[0] <= _WITHIN_S:
-            raise StoreLostError(
-                f"the store must stay alive, but died {_MAX_DEATHS} times within {_WITHIN_S:g} s ({reason}); it is "
-                f"not restarted again; {self._server.log_tail()}"
-            )
+            died = f"died {_MAX_DEATHS} times within {_WITHIN_S:g} s ({reason}); it is not restarted again"
+            raise StoreLostError(f"the store must stay alive, but {died}; {self.server.log_tail()}")
         self._events.append(f"the store died ({reason}); restarting it")
         try:
-            self._server.start(timeout_s=self._start_timeout_s)
+            self.server.start(timeout_s=self._start_timeout_s)
         except StoreUnavailableError as error:
             # Counts as another death at the next check.
             self._events.append(str(error))
             return
         self.num_restarts += 1
-        took_s = time.monotonic() - died_at
-        self._events.append(
-            f"the store is back after {took_s:.1f} s (pid {self._server.pid}, restart {self.num_restarts})"
-        )
+        now = f"pid {self.server.pid}, restart {self.num_restarts}"
+        self._events.append(f"the store is back after {time.monotonic() - died_at:.1f} s ({now})")

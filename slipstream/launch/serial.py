@@ -20,7 +20,7 @@ from slipstream.broker.router import Router
 from slipstream.broker.transport.channels import MemoryBroker
 from slipstream.broker.transport.client import BrokerClient
 from slipstream.broker.transport.session import StatusBoard
-from slipstream.broker.weights.transport import MemoryReceiver, MemorySender, MemoryWeights
+from slipstream.broker.weights.transport import MemoryReceiver, MemorySender
 from slipstream.buffer.redis.run_store import begin_run, open_own_store
 from slipstream.buffer.redis.store import RedisStore
 from slipstream.configs.buffer import EmbeddedRedisConfig
@@ -140,7 +140,7 @@ def run_serial(
     # With several threads, sums depend on the work split.
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    clock, hub, weights = TurnClock(), MemoryBroker(), MemoryWeights()
+    clock, hub, sender = TurnClock(), MemoryBroker(), MemorySender()
     train, heldout = open_datasets(run)
     config = run.buffer.store
     assert isinstance(config, EmbeddedRedisConfig), "the settings are checked"
@@ -155,7 +155,7 @@ def run_serial(
         pump = Pump(clock=clock, router=router, store=store, learner=learner_peer, generator=generator_peer)
         stack.enter_context(closing(pump))
         member, client, tokenizer = generator_peer.member, generator_peer.client, load_tokenizer(run.model)
-        receiver = MemoryReceiver(weights)
+        receiver = MemoryReceiver(sender)
         pump.start(assemble(run, member=member, client=client, tokenizer=tokenizer, receiver=receiver, clock=clock))
         rank_group = build_rank_group(run, folder=folder, device=device)
         learner = build_learner(
@@ -165,7 +165,7 @@ def run_serial(
             folder=folder,
             client=learner_peer.client,
             inbox=pump,
-            sender=MemorySender(weights),
+            sender=sender,
             wait=lambda _num_ready, _timeout_s: pump.turn(),
             num_heldout={name: len(rows) for name, rows in heldout.items()},
             clock=clock,

@@ -40,7 +40,7 @@ def kill(server: EmbeddedRedis) -> None:
 def test_a_killed_store_is_restarted_and_a_retrying_client_only_notices_a_delay(server, supervisor, folder):
     leftover = folder / "temp-rewriteaof-12345.aof"
     leftover.write_bytes(b"a rewrite of the log that the kill interrupts")
-    store = opened(supervisor.url, retry_timeout_s=20)
+    store = opened(supervisor.server.url, retry_timeout_s=20)
     first = server.pid
     store.set_phase("training")
     killed_at = time.monotonic()
@@ -66,7 +66,7 @@ def test_a_store_started_by_another_process_is_also_supervised(server, folder):
         kill(server)
         until(lambda: supervisor.num_restarts == 1, what="a restart")
         assert "the store died" in supervisor.poll()[0]
-        assert opened(supervisor.url).counts().accepted == 0
+        assert opened(supervisor.server.url).counts().accepted == 0
 
 
 def test_a_store_that_keeps_nothing_ends_the_run_with_one_sentence(folder):
@@ -89,7 +89,7 @@ def test_a_store_that_dies_again_and_again_is_lost_with_the_end_of_its_log(serve
 
 def test_the_log_is_synced_also_after_a_rewrite_has_replaced_it(server, supervisor, folder):
     log = folder / "appendonly.aof"
-    store, admin = opened(supervisor.url), connect(supervisor.url)
+    store, admin = opened(supervisor.server.url), connect(supervisor.server.url)
     before = log.stat().st_ino
     until(lambda: before in synced_inodes(), what="the log")
     admin.bgrewriteaof()
@@ -105,7 +105,7 @@ def synced_inodes() -> set[int]:
 
 def test_a_suspended_store_delays_a_client_without_retries_rarely(server, supervisor):
     # Its loop must keep answering pings.
-    store = open_run_store(supervisor.url, "run", timeout_s=10, answer_timeout_s=0.3)
+    store = open_run_store(supervisor.server.url, "run", timeout_s=10, answer_timeout_s=0.3)
     store.open_run("run", config_json="{}", num_rows=100, seed=0)
     process = psutil.Process(server.pid)
     process.suspend()

@@ -80,8 +80,8 @@ def test_whenever_the_store_is_killed_all_it_acknowledged_is_there_again(tmp_pat
     instants = random.Random(SEED)
     server = EmbeddedRedis(tmp_path / "store", durability=durability, max_memory_mib=2048)
     with running(RedisSupervisor(server, start_timeout_s=30)) as supervisor:
-        store = opened(supervisor.url, retry_timeout_s=30)
-        inserters = [Inserter(supervisor.url, number) for number in range(NUM_THREADS)]
+        store = opened(supervisor.server.url, retry_timeout_s=30)
+        inserters = [Inserter(supervisor.server.url, number) for number in range(NUM_THREADS)]
         for each in inserters:
             each.start()
         checked = [0] * NUM_THREADS

@@ -9,8 +9,7 @@ from importlib import resources
 def load_script(name: str) -> str:
     """Text of `<name>.lua` after the prelude, as the server runs it.
 
-    Comment lines are blanked, because the server logs the text and sends it to replicas. They are not removed, so that
-    line numbers in errors match the concatenated files.
+    Comment lines are blanked, because the server logs and replicates the text, but keep line numbers in errors.
     """
     folder = resources.files(__name__)
     text = "".join((folder / f"{part}.lua").read_text(encoding="utf-8") for part in ("prelude", name))

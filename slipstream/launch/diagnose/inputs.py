@@ -138,7 +138,8 @@ def check_data(run: RunConfig) -> list[Result]:
     if not find_file(run.model.path, "config.json"):
         return [data]
     for rows in dict.fromkeys([train, *heldout.values()]):
-        rows.check_images(VisionModel(run.model.path))
+        for file in rows.files:
+            file.check_images(VisionModel(run.model.path))
     return [data, _check_template(run, train.row(0).prompt)]
 
 

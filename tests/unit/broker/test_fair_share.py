@@ -401,7 +401,8 @@ def test_a_group_is_complete_with_its_last_member_and_duplicates_change_nothing(
     throughput.record_lease({"7-2": [1, 3]}, now=0.0)
     for _ in range(3):
         throughput.record_stored("7-2-1", now=1.0)
-    assert (throughput.in_flight, throughput.is_measured) == (1, False)
+    assert throughput.in_flight == 1
+    assert isnan(throughput.measured[0])
     throughput.record_stored("7-2-3", now=4.0)
     throughput.record_stored("7-2-3", now=9.0)
     assert pace(throughput) == Pace(group_s=4.0, groups_per_s=0.25, in_flight=0)
@@ -412,7 +413,8 @@ def test_a_trajectory_of_no_recorded_lease_is_ignored(trajectory_id: str):
     throughput = Throughput()
     throughput.record_lease({"7-2": [1]}, now=0.0)
     throughput.record_stored(trajectory_id, now=1.0)
-    assert (throughput.in_flight, throughput.is_measured) == (1, False)
+    assert throughput.in_flight == 1
+    assert isnan(throughput.measured[0])
 
 
 def test_the_median_of_the_newest_groups_counts():
@@ -448,7 +450,7 @@ def test_old_leases_that_the_holder_does_not_list_are_dropped():
     throughput.drop_lost(["1-0"], leased_before=5.0)
     assert throughput.in_flight == 2
     store(throughput, 0, now=6.0)
-    assert not throughput.is_measured
+    assert isnan(throughput.measured[0])
 
 
 def test_after_a_restart_the_next_group_replaces_all_measurements():

@@ -225,7 +225,7 @@ def test_common_columns_and_named_ones_are_read_from_every_format(
     dataset = Dataset(write(tmp_path, [row, row], suffix), columns=columns)
     found = dataset.row(1)
     assert (found.uid, found.prompt, found.ground_truth, found.data_source) == ("train/00001", prompt, truth, "train")
-    dataset.keep_short(lambda prompts: [0 if each == prompt else 9 for each in prompts], most=1, drops=False)
+    dataset.files[0].keep_short(lambda prompts: [0 if each == prompt else 9 for each in prompts], most=1, drops=False)
 
 
 def test_csv_holds_text(tmp_path: Path) -> None:
@@ -480,7 +480,9 @@ def test_several_files_are_numbered_one_after_the_other_and_share_by_rows_or_wei
 
 def test_rows_that_are_left_out_belong_to_no_order(tmp_path: Path) -> None:
     dataset = Dataset(*write_two(tmp_path))
-    dataset.keep_short(lambda prompts: [9 if prompt == "gsm8k 1" else 1 for prompt in prompts], most=3, drops=True)
+    dataset.files[0].keep_short(
+        lambda prompts: [9 if prompt == "gsm8k 1" else 1 for prompt in prompts], most=3, drops=True
+    )
     assert dataset.row_count == [FileShare(2, 2.0), FileShare(2, 2.0)]
     assert [row.prompt for row in dataset] == ["gsm8k 0", "gsm8k 2", "math 0", "math 1"]
 
@@ -561,7 +563,7 @@ def test_images_count_in_the_length_of_a_prompt_and_the_size_of_a_row(tmp_path: 
     rows = [make_picture_row(["a.png"])]
     dataset = open_run(tmp_path, model, rows, max_prompt_tokens=100)
     with pytest.raises(ConfigError, match="row 0"):
-        dataset.check_row_sizes(max_message_bytes=16_000)
+        dataset.files[0].check_row_sizes(max_message_bytes=16_000)
 
 
 def test_prompts_are_encoded_as_the_model_reads_them_and_a_damaged_image_costs_its_prompt_alone(

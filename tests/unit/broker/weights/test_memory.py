@@ -8,7 +8,7 @@ import torch
 from slipstream.broker.errors import WeightTransferError
 from slipstream.broker.messages import OpenEpoch
 from slipstream.broker.weights import buckets
-from slipstream.broker.weights.transport import MemoryReceiver, MemorySender, MemoryWeights
+from slipstream.broker.weights.transport import MemoryReceiver, MemorySender
 from tests.unit.broker.weight_versions import announce, pack
 
 TENSORS = [("a", torch.arange(6.0).reshape(2, 3)), ("b", torch.ones(3, dtype=torch.int8))]
@@ -19,8 +19,7 @@ def opening(epoch: int) -> OpenEpoch:
 
 
 def test_weights_arrive_bit_for_bit_and_the_sender_may_go_on_with_its_own() -> None:
-    weights = MemoryWeights()
-    sender, receiver = MemorySender(weights), MemoryReceiver(weights)
+    receiver = MemoryReceiver(sender := MemorySender())
     slots, sizes = buckets.plan([(name, t.shape, t.dtype) for name, t in TENSORS], bucket_bytes=16)
     for epoch in (1, 2):
         sender.open_epoch(epoch, num_members=1, timeout_s=1.0)
@@ -39,8 +38,7 @@ def test_weights_arrive_bit_for_bit_and_the_sender_may_go_on_with_its_own() -> N
 
 
 def test_without_its_epoch_neither_end_does_anything() -> None:
-    weights = MemoryWeights()
-    sender, receiver = MemorySender(weights), MemoryReceiver(weights)
+    receiver = MemoryReceiver(sender := MemorySender())
     with pytest.raises(WeightTransferError, match="must be open"):
         sender.broadcast([], timeout_s=1.0)
     sender.open_epoch(1, num_members=1, timeout_s=1.0)
