@@ -30,14 +30,7 @@ from slipstream.generators.errors import GeneratorError
 from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_prompt, make_run
 from tests.runs import until
-from tests.unit.generators.agents.scene import (
-    QUESTION,
-    RecordingScorer,
-    WritingEngine,
-    make_runner,
-    play,
-    written,
-)
+from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, make_runner, play, written
 from tests.unit.generators.chat import make_chat_tokenizer
 
 HERE = str(Path(__file__).with_name("environments.py"))

@@ -12,10 +12,7 @@ turn_returns, gigpo = checked(token_advantages.turn_returns), checked(token_adva
 
 # Two answers to one prompt, A: two tokens, then one; B: one token, then two. Rewards at the turns' last tokens.
 TWO = advantage_inputs(
-    wide(1, 4),
-    sequences=whole(0, 0, 0, 1, 1, 1),
-    turns=whole(0, 0, 1, 0, 1, 1),
-    token_rewards=wide(0, 1, 0, 0, 0, 4),
+    wide(1, 4), sequences=whole(0, 0, 0, 1, 1, 1), turns=whole(0, 0, 1, 0, 1, 1), token_rewards=wide(0, 1, 0, 0, 0, 4)
 )
 
 

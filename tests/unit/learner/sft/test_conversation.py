@@ -53,10 +53,7 @@ THINK = "<think>\n"
 @pytest.mark.parametrize(
     ("template", "pieces"),
     [
-        (
-            QWEN3,
-            [OPENED, "<think>\nA\n</think>\n\n2<|im_end|>\n", BETWEEN, "<think>\n\n</think>\n\n4<|im_end|>\n"],
-        ),
+        (QWEN3, [OPENED, "<think>\nA\n</think>\n\n2<|im_end|>\n", BETWEEN, "<think>\n\n</think>\n\n4<|im_end|>\n"]),
         (DEEPSEEK_R1, [OPENED + THINK, "A\n</think>\n\n2<|im_end|>\n", BETWEEN + THINK, "</think>\n\n4<|im_end|>\n"]),
         (
             PHI,

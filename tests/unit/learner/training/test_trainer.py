@@ -4,13 +4,7 @@ import pytest
 import torch
 
 from slipstream.buffer.trajectory import Reward
-from slipstream.configs.algorithm import (
-    AdaptiveKlConfig,
-    AlgorithmConfig,
-    CorrectionConfig,
-    KlConfig,
-    RejectionConfig,
-)
+from slipstream.configs.algorithm import AdaptiveKlConfig, AlgorithmConfig, CorrectionConfig, KlConfig, RejectionConfig
 from slipstream.configs.learner import OptimizerConfig
 from slipstream.configs.policy_losses import ReinforceConfig
 from slipstream.learner.errors import DivergenceError
