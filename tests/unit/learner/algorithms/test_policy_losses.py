@@ -1,10 +1,13 @@
 import math
 from functools import partial
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 
-from slipstream.learner.algorithms import policy_losses
+from slipstream.configs.algorithm import AlgorithmConfig
+from slipstream.learner.algorithms import find, policy_losses, token_masks
+from slipstream.learner.algorithms.inputs import AggregationInputs, MaskInputs
 from tests.unit.learner.inputs import POLICY_LOSSES as LOSSES
 from tests.unit.learner.inputs import checked, find_idle, loss_inputs, whole, wide
 
@@ -247,3 +250,214 @@ def test_sppo_compares_the_ratio_of_the_whole_sequence_and_at_ratio_one_has_the_
     log_ratio, win_rates = torch.zeros(4, dtype=torch.float64, requires_grad=True), wide(0, 0.5, 0.75, 1)
     (gradient,) = torch.autograd.grad(sppo(log_ratio, win_rates, eta=3.0).sum(), log_ratio)
     assert gradient.tolist() == (-2 * 3.0 * (win_rates - 0.5)).tolist()
+
+
+COUNTS = torch.tensor([2, 0, 6])
+LENGTH = 4
+
+
+def weighing(name):
+    """Two trajectories per prompt, unless `groups` says otherwise."""
+
+    def weigh(counts, groups=None):
+        groups = torch.arange(len(counts)) // 2 if groups is None else groups
+        return checked(find(f"aggregation.{name}"))(AggregationInputs(counts, groups, LENGTH))
+
+    return weigh
+
+
+WEIGH = {name: weighing(name) for name in get_args(get_type_hints(AlgorithmConfig)["loss_aggregation"])}
+
+
+def test_weights_by_hand():
+    weights = {name: weigh(COUNTS).tolist() for name, weigh in WEIGH.items()}
+    assert weights["token_mean"] == pytest.approx([1 / 8, 0, 1 / 8])
+    assert weights["token_sum"] == [1, 0, 1]
+    assert weights["seq_mean_token_mean"] == pytest.approx([1 / 4, 0, 1 / 12])
+    assert weights["seq_mean_token_sum"] == pytest.approx([1 / 2, 0, 1 / 2])
+    assert weights["seq_mean_token_sum_norm"] == pytest.approx([1 / 8, 0, 1 / 8])
+    assert weights["prompt_mean"] == pytest.approx([1 / 4, 0, 1 / 12])
+
+
+def test_prompts_count_the_same_and_so_do_the_tokens_of_one():
+    counts, groups = torch.tensor([1, 3, 5, 1, 0]), torch.tensor([2, 2, 0, 2, 3])
+    weights = WEIGH["prompt_mean"](counts, groups)
+    assert weights.tolist() == pytest.approx([1 / 10, 1 / 10, 1 / 10, 1 / 10, 0])
+    per_prompt = torch.zeros(4, dtype=torch.float64).index_add(0, groups, weights * counts)
+    assert per_prompt.tolist() == pytest.approx([1 / 2, 0, 1 / 2, 0])
+
+
+@pytest.mark.parametrize("weigh", WEIGH.values(), ids=WEIGH)
+def test_without_a_token_an_update_weighs_nothing_and_a_sequence_changes_no_weight(weigh):
+    assert weigh(torch.tensor([0, 0])).tolist() == [0.0, 0.0]
+    assert weigh(torch.zeros(0, dtype=torch.int64)).shape == (0,)
+    with_empty = weigh(torch.tensor([2, 3, 1, 6, 0, 0]))
+    assert with_empty[:4].equal(weigh(torch.tensor([2, 3, 1, 6])))
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after"),
+    [
+        ("token_mean", [1 / 8, 1 / 8, 1 / 8], [1 / 3, 1 / 3, 0]),
+        ("seq_mean_token_sum", [1 / 3, 1 / 3, 1 / 3], [1 / 2, 1 / 2, 0]),
+        ("seq_mean_token_mean", [1 / 6, 1 / 6, 1 / 12], [1 / 2, 1 / 4, 0]),
+        ("prompt_mean", [1 / 8, 1 / 8, 1 / 8], [1 / 3, 1 / 3, 0]),
+    ],
+)
+def test_counts_before_rejection_shrink_the_step_and_counts_after_do_not(name, before, after):
+    """Rejection keeps 1 token of 2, 2 of 2, and none of 4."""
+    counts, kept = torch.tensor([2, 2, 4]), torch.tensor([1, 2, 0])
+    assert WEIGH[name](counts).tolist() == pytest.approx(before)
+    assert WEIGH[name](kept).tolist() == pytest.approx(after)
+    if name != "seq_mean_token_sum":
+        assert float(WEIGH[name](counts) @ kept.double()) < 0.6
+        assert float(WEIGH[name](kept) @ kept.double()) == pytest.approx(1.0)
+
+
+def mask_inputs(log_ratio, advantages, *, sequences=None, learner_logprobs=None, is_counted=None, seed=0):
+    """A single sequence unless `sequences` is given."""
+    sequences = torch.zeros(len(log_ratio), dtype=torch.int64) if sequences is None else sequences
+    is_counted = torch.ones(len(log_ratio), dtype=torch.bool) if is_counted is None else is_counted
+    learner_logprobs = log_ratio if learner_logprobs is None else learner_logprobs
+    num_sequences = int(sequences.max()) + 1 if len(sequences) else 0
+    return MaskInputs(log_ratio, advantages, learner_logprobs, sequences, num_sequences, is_counted, seed)
+
+
+def m2po(log_ratio, advantages, *, threshold, **columns):
+    return checked(token_masks.m2po)(mask_inputs(log_ratio, advantages, **columns), threshold=threshold)
+
+
+def opsm(log_ratio, advantages, sequences, *, delta):
+    return checked(token_masks.opsm)(mask_inputs(log_ratio, advantages, sequences=sequences), delta=delta)
+
+
+def covariance(advantages, logprobs, **columns):
+    inputs = mask_inputs(torch.zeros_like(logprobs), advantages, learner_logprobs=logprobs, **columns)
+    return checked(token_masks.covariance)(inputs)
+
+
+def rising(count, **columns):
+    """Tokens with covariances 0, 1, 4, 9, ... and a last token that makes both means 0."""
+    values = torch.arange(count).double()
+    values = torch.cat([values, -values.sum()[None]])
+    return mask_inputs(torch.zeros_like(values), values, learner_logprobs=values, **columns)
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def dropped(mask: torch.Tensor) -> list[int]:
+    return (~mask).nonzero().flatten().tolist()
+
+
+def m2po_by_the_algorithm(log_ratio, advantages, threshold):
+    """Reference implementation: while the mean is too large, drop the largest."""
+    kept = torch.ones(len(log_ratio), dtype=torch.bool)
+    left = [i for i in range(len(log_ratio)) if advantages[i] * log_ratio[i] > 0]
+    while left and sum(float(log_ratio[i]) ** 2 for i in left) / len(left) > threshold:
+        largest = max(left, key=lambda i: float(log_ratio[i]) ** 2)
+        kept[largest] = False
+        left.remove(largest)
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("log_ratio", "advantages", "threshold", "expected"),
+    [
+        ((3, -2, 1, 0), (1, -1, -1, 1), math.inf, []),
+        ((3, -2, 1, 0), (1, -1, -1, 1), 0.0, [0, 1]),
+        # Only tokens that move away with their advantage are candidates.
+        ((3, -3, 3, -3, 3), (1, 1, -1, -1, 0), 0.04, [0, 3]),
+        # The mean is over the candidates left. Squares .25, .01, .16, .01: means of the smallest .01, .01, .06, .1075.
+        *(
+            ((0.5, 0.1, 0.4, 0.1), (1, 1, 1, 1), threshold, expected)
+            for threshold, expected in ((0.11, []), (0.1, [0]), (0.07, [0]), (0.05, [0, 2]), (0.005, [0, 1, 2, 3]))
+        ),
+        # A mean equal to the threshold is kept.
+        ((0.5, 0.5), (1, 1), 0.25, []),
+    ],
+)
+def test_m2po_by_hand(log_ratio, advantages, threshold, expected):
+    assert dropped(m2po(wide(*log_ratio), wide(*advantages), threshold=threshold)) == expected
+
+
+def test_m2po_is_its_algorithm_line_by_line():
+    for seed in range(20):
+        log_ratio, advantages = torch.randn(2, 40, generator=seeded(seed), dtype=torch.float64).unbind()
+        threshold = 10 ** (-seed / 8)
+        mask = m2po(log_ratio, advantages, threshold=threshold)
+        assert mask.equal(m2po_by_the_algorithm(log_ratio, advantages, threshold))
+
+
+def test_opsm_drops_drifted_sequences_of_negative_advantage_whatever_their_length():
+    sequences = torch.tensor([0, 0, 1, 1, 2, 2, 3])
+    log_ratio = wide(-1.0, -0.2, -1.0, -0.2, -1.0, 0.1, 9.0)
+    advantages = wide(-1, -1, 1, 1, -1, -1, -1)
+    mask = opsm(log_ratio, advantages, sequences, delta=0.5)
+    assert dropped(mask) == [0, 1]
+    assert dropped(opsm(log_ratio, advantages, sequences, delta=0.4)) == [0, 1, 4, 5]
+    log_ratio, delta = wide(-0.6, -0.2), 0.5
+    for copies in (1, 50):
+        values = torch.cat([log_ratio.repeat(copies), wide(-20, -20)])
+        sequences = torch.cat([torch.zeros(2 * copies, dtype=torch.int64), torch.tensor([1, 1])])
+        mask = opsm(values, -torch.ones_like(values), sequences, delta=delta)
+        assert mask.tolist() == [True] * 2 * copies + [False] * 2
+
+
+def test_the_covariances_have_the_covariance_as_mean_and_are_zero_where_not_finite():
+    advantages, logprobs = torch.randn(2, 100, generator=seeded(), dtype=torch.float64).unbind()
+    expected = torch.cov(torch.stack([advantages, logprobs]), correction=0)[0, 1]
+    assert float(covariance(advantages, logprobs).mean()) == pytest.approx(float(expected))
+    values = covariance(wide(1, -1, 5, -5), wide(-1, -3, -math.inf, math.nan))
+    assert values.tolist() == [1.0, 1.0, 0.0, 0.0]
+
+
+def clip_cov_mask(inputs, *, fraction, low, high):
+    return checked(token_masks.clip_cov_mask)(inputs, fraction=fraction, covariance_low=low, covariance_high=high)
+
+
+def test_clip_cov_draws_its_share_from_within_the_bounds_or_takes_all_candidates():
+    # The covariances are 0, 1, 4, 9, ... of the first hundred tokens, and one very large.
+    mask = clip_cov_mask(rising(100), fraction=0.05, low=100.0, high=2500.0)
+    assert len(dropped(mask)) == 5
+    assert all(10 <= i <= 50 for i in dropped(mask))
+    assert dropped(clip_cov_mask(rising(4), fraction=0.9, low=1.0, high=4.0)) == [1, 2]
+
+
+def test_clip_cov_is_repeatable_differs_between_seeds_and_leaves_the_global_random_state_alone():
+    before = torch.get_rng_state()
+    masks = [clip_cov_mask(rising(100, seed=seed), fraction=0.1, low=0.0, high=1e4) for seed in (0, 0, 1)]
+    assert masks[0].equal(masks[1])
+    assert not masks[0].equal(masks[2])
+    assert torch.get_rng_state().equal(before)
+
+
+@pytest.mark.parametrize("fraction", [2e-4, 0.19])
+def test_clip_cov_and_kl_cov_take_one_token_where_their_share_is_less_than_one(fraction):
+    assert len(dropped(clip_cov_mask(rising(4), fraction=fraction, low=1.0, high=4.0))) == 1
+    assert checked(token_masks.kl_cov_mask)(rising(4), fraction=fraction).nonzero().flatten().tolist() == [4]
+
+
+def test_kl_cov_takes_the_top_share_and_the_earlier_of_equals_and_none_of_no_candidates():
+    assert dropped(clip_cov_mask(rising(4), fraction=2e-4, low=500.0, high=600.0)) == []
+    assert dropped(clip_cov_mask(rising(4), fraction=0.0, low=1.0, high=4.0)) == []
+    assert not checked(token_masks.kl_cov_mask)(rising(4), fraction=0.0).any()
+    none_counted = mask_inputs(wide(1, 2), wide(1, 2), is_counted=torch.tensor([False, False]))
+    assert not checked(token_masks.kl_cov_mask)(none_counted, fraction=0.5).any()
+    kl_cov_mask = checked(token_masks.kl_cov_mask)
+    assert kl_cov_mask(rising(4), fraction=0.4).nonzero().flatten().tolist() == [3, 4]
+    equal = mask_inputs(wide(3, 3, -6), wide(3, 3, -6), learner_logprobs=wide(3, 3, -6))
+    assert kl_cov_mask(equal, fraction=0.7).tolist() == [True, False, True]
+    assert kl_cov_mask(equal, fraction=0.3).tolist() == [False, False, True]
+
+
+def test_tokens_that_the_correction_rejects_take_no_share_and_move_no_mean():
+    is_counted = torch.tensor([True, False, True, True])
+    assert dropped(m2po(wide(0.1, 9, 0.1, 0.3), wide(1, 1, 1, 1), threshold=0.02, is_counted=is_counted)) == [3]
+    values = covariance(wide(1, 50, -1, 0), wide(-1, 70, -3, -2), is_counted=is_counted)
+    assert values[[0, 2, 3]].tolist() == [1.0, 1.0, 0.0]
+    inputs = mask_inputs(
+        wide(0, 0, 0, 0), wide(1, 50, -1, 0), learner_logprobs=wide(1, 50, -1, 0), is_counted=is_counted
+    )
+    assert token_masks.kl_cov_mask(inputs, fraction=0.4).tolist() == [True, False, False, False]

@@ -1,10 +1,13 @@
 import itertools
+import math
+from collections import defaultdict
+from statistics import fmean, pstdev
 
 import pytest
 import torch
 
-from slipstream.learner.algorithms import token_advantages
-from tests.unit.learner.inputs import advantage_inputs, checked, token_inputs, wide
+from slipstream.learner.algorithms import advantages, segments, token_advantages
+from tests.unit.learner.inputs import HALF, advantage_inputs, checked, token_inputs, whole, wide
 
 length_adaptive_lambda = checked(token_advantages.length_adaptive_lambda)
 PLAIN = {"gamma": 1.0, "lam": 1.0, "critic_lam": 1.0, "length_adaptive_alpha": None, "epsilon": None}
@@ -275,3 +278,215 @@ def test_explained_variance_by_hand():
     assert explained_variance(wide(1, 2, 3), torch.full((3,), 0.1, dtype=torch.float64)) == 0
     assert explained_variance(wide(1), wide(4)) == 0
     assert explained_variance(wide(), wide()) == 0
+
+
+turn_returns, gigpo = checked(token_advantages.turn_returns), checked(token_advantages.gigpo)
+
+# Two answers to one prompt, A: two tokens, then one; B: one token, then two. Rewards at the turns' last tokens.
+TWO = advantage_inputs(
+    wide(1, 4), sequences=whole(0, 0, 0, 1, 1, 1), turns=whole(0, 0, 1, 0, 1, 1), token_rewards=wide(0, 1, 0, 0, 0, 4)
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # With gamma 1/2 the returns are 1 + 0 / 2 and 0 of A, 0 + 4 / 2 and 4 of B.
+        ({"over": "index", "normalize": False}, [-0.5, -0.5, -2, 0.5, 2, 2]),
+        # The mean over all four turns is 1.75.
+        ({"over": "group", "normalize": False}, [-0.75, -0.75, -1.75, 0.25, 2.25, 2.25]),
+        # The deviations are 0.5 and 2.
+        ({"over": "index", "epsilon": 0.5}, [-0.5, -0.5, -0.8, 0.5, 0.8, 0.8]),
+    ],
+)
+def test_turn_returns_by_hand(settings, expected):
+    assert turn_returns(TWO, gamma=0.5, **settings).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_answers_with_one_turn_get_the_advantages_of_grpo():
+    rewards, groups = wide(1, 0, 0.5, 3, 3, 7), whole(0, 0, 0, 1, 1, 2)
+    sequences = torch.arange(6).repeat_interleave(torch.tensor([2, 1, 3, 2, 2, 1]))
+    is_last = torch.cat([sequences.diff() > 0, torch.tensor([True])])
+    inputs = advantage_inputs(
+        rewards, groups, sequences=sequences, token_rewards=torch.where(is_last, rewards[sequences], 0)
+    )
+    expected = advantages.grpo(inputs, epsilon=1e-6)[sequences]
+    for over in ("index", "group"):
+        assert turn_returns(inputs, gamma=0.3, over=over, epsilon=1e-6).allclose(expected, atol=1e-12)
+
+
+def test_gigpo_by_hand_for_two_answers_that_part_after_a_shared_state():
+    inputs = advantage_inputs(
+        wide(1, 0),
+        sequences=whole(0, 0, 1, 1),
+        turns=whole(0, 1, 0, 1),
+        token_rewards=wide(0, 1, 0, 0),
+        observations=whole(10, 11, 10, 12),
+    )
+    # Episodes: +-0.5. At the shared state the returns are 1/2 and 0, so +-1/4. The others are alone.
+    found = gigpo(inputs, gamma=0.5, step_weight=2.0, normalize=False)
+    assert found.tolist() == [0.5 + 2 * 0.25, 0.5, -0.5 - 2 * 0.25, -0.5]
+    # Divided by deviations of 0.5 and 0.25, each plus 0.25.
+    found = gigpo(inputs, gamma=0.5, step_weight=2.0, epsilon=0.25)
+    assert found.tolist() == pytest.approx([2 / 3 + 2 * 0.5, 2 / 3, -2 / 3 - 2 * 0.5, -2 / 3])
+
+
+def slow_gigpo(episodes, *, gamma, weight, epsilon):
+    """One episode: (group, [(observation, reward, tokens)]). Loops, by the equations of the paper."""
+
+    def normalized(values):
+        return [(value - fmean(values)) / (pstdev(values) + epsilon) for value in values]
+
+    by_group, by_state = defaultdict(list), defaultdict(list)
+    for number, (group, turns) in enumerate(episodes):
+        by_group[group].append((number, math.fsum(reward for _, reward, _ in turns)))
+        for index, (state, _, _) in enumerate(turns):
+            following = turns[index:]
+            value = math.fsum(gamma**later * reward for later, (_, reward, _) in enumerate(following))
+            by_state[group, state].append((number, index, value))
+    macro, micro = {}, {}
+    for members in by_group.values():
+        macro |= dict(zip([n for n, _ in members], normalized([r for _, r in members]), strict=True))
+    for members in by_state.values():
+        micro |= dict(zip([m[:2] for m in members], normalized([m[2] for m in members]), strict=True))
+    return [
+        macro[number] + weight * micro[number, index]
+        for number, (_, turns) in enumerate(episodes)
+        for index, (_, _, tokens) in enumerate(turns)
+        for _ in range(tokens)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gigpo_is_what_loops_over_states_give(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int) -> int:
+        return int(torch.randint(high, (1,), generator=generator))
+
+    # Few states, so that answers meet, also themselves, and other groups have the same ones.
+    episodes = [
+        (group, [(draw(3) - 1, draw(4) / 2, 1 + draw(3)) for _ in range(1 + draw(5))])
+        for group in range(3)
+        for _ in range(4)
+    ]
+    tokens = [
+        (number, index, state, reward if token == count - 1 else 0.0)
+        for number, (_, turns) in enumerate(episodes)
+        for index, (state, reward, count) in enumerate(turns)
+        for token in range(count)
+    ]
+    inputs = advantage_inputs(
+        wide(*(sum(reward for _, reward, _ in turns) for _, turns in episodes)),
+        whole(*(group for group, _ in episodes)),
+        sequences=whole(*(number for number, *_ in tokens)),
+        turns=whole(*(index for _, index, *_ in tokens)),
+        observations=whole(*(state for _, _, state, _ in tokens)),
+        token_rewards=wide(*(reward for *_, reward in tokens)),
+    )
+    found = gigpo(inputs, gamma=0.9, step_weight=0.7, epsilon=1e-3)
+    assert found.tolist() == pytest.approx(slow_gigpo(episodes, gamma=0.9, weight=0.7, epsilon=1e-3), abs=1e-9)
+    assert gigpo(inputs, gamma=0.9, step_weight=0.0, epsilon=1e-3).allclose(
+        advantages.grpo(inputs, epsilon=1e-3)[inputs.sequences]
+    )
+
+
+score_norms = checked(token_advantages.score_norms)
+
+GROUP_LENGTHS = [3, 1, 0, 5, 2, 4]
+GROUP_SEQUENCES = torch.repeat_interleave(torch.arange(6), torch.tensor(GROUP_LENGTHS))
+GROUPS = torch.tensor([0, 1, 0, 0, 1, 0])
+TURNS = torch.tensor([0, 0, 1, 0, 0, 1, 1, 1, 2, 0, 0, 0, 0, 0, 1])
+
+
+def uniform(seed: int, size: int = 15) -> torch.Tensor:
+    return torch.rand(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def advantages_of(returns, norms, sequences=GROUP_SEQUENCES, groups=GROUPS, *, epsilon=1e-8, weights=None, turns=None):
+    """Advantages of tokens with these returns, aligned within turns if `turns` is given."""
+    num_turns, size = 3, len(groups)
+    following = torch.cat([returns[1:], wide(0)])
+    is_last = torch.cat([sequences[1:] != sequences[:-1], torch.tensor([True])])
+    turns = torch.zeros_like(sequences) if turns is None else turns
+    rows = sequences * num_turns + turns
+    columns = {
+        "turns": turns,
+        "positions": segments.indices_in_rows(sequences, num_sequences=size),
+        "positions_in_turn": segments.indices_in_rows(rows, num_sequences=size * num_turns),
+        # At probability 1/2 the norm of a token's gradient is its collision probability.
+        "learner_logprobs": torch.full_like(norms, HALF),
+        "collisions": norms,
+        "correction_weights": weights,
+    }
+    rewards = torch.where(is_last, returns, returns - following)
+    inputs = token_inputs(rewards, sequences, num_sequences=size, groups=groups, **columns)
+    per_turn = bool(turns.any())
+    return checked(token_advantages.optimal_token_baseline)(inputs, per_turn=per_turn, epsilon=epsilon)
+
+
+def baseline(returns, norms, *places, **settings):
+    return returns - advantages_of(returns, norms, *places, **settings)
+
+
+def looped(returns, norms, weights, turns, *, epsilon):
+    """Baseline computed token by token over the group members that reach the position."""
+    tokens, energy = [], []
+    for sequence, length in enumerate(GROUP_LENGTHS):
+        start, total, indices = sum(GROUP_LENGTHS[:sequence]), 0.0, {}
+        for token in range(start, start + length):
+            total += float(norms[token] * weights[token] ** 2)
+            turn = int(turns[token])
+            indices[turn] = indices.get(turn, -1) + 1
+            tokens.append((int(GROUPS[sequence]), turn, indices[turn]))
+            energy.append(total + epsilon)
+    result = []
+    for position in tokens:
+        members = [other for other, theirs in enumerate(tokens) if theirs == position]
+        share = sum(energy[m] * float(returns[m]) for m in members) / sum(energy[m] for m in members)
+        result.append(share if len(members) > 1 else float(returns[members[0]]))
+    return wide(*result)
+
+
+def test_the_score_norm_is_the_squared_gradient_of_the_logits_and_never_negative():
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(0)
+    squared = logprobs.exp().square().sum()
+    for token in range(4):
+        (gradient,) = torch.autograd.grad(logprobs[token], logits, retain_graph=True)
+        assert score_norms(logprobs[token : token + 1], squared[None]).item() == pytest.approx(gradient.square().sum())
+    assert score_norms(torch.tensor([0.0]), torch.tensor([0.9999])).tolist() == [0.0]
+
+
+def test_by_hand_the_baseline_has_the_smallest_weighted_square_and_a_token_without_company_no_advantage():
+    sequences, groups = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0])
+    values = baseline(wide(1, 1, 1, 3, 3), wide(1, 2, 1, 3, 0), sequences, groups)
+    # The energies are 1, 3, 4 of the first and 3, 3 of the second.
+    assert values.tolist() == pytest.approx([10 / 4, 12 / 6, 1, 10 / 4, 12 / 6])
+    # The mean, where no member could have done otherwise.
+    flat = baseline(wide(1, 2, 6), wide(0, 0, 0), torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0]))
+    assert flat.tolist() == pytest.approx([3, 3, 3])
+    assert advantages_of(wide(2, 3), wide(1, 1), torch.tensor([0, 0]), torch.tensor([0])).tolist() == [0, 0]
+    ragged = torch.tensor([0, 0, 1]), torch.tensor([0, 0])
+    assert advantages_of(wide(1, 1, 5), wide(1, 1, 1), *ragged).tolist() == pytest.approx([-2, 0, 2])
+    for rewards in itertools.product((0.0, 1.0), repeat=3):
+        returns, norms = wide(*rewards), wide(0.1, 2.0, 0.7)
+        values = baseline(returns, norms, torch.arange(3), torch.zeros(3, dtype=torch.int64))
+        power = [(norms * (returns - b).square()).sum() for b in (values[0], values[0] + 0.01, values[0] - 0.01)]
+        assert power[0] <= min(power[1:])
+
+
+@pytest.mark.parametrize("turns", [None, TURNS])
+@pytest.mark.parametrize("weights", [None, uniform(3) * 2])
+def test_ragged_groups_equal_the_loop(turns, weights):
+    returns, norms = uniform(0), uniform(1)
+    of_one, without_turns = torch.ones(15) if weights is None else weights, torch.zeros(15) if turns is None else turns
+    expected = looped(returns, norms, of_one, without_turns, epsilon=1e-3)
+    assert torch.allclose(baseline(returns, norms, epsilon=1e-3, weights=weights, turns=turns), expected)
+
+
+def test_equal_rewards_give_exactly_no_advantage():
+    rewards = torch.zeros(15, dtype=torch.float64).index_fill(0, torch.tensor([2, 3, 8, 10, 14]), 0.1)
+    columns = {"groups": GROUPS, "learner_logprobs": uniform(0), "collisions": uniform(1)}
+    inputs = token_inputs(rewards, GROUP_SEQUENCES, num_sequences=6, **columns)
+    assert not token_advantages.optimal_token_baseline(inputs, per_turn=False, epsilon=1e-8).any()

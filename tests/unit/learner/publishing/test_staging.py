@@ -21,7 +21,7 @@ from tests.builders import make_run
 from tests.cuda_fake import FakeCuda
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.fake_generators import make_background, make_publisher
-from tests.unit.learner.metrics.test_token_stats import make_stats
+from tests.unit.learner.training.test_step_metrics import make_stats
 
 SHAPES = {"a": (2, 3), "b": (5,), "c": (4, 4)}
 METADATA = [(name, shape, torch.float32) for name, shape in SHAPES.items()]

@@ -1,6 +1,9 @@
 """Calls to vLLM's engine process: their limits."""
 
 import asyncio
+import logging
+import multiprocessing
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -11,9 +14,18 @@ from slipstream.configs import engines
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
+from slipstream.generators.engines.engine import EngineLoad
 from slipstream.generators.engines.vllm.engine import VllmEngine
+from slipstream.generators.engines.vllm.environment import vllm_environment
+from slipstream.generators.engines.vllm.health import (
+    StepWatchdog,
+    forget_fatal_error,
+    read_fatal_error,
+    report_fatal_errors,
+)
 from slipstream.generators.engines.vllm.process import engine_arguments
-from slipstream.generators.errors import EngineError
+from slipstream.generators.errors import EngineDiedError, EngineError
+from tests.builders import make_run
 from tests.unit.broker.weight_versions import announce
 
 
@@ -119,3 +131,86 @@ def test_every_argument_that_is_named_is_one_of_vllms() -> None:
     defaults = AsyncEngineArgs(model="none")
     # Fails for an argument that is set twice.
     assert arguments_of(engine_kwargs={name: getattr(defaults, name) for name in engines.SAFE_ARGUMENTS})
+
+
+def environment_of(device: str, **engine: object) -> dict[str, str]:
+    return vllm_environment(make_run(generators={"engine": {"kind": "vllm", **engine}}), device=device)
+
+
+def test_variables_follow_device_and_settings():
+    assert vllm_environment(make_run()) == {}, "for another engine"
+    cpu, gpu = environment_of("cpu", kv_cache_gib=3), environment_of("cuda")
+    for environment in (cpu, gpu):
+        assert environment["VLLM_NO_USAGE_STATS"] == environment["DO_NOT_TRACK"] == "1"
+    assert (cpu["OMP_NUM_THREADS"], cpu["VLLM_CPU_KVCACHE_SPACE"]) == ("1", "3")
+    assert not [name for name in gpu if "CPU" in name or "OMP" in name]
+    assert gpu["TORCH_NCCL_ENABLE_MONITORING"] == gpu["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert not [name for name in cpu if "NCCL" in name]
+    # The model lives in the engine process unless it is split; compiled graphs need the compiler.
+    assert (cpu["VLLM_ENABLE_V1_MULTIPROCESSING"], cpu["TORCHDYNAMO_DISABLE"]) == ("0", "1")
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment_of("cpu", tensor_parallel_size=2)
+    assert "TORCHDYNAMO_DISABLE" not in environment_of("cpu", enforce_eager=False)
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.watchdog = StepWatchdog(limit_s=10.0, clock=lambda: self.now)
+
+    def check(self, *, after_s: float, steps: int, requests: int = 1, is_paused: bool = False) -> None:
+        self.now += after_s
+        self.watchdog.check(EngineLoad(num_open=requests, num_steps=steps), is_paused=is_paused)
+
+
+def test_an_engine_without_a_step_while_requests_are_open_is_dead():
+    scene = Scene()
+    for step in range(20):
+        scene.check(after_s=9.0, steps=step)
+    scene.check(after_s=10.0, steps=19)
+    with pytest.raises(EngineDiedError, match=r"within 10 s .* 64 open"):
+        scene.check(after_s=0.1, steps=19, requests=64)
+
+
+@pytest.mark.parametrize("idle", [{"requests": 0}, {"is_paused": True}])
+def test_time_without_work_does_not_count(idle):
+    scene = Scene()
+    scene.check(after_s=1.0, steps=7)
+    scene.check(after_s=9.0, steps=7)
+    scene.check(after_s=100.0, steps=7, **idle)
+    scene.check(after_s=9.0, steps=7)
+    with pytest.raises(EngineDiedError):
+        scene.check(after_s=2.0, steps=7)
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    forget_fatal_error()
+    yield
+    forget_fatal_error()
+
+
+def fail() -> None:
+    """As vLLM does it: an error that is answered, the one that ends the process, and a consequence of that."""
+    report_fatal_errors()
+    engine = logging.getLogger("vllm.v1.engine.core")
+    errors = {
+        "Invocation of %s method failed": TimeoutError("answered"),
+        "EngineCore encountered a fatal error.": RuntimeError("Unsupported CPU attention\nconfiguration: head_dim=16"),
+        "EngineCore failed to start.": ValueError("a consequence"),
+    }
+    for message, error in errors.items():
+        try:
+            raise error
+        except Exception:
+            engine.exception(message, *["x"][: message.count("%s")])
+
+
+def test_the_first_fatal_error_is_the_cause():
+    assert read_fatal_error() == ""
+    process = multiprocessing.get_context("spawn").Process(target=fail, name="EngineCore_0")
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert read_fatal_error() == "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
+    forget_fatal_error()
+    assert read_fatal_error() == ""
