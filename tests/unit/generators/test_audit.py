@@ -31,13 +31,10 @@ NUM_ANSWERS = 24
 
 
 def share_of_digits(sample: RewardInput) -> float:
-    """A reward that differs between most answers."""
     return sum(letter.isdigit() for letter in sample.response) / max(1, len(sample.response))
 
 
 class Scene:
-    """An auditing generator with a model of seed 0, and a guest with the same model."""
-
     def __init__(self, folder: Path) -> None:
         model = make_tiny_model(folder / "model")
         self.run = make_run(model={"path": str(model), "max_length": 64}, generators={"sampling": {"max_tokens": 16}})
@@ -92,7 +89,6 @@ class Scene:
 
 
 def lying(answers: list, lie: Callable[[Trajectory], dict[str, Any]]) -> list:
-    """The answers with the fields that `lie` returns."""
     return [(prompt, msgspec.structs.replace(each, **lie(each))) for prompt, each in answers]
 
 

@@ -1,5 +1,3 @@
-"""Generator: its status, the leases it returns, and how it ends."""
-
 import asyncio
 import time
 from collections.abc import Callable, Iterable
@@ -40,8 +38,6 @@ PROMPT = Prompt(lease=LEASE, uid="u", prompt="1+1=", ground_truth="2", data_sour
 
 
 class FakeClient:
-    """Records sent messages."""
-
     is_joined = True
 
     def __init__(self) -> None:
@@ -284,7 +280,6 @@ def test_the_first_failed_reward_of_each_kind_is_reported():
 
 
 def limits(loads: Iterable[EngineLoad], *, most: int = 64) -> list[int]:
-    """Return the limit after each observation of a full engine."""
     concurrency = ConcurrencyLimit(least=8, most=most)
     observed = []
     for load in loads:

@@ -1,5 +1,3 @@
-"""The command line of a generator: its id, and the settings that it takes."""
-
 import os
 import socket
 from collections.abc import Iterator
@@ -130,7 +128,6 @@ def recorded(folder: Path, name: str, address: str | None = None) -> RunConfig:
 
 @contextmanager
 def listener(run: RunConfig) -> Iterator[None]:
-    """Listens at the address of a run's broker."""
     with socket.socket(socket.AF_UNIX) as broker:
         broker.bind(RunFolder(run).broker_address.removeprefix("ipc://"))
         broker.listen()

@@ -1,5 +1,3 @@
-"""WeightUpdates: commands are executed once and answered, superseded ones skipped, unprobed weights not verified."""
-
 import asyncio
 import math
 import re
@@ -34,8 +32,6 @@ CANARY = [-1.0, -2.0]
 
 
 class FakeReceiver:
-    """Receives everything immediately, or only once `is_open` is set."""
-
     device = "cpu"
 
     def __init__(self) -> None:
@@ -55,8 +51,6 @@ class FakeReceiver:
 
 
 class Scene:
-    """WeightUpdates over a scripted engine, and a learner that serves snapshots."""
-
     def __init__(self, folder: Path) -> None:
         self.sent: list[Any] = []
         self.states: list[tuple[str, str]] = []

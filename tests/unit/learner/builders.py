@@ -99,7 +99,6 @@ def make_batch(groups: list[list[Trajectory]], **overrides: Any) -> BuiltBatch:
 
 
 def with_greedy_answers(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
-    """Add a greedy answer to each group."""
     return [[*group, make_response(index, len(group), sampling=GREEDY)] for index, group in enumerate(groups)]
 
 
@@ -135,7 +134,6 @@ def make_model(folder: Path, *, seed: int = 0, is_tied: bool = False) -> Path:
 
 
 def make_policy(**settings: Any) -> Policy:
-    """The tiny policy on the CPU, built without a checkpoint."""
     return Policy(make_tiny_module(**settings).train())
 
 
@@ -147,7 +145,6 @@ def make_sample(trajectory: Trajectory, *, first_index: int = 0) -> Sample:
 
 
 def make_samples(trajectories: list[Trajectory]) -> list[Sample]:
-    """Samples with consecutive indices."""
     return indexed([make_sample(trajectory) for trajectory in trajectories])
 
 
@@ -172,7 +169,6 @@ def measure_alone(policy: Policy, samples: list[Sample]) -> torch.Tensor:
 
 
 def make_alone(device: torch.device = CPU) -> Ranks:
-    """A group of one rank."""
     return join_ranks(rank=0, size=1, device=device, timeout_s=60)
 
 
@@ -191,13 +187,11 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def second_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Copies of the second model's parameters, if any."""
     second = trainer.second_model
     return {name: tensor.clone() for name, tensor in second.engine.gather_parameters()} if second else {}
 
 
 def make_checkpoints(run: RunConfig, folder: Path) -> tuple[Trainer, Checkpoints]:
-    """A trainer and its checkpoints below the folder."""
     trainer = make_trainer(run)
     return trainer, Checkpoints(folder / "checkpoints", run=run, trainer=trainer, ranks=make_alone())
 

@@ -1,5 +1,3 @@
-"""Fake generators and a fake snapshot server, scripted by the test."""
-
 from collections import deque
 from collections.abc import Sequence
 
@@ -90,7 +88,6 @@ class FakeGenerators:
     def finish_fetching(
         self, name: str, version: int, *, error: str = "", lender_errors: Sequence[LenderError] = ()
     ) -> None:
-        """Report that a slow member has fetched the version."""
         self.inbox.append(
             UpdateApplied(0, version, member(name), error, 1e-7, 2e-7, 0.02, lender_errors=list(lender_errors))
         )
@@ -173,7 +170,6 @@ def make_stager(weights: list[tuple[str, torch.Tensor]] = WEIGHTS) -> Stager:
 
 
 def make_background(publisher: Publisher, stager: Stager | None = None) -> tuple[BackgroundPublisher, MemoryStore]:
-    """A publisher in the background, and the store of its run."""
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)
     return BackgroundPublisher(publisher, stager or make_stager(), store, in_background=True), store

@@ -78,7 +78,6 @@ def advantage_inputs(rewards, groups=None, lengths=None, *, sequences=None, **co
 
 
 def token_inputs(token_rewards, sequences, *, num_sequences: int, groups=None, **columns) -> inputs.AdvantageInputs:
-    """Trajectories for functions that only look at tokens."""
     rewards = torch.zeros(num_sequences, dtype=torch.float64)
     return advantage_inputs(rewards, groups, sequences=sequences, token_rewards=token_rewards, **columns)
 
@@ -94,7 +93,6 @@ def loss_inputs(log_ratio, advantages, sequences=None, num_sequences=None, **col
 
 
 def over_ratios(function):
-    """A checked function of `RatioInputs`, called with its columns."""
     function = checked(function)
     return lambda x, sequences, *, num_sequences, **settings: function(
         inputs.RatioInputs(x, sequences, num_sequences), **settings

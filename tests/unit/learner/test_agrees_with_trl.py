@@ -90,7 +90,6 @@ def make_batch(config, *, rewards=BATCH["rewards"], **columns):
 
 
 def ours(config, **columns):
-    """Loss and its gradients with respect to log-probabilities and entropies."""
     is_in, batch = make_batch(config, **columns)
     objective = Objective(config, max_tokens=BATCH["longest"])
     batch = objective.prepare(batch)

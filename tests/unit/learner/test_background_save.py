@@ -1,5 +1,3 @@
-"""Background saves: two ranks meet in a folder, and a process killed at any point leaves complete checkpoints."""
-
 import os
 import signal
 import threading
@@ -41,7 +39,6 @@ class Alone:
 def make_saver(
     folder: Path, rank: int, *, size: int = 2, words: dict | None = None, storage: ObjectFolder | None = None
 ) -> BackgroundSaver:
-    """A saver whose rank shares its folder with all others or, with `storage`, with none."""
     everyone = list(range(size))
     sharers, leaders = ([rank], everyone) if storage else (everyone, [0])
     sharing = SimpleNamespace(sharers=sharers, leaders=leaders, is_leader=sharers[0] == rank)
@@ -183,8 +180,6 @@ def test_rank_0_says_whose_files_it_waits_for(tmp_path):
 
 
 class Held(StorageWait):
-    """Blocks every operation until released."""
-
     def __init__(self) -> None:
         super().__init__(0)
         self.let_go = threading.Event()

@@ -346,8 +346,6 @@ def test_a_run_resumes_with_another_engine_and_the_same_moments(tmp_path, before
 
 
 class Gate:
-    """Blocks the first call of a function until it is opened."""
-
     def __init__(self, call):
         self._call, self.is_reached, self.is_open = call, threading.Event(), threading.Event()
 

@@ -1,5 +1,3 @@
-"""Evaluations are opened by name. One without any reward is requested again under another name."""
-
 import itertools
 import random
 from collections import Counter
@@ -52,7 +50,6 @@ def evaluator(store: MemoryStore) -> Evaluator:
 
 
 def reply(store: MemoryStore, *, status: str) -> int:
-    """Answer every open prompt with a reward of this status. Returns the number of prompts."""
     leases: list[Lease] = lease(store, 2)
     reward = Reward(total=0.0, status=status)
     store.insert([answer(each, attempt=each.attempt, reward=reward) for each in leases])

@@ -78,7 +78,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def make_algorithm_run(folder: Path, name: str, *, num_updates: int = 1, learner: dict[str, Any] | None = None):
-    """A run of four groups with the algorithm of that name."""
     algorithm = SETTINGS[name] | COMPANIONS.get(name, {}) | {"updates_per_step": num_updates}
     if "distillation" in algorithm:
         teacher = str(make_model(folder, seed=7))
@@ -201,7 +200,6 @@ def make_batch(config):
 
 
 def near(logprobs, *, seed):
-    """Log-probabilities of a nearby policy."""
     chance = torch.Generator().manual_seed(seed)
     return logprobs + 0.25 * torch.randn(len(logprobs), generator=chance)
 
@@ -217,7 +215,6 @@ def gradient(objective, tokens, logprobs, parts):
 
 
 def compositions(loss):
-    """All compositions that the config accepts."""
     advantage = advantages.WinRateConfig() if isinstance(loss, policy_losses.SppoConfig) else advantages.DrGrpoConfig()
     for correction, proximal, (masks, updates) in product(CORRECTIONS, PROXIMALS, zip(MASKS, UPDATES, strict=True)):
         try:

@@ -124,7 +124,6 @@ def make_learner(run: RunConfig, store: MemoryStore, ranks: FakeRanks, publisher
 
 
 def train(run: RunConfig, store: MemoryStore, publisher: type[FakePublisher] = FakePublisher) -> list[int]:
-    """Run the learner to its end. Returns the steps in `metrics.jsonl`."""
     make_learner(run, store, FakeRanks(RunFolder(run)), publisher).run()
     return [row["step"] for row in read_rows(run)] if RunFolder(run).metrics.exists() else []
 
@@ -189,8 +188,6 @@ def with_settings(run: RunConfig, *, best: str | None = None, **evaluation: Any)
 
 
 class RisingAndFalling(FakePublisher):
-    """Answers are best at version 4."""
-
     @property
     def reward(self) -> Reward:
         return Reward(total=-abs(self._version - 4.0))
@@ -300,8 +297,6 @@ def test_a_stop_ends_every_wait(run: RunConfig):
 
 
 class Scene:
-    """A learner that runs steps. Each version reaches the generators during the next step."""
-
     def __init__(self, folder: Path, steps: list[int] | None) -> None:
         run = make_run(profile={"steps": steps}, learner={"max_steps": 20}, staleness={"max_lag": 1})
         self.store = MemoryStore()

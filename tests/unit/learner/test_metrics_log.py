@@ -86,8 +86,6 @@ def test_a_resumed_run_forgets_the_tokens_of_the_steps_that_were_rolled_back(fol
 
 
 class GeneratorScene:
-    """The log of a run whose generators report their tokens."""
-
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder
         self.clock = FakeClock(100.0)
@@ -167,14 +165,11 @@ def test_every_held_out_set_has_its_accuracies_in_the_summary(folder: RunFolder)
 
 
 class Watched:
-    """One metric with its range, and the alerts about it."""
-
     def __init__(self, healthy: Range) -> None:
         self.texts: list[str] = []
         self.alerts = MetricAlerts(self.texts.append, ranges={"learner/ess": healthy})
 
     def check(self, *values: float, **others: float) -> list[str]:
-        """Alerts while the metric takes these values."""
         self.texts.clear()
         for value in values:
             self.alerts.check({"learner/ess": value} | others)

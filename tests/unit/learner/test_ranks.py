@@ -37,8 +37,6 @@ class Lost(dist.Store):
 
 
 class Watches:
-    """Watches over one rendezvous, as if each were in a separate process."""
-
     def __init__(self) -> None:
         self.store = dist.HashStore()
         self.watches: list[RankWatch] = []

@@ -1,5 +1,3 @@
-"""Every stall cause is found and named after its deadline. A run that makes progress has none."""
-
 from typing import Any
 
 import msgspec
@@ -24,7 +22,6 @@ MAX_FAILED = 2 * 2 * 2
 
 
 def role(name: str = "generator-0", kind: str = "generator", **overrides: Any) -> RoleStatus:
-    """A live role that is ready at version 0."""
     fields = {"liveness": "alive", "state": "ready", "report_age_s": 0.5, "progress_age_s": None, "reason": ""}
     return RoleStatus(**({"name": name, "role": kind, "version": 0, **fields} | overrides))
 
@@ -47,8 +44,6 @@ def working(**overrides: Any) -> Snapshot:
 
 
 class Scene:
-    """A wait in progress, checked each time the clock moves."""
-
     def __init__(self, **overrides: Any) -> None:
         self.clock = FakeClock(0.0)
         self.progress = Progress(make_run(**overrides), clock=self.clock)
@@ -258,8 +253,6 @@ STEP_1 = "waiting for the 2 groups of step 1: 0 are ready"
 
 
 class DetectorScene:
-    """A store with reports from a broker and one generator, and a waiting learner."""
-
     def __init__(self, *, policy: str) -> None:
         self.clock = FakeClock(0.0)
         self.num_keep_alives = 0

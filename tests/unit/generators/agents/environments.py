@@ -72,7 +72,6 @@ async def blocking(row: dict, model: SimpleNamespace, *, seconds: float) -> floa
 
 
 async def stopping(row: dict, model: SimpleNamespace) -> float:
-    """Stop all threads of the process."""
     await ask(model, row["prompt"])
     os.kill(os.getpid(), signal.SIGSTOP)
     return 1.0
@@ -97,6 +96,5 @@ async def starting(row: dict, model: SimpleNamespace, *, file: str) -> float:
 
 
 async def dying(row: dict, model: SimpleNamespace) -> float:
-    """End the process, as a crash in a library does."""
     await ask(model, row["prompt"])
     os._exit(3)

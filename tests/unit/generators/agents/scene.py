@@ -1,5 +1,3 @@
-"""An engine that writes given texts, a scorer, and a runner around both."""
-
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,8 +51,6 @@ REWARD = Reward(total=1.0, parts={"answer": 1.0})
 
 
 class RecordingScorer:
-    """Gives the same reward to all samples and records them."""
-
     def __init__(self) -> None:
         self.samples: list[RewardInput] = []
 

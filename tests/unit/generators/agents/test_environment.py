@@ -1,5 +1,3 @@
-"""Environments in separate processes: their rewards, and failures, crashes, and hangs."""
-
 import asyncio
 import itertools
 import json
@@ -160,8 +158,6 @@ def test_all_answers_share_the_connections_of_one_client():
 
 
 class RandomEngine(ScriptedEngine):
-    """Writes random tokens with random log-probabilities, while its version changes."""
-
     def __init__(self) -> None:
         super().__init__(ScriptedEngineConfig(tokens_per_response=6, seconds_per_token=0.001))
         self.version = 1
@@ -185,7 +181,6 @@ class RandomEngine(ScriptedEngine):
 
 
 async def _answer_all(engine: RandomEngine, agent: dict[str, Any], number: int) -> list[Trajectory]:
-    """The agent's answers, generated while the engine's version changes."""
     run = make_run(generators={"agent": agent, "sampling": {"max_tokens": 64}}, model={"max_length": 256})
     encoder = PromptEncoder(make_chat_tokenizer("chatml"), max_prompt_tokens=100)
     runner = AgentRunner(run=run, engine=engine, rewards=RecordingScorer(), encoder=encoder, generator_id="g")

@@ -1,5 +1,3 @@
-"""External agents: leases by HTTP, and answers whose agent leaves or dies."""
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -21,8 +19,6 @@ Agent = Callable[["Outside"], Awaitable[None]]
 
 
 class Outside:
-    """An external agent that knows the model server's address and the token."""
-
     def __init__(self, address: str, runner: AgentRunner) -> None:
         self.runner = runner
         self._http = httpx.AsyncClient(base_url=address)
@@ -41,7 +37,6 @@ class Outside:
 
 
 def play(agent: Agent, *, silence_timeout_s: float = 5.0, answer_timeout_s: float = 600.0) -> tuple[Trajectory, Any]:
-    """Run an external agent; returns the trajectory and the scorer."""
     engine, scorer = WritingEngine(["it is 42"] * 3), RecordingScorer()
     generators = {"agent": {"kind": "external"}, "sampling": {"max_tokens": 400}, "answer_timeout_s": answer_timeout_s}
     with mock.patch.object(loops, "SILENT_FRACTION", silence_timeout_s / answer_timeout_s):

@@ -1,5 +1,3 @@
-"""Agent loops of users, and simulated users: rewards, failures, limits."""
-
 import re
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""The model server, used through OpenAI's client and checked token by token."""
-
 import asyncio
 import itertools
 import json
@@ -27,15 +25,12 @@ Loop = Callable[..., Awaitable[None]]
 
 
 class Scene:
-    """The loop of the test, and records of engine and scorer."""
-
     loop: Loop
     scorer: RecordingScorer
     failure: Exception | None
 
 
 async def visit(episode: Episode) -> None:
-    """Run the test's loop with OpenAI's client."""
     door = episode.door
     assert door
     async with openai.AsyncOpenAI(base_url=door.base_url, api_key=door.api_key, max_retries=0) as client:
@@ -76,7 +71,6 @@ def opened(text: str) -> str:
 
 
 def contexts(trajectory: Trajectory) -> list[tuple[str, list[str]]]:
-    """Text of each context, and the trained texts in it."""
     found = []
     for start, end in itertools.pairwise(trajectory.context_bounds()):
         mask, own = trajectory.model_mask[start:end], trajectory.token_ids[start:end]

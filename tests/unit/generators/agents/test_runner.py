@@ -21,8 +21,6 @@ from tests.unit.generators.agents.scene import REWARD, RecordingScorer
 
 
 class RecordingEngine(ScriptedEngine):
-    """Answers 31284 and records its requests."""
-
     def __init__(self) -> None:
         self.requests: list[tuple[list[int], Sampling, str]] = []
         self.stops: list[Sequence[str | int]] = []
@@ -166,8 +164,6 @@ class Comparing(RecordingScorer):
 
 
 class Gated(RecordingEngine):
-    """Member 1 waits until it is let go; member 2 fails."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate = asyncio.Event()
@@ -181,7 +177,6 @@ class Gated(RecordingEngine):
 
 
 def compare(indices: list[int], *, purpose: str = "train", cancelled: int | None = None):
-    """The outcome of each member of a lease, and the scorer."""
     prompt = make_prompt(purpose=purpose)
     prompt = msgspec.structs.replace(prompt, lease=msgspec.structs.replace(prompt.lease, indices=indices))
 

@@ -1,5 +1,3 @@
-"""Agents with tools, token by token."""
-
 import json
 import re
 from collections.abc import Callable
@@ -31,7 +29,6 @@ CALL = call("calculator", '{"expression": "12 + 30"}')
 
 
 def observed(texts: list[str], agent: dict, **settings) -> str:
-    """Text that the model read between its turns."""
     trajectory = play({"kind": "tools", **agent}, texts, **settings)
     first, last = np.flatnonzero(trajectory.model_mask)[[0, -1]]
     between = trajectory.token_ids[first:last][~trajectory.model_mask[first:last]]

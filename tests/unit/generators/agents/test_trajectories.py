@@ -49,7 +49,6 @@ def external() -> Trajectory:
 
 
 def check(trajectory: Trajectory, *, num_turns: int) -> None:
-    """Fail unless exactly the engine's tokens are trained on."""
     assert len(written) == trajectory.num_turns == num_turns
     token_ids: list[int] = []
     expected: list[tuple[bool, float, int]] = []

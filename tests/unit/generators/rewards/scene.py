@@ -1,5 +1,3 @@
-"""A reward pool around one coroutine."""
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
@@ -18,8 +16,6 @@ def sample(response: str = "", *, prompt: Any = "48213=", truth: Any = "31284", 
 
 
 def in_pool(config: RewardConfig, use: Callable[[RewardPool], Awaitable[T]]) -> T:
-    """Return what `use` returns, with a pool that is closed afterwards."""
-
     async def session() -> T:
         pool = RewardPool(config)
         try:
@@ -31,8 +27,6 @@ def in_pool(config: RewardConfig, use: Callable[[RewardPool], Awaitable[T]]) -> 
 
 
 def scores(config: RewardConfig, samples: list[RewardInput], *, compares: bool = False) -> list[Reward]:
-    """Score samples concurrently, or compare them."""
-
     async def use(pool: RewardPool) -> list[Reward]:
         if compares:
             return await pool.score_group(samples)

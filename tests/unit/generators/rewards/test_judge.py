@@ -17,8 +17,6 @@ from tests.unit.generators.servers import Handler, serve
 
 
 class _Judge(Handler):
-    """Repeats the answer as the verdict, after 0.2 s."""
-
     seen: ClassVar[list[dict[str, Any]]] = []
     most_at_once = 0
     now = 0

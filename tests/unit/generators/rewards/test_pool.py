@@ -32,7 +32,6 @@ def use_pool(use: Callable[[RewardPool], Awaitable[None]], *, timeout_s: float =
 
 
 def statuses(responses: list[str], **settings: Any) -> list[tuple[str, str]]:
-    """Status and detail of each response, scored concurrently."""
     rewards = scores(RewardConfig(FUNCTION, **({"timeout_s": 20.0} | settings)), [*map(sample, responses)])
     return [(reward.status, reward.detail) for reward in rewards]
 

@@ -1,5 +1,3 @@
-"""Tools of MCP servers: real processes on standard streams, and by HTTP, that die and hang."""
-
 import asyncio
 import json
 import socket

@@ -1,5 +1,3 @@
-"""Search in a corpus: the index, the service, the tool, and the agent of Search-R1's form."""
-
 import asyncio
 import json
 from collections.abc import Iterator
@@ -145,8 +143,6 @@ def test_a_passage_cannot_end_a_turn(index: str):
 
 
 class Service(Handler):
-    """A small version of Search-R1's retrieval server."""
-
     requests: list[dict] = []
 
     def answer(self) -> None:

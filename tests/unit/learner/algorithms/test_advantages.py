@@ -219,7 +219,6 @@ def enumerated(correct: list[bool], k: int) -> list[float]:
 
 
 def pass_at_k_of(num_correct: int, size: int, *, k: int) -> torch.Tensor:
-    """Advantages of one group that begins with the correct answers."""
     return pass_at_k((torch.arange(size) < num_correct).double(), torch.zeros(size, dtype=torch.int64), k=k)
 
 

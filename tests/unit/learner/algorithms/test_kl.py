@@ -33,7 +33,6 @@ each_estimator = pytest.mark.parametrize("name", ESTIMATORS)
 
 
 def policy() -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of POLICY with a gradient, and their log-probabilities."""
     logits = POLICY.log().clone().requires_grad_()
     return logits, logits.log_softmax(0)
 
@@ -180,7 +179,6 @@ each_form = pytest.mark.parametrize("renormalize", [False, True])
 
 
 def learner():
-    """Logits with a gradient and their log-probabilities."""
     logits = LOGITS.clone().requires_grad_()
     return logits, logits.log_softmax(0)
 

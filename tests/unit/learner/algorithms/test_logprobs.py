@@ -29,7 +29,6 @@ def test_logits_are_divided_by_each_tokens_temperature_in_float32():
 
 
 def make_everything(num_tokens: int = 7, vocabulary: int = 5):
-    """Inputs for all measurements, float64."""
     logits, targets, temperatures = make_inputs(num_tokens, vocabulary)
     optional = {
         "candidates": torch.randint(0, vocabulary, (num_tokens, 3)),

@@ -239,7 +239,6 @@ def test_ratios_at_the_bounds_of_the_clamp_are_finite(loss, value):
 
 
 def sppo(log_ratio, win_rates, *, eta):
-    """Losses of one-token sequences."""
     return checked(policy_losses.sppo)(loss_inputs(log_ratio, win_rates - 0.5), eta=eta)
 
 
@@ -315,7 +314,6 @@ def test_counts_before_rejection_shrink_the_step_and_counts_after_do_not(name, b
 
 
 def mask_inputs(log_ratio, advantages, *, sequences=None, learner_logprobs=None, is_counted=None, seed=0):
-    """A single sequence unless `sequences` is given."""
     sequences = torch.zeros(len(log_ratio), dtype=torch.int64) if sequences is None else sequences
     is_counted = torch.ones(len(log_ratio), dtype=torch.bool) if is_counted is None else is_counted
     learner_logprobs = log_ratio if learner_logprobs is None else learner_logprobs
@@ -352,7 +350,6 @@ def dropped(mask: torch.Tensor) -> list[int]:
 
 
 def m2po_by_the_algorithm(log_ratio, advantages, threshold):
-    """Reference implementation: while the mean is too large, drop the largest."""
     kept = torch.ones(len(log_ratio), dtype=torch.bool)
     left = [i for i in range(len(log_ratio)) if advantages[i] * log_ratio[i] > 0]
     while left and sum(float(log_ratio[i]) ** 2 for i in left) / len(left) > threshold:

@@ -14,7 +14,6 @@ PLAIN = {"gamma": 1.0, "lam": 1.0, "critic_lam": 1.0, "length_adaptive_alpha": N
 
 
 def gae(rewards, values, sequences, *, num_sequences, lam, **settings):
-    """Advantages, and returns with the same lambda."""
     inputs = token_inputs(rewards, sequences, num_sequences=num_sequences, values=values)
     return checked(token_advantages.gae)(inputs, **(PLAIN | settings | {"lam": lam, "critic_lam": lam}))
 
@@ -65,7 +64,6 @@ def test_process_rewards_are_compared_with_the_mean_token_of_the_other_members()
 
 
 def masked_gae(rewards, values, is_ours, *, gamma, lam):
-    """Loop over one trajectory that skips tool tokens."""
     advantages, following, running = torch.zeros_like(rewards), 0.0, 0.0
     for index in reversed(range(len(rewards))):
         if is_ours[index]:

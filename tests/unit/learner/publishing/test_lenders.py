@@ -1,5 +1,3 @@
-"""The fetch plan: the learner serves a few generators, which lend to the others."""
-
 from collections import Counter
 from collections.abc import Iterable
 
@@ -52,7 +50,6 @@ class Scene:
         self.join(self.states)
 
     def first_lent(self) -> tuple[str, str]:
-        """A generator that fetches from another, and that one's address."""
         return next((name, place.lenders[0]) for name, place in self.places.items() if place.lenders)
 
     @property

@@ -1,5 +1,3 @@
-"""A version is committed only when every live generator holds it. A failing generator is evicted and retried."""
-
 import weakref
 from collections.abc import Iterator
 from threading import Event
@@ -240,7 +238,6 @@ def start(**settings: Any) -> tuple[Publisher, FakeGenerators, FakeClock, FakeSn
 
 
 def start_many() -> tuple[Publisher, FakeGenerators, FakeClock]:
-    """Slow generators on 16 other machines."""
     names = {f"g{number:02}": "slow" for number in range(16)}
     return start(machines={name: f"machine-{name}" for name in names}, **names)[:3]
 

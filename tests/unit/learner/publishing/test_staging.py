@@ -1,5 +1,3 @@
-"""Versions staged on a GPU keep their bytes and don't block the learner. Probes use the run's prompts."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Conversations with templates that don't render a turn the same way in every place."""
-
 import json
 from typing import Any
 

@@ -264,7 +264,6 @@ def make_demonstrations(count=6, *, seed=0):
 
 
 def make_trainer_of(kind, folder, *, engine=ENGINES["torch"], tokens_per_microbatch=8192, batch=4, **optimizer):
-    """An SftTrainer or a PairTrainer, and the trainer that it uses."""
     learner = {"engine": engine, "tokens_per_microbatch": tokens_per_microbatch}
     learner["optimizer"] = OptimizerConfig(**optimizer)
     objective = "pairs" if kind is PairTrainer else "demonstrations"
@@ -301,7 +300,6 @@ def plain_loss(module, demonstrations):
 
 
 def plain_steps(batches, **optimizer):
-    """Textbook training loop: clipping, then AdamW."""
     module = make_tiny_module().train()
     adamw = torch.optim.AdamW(module.parameters(), betas=(0.9, 0.99), weight_decay=0.0, **optimizer)
     losses, norms = [], []

@@ -35,7 +35,6 @@ def load(path):
 
 
 def configure(path, **settings):
-    """Change the model's config file."""
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | settings))
 
@@ -181,7 +180,6 @@ def load_engine(path, *, dtype="bfloat16", lora=None):
 
 
 def tensors_of(write):
-    """Tensors that a write holds in memory."""
     return next((each for each in write.args if isinstance(each, dict)), {})
 
 

@@ -81,7 +81,6 @@ def gradient(config, tokens, logprobs, **settings):
 
 
 def report_of(config, tokens, logprobs, *, compute=loss_of, **settings):
-    """Metrics of the loss, or of its gradient."""
     metrics = StepMetrics()
     compute(config, tokens, logprobs, metrics=metrics, **settings)
     return metrics.report(make_alone(), num_updates=1)

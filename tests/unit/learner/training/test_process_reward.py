@@ -1,5 +1,3 @@
-"""The implicit process reward model of PRIME: against a textbook loop, over engines, and across a resume."""
-
 import copy
 from itertools import pairwise
 
@@ -64,7 +62,6 @@ def make_mixed_groups(seed=0):
 
 
 def pieces(trajectory):
-    """Token ids and trained positions of each context."""
     starts = [0, *trajectory.context_starts, len(trajectory.token_ids)]
     for start, end in pairwise(starts):
         trained = np.flatnonzero(trajectory.model_mask[start:end])

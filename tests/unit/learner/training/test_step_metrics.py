@@ -68,7 +68,6 @@ def make_stats(num_tokens: int, **overrides) -> TokenStats:
 
 
 def make_random(*, seed: int = 0, num_sequences: int = 12) -> dict[str, torch.Tensor]:
-    """Columns of trajectories of one to six tokens with random values."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 7, (num_sequences,), generator=generator)
     sequences = torch.arange(num_sequences).repeat_interleave(lengths)
@@ -82,7 +81,6 @@ def make_random(*, seed: int = 0, num_sequences: int = 12) -> dict[str, torch.Te
 
 
 def take(columns: dict[str, torch.Tensor], chosen: torch.Tensor) -> TokenStats:
-    """Only the trajectories `chosen`, int[K]."""
     is_own = torch.isin(columns["sequences"], chosen)
     own = {name: column[is_own] for name, column in columns.items()}
     own["sequences"] = torch.unique(own["sequences"], return_inverse=True)[1]
@@ -224,8 +222,6 @@ def test_the_mismatch_of_numerics_is_not_lost_in_rounding():
 
 
 class Scene:
-    """Parameters with given gradients, and an observed optimizer."""
-
     def __init__(self, *sizes: int) -> None:
         self.parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.0)

@@ -1,5 +1,3 @@
-"""Calls to vLLM's engine process: their limits."""
-
 import asyncio
 import logging
 import multiprocessing

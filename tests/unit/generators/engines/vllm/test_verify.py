@@ -1,5 +1,3 @@
-"""A load is compared with the tensors that were sent, through vLLM's own reload of a model in layers."""
-
 import threading
 import time
 from collections.abc import Callable, Iterable
