@@ -1,6 +1,7 @@
 """Builders of runs, groups, and trainers for the learner's tests, with a tiny Qwen2 built in code."""
 
 import os
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +24,7 @@ from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.ranks import Ranks, join_ranks
 from slipstream.learner.training.layout import indexed
-from slipstream.learner.training.model import Policy
+from slipstream.learner.training.model import Policy, load_policy
 from slipstream.learner.training.step_metrics import LAG_BUCKETS
 from slipstream.learner.training.trainer import Trainer
 from tests.builders import make_trajectory
@@ -43,7 +44,7 @@ def make_run(model_path: Path | str, *, learner: dict[str, Any] | None = None, *
     settings: dict[str, Any] = {"prompts_per_step": 2, "max_steps": 3, "engine": TorchEngineConfig(), "device": "cpu"}
     config = LearnerConfig(**(settings | {"optimizer": SMOOTH} | (learner or {})))
     base = {
-        "model": ModelConfig(dtype="float32", path=str(model_path), max_length=64),
+        "model": model_config(model_path),
         "data": DataConfig(train="a", eval="b", max_prompt_tokens=32),
         "generators": GeneratorsConfig(sampling=SamplingConfig(max_tokens=16)),
         "learner": config,
@@ -128,6 +129,15 @@ def examples(union: Any, **own: Any) -> dict[str, Formula]:
     return found
 
 
+def model_config(path: Path | str, **settings: Any) -> ModelConfig:
+    return ModelConfig(**({"path": str(path), "max_length": 64, "dtype": "float32"} | settings))
+
+
+def load(path: Path | str, *, is_reward_model: bool = False, **settings: Any) -> Policy:
+    """A policy from a checkpoint, on the CPU."""
+    return load_policy(model_config(path, **settings), device=CPU, is_reward_model=is_reward_model)
+
+
 def make_model(folder: Path, *, seed: int = 0, is_tied: bool = False) -> Path:
     path = folder / f"model-{seed}-{is_tied}"
     return path if path.exists() else make_tiny_model(path, seed=seed, is_tied=is_tied)
@@ -170,6 +180,15 @@ def measure_alone(policy: Policy, samples: list[Sample]) -> torch.Tensor:
 
 def make_alone(device: torch.device = CPU) -> Ranks:
     return join_ranks(rank=0, size=1, device=device, timeout_s=60)
+
+
+def members_of(groups: list[list[Trajectory]]) -> list[Trajectory]:
+    return [member for group in groups for member in group]
+
+
+def train_steps(trainer: Trainer, numbers: Iterable[int]) -> list[dict[str, float]]:
+    """Metrics of these steps, counted from 0, on the answers of the current version."""
+    return [trainer.step(make_groups(seed=i), learner_version=i, step=i + 1) for i in numbers]
 
 
 def make_trainer(run: RunConfig, *, device: torch.device = CPU) -> Trainer:

@@ -14,11 +14,10 @@ from slipstream.configs.algorithm import (
     CriticOptimizerConfig,
     KlConfig,
 )
-from slipstream.configs.data import ModelConfig
-from slipstream.configs.learner import OptimizerConfig, TorchEngineConfig
+from slipstream.configs.learner import OptimizerConfig
 from slipstream.learner.batching.collate import Layout
 from slipstream.learner.engines.engine import ModelEngine
-from slipstream.learner.errors import CheckpointError, DivergenceError, ModelError
+from slipstream.learner.errors import DivergenceError, ModelError
 from slipstream.learner.training.critic import ValueModel, load_value_model
 from slipstream.learner.training.saved_model import save_model
 from tests.metric_docs import CRITIC, keys_under
@@ -27,7 +26,6 @@ from tests.tolerance import gradient_terms, is_rounding, largest_difference
 from tests.unit.learner.builders import (
     CPU,
     make_alone,
-    make_checkpoints,
     make_groups,
     make_model,
     make_response,
@@ -35,10 +33,10 @@ from tests.unit.learner.builders import (
     make_samples,
     make_trainer,
     measure,
-    save,
+    members_of,
+    model_config,
     second_weights,
     weights,
-    zero,
 )
 
 CRITIC_METRICS = keys_under(CRITIC)
@@ -100,10 +98,8 @@ def make_predictable(seed):
 def test_values_come_to_predict_returns_that_can_be_predicted(tmp_path):
     critic = {"warmup_steps": 40, "optimizer": CriticOptimizerConfig(learning_rate=3e-3)}
     trainer = make_trainer(make_critic_run(tmp_path, critic=critic, learner={"max_steps": 40}))
-    explained = [
-        trainer.step(make_predictable(step), learner_version=0, step=step + 1)["learner/critic_explained_variance"]
-        for step in range(40)
-    ]
+    metrics = [trainer.step(make_predictable(step), learner_version=0, step=step + 1) for step in range(40)]
+    explained = [row["learner/critic_explained_variance"] for row in metrics]
     assert abs(explained[0]) < 0.05
     # The first of four tokens reveals nothing yet, the second a fifth, so at most 0.7 can be explained.
     assert np.mean(explained[-5:]) > 0.5
@@ -112,10 +108,7 @@ def test_values_come_to_predict_returns_that_can_be_predicted(tmp_path):
 def test_the_clip_holds_values_that_an_earlier_update_of_the_step_has_moved(tmp_path):
     def second_step(clip):
         critic = {"value_clip": clip, "optimizer": CriticOptimizerConfig(learning_rate=3e-3)}
-        _, metrics = train(
-            make_critic_run(tmp_path, critic=critic, learner={"prompts_per_step": 2}, updates_per_step=2)
-        )
-        return metrics[1]
+        return train(make_critic_run(tmp_path, critic=critic, updates_per_step=2))[1][1]
 
     loose, tight = second_step(None), second_step(1e-3)
     assert loose["learner/critic_clip_fraction"] == 0
@@ -197,11 +190,11 @@ def test_the_size_of_microbatches_changes_nothing(tmp_path, num_updates):
 
 def test_a_value_that_is_not_finite_stops_the_step_and_names_the_critic(tmp_path):
     trainer = make_trainer(make_critic_run(tmp_path, advantage=GaeConfig(), critic={"warmup_steps": 9}))
-    zeros = torch.zeros_like
-    trainer.second_model.fill = lambda batch, _, step: (
-        batch.with_tokens(values=zeros(batch.tokens.generator_logprobs)),
-        {},
-    )
+
+    def fill(batch, _, step):
+        return batch.with_tokens(values=torch.zeros_like(batch.tokens.generator_logprobs)), {}
+
+    trainer.second_model.fill = fill
     with torch.no_grad():
         dict(trainer.second_model.engine.gather_parameters())["head.bias"].fill_(float("nan"))
     named = r"the critic's loss of step 7 .*algorithm\.critic\.optimizer\.learning_rate"
@@ -209,50 +202,11 @@ def test_a_value_that_is_not_finite_stops_the_step_and_names_the_critic(tmp_path
         trainer.step(make_groups(), learner_version=0, step=7)
 
 
-@pytest.mark.parametrize("engine", [TorchEngineConfig(), zero(2), zero(3)], ids=["torch", "2", "3"])
-def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, engine):
-    critic = {"warmup_steps": 1, "optimizer": CriticOptimizerConfig(learning_rate=1e-3, schedule="linear")}
-    run = make_critic_run(tmp_path, critic=critic, learner={"engine": engine, "max_steps": 4})
-
-    def steps(trainer, numbers):
-        return [trainer.step(make_groups(seed=i), learner_version=i, step=i + 1) for i in numbers]
-
-    straight, (first, saving), (resumed, restoring) = (
-        make_trainer(run),
-        make_checkpoints(run, tmp_path),
-        make_checkpoints(run, tmp_path),
-    )
-    expected = steps(straight, range(4))[2:]
-    steps(first, range(2))
-    restoring.restore(save(saving, step=2))
-    found = steps(resumed, range(2, 4))
-    for one, other in zip(expected, found, strict=True):
-        shared = one.keys() & other.keys()
-        assert {key: one[key] for key in shared} == {key: other[key] for key in shared}
-        assert shared >= CRITIC_METRICS
-    assert largest_difference(weights(straight), weights(resumed)) == 0
-
-
-def test_a_checkpoint_without_a_critic_cannot_be_resumed_with_one_and_its_critic_can_begin_another_run(tmp_path):
-    _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
-    name = save(checkpoints, step=1)
-    assert not (tmp_path / "checkpoints" / name / "critic").exists()
-    _, other = make_checkpoints(make_critic_run(tmp_path), tmp_path)
-    with pytest.raises(CheckpointError, match=r"must hold the critic that algorithm\.advantage needs"):
-        other.restore(name)
-    trainer, checkpoints = make_checkpoints(make_critic_run(tmp_path), tmp_path / "other")
-    trainer.step(make_groups(), learner_version=0, step=1)
-    path = tmp_path / "other" / "checkpoints" / save(checkpoints, step=1) / "critic" / "model"
-    other = make_trainer(make_critic_run(tmp_path, critic={"path": str(path)}))
-    assert largest_difference(second_weights(trainer), second_weights(other)) == 0
-
-
 WHOLE = Layout("shared_rows", 8192)
 
 
 def load(path, **settings):
-    model = {"dtype": "float32"} | settings
-    return load_value_model(ModelConfig(path=str(path), max_length=64, **model), device=CPU)
+    return load_value_model(model_config(path, **settings), device=CPU)
 
 
 def make_value_model(**settings):
@@ -260,10 +214,6 @@ def make_value_model(**settings):
     torch.nn.init.normal_(model.head.weight)
     torch.nn.init.normal_(model.head.bias)
     return model
-
-
-def save_weights(model, folder):
-    save_model(ModelEngine(model), folder, config=ModelConfig(path=str(folder)), ranks=make_alone())
 
 
 def values_packed(model, trajectories, layout=WHOLE):
@@ -281,7 +231,7 @@ def values_alone(model, trajectory):
 @torch.no_grad()
 @pytest.mark.parametrize("layout", [WHOLE, Layout("shared_rows", 64), Layout("shared_rows", 48, row_tokens=32)])
 def test_values_of_packed_sequences_are_those_of_each_alone(layout):
-    model, trajectories = make_value_model(), [m for group in make_groups(num_groups=3) for m in group]
+    model, trajectories = make_value_model(), members_of(make_groups(num_groups=3))
     expected = torch.cat([values_alone(model, trajectory) for trajectory in trajectories])
     found = values_packed(model, trajectories, layout)
     assert is_rounding([found], [expected], terms=gradient_terms(model, num_tokens=0))
@@ -321,7 +271,7 @@ def test_it_begins_with_the_policys_trunk_and_zeros_and_returns_float32_even_in_
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 def test_what_is_saved_is_what_is_loaded_and_without_its_head_it_does_not_begin_at_zero(tmp_path, is_tied):
     model = make_value_model(is_tied=is_tied)
-    save_weights(model, tmp_path / "saved")
+    save_model(ModelEngine(model), tmp_path / "saved", config=model_config(tmp_path / "saved"), ranks=make_alone())
     assert largest_difference(dict(load(tmp_path / "saved").weights()), dict(model.weights())) == 0
     (tmp_path / "saved" / "value_head.safetensors").unlink()
     with pytest.raises(ModelError, match=r"algorithm\.critic\.path .* got a trunk without a head in .*saved.*: copy"):

@@ -18,8 +18,7 @@ from slipstream.configs.algorithm import (
     RewardShapingConfig,
 )
 from slipstream.configs.base import ConfigError
-from slipstream.configs.data import LoraConfig, ModelConfig
-from slipstream.configs.learner import TorchEngineConfig
+from slipstream.configs.data import LoraConfig
 from slipstream.learner.errors import CheckpointError
 from tests.metric_docs import PROCESS_REWARD, keys_under
 from tests.tolerance import gradient_terms, is_rounding, largest_difference
@@ -30,23 +29,23 @@ from tests.unit.learner.builders import (
     make_response,
     make_run,
     make_trainer,
+    model_config,
     save,
     second_weights,
-    weights,
-    zero,
 )
+from tests.unit.learner.training.test_critic import make_critic_run
 
 METRICS = keys_under(PROCESS_REWARD)
 BETA, RATE, GAMMA = 0.05, 1e-3, 0.9
-QUICK = ProcessRewardOptimizerConfig(learning_rate=RATE, epsilon=1e-3, max_grad_norm=1e9)
+SMOOTH_PRIME = ProcessRewardOptimizerConfig(learning_rate=RATE, epsilon=1e-3, max_grad_norm=1e9)
 """The large epsilon makes an update a smooth function of the gradient."""
 
 
 def make_prime_run(tmp_path, *, learner=None, process_reward=None, model=None, **algorithm):
-    config = ProcessRewardConfig(**({"optimizer": QUICK, "beta": BETA} | (process_reward or {})))
+    config = ProcessRewardConfig(**({"optimizer": SMOOTH_PRIME, "beta": BETA} | (process_reward or {})))
     chosen = AlgorithmConfig(advantage=PrimeConfig(gamma=GAMMA), process_reward=config, **algorithm)
-    settings = {"model": model} if model else {}
-    return make_run(make_model(tmp_path), learner=learner, algorithm=chosen, **settings)
+    path = make_model(tmp_path)
+    return make_run(path, learner=learner, algorithm=chosen, model=model or model_config(path))
 
 
 def make_mixed_groups(seed=0):
@@ -83,8 +82,8 @@ class Textbook:
     def __init__(self, path):
         self.reference = AutoModelForCausalLM.from_pretrained(path).eval()
         self.model = copy.deepcopy(self.reference)
-        c = QUICK
-        decay = {"weight_decay": c.weight_decay, "betas": tuple(c.betas), "eps": c.epsilon}
+        config = SMOOTH_PRIME
+        decay = {"weight_decay": config.weight_decay, "betas": tuple(config.betas), "eps": config.epsilon}
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=RATE, **decay)
         self.gradients = {}
 
@@ -190,44 +189,24 @@ def test_each_update_of_a_step_learns_from_its_own_answers(tmp_path):
     assert largest_difference(second_weights(trainer), dict(book.model.named_parameters())) < 1e-5
 
 
-@pytest.mark.parametrize("engine", [TorchEngineConfig(), zero(2), zero(3)], ids=["torch", "2", "3"])
-def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine):
-    optimizer = ProcessRewardOptimizerConfig(learning_rate=RATE, schedule="linear")
-    learner = {"engine": engine, "max_steps": 4}
-    run = make_prime_run(tmp_path, learner=learner, process_reward={"optimizer": optimizer})
-
-    def steps(trainer, numbers):
-        return [trainer.step(make_groups(seed=i), learner_version=i, step=i + 1) for i in numbers]
-
-    straight = make_trainer(run)
-    expected = steps(straight, range(4))[2:]
-    first, saving = make_checkpoints(run, tmp_path)
-    steps(first, range(2))
-    name = save(saving, step=2)
-    resumed, restoring = make_checkpoints(run, tmp_path)
-    restoring.restore(name)
-    for one, other in zip(expected, steps(resumed, range(2, 4)), strict=True):
-        shared = one.keys() & other.keys()
-        assert {key: one[key] for key in shared} == {key: other[key] for key in shared}
-        assert shared >= METRICS
-    assert largest_difference(weights(straight), weights(resumed)) == 0
-
-
-def test_a_saved_model_begins_another_run_and_a_checkpoint_without_it_is_refused(tmp_path):
+@pytest.mark.parametrize(("name", "make"), [("critic", make_critic_run), ("process_reward", make_prime_run)])
+def test_a_saved_second_model_begins_another_run_and_a_checkpoint_without_it_is_refused(tmp_path, name, make):
     _, plain = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
-    name = save(plain, step=1)
-    trainer, checkpoints = make_checkpoints(make_prime_run(tmp_path), tmp_path / "other")
-    _, beside = make_checkpoints(make_prime_run(tmp_path), tmp_path)
-    with pytest.raises(CheckpointError, match=r"must hold the process reward that algorithm\.advantage needs"):
-        beside.restore(name)
+    saved = save(plain, step=1)
+    assert not (tmp_path / "checkpoints" / saved / name).exists()
+    trainer, checkpoints = make_checkpoints(make(tmp_path), tmp_path / "other")
+    _, beside = make_checkpoints(make(tmp_path), tmp_path)
+    needed = rf"must hold the {name.replace('_', ' ')} that algorithm\.advantage needs"
+    with pytest.raises(CheckpointError, match=needed):
+        beside.restore(saved)
     trainer.step(make_groups(), learner_version=0, step=1)
-    path = tmp_path / "other" / "checkpoints" / save(checkpoints, step=1) / "process_reward" / "model"
-    other = make_trainer(make_prime_run(tmp_path, process_reward={"path": str(path)}))
+    path = tmp_path / "other" / "checkpoints" / save(checkpoints, step=1) / name / "model"
+    other = make_trainer(make(tmp_path, **{name: {"path": str(path)}}))
     assert largest_difference(second_weights(trainer), second_weights(other)) == 0
 
 
 def test_an_adapter_is_the_policys_alone(tmp_path):
-    model = ModelConfig(path=str(make_model(tmp_path)), max_length=64, dtype="float32", lora=LoraConfig(rank=4))
+    model = model_config(make_model(tmp_path), lora=LoraConfig(rank=4))
     adapted, plain = (make_trainer(make_prime_run(tmp_path, model=chosen)) for chosen in (model, None))
     for trainer in (adapted, plain):
         trainer.step(make_groups(), learner_version=0, step=1)
