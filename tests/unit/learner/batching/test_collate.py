@@ -22,6 +22,7 @@ from tests.unit.learner.builders import (
     make_samples,
     measure,
     measure_alone,
+    members_of,
 )
 
 ROWS = Layout("shared_rows", microbatch_tokens=4096)
@@ -32,7 +33,7 @@ LAYOUTS = [ROWS, NARROW_ROWS, ONE_ROW, ONE_PER_ROW]
 
 
 def random_samples(seed: int = 0, num_groups: int = 6):
-    return make_samples([m for group in make_groups(num_groups=num_groups, seed=seed) for m in group])
+    return make_samples(members_of(make_groups(num_groups=num_groups, seed=seed)))
 
 
 def siblings(num: int, **overrides):

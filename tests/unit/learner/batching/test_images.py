@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from slipstream.buffer.trajectory import Media
-from slipstream.configs.data import ModelConfig
 from slipstream.learner.batching.collate import Layout, MicrobatchBuilder, collate
 from slipstream.learner.batching.microbatch import Microbatch, PromptImages
 from slipstream.learner.errors import BatchError
@@ -14,7 +13,15 @@ from slipstream.learner.training.layout import LayoutChooser
 from slipstream.learner.training.model import Policy, load_policy
 from slipstream.runtime.images import VisionModel, image_id
 from tests.pictures import IMAGE, PLACE, make_picture, make_vision_model
-from tests.unit.learner.builders import CPU, make_alone, make_batch, make_response, make_run, measure
+from tests.unit.learner.builders import (
+    CPU,
+    load,
+    make_alone,
+    make_batch,
+    make_response,
+    make_run,
+    measure,
+)
 
 ROWS = Layout("shared_rows", microbatch_tokens=4096)
 NARROW_ROWS = Layout("shared_rows", microbatch_tokens=80, row_tokens=40)
@@ -31,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(folder: Path) -> Policy:
-    return load_policy(ModelConfig(max_length=64, dtype="float32", path=str(folder)), device=CPU)
+    return load(folder)
 
 
 def make_answer(folder: Path, group: int, index: int, pictures: list[bytes], **overrides: Any) -> Any:
@@ -150,10 +157,8 @@ def test_an_image_that_a_group_shares_is_read_once_and_different_images_share_no
 
 def test_the_visual_encoder_is_trained_unless_it_is_frozen(folder: Path) -> None:
     for freezes in (False, True):
-        loaded = load_policy(
-            ModelConfig(max_length=64, dtype="float32", path=str(folder), freeze_vision=freezes), device=CPU
-        )
-        moves = {name.split(".")[2] for name, parameter in loaded.named_parameters() if parameter.requires_grad}
+        parameters = load(folder, freeze_vision=freezes).named_parameters()
+        moves = {name.split(".")[2] for name, parameter in parameters if parameter.requires_grad}
         assert ("visual" in moves) == (not freezes)
         assert "language_model" in moves
 

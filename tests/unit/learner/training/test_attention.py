@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from slipstream.configs.data import ModelConfig
 from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Spans
@@ -16,6 +15,7 @@ from tests.families import make_family
 from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (
     CPU,
+    load,
     make_groups,
     make_model,
     make_policy,
@@ -25,6 +25,8 @@ from tests.unit.learner.builders import (
     make_trainer,
     measure,
     measure_alone,
+    members_of,
+    model_config,
     weights,
     zero,
 )
@@ -151,7 +153,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_packing_without_masks_changes_neither_log_probabilities_nor_gradients(layout):
-    samples = make_samples([m for group in make_groups(num_groups=4, longest=12) for m in group])
+    samples = make_samples(members_of(make_groups(num_groups=4, longest=12)))
     results = []
     for name, chosen in (("sdpa", Layout("one_per_row", 1)), (PACKED, layout)):
         policy = make_policy()
@@ -176,7 +178,7 @@ def test_long_sequences_of_a_family_need_no_mask(tmp_path, name, always_packed):
     assert policy.causal_lm.config._attn_implementation == PACKED
     # Without masks, rows may be as long as a microbatch.
     assert layout == Layout("shared_rows", 8192, 8192)
-    samples = make_samples([m for group in make_groups(group_size=3, longest=20) for m in group])
+    samples = make_samples(members_of(make_groups(group_size=3, longest=20)))
     packed = measure(policy, samples, layout).detach()
     policy.causal_lm.set_attn_implementation("sdpa")
     assert float((packed - measure_alone(policy, samples)).abs().max()) < 1e-4
@@ -190,16 +192,13 @@ def test_a_model_that_packed_attention_does_not_fit_keeps_its_own(tmp_path, alwa
 
 
 def test_only_long_sequences_are_packed_on_a_cpu(tmp_path):
-    path = str(make_family(tmp_path, "qwen3"))
-    names = [
-        load_policy(ModelConfig(dtype="float32", path=path, max_length=n), device=CPU).causal_lm.config
-        for n in (2047, 2048)
-    ]
-    assert [config._attn_implementation for config in names] == ["sdpa", PACKED]
+    path = make_family(tmp_path, "qwen3")
+    models = [load(path, max_length=length).causal_lm for length in (2047, 2048)]
+    assert [model.config._attn_implementation for model in models] == ["sdpa", PACKED]
 
 
 def test_slices_hold_each_token_once_where_it_is_predicted_and_keep_their_positions():
-    samples = make_samples([m for group in make_groups(num_groups=3, longest=12) for m in group])
+    samples = make_samples(members_of(make_groups(num_groups=3, longest=12)))
     (microbatch,) = collate(samples, layout=Layout("shared_rows", 4096, 24, num_slices=4))
     parts = [SequenceGroup(4, rank).take(microbatch) for rank in range(4)]
     assert torch.cat([part.token_ids for part in parts], 1).equal(microbatch.token_ids)
@@ -231,7 +230,7 @@ def test_a_model_that_cannot_be_sliced_is_refused_before_it_is_loaded(tmp_path, 
     path = make_family(tmp_path, family)
     (path / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=f"model.path must .*sequence_parallel={size} .*{complaint}") as caught:
-        load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU, group=SequenceGroup(size))
+        load_policy(model_config(path), device=CPU, group=SequenceGroup(size))
     assert "\n" not in str(caught.value)
 
 
@@ -245,8 +244,8 @@ def train(folder: Path, engine, *, is_compiled: bool, max_length: int = LONG):
         "optimizer": OptimizerConfig(learning_rate=0.1, epsilon=1.0),
         "tokens_per_microbatch": LONG,
     }
-    model = ModelConfig(dtype="float32", path=str(make_model(folder)), max_length=max_length)
-    trainer = make_trainer(make_run(model.path, model=model, learner=learner))
+    path = make_model(folder)
+    trainer = make_trainer(make_run(path, model=model_config(path, max_length=max_length), learner=learner))
     before = weights(trainer)
     for i in range(3):
         # Microbatches have different shapes in each step.
@@ -298,8 +297,7 @@ def test_norms_are_compiled_where_layers_cannot_be(tmp_path: Path, monkeypatch: 
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         learner = {"engine": engine, "compile": is_compiled}
-        model = ModelConfig(dtype="float32", path=path, max_length=64)
-        trainer = make_trainer(make_run(path, model=model, learner=learner))
+        trainer = make_trainer(make_run(path, learner=learner))
         before = weights(trainer)
         for i in range(2):
             trainer.step(make_groups(seed=i), learner_version=0, step=i + 1)

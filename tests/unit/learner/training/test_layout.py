@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.configs.advantages import GaeConfig
 from slipstream.configs.algorithm import AlgorithmConfig, DistillationConfig
-from slipstream.configs.data import DataConfig, ModelConfig
+from slipstream.configs.data import DataConfig
 from slipstream.configs.generators import GeneratorsConfig, SamplingConfig
 from slipstream.learner.batching.collate import Layout
 from slipstream.learner.batching.microbatch import Sample
@@ -20,6 +20,7 @@ from tests.families import FAMILIES, make_family
 from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (
     CPU,
+    load,
     make_alone,
     make_groups,
     make_model,
@@ -28,6 +29,8 @@ from tests.unit.learner.builders import (
     make_trainer,
     measure,
     measure_alone,
+    members_of,
+    model_config,
     weights,
 )
 
@@ -56,9 +59,9 @@ def families(*, is_exact):
 def test_a_family_is_packed_as_densely_as_is_exact(tmp_path, name):
     # transformers' initialization, in which a leak is 1e-5 of its later size.
     path = make_family(tmp_path, name, spread=0.02)
-    policy, layout = choose(path, model=ModelConfig(dtype="float32", path=str(path), max_length=200))
+    policy, layout = choose(path, model=model_config(path, max_length=200))
     assert layout.kind == FAMILIES[name][0]
-    samples = make_samples([m for group in make_groups(group_size=3, longest=20) for m in group])
+    samples = make_samples(members_of(make_groups(group_size=3, longest=20)))
     packed, alone = measure(policy, samples, layout).detach(), measure_alone(policy, samples)
     # Rounding of log-probabilities near -4 and of their inputs.
     assert float((packed - alone).abs().max()) < 1e-4 * float(alone.std())
@@ -90,19 +93,17 @@ def test_a_window_that_the_mask_ignores_is_seen_if_a_sequence_is_longer(tmp_path
     # Without a mask, transformers builds its own with the window.
     assert choose(path)[1].kind == "one_row"
     change_config(path, sliding_window=90)
-    assert choose(path, model=ModelConfig(dtype="float32", path=str(path), max_length=128))[1].kind == "one_row"
+    assert choose(path, model=model_config(path, max_length=128))[1].kind == "one_row"
     # The window has no effect if all sequences fit into it.
-    assert choose(path, model=ModelConfig(dtype="float32", path=str(path), max_length=64))[1].kind == "shared_rows"
+    assert choose(path, model=model_config(path))[1].kind == "shared_rows"
 
 
 def test_a_run_of_the_shortest_sequences_can_be_probed(tmp_path):
     path = make_model(tmp_path)
-    settings = {
-        "model": ModelConfig(dtype="float32", path=str(path), max_length=2),
-        "data": DataConfig(train="a", eval="b", max_prompt_tokens=1),
-        "generators": GeneratorsConfig(sampling=SamplingConfig(max_tokens=1)),
-    }
-    assert choose(path, **settings)[1].kind == "shared_rows"
+    data = DataConfig(train="a", eval="b", max_prompt_tokens=1)
+    generators = GeneratorsConfig(sampling=SamplingConfig(max_tokens=1))
+    _, layout = choose(path, model=model_config(path, max_length=2), data=data, generators=generators)
+    assert layout.kind == "shared_rows"
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma2", "gpt_oss", "opt", "lfm2"])
@@ -110,7 +111,7 @@ def test_a_run_of_the_shortest_sequences_can_be_probed(tmp_path):
 def test_bfloat16_is_probed_in_float32_and_within_its_own_rounding(tmp_path, name, spread):
     path = make_family(tmp_path, name, spread=spread)
     # Long enough for packed attention in models that support it.
-    policy, layout = choose(path, model=ModelConfig(path=str(path), dtype="bfloat16", max_length=2048))
+    policy, layout = choose(path, model=model_config(path, dtype="bfloat16", max_length=2048))
     assert layout.kind == FAMILIES[name][0]
     assert policy.compute_dtype == torch.bfloat16
 
@@ -125,16 +126,14 @@ def test_a_kernel_that_is_wrong_in_bfloat16_alone_is_seen(tmp_path, monkeypatch)
 
     monkeypatch.setattr(layout_module._ModelCheck, "_compare", compare)
     path = make_family(tmp_path, "mistral")
-    assert choose(path, model=ModelConfig(max_length=64, path=str(path), dtype="bfloat16"))[1].kind == "one_row"
+    assert choose(path, model=model_config(path, dtype="bfloat16"))[1].kind == "one_row"
 
 
 def test_the_probe_is_of_the_runs_text_and_of_random_tokens_beyond_it(tmp_path):
     run, text = make_run(make_model(tmp_path)), [5, 3, 4]
     policy = load_policy(run.model, device=CPU)
-    alone, short, long = (
-        LayoutChooser(run, policy, ranks=make_alone(), text=each)._model_checks[0]._samples(0)
-        for each in ([], text, text * 1000)
-    )
+    choosers = [LayoutChooser(run, policy, ranks=make_alone(), text=each) for each in ([], text, text * 1000)]
+    alone, short, long = (chooser._model_checks[0]._samples(0) for chooser in choosers)
     prompt = short[0].token_ids
     assert prompt[:3].tolist() == text
     assert prompt[3:].tolist() == alone[0].token_ids[: len(prompt) - 3].tolist()
@@ -221,9 +220,7 @@ def test_a_leak_that_appears_during_training_stops_the_run(tmp_path, places, wha
 
 
 def test_a_leak_between_the_answers_that_a_reward_model_scores_stops_the_run(tmp_path):
-    policy = load_policy(
-        ModelConfig(max_length=64, dtype="float32", path=str(make_model(tmp_path))), device=CPU, is_reward_model=True
-    )
+    policy = load(make_model(tmp_path), is_reward_model=True)
     samples = [Sample(np.arange(2, 8), np.array([5]), index, group_id=str(index)) for index in range(2)]
     settings = {"layout": Layout("shared_rows", 64), "ranks": make_alone(), "step": 1}
     check_rows(policy, samples, **settings)
@@ -251,9 +248,4 @@ def test_the_soft_cap_of_attention_scores_is_kept(tmp_path):
     token_ids = torch.arange(2, 40)[None]
     # Eager attention is the reference, because SDPA ignores the cap.
     expected = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")(token_ids).logits
-    assert torch.allclose(
-        load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU)
-        .causal_lm(token_ids)
-        .logits,
-        expected,
-    )
+    assert torch.allclose(load(path).causal_lm(token_ids).logits, expected)

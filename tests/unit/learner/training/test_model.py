@@ -26,12 +26,17 @@ from slipstream.learner.training.step_memory import Allocations, layer_input_byt
 from slipstream.runtime.lora import meta_model
 from tests.families import make_family
 from tests.tolerance import gradient_terms, is_rounding
-from tests.unit.learner.builders import CPU, VOCABULARY, make_alone, make_groups, make_model, make_sample
+from tests.unit.learner.builders import (
+    CPU,
+    VOCABULARY,
+    load,
+    make_alone,
+    make_groups,
+    make_model,
+    make_sample,
+    model_config,
+)
 from tests.unit.slipstream.launch.test_plan import PUBLISHED
-
-
-def load(path):
-    return load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU)
 
 
 def configure(path, **settings):
@@ -54,7 +59,7 @@ def test_a_broken_checkpoint_is_one_sentence(tmp_path, setting, broken):
     path = make_model(tmp_path)
     BREAK[broken](path)
     with pytest.raises(ModelError, match=rf"^{setting} ?must be a readable transformers checkpoint") as caught:
-        LOADERS[setting](ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU)
+        LOADERS[setting](model_config(path), device=CPU)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -63,7 +68,7 @@ def test_a_broken_checkpoint_is_one_sentence(tmp_path, setting, broken):
 def test_weights_are_float32_and_dropout_is_off(tmp_path, loader):
     path = make_model(tmp_path)
     configure(path, attention_dropout=0.5)
-    model = loader(ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU)
+    model = loader(model_config(path), device=CPU)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.backbone.config.attention_dropout == 0.0
     assert model.training
@@ -75,9 +80,7 @@ def test_the_policy_computes_what_the_untouched_checkpoint_does(tmp_path, name, 
     path = make_family(tmp_path, name)
     configure(path, hidden_dropout=0.5, attention_dropout=0.5, router_jitter_noise=0.1, input_jitter_noise=0.1)
     untouched = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    policy = load_policy(
-        ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU, gradient_checkpointing=is_recomputed
-    )
+    policy = load_policy(model_config(path), device=CPU, gradient_checkpointing=is_recomputed)
     inputs = {"input_ids": torch.arange(2, 40)[None], "use_cache": False}
     assert policy.causal_lm(**inputs).logits.equal(untouched(**inputs).logits)
 
@@ -118,14 +121,12 @@ def score(policy):
 
 
 def test_recomputed_activations_change_nothing_and_bfloat16_is_near(tmp_path):
-    path = str(make_model(tmp_path))
-    exact, expected = score(load_policy(ModelConfig(max_length=64, dtype="float32", path=path), device=CPU))
-    recomputed, gradients = score(
-        load_policy(ModelConfig(max_length=64, dtype="float32", path=path), device=CPU, gradient_checkpointing=True)
-    )
+    path = make_model(tmp_path)
+    exact, expected = score(load(path))
+    recomputed, gradients = score(load_policy(model_config(path), device=CPU, gradient_checkpointing=True))
     assert exact.equal(recomputed)
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, gradients, strict=True))
-    policy = load_policy(ModelConfig(max_length=64, path=path, dtype="bfloat16"), device=CPU)
+    policy = load(path, dtype="bfloat16")
     rough, gradients = score(policy)
     assert rough.dtype == torch.float32
     assert {gradient.dtype for gradient in gradients} == {torch.bfloat16}
@@ -175,12 +176,8 @@ FILE_BYTES = 32 * 1024
 
 
 def load_engine(path, *, dtype="bfloat16", lora=None):
-    config = ModelConfig(path=str(path), max_length=64, dtype=dtype, lora=lora)
+    config = model_config(path, dtype=dtype, lora=lora)
     return ModelEngine(load_policy(config, device=CPU)), config
-
-
-def tensors_of(write):
-    return next((each for each in write.args if isinstance(each, dict)), {})
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 4])
@@ -192,9 +189,9 @@ def test_ranks_copy_disjoint_files_of_bounded_size_that_transformers_loads(tmp_p
     folder, seen = tmp_path / "saved", []
     for rank in reversed(range(num_ranks)):
         writes = copy_model(engine, config=config, ranks=Ranks(rank=rank, size=num_ranks, device=CPU))
-        held = [tensor for write in writes.values() for tensor in tensors_of(write).values()]
-        largest = max(largest, sum(tensor.nbytes for tensor in held))
-        seen += [name for write in writes.values() for name in tensors_of(write)]
+        held = [item for write in writes.values() for part in write.args if type(part) is dict for item in part.items()]
+        largest = max(largest, sum(tensor.nbytes for _, tensor in held))
+        seen += [name for name, _ in held]
         assert (FOLDER in writes) == (rank == 0)
         for name, write in writes.items():
             write(folder / name if name else folder)
