@@ -12,16 +12,9 @@ from safetensors.torch import load_file, save_file
 from slipstream.buffer.durable_files import find_damage
 from slipstream.buffer.errors import DamagedObjectError
 from slipstream.buffer.records import CheckpointPointer
+from slipstream.configs import algorithm as configs
 from slipstream.configs.advantages import GaeConfig, MovingBaselineConfig, PrimeConfig
-from slipstream.configs.algorithm import (
-    AdaptiveKlConfig,
-    AlgorithmConfig,
-    CriticConfig,
-    CriticOptimizerConfig,
-    KlConfig,
-    ProcessRewardConfig,
-    ProcessRewardOptimizerConfig,
-)
+from slipstream.configs.algorithm import AlgorithmConfig, KlConfig
 from slipstream.configs.data import LoraConfig
 from slipstream.configs.learner import CheckpointConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.configs.run import StorageConfig
@@ -48,16 +41,18 @@ ENGINES = [TorchEngineConfig(), zero(0), zero(1), zero(2), zero(3)]
 
 
 WITH_STATE = AlgorithmConfig(
-    advantage=MovingBaselineConfig(), kl=KlConfig(0.1, adaptive=AdaptiveKlConfig(target=0.01, horizon=10))
+    advantage=MovingBaselineConfig(), kl=KlConfig(0.1, adaptive=configs.AdaptiveKlConfig(target=0.01, horizon=10))
 )
 
 
 LINEAR = {"learning_rate": 1e-3, "schedule": "linear"}
 WITH_CRITIC = AlgorithmConfig(
-    advantage=GaeConfig(lam=0.95), critic=CriticConfig(optimizer=CriticOptimizerConfig(**LINEAR), warmup_steps=1)
+    advantage=GaeConfig(lam=0.95),
+    critic=configs.CriticConfig(optimizer=configs.CriticOptimizerConfig(**LINEAR), warmup_steps=1),
 )
 WITH_PROCESS_REWARD = AlgorithmConfig(
-    advantage=PrimeConfig(), process_reward=ProcessRewardConfig(optimizer=ProcessRewardOptimizerConfig(**LINEAR))
+    advantage=PrimeConfig(),
+    process_reward=configs.ProcessRewardConfig(optimizer=configs.ProcessRewardOptimizerConfig(**LINEAR)),
 )
 RESUMED = {
     **{f"engine-{number}": (engine, AlgorithmConfig(), None) for number, engine in enumerate(ENGINES)},

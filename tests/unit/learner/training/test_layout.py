@@ -1,4 +1,6 @@
 import json
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,11 +11,14 @@ from slipstream.configs.advantages import GaeConfig
 from slipstream.configs.algorithm import AlgorithmConfig, DistillationConfig
 from slipstream.configs.data import DataConfig
 from slipstream.configs.generators import GeneratorsConfig, SamplingConfig
-from slipstream.learner.batching.collate import Layout
-from slipstream.learner.batching.microbatch import Sample
+from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig
+from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.batching.microbatch import Sample, Spans
 from slipstream.learner.errors import DivergenceError, ModelError
+from slipstream.learner.training import attention
 from slipstream.learner.training import layout as layout_module
 from slipstream.learner.training import model as model_module
+from slipstream.learner.training.attention import LONG, PACKED, SINGLE_RANK, PackedRows, SequenceGroup, packed_attention
 from slipstream.learner.training.layout import LayoutChooser, check_rows
 from slipstream.learner.training.model import load_policy
 from tests.families import FAMILIES, make_family
@@ -24,6 +29,8 @@ from tests.unit.learner.builders import (
     make_alone,
     make_groups,
     make_model,
+    make_policy,
+    make_response,
     make_run,
     make_samples,
     make_trainer,
@@ -32,6 +39,7 @@ from tests.unit.learner.builders import (
     members_of,
     model_config,
     weights,
+    zero,
 )
 
 
@@ -249,3 +257,281 @@ def test_the_soft_cap_of_attention_scores_is_kept(tmp_path):
     # Eager attention is the reference, because SDPA ignores the cap.
     expected = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")(token_ids).logits
     assert torch.allclose(load(path).causal_lm(token_ids).logits, expected)
+
+
+ROWS = torch.Size([2, 12])
+SPANS = Spans([4, 3, 5, 7, 4, 1], [0, 0, 0, 3, 3, 5])
+"""Two rows: a prompt with two responses; a prompt with one, and padding."""
+VISIBLE = """
+X........... XX.......... XXX......... XXXX........
+XXXXX....... XXXXXX...... XXXXXXX.....
+XXXX...X.... XXXX...XX... XXXX...XXX.. XXXX...XXXX. XXXX...XXXXX
+X........... XX.......... XXX......... XXXX........ XXXXX....... XXXXXX...... XXXXXXX.....
+XXXXXXXX.... XXXXXXXXX... XXXXXXXXXX.. XXXXXXXXXXX. ...........X
+"""
+
+
+def make_states(*, rows=ROWS, heads=4, shared=2, width=8, value_width=8):
+    torch.manual_seed(0)
+    shapes = [(heads, width), (shared, width), (shared, value_width)]
+    return [torch.randn(rows[0], count, rows[1], size, requires_grad=True) for count, size in shapes]
+
+
+def by_mask(query, key, value, mask):
+    """Textbook attention with repeated keys and values."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
+    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+
+
+def assert_same(states, found, expected):
+    weights = torch.randn_like(expected)
+    assert torch.allclose(found, expected, atol=1e-6)
+    pairs = zip(*(torch.autograd.grad((out * weights).sum(), states) for out in (found, expected)), strict=True)
+    assert all(torch.allclose(one, two, atol=1e-5) for one, two in pairs)
+
+
+def varlen_by_definition(query, key, value, queries, keys, max_q, max_k, *, scale, window_size, enable_gqa):
+    """Reference for torch.nn.attention.varlen.varlen_attn, which has no CPU implementation."""
+    before, after = window_size
+    assert after == 0
+    assert enable_gqa
+    assert (max_q, max_k) == (int(queries.diff().max()), int(keys.diff().max()))
+    out = []
+    for (q0, q1), (k0, k1) in zip(pairwise(queries), pairwise(keys), strict=True):
+        # Queries and keys are aligned at their ends.
+        ahead = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - torch.arange(k1 - k0)[None, :]
+        mask = (ahead >= 0) & ((ahead <= before) if before >= 0 else torch.ones_like(ahead, dtype=torch.bool))
+        parts = [part.transpose(0, 1)[None] for part in (query[q0:q1], key[k0:k1], value[k0:k1])]
+        out.append(by_mask(*parts, mask)[0])
+    return torch.cat(out)
+
+
+@pytest.fixture(params=["sdpa", "varlen"])
+def kernel(request, monkeypatch):
+    if request.param == "varlen":
+        monkeypatch.setattr(attention, "varlen_attn", varlen_by_definition)
+        monkeypatch.setattr(attention, "_run_by_run", attention._by_kernel)
+    return request.param
+
+
+def test_spans_say_which_tokens_see_which():
+    rows = "".join("\n".join(VISIBLE.split()).split("\n"))
+    expected = torch.tensor([mark == "X" for mark in rows]).view(2, 1, 12, 12)
+    assert SPANS.mask(ROWS, CPU).equal(expected)
+
+
+@pytest.mark.parametrize("window", [None, 3, 6])
+def test_runs_are_the_masks_attention_and_gradient(kernel, window):
+    states = make_states()
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0]])
+    mask = SPANS.mask(ROWS, CPU)
+    if window:
+        mask = mask & (positions[:, None, :, None] - positions[:, None, None, :] < window)
+    rows = PackedRows(SPANS, SINGLE_RANK)
+    found, _ = packed_attention(torch.nn.Module(), *states, None, sliding_window=window, packed_rows=rows)
+    assert_same(states, found, by_mask(*states, mask))
+
+
+def test_later_layers_of_a_microbatch_copy_nothing_to_the_device(monkeypatch):
+    monkeypatch.setattr(attention, "varlen_attn", lambda query, *rest, **options: query)
+    monkeypatch.setattr(attention, "_run_by_run", attention._by_kernel)
+    rows, states, copied = PackedRows(SPANS, SINGLE_RANK), make_states(), []
+    copy = torch.Tensor.to
+
+    def count(tensor: torch.Tensor, *given: object) -> torch.Tensor:
+        copied.append(tensor.dtype)
+        return copy(tensor, *given)
+
+    monkeypatch.setattr(torch.Tensor, "to", count)
+    for layer in range(3):
+        packed_attention(torch.nn.Module(), *states, None, packed_rows=rows)
+        integers = [dtype for dtype in copied if not dtype.is_floating_point]
+        assert len(integers) == 3, f"layer {layer}: the keys' index and the ends of queries and keys, once"
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_rows_without_spans_are_sequences(window):
+    states = make_states(value_width=4)
+    mask = torch.ones(12, 12, dtype=torch.bool).tril().triu(-(window - 1) if window else -12)
+    found, _ = packed_attention(torch.nn.Module(), *states, None, sliding_window=window)
+    assert_same(states, found, by_mask(*states, mask))
+
+
+def test_no_mask_is_larger_than_a_run():
+    prompt = tuple(range(2, 32))
+    samples = make_samples([make_response(0, i, prompt=prompt, response=(5, 6, 7, 8, 9)) for i in range(8)])
+    (microbatch,) = collate(samples, layout=Layout("shared_rows", 4096, 4096))
+    packed_rows = PackedRows(microbatch.spans, SINGLE_RANK)
+    packed_attention(torch.nn.Module(), *make_states(rows=microbatch.token_ids.shape), None, packed_rows=packed_rows)
+    # Responses of equal length share a mask. Prompts and whole sequences need none.
+    assert [mask.shape for mask in packed_rows.masks.values()] == [(4, 34)]
+
+
+LAYOUTS = [
+    Layout("shared_rows", 4096, 4096),
+    Layout("shared_rows", 64, 32),
+    Layout("shared_rows", 4096, 20, num_slices=4),
+    Layout("one_row", 4096, 4096),
+    Layout("one_per_row", 64),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packing_without_masks_changes_neither_log_probabilities_nor_gradients(layout):
+    samples = make_samples(members_of(make_groups(num_groups=4, longest=12)))
+    results = []
+    for name, chosen in (("sdpa", Layout("one_per_row", 1)), (PACKED, layout)):
+        policy = make_policy()
+        policy.causal_lm.set_attn_implementation(name)
+        column = measure(policy, samples, chosen)
+        (column * torch.linspace(-1, 1, len(column))).sum().backward()
+        results.append((column.detach(), {name: p.grad for name, p in policy.named_parameters()}))
+    (expected, gradients), (found, others) = results
+    assert torch.allclose(found, expected, atol=1e-5)
+    for name, gradient in gradients.items():
+        assert float((others[name] - gradient).abs().max()) < 1e-5 * float(gradient.abs().max()) + 1e-5, name
+
+
+@pytest.fixture
+def always_packed(monkeypatch):
+    monkeypatch.setattr(attention, "LONG", 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text", "deepseek_v3", "gpt2", "phi3"])
+def test_long_sequences_of_a_family_need_no_mask(tmp_path, name, always_packed):
+    policy, layout = choose(make_family(tmp_path, name))
+    assert policy.causal_lm.config._attn_implementation == PACKED
+    # Without masks, rows may be as long as a microbatch.
+    assert layout == Layout("shared_rows", 8192, 8192)
+    samples = make_samples(members_of(make_groups(group_size=3, longest=20)))
+    packed = measure(policy, samples, layout).detach()
+    policy.causal_lm.set_attn_implementation("sdpa")
+    assert float((packed - measure_alone(policy, samples)).abs().max()) < 1e-4
+
+
+def test_a_model_that_packed_attention_does_not_fit_keeps_its_own(tmp_path, always_packed, monkeypatch):
+    monkeypatch.setattr(attention, "_attend", lambda states, *_, **__: states[0].transpose(1, 2))
+    policy, layout = choose(make_family(tmp_path, "qwen3"))
+    assert policy.causal_lm.config._attn_implementation == "sdpa"
+    assert layout == Layout("shared_rows", 8192, 64)
+
+
+def test_only_long_sequences_are_packed_on_a_cpu(tmp_path):
+    path = make_family(tmp_path, "qwen3")
+    models = [load(path, max_length=length).causal_lm for length in (2047, 2048)]
+    assert [model.config._attn_implementation for model in models] == ["sdpa", PACKED]
+
+
+def test_slices_hold_each_token_once_where_it_is_predicted_and_keep_their_positions():
+    samples = make_samples(members_of(make_groups(num_groups=3, longest=12)))
+    (microbatch,) = collate(samples, layout=Layout("shared_rows", 4096, 24, num_slices=4))
+    parts = [SequenceGroup(4, rank).take(microbatch) for rank in range(4)]
+    assert torch.cat([part.token_ids for part in parts], 1).equal(microbatch.token_ids)
+    assert torch.cat([part.position_ids for part in parts], 1).equal(microbatch.position_ids)
+    assert torch.cat([part.indices for part in parts]).sort()[0].equal(microbatch.indices.sort()[0])
+    before = microbatch.token_ids.flatten()[microbatch.sources][microbatch.indices.argsort()]
+    for part in parts:
+        assert part.token_ids.flatten()[part.sources].equal(before[part.indices])
+        assert part.spans is microbatch.spans
+    (without,) = collate(samples, layout=Layout("one_per_row", 4096, num_slices=2))
+    width, part = without.token_ids.shape[1] // 2, SequenceGroup(2, 1).take(without)
+    assert part.position_ids[0].tolist() == list(range(width, 2 * width))
+    assert part.num_tokens == without.num_tokens // 2
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "complaint"),
+    [
+        ("qwen3", 4, "2 attention heads, which 4 ranks cannot share"),
+        ("qwen3_next", 2, r"layers that are not softmax attention \(linear_attention\)"),
+        ("llama4_text", 2, r"not softmax attention \(chunked_attention\)"),
+        ("mamba2", 2, r"not softmax attention \(linear_attention\)"),
+        ("gemma2", 2, "soft cap"),
+        ("gpt_oss", 2, "sinks"),
+        ("bloom", 2, "biases"),
+    ],
+)
+def test_a_model_that_cannot_be_sliced_is_refused_before_it_is_loaded(tmp_path, family, size, complaint):
+    path = make_family(tmp_path, family)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=f"model.path must .*sequence_parallel={size} .*{complaint}") as caught:
+        load_policy(model_config(path), device=CPU, group=SequenceGroup(size))
+    assert "\n" not in str(caught.value)
+
+
+RECOMPUTED = DeepSpeedEngineConfig(gradient_checkpointing=True)
+
+
+def train(folder: Path, engine, *, is_compiled: bool, max_length: int = LONG):
+    learner = {
+        "engine": engine,
+        "compile": is_compiled,
+        "optimizer": OptimizerConfig(learning_rate=0.1, epsilon=1.0),
+        "tokens_per_microbatch": LONG,
+    }
+    path = make_model(folder)
+    trainer = make_trainer(make_run(path, model=model_config(path, max_length=max_length), learner=learner))
+    before = weights(trainer)
+    for i in range(3):
+        # Microbatches have different shapes in each step.
+        trainer.step(make_groups(num_groups=2 + i, seed=i), learner_version=0, step=i + 1)
+    return trainer, before, weights(trainer)
+
+
+def assert_trains_alike(folder: Path, engine, **settings) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    _, before, plain = train(folder, engine, is_compiled=False, **settings)
+    assert not torch._dynamo.utils.counters["stats"]
+    trainer, _, found = train(folder, engine, is_compiled=True, **settings)
+    is_packed = trainer.engine.model.backbone.config._attn_implementation == PACKED
+    assert is_packed == ("max_length" not in settings)
+    assert largest_difference(plain, found) < 1e-4 * largest_difference(before, plain)
+    # With and without gradients, before and after attention, which is not compiled.
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (4 if is_packed else 2)
+
+
+@pytest.mark.slow
+def test_three_steps_of_compiled_layers_give_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    # Traced as for any backend, and computed by the same kernels.
+    monkeypatch.setattr(attention, "BACKEND", "aot_eager")
+    assert_trains_alike(tmp_path, RECOMPUTED)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", [TorchEngineConfig(), zero(0), zero(2), RECOMPUTED])
+@pytest.mark.parametrize("settings", [{}, {"max_length": 64}])
+def test_generated_kernels_give_the_same_weights(tmp_path: Path, engine, settings) -> None:
+    assert_trains_alike(tmp_path, engine, **settings)
+
+
+@pytest.mark.parametrize("only_norms", [False, True])
+def test_a_model_without_known_layers_cannot_be_compiled(only_norms: bool) -> None:
+    with pytest.raises(ModelError, match=r"learner\.compile must be false for Linear .*not made of known layers"):
+        attention.compile_layers(torch.nn.Linear(1, 1), only_norms=only_norms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "engine"), [("qwen2", zero(3)), ("qwen3_moe", zero(0)), ("qwen3_moe", zero(3))])
+def test_norms_are_compiled_where_layers_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family, engine):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setattr(attention, "BACKEND", "aot_eager")
+    path, found = str(make_family(tmp_path, family)), []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        learner = {"engine": engine, "compile": is_compiled}
+        trainer = make_trainer(make_run(path, learner=learner))
+        before = weights(trainer)
+        for i in range(2):
+            trainer.step(make_groups(seed=i), learner_version=0, step=i + 1)
+        found.append(weights(trainer))
+    assert largest_difference(*found) < 1e-4 * largest_difference(before, found[0])
+    # Widths of layers and heads, with and without gradients.
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+    names = [name for name, part in trainer.engine.model.backbone.named_modules() if attention._is_norm(part)]
+    assert any("input_layernorm" in name for name in names)
+    assert all("norm" in name for name in names)

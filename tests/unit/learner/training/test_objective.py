@@ -9,34 +9,14 @@ import pytest
 import torch
 
 from slipstream.buffer.trajectory import Reward, VersionSpan
-from slipstream.configs.advantages import (
-    AdvantageConfig,
-    CustomAdvantageConfig,
-    DrGrpoConfig,
-    GaeConfig,
-    GdpoConfig,
-    OptimalTokenBaselineConfig,
-)
+from slipstream.configs import advantages as estimators
+from slipstream.configs import policy_losses as losses
 from slipstream.configs.algorithm import (
     AlgorithmConfig,
     CorrectionConfig,
     KlConfig,
     RejectionConfig,
     RewardShapingConfig,
-)
-from slipstream.configs.policy_losses import (
-    CispoConfig,
-    DppoConfig,
-    GmpoConfig,
-    GspoConfig,
-    KlCovConfig,
-    M2poConfig,
-    MaskConfig,
-    OpsmConfig,
-    PolicyLossConfig,
-    PpoClipConfig,
-    ReinforceConfig,
-    ToprConfig,
 )
 from slipstream.learner.algorithms import find
 from slipstream.learner.algorithms.inputs import RatioInputs
@@ -49,7 +29,7 @@ from tests.unit.learner.builders import documented, make_alone, make_batch, make
 
 TRUNCATED, NONE = CorrectionConfig(max_weight=2.0), CorrectionConfig(level="none", max_weight=None)
 CORRECTIONS = [TRUNCATED, CorrectionConfig(outside="mask", min_weight=0.5, max_weight=5.0), NONE]
-POLICY_LOSSES = [PpoClipConfig(), ReinforceConfig()]
+POLICY_LOSSES = [losses.PpoClipConfig(), losses.ReinforceConfig()]
 
 
 def make_tokens(num_tokens: int = 9, **overrides) -> Tokens:
@@ -90,7 +70,7 @@ def test_decoupled_ppo_by_hand():
     generator, advantages = torch.tensor([0.5, 0.1, 0.4]).log(), torch.tensor([1.0, 1.0, -2.0])
     tokens = make_tokens(3, generator_logprobs=generator, advantages=advantages, token_weights=torch.ones(3))
     proximal, learner = torch.tensor([0.25, 0.5, 0.4]).log(), torch.tensor([0.25, 0.9, 0.2]).log()
-    config = AlgorithmConfig(policy_loss=PpoClipConfig(clip_low=0.2, clip_high=0.2), correction=TRUNCATED)
+    config = AlgorithmConfig(policy_loss=losses.PpoClipConfig(clip_low=0.2, clip_high=0.2), correction=TRUNCATED)
     # weights 0.5, min(5, 2), 1; ratios 1, 1.8 (clipped to 1.2), 0.5 (clipped to 0.8)
     expected = -(0.5 * 1.0 + 2.0 * 1.2 + 1.0 * 0.8 * -2.0)
     assert loss_of(config, tokens, learner, proximal=proximal).item() == pytest.approx(expected)
@@ -106,7 +86,7 @@ def test_on_policy_every_objective_has_the_gradient_of_reinforce(policy_loss, co
 
 def test_the_weight_is_taken_at_the_proximal_policy_and_has_no_gradient():
     tokens, proximal = make_tokens(), -torch.rand(9)
-    config = AlgorithmConfig(policy_loss=PpoClipConfig(), correction=CorrectionConfig(max_weight=1.5))
+    config = AlgorithmConfig(policy_loss=losses.PpoClipConfig(), correction=CorrectionConfig(max_weight=1.5))
     weights = (proximal - tokens.generator_logprobs).exp().clamp(max=1.5)
     expected = -weights * tokens.advantages * tokens.token_weights
     assert torch.allclose(gradient(config, tokens, proximal, proximal=proximal), expected, atol=1e-7)
@@ -122,7 +102,9 @@ def test_an_interpolated_proximal_policy_does_not_soften_what_is_rejected(lag):
     assert (found != 0).tolist() == [False, True, False] * 3
 
 
-@pytest.mark.parametrize("policy_loss", [GspoConfig(), GspoConfig(form="token"), GmpoConfig(), ToprConfig()])
+@pytest.mark.parametrize(
+    "policy_loss", [losses.GspoConfig(), losses.GspoConfig(form="token"), losses.GmpoConfig(), losses.ToprConfig()]
+)
 @pytest.mark.parametrize("way", ["rejected", "masked", "untrusted"])
 def test_a_token_that_does_not_count_has_no_share_in_its_sequence(policy_loss, way):
     generator, logprobs = torch.tensor([-4.0, -1.0, -1.2, -0.8]), torch.tensor([-1.0, -1.1, -1.0, -0.9])
@@ -168,14 +150,16 @@ def test_a_mask_that_looks_at_one_sequence_works_on_a_microbatch_alone():
     columns = {"generator_logprobs": torch.full((6,), 0.9).log(), "sequences": torch.tensor([0, 0, 1, 1, 2, 2])}
     advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
     tokens = make_tokens(6, advantages=advantages, token_weights=torch.ones(6), **columns)
-    config = AlgorithmConfig(policy_loss=ReinforceConfig(), masks=[OpsmConfig(delta=0.5)], correction=NONE)
+    config = AlgorithmConfig(
+        policy_loss=losses.ReinforceConfig(), masks=[losses.OpsmConfig(delta=0.5)], correction=NONE
+    )
     assert not config.needs_current_logprobs
     assert gradient(config, tokens, learner).tolist() == [1, 1, -1, -1, 0, 0]
     assert report_of(config, tokens, learner)["learner/idle_fraction"] == pytest.approx(1 / 3)
 
 
 def test_a_ratio_of_a_whole_sequence_is_that_of_one_context():
-    config = AlgorithmConfig(policy_loss=GspoConfig(), correction=NONE)
+    config = AlgorithmConfig(policy_loss=losses.GspoConfig(), correction=NONE)
     contexts = torch.tensor([0, 0, 1, 1])
     both = {"generator_logprobs": torch.tensor([-1.0, -1.0, -2.0, -2.0]), "contexts": contexts}
     learner = torch.tensor([-0.9995, -0.9999, -2.0003, -1.9999])
@@ -190,7 +174,7 @@ def test_the_log_ratio_penalty_pulls_to_the_generator_where_the_policy_loss_has_
     advantages = torch.tensor([1.0, 0.0, -1.0])
     tokens = make_tokens(3, generator_logprobs=generator, advantages=advantages, token_weights=torch.ones(3))
     penalty = CorrectionConfig(level="none", max_weight=None, log_ratio_penalty=0.25)
-    config = AlgorithmConfig(policy_loss=DppoConfig(), correction=penalty, proximal="generator")
+    config = AlgorithmConfig(policy_loss=losses.DppoConfig(), correction=penalty, proximal="generator")
     expected = 2 * 0.25 * (learner - generator) + torch.tensor([0.0, 0.0, 0.6 / 0.5])
     assert torch.allclose(gradient(config, tokens, learner), expected, atol=1e-6)
     report = report_of(config, tokens, learner, compute=gradient)
@@ -205,7 +189,7 @@ def test_a_log_probability_that_is_not_finite_is_neutral_and_counted():
 
 
 def test_only_some_algorithms_need_a_pass_at_the_start_of_the_step():
-    reinforce = {"policy_loss": ReinforceConfig(), "proximal": "recompute"}
+    reinforce = {"policy_loss": losses.ReinforceConfig(), "proximal": "recompute"}
     for settings, is_needed in (
         ({"proximal": "recompute"}, True),
         ({"proximal": "reuse"}, False),
@@ -220,7 +204,7 @@ def test_diagnostics_by_hand_and_documented():
     generator = torch.tensor([0.5, 0.1]).log()
     tokens = make_tokens(2, generator_logprobs=generator, advantages=torch.ones(2), token_weights=torch.ones(2))
     learner, proximal = torch.tensor([0.25, 0.6]).log(), torch.tensor([0.25, 0.4]).log()
-    config = AlgorithmConfig(policy_loss=PpoClipConfig(), correction=TRUNCATED)
+    config = AlgorithmConfig(policy_loss=losses.PpoClipConfig(), correction=TRUNCATED)
     report = report_of(config, tokens, learner, proximal=proximal, entropies=torch.tensor([1.0, 2.0]))
     assert documented(report) <= keys_under(STEP, TOKENS)
     expected = {
@@ -264,7 +248,7 @@ def test_mismatch_is_seen_whatever_policy_is_the_proximal_one(proximal):
     assert report["learner/by_lag/2-3/mismatch_k1"] == pytest.approx(-np.log(4.0))
 
 
-@pytest.mark.parametrize("policy_loss", [CispoConfig(), ToprConfig(), DppoConfig()])
+@pytest.mark.parametrize("policy_loss", [losses.CispoConfig(), losses.ToprConfig(), losses.DppoConfig()])
 def test_a_token_beyond_the_clamp_of_log_ratios_keeps_its_gradient(policy_loss):
     tokens = make_tokens(2, generator_logprobs=torch.tensor([-1.0, -1.0]), advantages=torch.tensor([1.0, 1.0]))
     config = AlgorithmConfig(policy_loss=policy_loss, correction=NONE, proximal="generator")
@@ -273,7 +257,9 @@ def test_a_token_beyond_the_clamp_of_log_ratios_keeps_its_gradient(policy_loss):
     assert far != 0
 
 
-@pytest.mark.parametrize("policy_loss", [PpoClipConfig(), ReinforceConfig(), CispoConfig(), GspoConfig()])
+@pytest.mark.parametrize(
+    "policy_loss", [losses.PpoClipConfig(), losses.ReinforceConfig(), losses.CispoConfig(), losses.GspoConfig()]
+)
 @pytest.mark.parametrize("proximal", ["recompute", "reuse"])
 def test_a_token_that_the_learner_finds_impossible_has_no_loss_and_is_counted(policy_loss, proximal):
     kl = KlConfig(coef=0.1, estimator="k2")
@@ -295,7 +281,11 @@ def test_a_token_that_the_learner_finds_impossible_has_no_loss_and_is_counted(po
     assert metrics.report(make_alone(), num_updates=1)["learner/nonfinite_fraction"] == 0.25
 
 
-RECORDS = [record for union in (AdvantageConfig, PolicyLossConfig, MaskConfig) for record in get_args(union)]
+RECORDS = [
+    record
+    for union in (estimators.AdvantageConfig, losses.PolicyLossConfig, losses.MaskConfig)
+    for record in get_args(union)
+]
 
 
 @pytest.mark.parametrize("record", [record for record in RECORDS if record.formula()])
@@ -316,7 +306,7 @@ def test_the_state_of_an_objective_is_saved_and_restored():
 
 
 def make_objective(**settings):
-    return Objective(AlgorithmConfig(**({"advantage": DrGrpoConfig()} | settings)), max_tokens=8)
+    return Objective(AlgorithmConfig(**({"advantage": estimators.DrGrpoConfig()} | settings)), max_tokens=8)
 
 
 def prepared(groups, *, num_updates: int = 1, weights=None, **settings):
@@ -350,7 +340,7 @@ TWO_TURNS = {
 
 
 def test_a_users_advantage_sees_turns_parts_and_sources():
-    own = CustomAdvantageConfig("tests.unit.learner.own_algorithm:of_turns_parts_and_sources")
+    own = estimators.CustomAdvantageConfig("tests.unit.learner.own_algorithm:of_turns_parts_and_sources")
     of_code = make_response(0, 0, reward=1.0, data_source="code", **TWO_TURNS)
     # Without a reward it is excluded, and groups are renumbered.
     failed = msgspec.structs.replace(of_code, id="0-0-1", index=1, reward=Reward(0.0, status="error"))
@@ -362,7 +352,7 @@ def test_a_users_advantage_sees_turns_parts_and_sources():
 def test_gae_steps_over_the_tokens_of_a_tool():
     batch = make_batch([[make_response(0, 0, reward=3.0, **TWO_TURNS)]]).batch
     batch = batch.with_tokens(values=torch.tensor([0.5, 1.0, 2.0, 1.5]))
-    found = make_objective(advantage=GaeConfig(gamma=0.5, lam=0.5)).prepare(batch)
+    found = make_objective(advantage=estimators.GaeConfig(gamma=0.5, lam=0.5)).prepare(batch)
     # From the end: r - V; then gamma * V of the model's next token - V, plus gamma * lambda * the advantage after it.
     expected = [3.0 - 1.5]
     for value, following in ((2.0, 1.5), (1.0, 2.0), (0.5, 1.0)):
@@ -422,7 +412,7 @@ def test_groups_of_equal_rewards_have_no_advantage_of_their_parts():
         [make_scored(0, i, total=0.3, parts={"a": 0.1, "b": 0.2}) for i in range(3)],
         [make_scored(1, i, total=0.3, parts={"a": 0.1, "b": b}) for i, b in enumerate((0, 1, 3))],
     ]
-    found = of_trajectories(prepared(groups, advantage=GdpoConfig()), "advantages")
+    found = of_trajectories(prepared(groups, advantage=estimators.GdpoConfig()), "advantages")
     assert found[:3] == [0, 0, 0]
     assert found[3:] != [0, 0, 0]
 
@@ -432,7 +422,7 @@ def test_a_token_baseline_compares_tokens_at_the_same_position_though_older_ones
     groups = [[old, make_response(0, 1, reward=0.0, version=9)]]
     batch = make_batch(groups, learner_version=9, max_lags=[2]).batch
     batch = batch.with_tokens(start_logprobs=batch.tokens.generator_logprobs, collisions=torch.full((6,), 0.5))
-    found = make_objective(advantage=OptimalTokenBaselineConfig()).prepare(batch).tokens.advantages
+    found = make_objective(advantage=estimators.OptimalTokenBaselineConfig()).prepare(batch).tokens.advantages
     # Both have tokens at the last two positions. Only the young one has tokens at the first two.
     assert (found[:2] > 0).all()
     assert found[2:4].tolist() == [0, 0]
@@ -446,10 +436,10 @@ def test_tokens_are_selected_among_those_that_the_correction_leaves():
     start = tokens.generator_logprobs + drift
     batch = batch.with_tokens(start_logprobs=start, current_logprobs=start)
     rejects = CorrectionConfig(reject=[RejectionConfig(over="token", high=1.5)])
-    masked = make_objective(masks=[M2poConfig(threshold=0.05)], correction=rejects)
+    masked = make_objective(masks=[losses.M2poConfig(threshold=0.05)], correction=rejects)
     found = masked.select_tokens(masked.prepare(batch), update=0, seed=0)
     assert found.tokens.is_trusted.all(), "what is far is rejected already"
-    penalized = make_objective(policy_loss=KlCovConfig(fraction=0.5), correction=rejects)
+    penalized = make_objective(policy_loss=losses.KlCovConfig(fraction=0.5), correction=rejects)
     selected = penalized.select_tokens(penalized.prepare(batch), update=0, seed=0).tokens.is_selected
     assert not selected[drift == 1].any()
     assert int(selected.sum()) == int((drift < 1).sum()) // 2
@@ -462,13 +452,13 @@ def test_tokens_are_selected_in_one_update_by_its_own_tokens_alone():
     start = batch.tokens.generator_logprobs + torch.where(is_later, 1.0, 0.01)
     batch = batch.with_tokens(start_logprobs=start, current_logprobs=start)
     config = {"updates_per_step": 2, "correction": CorrectionConfig(level="none", max_weight=None)}
-    masked = make_objective(masks=[M2poConfig(threshold=0.05)], **config)
+    masked = make_objective(masks=[losses.M2poConfig(threshold=0.05)], **config)
     found = masked.select_tokens(masked.prepare(batch), update=0, seed=0)
     assert found.tokens.is_trusted.all(), "those of the other update are not judged yet"
     found = masked.select_tokens(found, update=1, seed=0)
     assert found.tokens.is_trusted[~is_later].all()
     assert not found.tokens.is_trusted[is_later].all()
-    penalized = make_objective(policy_loss=KlCovConfig(fraction=0.5), **config)
+    penalized = make_objective(policy_loss=losses.KlCovConfig(fraction=0.5), **config)
     selected = penalized.select_tokens(penalized.prepare(batch), update=0, seed=0).tokens.is_selected
     assert int(selected.sum()) == int((~is_later).sum()) // 2
     assert not selected[is_later].any()
