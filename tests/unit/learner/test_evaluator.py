@@ -202,15 +202,12 @@ def test_a_majority_of_too_many_subsets_is_close_to_that_of_all(monkeypatch: pyt
     assert drawn == pytest.approx(exact, abs=0.03)
 
 
-def test_metrics_are_at_powers_of_two_and_at_all_answers() -> None:
+def test_metrics_are_at_powers_of_two_and_a_failed_answer_is_not_right_and_has_no_reward_and_no_vote():
     found = metric_sums([scored(row, row % 2, right=row % 2 == 1) for row in range(2) for _ in range(6)])
     assert [name for name in found if name.startswith("pass")] == ["pass@1", "pass@2", "pass@4", "pass@6"]
     assert [name for name in found if name.startswith("maj")] == ["maj@2", "maj@4", "maj@6"]
     assert {found[f"pass@{k}"].mean for k in (1, 2, 4, 6)} == {found["accuracy"].mean} == {0.5}
     assert set(metric_sums([scored(0, 1.0)])) == {"accuracy", "reward"}
-
-
-def test_a_failed_answer_is_not_right_has_no_reward_and_no_vote() -> None:
     failed = scored(0, 0.0, status="timeout")
     found = metric_sums([scored(0, 1.0, right=True, name="42"), failed, failed, failed])
     assert found["accuracy"].mean == 0.25
@@ -220,14 +217,11 @@ def test_a_failed_answer_is_not_right_has_no_reward_and_no_vote() -> None:
     assert score([failed]).metrics.keys() == {"accuracy"}
 
 
-def test_intervals_of_the_mean_cover_it_as_often_as_they_should() -> None:
+def test_intervals_cover_the_mean_as_often_as_they_should_and_differences_are_paired():
     draws = np.random.default_rng(0)
     found = [estimate(Sums((draws.random(80) < 0.3).astype(float), np.ones(80))) for _ in range(300)]
     covered = sum(each.low <= 0.3 <= each.high for each in found)
     assert 0.90 <= covered / 300 <= 0.98
-
-
-def test_a_difference_is_paired() -> None:
     # Every prompt gains exactly 0.1: the models vary together, their difference not at all.
     base = np.random.default_rng(1).random(50)
     (found,) = differences({"reward": Sums(base + 0.1, np.ones(50))}, {"reward": Sums(base, np.ones(50))}).values()
@@ -236,15 +230,12 @@ def test_a_difference_is_paired() -> None:
     assert differences({"reward": Sums(base, base)}, {"reward": Sums(base[1:], base[1:])}) == {}
 
 
-def test_an_answer_is_what_the_reward_function_extracted_or_the_response() -> None:
+def test_an_answer_is_the_extracted_text_or_the_response_and_several_sources_stand_apart():
     right = make_trajectory(reward=Reward(1.0, is_correct=True, detail="42"))
     assert make_answer(3, right, text="it is 42").answer == "42"
     assert make_answer(3, make_trajectory(reward=Reward(1.0)), text="it is 42").answer == "it is 42"
     error = Reward(0.0, status="error", detail="boom", is_correct=True)
     failed = make_answer(3, make_trajectory(reward=error), text="x")
     assert (failed.answer, failed.is_correct) == ("", False)
-
-
-def test_sources_stand_apart_only_where_there_are_several() -> None:
     assert by_source([scored(0, 1.0), scored(1, 1.0)]) == {}
     assert set(by_source([scored(0, 1.0), scored(1, 1.0, data_source="b")])) == {"a", "b"}

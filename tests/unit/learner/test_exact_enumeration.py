@@ -132,15 +132,12 @@ def errors() -> dict[str, Tensor]:
     return {name: torch.tensor([error_of(name, seed=seed) for seed in range(PAIRS)]) for name in WEIGHTS}
 
 
-def test_the_enumeration_is_complete_and_its_probabilities_sum_to_one():
+def test_the_enumeration_is_complete_and_its_gradient_that_of_finite_differences():
     world = enumeration(seed=0, drift=DRIFT)
     assert len({tuple(row) for row in world.written.tolist()}) == VOCABULARY**LENGTH == 27
     assert int(world.states.max()) == 12
     assert float(world.frequencies.sum()) == pytest.approx(1, abs=1e-12)
     assert float(world.per_sequence(world.learner_logprobs.detach()).exp().sum()) == pytest.approx(1, abs=1e-12)
-
-
-def test_the_exact_gradient_is_that_of_finite_differences():
     world, step = enumeration(seed=0, drift=DRIFT), 1e-6
 
     def expected_reward(logits: Tensor) -> float:
@@ -226,14 +223,11 @@ def test_without_its_bounds_a_loss_anchored_at_the_generator_is_token_is(loss):
     assert relative_error(world.gradient(loss(world.inputs())), world.score_gradient(token_is(world))) < 1e-12
 
 
-def test_vespo_with_the_plain_weight_is_sequence_is_and_so_exact():
+def test_vespo_with_the_plain_weight_is_sequence_is_and_ppo_around_a_recomputed_policy_token_tis_if_weighted():
     world = enumeration(seed=0, drift=DRIFT)
     settings = {"power_positive": 1.0, "power_negative": 1.0, "decay_positive": 0.0, "decay_negative": 0.0}
     gradient = world.gradient(policy_losses.vespo(world.inputs(), **settings))
     assert relative_error(gradient, world.exact_gradient) < 1e-6
-
-
-def test_ppo_around_a_recomputed_proximal_policy_is_token_tis_if_weighted_and_else_does_not_see_staleness():
     world = enumeration(seed=0, drift=DRIFT)
     proximal = world.learner_logprobs.detach()
     losses = policy_losses.ppo_clip(world.inputs(world.learner_logprobs - proximal), **CLIPS)

@@ -123,7 +123,7 @@ def test_generators_that_leave_restart_and_join_are_counted_for_what_they_genera
     assert scene.generated_tokens_per_s() == (100 + 200 + 100 + 50 + 100 + 30 + 40) / 2
 
 
-def test_the_rate_of_a_row_is_the_mean_of_the_last_ten_steps(folder: RunFolder):
+def test_the_rate_of_a_row_is_the_mean_of_the_last_ten_steps_and_unknown_before_the_first_report(folder: RunFolder):
     scene = GeneratorScene(folder)
     scene.log.start_training(step=0)
     scene.report(bursts=300.0)
@@ -131,9 +131,6 @@ def test_the_rate_of_a_row_is_the_mean_of_the_last_ten_steps(folder: RunFolder):
     assert [scene.step(number) for number in (2, 3)] == [150.0, 100.0], "no token has arrived since"
     scene.report(bursts=600.0)
     assert [scene.step(number) for number in range(4, 14)][-4:] == [60.0, 30.0, 30.0, 30.0]
-
-
-def test_the_rate_before_the_first_report_is_unknown(folder: RunFolder):
     scene = GeneratorScene(folder)
     scene.log.start_training(step=0)
     assert scene.step(1) is None
@@ -193,25 +190,22 @@ def test_a_metric_that_leaves_its_range_alerts_once_until_it_has_returned():
     assert logs[0]["healthy"] == ">= 0.3"
 
 
-def test_metrics_that_leave_their_range_in_one_step_are_one_event():
+def test_metrics_that_leave_in_one_step_are_one_event_and_a_spike_is_seen_against_the_median():
     texts: list[str] = []
     MetricAlerts(texts.append, ranges={"a": Range(high=1.0), "b": Range(low=0.0)}).check({"a": 2.0, "b": -1.0})
     assert texts == ["a is 2, healthy is <= 1, b is -1, healthy is >= 0: "]
+    scene = Watched(Range(high=10.0, of_median=True))
+    assert scene.check(*[100.0] * 3) == scene.check(*[2.0] * 20, 19.0) == []
+    assert scene.check(21.0) == ["learner/ess is 21, healthy is <= 10 x its median: "]
 
 
-def test_patience_is_in_steps_in_a_row():
+def test_patience_is_in_steps_in_a_row_and_ranges_depend_on_stale_tokens_and_correctness():
     scene = Watched(Range(high=0.5, patience=3))
     assert scene.check(0.9, 0.9, 0.1, 0.9, 0.9) == []
     assert len(scene.check(0.9)) == 1
-
-
-def test_a_metric_of_stale_tokens_is_not_checked_without_any():
     scene = Watched(Range(high=0.5, only_stale=True))
     assert scene.check(0.9, 0.9) == scene.check(0.9, **{"lag/max": 0}) == []
     assert len(scene.check(0.9, **{"lag/max": 2})) == 1
-
-
-def test_a_policy_that_answers_correctly_may_stop_exploring():
     scene = Watched(Range(low=0.1, min_wrong=0.1))
     assert scene.check(0.05, **{"learner/correct_fraction": 0.95}) == []
     assert len(scene.check(0.05, **{"learner/correct_fraction": 0.6})) == 1
@@ -235,12 +229,6 @@ def test_what_beginners_get_wrong_is_told_within_a_few_steps(values: dict[str, f
         alerts.check(values)
     assert len(texts) == 1
     assert next(iter(values)) in texts[0]
-
-
-def test_a_spike_is_seen_against_the_median_of_the_steps_before():
-    scene = Watched(Range(high=10.0, of_median=True))
-    assert scene.check(*[100.0] * 3) == scene.check(*[2.0] * 20, 19.0) == []
-    assert scene.check(21.0) == ["learner/ess is 21, healthy is <= 10 x its median: "]
 
 
 @pytest.mark.parametrize("healthy", [Range(high=1.0), Range(low=1.0)])
@@ -341,14 +329,11 @@ def test_ranks_put_their_shares_together_and_the_first_has_them(tmp_path: Path) 
     assert read_back(tmp_path, record(*make_built(), ranks=TwoRanks(0, others))) == EXPECTED
 
 
-def test_ratios_are_those_of_the_start_of_the_step_where_they_are_known() -> None:
+def test_ratios_are_those_of_the_start_of_the_step_and_trajectories_without_a_trained_token_are_left_out():
     tokens = record(*make_built(), start_logprobs=torch.full((7,), -1.5))
     assert tokens is not None
     assert tokens.columns["log_ratio"].tolist() == [0.5] * 7
     assert tokens.columns["entropy"].tolist() == [5, 6, 7, 8, 1, 3, 1]
-
-
-def test_trajectories_without_a_trained_token_and_those_of_another_run_are_left_out() -> None:
     members, built = make_built()
     # The second trajectory has no trained tokens, and the last belongs to another run.
     tokens = record(members[:2], built, trained=[built.trained[0], np.empty(0, np.int64)])

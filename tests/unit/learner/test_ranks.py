@@ -110,7 +110,7 @@ def test_a_process_that_was_suspended_blames_no_rank(ranks: Watches, monkeypatch
     assert not ranks.has_ended.wait(2 * TIMEOUT_S)
 
 
-def test_one_rank_keeps_what_it_has():
+def test_one_rank_keeps_what_it_has_and_several_need_a_rendezvous():
     ranks = make_alone()
     assert (ranks.rank, ranks.size, ranks.is_first) == (0, 1, True)
     assert ranks.broadcast_bytes([b"ab", b"", b"c"]) == [b"ab", b"", b"c"]
@@ -119,9 +119,6 @@ def test_one_rank_keeps_what_it_has():
     assert ranks.sum(torch.tensor([1.0, 2.0])).tolist() == [1.0, 2.0]
     assert ranks.max(torch.tensor([1.0])).tolist() == [1.0]
     ranks.barrier()
-
-
-def test_several_ranks_need_a_rendezvous():
     with pytest.raises(RankGroupError, match="2 learner ranks must meet at env://"):
         join_ranks(rank=0, size=2, device=CPU, timeout_s=1.0)
 
@@ -129,15 +126,12 @@ def test_several_ranks_need_a_rendezvous():
 GIVEN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 
 
-def test_ranks_that_another_launcher_starts_need_all_variables_and_the_number_of_the_settings():
+def test_ranks_of_another_launcher_need_all_variables_their_number_and_between_machines_a_trusted_network():
     check_environment(GIVEN, num_ranks=2, is_trusted=True)
     with pytest.raises(ConfigError, match=r"learner\.num_ranks must be the number .*, got 4 with WORLD_SIZE=2"):
         check_environment(GIVEN, num_ranks=4, is_trusted=True)
     with pytest.raises(ConfigError, match="got no LOCAL_RANK, MASTER_PORT: start ranks with torchrun"):
         check_environment(GIVEN | {"LOCAL_RANK": "", "MASTER_PORT": ""}, num_ranks=2, is_trusted=True)
-
-
-def test_collectives_between_machines_need_a_network_that_is_trusted():
     with pytest.raises(ConfigError, match=r"^cluster\.trusted_network must be true for learner ranks on several"):
         check_environment(GIVEN, num_ranks=2, is_trusted=False)
     for alone in ({"LOCAL_WORLD_SIZE": "2"}, {"MASTER_ADDR": "127.0.0.1"}, {"MASTER_ADDR": "localhost"}):

@@ -141,15 +141,12 @@ def test_gpg_scales_up_for_groups_without_a_gradient_but_not_for_rewards_of_zero
     assert gpg(wide(0, 1, 0, 1), whole(0, 0, 1, 1)).tolist() == [-0.5, 0.5, -0.5, 0.5]
 
 
-def test_lite_ppo_divides_by_the_spread_of_the_batch():
+def test_lite_ppo_and_reinforce_plus_plus_baseline_divide_by_the_spread_of_the_batch_and_of_its_tokens():
     rewards, groups = wide(1, 1.01, 0, 10), whole(0, 0, 1, 1)
     expected = dr_grpo(rewards, groups) / rewards.std(correction=0)
     assert torch.allclose(lite_ppo(rewards, groups, epsilon=1e-12), expected)
     assert lite_ppo(rewards, groups, epsilon=EPSILON)[:2].abs().max() < 2e-3
     assert grpo(rewards, groups, epsilon=EPSILON)[:2].abs().min() > 0.99
-
-
-def test_reinforce_plus_plus_baseline_is_whitened_over_tokens_without_groups_of_one():
     rewards, groups, lengths = wide(0, 1, 2, 7), whole(0, 0, 1, 1), whole(1, 3, 2, 5)
     tokens = dr_grpo(rewards, groups).repeat_interleave(lengths)
     expected = (tokens - tokens.mean()) / tokens.std(correction=0)
@@ -165,16 +162,13 @@ def test_win_rate_counts_a_tie_as_half_a_win_and_ignores_by_how_much():
     assert win_rate(wide(1, 2, 3), whole(0, 0, 0)).equal(win_rate(wide(-1e9, 2, 2.001), whole(0, 0, 0)))
 
 
-def test_gdpo_tells_apart_what_the_sum_of_the_parts_does_not():
+def test_gdpo_weighs_the_named_parts_tells_them_apart_and_refuses_those_that_an_answer_lacks():
     parts, groups = {"a": wide(0, 1, 1), "b": wide(1, 0, 1)}, whole(0, 0, 0)
     summed = grpo(parts["a"], groups, epsilon=EPSILON) + grpo(parts["b"], groups, epsilon=EPSILON)
     assert torch.allclose(gdpo(parts, groups), summed / summed.std(correction=0))
     rare = {"a": wide(0, 0, 0, 1), "b": wide(0, 50, 100, 0)}
     assert gdpo(rare, whole(0, 0, 0, 0))[3] > 0
     assert grpo(rare["a"] + rare["b"], whole(0, 0, 0, 0), epsilon=EPSILON)[3] < 0
-
-
-def test_gdpo_weighs_the_parts_that_are_named_and_refuses_those_that_an_answer_lacks():
     parts, groups = {"a": wide(0, 1), "b": wide(1, 0), "c": wide(math.nan, 0)}, whole(0, 0)
     assert gdpo(parts, groups, weights={"a": 3.0, "b": 1.0}).tolist() == pytest.approx([-1, 1])
     assert gdpo(parts, groups, weights={"a": 1.0, "b": 1.0}).tolist() == [0, 0]
@@ -183,7 +177,7 @@ def test_gdpo_weighs_the_parts_that_are_named_and_refuses_those_that_an_answer_l
             gdpo(parts, groups, weights=weights)
 
 
-def test_remax_compares_with_the_greedy_answer_if_it_has_a_reward():
+def test_remax_compares_with_the_greedy_answer_and_the_moving_baseline_with_earlier_steps():
     def remax(rewards, greedy_rewards):
         return checked(advantages.remax)(advantage_inputs(rewards, greedy_rewards=greedy_rewards)).tolist()
 
@@ -191,8 +185,6 @@ def test_remax_compares_with_the_greedy_answer_if_it_has_a_reward():
     assert remax(wide(3), wide(1)) == [2]
     assert remax(wide(1, 0, 3), wide(math.nan, math.nan, 1)) == [0, 0, 2]
 
-
-def test_the_moving_baseline_begins_at_the_first_mean_and_moves_after_the_step_by_its_decay():
     def moving_baseline(rewards, state, decay):
         return checked(advantages.moving_baseline)(advantage_inputs(rewards, state=state), decay=decay).tolist()
 
@@ -229,15 +221,12 @@ def test_pass_at_k_is_the_mean_over_all_subsets(size):
         assert pass_at_k_of(num_correct, size, k=k).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_large_groups_do_not_overflow_and_those_of_fewer_than_k_have_no_signal():
+def test_pass_at_k_of_large_groups_does_not_overflow_and_only_the_best_of_a_group_gets_its_lead():
     values = pass_at_k_of(3, 4096, k=512)
     assert values.isfinite().all()
     miss = comb(4093, 512) / comb(4096, 512)
     assert values[0].item() == pytest.approx((miss / (1 - miss)) ** 0.5)
     assert pass_at_k_of(1, 2, k=3).tolist() == pass_at_k_of(1, 2, k=100).tolist() == [0, 0]
-
-
-def test_only_the_best_gets_its_lead_which_may_be_divided_by_the_deviation():
     assert grpo_passk(wide(1, 5, 3, 2, 9), whole(0, 0, 0, 1, 1)).tolist() == [0, 2, 0, 0, 7]
     assert grpo_passk(wide(5, 5, 1, 0), whole(0, 0, 0, 0)).tolist() == [0, 0, 0, 0]
     rewards, groups = wide(0, 0, 3), whole(0, 0, 0)
@@ -286,7 +275,7 @@ def test_no_tokens_leave_the_totals_alone():
 whiten, standardized = checked(segments.whiten), checked(segments.standardized)
 
 
-def test_hand_computed_values_even_far_from_zero():
+def test_whitening_by_hand_ignores_shift_and_scale_and_takes_a_weight_as_repetitions():
     assert whiten(wide(1, 3), epsilon=1e-12).tolist() == pytest.approx([-1, 1])
     assert whiten(wide(0, 0, 0, 4), epsilon=1e-12).tolist() == pytest.approx([-(3**-0.5)] * 3 + [3**0.5])
     assert whiten(wide(0, 2), epsilon=3.0).tolist() == [-0.25, 0.25]
@@ -296,6 +285,17 @@ def test_hand_computed_values_even_far_from_zero():
     values = whiten(torch.tensor([10000.0, 10001.0, 10002.0, 10003.0]), epsilon=EPSILON)
     expected = torch.tensor([-3.0, -1.0, 1.0, 3.0]) / 5**0.5
     assert torch.allclose(values, expected, atol=1e-6)
+    torch.manual_seed(0)
+    values = torch.randn(1000, dtype=torch.float64)
+    whitened = whiten(values, epsilon=EPSILON)
+    assert whitened.mean().abs() < 1e-12
+    assert whitened.var(correction=0) == pytest.approx(1)
+    assert torch.allclose(whitened, whiten(9 * values - 4, epsilon=EPSILON), atol=1e-6)
+    assert torch.allclose(whiten(-values, epsilon=EPSILON), -whitened, atol=1e-12)
+    values, lengths = wide(3, -1, 4, 1), torch.tensor([2, 7, 1, 8])
+    tokens = whiten(values.repeat_interleave(lengths), epsilon=EPSILON)
+    trajectories = whiten(values, epsilon=EPSILON, weights=lengths.double())
+    assert torch.allclose(trajectories.repeat_interleave(lengths), tokens, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -314,23 +314,6 @@ def test_a_value_is_zero_exactly_where_it_equals_the_mean_of_its_segment(dtype):
         rewards, rows = (numerators.to(dtype) / denominator).flatten(), torch.arange(2000).repeat_interleave(8)
         centered = segments.centered(rewards, rows)
         assert (centered == 0).equal((8 * numerators == numerators.sum(1, keepdim=True)).flatten())
-
-
-def test_shift_and_scale_do_not_matter_and_a_sign_does():
-    torch.manual_seed(0)
-    values = torch.randn(1000, dtype=torch.float64)
-    whitened = whiten(values, epsilon=EPSILON)
-    assert whitened.mean().abs() < 1e-12
-    assert whitened.var(correction=0) == pytest.approx(1)
-    assert torch.allclose(whitened, whiten(9 * values - 4, epsilon=EPSILON), atol=1e-6)
-    assert torch.allclose(whiten(-values, epsilon=EPSILON), -whitened, atol=1e-12)
-
-
-def test_a_weight_is_a_number_of_repetitions():
-    values, lengths = wide(3, -1, 4, 1), torch.tensor([2, 7, 1, 8])
-    tokens = whiten(values.repeat_interleave(lengths), epsilon=EPSILON)
-    trajectories = whiten(values, epsilon=EPSILON, weights=lengths.double())
-    assert torch.allclose(trajectories.repeat_interleave(lengths), tokens, atol=1e-12)
 
 
 @pytest.mark.parametrize("poison", [1e30, float("inf"), float("nan")])

@@ -17,7 +17,7 @@ def make_inputs(num_tokens: int = 7, vocabulary: int = 5):
     return logits, torch.randint(0, vocabulary, (num_tokens,)), torch.rand(num_tokens) + 0.5
 
 
-def test_logits_are_divided_by_each_tokens_temperature_in_float32():
+def test_logits_of_policy_and_reference_are_divided_by_each_tokens_temperature_in_float32():
     logits, targets, temperatures = make_inputs()
     measured = measure_tokens(logits, targets, temperatures, requested=module.LOGPROBS)
     expected = (logits / temperatures[:, None]).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
@@ -26,6 +26,13 @@ def test_logits_are_divided_by_each_tokens_temperature_in_float32():
     rough, exact = (measure_tokens(x, targets, temperatures, requested=ALL) for x in (half, half.float()))
     assert rough["logprobs"].dtype == rough["entropies"].dtype == torch.float32
     assert rough["logprobs"].equal(exact["logprobs"])
+    logits, targets, temperatures = make_inputs()
+    measured = measure_tokens(logits, targets, temperatures, requested=module.Requested(), reference_logits=logits + 2)
+    assert measured["exact_kl"].abs().max() < 1e-6
+    ours, theirs = torch.tensor([[0.0, 2.0]]), torch.tensor([[0.0, 0.0]])
+    cool = measure_tokens(ours, torch.tensor([0]), torch.full((1,), 2.0), requested=ALL, reference_logits=theirs)
+    warm = measure_tokens(ours / 2, torch.tensor([0]), torch.ones(1), requested=ALL, reference_logits=theirs)
+    assert cool["exact_kl"].item() == pytest.approx(warm["exact_kl"].item())
 
 
 def make_everything(num_tokens: int = 7, vocabulary: int = 5):
@@ -65,16 +72,6 @@ def test_every_measure_by_hand():
     measured = measure_tokens(logits, torch.tensor([0]), torch.ones(1), requested=module.Requested(top_k=2))
     assert measured["top_tokens"].tolist() == [[2, 1]]
     assert measured["top_logprobs"].exp().flatten().tolist() == pytest.approx([5 / 8, 2 / 8])
-
-
-def test_policy_and_reference_are_both_at_the_tokens_temperature():
-    logits, targets, temperatures = make_inputs()
-    measured = measure_tokens(logits, targets, temperatures, requested=module.Requested(), reference_logits=logits + 2)
-    assert measured["exact_kl"].abs().max() < 1e-6
-    ours, theirs = torch.tensor([[0.0, 2.0]]), torch.tensor([[0.0, 0.0]])
-    cool = measure_tokens(ours, torch.tensor([0]), torch.full((1,), 2.0), requested=ALL, reference_logits=theirs)
-    warm = measure_tokens(ours / 2, torch.tensor([0]), torch.ones(1), requested=ALL, reference_logits=theirs)
-    assert cool["exact_kl"].item() == pytest.approx(warm["exact_kl"].item())
 
 
 def test_chunks_change_no_measure_and_no_gradient():

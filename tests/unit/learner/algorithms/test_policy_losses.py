@@ -48,14 +48,11 @@ def idle(loss, *inputs, **columns):
     return find_idle(loss, inputs_of(*inputs, **columns))
 
 
-def test_ppo_clip_and_its_dual_clip_by_hand():
+def test_losses_of_tokens_by_hand():
     losses = losses_of(LOSSES["ppo_clip"], logs(1.0, 1.5, 0.5, 1.5, 0.5), wide(2, 2, 2, -2, -2))
     assert losses.tolist() == pytest.approx([-2.0, -2.6, -1.0, 3.0, 1.6])
     losses = losses_of(LOSSES["dual_clip"], logs(5.0, 2.9, 5.0, 0.5), wide(-2, -2, 2, -2))
     assert losses.tolist() == pytest.approx([6.0, 5.8, -2.6, 1.6])
-
-
-def test_reinforce_sapo_and_dro_by_hand():
     losses = losses_of(LOSSES["reinforce"], wide(0, 0), wide(1.0, -3.0), learner_logprobs=wide(-0.5, -2.0))
     assert losses.tolist() == pytest.approx([0.5, -6.0])
     negative = 4 / 1.05 / (1 + math.exp(-1.05))
@@ -63,9 +60,6 @@ def test_reinforce_sapo_and_dro_by_hand():
     assert losses.tolist() == pytest.approx([-2.0, -4 / (1 + math.exp(-1)), negative])
     losses = losses_of(partial(policy_losses.dro, beta=0.4), wide(0.5, -0.5, 0.0), wide(2, 2, -1))
     assert losses.tolist() == pytest.approx([-0.95, 1.05, 0.0])
-
-
-def test_the_covariance_losses_treat_the_selected_tokens_alone():
     is_selected = torch.tensor([True, False, True])
     columns = {"log_ratio": logs(2, 2, 0.5), "advantages": wide(1, 1, -1), "is_selected": is_selected}
     penalized = losses_of(partial(policy_losses.kl_cov, beta=0.1), **columns)
@@ -94,9 +88,14 @@ def test_the_gradient_is_the_advantage_times_the_factor_of_the_table(name):
         assert idle(LOSSES[name], log_ratio, advantages).tolist() == [factor == 0 for factor in factors]
 
 
-def test_cispo_without_a_lower_bound_only_truncates():
+def test_a_token_without_advantage_is_not_idle_and_cispo_without_a_lower_bound_only_truncates():
     loss = partial(policy_losses.cispo, clip_low=None, clip_high=5.0)
     assert gradient_of(loss, logs(0.01, 1, 7), wide(-1, -1, -1)).tolist() == pytest.approx([0.01, 1, 6])
+    log_ratio, advantages = logs(2, 2), wide(1, 0)
+    with torch.no_grad():
+        found = idle(LOSSES["ppo_clip"], log_ratio, advantages)
+    assert found.tolist() == [True, False]
+    assert not log_ratio.requires_grad
 
 
 @pytest.mark.parametrize(("divergence", "bound"), [("tv", 0.15), ("kl", 0.05)])
@@ -125,30 +124,16 @@ def test_the_gradients_are_those_of_the_formulas(name):
     assert torch.autograd.gradcheck(lambda x: losses_of(LOSSES[name], x, advantages), log_ratio)
 
 
-def test_a_token_without_advantage_is_not_idle_and_no_gradient_mode_is_overridden():
-    log_ratio, advantages = logs(2, 2), wide(1, 0)
-    with torch.no_grad():
-        found = idle(LOSSES["ppo_clip"], log_ratio, advantages)
-    assert found.tolist() == [True, False]
-    assert not log_ratio.requires_grad
-
-
-def test_gspo_by_hand_clips_a_whole_sequence_or_none_of_it():
+def test_gspo_clips_whole_sequences_luspo_scales_with_the_length_and_the_token_form_keeps_advantages():
     log_ratio, advantages = wide(0.3, -0.1, 0.6, 0.3, 0.0, -0.5), of(2, 1, -1)
     losses = losses_of(LOSSES["gspo"], log_ratio, advantages, SEQUENCES)
     assert losses.tolist() == pytest.approx([-2 * math.exp(0.1)] * 2 + [-1.3] * 3 + [0.8])
     for name in ("gspo", "gspo_token", "luspo"):
         assert idle(LOSSES[name], log_ratio, advantages, SEQUENCES).tolist() == [False] * 2 + [True] * 4, name
-
-
-def test_luspo_has_the_gradient_of_gspo_times_the_length():
     plain, scaled = (
         gradient_of(LOSSES[name], 0.1 * random_log_ratio(), of(1, -2, 3), SEQUENCES) for name in ("gspo", "luspo")
     )
     assert torch.allclose(scaled, of(2, 3, 1) * plain)
-
-
-def test_gspo_token_is_gspo_where_advantages_are_equal_and_gives_each_token_its_own():
     for compute in (losses_of, gradient_of):
         found = (compute(LOSSES[n], random_log_ratio(), of(1, -2, 3), SEQUENCES) for n in ("gspo", "gspo_token"))
         assert torch.allclose(*found), compute
@@ -157,16 +142,13 @@ def test_gspo_token_is_gspo_where_advantages_are_equal_and_gives_each_token_its_
     assert torch.allclose(gradient, -math.exp(0.1) * advantages)
 
 
-def test_gmpo_clips_each_token_on_one_side_before_the_mean():
+def test_gmpo_clips_tokens_on_one_side_and_topr_tapers_negative_advantages():
     log_ratio, advantages = wide(1.0, -1.0, 1.0, -1.0, 0.1, 2.0), of(1, -2, 3)
     losses = losses_of(LOSSES["gmpo"], log_ratio, advantages, SEQUENCES)
     means = [(0.4 - 1.0) / 2, (1.0 - 0.4 + 0.1) / 3, 0.4]
     expected = [-math.exp(means[0])] * 2 + [2 * math.exp(means[1])] * 3 + [-3 * math.exp(means[2])]
     assert losses.tolist() == pytest.approx(expected)
     assert idle(LOSSES["gmpo"], log_ratio, advantages, SEQUENCES).tolist() == [True, False, False, True, False, True]
-
-
-def test_topr_tapers_negative_advantages_by_the_ratio_of_the_sequence():
     log_ratio = wide(-2.0, 0.5, 0.3, -0.2, -0.6, 1.0)
     positive = gradient_of(LOSSES["topr"], log_ratio, of(1, 2, 3), SEQUENCES)
     negative = gradient_of(LOSSES["topr"], log_ratio, of(-1, -2, -3), SEQUENCES)
@@ -206,7 +188,7 @@ def test_the_gradients_of_sequence_losses_are_those_of_the_formulas(name):
 
 
 @every_loss
-def test_neither_another_sequences_tokens_nor_a_split_between_sequences_changes_anything(loss):
+def test_other_sequences_a_split_a_sequence_without_tokens_and_an_empty_batch_change_nothing(loss):
     log_ratio, advantages = random_log_ratio(), of(1, -2, 3)
     poisoned_ratio, poisoned_advantages = log_ratio.clone(), advantages.clone()
     poisoned_ratio[2:5], poisoned_advantages[2:5] = wide(20, -20, 20), 1e30
@@ -217,10 +199,6 @@ def test_neither_another_sequences_tokens_nor_a_split_between_sequences_changes_
         first = compute(loss, log_ratio[:2], advantages[:2], SEQUENCES[:2], 1)
         rest = compute(loss, log_ratio[2:], advantages[2:], SEQUENCES[2:] - 1, 2)
         assert torch.allclose(before, torch.cat([first, rest]), atol=1e-14), compute
-
-
-@every_loss
-def test_a_sequence_without_tokens_and_an_empty_batch_are_harmless(loss):
     log_ratio, advantages = random_log_ratio(), of(1, -2, 3)
     with_hole = losses_of(loss, log_ratio, advantages, SEQUENCES + (SEQUENCES > 0), 5)
     assert with_hole.equal(losses_of(loss, log_ratio, advantages, SEQUENCES))
@@ -268,7 +246,7 @@ def weighing(name):
 WEIGH = {name: weighing(name) for name in get_args(get_type_hints(AlgorithmConfig)["loss_aggregation"])}
 
 
-def test_weights_by_hand():
+def test_aggregation_weights_by_hand_and_prompts_count_the_same():
     weights = {name: weigh(COUNTS).tolist() for name, weigh in WEIGH.items()}
     assert weights["token_mean"] == pytest.approx([1 / 8, 0, 1 / 8])
     assert weights["token_sum"] == [1, 0, 1]
@@ -276,9 +254,6 @@ def test_weights_by_hand():
     assert weights["seq_mean_token_sum"] == pytest.approx([1 / 2, 0, 1 / 2])
     assert weights["seq_mean_token_sum_norm"] == pytest.approx([1 / 8, 0, 1 / 8])
     assert weights["prompt_mean"] == pytest.approx([1 / 4, 0, 1 / 12])
-
-
-def test_prompts_count_the_same_and_so_do_the_tokens_of_one():
     counts, groups = torch.tensor([1, 3, 5, 1, 0]), torch.tensor([2, 2, 0, 2, 3])
     weights = WEIGH["prompt_mean"](counts, groups)
     assert weights.tolist() == pytest.approx([1 / 10, 1 / 10, 1 / 10, 1 / 10, 0])
@@ -414,15 +389,12 @@ def clip_cov_mask(inputs, *, fraction, low, high):
     return checked(token_masks.clip_cov_mask)(inputs, fraction=fraction, covariance_low=low, covariance_high=high)
 
 
-def test_clip_cov_draws_its_share_from_within_the_bounds_or_takes_all_candidates():
+def test_clip_cov_draws_its_share_within_the_bounds_repeatably_and_leaves_the_global_random_state_alone():
     # The covariances are 0, 1, 4, 9, ... of the first hundred tokens, and one very large.
     mask = clip_cov_mask(rising(100), fraction=0.05, low=100.0, high=2500.0)
     assert len(dropped(mask)) == 5
     assert all(10 <= i <= 50 for i in dropped(mask))
     assert dropped(clip_cov_mask(rising(4), fraction=0.9, low=1.0, high=4.0)) == [1, 2]
-
-
-def test_clip_cov_is_repeatable_differs_between_seeds_and_leaves_the_global_random_state_alone():
     before = torch.get_rng_state()
     masks = [clip_cov_mask(rising(100, seed=seed), fraction=0.1, low=0.0, high=1e4) for seed in (0, 0, 1)]
     assert masks[0].equal(masks[1])

@@ -108,12 +108,16 @@ def test_another_sequence_changes_not_one_bit_however_long(length):
     assert returns_to_go(torch.cat([mine, other]), sequences, gamma=0.97, num_sequences=2)[:3].equal(alone)
 
 
-def test_gae_of_three_tokens_by_hand():
+def test_gae_and_length_adaptive_lambda_by_hand():
     rewards, values = wide(0, 1, 2), wide(0.5, 1, -1)
     advantages, returns = gae(rewards, values, ALONE, num_sequences=1, gamma=0.5, lam=0.5)
     # The errors are 0 + 0.5 - 0.5, then 1 - 0.5 - 1, then 2 + 1.
     assert advantages.tolist() == [0.0 + 0.25 * 0.25, -0.5 + 0.25 * 3, 3.0]
     assert returns.tolist() == [0.5625, 1.25, 2.0]
+    found = length_adaptive_lambda(torch.tensor([0, 10, 20, 40, 2000]), alpha=0.05)
+    assert found.tolist() == pytest.approx([0.0, 0.0, 0.0, 0.5, 0.99])
+    lam = float(length_adaptive_lambda(torch.tensor([400]), alpha=0.05))
+    assert sum(lam**k for k in range(100_000)) == pytest.approx(0.05 * 400, rel=1e-4)
 
 
 def test_masked_tool_tokens_are_as_good_as_deleted():
@@ -163,13 +167,6 @@ def test_a_trajectory_does_not_see_the_others():
         few_corrected = vtrace(rewards[mine], values[mine], ratio[mine], alone, num_sequences=1, **bounded)
         for all_of_them, one in zip((*together, *corrected), (*few, *few_corrected), strict=True):
             assert all_of_them[mine].equal(one), chosen
-
-
-def test_length_adaptive_lambda_by_hand_weighs_errors_by_alpha_times_the_length():
-    found = length_adaptive_lambda(torch.tensor([0, 10, 20, 40, 2000]), alpha=0.05)
-    assert found.tolist() == pytest.approx([0.0, 0.0, 0.0, 0.5, 0.99])
-    lam = float(length_adaptive_lambda(torch.tensor([400]), alpha=0.05))
-    assert sum(lam**k for k in range(100_000)) == pytest.approx(0.05 * 400, rel=1e-4)
 
 
 @pytest.mark.parametrize(("rho_bar", "c_bar"), [(1.0, 1.0), (2.0, 1.0), (5.0, 0.5), (1e9, 1e9)])
@@ -232,7 +229,7 @@ clipped_value_loss = checked(token_advantages.clipped_value_loss)
 explained_variance = checked(token_advantages.explained_variance)
 
 
-def test_clipped_value_loss_by_hand_and_half_the_squared_error_without_a_clip():
+def test_the_clipped_value_loss_by_hand_stops_exactly_the_clipped_tokens_and_trains_only_the_critic():
     values, returns, before = wide(1, 2, 2, 0, 5), wide(1.5, 3, 1, 3, 2), wide(1, 1, 1, 1, 1)
     loss, clipped = clipped_value_loss(values, returns, before, clip=0.5)
     # within the bound; beyond it toward R; beyond it with R on the other side (twice); below it away from R
@@ -241,9 +238,6 @@ def test_clipped_value_loss_by_hand_and_half_the_squared_error_without_a_clip():
     loss, clipped = clipped_value_loss(wide(1, 9), wide(3, 9), wide(100, 100), clip=None)
     assert loss.tolist() == [2, 0]
     assert not clipped.any()
-
-
-def test_exactly_the_clipped_tokens_have_no_gradient():
     torch.manual_seed(0)
     values, returns, before = torch.randn(3, 200, dtype=torch.float64)
     values.requires_grad_()
@@ -252,9 +246,6 @@ def test_exactly_the_clipped_tokens_have_no_gradient():
     assert clipped.equal(gradient == 0)
     assert 0 < clipped.sum() < 200
     assert torch.allclose(gradient[~clipped], (values - returns)[~clipped])
-
-
-def test_only_the_critic_learns_and_its_gradient_is_that_of_the_formula():
     torch.manual_seed(0)
     values, returns, before = (each.requires_grad_() for each in torch.randn(3, 20, dtype=torch.float64).unbind())
     for clip in (None, 0.3):
@@ -446,7 +437,7 @@ def looped(returns, norms, weights, turns, *, epsilon):
     return wide(*result)
 
 
-def test_the_score_norm_is_the_squared_gradient_of_the_logits_and_never_negative():
+def test_the_score_norm_is_the_squared_gradient_and_equal_rewards_give_exactly_no_advantage():
     logits = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
     logprobs = logits.log_softmax(0)
     squared = logprobs.exp().square().sum()
@@ -454,6 +445,10 @@ def test_the_score_norm_is_the_squared_gradient_of_the_logits_and_never_negative
         (gradient,) = torch.autograd.grad(logprobs[token], logits, retain_graph=True)
         assert score_norms(logprobs[token : token + 1], squared[None]).item() == pytest.approx(gradient.square().sum())
     assert score_norms(torch.tensor([0.0]), torch.tensor([0.9999])).tolist() == [0.0]
+    rewards = torch.zeros(15, dtype=torch.float64).index_fill(0, torch.tensor([2, 3, 8, 10, 14]), 0.1)
+    columns = {"groups": GROUPS, "learner_logprobs": uniform(0), "collisions": uniform(1)}
+    inputs = token_inputs(rewards, GROUP_SEQUENCES, num_sequences=6, **columns)
+    assert not token_advantages.optimal_token_baseline(inputs, per_turn=False, epsilon=1e-8).any()
 
 
 def test_by_hand_the_baseline_has_the_smallest_weighted_square_and_a_token_without_company_no_advantage():
@@ -481,10 +476,3 @@ def test_ragged_groups_equal_the_loop(turns, weights):
     of_one, without_turns = torch.ones(15) if weights is None else weights, torch.zeros(15) if turns is None else turns
     expected = looped(returns, norms, of_one, without_turns, epsilon=1e-3)
     assert torch.allclose(baseline(returns, norms, epsilon=1e-3, weights=weights, turns=turns), expected)
-
-
-def test_equal_rewards_give_exactly_no_advantage():
-    rewards = torch.zeros(15, dtype=torch.float64).index_fill(0, torch.tensor([2, 3, 8, 10, 14]), 0.1)
-    columns = {"groups": GROUPS, "learner_logprobs": uniform(0), "collisions": uniform(1)}
-    inputs = token_inputs(rewards, GROUP_SEQUENCES, num_sequences=6, **columns)
-    assert not token_advantages.optimal_token_baseline(inputs, per_turn=False, epsilon=1e-8).any()

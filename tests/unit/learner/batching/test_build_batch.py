@@ -20,7 +20,7 @@ def fresh(index: int, **overrides):
     return make_response(0, index, version=5, **overrides)
 
 
-def test_columns_lie_group_by_group_and_token_by_token():
+def test_columns_lie_group_by_group_with_turns_and_positions_of_each_trajectory():
     groups = [
         [make_response(0, 0, reward=1.0, version=5), make_response(0, 1, reward=3.0, version=3, response=(5, 1))],
         [make_response(1, 0, reward=70.0, version=4)],
@@ -33,6 +33,16 @@ def test_columns_lie_group_by_group_and_token_by_token():
     assert batch.tokens.sequences.tolist() == [0] * 4 + [1] * 2 + [2] * 4
     assert batch.tokens.lags.tolist() == [0] * 4 + [2] * 2 + [1] * 4
     assert batch.tokens.generator_logprobs.tolist() == [-2.0] * 10
+    ends_written, begins_written = np.array([0, 1, 1, 0, 0, 1]), np.array([1, 1, 0, 1])
+    first = fresh(0, prompt=(4, 8), response=(2, 9, 5, 1), model_mask=ends_written.astype(bool))
+    second = fresh(1, prompt=(4, 8), response=(2, 1), model_mask=begins_written.astype(bool))
+    groups = [[first, second], [fresh(0, prompt=(4,), response=(2, 1))]]
+    tokens = built(groups).batch.tokens
+    # Nothing predicts the first token of a trajectory, so it is counted but not trained.
+    assert tokens.sequences.tolist() == [0, 0, 0, 1, 1, 2, 2]
+    assert tokens.turns.tolist() == [0, 0, 1, 0, 1, 0, 0]
+    assert tokens.positions.tolist() == [0, 1, 2, 1, 2, 0, 1]
+    assert tokens.positions_in_turn.tolist() == [0, 1, 0, 1, 0, 0, 1]
 
 
 def test_groups_are_dealt_out_to_the_updates_and_samples_have_their_indices_in_the_columns():
@@ -45,19 +55,6 @@ def test_groups_are_dealt_out_to_the_updates_and_samples_have_their_indices_in_t
     assert sorted(np.concatenate(indices).tolist()) == list(range(len(tokens.sequences)))
     for update, own in enumerate(indices):
         assert set(trajectories.updates[tokens.sequences[own]].tolist()) == {update}
-
-
-def test_turns_and_positions_are_each_trajectorys_own():
-    ends_written, begins_written = np.array([0, 1, 1, 0, 0, 1]), np.array([1, 1, 0, 1])
-    first = fresh(0, prompt=(4, 8), response=(2, 9, 5, 1), model_mask=ends_written.astype(bool))
-    second = fresh(1, prompt=(4, 8), response=(2, 1), model_mask=begins_written.astype(bool))
-    groups = [[first, second], [fresh(0, prompt=(4,), response=(2, 1))]]
-    tokens = built(groups).batch.tokens
-    # Nothing predicts the first token of a trajectory, so it is counted but not trained.
-    assert tokens.sequences.tolist() == [0, 0, 0, 1, 1, 2, 2]
-    assert tokens.turns.tolist() == [0, 0, 1, 0, 1, 0, 0]
-    assert tokens.positions.tolist() == [0, 1, 2, 1, 2, 0, 1]
-    assert tokens.positions_in_turn.tolist() == [0, 1, 0, 1, 0, 0, 1]
 
 
 def test_a_trajectory_of_two_contexts_is_one_member_with_two_samples():
@@ -117,16 +114,13 @@ def test_turns_that_answer_the_same_tokens_have_the_same_observation():
     assert built([written]).batch.tokens.observations is None
 
 
-def test_parts_of_rewards_are_columns_by_name():
+def test_parts_of_rewards_are_columns_and_a_failed_reward_leaves_the_loss_and_the_baseline():
     both = msgspec.structs.replace(fresh(0), reward=Reward(total=3.0, parts={"format": 1.0, "answer": 2.0}))
     one = msgspec.structs.replace(fresh(1), reward=Reward(total=1.0, parts={"format": 1.0}))
     batch = built([[both, one]]).batch
     assert batch.part_names == ("answer", "format")
     assert batch.trajectories.parts[0].tolist() == [2.0, 1.0]
     assert np.isnan(batch.trajectories.parts[1, 0].item())
-
-
-def test_a_failed_reward_leaves_the_loss_and_the_baseline():
     failed = msgspec.structs.replace(fresh(2), reward=Reward(total=0.0, status="timeout"))
     result = built([[fresh(0, reward=4.0), fresh(1, reward=2.0), failed]])
     (samples,) = result.updates
@@ -214,7 +208,7 @@ def test_a_truncated_answer_may_leave_the_loss_and_stays_in_the_baseline():
     assert result.batch.trajectories.is_member.all()
 
 
-def test_every_source_has_its_own_numbers():
+def test_every_source_has_its_own_numbers_and_the_rarest_of_many_are_one():
     found = describe_answers(
         [
             make_trajectory(data_source="a/b", reward=Reward(1.0, {"x": 2.0}, is_correct=True), metrics={"calls": 3.0}),
@@ -240,9 +234,6 @@ def test_every_source_has_its_own_numbers():
     assert found["learner/by_source/c/failed_fraction"] == 1
     assert "learner/by_source/c/reward_mean" not in found
     assert {type(value) for value in found.values()} == {float}, "the store holds plain numbers"
-
-
-def test_the_rarest_of_many_sources_are_one():
     common = [make_trajectory(data_source=str(number % 32)) for number in range(64)]
     rare = [make_trajectory(data_source=f"rare-{number}") for number in range(5)]
     found = describe_answers([*common, *rare, msgspec.structs.replace(common[0], data_source="")])

@@ -95,7 +95,7 @@ def identities(samples):
     return sorted((sample.group_id, sample.token_ids.tolist()) for sample in samples)
 
 
-def test_a_group_shares_its_prompt_which_a_bundle_that_grows_too_long_repeats():
+def test_a_group_shares_its_prompt_and_the_longest_bundle_goes_to_the_least_loaded_rank():
     samples = siblings(3, prompt=(4, 8, 2))
     (bundle,) = bundle_by_prompt(samples, max_tokens=64)
     assert bundle.num_shared == 3
@@ -104,9 +104,6 @@ def test_a_group_shares_its_prompt_which_a_bundle_that_grows_too_long_repeats():
     assert [b.num_tokens for b in bundle_by_prompt(samples, max_tokens=1)] == [5, 5, 5]
     different = [make_sample(make_response(0, i, prompt=(4, 8, i))) for i in range(2)]
     assert [bundle.num_shared for bundle in bundle_by_prompt(different, max_tokens=64)] == [0]
-
-
-def test_the_longest_bundle_goes_to_the_least_loaded_rank():
     samples = [make_sample(make_response(i, 0, prompt=(4,), response=(5,) * n)) for i, n in enumerate((9, 5, 4, 3, 1))]
     loads = [sum(b.num_tokens for b in share) for share in distribute(bundle_singly(samples), num_ranks=2)]
     assert sorted(loads) == [10, 12]

@@ -23,7 +23,7 @@ from tests.unit.learner.fake_generators import (
 )
 
 
-def test_all_living_generators_get_the_version_over_one_group():
+def test_live_generators_get_the_version_over_one_group_and_an_epoch_is_opened_only_when_members_change():
     publisher, generators, _ = make_publisher(g0="well", g1="well")
     published = publish(publisher, 1)
     assert (published.version, published.num_members) == (1, 2)
@@ -31,9 +31,6 @@ def test_all_living_generators_get_the_version_over_one_group():
     assert publish(publisher, 2).num_members == 2
     assert generators.opened_with == [2]
     assert not publisher.is_due
-
-
-def test_a_joiner_is_due_and_a_new_epoch_is_opened_when_members_change_and_only_then():
     publisher, generators, _ = make_publisher()
     assert publish(publisher, 1).num_members == 0
     assert not publisher.is_due
@@ -242,7 +239,7 @@ def start_many() -> tuple[Publisher, FakeGenerators, FakeClock]:
     return start(machines={name: f"machine-{name}" for name in names}, **names)[:3]
 
 
-def test_a_joiner_fetches_its_first_version_and_joins_the_next_broadcast():
+def test_a_joiner_fetches_its_first_version_and_does_not_disturb_the_group_before_it_holds_one():
     publisher, generators, _, snapshots = start(g0="well")
     published = publish(publisher, 1)
     assert (published.num_members, published.probe_diff_max) == (1, 2e-7)
@@ -253,9 +250,6 @@ def test_a_joiner_fetches_its_first_version_and_joins_the_next_broadcast():
     assert snapshots.added == [(1, False, [])]
     publisher.close()
     assert snapshots.is_closed
-
-
-def test_a_joiner_does_not_disturb_the_group_before_it_holds_a_version():
     publisher, generators, _, _ = start(g0="well")
     publish(publisher, 1)
     publish(publisher, 2)
@@ -270,7 +264,7 @@ def test_a_joiner_does_not_disturb_the_group_before_it_holds_a_version():
     assert generators.updates(fetched=True) == [(1, ["g0"]), (3, ["g1"])]
 
 
-def test_a_version_that_only_a_slow_member_will_hold_waits_for_it():
+def test_a_version_that_only_a_slow_member_will_hold_waits_for_it_and_one_being_fetched_is_kept():
     publisher, generators, clock, _ = start(g0="slow")
     started_at = clock.now
     assert publish(publisher, 1).num_members == 0
@@ -278,6 +272,11 @@ def test_a_version_that_only_a_slow_member_will_hold_waits_for_it():
     generators.finish_fetching("g0", 1)
     assert publish(publisher, 2).num_members == 1
     assert clock.now - started_at < 61
+    publisher, generators, _, snapshots = start(transports={"g1": "snapshot"}, g0="well", g1="slow")
+    publish(publisher, 1)
+    generators.set_members(g0="well", g1="slow", g2="well")
+    publish(publisher, 2)
+    assert snapshots.added == [(1, False, []), (2, False, [1])]
 
 
 def test_a_member_with_another_transport_joins_no_broadcast():
@@ -294,15 +293,7 @@ def test_a_member_with_another_transport_joins_no_broadcast():
     assert {with_delta for _, with_delta, _ in snapshots.added} == {True}
 
 
-def test_a_version_that_is_being_fetched_is_kept():
-    publisher, generators, _, snapshots = start(transports={"g1": "snapshot"}, g0="well", g1="slow")
-    publish(publisher, 1)
-    generators.set_members(g0="well", g1="slow", g2="well")
-    publish(publisher, 2)
-    assert snapshots.added == [(1, False, []), (2, False, [1])]
-
-
-def test_a_request_is_repeated_and_ends_with_an_eviction_at_its_deadline():
+def test_a_request_is_repeated_until_its_deadline_and_dropped_when_its_member_leaves():
     publisher, generators, clock, _ = start(g0="well", g1="slow")
     publish(publisher, 1)
     clock.now += 6
@@ -312,9 +303,6 @@ def test_a_request_is_repeated_and_ends_with_an_eviction_at_its_deadline():
     clock.now += 660
     publisher.poll(timeout_s=0)
     assert generators.evicted == [("g1", "evicted: version 1 was not applied within 660 s")]
-
-
-def test_answers_for_another_version_do_not_count_and_requests_of_members_that_left_are_dropped():
     publisher, generators, clock, _ = start(g0="slow")
     publish(publisher, 1)
     generators.finish_fetching("g0", 7)
@@ -327,7 +315,7 @@ def test_answers_for_another_version_do_not_count_and_requests_of_members_that_l
     assert generators.evicted == []
 
 
-def test_a_member_that_failed_to_apply_a_version_is_evicted_and_asked_again():
+def test_a_member_that_failed_to_apply_a_version_is_evicted_and_fetches_before_it_joins_broadcasts_again():
     publisher, generators, clock, _ = start(g0="well", g1="wrong")
     assert publish(publisher, 1).num_members == 1
     assert generators.evicted == [("g1", "evicted: version 1 was not applied: the probe differs")]
@@ -338,9 +326,17 @@ def test_a_member_that_failed_to_apply_a_version_is_evicted_and_asked_again():
     publisher.poll(timeout_s=0)
     assert publisher.num_holding == 2
     assert generators.updates(fetched=False) == []
+    publisher, generators, clock, _ = start(g0="well")
+    publish(publisher, 1)
+    generators.members["g0"] = "wrong"
+    publish(publisher, 2)
+    generators.members["g0"] = "well"
+    clock.now += 3
+    publisher.synchronize()
+    assert generators.updates(fetched=True) == [(1, ["g0"]), (2, ["g0"])]
 
 
-def test_a_member_that_fetched_an_outdated_version_fetches_the_next_if_no_broadcast_follows():
+def test_a_fetched_version_is_outdated_by_the_next_which_is_fetched_or_broadcast():
     publisher, generators, clock, _ = start(g0="well")
     publish(publisher, 1)
     generators.set_members(g0="well", g1="slow")
@@ -354,9 +350,6 @@ def test_a_member_that_fetched_an_outdated_version_fetches_the_next_if_no_broadc
     publisher.synchronize()
     assert generators.updates(fetched=False) == [(2, ["g0"])]
     assert generators.updates(fetched=True) == [(1, ["g0"]), (1, ["g1"]), (2, ["g1"])]
-
-
-def test_a_version_that_no_member_holds_is_broadcast_to_one_that_just_fetched():
     publisher, generators, _, _ = start(g0="slow")
     publish(publisher, 1)
     publish(publisher, 2)
@@ -367,18 +360,7 @@ def test_a_version_that_no_member_holds_is_broadcast_to_one_that_just_fetched():
     assert {version for version, _ in generators.updates(fetched=True)} == {1}
 
 
-def test_an_evicted_member_fetches_before_it_joins_broadcasts_again():
-    publisher, generators, clock, _ = start(g0="well")
-    publish(publisher, 1)
-    generators.members["g0"] = "wrong"
-    publish(publisher, 2)
-    generators.members["g0"] = "well"
-    clock.now += 3
-    publisher.synchronize()
-    assert generators.updates(fetched=True) == [(1, ["g0"]), (2, ["g0"])]
-
-
-def test_a_full_disk_evicts_the_joiners_with_the_reason():
+def test_joiners_get_files_where_memory_cannot_be_read_and_are_evicted_with_the_reason_where_the_disk_is_full():
     publisher, generators, clock, snapshots = start(g0="well")
     snapshots.error = "the snapshot of version 1 must fit into /weights"
     assert publish(publisher, 1).num_members == 0
@@ -386,6 +368,13 @@ def test_a_full_disk_evicts_the_joiners_with_the_reason():
     snapshots.error = ""
     clock.now += 3
     assert publisher.synchronize().num_members == 1
+    publisher, generators, clock, snapshots = start(machines=HERE, g0="wrong")
+    publish(publisher, 1)
+    generators.set_members(g0="well")
+    clock.now += 100
+    publish(publisher, 2)
+    assert [bool(source.memory) for source in sources(generators)] == [True, False]
+    assert snapshots.added == [(2, False, [])]
 
 
 @pytest.mark.parametrize("trusts_network", [False, True])
@@ -468,13 +457,3 @@ def test_memory_is_overwritten_only_once_every_reader_has_answered(ends_by: str)
     publisher.poll(timeout_s=0)
     before = publisher.set_version(stage(2))
     assert (before is not None) == (ends_by == "answering")
-
-
-def test_a_member_that_cannot_read_memory_gets_files():
-    publisher, generators, clock, snapshots = start(machines=HERE, g0="wrong")
-    publish(publisher, 1)
-    generators.set_members(g0="well")
-    clock.now += 100
-    publish(publisher, 2)
-    assert [bool(source.memory) for source in sources(generators)] == [True, False]
-    assert snapshots.added == [(2, False, [])]

@@ -136,12 +136,9 @@ def publish_with_diffs(*diffs: float, dtype: torch.dtype, max_probe_diff: float 
     return [message.max_probe_diff for message in generators.sent if isinstance(message, Update)]
 
 
-def test_below_float32_the_first_version_calibrates_the_probe():
+def test_the_first_version_calibrates_the_probe_below_float32_alone():
     assert publish_with_diffs(0.02, 0.05, 0.01, dtype=torch.bfloat16) == [0.3, pytest.approx(0.06), pytest.approx(0.06)]
     assert publish_with_diffs(0.001, 0.001, dtype=torch.bfloat16, max_probe_diff=0.05) == [0.3, 0.05]
-
-
-def test_in_float32_only_the_setting_counts():
     assert publish_with_diffs(0.0005, 0.0005, dtype=torch.float32) == [0.001, 0.001]
 
 
@@ -190,7 +187,7 @@ def test_a_first_step_without_comparable_log_probabilities_is_not_judged(unlike:
     check_first_step(wrong, run=load([*settings, *unlike]), limit=1e-3)
 
 
-def test_the_probe_is_of_the_runs_own_prompts(tmp_path: Path):
+def test_the_probe_is_of_the_runs_own_prompts_or_without_their_file_of_random_tokens(tmp_path: Path):
     model, data = make_tiny_model(tmp_path / "model"), tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps({"question": f"{n}{n + 1}=", "answer": "0"}) + "\n" for n in range(40)))
     run = load([f"model.path={model}", f"data.train={data}"])
@@ -201,8 +198,5 @@ def test_the_probe_is_of_the_runs_own_prompts(tmp_path: Path):
     canary = canary_token_ids(run, vocab_size=41, text=tokens)
     assert canary.shape == (4, 16)
     assert canary.flatten().tolist() == tokens
-
-
-def test_without_the_file_the_probe_is_of_random_tokens(tmp_path: Path):
     run = load([f"model.path={make_tiny_model(tmp_path)}", f"data.train={tmp_path / 'elsewhere.parquet'}"])
     assert prompt_tokens(run, num_tokens=64) == []

@@ -386,15 +386,12 @@ def test_a_token_that_the_model_finds_impossible_has_no_loss_and_is_counted(tmp_
     assert all(tensor.isfinite().all() for tensor in weights(trainer).values())
 
 
-def test_a_loss_that_is_not_finite_stops_the_run(tmp_path):
+def test_a_loss_that_is_not_finite_and_demonstrations_that_leak_stop_the_run(tmp_path):
     sft, trainer = make_sft_trainer(tmp_path)
     with torch.no_grad():
         next(trainer.engine.model.causal_lm.parameters()).fill_(float("nan"))
     with pytest.raises(DivergenceError, match="step 3"):
         sft.step(make_demonstrations(), step=3)
-
-
-def test_demonstrations_that_leak_into_each_other_stop_the_run(tmp_path):
     sft, trainer = make_sft_trainer(tmp_path)
     sft.step(make_demonstrations(), step=1)
     layer = trainer.engine.model.causal_lm.model.layers[-1]

@@ -66,7 +66,7 @@ def report_of(config, tokens, logprobs, *, compute=loss_of, **settings):
     return metrics.report(make_alone(), num_updates=1)
 
 
-def test_decoupled_ppo_by_hand():
+def test_decoupled_ppo_by_hand_weighs_at_the_proximal_policy_without_gradient():
     generator, advantages = torch.tensor([0.5, 0.1, 0.4]).log(), torch.tensor([1.0, 1.0, -2.0])
     tokens = make_tokens(3, generator_logprobs=generator, advantages=advantages, token_weights=torch.ones(3))
     proximal, learner = torch.tensor([0.25, 0.5, 0.4]).log(), torch.tensor([0.25, 0.9, 0.2]).log()
@@ -74,6 +74,11 @@ def test_decoupled_ppo_by_hand():
     # weights 0.5, min(5, 2), 1; ratios 1, 1.8 (clipped to 1.2), 0.5 (clipped to 0.8)
     expected = -(0.5 * 1.0 + 2.0 * 1.2 + 1.0 * 0.8 * -2.0)
     assert loss_of(config, tokens, learner, proximal=proximal).item() == pytest.approx(expected)
+    tokens, proximal = make_tokens(), -torch.rand(9)
+    config = AlgorithmConfig(policy_loss=losses.PpoClipConfig(), correction=CorrectionConfig(max_weight=1.5))
+    weights = (proximal - tokens.generator_logprobs).exp().clamp(max=1.5)
+    expected = -weights * tokens.advantages * tokens.token_weights
+    assert torch.allclose(gradient(config, tokens, proximal, proximal=proximal), expected, atol=1e-7)
 
 
 @pytest.mark.parametrize(("policy_loss", "correction"), list(itertools.product(POLICY_LOSSES, CORRECTIONS)))
@@ -82,14 +87,6 @@ def test_on_policy_every_objective_has_the_gradient_of_reinforce(policy_loss, co
     config = AlgorithmConfig(policy_loss=policy_loss, correction=correction)
     expected = -tokens.advantages * tokens.token_weights
     assert torch.allclose(gradient(config, tokens, tokens.generator_logprobs), expected, atol=1e-7)
-
-
-def test_the_weight_is_taken_at_the_proximal_policy_and_has_no_gradient():
-    tokens, proximal = make_tokens(), -torch.rand(9)
-    config = AlgorithmConfig(policy_loss=losses.PpoClipConfig(), correction=CorrectionConfig(max_weight=1.5))
-    weights = (proximal - tokens.generator_logprobs).exp().clamp(max=1.5)
-    expected = -weights * tokens.advantages * tokens.token_weights
-    assert torch.allclose(gradient(config, tokens, proximal, proximal=proximal), expected, atol=1e-7)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 5])
@@ -323,12 +320,23 @@ def make_scored(group, index, **reward):
     return msgspec.structs.replace(make_response(group, index), reward=Reward(**reward))
 
 
-def test_advantages_are_those_of_the_own_group():
+def test_parts_of_rewards_are_added_up_by_weight_and_groups_of_equal_rewards_have_no_advantage():
     groups = [
         [make_response(0, 0, reward=1.0), make_response(0, 1, reward=3.0)],
         [make_response(1, 0, reward=70.0), make_response(1, 1, reward=80.0)],
     ]
     assert of_trajectories(prepared(groups), "advantages") == [-1, 1, -5, 5]
+    parts = ({"a": 1.0, "b": 10.0}, {"a": 2.0, "b": -10.0})
+    groups = [[make_scored(0, index, total=0.3, parts=each) for index, each in enumerate(parts)]]
+    found = prepared(groups, reward=RewardShapingConfig(parts={"b": 0.5, "a": 2.0}))
+    assert found.trajectories.rewards.tolist() == [7, -1]
+    groups = [
+        [make_scored(0, i, total=0.3, parts={"a": 0.1, "b": 0.2}) for i in range(3)],
+        [make_scored(1, i, total=0.3, parts={"a": 0.1, "b": b}) for i, b in enumerate((0, 1, 3))],
+    ]
+    found = of_trajectories(prepared(groups, advantage=estimators.GdpoConfig()), "advantages")
+    assert found[:3] == [0, 0, 0]
+    assert found[3:] != [0, 0, 0]
 
 
 TWO_TURNS = {
@@ -387,34 +395,14 @@ def with_the_last_rejected(**correction):
     return make_objective(correction=rejects).prepare(batch)
 
 
-def test_rejected_tokens_stay_in_the_baseline_and_leave_the_denominator_if_so_configured():
+def test_rejected_tokens_stay_in_the_baseline_and_a_description_of_no_token_is_zeros():
     assert of_trajectories(with_the_last_rejected(), "advantages") == [-2, -1, 3]
     assert of_trajectories(with_the_last_rejected(), "token_weights")[:2] == pytest.approx([1 / 12] * 2)
     kept = with_the_last_rejected(loss_denominator="kept_tokens")
     assert of_trajectories(kept, "token_weights")[:2] == pytest.approx([1 / 8] * 2)
-
-
-def test_a_description_of_no_token_is_zeros():
     batch = prepared(make_groups())
     empty = batch.select(torch.zeros(batch.num_trajectories, dtype=torch.bool))
     assert set(describe_advantages(empty).values()) == {0.0}
-
-
-def test_parts_are_added_up_by_weight():
-    parts = ({"a": 1.0, "b": 10.0}, {"a": 2.0, "b": -10.0})
-    groups = [[make_scored(0, index, total=0.3, parts=each) for index, each in enumerate(parts)]]
-    found = prepared(groups, reward=RewardShapingConfig(parts={"b": 0.5, "a": 2.0}))
-    assert found.trajectories.rewards.tolist() == [7, -1]
-
-
-def test_groups_of_equal_rewards_have_no_advantage_of_their_parts():
-    groups = [
-        [make_scored(0, i, total=0.3, parts={"a": 0.1, "b": 0.2}) for i in range(3)],
-        [make_scored(1, i, total=0.3, parts={"a": 0.1, "b": b}) for i, b in enumerate((0, 1, 3))],
-    ]
-    found = of_trajectories(prepared(groups, advantage=estimators.GdpoConfig()), "advantages")
-    assert found[:3] == [0, 0, 0]
-    assert found[3:] != [0, 0, 0]
 
 
 def test_a_token_baseline_compares_tokens_at_the_same_position_though_older_ones_are_masked():

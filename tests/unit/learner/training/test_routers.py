@@ -82,8 +82,8 @@ def gradients_of(policy: Policy, values: torch.Tensor) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in policy.parameters() if parameter.grad is not None]
 
 
-def test_the_loss_of_hand_made_routing(tmp_path: Path):
-    """Two experts of four for each of two tokens: f and P by hand, one router at a time."""
+def test_the_loss_and_the_load_of_experts_by_hand(tmp_path: Path):
+    # Two experts of four for each of two tokens: f and P by hand, one router at a time.
     trainer = make_trainer(moe_run(tmp_path, router_aux_loss=2.0))
     routers = trainer.engine.model.routers
     experts = torch.tensor([[[0, 1], [0, 1]], [[0, 2], [0, 1]]])
@@ -96,9 +96,15 @@ def test_the_loss_of_hand_made_routing(tmp_path: Path):
     trainer.engine.forward = lambda _: {"expert_load": routers.load(copies)}
     prices = trainer.expert_prices([None])["prices"]
     assert float((prices * routers.probabilities(copies)).sum()) == pytest.approx(2 * (first + second) / 2)
+    found = describe_experts(torch.tensor([[4.0, 4, 4, 4], [12, 4, 0, 0]]), [1, 3])
+    entropy = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25)) / np.log(4)
+    expected = {"violation_max": 2.0, "violation_mean": 1.0, "violation_min": 0.0, "idle_fraction": 0.25}
+    expected = {f"learner/expert_{name}": value for name, value in expected.items()}
+    expected |= {"learner/by_layer/1/expert_violation": 0.0, "learner/by_layer/3/expert_violation": 2.0}
+    assert found == pytest.approx(expected | {"learner/expert_entropy": (1 + entropy) / 2})
 
 
-def test_the_loss_is_that_of_transformers_for_each_router(tmp_path: Path):
+def test_the_loss_is_that_of_transformers_and_its_gradient_that_of_finite_differences(tmp_path: Path):
     trainer = make_trainer(moe_run(tmp_path, router_aux_loss=1.0))
     policy, microbatches = trainer.engine.model, collated(make_groups(), LAYOUTS[-1])
     found = aux_loss(trainer, microbatches)
@@ -110,9 +116,6 @@ def test_the_loss_is_that_of_transformers_for_each_router(tmp_path: Path):
             own.append(logits)
     expected = [load_balancing_loss_func((torch.cat(own),), 4, 2) for own in rows]
     assert found.item() == pytest.approx(float(sum(expected)) / 2, rel=1e-5)
-
-
-def test_its_gradient_is_that_of_finite_differences(tmp_path: Path):
     trainer = make_trainer(moe_run(tmp_path, router_aux_loss=1.0))
     microbatches = collated(make_groups(), LAYOUTS[0])
     weight = trainer.engine.model.causal_lm.model.layers[1].mlp.gate.weight
@@ -163,15 +166,6 @@ def test_the_loss_evens_the_experts_out_with_the_checkpoints_own_coefficient_if_
     trainer = make_trainer(moe_run(tmp_path, learner=learner, router_aux_loss=10.0))
     first, *_, last = (trainer.step(make_groups(), learner_version=0, step=step) for step in range(1, 13))
     assert last["learner/expert_entropy"] > first["learner/expert_entropy"] + 0.02
-
-
-def test_load_of_experts_by_hand():
-    found = describe_experts(torch.tensor([[4.0, 4, 4, 4], [12, 4, 0, 0]]), [1, 3])
-    entropy = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25)) / np.log(4)
-    expected = {"violation_max": 2.0, "violation_mean": 1.0, "violation_min": 0.0, "idle_fraction": 0.25}
-    expected = {f"learner/expert_{name}": value for name, value in expected.items()}
-    expected |= {"learner/by_layer/1/expert_violation": 0.0, "learner/by_layer/3/expert_violation": 2.0}
-    assert found == pytest.approx(expected | {"learner/expert_entropy": (1 + entropy) / 2})
 
 
 def logprobs(policy: Policy, groups: list[list[Trajectory]], layout: Layout, *, is_replayed: bool) -> torch.Tensor:

@@ -149,7 +149,7 @@ def test_every_number_of_tokens_and_trajectories_by_hand():
     assert found["kept_trajectories_fraction"] == found["idle_trajectories_fraction"] == 0.5
 
 
-def test_tokens_are_split_by_their_own_lag_and_trajectories_by_that_of_the_oldest():
+def test_tokens_are_split_into_buckets_by_their_own_lag_and_trajectories_by_that_of_the_oldest():
     found = describe_by_lag(count_tokens(HAND))
     assert {key.partition("/")[0] for key in found} == {"0", "1", "2-3"}
     assert [found[f"{bucket}/tokens"] for bucket in ("0", "1", "2-3")] == [1, 1, 1]
@@ -160,9 +160,6 @@ def test_tokens_are_split_by_their_own_lag_and_trajectories_by_that_of_the_oldes
     assert found["2-3/perplexity_ratio"] == pytest.approx(math.sqrt(2))
     assert found["1/ess_trajectories"] == 1
     assert "0/ess_trajectories" not in found
-
-
-def test_the_buckets_are_those_named():
     lags = torch.tensor([0, 1, 2, 3, 4, 7, 8, 15, 16, 1000])
     names = [list(LAG_BUCKETS)[index] for index in lag_buckets(lags)]
     assert names == ["0", "1", "2-3", "2-3", "4-7", "4-7", "8-15", "8-15", "16+", "16+"]
@@ -193,10 +190,18 @@ def test_two_ranks_report_what_one_reports_even_if_one_has_no_tokens(num_elsewhe
     assert mine.report(other, num_updates=1) == pytest.approx(expected, rel=1e-12)
 
 
-def test_without_a_token_no_metric_of_tokens_is_reported():
+def test_no_tokens_have_no_metrics_a_huge_mismatch_is_finite_and_a_tiny_one_not_lost_in_rounding():
     assert describe(no_counts()) == describe(count_tokens(make_stats(0))) == {}
     zeros = {f"learner/{name}": 0 for name in ("loss", "computed_tokens", "tokens", "reference_kl")}
     assert StepMetrics().report(make_alone(), num_updates=0) == zeros
+    stats = make_stats(50, learner_logprobs=torch.zeros(50), generator_logprobs=torch.full((50,), -100.0))
+    found = describe(count_tokens(stats))
+    assert all(math.isfinite(value) for value in found.values())
+    assert found["mismatch_max"] == 20
+    assert (found["ess"], found["ess_trajectories"]) == pytest.approx((1, 1))
+    distance = torch.full((1000,), 1e-4)
+    stats = make_stats(1000, learner_logprobs=-1 - distance, generator_logprobs=torch.full((1000,), -1.0))
+    assert describe(count_tokens(stats))["mismatch_k3"] == pytest.approx(0.5e-8, rel=1e-2)
 
 
 @pytest.mark.parametrize("poison", [math.inf, -math.inf, math.nan])
@@ -205,20 +210,6 @@ def test_what_is_not_finite_is_neutral_and_counted(poison):
     found.tokens.generator_logprobs[2] = poison
     expected = describe(count_tokens(clean)) | {"nonfinite_fraction": 0.25}
     assert describe(count_tokens(found)) == pytest.approx(expected)
-
-
-def test_a_huge_mismatch_stays_a_finite_number():
-    stats = make_stats(50, learner_logprobs=torch.zeros(50), generator_logprobs=torch.full((50,), -100.0))
-    found = describe(count_tokens(stats))
-    assert all(math.isfinite(value) for value in found.values())
-    assert found["mismatch_max"] == 20
-    assert (found["ess"], found["ess_trajectories"]) == pytest.approx((1, 1))
-
-
-def test_the_mismatch_of_numerics_is_not_lost_in_rounding():
-    distance = torch.full((1000,), 1e-4)
-    stats = make_stats(1000, learner_logprobs=-1 - distance, generator_logprobs=torch.full((1000,), -1.0))
-    assert describe(count_tokens(stats))["mismatch_k3"] == pytest.approx(0.5e-8, rel=1e-2)
 
 
 class Scene:
@@ -255,7 +246,7 @@ def vector(*values: float) -> torch.Tensor:
     return torch.tensor(values)
 
 
-def test_the_cosine_of_two_gradients_by_hand_and_the_mean_over_updates():
+def test_the_cosine_of_two_gradients_by_hand_of_none_and_of_pieces():
     scene = Scene(2, 1)
     scene.update(vector(1.0, 2.0), vector(2.0))
     assert scene.cosine() is None
@@ -266,18 +257,12 @@ def test_the_cosine_of_two_gradients_by_hand_and_the_mean_over_updates():
         scene.update(gradient, vector(0.0))
     assert scene.cosine() == pytest.approx((math.sqrt(0.5) - 1) / 2)
     assert scene.cosine() is None
-
-
-def test_a_gradient_of_nothing_has_no_cosine():
     scene = Scene(2, 1)
     for gradients in ((vector(1.0, 1.0), vector(1.0)), (vector(0.0, 0.0), None), (vector(1.0, 1.0), vector(1.0))):
         scene.update(*gradients)
         assert scene.cosine() is None
     scene.update(vector(2.0, 2.0), None)
     assert scene.cosine() == pytest.approx(4 / math.sqrt(3 * 8))
-
-
-def test_pieces_that_the_optimizer_is_given_one_by_one_are_one_gradient():
     whole, pieces = Scene(4), Scene(2)
     for gradient in torch.randn(2, 4, generator=torch.Generator().manual_seed(1)):
         whole.update(gradient)

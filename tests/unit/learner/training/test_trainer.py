@@ -111,16 +111,6 @@ def test_numbers_of_tokens_are_those_of_the_policy_before_the_step(tmp_path, bud
     assert torch.allclose(found, torch.stack(wanted), atol=1e-5)
 
 
-def test_equal_rewards_move_nothing(tmp_path):
-    trainer = make_trainer(make_run(make_model(tmp_path)))
-    before = weights(trainer)
-    groups = [[make_response(g, i, reward=0.3, response=(5, 6 + i, 1)) for i in range(3)] for g in range(2)]
-    metrics = trainer.step(groups, learner_version=0, step=1)
-    assert metrics["learner/grad_norm"] == 0
-    assert metrics["learner/advantage_zero_fraction"] == 1
-    assert largest_difference(before, weights(trainer)) == 0
-
-
 def test_a_batch_without_a_trainable_token_changes_neither_weights_nor_the_adaptive_kl_coefficient(tmp_path):
     kl = KlConfig(coef=0.1, adaptive=AdaptiveKlConfig(target=0.01, horizon=8))
     trainer = make_trainer(make_run(make_model(tmp_path), algorithm=AlgorithmConfig(kl=kl)))
@@ -192,14 +182,11 @@ def test_the_update_is_as_small_as_the_effective_sample_size_makes_the_learning_
     assert moved[1] == pytest.approx(scale * moved[0], rel=0.01)
 
 
-def test_recomputing_and_reusing_the_proximal_policy_agree_for_one_update(tmp_path):
+def test_recomputing_and_reusing_the_proximal_policy_agree_and_the_reference_holds_the_learner_back(tmp_path):
     path, batches = make_model(tmp_path), [make_groups(seed=i) for i in range(2)]
     results = [train(make_run(path, algorithm=AlgorithmConfig(proximal=p)), batches) for p in ("recompute", "reuse")]
     assert results[0][0] == results[1][0]
     assert largest_difference(results[0][1], results[1][1]) == 0
-
-
-def test_the_reference_policy_holds_the_learner_back(tmp_path):
     path, batches = make_model(tmp_path), [make_groups(seed=0)] * 8
     learner, divergence = {"optimizer": OptimizerConfig(learning_rate=3e-3), "max_steps": 8}, {}
     for coefficient in (0.001, 3.0):
@@ -235,13 +222,20 @@ def test_rewarded_answers_become_likelier_and_others_less_likely(tmp_path, algor
     assert after[1] < before[1] - 0.5
 
 
-def test_fresh_trajectories_have_ratio_one_and_no_mismatch(tmp_path):
+def test_fresh_trajectories_have_ratio_one_and_equal_rewards_move_nothing(tmp_path):
     trainer = make_trainer(make_run(make_model(tmp_path)))
     groups = [as_sampled_now(trainer, group) for group in make_groups()]
     metrics = trainer.step(groups, learner_version=0, step=1)
     assert metrics["learner/mismatch_max"] < 1e-4
     assert metrics["learner/ess"] == pytest.approx(1.0, abs=1e-6)
     assert metrics["learner/weight_mean"] == pytest.approx(1.0, abs=1e-5)
+    trainer = make_trainer(make_run(make_model(tmp_path)))
+    before = weights(trainer)
+    groups = [[make_response(g, i, reward=0.3, response=(5, 6 + i, 1)) for i in range(3)] for g in range(2)]
+    metrics = trainer.step(groups, learner_version=0, step=1)
+    assert metrics["learner/grad_norm"] == 0
+    assert metrics["learner/advantage_zero_fraction"] == 1
+    assert largest_difference(before, weights(trainer)) == 0
 
 
 def test_the_canary_sequences_depend_on_the_seed_alone():
