@@ -21,11 +21,9 @@ from tests.builders import make_run
 ADDRESS = "broker.address=tcp://127.0.0.1:5757"
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--id", "second", ADDRESS], [ADDRESS, "--id", "second"], ["--id=second", ADDRESS]]
-)
-def test_the_id_may_stand_anywhere(arguments: list[str]) -> None:
-    assert split_id(arguments) == ("second", [ADDRESS])
+@pytest.mark.parametrize("words", [["--id", "second", ADDRESS], [ADDRESS, "--id", "second"], ["--id=second", ADDRESS]])
+def test_the_id_may_stand_anywhere(words: list[str]) -> None:
+    assert split_id(words) == ("second", [ADDRESS])
     name, overrides = split_id([ADDRESS])
     assert name.startswith("generator-")
     assert overrides == [ADDRESS]

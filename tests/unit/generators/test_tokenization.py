@@ -105,9 +105,7 @@ def test_results_have_the_role_of_the_template_or_are_refused(family: str, role:
     if role:
         assert encoder.result_role(setting="generators.agent") == role
     else:
-        with pytest.raises(
-            ConfigError, match=r"generators.agent.tool_call_format must fit .* only after a message with `tool_c"
-        ):
+        with pytest.raises(ConfigError, match=r"agent.tool_call_format must fit .* only after a message with `tool_c"):
             encoder.result_role(setting="generators.agent")
 
 
@@ -142,10 +140,8 @@ def test_a_turn_without_its_end_token_is_ended():
 
 
 # GLM: the header of the next turn ends the model's turn
-HEADERS = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+HEADERS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+HEADERS += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
 # Several tokens end the turn
@@ -227,9 +223,7 @@ NO_THOUGHT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
         ({"enable_thinking": False}, {"enable_thinking": True}, "<|im_start|>assistant\n"),
     ],
 )
-def test_variables_of_the_template_come_from_the_settings_and_the_row(
-    everywhere: dict[str, Any], row: dict[str, Any], ending: str
-):
+def test_variables_of_the_template_come_from_the_settings_and_the_row(everywhere, row, ending):
     tokenizer = make_chat_tokenizer("qwen3")
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=100, template_variables=everywhere)
     prompt = make_prompt([{"role": "user", "content": "1"}], extra_info={"chat_template_kwargs": row})

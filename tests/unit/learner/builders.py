@@ -75,9 +75,7 @@ def make_response(
     return make_trajectory(str(group), index, **(fields | overrides))
 
 
-def make_groups(
-    *, num_groups: int = 2, group_size: int = 4, seed: int = 0, longest: int = 9, **overrides: Any
-) -> list[list[Trajectory]]:
+def make_groups(*, num_groups=2, group_size=4, seed=0, longest=9, **overrides: Any) -> list[list[Trajectory]]:
     """Groups with random prompts, response lengths, and rewards."""
     random = np.random.default_rng(seed)
     groups = []

@@ -75,9 +75,8 @@ class FakeGenerators:
             if isinstance(message, Update) and (behavior not in ("silent", "slow") or message.source is None):
                 error = "the probe differs" if behavior == "wrong" else ""
                 device = self.devices.get(name, "cpu")
-                answer = UpdateApplied(
-                    message.epoch, message.version, member(name), error, self.probe_diff, 2e-7, 0.02, device
-                )
+                about = message.epoch, message.version, member(name), error
+                answer = UpdateApplied(*about, self.probe_diff, 2e-7, 0.02, device)
                 self.inbox.append(answer)
 
     def updates(self, *, fetched: bool) -> list[tuple[int, list[str]]]:
@@ -85,12 +84,8 @@ class FakeGenerators:
         updates = [m for m in self.sent if isinstance(m, Update) and (m.source is not None) is fetched]
         return [(update.version, [m.peer_id for m in update.members]) for update in updates]
 
-    def finish_fetching(
-        self, name: str, version: int, *, error: str = "", lender_errors: Sequence[LenderError] = ()
-    ) -> None:
-        self.inbox.append(
-            UpdateApplied(0, version, member(name), error, 1e-7, 2e-7, 0.02, lender_errors=list(lender_errors))
-        )
+    def finish_fetching(self, name: str, version: int, *, lender_errors: Sequence[LenderError] = ()) -> None:
+        self.inbox.append(UpdateApplied(0, version, member(name), "", 1e-7, 2e-7, 0.02, lender_errors=[*lender_errors]))
 
     # --- inbox ---
     def get(self, *, timeout_s: float):

@@ -11,15 +11,8 @@ from jaxtyping import jaxtyped
 from slipstream.learner.algorithms import inputs, policy_losses
 
 checked = partial(jaxtyped, typechecker=beartype)
-for record in (
-    inputs.AdvantageInputs,
-    inputs.LossInputs,
-    inputs.MaskInputs,
-    inputs.RatioInputs,
-    inputs.KlInputs,
-    inputs.AggregationInputs,
-):
-    checked(record)
+for name in ("Advantage", "Loss", "Mask", "Ratio", "Kl", "Aggregation"):
+    checked(getattr(inputs, f"{name}Inputs"))
 
 HALF = math.log(0.5)
 _CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
@@ -94,9 +87,7 @@ def loss_inputs(log_ratio, advantages, sequences=None, num_sequences=None, **col
 
 def over_ratios(function):
     function = checked(function)
-    return lambda x, sequences, *, num_sequences, **settings: function(
-        inputs.RatioInputs(x, sequences, num_sequences), **settings
-    )
+    return lambda x, of, *, num_sequences, **settings: function(inputs.RatioInputs(x, of, num_sequences), **settings)
 
 
 def find_idle(loss, columns: inputs.LossInputs) -> torch.Tensor:

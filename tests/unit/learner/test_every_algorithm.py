@@ -30,9 +30,8 @@ NONE = CorrectionConfig(level="none", max_weight=None)
 ONLY_REJECTED = CorrectionConfig(level="none", max_weight=None, reject=[REJECT_MEAN])
 QUICK = configs.CriticOptimizerConfig(learning_rate=1e-3)
 CRITIC, WARMED_UP = CriticConfig(optimizer=QUICK), CriticConfig(optimizer=QUICK, warmup_steps=1)
-PROCESS_REWARD = configs.ProcessRewardConfig(
-    optimizer=configs.ProcessRewardOptimizerConfig(learning_rate=1e-3, epsilon=1e-4)
-)
+PROCESS_OPTIMIZER = configs.ProcessRewardOptimizerConfig(learning_rate=1e-3, epsilon=1e-4)
+PROCESS_REWARD = configs.ProcessRewardConfig(optimizer=PROCESS_OPTIMIZER)
 OWN = "tests.unit.learner.own_algorithm:"
 COMPANIONS: dict[str, dict[str, Any]] = {
     "advantage-win_rate": {"policy_loss": policy_losses.SppoConfig(eta=1.0), "loss_aggregation": "prompt_mean"},

@@ -101,9 +101,8 @@ class FakePublisher:
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
     settings = ("learner.prompts_per_step=2", "evaluation.every_steps=2", "learner.max_steps=9")
-    stop = (
-        "evaluation.stop=[{metric: eval/accuracy_greedy, at_least: 1.0}, {metric: eval/reward_sampled, at_least: 1.0}]"
-    )
+    goals = (f"{{metric: eval/{name}, at_least: 1.0}}" for name in ("accuracy_greedy", "reward_sampled"))
+    stop = f"evaluation.stop=[{', '.join(goals)}]"
     small = ("evaluation.num_prompts=1", "evaluation.num_final_prompts=1")
     return load(["experiment=digits_cpu", f"runs_dir={tmp_path}", "name=run", *settings, stop, *small])
 
@@ -316,9 +315,7 @@ class Scene:
 
 
 @pytest.mark.parametrize("steps", [[5, 6], None])
-def test_recording_begins_before_the_first_step_and_ends_with_the_version_of_the_last(
-    tmp_path: Path, steps: list[int] | None
-) -> None:
+def test_recording_begins_before_the_first_step_and_ends_with_the_version_of_the_last(tmp_path, steps):
     scene = Scene(tmp_path, steps)
     if steps is None:
         scene.store.request("learner", "profile", "2 3")  # too early: trajectories of step 2 exist already

@@ -1,6 +1,7 @@
 import json
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,9 +34,7 @@ def evaluated(accuracy: float) -> dict:
     return {p: EvaluationResult(id=p, purpose=p, **counts) for p in ("sampled", "greedy")}
 
 
-def train(
-    folder: RunFolder, steps: range, *, lag: int, accuracy: dict[int, float] | None = None, goals: str | None = None
-) -> dict:
+def train(folder: RunFolder, steps: range, *, lag: int, accuracy: Any = None, goals: str | None = None) -> dict:
     """Steps of one second and a thousand tokens; returns the summary."""
     clock, store = FakeClock(100.0), MemoryStore()
     store.open_run("run", config_json="{}", num_rows=1, seed=0)
@@ -142,10 +141,8 @@ def test_every_held_out_set_has_its_accuracies_in_the_summary(folder: RunFolder)
     sets = "data.eval=[{name: aime, path: a, samples: 4}, {name: sampled, path: b}]"
     run = load(["experiment=digits_cpu", sets, "evaluation.stop=null", "evaluation.goals=[]"])
     counts = {"version": 3, "num_asked": 4, "num_answered": 4}
-    found = {
-        name: EvaluationResult(id=name, purpose=name, num_correct=right, **counts)
-        for name, right in (("aime", 1), ("sampled", 3))
-    }
+    right = {"aime": 1, "sampled": 3}
+    found = {name: EvaluationResult(id=name, purpose=name, num_correct=n, **counts) for name, n in right.items()}
     store = MemoryStore()
     store.open_run("run", config_json="{}", num_rows=1, seed=0)
     log = MetricsLog(run, folder=folder, store=store, clock=FakeClock(0.0))

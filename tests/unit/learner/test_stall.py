@@ -112,9 +112,8 @@ def test_a_new_wait_has_its_own_time(scene):
 
 def expiring(n: int) -> Snapshot:
     """By every other second, two groups of two have arrived and one has expired."""
-    return working(
-        accepted=2 * n + n % 2 * 2, outcome_members={"expired": 2 * n}, reasons={"expired: stale": n, "retired: ": 3}
-    )
+    reasons = {"expired: stale": n, "retired: ": 3}
+    return working(accepted=2 * n + n % 2 * 2, outcome_members={"expired": 2 * n}, reasons=reasons)
 
 
 def filtered(n: int) -> Snapshot:
@@ -324,10 +323,8 @@ def test_under_wait_the_cause_is_shown_until_it_is_resolved(patient: DetectorSce
     assert patient.wait(60, state="unsynced").startswith(f"{STEP_1}; dead end: ")
     assert "verified weights" in dead_end_cause({"learner": patient.detector.gauges()})
     assert patient.wait(1) == STEP_1
-    assert [event.partition(":")[0] for event in patient.events()] == [
-        "dead end, waits for the 2 groups of step 1",
-        "dead end resolved",
-    ]
+    began, ended = (event.partition(":")[0] for event in patient.events())
+    assert (began, ended) == ("dead end, waits for the 2 groups of step 1", "dead end resolved")
 
 
 def test_the_log_regularly_shows_missing_groups_and_then_the_cause_with_the_time_up_to_now(patient: DetectorScene):

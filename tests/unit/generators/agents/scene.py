@@ -28,7 +28,7 @@ class WritingEngine(ScriptedEngine):
         self.stops: list[Sequence[str]] = []
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop=()
     ) -> Completion:
         number = len(self.requests)
         self.requests.append((prompt_token_ids, sampling, request_id))
@@ -62,9 +62,7 @@ class RecordingScorer:
         return False
 
 
-def make_runner(
-    engine: WritingEngine, *, scorer: RecordingScorer | None = None, token: str = "", **run: Any
-) -> AgentRunner:
+def make_runner(engine: WritingEngine, *, scorer: RecordingScorer | None = None, token="", **run: Any) -> AgentRunner:
     return AgentRunner(
         run=make_run(**run),
         engine=engine,

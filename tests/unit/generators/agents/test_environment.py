@@ -6,7 +6,6 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,7 +162,7 @@ class RandomEngine(ScriptedEngine):
         self.version = 1
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop=()
     ) -> Completion:
         found = await super().generate(prompt_token_ids, sampling, request_id=request_id)
         rng = random.Random(sampling.seed)

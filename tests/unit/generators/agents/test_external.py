@@ -97,9 +97,9 @@ def test_an_answer_without_a_turn_goes_to_the_next_agent_with_another_key(leaves
 
 
 @pytest.mark.parametrize(
-    ("leaves", "status", "stop_reason"), [("returns", "error", "aborted"), ("dies", "timeout", "agent_lost")]
+    ("leaves", "status", "reason"), [("returns", "error", "aborted"), ("dies", "timeout", "agent_lost")]
 )
-def test_an_answer_that_was_begun_is_masked_and_counted(leaves: str, status: str, stop_reason: str):
+def test_an_answer_that_was_begun_is_masked_and_counted(leaves: str, status: str, reason: str):
     async def agent(outside: Outside) -> None:
         lease = await outside.take()
         await outside.ask(lease)
@@ -108,7 +108,7 @@ def test_an_answer_that_was_begun_is_masked_and_counted(leaves: str, status: str
         assert (await outside.post("/v1/leases", TOKEN, wait_s=2.0)).status_code == 204
 
     trajectory, scorer = play(agent, silence_timeout_s=1.5 if leaves == "dies" else 30.0)
-    assert (trajectory.reward.status, trajectory.stop_reason, scorer.samples) == (status, stop_reason, [])
+    assert (trajectory.reward.status, trajectory.stop_reason, scorer.samples) == (status, reason, [])
 
 
 def test_an_agent_is_not_silent_while_the_model_writes(monkeypatch: pytest.MonkeyPatch):

@@ -83,9 +83,8 @@ def test_two_turns():
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
         first = await ask(QUESTION, logprobs=True)
         own = first.choices[0]
-        assert [entry.logprob for entry in own.logprobs.content] == pytest.approx(
-            [-0.5 - i / 100 for i in range(len(one))]
-        )
+        expected = [-0.5 - i / 100 for i in range(len(one))]
+        assert [entry.logprob for entry in own.logprobs.content] == pytest.approx(expected)
         assert (own.message.content, own.finish_reason) == ("it is 42", "stop")
         usage = (await ask([*QUESTION, own.message.to_dict(), user("are you sure?")])).usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt + one + between), len(two))
@@ -123,9 +122,8 @@ def test_reasoning_is_separate_where_the_model_has_marks_for_it(family: str, str
         if again:
             await ask([*QUESTION, again, user("sure?")], tools=TOOLS)
 
-    trajectory = talk(
-        loop, [f"{thought}it is 42", thought + CALL, "yes"][: 3 if family == "qwen3" else 2], family=family
-    )
+    texts = [f"{thought}it is 42", thought + CALL, *(["yes"] if family == "qwen3" else [])]
+    trajectory = talk(loop, texts, family=family)
     assert len(trajectory.context_starts) == 1
 
 

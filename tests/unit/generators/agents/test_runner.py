@@ -70,13 +70,10 @@ def test_a_trajectory_holds_prompt_and_completion_unchanged():
 
 
 def test_filters_and_ends_of_turns_come_from_the_settings_but_not_for_the_baseline():
-    generators = {
-        "sampling": {"min_p": 0.1, "top_p": 0.9, "stop": ["</answer>"], "stop_token_ids": [7], "ignore_eos": True}
-    }
+    sampling = {"min_p": 0.1, "top_p": 0.9, "stop": ["</answer>"], "stop_token_ids": [7], "ignore_eos": True}
+    run = {"generators": {"sampling": sampling}, "algorithm": {"advantage": {"kind": "remax"}}}
     for index, filters in ((0, (0.1, 0.9)), (2, (None, 1.0))):
-        trajectory, engine, _ = answer(
-            make_prompt(), index, generators=generators, algorithm={"advantage": {"kind": "remax"}}
-        )
+        trajectory, engine, _ = answer(make_prompt(), index, **run)
         assert engine.stops == [("</answer>", 7)]
         assert (trajectory.sampling.min_p, trajectory.sampling.top_p) == filters
         assert trajectory.sampling.ignore_eos

@@ -156,10 +156,8 @@ def test_calls_may_be_marked_by_special_tokens(monkeypatch: pytest.MonkeyPatch):
 def test_a_call_inside_the_reasoning_is_not_executed(format_name: str, family: str):
     if format_name == "vllm:hermes":
         pytest.importorskip("vllm")
-    calls = {
-        "json": '{"name": "calculator", "arguments": {"expression": "12 + 30"}}',
-        "react": "Action: calculator\nAction Input: 12 + 30",
-    }
+    plain = '{"name": "calculator", "arguments": {"expression": "12 + 30"}}'
+    calls = {"json": plain, "react": "Action: calculator\nAction Input: 12 + 30"}
     said = calls.get(format_name, CALL)
     agent = {"kind": "tools", "tools": ["calculator"], "tool_call_format": format_name}
     thought = f"<think>\nI could write\n{said}\n</think>\n\n"
@@ -272,6 +270,6 @@ def test_parsers_of_vllms_read_calls(name: str, text: str):
 @pytest.mark.slow
 def test_a_parser_of_vllms_without_content_is_refused():
     with pytest.raises(
-        ConfigError, match=r"agent.tool_call_format must name a vLLM tool parser .* got 'openai': .* is a stub"
+        ConfigError, match=r"tool_call_format must name a vLLM tool parser .* got 'openai': .* is a stub"
     ):
         call_format.load_format("vllm:openai", tokenizer=make_chat_tokenizer("chatml"), setting="generators.agent")

@@ -17,9 +17,7 @@ from slipstream.generators.engines.hf_engine import draw_uniforms, sample
 from tests.tiny_model import make_tiny_module
 
 
-def make_sampling(
-    temperature: float = 1.0, *, top_p: float = 1.0, top_k: int = -1, seed: int = 0, **others: Any
-) -> Sampling:
+def make_sampling(temperature=1.0, *, top_p=1.0, top_k=-1, seed=0, **others: Any) -> Sampling:
     return Sampling(temperature, top_p, top_k, 4, seed, **others)
 
 

@@ -157,9 +157,7 @@ def test_the_penalty_of_length(length: int, total: float):
     assert length_penalty(make_sample(num_tokens=length), max_tokens=100).total == pytest.approx(total)
 
 
-@pytest.mark.parametrize(
-    ("response", "total"), [("a b c d", 0.0), ("a b a b a b", -0.5), ("a", 0.0), ("x " * 12, -0.9)]
-)
+@pytest.mark.parametrize(("response", "total"), [("a b c d", 0), ("a b a b a b", -0.5), ("a", 0), ("x " * 12, -0.9)])
 def test_penalty_of_repetition(response: str, total: float):
     assert repetition_penalty(make_sample(response)).total == pytest.approx(total)
 
@@ -174,9 +172,8 @@ def test_tasks_of_reasoning_gym_are_graded_by_their_verifiers():
     extra = {"metadata": entry["metadata"]}
     assert functions.score(make_sample(right, truth=entry["answer"], extra_info=extra)).is_correct
     assert functions.score(make_sample("<answer>none</answer>", truth=truth)).total < 1
-    unreliable = functions.score(
-        make_sample(right, truth={"answer": None, "metadata": {"source_dataset": "rush_hour"}})
-    )
+    rush_hour = {"answer": None, "metadata": {"source_dataset": "rush_hour"}}
+    unreliable = functions.score(make_sample(right, truth=rush_hour))
     assert "the task 'rush_hour' of reasoning-gym cannot be graded" in unreliable.detail
     assert "a row of reasoning_gym must have" in functions.score(make_sample(right)).detail
 

@@ -91,9 +91,7 @@ def test_a_judge_without_a_score_is_an_error(address: str, answer: str, words: s
     assert words in reward.detail
 
 
-def compare(
-    address: str, answers: list[str], *, template: str = "ANSWER PAIR {a} {b}", **arguments: Any
-) -> list[Reward]:
+def compare(address: str, answers: list[str], *, template="ANSWER PAIR {a} {b}", **arguments: Any) -> list[Reward]:
     arguments = {"address": address, "model": "m", "template": template, **arguments}
     config = RewardConfig("pairwise_judge", arguments=arguments, num_workers=0)
     return scores(config, [make_input(answer) for answer in answers], compares=True)

@@ -259,11 +259,9 @@ def test_a_machine_that_starts_no_process_says_so_and_the_next_answers_are_score
     use_pool(use)
 
 
-@pytest.mark.parametrize(
-    ("is_mistake", "reason"), [(True, "path must hold a model."), (False, "OSError: no such device")]
-)
-def test_a_function_that_cannot_be_loaded_says_why(is_mistake: bool, reason: str):
-    (found,) = scores(RewardConfig(f"{SAMPLES}:Unready", arguments={"is_mistake": is_mistake}), [sample()])
+@pytest.mark.parametrize(("mistake", "reason"), [(True, "path must hold a model."), (False, "OSError: no such device")])
+def test_a_function_that_cannot_be_loaded_says_why(mistake: bool, reason: str):
+    (found,) = scores(RewardConfig(f"{SAMPLES}:Unready", arguments={"is_mistake": mistake}), [sample()])
     assert (found.status, found.detail) == ("error", f"no reward worker could be started: {reason}")
 
 

@@ -14,8 +14,8 @@ from tests.unit.learner.inputs import advantage_inputs, checked, whole, wide
 
 def formula(name):
     function = checked(getattr(advantages, name))
-    return lambda rewards, groups, lengths=None, **settings: function(
-        advantage_inputs(rewards, groups, lengths), **settings
+    return lambda rewards, groups, *lengths, **settings: function(
+        advantage_inputs(rewards, groups, *lengths), **settings
     )
 
 
@@ -82,9 +82,7 @@ def test_hand_computed_values():
     expected = wide(-(1.5**0.5), 0, 1.5**0.5, -1, 1)
     assert torch.allclose(grpo(rewards, groups, epsilon=EPSILON), expected, atol=2e-6)
     assert opo(wide(1, 3, 100), whole(0, 0, 0), whole(2, 2, 0)).tolist() == [-1, 1, 98], "without tokens, no share"
-    assert maxrl(wide(-1, 1, 0, 0, -3, -1), whole(0, 0, 1, 1, 2, 2), epsilon=EPSILON).tolist() == [0] * 6, (
-        "no positive mean"
-    )
+    assert maxrl(wide(-1, 1, 0, 0, -3, -1), whole(0, 0, 1, 1, 2, 2), epsilon=EPSILON).tolist() == [0] * 6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -256,7 +254,7 @@ def test_the_overlong_penalty_falls_over_a_buffer_of_one_token_up_to_everything(
     ],
     ids=["kl", "turns", "rewards alone"],
 )
-def test_kl_is_charged_at_every_token_a_turn_paid_at_its_end_and_the_rest_at_the_last_token(
+def test_kl_is_charged_at_every_token_a_turn_paid_at_its_end_the_rest_at_the_last_token(
     kl, coefficient, turns, totals, tokens
 ):
     rewards, sequences = wide(10, 20, 30, 40), whole(0, 0, 0, 1, 3, 3)

@@ -184,9 +184,7 @@ def test_k1_by_hand(over, ratios, kept):
         (20.0, "sum", {"low": 0.5}, True),
     ],
 )
-def test_the_bounds_of_a_ratio_are_inside_may_be_asymmetric_and_either_may_be_left_out(
-    log_ratio, over, bounds, is_kept
-):
+def test_the_bounds_of_a_ratio_are_inside_may_be_asymmetric_and_may_be_left_out(log_ratio, over, bounds, is_kept):
     found = keep_k1(torch.tensor([log_ratio]), torch.tensor([0]), num_sequences=1, over=over, **bounds)
     assert found.item() == is_kept
 

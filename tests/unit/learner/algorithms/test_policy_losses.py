@@ -131,7 +131,7 @@ def test_gspo_clips_whole_sequences_luspo_scales_with_the_length_and_the_token_f
     for name in ("gspo", "gspo_token", "luspo"):
         assert idle(LOSSES[name], log_ratio, advantages, SEQUENCES).tolist() == [False] * 2 + [True] * 4, name
     plain, scaled = (
-        gradient_of(LOSSES[name], 0.1 * random_log_ratio(), of(1, -2, 3), SEQUENCES) for name in ("gspo", "luspo")
+        gradient_of(LOSSES[n], 0.1 * random_log_ratio(), of(1, -2, 3), SEQUENCES) for n in ("gspo", "luspo")
     )
     assert torch.allclose(scaled, of(2, 3, 1) * plain)
     for compute in (losses_of, gradient_of):

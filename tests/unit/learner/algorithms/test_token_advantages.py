@@ -54,9 +54,7 @@ def test_process_rewards_are_compared_with_the_mean_token_of_the_other_members()
     # Token means 2, 4, 1, so the baselines of the first group are 2.5, 1.5, 3. The last trajectory is alone.
     rewards = torch.tensor([1.0, 3.0, 4.0, 0.0, 2.0, 9.0])
     sequences = torch.tensor([0, 0, 1, 2, 2, 3])
-    inputs = advantage_inputs(
-        wide(1, 0, 0, 1), torch.tensor([0, 0, 0, 1]), sequences=sequences, process_rewards=rewards
-    )
+    inputs = advantage_inputs(wide(1, 0, 0, 1), whole(0, 0, 0, 1), sequences=sequences, process_rewards=rewards)
     found = checked(token_advantages.prime)(inputs, gamma=0.5)
     first, others = 1.0, -0.5
     expected = [first - 1.5 + 0.25, first + 0.5, others + 2.5, others - 3 - 0.5, others - 1, 0]
@@ -375,9 +373,8 @@ def test_gigpo_is_what_loops_over_states_give(seed):
     )
     found = gigpo(inputs, gamma=0.9, step_weight=0.7, epsilon=1e-3)
     assert found.tolist() == pytest.approx(slow_gigpo(episodes, gamma=0.9, weight=0.7, epsilon=1e-3), abs=1e-9)
-    assert gigpo(inputs, gamma=0.9, step_weight=0.0, epsilon=1e-3).allclose(
-        advantages.grpo(inputs, epsilon=1e-3)[inputs.sequences]
-    )
+    grpo = advantages.grpo(inputs, epsilon=1e-3)[inputs.sequences]
+    assert gigpo(inputs, gamma=0.9, step_weight=0.0, epsilon=1e-3).allclose(grpo)
 
 
 score_norms = checked(token_advantages.score_norms)

@@ -130,9 +130,7 @@ def test_microbatches_change_no_gradient(policy: Policy, samples: list[Any]) -> 
 
 @torch.no_grad()
 @every_layout
-def test_every_rank_computes_the_visual_encoder_as_often_as_the_others(
-    policy: Policy, folder: Path, layout: Layout
-) -> None:
+def test_every_rank_computes_the_visual_encoder_as_often_as_the_others(policy, folder, layout):
     # Enough samples without images that several of their rows share a microbatch.
     texts = [[make_answer(folder, group, index, []) for index in range(3)] for group in range(4, 9)]
     samples = samples_of([*make_groups(folder), *texts], hold(folder, *PICTURES))

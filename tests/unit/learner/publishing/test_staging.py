@@ -162,9 +162,7 @@ def first_row(*, rounding: float, offset: float, share: float = 1.0) -> dict[str
     ],
     ids=["constant-float32", "constant-bfloat16", "negative", "speculative-decoding", "cancels-in-the-mean"],
 )
-def test_log_probabilities_that_the_learner_does_not_confirm_stop_the_first_step(
-    limit: float, row: dict[str, float]
-) -> None:
+def test_log_probabilities_that_the_learner_does_not_confirm_stop_the_first_step(limit: float, row: dict[str, float]):
     run = make_run(generators={"engine": {"kind": "hf"}})
     check_first_step(first_row(rounding=min(row["rounding"], 0.02), offset=0.0), run=run, limit=limit)
     with pytest.raises(SampledLogprobsError, match="those of step 1 must be the learner's"):

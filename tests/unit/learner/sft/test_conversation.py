@@ -13,9 +13,8 @@ from tests.unit.generators.chat import TEMPLATES, make_chat_tokenizer
 HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 QWEN3 = TEMPLATES["qwen3"][0]
 # Drops the reasoning of every finished turn, which its header opens.
-DEEPSEEK_R1 = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
-) + HEADER
+DEEPSEEK_R1 = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
+DEEPSEEK_R1 += "{% endfor %}" + HEADER
 # A finished turn without reasoning has an empty one on the same line.
 NEMOTRON = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think></think>{% endif %}"

@@ -19,10 +19,8 @@ from tests.builders import make_trajectory
 from tests.tiny_model import make_tokenizer
 from tests.unit.learner.builders import make_model, make_run
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}={{ m.content }}<eos>+{% endfor %}"
-    "{% if add_generation_prompt %}assistant={% endif %}"
-)
+TEMPLATE = "{% for m in messages %}{{ m.role }}={{ m.content }}<eos>+{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}assistant={% endif %}"
 FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else 'x' }} {% endfor %}"
 HEADERS = (
     "{% for m in messages %}{{ '<pad>' if m.role == 'user' else '=' }}{{ m.content }}{% endfor %}"

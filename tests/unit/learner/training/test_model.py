@@ -1,7 +1,6 @@
 import json
 import weakref
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -289,9 +288,7 @@ class Products(Allocations):
 
 
 @pytest.mark.parametrize("name", ["Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-32B-Instruct", "Qwen/Qwen3-30B-A3B"])
-def test_layers_multiply_in_bfloat16_and_keep_their_inputs(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_multiply_in_bfloat16_and_keep_their_inputs(name, tmp_path, monkeypatch):
     monkeypatch.setattr(step_memory, "Allocations", Products)
     monkeypatch.setattr(Products, "found", Counter())
     kind, sizes = PUBLISHED[name]

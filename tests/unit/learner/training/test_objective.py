@@ -147,9 +147,7 @@ def test_a_mask_that_looks_at_one_sequence_works_on_a_microbatch_alone():
     columns = {"generator_logprobs": torch.full((6,), 0.9).log(), "sequences": torch.tensor([0, 0, 1, 1, 2, 2])}
     advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
     tokens = make_tokens(6, advantages=advantages, token_weights=torch.ones(6), **columns)
-    config = AlgorithmConfig(
-        policy_loss=losses.ReinforceConfig(), masks=[losses.OpsmConfig(delta=0.5)], correction=NONE
-    )
+    config = AlgorithmConfig(policy_loss=losses.ReinforceConfig(), masks=[losses.OpsmConfig(0.5)], correction=NONE)
     assert not config.needs_current_logprobs
     assert gradient(config, tokens, learner).tolist() == [1, 1, -1, -1, 0, 0]
     assert report_of(config, tokens, learner)["learner/idle_fraction"] == pytest.approx(1 / 3)
@@ -278,11 +276,8 @@ def test_a_token_that_the_learner_finds_impossible_has_no_loss_and_is_counted(po
     assert metrics.report(make_alone(), num_updates=1)["learner/nonfinite_fraction"] == 0.25
 
 
-RECORDS = [
-    record
-    for union in (estimators.AdvantageConfig, losses.PolicyLossConfig, losses.MaskConfig)
-    for record in get_args(union)
-]
+UNIONS = (estimators.AdvantageConfig, losses.PolicyLossConfig, losses.MaskConfig)
+RECORDS = [record for union in UNIONS for record in get_args(union)]
 
 
 @pytest.mark.parametrize("record", [record for record in RECORDS if record.formula()])

@@ -60,9 +60,8 @@ def make_stats(num_tokens: int, **overrides) -> TokenStats:
         generator_logprobs=generator,
         start_logprobs=learner,
     )
-    inputs = LossInputs(
-        columns["log_ratio"], torch.zeros(num_tokens), torch.zeros(num_tokens), sequences, num_sequences
-    )
+    zeros = torch.zeros(num_tokens)
+    inputs = LossInputs(columns["log_ratio"], zeros, zeros, sequences, num_sequences)
     correction = Correction(columns["weights"], columns["is_kept"], columns["is_bounded"])
     return TokenStats(tokens, inputs, correction, columns["is_idle"], columns["entropies"], columns["reference_kl"])
 

@@ -69,11 +69,9 @@ def arguments_of(*, reads_text: bool = False, **settings: Any) -> AsyncEngineArg
     )
 
 
-@pytest.mark.parametrize(
-    ("chosen", "reads_text", "is_on"), [(None, True, True), (None, False, False), (False, True, False)]
-)
-def test_prefixes_are_cached_where_an_answer_may_have_several_turns(chosen: bool | None, reads_text: bool, is_on: bool):
-    assert arguments_of(enable_prefix_caching=chosen, reads_text=reads_text).enable_prefix_caching is is_on
+@pytest.mark.parametrize(("chosen", "text", "is_on"), [(None, True, True), (None, False, False), (False, True, False)])
+def test_prefixes_are_cached_where_an_answer_may_have_several_turns(chosen: bool | None, text: bool, is_on: bool):
+    assert arguments_of(enable_prefix_caching=chosen, reads_text=text).enable_prefix_caching is is_on
 
 
 def test_a_cache_of_a_given_size_does_not_depend_on_free_memory():
