@@ -47,6 +47,10 @@ class WritingEngine(ScriptedEngine):
         return Completion(token_ids, [-0.5 - number - i / 100 for i in range(len(token_ids))], spans, reason)
 
 
+async def broken_engine(*arguments: object, **settings: object) -> None:
+    raise TypeError("no such argument")
+
+
 REWARD = Reward(total=1.0, parts={"answer": 1.0})
 
 

@@ -52,9 +52,9 @@ def test_an_environment_plays_and_scores():
 @pytest.mark.parametrize(
     ("name", "arguments", "detail"),
     [
-        ("failing", {}, "the environment .*:failing failed: ValueError: no such page"),
-        ("forgetful", {}, "TypeError: it must return a number, or a dict with a number `reward`, got None"),
-        ("dying", {}, r"the environment .*:dying \(process \d+\) exited"),
+        ("failing", {"how": "raise"}, "the environment .*:failing failed: ValueError: no such page"),
+        ("failing", {"how": ""}, "TypeError: it must return a number, or a dict with a number `reward`, got None"),
+        ("failing", {"how": "exit"}, r"the environment .*:failing \(process \d+\) exited"),
         ("odd", {"found": {"reward": "nan"}}, "odd failed: ValueError: Out of range float values"),
     ],
 )
@@ -62,11 +62,6 @@ def test_a_failure_costs_one_answer(name: str, arguments: dict[str, Any], detail
     trajectory = play(environment(name, arguments=arguments), ["it is 42"])
     assert (trajectory.reward.status, trajectory.stop_reason) == ("error", "tool_failure")
     assert re.search(detail, trajectory.reward.detail)
-
-
-def test_a_field_named_like_one_of_the_protocol_does_not_disturb_it():
-    trajectory = play(environment("odd", arguments={"found": {"reward": "1", "id": "7"}}), ["it is 42"])
-    assert trajectory.reward.status == "ok"
 
 
 def process_has_ended(pid_file: Path) -> None:
@@ -111,9 +106,9 @@ def test_an_environment_that_cannot_be_loaded_ends_the_generator_with_its_reason
 
 def test_a_process_without_a_sign_of_life_is_named_and_ended(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment_loop, "_SILENCE_TIMEOUT_S", 2.5)
-    trajectory = play(environment("stopping"), ["it is 42"])
+    trajectory = play(environment("failing", arguments={"how": "stop"}), ["it is 42"])
     assert trajectory.reward.status == "error"
-    assert "environments.py:stopping (process" in trajectory.reward.detail
+    assert "environments.py:failing (process" in trajectory.reward.detail
     assert "must give a sign of life within 2.5 s, but did not" in trajectory.reward.detail
 
 
@@ -149,7 +144,9 @@ def test_a_process_whose_event_loop_never_returns_is_replaced(monkeypatch: pytes
     assert re.search(r"must answer within 4 s, but did not", reasons[-1])
 
 
-def test_all_answers_share_the_connections_of_one_client():
+def test_a_field_may_be_named_like_one_of_the_protocol_and_all_answers_share_the_connections_of_one_client():
+    trajectory = play(environment("odd", arguments={"found": {"reward": "1", "id": "7"}}), ["it is 42"])
+    assert trajectory.reward.status == "ok"
     assert play(environment("chatting"), ["it is 42"]).reward.total == 1.0
     clients = [Model(base_url="http://127.0.0.1:9/v1", api_key=key, model="m").client for key in "ab"]
     assert [client.api_key for client in clients] == ["a", "b"]

@@ -53,7 +53,7 @@ def answer(prompt: Prompt, index: int = 1, **run: object) -> tuple[Trajectory, R
     return asyncio.run(make_agent(engine, scorer, **run).answer(prompt, index)), engine, scorer
 
 
-def test_a_trajectory_holds_prompt_and_completion_unchanged():
+def test_a_trajectory_holds_prompt_and_completion_unchanged_with_a_log_probability_of_each_token():
     trajectory, engine, scorer = answer(make_prompt(extra_info={"index": 7}))
     assert trajectory.token_ids.tolist() == [*engine.requests[0][0], 5, 3, 4, 10, 6, 1]
     assert trajectory.model_mask.tolist() == [False] * 6 + [True] * 6
@@ -67,6 +67,8 @@ def test_a_trajectory_holds_prompt_and_completion_unchanged():
     (sample,) = scorer.samples
     assert (sample.response, sample.ground_truth, sample.stop_reason) == ("31284", "31284", "stop")
     assert (sample.prompt, sample.data_source, sample.extra_info) == ("48213=", "test", {"index": 7})
+    with pytest.raises(ValueError, match="2 tokens, 1 given"):
+        Transcript([5]).add_completion(Completion([3, 9], [-0.3], [VersionSpan(0, 6)], "stop"))
 
 
 def test_filters_and_ends_of_turns_come_from_the_settings_but_not_for_the_baseline():
@@ -140,11 +142,6 @@ def test_every_request_has_its_own_seed_which_is_the_same_on_every_machine():
     assert request_seed(0, group_id="17", attempt=0, index=3) == 4131806719348820673
 
 
-def test_a_token_without_a_log_probability_is_refused():
-    with pytest.raises(ValueError, match="2 tokens, 1 given"):
-        Transcript([5]).add_completion(Completion([3, 9], [-0.3], [VersionSpan(0, 6)], "stop"))
-
-
 class Comparing(RecordingScorer):
     """Rewards the number of answers that are compared; records each call."""
 
@@ -210,8 +207,5 @@ def test_answers_to_a_lease_are_compared(indices: list[int], cancelled: int | No
     compared = [one.metrics["compared_answers"] for one in found if not isinstance(one, BaseException)]
     assert compared == [len(compared)] * len(compared)
     assert (len(scorer.groups), scorer.samples) == (1, [])
-
-
-def test_answers_of_an_evaluation_are_scored_by_themselves():
     found, scorer, _ = compare([0], purpose="greedy")
-    assert (found[0].reward, scorer.groups) == (REWARD, [])
+    assert (found[0].reward, scorer.groups) == (REWARD, []), "answers of an evaluation are scored by themselves"

@@ -112,12 +112,6 @@ def test_calls_that_never_return_are_counted_named_and_bounded():
     assert [entry["threads"] for entry in logged if entry["event"] == "tool_still_runs"] == [2, 2, 4, 4]
 
 
-def test_a_long_result_loses_its_middle():
-    agent = {"tools": ["calculator"], "max_result_characters": 10}
-    shown = observed([call("calculator", '{"expression": "10 ** 40"}'), "so"], agent)
-    assert "10000\n[... 31 characters left out ...]\n00000" in shown
-
-
 def test_an_instance_belongs_to_one_answer_and_is_closed():
     text = call("Counter", '{"step": 2}')
     tools.closed.clear()
@@ -134,7 +128,10 @@ def test_an_instance_belongs_to_one_answer_and_is_closed():
     assert tools.closed == ["at 14", "at 1"]
 
 
-def test_a_row_chooses_its_tools():
+def test_a_long_result_loses_its_middle_and_a_row_chooses_its_tools():
+    agent = {"tools": ["calculator"], "max_result_characters": 10}
+    shown = observed([call("calculator", '{"expression": "10 ** 40"}'), "so"], agent)
+    assert "10000\n[... 31 characters left out ...]\n00000" in shown
     prompt = make_prompt(QUESTION, extra_info={"tool_selection": ["calculator"]})
     agent = {"tools": ["calculator", {"function": f"{HERE}:weather"}]}
     shown = observed([call("weather", '{"city": "Bonn"}'), "so"], agent, prompt=prompt)
@@ -210,16 +207,14 @@ def test_limits_of_calls_turns_and_tokens():
     assert (cut_off.num_turns, cut_off.stop_reason, int(cut_off.model_mask.sum())) == (1, "length", 20)
 
 
-def test_the_mark_of_a_call_may_stand_in_its_arguments():
-    notes = "<tool_call> opens a call", "so"
-    first, second = (call("note", json.dumps({"text": note})) for note in notes)
-    found = call_format.parse_hermes(f"I call {first} </tool_call> and {second}<tool_call>")
-    assert found == [ToolCall("note", {"text": note}) for note in notes]
+NOTES = [ToolCall("note", {"text": note}) for note in ("<tool_call> opens a call", "so")]
+FIRST, SECOND = (call("note", json.dumps(note.arguments)) for note in NOTES)
 
 
 @pytest.mark.parametrize(
     ("parse", "text", "calls"),
     [
+        (call_format.parse_hermes, f"I call {FIRST} </tool_call> and {SECOND}<tool_call>", NOTES),
         (call_format.parse_hermes, "<tool_call>" + "\n" * 100_000, []),
         (call_format.parse_hermes, "<tool_call>" * 50_000, []),
         (call_format.parse_react, "Action:" * 50_000, []),
@@ -227,7 +222,9 @@ def test_the_mark_of_a_call_may_stand_in_its_arguments():
         (read_action, "<search>" * 50_000, ("", "")),
     ],
 )
-def test_no_text_of_a_model_keeps_its_parser_busy(parse: Callable[[str], Any], text: str, calls: Any):
+def test_calls_may_contain_their_mark_and_no_text_of_a_model_keeps_its_parser_busy(
+    parse: Callable[[str], Any], text: str, calls: Any
+):
     assert parse(text) == calls
 
 
@@ -237,10 +234,7 @@ def test_no_text_of_a_model_keeps_its_parser_busy(parse: Callable[[str], Any], t
         ({"tools": ["calculator_2"]}, "generators.agent.tools\\[0\\].function must look like `module:function`"),
         ({"tools": ["calculator", "calculator"]}, "must have unique names, got calculator more than once"),
         ({"tools": [f"{HERE}:without_a_docstring"]}, "must have annotated parameters, and a docstring"),
-        (
-            {"tools": ["calculator"], "tool_call_format": "xml"},
-            "agent.tool_call_format must be hermes, json, react or vllm:NAME",
-        ),
+        ({"tools": ["calculator"], "tool_call_format": "xml"}, "tool_call_format must be hermes, json, react or vllm:"),
     ],
 )
 def test_what_cannot_be_a_tool_is_refused(agent: dict, complaint: str):
