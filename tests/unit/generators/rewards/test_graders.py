@@ -124,9 +124,6 @@ def test_question_answering_reads_all_turns_of_the_model_and_nothing_else():
     messages[0]["content"] *= 11
     guessed = qa_exact_match(msgspec.structs.replace(make_sample("done", truth=["Paris"]), messages=messages))
     assert (guessed.total, guessed.is_correct) == (0.25, False)
-
-
-def test_a_golden_answer_of_articles_alone_is_refused():
     with pytest.raises(ValueError, match="must contain more than articles and punctuation"):
         qa_sub_match(make_sample("<answer>x</answer>", truth="the !"))
 
@@ -152,14 +149,11 @@ def test_format_tags(response: str, total: float):
     assert format_tags(make_sample(opened), is_first_open=True).total == (total if opened != response.strip() else 0.0)
 
 
-@pytest.mark.parametrize(("length", "total"), [(0, 0.0), (80, -0.8), (100, -1.0), (200, -1.0)])
-def test_the_penalty_of_length(length: int, total: float):
-    assert length_penalty(make_sample(num_tokens=length), max_tokens=100).total == pytest.approx(total)
-
-
-@pytest.mark.parametrize(("response", "total"), [("a b c d", 0), ("a b a b a b", -0.5), ("a", 0), ("x " * 12, -0.9)])
-def test_penalty_of_repetition(response: str, total: float):
-    assert repetition_penalty(make_sample(response)).total == pytest.approx(total)
+def test_penalties_of_length_and_repetition():
+    for length, total in ((0, 0.0), (80, -0.8), (100, -1.0), (200, -1.0)):
+        assert length_penalty(make_sample(num_tokens=length), max_tokens=100).total == pytest.approx(total)
+    for response, total in (("a b c d", 0.0), ("a b a b a b", -0.5), ("a", 0.0), ("x " * 12, -0.9)):
+        assert repetition_penalty(make_sample(response)).total == pytest.approx(total)
 
 
 def test_tasks_of_reasoning_gym_are_graded_by_their_verifiers():
@@ -202,13 +196,13 @@ def test_every_other_task_of_reasoning_gym_rewards_its_own_answer_after_json():
         ("13284", "stop", 4 / 6, False),
     ],
 )
-def test_position_match_rewards_matching_positions(response: str, stop_reason: str, total: float, is_correct: bool):
+def test_position_match_rewards_matching_positions_and_exact_match_all_or_nothing(
+    response: str, stop_reason: str, total: float, is_correct: bool
+):
     reward = position_match(make_sample(response, truth="31284", stop_reason=stop_reason))
     assert reward.total == pytest.approx(total)
     assert reward.is_correct is is_correct
 
-
-def test_exact_match_is_all_or_nothing():
     assert exact_match(make_sample(" 31284\n", truth="31284")).total == 1.0
     assert exact_match(make_sample(" 31284\n", truth="31284"), strip=False).total == 0.0
     assert exact_match(make_sample("Yes", truth="yes"), ignore_case=True).is_correct
@@ -234,19 +228,16 @@ def test_exact_match_is_all_or_nothing():
         ("\\boxed{-\\dfrac{3}{4}}", "-0.75"),
     ],
 )
-def test_math_answer_finds_equal_answers(response: str, truth: str):
+def test_math_answer_finds_equal_answers_and_can_reward_the_format(response: str, truth: str):
     assert math_answer(make_sample(response, truth=truth)).is_correct
-
-
-@pytest.mark.parametrize("response", ["#### 8", "no number at all", "7 of 9", "", "\\boxed{}", "#### 7/0"])
-def test_math_answer_rejects_other_answers(response: str):
-    reward = math_answer(make_sample(response, truth="#### 7"))
-    assert (reward.total, reward.is_correct, reward.status) == (0.0, False, "ok")
+    assert math_answer(make_sample("#### 8", truth="7"), format_reward=0.1).total == pytest.approx(0.1)
+    assert math_answer(make_sample("it is 7", truth="7"), format_reward=0.1).total == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
     ("response", "truth"),
     [
+        *((response, "#### 7") for response in ("#### 8", "no number at all", "7 of 9", "", "\\boxed{}", "#### 7/0")),
         ("\\boxed{3\\sqrt{2}}", "2"),
         ("#### 3\\sqrt{2}", "3"),
         ("it is 3\\sqrt{2}", "2"),
@@ -264,8 +255,9 @@ def test_math_answer_rejects_other_answers(response: str):
         ("\\boxed{7 or 8}", "7"),
     ],
 )
-def test_a_part_of_a_formula_is_no_answer(response: str, truth: str):
-    assert not math_answer(make_sample(response, truth=truth)).is_correct
+def test_math_answer_rejects_other_answers_and_parts_of_a_formula(response: str, truth: str):
+    reward = math_answer(make_sample(response, truth=truth))
+    assert (reward.total, reward.is_correct, reward.status) == (0.0, False, "ok")
 
 
 @pytest.mark.parametrize(
@@ -283,8 +275,3 @@ def test_math_answer_is_fast_for_any_response(response: str):
     started_at = time.process_time()
     assert not math_answer(make_sample(response, truth="7")).is_correct
     assert time.process_time() - started_at < 2
-
-
-def test_math_answer_can_reward_the_format():
-    assert math_answer(make_sample("#### 8", truth="7"), format_reward=0.1).total == pytest.approx(0.1)
-    assert math_answer(make_sample("it is 7", truth="7"), format_reward=0.1).total == pytest.approx(1.0)

@@ -36,11 +36,10 @@ def statuses(responses: list[str], **settings: Any) -> list[tuple[str, str]]:
     return [(reward.status, reward.detail) for reward in rewards]
 
 
-async def until(is_true: Callable[[], bool], *, seconds: float = 10.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not is_true():
-        assert time.monotonic() < deadline
-        await asyncio.sleep(0.01)
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -76,10 +75,6 @@ def test_a_hang_is_a_timeout_and_costs_only_the_culprit():
         assert [r.status for r in again] == ["timeout", "timeout", "ok"], "two hangs in a row"
 
     use_pool(use, timeout_s=0.3)
-
-
-def test_time_in_the_queue_does_not_count():
-    assert statuses(["sleep 0.6"] * 5, timeout_s=2.5) == [("ok", "")] * 5
 
 
 @pytest.mark.parametrize(
@@ -128,12 +123,13 @@ def test_what_a_function_started_ends_with_its_worker(response: str, status: str
         assert reward.status == status
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         assert len(pids) == 3
-        await until(lambda: not any(map(psutil.pid_exists, pids)), seconds=5)
+        await until(lambda: not any(map(psutil.pid_exists, pids)))
 
     use_pool(use, timeout_s=1.0)
 
 
-def test_a_copy_that_the_function_forked_does_not_answer():
+def test_time_in_the_queue_does_not_count_and_a_copy_that_the_function_forked_does_not_answer():
+    assert statuses(["sleep 0.6"] * 5, timeout_s=2.5) == [("ok", "")] * 5
     assert [reward.total for reward in scores(RewardConfig(FUNCTION), [*map(sample, ["fork", ""] * 2)])] == [0.5] * 4
 
 
@@ -170,19 +166,7 @@ def test_a_worker_that_cannot_be_ended_holds_nothing_up(monkeypatch: pytest.Monk
     use_pool(use, timeout_s=0.5)
 
 
-def test_a_worker_killed_from_outside_is_replaced():
-    async def use(pool: RewardPool) -> None:
-        await pool.score(sample())
-        (victim,) = pool.worker_pids
-        os.kill(victim, signal.SIGKILL)
-        await until(lambda: pool.worker_pids != [victim])
-        assert await pool.score(sample()) == Reward(total=0.5)
-        assert pool.worker_pids != [victim]
-
-    use_pool(use)
-
-
-def test_a_worker_ignores_ctrl_c_and_imports_nothing_large():
+def test_a_worker_ignores_ctrl_c_imports_nothing_large_and_is_replaced_when_killed():
     async def use(pool: RewardPool) -> None:
         await pool.score(sample())
         (worker,) = pool.worker_pids
@@ -190,11 +174,15 @@ def test_a_worker_ignores_ctrl_c_and_imports_nothing_large():
         assert (await pool.score(sample("heavy"))).total == 0.0
         assert pool.worker_pids == [worker]
         assert os.getpgid(worker) != os.getpgid(0)
+        os.kill(worker, signal.SIGKILL)
+        await until(lambda: pool.worker_pids != [worker])
+        assert await pool.score(sample()) == Reward(total=0.5)
+        assert pool.worker_pids != [worker]
 
     use_pool(use)
 
 
-def test_a_cancelled_call_does_not_disturb_the_next():
+def test_a_cancelled_call_does_not_disturb_the_next_and_closing_ends_open_calls_and_workers():
     async def use(pool: RewardPool) -> None:
         await pool.score(sample())
         slow = asyncio.create_task(pool.score(sample("sleep 0.2")))
@@ -202,13 +190,6 @@ def test_a_cancelled_call_does_not_disturb_the_next():
         slow.cancel()
         assert await pool.score(sample("raise x")) != Reward(total=0.5)
         assert await pool.score(sample()) == Reward(total=0.5)
-
-    use_pool(use)
-
-
-def test_closing_ends_open_calls_and_workers():
-    async def use(pool: RewardPool) -> None:
-        await pool.score(sample())
         (worker,) = pool.worker_pids
         call = asyncio.create_task(pool.score(sample("sleep 60")))
         await asyncio.sleep(0.05)
