@@ -42,15 +42,9 @@ class Scene:
         self.encoder = PromptEncoder(make_tokenizer(), max_prompt_tokens=32)
         self.sent: asyncio.Queue[Audited] = asyncio.Queue()
         self.engine = self.make_engine()
-        self.auditor = Auditor(
-            AgentRunner(
-                run=self.run, engine=self.engine, rewards=self.pool, encoder=self.encoder, generator_id="auditor"
-            ),
-            engine=self.engine,
-            rewards=self.pool,
-            encoder=self.encoder,
-            client=SimpleNamespace(send=self.sent.put_nowait),
-        )
+        parts = {"engine": self.engine, "rewards": self.pool, "encoder": self.encoder}
+        runner = AgentRunner(run=self.run, generator_id="auditor", **parts)
+        self.auditor = Auditor(runner, client=SimpleNamespace(send=self.sent.put_nowait), **parts)
 
     def make_engine(self, *, seed: int = 0) -> HfEngine:
         engine = HfEngine(self.run.model, HfEngineConfig())

@@ -108,8 +108,18 @@ class Scene:
     async def live(self, *messages: Message | ClientDiedError) -> None:
         await asyncio.wait_for(await self.served(*messages), timeout=10)
 
+    async def end(self, running: "asyncio.Task[None]") -> None:
+        self.generator.drain("the test is over")
+        await asyncio.wait_for(running, timeout=10)
 
-def test_the_reason_for_unsynced_weights_outlasts_a_late_answer_of_the_broker():
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def test_the_reason_for_unsynced_weights_outlasts_a_late_answer_of_the_broker_and_a_long_one_is_truncated():
     scene = Scene()
     scene.generator._set_state("unsynced", "the probe found them wrong")
     scene.generator.receive(Prompts([], reason="pacing: enough is under way"))
@@ -117,10 +127,6 @@ def test_the_reason_for_unsynced_weights_outlasts_a_late_answer_of_the_broker():
     scene.generator._set_state("ready", "")
     scene.generator.receive(Prompts([], reason="pacing: enough is under way"))
     assert scene.status.reason == "pacing: enough is under way"
-
-
-def test_a_long_reason_is_truncated_and_the_lease_returned():
-    scene = Scene()
     scene.generator.receive(Nack(id="3-0-1", reason="x" * 400, is_fatal=True, lease_id="3-0"))
     assert (scene.last_return.lease_ids, len(scene.last_return.reason)) == (["3-0"], 256)
 
@@ -138,12 +144,6 @@ def test_a_dead_connection_ends_the_generator_so_that_it_is_restarted():
         asyncio.run(Scene().live(ClientDiedError("the link to the broker ended: KeyError: 1")))
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
 def test_answers_leave_once_the_weights_are_verified_and_keep_their_lease_until_they_are_acknowledged():
     async def scenario(scene: Scene) -> None:
         running = await scene.served(Prompts([PROMPT]))
@@ -154,8 +154,7 @@ def test_answers_leave_once_the_weights_are_verified_and_keep_their_lease_until_
         assert scene.status.lease_ids == ["3-0"], "the broker renews only the leases that are listed"
         scene.client.outbox.acknowledge(["3-0-0", "3-0-1"])
         assert scene.status.lease_ids == []
-        scene.generator.drain("the test is over")
-        await asyncio.wait_for(running, timeout=10)
+        await scene.end(running)
 
     asyncio.run(scenario(Scene(make_trajectory())))
 
@@ -163,10 +162,8 @@ def test_answers_leave_once_the_weights_are_verified_and_keep_their_lease_until_
 def test_a_drained_generator_returns_what_it_has_not_answered():
     async def scenario(scene: Scene) -> None:
         running = await scene.served(Prompts([PROMPT]))
-        scene.generator.drain("ordered to")
-        await asyncio.wait_for(running, timeout=10)
-        assert scene.last_return.lease_ids == ["3-0"]
-        assert scene.status.gauges["running"] == 0
+        await scene.end(running)
+        assert (scene.last_return.lease_ids, scene.status.gauges["running"]) == (["3-0"], 0)
 
     asyncio.run(scenario(Scene()))
 
@@ -246,8 +243,7 @@ def test_an_answer_resets_the_count_of_failed_prompts():
         scene.now += 60
         scene.generator.wake()
         await until(lambda: num_logged() == 1000)
-        scene.generator.drain("the test is over")
-        await asyncio.wait_for(running, timeout=10)
+        await scene.end(running)
 
     def num_logged() -> int:
         lines = [entry for entry in logged if entry["event"] == "prompt_failed"]
@@ -258,23 +254,18 @@ def test_an_answer_resets_the_count_of_failed_prompts():
 
 
 def test_the_first_failed_reward_of_each_kind_is_reported():
-    def failed(detail: str) -> Trajectory:
-        return make_trajectory(reward=Reward(total=0.0, status="error", detail=detail))
-
     async def scenario(scene: Scene) -> None:
         running = await scene.served()
         scene.generator._weight_updates.is_verified.set()
         for detail in ("ValueError: boom 1, at mine.py:2", "ValueError: boom 2, at mine.py:2", "TypeError: got 'a'"):
-            scene.agent.outcome = failed(detail)
+            scene.agent.outcome = make_trajectory(reward=Reward(total=0.0, status="error", detail=detail))
             scene.generator.receive(Prompts([PROMPT]))
             await until(lambda: not scene.generator._tasks)
         reported = [text for name, text in scene.status.gauges.items() if name.startswith("problem/")]
-        assert reported == [
-            "an answer has no reward: ValueError: boom 1, at mine.py:2", "an answer has no reward: TypeError: got 'a'",
-        ]  # fmt: skip
+        problems = "ValueError: boom 1, at mine.py:2", "TypeError: got 'a'"
+        assert reported == [f"an answer has no reward: {problem}" for problem in problems]
         assert scene.status.gauges["rewards_failed"] == 6
-        scene.generator.drain("the test is over")
-        await asyncio.wait_for(running, timeout=10)
+        await scene.end(running)
 
     asyncio.run(scenario(Scene()))
 
@@ -308,12 +299,11 @@ CUT = (0.95, 0, 1)
         pytest.param([CUT, (0.5, 1, 1)], [48] * 2, id="with a queue it does not grow"),
     ],
 )
-def test_the_limit_follows_cache_queue_and_preemptions(loads: list[tuple[float, int, int]], expected: list[int]):
+def test_the_limit_follows_cache_queue_and_preemptions_between_a_group_and_its_maximum(
+    loads: list[tuple[float, int, int]], expected: list[int]
+):
     assert limits(EngineLoad(*load) for load in loads) == expected
 
-
-def test_the_limit_stays_between_a_group_and_its_maximum():
-    assert ConcurrencyLimit(least=8, most=64).limit == 64
     falling = [EngineLoad(kv_usage=0.95, num_preempted=total) for total in range(1, 12)]
     assert limits(falling)[-1] == 8
     assert limits(falling, most=4)[-1] == 4

@@ -35,10 +35,6 @@ def test_an_id_is_a_printable_name_on_one_line(arguments: list[str]) -> None:
         split_id(arguments if arguments == ["--id="] else ["--id", *arguments])
 
 
-def test_settings_of_the_run_have_no_effect_here() -> None:
-    assert ignored_settings([ADDRESS, "weights.transport=delta", "seed=3"]) == ["seed=3"]
-
-
 REWARD, PATH = "os:system", "hub/model"
 
 
@@ -50,7 +46,8 @@ def accepted(run: RunConfig, own: list[RunConfig], overrides: list[str]) -> RunC
     return accept_settings(msgspec.json.encode(run).decode(), own, overrides)
 
 
-def test_settings_of_another_version_are_named_as_such() -> None:
+def test_settings_of_the_run_have_no_effect_here_and_those_of_another_version_are_named_as_such() -> None:
+    assert ignored_settings([ADDRESS, "weights.transport=delta", "seed=3"]) == ["seed=3"]
     with pytest.raises(ConfigError, match=r"must run the same version of Slipstream: .* unknown field `novelty`"):
         accept_settings('{"novelty": 1}', [make_run()], [])
 
@@ -96,12 +93,16 @@ def test_code_of_agents_and_tools_never_comes_from_the_broker_alone(agent: dict,
     assert accepted(calculating, [make_run()], []) == calculating
 
 
-def test_addresses_in_the_arguments_of_a_tool_never_come_from_the_broker_alone() -> None:
+def test_addresses_in_the_arguments_of_a_tool_never_come_from_the_broker_alone_but_the_model_may_lie_elsewhere() -> (
+    None
+):
     def tool(address: str) -> dict[str, Any]:
         return {"agent": {"kind": "tools", "tools": [{"function": "python", "arguments": {"address": address}}]}}
 
     with pytest.raises(ConfigError, match=r"got 'python {.address.:.http://evil.}' only from the broker"):
         accepted(received(generators=tool("http://evil")), [make_run(generators=tool("http://sandbox"))], [])
+    assert accepted(received(), [make_run()], ["model.path=/mnt/model"]).model.path == "/mnt/model"
+    assert accepted(received(), [make_run()], []) == received()
 
 
 @pytest.mark.parametrize("own", [{}, {"path": PATH}, {"path": "another", "trust_remote_code": True}])
@@ -111,11 +112,6 @@ def test_code_in_a_checkpoint_is_trusted_here_or_not_at_all(own: dict[str, Any])
         accepted(run, [make_run(**{"model": own} if own else {})], [])
     trusting = make_run(model={"path": PATH, "trust_remote_code": True})
     assert accepted(run, [trusting], []) == run
-
-
-def test_the_model_may_lie_elsewhere_here() -> None:
-    assert accepted(received(), [make_run()], ["model.path=/mnt/model"]).model.path == "/mnt/model"
-    assert accepted(received(), [make_run()], []) == received()
 
 
 def recorded(folder: Path, name: str, address: str | None = None) -> RunConfig:

@@ -141,14 +141,14 @@ def test_a_repeated_command_is_answered_again_and_executed_once(scene: Scene) ->
     assert scene.updates.gauges["updates"] == 1
 
 
-def test_an_epoch_and_the_update_within_it_are_both_executed(scene: Scene) -> None:
-    scene.play(lambda: scene.answers(2, opening(1), scene.command(4)))
-    assert [type(answer) for answer in scene.sent] == [EpochOpened, UpdateApplied]
+def test_an_epoch_and_the_update_within_it_are_both_executed_and_a_superseded_command_is_skipped(scene: Scene) -> None:
+    async def script() -> None:
+        await scene.answers(2, opening(1), scene.command(1))
+        await scene.answers(3, scene.command(2), opening(2), scene.serve(3), scene.serve(4))
 
-
-def test_a_superseded_command_is_skipped(scene: Scene) -> None:
-    scene.play(lambda: scene.answers(1, scene.command(1), opening(2), scene.serve(2), scene.serve(3)))
-    assert [answer.version for answer in scene.sent] == [3]
+    scene.play(script)
+    assert [type(answer) for answer in scene.sent] == [EpochOpened, UpdateApplied, UpdateApplied]
+    assert scene.sent[2].version == 4
 
 
 def test_fetching_from_a_dead_learner_ends_with_the_next_command(scene: Scene) -> None:

@@ -57,15 +57,14 @@ def test_filters_keep_the_likeliest_tokens(filters: dict, kept: set[int]):
     assert logprobs.exp().tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_greedy_and_random_rows_mix_in_a_batch():
+def test_greedy_and_random_rows_mix_in_a_batch_and_impossible_tokens_are_never_drawn():
     logits = logits_of(0.3, 0.5, 0.2).repeat(2, 1)
     tokens, logprobs = sample(logits, [make_sampling(0.0), make_sampling(2.0)], torch.tensor([0.99, 0.99]).double())
     assert tokens.tolist() == [1, 2]
     weights = [0.3**0.5, 0.5**0.5, 0.2**0.5]
     assert logprobs.exp().tolist() == pytest.approx([0.5, weights[2] / sum(weights)], abs=1e-6)
 
-
-def test_a_token_of_probability_zero_is_never_drawn():
+    # A token of probability zero is never drawn.
     logits = torch.tensor([[-math.inf, 0.0, 0.0, -math.inf]])
     uniforms = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
     tokens, logprobs = sample(logits.repeat(2, 1), [make_sampling()] * 2, uniforms)

@@ -59,18 +59,15 @@ def test_calls_are_concurrent(tools: dict[str, Tool]):
     assert time.monotonic() - started < 5
 
 
-def test_secrets_reach_the_server_by_its_environment_alone(tools: dict[str, Tool]):
+def test_wrong_arguments_are_the_models_and_secrets_reach_the_server_by_its_environment_alone(tools: dict[str, Tool]):
+    with pytest.raises(ToolError, match="right"):
+        asyncio.run(call(tools, "add", left=1))
+    assert asyncio.run(call(tools, "add", left=1, right=2)) == "3"
     assert asyncio.run(call(tools, "secret", function="KEY")) == "s3cret"
     assert asyncio.run(call(tools, "secret", function="OTHER_KEY")) == "none"
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             assert not any("s3cret" in word for word in child.cmdline())
-
-
-def test_wrong_arguments_are_the_models(tools: dict[str, Tool]):
-    with pytest.raises(ToolError, match="right"):
-        asyncio.run(call(tools, "add", left=1))
-    assert asyncio.run(call(tools, "add", left=1, right=2)) == "3"
 
 
 @pytest.mark.parametrize("name", ["die", "hang"])

@@ -26,6 +26,8 @@ from slipstream.generators.errors import EngineDiedError, EngineError
 from tests.builders import make_run
 from tests.unit.broker.weight_versions import announce
 
+MODEL = ModelConfig(max_length=64, dtype="float32", path="none")
+
 
 async def never() -> None:
     await asyncio.Event().wait()
@@ -34,7 +36,7 @@ async def never() -> None:
 def test_an_engine_that_left_one_call_unanswered_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # Five calls of half a minute each would outlast the learner's patience with a run without weights.
     monkeypatch.setattr("slipstream.generators.engines.vllm.engine._SECOND_CHANCE_S", 0.01)
-    engine = VllmEngine(ModelConfig(max_length=64, dtype="float32", path="none"), VllmEngineConfig(), seed=0)
+    engine = VllmEngine(MODEL, VllmEngineConfig(), seed=0)
 
     async def scenario() -> None:
         for limit_s in (0.02, 60.0, 60.0):
@@ -49,9 +51,8 @@ def test_an_engine_that_left_one_call_unanswered_is_not_waited_for_again(monkeyp
 
 
 def test_the_time_to_load_a_version_grows_with_its_size_and_shrinks_with_the_workers() -> None:
-    model = ModelConfig(max_length=64, dtype="bfloat16", path="none")
     limits = [
-        VllmEngine(model, VllmEngineConfig(tensor_parallel_size=workers), seed=0)._loading_s(announce([], sizes, []))
+        VllmEngine(MODEL, VllmEngineConfig(tensor_parallel_size=workers), seed=0)._loading_s(announce([], sizes, []))
         for workers, sizes in ((1, []), (1, [10**9] * 65), (2, [10**9] * 65))
     ]
     # 65 GB at 100 MB/s, the slowest rate that is no hang.
@@ -60,13 +61,7 @@ def test_the_time_to_load_a_version_grows_with_its_size_and_shrinks_with_the_wor
 
 def arguments_of(*, reads_text: bool = False, **settings: Any) -> AsyncEngineArgs:
     config = VllmEngineConfig(**settings)
-    return engine_arguments(
-        ModelConfig(max_length=64, dtype="float32", path="none"),
-        config,
-        seed=0,
-        max_positions=64,
-        reads_text=reads_text,
-    )
+    return engine_arguments(MODEL, config, seed=0, max_positions=64, reads_text=reads_text)
 
 
 @pytest.mark.parametrize(("chosen", "text", "is_on"), [(None, True, True), (None, False, False), (False, True, False)])

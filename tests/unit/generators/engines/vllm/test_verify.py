@@ -168,13 +168,10 @@ def test_a_part_of_the_kernels_is_compared_and_all_must_be_new():
     assert found == ["norm.weight", ""]
 
 
-def test_a_tensor_that_was_altered_before_the_loader_got_it_is_found_in_every_update():
+def test_a_tensor_that_was_altered_before_the_loader_got_it_is_found_and_what_could_not_be_compared_is_named():
     model, sent = Model(), make_sent()
     record = load(model, [(name, tensor + 1e-6 if name == "norm.weight" else tensor) for name, tensor in sent])
-    assert [record.first_mismatch(sent, part=(i, 8)) for i in range(8)] == ["norm.weight"] * 8
-
-
-def test_what_could_not_be_compared_is_named():
+    assert [record.first_mismatch(sent, part=(i, 8)) for i in range(8)] == ["norm.weight"] * 8, "in every update"
     model, sent = Model(), make_sent()
     record = load(model, [(name, 2 * tensor if name == "q" else tensor) for name, tensor in sent if name != "experts"])
     assert record.first_mismatch(sent) == ""
@@ -303,12 +300,8 @@ def test_one_changed_element_is_found_in_any_tensor(layer: str, matrix: str, sen
     name = name_of(layer, matrix)
     assert mismatch(model, sent) == ""
     assert mismatch(model, sent | {name: torch.nextafter(sent[name], torch.tensor(9.0))}) == name
-
-
-def test_a_layer_without_a_slot_is_found(sent: dict[str, Tensor]):
-    model = make_model(sent)
     del model.lora_manager.modules["layers.0.o_proj"]
-    assert mismatch(model, sent) == name_of("o_proj", "A")
+    assert mismatch(model, sent) == name_of("o_proj", "A"), "and a layer without a slot"
 
 
 @pytest.mark.parametrize(("rank", "slot"), [(1, 1), (3, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
