@@ -21,7 +21,7 @@ from slipstream.runtime.credentials import TOKEN_VARIABLE, make_token
 from slipstream.runtime.run_folder import RunFolder
 from tests.unit.learner.builders import CPU, make_alone
 
-TIMEOUT_S = 0.3
+TIMEOUT_S = 2.0
 DEADLINE_S = 20.0
 
 
@@ -77,7 +77,7 @@ def test_a_silent_rank_is_named_with_its_machine(ranks: Watches):
     assert ranks.has_ended.wait(DEADLINE_S)
     message = ranks.ended[0]
     assert message == (
-        "all learner ranks must send a heartbeat within 0.3 s, got none from rank 2 on node2: "
+        "all learner ranks must send a heartbeat within 2 s, got none from rank 2 on node2: "
         "a machine is down or a process hangs; the ranks are restarted."
     )
 
@@ -85,10 +85,10 @@ def test_a_silent_rank_is_named_with_its_machine(ranks: Watches):
 def test_live_ranks_and_ranks_that_left_end_no_rank(ranks: Watches):
     ranks.join(0)
     other = ranks.join(1)
-    assert not ranks.has_ended.wait(2 * TIMEOUT_S)
+    assert not ranks.has_ended.wait(1.25 * TIMEOUT_S)
     leave(ranks.store, 1)
     other.stop()
-    assert not ranks.has_ended.wait(2 * TIMEOUT_S)
+    assert not ranks.has_ended.wait(1.25 * TIMEOUT_S)
 
 
 def test_a_lost_rendezvous_is_blamed_on_rank_0(ranks: Watches):
@@ -105,9 +105,9 @@ def test_a_process_that_was_suspended_blames_no_rank(ranks: Watches, monkeypatch
     monkeypatch.setattr(ranks_module, "time", clock)
     ranks.join(0)
     ranks.join(1)
-    assert not ranks.has_ended.wait(TIMEOUT_S / 2)
+    assert not ranks.has_ended.wait(TIMEOUT_S / 4)
     stood_still_s[0] = 1000.0
-    assert not ranks.has_ended.wait(2 * TIMEOUT_S)
+    assert not ranks.has_ended.wait(1.25 * TIMEOUT_S)
 
 
 def test_one_rank_keeps_what_it_has_and_several_need_a_rendezvous():

@@ -42,7 +42,7 @@ async def slow(seconds: float) -> str:
 
 def stuck() -> str:
     """Never answer in time."""
-    time.sleep(1.0)
+    time.sleep(2.5)
     return "late"
 
 

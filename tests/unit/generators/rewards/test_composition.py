@@ -231,17 +231,17 @@ def test_async_calls_are_in_flight_at_the_same_time_up_to_the_number_allowed():
 
 
 def test_a_call_that_waits_too_long_is_cancelled_and_its_worker_goes_on():
-    rewards, _ = score_all(["wait 30", "pid", "wait 0.1", "wait 30", "pid"], timeout_s=1.0)
+    rewards, _ = score_all(["wait 30", "pid", "wait 0.1", "wait 30", "pid"], timeout_s=2.5)
     assert [reward.status for reward in rewards] == ["timeout", "ok", "ok", "timeout", "ok"]
     assert rewards[1].total == rewards[4].total
-    assert "generators.reward.timeout_s (1 s)" in rewards[0].detail
+    assert "generators.reward.timeout_s (2.5 s)" in rewards[0].detail
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("response", "status", "words", "settings"),
     [
-        *((response, "timeout", "timeout_s (1 s)", {}) for response in ("block", "child block", "stubborn")),
+        *((response, "timeout", "timeout_s (2.5 s)", {}) for response in ("block", "child block", "stubborn")),
         ("leave", "error", "worker died (exit code 3)", {}),
         ("block", "timeout", "generators.reward.max_cpu_s (1 s)", {"timeout_s": 20.0, "max_cpu_s": 1}),
     ],
@@ -249,7 +249,7 @@ def test_a_call_that_waits_too_long_is_cancelled_and_its_worker_goes_on():
 def test_a_call_that_takes_the_worker_down_or_too_much_processor_time_between_awaits_fails_alone(
     response: str, status: str, words: str, settings: dict[str, Any]
 ):
-    rewards, _ = score_all(["wait 0.2", "wait 0.5", response, "wait 0.5"], **({"timeout_s": 1.0} | settings))
+    rewards, _ = score_all(["wait 0.2", "wait 0.5", response, "wait 0.5"], **({"timeout_s": 2.5} | settings))
     assert [reward.status for reward in rewards] == ["ok", "ok", status, "ok"]
     assert words in rewards[2].detail
 

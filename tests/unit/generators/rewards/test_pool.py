@@ -70,11 +70,11 @@ def test_a_hang_is_a_timeout_and_costs_only_the_culprit():
         answers = ["", "", "spin", *[""] * 40]
         rewards = await asyncio.gather(*(pool.score(sample(answer)) for answer in answers))
         assert [r.status for r in rewards] == ["timeout" if answer else "ok" for answer in answers]
-        assert "generators.reward.timeout_s (0.3 s)" in rewards[2].detail
+        assert "generators.reward.timeout_s (2 s)" in rewards[2].detail
         again = await asyncio.gather(*(pool.score(sample(answer)) for answer in ["sleep 60", "sleep 60", ""]))
         assert [r.status for r in again] == ["timeout", "timeout", "ok"], "two hangs in a row"
 
-    use_pool(use, timeout_s=0.3)
+    use_pool(use, timeout_s=2.0)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_what_a_function_started_ends_with_its_worker(response: str, status: str
         assert len(pids) == 3
         await until(lambda: not any(map(psutil.pid_exists, pids)))
 
-    use_pool(use, timeout_s=1.0)
+    use_pool(use, timeout_s=4.0)
 
 
 def test_time_in_the_queue_does_not_count_and_a_copy_that_the_function_forked_does_not_answer():
@@ -163,7 +163,7 @@ def test_a_worker_that_cannot_be_ended_holds_nothing_up(monkeypatch: pytest.Monk
         assert not supervisor.is_running() or supervisor.status() == psutil.STATUS_ZOMBIE
         psutil.Process(pool.worker_pids[0]).parent().suspend()  # `close` ends such a worker, too
 
-    use_pool(use, timeout_s=0.5)
+    use_pool(use, timeout_s=2.0)
 
 
 def test_a_worker_ignores_ctrl_c_imports_nothing_large_and_is_replaced_when_killed():

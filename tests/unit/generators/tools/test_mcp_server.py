@@ -23,7 +23,7 @@ pytest.importorskip("mcp")
 pytestmark = pytest.mark.slow
 
 PROGRAM = str(Path(__file__).with_name("mcp_tools.py"))
-LIMITS = {"hang_s": 1.0}
+LIMITS = {"hang_s": 2.5}
 
 
 @pytest.fixture(scope="module")
