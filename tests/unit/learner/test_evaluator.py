@@ -202,7 +202,7 @@ def test_a_majority_of_too_many_subsets_is_close_to_that_of_all(monkeypatch: pyt
     assert drawn == pytest.approx(exact, abs=0.03)
 
 
-def test_metrics_are_at_powers_of_two_and_a_failed_answer_is_not_right_and_has_no_reward_and_no_vote():
+def test_scores_of_powers_of_two_intervals_and_differences():
     found = metric_sums([scored(row, row % 2, right=row % 2 == 1) for row in range(2) for _ in range(6)])
     assert [name for name in found if name.startswith("pass")] == ["pass@1", "pass@2", "pass@4", "pass@6"]
     assert [name for name in found if name.startswith("maj")] == ["maj@2", "maj@4", "maj@6"]
@@ -215,9 +215,6 @@ def test_metrics_are_at_powers_of_two_and_a_failed_answer_is_not_right_and_has_n
     assert found["maj@4"].mean == pytest.approx(0.25), "four answers of one vote each"
     assert "best@4" not in found
     assert score([failed]).metrics.keys() == {"accuracy"}
-
-
-def test_intervals_cover_the_mean_as_often_as_they_should_and_differences_are_paired():
     draws = np.random.default_rng(0)
     found = [estimate(Sums((draws.random(80) < 0.3).astype(float), np.ones(80))) for _ in range(300)]
     covered = sum(each.low <= 0.3 <= each.high for each in found)

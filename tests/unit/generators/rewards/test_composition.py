@@ -30,7 +30,7 @@ def score(config: RewardConfig, sample: RewardInput) -> Reward:
     return asyncio.run(functions.score_async(sample)) if functions.is_async else functions.score(sample)
 
 
-def test_functions_are_added_with_weights_and_each_has_a_part():
+def test_functions_are_added_with_weights_also_rewards_of_turns_and_each_has_a_part():
     config = several({"function": "exact_match", "weight": 2}, {"function": "position_match", "weight": -0.5})
     right, half = score(config, make_input()), score(config, make_input("31000"))
     parts = {"exact_match": 2.0, "position_match": -0.5, "position_match/positions": 1.0}
@@ -38,6 +38,12 @@ def test_functions_are_added_with_weights_and_each_has_a_part():
     # A function's own parts stay as it gave them.
     assert half.parts == pytest.approx({"exact_match": 0.0, "position_match": -0.25, "position_match/positions": 0.5})
     assert half.total == pytest.approx(-0.5 * 3 / 6)
+    config = several(
+        {"function": f"{SAMPLES}:with_turns", "weight": 2},
+        {"function": f"{SAMPLES}:with_turns", "name": "b", "arguments": {"turns": [1.0]}},
+        {"function": "exact_match"},
+    )
+    assert score(config, make_input()).turns == [2.0, -0.5, 0.5]
 
 
 @pytest.mark.parametrize(
@@ -72,15 +78,6 @@ def test_correctness_is_decided_by_the_marked_functions_and_else_by_the_first(de
         {"function": f"{SAMPLES}:by_response", "counts_for_accuracy": decides[1]},
     )
     assert score(config, make_input()).is_correct is is_correct
-
-
-def test_rewards_of_turns_are_added_with_weights():
-    config = several(
-        {"function": f"{SAMPLES}:with_turns", "weight": 2},
-        {"function": f"{SAMPLES}:with_turns", "name": "b", "arguments": {"turns": [1.0]}},
-        {"function": "exact_match"},
-    )
-    assert score(config, make_input()).turns == [2.0, -0.5, 0.5]
 
 
 def test_a_function_may_lie_in_a_file(tmp_path: Path):
@@ -230,11 +227,15 @@ def test_async_calls_are_in_flight_at_the_same_time_up_to_the_number_allowed():
     assert {reward.total for reward in rewards} <= {1.0, 2.0, 3.0}
 
 
-def test_a_call_that_waits_too_long_is_cancelled_and_its_worker_goes_on():
+def test_async_calls_that_raise_or_wait_too_long_leave_their_worker():
     rewards, _ = score_all(["wait 30", "pid", "wait 0.1", "wait 30", "pid"], timeout_s=2.5)
     assert [reward.status for reward in rewards] == ["timeout", "ok", "ok", "timeout", "ok"]
     assert rewards[1].total == rewards[4].total
     assert "generators.reward.timeout_s (2.5 s)" in rewards[0].detail
+    rewards, _ = score_all(["raise x", "cancel", "pid"], timeout_s=20.0)
+    assert [reward.status for reward in rewards] == ["error", "error", "ok"]
+    assert rewards[0].detail.startswith("ValueError: no good: x, at ")
+    assert rewards[1].detail.startswith("CancelledError, at ")
 
 
 @pytest.mark.slow
@@ -252,13 +253,6 @@ def test_a_call_that_takes_the_worker_down_or_too_much_processor_time_between_aw
     rewards, _ = score_all(["wait 0.2", "wait 0.5", response, "wait 0.5"], **({"timeout_s": 2.5} | settings))
     assert [reward.status for reward in rewards] == ["ok", "ok", status, "ok"]
     assert words in rewards[2].detail
-
-
-def test_exceptions_of_async_functions_are_errors():
-    rewards, _ = score_all(["raise x", "cancel", "pid"], timeout_s=20.0)
-    assert [reward.status for reward in rewards] == ["error", "error", "ok"]
-    assert rewards[0].detail.startswith("ValueError: no good: x, at ")
-    assert rewards[1].detail.startswith("CancelledError, at ")
 
 
 RECORD = {"total": 0.75, "parts": {"a": 0.5, "b": 0.25}, "is_correct": True}

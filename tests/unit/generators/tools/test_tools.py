@@ -44,14 +44,11 @@ def find(index: str, query: str, topk: int = 3) -> list[Passage]:
     return asyncio.run(LocalIndex(Path(index)).find(query, topk))
 
 
-def test_the_best_passages_come_first_whatever_signs_a_query_has(index: str):
+def test_the_best_passages_come_first_and_the_same_corpus_may_be_parquet(index: str, tmp_path: Path):
     assert [found.title for found in find(index, "Who was born at the Rhine?")] == ["Bonn"]
     assert [found.title for found in find(index, "beethoven AND (danube:", topk=1)] == ["Vienna"]
     assert find(index, 'city^9 ["*') == find(index, "cities")
     assert find(index, "of the") == find(index, "") == find(index, "***") == []
-
-
-def test_the_same_corpus_as_parquet(index: str, tmp_path: Path):
     rows = [{"title": row.get("title"), "text": row["text"]} for row in CORPUS[1:]]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "corpus.parquet")
     make_search_index.main([str(tmp_path / "corpus.parquet"), f"--out={tmp_path / 'index'}", "--language="])
@@ -114,15 +111,12 @@ def shown(index: str, texts: list[str], **settings) -> tuple[str, object]:
     return make_chat_tokenizer("chatml").decode(trajectory.token_ids), trajectory
 
 
-def test_an_invalid_action_is_told_or_ends_the_answer(index: str):
+def test_invalid_actions_turns_and_passages_have_limits_and_passages_cannot_end_a_turn(index: str):
     text, trajectory = shown(index, ["it is Bonn", "<answer>Bonn</answer>"])
     assert f"it is Bonn<|im_end|>\n{INVALID} If I want to search" in text
     assert (trajectory.num_turns, trajectory.metrics["invalid_actions"]) == (2, 1)
     assert shown(index, ["it is Bonn"], invalid_action="")[1].num_turns == 1
     assert shown(index, ["so " * 50], max_tokens=30)[1].stop_reason == "length"
-
-
-def test_turns_and_passages_have_limits(index: str):
     trajectory = shown(index, [ASK] * 3, max_turns=3)[1]
     assert (trajectory.num_turns, trajectory.stop_reason, trajectory.metrics["tool_calls"]) == (3, "turn_limit", 2)
     text, trajectory = shown(index, [ASK, "<answer>so</answer>"], max_observation_tokens=9)

@@ -72,7 +72,7 @@ def ragged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.rand(12, dtype=torch.float64) + 0.5, groups, torch.randint(1, 9, (12,))
 
 
-def test_hand_computed_values():
+def test_hand_computed_values_of_group_baselines_win_rates_and_gpg():
     rewards, groups = wide(1, 2, 3, 10, 20), whole(0, 0, 0, 1, 1)
     assert dr_grpo(rewards, groups).tolist() == [-1, 0, 1, -5, 5]
     assert rloo(rewards, groups).tolist() == [-1.5, 0, 1.5, -10, 10]
@@ -83,6 +83,13 @@ def test_hand_computed_values():
     assert torch.allclose(grpo(rewards, groups, epsilon=EPSILON), expected, atol=2e-6)
     assert opo(wide(1, 3, 100), whole(0, 0, 0), whole(2, 2, 0)).tolist() == [-1, 1, 98], "without tokens, no share"
     assert maxrl(wide(-1, 1, 0, 0, -3, -1), whole(0, 0, 1, 1, 2, 2), epsilon=EPSILON).tolist() == [0] * 6
+    rewards, groups = wide(0, 1, 1, 1, 1, 0, 0), whole(0, 0, 1, 1, 1, 2, 2)
+    assert gpg(rewards, groups).tolist() == [-1.75, 1.75, 0, 0, 0, 0, 0]
+    # Two of four rewards are 0, yet every trajectory has a gradient: alpha is 1.
+    assert gpg(wide(0, 1, 0, 1), whole(0, 0, 1, 1)).tolist() == [-0.5, 0.5, -0.5, 0.5]
+    assert win_rate(wide(2, 1, 1, 0), whole(0, 0, 0, 0)).tolist() == pytest.approx([1 / 2, 0, 0, -1 / 2])
+    assert win_rate(wide(5, 5, 1), whole(0, 0, 0)).tolist() == [0.25, 0.25, -0.5]
+    assert win_rate(wide(1, 2, 3), whole(0, 0, 0)).equal(win_rate(wide(-1e9, 2, 2.001), whole(0, 0, 0)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -132,13 +139,6 @@ def test_advantages_follow_shift_sign_and_scale_of_the_rewards(name, scale, shif
     assert torch.allclose(changed, factor * ALL[name](rewards, groups, lengths), atol=atol)
 
 
-def test_gpg_scales_up_for_groups_without_a_gradient_but_not_for_rewards_of_zero():
-    rewards, groups = wide(0, 1, 1, 1, 1, 0, 0), whole(0, 0, 1, 1, 1, 2, 2)
-    assert gpg(rewards, groups).tolist() == [-1.75, 1.75, 0, 0, 0, 0, 0]
-    # Two of four rewards are 0, yet every trajectory has a gradient: alpha is 1.
-    assert gpg(wide(0, 1, 0, 1), whole(0, 0, 1, 1)).tolist() == [-0.5, 0.5, -0.5, 0.5]
-
-
 def test_lite_ppo_and_reinforce_plus_plus_baseline_divide_by_the_spread_of_the_batch_and_of_its_tokens():
     rewards, groups = wide(1, 1.01, 0, 10), whole(0, 0, 1, 1)
     expected = dr_grpo(rewards, groups) / rewards.std(correction=0)
@@ -152,12 +152,6 @@ def test_lite_ppo_and_reinforce_plus_plus_baseline_divide_by_the_spread_of_the_b
     assert torch.allclose(values.repeat_interleave(lengths), expected)
     more = torch.cat([rewards, wide(50)]), torch.cat([groups, whole(2)]), torch.cat([lengths, whole(99)])
     assert reinforce_plus_plus_baseline(*more, epsilon=1e-12).equal(torch.cat([values, wide(0)]))
-
-
-def test_win_rate_counts_a_tie_as_half_a_win_and_ignores_by_how_much():
-    assert win_rate(wide(2, 1, 1, 0), whole(0, 0, 0, 0)).tolist() == pytest.approx([1 / 2, 0, 0, -1 / 2])
-    assert win_rate(wide(5, 5, 1), whole(0, 0, 0)).tolist() == [0.25, 0.25, -0.5]
-    assert win_rate(wide(1, 2, 3), whole(0, 0, 0)).equal(win_rate(wide(-1e9, 2, 2.001), whole(0, 0, 0)))
 
 
 def test_gdpo_weighs_the_named_parts_tells_them_apart_and_refuses_those_that_an_answer_lacks():

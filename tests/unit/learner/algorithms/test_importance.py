@@ -51,7 +51,7 @@ def test_the_clamp_bounds_the_value_and_not_the_gradient_and_what_is_not_finite_
     assert importance.nonfinite(numerator, denominator).tolist() == [True, True, True, False]
 
 
-def test_levels_by_hand_clamp_the_product_of_many_ratios_and_not_their_mean():
+def test_levels_by_hand_and_a_veto_takes_the_whole_sequence_of_one_bad_token():
     values = {name: level(LOG_RATIO, SEQUENCES, num_sequences=3).tolist() for name, level in LEVELS.items()}
     assert values["token"] == pytest.approx([2, 3, 0.5, 1])
     assert values["sequence"] == pytest.approx([6, 6, 0.5, 0.5])
@@ -64,6 +64,9 @@ def test_levels_by_hand_clamp_the_product_of_many_ratios_and_not_their_mean():
     mean = LEVELS["geometric"](log_ratio, sequences, num_sequences=1)
     assert product.tolist() == pytest.approx([math.exp(20)] * 1000)
     assert mean.tolist() == pytest.approx([1.1] * 1000, rel=1e-4)
+    for bad, expected in ((1e-5, False), (200.0, False), (99.0, True)):
+        kept = veto(torch.tensor([1, bad, 1, 1]).log(), SEQUENCES, num_sequences=3, low=1e-4, high=100.0)
+        assert kept.tolist() == [expected, expected, True, True]
 
 
 def test_weights_are_truncated_from_above_by_default_and_masked_in_both_tails_beyond_the_bounds():
@@ -204,12 +207,6 @@ def test_k2_and_k3_by_hand(keep, first, second, highs):
     for over, high in itertools.product(values, highs):
         found = keep(log_ratio, SEQUENCES, num_sequences=3, over=over, high=high)
         assert found.tolist() == [value <= high for value in values[over]], (over, high)
-
-
-def test_a_veto_takes_the_whole_sequence_of_one_bad_token():
-    for bad, expected in ((1e-5, False), (200.0, False), (99.0, True)):
-        kept = veto(torch.tensor([1, bad, 1, 1]).log(), SEQUENCES, num_sequences=3, low=1e-4, high=100.0)
-        assert kept.tolist() == [expected, expected, True, True]
 
 
 @every_rejection

@@ -156,7 +156,7 @@ def test_gmpo_clips_tokens_on_one_side_and_topr_tapers_negative_advantages():
     assert negative.tolist() == pytest.approx(of(math.exp(-1.5), 2 * math.exp(-0.5), 3).tolist())
 
 
-def test_the_weight_of_vespo_by_hand_peaks_at_power_over_decay():
+def test_vespo_and_sppo_by_hand():
     def phi(ratio, power, decay):
         return ratio**power * math.exp(decay * (1 - ratio))
 
@@ -169,6 +169,12 @@ def test_the_weight_of_vespo_by_hand_peaks_at_power_over_decay():
             LOSSES["vespo"], (peak + wide(-0.01, 0, 0.01)).log(), torch.full((3,), advantage).double()
         )
         assert weights.abs().argmax() == 1, advantage
+    assert sppo(wide(0, 1, -2), wide(0.5, 1, 0.25), eta=4.0).tolist() == [0, 1, 1]
+    losses = policy_losses.sppo(loss_inputs(wide(0.5, 1, -1), wide(0.5, 0.5, -0.5), whole(0, 0, 1)), eta=2.0)
+    assert losses.tolist() == [0.25, 0.25, 0]
+    log_ratio, win_rates = torch.zeros(4, dtype=torch.float64, requires_grad=True), wide(0, 0.5, 0.75, 1)
+    (gradient,) = torch.autograd.grad(sppo(log_ratio, win_rates, eta=3.0).sum(), log_ratio)
+    assert gradient.tolist() == (-2 * 3.0 * (win_rates - 0.5)).tolist()
 
 
 @every_loss
@@ -218,15 +224,6 @@ def test_ratios_at_the_bounds_of_the_clamp_are_finite(loss, value):
 
 def sppo(log_ratio, win_rates, *, eta):
     return checked(policy_losses.sppo)(loss_inputs(log_ratio, win_rates - 0.5), eta=eta)
-
-
-def test_sppo_compares_the_ratio_of_the_whole_sequence_and_at_ratio_one_has_the_gradient_of_reinforce():
-    assert sppo(wide(0, 1, -2), wide(0.5, 1, 0.25), eta=4.0).tolist() == [0, 1, 1]
-    losses = policy_losses.sppo(loss_inputs(wide(0.5, 1, -1), wide(0.5, 0.5, -0.5), whole(0, 0, 1)), eta=2.0)
-    assert losses.tolist() == [0.25, 0.25, 0]
-    log_ratio, win_rates = torch.zeros(4, dtype=torch.float64, requires_grad=True), wide(0, 0.5, 0.75, 1)
-    (gradient,) = torch.autograd.grad(sppo(log_ratio, win_rates, eta=3.0).sum(), log_ratio)
-    assert gradient.tolist() == (-2 * 3.0 * (win_rates - 0.5)).tolist()
 
 
 COUNTS = torch.tensor([2, 0, 6])
@@ -354,12 +351,17 @@ def test_m2po_by_hand(log_ratio, advantages, threshold, expected):
     assert dropped(m2po(wide(*log_ratio), wide(*advantages), threshold=threshold)) == expected
 
 
-def test_m2po_is_its_algorithm_line_by_line():
+def test_m2po_is_its_algorithm_and_covariances_are_zero_where_not_finite():
     for seed in range(20):
         log_ratio, advantages = torch.randn(2, 40, generator=seeded(seed), dtype=torch.float64).unbind()
         threshold = 10 ** (-seed / 8)
         mask = m2po(log_ratio, advantages, threshold=threshold)
         assert mask.equal(m2po_by_the_algorithm(log_ratio, advantages, threshold))
+    advantages, logprobs = torch.randn(2, 100, generator=seeded(), dtype=torch.float64).unbind()
+    expected = torch.cov(torch.stack([advantages, logprobs]), correction=0)[0, 1]
+    assert float(covariance(advantages, logprobs).mean()) == pytest.approx(float(expected))
+    values = covariance(wide(1, -1, 5, -5), wide(-1, -3, -math.inf, math.nan))
+    assert values.tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
 def test_opsm_drops_drifted_sequences_of_negative_advantage_whatever_their_length():
@@ -375,14 +377,6 @@ def test_opsm_drops_drifted_sequences_of_negative_advantage_whatever_their_lengt
         sequences = torch.cat([torch.zeros(2 * copies, dtype=torch.int64), torch.tensor([1, 1])])
         mask = opsm(values, -torch.ones_like(values), sequences, delta=delta)
         assert mask.tolist() == [True] * 2 * copies + [False] * 2
-
-
-def test_the_covariances_have_the_covariance_as_mean_and_are_zero_where_not_finite():
-    advantages, logprobs = torch.randn(2, 100, generator=seeded(), dtype=torch.float64).unbind()
-    expected = torch.cov(torch.stack([advantages, logprobs]), correction=0)[0, 1]
-    assert float(covariance(advantages, logprobs).mean()) == pytest.approx(float(expected))
-    values = covariance(wide(1, -1, 5, -5), wide(-1, -3, -math.inf, math.nan))
-    assert values.tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
 def clip_cov_mask(inputs, *, fraction, low, high):

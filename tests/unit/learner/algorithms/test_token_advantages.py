@@ -118,7 +118,7 @@ def test_gae_and_length_adaptive_lambda_by_hand():
     assert sum(lam**k for k in range(100_000)) == pytest.approx(0.05 * 400, rel=1e-4)
 
 
-def test_masked_tool_tokens_are_as_good_as_deleted():
+def test_tool_tokens_are_as_good_as_deleted_and_a_trajectory_does_not_see_the_others():
     generator = torch.Generator().manual_seed(3)
     for _ in range(10):
         rewards, values = (torch.randn(12, dtype=torch.float64, generator=generator) for _ in range(2))
@@ -127,33 +127,6 @@ def test_masked_tool_tokens_are_as_good_as_deleted():
         kept = torch.zeros(int(is_ours.sum()), dtype=torch.int64)
         advantages, _ = gae(rewards[is_ours], values[is_ours], kept, num_sequences=1, gamma=0.9, lam=0.8)
         assert torch.allclose(advantages, masked_gae(rewards, poisoned, is_ours, gamma=0.9, lam=0.8)[is_ours])
-
-
-def test_lambda_may_adapt_to_the_length_and_differ_from_the_critics():
-    inputs = token_inputs(drawn(0), SEQUENCES, num_sequences=4, values=drawn(1))
-    settings = PLAIN | {"gamma": 0.9, "length_adaptive_alpha": 0.5, "critic_lam": 0.7}
-    advantages, returns = token_advantages.gae(inputs, **settings)
-    lam = length_adaptive_lambda(torch.tensor(LENGTHS), alpha=0.5)
-    for index in (0, 1, 3):
-        own = index == SEQUENCES
-        alone, _ = gae(drawn(0), drawn(1), SEQUENCES, num_sequences=4, gamma=0.9, lam=float(lam[index]))
-        assert torch.allclose(advantages[own], alone[own])
-    assert returns.equal(gae(drawn(0), drawn(1), SEQUENCES, num_sequences=4, gamma=0.9, lam=0.7)[1])
-
-
-def test_with_epsilon_advantages_are_whitened_and_returns_are_not_as_in_reinforce_plus_plus():
-    settings = {"num_sequences": 4, "gamma": 0.9, "lam": 0.8}
-    plain, returns = gae(drawn(0), drawn(1), SEQUENCES, **settings)
-    whitened, same = gae(drawn(0), drawn(1), SEQUENCES, epsilon=1e-12, **settings)
-    assert torch.allclose(whitened, (plain - plain.mean()) / plain.std(correction=0))
-    assert same.equal(returns)
-    inputs = token_inputs(drawn(0), SEQUENCES, num_sequences=4)
-    returns = returns_to_go(drawn(0), SEQUENCES, gamma=0.9, num_sequences=4)
-    found = checked(token_advantages.reinforce_plus_plus)(inputs, gamma=0.9, epsilon=1e-12)
-    assert torch.allclose(found, (returns - returns.mean()) / returns.std(correction=0))
-
-
-def test_a_trajectory_does_not_see_the_others():
     rewards, values, ratio = drawn(0), drawn(1), drawn(2) / 2
     settings = {"gamma": 0.9, "lam": 0.8}
     bounded = settings | {"rho_bar": 1.0, "c_bar": 1.0}
@@ -165,6 +138,27 @@ def test_a_trajectory_does_not_see_the_others():
         few_corrected = vtrace(rewards[mine], values[mine], ratio[mine], alone, num_sequences=1, **bounded)
         for all_of_them, one in zip((*together, *corrected), (*few, *few_corrected), strict=True):
             assert all_of_them[mine].equal(one), chosen
+
+
+def test_lambda_may_adapt_and_with_epsilon_advantages_are_whitened_and_returns_are_not():
+    inputs = token_inputs(drawn(0), SEQUENCES, num_sequences=4, values=drawn(1))
+    settings = PLAIN | {"gamma": 0.9, "length_adaptive_alpha": 0.5, "critic_lam": 0.7}
+    advantages, returns = token_advantages.gae(inputs, **settings)
+    lam = length_adaptive_lambda(torch.tensor(LENGTHS), alpha=0.5)
+    for index in (0, 1, 3):
+        own = index == SEQUENCES
+        alone, _ = gae(drawn(0), drawn(1), SEQUENCES, num_sequences=4, gamma=0.9, lam=float(lam[index]))
+        assert torch.allclose(advantages[own], alone[own])
+    assert returns.equal(gae(drawn(0), drawn(1), SEQUENCES, num_sequences=4, gamma=0.9, lam=0.7)[1])
+    settings = {"num_sequences": 4, "gamma": 0.9, "lam": 0.8}
+    plain, returns = gae(drawn(0), drawn(1), SEQUENCES, **settings)
+    whitened, same = gae(drawn(0), drawn(1), SEQUENCES, epsilon=1e-12, **settings)
+    assert torch.allclose(whitened, (plain - plain.mean()) / plain.std(correction=0))
+    assert same.equal(returns)
+    inputs = token_inputs(drawn(0), SEQUENCES, num_sequences=4)
+    returns = returns_to_go(drawn(0), SEQUENCES, gamma=0.9, num_sequences=4)
+    found = checked(token_advantages.reinforce_plus_plus)(inputs, gamma=0.9, epsilon=1e-12)
+    assert torch.allclose(found, (returns - returns.mean()) / returns.std(correction=0))
 
 
 @pytest.mark.parametrize(("rho_bar", "c_bar"), [(1.0, 1.0), (2.0, 1.0), (5.0, 0.5), (1e9, 1e9)])

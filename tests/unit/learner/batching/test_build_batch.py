@@ -45,7 +45,7 @@ def test_columns_lie_group_by_group_with_turns_and_positions_of_each_trajectory(
     assert tokens.positions_in_turn.tolist() == [0, 1, 0, 1, 0, 0, 1]
 
 
-def test_groups_are_dealt_out_to_the_updates_and_samples_have_their_indices_in_the_columns():
+def test_contexts_and_groups_of_several_updates_keep_their_indices():
     result = built(make_groups(num_groups=6, group_size=2, version=5), num_updates=3)
     trajectories, tokens = result.batch.trajectories, result.batch.tokens
     groups = [[sample.group_id for sample in samples] for samples in result.updates]
@@ -55,9 +55,6 @@ def test_groups_are_dealt_out_to_the_updates_and_samples_have_their_indices_in_t
     assert sorted(np.concatenate(indices).tolist()) == list(range(len(tokens.sequences)))
     for update, own in enumerate(indices):
         assert set(trajectories.updates[tokens.sequences[own]].tolist()) == {update}
-
-
-def test_a_trajectory_of_two_contexts_is_one_member_with_two_samples():
     tokens = {"prompt": (4, 8), "response": (2, 9, 5, 1, 7, 3)}
     two = fresh(0, model_mask=MASK, version_spans=[VersionSpan(2, 5)], context_starts=[6], **tokens)
     found = built([[two, fresh(1, reward=3.0, prompt=(4, 8), response=(2, 1))]])
@@ -134,7 +131,7 @@ def test_parts_of_rewards_are_columns_and_a_failed_reward_leaves_the_loss_and_th
     assert {type(value) for value in result.metrics.values()} == {float}, "the store holds plain numbers"
 
 
-def test_stale_tokens_leave_the_loss_stay_in_the_baseline_and_are_compared_in_length():
+def test_stale_tokens_leave_the_loss_and_lags_are_from_the_sampling_version_with_bounds_per_group():
     old = fresh(0, reward=4.0, version_spans=[VersionSpan(4, 2), VersionSpan(6, 3)])
     result = built([[old, fresh(1, reward=2.0)]])
     (samples,) = result.updates
@@ -148,9 +145,6 @@ def test_stale_tokens_leave_the_loss_stay_in_the_baseline_and_are_compared_in_le
     assert metrics["learner/stale_fraction"] == pytest.approx(2 / 12)
     assert metrics["learner/stale_length_ratio"] == pytest.approx(9 / 6)
     assert "learner/stale_length_ratio" not in built([[short]]).metrics
-
-
-def test_lags_are_from_the_sampling_version_with_bounds_per_group_and_another_run_is_older():
     mixed, newer = fresh(0, version_spans=[VersionSpan(4, 3), VersionSpan(6, 5)]), make_response(0, 1, version=9)
     result = built([[mixed, newer]])
     assert result.batch.tokens.lags[:4].tolist() == [2, 2, 0, 0]
@@ -181,7 +175,7 @@ def test_invalid_trajectories_are_rejected_by_name(members, has_baseline, messag
         built([group], has_baseline=has_baseline)
 
 
-def test_a_greedy_answer_is_its_groups_baseline_and_nothing_else():
+def test_greedy_answers_are_the_baseline_alone_and_truncated_ones_may_leave_the_loss():
     groups = [
         [fresh(0, reward=4.0), fresh(1, reward=2.0), fresh(2, reward=70.0, sampling=GREEDY)],
         [make_response(1, index, version=5, reward=1.0) for index in range(2)],
@@ -201,9 +195,6 @@ def test_a_greedy_answer_is_its_groups_baseline_and_nothing_else():
     result = built([[fresh(0), failed]], has_baseline=True)
     assert result.batch.trajectories.greedy_rewards.isnan().all()
     assert result.metrics["learner/failed_fraction"] == 0.0
-
-
-def test_a_truncated_answer_may_leave_the_loss_and_stays_in_the_baseline():
     groups = [[fresh(0, stop_reason="length"), fresh(1)]]
     assert [len(s.trained) for s in built(groups).updates[0]] == [4, 4]
     result = built(groups, masks_truncated=True)

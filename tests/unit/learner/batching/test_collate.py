@@ -57,7 +57,7 @@ def test_a_response_does_not_see_its_siblings():
     assert one.equal(other)
 
 
-def test_a_shared_prompt_is_computed_once_and_tokens_keep_their_indices():
+def test_a_shared_prompt_is_computed_once_and_a_rank_without_samples_has_its_microbatch():
     (shared,), (alone,), (rows,) = (collate(siblings(8), layout=layout) for layout in (ROWS, ONE_ROW, ONE_PER_ROW))
     assert shared.num_tokens == 4 + 8 * 2
     assert alone.num_tokens == 8 * (4 + 2)
@@ -70,6 +70,11 @@ def test_a_shared_prompt_is_computed_once_and_tokens_keep_their_indices():
     assert microbatch.token_ids.flatten()[microbatch.sources].tolist() == [8, 5]
     assert microbatch.indices.tolist() == [48, 49]
     assert microbatch.temperatures.tolist() == [1.0, 1.0]
+    samples = [make_sample(make_response())]
+    (empty,) = collate(samples, layout=ROWS, rank=1, num_ranks=2)
+    assert len(empty.targets) == 0
+    make_policy()(empty)["logprobs"].sum().backward()
+    assert collate([], layout=ROWS) == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -81,14 +86,6 @@ def test_ranks_get_everything_once_and_equally_many_microbatches(layout):
     assert indices == list(range(sum(len(sample.trained) for sample in samples)))
     loads = [sum(m.num_tokens for m in share) for share in shares]
     assert max(loads) < 1.5 * min(loads)
-
-
-def test_a_rank_without_samples_still_has_its_microbatch_and_nothing_to_train_on_makes_none():
-    samples = [make_sample(make_response())]
-    (empty,) = collate(samples, layout=ROWS, rank=1, num_ranks=2)
-    assert len(empty.targets) == 0
-    make_policy()(empty)["logprobs"].sum().backward()
-    assert collate([], layout=ROWS) == []
 
 
 def identities(samples):

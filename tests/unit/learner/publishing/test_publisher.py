@@ -44,7 +44,7 @@ def test_live_generators_get_the_version_over_one_group_and_an_epoch_is_opened_o
     assert generators.opened_with == [1, 2, 1]
 
 
-def test_a_silent_member_is_evicted_and_the_others_get_the_version():
+def test_silent_and_wrong_members_are_evicted_and_retried_with_a_backoff_that_doubles():
     publisher, generators, clock = make_publisher(g0="well", g1="silent")
     publisher.set_version(stage(1))
     generators.members["g1"] = "silent"
@@ -60,9 +60,6 @@ def test_a_silent_member_is_evicted_and_the_others_get_the_version():
     assert not publisher.is_due
     clock.now += 10
     assert publisher.is_due
-
-
-def test_a_generator_with_a_failed_probe_is_evicted_and_tried_again_with_a_backoff_that_doubles():
     publisher, generators, clock = make_publisher(g0="well", g1="wrong")
     assert publish(publisher, 1).num_members == 1
     assert generators.evicted == [("g1", "evicted: version 1 was not applied: the probe differs")]
@@ -94,7 +91,7 @@ def test_a_version_is_announced_before_and_committed_after_it_is_applied_also_to
     assert background.take_published().num_members == 2
 
 
-def test_a_waiting_version_is_replaced_by_the_next_and_neither_blocks_publish_nor_overwrites_buckets_in_flight():
+def test_a_waiting_version_is_replaced_by_the_next_and_an_error_in_the_background_is_raised_in_the_learner():
     publisher, generators, _ = make_publisher(g0="well")
     background, store = make_background(publisher, make_stager(WEIGHTS[:1]))
     sent, has_started, may_finish = [], Event(), Event()
@@ -115,9 +112,19 @@ def test_a_waiting_version_is_replaced_by_the_next_and_neither_blocks_publish_no
     assert [m.version for m in generators.sent if isinstance(m, Update)] == [1, 4]
     assert (store.run_state().version, store.run_state().announced_version) == (4, 4)
     assert background.take_published().version == 4
+    publisher, generators, _ = make_publisher(g0="well")
+    background, _ = make_background(publisher)
+
+    def broken(buckets, *, timeout_s: float) -> None:
+        raise RuntimeError("a bug")
+
+    generators.broadcast = broken
+    background.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
+    with pytest.raises(RuntimeError, match="a bug"):
+        background.flush()
 
 
-def test_a_broadcast_is_aborted_when_a_member_dies_and_repeated_with_the_others():
+def test_a_broadcast_is_repeated_without_a_dead_member_and_a_late_answer_of_an_evicted_one_counts():
     publisher, generators, _ = make_publisher(g0="well", g1="well", is_one_process=False)
     is_aborted = Event()
 
@@ -132,23 +139,7 @@ def test_a_broadcast_is_aborted_when_a_member_dies_and_repeated_with_the_others(
     generators.abort = is_aborted.set
     assert publish(publisher, 1).num_members == 1
     assert generators.opened_with == [2, 1]
-
-
-def test_an_error_in_the_background_is_raised_in_the_learner():
-    publisher, generators, _ = make_publisher(g0="well")
-    background, _ = make_background(publisher)
-
-    def broken(buckets, *, timeout_s: float) -> None:
-        raise RuntimeError("a bug")
-
-    generators.broadcast = broken
-    background.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
-    with pytest.raises(RuntimeError, match="a bug"):
-        background.flush()
-
-
-def test_a_late_answer_of_an_evicted_member_counts():
-    """A broker that restarts during a publish briefly knows no generators."""
+    # A broker that restarts during a publish briefly knows no generators.
     publisher, generators, _ = make_publisher(g0="well", g1="well")
     publish(publisher, 1)
     answer, late = generators.send, []
@@ -391,7 +382,7 @@ def test_on_an_untrusted_network_a_member_elsewhere_fetches_deltas_and_the_reaso
     assert all("cluster.trusted_network" in reason for _, reason in generators.evicted)
 
 
-def test_only_few_members_elsewhere_are_sent_to_the_learner_and_the_others_get_digests():
+def test_few_members_elsewhere_are_sent_to_the_learner_and_lenders_that_alter_weights_are_reported():
     publisher, generators, clock = start_many()
     publisher.set_version(stage(1))
     publisher.poll(timeout_s=0)
@@ -405,9 +396,6 @@ def test_only_few_members_elsewhere_are_sent_to_the_learner_and_the_others_get_d
     # One message per member: the other recipients may have finished.
     repeated = [[each.peer_id for each in order.members] for order in generators.sent[len(orders) :]]
     assert sorted(repeated) == [[name] for name in sorted(generators.members)]
-
-
-def test_a_lender_that_altered_weights_is_reported():
     publisher, generators, _ = start_many()
     publish(publisher, 1)
     order = next(order for order in generators.sent if getattr(order, "source", None) and order.source.lenders)

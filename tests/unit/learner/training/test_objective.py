@@ -141,8 +141,8 @@ def test_the_kl_and_entropy_terms_are_added_except_for_a_rejected_token():
     assert (found != 0).tolist() == [False, True, True] * 3
 
 
-def test_a_mask_that_looks_at_one_sequence_works_on_a_microbatch_alone():
-    """Sequences 1 and 2 have drifted. Only sequence 2 has a negative advantage."""
+def test_masks_look_at_one_sequence_and_ratios_at_one_context():
+    # Sequences 1 and 2 have drifted. Only sequence 2 has a negative advantage.
     learner = torch.tensor([0.9, 0.9, 0.2, 0.2, 0.2, 0.2]).log()
     columns = {"generator_logprobs": torch.full((6,), 0.9).log(), "sequences": torch.tensor([0, 0, 1, 1, 2, 2])}
     advantages = torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0])
@@ -151,9 +151,6 @@ def test_a_mask_that_looks_at_one_sequence_works_on_a_microbatch_alone():
     assert not config.needs_current_logprobs
     assert gradient(config, tokens, learner).tolist() == [1, 1, -1, -1, 0, 0]
     assert report_of(config, tokens, learner)["learner/idle_fraction"] == pytest.approx(1 / 3)
-
-
-def test_a_ratio_of_a_whole_sequence_is_that_of_one_context():
     config = AlgorithmConfig(policy_loss=losses.GspoConfig(), correction=NONE)
     contexts = torch.tensor([0, 0, 1, 1])
     both = {"generator_logprobs": torch.tensor([-1.0, -1.0, -2.0, -2.0]), "contexts": contexts}
@@ -176,14 +173,11 @@ def test_the_log_ratio_penalty_pulls_to_the_generator_where_the_policy_loss_has_
     assert report["learner/idle_fraction"] == pytest.approx(1 / 3)
 
 
-def test_a_log_probability_that_is_not_finite_is_neutral_and_counted():
+def test_what_is_not_finite_is_neutral_and_only_some_algorithms_need_a_pass_at_the_start():
     broken = make_tokens()
     broken.generator_logprobs[3] = float("inf")
     assert gradient(AlgorithmConfig(), broken, -torch.rand(9)).isfinite().all()
     assert report_of(AlgorithmConfig(), broken, -torch.rand(9))["learner/nonfinite_fraction"] == pytest.approx(1 / 9)
-
-
-def test_only_some_algorithms_need_a_pass_at_the_start_of_the_step():
     reinforce = {"policy_loss": losses.ReinforceConfig(), "proximal": "recompute"}
     for settings, is_needed in (
         ({"proximal": "recompute"}, True),
@@ -195,7 +189,7 @@ def test_only_some_algorithms_need_a_pass_at_the_start_of_the_step():
         assert AlgorithmConfig(**settings).needs_start_logprobs == is_needed, settings
 
 
-def test_diagnostics_by_hand_and_documented():
+def test_diagnostics_by_hand_and_weights_of_trajectories_changed_only_by_a_bound():
     generator = torch.tensor([0.5, 0.1]).log()
     tokens = make_tokens(2, generator_logprobs=generator, advantages=torch.ones(2), token_weights=torch.ones(2))
     learner, proximal = torch.tensor([0.25, 0.6]).log(), torch.tensor([0.25, 0.4]).log()
@@ -215,9 +209,6 @@ def test_diagnostics_by_hand_and_documented():
         "entropy": 1.5,
     }
     assert {name: report[f"learner/{name}"] for name in expected} == pytest.approx(expected)
-
-
-def test_weights_of_trajectories_are_changed_only_where_a_bound_changes_them():
     generator, learner = torch.tensor([0.25, 0.25, 0.5, 0.5]).log(), torch.full((4,), 0.5).log()  # products 4 and 1
     tokens = make_tokens(4, sequences=torch.tensor([0, 0, 1, 1]), generator_logprobs=generator)
     for correction, fraction in (
@@ -342,7 +333,7 @@ TWO_TURNS = {
 """Two tokens of the model, three of a tool, two of the model."""
 
 
-def test_a_users_advantage_sees_turns_parts_and_sources():
+def test_users_advantages_see_turns_parts_and_sources_and_gae_steps_over_the_tokens_of_a_tool():
     own = estimators.CustomAdvantageConfig("tests.unit.learner.own_algorithm:of_turns_parts_and_sources")
     of_code = make_response(0, 0, reward=1.0, data_source="code", **TWO_TURNS)
     # Without a reward it is excluded, and groups are renumbered.
@@ -350,9 +341,6 @@ def test_a_users_advantage_sees_turns_parts_and_sources():
     answers = [of_code, failed, make_response(0, 2, reward=0.25, data_source="maths")]
     found = prepared([answers], advantage=own).tokens
     assert [found.advantages[found.sequences == index].tolist() for index in (0, 2)] == [[112] * 4, [26] * 4]
-
-
-def test_gae_steps_over_the_tokens_of_a_tool():
     batch = make_batch([[make_response(0, 0, reward=3.0, **TWO_TURNS)]]).batch
     batch = batch.with_tokens(values=torch.tensor([0.5, 1.0, 2.0, 1.5]))
     found = make_objective(advantage=estimators.GaeConfig(gamma=0.5, lam=0.5)).prepare(batch)
@@ -412,7 +400,7 @@ def test_a_token_baseline_compares_tokens_at_the_same_position_though_older_ones
     assert (found[4:] < 0).all()
 
 
-def test_tokens_are_selected_among_those_that_the_correction_leaves():
+def test_tokens_are_selected_among_those_that_the_correction_leaves_in_one_update():
     batch = make_batch(make_groups()).batch
     tokens = batch.tokens
     drift = torch.where(torch.arange(len(tokens.sequences)) % 4 == 0, 1.0, 0.01)
@@ -426,10 +414,7 @@ def test_tokens_are_selected_among_those_that_the_correction_leaves():
     selected = penalized.select_tokens(penalized.prepare(batch), update=0, seed=0).tokens.is_selected
     assert not selected[drift == 1].any()
     assert int(selected.sum()) == int((drift < 1).sum()) // 2
-
-
-def test_tokens_are_selected_in_one_update_by_its_own_tokens_alone():
-    """Tokens of update 0 are close to the generator, those of update 1 are far from it."""
+    # Tokens of update 0 are close to the generator, those of update 1 are far from it.
     batch = make_batch(make_groups(), num_updates=2).batch
     is_later = batch.trajectories.updates[batch.tokens.sequences] == 1
     start = batch.tokens.generator_logprobs + torch.where(is_later, 1.0, 0.01)

@@ -187,7 +187,7 @@ def test_replay_of_the_own_choice_changes_no_bit(name: str):
         assert all(map(torch.equal, gradients_of(policy, own), gradients_of(policy, replayed))), layout
 
 
-def test_experts_of_another_token_are_noticed_and_replay_holds_where_activations_are_recomputed():
+def test_experts_of_another_token_are_noticed_and_weights_of_replayed_experts_are_the_routers_own():
     policy = make_policy()
     own = logprobs(policy, make_groups(), LAYOUTS[0], is_replayed=False)
     shifted = logprobs(policy, route(policy, make_groups(), shift=1), LAYOUTS[0], is_replayed=True)
@@ -197,10 +197,7 @@ def test_experts_of_another_token_are_noticed_and_replay_holds_where_activations
     policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     recomputed = gradients_of(policy, logprobs(policy, groups, LAYOUTS[0], is_replayed=True))
     assert all(map(torch.equal, plain, recomputed))
-
-
-def test_the_weights_of_replayed_experts_are_the_routers_own():
-    """transformers' gate uses the given experts of another model with this model's weights."""
+    # transformers' gate uses the given experts of another model with this model's weights.
     policy, other = make_policy(), make_policy(seed=1)
     member = route(other, make_groups())[0][0]
     gate, ours = policy.causal_lm.model.layers[0].mlp.gate, torch.randn(len(member.token_ids), 64)

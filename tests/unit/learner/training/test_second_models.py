@@ -148,7 +148,7 @@ def test_the_critic_may_begin_from_another_checkpoint_of_the_same_vocabulary(tmp
         make_trainer(make_critic_run(tmp_path, critic={"path": str(tmp_path / "other")}))
 
 
-def test_tokens_that_are_not_trained_on_may_hold_anything(tmp_path):
+def test_tokens_that_are_masked_or_rejected_teach_the_critic_nothing(tmp_path):
     results = []
     for logprob, reward in ((-1.0, 0.0), (-1e30, 1e30)):
         old = make_response(0, 0, reward=1.0, version_spans=[VersionSpan(4, 0), VersionSpan(6, 9)])
@@ -160,9 +160,6 @@ def test_tokens_that_are_not_trained_on_may_hold_anything(tmp_path):
     (metrics, found), (others, poisoned) = results
     assert metrics == others
     assert largest_difference(found, poisoned) == 0
-
-
-def test_tokens_that_the_correction_rejects_teach_the_critic_nothing(tmp_path):
     correction = CorrectionConfig(veto=(1e-6, 1e6), loss_denominator="kept_tokens")
     run = make_critic_run(tmp_path, advantage=GaeConfig(), correction=correction)
     groups, results = make_groups(), []

@@ -75,7 +75,7 @@ def test_the_size_of_microbatches_changes_nothing(tmp_path):
         assert is_rounding(update, updates[0], terms=terms)
 
 
-def test_masked_tokens_may_hold_anything(tmp_path):
+def test_batches_without_a_trainable_token_change_nothing_and_masked_tokens_may_hold_anything(tmp_path):
     def poison(trajectory):
         if trajectory.reward.status != "ok":
             return msgspec.structs.replace(trajectory, reward=Reward(total=1e30, status="error"))
@@ -89,6 +89,18 @@ def test_masked_tokens_may_hold_anything(tmp_path):
     (clean, clean_weights), (dirty, dirty_weights) = train(run, [groups]), train(run, [poisoned])
     assert clean == dirty
     assert largest_difference(clean_weights, dirty_weights) == 0
+    kl = KlConfig(coef=0.1, adaptive=AdaptiveKlConfig(target=0.01, horizon=8))
+    trainer = make_trainer(make_run(make_model(tmp_path), algorithm=AlgorithmConfig(kl=kl)))
+    before = weights(trainer)
+    error = Reward(total=0.0, status="error")
+    failed = [[msgspec.structs.replace(make_response(0, i), reward=error) for i in range(2)]]
+    metrics = [trainer.step(failed, learner_version=0, step=1)]
+    assert (metrics[0]["learner/updates"], trainer.num_updates) == (0, 0)
+    assert largest_difference(before, weights(trainer)) == 0
+    metrics += [trainer.step(make_groups(), learner_version=0, step=step) for step in (2, 3)]
+    coefficients = [each["learner/kl_coefficient"] for each in metrics]
+    assert coefficients[:2] == [0.1, 0.1]
+    assert coefficients[2] != 0.1
 
 
 @pytest.mark.parametrize("budget", [64, 8192])
@@ -109,21 +121,6 @@ def test_numbers_of_tokens_are_those_of_the_policy_before_the_step(tmp_path, bud
     found = torch.tensor(np.stack([trainer.step_tokens.columns[name] for name in ("log_ratio", "entropy")]))
     wanted = [torch.cat(columns) for columns in zip(*expected.values(), strict=True)]
     assert torch.allclose(found, torch.stack(wanted), atol=1e-5)
-
-
-def test_a_batch_without_a_trainable_token_changes_neither_weights_nor_the_adaptive_kl_coefficient(tmp_path):
-    kl = KlConfig(coef=0.1, adaptive=AdaptiveKlConfig(target=0.01, horizon=8))
-    trainer = make_trainer(make_run(make_model(tmp_path), algorithm=AlgorithmConfig(kl=kl)))
-    before = weights(trainer)
-    error = Reward(total=0.0, status="error")
-    failed = [[msgspec.structs.replace(make_response(0, i), reward=error) for i in range(2)]]
-    metrics = [trainer.step(failed, learner_version=0, step=1)]
-    assert (metrics[0]["learner/updates"], trainer.num_updates) == (0, 0)
-    assert largest_difference(before, weights(trainer)) == 0
-    metrics += [trainer.step(make_groups(), learner_version=0, step=step) for step in (2, 3)]
-    coefficients = [each["learner/kl_coefficient"] for each in metrics]
-    assert coefficients[:2] == [0.1, 0.1]
-    assert coefficients[2] != 0.1
 
 
 @pytest.mark.parametrize("num_updates", [1, 2])
@@ -156,7 +153,7 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_the_step_by_name_and_moves_
         trainer.step(make_groups(), learner_version=0, step=7)
 
 
-def test_several_updates_follow_the_schedule_and_leave_the_proximal_policy(tmp_path):
+def test_updates_follow_the_schedule_and_the_effective_sample_size(tmp_path):
     optimizer = OptimizerConfig(schedule="linear", learning_rate=1e-3)
     learner = {"prompts_per_step": 4, "max_steps": 2, "optimizer": optimizer}
     run = make_run(make_model(tmp_path), learner=learner, algorithm=AlgorithmConfig(updates_per_step=2))
@@ -167,9 +164,6 @@ def test_several_updates_follow_the_schedule_and_leave_the_proximal_policy(tmp_p
     assert first["learner/learning_rate"] == pytest.approx(0.75e-3)
     assert second["learner/learning_rate"] == pytest.approx(0.25e-3)
     assert first["learner/ratio_max"] > 1.0
-
-
-def test_the_update_is_as_small_as_the_effective_sample_size_makes_the_learning_rate(tmp_path):
     path, optimizer, moved = make_model(tmp_path), OptimizerConfig(learning_rate=1e-3), []
     for ess_learning_rate in (False, True):
         algorithm = AlgorithmConfig(proximal="recompute", ess_learning_rate=ess_learning_rate)
