@@ -3,18 +3,9 @@ from collections.abc import Sequence
 
 import torch
 
+from slipstream.broker import messages
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import (
-    EpochOpened,
-    LenderError,
-    Member,
-    Members,
-    MemberState,
-    OpenEpoch,
-    SnapshotSource,
-    Update,
-    UpdateApplied,
-)
+from slipstream.broker.messages import Member, Update
 from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.publishing.publisher import BackgroundPublisher, Publisher
 from slipstream.learner.publishing.staging import Staged, Stager
@@ -50,7 +41,7 @@ class FakeGenerators:
         """Set the live members and their behavior: well|silent|wrong|slow. For slow members see `finish_fetching`."""
         self.members = members
         states = [
-            MemberState(
+            messages.MemberState(
                 member(name),
                 "unsynced",
                 -1,
@@ -60,7 +51,7 @@ class FakeGenerators:
             )
             for name in sorted(members)
         ]
-        self.inbox.append(Members(states))
+        self.inbox.append(messages.Members(states))
 
     def lends_at(self, name: str) -> str:
         return f"tcp://{name}:1" if name in self.machines else ""
@@ -70,13 +61,13 @@ class FakeGenerators:
         self.sent.append(message)
         for name in (m.peer_id for m in message.members):
             behavior = self.members.get(name, "silent")
-            if isinstance(message, OpenEpoch) and behavior != "silent":
-                self.inbox.append(EpochOpened(message.epoch, member(name)))
+            if isinstance(message, messages.OpenEpoch) and behavior != "silent":
+                self.inbox.append(messages.EpochOpened(message.epoch, member(name)))
             if isinstance(message, Update) and (behavior not in ("silent", "slow") or message.source is None):
                 error = "the probe differs" if behavior == "wrong" else ""
                 device = self.devices.get(name, "cpu")
                 about = message.epoch, message.version, member(name), error
-                answer = UpdateApplied(*about, self.probe_diff, 2e-7, 0.02, device)
+                answer = messages.UpdateApplied(*about, self.probe_diff, 2e-7, 0.02, device)
                 self.inbox.append(answer)
 
     def updates(self, *, fetched: bool) -> list[tuple[int, list[str]]]:
@@ -84,8 +75,10 @@ class FakeGenerators:
         updates = [m for m in self.sent if isinstance(m, Update) and (m.source is not None) is fetched]
         return [(update.version, [m.peer_id for m in update.members]) for update in updates]
 
-    def finish_fetching(self, name: str, version: int, *, lender_errors: Sequence[LenderError] = ()) -> None:
-        self.inbox.append(UpdateApplied(0, version, member(name), "", 1e-7, 2e-7, 0.02, lender_errors=[*lender_errors]))
+    def finish_fetching(self, name: str, version: int, *, lender_errors: Sequence[messages.LenderError] = ()) -> None:
+        self.inbox.append(
+            messages.UpdateApplied(0, version, member(name), "", 1e-7, 2e-7, 0.02, lender_errors=[*lender_errors])
+        )
 
     # --- inbox ---
     def get(self, *, timeout_s: float):
@@ -122,11 +115,11 @@ class FakeSnapshots:
         self.error = ""
         self.is_closed = False
 
-    def add(self, update, buckets, *, with_delta: bool = False, pinned=()) -> SnapshotSource:
+    def add(self, update, buckets, *, with_delta: bool = False, pinned=()) -> messages.SnapshotSource:
         if self.error:
             raise WeightTransferError(self.error)
         self.added.append((update.version, with_delta, sorted(pinned)))
-        return SnapshotSource("tcp://127.0.0.1:2", "/weights", has_deltas=with_delta)
+        return messages.SnapshotSource("tcp://127.0.0.1:2", "/weights", has_deltas=with_delta)
 
     def close(self) -> None:
         self.is_closed = True

@@ -11,19 +11,7 @@ from slipstream.buffer.trajectory import Reward
 from slipstream.configs.data import DataConfig, EvalSet
 from slipstream.configs.learner import EvaluationConfig
 from slipstream.learner import evaluation
-from slipstream.learner.evaluation import (
-    EvaluationProgress,
-    Evaluator,
-    Sums,
-    best_at_k,
-    by_source,
-    differences,
-    estimate,
-    majority_at_k,
-    metric_sums,
-    pass_at_k,
-    score,
-)
+from slipstream.learner.evaluation import Evaluator, Sums, differences, estimate, metric_sums
 from tests.builders import make_trajectory
 from tests.contract.stores import answer, lease, open_run
 from tests.fakes import FakeClock
@@ -102,7 +90,7 @@ def test_an_evaluation_without_a_reward_is_requested_under_another_name(store, e
 
 def test_the_remaining_time_of_an_evaluation_follows_from_the_rate_since_its_first_answer():
     clock = FakeClock(0.0)
-    progress = EvaluationProgress(clock=clock)
+    progress = evaluation.EvaluationProgress(clock=clock)
     said = []
     for now, answered in ((60.0, 0), (70.0, 5), (80.0, 25), (95.0, 55)):
         clock.now = now
@@ -162,7 +150,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(num: int) -> None
     for correct in range(num + 1):
         for k, chosen in subsets(num):
             shares = mean(any(index < correct for index in subset) for subset in chosen)
-            assert pass_at_k(num, correct, k) == pytest.approx(shares, abs=1e-12)
+            assert evaluation.pass_at_k(num, correct, k) == pytest.approx(shares, abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -170,7 +158,7 @@ def test_best_and_worst_are_the_means_over_all_subsets(seed: int) -> None:
     draw = random.Random(seed)
     rewards = [draw.choice([-1.0, 0.0, 0.25, 1.0]) for _ in range(draw.randint(1, 7))]
     for k, chosen in subsets(len(rewards)):
-        assert best_at_k(rewards, k) == pytest.approx(mean(max(rewards[i] for i in each) for each in chosen))
+        assert evaluation.best_at_k(rewards, k) == pytest.approx(mean(max(rewards[i] for i in each) for each in chosen))
         found = metric_sums([scored(0, reward) for reward in rewards])
         if f"worst@{k}" in found:
             assert found[f"worst@{k}"].mean == pytest.approx(mean(min(rewards[i] for i in each) for each in chosen))
@@ -188,15 +176,15 @@ def test_a_majority_is_the_mean_over_all_subsets_with_ties_by_lot(seed: int) -> 
         return winners.count("42") / len(winners)
 
     for k, chosen in subsets(len(names)):
-        assert majority_at_k(names, right, k) == pytest.approx(mean(map(value, chosen)), abs=1e-6)
+        assert evaluation.majority_at_k(names, right, k) == pytest.approx(mean(map(value, chosen)), abs=1e-6)
 
 
 def test_a_majority_of_too_many_subsets_is_close_to_that_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["42"] * 6 + ["7"] * 5 + ["9"] * 3
-    exact = majority_at_k(names, [name == "42" for name in names], 7)
+    exact = evaluation.majority_at_k(names, [name == "42" for name in names], 7)
     monkeypatch.setattr(evaluation, "_MOST_SUBSETS", 2000)
     evaluation._subsets.cache_clear()
-    drawn = majority_at_k(names, [name == "42" for name in names], 7)
+    drawn = evaluation.majority_at_k(names, [name == "42" for name in names], 7)
     evaluation._subsets.cache_clear()
     assert drawn != exact
     assert drawn == pytest.approx(exact, abs=0.03)
@@ -214,7 +202,7 @@ def test_scores_of_powers_of_two_intervals_and_differences():
     assert found["reward"].mean == 1.0
     assert found["maj@4"].mean == pytest.approx(0.25), "four answers of one vote each"
     assert "best@4" not in found
-    assert score([failed]).metrics.keys() == {"accuracy"}
+    assert evaluation.score([failed]).metrics.keys() == {"accuracy"}
     draws = np.random.default_rng(0)
     found = [estimate(Sums((draws.random(80) < 0.3).astype(float), np.ones(80))) for _ in range(300)]
     covered = sum(each.low <= 0.3 <= each.high for each in found)
@@ -234,5 +222,5 @@ def test_an_answer_is_the_extracted_text_or_the_response_and_several_sources_sta
     error = Reward(0.0, status="error", detail="boom", is_correct=True)
     failed = make_answer(3, make_trajectory(reward=error), text="x")
     assert (failed.answer, failed.is_correct) == ("", False)
-    assert by_source([scored(0, 1.0), scored(1, 1.0)]) == {}
-    assert set(by_source([scored(0, 1.0), scored(1, 1.0, data_source="b")])) == {"a", "b"}
+    assert evaluation.by_source([scored(0, 1.0), scored(1, 1.0)]) == {}
+    assert set(evaluation.by_source([scored(0, 1.0), scored(1, 1.0, data_source="b")])) == {"a", "b"}

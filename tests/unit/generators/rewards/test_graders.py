@@ -7,16 +7,9 @@ import pytest
 
 from slipstream.buffer.trajectory import Reward
 from slipstream.configs.generators import RewardConfig
+from slipstream.generators.rewards import functions as graders
 from slipstream.generators.rewards.composition import RewardFunctions
-from slipstream.generators.rewards.functions import (
-    exact_match,
-    format_tags,
-    length_penalty,
-    position_match,
-    qa_exact_match,
-    qa_sub_match,
-    repetition_penalty,
-)
+from slipstream.generators.rewards.functions import format_tags, qa_exact_match
 from slipstream.generators.rewards.mathematics import MathVerify, dapo_math, gsm8k, math_answer, normalized
 from slipstream.generators.rewards.procedural import UNRELIABLE
 from slipstream.generators.rewards.reward import RewardInput
@@ -114,7 +107,7 @@ def test_the_graders_judge_the_pairs_as_documented():
 def test_question_answering(response: str, exact: float, sub: float, form: Any):
     sample = make_sample(response, truth=form(["Beatles", "The Fab Four"]))
     assert qa_exact_match(sample, format_score=0.1).total == exact
-    assert qa_sub_match(sample, format_score=0.1).total == sub
+    assert graders.qa_sub_match(sample, format_score=0.1).total == sub
 
 
 def test_question_answering_reads_all_turns_of_the_model_and_nothing_else():
@@ -125,7 +118,7 @@ def test_question_answering_reads_all_turns_of_the_model_and_nothing_else():
     guessed = qa_exact_match(msgspec.structs.replace(make_sample("done", truth=["Paris"]), messages=messages))
     assert (guessed.total, guessed.is_correct) == (0.25, False)
     with pytest.raises(ValueError, match="must contain more than articles and punctuation"):
-        qa_sub_match(make_sample("<answer>x</answer>", truth="the !"))
+        graders.qa_sub_match(make_sample("<answer>x</answer>", truth="the !"))
 
 
 @pytest.mark.parametrize(
@@ -151,9 +144,9 @@ def test_format_tags(response: str, total: float):
 
 def test_penalties_of_length_and_repetition():
     for length, total in ((0, 0.0), (80, -0.8), (100, -1.0), (200, -1.0)):
-        assert length_penalty(make_sample(num_tokens=length), max_tokens=100).total == pytest.approx(total)
+        assert graders.length_penalty(make_sample(num_tokens=length), max_tokens=100).total == pytest.approx(total)
     for response, total in (("a b c d", 0.0), ("a b a b a b", -0.5), ("a", 0.0), ("x " * 12, -0.9)):
-        assert repetition_penalty(make_sample(response)).total == pytest.approx(total)
+        assert graders.repetition_penalty(make_sample(response)).total == pytest.approx(total)
 
 
 def test_tasks_of_reasoning_gym_are_graded_by_their_verifiers():
@@ -199,14 +192,14 @@ def test_every_other_task_of_reasoning_gym_rewards_its_own_answer_after_json():
 def test_position_match_rewards_matching_positions_and_exact_match_all_or_nothing(
     response: str, stop_reason: str, total: float, is_correct: bool
 ):
-    reward = position_match(make_sample(response, truth="31284", stop_reason=stop_reason))
+    reward = graders.position_match(make_sample(response, truth="31284", stop_reason=stop_reason))
     assert reward.total == pytest.approx(total)
     assert reward.is_correct is is_correct
 
-    assert exact_match(make_sample(" 31284\n", truth="31284")).total == 1.0
-    assert exact_match(make_sample(" 31284\n", truth="31284"), strip=False).total == 0.0
-    assert exact_match(make_sample("Yes", truth="yes"), ignore_case=True).is_correct
-    assert exact_match(make_sample("31284", truth="31284", stop_reason="length")).total == 0.0
+    assert graders.exact_match(make_sample(" 31284\n", truth="31284")).total == 1.0
+    assert graders.exact_match(make_sample(" 31284\n", truth="31284"), strip=False).total == 0.0
+    assert graders.exact_match(make_sample("Yes", truth="yes"), ignore_case=True).is_correct
+    assert graders.exact_match(make_sample("31284", truth="31284", stop_reason="length")).total == 0.0
 
 
 @pytest.mark.parametrize(

@@ -17,18 +17,9 @@ from slipstream.configs.learner import CheckpointConfig, OptimizerConfig, TorchE
 from slipstream.configs.load import load
 from slipstream.generators.rewards.reward_model import RewardModel
 from slipstream.learner.errors import DivergenceError
+from slipstream.learner.sft import run as sft_run
 from slipstream.learner.sft.dataset import Demonstration, Pair
-from slipstream.learner.sft.run import (
-    PairTrainer,
-    SftRun,
-    SftTrainer,
-    check_sft,
-    choose_rows,
-    count_seen,
-    count_steps,
-    count_tokens,
-    to_samples,
-)
+from slipstream.learner.sft.run import SftRun, check_sft, count_tokens
 from slipstream.runtime.model_files import answer_token_ids
 from tests.tiny_model import make_tiny_module, make_tokenizer
 from tests.unit.learner.builders import (
@@ -201,16 +192,16 @@ def test_a_best_checkpoint_that_cannot_be_is_refused(metric, heldout, message):
 def test_each_pass_takes_every_row_once_in_an_order_drawn_from_the_seed_and_the_last_step_ends_with_it(tmp_path):
     run = make_sft_run(tmp_path, batch_size=12)
     run = msgspec.structs.replace(run, learner=msgspec.structs.replace(run.learner, epochs=2))
-    assert count_steps(run, num_rows=40) == 7
+    assert sft_run.count_steps(run, num_rows=40) == 7
 
     def take(run):
-        return [row for step in range(1, 8) for row in choose_rows(run, range(40), step=step)]
+        return [row for step in range(1, 8) for row in sft_run.choose_rows(run, range(40), step=step)]
 
     taken = take(run)
     assert sorted(taken[:40]) == sorted(taken[40:]) == list(range(40))
     assert taken[:40] != taken[40:]
     assert taken == take(run) != take(msgspec.structs.replace(run, seed=1))
-    assert [count_seen(run, num_rows=40, step=step) for step in (0, 1, 6, 7)] == [0, 12, 72, 80]
+    assert [sft_run.count_seen(run, num_rows=40, step=step) for step in (0, 1, 6, 7)] == [0, 12, 72, 80]
 
 
 def test_a_used_name_is_refused_and_a_resumed_run_keeps_its_settings_but_may_last_longer(tmp_path):
@@ -266,7 +257,7 @@ def make_demonstrations(count=6, *, seed=0):
 def make_trainer_of(kind, folder, *, engine=ENGINES["torch"], tokens_per_microbatch=8192, batch=4, **optimizer):
     learner = {"engine": engine, "tokens_per_microbatch": tokens_per_microbatch}
     learner["optimizer"] = OptimizerConfig(**optimizer)
-    objective = "pairs" if kind is PairTrainer else "demonstrations"
+    objective = "pairs" if kind is sft_run.PairTrainer else "demonstrations"
     sft = SftConfig("a", objective=objective, batch_size=batch)
     run = make_run(make_model(folder), learner=learner, mode="sft", sft=sft)
     torch.manual_seed(3)
@@ -275,7 +266,7 @@ def make_trainer_of(kind, folder, *, engine=ENGINES["torch"], tokens_per_microba
 
 
 def make_sft_trainer(folder, **settings):
-    return make_trainer_of(SftTrainer, folder, **settings)
+    return make_trainer_of(sft_run.SftTrainer, folder, **settings)
 
 
 def make_pairs(count=5, *, seed=0):
@@ -328,7 +319,7 @@ def gradients(folder, demonstrations, *, tokens_per_microbatch):
 def test_the_gradient_matches_plain_cross_entropy(tmp_path, tokens_per_microbatch, num_microbatches):
     demonstrations = make_demonstrations(32)
     _, trainer = make_sft_trainer(tmp_path, tokens_per_microbatch=tokens_per_microbatch)
-    assert len(trainer.collate(to_samples(demonstrations))) == num_microbatches
+    assert len(trainer.collate(sft_run.to_samples(demonstrations))) == num_microbatches
     module = make_tiny_module().train()
     plain_loss(module, demonstrations).backward()
     found = gradients(tmp_path, demonstrations, tokens_per_microbatch=tokens_per_microbatch)
@@ -402,7 +393,7 @@ def test_a_loss_that_is_not_finite_and_demonstrations_that_leak_stop_the_run(tmp
 
 def test_samples_are_consecutive_and_share_no_prompt():
     demonstrations = make_demonstrations(5)
-    samples = to_samples(demonstrations)
+    samples = sft_run.to_samples(demonstrations)
     assert [p for sample in samples for p in sample.indices.tolist()] == list(range(count_tokens(demonstrations)))
     assert len({sample.group_id for sample in samples}) == 5
     assert {sample.temperature for sample in samples} == {1.0}
@@ -412,7 +403,7 @@ def test_a_step_on_pairs_is_the_textbooks_and_any_split_gives_the_same_gradient(
     pairs = make_pairs(16)
     torch.manual_seed(3)
     module = AutoModelForSequenceClassification.from_pretrained(make_model(tmp_path), num_labels=1)
-    torch_trainer, trainer = make_trainer_of(PairTrainer, tmp_path, **PLAIN)
+    torch_trainer, trainer = make_trainer_of(sft_run.PairTrainer, tmp_path, **PLAIN)
     module.load_state_dict(weights(trainer))
     # One pair at a time, with transformers' own head.
     margins = torch.stack([
@@ -430,7 +421,9 @@ def test_a_step_on_pairs_is_the_textbooks_and_any_split_gives_the_same_gradient(
     assert metrics["learner/pair_accuracy"] == float((margins > 0).float().mean())
     assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
-    split, other = make_trainer_of(PairTrainer, tmp_path, engine=ENGINES["zero-2"], tokens_per_microbatch=64, **PLAIN)
+    split, other = make_trainer_of(
+        sft_run.PairTrainer, tmp_path, engine=ENGINES["zero-2"], tokens_per_microbatch=64, **PLAIN
+    )
     assert split.step(pairs, step=1)["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     for each in (trainer, other):
         for name, parameter in module.named_parameters():

@@ -9,17 +9,7 @@ from slipstream.learner.algorithms.inputs import LossInputs
 from slipstream.learner.batching.batch import Tokens
 from slipstream.learner.training import step_metrics
 from slipstream.learner.training.loss_inputs import Correction
-from slipstream.learner.training.step_metrics import (
-    LAG_BUCKETS,
-    GradientSimilarity,
-    StepMetrics,
-    TokenStats,
-    count_tokens,
-    describe,
-    describe_by_lag,
-    lag_buckets,
-    no_counts,
-)
+from slipstream.learner.training.step_metrics import StepMetrics, TokenStats, count_tokens, describe
 from tests.metric_docs import TOKENS, keys_under
 from tests.unit.learner.builders import make_alone
 
@@ -149,7 +139,7 @@ def test_every_number_of_tokens_and_trajectories_by_hand():
 
 
 def test_tokens_are_split_into_buckets_by_their_own_lag_and_trajectories_by_that_of_the_oldest():
-    found = describe_by_lag(count_tokens(HAND))
+    found = step_metrics.describe_by_lag(count_tokens(HAND))
     assert {key.partition("/")[0] for key in found} == {"0", "1", "2-3"}
     assert [found[f"{bucket}/tokens"] for bucket in ("0", "1", "2-3")] == [1, 1, 1]
     assert found["0/mismatch_k1"] == pytest.approx(-math.log(2))
@@ -160,7 +150,7 @@ def test_tokens_are_split_into_buckets_by_their_own_lag_and_trajectories_by_that
     assert found["1/ess_trajectories"] == 1
     assert "0/ess_trajectories" not in found
     lags = torch.tensor([0, 1, 2, 3, 4, 7, 8, 15, 16, 1000])
-    names = [list(LAG_BUCKETS)[index] for index in lag_buckets(lags)]
+    names = [list(step_metrics.LAG_BUCKETS)[index] for index in step_metrics.lag_buckets(lags)]
     assert names == ["0", "1", "2-3", "2-3", "4-7", "4-7", "8-15", "8-15", "16+", "16+"]
 
 
@@ -190,7 +180,7 @@ def test_two_ranks_report_what_one_reports_even_if_one_has_no_tokens(num_elsewhe
 
 
 def test_no_tokens_have_no_metrics_a_huge_mismatch_is_finite_and_a_tiny_one_not_lost_in_rounding():
-    assert describe(no_counts()) == describe(count_tokens(make_stats(0))) == {}
+    assert describe(step_metrics.no_counts()) == describe(count_tokens(make_stats(0))) == {}
     zeros = {f"learner/{name}": 0 for name in ("loss", "computed_tokens", "tokens", "reference_kl")}
     assert StepMetrics().report(make_alone(), num_updates=0) == zeros
     stats = make_stats(50, learner_logprobs=torch.zeros(50), generator_logprobs=torch.full((50,), -100.0))
@@ -215,7 +205,7 @@ class Scene:
     def __init__(self, *sizes: int) -> None:
         self.parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.0)
-        self.similarity = GradientSimilarity(self.optimizer, seed=0)
+        self.similarity = step_metrics.GradientSimilarity(self.optimizer, seed=0)
 
     def use(self, *gradients: torch.Tensor | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
