@@ -76,9 +76,8 @@ class FakeGenerators:
         return [(update.version, [m.peer_id for m in update.members]) for update in updates]
 
     def finish_fetching(self, name: str, version: int, *, lender_errors: Sequence[messages.LenderError] = ()) -> None:
-        self.inbox.append(
-            messages.UpdateApplied(0, version, member(name), "", 1e-7, 2e-7, 0.02, lender_errors=[*lender_errors])
-        )
+        applied = messages.UpdateApplied(0, version, member(name), "", 1e-7, 2e-7, 0.02, lender_errors=[*lender_errors])
+        self.inbox.append(applied)
 
     # --- inbox ---
     def get(self, *, timeout_s: float):

@@ -65,9 +65,8 @@ def advantage_inputs(rewards, groups=None, lengths=None, *, sequences=None, **co
         "token_rewards": zeros.double(),
         "generator_logprobs": zeros.float(),
     }
-    return inputs.AdvantageInputs(
-        rewards=rewards, groups=groups, lengths=lengths, sequences=sequences, **(defaults | columns)
-    )
+    own = {"rewards": rewards, "groups": groups, "lengths": lengths, "sequences": sequences}
+    return inputs.AdvantageInputs(**(own | defaults | columns))
 
 
 def token_inputs(token_rewards, sequences, *, num_sequences: int, groups=None, **columns) -> inputs.AdvantageInputs:
@@ -80,9 +79,8 @@ def loss_inputs(log_ratio, advantages, sequences=None, num_sequences=None, **col
     sequences = torch.arange(len(log_ratio)) if sequences is None else sequences
     count = int(sequences.max()) + 1 if len(sequences) else 0
     learner_logprobs = columns.pop("learner_logprobs", HALF + log_ratio.detach())
-    return inputs.LossInputs(
-        log_ratio, advantages, learner_logprobs, sequences, count if num_sequences is None else num_sequences, **columns
-    )
+    count = count if num_sequences is None else num_sequences
+    return inputs.LossInputs(log_ratio, advantages, learner_logprobs, sequences, count, **columns)
 
 
 def over_ratios(function):

@@ -196,10 +196,8 @@ def await_rank_1(first: BackgroundSaver) -> None:
 def test_a_checkpoint_of_two_machines_counts_once_both_have_written_and_sent_their_files(tmp_path):
     storage, held = ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0)), Held()
     storages, words = (storage, ObjectFolder(storage.uri, held)), {}
-    first, second = (
-        make_saver(tmp_path / str(rank), rank, words=words, storage=each.child("checkpoints"))
-        for rank, each in enumerate(storages)
-    )
+    places = [each.child("checkpoints") for each in storages]
+    first, second = (make_saver(tmp_path / str(n), n, words=words, storage=place) for n, place in enumerate(places))
     finished: list[list[str]] = []
     start(first, 1, finish=lambda: finished.append(storage.child("checkpoints").names()))
     await_rank_1(first)

@@ -68,9 +68,8 @@ def process_has_ended(pid_file: Path) -> None:
     """Wait until a process has ended, even if it is not reaped."""
     pid = int(pid_file.read_text())
     zombie = psutil.STATUS_ZOMBIE
-    until(
-        lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == zombie, timeout_s=10, what=f"end of {pid}"
-    )
+    gone = lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == zombie  # noqa: E731
+    until(gone, timeout_s=10, what=f"end of {pid}")
 
 
 def test_what_an_environment_started_ends_with_it(tmp_path: Path):

@@ -14,9 +14,7 @@ from tests.unit.learner.inputs import advantage_inputs, checked, whole, wide
 
 def formula(name):
     function = checked(getattr(advantages, name))
-    return lambda rewards, groups, *lengths, **settings: function(
-        advantage_inputs(rewards, groups, *lengths), **settings
-    )
+    return lambda rewards, groups, *size, **settings: function(advantage_inputs(rewards, groups, *size), **settings)
 
 
 NAMES = ("grpo", "dr_grpo", "rloo", "lite_ppo", "opo", "gpg", "maxrl", "win_rate", "reinforce_plus_plus_baseline")

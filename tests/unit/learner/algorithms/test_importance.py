@@ -9,9 +9,8 @@ from slipstream.learner.algorithms.inputs import RatioInputs
 from tests.unit.learner.inputs import checked, over_ratios
 
 names = ("token_ratio", "token_log_ratio", "truncate", "mask", "normalize", "effective_sample_size")
-token_ratio, token_log_ratio, truncate, mask, normalize, effective_sample_size = (
-    checked(getattr(importance, name)) for name in names
-)
+FUNCTIONS = [checked(getattr(importance, name)) for name in names]
+token_ratio, token_log_ratio, truncate, mask, normalize, effective_sample_size = FUNCTIONS
 interpolation, loglinear = checked(importance.interpolation), checked(importance.loglinear)
 LEVELS = {name: over_ratios(find(f"importance.{name}_level")) for name in ("token", "sequence", "geometric")}
 

@@ -130,9 +130,8 @@ def test_gspo_clips_whole_sequences_luspo_scales_with_the_length_and_the_token_f
     assert losses.tolist() == pytest.approx([-2 * math.exp(0.1)] * 2 + [-1.3] * 3 + [0.8])
     for name in ("gspo", "gspo_token", "luspo"):
         assert idle(LOSSES[name], log_ratio, advantages, SEQUENCES).tolist() == [False] * 2 + [True] * 4, name
-    plain, scaled = (
-        gradient_of(LOSSES[n], 0.1 * random_log_ratio(), of(1, -2, 3), SEQUENCES) for n in ("gspo", "luspo")
-    )
+    inputs = 0.1 * random_log_ratio(), of(1, -2, 3), SEQUENCES
+    plain, scaled = (gradient_of(LOSSES[name], *inputs) for name in ("gspo", "luspo"))
     assert torch.allclose(scaled, of(2, 3, 1) * plain)
     for compute in (losses_of, gradient_of):
         found = (compute(LOSSES[n], random_log_ratio(), of(1, -2, 3), SEQUENCES) for n in ("gspo", "gspo_token"))
@@ -165,9 +164,8 @@ def test_vespo_and_sppo_by_hand():
     expected = of(-phi(math.exp(0.7), 2, 3), 2 * phi(math.exp(-0.4), 3, 2), -3)
     assert gradient.tolist() == pytest.approx(expected.tolist())
     for advantage, peak in ((1.0, 2 / 3), (-1.0, 3 / 2)):
-        weights = gradient_of(
-            LOSSES["vespo"], (peak + wide(-0.01, 0, 0.01)).log(), torch.full((3,), advantage).double()
-        )
+        log_ratio = (peak + wide(-0.01, 0, 0.01)).log()
+        weights = gradient_of(LOSSES["vespo"], log_ratio, wide(*[advantage] * 3))
         assert weights.abs().argmax() == 1, advantage
     assert sppo(wide(0, 1, -2), wide(0.5, 1, 0.25), eta=4.0).tolist() == [0, 1, 1]
     losses = policy_losses.sppo(loss_inputs(wide(0.5, 1, -1), wide(0.5, 0.5, -0.5), whole(0, 0, 1)), eta=2.0)
@@ -420,7 +418,6 @@ def test_tokens_that_the_correction_rejects_take_no_share_and_move_no_mean():
     assert dropped(m2po(wide(0.1, 9, 0.1, 0.3), wide(1, 1, 1, 1), threshold=0.02, is_counted=is_counted)) == [3]
     values = covariance(wide(1, 50, -1, 0), wide(-1, 70, -3, -2), is_counted=is_counted)
     assert values[[0, 2, 3]].tolist() == [1.0, 1.0, 0.0]
-    inputs = mask_inputs(
-        wide(0, 0, 0, 0), wide(1, 50, -1, 0), learner_logprobs=wide(1, 50, -1, 0), is_counted=is_counted
-    )
+    values = wide(1, 50, -1, 0)
+    inputs = mask_inputs(wide(0, 0, 0, 0), values, learner_logprobs=values, is_counted=is_counted)
     assert token_masks.kl_cov_mask(inputs, fraction=0.4).tolist() == [True, False, False, False]

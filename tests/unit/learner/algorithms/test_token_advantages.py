@@ -195,9 +195,8 @@ class World:
         """Target of each prefix: its expectation over all 27 texts under the generator."""
         texts = list(itertools.product(range(3), repeat=3))
         steps = [(text[:index], text[index]) for text in texts for index in range(3)]
-        learner, writer = (
-            torch.stack([policy[p][a] for p, a in steps]).log() for policy in (self.learner, self.writer)
-        )
+        policies = self.learner, self.writer
+        learner, writer = (torch.stack([policy[p][a] for p, a in steps]).log() for policy in policies)
         rewards = torch.stack([self.rewards[p][a] for p, a in steps])
         sequences = torch.arange(27).repeat_interleave(3)
         settings = {"num_sequences": 27, "gamma": 1.0, "lam": 1.0, "rho_bar": rho_bar, "c_bar": c_bar}
@@ -241,9 +240,8 @@ def test_the_clipped_value_loss_by_hand_stops_exactly_the_clipped_tokens_and_tra
     torch.manual_seed(0)
     values, returns, before = (each.requires_grad_() for each in torch.randn(3, 20, dtype=torch.float64).unbind())
     for clip in (None, 0.3):
-        assert torch.autograd.gradcheck(
-            lambda v, clip=clip: clipped_value_loss(v, returns.detach(), before.detach(), clip=clip)[0], values
-        )
+        loss = lambda v, clip=clip: clipped_value_loss(v, returns.detach(), before.detach(), clip=clip)[0]  # noqa: E731
+        assert torch.autograd.gradcheck(loss, values)
     clipped_value_loss(values * 2, returns * 3, before * 1, clip=5.0)[0].sum().backward()
     assert [each.grad is not None for each in (values, returns, before)] == [True, False, False]
 
@@ -264,9 +262,8 @@ def test_explained_variance_by_hand():
 turn_returns, gigpo = checked(token_advantages.turn_returns), checked(token_advantages.gigpo)
 
 # Two answers to one prompt, A: two tokens, then one; B: one token, then two. Rewards at the turns' last tokens.
-TWO = advantage_inputs(
-    wide(1, 4), sequences=whole(0, 0, 0, 1, 1, 1), turns=whole(0, 0, 1, 0, 1, 1), token_rewards=wide(0, 1, 0, 0, 0, 4)
-)
+COLUMNS = {"turns": whole(0, 0, 1, 0, 1, 1), "token_rewards": wide(0, 1, 0, 0, 0, 4)}
+TWO = advantage_inputs(wide(1, 4), sequences=whole(0, 0, 0, 1, 1, 1), **COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -288,9 +285,8 @@ def test_answers_with_one_turn_get_the_advantages_of_grpo():
     rewards, groups = wide(1, 0, 0.5, 3, 3, 7), whole(0, 0, 0, 1, 1, 2)
     sequences = torch.arange(6).repeat_interleave(torch.tensor([2, 1, 3, 2, 2, 1]))
     is_last = torch.cat([sequences.diff() > 0, torch.tensor([True])])
-    inputs = advantage_inputs(
-        rewards, groups, sequences=sequences, token_rewards=torch.where(is_last, rewards[sequences], 0)
-    )
+    token_rewards = torch.where(is_last, rewards[sequences], 0)
+    inputs = advantage_inputs(rewards, groups, sequences=sequences, token_rewards=token_rewards)
     expected = advantages.grpo(inputs, epsilon=1e-6)[sequences]
     for over in ("index", "group"):
         assert turn_returns(inputs, gamma=0.3, over=over, epsilon=1e-6).allclose(expected, atol=1e-12)
@@ -346,11 +342,8 @@ def test_gigpo_is_what_loops_over_states_give(seed):
         return int(torch.randint(high, (1,), generator=generator))
 
     # Few states, so that answers meet, also themselves, and other groups have the same ones.
-    episodes = [
-        (group, [(draw(3) - 1, draw(4) / 2, 1 + draw(3)) for _ in range(1 + draw(5))])
-        for group in range(3)
-        for _ in range(4)
-    ]
+    groups = [0] * 4 + [1] * 4 + [2] * 4
+    episodes = [(group, [(draw(3) - 1, draw(4) / 2, 1 + draw(3)) for _ in range(1 + draw(5))]) for group in groups]
     tokens = [
         (number, index, state, reward if token == count - 1 else 0.0)
         for number, (_, turns) in enumerate(episodes)

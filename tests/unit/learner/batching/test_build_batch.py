@@ -102,14 +102,8 @@ def test_turns_that_answer_the_same_tokens_have_the_same_observation():
     tokens = built([[*written, again]], has_observations=True).batch.tokens
     first, _, second, _ = tokens.observations[:4].tolist()
     other = tokens.observations[10].item()
-    assert tokens.observations.tolist() == [first, first, second, second] * 2 + [
-        first,
-        first,
-        other,
-        other,
-        first,
-        first,
-    ]
+    expected = [first, first, second, second] * 2 + [first, first, other, other, first, first]
+    assert tokens.observations.tolist() == expected
     assert len({first, second, other}) == 3
     assert built([written]).batch.tokens.observations is None
 

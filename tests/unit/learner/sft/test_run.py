@@ -157,9 +157,8 @@ def test_the_checkpoint_of_the_best_held_out_loss_is_kept_and_exported(tmp_path)
     # A few memorized rows: the loss on other rows falls and then rises.
     few = make_file(tmp_path, problems(0, 4), "few.parquet")
     run = make_sft_run(tmp_path, steps=40, eval_every_steps=5, train_path=few, batch_size=4)
-    learner = msgspec.structs.replace(
-        run.learner, checkpoint=CheckpointConfig(every_steps=50, keep=1, best="eval/loss")
-    )
+    checkpoint = CheckpointConfig(every_steps=50, keep=1, best="eval/loss")
+    learner = msgspec.structs.replace(run.learner, checkpoint=checkpoint)
     run = msgspec.structs.replace(run, learner=learner)
     for steps in (20, 40):
         at_most = msgspec.structs.replace(run.learner, max_steps=steps)
@@ -421,9 +420,8 @@ def test_a_step_on_pairs_is_the_textbooks_and_any_split_gives_the_same_gradient(
     assert metrics["learner/pair_accuracy"] == float((margins > 0).float().mean())
     assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
-    split, other = make_trainer_of(
-        sft_run.PairTrainer, tmp_path, engine=ENGINES["zero-2"], tokens_per_microbatch=64, **PLAIN
-    )
+    settings = {"engine": ENGINES["zero-2"], "tokens_per_microbatch": 64} | PLAIN
+    split, other = make_trainer_of(sft_run.PairTrainer, tmp_path, **settings)
     assert split.step(pairs, step=1)["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     for each in (trainer, other):
         for name, parameter in module.named_parameters():

@@ -56,11 +56,8 @@ SLOW = (
 
 
 def families(*, is_exact):
-    return [
-        pytest.param(name, marks=pytest.mark.long) if name in SLOW else name
-        for name, (kind, _) in FAMILIES.items()
-        if bool(kind) == is_exact
-    ]
+    names = [name for name, (kind, _) in FAMILIES.items() if bool(kind) == is_exact]
+    return [pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in names]
 
 
 @pytest.mark.parametrize("name", families(is_exact=True))

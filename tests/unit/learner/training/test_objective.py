@@ -325,11 +325,8 @@ def test_parts_of_rewards_are_added_up_by_weight_and_groups_of_equal_rewards_hav
     assert found[3:] != [0, 0, 0]
 
 
-TWO_TURNS = {
-    "response": (5, 6, 9, 9, 9, 7, 1),
-    "model_mask": np.array([0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1], dtype=np.bool_),
-    "num_turns": 2,
-}
+WRITTEN = np.array([0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1], dtype=np.bool_)
+TWO_TURNS = {"response": (5, 6, 9, 9, 9, 7, 1), "model_mask": WRITTEN, "num_turns": 2}
 """Two tokens of the model, three of a tool, two of the model."""
 
 
@@ -436,10 +433,8 @@ DRIFT = torch.tensor([1.0, 4.0, 0.25, 1.0]).log()
 
 
 def corrected(drift=DRIFT, learner_log_ratio=None, **settings):
-    inputs, learner = (
-        RatioInputs(x, torch.tensor([0, 0, 1, 1]), 2)
-        for x in (drift, drift if learner_log_ratio is None else learner_log_ratio)
-    )
+    learner_log_ratio = drift if learner_log_ratio is None else learner_log_ratio
+    inputs, learner = (RatioInputs(x, torch.tensor([0, 0, 1, 1]), 2) for x in (drift, learner_log_ratio))
     return correct(inputs, learner=learner, config=CorrectionConfig(**settings))
 
 
