@@ -139,9 +139,16 @@ def test_an_error_other_than_of_the_prompt_ends_the_generator_unchanged(error: E
     assert scene.last_return.lease_ids == ["3-0"]
 
 
-def test_a_dead_connection_ends_the_generator_so_that_it_is_restarted():
+def test_a_dead_connection_ends_the_generator_and_a_drained_one_returns_what_it_has_not_answered():
     with pytest.raises(ClientDiedError, match="KeyError"):
         asyncio.run(Scene().live(ClientDiedError("the link to the broker ended: KeyError: 1")))
+
+    async def scenario(scene: Scene) -> None:
+        running = await scene.served(Prompts([PROMPT]))
+        await scene.end(running)
+        assert (scene.last_return.lease_ids, scene.status.gauges["running"]) == (["3-0"], 0)
+
+    asyncio.run(scenario(Scene()))
 
 
 def test_answers_leave_once_the_weights_are_verified_and_keep_their_lease_until_they_are_acknowledged():
@@ -157,15 +164,6 @@ def test_answers_leave_once_the_weights_are_verified_and_keep_their_lease_until_
         await scene.end(running)
 
     asyncio.run(scenario(Scene(make_trajectory())))
-
-
-def test_a_drained_generator_returns_what_it_has_not_answered():
-    async def scenario(scene: Scene) -> None:
-        running = await scene.served(Prompts([PROMPT]))
-        await scene.end(running)
-        assert (scene.last_return.lease_ids, scene.status.gauges["running"]) == (["3-0"], 0)
-
-    asyncio.run(scenario(Scene()))
 
 
 @pytest.mark.parametrize(("num_tokens", "fits"), [(10, True), (4000, False)])

@@ -102,12 +102,22 @@ def test_a_run_without_progress_is_a_dead_end_after_its_deadline(scene, still, k
     assert [words for words in named if words not in str(cause)] == []
 
 
-def test_a_new_wait_has_its_own_time(scene):
+def test_a_new_wait_a_slow_engine_and_a_long_step_have_their_own_time(scene):
     scene.after(0, working())
     assert scene.after(AFTER_S - 1, working()) is None
     scene.begin()
     assert scene.after(AFTER_S - 1, working()) is None
     assert scene.after(1, working()) is not None
+    scene = Scene(generators={"engine": {"kind": "vllm"}}, learner={"stall": {"timeout_s": 300.0}})
+    assert scene.after(0, STARTING) is None
+    assert scene.after(4 * 300 - 1, STARTING) is None
+    assert scene.after(1, STARTING).kind == "start"
+    scene = Scene()
+    assert scene.after(0, working()) is None
+    for step in range(5):
+        scene.clock.now += 2 * START_AFTER_S
+        scene.begin()
+        assert scene.after(0, snapshot(role(version=step), version=step + 1)) is None
 
 
 def expiring(n: int) -> Snapshot:
@@ -141,12 +151,10 @@ def test_arrivals_that_are_lost_are_a_dead_end_that_names_the_reason(scene, come
     assert AFTER_S <= causes.index(cause) + 1 <= AFTER_S + 2
 
 
-def test_lost_groups_do_not_explain_an_evaluation(scene):
+def test_lost_groups_do_not_explain_an_evaluation_and_a_crash_loop_hides_no_dead_end(scene):
     causes = [scene.after(1, working(answered=0, reasons={"expired: stale": n})) for n in range(int(AFTER_S) + 2)]
     assert causes[-1].kind == "silence"
-
-
-def test_a_crash_loop_hides_no_dead_end(scene):
+    scene = Scene()
     causes = []
     for _ in range(10):
         causes += [scene.after(1, snapshot(dead(liveness="gone"))), scene.after(AFTER_S / 2, working())]
@@ -180,13 +188,6 @@ def test_a_start_that_took_long_leaves_the_next_phase_its_own_time(scene, phases
     assert scene.after(1, phases[-1][1]).kind == kind
 
 
-def test_an_engine_that_may_start_longer_has_that_time():
-    scene = Scene(generators={"engine": {"kind": "vllm"}}, learner={"stall": {"timeout_s": 300.0}})
-    assert scene.after(0, STARTING) is None
-    assert scene.after(4 * 300 - 1, STARTING) is None
-    assert scene.after(1, STARTING).kind == "start"
-
-
 @pytest.mark.parametrize("starts_s", [0, 500])
 def test_slow_progress_ends_at_the_limit_counted_from_the_first_generator(scene, starts_s):
     for _ in range(starts_s // 100):
@@ -205,14 +206,6 @@ def test_training_while_no_generator_applies_newer_weights_becomes_a_dead_end(sc
         cause = scene.after(0, snapshot(role(version=2), version=2 + step, accepted=step))
         found += [(scene.clock.now, cause.kind)] if cause else []
     assert found[0] == (10 + START_AFTER_S, "outdated")
-
-
-def test_a_long_step_is_no_lag_of_the_generators(scene):
-    assert scene.after(0, working()) is None
-    for step in range(5):
-        scene.clock.now += 2 * START_AFTER_S
-        scene.begin()
-        assert scene.after(0, snapshot(role(version=step), version=step + 1)) is None
 
 
 @pytest.mark.parametrize(
@@ -235,13 +228,10 @@ def test_consecutive_failed_rewards_are_an_immediate_dead_end(scene, sums, faile
         assert "exact_match" in causes[-1].problem
 
 
-def test_failed_rewards_explain_a_standstill_before_the_filter_does(scene):
+def test_failed_rewards_explain_a_standstill_before_the_filter_does_and_a_replay_needs_no_new_ones(scene):
     for n in range(int(AFTER_S)):
         scene.after(1, working(unrewarded=min(n, 3), reasons={"rejected: zero_advantage": n}))
     assert scene.after(1, working(unrewarded=3, reasons={"rejected: zero_advantage": 200})).kind == "rewards"
-
-
-def test_a_replay_needs_no_new_rewards():
     scene = Scene(mode="replay", replay={"path": "archive"}, weights={"transport": "memory"})
     scene.after(0, working())
     assert scene.after(1, working(unrewarded=99)) is None
@@ -318,13 +308,18 @@ def test_a_dead_end_fails_with_cause_remedy_and_the_last_events_in_one_line():
     assert [part for part in ("for the 0. time", "not concerned") if part in line] == []
 
 
-def test_under_wait_the_cause_is_shown_until_it_is_resolved(patient: DetectorScene):
+def test_under_wait_the_cause_is_shown_until_it_is_resolved_also_by_a_wait_that_succeeds(patient: DetectorScene):
     assert patient.wait(AFTER_S - 1, state="unsynced") == STEP_1
     assert patient.wait(60, state="unsynced").startswith(f"{STEP_1}; dead end: ")
     assert "verified weights" in dead_end_cause({"learner": patient.detector.gauges()})
     assert patient.wait(1) == STEP_1
     began, ended = (event.partition(":")[0] for event in patient.events())
     assert (began, ended) == ("dead end, waits for the 2 groups of step 1", "dead end resolved")
+    patient = DetectorScene(policy="wait")
+    patient.wait(AFTER_S)
+    patient.detector.end()
+    patient.begin(step=2)
+    assert patient.wait(1) == "waiting for the 2 groups of step 2: 0 are ready"
 
 
 def test_the_log_regularly_shows_missing_groups_and_then_the_cause_with_the_time_up_to_now(patient: DetectorScene):
@@ -336,14 +331,9 @@ def test_the_log_regularly_shows_missing_groups_and_then_the_cause_with_the_time
     assert len(patient.events()) == 1
 
 
-def test_a_wait_that_succeeds_resolves_its_dead_end(patient: DetectorScene):
-    patient.wait(AFTER_S)
-    patient.detector.end()
-    patient.begin(step=2)
-    assert patient.wait(1) == "waiting for the 2 groups of step 2: 0 are ready"
-
-
-def test_only_while_rewards_are_the_cause_groups_without_any_are_rejected(patient: DetectorScene):
+def test_groups_and_evaluations_without_any_reward_are_rejected_only_while_rewards_are_the_cause(
+    patient: DetectorScene,
+):
     patient.wait(1)
     unscored = patient.claim_one(status="error")
     assert not patient.detector.reject_unscored(unscored)
@@ -354,9 +344,7 @@ def test_only_while_rewards_are_the_cause_groups_without_any_are_rejected(patien
     assert patient.store.counts().reasons == {"rejected: no_reward": 1}
     assert not patient.detector.reject_unscored(patient.claim_one(status="ok"))
     assert patient.wait(1, trajectories=MAX_FAILED + 1, rewards_failed=MAX_FAILED) == STEP_1
-
-
-def test_an_evaluation_without_a_reward_is_a_dead_end_until_a_reward_arrives(patient: DetectorScene):
+    patient = DetectorScene(policy="wait")
     with pytest.raises(DeadEndError, match="last 4 trajectories"):
         DetectorScene(policy="fail").detector.report_no_reward(num_failed=4)
     patient.wait(1)

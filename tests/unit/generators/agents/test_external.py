@@ -141,15 +141,12 @@ def test_the_wait_for_agents_is_told(monkeypatch: pytest.MonkeyPatch):
     play(agent)
 
 
-def test_an_answer_that_no_agent_takes_goes_back():
+def test_without_a_token_no_agent_is_let_in_and_an_answer_that_none_takes_goes_back():
     async def agent(outside: Outside) -> None:
         assert (await outside.post("/v1/leases", "another token")).status_code == 401
         assert (await outside.post("/v1/leases", "x")).status_code == 401
 
     with pytest.raises(Exception, match=r"the agent ended without one: .* within 0.3 s"):
         play(agent, answer_timeout_s=0.3)
-
-
-def test_a_run_without_a_token_lets_no_agent_in():
     with pytest.raises(ConfigError, match="may be `external` only if the roles run as processes"):
         make_runner(WritingEngine([]), generators={"agent": {"kind": "external"}})

@@ -51,12 +51,19 @@ def test_the_trajectory_of_a_call():
     assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (1, 0)
 
 
-def test_calls_of_one_turn_are_answered_in_their_order_and_no_more_than_allowed():
+def test_calls_of_one_turn_are_answered_in_order_and_those_that_never_return_are_counted_and_bounded():
     text = "".join(call("slow", f'{{"seconds": {seconds}}}') for seconds in (0.05, 0.0, 0.0))
     agent = {"tools": ["calculator", {"function": f"{HERE}:slow"}], "max_parallel_calls": 2}
     shown = observed([text, "so"], agent)
     assert shown.count("done") == 2
     assert "error: a turn may have 2 calls, this one exceeds the limit" in shown
+    stuck = {"function": f"{HERE}:stuck", "name": "mine", "timeout_s": 0.05, "max_concurrency": 2}
+    texts = [call("mine", "{}") * 2] * 3 + ["so"]
+    with structlog.testing.capture_logs() as logged:
+        shown = observed(texts, {"tools": [stuck]}, max_tokens=2000, max_length=8000)
+    assert shown.count("error: mine must answer within 0.05 s, but did not") == 4
+    assert shown.count("error: mine accepts no more calls: too many earlier calls have not returned") == 2
+    assert [entry["threads"] for entry in logged if entry["event"] == "tool_still_runs"] == [2, 2, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -100,16 +107,6 @@ def test_python_runs_in_the_sandbox():
         "error: the code must end within 2 s, but did not",
         "error: the code must print at most 65536 bytes, but printed more",
     ]
-
-
-def test_calls_that_never_return_are_counted_named_and_bounded():
-    stuck = {"function": f"{HERE}:stuck", "name": "mine", "timeout_s": 0.05, "max_concurrency": 2}
-    texts = [call("mine", "{}") * 2] * 3 + ["so"]
-    with structlog.testing.capture_logs() as logged:
-        shown = observed(texts, {"tools": [stuck]}, max_tokens=2000, max_length=8000)
-    assert shown.count("error: mine must answer within 0.05 s, but did not") == 4
-    assert shown.count("error: mine accepts no more calls: too many earlier calls have not returned") == 2
-    assert [entry["threads"] for entry in logged if entry["event"] == "tool_still_runs"] == [2, 2, 4, 4]
 
 
 def test_an_instance_belongs_to_one_answer_and_is_closed():

@@ -217,13 +217,21 @@ asyncio.run(main())
 """
 
 
-def test_workers_die_with_their_parent_even_during_a_sample():
+def test_workers_end_when_their_pool_dies_even_during_a_sample_or_before_their_start():
     parent = subprocess.Popen([sys.executable, "-c", _PARENT, "spin"], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     worker = psutil.Process(int(parent.stdout.readline()))
     parent.kill()
     parent.wait(10)
     worker.wait(5)
+    pool = subprocess.Popen([sys.executable, "-c", ""])
+    pool.wait()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-m", "slipstream.generators.rewards.worker"]
+        command += [*map(str, [theirs.fileno()] * 2), str(pool.pid)]
+        # Our end stays open, as if a hanging function never read it.
+        assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=60).returncode == SIGNAL_EXIT + 9
 
 
 def test_a_machine_that_starts_no_process_says_so_and_the_next_answers_are_scored():
@@ -244,17 +252,6 @@ def test_a_machine_that_starts_no_process_says_so_and_the_next_answers_are_score
 def test_a_function_that_cannot_be_loaded_says_why(mistake: bool, reason: str):
     (found,) = scores(RewardConfig(f"{SAMPLES}:Unready", arguments={"is_mistake": mistake}), [sample()])
     assert (found.status, found.detail) == ("error", f"no reward worker could be started: {reason}")
-
-
-def test_a_worker_whose_pool_died_before_its_start_ends():
-    pool = subprocess.Popen([sys.executable, "-c", ""])
-    pool.wait()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        command = [sys.executable, "-m", "slipstream.generators.rewards.worker"]
-        command += [*map(str, [theirs.fileno()] * 2), str(pool.pid)]
-        # Our end stays open, as if a hanging function never read it.
-        assert subprocess.run(command, pass_fds=[theirs.fileno()], timeout=60).returncode == SIGNAL_EXIT + 9
 
 
 def make_reward_model(folder: Path) -> str:

@@ -103,12 +103,17 @@ def test_a_window_that_the_mask_ignores_is_seen_if_a_sequence_is_longer(tmp_path
     assert choose(path, model=model_config(path))[1].kind == "shared_rows"
 
 
-def test_a_run_of_the_shortest_sequences_can_be_probed(tmp_path):
+def test_the_shortest_sequences_can_be_probed_and_rows_are_no_longer_than_the_models_positions(tmp_path):
     path = make_model(tmp_path)
     data = DataConfig(train="a", eval="b", max_prompt_tokens=1)
     generators = GeneratorsConfig(sampling=SamplingConfig(max_tokens=1))
     _, layout = choose(path, model=model_config(path, max_length=2), data=data, generators=generators)
     assert layout.kind == "shared_rows"
+    trainer = make_trainer(make_run(make_family(tmp_path, "gpt_neo")))
+    assert (layout_of(trainer), trainer._layout.row_tokens) == ("one_row", 128)
+    groups = make_groups(num_groups=8, longest=20)
+    assert sum(len(member.token_ids) for group in groups for member in group) > 2 * 128
+    assert np.isfinite(trainer.step(groups, learner_version=0, step=1)["learner/loss"])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma2", "gpt_oss", "opt", "lfm2"])
@@ -168,25 +173,20 @@ def test_a_model_that_fits_no_layout_is_refused_by_name(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_rows_are_no_longer_than_the_models_positions(tmp_path):
-    trainer = make_trainer(make_run(make_family(tmp_path, "gpt_neo")))
-    assert (layout_of(trainer), trainer._layout.row_tokens) == ("one_row", 128)
-    groups = make_groups(num_groups=8, longest=20)
-    assert sum(len(member.token_ids) for group in groups for member in group) > 2 * 128
-    assert np.isfinite(trainer.step(groups, learner_version=0, step=1)["learner/loss"])
-
-
 def layout_of(trainer):
     return trainer._layout.kind
 
 
-def test_a_teacher_and_a_critic_read_the_same_microbatches(tmp_path):
+def test_a_teacher_and_a_critic_read_the_same_microbatches_and_the_canary_shows_a_wrong_layout(tmp_path):
     path, recurrent = make_model(tmp_path), make_family(tmp_path, "mamba2")
     assert layout_of(make_trainer(make_run(path))) == "shared_rows"
     distilled = AlgorithmConfig(distillation=DistillationConfig(teacher_path=str(recurrent)))
     assert layout_of(make_trainer(make_run(path, algorithm=distilled))) == "one_per_row"
     with_critic = AlgorithmConfig(advantage=GaeConfig())
     assert layout_of(make_trainer(make_run(recurrent, algorithm=with_critic))) == "one_per_row"
+    trainer = make_trainer(make_run(make_family(tmp_path, "mamba2")))
+    trainer._layout = Layout("shared_rows", 4096)
+    assert canary_error(trainer) > 0.1
 
 
 @torch.no_grad()
@@ -196,12 +196,6 @@ def canary_error(trainer):
     alone = trainer.engine.model.causal_lm(input_ids=torch.tensor(token_ids), use_cache=False).logits.log_softmax(-1)
     expected = alone[:, :-1].gather(-1, torch.tensor(token_ids)[:, 1:, None])[..., 0]
     return float((torch.tensor(found) - expected).abs().max())
-
-
-def test_the_canary_shows_a_layout_that_is_wrong(tmp_path):
-    trainer = make_trainer(make_run(make_family(tmp_path, "mamba2")))
-    trainer._layout = Layout("shared_rows", 4096)
-    assert canary_error(trainer) > 0.1
 
 
 def leak(layer, *, places):
@@ -247,13 +241,16 @@ def test_the_split_into_microbatches_changes_neither_canary_nor_step(tmp_path, n
     assert largest_difference(*steps) < 1e-5
 
 
-def test_the_soft_cap_of_attention_scores_is_kept(tmp_path):
+def test_the_soft_cap_of_attention_scores_is_kept_and_only_long_sequences_are_packed_on_a_cpu(tmp_path):
     path = make_family(tmp_path, "gemma2")
     change_config(path, attn_logit_softcapping=0.1)
     token_ids = torch.arange(2, 40)[None]
     # Eager attention is the reference, because SDPA ignores the cap.
     expected = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")(token_ids).logits
     assert torch.allclose(load(path).causal_lm(token_ids).logits, expected)
+    path = make_family(tmp_path, "qwen3")
+    models = [load(path, max_length=length).causal_lm for length in (2047, 2048)]
+    assert [model.config._attn_implementation for model in models] == ["sdpa", PACKED]
 
 
 ROWS = torch.Size([2, 12])
@@ -313,10 +310,17 @@ def kernel(request, monkeypatch):
     return request.param
 
 
-def test_spans_say_which_tokens_see_which():
+def test_spans_say_which_tokens_see_which_and_no_mask_is_larger_than_a_run():
     rows = "".join("\n".join(VISIBLE.split()).split("\n"))
     expected = torch.tensor([mark == "X" for mark in rows]).view(2, 1, 12, 12)
     assert SPANS.mask(ROWS, CPU).equal(expected)
+    prompt = tuple(range(2, 32))
+    samples = make_samples([make_response(0, i, prompt=prompt, response=(5, 6, 7, 8, 9)) for i in range(8)])
+    (microbatch,) = collate(samples, layout=Layout("shared_rows", 4096, 4096))
+    packed_rows = PackedRows(microbatch.spans, SINGLE_RANK)
+    packed_attention(torch.nn.Module(), *make_states(rows=microbatch.token_ids.shape), None, packed_rows=packed_rows)
+    # Responses of equal length share a mask. Prompts and whole sequences need none.
+    assert [mask.shape for mask in packed_rows.masks.values()] == [(4, 34)]
 
 
 @pytest.mark.parametrize("window", [None, 3, 6])
@@ -354,16 +358,6 @@ def test_rows_without_spans_are_sequences(window):
     mask = torch.ones(12, 12, dtype=torch.bool).tril().triu(-(window - 1) if window else -12)
     found, _ = packed_attention(torch.nn.Module(), *states, None, sliding_window=window)
     assert_same(states, found, by_mask(*states, mask))
-
-
-def test_no_mask_is_larger_than_a_run():
-    prompt = tuple(range(2, 32))
-    samples = make_samples([make_response(0, i, prompt=prompt, response=(5, 6, 7, 8, 9)) for i in range(8)])
-    (microbatch,) = collate(samples, layout=Layout("shared_rows", 4096, 4096))
-    packed_rows = PackedRows(microbatch.spans, SINGLE_RANK)
-    packed_attention(torch.nn.Module(), *make_states(rows=microbatch.token_ids.shape), None, packed_rows=packed_rows)
-    # Responses of equal length share a mask. Prompts and whole sequences need none.
-    assert [mask.shape for mask in packed_rows.masks.values()] == [(4, 34)]
 
 
 LAYOUTS = [
@@ -413,12 +407,6 @@ def test_a_model_that_packed_attention_does_not_fit_keeps_its_own(tmp_path, alwa
     policy, layout = choose(make_family(tmp_path, "qwen3"))
     assert policy.causal_lm.config._attn_implementation == "sdpa"
     assert layout == Layout("shared_rows", 8192, 64)
-
-
-def test_only_long_sequences_are_packed_on_a_cpu(tmp_path):
-    path = make_family(tmp_path, "qwen3")
-    models = [load(path, max_length=length).causal_lm for length in (2047, 2048)]
-    assert [model.config._attn_implementation for model in models] == ["sdpa", PACKED]
 
 
 def test_slices_hold_each_token_once_where_it_is_predicted_and_keep_their_positions():

@@ -93,7 +93,7 @@ def test_a_change_of_the_models_function_is_refused_by_name(tmp_path, monkeypatc
         load(path)
 
 
-def test_what_is_saved_is_what_transformers_loads_with_a_template_of_ones_own(tmp_path):
+def test_what_is_saved_is_what_transformers_loads_with_a_template_of_ones_own_and_experts_as_on_the_hub(tmp_path):
     path = make_model(tmp_path)
     (tmp_path / "mine.jinja").write_text("mine")
     policy = load(path)
@@ -108,6 +108,12 @@ def test_what_is_saved_is_what_transformers_loads_with_a_template_of_ones_own(tm
     assert all(p.equal(saved[name]) for name, p in again.named_parameters())
     assert AutoTokenizer.from_pretrained(tmp_path / "saved").eos_token == "<eos>"
     assert AutoTokenizer.from_pretrained(tmp_path / "templated").chat_template == "mine"
+    path = make_family(tmp_path, "qwen3_moe")
+    engine, config = load_engine(path, dtype="float32")
+    save_model(engine, tmp_path / "final", config=config, ranks=make_alone())
+    base, saved = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "final"))
+    assert base.keys() == saved.keys()
+    assert all(tensor.equal(saved[name]) for name, tensor in base.items())
 
 
 def score(policy):
@@ -261,15 +267,6 @@ def test_an_adapter_on_a_bfloat16_base_is_merged_without_rounding(tmp_path, monk
     name = "model.layers.0.self_attn.q_proj.weight"
     assert merged[name].equal(module.base_layer.weight.float() + product)
     assert not merged[name].bfloat16().float().equal(merged[name])
-
-
-def test_experts_are_saved_in_the_layout_of_the_hub(tmp_path):
-    path = make_family(tmp_path, "qwen3_moe")
-    engine, config = load_engine(path, dtype="float32")
-    save_model(engine, tmp_path / "final", config=config, ranks=make_alone())
-    base, saved = (load_file(folder / "model.safetensors") for folder in (path, tmp_path / "final"))
-    assert base.keys() == saved.keys()
-    assert all(tensor.equal(saved[name]) for name, tensor in base.items())
 
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "matmul"}

@@ -63,7 +63,7 @@ def policy_weights(trainer):
     return dict(trainer.engine.gather_parameters())
 
 
-def test_a_step_reports_and_moves_the_critic_and_without_one_nothing_of_it_is_there(tmp_path):
+def test_a_step_reports_and_moves_the_critic_and_the_first_loss_is_half_the_mean_square_of_the_returns(tmp_path):
     trainer, metrics = train(make_critic_run(tmp_path))
     before = dict(make_trainer(make_critic_run(tmp_path)).second_model.engine.gather_parameters())
     assert set(metrics[0]) >= CRITIC_METRICS
@@ -75,9 +75,6 @@ def test_a_step_reports_and_moves_the_critic_and_without_one_nothing_of_it_is_th
     plain, metrics = train(make_run(make_model(tmp_path)), steps=1)
     assert plain.second_model is None
     assert not CRITIC_METRICS & set(metrics[0])
-
-
-def test_the_first_loss_is_half_the_mean_square_of_the_returns(tmp_path):
     trainer = make_trainer(make_critic_run(tmp_path, critic={"value_clip": None}))
     groups = [[make_response(0, 0, reward=1.0, response=(5, 6, 1)), make_response(0, 1, reward=0.4, response=(7,))]]
     metrics = trainer.step(groups, learner_version=0, step=1)
@@ -412,7 +409,7 @@ def test_it_learns_which_answers_are_correct_and_rewards_the_token_that_decides(
     assert (rewards[~is_correct, 0] < 0).all()
 
 
-def test_answers_without_a_reward_or_a_trained_token_teach_it_nothing(tmp_path):
+def test_each_update_learns_from_its_own_answers_that_have_a_reward_and_a_trained_token(tmp_path):
     found = []
     for is_correct in (False, True):
         groups = make_mixed_groups()
@@ -427,9 +424,6 @@ def test_answers_without_a_reward_or_a_trained_token_teach_it_nothing(tmp_path):
     metrics = trainer.step(failed, learner_version=0, step=1)
     assert [metrics[key] for key in sorted(METRICS)] == [0, 0, 0]
     assert largest_difference(second_weights(trainer), second_weights(before)) == 0
-
-
-def test_each_update_of_a_step_learns_from_its_own_answers(tmp_path):
     learner = {"prompts_per_step": 2}
     trainer = make_trainer(make_prime_run(tmp_path, learner=learner, updates_per_step=2))
     groups = make_groups(num_groups=2)

@@ -50,13 +50,17 @@ def test_an_engine_that_left_one_call_unanswered_is_not_waited_for_again(monkeyp
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-def test_the_time_to_load_a_version_grows_with_its_size_and_shrinks_with_the_workers() -> None:
+def test_the_time_to_load_a_version_depends_on_its_size_and_a_given_cache_not_on_free_memory():
     limits = [
         VllmEngine(MODEL, VllmEngineConfig(tensor_parallel_size=workers), seed=0)._loading_s(announce([], sizes, []))
         for workers, sizes in ((1, []), (1, [10**9] * 65), (2, [10**9] * 65))
     ]
     # 65 GB at 100 MB/s, the slowest rate that is no hang.
     assert (limits[1] - limits[0], limits[2] - limits[0]) == (pytest.approx(650), pytest.approx(325))
+    measured, given = arguments_of(), arguments_of(kv_cache_gib=1.5)
+    assert (measured.gpu_memory_utilization, measured.kv_cache_memory_bytes) == (0.85, None)
+    # vLLM starts only where that share of the GPU is free, which another role may have taken.
+    assert (given.gpu_memory_utilization, given.kv_cache_memory_bytes) == (0.01, 3 * 2**29)
 
 
 def arguments_of(*, reads_text: bool = False, **settings: Any) -> AsyncEngineArgs:
@@ -67,13 +71,6 @@ def arguments_of(*, reads_text: bool = False, **settings: Any) -> AsyncEngineArg
 @pytest.mark.parametrize(("chosen", "text", "is_on"), [(None, True, True), (None, False, False), (False, True, False)])
 def test_prefixes_are_cached_where_an_answer_may_have_several_turns(chosen: bool | None, text: bool, is_on: bool):
     assert arguments_of(enable_prefix_caching=chosen, reads_text=text).enable_prefix_caching is is_on
-
-
-def test_a_cache_of_a_given_size_does_not_depend_on_free_memory():
-    measured, given = arguments_of(), arguments_of(kv_cache_gib=1.5)
-    assert (measured.gpu_memory_utilization, measured.kv_cache_memory_bytes) == (0.85, None)
-    # vLLM starts only where that share of the GPU is free, which another role may have taken.
-    assert (given.gpu_memory_utilization, given.kv_cache_memory_bytes) == (0.01, 3 * 2**29)
 
 
 def test_settings_reach_vllm_and_so_do_its_other_arguments() -> None:
