@@ -20,6 +20,7 @@ from slipstream.learner.training.step_metrics import TokenRecorder
 from slipstream.observe.results import verdict
 from slipstream.runtime.healthy_ranges import RANGES, MetricAlerts, Range
 from slipstream.runtime.run_folder import RunFolder
+from tests.contract.stores import open_run
 from tests.fakes import FakeClock
 from tests.memory_store.store import MemoryStore
 from tests.metric_docs import STEP, TOKENS, keys_under
@@ -34,22 +35,44 @@ def evaluated(accuracy: float) -> dict:
     return {p: EvaluationResult(id=p, purpose=p, **counts) for p in ("sampled", "greedy")}
 
 
+class Scene:
+    """The log of a run, in which the test adds steps of one second."""
+
+    def __init__(self, folder: RunFolder, *overrides: str) -> None:
+        self.folder, self.clock = folder, FakeClock(100.0)
+        self.store = open_run(MemoryStore(clock=self.clock))
+        self.run = load(["experiment=digits_cpu", *overrides])
+        self.log = MetricsLog(self.run, folder=folder, store=self.store, clock=self.clock)
+
+    def report(self, **tokens: float | None) -> None:
+        """Report the tokens of each generator since its start, at 100 tokens/s; None: it has left."""
+        for name, total in tokens.items():
+            here = {"state": "ready", "tokens": total, "tokens_per_s": 100.0}
+            self.store.report_role(name, {"role": "generator", **({"state": "gone"} if total is None else here)})
+
+    def step(self, number: int, metrics: Any = ROW, **fields: Any) -> float | None:
+        """Returns the generated tokens per second of the row, None if unknown."""
+        self.clock.now += 1.0
+        plain = {"step": number, "version": number, "published": None, "evaluated": None, "times": {}}
+        self.log.add_step(metrics=metrics, **(plain | fields))
+        return self.store.metrics().rows[-1].get("generators/tokens_per_s")
+
+    def summary(self, *, step: int = 1, after: Any = None) -> dict[str, Any]:
+        self.log.end_training()
+        self.log.write_summary(step=step, after=after or evaluated(0.95), evaluation={})
+        return json.loads((self.folder.path / "summary.json").read_text())
+
+
 def train(folder: RunFolder, steps: range, *, lag: int, accuracy: Any = None, goals: str | None = None) -> dict:
-    """Steps of one second and a thousand tokens; returns the summary."""
-    clock, store = FakeClock(100.0), MemoryStore()
-    store.open_run("run", config_json="{}", num_rows=1, seed=0)
-    overrides = [] if goals is None else [f"evaluation.goals={goals}"]
-    log = MetricsLog(load(["experiment=digits_cpu", *overrides]), folder=folder, store=store, clock=clock)
-    clock.now += 60.0
-    log.start_training(step=steps.start - 1)
+    """Steps of a thousand tokens; returns the summary."""
+    scene = Scene(folder, *([] if goals is None else [f"evaluation.goals={goals}"]))
+    scene.clock.now += 60.0
+    scene.log.start_training(step=steps.start - 1)
     for step in steps:
-        clock.now += 1.0
         metrics = ROW | {"learner/tokens": 1000.0, "lag/mean": lag, "lag/max": lag, "lag/histogram": {lag: 1000}}
         found = {"eval/accuracy_sampled": accuracy[step]} if accuracy and step in accuracy else None
-        log.add_step(step=step, version=step, metrics=metrics, published=None, evaluated=found, times={}, tokens=ONE)
-    log.end_training()
-    log.write_summary(step=steps.stop - 1, after=evaluated(0.95), evaluation={})
-    return json.loads((folder.path / "summary.json").read_text())
+        scene.step(step, metrics, evaluated=found, tokens=ONE)
+    return scene.summary(step=steps.stop - 1)
 
 
 @pytest.fixture
@@ -84,34 +107,8 @@ def test_a_resumed_run_forgets_the_tokens_of_the_steps_that_were_rolled_back(fol
         assert [path.name[-9:] for path in sorted(folder.token_stats.iterdir())] == expected
 
 
-class GeneratorScene:
-    def __init__(self, folder: RunFolder) -> None:
-        self.folder = folder
-        self.clock = FakeClock(100.0)
-        self.store = MemoryStore(clock=self.clock)
-        self.store.open_run("run", config_json="{}", num_rows=1, seed=0)
-        self.log = MetricsLog(load(["experiment=digits_cpu"]), folder=folder, store=self.store, clock=self.clock)
-
-    def report(self, **tokens: float | None) -> None:
-        """Report the tokens of each generator since its start, at 100 tokens/s; None: it has left."""
-        for name, total in tokens.items():
-            here = {"state": "ready", "tokens": total, "tokens_per_s": 100.0}
-            self.store.report_role(name, {"role": "generator", **({"state": "gone"} if total is None else here)})
-
-    def step(self, number: int) -> float | None:
-        """Log a step of one second; returns the generated tokens per second of its row, None if unknown."""
-        self.clock.now += 1.0
-        self.log.add_step(step=number, version=number, metrics=ROW, published=None, evaluated=None, times={})
-        return self.store.metrics().rows[-1].get("generators/tokens_per_s")
-
-    def generated_tokens_per_s(self) -> float:
-        self.log.end_training()
-        self.log.write_summary(step=1, after=evaluated(0.95), evaluation={})
-        return float(json.loads((self.folder.path / "summary.json").read_text())["generated_tokens_per_s"])
-
-
 def test_generators_that_leave_restart_and_join_are_counted_for_what_they_generated(folder: RunFolder):
-    scene = GeneratorScene(folder)
+    scene = Scene(folder)
     scene.report(leaves=5000, restarts=9000, stays=700)
     scene.log.start_training(step=0)
     scene.report(leaves=5100, restarts=9200, stays=800)
@@ -119,18 +116,18 @@ def test_generators_that_leave_restart_and_join_are_counted_for_what_they_genera
     scene.report(leaves=None, restarts=50, stays=900, joins=30)
     scene.step(2)
     scene.report(after_the_last_step=40)
-    assert scene.generated_tokens_per_s() == (100 + 200 + 100 + 50 + 100 + 30 + 40) / 2
+    assert scene.summary()["generated_tokens_per_s"] == (100 + 200 + 100 + 50 + 100 + 30 + 40) / 2
 
 
 def test_the_rate_of_a_row_is_the_mean_of_the_last_ten_steps_and_unknown_before_the_first_report(folder: RunFolder):
-    scene = GeneratorScene(folder)
+    scene = Scene(folder)
     scene.log.start_training(step=0)
     scene.report(bursts=300.0)
     assert scene.step(1) == 300.0
     assert [scene.step(number) for number in (2, 3)] == [150.0, 100.0], "no token has arrived since"
     scene.report(bursts=600.0)
     assert [scene.step(number) for number in range(4, 14)][-4:] == [60.0, 30.0, 30.0, 30.0]
-    scene = GeneratorScene(folder)
+    scene = Scene(folder)
     scene.log.start_training(step=0)
     assert scene.step(1) is None
     scene.report(late=300.0)
@@ -139,23 +136,18 @@ def test_the_rate_of_a_row_is_the_mean_of_the_last_ten_steps_and_unknown_before_
 
 def test_every_held_out_set_has_its_accuracies_in_the_summary(folder: RunFolder):
     sets = "data.eval=[{name: aime, path: a, samples: 4}, {name: sampled, path: b}]"
-    run = load(["experiment=digits_cpu", sets, "evaluation.stop=null", "evaluation.goals=[]"])
+    scene = Scene(folder, sets, "evaluation.stop=null", "evaluation.goals=[]")
     counts = {"version": 3, "num_asked": 4, "num_answered": 4}
     right = {"aime": 1, "sampled": 3}
     found = {name: EvaluationResult(id=name, purpose=name, num_correct=n, **counts) for name, n in right.items()}
-    store = MemoryStore()
-    store.open_run("run", config_json="{}", num_rows=1, seed=0)
-    log = MetricsLog(run, folder=folder, store=store, clock=FakeClock(0.0))
-    log.record_before(found)
-    log.start_training(step=0)
-    log.add_step(step=1, version=1, metrics=ROW, published=None, evaluated=None, times={})
-    log.end_training()
-    log.write_summary(step=1, after=found, evaluation={})
-    summary = json.loads((folder.path / "summary.json").read_text())
+    scene.log.record_before(found)
+    scene.log.start_training(step=0)
+    scene.step(1)
+    summary = scene.summary(after=found)
     assert (summary["accuracy_aime"], summary["accuracy_before_aime"], summary["accuracy_before"]) == (0.25, 0.25, 0.75)
     assert summary["num_final_prompts"] == {"aime": 1, "sampled": 4}, "samples are not prompts"
     expected = "final evaluation on 1 or 4 prompts: accuracy 0.250 aime, 0.750 sampled"
-    assert verdict(run, summary) == f"done after 1 steps; {expected}"
+    assert verdict(scene.run, summary) == f"done after 1 steps; {expected}"
 
 
 class Watched:
@@ -228,22 +220,18 @@ def test_what_beginners_get_wrong_is_told_within_a_few_steps(values: dict[str, f
     assert next(iter(values)) in texts[0]
 
 
-@pytest.mark.parametrize("healthy", [Range(high=1.0), Range(low=1.0)])
-def test_nan_is_unhealthy_and_no_ordinary_departure(healthy: Range):
-    (alert,) = Watched(healthy).check(float("nan"))
-    assert "is nan" in alert
-    assert "log-probabilities that are not finite" in alert
-
-
-def test_every_range_is_of_a_metric_and_says_what_to_do():
+def test_nan_is_unhealthy_and_every_range_is_of_a_metric_and_says_what_to_do():
+    for healthy in (Range(high=1.0), Range(low=1.0)):
+        (alert,) = Watched(healthy).check(float("nan"))
+        assert "is nan" in alert
+        assert "log-probabilities that are not finite" in alert
     assert {key.replace("by_lag/0/", "") for key in RANGES} <= keys_under(STEP, TOKENS)
     assert [key for key, healthy in RANGES.items() if not (healthy.advice and str(healthy))] == []
 
 
 def test_the_events_of_a_run_are_where_the_status_looks(tmp_path):
     run = make_run(make_model(tmp_path), runs_dir=str(tmp_path))
-    store, folder = MemoryStore(), RunFolder(run)
-    store.open_run(run.name, config_json="{}", num_rows=1, seed=0)
+    store, folder = open_run(MemoryStore()), RunFolder(run)
     folder.open()
     log = MetricsLog(run, folder=folder, store=store)
     metrics = {"learner/tokens": 1.0, "learner/reward_mean": 0.5, "lag/mean": 0.0, "lag/max": 0, "learner/ess": 0.1}
