@@ -45,17 +45,10 @@ def problems(first, count):
 
 
 def make_sft_run(folder, *, name="first", steps=6, resume=False, **sft):
-    settings = {
-        "train_path": make_file(folder, problems(0, 40)),
-        "eval_path": make_file(folder, problems(500, 10), "heldout.parquet"),
-        "batch_size": 8,
-        "eval_every_steps": 2,
-    }
-    learner = {
-        "max_steps": steps,
-        "optimizer": OptimizerConfig(learning_rate=3e-3, warmup_steps=2),
-        "checkpoint": CheckpointConfig(every_steps=3),
-    }
+    files = make_file(folder, problems(0, 40)), make_file(folder, problems(500, 10), "heldout.parquet")
+    settings = {"train_path": files[0], "eval_path": files[1], "batch_size": 8, "eval_every_steps": 2}
+    optimizer = OptimizerConfig(learning_rate=3e-3, warmup_steps=2)
+    learner = {"max_steps": steps, "optimizer": optimizer, "checkpoint": CheckpointConfig(every_steps=3)}
     run = make_run(make_model(folder), learner=learner, mode="sft", sft=SftConfig(**(settings | sft)))
     return msgspec.structs.replace(run, name=name, runs_dir=str(folder / "runs"), resume=resume)
 
@@ -94,7 +87,7 @@ def test_the_held_out_loss_goes_down_and_everything_is_written_down(tmp_path):
     assert set(summary) == documented("Summary")
 
 
-def test_a_run_that_died_between_checkpoints_repeats_those_steps_bit_for_bit(tmp_path):
+def test_runs_that_died_diverged_or_finished_resume_bit_for_bit(tmp_path, monkeypatch):
     rows, summary, expected = train(make_sft_run(tmp_path))
     run = make_sft_run(tmp_path, name="second")
     died = SftRun(run, device=CPU)
@@ -105,25 +98,9 @@ def test_a_run_that_died_between_checkpoints_repeats_those_steps_bit_for_bit(tmp
     assert equal(expected, found)
     assert lasting(resumed) == lasting(rows)
     assert resumed_summary["eval_loss"] == summary["eval_loss"]
-
-
-def test_a_finished_run_that_is_resumed_makes_the_same_model_and_no_second_checkpoint(tmp_path):
-    _, complete, expected = train(make_sft_run(tmp_path))
-    _, _, found = train(make_sft_run(tmp_path, resume=True))
-    assert equal(expected, found)
-    folder = tmp_path / "runs/first"
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
-    (folder / "metrics.jsonl").unlink()
-    SftRun(make_sft_run(tmp_path, resume=True), device=CPU).run()
-    lost = {"eval_loss": None, "eval_loss_before": None, "train_loss": None}
-    lost |= {"train_seconds": 0.0, "learner_tokens_per_s": 0.0}
-    assert json.loads((folder / "summary.json").read_text()) == complete | lost, "without its metrics, too"
-
-
-def test_weights_that_an_update_made_nan_end_the_run_and_its_resume_begins_before_them(tmp_path, monkeypatch):
-    _, _, expected = train(make_sft_run(tmp_path))
-    run = make_sft_run(tmp_path, name="second", eval_every_steps=6)
-    folder = tmp_path / "runs/second"
+    # Weights that an update made NaN end a run, and its resume begins before them.
+    run = make_sft_run(tmp_path, name="third", eval_every_steps=6)
+    folder = tmp_path / "runs/third"
     planted = SftRun(run, device=CPU)
     plant_nan(planted._trainer, update=4)
     cause = r"the learner's weights must be finite after step 4, .*resume=true continues from it; .*step-00000003/model"
@@ -136,6 +113,16 @@ def test_weights_that_an_update_made_nan_end_the_run_and_its_resume_begins_befor
     save(planted._checkpoints, step=4)
     _, _, found = train(msgspec.structs.replace(run, resume=True))
     assert equal(expected, found)
+    # A finished run makes the same model and no second checkpoint.
+    _, complete, found = train(make_sft_run(tmp_path, resume=True))
+    assert equal(expected, found)
+    folder = tmp_path / "runs/first"
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["step-00000003", "step-00000006"]
+    (folder / "metrics.jsonl").unlink()
+    SftRun(make_sft_run(tmp_path, resume=True), device=CPU).run()
+    lost = {"eval_loss": None, "eval_loss_before": None, "train_loss": None}
+    lost |= {"train_seconds": 0.0, "learner_tokens_per_s": 0.0}
+    assert json.loads((folder / "summary.json").read_text()) == complete | lost, "without its metrics, too"
 
 
 def test_an_evaluation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(tmp_path, monkeypatch):
@@ -145,12 +132,6 @@ def test_an_evaluation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(t
     with pytest.raises(DivergenceError, match=r"evaluation loss must be finite after step 3, .*No checkpoint"):
         run.run()
     assert not list((tmp_path / "runs/first/checkpoints").iterdir())
-
-
-def test_without_a_held_out_file_there_is_no_held_out_loss(tmp_path):
-    rows, summary, _ = train(make_sft_run(tmp_path, steps=2, eval_path=""))
-    assert [row["step"] for row in rows] == [1, 2]
-    assert (summary["eval_loss"], summary["eval_rows"]) == (None, 0)
 
 
 def test_the_checkpoint_of_the_best_held_out_loss_is_kept_and_exported(tmp_path):
@@ -203,13 +184,15 @@ def test_each_pass_takes_every_row_once_in_an_order_drawn_from_the_seed_and_the_
     assert [sft_run.count_seen(run, num_rows=40, step=step) for step in (0, 1, 6, 7)] == [0, 12, 72, 80]
 
 
-def test_a_used_name_is_refused_and_a_resumed_run_keeps_its_settings_but_may_last_longer(tmp_path):
-    train(make_sft_run(tmp_path, steps=1))
+def test_a_run_may_lack_a_held_out_file_and_keeps_its_name_and_settings_when_resumed_but_may_last_longer(tmp_path):
+    rows, summary, _ = train(make_sft_run(tmp_path, steps=1, eval_path=""))
+    assert [row["step"] for row in rows] == [1]
+    assert (summary["eval_loss"], summary["eval_rows"]) == (None, 0)
     with pytest.raises(ConfigError, match="name must be unused"):
-        check_sft(make_sft_run(tmp_path, steps=1))
+        check_sft(make_sft_run(tmp_path, steps=1, eval_path=""))
     with pytest.raises(RunConflictError, match=r"sft\.batch_size must stay 8"):
-        check_sft(make_sft_run(tmp_path, steps=1, resume=True, batch_size=4))
-    check_sft(make_sft_run(tmp_path, steps=2, resume=True))
+        check_sft(make_sft_run(tmp_path, steps=1, eval_path="", resume=True, batch_size=4))
+    check_sft(make_sft_run(tmp_path, steps=2, eval_path="", resume=True))
 
 
 def test_a_run_learns_pairs_and_its_model_scores_alike_in_transformers_and_as_a_reward(tmp_path):
@@ -253,7 +236,9 @@ def make_demonstrations(count=6, *, seed=0):
     return made
 
 
-def make_trainer_of(kind, folder, *, engine=ENGINES["torch"], tokens_per_microbatch=8192, batch=4, **optimizer):
+def make_sft_trainer(
+    folder, kind=sft_run.SftTrainer, *, engine=ENGINES["torch"], tokens_per_microbatch=8192, batch=4, **optimizer
+):
     learner = {"engine": engine, "tokens_per_microbatch": tokens_per_microbatch}
     learner["optimizer"] = OptimizerConfig(**optimizer)
     objective = "pairs" if kind is sft_run.PairTrainer else "demonstrations"
@@ -262,10 +247,6 @@ def make_trainer_of(kind, folder, *, engine=ENGINES["torch"], tokens_per_microba
     torch.manual_seed(3)
     trainer = make_trainer(run)
     return kind(run, trainer=trainer, ranks=make_alone(), num_steps=4), trainer
-
-
-def make_sft_trainer(folder, **settings):
-    return make_trainer_of(sft_run.SftTrainer, folder, **settings)
 
 
 def make_pairs(count=5, *, seed=0):
@@ -303,25 +284,17 @@ def plain_steps(batches, **optimizer):
     return losses, norms, module
 
 
-def gradients(folder, demonstrations, *, tokens_per_microbatch):
-    """Gradients of a step by name, recorded before the optimizer clears them."""
-    sft, trainer = make_sft_trainer(folder, tokens_per_microbatch=tokens_per_microbatch, max_grad_norm=1e9)
-    module = trainer.engine.model.causal_lm
-    caught = {}
-    for name, parameter in module.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p, name=name: caught.update({name: p.grad.clone()}))
-    sft.step(demonstrations, step=1)
-    return caught
-
-
 @pytest.mark.parametrize(("tokens_per_microbatch", "num_microbatches"), [(8192, 1), (64, 4)])
 def test_the_gradient_matches_plain_cross_entropy(tmp_path, tokens_per_microbatch, num_microbatches):
     demonstrations = make_demonstrations(32)
-    _, trainer = make_sft_trainer(tmp_path, tokens_per_microbatch=tokens_per_microbatch)
+    sft, trainer = make_sft_trainer(tmp_path, tokens_per_microbatch=tokens_per_microbatch, max_grad_norm=1e9)
     assert len(trainer.collate(sft_run.to_samples(demonstrations))) == num_microbatches
-    module = make_tiny_module().train()
+    found, module = {}, make_tiny_module().train()
+    # Recorded before the optimizer clears them.
+    for name, parameter in trainer.engine.model.causal_lm.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: found.update({name: p.grad.clone()}))
+    sft.step(demonstrations, step=1)
     plain_loss(module, demonstrations).backward()
-    found = gradients(tmp_path, demonstrations, tokens_per_microbatch=tokens_per_microbatch)
     assert found.keys() == dict(module.named_parameters()).keys()
     for name, parameter in module.named_parameters():
         assert torch.allclose(found[name], parameter.grad, atol=1e-6, rtol=1e-4), name
@@ -352,10 +325,15 @@ def test_the_loss_weighs_tokens_equally_for_any_batch_size(tmp_path):
         assert all(tensor.equal(before[name]) for name, tensor in weights(trainer).items())
 
 
-def test_the_rate_follows_the_schedule_of_the_whole_run(tmp_path):
+def test_the_rate_follows_the_schedule_of_the_whole_run_and_samples_are_consecutive_and_share_no_prompt(tmp_path):
     sft, _ = make_sft_trainer(tmp_path, schedule="linear", warmup_steps=1, learning_rate=3e-4)
     rates = [sft.step(make_demonstrations(), step=step)["learner/learning_rate"] for step in (1, 2, 3, 4)]
     assert rates == pytest.approx([3e-4, 3e-4, 2e-4, 1e-4])
+    demonstrations = make_demonstrations(5)
+    samples = sft_run.to_samples(demonstrations)
+    assert [p for sample in samples for p in sample.indices.tolist()] == list(range(count_tokens(demonstrations)))
+    assert len({sample.group_id for sample in samples}) == 5
+    assert {sample.temperature for sample in samples} == {1.0}
 
 
 def test_a_token_that_the_model_finds_impossible_has_no_loss_and_is_counted(tmp_path):
@@ -390,19 +368,11 @@ def test_a_loss_that_is_not_finite_and_demonstrations_that_leak_stop_the_run(tmp
         sft.step(make_demonstrations(), step=21)
 
 
-def test_samples_are_consecutive_and_share_no_prompt():
-    demonstrations = make_demonstrations(5)
-    samples = sft_run.to_samples(demonstrations)
-    assert [p for sample in samples for p in sample.indices.tolist()] == list(range(count_tokens(demonstrations)))
-    assert len({sample.group_id for sample in samples}) == 5
-    assert {sample.temperature for sample in samples} == {1.0}
-
-
 def test_a_step_on_pairs_is_the_textbooks_and_any_split_gives_the_same_gradient(tmp_path):
     pairs = make_pairs(16)
     torch.manual_seed(3)
     module = AutoModelForSequenceClassification.from_pretrained(make_model(tmp_path), num_labels=1)
-    torch_trainer, trainer = make_trainer_of(sft_run.PairTrainer, tmp_path, **PLAIN)
+    torch_trainer, trainer = make_sft_trainer(tmp_path, sft_run.PairTrainer, **PLAIN)
     module.load_state_dict(weights(trainer))
     # One pair at a time, with transformers' own head.
     margins = torch.stack([
@@ -421,7 +391,7 @@ def test_a_step_on_pairs_is_the_textbooks_and_any_split_gives_the_same_gradient(
     assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
     settings = {"engine": ENGINES["zero-2"], "tokens_per_microbatch": 64} | PLAIN
-    split, other = make_trainer_of(sft_run.PairTrainer, tmp_path, **settings)
+    split, other = make_sft_trainer(tmp_path, sft_run.PairTrainer, **settings)
     assert split.step(pairs, step=1)["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
     for each in (trainer, other):
         for name, parameter in module.named_parameters():
