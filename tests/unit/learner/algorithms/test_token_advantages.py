@@ -171,51 +171,6 @@ def test_vtrace_is_its_definition(rho_bar, c_bar):
     assert torch.allclose(targets, torch.cat([part[1] for part in parts]))
 
 
-class World:
-    """All sequences of 3 tokens over a vocabulary of 3, with random generator, learner, and rewards."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(7)
-        prefixes = [prefix for length in range(3) for prefix in itertools.product(range(3), repeat=length)]
-        logits = {prefix: torch.randn(2, 3, dtype=torch.float64, generator=generator) for prefix in prefixes}
-        self.writer = {prefix: both[0].softmax(0) for prefix, both in logits.items()}
-        self.learner = {prefix: both[1].softmax(0) for prefix, both in logits.items()}
-        self.rewards = {prefix: torch.randn(3, dtype=torch.float64, generator=generator) for prefix in prefixes}
-
-    def values(self, rho_bar: float) -> dict:
-        """Values of the policy proportional to min(rho_bar * writer, learner)."""
-        values: dict = {}
-        for prefix in sorted(self.rewards, key=len, reverse=True):
-            weights = torch.minimum(rho_bar * self.writer[prefix], self.learner[prefix])
-            following = wide(*(values.get((*prefix, token), 0.0) for token in range(3)))
-            values[prefix] = float((weights / weights.sum() * (self.rewards[prefix] + following)).sum())
-        return values
-
-    def expected_targets(self, values: dict, *, rho_bar: float, c_bar: float) -> dict:
-        """Target of each prefix: its expectation over all 27 texts under the generator."""
-        texts = list(itertools.product(range(3), repeat=3))
-        steps = [(text[:index], text[index]) for text in texts for index in range(3)]
-        policies = self.learner, self.writer
-        learner, writer = (torch.stack([policy[p][a] for p, a in steps]).log() for policy in policies)
-        rewards = torch.stack([self.rewards[p][a] for p, a in steps])
-        sequences = torch.arange(27).repeat_interleave(3)
-        settings = {"num_sequences": 27, "gamma": 1.0, "lam": 1.0, "rho_bar": rho_bar, "c_bar": c_bar}
-        _, targets = vtrace(rewards, wide(*(values[p] for p, _ in steps)), learner - writer, sequences, **settings)
-        chances = writer.reshape(27, 3).sum(1).exp().repeat_interleave(3)
-        sums = {prefix: [0.0, 0.0] for prefix in values}
-        for (prefix, _), chance, target in zip(steps, chances.tolist(), targets.tolist(), strict=True):
-            sums[prefix] = [sums[prefix][0] + chance * target, sums[prefix][1] + chance]
-        return {prefix: total / chance for prefix, (total, chance) in sums.items()}
-
-
-@pytest.mark.parametrize(("rho_bar", "c_bar"), [(1.0, 1.0), (1.0, 0.3), (0.4, 0.4), (1e6, 1.0), (1e6, 1e6)])
-def test_rho_bar_decides_which_policys_values_vtrace_keeps_and_c_bar_does_not(rho_bar, c_bar):
-    world = World()
-    values = world.values(rho_bar)
-    targets = world.expected_targets(values, rho_bar=rho_bar, c_bar=c_bar)
-    assert targets == pytest.approx(values, abs=1e-12)
-
-
 clipped_value_loss = checked(token_advantages.clipped_value_loss)
 explained_variance = checked(token_advantages.explained_variance)
 

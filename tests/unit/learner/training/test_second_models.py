@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs import algorithm as configs
-from slipstream.configs.advantages import GaeConfig, PrimeConfig, VtraceConfig
+from slipstream.configs.advantages import GaeConfig, PrimeConfig
 from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import LoraConfig
@@ -39,7 +39,6 @@ from tests.unit.learner.builders import (
     model_config,
     save,
     second_weights,
-    weights,
 )
 
 CRITIC_METRICS = keys_under(CRITIC)
@@ -169,20 +168,6 @@ def test_tokens_that_are_masked_or_rejected_teach_the_critic_nothing(tmp_path):
         results.append((metrics["learner/critic_loss"], second_weights(trainer)))
     assert results[0][0] == results[1][0]
     assert largest_difference(results[0][1], results[1][1]) == 0
-
-
-@pytest.mark.parametrize("num_updates", [1, 2])
-def test_the_size_of_microbatches_changes_nothing(tmp_path, num_updates):
-    algorithm = {"advantage": VtraceConfig(), "correction": CorrectionConfig(level="none", max_weight=None)}
-    results = []
-    for budget in (8192, 64):
-        learner = {"tokens_per_microbatch": budget, "prompts_per_step": 4}
-        run = make_critic_run(tmp_path, updates_per_step=num_updates, learner=learner, **algorithm)
-        results.append(train(run, num_groups=4))
-    (whole, expected), (split, metrics) = results
-    assert largest_difference(weights(whole), weights(split)) < 1e-5
-    for key in CRITIC_METRICS:
-        assert metrics[1][key] == pytest.approx(expected[1][key], rel=1e-4, abs=1e-5), key
 
 
 def test_a_value_that_is_not_finite_stops_the_step_and_names_the_critic(tmp_path):
