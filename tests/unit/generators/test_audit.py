@@ -137,17 +137,13 @@ def inflated_reward(each: Trajectory) -> dict[str, Any]:
     return {"reward": msgspec.structs.replace(each.reward, total=each.reward.total + 0.5)}
 
 
-@pytest.mark.parametrize(
-    ("lie", "verdict"),
-    [
+def test_a_lie_convicts(scene: Scene, honest: list):
+    for lie, verdict in (
         (invented_logprobs, "its log-probabilities must be those of the policy"),
         (inflated_reward, "but the auditor's reward function gives"),
         (lambda each: {"token_ids": np.roll(each.token_ids, 1)}, "the prompt tokens of"),
-    ],
-    ids=["logprobs", "reward", "prompt"],
-)
-def test_a_lie_convicts(scene: Scene, honest: list, lie: Callable[[Trajectory], dict[str, Any]], verdict: str):
-    assert verdict in scene.verdict(lying(honest, lie))
+    ):
+        assert verdict in scene.verdict(lying(honest, lie))
 
 
 def test_a_policy_that_has_changed_since_is_measured_by_answers_of_ones_own(scene: Scene, honest: list):

@@ -21,18 +21,17 @@ from tests.builders import make_run
 ADDRESS = "broker.address=tcp://127.0.0.1:5757"
 
 
-@pytest.mark.parametrize("words", [["--id", "second", ADDRESS], [ADDRESS, "--id", "second"], ["--id=second", ADDRESS]])
-def test_the_id_may_stand_anywhere(words: list[str]) -> None:
-    assert split_id(words) == ("second", [ADDRESS])
+def test_the_id_may_stand_anywhere_and_is_a_printable_name_on_one_line() -> None:
+    for words in (["--id", "second", ADDRESS], [ADDRESS, "--id", "second"], ["--id=second", ADDRESS]):
+        assert split_id(words) == ("second", [ADDRESS])
     name, overrides = split_id([ADDRESS])
     assert name.startswith("generator-")
     assert overrides == [ADDRESS]
-
-
-@pytest.mark.parametrize("arguments", [[], ["--id="], [ADDRESS], ["a b"], ["a\n"], ["\x1b[2J"], [".x"]], ids=str)
-def test_an_id_is_a_printable_name_on_one_line(arguments: list[str]) -> None:
+    for wrong in ([], [ADDRESS], ["a b"], ["a\n"], ["\x1b[2J"], [".x"]):
+        with pytest.raises(ConfigError, match="--id"):
+            split_id(["--id", *wrong])
     with pytest.raises(ConfigError, match="--id"):
-        split_id(arguments if arguments == ["--id="] else ["--id", *arguments])
+        split_id(["--id="])
 
 
 REWARD, PATH = "os:system", "hub/model"
@@ -59,14 +58,11 @@ def test_a_reward_function_of_the_brokers_alone_is_refused_with_the_setting_that
         accepted(run, [make_run()], [])
     given = make_run(generators={"reward": {"function": REWARD}})
     assert accepted(run, [make_run(), given], []) == run
-
-
-@pytest.mark.parametrize(
-    "function", ["slipstream.generators.rewards.pool:os", "slipstream.generators.rewards:functions", "code", "judge"]
-)
-def test_other_functions_of_our_own_package_are_not_rewards(function: str) -> None:
-    with pytest.raises(ConfigError, match="only from the broker"):
-        accepted(received(generators={"reward": {"function": function}}), [make_run()], [])
+    # Nor are other functions of our own package rewards.
+    package = "slipstream.generators.rewards"
+    for function in (f"{package}.pool:os", f"{package}:functions", "code", "judge"):
+        with pytest.raises(ConfigError, match="only from the broker"):
+            accepted(received(generators={"reward": {"function": function}}), [make_run()], [])
 
 
 @pytest.mark.parametrize(

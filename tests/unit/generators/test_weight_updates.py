@@ -119,25 +119,21 @@ def opening(epoch: int) -> OpenEpoch:
     return OpenEpoch(epoch, [MEMBER], "127.0.0.1", 1, PATIENCE_S)
 
 
-def test_a_version_is_fetched_and_verified_without_a_group(scene: Scene) -> None:
-    scene.play(lambda: scene.answers(1, scene.serve(3)))
-    (answer,) = scene.sent
-    assert (answer.epoch, answer.version, answer.error) == (NO_EPOCH, 3, "")
-    assert scene.updates.version == scene.engine.version == 3
-    assert scene.updates.is_verified.is_set()
-    updating = [("updating", ""), ("updating", "checking the new weights")]
-    assert scene.states == [("unsynced", "fetching version 3"), *updating, ("ready", "")]
-    assert scene.updates.gauges["fetched_mib"] > 0.09
-
-
-def test_a_repeated_command_is_answered_again_and_executed_once(scene: Scene) -> None:
+def test_a_version_is_fetched_and_verified_without_a_group_and_a_repeated_command_only_answered(scene: Scene) -> None:
     async def script() -> None:
         command = scene.serve(3)
         await scene.answers(1, command)
         await scene.answers(2, msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=Update))
 
     scene.play(script)
-    assert scene.sent[0] == scene.sent[1]
+    answer, again = scene.sent
+    assert answer == again
+    assert (answer.epoch, answer.version, answer.error) == (NO_EPOCH, 3, "")
+    assert scene.updates.version == scene.engine.version == 3
+    assert scene.updates.is_verified.is_set()
+    updating = [("updating", ""), ("updating", "checking the new weights")]
+    assert scene.states == [("unsynced", "fetching version 3"), *updating, ("ready", "")]
+    assert scene.updates.gauges["fetched_mib"] > 0.09
     assert scene.updates.gauges["updates"] == 1
 
 

@@ -46,10 +46,6 @@ def make_saver(
     return BackgroundSaver(folder, ranks=ranks, folders=sharing, in_background=True, storage=storage)
 
 
-def make_savers(folder: Path) -> list[BackgroundSaver]:
-    return [make_saver(folder, rank) for rank in (0, 1)]
-
-
 def start(saver: BackgroundSaver, number: int, *, finish=lambda: None) -> None:
     rank = saver._ranks.rank
     writes = {f"rank-{rank}": partial(Path.write_text, data=f"{number} of {rank}")}
@@ -58,7 +54,7 @@ def start(saver: BackgroundSaver, number: int, *, finish=lambda: None) -> None:
     saver.start(writes, name=f"step-{number}", finish=finish)
 
 
-def save(savers: list[BackgroundSaver], number: int, *, folder: Path) -> None:
+def save(folder: Path, number: int) -> None:
     """Save like the ranks of a learner: own files, a pointer once all are durable, then delete old checkpoints."""
 
     def finish() -> None:
@@ -67,6 +63,7 @@ def save(savers: list[BackgroundSaver], number: int, *, folder: Path) -> None:
             if old.name != f"step-{number}":
                 delete_folder(old)
 
+    savers = [make_saver(folder, rank) for rank in (0, 1)]
     for saver in savers:
         start(saver, number, finish=finish)
     for saver in savers:
@@ -97,7 +94,7 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_point
     record("fsync", lambda descriptor: ("sync", os.fstat(descriptor).st_ino))
     for name in ("rename", "replace"):
         record(name, lambda source, target: (inode(source), inode(Path(target).parent)))
-    save(make_savers(tmp_path), 1, folder=tmp_path)
+    save(tmp_path, 1)
     assert assert_whole(tmp_path) == "step-1"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pointer", "step-1"]
 
@@ -131,7 +128,7 @@ def kill_at(count: int) -> None:
 
 
 def test_a_process_killed_anywhere_in_a_save_leaves_whole_checkpoints(tmp_path):
-    save(make_savers(tmp_path), 1, folder=tmp_path)
+    save(tmp_path, 1)
     found = []
     for count in range(100):
         number = len(found) + 2
@@ -139,7 +136,7 @@ def test_a_process_killed_anywhere_in_a_save_leaves_whole_checkpoints(tmp_path):
         if child == 0:
             try:
                 kill_at(count)
-                save(make_savers(tmp_path), number, folder=tmp_path)
+                save(tmp_path, number)
             finally:
                 os._exit(0)
         _, status = os.waitpid(child, 0)
@@ -169,7 +166,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path):
 
 
 def test_rank_0_says_whose_files_it_waits_for(tmp_path):
-    first, second = make_savers(tmp_path)
+    first, second = (make_saver(tmp_path, rank) for rank in (0, 1))
     start(first, 1)
     await_rank_1(first)
     assert not (tmp_path / "step-1").exists()

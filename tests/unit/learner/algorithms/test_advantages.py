@@ -243,23 +243,18 @@ def test_the_overlong_penalty_falls_over_a_buffer_of_one_token_up_to_everything(
         ((1, 2, 3, 4, 5, 6), 0.5, NO_TURNS, [7, 18, 30, 34.5], [-0.5, -1, 8.5, 18, -2.5, 37]),
         ((0, 0, 0, 0, 1, 0), 0.5, (0, 0.5, 0, 2, 1, 0), [10, 20, 30, 39.5], [0, 0.5, 9.5, 20, 0.5, 39]),
         ((9, 9, 9, 9, 9, 9), 0.0, NO_TURNS, [10, 20, 30, 40], [0, 0, 10, 20, 0, 40]),
+        ((), 0.5, (), [10, 20, 30, 40], []),
     ],
-    ids=["kl", "turns", "rewards alone"],
+    ids=["kl", "turns", "rewards alone", "no tokens"],
 )
 def test_kl_is_charged_at_every_token_a_turn_paid_at_its_end_the_rest_at_the_last_token(
     kl, coefficient, turns, totals, tokens
 ):
-    rewards, sequences = wide(10, 20, 30, 40), whole(0, 0, 0, 1, 3, 3)
+    rewards, sequences = wide(10, 20, 30, 40), whole(0, 0, 0, 1, 3, 3)[: len(kl)]
     settings = {"coefficient": coefficient} | ({"turn_rewards": wide(*turns)} if any(turns) else {})
     found = checked(advantages.kl_in_reward)(rewards, wide(*kl).requires_grad_(), sequences, **settings)
     assert [each.tolist() for each in found] == [totals, tokens]
     assert not any(each.requires_grad for each in found)
-
-
-def test_no_tokens_leave_the_totals_alone():
-    totals, tokens = advantages.kl_in_reward(wide(1, 2), wide(), whole(), coefficient=0.5)
-    assert totals.tolist() == [1, 2]
-    assert tokens.shape == (0,)
 
 
 whiten, standardized = checked(segments.whiten), checked(segments.standardized)

@@ -265,12 +265,6 @@ def name_of(layer: str, matrix: str) -> str:
     return f"base_model.model.layers.0.{layer}.lora_{matrix}.weight"
 
 
-@pytest.fixture
-def sent() -> dict[str, Tensor]:
-    shapes = {"A": lambda rows: (3, 4), "B": lambda rows: (rows, 3)}
-    return {name_of(n, m): torch.randn(shape(rows)) for n, rows in SLICES.items() for m, shape in shapes.items()}
-
-
 def make_model(sent: dict[str, Tensor]) -> SimpleNamespace:
     """A slot for rank 8 that holds the tensors, scaled as vLLM does it."""
 
@@ -295,7 +289,9 @@ def mismatch(model: SimpleNamespace, sent: dict[str, Tensor]) -> str:
 
 @pytest.mark.parametrize("layer", SLICES)
 @pytest.mark.parametrize("matrix", "AB")
-def test_one_changed_element_is_found_in_any_tensor(layer: str, matrix: str, sent: dict[str, Tensor]):
+def test_one_changed_element_is_found_in_any_tensor(layer: str, matrix: str):
+    shapes = {"A": lambda rows: (3, 4), "B": lambda rows: (rows, 3)}
+    sent = {name_of(n, m): torch.randn(shape(rows)) for n, rows in SLICES.items() for m, shape in shapes.items()}
     model = make_model(sent)
     name = name_of(layer, matrix)
     assert mismatch(model, sent) == ""
