@@ -126,26 +126,23 @@ class FakeSnapshots:
 
 def make_publisher(
     *,
-    is_one_process: bool = True,
-    snapshots: "FakeSnapshots | None" = None,
-    transports: dict[str, str] | None = None,
-    machines: dict[str, str] | None = None,
-    trusts_network: bool = True,
-    backend: str = "auto",
-    **members: str,
+    is_one_process=True,
+    snapshots=None,
+    transports=None,
+    machines=None,
+    trusts_network=True,
+    backend="auto",
+    **members,
 ) -> tuple[Publisher, FakeGenerators, FakeClock]:
     clock = FakeClock(0.0)
     generators = FakeGenerators(clock)
+    settings = {"snapshots": snapshots, "is_one_process": is_one_process, "trusts_network": trusts_network}
     publisher = Publisher(
-        client=generators,
-        inbox=generators,
-        sender=generators,
+        **dict.fromkeys(("client", "inbox", "sender"), generators),
         config=WeightsConfig(backend=backend),
-        snapshots=snapshots,
-        is_one_process=is_one_process,
         on_evict=lambda peer_id, text: generators.evicted.append((peer_id, text)),
-        trusts_network=trusts_network,
         clock=clock,
+        **settings,
     )
     generators.transports, generators.machines = transports or {}, machines or {}
     generators.set_members(**members)

@@ -53,18 +53,10 @@ def advantage_inputs(rewards, groups=None, lengths=None, *, sequences=None, **co
     sequences = torch.arange(len(rewards)) if sequences is None else sequences
     zeros = torch.zeros_like(sequences)
     lengths = torch.bincount(sequences, minlength=len(rewards)) if lengths is None else lengths
-    defaults = {
-        "num_trained": lengths,
-        "is_correct": rewards > 0.5,
-        "greedy_rewards": torch.full_like(rewards, math.nan),
-        "parts": {},
-        "sources": ["test"] * len(rewards),
-        "turns": zeros,
-        "positions": zeros,
-        "positions_in_turn": zeros,
-        "token_rewards": zeros.double(),
-        "generator_logprobs": zeros.float(),
-    }
+    greedy_rewards, sources = torch.full_like(rewards, math.nan), ["test"] * len(rewards)
+    defaults = {"num_trained": lengths, "is_correct": rewards > 0.5, "greedy_rewards": greedy_rewards, "parts": {}}
+    defaults |= {"sources": sources, "turns": zeros, "positions": zeros, "positions_in_turn": zeros}
+    defaults |= {"token_rewards": zeros.double(), "generator_logprobs": zeros.float()}
     own = {"rewards": rewards, "groups": groups, "lengths": lengths, "sequences": sequences}
     return inputs.AdvantageInputs(**(own | defaults | columns))
 

@@ -74,18 +74,11 @@ def test_prefixes_are_cached_where_an_answer_may_have_several_turns(chosen: bool
 
 
 def test_settings_reach_vllm_and_so_do_its_other_arguments() -> None:
-    arguments = arguments_of(
-        pipeline_parallel_size=2,
-        expert_parallel=True,
-        max_num_batched_tokens=512,
-        kv_cache_dtype="fp8",
-        quantization="fp8_per_tensor",
-        engine_kwargs={
-            "block_size": 32,
-            "async_scheduling": False,
-            "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64, 256]},
-        },
-    )
+    compilation = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64, 256]}
+    settings = {"pipeline_parallel_size": 2, "expert_parallel": True, "max_num_batched_tokens": 512}
+    settings |= {"kv_cache_dtype": "fp8", "quantization": "fp8_per_tensor"}
+    others = {"block_size": 32, "async_scheduling": False, "compilation_config": compilation}
+    arguments = arguments_of(**settings, engine_kwargs=others)
     assert arguments.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
     assert (arguments.pipeline_parallel_size, arguments.enable_expert_parallel) == (2, True)
     assert (arguments.max_num_batched_tokens, arguments.kv_cache_dtype) == (512, "fp8")
