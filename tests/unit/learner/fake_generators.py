@@ -22,34 +22,18 @@ class FakeGenerators:
     address = ("127.0.0.1", 1)
 
     def __init__(self, clock: FakeClock) -> None:
-        self.clock = clock
-        self.members: dict[str, str] = {}
-        self.transports: dict[str, str] = {}
-        self.machines: dict[str, str] = {}
-        self.inbox: deque = deque()
-        self.sent: list = []
-        self.evicted: list[tuple[str, str]] = []
-        self.opened_with: list[int] = []
-        self.backends: list[str] = []
-        self.device = "cpu"
-        self.probe_diff = 1e-7
-        self.devices: dict[str, str] = {}
-        self.broadcasts = 0
+        self.clock, self.inbox = clock, deque()
+        self.members, self.transports, self.machines, self.devices = {}, {}, {}, {}
+        self.sent, self.evicted, self.opened_with, self.backends = [], [], [], []
+        self.device, self.probe_diff, self.broadcasts = "cpu", 1e-7, 0
 
     def set_members(self, **members: str) -> None:
         """Set the live members and their behavior: well|silent|wrong|slow. For slow members see `finish_fetching`."""
         self.members = members
-        states = [
-            messages.MemberState(
-                member(name),
-                "unsynced",
-                -1,
-                self.transports.get(name, "collective"),
-                self.machines.get(name, "elsewhere"),
-                self.lends_at(name),
-            )
-            for name in sorted(members)
-        ]
+        states = []
+        for name in sorted(members):
+            place = self.transports.get(name, "collective"), self.machines.get(name, "elsewhere"), self.lends_at(name)
+            states.append(messages.MemberState(member(name), "unsynced", -1, *place))
         self.inbox.append(messages.Members(states))
 
     def lends_at(self, name: str) -> str:

@@ -120,7 +120,7 @@ def test_a_blocked_event_loop_is_not_silence(monkeypatch: pytest.MonkeyPatch):
 def test_a_process_whose_event_loop_never_returns_is_replaced(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment_loop, "_SILENCE_TIMEOUT_S", 2.0)
     agent = environment("blocking", arguments={"seconds": 60})
-    generators = {"agent": agent, "answer_timeout_s": 4.0}
+    generators = {"agent": agent, "answer_timeout_s": 6.0}
     runner = make_runner(WritingEngine(["it is 42"] * 2), generators=generators)
 
     async def answer_both() -> list[Trajectory]:
@@ -140,7 +140,7 @@ def test_a_process_whose_event_loop_never_returns_is_replaced(monkeypatch: pytes
     assert (first.reward.status, second.reward.total) == ("timeout", 1.0)
     reasons = [entry["reason"] for entry in logged if entry["event"].startswith("environment_")]
     assert re.search(r"blocking \(process \d+\) is alive, but has not answered for \d s", reasons[0])
-    assert re.search(r"must answer within 4 s, but did not", reasons[-1])
+    assert re.search(r"must answer within 6 s, but did not", reasons[-1])
 
 
 def test_a_field_may_be_named_like_one_of_the_protocol_and_all_answers_share_the_connections_of_one_client():

@@ -71,7 +71,7 @@ def test_a_trajectory_holds_prompt_and_completion_unchanged_with_a_log_probabili
         Transcript([5]).add_completion(Completion([3, 9], [-0.3], [VersionSpan(0, 6)], "stop"))
 
 
-def test_filters_and_ends_of_turns_come_from_the_settings_but_not_for_the_baseline():
+def test_filters_and_ends_of_turns_come_from_the_settings_but_not_for_the_greedy_baseline():
     sampling = {"min_p": 0.1, "top_p": 0.9, "stop": ["</answer>"], "stop_token_ids": [7], "ignore_eos": True}
     run = {"generators": {"sampling": sampling}, "algorithm": {"advantage": {"kind": "remax"}}}
     for index, filters in ((0, (0.1, 0.9)), (2, (None, 1.0))):
@@ -79,6 +79,15 @@ def test_filters_and_ends_of_turns_come_from_the_settings_but_not_for_the_baseli
         assert engine.stops == [("</answer>", 7)]
         assert (trajectory.sampling.min_p, trajectory.sampling.top_p) == filters
         assert trajectory.sampling.ignore_eos
+    run["generators"] = {"sampling": SAMPLING, "group_size": 2}
+    sampled, *_ = answer(make_prompt(), 1, **run)
+    greedy, engine, _ = answer(make_prompt(), 2, **run)
+    assert (sampled.sampling.temperature, sampled.sampling.top_p, sampled.sampling.top_k) == (0.7, 0.9, 5)
+    assert (greedy.sampling.temperature, greedy.sampling.top_p, greedy.sampling.top_k) == (0.0, 1.0, -1)
+    assert (sampled.is_greedy, greedy.is_greedy) == (False, True)
+    assert engine.requests[0][1] == greedy.sampling
+    header, _ = pack(greedy, lease_id="0-0", purpose="train", group_size=3)
+    assert header.is_greedy
 
 
 def test_members_of_a_lease_share_one_encoding_and_other_leases_have_their_own():
@@ -117,18 +126,6 @@ def test_the_purpose_decides_the_sampling(purpose: str, settings: dict | None, e
     used = trajectory.sampling
     assert (used.temperature, used.top_p, used.top_k, used.max_tokens) == expected
     assert engine.requests[0][1] == used
-
-
-def test_the_last_member_of_a_group_is_its_greedy_baseline_if_configured():
-    run = {"generators": {"sampling": SAMPLING, "group_size": 2}, "algorithm": {"advantage": {"kind": "remax"}}}
-    sampled, *_ = answer(make_prompt(), 1, **run)
-    greedy, engine, _ = answer(make_prompt(), 2, **run)
-    assert (sampled.sampling.temperature, sampled.sampling.top_p, sampled.sampling.top_k) == (0.7, 0.9, 5)
-    assert (greedy.sampling.temperature, greedy.sampling.top_p, greedy.sampling.top_k) == (0.0, 1.0, -1)
-    assert (sampled.is_greedy, greedy.is_greedy) == (False, True)
-    assert engine.requests[0][1] == greedy.sampling
-    header, _ = pack(greedy, lease_id="0-0", purpose="train", group_size=3)
-    assert header.is_greedy
 
 
 def test_every_request_has_its_own_seed_which_is_the_same_on_every_machine():
