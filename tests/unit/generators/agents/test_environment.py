@@ -103,15 +103,14 @@ def test_an_environment_that_cannot_be_loaded_ends_the_generator_with_its_reason
         play(environment("two_turns", python="/nowhere/python"), [])
 
 
-def test_a_process_without_a_sign_of_life_is_named_and_ended(monkeypatch: pytest.MonkeyPatch):
+def test_a_process_without_a_sign_of_life_is_ended_and_a_blocked_event_loop_is_not_silence(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(environment_loop, "_SILENCE_TIMEOUT_S", 2.5)
     trajectory = play(environment("failing", arguments={"how": "stop"}), ["it is 42"])
     assert trajectory.reward.status == "error"
     assert "environments.py:failing (process" in trajectory.reward.detail
     assert "must give a sign of life within 2.5 s, but did not" in trajectory.reward.detail
-
-
-def test_a_blocked_event_loop_is_not_silence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment_loop, "_SILENCE_TIMEOUT_S", 2.5)
     trajectory = play(environment("blocking", arguments={"seconds": 5}), ["it is 42"])
     assert trajectory.reward.total == 1.0

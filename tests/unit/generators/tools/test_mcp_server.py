@@ -43,14 +43,12 @@ async def call(tools: dict[str, Tool], name: str, **arguments: Any) -> str:
     return await tools[name].open({}).call(arguments)
 
 
-def test_tools_are_listed_at_the_start_with_their_schemas(tools: dict[str, Tool]):
+def test_tools_are_listed_at_the_start_with_their_schemas_and_calls_are_concurrent(tools: dict[str, Tool]):
     assert sorted(tools) == ["add", "die", "hang", "secret", "wait"]
     described = tools["add"].schema["function"]
     assert (described["name"], described["description"]) == ("t_add", "Add two numbers.")
     assert described["parameters"]["required"] == ["left", "right"]
 
-
-def test_calls_are_concurrent(tools: dict[str, Tool]):
     async def many() -> list[str]:
         return await asyncio.gather(*(call(tools, "wait", seconds=0.5) for _ in range(50)))
 

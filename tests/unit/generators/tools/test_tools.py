@@ -89,7 +89,7 @@ ASK = "who died at the danube? <search>danube</search>"
 FOUND = "\n\n<information>Doc 1(Title: Vienna) A city on the Danube, where Beethoven died.</information>\n\n"
 
 
-def test_the_trajectory_of_a_search(index: str):
+def test_the_trajectory_of_a_search_and_of_the_tool_whose_index_no_row_chooses(index: str):
     seen: list[tuple[WritingEngine, RecordingScorer]] = []
     answer = "<answer>Beethoven</answer>"
     trajectory = play({"kind": "search", "index": index}, [ASK, answer], inspect=lambda *both: seen.append(both))
@@ -103,6 +103,13 @@ def test_the_trajectory_of_a_search(index: str):
     sample = msgspec.structs.replace(scorer.samples[0], ground_truth={"target": ["beethoven"]})
     assert qa_exact_match(sample).total == 1.0
     assert Search(index=index)._index is Search(index=index)._index, "answers of a generator share an index"
+    agent = {"kind": "tools", "tools": [{"function": "search", "arguments": {"index": index, "topk": 1}}]}
+    call = '<tool_call>{"name": "search", "arguments": {"query": "danube"}}</tool_call>'
+    tokens = play(agent, [call, "so"]).token_ids
+    assert "Doc 1(Title: Vienna) A city on the Danube" in make_chat_tokenizer("chatml").decode(tokens)
+    kwargs = {"tools_kwargs": {"search": {"create_kwargs": {"index": "http://127.0.0.1:9"}}}}
+    with pytest.raises(PromptError, match=r"takes arguments only from the settings, got {.index"):
+        play(agent, [call, "so"], prompt=make_prompt(QUESTION, extra_info=kwargs))
 
 
 def shown(index: str, texts: list[str], **settings) -> tuple[str, object]:
@@ -166,16 +173,6 @@ def test_a_service_that_fails_is_read_by_the_model_and_counted(service: str, que
     assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (1, 1)
 
 
-def test_the_search_is_a_tool_whose_index_no_row_chooses(index: str):
-    agent = {"kind": "tools", "tools": [{"function": "search", "arguments": {"index": index, "topk": 1}}]}
-    call = '<tool_call>{"name": "search", "arguments": {"query": "danube"}}</tool_call>'
-    tokens = play(agent, [call, "so"]).token_ids
-    assert "Doc 1(Title: Vienna) A city on the Danube" in make_chat_tokenizer("chatml").decode(tokens)
-    kwargs = {"tools_kwargs": {"search": {"create_kwargs": {"index": "http://127.0.0.1:9"}}}}
-    with pytest.raises(PromptError, match=r"takes arguments only from the settings, got {.index"):
-        play(agent, [call, "so"], prompt=make_prompt(QUESTION, extra_info=kwargs))
-
-
 CITY = {"type": "string", "description": "Name of the city."}
 DAYS = {"type": "integer", "description": "How many."}
 
@@ -213,14 +210,13 @@ def call(tool: Tool, **arguments: Any) -> Any:
     return asyncio.run(tool.open({}).call(arguments))
 
 
-def test_its_schema_is_that_of_the_settings():
+def test_the_schema_is_that_of_the_settings_and_arguments_go_into_path_query_or_body(
+    address: str, monkeypatch: pytest.MonkeyPatch
+):
     described = make("http://127.0.0.1:9", required=["city"]).schema["function"]
     assert (described["name"], described["description"]) == ("weather", "Look the weather up.")
     properties = {"city": CITY, "days": DAYS}
     assert described["parameters"] == {"type": "object", "properties": properties, "required": ["city"]}
-
-
-def test_arguments_go_into_path_query_or_body(address: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WEATHER_KEY", "s3cret")
     tool = make(address + "/{city}/now", headers={"X-Key": "$WEATHER_KEY"})
     found = json.loads(call(tool, city="Köln/../?x", days=3))

@@ -176,23 +176,13 @@ def test_vespo_and_sppo_by_hand():
 
 
 @every_loss
-def test_at_ratio_one_the_gradient_is_that_of_reinforce(loss):
+def test_at_ratio_one_the_gradient_is_that_of_reinforce_and_other_sequences_or_a_split_change_nothing(loss):
     advantages, lengths = of(1, -2, 3), of(2, 3, 1)
     # LUSPO cancels a mean over the sequence's tokens.
     weights = 1 / lengths if loss is LOSSES["luspo"] else 1.0
     gradient = gradient_of(loss, torch.zeros_like(advantages), advantages, SEQUENCES, weights=weights)
     assert torch.allclose(gradient, -advantages, atol=1e-12)
     assert not idle(loss, torch.zeros_like(advantages), advantages, SEQUENCES).any()
-
-
-@pytest.mark.parametrize("name", ["gspo", "luspo", "gmpo"])
-def test_the_gradients_of_sequence_losses_are_those_of_the_formulas(name):
-    log_ratio = random_log_ratio().requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: losses_of(LOSSES[name], x, of(1, -2, 3), SEQUENCES), log_ratio)
-
-
-@every_loss
-def test_other_sequences_a_split_a_sequence_without_tokens_and_an_empty_batch_change_nothing(loss):
     log_ratio, advantages = random_log_ratio(), of(1, -2, 3)
     poisoned_ratio, poisoned_advantages = log_ratio.clone(), advantages.clone()
     poisoned_ratio[2:5], poisoned_advantages[2:5] = wide(20, -20, 20), 1e30
@@ -209,6 +199,12 @@ def test_other_sequences_a_split_a_sequence_without_tokens_and_an_empty_batch_ch
     nothing = torch.zeros(0, dtype=torch.int64)
     assert losses_of(loss, wide(), wide(), nothing, 0).shape == (0,)
     assert idle(loss, wide(), wide(), nothing, 0).shape == (0,)
+
+
+@pytest.mark.parametrize("name", ["gspo", "luspo", "gmpo"])
+def test_the_gradients_of_sequence_losses_are_those_of_the_formulas(name):
+    log_ratio = random_log_ratio().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: losses_of(LOSSES[name], x, of(1, -2, 3), SEQUENCES), log_ratio)
 
 
 @every_loss

@@ -94,9 +94,20 @@ def alone(policy: Policy, folder: Path, trajectory: Any) -> torch.Tensor:
 
 @torch.no_grad()
 @every_layout
-def test_packing_changes_no_log_probability(policy: Policy, folder: Path, samples: list[Any], layout: Layout) -> None:
+def test_packing_changes_no_log_probability_and_every_rank_computes_the_visual_encoder_as_often(
+    policy: Policy, folder: Path, samples: list[Any], layout: Layout
+):
     expected = torch.cat([alone(policy, folder, member) for group in make_groups(folder) for member in group])
     assert torch.allclose(measure(policy, samples, layout), expected, atol=1e-5)
+    # Enough samples without images that several of their rows share a microbatch.
+    texts = [[make_answer(folder, group, index, []) for index in range(3)] for group in range(4, 9)]
+    samples = samples_of([*make_groups(folder), *texts], hold(folder, *PICTURES))
+    expected, found = measure(policy, samples, layout), torch.zeros(sum(len(sample.trained) for sample in samples))
+    for rank in range(3):
+        for microbatch in collate(samples, layout=layout, rank=rank, num_ranks=3):
+            assert microbatch.pixel_values is not None
+            found[microbatch.indices] += policy(microbatch)["logprobs"]
+    assert torch.allclose(found, expected, atol=1e-5)
 
 
 def test_the_layout_is_chosen_with_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,20 +137,6 @@ def test_microbatches_change_no_gradient(policy: Policy, samples: list[Any]) -> 
     assert found[0]["causal_lm.model.visual.patch_embed.proj.weight"].abs().max() > 0.01
     for other in found[1:]:
         assert all(torch.allclose(found[0][name], other[name], atol=1e-4) for name in found[0])
-
-
-@torch.no_grad()
-@every_layout
-def test_every_rank_computes_the_visual_encoder_as_often_as_the_others(policy, folder, layout):
-    # Enough samples without images that several of their rows share a microbatch.
-    texts = [[make_answer(folder, group, index, []) for index in range(3)] for group in range(4, 9)]
-    samples = samples_of([*make_groups(folder), *texts], hold(folder, *PICTURES))
-    expected, found = measure(policy, samples, layout), torch.zeros(sum(len(sample.trained) for sample in samples))
-    for rank in range(3):
-        for microbatch in collate(samples, layout=layout, rank=rank, num_ranks=3):
-            assert microbatch.pixel_values is not None
-            found[microbatch.indices] += policy(microbatch)["logprobs"]
-    assert torch.allclose(found, expected, atol=1e-5)
 
 
 def test_an_image_that_a_group_shares_is_read_once_and_different_images_share_no_prompt(folder: Path) -> None:
