@@ -1,3 +1,5 @@
+"""HTTP servers in a thread, for code that talks to a service."""
+
 import json
 import threading
 from collections.abc import Iterator

@@ -1,3 +1,5 @@
+"""Fake generators and a fake snapshot server, scripted by the test."""
+
 from collections import deque
 from collections.abc import Sequence
 

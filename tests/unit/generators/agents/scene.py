@@ -1,3 +1,5 @@
+"""An engine that writes given texts, a scorer, and a runner around both."""
+
 import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,3 +1,5 @@
+"""A reward pool around one coroutine."""
+
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
