@@ -1,6 +1,6 @@
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -32,6 +32,7 @@ from slipstream.generators.generator import ConcurrencyLimit, Generator
 from slipstream.generators.rewards.pool import RewardPool
 from tests.builders import make_run, make_trajectory
 from tests.fakes import NoBytes
+from tests.unit.generators.rewards.scene import until
 
 LEASE = Lease("3-0", "3", "train", 3, 3, 0, [0, 1])
 PROMPT = Prompt(lease=LEASE, uid="u", prompt="1+1=", ground_truth="2", data_source="test", extra_info={})
@@ -111,12 +112,6 @@ class Scene:
     async def end(self, running: "asyncio.Task[None]") -> None:
         self.generator.drain("the test is over")
         await asyncio.wait_for(running, timeout=10)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def test_the_reason_for_unsynced_weights_outlasts_a_late_answer_of_the_broker_and_a_long_one_is_truncated():

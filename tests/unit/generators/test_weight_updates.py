@@ -25,6 +25,7 @@ from slipstream.generators.weight_updates import WeightUpdates
 from slipstream.learner.publishing.fetches import SnapshotServer
 from tests.fakes import KEYS
 from tests.unit.broker.weight_versions import make_version
+from tests.unit.generators.rewards.scene import until
 
 MEMBER = Member("generator-0", "1")
 PATIENCE_S = 20.0
@@ -83,18 +84,13 @@ class Scene:
 
     async def apply(self, version: int) -> None:
         self.updates.submit(self.serve(version))
-        await self.until(lambda: self.updates.version == version)
+        await until(lambda: self.updates.version == version)
 
     async def answers(self, number: int, *commands: OpenEpoch | Update) -> None:
         """Submit commands and wait until `number` answers have been sent in all."""
         for command in commands:
             self.updates.submit(command)
-        await self.until(lambda: len(self.sent) == number)
-
-    async def until(self, reached: Callable[[], bool]) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while not reached():  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
+        await until(lambda: len(self.sent) == number)
 
     def play(self, script: Callable[[], Coroutine[Any, Any, None]]) -> None:
         async def both() -> None:
@@ -152,7 +148,7 @@ def test_fetching_from_a_dead_learner_ends_with_the_next_command(scene: Scene) -
 
     async def script() -> None:
         scene.updates.submit(scene.command(1, epoch=NO_EPOCH, source=gone))
-        await scene.until(lambda: bool(scene.states))
+        await until(lambda: bool(scene.states))
         await scene.apply(2)
 
     scene.play(script)

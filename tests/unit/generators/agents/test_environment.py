@@ -29,6 +29,7 @@ from tests.builders import make_prompt, make_run
 from tests.runs import until
 from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, make_runner, play, written
 from tests.unit.generators.chat import make_chat_tokenizer
+from tests.unit.generators.rewards.scene import until as async_until
 
 HERE = str(Path(__file__).with_name("environments.py"))
 
@@ -127,9 +128,7 @@ def test_a_process_whose_event_loop_never_returns_is_replaced(monkeypatch: pytes
         try:
             first = await runner.answer(make_prompt(QUESTION), 0)
             (loop,) = runner._environments
-            async with asyncio.timeout(10):
-                while not loop._serving.done():  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+            await async_until(loop._serving.done)
             return [first, await runner.answer(make_prompt(QUESTION, uid="test/1"), 0)]
         finally:
             await runner.close()

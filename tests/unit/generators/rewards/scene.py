@@ -17,6 +17,12 @@ def sample(response: str = "", *, prompt: Any = "48213=", truth: Any = "31284", 
     return RewardInput(prompt=prompt, response=response, ground_truth=truth, **fields)
 
 
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
 def in_pool(config: RewardConfig, use: Callable[[RewardPool], Awaitable[T]]) -> T:
     async def session() -> T:
         pool = RewardPool(config)

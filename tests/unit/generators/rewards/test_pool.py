@@ -22,7 +22,7 @@ from slipstream.generators.rewards.pool import RewardPool
 from slipstream.generators.rewards.reward_model import RewardModel
 from slipstream.generators.rewards.worker import SIGNAL_EXIT
 from tests.tiny_model import make_tiny_model, make_tokenizer
-from tests.unit.generators.rewards.scene import SAMPLES, in_pool, sample, scores
+from tests.unit.generators.rewards.scene import SAMPLES, in_pool, sample, scores, until
 
 FUNCTION = f"{SAMPLES}:by_response"
 
@@ -34,12 +34,6 @@ def use_pool(use: Callable[[RewardPool], Awaitable[None]], *, timeout_s: float =
 def statuses(responses: list[str], **settings: Any) -> list[tuple[str, str]]:
     rewards = scores(RewardConfig(FUNCTION, **({"timeout_s": 20.0} | settings)), [*map(sample, responses)])
     return [(reward.status, reward.detail) for reward in rewards]
-
-
-async def until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not is_true():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
