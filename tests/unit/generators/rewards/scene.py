@@ -17,8 +17,8 @@ def sample(response: str = "", *, prompt: Any = "48213=", truth: Any = "31284", 
     return RewardInput(prompt=prompt, response=response, ground_truth=truth, **fields)
 
 
-async def until(is_true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+async def until(is_true: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
         while not is_true():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

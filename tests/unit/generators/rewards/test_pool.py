@@ -117,7 +117,8 @@ def test_what_a_function_started_ends_with_its_worker(response: str, status: str
         assert reward.status == status
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         assert len(pids) == 3
-        await until(lambda: not any(map(psutil.pid_exists, pids)))
+        # By themselves, they end after 20 s.
+        await until(lambda: not any(map(psutil.pid_exists, pids)), timeout_s=8)
 
     use_pool(use, timeout_s=4.0)
 
