@@ -27,6 +27,8 @@ class RecordedRank:
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         return self._meet(values, torch.add)
 
+    sum_all = sum
+
     def max(self, values: torch.Tensor) -> torch.Tensor:
         return self._meet(values, torch.maximum)
 
@@ -204,37 +206,26 @@ class Scene:
         return self.similarity.report(ranks or make_alone()).get("learner/grad_cosine")
 
 
-class Rank:
-    """Records what it sends, and receives the values of another."""
-
-    def __init__(self, other: torch.Tensor | float = 0.0) -> None:
-        self.other = other
-
-    def sum_all(self, values: torch.Tensor) -> torch.Tensor:
-        self.values = values
-        return values + self.other
-
-
-def vector(*values: float) -> torch.Tensor:
-    return torch.tensor(values)
-
-
 def test_the_cosine_of_two_gradients_by_hand_of_none_and_of_pieces():
     scene = Scene(2, 1)
-    scene.update(vector(1.0, 2.0), vector(2.0))
+    scene.update(torch.tensor([1.0, 2.0]), torch.tensor([2.0]))
     assert scene.cosine() is None
-    scene.update(vector(2.0, 0.0), vector(0.0))
+    scene.update(torch.tensor([2.0, 0.0]), torch.tensor([0.0]))
     assert scene.cosine() == pytest.approx(2 / (3 * 2))
     # The second pair differs only in length, as after clipping.
-    for gradient in (vector(1.0, 1.0), vector(-0.5, -0.5)):
-        scene.update(gradient, vector(0.0))
+    for gradient in (torch.tensor([1.0, 1.0]), torch.tensor([-0.5, -0.5])):
+        scene.update(gradient, torch.tensor([0.0]))
     assert scene.cosine() == pytest.approx((math.sqrt(0.5) - 1) / 2)
     assert scene.cosine() is None
     scene = Scene(2, 1)
-    for gradients in ((vector(1.0, 1.0), vector(1.0)), (vector(0.0, 0.0), None), (vector(1.0, 1.0), vector(1.0))):
+    for gradients in (
+        (torch.tensor([1.0, 1.0]), torch.tensor([1.0])),
+        (torch.tensor([0.0, 0.0]), None),
+        (torch.tensor([1.0, 1.0]), torch.tensor([1.0])),
+    ):
         scene.update(*gradients)
         assert scene.cosine() is None
-    scene.update(vector(2.0, 2.0), None)
+    scene.update(torch.tensor([2.0, 2.0]), None)
     assert scene.cosine() == pytest.approx(4 / math.sqrt(3 * 8))
     whole, pieces = Scene(4), Scene(2)
     for gradient in torch.randn(2, 4, generator=torch.Generator().manual_seed(1)):
@@ -248,7 +239,7 @@ def test_the_cosine_of_two_gradients_by_hand_of_none_and_of_pieces():
 @pytest.mark.parametrize("is_replicated", [False, True])
 def test_ranks_with_pieces_or_with_copies_find_the_cosine_of_the_whole(is_replicated):
     gradients = torch.randn(2, 6, generator=torch.Generator().manual_seed(2))
-    whole, mine, other, recording = Scene(6), Scene(6), Scene(6), Rank()
+    whole, mine, other, recording = Scene(6), Scene(6), Scene(6), RecordedRank()
     if not is_replicated:
         mine, other = Scene(4), Scene(2)
     for gradient in gradients:
@@ -256,7 +247,8 @@ def test_ranks_with_pieces_or_with_copies_find_the_cosine_of_the_whole(is_replic
         mine.update(gradient if is_replicated else gradient[:4])
         other.update(gradient if is_replicated else gradient[4:])
     other.cosine(recording)
-    assert mine.cosine(Rank(recording.values)) == pytest.approx(whole.cosine())
+    recording.is_replaying = True
+    assert mine.cosine(recording) == pytest.approx(whole.cosine())
 
 
 def test_of_a_long_gradient_the_same_few_entries_are_kept_and_stand_for_all(monkeypatch):
@@ -270,8 +262,8 @@ def test_of_a_long_gradient_the_same_few_entries_are_kept_and_stand_for_all(monk
     for gradients in (first, second):
         scene.update(*gradients)
     assert sum(part.numel() for part in scene.similarity._previous) <= 5_000
-    recording = Rank()
+    recording = RecordedRank()
     assert scene.cosine(recording) == pytest.approx(whole.cosine(), abs=0.03)
-    assert sorted(recording.values[0, 1:].tolist()) == pytest.approx([100_000, 125_000], rel=0.1)
+    assert sorted(recording.recorded[0][0, 1:].tolist()) == pytest.approx([100_000, 125_000], rel=0.1)
     scene.update(*second)
     assert scene.cosine() == pytest.approx(1.0)
