@@ -25,22 +25,15 @@ def make_sample(response: str = "", *, truth: Any = "7", num_tokens: int = 0, **
 @pytest.mark.parametrize(
     ("response", "method", "total"),
     [
-        ("3 + 4 = 7\n#### 7", "strict", 1.0),
-        ("#### 7 apples\n", "strict", 1.0),
-        ("#### 3 no\n#### $7.00", "strict", 1.0),
-        ("#### **7**", "strict", 1.0),
-        ("#### 14/2", "strict", 1.0),
+        *((text, "strict", 1.0) for text in ("3 + 4 = 7\n#### 7", "#### 7 apples\n", "#### 3 no\n#### $7.00")),
+        *((text, "strict", 1.0) for text in ("#### **7**", "#### 14/2")),
         ("#### 8", "strict", 0.1),
-        ("it is 7", "strict", 0.0),
-        ("#### 7 or 8", "strict", 0.0),
-        ("#### 8, 7", "strict", 0.0),
-        ("#### 7 8", "strict", 0.0),
-        ("#### none", "strict", 0.0),
+        *((text, "strict", 0.0) for text in ("it is 7", "#### 7 or 8", "#### 8, 7", "#### 7 8", "#### none")),
         ("#### 7\n" + "and so on " * 40, "strict", 0.0),
-        ("it is 7", "flexible", 1.0),
-        ("it is 7.", "flexible", 1.0),
-        ("7, no 8", "flexible", 0.1),
-        ("none", "flexible", 0.0),
+        *(
+            (text, "flexible", total)
+            for text, total in (("it is 7", 1), ("it is 7.", 1), ("7, no 8", 0.1), ("none", 0))
+        ),
     ],
 )
 def test_gsm8k(response: str, method: Any, total: float):
@@ -54,16 +47,12 @@ def test_gsm8k(response: str, method: Any, total: float):
 @pytest.mark.parametrize(
     ("response", "truth", "total"),
     [
-        ("Answer: 34", "34", 1.0),
-        ("so\nanswer: $\\boxed{34}$", "34", 1.0),
-        ("Answer: 3\nAnswer: 34", "34", 1.0),
+        *((text, "34", 1.0) for text in ("Answer: 34", "so\nanswer: $\\boxed{34}$", "Answer: 3\nAnswer: 34")),
         ("Answer: x = 34 dollars", 34, 1.0),
         ("Answer: 1,200", "1200", 1.0),
         ("Answer: \\frac12", "\\frac{1}{2}", 1.0),
         ("Answer: \\text{even}", "even", 1.0),
-        ("it is 34", "34", -1.0),
-        ("Answer: 35", "34", -1.0),
-        ("Answer: 34" + " " * 400, "34", -1.0),
+        *((text, "34", -1.0) for text in ("it is 34", "Answer: 35", "Answer: 34" + " " * 400)),
     ],
 )
 def test_dapo_math(response: str, truth: object, total: float):
@@ -124,16 +113,10 @@ def test_question_answering_reads_all_turns_of_the_model_and_nothing_else():
 @pytest.mark.parametrize(
     ("response", "total"),
     [
-        ("<think>a</think><answer>b</answer>", 1.0),
-        ("\n<think>a</think>\n\n<answer>b</answer>\n", 1.0),
-        ("<think>a</think> so <answer>b</answer>", 0.0),
-        ("a<think>a</think><answer>b</answer>", 0.0),
-        ("<think>a</think><answer>b</answer>c", 0.0),
-        ("<think>a<think></think><answer>b</answer>", 0.0),
-        ("<answer>b</answer><think>a</think>", 0.0),
-        ("<think>a</think>", 0.0),
-        ("", 0.0),
-        ("<think>" * 10**5, 0.0),
+        *((text, 1.0) for text in ("<think>a</think><answer>b</answer>", "\n<think>a</think>\n\n<answer>b</answer>\n")),
+        *((text, 0.0) for text in ("<think>a</think> so <answer>b</answer>", "a<think>a</think><answer>b</answer>")),
+        *((text, 0.0) for text in ("<think>a</think><answer>b</answer>c", "<think>a<think></think><answer>b</answer>")),
+        *((text, 0.0) for text in ("<answer>b</answer><think>a</think>", "<think>a</think>", "", "<think>" * 10**5)),
     ],
 )
 def test_format_tags(response: str, total: float):
