@@ -386,7 +386,7 @@ def test_a_step_on_pairs_is_the_textbooks_and_any_split_gives_the_same_gradient(
     torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.0).step()
 
     metrics = torch_trainer.step(pairs, step=1)
-    assert metrics["learner/loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert metrics["learner/loss"] == pytest.approx(expected.item(), rel=1e-5)
     assert metrics["learner/pair_accuracy"] == float((margins > 0).float().mean())
     assert metrics["learner/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
