@@ -18,7 +18,7 @@ from slipstream.learner.ranks import Ranks, exit_rank, join_ranks
 from slipstream.learner.sft.run import PairTrainer, SftTrainer
 from tests.families import make_family
 from tests.unit.learner.builders import CPU, make_groups, make_model, make_run, weights, zero
-from tests.unit.learner.sft.test_trainer import make_demonstrations, make_pairs
+from tests.unit.learner.sft.test_run import make_demonstrations, make_pairs
 from tests.unit.learner.test_every_algorithm import make_algorithm_groups, make_algorithm_run
 
 TIMEOUT_S = 120.0

@@ -77,7 +77,7 @@ TRIED_BY = {
     ),
     "tests/unit/benchmarks/test_peers.py": ["python -m benchmarks.peers"],
     "tests/unit/benchmarks/test_staleness.py": ["python -m benchmarks.staleness"],
-    "tests/unit/generators/tools/test_search.py": ["python -m slipstream.scripts.make_search_index"],
+    "tests/unit/generators/tools/test_tools.py": ["python -m slipstream.scripts.make_search_index"],
     "tests/unit/scripts/test_make_prompts.py": ["python -m slipstream.scripts.make_prompts"],
 }
 """Tests -> the programs that they run in a short form, where `test_commands_on_a_run_work` does not."""

@@ -40,7 +40,6 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def serve(handler: type[Handler], *, port: int = 0) -> Iterator[str]:
-    """Serve within the context; yields the address."""
     with _Server(("127.0.0.1", port), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()

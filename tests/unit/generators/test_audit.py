@@ -31,13 +31,10 @@ NUM_ANSWERS = 24
 
 
 def share_of_digits(sample: RewardInput) -> float:
-    """A reward that differs between most answers."""
     return sum(letter.isdigit() for letter in sample.response) / max(1, len(sample.response))
 
 
 class Scene:
-    """An auditing generator with a model of seed 0, and a guest with the same model."""
-
     def __init__(self, folder: Path) -> None:
         model = make_tiny_model(folder / "model")
         self.run = make_run(model={"path": str(model), "max_length": 64}, generators={"sampling": {"max_tokens": 16}})
@@ -45,15 +42,9 @@ class Scene:
         self.encoder = PromptEncoder(make_tokenizer(), max_prompt_tokens=32)
         self.sent: asyncio.Queue[Audited] = asyncio.Queue()
         self.engine = self.make_engine()
-        self.auditor = Auditor(
-            AgentRunner(
-                run=self.run, engine=self.engine, rewards=self.pool, encoder=self.encoder, generator_id="auditor"
-            ),
-            engine=self.engine,
-            rewards=self.pool,
-            encoder=self.encoder,
-            client=SimpleNamespace(send=self.sent.put_nowait),
-        )
+        parts = {"engine": self.engine, "rewards": self.pool, "encoder": self.encoder}
+        runner = AgentRunner(run=self.run, generator_id="auditor", **parts)
+        self.auditor = Auditor(runner, client=SimpleNamespace(send=self.sent.put_nowait), **parts)
 
     def make_engine(self, *, seed: int = 0) -> HfEngine:
         engine = HfEngine(self.run.model, HfEngineConfig())
@@ -92,7 +83,6 @@ class Scene:
 
 
 def lying(answers: list, lie: Callable[[Trajectory], dict[str, Any]]) -> list:
-    """The answers with the fields that `lie` returns."""
     return [(prompt, msgspec.structs.replace(each, **lie(each))) for prompt, each in answers]
 
 
@@ -109,22 +99,26 @@ def honest(scene: Scene) -> list[tuple[Prompt, Trajectory]]:
     return scene.answers(scene.make_engine())
 
 
-def test_honest_answers_of_another_engine_pass(scene: Scene, honest: list):
+def test_honest_answers_pass_and_a_masked_reward_is_no_lie_because_it_leaves_the_loss(scene: Scene, honest: list):
     checks = scene.check(honest)
     assert sum(check.num_tokens for check in checks) == sum(int(each.model_mask.sum()) for _, each in honest) > 200
     assert sum(check.logprob_diff for check in checks) < 0.01
     assert len({check.digest for check in checks}) == NUM_ANSWERS
     assert scene.verdict(honest) == ""
+    assert scene.verdict(lying(honest, lambda each: {"reward": Reward(0.0, status="timeout")})) == ""
+    prompt, trajectory = next(each for each in honest if each[1].model_mask.sum() > 6)
+    first = int(np.argmax(trajectory.model_mask))
+    mixed = msgspec.structs.replace(trajectory, version_spans=[VersionSpan(first, 2), VersionSpan(first + 4, 3)])
+    (check,) = scene.check([(prompt, mixed)])
+    assert check.num_tokens == int(trajectory.model_mask.sum()) - 4
 
 
-def test_the_text_of_another_model_convicts_even_with_the_policys_log_probabilities(scene: Scene):
+def test_texts_of_another_model_and_the_likeliest_answers_convict_even_with_the_policys_log_probabilities(scene: Scene):
     others = scene.answers(scene.make_engine(seed=1))
     assert "its log-probabilities must be those of the policy" in scene.verdict(others)
     scored = lying(others, scene.scored_by_the_policy)
     assert "its answers must be samples of the policy, got the likeliest token" in scene.verdict(scored)
 
-
-def test_the_likeliest_answers_convict_though_the_policy_wrote_them(scene: Scene):
     class Greedy(HfEngine):
         async def generate(self, prompt_token_ids, sampling, **rest):  # type: ignore[no-untyped-def]
             return await super().generate(prompt_token_ids, msgspec.structs.replace(sampling, temperature=0.0), **rest)
@@ -143,21 +137,13 @@ def inflated_reward(each: Trajectory) -> dict[str, Any]:
     return {"reward": msgspec.structs.replace(each.reward, total=each.reward.total + 0.5)}
 
 
-@pytest.mark.parametrize(
-    ("lie", "verdict"),
-    [
+def test_a_lie_convicts(scene: Scene, honest: list):
+    for lie, verdict in (
         (invented_logprobs, "its log-probabilities must be those of the policy"),
         (inflated_reward, "but the auditor's reward function gives"),
         (lambda each: {"token_ids": np.roll(each.token_ids, 1)}, "the prompt tokens of"),
-    ],
-    ids=["logprobs", "reward", "prompt"],
-)
-def test_a_lie_convicts(scene: Scene, honest: list, lie: Callable[[Trajectory], dict[str, Any]], verdict: str):
-    assert verdict in scene.verdict(lying(honest, lie))
-
-
-def test_a_masked_reward_is_no_lie_because_it_leaves_the_loss(scene: Scene, honest: list):
-    assert scene.verdict(lying(honest, lambda each: {"reward": Reward(0.0, status="timeout")})) == ""
+    ):
+        assert verdict in scene.verdict(lying(honest, lie))
 
 
 def test_a_policy_that_has_changed_since_is_measured_by_answers_of_ones_own(scene: Scene, honest: list):
@@ -183,14 +169,6 @@ def test_a_policy_that_has_changed_since_is_measured_by_answers_of_ones_own(scen
         assert {check.num_tokens for check in scene.check(unknown)} == {0}
     finally:
         scene.engine._model, scene.engine.version = weights, version
-
-
-def test_only_tokens_of_the_newest_version_are_scored(scene: Scene, honest: list):
-    prompt, trajectory = next(each for each in honest if each[1].model_mask.sum() > 6)
-    first = int(np.argmax(trajectory.model_mask))
-    mixed = msgspec.structs.replace(trajectory, version_spans=[VersionSpan(first, 2), VersionSpan(first + 4, 3)])
-    (check,) = scene.check([(prompt, mixed)])
-    assert check.num_tokens == int(trajectory.model_mask.sum()) - 4
 
 
 def test_orders_are_answered_in_turn_and_an_engine_that_fails_says_nothing_of_the_guest(scene: Scene, honest: list):

@@ -1,8 +1,6 @@
-"""Generator: its status, the leases it returns, and how it ends."""
-
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -27,20 +25,20 @@ from slipstream.buffer.records import Lease
 from slipstream.buffer.trajectory import Reward, Trajectory
 from slipstream.configs.engines import ScriptedEngineConfig
 from slipstream.configs.generators import RewardConfig
+from slipstream.generators.engines.engine import EngineLoad
 from slipstream.generators.engines.scripted_engine import ScriptedEngine
 from slipstream.generators.errors import EngineDiedError, EngineError, GeneratorError, PromptError
-from slipstream.generators.generator import Generator
+from slipstream.generators.generator import ConcurrencyLimit, Generator
 from slipstream.generators.rewards.pool import RewardPool
 from tests.builders import make_run, make_trajectory
 from tests.fakes import NoBytes
+from tests.unit.generators.rewards.scene import until
 
 LEASE = Lease("3-0", "3", "train", 3, 3, 0, [0, 1])
 PROMPT = Prompt(lease=LEASE, uid="u", prompt="1+1=", ground_truth="2", data_source="test", extra_info={})
 
 
 class FakeClient:
-    """Records sent messages."""
-
     is_joined = True
 
     def __init__(self) -> None:
@@ -111,8 +109,12 @@ class Scene:
     async def live(self, *messages: Message | ClientDiedError) -> None:
         await asyncio.wait_for(await self.served(*messages), timeout=10)
 
+    async def end(self, running: "asyncio.Task[None]") -> None:
+        self.generator.drain("the test is over")
+        await asyncio.wait_for(running, timeout=10)
 
-def test_the_reason_for_unsynced_weights_outlasts_a_late_answer_of_the_broker():
+
+def test_the_reason_for_unsynced_weights_outlasts_a_late_answer_of_the_broker_and_a_long_one_is_truncated():
     scene = Scene()
     scene.generator._set_state("unsynced", "the probe found them wrong")
     scene.generator.receive(Prompts([], reason="pacing: enough is under way"))
@@ -120,10 +122,6 @@ def test_the_reason_for_unsynced_weights_outlasts_a_late_answer_of_the_broker():
     scene.generator._set_state("ready", "")
     scene.generator.receive(Prompts([], reason="pacing: enough is under way"))
     assert scene.status.reason == "pacing: enough is under way"
-
-
-def test_a_long_reason_is_truncated_and_the_lease_returned():
-    scene = Scene()
     scene.generator.receive(Nack(id="3-0-1", reason="x" * 400, is_fatal=True, lease_id="3-0"))
     assert (scene.last_return.lease_ids, len(scene.last_return.reason)) == (["3-0"], 256)
 
@@ -136,15 +134,16 @@ def test_an_error_other_than_of_the_prompt_ends_the_generator_unchanged(error: E
     assert scene.last_return.lease_ids == ["3-0"]
 
 
-def test_a_dead_connection_ends_the_generator_so_that_it_is_restarted():
+def test_a_dead_connection_ends_the_generator_and_a_drained_one_returns_what_it_has_not_answered():
     with pytest.raises(ClientDiedError, match="KeyError"):
         asyncio.run(Scene().live(ClientDiedError("the link to the broker ended: KeyError: 1")))
 
+    async def scenario(scene: Scene) -> None:
+        running = await scene.served(Prompts([PROMPT]))
+        await scene.end(running)
+        assert (scene.last_return.lease_ids, scene.status.gauges["running"]) == (["3-0"], 0)
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    asyncio.run(scenario(Scene()))
 
 
 def test_answers_leave_once_the_weights_are_verified_and_keep_their_lease_until_they_are_acknowledged():
@@ -157,21 +156,9 @@ def test_answers_leave_once_the_weights_are_verified_and_keep_their_lease_until_
         assert scene.status.lease_ids == ["3-0"], "the broker renews only the leases that are listed"
         scene.client.outbox.acknowledge(["3-0-0", "3-0-1"])
         assert scene.status.lease_ids == []
-        scene.generator.drain("the test is over")
-        await asyncio.wait_for(running, timeout=10)
+        await scene.end(running)
 
     asyncio.run(scenario(Scene(make_trajectory())))
-
-
-def test_a_drained_generator_returns_what_it_has_not_answered():
-    async def scenario(scene: Scene) -> None:
-        running = await scene.served(Prompts([PROMPT]))
-        scene.generator.drain("ordered to")
-        await asyncio.wait_for(running, timeout=10)
-        assert scene.last_return.lease_ids == ["3-0"]
-        assert scene.status.gauges["running"] == 0
-
-    asyncio.run(scenario(Scene()))
 
 
 @pytest.mark.parametrize(("num_tokens", "fits"), [(10, True), (4000, False)])
@@ -249,8 +236,7 @@ def test_an_answer_resets_the_count_of_failed_prompts():
         scene.now += 60
         scene.generator.wake()
         await until(lambda: num_logged() == 1000)
-        scene.generator.drain("the test is over")
-        await asyncio.wait_for(running, timeout=10)
+        await scene.end(running)
 
     def num_logged() -> int:
         lines = [entry for entry in logged if entry["event"] == "prompt_failed"]
@@ -261,22 +247,88 @@ def test_an_answer_resets_the_count_of_failed_prompts():
 
 
 def test_the_first_failed_reward_of_each_kind_is_reported():
-    def failed(detail: str) -> Trajectory:
-        return make_trajectory(reward=Reward(total=0.0, status="error", detail=detail))
-
     async def scenario(scene: Scene) -> None:
         running = await scene.served()
         scene.generator._weight_updates.is_verified.set()
         for detail in ("ValueError: boom 1, at mine.py:2", "ValueError: boom 2, at mine.py:2", "TypeError: got 'a'"):
-            scene.agent.outcome = failed(detail)
+            scene.agent.outcome = make_trajectory(reward=Reward(total=0.0, status="error", detail=detail))
             scene.generator.receive(Prompts([PROMPT]))
             await until(lambda: not scene.generator._tasks)
         reported = [text for name, text in scene.status.gauges.items() if name.startswith("problem/")]
-        assert reported == [
-            "an answer has no reward: ValueError: boom 1, at mine.py:2", "an answer has no reward: TypeError: got 'a'",
-        ]  # fmt: skip
+        problems = "ValueError: boom 1, at mine.py:2", "TypeError: got 'a'"
+        assert reported == [f"an answer has no reward: {problem}" for problem in problems]
         assert scene.status.gauges["rewards_failed"] == 6
-        scene.generator.drain("the test is over")
-        await asyncio.wait_for(running, timeout=10)
+        await scene.end(running)
 
     asyncio.run(scenario(Scene()))
+
+
+def limits(loads: Iterable[EngineLoad], *, most: int = 64) -> list[int]:
+    concurrency = ConcurrencyLimit(least=8, most=most)
+    observed = []
+    for load in loads:
+        concurrency.observe(load, running=concurrency.limit)
+        observed.append(concurrency.limit)
+    return observed
+
+
+CUT = (0.95, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("loads", "expected"),
+    [
+        pytest.param([(0.0, 0, 0)] * 3, [64] * 3, id="an idle engine changes nothing"),
+        pytest.param([(0.99, 0, 0)] * 3, [64] * 3, id="a full cache alone changes nothing"),
+        # 64 * 3/4 = 48, 48 * 3/4 = 36; an unchanged total means no new preemption; 36 * 3/4 = 27.
+        pytest.param([(0.95, 0, n) for n in (0, 1, 5, 5, 6)], [64, 48, 36, 36, 27], id="preemptions take a quarter"),
+        pytest.param([(0.5, 0, n) for n in (0, 60, 120)], [64] * 3, id="preemptions in a cache with room are ignored"),
+        # Queued twice in a row: 64 - 20. Then one group more per observation.
+        pytest.param([(0.5, n, 0) for n in (20, 20, 0)], [64, 44, 52], id="a lasting queue is subtracted"),
+        pytest.param([(0.5, n, 0) for n in (60, 40, 10)], [64] * 3, id="a shrinking queue is ignored"),
+        pytest.param([(0.5, n, 0) for n in (4, 30)], [64, 60], id="a growing queue counts at its former length"),
+        pytest.param([CUT, *[(0.79, 0, 1)] * 4], [48, 56, 64, 64, 64], id="with room it grows by a group"),
+        pytest.param([CUT, *[(0.81, 0, 1)] * 2], [48] * 3, id="without room it does not grow"),
+        pytest.param([CUT, (0.5, 1, 1)], [48] * 2, id="with a queue it does not grow"),
+    ],
+)
+def test_the_limit_follows_cache_queue_and_preemptions_between_a_group_and_its_maximum(
+    loads: list[tuple[float, int, int]], expected: list[int]
+):
+    assert limits(EngineLoad(*load) for load in loads) == expected
+
+    falling = [EngineLoad(kv_usage=0.95, num_preempted=total) for total in range(1, 12)]
+    assert limits(falling)[-1] == 8
+    assert limits(falling, most=4)[-1] == 4
+
+
+@pytest.mark.parametrize(
+    "observed",
+    [
+        pytest.param([(0.95, 1, 32, 24)], id="a decrease starts from what was running"),
+        pytest.param([(0.95, 1, 64, 48), (0.1, 1, 40, 48), (0.1, 1, 41, 56)], id="grows only if it is reached"),
+        pytest.param(
+            [(0.95, 1, 64, 48), (0.95, 2, 60, 48), (0.95, 3, 50, 48), (0.95, 3, 48, 48), (0.95, 4, 48, 36)],
+            id="observations before a decrease takes effect are ignored",
+        ),
+    ],
+)
+def test_the_limit_follows_what_is_running(observed: list[tuple[float, int, int, int]]):
+    concurrency = ConcurrencyLimit(least=8, most=64)
+    for usage, total, running, limit in observed:
+        concurrency.observe(EngineLoad(kv_usage=usage, num_preempted=total), running=running)
+        assert concurrency.limit == limit
+
+
+@pytest.mark.parametrize("room", [100, 250])
+def test_the_limit_settles_below_the_capacity_of_an_engine(room: int):
+    """The engine's cache holds `room` sequences; it preempts the excess, visible one observation later."""
+    concurrency, preempted, seen = ConcurrencyLimit(least=8, most=256), 0, []
+    for _ in range(100):
+        running = concurrency.limit
+        preempted += max(0, running - room)
+        load = EngineLoad(min(1.0, running / room), num_waiting=max(0, running - room), num_preempted=preempted)
+        concurrency.observe(load, running=running)
+        seen.append(concurrency.limit)
+    assert max(seen[20:]) <= room
+    assert min(seen[20:]) >= 0.7 * room

@@ -1,5 +1,3 @@
-"""The command line of a generator: its id, and the settings that it takes."""
-
 import os
 import socket
 from collections.abc import Iterator
@@ -23,24 +21,17 @@ from tests.builders import make_run
 ADDRESS = "broker.address=tcp://127.0.0.1:5757"
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--id", "second", ADDRESS], [ADDRESS, "--id", "second"], ["--id=second", ADDRESS]]
-)
-def test_the_id_may_stand_anywhere(arguments: list[str]) -> None:
-    assert split_id(arguments) == ("second", [ADDRESS])
+def test_the_id_may_stand_anywhere_and_is_a_printable_name_on_one_line() -> None:
+    for words in (["--id", "second", ADDRESS], [ADDRESS, "--id", "second"], ["--id=second", ADDRESS]):
+        assert split_id(words) == ("second", [ADDRESS])
     name, overrides = split_id([ADDRESS])
     assert name.startswith("generator-")
     assert overrides == [ADDRESS]
-
-
-@pytest.mark.parametrize("arguments", [[], ["--id="], [ADDRESS], ["a b"], ["a\n"], ["\x1b[2J"], [".x"]], ids=str)
-def test_an_id_is_a_printable_name_on_one_line(arguments: list[str]) -> None:
+    for wrong in ([], [ADDRESS], ["a b"], ["a\n"], ["\x1b[2J"], [".x"]):
+        with pytest.raises(ConfigError, match="--id"):
+            split_id(["--id", *wrong])
     with pytest.raises(ConfigError, match="--id"):
-        split_id(arguments if arguments == ["--id="] else ["--id", *arguments])
-
-
-def test_settings_of_the_run_have_no_effect_here() -> None:
-    assert ignored_settings([ADDRESS, "weights.transport=delta", "seed=3"]) == ["seed=3"]
+        split_id(["--id="])
 
 
 REWARD, PATH = "os:system", "hub/model"
@@ -54,7 +45,8 @@ def accepted(run: RunConfig, own: list[RunConfig], overrides: list[str]) -> RunC
     return accept_settings(msgspec.json.encode(run).decode(), own, overrides)
 
 
-def test_settings_of_another_version_are_named_as_such() -> None:
+def test_settings_of_the_run_have_no_effect_here_and_those_of_another_version_are_named_as_such() -> None:
+    assert ignored_settings([ADDRESS, "weights.transport=delta", "seed=3"]) == ["seed=3"]
     with pytest.raises(ConfigError, match=r"must run the same version of Slipstream: .* unknown field `novelty`"):
         accept_settings('{"novelty": 1}', [make_run()], [])
 
@@ -66,14 +58,11 @@ def test_a_reward_function_of_the_brokers_alone_is_refused_with_the_setting_that
         accepted(run, [make_run()], [])
     given = make_run(generators={"reward": {"function": REWARD}})
     assert accepted(run, [make_run(), given], []) == run
-
-
-@pytest.mark.parametrize(
-    "function", ["slipstream.generators.rewards.pool:os", "slipstream.generators.rewards:functions", "code", "judge"]
-)
-def test_other_functions_of_our_own_package_are_not_rewards(function: str) -> None:
-    with pytest.raises(ConfigError, match="only from the broker"):
-        accepted(received(generators={"reward": {"function": function}}), [make_run()], [])
+    # Nor are other functions of our own package rewards.
+    package = "slipstream.generators.rewards"
+    for function in (f"{package}.pool:os", f"{package}:functions", "code", "judge"):
+        with pytest.raises(ConfigError, match="only from the broker"):
+            accepted(received(generators={"reward": {"function": function}}), [make_run()], [])
 
 
 @pytest.mark.parametrize(
@@ -100,12 +89,16 @@ def test_code_of_agents_and_tools_never_comes_from_the_broker_alone(agent: dict,
     assert accepted(calculating, [make_run()], []) == calculating
 
 
-def test_addresses_in_the_arguments_of_a_tool_never_come_from_the_broker_alone() -> None:
+def test_addresses_in_the_arguments_of_a_tool_never_come_from_the_broker_alone_but_the_model_may_lie_elsewhere() -> (
+    None
+):
     def tool(address: str) -> dict[str, Any]:
         return {"agent": {"kind": "tools", "tools": [{"function": "python", "arguments": {"address": address}}]}}
 
     with pytest.raises(ConfigError, match=r"got 'python {.address.:.http://evil.}' only from the broker"):
         accepted(received(generators=tool("http://evil")), [make_run(generators=tool("http://sandbox"))], [])
+    assert accepted(received(), [make_run()], ["model.path=/mnt/model"]).model.path == "/mnt/model"
+    assert accepted(received(), [make_run()], []) == received()
 
 
 @pytest.mark.parametrize("own", [{}, {"path": PATH}, {"path": "another", "trust_remote_code": True}])
@@ -117,11 +110,6 @@ def test_code_in_a_checkpoint_is_trusted_here_or_not_at_all(own: dict[str, Any])
     assert accepted(run, [trusting], []) == run
 
 
-def test_the_model_may_lie_elsewhere_here() -> None:
-    assert accepted(received(), [make_run()], ["model.path=/mnt/model"]).model.path == "/mnt/model"
-    assert accepted(received(), [make_run()], []) == received()
-
-
 def recorded(folder: Path, name: str, address: str | None = None) -> RunConfig:
     run = make_run(name=name, runs_dir=str(folder), broker={"address": address})
     RunFolder(run).open()
@@ -130,7 +118,6 @@ def recorded(folder: Path, name: str, address: str | None = None) -> RunConfig:
 
 @contextmanager
 def listener(run: RunConfig) -> Iterator[None]:
-    """Listens at the address of a run's broker."""
     with socket.socket(socket.AF_UNIX) as broker:
         broker.bind(RunFolder(run).broker_address.removeprefix("ipc://"))
         broker.listen()

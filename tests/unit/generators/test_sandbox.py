@@ -68,9 +68,7 @@ def tried(*, is_sealed: bool) -> dict[str, str]:
         return asyncio.run(attempt([*escapes.TOGETHER], *([name] for name in escapes.ALONE)))
 
 
-def open_command(
-    python: str, number: int, limits: Limits, group: Path | None, *, fds: tuple[int, int, int]
-) -> list[str]:
+def open_command(python: str, number: int, limits: Limits, group: Path | None, *, fds: Any) -> list[str]:
     command = ["prlimit", "--core=4096", "bwrap", "--bind", "/usr", "/usr", "--symlink", "usr/lib", "/lib"]
     command += ["--symlink", "usr/lib64", "/lib64"]
     command += ["--symlink", "usr/bin", "/bin", "--proc", "/proc", "--dev-bind", "/dev", "/dev", "--ro-bind", "/sys"]
@@ -282,13 +280,7 @@ def test_code_is_rewarded_for_passing_all_tests():
     assert [reward.status for reward in rewards] == ["ok"] * len(cases)
     assert [reward.total for reward in rewards] == [1.0] * 6 + [0.0] * 7
     half = fenced(wrong)
-    cases = [
-        (half, ASSERTS),
-        (half, CALLS),
-        (fenced("print(7)"), STDIN),
-        (half, [*ASSERTS, "assert False"]),
-        (half, {}),
-    ]
+    cases = [(half, ASSERTS), (half, CALLS), (fenced("print(7)"), STDIN), (half, [*ASSERTS, "assert 0"]), (half, {})]
     *shares, refused = grade(cases, mode="share")
     assert [reward.total for reward in shares] == pytest.approx([0.5, 0.5, 0.5, 1 / 3])
     assert "a ground truth of code must be statements, a list of them, or a record" in refused.detail

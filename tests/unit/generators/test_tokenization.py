@@ -1,4 +1,5 @@
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,9 @@ def test_messages_that_the_template_does_not_take_are_an_error(template: str | N
     tokenizer = make_tokenizer()
     tokenizer.chat_template = template
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=8)
-    encode = (
-        encoder.encode if template != NO_ASSISTANT else lambda _: encoder.encode_between_turns([], last_token_id=None)
-    )
+    between = lambda _: encoder.encode_between_turns([], last_token_id=None)  # noqa: E731
     with pytest.raises(PromptError, match=complaint):
-        encode(make_prompt([{"role": "user", "content": "1"}]))
+        (between if template == NO_ASSISTANT else encoder.encode)(make_prompt([{"role": "user", "content": "1"}]))
 
 
 @pytest.mark.parametrize(
@@ -102,13 +101,9 @@ def test_messages_that_the_template_does_not_take_are_an_error(template: str | N
 )
 def test_results_have_the_role_of_the_template_or_are_refused(family: str, role: str):
     encoder = PromptEncoder(make_chat_tokenizer(family), max_prompt_tokens=100)
-    if role:
+    complaint = r"generators.agent.tool_call_format must fit .* only after a message with `tool_c"
+    with nullcontext() if role else pytest.raises(ConfigError, match=complaint):
         assert encoder.result_role(setting="generators.agent") == role
-    else:
-        with pytest.raises(
-            ConfigError, match=r"generators.agent.tool_call_format must fit .* only after a message with `tool_c"
-        ):
-            encoder.result_role(setting="generators.agent")
 
 
 SHOWN = "{% for m in messages %}{% if m.tool_calls %}{{ m.tool_calls | map(attribute='id') | join }}{% endif %}"
@@ -133,19 +128,9 @@ def test_results_that_the_template_shows_with_the_ids_of_calls_are_refused(shown
     assert encoder.result_role(setting="generators.agent") == "tool"
 
 
-def test_a_turn_without_its_end_token_is_ended():
-    tokenizer = make_chat_tokenizer("chatml")
-    encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)
-    said = "a SLIPSTREAM.TURN.OF.THE.MODEL b"  # what marks the turn of the model internally
-    between = encoder.encode_between_turns([{"role": "tool", "content": said}], last_token_id=300)
-    assert tokenizer.decode(between) == f"<|im_end|>\n<|im_start|>tool\n{said}<|im_end|>\n<|im_start|>assistant\n"
-
-
 # GLM: the header of the next turn ends the model's turn
-HEADERS = (
-    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+HEADERS = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+HEADERS += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 
 
 # Several tokens end the turn
@@ -177,8 +162,10 @@ def test_a_turn_ends_once_whichever_end_token_the_model_wrote(template: str, las
     tokenizer.chat_template = template or tokenizer.chat_template
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=1000)
     last_token_id = tokenizer.convert_tokens_to_ids(last)
-    found = encoder.encode_between_turns([{"role": "tool", "content": "4"}], last_token_id=last_token_id)
-    assert tokenizer.decode(found) == between
+    # The second marks the turn of the model internally.
+    for said in ("4", "a SLIPSTREAM.TURN.OF.THE.MODEL b"):
+        found = encoder.encode_between_turns([{"role": "tool", "content": said}], last_token_id=last_token_id)
+        assert tokenizer.decode(found) == between.replace("4", said, 1)
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
@@ -227,9 +214,7 @@ NO_THOUGHT = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
         ({"enable_thinking": False}, {"enable_thinking": True}, "<|im_start|>assistant\n"),
     ],
 )
-def test_variables_of_the_template_come_from_the_settings_and_the_row(
-    everywhere: dict[str, Any], row: dict[str, Any], ending: str
-):
+def test_variables_of_the_template_come_from_the_settings_and_the_row(everywhere, row, ending):
     tokenizer = make_chat_tokenizer("qwen3")
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=100, template_variables=everywhere)
     prompt = make_prompt([{"role": "user", "content": "1"}], extra_info={"chat_template_kwargs": row})
@@ -253,10 +238,7 @@ def test_a_row_sets_only_variables_of_the_template(wrong: Any):
 def test_a_variable_that_the_template_never_mentions_is_refused(tmp_path: Path):
     tokenizer = make_chat_tokenizer("qwen3")
     tokenizer.save_pretrained(tmp_path)
-    good, wrong = (ModelConfig(path=str(tmp_path), chat_template_kwargs={name: False}) for name in WORDS)
+    good = ModelConfig(path=str(tmp_path), chat_template_kwargs={"enable_thinking": False})
     assert load_tokenizer(good).chat_template == tokenizer.chat_template
     with pytest.raises(ConfigError, match="never mentions 'thinking_enabled'"):
-        load_tokenizer(wrong)
-
-
-WORDS = ("enable_thinking", "thinking_enabled")
+        load_tokenizer(ModelConfig(path=str(tmp_path), chat_template_kwargs={"thinking_enabled": False}))

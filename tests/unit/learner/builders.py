@@ -1,6 +1,7 @@
 """Builders of runs, groups, and trainers for the learner's tests, with a tiny Qwen2 built in code."""
 
 import os
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any, get_args
@@ -23,7 +24,7 @@ from slipstream.learner.checkpoint import Checkpoints
 from slipstream.learner.engines.deepspeed_engine import deepspeed_environment
 from slipstream.learner.ranks import Ranks, join_ranks
 from slipstream.learner.training.layout import indexed
-from slipstream.learner.training.model import Policy
+from slipstream.learner.training.model import Policy, load_policy
 from slipstream.learner.training.step_metrics import LAG_BUCKETS
 from slipstream.learner.training.trainer import Trainer
 from tests.builders import make_trajectory
@@ -43,7 +44,7 @@ def make_run(model_path: Path | str, *, learner: dict[str, Any] | None = None, *
     settings: dict[str, Any] = {"prompts_per_step": 2, "max_steps": 3, "engine": TorchEngineConfig(), "device": "cpu"}
     config = LearnerConfig(**(settings | {"optimizer": SMOOTH} | (learner or {})))
     base = {
-        "model": ModelConfig(dtype="float32", path=str(model_path), max_length=64),
+        "model": model_config(model_path),
         "data": DataConfig(train="a", eval="b", max_prompt_tokens=32),
         "generators": GeneratorsConfig(sampling=SamplingConfig(max_tokens=16)),
         "learner": config,
@@ -74,9 +75,7 @@ def make_response(
     return make_trajectory(str(group), index, **(fields | overrides))
 
 
-def make_groups(
-    *, num_groups: int = 2, group_size: int = 4, seed: int = 0, longest: int = 9, **overrides: Any
-) -> list[list[Trajectory]]:
+def make_groups(*, num_groups=2, group_size=4, seed=0, longest=9, **overrides: Any) -> list[list[Trajectory]]:
     """Groups with random prompts, response lengths, and rewards."""
     random = np.random.default_rng(seed)
     groups = []
@@ -99,7 +98,6 @@ def make_batch(groups: list[list[Trajectory]], **overrides: Any) -> BuiltBatch:
 
 
 def with_greedy_answers(groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
-    """Add a greedy answer to each group."""
     return [[*group, make_response(index, len(group), sampling=GREEDY)] for index, group in enumerate(groups)]
 
 
@@ -129,13 +127,21 @@ def examples(union: Any, **own: Any) -> dict[str, Formula]:
     return found
 
 
+def model_config(path: Path | str, **settings: Any) -> ModelConfig:
+    return ModelConfig(**({"path": str(path), "max_length": 64, "dtype": "float32"} | settings))
+
+
+def load(path: Path | str, *, is_reward_model: bool = False, **settings: Any) -> Policy:
+    """A policy from a checkpoint, on the CPU."""
+    return load_policy(model_config(path, **settings), device=CPU, is_reward_model=is_reward_model)
+
+
 def make_model(folder: Path, *, seed: int = 0, is_tied: bool = False) -> Path:
     path = folder / f"model-{seed}-{is_tied}"
     return path if path.exists() else make_tiny_model(path, seed=seed, is_tied=is_tied)
 
 
 def make_policy(**settings: Any) -> Policy:
-    """The tiny policy on the CPU, built without a checkpoint."""
     return Policy(make_tiny_module(**settings).train())
 
 
@@ -147,7 +153,6 @@ def make_sample(trajectory: Trajectory, *, first_index: int = 0) -> Sample:
 
 
 def make_samples(trajectories: list[Trajectory]) -> list[Sample]:
-    """Samples with consecutive indices."""
     return indexed([make_sample(trajectory) for trajectory in trajectories])
 
 
@@ -172,8 +177,16 @@ def measure_alone(policy: Policy, samples: list[Sample]) -> torch.Tensor:
 
 
 def make_alone(device: torch.device = CPU) -> Ranks:
-    """A group of one rank."""
     return join_ranks(rank=0, size=1, device=device, timeout_s=60)
+
+
+def members_of(groups: list[list[Trajectory]]) -> list[Trajectory]:
+    return [member for group in groups for member in group]
+
+
+def train_steps(trainer: Trainer, numbers: Iterable[int]) -> list[dict[str, float]]:
+    """Metrics of these steps, counted from 0, on the answers of the current version."""
+    return [trainer.step(make_groups(seed=i), learner_version=i, step=i + 1) for i in numbers]
 
 
 def make_trainer(run: RunConfig, *, device: torch.device = CPU) -> Trainer:
@@ -191,13 +204,11 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def second_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Copies of the second model's parameters, if any."""
     second = trainer.second_model
     return {name: tensor.clone() for name, tensor in second.engine.gather_parameters()} if second else {}
 
 
 def make_checkpoints(run: RunConfig, folder: Path) -> tuple[Trainer, Checkpoints]:
-    """A trainer and its checkpoints below the folder."""
     trainer = make_trainer(run)
     return trainer, Checkpoints(folder / "checkpoints", run=run, trainer=trainer, ranks=make_alone())
 

@@ -5,18 +5,9 @@ from collections.abc import Sequence
 
 import torch
 
+from slipstream.broker import messages
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import (
-    EpochOpened,
-    LenderError,
-    Member,
-    Members,
-    MemberState,
-    OpenEpoch,
-    SnapshotSource,
-    Update,
-    UpdateApplied,
-)
+from slipstream.broker.messages import Member, Update
 from slipstream.configs.broker import WeightsConfig
 from slipstream.learner.publishing.publisher import BackgroundPublisher, Publisher
 from slipstream.learner.publishing.staging import Staged, Stager
@@ -33,36 +24,19 @@ class FakeGenerators:
     address = ("127.0.0.1", 1)
 
     def __init__(self, clock: FakeClock) -> None:
-        self.clock = clock
-        self.members: dict[str, str] = {}
-        self.transports: dict[str, str] = {}
-        self.machines: dict[str, str] = {}
-        self.inbox: deque = deque()
-        self.sent: list = []
-        self.evicted: list[tuple[str, str]] = []
-        self.opened_with: list[int] = []
-        self.backends: list[str] = []
-        self.device = "cpu"
-        self.probe_diff = 1e-7
-        self.devices: dict[str, str] = {}
-        self.broadcasts = 0
-        self.fails_to_open = False
+        self.clock, self.inbox = clock, deque()
+        self.members, self.transports, self.machines, self.devices = {}, {}, {}, {}
+        self.sent, self.evicted, self.opened_with, self.backends = [], [], [], []
+        self.device, self.probe_diff, self.broadcasts = "cpu", 1e-7, 0
 
     def set_members(self, **members: str) -> None:
         """Set the live members and their behavior: well|silent|wrong|slow. For slow members see `finish_fetching`."""
         self.members = members
-        states = [
-            MemberState(
-                member(name),
-                "unsynced",
-                -1,
-                self.transports.get(name, "collective"),
-                self.machines.get(name, "elsewhere"),
-                self.lends_at(name),
-            )
-            for name in sorted(members)
-        ]
-        self.inbox.append(Members(states))
+        states = []
+        for name in sorted(members):
+            place = self.transports.get(name, "collective"), self.machines.get(name, "elsewhere"), self.lends_at(name)
+            states.append(messages.MemberState(member(name), "unsynced", -1, *place))
+        self.inbox.append(messages.Members(states))
 
     def lends_at(self, name: str) -> str:
         return f"tcp://{name}:1" if name in self.machines else ""
@@ -72,14 +46,13 @@ class FakeGenerators:
         self.sent.append(message)
         for name in (m.peer_id for m in message.members):
             behavior = self.members.get(name, "silent")
-            if isinstance(message, OpenEpoch) and behavior != "silent":
-                self.inbox.append(EpochOpened(message.epoch, member(name)))
+            if isinstance(message, messages.OpenEpoch) and behavior != "silent":
+                self.inbox.append(messages.EpochOpened(message.epoch, member(name)))
             if isinstance(message, Update) and (behavior not in ("silent", "slow") or message.source is None):
                 error = "the probe differs" if behavior == "wrong" else ""
                 device = self.devices.get(name, "cpu")
-                answer = UpdateApplied(
-                    message.epoch, message.version, member(name), error, self.probe_diff, 2e-7, 0.02, device
-                )
+                about = message.epoch, message.version, member(name), error
+                answer = messages.UpdateApplied(*about, self.probe_diff, 2e-7, 0.02, device)
                 self.inbox.append(answer)
 
     def updates(self, *, fetched: bool) -> list[tuple[int, list[str]]]:
@@ -87,13 +60,9 @@ class FakeGenerators:
         updates = [m for m in self.sent if isinstance(m, Update) and (m.source is not None) is fetched]
         return [(update.version, [m.peer_id for m in update.members]) for update in updates]
 
-    def finish_fetching(
-        self, name: str, version: int, *, error: str = "", lender_errors: Sequence[LenderError] = ()
-    ) -> None:
-        """Report that a slow member has fetched the version."""
-        self.inbox.append(
-            UpdateApplied(0, version, member(name), error, 1e-7, 2e-7, 0.02, lender_errors=list(lender_errors))
-        )
+    def finish_fetching(self, name: str, version: int, *, lender_errors: Sequence[messages.LenderError] = ()) -> None:
+        applied = messages.UpdateApplied(0, version, member(name), "", 1e-7, 2e-7, 0.02, lender_errors=[*lender_errors])
+        self.inbox.append(applied)
 
     # --- inbox ---
     def get(self, *, timeout_s: float):
@@ -105,7 +74,7 @@ class FakeGenerators:
     def open_epoch(self, epoch: int, *, num_members: int, timeout_s: float, backend: str) -> None:
         self.opened_with.append(num_members)
         self.backends.append(backend)
-        if self.fails_to_open or "silent" in self.members.values():
+        if "silent" in self.members.values():
             raise WeightTransferError("rank 1 did not arrive in time")
 
     def broadcast(self, buckets, *, timeout_s: float) -> None:
@@ -130,11 +99,11 @@ class FakeSnapshots:
         self.error = ""
         self.is_closed = False
 
-    def add(self, update, buckets, *, with_delta: bool = False, pinned=()) -> SnapshotSource:
+    def add(self, update, buckets, *, with_delta: bool = False, pinned=()) -> messages.SnapshotSource:
         if self.error:
             raise WeightTransferError(self.error)
         self.added.append((update.version, with_delta, sorted(pinned)))
-        return SnapshotSource("tcp://127.0.0.1:2", "/weights", has_deltas=with_delta)
+        return messages.SnapshotSource("tcp://127.0.0.1:2", "/weights", has_deltas=with_delta)
 
     def close(self) -> None:
         self.is_closed = True
@@ -142,26 +111,23 @@ class FakeSnapshots:
 
 def make_publisher(
     *,
-    is_one_process: bool = True,
-    snapshots: "FakeSnapshots | None" = None,
-    transports: dict[str, str] | None = None,
-    machines: dict[str, str] | None = None,
-    trusts_network: bool = True,
-    backend: str = "auto",
-    **members: str,
+    is_one_process=True,
+    snapshots=None,
+    transports=None,
+    machines=None,
+    trusts_network=True,
+    backend="auto",
+    **members,
 ) -> tuple[Publisher, FakeGenerators, FakeClock]:
     clock = FakeClock(0.0)
     generators = FakeGenerators(clock)
+    settings = {"snapshots": snapshots, "is_one_process": is_one_process, "trusts_network": trusts_network}
     publisher = Publisher(
-        client=generators,
-        inbox=generators,
-        sender=generators,
+        **dict.fromkeys(("client", "inbox", "sender"), generators),
         config=WeightsConfig(backend=backend),
-        snapshots=snapshots,
-        is_one_process=is_one_process,
         on_evict=lambda peer_id, text: generators.evicted.append((peer_id, text)),
-        trusts_network=trusts_network,
         clock=clock,
+        **settings,
     )
     generators.transports, generators.machines = transports or {}, machines or {}
     generators.set_members(**members)
@@ -173,7 +139,6 @@ def make_stager(weights: list[tuple[str, torch.Tensor]] = WEIGHTS) -> Stager:
 
 
 def make_background(publisher: Publisher, stager: Stager | None = None) -> tuple[BackgroundPublisher, MemoryStore]:
-    """A publisher in the background, and the store of its run."""
     store = MemoryStore()
     store.open_run("test", config_json="{}", num_rows=1, seed=0)
     return BackgroundPublisher(publisher, stager or make_stager(), store, in_background=True), store

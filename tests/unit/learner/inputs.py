@@ -11,15 +11,8 @@ from jaxtyping import jaxtyped
 from slipstream.learner.algorithms import inputs, policy_losses
 
 checked = partial(jaxtyped, typechecker=beartype)
-for record in (
-    inputs.AdvantageInputs,
-    inputs.LossInputs,
-    inputs.MaskInputs,
-    inputs.RatioInputs,
-    inputs.KlInputs,
-    inputs.AggregationInputs,
-):
-    checked(record)
+for name in ("Advantage", "Loss", "Mask", "Ratio", "Kl", "Aggregation"):
+    checked(getattr(inputs, f"{name}Inputs"))
 
 HALF = math.log(0.5)
 _CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
@@ -60,25 +53,15 @@ def advantage_inputs(rewards, groups=None, lengths=None, *, sequences=None, **co
     sequences = torch.arange(len(rewards)) if sequences is None else sequences
     zeros = torch.zeros_like(sequences)
     lengths = torch.bincount(sequences, minlength=len(rewards)) if lengths is None else lengths
-    defaults = {
-        "num_trained": lengths,
-        "is_correct": rewards > 0.5,
-        "greedy_rewards": torch.full_like(rewards, math.nan),
-        "parts": {},
-        "sources": ["test"] * len(rewards),
-        "turns": zeros,
-        "positions": zeros,
-        "positions_in_turn": zeros,
-        "token_rewards": zeros.double(),
-        "generator_logprobs": zeros.float(),
-    }
-    return inputs.AdvantageInputs(
-        rewards=rewards, groups=groups, lengths=lengths, sequences=sequences, **(defaults | columns)
-    )
+    greedy_rewards, sources = torch.full_like(rewards, math.nan), ["test"] * len(rewards)
+    defaults = {"num_trained": lengths, "is_correct": rewards > 0.5, "greedy_rewards": greedy_rewards, "parts": {}}
+    defaults |= {"sources": sources, "turns": zeros, "positions": zeros, "positions_in_turn": zeros}
+    defaults |= {"token_rewards": zeros.double(), "generator_logprobs": zeros.float()}
+    own = {"rewards": rewards, "groups": groups, "lengths": lengths, "sequences": sequences}
+    return inputs.AdvantageInputs(**(own | defaults | columns))
 
 
 def token_inputs(token_rewards, sequences, *, num_sequences: int, groups=None, **columns) -> inputs.AdvantageInputs:
-    """Trajectories for functions that only look at tokens."""
     rewards = torch.zeros(num_sequences, dtype=torch.float64)
     return advantage_inputs(rewards, groups, sequences=sequences, token_rewards=token_rewards, **columns)
 
@@ -88,17 +71,13 @@ def loss_inputs(log_ratio, advantages, sequences=None, num_sequences=None, **col
     sequences = torch.arange(len(log_ratio)) if sequences is None else sequences
     count = int(sequences.max()) + 1 if len(sequences) else 0
     learner_logprobs = columns.pop("learner_logprobs", HALF + log_ratio.detach())
-    return inputs.LossInputs(
-        log_ratio, advantages, learner_logprobs, sequences, count if num_sequences is None else num_sequences, **columns
-    )
+    count = count if num_sequences is None else num_sequences
+    return inputs.LossInputs(log_ratio, advantages, learner_logprobs, sequences, count, **columns)
 
 
 def over_ratios(function):
-    """A checked function of `RatioInputs`, called with its columns."""
     function = checked(function)
-    return lambda x, sequences, *, num_sequences, **settings: function(
-        inputs.RatioInputs(x, sequences, num_sequences), **settings
-    )
+    return lambda x, of, *, num_sequences, **settings: function(inputs.RatioInputs(x, of, num_sequences), **settings)
 
 
 def find_idle(loss, columns: inputs.LossInputs) -> torch.Tensor:

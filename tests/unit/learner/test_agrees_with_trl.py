@@ -14,17 +14,9 @@ import pytest
 import torch
 
 from slipstream.buffer.trajectory import Reward, VersionSpan
+from slipstream.configs import policy_losses as losses
 from slipstream.configs.advantages import CustomAdvantageConfig, DrGrpoConfig, RlooConfig
 from slipstream.configs.algorithm import AlgorithmConfig, CorrectionConfig, KlConfig, RewardShapingConfig
-from slipstream.configs.policy_losses import (
-    CispoConfig,
-    GmpoConfig,
-    GspoConfig,
-    OpsmConfig,
-    PpoClipConfig,
-    SapoConfig,
-    VespoConfig,
-)
 from slipstream.learner.algorithms import advantages, distillation, kl
 from slipstream.learner.algorithms.segments import standardized, whiten
 from slipstream.learner.training.objective import Objective
@@ -38,9 +30,9 @@ BATCH, LENGTHS = TRL["batch"], TRL["batch"]["lengths"]
 SIZE, NUM_SEQUENCES, NUM_TOKENS = BATCH["group_size"], len(LENGTHS), sum(LENGTHS)
 SEQUENCES = torch.arange(NUM_SEQUENCES).repeat_interleave(torch.tensor(LENGTHS))
 TRUNCATED = (1, 5)
-CLIP = PpoClipConfig(clip_low=0.2, clip_high=0.28)
+CLIP = losses.PpoClipConfig(clip_low=0.2, clip_high=0.28)
 SEQUENCE_CLIP = {"clip_low": 0.05, "clip_high": 0.1}
-VESPO = VespoConfig()
+VESPO = losses.VespoConfig()
 NONE = CorrectionConfig(level="none", max_weight=None)
 UNBOUNDED = CorrectionConfig(level="token", max_weight=None)
 CLOSE = {"rtol": 1e-6, "atol": 1e-7}
@@ -90,7 +82,6 @@ def make_batch(config, *, rewards=BATCH["rewards"], **columns):
 
 
 def ours(config, **columns):
-    """Loss and its gradients with respect to log-probabilities and entropies."""
     is_in, batch = make_batch(config, **columns)
     objective = Objective(config, max_tokens=BATCH["longest"])
     batch = objective.prepare(batch)
@@ -130,21 +121,21 @@ SAME = {
     "bnpo": make_config(loss_aggregation="token_mean"),
     "dapo": make_config(loss_aggregation="token_mean"),
     "dr_grpo": make_config(loss_aggregation="seq_mean_token_sum_norm"),
-    "two_sided": make_config(policy_loss=PpoClipConfig(clip_low=0.2, clip_high=0.28, dual_clip=1.4)),
-    "sapo": make_config(policy_loss=SapoConfig(tau_positive=1.0, tau_negative=1.5)),
-    "gspo": make_config(policy_loss=GspoConfig(**SEQUENCE_CLIP)),
-    "luspo": make_config(policy_loss=GspoConfig(form="length_scaled", **SEQUENCE_CLIP)),
-    "gmpo": make_config(policy_loss=GmpoConfig(clip_low=0.3, clip_high=0.25)),
+    "two_sided": make_config(policy_loss=losses.PpoClipConfig(clip_low=0.2, clip_high=0.28, dual_clip=1.4)),
+    "sapo": make_config(policy_loss=losses.SapoConfig(tau_positive=1.0, tau_negative=1.5)),
+    "gspo": make_config(policy_loss=losses.GspoConfig(**SEQUENCE_CLIP)),
+    "luspo": make_config(policy_loss=losses.GspoConfig(form="length_scaled", **SEQUENCE_CLIP)),
+    "gmpo": make_config(policy_loss=losses.GmpoConfig(clip_low=0.3, clip_high=0.25)),
     **{
         mode: make_config(correction=make_correction(mode))
         for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
     },
-    "off_policy_mask": make_config(correction=UNBOUNDED, masks=[OpsmConfig(delta=0.29)]),
+    "off_policy_mask": make_config(correction=UNBOUNDED, masks=[losses.OpsmConfig(delta=0.29)]),
     "kl": make_config(kl=KlConfig(0.1)),
     # TRL's bonus is always a mean over tokens; ours is aggregated like the losses.
     "entropy": make_config(loss_aggregation="token_mean", entropy_coef=0.05),
     "together": make_config(
-        policy_loss=GspoConfig(**SEQUENCE_CLIP),
+        policy_loss=losses.GspoConfig(**SEQUENCE_CLIP),
         correction=make_correction("token_truncate"),
         loss_aggregation="token_mean",
         kl=KlConfig(0.1),
@@ -154,7 +145,7 @@ SAME = {
     # TRL's only trainer with population deviations
     "async_grpo": make_config(advantage=make_grpo(1e-8), proximal="generator", loss_aggregation="token_mean"),
     # What the mask drops keeps its KL.
-    "kl_masked": make_config(correction=UNBOUNDED, masks=[OpsmConfig(delta=0.29)], kl=KlConfig(0.1)),
+    "kl_masked": make_config(correction=UNBOUNDED, masks=[losses.OpsmConfig(delta=0.29)], kl=KlConfig(0.1)),
 }
 
 
@@ -174,7 +165,7 @@ DIFFERENT = {
     # Scaled by the deviation of a group, it is larger by Bessel's factor.
     "grpo_scaled": ({"advantage": make_grpo(trl_epsilon(SIZE))}, {}, {"factor": bessel(SIZE)}),
     # TRL uses sg(weight) * log pi, we use sg(weight) * log ratio: different values, equal gradients.
-    "cispo": ({"policy_loss": CispoConfig(clip_high=0.3), **MEAN}, {}, GRADIENT_ALONE),
+    "cispo": ({"policy_loss": losses.CispoConfig(clip_high=0.3), **MEAN}, {}, GRADIENT_ALONE),
     "vespo": ({"policy_loss": VESPO, **MEAN}, {}, GRADIENT_ALONE),
     # TRL multiplies the drift before the step into the weight; we use one ratio for both.
     "vespo_around_generator": ({"policy_loss": VESPO, "proximal": "generator", **MEAN}, {}, GRADIENT_ALONE),

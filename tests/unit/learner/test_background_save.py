@@ -1,5 +1,3 @@
-"""Background saves: two ranks meet in a folder, and a process killed at any point leaves complete checkpoints."""
-
 import os
 import signal
 import threading
@@ -41,16 +39,11 @@ class Alone:
 def make_saver(
     folder: Path, rank: int, *, size: int = 2, words: dict | None = None, storage: ObjectFolder | None = None
 ) -> BackgroundSaver:
-    """A saver whose rank shares its folder with all others or, with `storage`, with none."""
     everyone = list(range(size))
     sharers, leaders = ([rank], everyone) if storage else (everyone, [0])
     sharing = SimpleNamespace(sharers=sharers, leaders=leaders, is_leader=sharers[0] == rank)
     ranks = Alone(rank, size=size, words=words)
     return BackgroundSaver(folder, ranks=ranks, folders=sharing, in_background=True, storage=storage)
-
-
-def make_savers(folder: Path) -> list[BackgroundSaver]:
-    return [make_saver(folder, rank) for rank in (0, 1)]
 
 
 def start(saver: BackgroundSaver, number: int, *, finish=lambda: None) -> None:
@@ -61,7 +54,7 @@ def start(saver: BackgroundSaver, number: int, *, finish=lambda: None) -> None:
     saver.start(writes, name=f"step-{number}", finish=finish)
 
 
-def save(savers: list[BackgroundSaver], number: int, *, folder: Path) -> None:
+def save(folder: Path, number: int) -> None:
     """Save like the ranks of a learner: own files, a pointer once all are durable, then delete old checkpoints."""
 
     def finish() -> None:
@@ -70,6 +63,7 @@ def save(savers: list[BackgroundSaver], number: int, *, folder: Path) -> None:
             if old.name != f"step-{number}":
                 delete_folder(old)
 
+    savers = [make_saver(folder, rank) for rank in (0, 1)]
     for saver in savers:
         start(saver, number, finish=finish)
     for saver in savers:
@@ -100,7 +94,7 @@ def test_all_is_on_the_disk_before_it_has_its_name_and_the_name_before_the_point
     record("fsync", lambda descriptor: ("sync", os.fstat(descriptor).st_ino))
     for name in ("rename", "replace"):
         record(name, lambda source, target: (inode(source), inode(Path(target).parent)))
-    save(make_savers(tmp_path), 1, folder=tmp_path)
+    save(tmp_path, 1)
     assert assert_whole(tmp_path) == "step-1"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["pointer", "step-1"]
 
@@ -134,7 +128,7 @@ def kill_at(count: int) -> None:
 
 
 def test_a_process_killed_anywhere_in_a_save_leaves_whole_checkpoints(tmp_path):
-    save(make_savers(tmp_path), 1, folder=tmp_path)
+    save(tmp_path, 1)
     found = []
     for count in range(100):
         number = len(found) + 2
@@ -142,7 +136,7 @@ def test_a_process_killed_anywhere_in_a_save_leaves_whole_checkpoints(tmp_path):
         if child == 0:
             try:
                 kill_at(count)
-                save(make_savers(tmp_path), number, folder=tmp_path)
+                save(tmp_path, number)
             finally:
                 os._exit(0)
         _, status = os.waitpid(child, 0)
@@ -172,7 +166,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path):
 
 
 def test_rank_0_says_whose_files_it_waits_for(tmp_path):
-    first, second = make_savers(tmp_path)
+    first, second = (make_saver(tmp_path, rank) for rank in (0, 1))
     start(first, 1)
     await_rank_1(first)
     assert not (tmp_path / "step-1").exists()
@@ -183,8 +177,6 @@ def test_rank_0_says_whose_files_it_waits_for(tmp_path):
 
 
 class Held(StorageWait):
-    """Blocks every operation until released."""
-
     def __init__(self) -> None:
         super().__init__(0)
         self.let_go = threading.Event()
@@ -201,10 +193,8 @@ def await_rank_1(first: BackgroundSaver) -> None:
 def test_a_checkpoint_of_two_machines_counts_once_both_have_written_and_sent_their_files(tmp_path):
     storage, held = ObjectFolder(f"file://{tmp_path}/remote", StorageWait(0)), Held()
     storages, words = (storage, ObjectFolder(storage.uri, held)), {}
-    first, second = (
-        make_saver(tmp_path / str(rank), rank, words=words, storage=each.child("checkpoints"))
-        for rank, each in enumerate(storages)
-    )
+    places = [each.child("checkpoints") for each in storages]
+    first, second = (make_saver(tmp_path / str(n), n, words=words, storage=place) for n, place in enumerate(places))
     finished: list[list[str]] = []
     start(first, 1, finish=lambda: finished.append(storage.child("checkpoints").names()))
     await_rank_1(first)

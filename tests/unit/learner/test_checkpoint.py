@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from slipstream.buffer.durable_files import find_damage
 from slipstream.buffer.errors import DamagedObjectError
 from slipstream.buffer.records import CheckpointPointer
-from slipstream.configs.advantages import MovingBaselineConfig
-from slipstream.configs.algorithm import AdaptiveKlConfig, AlgorithmConfig, KlConfig
+from slipstream.configs import algorithm as configs
+from slipstream.configs.advantages import GaeConfig, MovingBaselineConfig, PrimeConfig
+from slipstream.configs.algorithm import AlgorithmConfig, KlConfig
+from slipstream.configs.data import LoraConfig
 from slipstream.configs.learner import CheckpointConfig, OptimizerConfig, TorchEngineConfig
 from slipstream.configs.run import StorageConfig
 from slipstream.learner.checkpoint import BestCheckpoint
@@ -24,44 +26,53 @@ from slipstream.runtime.run_folder import RunFolder
 from tests.fakes import no_file_above
 from tests.runs import until
 from tests.unit.learner import builders
-from tests.unit.learner.builders import make_checkpoints, make_groups, make_model, make_run, save, weights, zero
+from tests.unit.learner.builders import (
+    make_checkpoints,
+    make_model,
+    make_run,
+    model_config,
+    save,
+    train_steps,
+    weights,
+    zero,
+)
 
 ENGINES = [TorchEngineConfig(), zero(0), zero(1), zero(2), zero(3)]
+LINEAR = {"learning_rate": 1e-3, "schedule": "linear"}
+ADAPTIVE = KlConfig(0.1, adaptive=configs.AdaptiveKlConfig(target=0.01, horizon=10))
+CRITIC = configs.CriticConfig(optimizer=configs.CriticOptimizerConfig(**LINEAR), warmup_steps=1)
+PROCESS_REWARD = configs.ProcessRewardConfig(optimizer=configs.ProcessRewardOptimizerConfig(**LINEAR))
+WITH_STATE = AlgorithmConfig(advantage=MovingBaselineConfig(), kl=ADAPTIVE)
+WITH_CRITIC = AlgorithmConfig(advantage=GaeConfig(lam=0.95), critic=CRITIC)
+WITH_PROCESS_REWARD = AlgorithmConfig(advantage=PrimeConfig(), process_reward=PROCESS_REWARD)
+RESUMED = {
+    **{f"engine-{number}": (engine, AlgorithmConfig(), None) for number, engine in enumerate(ENGINES)},
+    "state of the objective": (ENGINES[0], WITH_STATE, None),
+    **{f"adapter-{stage}": (zero(stage), AlgorithmConfig(), LoraConfig(rank=4)) for stage in (2, 3)},
+    **{f"critic-{index}": (ENGINES[index], WITH_CRITIC, None) for index in (0, 3, 4)},
+    **{f"process-reward-{index}": (ENGINES[index], WITH_PROCESS_REWARD, None) for index in (0, 3, 4)},
+}
 
 
-def steps(trainer, numbers):
-    return [trainer.step(make_groups(seed=i), learner_version=i, step=i + 1) for i in numbers]
-
-
-PLAIN, WITH_STATE = (
-    AlgorithmConfig(),
-    AlgorithmConfig(
-        advantage=MovingBaselineConfig(), kl=KlConfig(0.1, adaptive=AdaptiveKlConfig(target=0.01, horizon=10))
-    ),
-)
-
-
-@pytest.mark.parametrize(
-    ("engine", "algorithm"),
-    [*((engine, PLAIN) for engine in ENGINES), (ENGINES[0], WITH_STATE)],
-    ids=["torch", *map(str, range(4)), "state of the objective"],
-)
-def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine, algorithm):
+@pytest.mark.parametrize(("engine", "algorithm", "lora"), RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_continues_bit_for_bit(tmp_path, engine, algorithm, lora):
     optimizer = OptimizerConfig(schedule="cosine", warmup_steps=1, learning_rate=1e-3)
     learner = {"engine": engine, "max_steps": 4, "optimizer": optimizer}
-    run = make_run(make_model(tmp_path), learner=learner, algorithm=algorithm)
+    path = make_model(tmp_path)
+    run = make_run(path, learner=learner, algorithm=algorithm, model=model_config(path, lora=lora))
+    torch.manual_seed(0)
     straight = builders.make_trainer(run)
-    expected = steps(straight, range(4))
-
+    expected = train_steps(straight, range(4))
+    torch.manual_seed(0)
     trainer, checkpoints = make_checkpoints(run, tmp_path)
-    steps(trainer, range(2))
+    train_steps(trainer, range(2))
     name = save(checkpoints, step=2)
-
-    resumed, checkpoints = make_checkpoints(run, tmp_path)
+    torch.manual_seed(7)  # another adapter, which the checkpoint must replace
+    resumed, checkpoints = make_checkpoints(msgspec.structs.replace(run, seed=7 if lora else run.seed), tmp_path)
     state = checkpoints.restore(name)
-    assert (state.step, state.version, state.num_updates) == (2, 2, 2)
+    assert (state.step, state.version, state.num_updates) == (2, 2, trainer.num_updates)
     expected[2].pop("learner/grad_cosine")  # a new process does not have the previous gradient
-    assert steps(resumed, range(2, 4)) == expected[2:]
+    assert train_steps(resumed, range(2, 4)) == expected[2:]
     final = weights(resumed)
     assert all(tensor.equal(final[name]) for name, tensor in weights(straight).items())
 
@@ -83,7 +94,7 @@ def test_random_numbers_after_a_checkpoint_equal_those_after_a_resume_and_differ
     assert [draw(), draw()] not in drawn
 
 
-def test_only_the_newest_are_kept(tmp_path):
+def test_only_the_newest_are_kept_and_those_of_another_model_and_missing_ones_are_refused(tmp_path):
     run = make_run(make_model(tmp_path), learner={"checkpoint": CheckpointConfig(keep=2)})
     _, checkpoints = make_checkpoints(run, tmp_path)
     for step in (1, 2, 3, 4):
@@ -92,28 +103,22 @@ def test_only_the_newest_are_kept(tmp_path):
     assert checkpoints.names() == ["step-00000002", "step-00000003", "step-00000004"]
     checkpoints.prune(pinned={"step-00000004"})
     assert checkpoints.names() == ["step-00000003", "step-00000004"]
-
-
-def test_a_checkpoint_of_another_model_and_a_missing_one_are_refused(tmp_path):
-    _, checkpoints = make_checkpoints(make_run(make_model(tmp_path)), tmp_path)
-    save(checkpoints, step=1)
     _, tied = make_checkpoints(make_run(make_model(tmp_path, is_tied=True)), tmp_path)
     with pytest.raises(CheckpointError):
-        tied.restore("step-00000001")
-    with pytest.raises(CheckpointError, match="step-00000004 must be a complete checkpoint"):
         tied.restore("step-00000004")
+    with pytest.raises(CheckpointError, match="step-00000005 must be a complete checkpoint"):
+        tied.restore("step-00000005")
 
 
 def test_a_run_resumes_elsewhere_from_the_object_store_with_its_best_checkpoint(tmp_path):
     keep = CheckpointConfig(keep=1, best="eval/accuracy_greedy")
-    run = make_run(
-        make_model(tmp_path), learner={"checkpoint": keep}, storage=StorageConfig(f"file://{tmp_path}/remote")
-    )
+    storage = StorageConfig(f"file://{tmp_path}/remote")
+    run = make_run(make_model(tmp_path), learner={"checkpoint": keep}, storage=storage)
     here, there = (RunFolder(msgspec.structs.replace(run, runs_dir=f"{tmp_path}/{name}")) for name in ("here", "there"))
     trainer, checkpoints = make_checkpoints(run, here.path)
     best, names = BestCheckpoint(keep.best, here, flush=lambda: None), []
     for step, accuracy in ((1, 0.9), (2, 0.5), (3, 0.4)):
-        steps(trainer, [step - 1])
+        train_steps(trainer, [step - 1])
         pinned = best.pinned
         best.add(checkpoints.save(step=step, version=step))
         checkpoints.saver.flush()
@@ -154,7 +159,7 @@ def test_a_flipped_bit_in_any_file_is_found_before_anything_is_loaded(tmp_path):
     run = make_run(make_model(tmp_path))
     trainer, checkpoints = make_checkpoints(run, tmp_path)
     whole, name = save(checkpoints, step=1), save(checkpoints, step=2)
-    steps(trainer, range(1))
+    train_steps(trainer, range(1))
     before = {key: tensor.clone() for key, tensor in weights(trainer).items()}
     folder = tmp_path / "checkpoints" / name
     parts = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
@@ -180,13 +185,13 @@ def test_a_flipped_bit_in_any_file_is_found_before_anything_is_loaded(tmp_path):
 @pytest.mark.parametrize("engine", [TorchEngineConfig(), zero(2)], ids=["torch", "zero-2"])
 def test_a_full_disk_is_waited_for_with_its_reason_and_leaves_no_part_of_a_checkpoint(tmp_path, engine):
     trainer, checkpoints = make_checkpoints(make_run(make_model(tmp_path), learner={"engine": engine}), tmp_path)
-    steps(trainer, range(1))
+    train_steps(trainer, range(1))
     saved = copies(trainer)
     with no_file_above(10_000):
         name = checkpoints.save(step=1, version=1).name
         until(lambda: "room for a checkpoint on the disk" in checkpoints.saver.reason, what="the reason")
         assert not [path for path in (tmp_path / "checkpoints").rglob("*") if path.is_file()]
-        steps(trainer, range(1, 2))  # training continues, and these steps are not in the checkpoint
+        train_steps(trainer, range(1, 2))  # training continues, and these steps are not in the checkpoint
     checkpoints.saver.flush()
     assert checkpoints.saver.reason == ""
     assert checkpoints.restore(name).step == 1
@@ -319,9 +324,7 @@ def test_moments_that_do_not_fit_are_refused(tmp_path, damage, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [(ENGINES[0], zero(3)), (zero(3), zero(1)), (zero(2), ENGINES[0]), (zero(0), zero(2))]
-)
+@pytest.mark.parametrize(("before", "after"), [(ENGINES[a], ENGINES[b]) for a, b in ((0, 4), (4, 2), (3, 0), (1, 3))])
 def test_a_run_resumes_with_another_engine_and_the_same_moments(tmp_path, before, after):
     optimizer = OptimizerConfig(epsilon=1.0, learning_rate=1.0)  # smooth, so that rounding differences stay small
     path = make_model(tmp_path, is_tied=True)
@@ -331,23 +334,21 @@ def test_a_run_resumes_with_another_engine_and_the_same_moments(tmp_path, before
         return make_checkpoints(make_run(path, learner=learner), tmp_path)
 
     straight, _ = start(after)
-    steps(straight, range(3))
+    train_steps(straight, range(3))
     trainer, checkpoints = start(before)
-    steps(trainer, range(2))
+    train_steps(trainer, range(2))
     saved, name = trainer.engine.copy_state(), save(checkpoints, step=2)
     resumed, checkpoints = start(after)
     checkpoints.restore(name)
     found = resumed.engine.copy_state()
     assert saved.keys() == found.keys()
     assert all(tensor.equal(found[key]) for key, tensor in saved.items())
-    steps(resumed, [2])
+    train_steps(resumed, [2])
     final = weights(resumed)
     assert max(float((tensor - final[key]).abs().max()) for key, tensor in weights(straight).items()) < 1e-5
 
 
 class Gate:
-    """Blocks the first call of a function until it is opened."""
-
     def __init__(self, call):
         self._call, self.is_reached, self.is_open = call, threading.Event(), threading.Event()
 

@@ -30,9 +30,9 @@ NONE = CorrectionConfig(level="none", max_weight=None)
 ONLY_REJECTED = CorrectionConfig(level="none", max_weight=None, reject=[REJECT_MEAN])
 QUICK = configs.CriticOptimizerConfig(learning_rate=1e-3)
 CRITIC, WARMED_UP = CriticConfig(optimizer=QUICK), CriticConfig(optimizer=QUICK, warmup_steps=1)
-PROCESS_REWARD = configs.ProcessRewardConfig(
-    optimizer=configs.ProcessRewardOptimizerConfig(learning_rate=1e-3, epsilon=1e-4)
-)
+PROCESS_OPTIMIZER = configs.ProcessRewardOptimizerConfig(learning_rate=1e-3, epsilon=1e-4)
+PROCESS_REWARD = configs.ProcessRewardConfig(optimizer=PROCESS_OPTIMIZER)
+VTRACE = {"advantage": advantages.VtraceConfig(), "critic": CRITIC, "correction": NONE}
 OWN = "tests.unit.learner.own_algorithm:"
 COMPANIONS: dict[str, dict[str, Any]] = {
     "advantage-win_rate": {"policy_loss": policy_losses.SppoConfig(eta=1.0), "loss_aggregation": "prompt_mean"},
@@ -48,6 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     **{f"advantage-{name}": {"advantage": record, "critic": CRITIC} for name, record in ADVANTAGES.items()},
     **{f"loss-{name}": {"policy_loss": record} for name, record in LOSSES.items()},
     "gae-length_adaptive": {"advantage": advantages.GaeConfig(length_adaptive_alpha=0.05), "critic": WARMED_UP},
+    "vtrace-two_updates": VTRACE | {"updates_per_step": 2},
     "m2po": {"policy_loss": policy_losses.UnclippedConfig(), "masks": [policy_losses.M2poConfig(0.01)]},
     "opsm": {"masks": [policy_losses.OpsmConfig(0.01)]},
     "seq_tis": {"correction": CorrectionConfig(level="sequence", max_weight=5.0)},
@@ -78,8 +79,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def make_algorithm_run(folder: Path, name: str, *, num_updates: int = 1, learner: dict[str, Any] | None = None):
-    """A run of four groups with the algorithm of that name."""
-    algorithm = SETTINGS[name] | COMPANIONS.get(name, {}) | {"updates_per_step": num_updates}
+    algorithm = {"updates_per_step": num_updates} | SETTINGS[name] | COMPANIONS.get(name, {})
     if "distillation" in algorithm:
         teacher = str(make_model(folder, seed=7))
         algorithm["distillation"] = DistillationConfig(teacher, **algorithm["distillation"])
@@ -106,8 +106,10 @@ def test_it_trains_and_the_split_into_microbatches_changes_nothing(tmp_path, nam
     split_metrics, split = train(tmp_path, name, budget=64)
     assert all(torch.isfinite(tensor).all() for tensor in whole.values())
     assert largest_difference(whole, split) < 1e-5
-    for key in ("learner/loss", "learner/grad_norm", "learner/kept_fraction", "learner/idle_fraction"):
-        assert split_metrics[-1][key] == pytest.approx(whole_metrics[-1][key], rel=1e-4, abs=1e-6), key
+    bounds = {f"learner/{key}": 1e-6 for key in ("loss", "grad_norm", "kept_fraction", "idle_fraction")}
+    bounds |= {key: 1e-5 for key in whole_metrics[-1] if "/critic_" in key}
+    for key, bound in bounds.items():
+        assert split_metrics[-1][key] == pytest.approx(whole_metrics[-1][key], rel=1e-4, abs=bound), key
 
 
 @pytest.mark.parametrize("name", ["loss-ppo_clip", "loss-cispo", "m2po", "loss-clip_cov", "rejected", "kl-full"])
@@ -201,7 +203,6 @@ def make_batch(config):
 
 
 def near(logprobs, *, seed):
-    """Log-probabilities of a nearby policy."""
     chance = torch.Generator().manual_seed(seed)
     return logprobs + 0.25 * torch.randn(len(logprobs), generator=chance)
 
@@ -217,7 +218,6 @@ def gradient(objective, tokens, logprobs, parts):
 
 
 def compositions(loss):
-    """All compositions that the config accepts."""
     advantage = advantages.WinRateConfig() if isinstance(loss, policy_losses.SppoConfig) else advantages.DrGrpoConfig()
     for correction, proximal, (masks, updates) in product(CORRECTIONS, PROXIMALS, zip(MASKS, UPDATES, strict=True)):
         try:

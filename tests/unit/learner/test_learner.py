@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.buffer.records import CheckpointPointer
+from slipstream.broker.messages import Message, Profile
+from slipstream.buffer.records import CheckpointPointer, StepEntry
 from slipstream.buffer.trajectory import Reward, VersionSpan
 from slipstream.configs.load import load
 from slipstream.configs.run import RunConfig
@@ -21,6 +22,7 @@ from slipstream.learner.metrics_log import MetricsLog
 from slipstream.learner.profiler import StepProfiler
 from slipstream.observe.run_status import Monitor
 from slipstream.runtime.run_folder import RunFolder
+from tests.builders import make_run
 from tests.contract.stores import answer, lease
 from tests.memory_store.store import MemoryStore
 from tests.metric_docs import ROWS, STEP, SUMMARY, TOKENS, keys_under
@@ -99,9 +101,8 @@ class FakePublisher:
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
     settings = ("learner.prompts_per_step=2", "evaluation.every_steps=2", "learner.max_steps=9")
-    stop = (
-        "evaluation.stop=[{metric: eval/accuracy_greedy, at_least: 1.0}, {metric: eval/reward_sampled, at_least: 1.0}]"
-    )
+    goals = (f"{{metric: eval/{name}, at_least: 1.0}}" for name in ("accuracy_greedy", "reward_sampled"))
+    stop = f"evaluation.stop=[{', '.join(goals)}]"
     small = ("evaluation.num_prompts=1", "evaluation.num_final_prompts=1")
     return load(["experiment=digits_cpu", f"runs_dir={tmp_path}", "name=run", *settings, stop, *small])
 
@@ -122,7 +123,6 @@ def make_learner(run: RunConfig, store: MemoryStore, ranks: FakeRanks, publisher
 
 
 def train(run: RunConfig, store: MemoryStore, publisher: type[FakePublisher] = FakePublisher) -> list[int]:
-    """Run the learner to its end. Returns the steps in `metrics.jsonl`."""
     make_learner(run, store, FakeRanks(RunFolder(run)), publisher).run()
     return [row["step"] for row in read_rows(run)] if RunFolder(run).metrics.exists() else []
 
@@ -187,24 +187,24 @@ def with_settings(run: RunConfig, *, best: str | None = None, **evaluation: Any)
 
 
 class RisingAndFalling(FakePublisher):
-    """Answers are best at version 4."""
-
     @property
     def reward(self) -> Reward:
         return Reward(total=-abs(self._version - 4.0))
 
 
-def test_the_checkpoint_of_the_best_evaluation_is_kept_and_exported(run: RunConfig):
-    step, value = 4, 0.0
+def test_the_checkpoint_of_the_best_evaluation_is_kept_exported_uploaded_and_outlives_a_resume(run: RunConfig):
+    store, ranks, folder = make_store(), FakeRanks(RunFolder(run)), RunFolder(run)
     run = with_settings(run, best="eval/reward_greedy")
-    train(run, make_store(), RisingAndFalling)
-    folder = RunFolder(run)
+    make_learner(run, store, ranks, RisingAndFalling).run()
     best = msgspec.json.decode((folder.path / "best.json").read_bytes(), type=BestEntry)
-    assert (best.checkpoint.step, best.checkpoint.version, best.value) == (step, step, value)
-    assert (folder.best_model / "step").read_text() == str(step), "the evaluated weights are exported"
-    assert {path.name for path in folder.checkpoints.iterdir()} == {f"step-{step:08d}", "step-00000009"}
-    summary = msgspec.json.decode(folder.summary.read_bytes())
-    assert summary["best"] == msgspec.to_builtins(best)
+    assert (best.checkpoint.step, best.checkpoint.version, best.value) == (4, 4, 0.0)
+    assert (folder.best_model / "step").read_text() == "4", "the evaluated weights are exported"
+    assert {path.name for path in folder.checkpoints.iterdir()} == {"step-00000004", "step-00000009"}
+    assert msgspec.json.decode(folder.summary.read_bytes())["best"] == msgspec.to_builtins(best)
+    assert ranks.uploaded == ["final_model", "best_model"]
+    learner = msgspec.structs.replace(run.learner, max_steps=14)
+    train(msgspec.structs.replace(run, resume=True, learner=learner), store, RisingAndFalling)
+    assert (folder.best_model / "step").read_text() == "4"
 
 
 def test_the_status_names_the_upload_that_the_object_store_blocks(run: RunConfig):
@@ -213,16 +213,6 @@ def test_the_status_names_the_upload_that_the_object_store_blocks(run: RunConfig
     ranks.storage_reason = "waiting 9 s of 1800 s for s3://bucket/run/checkpoints/step-1/state.json: AWS Error"
     status = learner.status()
     assert (status.reason, status.gauges["waits_for"]) == (ranks.storage_reason, "storage")
-
-
-def test_the_best_checkpoint_is_uploaded_with_the_final_model_and_outlives_a_resume(run: RunConfig):
-    store, ranks = make_store(), FakeRanks(RunFolder(run))
-    first = with_settings(run, best="eval/reward_greedy")
-    make_learner(first, store, ranks, RisingAndFalling).run()
-    assert ranks.uploaded == ["final_model", "best_model"]
-    learner = msgspec.structs.replace(first.learner, max_steps=14)
-    train(msgspec.structs.replace(first, resume=True, learner=learner), store, RisingAndFalling)
-    assert (RunFolder(run).best_model / "step").read_text() == "4"
 
 
 def test_evaluation_only_trains_nothing(run: RunConfig):
@@ -235,16 +225,11 @@ def test_evaluation_only_trains_nothing(run: RunConfig):
     assert not RunFolder(run).checkpoints.exists()
 
 
-def test_the_evaluation_before_training_can_be_left_out(run: RunConfig):
+def test_evaluations_are_of_the_version_that_they_name_and_the_one_before_training_can_be_left_out(run: RunConfig):
     store = make_store()
     assert train(with_settings(run, before_training=False), store)[-1] == 9
     assert store.evaluation("before-greedy") is None
     assert msgspec.json.decode(RunFolder(run).summary.read_bytes())["accuracy_before"] is None
-
-
-def test_every_monitored_evaluation_is_of_the_version_that_it_names(run: RunConfig):
-    store = make_store()
-    train(with_settings(run), store)
     for step in (2, 4, 6, 8):
         (name,) = [name for name in store._evaluations if name.startswith(f"step-{step}-") and "greedy" in name]
         assert store.evaluation(name).is_complete, "the next version waits for it"
@@ -264,9 +249,8 @@ def test_an_evaluation_that_is_open_at_the_end_is_waited_for_before_the_last_ver
 
 @pytest.mark.parametrize("publish_every", [1, 2])
 def test_a_stop_saves_all_steps_and_a_resumed_run_continues_after_them(run: RunConfig, publish_every: int):
-    evaluation = msgspec.structs.replace(run.evaluation, stop=None)
     weights = msgspec.structs.replace(run.weights, publish_every_steps=publish_every)
-    run = msgspec.structs.replace(run, evaluation=evaluation, weights=weights)
+    run = msgspec.structs.replace(with_settings(run), weights=weights)
     store, ranks = make_store(), FakeRanks(RunFolder(run))
     learner = make_learner(run, store, ranks, FakePublisher)
 
@@ -278,9 +262,8 @@ def test_a_stop_saves_all_steps_and_a_resumed_run_continues_after_them(run: RunC
     ranks.train = stop_at_three  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         learner.run()
-    state = store.run_state()
-    assert state.step == 3
-    assert state.checkpoint == CheckpointPointer(3, 3 if publish_every == 1 else 2, "step-00000003")
+    state, pointer = store.run_state(), CheckpointPointer(3, 3 if publish_every == 1 else 2, "step-00000003")
+    assert (state.step, state.checkpoint) == (3, pointer)
     assert train(msgspec.structs.replace(run, resume=True), store) == list(range(1, 10)), "each step once"
 
 
@@ -295,3 +278,42 @@ def test_a_stop_ends_every_wait(run: RunConfig):
     with pytest.raises(KeyboardInterrupt):
         learners[0].run()
     assert store.run_state().checkpoint is None, "nothing was trained"
+
+
+class Scene:
+    def __init__(self, folder: Path, steps: list[int] | None) -> None:
+        run = make_run(profile={"steps": steps}, learner={"max_steps": 20}, staleness={"max_lag": 1})
+        self.store = MemoryStore()
+        self.store.open_run("run", config_json="{}", num_rows=7, seed=0)
+        self.sent: list[Message] = []
+        self.orders: list[tuple[int, str]] = []
+        (folder / "run").mkdir()
+        self.profiler = StepProfiler(run, store=self.store, folder=folder / "run" / "profile", send=self.sent.append)
+
+    def step(self, step: int) -> None:
+        self.profiler.begin_step(step)
+        entry = StepEntry(step, step - 1, step, 0, "", [step], [[f"{step}-0-0"]])
+        self.profiler.record_step(entry, claimed_at_ns=1)
+        self.profiler.end_step(step, published=step - 1)
+        self.orders += [(step, order.stage) for order in self.sent if isinstance(order, Profile)]
+        self.sent.clear()
+
+
+@pytest.mark.parametrize("steps", [[5, 6], None])
+def test_recording_begins_before_the_first_step_and_ends_with_the_version_of_the_last(tmp_path, steps):
+    scene = Scene(tmp_path, steps)
+    if steps is None:
+        scene.store.request("learner", "profile", "2 3")  # too early: trajectories of step 2 exist already
+    for step in range(3, 10):
+        scene.step(step)
+    assert scene.orders == [(3, "events"), (5, "engine"), (7, "end")]
+    scene.profiler.join()
+    assert (tmp_path / "run" / "profile" / "trace.json.gz").is_file()
+    assert scene.profiler.gauges == {}
+
+    # Steps that are over when a run is resumed are not recorded.
+    (tmp_path / "resumed").mkdir()
+    scene = Scene(tmp_path / "resumed", [5, 6])
+    for step in range(8, 12):
+        scene.step(step)
+    assert scene.orders == []

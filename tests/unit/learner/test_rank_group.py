@@ -1,5 +1,3 @@
-"""The worker loop executes rank 0's commands and waits for the next one."""
-
 import re
 import traceback
 from collections import Counter, deque
@@ -25,8 +23,6 @@ from tests.unit.learner.builders import make_alone, make_checkpoints, make_group
 
 
 class FakeRanks:
-    """Receives these commands from rank 0 in order and records broadcasts."""
-
     def __init__(self, *commands: Command) -> None:
         self.left = deque(commands)
         self.sent: list[list[bytes]] = []
@@ -39,8 +35,6 @@ class FakeRanks:
 
 
 class FakeTrainer:
-    """Trains on anything and reports nothing."""
-
     images = None
     account = TimeAccount("rest")
 
@@ -62,7 +56,6 @@ def make_real_rank_group(folder: Path) -> RankGroup:
 
 
 def lag_metrics(*versions: int, learner_version: int) -> dict[str, object]:
-    """Metrics of a step on one trajectory with tokens from these versions."""
     spans = [VersionSpan(4 + index, version) for index, version in enumerate(versions)]
     answer = make_response(response=tuple(range(5, 5 + len(versions))), version_spans=spans)
     _, payload = pack(answer, lease_id="1-0", purpose="train", group_size=1)

@@ -54,13 +54,15 @@ async def tokens(row: dict, model: SimpleNamespace, *, folder: str) -> float:
     return 1.0
 
 
-async def failing(row: dict, model: SimpleNamespace) -> float:
+async def failing(row: dict, model: SimpleNamespace, *, how: str) -> None:
     await ask(model, row["prompt"])
-    raise ValueError("no such page")
-
-
-async def forgetful(row: dict, model: SimpleNamespace) -> None:
-    await ask(model, row["prompt"])
+    match how:
+        case "raise":
+            raise ValueError("no such page")
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "exit":  # as a crash in a library does
+            os._exit(3)
 
 
 async def blocking(row: dict, model: SimpleNamespace, *, seconds: float) -> float:
@@ -68,13 +70,6 @@ async def blocking(row: dict, model: SimpleNamespace, *, seconds: float) -> floa
     await ask(model, row["prompt"])
     if row["uid"] != "test/1":
         time.sleep(seconds)  # noqa: ASYNC251
-    return 1.0
-
-
-async def stopping(row: dict, model: SimpleNamespace) -> float:
-    """Stop all threads of the process."""
-    await ask(model, row["prompt"])
-    os.kill(os.getpid(), signal.SIGSTOP)
     return 1.0
 
 
@@ -94,9 +89,3 @@ async def starting(row: dict, model: SimpleNamespace, *, file: str) -> float:
     program = await asyncio.create_subprocess_exec("sleep", "60")
     Path(file).write_text(str(program.pid))
     return 1.0
-
-
-async def dying(row: dict, model: SimpleNamespace) -> float:
-    """End the process, as a crash in a library does."""
-    await ask(model, row["prompt"])
-    os._exit(3)

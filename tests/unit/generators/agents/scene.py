@@ -30,7 +30,7 @@ class WritingEngine(ScriptedEngine):
         self.stops: list[Sequence[str]] = []
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop=()
     ) -> Completion:
         number = len(self.requests)
         self.requests.append((prompt_token_ids, sampling, request_id))
@@ -49,12 +49,14 @@ class WritingEngine(ScriptedEngine):
         return Completion(token_ids, [-0.5 - number - i / 100 for i in range(len(token_ids))], spans, reason)
 
 
+async def broken_engine(*arguments: object, **settings: object) -> None:
+    raise TypeError("no such argument")
+
+
 REWARD = Reward(total=1.0, parts={"answer": 1.0})
 
 
 class RecordingScorer:
-    """Gives the same reward to all samples and records them."""
-
     def __init__(self) -> None:
         self.samples: list[RewardInput] = []
 
@@ -66,9 +68,7 @@ class RecordingScorer:
         return False
 
 
-def make_runner(
-    engine: WritingEngine, *, scorer: RecordingScorer | None = None, token: str = "", **run: Any
-) -> AgentRunner:
+def make_runner(engine: WritingEngine, *, scorer: RecordingScorer | None = None, token="", **run: Any) -> AgentRunner:
     return AgentRunner(
         run=make_run(**run),
         engine=engine,

@@ -1,5 +1,3 @@
-"""Environments in separate processes: their rewards, and failures, crashes, and hangs."""
-
 import asyncio
 import itertools
 import json
@@ -8,7 +6,6 @@ import random
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +27,9 @@ from slipstream.generators.errors import GeneratorError
 from slipstream.generators.tokenization import PromptEncoder
 from tests.builders import make_prompt, make_run
 from tests.runs import until
-from tests.unit.generators.agents.scene import (
-    QUESTION,
-    RecordingScorer,
-    WritingEngine,
-    make_runner,
-    play,
-    written,
-)
+from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, make_runner, play, written
 from tests.unit.generators.chat import make_chat_tokenizer
+from tests.unit.generators.rewards.scene import until as async_until
 
 HERE = str(Path(__file__).with_name("environments.py"))
 
@@ -62,9 +53,9 @@ def test_an_environment_plays_and_scores():
 @pytest.mark.parametrize(
     ("name", "arguments", "detail"),
     [
-        ("failing", {}, "the environment .*:failing failed: ValueError: no such page"),
-        ("forgetful", {}, "TypeError: it must return a number, or a dict with a number `reward`, got None"),
-        ("dying", {}, r"the environment .*:dying \(process \d+\) exited"),
+        ("failing", {"how": "raise"}, "the environment .*:failing failed: ValueError: no such page"),
+        ("failing", {"how": ""}, "TypeError: it must return a number, or a dict with a number `reward`, got None"),
+        ("failing", {"how": "exit"}, r"the environment .*:failing \(process \d+\) exited"),
         ("odd", {"found": {"reward": "nan"}}, "odd failed: ValueError: Out of range float values"),
     ],
 )
@@ -74,18 +65,12 @@ def test_a_failure_costs_one_answer(name: str, arguments: dict[str, Any], detail
     assert re.search(detail, trajectory.reward.detail)
 
 
-def test_a_field_named_like_one_of_the_protocol_does_not_disturb_it():
-    trajectory = play(environment("odd", arguments={"found": {"reward": "1", "id": "7"}}), ["it is 42"])
-    assert trajectory.reward.status == "ok"
-
-
 def process_has_ended(pid_file: Path) -> None:
     """Wait until a process has ended, even if it is not reaped."""
     pid = int(pid_file.read_text())
     zombie = psutil.STATUS_ZOMBIE
-    until(
-        lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == zombie, timeout_s=10, what=f"end of {pid}"
-    )
+    gone = lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == zombie  # noqa: E731
+    until(gone, timeout_s=10, what=f"end of {pid}")
 
 
 def test_what_an_environment_started_ends_with_it(tmp_path: Path):
@@ -119,15 +104,14 @@ def test_an_environment_that_cannot_be_loaded_ends_the_generator_with_its_reason
         play(environment("two_turns", python="/nowhere/python"), [])
 
 
-def test_a_process_without_a_sign_of_life_is_named_and_ended(monkeypatch: pytest.MonkeyPatch):
+def test_a_process_without_a_sign_of_life_is_ended_and_a_blocked_event_loop_is_not_silence(
+    monkeypatch: pytest.MonkeyPatch,
+):
     monkeypatch.setattr(environment_loop, "_SILENCE_TIMEOUT_S", 2.5)
-    trajectory = play(environment("stopping"), ["it is 42"])
+    trajectory = play(environment("failing", arguments={"how": "stop"}), ["it is 42"])
     assert trajectory.reward.status == "error"
-    assert "environments.py:stopping (process" in trajectory.reward.detail
+    assert "environments.py:failing (process" in trajectory.reward.detail
     assert "must give a sign of life within 2.5 s, but did not" in trajectory.reward.detail
-
-
-def test_a_blocked_event_loop_is_not_silence(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment_loop, "_SILENCE_TIMEOUT_S", 2.5)
     trajectory = play(environment("blocking", arguments={"seconds": 5}), ["it is 42"])
     assert trajectory.reward.total == 1.0
@@ -136,7 +120,7 @@ def test_a_blocked_event_loop_is_not_silence(monkeypatch: pytest.MonkeyPatch):
 def test_a_process_whose_event_loop_never_returns_is_replaced(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment_loop, "_SILENCE_TIMEOUT_S", 2.0)
     agent = environment("blocking", arguments={"seconds": 60})
-    generators = {"agent": agent, "answer_timeout_s": 4.0}
+    generators = {"agent": agent, "answer_timeout_s": 6.0}
     runner = make_runner(WritingEngine(["it is 42"] * 2), generators=generators)
 
     async def answer_both() -> list[Trajectory]:
@@ -144,9 +128,7 @@ def test_a_process_whose_event_loop_never_returns_is_replaced(monkeypatch: pytes
         try:
             first = await runner.answer(make_prompt(QUESTION), 0)
             (loop,) = runner._environments
-            async with asyncio.timeout(10):
-                while not loop._serving.done():  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+            await async_until(loop._serving.done)
             return [first, await runner.answer(make_prompt(QUESTION, uid="test/1"), 0)]
         finally:
             await runner.close()
@@ -156,10 +138,12 @@ def test_a_process_whose_event_loop_never_returns_is_replaced(monkeypatch: pytes
     assert (first.reward.status, second.reward.total) == ("timeout", 1.0)
     reasons = [entry["reason"] for entry in logged if entry["event"].startswith("environment_")]
     assert re.search(r"blocking \(process \d+\) is alive, but has not answered for \d s", reasons[0])
-    assert re.search(r"must answer within 4 s, but did not", reasons[-1])
+    assert re.search(r"must answer within 6 s, but did not", reasons[-1])
 
 
-def test_all_answers_share_the_connections_of_one_client():
+def test_a_field_may_be_named_like_one_of_the_protocol_and_all_answers_share_the_connections_of_one_client():
+    trajectory = play(environment("odd", arguments={"found": {"reward": "1", "id": "7"}}), ["it is 42"])
+    assert trajectory.reward.status == "ok"
     assert play(environment("chatting"), ["it is 42"]).reward.total == 1.0
     clients = [Model(base_url="http://127.0.0.1:9/v1", api_key=key, model="m").client for key in "ab"]
     assert [client.api_key for client in clients] == ["a", "b"]
@@ -167,14 +151,12 @@ def test_all_answers_share_the_connections_of_one_client():
 
 
 class RandomEngine(ScriptedEngine):
-    """Writes random tokens with random log-probabilities, while its version changes."""
-
     def __init__(self) -> None:
         super().__init__(ScriptedEngineConfig(tokens_per_response=6, seconds_per_token=0.001))
         self.version = 1
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop=()
     ) -> Completion:
         found = await super().generate(prompt_token_ids, sampling, request_id=request_id)
         rng = random.Random(sampling.seed)
@@ -192,7 +174,6 @@ class RandomEngine(ScriptedEngine):
 
 
 async def _answer_all(engine: RandomEngine, agent: dict[str, Any], number: int) -> list[Trajectory]:
-    """The agent's answers, generated while the engine's version changes."""
     run = make_run(generators={"agent": agent, "sampling": {"max_tokens": 64}}, model={"max_length": 256})
     encoder = PromptEncoder(make_chat_tokenizer("chatml"), max_prompt_tokens=100)
     runner = AgentRunner(run=run, engine=engine, rewards=RecordingScorer(), encoder=encoder, generator_id="g")

@@ -1,5 +1,3 @@
-"""Agent loops of users, and simulated users: rewards, failures, limits."""
-
 import re
 from typing import Any
 
@@ -11,7 +9,7 @@ from slipstream.configs.base import ConfigError
 from slipstream.generators.errors import EngineError, PromptError
 from tests.builders import make_prompt
 from tests.unit.generators.agents import tools
-from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play, written
+from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, broken_engine, play, written
 from tests.unit.generators.chat import make_chat_tokenizer
 
 HERE = "tests.unit.generators.agents.tools"
@@ -23,9 +21,8 @@ def custom(name: str, **settings) -> dict:
 
 def test_rewards_of_turns_are_added_to_the_reward_of_the_answer():
     trajectory = play(custom("corrected", arguments={"hint": "check it"}), ["it is 42", "42 it is"])
-    assert trajectory.reward.turns == [0.25, 0.5]
-    assert trajectory.reward.total == 1.75
-    assert trajectory.reward.parts == {"answer": 1.0, "turns": 0.75}
+    reward = trajectory.reward
+    assert (reward.turns, reward.total, reward.parts) == ([0.25, 0.5], 1.75, {"answer": 1.0, "turns": 0.75})
     assert trajectory.extras == {"hint": "check it"}
     assert unpack(encode(trajectory)).num_turns == 2
 
@@ -44,7 +41,8 @@ def test_rewards_of_turns_are_added_to_the_reward_of_the_answer():
 )
 def test_a_failure_costs_one_answer(name: str, status: str, stop_reason: str, detail: str):
     with structlog.testing.capture_logs() as logged:
-        trajectory = play(custom(name), ["it is 42"], answer_timeout_s=0.1)
+        limit_s = 0.1 if name == "endless" else 60.0
+        trajectory = play(custom("failing", arguments={"how": name}), ["it is 42"], answer_timeout_s=limit_s)
     assert (trajectory.reward.status, trajectory.stop_reason) == (status, stop_reason)
     named = [entry["reason"] for entry in logged if entry["event"] == "agent_failed"]
     assert named == ([] if name == "unpaid" else [trajectory.reward.detail])
@@ -80,12 +78,9 @@ def test_a_text_that_ends_a_turn_may_stand_alone(stop: str | list[str], used: tu
 
 
 def test_a_fault_of_the_engine_is_not_the_agents(monkeypatch: pytest.MonkeyPatch):
-    async def broken(*arguments: object, **settings: object) -> None:
-        raise TypeError("no such argument")
-
-    monkeypatch.setattr(WritingEngine, "generate", broken)
+    monkeypatch.setattr(WritingEngine, "generate", broken_engine)
     with pytest.raises(EngineError, match="request 0-0-1 failed: TypeError: no such argument"):
-        play(custom("broken"), ["it is 42"])
+        play(custom("unhurried"), ["it is 42"])
 
 
 @pytest.mark.parametrize(
@@ -135,7 +130,7 @@ def row(prompt: Any = QUESTION, **kwargs: Any) -> Any:
     return make_prompt(prompt, ground_truth="42", extra_info={"interaction_kwargs": kwargs})
 
 
-def test_a_conversation():
+def test_a_conversation_of_messages_or_of_plain_text():
     scorers: list[RecordingScorer] = []
     tools.closed.clear()
     texts = ["it is 41", "it is 42"]
@@ -148,8 +143,6 @@ def test_a_conversation():
     assert tools.closed == ["42"]
     assert [message["role"] for message in scorers[0].samples[0].messages] == ["assistant", "user", "assistant"]
 
-
-def test_plain_text_goes_on_as_plain_text():
     trajectory = play(interaction(), ["41", "42"], prompt=row("what is 12 + 30?"))
     text = make_chat_tokenizer("chatml").decode(trajectory.token_ids)
     assert text == "what is 12 + 30?41<|im_end|>wrong42<|im_end|>"

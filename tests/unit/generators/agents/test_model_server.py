@@ -1,9 +1,8 @@
-"""The model server, used through OpenAI's client and checked token by token."""
-
 import asyncio
 import itertools
 import json
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,7 +14,7 @@ from slipstream.buffer.trajectory import Trajectory
 from slipstream.generators.agents.episode import Episode
 from slipstream.generators.errors import EngineError
 from tests.builders import make_prompt
-from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play
+from tests.unit.generators.agents.scene import QUESTION, WritingEngine, broken_engine, play
 from tests.unit.generators.chat import make_chat_tokenizer
 
 openai = pytest.importorskip("openai")
@@ -26,16 +25,10 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 12}}</tool_call>'
 Loop = Callable[..., Awaitable[None]]
 
 
-class Scene:
-    """The loop of the test, and records of engine and scorer."""
-
-    loop: Loop
-    scorer: RecordingScorer
-    failure: Exception | None
+Scene = SimpleNamespace()
 
 
 async def visit(episode: Episode) -> None:
-    """Run the test's loop with OpenAI's client."""
     door = episode.door
     assert door
     async with openai.AsyncOpenAI(base_url=door.base_url, api_key=door.api_key, max_retries=0) as client:
@@ -52,12 +45,10 @@ async def visit(episode: Episode) -> None:
 
 
 def talk(loop: Loop, texts: list[str | list[int]], **settings: Any) -> Trajectory:
-    def inspect(_: WritingEngine, scorer: RecordingScorer) -> None:
-        Scene.scorer = scorer
-
-    Scene.loop, Scene.failure = staticmethod(loop), None
+    Scene.loop, Scene.failure = loop, None
     agent = {"kind": "custom", "function": f"{__name__}:visit", "tool_call_format": "hermes"}
-    trajectory = unpack(encode(play(agent, texts, inspect=inspect, **settings)))
+    keep = lambda _, scorer: setattr(Scene, "scorer", scorer)  # noqa: E731
+    trajectory = unpack(encode(play(agent, texts, inspect=keep, **settings)))
     if Scene.failure:
         raise Scene.failure
     return trajectory
@@ -76,7 +67,6 @@ def opened(text: str) -> str:
 
 
 def contexts(trajectory: Trajectory) -> list[tuple[str, list[str]]]:
-    """Text of each context, and the trained texts in it."""
     found = []
     for start, end in itertools.pairwise(trajectory.context_bounds()):
         mask, own = trajectory.model_mask[start:end], trajectory.token_ids[start:end]
@@ -89,9 +79,8 @@ def test_two_turns():
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
         first = await ask(QUESTION, logprobs=True)
         own = first.choices[0]
-        assert [entry.logprob for entry in own.logprobs.content] == pytest.approx(
-            [-0.5 - i / 100 for i in range(len(one))]
-        )
+        expected = [-0.5 - i / 100 for i in range(len(one))]
+        assert [entry.logprob for entry in own.logprobs.content] == pytest.approx(expected)
         assert (own.message.content, own.finish_reason) == ("it is 42", "stop")
         usage = (await ask([*QUESTION, own.message.to_dict(), user("are you sure?")])).usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt + one + between), len(two))
@@ -125,13 +114,12 @@ def test_reasoning_is_separate_where_the_model_has_marks_for_it(family: str, str
                 assert "reasoning_content" not in message
                 assert (message["content"] or thought).startswith("<think>")
         # With or without its reasoning, the message continues the conversation.
-        again = {"role": "assistant", "content": "it is 42", "reasoning_content": "?"} if family == "qwen3" else None
-        if again:
+        if family == "qwen3":
+            again = {"role": "assistant", "content": "it is 42", "reasoning_content": "?"}
             await ask([*QUESTION, again, user("sure?")], tools=TOOLS)
 
-    trajectory = talk(
-        loop, [f"{thought}it is 42", thought + CALL, "yes"][: 3 if family == "qwen3" else 2], family=family
-    )
+    texts = [f"{thought}it is 42", thought + CALL, *(["yes"] if family == "qwen3" else [])]
+    trajectory = talk(loop, texts, family=family)
     assert len(trajectory.context_starts) == 1
 
 
@@ -215,7 +203,13 @@ def test_a_stream_has_the_message_and_its_end():
     talk(loop, [CALL])
 
 
-def test_a_fork_is_a_context_in_which_earlier_turns_carry_no_loss():
+def test_requests_at_the_same_time_and_forks_are_contexts_in_which_earlier_turns_carry_no_loss():
+    async def at_once(ask: Any, client: Any, episode: Episode) -> None:
+        await asyncio.gather(ask(QUESTION), ask(QUESTION), ask([user("and you?")]))
+
+    trajectory = talk(at_once, ["1", "2", "3"])
+    assert sorted(own for _, own in contexts(trajectory)) == [["1<|im_end|>"], ["2<|im_end|>"], ["3<|im_end|>"]]
+
     async def loop(ask: Any, client: Any, episode: Episode) -> None:
         start = [*QUESTION, (await ask(QUESTION)).choices[0].message.to_dict()]
         await ask([*start, user("one?")])
@@ -248,14 +242,6 @@ def test_what_the_model_has_not_written_opens_a_context(messages: list[dict[str,
     assert first[1] == ["it is 42<|im_end|>"]
     assert second[1] == ["yes<|im_end|>"]
     assert second[0].endswith(shown + "yes<|im_end|>")
-
-
-def test_requests_at_the_same_time_are_contexts_of_their_own():
-    async def loop(ask: Any, client: Any, episode: Episode) -> None:
-        await asyncio.gather(ask(QUESTION), ask(QUESTION), ask([user("and you?")]))
-
-    trajectory = talk(loop, ["1", "2", "3"])
-    assert sorted(own for _, own in contexts(trajectory)) == [["1<|im_end|>"], ["2<|im_end|>"], ["3<|im_end|>"]]
 
 
 @pytest.mark.parametrize(
@@ -367,10 +353,7 @@ def test_a_fault_of_the_engine_is_the_engines_whatever_the_agent_makes_of_it(mon
         with pytest.raises(openai.InternalServerError):
             await ask(QUESTION)
 
-    async def broken(*arguments: object, **settings: object) -> None:
-        raise TypeError("no such argument")
-
-    monkeypatch.setattr(WritingEngine, "generate", broken)
+    monkeypatch.setattr(WritingEngine, "generate", broken_engine)
     with pytest.raises(EngineError, match="request 0-0-1 failed: TypeError: no such argument"):
         talk(loop, [])
 

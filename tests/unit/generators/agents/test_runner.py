@@ -21,8 +21,6 @@ from tests.unit.generators.agents.scene import REWARD, RecordingScorer
 
 
 class RecordingEngine(ScriptedEngine):
-    """Answers 31284 and records its requests."""
-
     def __init__(self) -> None:
         self.requests: list[tuple[list[int], Sampling, str]] = []
         self.stops: list[Sequence[str | int]] = []
@@ -55,7 +53,7 @@ def answer(prompt: Prompt, index: int = 1, **run: object) -> tuple[Trajectory, R
     return asyncio.run(make_agent(engine, scorer, **run).answer(prompt, index)), engine, scorer
 
 
-def test_a_trajectory_holds_prompt_and_completion_unchanged():
+def test_a_trajectory_holds_prompt_and_completion_unchanged_with_a_log_probability_of_each_token():
     trajectory, engine, scorer = answer(make_prompt(extra_info={"index": 7}))
     assert trajectory.token_ids.tolist() == [*engine.requests[0][0], 5, 3, 4, 10, 6, 1]
     assert trajectory.model_mask.tolist() == [False] * 6 + [True] * 6
@@ -69,19 +67,27 @@ def test_a_trajectory_holds_prompt_and_completion_unchanged():
     (sample,) = scorer.samples
     assert (sample.response, sample.ground_truth, sample.stop_reason) == ("31284", "31284", "stop")
     assert (sample.prompt, sample.data_source, sample.extra_info) == ("48213=", "test", {"index": 7})
+    with pytest.raises(ValueError, match="2 tokens, 1 given"):
+        Transcript([5]).add_completion(Completion([3, 9], [-0.3], [VersionSpan(0, 6)], "stop"))
 
 
-def test_filters_and_ends_of_turns_come_from_the_settings_but_not_for_the_baseline():
-    generators = {
-        "sampling": {"min_p": 0.1, "top_p": 0.9, "stop": ["</answer>"], "stop_token_ids": [7], "ignore_eos": True},
-    }
+def test_filters_and_ends_of_turns_come_from_the_settings_but_not_for_the_greedy_baseline():
+    sampling = {"min_p": 0.1, "top_p": 0.9, "stop": ["</answer>"], "stop_token_ids": [7], "ignore_eos": True}
+    run = {"generators": {"sampling": sampling}, "algorithm": {"advantage": {"kind": "remax"}}}
     for index, filters in ((0, (0.1, 0.9)), (2, (None, 1.0))):
-        trajectory, engine, _ = answer(
-            make_prompt(), index, generators=generators, algorithm={"advantage": {"kind": "remax"}}
-        )
+        trajectory, engine, _ = answer(make_prompt(), index, **run)
         assert engine.stops == [("</answer>", 7)]
         assert (trajectory.sampling.min_p, trajectory.sampling.top_p) == filters
         assert trajectory.sampling.ignore_eos
+    run["generators"] = {"sampling": SAMPLING, "group_size": 2}
+    sampled, *_ = answer(make_prompt(), 1, **run)
+    greedy, engine, _ = answer(make_prompt(), 2, **run)
+    assert (sampled.sampling.temperature, sampled.sampling.top_p, sampled.sampling.top_k) == (0.7, 0.9, 5)
+    assert (greedy.sampling.temperature, greedy.sampling.top_p, greedy.sampling.top_k) == (0.0, 1.0, -1)
+    assert (sampled.is_greedy, greedy.is_greedy) == (False, True)
+    assert engine.requests[0][1] == greedy.sampling
+    header, _ = pack(greedy, lease_id="0-0", purpose="train", group_size=3)
+    assert header.is_greedy
 
 
 def test_members_of_a_lease_share_one_encoding_and_other_leases_have_their_own():
@@ -122,18 +128,6 @@ def test_the_purpose_decides_the_sampling(purpose: str, settings: dict | None, e
     assert engine.requests[0][1] == used
 
 
-def test_the_last_member_of_a_group_is_its_greedy_baseline_if_configured():
-    run = {"generators": {"sampling": SAMPLING, "group_size": 2}, "algorithm": {"advantage": {"kind": "remax"}}}
-    sampled, *_ = answer(make_prompt(), 1, **run)
-    greedy, engine, _ = answer(make_prompt(), 2, **run)
-    assert (sampled.sampling.temperature, sampled.sampling.top_p, sampled.sampling.top_k) == (0.7, 0.9, 5)
-    assert (greedy.sampling.temperature, greedy.sampling.top_p, greedy.sampling.top_k) == (0.0, 1.0, -1)
-    assert (sampled.is_greedy, greedy.is_greedy) == (False, True)
-    assert engine.requests[0][1] == greedy.sampling
-    header, _ = pack(greedy, lease_id="0-0", purpose="train", group_size=3)
-    assert header.is_greedy
-
-
 def test_every_request_has_its_own_seed_which_is_the_same_on_every_machine():
     def seeds(run_seed: int) -> set[int]:
         members = itertools.product(range(20), range(2), range(8))
@@ -143,11 +137,6 @@ def test_every_request_has_its_own_seed_which_is_the_same_on_every_machine():
     assert not seeds(0) & seeds(1)
     assert all(0 <= seed < 2**63 for seed in seeds(0))
     assert request_seed(0, group_id="17", attempt=0, index=3) == 4131806719348820673
-
-
-def test_a_token_without_a_log_probability_is_refused():
-    with pytest.raises(ValueError, match="2 tokens, 1 given"):
-        Transcript([5]).add_completion(Completion([3, 9], [-0.3], [VersionSpan(0, 6)], "stop"))
 
 
 class Comparing(RecordingScorer):
@@ -166,8 +155,6 @@ class Comparing(RecordingScorer):
 
 
 class Gated(RecordingEngine):
-    """Member 1 waits until it is let go; member 2 fails."""
-
     def __init__(self) -> None:
         super().__init__()
         self.gate = asyncio.Event()
@@ -181,7 +168,6 @@ class Gated(RecordingEngine):
 
 
 def compare(indices: list[int], *, purpose: str = "train", cancelled: int | None = None):
-    """The outcome of each member of a lease, and the scorer."""
     prompt = make_prompt(purpose=purpose)
     prompt = msgspec.structs.replace(prompt, lease=msgspec.structs.replace(prompt.lease, indices=indices))
 
@@ -218,8 +204,5 @@ def test_answers_to_a_lease_are_compared(indices: list[int], cancelled: int | No
     compared = [one.metrics["compared_answers"] for one in found if not isinstance(one, BaseException)]
     assert compared == [len(compared)] * len(compared)
     assert (len(scorer.groups), scorer.samples) == (1, [])
-
-
-def test_answers_of_an_evaluation_are_scored_by_themselves():
     found, scorer, _ = compare([0], purpose="greedy")
-    assert (found[0].reward, scorer.groups) == (REWARD, [])
+    assert (found[0].reward, scorer.groups) == (REWARD, []), "answers of an evaluation are scored by themselves"

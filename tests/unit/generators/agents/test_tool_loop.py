@@ -1,5 +1,3 @@
-"""Agents with tools, token by token."""
-
 import json
 import re
 from collections.abc import Callable
@@ -31,7 +29,6 @@ CALL = call("calculator", '{"expression": "12 + 30"}')
 
 
 def observed(texts: list[str], agent: dict, **settings) -> str:
-    """Text that the model read between its turns."""
     trajectory = play({"kind": "tools", **agent}, texts, **settings)
     first, last = np.flatnonzero(trajectory.model_mask)[[0, -1]]
     between = trajectory.token_ids[first:last][~trajectory.model_mask[first:last]]
@@ -54,12 +51,19 @@ def test_the_trajectory_of_a_call():
     assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (1, 0)
 
 
-def test_calls_of_one_turn_are_answered_in_their_order_and_no_more_than_allowed():
+def test_calls_of_one_turn_are_answered_in_order_and_those_that_never_return_are_counted_and_bounded():
     text = "".join(call("slow", f'{{"seconds": {seconds}}}') for seconds in (0.05, 0.0, 0.0))
     agent = {"tools": ["calculator", {"function": f"{HERE}:slow"}], "max_parallel_calls": 2}
     shown = observed([text, "so"], agent)
     assert shown.count("done") == 2
     assert "error: a turn may have 2 calls, this one exceeds the limit" in shown
+    stuck = {"function": f"{HERE}:stuck", "name": "mine", "timeout_s": 0.05, "max_concurrency": 2}
+    texts = [call("mine", "{}") * 2] * 3 + ["so"]
+    with structlog.testing.capture_logs() as logged:
+        shown = observed(texts, {"tools": [stuck]}, max_tokens=2000, max_length=8000)
+    assert shown.count("error: mine must answer within 0.05 s, but did not") == 4
+    assert shown.count("error: mine accepts no more calls: too many earlier calls have not returned") == 2
+    assert [entry["threads"] for entry in logged if entry["event"] == "tool_still_runs"] == [2, 2, 4, 4]
 
 
 @pytest.mark.parametrize(
@@ -105,22 +109,6 @@ def test_python_runs_in_the_sandbox():
     ]
 
 
-def test_calls_that_never_return_are_counted_named_and_bounded():
-    stuck = {"function": f"{HERE}:stuck", "name": "mine", "timeout_s": 0.05, "max_concurrency": 2}
-    texts = [call("mine", "{}") * 2] * 3 + ["so"]
-    with structlog.testing.capture_logs() as logged:
-        shown = observed(texts, {"tools": [stuck]}, max_tokens=2000, max_length=8000)
-    assert shown.count("error: mine must answer within 0.05 s, but did not") == 4
-    assert shown.count("error: mine accepts no more calls: too many earlier calls have not returned") == 2
-    assert [entry["threads"] for entry in logged if entry["event"] == "tool_still_runs"] == [2, 2, 4, 4]
-
-
-def test_a_long_result_loses_its_middle():
-    agent = {"tools": ["calculator"], "max_result_characters": 10}
-    shown = observed([call("calculator", '{"expression": "10 ** 40"}'), "so"], agent)
-    assert "10000\n[... 31 characters left out ...]\n00000" in shown
-
-
 def test_an_instance_belongs_to_one_answer_and_is_closed():
     text = call("Counter", '{"step": 2}')
     tools.closed.clear()
@@ -137,7 +125,10 @@ def test_an_instance_belongs_to_one_answer_and_is_closed():
     assert tools.closed == ["at 14", "at 1"]
 
 
-def test_a_row_chooses_its_tools():
+def test_a_long_result_loses_its_middle_and_a_row_chooses_its_tools():
+    agent = {"tools": ["calculator"], "max_result_characters": 10}
+    shown = observed([call("calculator", '{"expression": "10 ** 40"}'), "so"], agent)
+    assert "10000\n[... 31 characters left out ...]\n00000" in shown
     prompt = make_prompt(QUESTION, extra_info={"tool_selection": ["calculator"]})
     agent = {"tools": ["calculator", {"function": f"{HERE}:weather"}]}
     shown = observed([call("weather", '{"city": "Bonn"}'), "so"], agent, prompt=prompt)
@@ -159,10 +150,8 @@ def test_calls_may_be_marked_by_special_tokens(monkeypatch: pytest.MonkeyPatch):
 def test_a_call_inside_the_reasoning_is_not_executed(format_name: str, family: str):
     if format_name == "vllm:hermes":
         pytest.importorskip("vllm")
-    calls = {
-        "json": '{"name": "calculator", "arguments": {"expression": "12 + 30"}}',
-        "react": "Action: calculator\nAction Input: 12 + 30",
-    }
+    plain = '{"name": "calculator", "arguments": {"expression": "12 + 30"}}'
+    calls = {"json": plain, "react": "Action: calculator\nAction Input: 12 + 30"}
     said = calls.get(format_name, CALL)
     agent = {"kind": "tools", "tools": ["calculator"], "tool_call_format": format_name}
     thought = f"<think>\nI could write\n{said}\n</think>\n\n"
@@ -215,16 +204,14 @@ def test_limits_of_calls_turns_and_tokens():
     assert (cut_off.num_turns, cut_off.stop_reason, int(cut_off.model_mask.sum())) == (1, "length", 20)
 
 
-def test_the_mark_of_a_call_may_stand_in_its_arguments():
-    notes = "<tool_call> opens a call", "so"
-    first, second = (call("note", json.dumps({"text": note})) for note in notes)
-    found = call_format.parse_hermes(f"I call {first} </tool_call> and {second}<tool_call>")
-    assert found == [ToolCall("note", {"text": note}) for note in notes]
+NOTES = [ToolCall("note", {"text": note}) for note in ("<tool_call> opens a call", "so")]
+FIRST, SECOND = (call("note", json.dumps(note.arguments)) for note in NOTES)
 
 
 @pytest.mark.parametrize(
     ("parse", "text", "calls"),
     [
+        (call_format.parse_hermes, f"I call {FIRST} </tool_call> and {SECOND}<tool_call>", NOTES),
         (call_format.parse_hermes, "<tool_call>" + "\n" * 100_000, []),
         (call_format.parse_hermes, "<tool_call>" * 50_000, []),
         (call_format.parse_react, "Action:" * 50_000, []),
@@ -232,7 +219,9 @@ def test_the_mark_of_a_call_may_stand_in_its_arguments():
         (read_action, "<search>" * 50_000, ("", "")),
     ],
 )
-def test_no_text_of_a_model_keeps_its_parser_busy(parse: Callable[[str], Any], text: str, calls: Any):
+def test_calls_may_contain_their_mark_and_no_text_of_a_model_keeps_its_parser_busy(
+    parse: Callable[[str], Any], text: str, calls: Any
+):
     assert parse(text) == calls
 
 
@@ -242,10 +231,7 @@ def test_no_text_of_a_model_keeps_its_parser_busy(parse: Callable[[str], Any], t
         ({"tools": ["calculator_2"]}, "generators.agent.tools\\[0\\].function must look like `module:function`"),
         ({"tools": ["calculator", "calculator"]}, "must have unique names, got calculator more than once"),
         ({"tools": [f"{HERE}:without_a_docstring"]}, "must have annotated parameters, and a docstring"),
-        (
-            {"tools": ["calculator"], "tool_call_format": "xml"},
-            "agent.tool_call_format must be hermes, json, react or vllm:NAME",
-        ),
+        ({"tools": ["calculator"], "tool_call_format": "xml"}, "tool_call_format must be hermes, json, react or vllm:"),
     ],
 )
 def test_what_cannot_be_a_tool_is_refused(agent: dict, complaint: str):
@@ -274,7 +260,5 @@ def test_parsers_of_vllms_read_calls(name: str, text: str):
 
 @pytest.mark.slow
 def test_a_parser_of_vllms_without_content_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"agent.tool_call_format must name a vLLM tool parser .* got 'openai': .* is a stub"
-    ):
+    with pytest.raises(ConfigError, match=r"must name a vLLM tool parser .* got 'openai': .* is a stub"):
         call_format.load_format("vllm:openai", tokenizer=make_chat_tokenizer("chatml"), setting="generators.agent")

@@ -1,6 +1,5 @@
 """Every agent's trajectory matches the engine's requests and samples token by token, with an update in every turn."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ class UpdatedEngine(WritingEngine):
     """Starts every turn with version n and ends it with n + 1, which starts the next turn."""
 
     async def generate(
-        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop: Sequence[str] = ()
+        self, prompt_token_ids: list[int], sampling: Sampling, *, request_id: str, stop=()
     ) -> Completion:
         version = len(self.requests)
         found = await super().generate(prompt_token_ids, sampling, request_id=request_id, stop=stop)
@@ -49,7 +48,6 @@ def external() -> Trajectory:
 
 
 def check(trajectory: Trajectory, *, num_turns: int) -> None:
-    """Fail unless exactly the engine's tokens are trained on."""
     assert len(written) == trajectory.num_turns == num_turns
     token_ids: list[int] = []
     expected: list[tuple[bool, float, int]] = []

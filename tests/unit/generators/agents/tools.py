@@ -42,7 +42,7 @@ async def slow(seconds: float) -> str:
 
 def stuck() -> str:
     """Never answer in time."""
-    time.sleep(1.0)
+    time.sleep(2.5)
     return "late"
 
 
@@ -83,50 +83,34 @@ async def corrected(episode: Episode, *, hint: str) -> None:
     episode.extras["hint"] = hint
 
 
-async def broken(episode: Episode) -> None:
-    await episode.generate()
-    raise ValueError("no connection \ud83d")
-
-
 async def careless(episode: Episode, *, field: str, value: Any) -> None:
     await episode.generate()
     setattr(episode, field, value)
 
 
-async def endless(episode: Episode) -> None:
+async def failing(episode: Episode, *, how: str) -> None:
     await episode.generate()
-    await asyncio.sleep(60)
-
-
-async def wordless(episode: Episode) -> None:
-    await episode.generate()
-    await episode.generate(max_tokens=0)
+    match how:
+        case "broken":
+            raise ValueError("no connection \ud83d")
+        case "endless":
+            await asyncio.sleep(60)
+        case "wordless":
+            await episode.generate(max_tokens=0)
+        case "impatient":
+            raise TimeoutError("the page must load within 5 s")
+        case "forsaken":
+            task = asyncio.create_task(asyncio.sleep(60))
+            task.cancel()
+            await task
+        case "leaving":
+            raise SystemExit(0)
+        case "unpaid":
+            episode.turn_rewards += [1.0, 2.0]
 
 
 async def ended(episode: Episode, *, stop: Any) -> None:
     await episode.generate(stop=stop)
-
-
-async def impatient(episode: Episode) -> None:
-    await episode.generate()
-    raise TimeoutError("the page must load within 5 s")
-
-
-async def forsaken(episode: Episode) -> None:
-    await episode.generate()
-    task = asyncio.create_task(asyncio.sleep(60))
-    task.cancel()
-    await task
-
-
-async def leaving(episode: Episode) -> None:
-    await episode.generate()
-    raise SystemExit(0)
-
-
-async def unpaid(episode: Episode) -> None:
-    await episode.generate()
-    episode.turn_rewards += [1.0, 2.0]
 
 
 async def unhurried(episode: Episode) -> None:

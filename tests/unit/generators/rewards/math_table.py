@@ -42,9 +42,8 @@ def verdicts(grader: str) -> list[str]:
 
 def table() -> list[str]:
     """Rows of docs/rewards.md: for each form of answer, the verdicts other than `right`."""
-    counts = {
-        grader: Counter(zip((pair["form"] for pair in PAIRS), verdicts(grader), strict=True)) for grader in FORMATS
-    }
+    forms = [pair["form"] for pair in PAIRS]
+    counts = {grader: Counter(zip(forms, verdicts(grader), strict=True)) for grader in FORMATS}
     sizes = Counter(pair["form"] for pair in PAIRS)
     rows = [f"| form | pairs | {' | '.join(f'`{grader}`' for grader in FORMATS)} |", "|---" * (2 + len(FORMATS)) + "|"]
     for form, size in [*sizes.items(), ("all", len(PAIRS))]:

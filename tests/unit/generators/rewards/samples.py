@@ -84,8 +84,6 @@ def _litter(file: Path) -> None:
 
 
 class Unready:
-    """Raises when it loads what it needs."""
-
     def __init__(self, *, is_mistake: bool) -> None:
         self._error: Exception = ConfigError("path must hold a model.") if is_mistake else OSError("no such device")
 
@@ -109,8 +107,6 @@ def with_turns(sample: RewardInput, *, turns: Sequence[float] = (0.5, -0.25, 0.2
 
 
 class Lengths:
-    """Rewards long responses."""
-
     def __init__(self, *, factor: int) -> None:
         if factor < 1:
             raise ValueError("no such factor")
@@ -121,12 +117,10 @@ class Lengths:
 
 
 def too_few(samples: list[RewardInput]) -> list[float]:
-    """Return one value for any number of answers."""
     return [1.0]
 
 
 def first_only(samples: list[RewardInput]) -> list[float | None]:
-    """Return None for all answers except the first."""
     return [1.0, *[None] * (len(samples) - 1)]
 
 

@@ -17,9 +17,13 @@ def sample(response: str = "", *, prompt: Any = "48213=", truth: Any = "31284", 
     return RewardInput(prompt=prompt, response=response, ground_truth=truth, **fields)
 
 
-def in_pool(config: RewardConfig, use: Callable[[RewardPool], Awaitable[T]]) -> T:
-    """Return what `use` returns, with a pool that is closed afterwards."""
+async def until(is_true: Callable[[], bool], *, timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
+
+def in_pool(config: RewardConfig, use: Callable[[RewardPool], Awaitable[T]]) -> T:
     async def session() -> T:
         pool = RewardPool(config)
         try:
@@ -36,8 +40,6 @@ def worker_pids(pool: RewardPool) -> list[int]:
 
 
 def scores(config: RewardConfig, samples: list[RewardInput], *, compares: bool = False) -> list[Reward]:
-    """Score samples concurrently, or compare them."""
-
     async def use(pool: RewardPool) -> list[Reward]:
         if compares:
             return await pool.score_group(samples)

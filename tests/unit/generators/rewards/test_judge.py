@@ -17,8 +17,6 @@ from tests.unit.generators.servers import Handler, serve
 
 
 class _Judge(Handler):
-    """Repeats the answer as the verdict, after 0.2 s."""
-
     seen: ClassVar[list[dict[str, Any]]] = []
     most_at_once = 0
     now = 0
@@ -67,13 +65,10 @@ def test_a_judge_scores_in_its_last_words(address: str, monkeypatch: pytest.Monk
     assert second["messages"][1]["content"] == 'Q?|{"a": 1}|ANSWER score: -1 {ground_truth}'
 
 
-def test_many_calls_are_in_flight_in_one_worker(address: str):
+def test_many_calls_are_in_flight_in_one_worker_and_keep_to_the_rate(address: str):
     rewards = judge(address, [make_input("score: 1")] * 50, num_workers=1)
     assert [reward.total for reward in rewards] == [1.0] * 50
     assert _Judge.most_at_once > 10
-
-
-def test_calls_keep_to_the_rate(address: str):
     started_at = time.monotonic()
     judge(address, [make_input("score: 1")] * 4, requests_per_minute=600)
     assert time.monotonic() - started_at >= 3 * 0.1 + 0.2
@@ -93,21 +88,22 @@ def test_a_judge_without_a_score_is_an_error(address: str, answer: str, words: s
     assert words in reward.detail
 
 
-def compare(
-    address: str, answers: list[str], *, template: str = "ANSWER PAIR {a} {b}", **arguments: Any
-) -> list[Reward]:
+def compare(address: str, answers: list[str], *, template="ANSWER PAIR {a} {b}", **arguments: Any) -> list[Reward]:
     arguments = {"address": address, "model": "m", "template": template, **arguments}
     config = RewardConfig("pairwise_judge", arguments=arguments, num_workers=0)
     return scores(config, [make_input(answer) for answer in answers], compares=True)
 
 
-def test_every_pair_is_judged_in_both_orders_and_an_answer_gets_the_share_that_it_wins(address: str):
+def test_every_pair_is_judged_in_both_orders_and_one_without_both_verdicts_is_left_out(address: str):
     rewards = compare(address, ["1", "3", "2", "3"])
     assert [reward.total for reward in rewards] == pytest.approx([0, 2.5 / 3, 1 / 3, 2.5 / 3])
     assert len(_Judge.seen) == 4 * 3
     assert rewards[0].parts == {"pairs": 3}
     prefers_the_first_place = compare(address, ["1", "2", "3"], template="{a}{b}ANSWER Verdict: A")
     assert [reward.total for reward in prefers_the_first_place] == [0.5] * 3
+    rewards = compare(address, ["1", "2", "odd"])
+    assert [(reward.status, reward.total) for reward in rewards] == [("ok", 0.0), ("ok", 1.0), ("error", 0.0)]
+    assert rewards[2].detail.startswith("pairwise_judge: every comparison failed, e.g. with the judge")
 
 
 def test_with_fewer_opponents_bradley_terry_weighs_who_was_beaten(address: str):
@@ -121,12 +117,6 @@ def test_with_fewer_opponents_bradley_terry_weighs_who_was_beaten(address: str):
     p, q = (chance / (1 - chance) for chance in bradley_terry([[0.0, 1.0], [0.0, 0.0]]))
     assert p * q == pytest.approx(1)
     assert p * (1 / (p + 1) + 1 / (p + q)) == pytest.approx(1.5)
-
-
-def test_a_pair_without_both_verdicts_is_left_out_and_an_answer_without_a_pair_is_an_error(address: str):
-    rewards = compare(address, ["1", "2", "odd"])
-    assert [(reward.status, reward.total) for reward in rewards] == [("ok", 0.0), ("ok", 1.0), ("error", 0.0)]
-    assert rewards[2].detail.startswith("pairwise_judge: every comparison failed, e.g. with the judge")
 
 
 @pytest.mark.parametrize("function", ["judge", "pairwise_judge"])

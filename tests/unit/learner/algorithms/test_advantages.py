@@ -7,16 +7,14 @@ from statistics import fmean, pstdev
 import pytest
 import torch
 
-from slipstream.learner.algorithms import advantages
+from slipstream.learner.algorithms import advantages, segments
 from slipstream.learner.errors import BatchError
 from tests.unit.learner.inputs import advantage_inputs, checked, whole, wide
 
 
 def formula(name):
     function = checked(getattr(advantages, name))
-    return lambda rewards, groups, lengths=None, **settings: function(
-        advantage_inputs(rewards, groups, lengths), **settings
-    )
+    return lambda rewards, groups, *size, **settings: function(advantage_inputs(rewards, groups, *size), **settings)
 
 
 NAMES = ("grpo", "dr_grpo", "rloo", "lite_ppo", "opo", "gpg", "maxrl", "win_rate", "reinforce_plus_plus_baseline")
@@ -72,7 +70,7 @@ def ragged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.rand(12, dtype=torch.float64) + 0.5, groups, torch.randint(1, 9, (12,))
 
 
-def test_hand_computed_values():
+def test_hand_computed_values_of_group_baselines_win_rates_and_gpg():
     rewards, groups = wide(1, 2, 3, 10, 20), whole(0, 0, 0, 1, 1)
     assert dr_grpo(rewards, groups).tolist() == [-1, 0, 1, -5, 5]
     assert rloo(rewards, groups).tolist() == [-1.5, 0, 1.5, -10, 10]
@@ -82,9 +80,14 @@ def test_hand_computed_values():
     expected = wide(-(1.5**0.5), 0, 1.5**0.5, -1, 1)
     assert torch.allclose(grpo(rewards, groups, epsilon=EPSILON), expected, atol=2e-6)
     assert opo(wide(1, 3, 100), whole(0, 0, 0), whole(2, 2, 0)).tolist() == [-1, 1, 98], "without tokens, no share"
-    assert maxrl(wide(-1, 1, 0, 0, -3, -1), whole(0, 0, 1, 1, 2, 2), epsilon=EPSILON).tolist() == [0] * 6, (
-        "no positive mean"
-    )
+    assert maxrl(wide(-1, 1, 0, 0, -3, -1), whole(0, 0, 1, 1, 2, 2), epsilon=EPSILON).tolist() == [0] * 6
+    rewards, groups = wide(0, 1, 1, 1, 1, 0, 0), whole(0, 0, 1, 1, 1, 2, 2)
+    assert gpg(rewards, groups).tolist() == [-1.75, 1.75, 0, 0, 0, 0, 0]
+    # Two of four rewards are 0, yet every trajectory has a gradient: alpha is 1.
+    assert gpg(wide(0, 1, 0, 1), whole(0, 0, 1, 1)).tolist() == [-0.5, 0.5, -0.5, 0.5]
+    assert win_rate(wide(2, 1, 1, 0), whole(0, 0, 0, 0)).tolist() == pytest.approx([1 / 2, 0, 0, -1 / 2])
+    assert win_rate(wide(5, 5, 1), whole(0, 0, 0)).tolist() == [0.25, 0.25, -0.5]
+    assert win_rate(wide(1, 2, 3), whole(0, 0, 0)).equal(win_rate(wide(-1e9, 2, 2.001), whole(0, 0, 0)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -97,16 +100,12 @@ def test_groups_of_equal_rewards_give_exactly_zero(name, dtype):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_group_of_one_gives_zero_and_a_group_without_members_is_skipped(name):
+def test_a_group_of_one_gives_zero_and_neither_the_order_of_members_nor_the_numbering_of_groups_matters(name):
     assert ALL[name](wide(3.3), whole(0), whole(7)).tolist() == [0]
     among_others = ALL[name](wide(1, 9.9, 4), whole(0, 1, 0), whole(5, 3, 2))
     assert among_others[1] == 0
     assert (among_others[[0, 2]] != 0).sum() == (1 if name in SELECTIVE else 2)
     assert ALL[name](wide(1, 2, 5, 9), whole(0, 0, 2, 2), whole(1, 2, 3, 4)).isfinite().all()
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_neither_the_order_of_members_nor_the_numbering_of_groups_matters(name):
     rewards, groups, lengths = ragged()
     order, found = torch.randperm(12), ALL[name](rewards, groups, lengths)
     moved = ALL[name](rewards[order], groups[order], lengths[order])
@@ -134,22 +133,12 @@ def test_advantages_follow_shift_sign_and_scale_of_the_rewards(name, scale, shif
     assert torch.allclose(changed, factor * ALL[name](rewards, groups, lengths), atol=atol)
 
 
-def test_gpg_scales_up_for_groups_without_a_gradient_but_not_for_rewards_of_zero():
-    rewards, groups = wide(0, 1, 1, 1, 1, 0, 0), whole(0, 0, 1, 1, 1, 2, 2)
-    assert gpg(rewards, groups).tolist() == [-1.75, 1.75, 0, 0, 0, 0, 0]
-    # Two of four rewards are 0, yet every trajectory has a gradient: alpha is 1.
-    assert gpg(wide(0, 1, 0, 1), whole(0, 0, 1, 1)).tolist() == [-0.5, 0.5, -0.5, 0.5]
-
-
-def test_lite_ppo_divides_by_the_spread_of_the_batch():
+def test_lite_ppo_and_reinforce_plus_plus_baseline_divide_by_the_spread_of_the_batch_and_of_its_tokens():
     rewards, groups = wide(1, 1.01, 0, 10), whole(0, 0, 1, 1)
     expected = dr_grpo(rewards, groups) / rewards.std(correction=0)
     assert torch.allclose(lite_ppo(rewards, groups, epsilon=1e-12), expected)
     assert lite_ppo(rewards, groups, epsilon=EPSILON)[:2].abs().max() < 2e-3
     assert grpo(rewards, groups, epsilon=EPSILON)[:2].abs().min() > 0.99
-
-
-def test_reinforce_plus_plus_baseline_is_whitened_over_tokens_without_groups_of_one():
     rewards, groups, lengths = wide(0, 1, 2, 7), whole(0, 0, 1, 1), whole(1, 3, 2, 5)
     tokens = dr_grpo(rewards, groups).repeat_interleave(lengths)
     expected = (tokens - tokens.mean()) / tokens.std(correction=0)
@@ -159,22 +148,13 @@ def test_reinforce_plus_plus_baseline_is_whitened_over_tokens_without_groups_of_
     assert reinforce_plus_plus_baseline(*more, epsilon=1e-12).equal(torch.cat([values, wide(0)]))
 
 
-def test_win_rate_counts_a_tie_as_half_a_win_and_ignores_by_how_much():
-    assert win_rate(wide(2, 1, 1, 0), whole(0, 0, 0, 0)).tolist() == pytest.approx([1 / 2, 0, 0, -1 / 2])
-    assert win_rate(wide(5, 5, 1), whole(0, 0, 0)).tolist() == [0.25, 0.25, -0.5]
-    assert win_rate(wide(1, 2, 3), whole(0, 0, 0)).equal(win_rate(wide(-1e9, 2, 2.001), whole(0, 0, 0)))
-
-
-def test_gdpo_tells_apart_what_the_sum_of_the_parts_does_not():
+def test_gdpo_weighs_the_named_parts_tells_them_apart_and_refuses_those_that_an_answer_lacks():
     parts, groups = {"a": wide(0, 1, 1), "b": wide(1, 0, 1)}, whole(0, 0, 0)
     summed = grpo(parts["a"], groups, epsilon=EPSILON) + grpo(parts["b"], groups, epsilon=EPSILON)
     assert torch.allclose(gdpo(parts, groups), summed / summed.std(correction=0))
     rare = {"a": wide(0, 0, 0, 1), "b": wide(0, 50, 100, 0)}
     assert gdpo(rare, whole(0, 0, 0, 0))[3] > 0
     assert grpo(rare["a"] + rare["b"], whole(0, 0, 0, 0), epsilon=EPSILON)[3] < 0
-
-
-def test_gdpo_weighs_the_parts_that_are_named_and_refuses_those_that_an_answer_lacks():
     parts, groups = {"a": wide(0, 1), "b": wide(1, 0), "c": wide(math.nan, 0)}, whole(0, 0)
     assert gdpo(parts, groups, weights={"a": 3.0, "b": 1.0}).tolist() == pytest.approx([-1, 1])
     assert gdpo(parts, groups, weights={"a": 1.0, "b": 1.0}).tolist() == [0, 0]
@@ -183,7 +163,7 @@ def test_gdpo_weighs_the_parts_that_are_named_and_refuses_those_that_an_answer_l
             gdpo(parts, groups, weights=weights)
 
 
-def test_remax_compares_with_the_greedy_answer_if_it_has_a_reward():
+def test_remax_compares_with_the_greedy_answer_and_the_moving_baseline_with_earlier_steps():
     def remax(rewards, greedy_rewards):
         return checked(advantages.remax)(advantage_inputs(rewards, greedy_rewards=greedy_rewards)).tolist()
 
@@ -191,8 +171,6 @@ def test_remax_compares_with_the_greedy_answer_if_it_has_a_reward():
     assert remax(wide(3), wide(1)) == [2]
     assert remax(wide(1, 0, 3), wide(math.nan, math.nan, 1)) == [0, 0, 2]
 
-
-def test_the_moving_baseline_begins_at_the_first_mean_and_moves_after_the_step_by_its_decay():
     def moving_baseline(rewards, state, decay):
         return checked(advantages.moving_baseline)(advantage_inputs(rewards, state=state), decay=decay).tolist()
 
@@ -219,7 +197,6 @@ def enumerated(correct: list[bool], k: int) -> list[float]:
 
 
 def pass_at_k_of(num_correct: int, size: int, *, k: int) -> torch.Tensor:
-    """Advantages of one group that begins with the correct answers."""
     return pass_at_k((torch.arange(size) < num_correct).double(), torch.zeros(size, dtype=torch.int64), k=k)
 
 
@@ -230,15 +207,12 @@ def test_pass_at_k_is_the_mean_over_all_subsets(size):
         assert pass_at_k_of(num_correct, size, k=k).tolist() == pytest.approx(expected, abs=1e-6)
 
 
-def test_large_groups_do_not_overflow_and_those_of_fewer_than_k_have_no_signal():
+def test_pass_at_k_of_large_groups_does_not_overflow_and_only_the_best_of_a_group_gets_its_lead():
     values = pass_at_k_of(3, 4096, k=512)
     assert values.isfinite().all()
     miss = comb(4093, 512) / comb(4096, 512)
     assert values[0].item() == pytest.approx((miss / (1 - miss)) ** 0.5)
     assert pass_at_k_of(1, 2, k=3).tolist() == pass_at_k_of(1, 2, k=100).tolist() == [0, 0]
-
-
-def test_only_the_best_gets_its_lead_which_may_be_divided_by_the_deviation():
     assert grpo_passk(wide(1, 5, 3, 2, 9), whole(0, 0, 0, 1, 1)).tolist() == [0, 2, 0, 0, 7]
     assert grpo_passk(wide(5, 5, 1, 0), whole(0, 0, 0, 0)).tolist() == [0, 0, 0, 0]
     rewards, groups = wide(0, 0, 3), whole(0, 0, 0)
@@ -265,20 +239,67 @@ def test_the_overlong_penalty_falls_over_a_buffer_of_one_token_up_to_everything(
         ((1, 2, 3, 4, 5, 6), 0.5, NO_TURNS, [7, 18, 30, 34.5], [-0.5, -1, 8.5, 18, -2.5, 37]),
         ((0, 0, 0, 0, 1, 0), 0.5, (0, 0.5, 0, 2, 1, 0), [10, 20, 30, 39.5], [0, 0.5, 9.5, 20, 0.5, 39]),
         ((9, 9, 9, 9, 9, 9), 0.0, NO_TURNS, [10, 20, 30, 40], [0, 0, 10, 20, 0, 40]),
+        ((), 0.5, (), [10, 20, 30, 40], []),
     ],
-    ids=["kl", "turns", "rewards alone"],
+    ids=["kl", "turns", "rewards alone", "no tokens"],
 )
-def test_kl_is_charged_at_every_token_a_turn_paid_at_its_end_and_the_rest_at_the_last_token(
+def test_kl_is_charged_at_every_token_a_turn_paid_at_its_end_the_rest_at_the_last_token(
     kl, coefficient, turns, totals, tokens
 ):
-    rewards, sequences = wide(10, 20, 30, 40), whole(0, 0, 0, 1, 3, 3)
+    rewards, sequences = wide(10, 20, 30, 40), whole(0, 0, 0, 1, 3, 3)[: len(kl)]
     settings = {"coefficient": coefficient} | ({"turn_rewards": wide(*turns)} if any(turns) else {})
     found = checked(advantages.kl_in_reward)(rewards, wide(*kl).requires_grad_(), sequences, **settings)
     assert [each.tolist() for each in found] == [totals, tokens]
     assert not any(each.requires_grad for each in found)
 
 
-def test_no_tokens_leave_the_totals_alone():
-    totals, tokens = advantages.kl_in_reward(wide(1, 2), wide(), whole(), coefficient=0.5)
-    assert totals.tolist() == [1, 2]
-    assert tokens.shape == (0,)
+whiten, standardized = checked(segments.whiten), checked(segments.standardized)
+
+
+def test_whitening_by_hand_ignores_shift_and_scale_and_takes_a_weight_as_repetitions():
+    assert whiten(wide(1, 3), epsilon=1e-12).tolist() == pytest.approx([-1, 1])
+    assert whiten(wide(0, 0, 0, 4), epsilon=1e-12).tolist() == pytest.approx([-(3**-0.5)] * 3 + [3**0.5])
+    assert whiten(wide(0, 2), epsilon=3.0).tolist() == [-0.25, 0.25]
+    assert whiten(wide(1, 2), epsilon=EPSILON, weights=wide(0, 0)).tolist() == [0, 0]
+    values = standardized(wide(1, 3, 100, 500, 9), whole(0, 0, 1, 1, 2), epsilon=1e-12)
+    assert values.tolist() == pytest.approx([-1, 1, -1, 1, 0])
+    values = whiten(torch.tensor([10000.0, 10001.0, 10002.0, 10003.0]), epsilon=EPSILON)
+    expected = torch.tensor([-3.0, -1.0, 1.0, 3.0]) / 5**0.5
+    assert torch.allclose(values, expected, atol=1e-6)
+    torch.manual_seed(0)
+    values = torch.randn(1000, dtype=torch.float64)
+    whitened = whiten(values, epsilon=EPSILON)
+    assert whitened.mean().abs() < 1e-12
+    assert whitened.var(correction=0) == pytest.approx(1)
+    assert torch.allclose(whitened, whiten(9 * values - 4, epsilon=EPSILON), atol=1e-6)
+    assert torch.allclose(whiten(-values, epsilon=EPSILON), -whitened, atol=1e-12)
+    values, lengths = wide(3, -1, 4, 1), torch.tensor([2, 7, 1, 8])
+    tokens = whiten(values.repeat_interleave(lengths), epsilon=EPSILON)
+    trajectories = whiten(values, epsilon=EPSILON, weights=lengths.double())
+    assert torch.allclose(trajectories.repeat_interleave(lengths), tokens, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, -1e6 / 7, 1e-30])
+def test_equal_values_give_exactly_zero(value, dtype):
+    values = torch.full((1001,), value, dtype=dtype)
+    assert whiten(values, epsilon=1e-30).eq(0).all()
+    assert whiten(values, epsilon=EPSILON, weights=torch.arange(1001, dtype=dtype)).eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_value_is_zero_exactly_where_it_equals_the_mean_of_its_segment(dtype):
+    # Rewards in thirds, fifths and tenths, against rational arithmetic.
+    for denominator in (3, 5, 10):
+        numerators = torch.randint(0, denominator + 1, (2000, 8), generator=torch.Generator().manual_seed(denominator))
+        rewards, rows = (numerators.to(dtype) / denominator).flatten(), torch.arange(2000).repeat_interleave(8)
+        centered = segments.centered(rewards, rows)
+        assert (centered == 0).equal((8 * numerators == numerators.sum(1, keepdim=True)).flatten())
+
+
+@pytest.mark.parametrize("poison", [1e30, float("inf"), float("nan")])
+def test_a_value_without_weight_changes_nothing_and_becomes_zero(poison):
+    values, weights = wide(3, -1, 4), wide(1, 2, 3)
+    more = whiten(torch.cat([values, wide(poison)]), epsilon=EPSILON, weights=torch.cat([weights, wide(0)]))
+    assert torch.allclose(more[:3], whiten(values, epsilon=EPSILON, weights=weights), atol=1e-12)
+    assert more[3] == 0

@@ -9,9 +9,8 @@ from slipstream.learner.algorithms.inputs import RatioInputs
 from tests.unit.learner.inputs import checked, over_ratios
 
 names = ("token_ratio", "token_log_ratio", "truncate", "mask", "normalize", "effective_sample_size")
-token_ratio, token_log_ratio, truncate, mask, normalize, effective_sample_size = (
-    checked(getattr(importance, name)) for name in names
-)
+FUNCTIONS = [checked(getattr(importance, name)) for name in names]
+token_ratio, token_log_ratio, truncate, mask, normalize, effective_sample_size = FUNCTIONS
 interpolation, loglinear = checked(importance.interpolation), checked(importance.loglinear)
 LEVELS = {name: over_ratios(find(f"importance.{name}_level")) for name in ("token", "sequence", "geometric")}
 
@@ -24,24 +23,24 @@ def one_per_sequence(weights, sequences, *, num_sequences):
     return checked(importance.one_per_sequence)(weights, RatioInputs(weights, sequences, num_sequences))
 
 
-def test_the_ratio_is_that_of_the_probabilities_exactly_one_of_equal_policies_and_clamped():
+def test_the_ratio_is_exact_clamped_and_widened_before_the_subtraction():
     numerator, denominator = torch.tensor([0.5, 0.1]).log(), torch.tensor([0.25, 0.4]).log()
     assert token_ratio(numerator, denominator).tolist() == pytest.approx([2.0, 0.25])
     logprobs = torch.tensor([-0.3, -17.0, -1e-9])
     assert token_ratio(logprobs, logprobs).tolist() == [1.0, 1.0, 1.0]
     ratio = token_ratio(torch.tensor([0.0, -90.0]), torch.tensor([-90.0, 0.0]))
     assert ratio.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+    half, double = torch.tensor([-1.0]).bfloat16(), torch.tensor([-1.0], dtype=torch.float64)
+    assert token_ratio(half, torch.tensor([-1.5]).bfloat16()).dtype == torch.float32
+    assert token_ratio(double, double).dtype == torch.float64
 
 
-def test_the_clamp_bounds_the_value_and_not_the_gradient():
+def test_the_clamp_bounds_the_value_and_not_the_gradient_and_what_is_not_finite_becomes_neutral():
     learner = torch.tensor([-90.0, -25.0, -3.0, 0.0], requires_grad=True)
     log_ratio = token_log_ratio(learner, torch.tensor([0.0, 0.0, -1.0, -90.0]))
     log_ratio.sum().backward()
     assert log_ratio.tolist() == [-20.0, -20.0, -2.0, 20.0]
     assert learner.grad.tolist() == [1.0] * 4
-
-
-def test_what_is_not_finite_becomes_neutral_is_counted_and_has_no_gradient():
     numerator = torch.tensor([float("nan"), -1.0, float("-inf"), -1.0], requires_grad=True)
     denominator = torch.tensor([-1.0, float("inf"), -1.0, -2.0])
     log_ratio = token_log_ratio(numerator, denominator)
@@ -51,13 +50,7 @@ def test_what_is_not_finite_becomes_neutral_is_counted_and_has_no_gradient():
     assert importance.nonfinite(numerator, denominator).tolist() == [True, True, True, False]
 
 
-def test_half_precision_is_widened_before_the_subtraction_and_double_is_kept():
-    half, double = torch.tensor([-1.0]).bfloat16(), torch.tensor([-1.0], dtype=torch.float64)
-    assert token_ratio(half, torch.tensor([-1.5]).bfloat16()).dtype == torch.float32
-    assert token_ratio(double, double).dtype == torch.float64
-
-
-def test_levels_by_hand_clamp_the_product_of_many_ratios_and_not_their_mean():
+def test_levels_by_hand_and_a_veto_takes_the_whole_sequence_of_one_bad_token():
     values = {name: level(LOG_RATIO, SEQUENCES, num_sequences=3).tolist() for name, level in LEVELS.items()}
     assert values["token"] == pytest.approx([2, 3, 0.5, 1])
     assert values["sequence"] == pytest.approx([6, 6, 0.5, 0.5])
@@ -70,6 +63,9 @@ def test_levels_by_hand_clamp_the_product_of_many_ratios_and_not_their_mean():
     mean = LEVELS["geometric"](log_ratio, sequences, num_sequences=1)
     assert product.tolist() == pytest.approx([math.exp(20)] * 1000)
     assert mean.tolist() == pytest.approx([1.1] * 1000, rel=1e-4)
+    for bad, expected in ((1e-5, False), (200.0, False), (99.0, True)):
+        kept = veto(torch.tensor([1, bad, 1, 1]).log(), SEQUENCES, num_sequences=3, low=1e-4, high=100.0)
+        assert kept.tolist() == [expected, expected, True, True]
 
 
 def test_weights_are_truncated_from_above_by_default_and_masked_in_both_tails_beyond_the_bounds():
@@ -80,7 +76,7 @@ def test_weights_are_truncated_from_above_by_default_and_masked_in_both_tails_be
     assert mask(weights).equal(weights)
 
 
-def test_a_sequence_counts_once_so_its_effective_sample_size_does_not_depend_on_lengths():
+def test_a_sequence_counts_once_in_the_effective_sample_size_and_in_normalized_weights():
     weights = torch.tensor([6.0, 6.0, 0.5, 0.5])
     assert one_per_sequence(weights, SEQUENCES, num_sequences=4).tolist() == [6, 0.5]
     assert one_per_sequence(*NO_TOKENS, num_sequences=3).shape == (0,)
@@ -88,9 +84,6 @@ def test_a_sequence_counts_once_so_its_effective_sample_size_does_not_depend_on_
     of_sequences = one_per_sequence(weights, sequences, num_sequences=2)
     assert effective_sample_size(of_sequences).item() == pytest.approx(16 / 20)
     assert effective_sample_size(weights).item() == pytest.approx(28**2 / (10 * 82))
-
-
-def test_normalized_weights_have_the_mean_one_over_tokens_or_over_sequences_unless_all_are_zero():
     weights, sequences = torch.tensor([2.0, 2.0, 2.0, 1.0]), torch.tensor([0, 0, 0, 1])
     by_token = normalize(weights, mean=weights.mean())
     assert by_token.mean().item() == pytest.approx(1.0)
@@ -193,9 +186,7 @@ def test_k1_by_hand(over, ratios, kept):
         (20.0, "sum", {"low": 0.5}, True),
     ],
 )
-def test_the_bounds_of_a_ratio_are_inside_may_be_asymmetric_and_either_may_be_left_out(
-    log_ratio, over, bounds, is_kept
-):
+def test_the_bounds_of_a_ratio_are_inside_may_be_asymmetric_and_may_be_left_out(log_ratio, over, bounds, is_kept):
     found = keep_k1(torch.tensor([log_ratio]), torch.tensor([0]), num_sequences=1, over=over, **bounds)
     assert found.item() == is_kept
 
@@ -217,28 +208,14 @@ def test_k2_and_k3_by_hand(keep, first, second, highs):
         assert found.tolist() == [value <= high for value in values[over]], (over, high)
 
 
-def test_a_veto_takes_the_whole_sequence_of_one_bad_token():
-    for bad, expected in ((1e-5, False), (200.0, False), (99.0, True)):
-        kept = veto(torch.tensor([1, bad, 1, 1]).log(), SEQUENCES, num_sequences=3, low=1e-4, high=100.0)
-        assert kept.tolist() == [expected, expected, True, True]
-
-
 @every_rejection
-def test_equal_policies_and_what_is_not_finite_keep_everything(name):
+def test_a_rejection_keeps_equal_policies_drops_extreme_drift_and_is_equal_over_a_sequence_and_blind_to_others(name):
     assert REJECTIONS[name](torch.zeros(4), SEQUENCES, 3).all()
     assert REJECTIONS[name](torch.tensor([float("nan"), float("inf"), float("-inf"), 0.0]), SEQUENCES, 3).all()
     assert REJECTIONS[name](*NO_TOKENS, 2).shape == (0,)
-
-
-@every_rejection
-def test_extreme_drift_leaves_without_overflow(name):
     for extreme in (20.0, -20.0, 1e30, -1e30):
         kept = REJECTIONS[name](torch.tensor([0.0, 0.0, extreme, extreme]), SEQUENCES, 3)
         assert kept.tolist() == [True, True, False, False]
-
-
-@every_rejection
-def test_a_rejection_is_bool_without_gradient_equal_over_a_sequence_and_blind_to_others(name):
     torch.manual_seed(0)
     log_ratio, sequences = torch.randn(40, requires_grad=True), torch.arange(40) // 5
     kept = REJECTIONS[name](log_ratio, sequences, 8)

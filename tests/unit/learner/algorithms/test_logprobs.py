@@ -17,7 +17,7 @@ def make_inputs(num_tokens: int = 7, vocabulary: int = 5):
     return logits, torch.randint(0, vocabulary, (num_tokens,)), torch.rand(num_tokens) + 0.5
 
 
-def test_logits_are_divided_by_each_tokens_temperature_in_float32():
+def test_logits_of_policy_and_reference_are_divided_by_each_tokens_temperature_in_float32():
     logits, targets, temperatures = make_inputs()
     measured = measure_tokens(logits, targets, temperatures, requested=module.LOGPROBS)
     expected = (logits / temperatures[:, None]).log_softmax(-1).gather(-1, targets[:, None])[:, 0]
@@ -26,10 +26,16 @@ def test_logits_are_divided_by_each_tokens_temperature_in_float32():
     rough, exact = (measure_tokens(x, targets, temperatures, requested=ALL) for x in (half, half.float()))
     assert rough["logprobs"].dtype == rough["entropies"].dtype == torch.float32
     assert rough["logprobs"].equal(exact["logprobs"])
+    logits, targets, temperatures = make_inputs()
+    measured = measure_tokens(logits, targets, temperatures, requested=module.Requested(), reference_logits=logits + 2)
+    assert measured["exact_kl"].abs().max() < 1e-6
+    ours, theirs = torch.tensor([[0.0, 2.0]]), torch.tensor([[0.0, 0.0]])
+    cool = measure_tokens(ours, torch.tensor([0]), torch.full((1,), 2.0), requested=ALL, reference_logits=theirs)
+    warm = measure_tokens(ours / 2, torch.tensor([0]), torch.ones(1), requested=ALL, reference_logits=theirs)
+    assert cool["exact_kl"].item() == pytest.approx(warm["exact_kl"].item())
 
 
 def make_everything(num_tokens: int = 7, vocabulary: int = 5):
-    """Inputs for all measurements, float64."""
     logits, targets, temperatures = make_inputs(num_tokens, vocabulary)
     optional = {
         "candidates": torch.randint(0, vocabulary, (num_tokens, 3)),
@@ -38,7 +44,7 @@ def make_everything(num_tokens: int = 7, vocabulary: int = 5):
     return logits.detach().double().requires_grad_(), targets, temperatures.double(), optional
 
 
-def test_only_requested_numbers_are_measured_and_none_without_tokens():
+def test_every_measure_by_hand_only_if_requested_and_none_without_tokens():
     inputs = *make_inputs(), module.Requested()
     assert set(measure_tokens(*inputs[:3], requested=inputs[3])) == {"logprobs"}
     logits, targets, temperatures, optional = make_everything()
@@ -47,9 +53,6 @@ def test_only_requested_numbers_are_measured_and_none_without_tokens():
     logits, targets, temperatures, optional = make_everything(num_tokens=0)
     measured = measure_tokens(logits, targets, temperatures, requested=ALL, **optional)
     assert all(len(value) == 0 for value in measured.values())
-
-
-def test_every_measure_by_hand():
     logits = torch.tensor([[0.0, math.log(3.0)]])
     optional = {"candidates": torch.tensor([[1, 0, 1]]), "reference_logits": torch.zeros(1, 2)}
     measured = measure_tokens(logits, torch.tensor([1]), torch.ones(1), requested=ALL, **optional)
@@ -66,16 +69,6 @@ def test_every_measure_by_hand():
     measured = measure_tokens(logits, torch.tensor([0]), torch.ones(1), requested=module.Requested(top_k=2))
     assert measured["top_tokens"].tolist() == [[2, 1]]
     assert measured["top_logprobs"].exp().flatten().tolist() == pytest.approx([5 / 8, 2 / 8])
-
-
-def test_policy_and_reference_are_both_at_the_tokens_temperature():
-    logits, targets, temperatures = make_inputs()
-    measured = measure_tokens(logits, targets, temperatures, requested=module.Requested(), reference_logits=logits + 2)
-    assert measured["exact_kl"].abs().max() < 1e-6
-    ours, theirs = torch.tensor([[0.0, 2.0]]), torch.tensor([[0.0, 0.0]])
-    cool = measure_tokens(ours, torch.tensor([0]), torch.full((1,), 2.0), requested=ALL, reference_logits=theirs)
-    warm = measure_tokens(ours / 2, torch.tensor([0]), torch.ones(1), requested=ALL, reference_logits=theirs)
-    assert cool["exact_kl"].item() == pytest.approx(warm["exact_kl"].item())
 
 
 def test_chunks_change_no_measure_and_no_gradient():
@@ -139,26 +132,12 @@ def test_deferred_logits_change_no_measure_and_no_gradient(finish, chunk_element
         assert torch.allclose(one, other, atol=1e-12)
 
 
-def test_a_projection_that_is_not_trained_gets_no_gradient():
+def test_an_untrained_projection_gets_no_gradient_and_bfloat16_products_are_those_of_autocast():
     (states, weight, bias), defer, targets, temperatures, _ = make_deferred()
     logits = defer(states, weight.detach(), bias.detach())
     measured = measure_tokens(logits, targets, temperatures, requested=module.LOGPROBS, chunk_elements=10)
     measured["logprobs"].sum().backward()
     assert [leaf.grad is not None for leaf in (states, weight, bias)] == [True, False, False]
-
-
-@pytest.mark.parametrize("is_deferred", [False, True])
-def test_the_entropy_has_a_gradient_only_when_asked(is_deferred):
-    leaves, defer, targets, temperatures, _ = make_deferred()
-    logits = defer(*leaves) if is_deferred else torch.nn.functional.linear(*leaves)
-    for differentiate in (False, True):
-        requested = module.Requested(entropy=True, differentiate_entropy=differentiate)
-        measured = measure_tokens(logits, targets, temperatures, requested=requested, chunk_elements=10)
-        assert measured["logprobs"].requires_grad
-        assert measured["entropies"].requires_grad == differentiate
-
-
-def test_bfloat16_products_are_those_of_autocast_and_gradients_are_summed_in_float32():
     torch.manual_seed(0)
     states, weight = torch.randn(64, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
     targets, temperatures = torch.randint(0, 50, (64,)), torch.ones(64)
@@ -173,6 +152,17 @@ def test_bfloat16_products_are_those_of_autocast_and_gradients_are_summed_in_flo
     assert results[1][2].dtype == torch.float32
     for one, other in zip(results[0][1:], results[1][1:], strict=True):
         assert float((one - other).abs().max() / one.abs().max()) < 0.01
+
+
+@pytest.mark.parametrize("is_deferred", [False, True])
+def test_the_entropy_has_a_gradient_only_when_asked(is_deferred):
+    leaves, defer, targets, temperatures, _ = make_deferred()
+    logits = defer(*leaves) if is_deferred else torch.nn.functional.linear(*leaves)
+    for differentiate in (False, True):
+        requested = module.Requested(entropy=True, differentiate_entropy=differentiate)
+        measured = measure_tokens(logits, targets, temperatures, requested=requested, chunk_elements=10)
+        assert measured["logprobs"].requires_grad
+        assert measured["entropies"].requires_grad == differentiate
 
 
 def test_only_the_logits_of_one_chunk_are_alive(monkeypatch):

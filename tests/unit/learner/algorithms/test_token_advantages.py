@@ -1,17 +1,19 @@
 import itertools
+import math
+from collections import defaultdict
+from statistics import fmean, pstdev
 
 import pytest
 import torch
 
-from slipstream.learner.algorithms import token_advantages
-from tests.unit.learner.inputs import advantage_inputs, checked, token_inputs, wide
+from slipstream.learner.algorithms import advantages, segments, token_advantages
+from tests.unit.learner.inputs import HALF, advantage_inputs, checked, token_inputs, whole, wide
 
 length_adaptive_lambda = checked(token_advantages.length_adaptive_lambda)
 PLAIN = {"gamma": 1.0, "lam": 1.0, "critic_lam": 1.0, "length_adaptive_alpha": None, "epsilon": None}
 
 
 def gae(rewards, values, sequences, *, num_sequences, lam, **settings):
-    """Advantages, and returns with the same lambda."""
     inputs = token_inputs(rewards, sequences, num_sequences=num_sequences, values=values)
     return checked(token_advantages.gae)(inputs, **(PLAIN | settings | {"lam": lam, "critic_lam": lam}))
 
@@ -52,9 +54,7 @@ def test_process_rewards_are_compared_with_the_mean_token_of_the_other_members()
     # Token means 2, 4, 1, so the baselines of the first group are 2.5, 1.5, 3. The last trajectory is alone.
     rewards = torch.tensor([1.0, 3.0, 4.0, 0.0, 2.0, 9.0])
     sequences = torch.tensor([0, 0, 1, 2, 2, 3])
-    inputs = advantage_inputs(
-        wide(1, 0, 0, 1), torch.tensor([0, 0, 0, 1]), sequences=sequences, process_rewards=rewards
-    )
+    inputs = advantage_inputs(wide(1, 0, 0, 1), whole(0, 0, 0, 1), sequences=sequences, process_rewards=rewards)
     found = checked(token_advantages.prime)(inputs, gamma=0.5)
     first, others = 1.0, -0.5
     expected = [first - 1.5 + 0.25, first + 0.5, others + 2.5, others - 3 - 0.5, others - 1, 0]
@@ -62,7 +62,6 @@ def test_process_rewards_are_compared_with_the_mean_token_of_the_other_members()
 
 
 def masked_gae(rewards, values, is_ours, *, gamma, lam):
-    """Loop over one trajectory that skips tool tokens."""
     advantages, following, running = torch.zeros_like(rewards), 0.0, 0.0
     for index in reversed(range(len(rewards))):
         if is_ours[index]:
@@ -107,15 +106,19 @@ def test_another_sequence_changes_not_one_bit_however_long(length):
     assert returns_to_go(torch.cat([mine, other]), sequences, gamma=0.97, num_sequences=2)[:3].equal(alone)
 
 
-def test_gae_of_three_tokens_by_hand():
+def test_gae_and_length_adaptive_lambda_by_hand():
     rewards, values = wide(0, 1, 2), wide(0.5, 1, -1)
     advantages, returns = gae(rewards, values, ALONE, num_sequences=1, gamma=0.5, lam=0.5)
     # The errors are 0 + 0.5 - 0.5, then 1 - 0.5 - 1, then 2 + 1.
     assert advantages.tolist() == [0.0 + 0.25 * 0.25, -0.5 + 0.25 * 3, 3.0]
     assert returns.tolist() == [0.5625, 1.25, 2.0]
+    found = length_adaptive_lambda(torch.tensor([0, 10, 20, 40, 2000]), alpha=0.05)
+    assert found.tolist() == pytest.approx([0.0, 0.0, 0.0, 0.5, 0.99])
+    lam = float(length_adaptive_lambda(torch.tensor([400]), alpha=0.05))
+    assert sum(lam**k for k in range(100_000)) == pytest.approx(0.05 * 400, rel=1e-4)
 
 
-def test_masked_tool_tokens_are_as_good_as_deleted():
+def test_tool_tokens_are_as_good_as_deleted_and_a_trajectory_does_not_see_the_others():
     generator = torch.Generator().manual_seed(3)
     for _ in range(10):
         rewards, values = (torch.randn(12, dtype=torch.float64, generator=generator) for _ in range(2))
@@ -124,33 +127,6 @@ def test_masked_tool_tokens_are_as_good_as_deleted():
         kept = torch.zeros(int(is_ours.sum()), dtype=torch.int64)
         advantages, _ = gae(rewards[is_ours], values[is_ours], kept, num_sequences=1, gamma=0.9, lam=0.8)
         assert torch.allclose(advantages, masked_gae(rewards, poisoned, is_ours, gamma=0.9, lam=0.8)[is_ours])
-
-
-def test_lambda_may_adapt_to_the_length_and_differ_from_the_critics():
-    inputs = token_inputs(drawn(0), SEQUENCES, num_sequences=4, values=drawn(1))
-    settings = PLAIN | {"gamma": 0.9, "length_adaptive_alpha": 0.5, "critic_lam": 0.7}
-    advantages, returns = token_advantages.gae(inputs, **settings)
-    lam = length_adaptive_lambda(torch.tensor(LENGTHS), alpha=0.5)
-    for index in (0, 1, 3):
-        own = index == SEQUENCES
-        alone, _ = gae(drawn(0), drawn(1), SEQUENCES, num_sequences=4, gamma=0.9, lam=float(lam[index]))
-        assert torch.allclose(advantages[own], alone[own])
-    assert returns.equal(gae(drawn(0), drawn(1), SEQUENCES, num_sequences=4, gamma=0.9, lam=0.7)[1])
-
-
-def test_with_epsilon_advantages_are_whitened_and_returns_are_not_as_in_reinforce_plus_plus():
-    settings = {"num_sequences": 4, "gamma": 0.9, "lam": 0.8}
-    plain, returns = gae(drawn(0), drawn(1), SEQUENCES, **settings)
-    whitened, same = gae(drawn(0), drawn(1), SEQUENCES, epsilon=1e-12, **settings)
-    assert torch.allclose(whitened, (plain - plain.mean()) / plain.std(correction=0))
-    assert same.equal(returns)
-    inputs = token_inputs(drawn(0), SEQUENCES, num_sequences=4)
-    returns = returns_to_go(drawn(0), SEQUENCES, gamma=0.9, num_sequences=4)
-    found = checked(token_advantages.reinforce_plus_plus)(inputs, gamma=0.9, epsilon=1e-12)
-    assert torch.allclose(found, (returns - returns.mean()) / returns.std(correction=0))
-
-
-def test_a_trajectory_does_not_see_the_others():
     rewards, values, ratio = drawn(0), drawn(1), drawn(2) / 2
     settings = {"gamma": 0.9, "lam": 0.8}
     bounded = settings | {"rho_bar": 1.0, "c_bar": 1.0}
@@ -164,11 +140,25 @@ def test_a_trajectory_does_not_see_the_others():
             assert all_of_them[mine].equal(one), chosen
 
 
-def test_length_adaptive_lambda_by_hand_weighs_errors_by_alpha_times_the_length():
-    found = length_adaptive_lambda(torch.tensor([0, 10, 20, 40, 2000]), alpha=0.05)
-    assert found.tolist() == pytest.approx([0.0, 0.0, 0.0, 0.5, 0.99])
-    lam = float(length_adaptive_lambda(torch.tensor([400]), alpha=0.05))
-    assert sum(lam**k for k in range(100_000)) == pytest.approx(0.05 * 400, rel=1e-4)
+def test_lambda_may_adapt_and_with_epsilon_advantages_are_whitened_and_returns_are_not():
+    inputs = token_inputs(drawn(0), SEQUENCES, num_sequences=4, values=drawn(1))
+    settings = PLAIN | {"gamma": 0.9, "length_adaptive_alpha": 0.5, "critic_lam": 0.7}
+    advantages, returns = token_advantages.gae(inputs, **settings)
+    lam = length_adaptive_lambda(torch.tensor(LENGTHS), alpha=0.5)
+    for index in (0, 1, 3):
+        own = index == SEQUENCES
+        alone, _ = gae(drawn(0), drawn(1), SEQUENCES, num_sequences=4, gamma=0.9, lam=float(lam[index]))
+        assert torch.allclose(advantages[own], alone[own])
+    assert returns.equal(gae(drawn(0), drawn(1), SEQUENCES, num_sequences=4, gamma=0.9, lam=0.7)[1])
+    settings = {"num_sequences": 4, "gamma": 0.9, "lam": 0.8}
+    plain, returns = gae(drawn(0), drawn(1), SEQUENCES, **settings)
+    whitened, same = gae(drawn(0), drawn(1), SEQUENCES, epsilon=1e-12, **settings)
+    assert torch.allclose(whitened, (plain - plain.mean()) / plain.std(correction=0))
+    assert same.equal(returns)
+    inputs = token_inputs(drawn(0), SEQUENCES, num_sequences=4)
+    returns = returns_to_go(drawn(0), SEQUENCES, gamma=0.9, num_sequences=4)
+    found = checked(token_advantages.reinforce_plus_plus)(inputs, gamma=0.9, epsilon=1e-12)
+    assert torch.allclose(found, (returns - returns.mean()) / returns.std(correction=0))
 
 
 @pytest.mark.parametrize(("rho_bar", "c_bar"), [(1.0, 1.0), (2.0, 1.0), (5.0, 0.5), (1e9, 1e9)])
@@ -181,57 +171,11 @@ def test_vtrace_is_its_definition(rho_bar, c_bar):
     assert torch.allclose(targets, torch.cat([part[1] for part in parts]))
 
 
-class World:
-    """All sequences of 3 tokens over a vocabulary of 3, with random generator, learner, and rewards."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(7)
-        prefixes = [prefix for length in range(3) for prefix in itertools.product(range(3), repeat=length)]
-        logits = {prefix: torch.randn(2, 3, dtype=torch.float64, generator=generator) for prefix in prefixes}
-        self.writer = {prefix: both[0].softmax(0) for prefix, both in logits.items()}
-        self.learner = {prefix: both[1].softmax(0) for prefix, both in logits.items()}
-        self.rewards = {prefix: torch.randn(3, dtype=torch.float64, generator=generator) for prefix in prefixes}
-
-    def values(self, rho_bar: float) -> dict:
-        """Values of the policy proportional to min(rho_bar * writer, learner)."""
-        values: dict = {}
-        for prefix in sorted(self.rewards, key=len, reverse=True):
-            weights = torch.minimum(rho_bar * self.writer[prefix], self.learner[prefix])
-            following = wide(*(values.get((*prefix, token), 0.0) for token in range(3)))
-            values[prefix] = float((weights / weights.sum() * (self.rewards[prefix] + following)).sum())
-        return values
-
-    def expected_targets(self, values: dict, *, rho_bar: float, c_bar: float) -> dict:
-        """Target of each prefix: its expectation over all 27 texts under the generator."""
-        texts = list(itertools.product(range(3), repeat=3))
-        steps = [(text[:index], text[index]) for text in texts for index in range(3)]
-        learner, writer = (
-            torch.stack([policy[p][a] for p, a in steps]).log() for policy in (self.learner, self.writer)
-        )
-        rewards = torch.stack([self.rewards[p][a] for p, a in steps])
-        sequences = torch.arange(27).repeat_interleave(3)
-        settings = {"num_sequences": 27, "gamma": 1.0, "lam": 1.0, "rho_bar": rho_bar, "c_bar": c_bar}
-        _, targets = vtrace(rewards, wide(*(values[p] for p, _ in steps)), learner - writer, sequences, **settings)
-        chances = writer.reshape(27, 3).sum(1).exp().repeat_interleave(3)
-        sums = {prefix: [0.0, 0.0] for prefix in values}
-        for (prefix, _), chance, target in zip(steps, chances.tolist(), targets.tolist(), strict=True):
-            sums[prefix] = [sums[prefix][0] + chance * target, sums[prefix][1] + chance]
-        return {prefix: total / chance for prefix, (total, chance) in sums.items()}
-
-
-@pytest.mark.parametrize(("rho_bar", "c_bar"), [(1.0, 1.0), (1.0, 0.3), (0.4, 0.4), (1e6, 1.0), (1e6, 1e6)])
-def test_rho_bar_decides_which_policys_values_vtrace_keeps_and_c_bar_does_not(rho_bar, c_bar):
-    world = World()
-    values = world.values(rho_bar)
-    targets = world.expected_targets(values, rho_bar=rho_bar, c_bar=c_bar)
-    assert targets == pytest.approx(values, abs=1e-12)
-
-
 clipped_value_loss = checked(token_advantages.clipped_value_loss)
 explained_variance = checked(token_advantages.explained_variance)
 
 
-def test_clipped_value_loss_by_hand_and_half_the_squared_error_without_a_clip():
+def test_the_clipped_value_loss_by_hand_stops_exactly_the_clipped_tokens_and_trains_only_the_critic():
     values, returns, before = wide(1, 2, 2, 0, 5), wide(1.5, 3, 1, 3, 2), wide(1, 1, 1, 1, 1)
     loss, clipped = clipped_value_loss(values, returns, before, clip=0.5)
     # within the bound; beyond it toward R; beyond it with R on the other side (twice); below it away from R
@@ -240,9 +184,6 @@ def test_clipped_value_loss_by_hand_and_half_the_squared_error_without_a_clip():
     loss, clipped = clipped_value_loss(wide(1, 9), wide(3, 9), wide(100, 100), clip=None)
     assert loss.tolist() == [2, 0]
     assert not clipped.any()
-
-
-def test_exactly_the_clipped_tokens_have_no_gradient():
     torch.manual_seed(0)
     values, returns, before = torch.randn(3, 200, dtype=torch.float64)
     values.requires_grad_()
@@ -251,15 +192,11 @@ def test_exactly_the_clipped_tokens_have_no_gradient():
     assert clipped.equal(gradient == 0)
     assert 0 < clipped.sum() < 200
     assert torch.allclose(gradient[~clipped], (values - returns)[~clipped])
-
-
-def test_only_the_critic_learns_and_its_gradient_is_that_of_the_formula():
     torch.manual_seed(0)
     values, returns, before = (each.requires_grad_() for each in torch.randn(3, 20, dtype=torch.float64).unbind())
     for clip in (None, 0.3):
-        assert torch.autograd.gradcheck(
-            lambda v, clip=clip: clipped_value_loss(v, returns.detach(), before.detach(), clip=clip)[0], values
-        )
+        loss = lambda v, clip=clip: clipped_value_loss(v, returns.detach(), before.detach(), clip=clip)[0]  # noqa: E731
+        assert torch.autograd.gradcheck(loss, values)
     clipped_value_loss(values * 2, returns * 3, before * 1, clip=5.0)[0].sum().backward()
     assert [each.grad is not None for each in (values, returns, before)] == [True, False, False]
 
@@ -275,3 +212,206 @@ def test_explained_variance_by_hand():
     assert explained_variance(wide(1, 2, 3), torch.full((3,), 0.1, dtype=torch.float64)) == 0
     assert explained_variance(wide(1), wide(4)) == 0
     assert explained_variance(wide(), wide()) == 0
+
+
+turn_returns, gigpo = checked(token_advantages.turn_returns), checked(token_advantages.gigpo)
+
+# Two answers to one prompt, A: two tokens, then one; B: one token, then two. Rewards at the turns' last tokens.
+COLUMNS = {"turns": whole(0, 0, 1, 0, 1, 1), "token_rewards": wide(0, 1, 0, 0, 0, 4)}
+TWO = advantage_inputs(wide(1, 4), sequences=whole(0, 0, 0, 1, 1, 1), **COLUMNS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # With gamma 1/2 the returns are 1 + 0 / 2 and 0 of A, 0 + 4 / 2 and 4 of B.
+        ({"over": "index", "normalize": False}, [-0.5, -0.5, -2, 0.5, 2, 2]),
+        # The mean over all four turns is 1.75.
+        ({"over": "group", "normalize": False}, [-0.75, -0.75, -1.75, 0.25, 2.25, 2.25]),
+        # The deviations are 0.5 and 2.
+        ({"over": "index", "epsilon": 0.5}, [-0.5, -0.5, -0.8, 0.5, 0.8, 0.8]),
+    ],
+)
+def test_turn_returns_by_hand(settings, expected):
+    assert turn_returns(TWO, gamma=0.5, **settings).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_answers_with_one_turn_get_the_advantages_of_grpo():
+    rewards, groups = wide(1, 0, 0.5, 3, 3, 7), whole(0, 0, 0, 1, 1, 2)
+    sequences = torch.arange(6).repeat_interleave(torch.tensor([2, 1, 3, 2, 2, 1]))
+    is_last = torch.cat([sequences.diff() > 0, torch.tensor([True])])
+    token_rewards = torch.where(is_last, rewards[sequences], 0)
+    inputs = advantage_inputs(rewards, groups, sequences=sequences, token_rewards=token_rewards)
+    expected = advantages.grpo(inputs, epsilon=1e-6)[sequences]
+    for over in ("index", "group"):
+        assert turn_returns(inputs, gamma=0.3, over=over, epsilon=1e-6).allclose(expected, atol=1e-12)
+
+
+def test_gigpo_by_hand_for_two_answers_that_part_after_a_shared_state():
+    inputs = advantage_inputs(
+        wide(1, 0),
+        sequences=whole(0, 0, 1, 1),
+        turns=whole(0, 1, 0, 1),
+        token_rewards=wide(0, 1, 0, 0),
+        observations=whole(10, 11, 10, 12),
+    )
+    # Episodes: +-0.5. At the shared state the returns are 1/2 and 0, so +-1/4. The others are alone.
+    found = gigpo(inputs, gamma=0.5, step_weight=2.0, normalize=False)
+    assert found.tolist() == [0.5 + 2 * 0.25, 0.5, -0.5 - 2 * 0.25, -0.5]
+    # Divided by deviations of 0.5 and 0.25, each plus 0.25.
+    found = gigpo(inputs, gamma=0.5, step_weight=2.0, epsilon=0.25)
+    assert found.tolist() == pytest.approx([2 / 3 + 2 * 0.5, 2 / 3, -2 / 3 - 2 * 0.5, -2 / 3])
+
+
+def slow_gigpo(episodes, *, gamma, weight, epsilon):
+    """One episode: (group, [(observation, reward, tokens)]). Loops, by the equations of the paper."""
+
+    def normalized(values):
+        return [(value - fmean(values)) / (pstdev(values) + epsilon) for value in values]
+
+    by_group, by_state = defaultdict(list), defaultdict(list)
+    for number, (group, turns) in enumerate(episodes):
+        by_group[group].append((number, math.fsum(reward for _, reward, _ in turns)))
+        for index, (state, _, _) in enumerate(turns):
+            following = turns[index:]
+            value = math.fsum(gamma**later * reward for later, (_, reward, _) in enumerate(following))
+            by_state[group, state].append((number, index, value))
+    macro, micro = {}, {}
+    for members in by_group.values():
+        macro |= dict(zip([n for n, _ in members], normalized([r for _, r in members]), strict=True))
+    for members in by_state.values():
+        micro |= dict(zip([m[:2] for m in members], normalized([m[2] for m in members]), strict=True))
+    return [
+        macro[number] + weight * micro[number, index]
+        for number, (_, turns) in enumerate(episodes)
+        for index, (_, _, tokens) in enumerate(turns)
+        for _ in range(tokens)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gigpo_is_what_loops_over_states_give(seed):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(high: int) -> int:
+        return int(torch.randint(high, (1,), generator=generator))
+
+    # Few states, so that answers meet, also themselves, and other groups have the same ones.
+    groups = [0] * 4 + [1] * 4 + [2] * 4
+    episodes = [(group, [(draw(3) - 1, draw(4) / 2, 1 + draw(3)) for _ in range(1 + draw(5))]) for group in groups]
+    tokens = [
+        (number, index, state, reward if token == count - 1 else 0.0)
+        for number, (_, turns) in enumerate(episodes)
+        for index, (state, reward, count) in enumerate(turns)
+        for token in range(count)
+    ]
+    inputs = advantage_inputs(
+        wide(*(sum(reward for _, reward, _ in turns) for _, turns in episodes)),
+        whole(*(group for group, _ in episodes)),
+        sequences=whole(*(number for number, *_ in tokens)),
+        turns=whole(*(index for _, index, *_ in tokens)),
+        observations=whole(*(state for _, _, state, _ in tokens)),
+        token_rewards=wide(*(reward for *_, reward in tokens)),
+    )
+    found = gigpo(inputs, gamma=0.9, step_weight=0.7, epsilon=1e-3)
+    assert found.tolist() == pytest.approx(slow_gigpo(episodes, gamma=0.9, weight=0.7, epsilon=1e-3), abs=1e-9)
+    grpo = advantages.grpo(inputs, epsilon=1e-3)[inputs.sequences]
+    assert gigpo(inputs, gamma=0.9, step_weight=0.0, epsilon=1e-3).allclose(grpo)
+
+
+score_norms = checked(token_advantages.score_norms)
+
+GROUP_LENGTHS = [3, 1, 0, 5, 2, 4]
+GROUP_SEQUENCES = torch.repeat_interleave(torch.arange(6), torch.tensor(GROUP_LENGTHS))
+GROUPS = torch.tensor([0, 1, 0, 0, 1, 0])
+TURNS = torch.tensor([0, 0, 1, 0, 0, 1, 1, 1, 2, 0, 0, 0, 0, 0, 1])
+
+
+def uniform(seed: int, size: int = 15) -> torch.Tensor:
+    return torch.rand(size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def advantages_of(returns, norms, sequences=GROUP_SEQUENCES, groups=GROUPS, *, epsilon=1e-8, weights=None, turns=None):
+    """Advantages of tokens with these returns, aligned within turns if `turns` is given."""
+    num_turns, size = 3, len(groups)
+    following = torch.cat([returns[1:], wide(0)])
+    is_last = torch.cat([sequences[1:] != sequences[:-1], torch.tensor([True])])
+    turns = torch.zeros_like(sequences) if turns is None else turns
+    rows = sequences * num_turns + turns
+    columns = {
+        "turns": turns,
+        "positions": segments.indices_in_rows(sequences, num_sequences=size),
+        "positions_in_turn": segments.indices_in_rows(rows, num_sequences=size * num_turns),
+        # At probability 1/2 the norm of a token's gradient is its collision probability.
+        "learner_logprobs": torch.full_like(norms, HALF),
+        "collisions": norms,
+        "correction_weights": weights,
+    }
+    rewards = torch.where(is_last, returns, returns - following)
+    inputs = token_inputs(rewards, sequences, num_sequences=size, groups=groups, **columns)
+    per_turn = bool(turns.any())
+    return checked(token_advantages.optimal_token_baseline)(inputs, per_turn=per_turn, epsilon=epsilon)
+
+
+def baseline(returns, norms, *places, **settings):
+    return returns - advantages_of(returns, norms, *places, **settings)
+
+
+def looped(returns, norms, weights, turns, *, epsilon):
+    """Baseline computed token by token over the group members that reach the position."""
+    tokens, energy = [], []
+    for sequence, length in enumerate(GROUP_LENGTHS):
+        start, total, indices = sum(GROUP_LENGTHS[:sequence]), 0.0, {}
+        for token in range(start, start + length):
+            total += float(norms[token] * weights[token] ** 2)
+            turn = int(turns[token])
+            indices[turn] = indices.get(turn, -1) + 1
+            tokens.append((int(GROUPS[sequence]), turn, indices[turn]))
+            energy.append(total + epsilon)
+    result = []
+    for position in tokens:
+        members = [other for other, theirs in enumerate(tokens) if theirs == position]
+        share = sum(energy[m] * float(returns[m]) for m in members) / sum(energy[m] for m in members)
+        result.append(share if len(members) > 1 else float(returns[members[0]]))
+    return wide(*result)
+
+
+def test_the_score_norm_is_the_squared_gradient_and_equal_rewards_give_exactly_no_advantage():
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    logprobs = logits.log_softmax(0)
+    squared = logprobs.exp().square().sum()
+    for token in range(4):
+        (gradient,) = torch.autograd.grad(logprobs[token], logits, retain_graph=True)
+        assert score_norms(logprobs[token : token + 1], squared[None]).item() == pytest.approx(gradient.square().sum())
+    assert score_norms(torch.tensor([0.0]), torch.tensor([0.9999])).tolist() == [0.0]
+    rewards = torch.zeros(15, dtype=torch.float64).index_fill(0, torch.tensor([2, 3, 8, 10, 14]), 0.1)
+    columns = {"groups": GROUPS, "learner_logprobs": uniform(0), "collisions": uniform(1)}
+    inputs = token_inputs(rewards, GROUP_SEQUENCES, num_sequences=6, **columns)
+    assert not token_advantages.optimal_token_baseline(inputs, per_turn=False, epsilon=1e-8).any()
+
+
+def test_by_hand_the_baseline_has_the_smallest_weighted_square_and_a_token_without_company_no_advantage():
+    sequences, groups = torch.tensor([0, 0, 0, 1, 1]), torch.tensor([0, 0])
+    values = baseline(wide(1, 1, 1, 3, 3), wide(1, 2, 1, 3, 0), sequences, groups)
+    # The energies are 1, 3, 4 of the first and 3, 3 of the second.
+    assert values.tolist() == pytest.approx([10 / 4, 12 / 6, 1, 10 / 4, 12 / 6])
+    # The mean, where no member could have done otherwise.
+    flat = baseline(wide(1, 2, 6), wide(0, 0, 0), torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0]))
+    assert flat.tolist() == pytest.approx([3, 3, 3])
+    assert advantages_of(wide(2, 3), wide(1, 1), torch.tensor([0, 0]), torch.tensor([0])).tolist() == [0, 0]
+    ragged = torch.tensor([0, 0, 1]), torch.tensor([0, 0])
+    assert advantages_of(wide(1, 1, 5), wide(1, 1, 1), *ragged).tolist() == pytest.approx([-2, 0, 2])
+    for rewards in itertools.product((0.0, 1.0), repeat=3):
+        returns, norms = wide(*rewards), wide(0.1, 2.0, 0.7)
+        values = baseline(returns, norms, torch.arange(3), torch.zeros(3, dtype=torch.int64))
+        power = [(norms * (returns - b).square()).sum() for b in (values[0], values[0] + 0.01, values[0] - 0.01)]
+        assert power[0] <= min(power[1:])
+
+
+@pytest.mark.parametrize("turns", [None, TURNS])
+@pytest.mark.parametrize("weights", [None, uniform(3) * 2])
+def test_ragged_groups_equal_the_loop(turns, weights):
+    returns, norms = uniform(0), uniform(1)
+    of_one, without_turns = torch.ones(15) if weights is None else weights, torch.zeros(15) if turns is None else turns
+    expected = looped(returns, norms, of_one, without_turns, epsilon=1e-3)
+    assert torch.allclose(baseline(returns, norms, epsilon=1e-3, weights=weights, turns=turns), expected)

@@ -20,7 +20,7 @@ def fresh(index: int, **overrides):
     return make_response(0, index, version=5, **overrides)
 
 
-def test_columns_lie_group_by_group_and_token_by_token():
+def test_columns_lie_group_by_group_with_turns_and_positions_of_each_trajectory():
     groups = [
         [make_response(0, 0, reward=1.0, version=5), make_response(0, 1, reward=3.0, version=3, response=(5, 1))],
         [make_response(1, 0, reward=70.0, version=4)],
@@ -33,21 +33,6 @@ def test_columns_lie_group_by_group_and_token_by_token():
     assert batch.tokens.sequences.tolist() == [0] * 4 + [1] * 2 + [2] * 4
     assert batch.tokens.lags.tolist() == [0] * 4 + [2] * 2 + [1] * 4
     assert batch.tokens.generator_logprobs.tolist() == [-2.0] * 10
-
-
-def test_groups_are_dealt_out_to_the_updates_and_samples_have_their_indices_in_the_columns():
-    result = built(make_groups(num_groups=6, group_size=2, version=5), num_updates=3)
-    trajectories, tokens = result.batch.trajectories, result.batch.tokens
-    groups = [[sample.group_id for sample in samples] for samples in result.updates]
-    assert groups == [["0", "0", "3", "3"], ["1", "1", "4", "4"], ["2", "2", "5", "5"]]
-    assert trajectories.updates.tolist() == [0, 0, 1, 1, 2, 2] * 2
-    indices = [np.concatenate([sample.indices for sample in samples]) for samples in result.updates]
-    assert sorted(np.concatenate(indices).tolist()) == list(range(len(tokens.sequences)))
-    for update, own in enumerate(indices):
-        assert set(trajectories.updates[tokens.sequences[own]].tolist()) == {update}
-
-
-def test_turns_and_positions_are_each_trajectorys_own():
     ends_written, begins_written = np.array([0, 1, 1, 0, 0, 1]), np.array([1, 1, 0, 1])
     first = fresh(0, prompt=(4, 8), response=(2, 9, 5, 1), model_mask=ends_written.astype(bool))
     second = fresh(1, prompt=(4, 8), response=(2, 1), model_mask=begins_written.astype(bool))
@@ -60,7 +45,16 @@ def test_turns_and_positions_are_each_trajectorys_own():
     assert tokens.positions_in_turn.tolist() == [0, 1, 0, 1, 0, 0, 1]
 
 
-def test_a_trajectory_of_two_contexts_is_one_member_with_two_samples():
+def test_contexts_and_groups_of_several_updates_keep_their_indices():
+    result = built(make_groups(num_groups=6, group_size=2, version=5), num_updates=3)
+    trajectories, tokens = result.batch.trajectories, result.batch.tokens
+    groups = [[sample.group_id for sample in samples] for samples in result.updates]
+    assert groups == [["0", "0", "3", "3"], ["1", "1", "4", "4"], ["2", "2", "5", "5"]]
+    assert trajectories.updates.tolist() == [0, 0, 1, 1, 2, 2] * 2
+    indices = [np.concatenate([sample.indices for sample in samples]) for samples in result.updates]
+    assert sorted(np.concatenate(indices).tolist()) == list(range(len(tokens.sequences)))
+    for update, own in enumerate(indices):
+        assert set(trajectories.updates[tokens.sequences[own]].tolist()) == {update}
     tokens = {"prompt": (4, 8), "response": (2, 9, 5, 1, 7, 3)}
     two = fresh(0, model_mask=MASK, version_spans=[VersionSpan(2, 5)], context_starts=[6], **tokens)
     found = built([[two, fresh(1, reward=3.0, prompt=(4, 8), response=(2, 1))]])
@@ -108,25 +102,19 @@ def test_turns_that_answer_the_same_tokens_have_the_same_observation():
     tokens = built([[*written, again]], has_observations=True).batch.tokens
     first, _, second, _ = tokens.observations[:4].tolist()
     other = tokens.observations[10].item()
-    assert tokens.observations.tolist() == [
-        *(first, first, second, second) * 2,
-        *(first, first, other, other),
-        *(first, first),
-    ]
+    expected = [first, first, second, second] * 2 + [first, first, other, other, first, first]
+    assert tokens.observations.tolist() == expected
     assert len({first, second, other}) == 3
     assert built([written]).batch.tokens.observations is None
 
 
-def test_parts_of_rewards_are_columns_by_name():
+def test_parts_of_rewards_are_columns_and_a_failed_reward_leaves_the_loss_and_the_baseline():
     both = msgspec.structs.replace(fresh(0), reward=Reward(total=3.0, parts={"format": 1.0, "answer": 2.0}))
     one = msgspec.structs.replace(fresh(1), reward=Reward(total=1.0, parts={"format": 1.0}))
     batch = built([[both, one]]).batch
     assert batch.part_names == ("answer", "format")
     assert batch.trajectories.parts[0].tolist() == [2.0, 1.0]
     assert np.isnan(batch.trajectories.parts[1, 0].item())
-
-
-def test_a_failed_reward_leaves_the_loss_and_the_baseline():
     failed = msgspec.structs.replace(fresh(2), reward=Reward(total=0.0, status="timeout"))
     result = built([[fresh(0, reward=4.0), fresh(1, reward=2.0), failed]])
     (samples,) = result.updates
@@ -137,7 +125,7 @@ def test_a_failed_reward_leaves_the_loss_and_the_baseline():
     assert {type(value) for value in result.metrics.values()} == {float}, "the store holds plain numbers"
 
 
-def test_stale_tokens_leave_the_loss_stay_in_the_baseline_and_are_compared_in_length():
+def test_stale_tokens_leave_the_loss_and_lags_are_from_the_sampling_version_with_bounds_per_group():
     old = fresh(0, reward=4.0, version_spans=[VersionSpan(4, 2), VersionSpan(6, 3)])
     result = built([[old, fresh(1, reward=2.0)]])
     (samples,) = result.updates
@@ -151,9 +139,6 @@ def test_stale_tokens_leave_the_loss_stay_in_the_baseline_and_are_compared_in_le
     assert metrics["learner/stale_fraction"] == pytest.approx(2 / 12)
     assert metrics["learner/stale_length_ratio"] == pytest.approx(9 / 6)
     assert "learner/stale_length_ratio" not in built([[short]]).metrics
-
-
-def test_lags_are_from_the_sampling_version_with_bounds_per_group_and_another_run_is_older():
     mixed, newer = fresh(0, version_spans=[VersionSpan(4, 3), VersionSpan(6, 5)]), make_response(0, 1, version=9)
     result = built([[mixed, newer]])
     assert result.batch.tokens.lags[:4].tolist() == [2, 2, 0, 0]
@@ -184,7 +169,7 @@ def test_invalid_trajectories_are_rejected_by_name(members, has_baseline, messag
         built([group], has_baseline=has_baseline)
 
 
-def test_a_greedy_answer_is_its_groups_baseline_and_nothing_else():
+def test_greedy_answers_are_the_baseline_alone_and_truncated_ones_may_leave_the_loss():
     groups = [
         [fresh(0, reward=4.0), fresh(1, reward=2.0), fresh(2, reward=70.0, sampling=GREEDY)],
         [make_response(1, index, version=5, reward=1.0) for index in range(2)],
@@ -204,9 +189,6 @@ def test_a_greedy_answer_is_its_groups_baseline_and_nothing_else():
     result = built([[fresh(0), failed]], has_baseline=True)
     assert result.batch.trajectories.greedy_rewards.isnan().all()
     assert result.metrics["learner/failed_fraction"] == 0.0
-
-
-def test_a_truncated_answer_may_leave_the_loss_and_stays_in_the_baseline():
     groups = [[fresh(0, stop_reason="length"), fresh(1)]]
     assert [len(s.trained) for s in built(groups).updates[0]] == [4, 4]
     result = built(groups, masks_truncated=True)
@@ -214,7 +196,7 @@ def test_a_truncated_answer_may_leave_the_loss_and_stays_in_the_baseline():
     assert result.batch.trajectories.is_member.all()
 
 
-def test_every_source_has_its_own_numbers():
+def test_every_source_has_its_own_numbers_and_the_rarest_of_many_are_one():
     found = describe_answers(
         [
             make_trajectory(data_source="a/b", reward=Reward(1.0, {"x": 2.0}, is_correct=True), metrics={"calls": 3.0}),
@@ -224,25 +206,14 @@ def test_every_source_has_its_own_numbers():
         ]
     )
     prefix = "learner/by_source/a/b/"
-    assert {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)} == {
-        "trajectories": 3,
-        "failed_fraction": pytest.approx(1 / 3),
-        "length_mean": 6,
-        "turns_mean": pytest.approx(4 / 3),
-        "reward_mean": 0.5,
-        "correct_fraction": 0.5,
-        "stop_stop": pytest.approx(2 / 3),
-        "stop_tool_failure": pytest.approx(1 / 3),
-        "part_x": 1.5,
-        "part_y": 5,
-        "agent_calls": 3,
-    }
+    expected = {"trajectories": 3, "failed_fraction": 1 / 3, "length_mean": 6, "turns_mean": 4 / 3, "reward_mean": 0.5}
+    expected |= {"correct_fraction": 0.5, "stop_stop": 2 / 3, "stop_tool_failure": 1 / 3}
+    expected |= {"part_x": 1.5, "part_y": 5, "agent_calls": 3}
+    own = {key.removeprefix(prefix): value for key, value in found.items() if key.startswith(prefix)}
+    assert own == pytest.approx(expected)
     assert found["learner/by_source/c/failed_fraction"] == 1
     assert "learner/by_source/c/reward_mean" not in found
     assert {type(value) for value in found.values()} == {float}, "the store holds plain numbers"
-
-
-def test_the_rarest_of_many_sources_are_one():
     common = [make_trajectory(data_source=str(number % 32)) for number in range(64)]
     rare = [make_trajectory(data_source=f"rare-{number}") for number in range(5)]
     found = describe_answers([*common, *rare, msgspec.structs.replace(common[0], data_source="")])

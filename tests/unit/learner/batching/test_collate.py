@@ -22,6 +22,7 @@ from tests.unit.learner.builders import (
     make_samples,
     measure,
     measure_alone,
+    members_of,
 )
 
 ROWS = Layout("shared_rows", microbatch_tokens=4096)
@@ -32,7 +33,7 @@ LAYOUTS = [ROWS, NARROW_ROWS, ONE_ROW, ONE_PER_ROW]
 
 
 def random_samples(seed: int = 0, num_groups: int = 6):
-    return make_samples([m for group in make_groups(num_groups=num_groups, seed=seed) for m in group])
+    return make_samples(members_of(make_groups(num_groups=num_groups, seed=seed)))
 
 
 def siblings(num: int, **overrides):
@@ -56,7 +57,7 @@ def test_a_response_does_not_see_its_siblings():
     assert one.equal(other)
 
 
-def test_a_shared_prompt_is_computed_once_and_tokens_keep_their_indices():
+def test_a_shared_prompt_is_computed_once_and_a_rank_without_samples_has_its_microbatch():
     (shared,), (alone,), (rows,) = (collate(siblings(8), layout=layout) for layout in (ROWS, ONE_ROW, ONE_PER_ROW))
     assert shared.num_tokens == 4 + 8 * 2
     assert alone.num_tokens == 8 * (4 + 2)
@@ -69,6 +70,11 @@ def test_a_shared_prompt_is_computed_once_and_tokens_keep_their_indices():
     assert microbatch.token_ids.flatten()[microbatch.sources].tolist() == [8, 5]
     assert microbatch.indices.tolist() == [48, 49]
     assert microbatch.temperatures.tolist() == [1.0, 1.0]
+    samples = [make_sample(make_response())]
+    (empty,) = collate(samples, layout=ROWS, rank=1, num_ranks=2)
+    assert len(empty.targets) == 0
+    make_policy()(empty)["logprobs"].sum().backward()
+    assert collate([], layout=ROWS) == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -82,19 +88,11 @@ def test_ranks_get_everything_once_and_equally_many_microbatches(layout):
     assert max(loads) < 1.5 * min(loads)
 
 
-def test_a_rank_without_samples_still_has_its_microbatch_and_nothing_to_train_on_makes_none():
-    samples = [make_sample(make_response())]
-    (empty,) = collate(samples, layout=ROWS, rank=1, num_ranks=2)
-    assert len(empty.targets) == 0
-    make_policy()(empty)["logprobs"].sum().backward()
-    assert collate([], layout=ROWS) == []
-
-
 def identities(samples):
     return sorted((sample.group_id, sample.token_ids.tolist()) for sample in samples)
 
 
-def test_a_group_shares_its_prompt_which_a_bundle_that_grows_too_long_repeats():
+def test_a_group_shares_its_prompt_and_the_longest_bundle_goes_to_the_least_loaded_rank():
     samples = siblings(3, prompt=(4, 8, 2))
     (bundle,) = bundle_by_prompt(samples, max_tokens=64)
     assert bundle.num_shared == 3
@@ -103,9 +101,6 @@ def test_a_group_shares_its_prompt_which_a_bundle_that_grows_too_long_repeats():
     assert [b.num_tokens for b in bundle_by_prompt(samples, max_tokens=1)] == [5, 5, 5]
     different = [make_sample(make_response(0, i, prompt=(4, 8, i))) for i in range(2)]
     assert [bundle.num_shared for bundle in bundle_by_prompt(different, max_tokens=64)] == [0]
-
-
-def test_the_longest_bundle_goes_to_the_least_loaded_rank():
     samples = [make_sample(make_response(i, 0, prompt=(4,), response=(5,) * n)) for i, n in enumerate((9, 5, 4, 3, 1))]
     loads = [sum(b.num_tokens for b in share) for share in distribute(bundle_singly(samples), num_ranks=2)]
     assert sorted(loads) == [10, 12]

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from slipstream.buffer.trajectory import Media
-from slipstream.configs.data import ModelConfig
 from slipstream.learner.batching.collate import Layout, MicrobatchBuilder, collate
 from slipstream.learner.batching.microbatch import Microbatch, PromptImages
 from slipstream.learner.errors import BatchError
@@ -14,7 +13,15 @@ from slipstream.learner.training.layout import LayoutChooser
 from slipstream.learner.training.model import Policy, load_policy
 from slipstream.runtime.images import VisionModel, image_id
 from tests.pictures import IMAGE, PLACE, make_picture, make_vision_model
-from tests.unit.learner.builders import CPU, make_alone, make_batch, make_response, make_run, measure
+from tests.unit.learner.builders import (
+    CPU,
+    load,
+    make_alone,
+    make_batch,
+    make_response,
+    make_run,
+    measure,
+)
 
 ROWS = Layout("shared_rows", microbatch_tokens=4096)
 NARROW_ROWS = Layout("shared_rows", microbatch_tokens=80, row_tokens=40)
@@ -31,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def policy(folder: Path) -> Policy:
-    return load_policy(ModelConfig(max_length=64, dtype="float32", path=str(folder)), device=CPU)
+    return load(folder)
 
 
 def make_answer(folder: Path, group: int, index: int, pictures: list[bytes], **overrides: Any) -> Any:
@@ -87,9 +94,20 @@ def alone(policy: Policy, folder: Path, trajectory: Any) -> torch.Tensor:
 
 @torch.no_grad()
 @every_layout
-def test_packing_changes_no_log_probability(policy: Policy, folder: Path, samples: list[Any], layout: Layout) -> None:
+def test_packing_changes_no_log_probability_and_every_rank_computes_the_visual_encoder_as_often(
+    policy: Policy, folder: Path, samples: list[Any], layout: Layout
+):
     expected = torch.cat([alone(policy, folder, member) for group in make_groups(folder) for member in group])
     assert torch.allclose(measure(policy, samples, layout), expected, atol=1e-5)
+    # Enough samples without images that several of their rows share a microbatch.
+    texts = [[make_answer(folder, group, index, []) for index in range(3)] for group in range(4, 9)]
+    samples = samples_of([*make_groups(folder), *texts], hold(folder, *PICTURES))
+    expected, found = measure(policy, samples, layout), torch.zeros(sum(len(sample.trained) for sample in samples))
+    for rank in range(3):
+        for microbatch in collate(samples, layout=layout, rank=rank, num_ranks=3):
+            assert microbatch.pixel_values is not None
+            found[microbatch.indices] += policy(microbatch)["logprobs"]
+    assert torch.allclose(found, expected, atol=1e-5)
 
 
 def test_the_layout_is_chosen_with_images(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,22 +139,6 @@ def test_microbatches_change_no_gradient(policy: Policy, samples: list[Any]) -> 
         assert all(torch.allclose(found[0][name], other[name], atol=1e-4) for name in found[0])
 
 
-@torch.no_grad()
-@every_layout
-def test_every_rank_computes_the_visual_encoder_as_often_as_the_others(
-    policy: Policy, folder: Path, layout: Layout
-) -> None:
-    # Enough samples without images that several of their rows share a microbatch.
-    texts = [[make_answer(folder, group, index, []) for index in range(3)] for group in range(4, 9)]
-    samples = samples_of([*make_groups(folder), *texts], hold(folder, *PICTURES))
-    expected, found = measure(policy, samples, layout), torch.zeros(sum(len(sample.trained) for sample in samples))
-    for rank in range(3):
-        for microbatch in collate(samples, layout=layout, rank=rank, num_ranks=3):
-            assert microbatch.pixel_values is not None
-            found[microbatch.indices] += policy(microbatch)["logprobs"]
-    assert torch.allclose(found, expected, atol=1e-5)
-
-
 def test_an_image_that_a_group_shares_is_read_once_and_different_images_share_no_prompt(folder: Path) -> None:
     group = [make_answer(folder, 0, index, [PICTURES[0]]) for index in range(4)]
     (microbatch,) = collate(samples_of([group], hold(folder, PICTURES[0])), layout=ROWS)
@@ -150,10 +152,8 @@ def test_an_image_that_a_group_shares_is_read_once_and_different_images_share_no
 
 def test_the_visual_encoder_is_trained_unless_it_is_frozen(folder: Path) -> None:
     for freezes in (False, True):
-        loaded = load_policy(
-            ModelConfig(max_length=64, dtype="float32", path=str(folder), freeze_vision=freezes), device=CPU
-        )
-        moves = {name.split(".")[2] for name, parameter in loaded.named_parameters() if parameter.requires_grad}
+        parameters = load(folder, freeze_vision=freezes).named_parameters()
+        moves = {name.split(".")[2] for name, parameter in parameters if parameter.requires_grad}
         assert ("visual" in moves) == (not freezes)
         assert "language_model" in moves
 

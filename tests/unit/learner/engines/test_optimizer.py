@@ -16,11 +16,17 @@ def rates(*, updates_per_step: int = 1, **settings) -> list[float]:
     return [learning_rate(update, config=config, **steps) for update in range(10)]
 
 
-def test_a_constant_rate_warms_up_over_steps_of_several_updates_and_stays():
+def test_the_rate_warms_up_over_updates_and_stays_or_falls_to_zero_at_the_end():
     assert rates()[0] == 1.0
     assert rates(warmup_steps=4) == [0.25, 0.5, 0.75, 1.0, *[1.0] * 6]
     for schedule in ("constant", "linear"):
         assert rates(warmup_steps=2, updates_per_step=2, schedule=schedule) == rates(warmup_steps=4, schedule=schedule)
+    assert rates(schedule="linear", warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0, 0])
+    values = rates(schedule="cosine")
+    assert values[0] == 1.0
+    assert values[4] == pytest.approx(0.5)
+    assert values[8:] == pytest.approx([0, 0])
+    assert values == sorted(values, reverse=True)
 
 
 def test_norms_and_biases_do_not_decay():
@@ -33,15 +39,6 @@ def test_norms_and_biases_do_not_decay():
     for name, each in module.named_parameters():
         factor = 1 - 0.5 * 0.1 if name == "0.weight" else 1.0
         assert each.detach().allclose(factor * before[name], rtol=2 * torch.finfo(each.dtype).eps, atol=0), name
-
-
-def test_linear_and_cosine_fall_to_zero_at_the_end_and_stay_there():
-    assert rates(schedule="linear", warmup_steps=4) == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 0.75, 0.5, 0.25, 0, 0])
-    values = rates(schedule="cosine")
-    assert values[0] == 1.0
-    assert values[4] == pytest.approx(0.5)
-    assert values[8:] == pytest.approx([0, 0])
-    assert values == sorted(values, reverse=True)
 
 
 def orthogonalized(matrix: np.ndarray) -> np.ndarray:

@@ -1,5 +1,3 @@
-"""The fetch plan: the learner serves a few generators, which lend to the others."""
-
 from collections import Counter
 from collections.abc import Iterable
 
@@ -52,7 +50,6 @@ class Scene:
         self.join(self.states)
 
     def first_lent(self) -> tuple[str, str]:
-        """A generator that fetches from another, and that one's address."""
         return next((name, place.lenders[0]) for name, place in self.places.items() if place.lenders)
 
     @property
@@ -65,7 +62,7 @@ class Scene:
         return Counter(place.lenders[0] for place in self.places.values() if place.lenders)
 
 
-def test_the_learner_serves_fan_out_generators_and_each_lender_no_more():
+def test_the_learner_and_each_lender_serve_fan_out_generators_and_no_cycle_forms():
     for count in (1, 4, 5, 16, 84, 200):
         scene = Scene(num_hosts=count)
         scene.assign()
@@ -75,9 +72,6 @@ def test_the_learner_serves_fan_out_generators_and_each_lender_no_more():
         assert set(scene.loads) <= lending
         # No more generators than needed keep the version in memory.
         assert len(lending) == -(-count // FAN_OUT)
-
-
-def test_a_lender_is_placed_before_its_fetchers_so_no_cycle_forms():
     scene = Scene(num_hosts=100)
     placed: set[str] = set()
     for name in sorted(scene.states):
@@ -86,7 +80,7 @@ def test_a_lender_is_placed_before_its_fetchers_so_no_cycle_forms():
         placed.add(scene.address(name))
 
 
-def test_one_generator_of_a_machine_fetches_for_the_others_there():
+def test_machines_of_lenders_and_of_the_learner_are_taken_into_account():
     scene = Scene(num_hosts=6, per_host=3)
     scene.assign()
     for host in range(6):
@@ -95,9 +89,6 @@ def test_one_generator_of_a_machine_fetches_for_the_others_there():
         assert scene.places[first].is_lent
     assert len(scene.from_learner) == FAN_OUT
     assert all(name.endswith("-0") for name in scene.from_learner)
-
-
-def test_generators_of_the_learners_machine_read_its_folder_and_take_no_place():
     scene = Scene(num_hosts=3)
     own = MemberState(Member("own", "1"), "ready", 0, "snapshot", machine_id(), "tcp://10.0.0.9:1")
     scene.states["own"] = own
@@ -106,25 +97,19 @@ def test_generators_of_the_learners_machine_read_its_folder_and_take_no_place():
     assert scene.places["own"] == Place()
     scene.assign()
     assert len(scene.from_learner) == 4
-
-
-def test_a_machine_local_address_is_given_only_to_its_machine():
     scene = Scene(num_hosts=2, per_host=8, fan_out=1)
     scene.lend_at("ipc:///tmp/{name}.sock")
     scene.assign()
     assert any(place.lenders for place in scene.places.values())
     for name, place in scene.places.items():
         assert all(address.startswith(f"ipc:///tmp/{name[:4]}") for address in place.lenders)
-
-
-def test_without_lenders_all_fetch_from_the_learner():
     scene = Scene(num_hosts=20)
     scene.lend_at("")
     scene.assign()
     assert set(scene.places.values()) == {Place()}
 
 
-def test_generators_that_fetch_one_by_one_also_form_a_tree():
+def test_generators_that_fetch_one_by_one_form_a_tree_and_delta_fetchers_avoid_lenders_without_deltas():
     scene = Scene(num_hosts=64)
     for name in sorted(scene.states):
         scene.assign([name], version=2)
@@ -133,9 +118,6 @@ def test_generators_that_fetch_one_by_one_also_form_a_tree():
     scene.places.clear()
     scene.assign(version=3)
     assert len(scene.from_learner) == FAN_OUT
-
-
-def test_a_delta_fetcher_is_not_sent_to_a_lender_without_deltas():
     scene = Scene(num_hosts=12)
     joining, holding = sorted(scene.states)[:6], sorted(scene.states)[6:]
     scene.assign(joining)
@@ -146,7 +128,7 @@ def test_a_delta_fetcher_is_not_sent_to_a_lender_without_deltas():
     assert len(scene.from_learner) == FAN_OUT
 
 
-def test_a_liar_is_reported_and_never_lends_again():
+def test_a_liar_never_lends_again_a_failed_lender_rests_and_reports_about_others_are_ignored():
     scene = Scene(num_hosts=12)
     scene.assign()
     victim, liar = scene.first_lent()
@@ -158,9 +140,6 @@ def test_a_liar_is_reported_and_never_lends_again():
     scene.assign(version=2)
     assert liar not in scene.loads
     assert not scene.places[name].is_lent
-
-
-def test_a_lender_that_failed_rests_for_a_while():
     scene = Scene(num_hosts=12)
     scene.assign()
     victim, failed = scene.first_lent()
@@ -172,9 +151,6 @@ def test_a_lender_that_failed_rests_for_a_while():
     scene.places.clear()
     scene.assign(version=3)
     assert failed in scene.loads
-
-
-def test_reports_about_unassigned_lenders_are_ignored():
     scene = Scene(num_hosts=12)
     scene.assign()
     (first, *_) = scene.loads
@@ -185,7 +161,7 @@ def test_reports_about_unassigned_lenders_are_ignored():
     assert first in scene.loads
 
 
-def test_dead_and_failed_lenders_are_never_assigned():
+def test_dead_failed_and_busy_lenders_get_no_more_fetchers():
     scene = Scene(num_hosts=12)
     inner, late = sorted(scene.states)[:11], sorted(scene.states)[11]
     scene.assign(inner)
@@ -194,9 +170,6 @@ def test_dead_and_failed_lenders_are_never_assigned():
     scene.join(set(scene.states) - {lending[1]})
     scene.assign([late])
     assert scene.places[late].lenders[0] == scene.address(lending[2])
-
-
-def test_a_busy_lender_gets_no_more_fetchers_until_one_finishes():
     scene = Scene(num_hosts=20)
     (only, *others) = sorted(scene.states)
     lender = scene.states[only]

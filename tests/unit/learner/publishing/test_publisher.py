@@ -1,17 +1,19 @@
-"""A version is committed only when every live generator holds it. A failing generator is evicted and retried."""
-
 import weakref
 from collections.abc import Iterator
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.broker.messages import OpenEpoch, Update
+from slipstream.broker.messages import LenderError, OpenEpoch, SnapshotSource, Update
+from slipstream.learner.publishing.publisher import Publisher
+from tests.fakes import FakeClock
 from tests.unit.learner.fake_generators import (
     CANARY,
     WEIGHTS,
+    FakeGenerators,
     FakeSnapshots,
     make_background,
     make_publisher,
@@ -21,7 +23,7 @@ from tests.unit.learner.fake_generators import (
 )
 
 
-def test_all_living_generators_get_the_version_over_one_group():
+def test_live_generators_get_the_version_over_one_group_and_an_epoch_is_opened_only_when_members_change():
     publisher, generators, _ = make_publisher(g0="well", g1="well")
     published = publish(publisher, 1)
     assert (published.version, published.num_members) == (1, 2)
@@ -29,9 +31,6 @@ def test_all_living_generators_get_the_version_over_one_group():
     assert publish(publisher, 2).num_members == 2
     assert generators.opened_with == [2]
     assert not publisher.is_due
-
-
-def test_a_joiner_is_due_and_a_new_epoch_is_opened_when_members_change_and_only_then():
     publisher, generators, _ = make_publisher()
     assert publish(publisher, 1).num_members == 0
     assert not publisher.is_due
@@ -45,7 +44,7 @@ def test_a_joiner_is_due_and_a_new_epoch_is_opened_when_members_change_and_only_
     assert generators.opened_with == [1, 2, 1]
 
 
-def test_a_silent_member_is_evicted_and_the_others_get_the_version():
+def test_silent_and_wrong_members_are_evicted_and_retried_with_a_backoff_that_doubles():
     publisher, generators, clock = make_publisher(g0="well", g1="silent")
     publisher.set_version(stage(1))
     generators.members["g1"] = "silent"
@@ -61,9 +60,6 @@ def test_a_silent_member_is_evicted_and_the_others_get_the_version():
     assert not publisher.is_due
     clock.now += 10
     assert publisher.is_due
-
-
-def test_a_generator_with_a_failed_probe_is_evicted_and_tried_again_with_a_backoff_that_doubles():
     publisher, generators, clock = make_publisher(g0="well", g1="wrong")
     assert publish(publisher, 1).num_members == 1
     assert generators.evicted == [("g1", "evicted: version 1 was not applied: the probe differs")]
@@ -95,7 +91,7 @@ def test_a_version_is_announced_before_and_committed_after_it_is_applied_also_to
     assert background.take_published().num_members == 2
 
 
-def test_a_waiting_version_is_replaced_by_the_next_and_neither_blocks_publish_nor_overwrites_buckets_in_flight():
+def test_a_waiting_version_is_replaced_by_the_next_and_an_error_in_the_background_is_raised_in_the_learner():
     publisher, generators, _ = make_publisher(g0="well")
     background, store = make_background(publisher, make_stager(WEIGHTS[:1]))
     sent, has_started, may_finish = [], Event(), Event()
@@ -116,9 +112,19 @@ def test_a_waiting_version_is_replaced_by_the_next_and_neither_blocks_publish_no
     assert [m.version for m in generators.sent if isinstance(m, Update)] == [1, 4]
     assert (store.run_state().version, store.run_state().announced_version) == (4, 4)
     assert background.take_published().version == 4
+    publisher, generators, _ = make_publisher(g0="well")
+    background, _ = make_background(publisher)
+
+    def broken(buckets, *, timeout_s: float) -> None:
+        raise RuntimeError("a bug")
+
+    generators.broadcast = broken
+    background.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
+    with pytest.raises(RuntimeError, match="a bug"):
+        background.flush()
 
 
-def test_a_broadcast_is_aborted_when_a_member_dies_and_repeated_with_the_others():
+def test_a_broadcast_is_repeated_without_a_dead_member_and_a_late_answer_of_an_evicted_one_counts():
     publisher, generators, _ = make_publisher(g0="well", g1="well", is_one_process=False)
     is_aborted = Event()
 
@@ -133,23 +139,7 @@ def test_a_broadcast_is_aborted_when_a_member_dies_and_repeated_with_the_others(
     generators.abort = is_aborted.set
     assert publish(publisher, 1).num_members == 1
     assert generators.opened_with == [2, 1]
-
-
-def test_an_error_in_the_background_is_raised_in_the_learner():
-    publisher, generators, _ = make_publisher(g0="well")
-    background, _ = make_background(publisher)
-
-    def broken(buckets, *, timeout_s: float) -> None:
-        raise RuntimeError("a bug")
-
-    generators.broadcast = broken
-    background.publish(version=1, step=1, weights=WEIGHTS, canary=CANARY)
-    with pytest.raises(RuntimeError, match="a bug"):
-        background.flush()
-
-
-def test_a_late_answer_of_an_evicted_member_counts():
-    """A broker that restarts during a publish briefly knows no generators."""
+    # A broker that restarts during a publish briefly knows no generators.
     publisher, generators, _ = make_publisher(g0="well", g1="well")
     publish(publisher, 1)
     answer, late = generators.send, []
@@ -228,3 +218,230 @@ def test_the_backend_changes_with_the_members():
         publish(publisher, version)
         clock.now += 10
     assert generators.backends == ["nccl", "gloo", "nccl"]
+
+
+def start(**settings: Any) -> tuple[Publisher, FakeGenerators, FakeClock, FakeSnapshots]:
+    snapshots = FakeSnapshots()
+    return *make_publisher(snapshots=snapshots, **settings), snapshots
+
+
+def start_many() -> tuple[Publisher, FakeGenerators, FakeClock]:
+    names = {f"g{number:02}": "slow" for number in range(16)}
+    return start(machines={name: f"machine-{name}" for name in names}, **names)[:3]
+
+
+def test_a_joiner_fetches_its_first_version_and_does_not_disturb_the_group_before_it_holds_one():
+    publisher, generators, _, snapshots = start(g0="well")
+    published = publish(publisher, 1)
+    assert (published.num_members, published.probe_diff_max) == (1, 2e-7)
+    assert generators.updates(fetched=True) == [(1, ["g0"])]
+    assert generators.updates(fetched=False) == []
+    publish(publisher, 2)
+    assert generators.updates(fetched=False) == [(2, ["g0"])]
+    assert snapshots.added == [(1, False, [])]
+    publisher.close()
+    assert snapshots.is_closed
+    publisher, generators, _, _ = start(g0="well")
+    publish(publisher, 1)
+    publish(publisher, 2)
+    generators.set_members(g0="well", g1="slow")
+    assert publish(publisher, 3).num_members == publish(publisher, 4).num_members == 1
+    assert generators.opened_with == [1]
+    assert not publisher.is_due
+    generators.finish_fetching("g1", 3)
+    assert not publisher.is_due
+    assert publish(publisher, 5).num_members == 2
+    assert generators.opened_with == [1, 2]
+    assert generators.updates(fetched=True) == [(1, ["g0"]), (3, ["g1"])]
+
+
+def test_a_version_that_only_a_slow_member_will_hold_waits_for_it_and_one_being_fetched_is_kept():
+    publisher, generators, clock, _ = start(g0="slow")
+    started_at = clock.now
+    assert publish(publisher, 1).num_members == 0
+    assert clock.now - started_at >= 60
+    generators.finish_fetching("g0", 1)
+    assert publish(publisher, 2).num_members == 1
+    assert clock.now - started_at < 61
+    publisher, generators, _, snapshots = start(transports={"g1": "snapshot"}, g0="well", g1="slow")
+    publish(publisher, 1)
+    generators.set_members(g0="well", g1="slow", g2="well")
+    publish(publisher, 2)
+    assert snapshots.added == [(1, False, []), (2, False, [1])]
+
+
+def test_a_member_with_another_transport_joins_no_broadcast():
+    transports = {"g1": "snapshot", "g2": "delta"}
+    publisher, generators, _, snapshots = start(transports=transports, g0="well", g1="well", g2="well")
+    publish(publisher, 1)
+    publish(publisher, 2)
+    publisher.poll(timeout_s=0)
+    assert publisher.num_holding == 3
+    assert generators.updates(fetched=False) == [(2, ["g0"])]
+    assert generators.updates(fetched=True) == [(1, ["g0", "g1"]), (1, ["g2"]), (2, ["g1"]), (2, ["g2"])]
+    sources = [order.source for order in generators.sent if getattr(order, "source", None)]
+    assert [source.has_deltas for source in sources] == [False, True, False, True]
+    assert {with_delta for _, with_delta, _ in snapshots.added} == {True}
+
+
+def test_a_request_is_repeated_until_its_deadline_and_dropped_when_its_member_leaves():
+    publisher, generators, clock, _ = start(g0="well", g1="slow")
+    publish(publisher, 1)
+    clock.now += 6
+    publisher.poll(timeout_s=0)
+    # Not to the other member, which may hold a later version.
+    assert [names for _, names in generators.updates(fetched=True)] == [["g0", "g1"], ["g1"]]
+    clock.now += 660
+    publisher.poll(timeout_s=0)
+    assert generators.evicted == [("g1", "evicted: version 1 was not applied within 660 s")]
+    publisher, generators, clock, _ = start(g0="slow")
+    publish(publisher, 1)
+    generators.finish_fetching("g0", 7)
+    publisher.poll(timeout_s=0)
+    assert publisher.num_holding == 0
+    generators.set_members()
+    publisher.poll(timeout_s=0)
+    clock.now += 700
+    publisher.poll(timeout_s=0)
+    assert generators.evicted == []
+
+
+def test_a_member_that_failed_to_apply_a_version_is_evicted_and_fetches_before_it_joins_broadcasts_again():
+    publisher, generators, clock, _ = start(g0="well", g1="wrong")
+    assert publish(publisher, 1).num_members == 1
+    assert generators.evicted == [("g1", "evicted: version 1 was not applied: the probe differs")]
+    generators.members["g1"] = "well"
+    clock.now += 3
+    assert publisher.is_due
+    publisher.synchronize()
+    publisher.poll(timeout_s=0)
+    assert publisher.num_holding == 2
+    assert generators.updates(fetched=False) == []
+    publisher, generators, clock, _ = start(g0="well")
+    publish(publisher, 1)
+    generators.members["g0"] = "wrong"
+    publish(publisher, 2)
+    generators.members["g0"] = "well"
+    clock.now += 3
+    publisher.synchronize()
+    assert generators.updates(fetched=True) == [(1, ["g0"]), (2, ["g0"])]
+
+
+def test_a_fetched_version_is_outdated_by_the_next_which_is_fetched_or_broadcast():
+    publisher, generators, clock, _ = start(g0="well")
+    publish(publisher, 1)
+    generators.set_members(g0="well", g1="slow")
+    publisher.synchronize()
+    publish(publisher, 2)
+    generators.finish_fetching("g1", 1)
+    generators.members["g1"] = "well"
+    assert not publisher.is_due
+    clock.now += 6
+    assert publisher.is_due
+    publisher.synchronize()
+    assert generators.updates(fetched=False) == [(2, ["g0"])]
+    assert generators.updates(fetched=True) == [(1, ["g0"]), (1, ["g1"]), (2, ["g1"])]
+    publisher, generators, _, _ = start(g0="slow")
+    publish(publisher, 1)
+    publish(publisher, 2)
+    generators.finish_fetching("g0", 1)
+    assert publisher.is_due
+    publisher.synchronize()
+    assert generators.updates(fetched=False) == [(2, ["g0"])]
+    assert {version for version, _ in generators.updates(fetched=True)} == {1}
+
+
+def test_joiners_get_files_where_memory_cannot_be_read_and_are_evicted_with_the_reason_where_the_disk_is_full():
+    publisher, generators, clock, snapshots = start(g0="well")
+    snapshots.error = "the snapshot of version 1 must fit into /weights"
+    assert publish(publisher, 1).num_members == 0
+    assert generators.evicted == [("g0", f"evicted: {snapshots.error}")]
+    snapshots.error = ""
+    clock.now += 3
+    assert publisher.synchronize().num_members == 1
+    publisher, generators, clock, snapshots = start(machines=HERE, g0="wrong")
+    publish(publisher, 1)
+    generators.set_members(g0="well")
+    clock.now += 100
+    publish(publisher, 2)
+    assert [bool(source.memory) for source in sources(generators)] == [True, False]
+    assert snapshots.added == [(2, False, [])]
+
+
+@pytest.mark.parametrize("trusts_network", [False, True])
+def test_on_an_untrusted_network_a_member_elsewhere_fetches_deltas_and_the_reason_is_recorded_once(trusts_network):
+    machines = {"g0": "", "g1": "elsewhere"}
+    publisher, generators, _, _ = start(machines=machines, trusts_network=trusts_network, g0="well", g1="well")
+    for version in (1, 2, 3):
+        publish(publisher, version)
+        generators.set_members(g0="well", g1="well")
+        publisher.poll(timeout_s=0)
+    assert publisher.num_holding == 2
+    assert generators.updates(fetched=False) == ([(2, ["g1"]), (3, ["g1"])] if trusts_network else [])
+    assert [name for name, _ in generators.evicted] == ([] if trusts_network else ["g1"])
+    assert all("cluster.trusted_network" in reason for _, reason in generators.evicted)
+
+
+def test_few_members_elsewhere_are_sent_to_the_learner_and_lenders_that_alter_weights_are_reported():
+    publisher, generators, clock = start_many()
+    publisher.set_version(stage(1))
+    publisher.poll(timeout_s=0)
+    publisher._fetches.request(stage(1))
+    orders = list(generators.sent)
+    assert sorted(len(order.members) for order in orders if not order.source.lenders) == [2, 6]
+    assert sum(len(order.members) for order in orders) == 16
+    assert all(bool(order.digests) == bool(order.source.lenders) for order in orders)
+    clock.now += 6
+    publisher.poll(timeout_s=0)
+    # One message per member: the other recipients may have finished.
+    repeated = [[each.peer_id for each in order.members] for order in generators.sent[len(orders) :]]
+    assert sorted(repeated) == [[name] for name in sorted(generators.members)]
+    publisher, generators, _ = start_many()
+    publish(publisher, 1)
+    order = next(order for order in generators.sent if getattr(order, "source", None) and order.source.lenders)
+    liar, by = order.source.lenders[0], order.members[0].peer_id
+    generators.evicted.clear()
+    generators.finish_fetching(by, 1, lender_errors=[LenderError(liar, "bucket 0 differs", is_altered=True)])
+    publisher.poll(timeout_s=0)
+    ((name, reason),) = generators.evicted
+    assert liar == generators.lends_at(name)
+    assert f"{by} got other weights from it than were published: bucket 0 differs" in reason
+
+
+HERE = {"g0": "", "g1": ""}
+
+
+def sources(generators: FakeGenerators) -> list[SnapshotSource]:
+    return [order.source for order in generators.sent if isinstance(order, Update) and order.source]
+
+
+def test_members_on_the_learners_machine_read_its_memory_and_a_version_waits_for_all_of_them():
+    publisher, generators, clock, snapshots = start(machines=HERE, g0="well", g1="well")
+    for version in (1, 2):
+        staged = stage(version)
+        publisher.set_version(staged)
+        assert publisher.synchronize().num_members == 2
+        assert sources(generators)[-1].memory == staged.memory.path
+    assert generators.updates(fetched=True) == [(1, ["g0", "g1"]), (2, ["g0", "g1"])]
+    assert generators.updates(fetched=False) == snapshots.added == generators.opened_with == []
+    generators.set_members(g0="well", g1="slow")
+    started_at = clock.now
+    assert publish(publisher, 3).num_members == 1
+    assert 60 <= clock.now - started_at < 62
+
+
+@pytest.mark.parametrize("ends_by", ["answering", "leaving", "missing its deadline"])
+def test_memory_is_overwritten_only_once_every_reader_has_answered(ends_by: str):
+    publisher, generators, clock, _ = start(machines=HERE, g0="well", g1="slow")
+    publisher.set_version(stage(1))
+    publisher.poll(timeout_s=0)
+    publisher._fetches.request(publisher._staged)
+    if ends_by == "answering":
+        generators.finish_fetching("g1", 1)
+    elif ends_by == "leaving":
+        generators.set_members(g0="well")
+    else:
+        clock.now += 1000
+    publisher.poll(timeout_s=0)
+    before = publisher.set_version(stage(2))
+    assert (before is not None) == (ends_by == "answering")

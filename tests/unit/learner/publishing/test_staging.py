@@ -1,5 +1,3 @@
-"""Versions staged on a GPU keep their bytes and don't block the learner. Probes use the run's prompts."""
-
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from tests.builders import make_run
 from tests.cuda_fake import FakeCuda
 from tests.tiny_model import make_tiny_model
 from tests.unit.learner.fake_generators import make_background, make_publisher
-from tests.unit.learner.metrics.test_token_stats import make_stats
+from tests.unit.learner.training.test_step_metrics import make_stats
 
 SHAPES = {"a": (2, 3), "b": (5,), "c": (4, 4)}
 METADATA = [(name, shape, torch.float32) for name, shape in SHAPES.items()]
@@ -138,12 +136,9 @@ def publish_with_diffs(*diffs: float, dtype: torch.dtype, max_probe_diff: float 
     return [message.max_probe_diff for message in generators.sent if isinstance(message, Update)]
 
 
-def test_below_float32_the_first_version_calibrates_the_probe():
+def test_the_first_version_calibrates_the_probe_below_float32_alone():
     assert publish_with_diffs(0.02, 0.05, 0.01, dtype=torch.bfloat16) == [0.3, pytest.approx(0.06), pytest.approx(0.06)]
     assert publish_with_diffs(0.001, 0.001, dtype=torch.bfloat16, max_probe_diff=0.05) == [0.3, 0.05]
-
-
-def test_in_float32_only_the_setting_counts():
     assert publish_with_diffs(0.0005, 0.0005, dtype=torch.float32) == [0.001, 0.001]
 
 
@@ -167,9 +162,7 @@ def first_row(*, rounding: float, offset: float, share: float = 1.0) -> dict[str
     ],
     ids=["constant-float32", "constant-bfloat16", "negative", "speculative-decoding", "cancels-in-the-mean"],
 )
-def test_log_probabilities_that_the_learner_does_not_confirm_stop_the_first_step(
-    limit: float, row: dict[str, float]
-) -> None:
+def test_log_probabilities_that_the_learner_does_not_confirm_stop_the_first_step(limit: float, row: dict[str, float]):
     run = make_run(generators={"engine": {"kind": "hf"}})
     check_first_step(first_row(rounding=min(row["rounding"], 0.02), offset=0.0), run=run, limit=limit)
     with pytest.raises(SampledLogprobsError, match="those of step 1 must be the learner's"):
@@ -192,7 +185,7 @@ def test_a_first_step_without_comparable_log_probabilities_is_not_judged(unlike:
     check_first_step(wrong, run=load([*settings, *unlike]), limit=1e-3)
 
 
-def test_the_probe_is_of_the_runs_own_prompts(tmp_path: Path):
+def test_the_probe_is_of_the_runs_own_prompts_or_without_their_file_of_random_tokens(tmp_path: Path):
     model, data = make_tiny_model(tmp_path / "model"), tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps({"question": f"{n}{n + 1}=", "answer": "0"}) + "\n" for n in range(40)))
     run = load([f"model.path={model}", f"data.train={data}"])
@@ -203,8 +196,5 @@ def test_the_probe_is_of_the_runs_own_prompts(tmp_path: Path):
     canary = canary_token_ids(run, vocab_size=41, text=tokens)
     assert canary.shape == (4, 16)
     assert canary.flatten().tolist() == tokens
-
-
-def test_without_the_file_the_probe_is_of_random_tokens(tmp_path: Path):
     run = load([f"model.path={make_tiny_model(tmp_path)}", f"data.train={tmp_path / 'elsewhere.parquet'}"])
     assert prompt_tokens(run, num_tokens=64) == []

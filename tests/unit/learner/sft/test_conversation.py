@@ -1,5 +1,3 @@
-"""Conversations with templates that don't render a turn the same way in every place."""
-
 import json
 from typing import Any
 
@@ -7,7 +5,7 @@ import pytest
 
 from slipstream.configs.base import ConfigError
 from slipstream.generators.tokenization import PromptEncoder
-from slipstream.learner.sft.conversation import chat_pieces
+from slipstream.learner.sft.conversation import Piece, chat_pieces
 from slipstream.learner.sft.dataset import tokenize
 from tests.builders import make_prompt
 from tests.unit.generators.chat import TEMPLATES, make_chat_tokenizer
@@ -15,9 +13,8 @@ from tests.unit.generators.chat import TEMPLATES, make_chat_tokenizer
 HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
 QWEN3 = TEMPLATES["qwen3"][0]
 # Drops the reasoning of every finished turn, which its header opens.
-DEEPSEEK_R1 = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
-) + HEADER
+DEEPSEEK_R1 = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|im_end|>\n"
+DEEPSEEK_R1 += "{% endfor %}" + HEADER
 # A finished turn without reasoning has an empty one on the same line.
 NEMOTRON = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think></think>{% endif %}"
@@ -50,62 +47,56 @@ BETWEEN = "<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n"
 THINK = "<think>\n"
 
 
+def pieces_of(template: str, messages: list[dict[str, Any]], **settings: Any) -> list[Piece]:
+    """Pieces of a conversation with this template and Qwen's tokens."""
+    tokenizer = make_chat_tokenizer("qwen3")
+    tokenizer.chat_template = template
+    return chat_pieces(messages, tokenizer=tokenizer, **settings)
+
+
+def texts_of(template: str, messages: list[dict[str, Any]], **settings: Any) -> list[str]:
+    return [piece.text for piece in pieces_of(template, messages, **settings)]
+
+
+PHI_HEADER, GPT_HEADER = "<|im_end|>\n<|assistant|>\n", "<|im_end|><|im_start|>assistant<|header|>"
+
+
 @pytest.mark.parametrize(
     ("template", "pieces"),
     [
-        (
-            QWEN3,
-            [OPENED, "<think>\nA\n</think>\n\n2<|im_end|>\n", BETWEEN, "<think>\n\n</think>\n\n4<|im_end|>\n"],
-        ),
+        (QWEN3, [OPENED, "<think>\nA\n</think>\n\n2<|im_end|>\n", BETWEEN, "<think>\n\n</think>\n\n4<|im_end|>\n"]),
         (DEEPSEEK_R1, [OPENED + THINK, "A\n</think>\n\n2<|im_end|>\n", BETWEEN + THINK, "</think>\n\n4<|im_end|>\n"]),
-        (
-            PHI,
-            [
-                "<|user|>\n1<|im_end|>\n<|assistant|>\n",
-                "2<|im_end|>\n",
-                "<|user|>\n3<|im_end|>\n<|assistant|>\n",
-                "4<|im_end|>\n</s>",
-            ],
-        ),
-        (
-            GPT_OSS,
-            [
-                "<|im_start|>user<|header|>1<|im_end|><|im_start|>assistant<|header|>",
-                "2<|/turn|>",
-                "<|im_end|><|im_start|>user<|header|>3<|im_end|><|im_start|>assistant<|header|>",
-                "4<|/turn|>",
-            ],
-        ),
+        (PHI, [f"<|user|>\n1{PHI_HEADER}", "2<|im_end|>\n", f"<|user|>\n3{PHI_HEADER}", "4<|im_end|>\n</s>"]),
+        (GPT_OSS, [
+            f"<|im_start|>user<|header|>1{GPT_HEADER}", "2<|/turn|>",
+            f"<|im_end|><|im_start|>user<|header|>3{GPT_HEADER}", "4<|/turn|>",
+        ]),
     ],
     ids=["qwen3", "deepseek-r1", "phi", "gpt-oss"],
-)
+)  # fmt: skip
 def test_each_turn_is_rendered_as_the_last_one(template: str, pieces: list[str]):
-    tokenizer = make_chat_tokenizer("qwen3")
-    tokenizer.chat_template = template
     messages = MESSAGES
     if template in (PHI, GPT_OSS):
         messages = [m | {"content": m["content"].split("\n")[-1]} for m in MESSAGES]
-    found = chat_pieces(messages, tokenizer=tokenizer)
-    assert [piece.text for piece in found] == pieces
-    assert [piece.is_model for piece in found] == [False, True, False, True]
+    found = pieces_of(template, messages)
+    assert [(piece.text, piece.is_model) for piece in found] == [*zip(pieces, [False, True] * 2, strict=True)]
 
 
 def test_a_turn_without_reasoning_ends_the_reasoning_that_its_header_opens():
-    tokenizer = make_chat_tokenizer("qwen3")
-    tokenizer.chat_template = NEMOTRON
-    found = chat_pieces([MESSAGES[0], MESSAGES[3]], tokenizer=tokenizer)
-    assert [piece.text for piece in found] == [OPENED + THINK, "</think>\n\n4<|im_end|>\n"]
+    found = texts_of(NEMOTRON, [MESSAGES[0], MESSAGES[3]])
+    assert found == [OPENED + THINK, "</think>\n\n4<|im_end|>\n"]
     reasoned = {**MESSAGES[3], "reasoning_content": "B"}
-    found = chat_pieces([MESSAGES[0], reasoned], tokenizer=tokenizer)
-    assert found[1].text == "B\n</think>\n\n4<|im_end|>\n"
+    assert texts_of(NEMOTRON, [MESSAGES[0], reasoned])[1] == "B\n</think>\n\n4<|im_end|>\n"
 
 
 OPENS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>\n"
 CLOSES = "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + HEADER
 LAST = "{{ m.content.split('</think>')[-1] | trim }}"
+AS_FIELD = [MESSAGES[0], {**MESSAGES[1], "reasoning_content": "A", "content": "2"}, *MESSAGES[2:]]
+each_form = pytest.mark.parametrize("messages", [MESSAGES, AS_FIELD], ids=["text", "field"])
 
 
-@pytest.mark.parametrize("is_field", [False, True])
+@each_form
 @pytest.mark.parametrize(
     ("finished", "no_thought"),
     [
@@ -115,74 +106,47 @@ LAST = "{{ m.content.split('</think>')[-1] | trim }}"
         ("<think></think>" + LAST, "</think>\n\n"),  # opened again
     ],
 )
-def test_a_finished_turn_that_lacks_the_reasoning_its_header_opens_gets_it(
-    finished: str, no_thought: str, is_field: bool
-):
-    tokenizer = make_chat_tokenizer("qwen3")
-    tokenizer.chat_template = OPENS + finished + CLOSES
-    messages = MESSAGES
-    if is_field:
-        messages = [MESSAGES[0], {**MESSAGES[1], "reasoning_content": "A", "content": "2"}, *MESSAGES[2:]]
+def test_a_finished_turn_that_lacks_the_reasoning_its_header_opens_gets_it(finished: str, no_thought: str, messages):
     for known in (messages, messages[:2]):
-        found = [piece.text for piece in chat_pieces(known, tokenizer=tokenizer)]
         expected = [OPENED + THINK, "A\n</think>\n\n2<|im_end|>\n", BETWEEN + THINK, f"{no_thought}4<|im_end|>\n"]
-        assert found == expected[: len(known)]
+        assert texts_of(OPENS + finished + CLOSES, known) == expected[: len(known)]
 
 
 HEAD = "{% for m in messages %}<|im_start|>{{ m.role }}\n"
 TAIL = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 # Kimi K2 Thinking: a finished turn has an empty reasoning, which its header does not open.
-EMPTY = (
-    HEAD.replace("\n", "") + "{% if m.role == 'assistant' %}<think></think>{% endif %}" + LAST + TAIL.replace("\n", "")
-)
+EMPTY = HEAD.strip("\n") + "{% if m.role == 'assistant' %}<think></think>{% endif %}" + LAST + TAIL.replace("\n", "")
 # Gemma 4: a finished turn has none.
 STRIPPED = HEAD + LAST + TAIL
 
 
-@pytest.mark.parametrize("is_field", [False, True])
-def test_the_reasoning_that_a_template_empties_is_put_back(is_field: bool):
-    tokenizer = make_chat_tokenizer("qwen3")
-    tokenizer.chat_template = EMPTY
-    reasoned = {**MESSAGES[1], "reasoning_content": "A", "content": "2"} if is_field else MESSAGES[1]
-    found = [piece.text for piece in chat_pieces([MESSAGES[0], reasoned, *MESSAGES[2:]], tokenizer=tokenizer)]
+@each_form
+def test_the_reasoning_that_a_template_empties_is_put_back(messages: list[dict[str, Any]]):
+    found = texts_of(EMPTY, messages)
     assert found[1::2] == ["<think>A</think>2<|im_end|>", "<think></think>4<|im_end|>"]
     assert "think" not in found[0] + found[2]
 
 
-def test_the_reasoning_that_a_template_strips_is_kept_as_written_or_refused():
-    tokenizer = make_chat_tokenizer("qwen3")
-    tokenizer.chat_template = STRIPPED
+def test_the_reasoning_that_a_template_strips_is_kept_as_written():
     written = {**MESSAGES[1], "content": "<think>\nA\n</think>2"}
-    found = [piece.text for piece in chat_pieces([MESSAGES[0], written, *MESSAGES[2:]], tokenizer=tokenizer)]
+    found = texts_of(STRIPPED, [MESSAGES[0], written, *MESSAGES[2:]])
     assert found == [OPENED, "<think>\nA\n</think>2<|im_end|>\n", BETWEEN, "4<|im_end|>\n"]
-    with pytest.raises(ConfigError, match=r"reasoning of a turn, but omits 'A': .*, or write it at the start"):
-        chat_pieces([MESSAGES[0], {**MESSAGES[3], "reasoning_content": "A"}], tokenizer=tokenizer)
 
 
 def test_a_header_without_a_line_end_is_followed_by_reasoning_without_one():
-    tokenizer = make_chat_tokenizer("qwen3")
     # DeepSeek V3.1: a finished turn has only the end of the reasoning.
     finished = OPENS.replace("<think>\n", "</think>") + LAST + CLOSES.replace("<think>\n", "<think>")
-    tokenizer.chat_template = finished
-    found = [piece.text for piece in chat_pieces(MESSAGES, tokenizer=tokenizer)]
+    found = texts_of(finished, MESSAGES)
     assert found[1::2] == ["A</think>2<|im_end|>\n", "</think>4<|im_end|>\n"]
     assert found[::2] == [OPENED + "<think>", BETWEEN + "<think>"]
 
 
 def test_variables_and_tools_reach_the_template():
-    tokenizer = make_chat_tokenizer("qwen3")
     tools: list[Any] = [{"type": "function", "function": {"name": "add"}}]
-    off = chat_pieces(MESSAGES, tokenizer=tokenizer, tools=tools, variables={"enable_thinking": False})
-    assert off[0].text.startswith('<|im_start|>system\n[{"type": "function", ')
-    assert off[2].text.endswith("<think>\n\n</think>\n\n")
-    assert off[3].text == "4<|im_end|>\n"
-
-
-def test_a_turn_that_does_not_follow_its_header_is_refused():
-    tokenizer = make_chat_tokenizer("qwen3")
-    tokenizer.chat_template = OTHER
-    with pytest.raises(ConfigError, match="with the header that it opens the turn with, but they differ after"):
-        chat_pieces(MESSAGES, tokenizer=tokenizer)
+    off = texts_of(QWEN3, MESSAGES, tools=tools, variables={"enable_thinking": False})
+    assert off[0].startswith('<|im_start|>system\n[{"type": "function", ')
+    assert off[2].endswith("<think>\n\n</think>\n\n")
+    assert off[3] == "4<|im_end|>\n"
 
 
 # Qwen: arguments are records
@@ -207,13 +171,11 @@ RESULT = [{"role": "tool", "content": "3"}, MESSAGES[3]]
 @pytest.mark.parametrize("function", [ADD_TEXT, {"name": "add", "arguments": {"a": "ä"}}], ids=["text", "record"])
 @pytest.mark.parametrize("template", [CALLS, TEXTS, EITHER], ids=["records", "texts", "either"])
 def test_arguments_of_calls_are_text_or_records_and_the_text_beside_them_may_be_null(template: str, function: Any):
-    tokenizer = make_chat_tokenizer("qwen3")
-    tokenizer.chat_template = template
     calling = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
-    found = chat_pieces([MESSAGES[0], calling, *RESULT], tokenizer=tokenizer)
-    written = found[1].text.removeprefix("<tool_call>").removesuffix("<|im_end|>\n")
+    found = texts_of(template, [MESSAGES[0], calling, *RESULT])
+    written = found[1].removeprefix("<tool_call>").removesuffix("<|im_end|>\n")
     assert json.loads(written) == (ADD if function is ADD_TEXT else function)
-    assert found[2].text == "<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
+    assert found[2] == "<|im_start|>tool\n3<|im_end|>\n<|im_start|>assistant\n"
 
 
 # Mistral, Llama 3.1: calls take the place of the text, and the earlier turns end with another token
@@ -226,42 +188,38 @@ CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", 
 
 
 def test_a_turn_with_calls_is_followed_by_the_text_after_its_last_call():
-    tokenizer = make_chat_tokenizer("qwen3")
-    tokenizer.chat_template = INSTEAD
-    found = chat_pieces([MESSAGES[0], CALL, *RESULT], tokenizer=tokenizer)
-    assert json.loads(found[1].text.removeprefix("<tool_call>").removesuffix("<|turn|>"))["name"] == "add"
-    assert found[2].text == "<|im_end|><|im_start|>tool\n3<|im_end|><|im_start|>assistant\n"
-
-
-def test_a_call_that_another_message_shortens_is_refused():
-    tokenizer = make_chat_tokenizer("qwen3")
-    tokenizer.chat_template = INSTEAD.replace("{% else %}", "{{ ';' if loop.last }}{% else %}")
-    with pytest.raises(ConfigError, match=r"every turn as the last one, but replaces ';<.turn.>': provide the columns"):
-        chat_pieces([MESSAGES[0], CALL, *RESULT], tokenizer=tokenizer)
-
-
-def test_an_end_that_depends_on_the_text_of_the_turn_is_refused():
-    tokenizer = make_chat_tokenizer("qwen3")
-    tokenizer.chat_template = GPT_OSS.replace("'<|/turn|>'", "('.!' if m.content | length > 9 else '.') ~ '<|/turn|>'")
-    tokenizer.chat_template = tokenizer.chat_template.replace("else '<|im_end|>'", "else '.<|im_end|>'")
-    with pytest.raises(
-        ConfigError, match=r"every turn as the last one, but replaces '!<./turn.>': provide the columns"
-    ):
-        chat_pieces([MESSAGES[0], MESSAGES[3], *MESSAGES[2:]], tokenizer=tokenizer)
-
-
-@pytest.mark.parametrize("calls", ["[]", ["add"], [{"function": "add"}]])
-def test_calls_that_are_no_records_are_named(calls: Any):
-    with pytest.raises(ConfigError, match="`tool_calls` must hold a list of records with `function`, a record, got"):
-        chat_pieces([MESSAGES[0], CALL | {"tool_calls": calls}], tokenizer=make_chat_tokenizer("qwen3"))
+    found = texts_of(INSTEAD, [MESSAGES[0], CALL, *RESULT])
+    assert json.loads(found[1].removeprefix("<tool_call>").removesuffix("<|turn|>"))["name"] == "add"
+    assert found[2] == "<|im_end|><|im_start|>tool\n3<|im_end|><|im_start|>assistant\n"
 
 
 @pytest.mark.parametrize("call", [{"function": {"name": "add"}}, {"name": "add", "arguments": "{}"}])
 def test_a_call_may_lack_arguments_or_the_field_function(call: Any):
-    tokenizer = make_chat_tokenizer("qwen3")
-    tokenizer.chat_template = CALLS
-    found = chat_pieces([MESSAGES[0], CALL | {"tool_calls": [call]}], tokenizer=tokenizer)
-    assert found[1].text == """<tool_call>{"name": "add", "arguments": {}}<|im_end|>\n"""
+    found = texts_of(CALLS, [MESSAGES[0], CALL | {"tool_calls": [call]}])
+    assert found[1] == """<tool_call>{"name": "add", "arguments": {}}<|im_end|>\n"""
+
+
+SHORTENED = INSTEAD.replace("{% else %}", "{{ ';' if loop.last }}{% else %}")
+LENGTHENED = GPT_OSS.replace("'<|/turn|>'", "('.!' if m.content | length > 9 else '.') ~ '<|/turn|>'")
+LENGTHENED = LENGTHENED.replace("else '<|im_end|>'", "else '.<|im_end|>'")
+REASONED = {**MESSAGES[3], "reasoning_content": "A"}
+NO_RECORDS = "`tool_calls` must hold a list of records with `function`, a record, got"
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "complaint"),
+    [
+        (STRIPPED, [REASONED], r"reasoning of a turn, but omits 'A': .*, or write it at the start"),
+        (OTHER, MESSAGES[1:], "with the header that it opens the turn with, but they differ after"),
+        (SHORTENED, [CALL, *RESULT], r"every turn as the last one, but replaces ';<.turn.>': provide the columns"),
+        # The end depends on the text of the turn.
+        (LENGTHENED, MESSAGES[3:] + MESSAGES[2:], r"as the last one, but replaces '!<./turn.>': provide the columns"),
+        *((QWEN3, [CALL | {"tool_calls": calls}], NO_RECORDS) for calls in ("[]", ["add"], [{"function": "add"}])),
+    ],
+)
+def test_what_a_template_cannot_render_is_refused(template: str, turns: list[dict[str, Any]], complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        pieces_of(template, [MESSAGES[0], *turns])
 
 
 CHATML = TEMPLATES["chatml"][0]
@@ -278,14 +236,11 @@ CHATML = TEMPLATES["chatml"][0]
         (INSTEAD, "<think>\nA\n</think>\n\n12", "the reasoning of a turn, but omits 'A': set model.chat_template"),
     ],
 )
-def test_a_template_that_omits_calls_or_the_text_beside_them_is_refused(
-    template: str, content: str, complaint: str, rest: list[Any]
-):
+def test_a_template_that_omits_calls_or_the_text_beside_them_is_refused(template, content, complaint, rest):
     tokenizer = make_chat_tokenizer("qwen3")
-    tokenizer.chat_template = template
     end_ids = [9999, tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|turn|>")]
     with pytest.raises(ConfigError, match=complaint):
-        chat_pieces([MESSAGES[0], CALL | {"content": content}, *rest], tokenizer=tokenizer, end_ids=end_ids)
+        pieces_of(template, [MESSAGES[0], CALL | {"content": content}, *rest], end_ids=end_ids)
 
 
 @pytest.mark.parametrize("family", TEMPLATES)

@@ -19,10 +19,8 @@ from tests.builders import make_trajectory
 from tests.tiny_model import make_tokenizer
 from tests.unit.learner.builders import make_model, make_run
 
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}={{ m.content }}<eos>+{% endfor %}"
-    "{% if add_generation_prompt %}assistant={% endif %}"
-)
+TEMPLATE = "{% for m in messages %}{{ m.role }}={{ m.content }}<eos>+{% endfor %}"
+TEMPLATE += "{% if add_generation_prompt %}assistant={% endif %}"
 FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else 'x' }} {% endfor %}"
 HEADERS = (
     "{% for m in messages %}{{ '<pad>' if m.role == 'user' else '=' }}{{ m.content }}{% endfor %}"
@@ -53,16 +51,9 @@ def sft_run(folder: Path, rows=ROWS, *, max_length=64, template: str | None = No
         chat_tokenizer(template or None).save_pretrained(model)
         if not template:
             (model / "chat_template.jinja").unlink(missing_ok=True)
-    run = make_run(model, mode="sft", sft=SftConfig(train_path=make_file(folder, rows), **sft))
+    run = make_run(model, mode="sft", sft=SftConfig(**({"train_path": make_file(folder, rows)} | sft)))
     model = ModelConfig(dtype="float32", path=str(model), max_length=max_length, chat_template_kwargs=variables or {})
     return msgspec.structs.replace(run, model=model, data=msgspec.structs.replace(run.data, **(data or {})))
-
-
-def refusal(folder, rows=ROWS, **settings) -> str:
-    with pytest.raises(ConfigError) as caught:
-        read_train(sft_run(folder, rows, **settings))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 RECORD = {"question": "12=", "reward_model": {"style": "rule", "ground_truth": "21"}}
@@ -118,26 +109,6 @@ def test_rows_show_their_tools_and_set_variables_of_the_template(tmp_path, form,
     assert make_tokenizer().decode(found.token_ids) == f"{start}1+2<eos>3<eos>"
 
 
-@pytest.mark.parametrize(
-    ("columns", "complaint"),
-    [
-        ({"tools": "add"}, "row 0: `tools` must hold a list of schemas, or its JSON text, got 'add'"),
-        ({"tools": "{}"}, "row 0: `tools` must hold a list of schemas, or its JSON text, got '{}'"),
-        ({"chat_template_kwargs": [1]}, "row 0: `chat_template_kwargs` must hold a record, or its JSON text"),
-        ({"chat_template_kwargs": {"tokenize": True}}, "row 0: chat_template_kwargs must hold variables of the templ"),
-    ],
-)
-def test_tools_and_variables_of_the_wrong_kind_are_refused(tmp_path, columns, complaint):
-    assert complaint in refusal(tmp_path, [{"messages": ANSWERED} | columns], template=SHOWING)
-
-
-def test_variables_that_cannot_apply_are_refused(tmp_path):
-    messages = [{"messages": ANSWERED}]
-    assert "never mentions 'lvl'" in refusal(tmp_path, messages, template=SHOWING, variables={"lvl": "5"})
-    found = refusal(tmp_path, [TEXT], template=SHOWING, variables={"level": "5"}, objective="pairs")
-    assert "model.chat_template_kwargs must be empty for pairs" in found
-
-
 def test_token_ids_need_no_tokenizer(tmp_path):
     run = sft_run(tmp_path, [{"token_ids": [4, 5, 6], "model_mask": [False, True, True]}])
     (Path(run.model.path) / "tokenizer.json").unlink()
@@ -160,40 +131,63 @@ def test_a_held_out_file_is_read_from_its_beginning(tmp_path):
 
 
 UNFIT = [*ROWS, *({"prompt": "1=", "response": none} for none in ("", None)), {"prompt": "1" * 64, "response": "1"}]
+SKIP = {"data": {"on_too_long": "skip"}}
+SHOWN = {"template": SHOWING}
+PAIRS = {"objective": "pairs", "template": "{% for m in messages %}{{ m.content }}={% endfor %}"}
+TEXT = {"prompt": "1=", "chosen": "2", "rejected": "3"}
 
 
-def test_unfit_rows_are_refused_by_default_and_skipped_and_counted_on_request(tmp_path):
-    assert "row 2: the response must not be empty" in refusal(tmp_path, UNFIT)
-    assert "row 1: it must hold at most model.max_length (6) tokens, got 8" in refusal(tmp_path, max_length=6)
-    data = {"on_too_long": "skip"}
-    file = read_train(sft_run(tmp_path, UNFIT, data=data))
+def test_unfit_rows_are_skipped_and_counted_on_request(tmp_path):
+    file = read_train(sft_run(tmp_path, UNFIT, **SKIP))
     assert (len(file.demonstrations), file.num_empty, file.num_too_long) == (2, 2, 1)
-    assert "got none: 2 rows with nothing to learn and 1 longer" in refusal(
-        tmp_path, UNFIT[2:], data={"on_too_long": "skip"}
-    )
-    assert "must hold at least one demonstration" in refusal(tmp_path, pa.Table.from_pylist(ROWS).slice(0, 0))
 
 
 @pytest.mark.parametrize(
-    ("row", "what", "settings"),
+    ("rows", "complaint", "settings"),
     [
-        ({"prompt": "1", "reply": "2"}, "must have the column `response`, got only prompt, reply", {}),
-        ({"token_ids": [4, 5]}, "must have the column `prompt`, got only token_ids", {}),
-        ({"prompt": "1", "record": {"a": "2"}}, "`record.missing`", MISSING),
-        ({"prompt": 1, "response": "2"}, "`prompt` must hold text or lists of messages, got int64", {}),
-        ({"prompt": "1", "response": 2}, "`response` must hold text, got int64", {}),
-        ({"messages": "1"}, "`messages` must hold lists of records with `role` and `content`", {}),
-        ({"messages": [{"from": "user", "text": "1"}]}, "`messages` must hold lists of records", {}),
-        ({"token_ids": ["4"], "model_mask": [True]}, "`token_ids` must hold lists of integers", {}),
-        ({"token_ids": [4], "model_mask": [0.5]}, "`model_mask` must hold lists of booleans", {}),
-        ({"token_ids": [4, 5], "model_mask": [True]}, "row 0: token_ids and model_mask must be filled lists", {}),
-        ({"token_ids": [4, 5000], "model_mask": [False, True]}, "row 0: token ids must lie between 0 and 40", {}),
-        ({"token_ids": [-1, 5], "model_mask": [False, True]}, "row 0: token ids must lie between 0 and 40", {}),
-        ({"messages": ANSWERED}, "lists of messages need a chat template", {"template": ""}),
+        (UNFIT, "row 2: the response must not be empty", {}),
+        (ROWS, "row 1: it must hold at most model.max_length (6) tokens, got 8", {"max_length": 6}),
+        (UNFIT[2:], "got none: 2 rows with nothing to learn and 1 longer", SKIP),
+        (pa.Table.from_pylist(ROWS).slice(0, 0), "must hold at least one demonstration", {}),
+        ([ROWS[0], {"prompt": None, "response": "2"}], "row 1: `prompt` must be filled", {}),
+        ([{"prompt": "1", "reply": "2"}], "must have the column `response`, got only prompt, reply", {}),
+        ([{"token_ids": [4, 5]}], "must have the column `prompt`, got only token_ids", {}),
+        ([{"prompt": "1", "record": {"a": "2"}}], "`record.missing`", MISSING),
+        ([{"prompt": 1, "response": "2"}], "`prompt` must hold text or lists of messages, got int64", {}),
+        ([{"prompt": "1", "response": 2}], "`response` must hold text, got int64", {}),
+        ([{"messages": "1"}], "`messages` must hold lists of records with `role` and `content`", {}),
+        ([{"messages": [{"from": "user", "text": "1"}]}], "`messages` must hold lists of records", {}),
+        ([{"token_ids": ["4"], "model_mask": [True]}], "`token_ids` must hold lists of integers", {}),
+        ([{"token_ids": [4], "model_mask": [0.5]}], "`model_mask` must hold lists of booleans", {}),
+        ([{"token_ids": [4, 5], "model_mask": [True]}], "row 0: token_ids and model_mask must be filled lists", {}),
+        ([{"token_ids": [4, 5000], "model_mask": [False, True]}], "row 0: token ids must lie between 0 and 40", {}),
+        ([{"token_ids": [-1, 5], "model_mask": [False, True]}], "row 0: token ids must lie between 0 and 40", {}),
+        ([{"messages": ANSWERED}], "lists of messages need a chat template", {"template": ""}),
+        ([{"messages": ANSWERED, "tools": "add"}], "row 0: `tools` must hold a list of schemas, .*, got 'add'", SHOWN),
+        ([{"messages": ANSWERED, "tools": "{}"}], "row 0: `tools` must hold a list of schemas, .*, got '{}'", SHOWN),
+        (
+            [{"messages": ANSWERED, "chat_template_kwargs": [1]}],
+            "row 0: `chat_template_kwargs` must hold a record, or its JSON text", SHOWN,
+        ),
+        (
+            [{"messages": ANSWERED, "chat_template_kwargs": {"tokenize": True}}],
+            "row 0: chat_template_kwargs must hold variables of the templ", SHOWN,
+        ),
+        ([{"messages": ANSWERED}], "never mentions 'lvl'", SHOWN | {"variables": {"lvl": "5"}}),
+        (
+            [TEXT], "model.chat_template_kwargs must be empty for pairs",
+            SHOWN | {"variables": {"level": "5"}, "objective": "pairs"},
+        ),
+        ([TEXT | {"chosen": ""}], "row 0: the response must not be empty", PAIRS),
+        ([{"prompt": "1=", "chosen": "2"}], "must have the column `rejected`", PAIRS),
     ],
-)
-def test_columns_that_are_missing_or_of_the_wrong_kind_are_named(tmp_path, row, what, settings):
-    assert what in refusal(tmp_path, [row], **settings)
+)  # fmt: skip
+def test_rows_settings_and_columns_that_do_not_fit_are_named(tmp_path, rows, complaint, settings):
+    with pytest.raises(ConfigError) as caught:
+        read_train(sft_run(tmp_path, rows, **settings))
+    parts = complaint.split(".*")
+    assert [part for part in parts if part not in str(caught.value)] == []
+    assert "\n" not in str(caught.value)
 
 
 SHAREGPT = [{"from": "human", "value": "1+2"}, {"from": "gpt", "value": "3"}]
@@ -213,7 +207,7 @@ SHAREGPT = [{"from": "human", "value": "1+2"}, {"from": "gpt", "value": "3"}]
 def test_common_columns_are_read_from_every_format(tmp_path, suffix, row, text):
     if suffix == "csv" and len(row) == 1:
         pytest.skip("CSV holds no lists")
-    run = sft_run(tmp_path, template=TEMPLATE if len(row) == 1 else None)
+    template = {"template": TEMPLATE} if len(row) == 1 else {}
     path, lines = tmp_path / f"mine.{suffix}", "\n".join(json.dumps(each) for each in [row, {**row, "index": 1}, row])
     table = pa.Table.from_pylist([row] * 3)
     if suffix == "csv":
@@ -223,33 +217,23 @@ def test_common_columns_are_read_from_every_format(tmp_path, suffix, row, text):
     else:
         text_of = {"jsonl": lines, "jsonl.gz": lines, "json": f"[{lines.replace(chr(10), ',')}]"}[suffix].encode()
         path.write_bytes(gzip.compress(text_of) if suffix.endswith("gz") else text_of)
-    sft = msgspec.structs.replace(run.sft, train_path=str(path))
-    data = msgspec.structs.replace(run.data, max_rows=2)
-    found = read_train(msgspec.structs.replace(run, sft=sft, data=data)).demonstrations
+    run = sft_run(tmp_path, train_path=str(path), data={"max_rows": 2}, **template)
+    found = read_train(run).demonstrations
     # The tokenizer has no line breaks.
     assert [make_tokenizer().decode(each.token_ids) for each in found] == [text, text]
 
 
 @pytest.mark.parametrize(
-    ("lines", "words"),
+    ("line", "words"),
     [
-        ('{"prompt": "1", "response": "2"}\n[1]', "mine.jsonl: row 1 must be a JSON record, got b'\\[1\\]'"),
-        (
-            '{"prompt": "1", "response": "2"}\n{"prompt": [1], "response": "2"}',
-            "column `prompt` must hold values of one type",
-        ),
+        ("[1]", "mine.jsonl: row 1 must be a JSON record, got b'\\[1\\]'"),
+        ('{"prompt": [1], "response": "2"}', "column `prompt` must hold values of one type"),
     ],
 )
-def test_json_rows_that_do_not_fit_are_named(tmp_path, lines, words):
-    run = sft_run(tmp_path)
-    (tmp_path / "mine.jsonl").write_text(lines)
-    sft = msgspec.structs.replace(run.sft, train_path=str(tmp_path / "mine.jsonl"))
+def test_json_rows_that_do_not_fit_are_named(tmp_path, line, words):
+    (tmp_path / "mine.jsonl").write_text(f'{{"prompt": "1", "response": "2"}}\n{line}')
     with pytest.raises(ConfigError, match=words):
-        read_train(msgspec.structs.replace(run, sft=sft))
-
-
-def test_a_row_without_a_prompt_is_named(tmp_path):
-    assert "row 1: `prompt` must be filled" in refusal(tmp_path, [ROWS[0], {"prompt": None, "response": "2"}])
+        read_train(sft_run(tmp_path, train_path=str(tmp_path / "mine.jsonl")))
 
 
 def test_a_missing_or_unreadable_file_is_named(tmp_path):
@@ -267,15 +251,10 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path):
 
 
 def test_every_assistant_turn_is_trained_and_the_rest_is_context():
-    messages = conversation(
-        ("system", "sum"), ("user", "1+2"), ("assistant", "3"), ("tool", "9"), ("assistant", "4"), ("user", "ok")
-    )
-    assert chat_pieces(messages, tokenizer=chat_tokenizer()) == [
-        Piece("system=sum<eos>+user=1+2<eos>+assistant=", is_model=False),
-        Piece("3<eos>+", is_model=True),
-        Piece("tool=9<eos>+assistant=", is_model=False),
-        Piece("4<eos>+", is_model=True),
-    ]
+    turns = [("user", "1+2"), ("assistant", "3"), ("tool", "9"), ("assistant", "4"), ("user", "ok")]
+    texts = ["system=sum<eos>+user=1+2<eos>+assistant=", "3<eos>+", "tool=9<eos>+assistant=", "4<eos>+"]
+    pieces = [Piece(text, is_model=number % 2 == 1) for number, text in enumerate(texts)]
+    assert chat_pieces(conversation(("system", "sum"), *turns), tokenizer=chat_tokenizer()) == pieces
 
 
 def test_the_tokens_are_those_of_the_whole_conversation_and_none_after_an_end_token_is_trained():
@@ -316,12 +295,9 @@ def test_the_first_token_is_never_trained_because_nothing_predicts_it():
     assert demonstration.trained.tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("turns", [[("user", "1")], [("user", "1"), ("assistant", "")], []])
-def test_a_conversation_with_an_empty_assistant_turn_or_none_has_no_pieces(turns):
-    assert chat_pieces(conversation(*turns), tokenizer=chat_tokenizer()) == []
-
-
-def test_a_turn_with_only_tool_calls_is_not_empty():
+def test_a_conversation_has_pieces_unless_its_assistant_says_nothing_and_calls_nothing():
+    for turns in ([("user", "1")], [("user", "1"), ("assistant", "")], []):
+        assert chat_pieces(conversation(*turns), tokenizer=chat_tokenizer()) == []
     template = "{% for m in messages %}{{ m.content or m.calls }}<eos>{% endfor %}"
     messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": None, "calls": "2"}]
     assert chat_pieces(messages, tokenizer=chat_tokenizer(template)) == [Piece("1<eos>", False), Piece("2<eos>", True)]
@@ -340,14 +316,7 @@ def test_a_template_that_rewrites_the_beginning_or_does_not_know_the_messages_is
         chat_pieces(messages, tokenizer=chat_tokenizer(template))
 
 
-TEXT = {"prompt": "1=", "chosen": "2", "rejected": "3"}
 WHOLE = {side: conversation(("user", "1"), ("assistant", text)) for side, text in (("chosen", "2"), ("rejected", "3"))}
-
-
-def read_pairs(folder, row):
-    template = "{% for m in messages %}{{ m.content }}={% endfor %}"
-    (pair,) = read_train(sft_run(folder, [row], objective="pairs", template=template)).demonstrations
-    return [make_tokenizer().decode(side) for side in (pair.chosen, pair.rejected)]
 
 
 @pytest.mark.parametrize(
@@ -360,16 +329,5 @@ def read_pairs(folder, row):
     ],
 )
 def test_pairs_are_texts_or_messages(tmp_path, row, expected):
-    assert read_pairs(tmp_path, row) == expected
-
-
-@pytest.mark.parametrize(
-    ("row", "complaint"),
-    [
-        (TEXT | {"chosen": ""}, "row 0: the response must not be empty"),
-        ({"prompt": "1=", "chosen": "2"}, "must have the column `rejected`"),
-    ],
-)
-def test_incomplete_pairs_are_refused(tmp_path, row, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        read_pairs(tmp_path, row)
+    (pair,) = read_train(sft_run(tmp_path, [row], **PAIRS)).demonstrations
+    assert [make_tokenizer().decode(side) for side in (pair.chosen, pair.rejected)] == expected

@@ -1,4 +1,6 @@
 import json
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -7,28 +9,37 @@ from transformers import AutoModelForCausalLM
 
 from slipstream.configs.advantages import GaeConfig
 from slipstream.configs.algorithm import AlgorithmConfig, DistillationConfig
-from slipstream.configs.data import DataConfig, ModelConfig
+from slipstream.configs.data import DataConfig
 from slipstream.configs.generators import GeneratorsConfig, SamplingConfig
-from slipstream.learner.batching.collate import Layout
-from slipstream.learner.batching.microbatch import Sample
+from slipstream.configs.learner import DeepSpeedEngineConfig, OptimizerConfig, TorchEngineConfig
+from slipstream.learner.batching.collate import Layout, collate
+from slipstream.learner.batching.microbatch import Sample, Spans
 from slipstream.learner.errors import DivergenceError, ModelError
+from slipstream.learner.training import attention
 from slipstream.learner.training import layout as layout_module
 from slipstream.learner.training import model as model_module
+from slipstream.learner.training.attention import LONG, PACKED, SINGLE_RANK, PackedRows, SequenceGroup, packed_attention
 from slipstream.learner.training.layout import LayoutChooser, check_rows
 from slipstream.learner.training.model import load_policy
 from tests.families import FAMILIES, make_family
 from tests.tolerance import largest_difference
 from tests.unit.learner.builders import (
     CPU,
+    load,
     make_alone,
     make_groups,
     make_model,
+    make_policy,
+    make_response,
     make_run,
     make_samples,
     make_trainer,
     measure,
     measure_alone,
+    members_of,
+    model_config,
     weights,
+    zero,
 )
 
 
@@ -45,20 +56,17 @@ SLOW = (
 
 
 def families(*, is_exact):
-    return [
-        pytest.param(name, marks=pytest.mark.long) if name in SLOW else name
-        for name, (kind, _) in FAMILIES.items()
-        if bool(kind) == is_exact
-    ]
+    names = [name for name, (kind, _) in FAMILIES.items() if bool(kind) == is_exact]
+    return [pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in names]
 
 
 @pytest.mark.parametrize("name", families(is_exact=True))
 def test_a_family_is_packed_as_densely_as_is_exact(tmp_path, name):
     # transformers' initialization, in which a leak is 1e-5 of its later size.
     path = make_family(tmp_path, name, spread=0.02)
-    policy, layout = choose(path, model=ModelConfig(dtype="float32", path=str(path), max_length=200))
+    policy, layout = choose(path, model=model_config(path, max_length=200))
     assert layout.kind == FAMILIES[name][0]
-    samples = make_samples([m for group in make_groups(group_size=3, longest=20) for m in group])
+    samples = make_samples(members_of(make_groups(group_size=3, longest=20)))
     packed, alone = measure(policy, samples, layout).detach(), measure_alone(policy, samples)
     # Rounding of log-probabilities near -4 and of their inputs.
     assert float((packed - alone).abs().max()) < 1e-4 * float(alone.std())
@@ -90,19 +98,22 @@ def test_a_window_that_the_mask_ignores_is_seen_if_a_sequence_is_longer(tmp_path
     # Without a mask, transformers builds its own with the window.
     assert choose(path)[1].kind == "one_row"
     change_config(path, sliding_window=90)
-    assert choose(path, model=ModelConfig(dtype="float32", path=str(path), max_length=128))[1].kind == "one_row"
+    assert choose(path, model=model_config(path, max_length=128))[1].kind == "one_row"
     # The window has no effect if all sequences fit into it.
-    assert choose(path, model=ModelConfig(dtype="float32", path=str(path), max_length=64))[1].kind == "shared_rows"
+    assert choose(path, model=model_config(path))[1].kind == "shared_rows"
 
 
-def test_a_run_of_the_shortest_sequences_can_be_probed(tmp_path):
+def test_the_shortest_sequences_can_be_probed_and_rows_are_no_longer_than_the_models_positions(tmp_path):
     path = make_model(tmp_path)
-    settings = {
-        "model": ModelConfig(dtype="float32", path=str(path), max_length=2),
-        "data": DataConfig(train="a", eval="b", max_prompt_tokens=1),
-        "generators": GeneratorsConfig(sampling=SamplingConfig(max_tokens=1)),
-    }
-    assert choose(path, **settings)[1].kind == "shared_rows"
+    data = DataConfig(train="a", eval="b", max_prompt_tokens=1)
+    generators = GeneratorsConfig(sampling=SamplingConfig(max_tokens=1))
+    _, layout = choose(path, model=model_config(path, max_length=2), data=data, generators=generators)
+    assert layout.kind == "shared_rows"
+    trainer = make_trainer(make_run(make_family(tmp_path, "gpt_neo")))
+    assert (layout_of(trainer), trainer._layout.row_tokens) == ("one_row", 128)
+    groups = make_groups(num_groups=8, longest=20)
+    assert sum(len(member.token_ids) for group in groups for member in group) > 2 * 128
+    assert np.isfinite(trainer.step(groups, learner_version=0, step=1)["learner/loss"])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma2", "gpt_oss", "opt", "lfm2"])
@@ -110,7 +121,7 @@ def test_a_run_of_the_shortest_sequences_can_be_probed(tmp_path):
 def test_bfloat16_is_probed_in_float32_and_within_its_own_rounding(tmp_path, name, spread):
     path = make_family(tmp_path, name, spread=spread)
     # Long enough for packed attention in models that support it.
-    policy, layout = choose(path, model=ModelConfig(path=str(path), dtype="bfloat16", max_length=2048))
+    policy, layout = choose(path, model=model_config(path, dtype="bfloat16", max_length=2048))
     assert layout.kind == FAMILIES[name][0]
     assert policy.compute_dtype == torch.bfloat16
 
@@ -125,16 +136,14 @@ def test_a_kernel_that_is_wrong_in_bfloat16_alone_is_seen(tmp_path, monkeypatch)
 
     monkeypatch.setattr(layout_module._ModelCheck, "_compare", compare)
     path = make_family(tmp_path, "mistral")
-    assert choose(path, model=ModelConfig(max_length=64, path=str(path), dtype="bfloat16"))[1].kind == "one_row"
+    assert choose(path, model=model_config(path, dtype="bfloat16"))[1].kind == "one_row"
 
 
 def test_the_probe_is_of_the_runs_text_and_of_random_tokens_beyond_it(tmp_path):
     run, text = make_run(make_model(tmp_path)), [5, 3, 4]
     policy = load_policy(run.model, device=CPU)
-    alone, short, long = (
-        LayoutChooser(run, policy, ranks=make_alone(), text=each)._model_checks[0]._samples(0)
-        for each in ([], text, text * 1000)
-    )
+    choosers = [LayoutChooser(run, policy, ranks=make_alone(), text=each) for each in ([], text, text * 1000)]
+    alone, short, long = (chooser._model_checks[0]._samples(0) for chooser in choosers)
     prompt = short[0].token_ids
     assert prompt[:3].tolist() == text
     assert prompt[3:].tolist() == alone[0].token_ids[: len(prompt) - 3].tolist()
@@ -164,25 +173,20 @@ def test_a_model_that_fits_no_layout_is_refused_by_name(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_rows_are_no_longer_than_the_models_positions(tmp_path):
-    trainer = make_trainer(make_run(make_family(tmp_path, "gpt_neo")))
-    assert (layout_of(trainer), trainer._layout.row_tokens) == ("one_row", 128)
-    groups = make_groups(num_groups=8, longest=20)
-    assert sum(len(member.token_ids) for group in groups for member in group) > 2 * 128
-    assert np.isfinite(trainer.step(groups, learner_version=0, step=1)["learner/loss"])
-
-
 def layout_of(trainer):
     return trainer._layout.kind
 
 
-def test_a_teacher_and_a_critic_read_the_same_microbatches(tmp_path):
+def test_a_teacher_and_a_critic_read_the_same_microbatches_and_the_canary_shows_a_wrong_layout(tmp_path):
     path, recurrent = make_model(tmp_path), make_family(tmp_path, "mamba2")
     assert layout_of(make_trainer(make_run(path))) == "shared_rows"
     distilled = AlgorithmConfig(distillation=DistillationConfig(teacher_path=str(recurrent)))
     assert layout_of(make_trainer(make_run(path, algorithm=distilled))) == "one_per_row"
     with_critic = AlgorithmConfig(advantage=GaeConfig())
     assert layout_of(make_trainer(make_run(recurrent, algorithm=with_critic))) == "one_per_row"
+    trainer = make_trainer(make_run(make_family(tmp_path, "mamba2")))
+    trainer._layout = Layout("shared_rows", 4096)
+    assert canary_error(trainer) > 0.1
 
 
 @torch.no_grad()
@@ -192,12 +196,6 @@ def canary_error(trainer):
     alone = trainer.engine.model.causal_lm(input_ids=torch.tensor(token_ids), use_cache=False).logits.log_softmax(-1)
     expected = alone[:, :-1].gather(-1, torch.tensor(token_ids)[:, 1:, None])[..., 0]
     return float((torch.tensor(found) - expected).abs().max())
-
-
-def test_the_canary_shows_a_layout_that_is_wrong(tmp_path):
-    trainer = make_trainer(make_run(make_family(tmp_path, "mamba2")))
-    trainer._layout = Layout("shared_rows", 4096)
-    assert canary_error(trainer) > 0.1
 
 
 def leak(layer, *, places):
@@ -221,9 +219,7 @@ def test_a_leak_that_appears_during_training_stops_the_run(tmp_path, places, wha
 
 
 def test_a_leak_between_the_answers_that_a_reward_model_scores_stops_the_run(tmp_path):
-    policy = load_policy(
-        ModelConfig(max_length=64, dtype="float32", path=str(make_model(tmp_path))), device=CPU, is_reward_model=True
-    )
+    policy = load(make_model(tmp_path), is_reward_model=True)
     samples = [Sample(np.arange(2, 8), np.array([5]), index, group_id=str(index)) for index in range(2)]
     settings = {"layout": Layout("shared_rows", 64), "ranks": make_alone(), "step": 1}
     check_rows(policy, samples, **settings)
@@ -245,15 +241,282 @@ def test_the_split_into_microbatches_changes_neither_canary_nor_step(tmp_path, n
     assert largest_difference(*steps) < 1e-5
 
 
-def test_the_soft_cap_of_attention_scores_is_kept(tmp_path):
+def test_the_soft_cap_of_attention_scores_is_kept_and_only_long_sequences_are_packed_on_a_cpu(tmp_path):
     path = make_family(tmp_path, "gemma2")
     change_config(path, attn_logit_softcapping=0.1)
     token_ids = torch.arange(2, 40)[None]
     # Eager attention is the reference, because SDPA ignores the cap.
     expected = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")(token_ids).logits
-    assert torch.allclose(
-        load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU)
-        .causal_lm(token_ids)
-        .logits,
-        expected,
-    )
+    assert torch.allclose(load(path).causal_lm(token_ids).logits, expected)
+    path = make_family(tmp_path, "qwen3")
+    models = [load(path, max_length=length).causal_lm for length in (2047, 2048)]
+    assert [model.config._attn_implementation for model in models] == ["sdpa", PACKED]
+
+
+ROWS = torch.Size([2, 12])
+SPANS = Spans([4, 3, 5, 7, 4, 1], [0, 0, 0, 3, 3, 5])
+"""Two rows: a prompt with two responses; a prompt with one, and padding."""
+VISIBLE = """
+X........... XX.......... XXX......... XXXX........
+XXXXX....... XXXXXX...... XXXXXXX.....
+XXXX...X.... XXXX...XX... XXXX...XXX.. XXXX...XXXX. XXXX...XXXXX
+X........... XX.......... XXX......... XXXX........ XXXXX....... XXXXXX...... XXXXXXX.....
+XXXXXXXX.... XXXXXXXXX... XXXXXXXXXX.. XXXXXXXXXXX. ...........X
+"""
+
+
+def make_states(*, rows=ROWS, heads=4, shared=2, width=8, value_width=8):
+    torch.manual_seed(0)
+    shapes = [(heads, width), (shared, width), (shared, value_width)]
+    return [torch.randn(rows[0], count, rows[1], size, requires_grad=True) for count, size in shapes]
+
+
+def by_mask(query, key, value, mask):
+    """Textbook attention with repeated keys and values."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    scores = query @ key.transpose(2, 3) / query.shape[-1] ** 0.5
+    return (scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value).transpose(1, 2)
+
+
+def assert_same(states, found, expected):
+    weights = torch.randn_like(expected)
+    assert torch.allclose(found, expected, atol=1e-6)
+    pairs = zip(*(torch.autograd.grad((out * weights).sum(), states) for out in (found, expected)), strict=True)
+    assert all(torch.allclose(one, two, atol=1e-5) for one, two in pairs)
+
+
+def varlen_by_definition(query, key, value, queries, keys, max_q, max_k, *, scale, window_size, enable_gqa):
+    """Reference for torch.nn.attention.varlen.varlen_attn, which has no CPU implementation."""
+    before, after = window_size
+    assert after == 0
+    assert enable_gqa
+    assert (max_q, max_k) == (int(queries.diff().max()), int(keys.diff().max()))
+    out = []
+    for (q0, q1), (k0, k1) in zip(pairwise(queries), pairwise(keys), strict=True):
+        # Queries and keys are aligned at their ends.
+        ahead = torch.arange(q1 - q0)[:, None] + (k1 - k0) - (q1 - q0) - torch.arange(k1 - k0)[None, :]
+        mask = (ahead >= 0) & ((ahead <= before) if before >= 0 else torch.ones_like(ahead, dtype=torch.bool))
+        parts = [part.transpose(0, 1)[None] for part in (query[q0:q1], key[k0:k1], value[k0:k1])]
+        out.append(by_mask(*parts, mask)[0])
+    return torch.cat(out)
+
+
+@pytest.fixture(params=["sdpa", "varlen"])
+def kernel(request, monkeypatch):
+    if request.param == "varlen":
+        monkeypatch.setattr(attention, "varlen_attn", varlen_by_definition)
+        monkeypatch.setattr(attention, "_run_by_run", attention._by_kernel)
+    return request.param
+
+
+def test_spans_say_which_tokens_see_which_and_no_mask_is_larger_than_a_run():
+    rows = "".join("\n".join(VISIBLE.split()).split("\n"))
+    expected = torch.tensor([mark == "X" for mark in rows]).view(2, 1, 12, 12)
+    assert SPANS.mask(ROWS, CPU).equal(expected)
+    prompt = tuple(range(2, 32))
+    samples = make_samples([make_response(0, i, prompt=prompt, response=(5, 6, 7, 8, 9)) for i in range(8)])
+    (microbatch,) = collate(samples, layout=Layout("shared_rows", 4096, 4096))
+    packed_rows = PackedRows(microbatch.spans, SINGLE_RANK)
+    packed_attention(torch.nn.Module(), *make_states(rows=microbatch.token_ids.shape), None, packed_rows=packed_rows)
+    # Responses of equal length share a mask. Prompts and whole sequences need none.
+    assert [mask.shape for mask in packed_rows.masks.values()] == [(4, 34)]
+
+
+@pytest.mark.parametrize("window", [None, 3, 6])
+def test_runs_are_the_masks_attention_and_gradient(kernel, window):
+    states = make_states()
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8], [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0]])
+    mask = SPANS.mask(ROWS, CPU)
+    if window:
+        mask = mask & (positions[:, None, :, None] - positions[:, None, None, :] < window)
+    rows = PackedRows(SPANS, SINGLE_RANK)
+    found, _ = packed_attention(torch.nn.Module(), *states, None, sliding_window=window, packed_rows=rows)
+    assert_same(states, found, by_mask(*states, mask))
+
+
+def test_later_layers_of_a_microbatch_copy_nothing_to_the_device(monkeypatch):
+    monkeypatch.setattr(attention, "varlen_attn", lambda query, *rest, **options: query)
+    monkeypatch.setattr(attention, "_run_by_run", attention._by_kernel)
+    rows, states, copied = PackedRows(SPANS, SINGLE_RANK), make_states(), []
+    copy = torch.Tensor.to
+
+    def count(tensor: torch.Tensor, *given: object) -> torch.Tensor:
+        copied.append(tensor.dtype)
+        return copy(tensor, *given)
+
+    monkeypatch.setattr(torch.Tensor, "to", count)
+    for layer in range(3):
+        packed_attention(torch.nn.Module(), *states, None, packed_rows=rows)
+        integers = [dtype for dtype in copied if not dtype.is_floating_point]
+        assert len(integers) == 3, f"layer {layer}: the keys' index and the ends of queries and keys, once"
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_rows_without_spans_are_sequences(window):
+    states = make_states(value_width=4)
+    mask = torch.ones(12, 12, dtype=torch.bool).tril().triu(-(window - 1) if window else -12)
+    found, _ = packed_attention(torch.nn.Module(), *states, None, sliding_window=window)
+    assert_same(states, found, by_mask(*states, mask))
+
+
+LAYOUTS = [
+    Layout("shared_rows", 4096, 4096),
+    Layout("shared_rows", 64, 32),
+    Layout("shared_rows", 4096, 20, num_slices=4),
+    Layout("one_row", 4096, 4096),
+    Layout("one_per_row", 64),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packing_without_masks_changes_neither_log_probabilities_nor_gradients(layout):
+    samples = make_samples(members_of(make_groups(num_groups=4, longest=12)))
+    results = []
+    for name, chosen in (("sdpa", Layout("one_per_row", 1)), (PACKED, layout)):
+        policy = make_policy()
+        policy.causal_lm.set_attn_implementation(name)
+        column = measure(policy, samples, chosen)
+        (column * torch.linspace(-1, 1, len(column))).sum().backward()
+        results.append((column.detach(), {name: p.grad for name, p in policy.named_parameters()}))
+    (expected, gradients), (found, others) = results
+    assert torch.allclose(found, expected, atol=1e-5)
+    for name, gradient in gradients.items():
+        assert float((others[name] - gradient).abs().max()) < 1e-5 * float(gradient.abs().max()) + 1e-5, name
+
+
+@pytest.fixture
+def always_packed(monkeypatch):
+    monkeypatch.setattr(attention, "LONG", 1)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3_text", "deepseek_v3", "gpt2", "phi3"])
+def test_long_sequences_of_a_family_need_no_mask(tmp_path, name, always_packed):
+    policy, layout = choose(make_family(tmp_path, name))
+    assert policy.causal_lm.config._attn_implementation == PACKED
+    # Without masks, rows may be as long as a microbatch.
+    assert layout == Layout("shared_rows", 8192, 8192)
+    samples = make_samples(members_of(make_groups(group_size=3, longest=20)))
+    packed = measure(policy, samples, layout).detach()
+    policy.causal_lm.set_attn_implementation("sdpa")
+    assert float((packed - measure_alone(policy, samples)).abs().max()) < 1e-4
+
+
+def test_a_model_that_packed_attention_does_not_fit_keeps_its_own(tmp_path, always_packed, monkeypatch):
+    monkeypatch.setattr(attention, "_attend", lambda states, *_, **__: states[0].transpose(1, 2))
+    policy, layout = choose(make_family(tmp_path, "qwen3"))
+    assert policy.causal_lm.config._attn_implementation == "sdpa"
+    assert layout == Layout("shared_rows", 8192, 64)
+
+
+def test_slices_hold_each_token_once_where_it_is_predicted_and_keep_their_positions():
+    samples = make_samples(members_of(make_groups(num_groups=3, longest=12)))
+    (microbatch,) = collate(samples, layout=Layout("shared_rows", 4096, 24, num_slices=4))
+    parts = [SequenceGroup(4, rank).take(microbatch) for rank in range(4)]
+    assert torch.cat([part.token_ids for part in parts], 1).equal(microbatch.token_ids)
+    assert torch.cat([part.position_ids for part in parts], 1).equal(microbatch.position_ids)
+    assert torch.cat([part.indices for part in parts]).sort()[0].equal(microbatch.indices.sort()[0])
+    before = microbatch.token_ids.flatten()[microbatch.sources][microbatch.indices.argsort()]
+    for part in parts:
+        assert part.token_ids.flatten()[part.sources].equal(before[part.indices])
+        assert part.spans is microbatch.spans
+    (without,) = collate(samples, layout=Layout("one_per_row", 4096, num_slices=2))
+    width, part = without.token_ids.shape[1] // 2, SequenceGroup(2, 1).take(without)
+    assert part.position_ids[0].tolist() == list(range(width, 2 * width))
+    assert part.num_tokens == without.num_tokens // 2
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "complaint"),
+    [
+        ("qwen3", 4, "2 attention heads, which 4 ranks cannot share"),
+        ("qwen3_next", 2, r"layers that are not softmax attention \(linear_attention\)"),
+        ("llama4_text", 2, r"not softmax attention \(chunked_attention\)"),
+        ("mamba2", 2, r"not softmax attention \(linear_attention\)"),
+        ("gemma2", 2, "soft cap"),
+        ("gpt_oss", 2, "sinks"),
+        ("bloom", 2, "biases"),
+    ],
+)
+def test_a_model_that_cannot_be_sliced_is_refused_before_it_is_loaded(tmp_path, family, size, complaint):
+    path = make_family(tmp_path, family)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=f"model.path must .*sequence_parallel={size} .*{complaint}") as caught:
+        load_policy(model_config(path), device=CPU, group=SequenceGroup(size))
+    assert "\n" not in str(caught.value)
+
+
+RECOMPUTED = DeepSpeedEngineConfig(gradient_checkpointing=True)
+
+
+def train(folder: Path, engine, *, is_compiled: bool, max_length: int = LONG):
+    learner = {
+        "engine": engine,
+        "compile": is_compiled,
+        "optimizer": OptimizerConfig(learning_rate=0.1, epsilon=1.0),
+        "tokens_per_microbatch": LONG,
+    }
+    path = make_model(folder)
+    trainer = make_trainer(make_run(path, model=model_config(path, max_length=max_length), learner=learner))
+    before = weights(trainer)
+    for i in range(3):
+        # Microbatches have different shapes in each step.
+        trainer.step(make_groups(num_groups=2 + i, seed=i), learner_version=0, step=i + 1)
+    return trainer, before, weights(trainer)
+
+
+def assert_trains_alike(folder: Path, engine, **settings) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    _, before, plain = train(folder, engine, is_compiled=False, **settings)
+    assert not torch._dynamo.utils.counters["stats"]
+    trainer, _, found = train(folder, engine, is_compiled=True, **settings)
+    is_packed = trainer.engine.model.backbone.config._attn_implementation == PACKED
+    assert is_packed == ("max_length" not in settings)
+    assert largest_difference(plain, found) < 1e-4 * largest_difference(before, plain)
+    # With and without gradients, before and after attention, which is not compiled.
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= (4 if is_packed else 2)
+
+
+@pytest.mark.slow
+def test_three_steps_of_compiled_layers_give_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    # Traced as for any backend, and computed by the same kernels.
+    monkeypatch.setattr(attention, "BACKEND", "aot_eager")
+    assert_trains_alike(tmp_path, RECOMPUTED)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("engine", [TorchEngineConfig(), zero(0), zero(2), RECOMPUTED])
+@pytest.mark.parametrize("settings", [{}, {"max_length": 64}])
+def test_generated_kernels_give_the_same_weights(tmp_path: Path, engine, settings) -> None:
+    assert_trains_alike(tmp_path, engine, **settings)
+
+
+@pytest.mark.parametrize("only_norms", [False, True])
+def test_a_model_without_known_layers_cannot_be_compiled(only_norms: bool) -> None:
+    with pytest.raises(ModelError, match=r"learner\.compile must be false for Linear .*not made of known layers"):
+        attention.compile_layers(torch.nn.Linear(1, 1), only_norms=only_norms)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "engine"), [("qwen2", zero(3)), ("qwen3_moe", zero(0)), ("qwen3_moe", zero(3))])
+def test_norms_are_compiled_where_layers_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family, engine):
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    monkeypatch.setattr(attention, "BACKEND", "aot_eager")
+    path, found = str(make_family(tmp_path, family)), []
+    for is_compiled in (False, True):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        learner = {"engine": engine, "compile": is_compiled}
+        trainer = make_trainer(make_run(path, learner=learner))
+        before = weights(trainer)
+        for i in range(2):
+            trainer.step(make_groups(seed=i), learner_version=0, step=i + 1)
+        found.append(weights(trainer))
+    assert largest_difference(*found) < 1e-4 * largest_difference(before, found[0])
+    # Widths of layers and heads, with and without gradients.
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 8
+    names = [name for name, part in trainer.engine.model.backbone.named_modules() if attention._is_norm(part)]
+    assert any("input_layernorm" in name for name in names)
+    assert all("norm" in name for name in names)

@@ -11,11 +11,11 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from slipstream.buffer.trajectory import Trajectory
 from slipstream.configs.algorithm import AlgorithmConfig, KlConfig
-from slipstream.configs.data import ModelConfig, MoeConfig
+from slipstream.configs.data import MoeConfig
 from slipstream.configs.engines import HfEngineConfig
 from slipstream.learner.batching.collate import Layout, collate
 from slipstream.learner.batching.microbatch import Microbatch
-from slipstream.learner.training.model import Policy, load_policy
+from slipstream.learner.training.model import Policy
 from slipstream.learner.training.step_metrics import describe_experts
 from slipstream.learner.training.trainer import Trainer
 from slipstream.runtime.routers import EXPERTS
@@ -23,12 +23,21 @@ from tests.families import make_family, make_family_module
 from tests.metric_docs import EXPERTS as EXPERTS_TABLE
 from tests.metric_docs import keys_under
 from tests.tolerance import largest_difference
-from tests.unit.learner.builders import CPU, make_groups, make_run, make_samples, make_trainer, measure, weights, zero
+from tests.unit.learner.builders import (
+    load,
+    make_groups,
+    make_run,
+    make_samples,
+    make_trainer,
+    measure,
+    members_of,
+    model_config,
+    weights,
+    zero,
+)
 
-LAYOUTS = [
-    *(Layout("shared_rows", 8192, 64), Layout("shared_rows", 40, 32)),
-    *(Layout("one_row", 30, 30), Layout("one_per_row", 1)),
-]
+ROWS = Layout("shared_rows", 8192, 64)
+LAYOUTS = [ROWS, Layout("shared_rows", 40, 32), Layout("one_row", 30, 30), Layout("one_per_row", 1)]
 MIXTURES = ("qwen3_moe", "mixtral", "gpt_oss", "qwen2_moe", "deepseek_v2", "glm4_moe", "deepseek_v3")
 
 
@@ -37,7 +46,7 @@ def make_policy(name: str = "qwen3_moe", *, seed: int = 0) -> Policy:
 
 
 def collated(groups: list[list[Trajectory]], layout: Layout) -> list[Microbatch]:
-    return collate(make_samples([member for group in groups for member in group]), layout=layout)
+    return collate(make_samples(members_of(groups)), layout=layout)
 
 
 def route(policy: Policy, groups: list[list[Trajectory]], *, shift: int = 0) -> list[list[Trajectory]]:
@@ -54,13 +63,11 @@ def route(policy: Policy, groups: list[list[Trajectory]], *, shift: int = 0) -> 
     return routed
 
 
-def moe_run(
-    folder: Path, *, algorithm: AlgorithmConfig | None = None, learner: Any = None, lora: Any = None, **moe: Any
-) -> Any:
+def moe_run(folder: Path, *, algorithm: Any = None, learner: Any = None, lora: Any = None, **moe: Any) -> Any:
     path = folder / "qwen3_moe"
     if not path.exists():
         make_family(folder, "qwen3_moe")
-    config = ModelConfig(max_length=64, dtype="float32", path=str(path), lora=lora, moe=MoeConfig(**moe))
+    config = model_config(path, lora=lora, moe=MoeConfig(**moe))
     return make_run(path, model=config, learner=learner, algorithm=algorithm or AlgorithmConfig())
 
 
@@ -75,8 +82,8 @@ def gradients_of(policy: Policy, values: torch.Tensor) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in policy.parameters() if parameter.grad is not None]
 
 
-def test_the_loss_of_hand_made_routing(tmp_path: Path):
-    """Two experts of four for each of two tokens: f and P by hand, one router at a time."""
+def test_the_loss_and_the_load_of_experts_by_hand(tmp_path: Path):
+    # Two experts of four for each of two tokens: f and P by hand, one router at a time.
     trainer = make_trainer(moe_run(tmp_path, router_aux_loss=2.0))
     routers = trainer.engine.model.routers
     experts = torch.tensor([[[0, 1], [0, 1]], [[0, 2], [0, 1]]])
@@ -89,9 +96,15 @@ def test_the_loss_of_hand_made_routing(tmp_path: Path):
     trainer.engine.forward = lambda _: {"expert_load": routers.load(copies)}
     prices = trainer.expert_prices([None])["prices"]
     assert float((prices * routers.probabilities(copies)).sum()) == pytest.approx(2 * (first + second) / 2)
+    found = describe_experts(torch.tensor([[4.0, 4, 4, 4], [12, 4, 0, 0]]), [1, 3])
+    entropy = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25)) / np.log(4)
+    expected = {"violation_max": 2.0, "violation_mean": 1.0, "violation_min": 0.0, "idle_fraction": 0.25}
+    expected = {f"learner/expert_{name}": value for name, value in expected.items()}
+    expected |= {"learner/by_layer/1/expert_violation": 0.0, "learner/by_layer/3/expert_violation": 2.0}
+    assert found == pytest.approx(expected | {"learner/expert_entropy": (1 + entropy) / 2})
 
 
-def test_the_loss_is_that_of_transformers_for_each_router(tmp_path: Path):
+def test_the_loss_is_that_of_transformers_and_its_gradient_that_of_finite_differences(tmp_path: Path):
     trainer = make_trainer(moe_run(tmp_path, router_aux_loss=1.0))
     policy, microbatches = trainer.engine.model, collated(make_groups(), LAYOUTS[-1])
     found = aux_loss(trainer, microbatches)
@@ -103,9 +116,6 @@ def test_the_loss_is_that_of_transformers_for_each_router(tmp_path: Path):
             own.append(logits)
     expected = [load_balancing_loss_func((torch.cat(own),), 4, 2) for own in rows]
     assert found.item() == pytest.approx(float(sum(expected)) / 2, rel=1e-5)
-
-
-def test_its_gradient_is_that_of_finite_differences(tmp_path: Path):
     trainer = make_trainer(moe_run(tmp_path, router_aux_loss=1.0))
     microbatches = collated(make_groups(), LAYOUTS[0])
     weight = trainer.engine.model.causal_lm.model.layers[1].mlp.gate.weight
@@ -130,7 +140,7 @@ def test_no_packing_changes_the_loss_or_the_load(tmp_path: Path, layout: Layout)
     assert float(aux_loss(trainer, other)) == pytest.approx(float(aux_loss(trainer, one)), rel=1e-5)
     loads = [sum(trainer.engine.forward(m)["expert_load"] for m in each) for each in (one, other)]
     assert torch.equal(*loads)
-    samples = make_samples([member for group in groups for member in group])
+    samples = make_samples(members_of(groups))
     assert loads[0].sum(1).tolist() == [2 * sum(sample.num_inputs for sample in samples)] * 2
 
 
@@ -154,23 +164,12 @@ def test_the_loss_evens_the_experts_out_with_the_checkpoints_own_coefficient_if_
     assert trainer._aux_loss_coefficient == trainer.engine.model.causal_lm.config.router_aux_loss_coef == 0.001
     learner = {"optimizer": msgspec.convert({"learning_rate": 3e-3}, type(make_run("x").learner.optimizer))}
     trainer = make_trainer(moe_run(tmp_path, learner=learner, router_aux_loss=10.0))
-    entropies = [
-        trainer.step(make_groups(), learner_version=0, step=step)["learner/expert_entropy"] for step in range(1, 13)
-    ]
-    assert entropies[-1] > entropies[0] + 0.02
-
-
-def test_load_of_experts_by_hand():
-    found = describe_experts(torch.tensor([[4.0, 4, 4, 4], [12, 4, 0, 0]]), [1, 3])
-    entropy = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25)) / np.log(4)
-    expected = {"violation_max": 2.0, "violation_mean": 1.0, "violation_min": 0.0, "idle_fraction": 0.25}
-    expected = {f"learner/expert_{name}": value for name, value in expected.items()}
-    expected |= {"learner/by_layer/1/expert_violation": 0.0, "learner/by_layer/3/expert_violation": 2.0}
-    assert found == pytest.approx(expected | {"learner/expert_entropy": (1 + entropy) / 2})
+    first, *_, last = (trainer.step(make_groups(), learner_version=0, step=step) for step in range(1, 13))
+    assert last["learner/expert_entropy"] > first["learner/expert_entropy"] + 0.02
 
 
 def logprobs(policy: Policy, groups: list[list[Trajectory]], layout: Layout, *, is_replayed: bool) -> torch.Tensor:
-    members = [member for group in groups for member in group]
+    members = members_of(groups)
     samples = make_samples(members)
     if is_replayed:
         pairs = zip(samples, members, strict=True)
@@ -188,7 +187,7 @@ def test_replay_of_the_own_choice_changes_no_bit(name: str):
         assert all(map(torch.equal, gradients_of(policy, own), gradients_of(policy, replayed))), layout
 
 
-def test_experts_of_another_token_are_noticed_and_replay_holds_where_activations_are_recomputed():
+def test_experts_of_another_token_are_noticed_and_weights_of_replayed_experts_are_the_routers_own():
     policy = make_policy()
     own = logprobs(policy, make_groups(), LAYOUTS[0], is_replayed=False)
     shifted = logprobs(policy, route(policy, make_groups(), shift=1), LAYOUTS[0], is_replayed=True)
@@ -198,10 +197,7 @@ def test_experts_of_another_token_are_noticed_and_replay_holds_where_activations
     policy.causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     recomputed = gradients_of(policy, logprobs(policy, groups, LAYOUTS[0], is_replayed=True))
     assert all(map(torch.equal, plain, recomputed))
-
-
-def test_the_weights_of_replayed_experts_are_the_routers_own():
-    """transformers' gate uses the given experts of another model with this model's weights."""
+    # transformers' gate uses the given experts of another model with this model's weights.
     policy, other = make_policy(), make_policy(seed=1)
     member = route(other, make_groups())[0][0]
     gate, ours = policy.causal_lm.model.layers[0].mlp.gate, torch.randn(len(member.token_ids), 64)
@@ -241,15 +237,12 @@ def test_an_engine_records_what_the_learner_would_choose(tmp_path: Path):
     from slipstream.generators.engines.hf_engine import HfEngine
 
     path = make_family(tmp_path, "qwen3_moe")
-    policy = load_policy(ModelConfig(max_length=64, dtype="float32", path=str(path)), device=CPU)
+    policy = load(path)
     prompts = [[6, 10, 4], [3, 5, 12, 7, 8, 2, 20], [9]]
     sampling = Sampling(temperature=1.0, top_p=1.0, top_k=-1, max_tokens=9, seed=3)
 
     async def generate() -> list:
-        engine = HfEngine(
-            ModelConfig(max_length=64, dtype="float32", path=str(path), moe=MoeConfig(router_replay=True)),
-            HfEngineConfig(),
-        )
+        engine = HfEngine(model_config(path, moe=MoeConfig(router_replay=True)), HfEngineConfig())
         await engine.start()
         answers = [engine.generate(prompt, sampling, request_id=str(i)) for i, prompt in enumerate(prompts)]
         found = await asyncio.gather(*answers)

@@ -1,6 +1,7 @@
-"""Calls to vLLM's engine process: their limits."""
-
 import asyncio
+import logging
+import multiprocessing
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -11,10 +12,21 @@ from slipstream.configs import engines
 from slipstream.configs.base import ConfigError
 from slipstream.configs.data import ModelConfig
 from slipstream.configs.engines import VllmEngineConfig
+from slipstream.generators.engines.engine import EngineLoad
 from slipstream.generators.engines.vllm.engine import VllmEngine
+from slipstream.generators.engines.vllm.environment import vllm_environment
+from slipstream.generators.engines.vllm.health import (
+    StepWatchdog,
+    forget_fatal_error,
+    read_fatal_error,
+    report_fatal_errors,
+)
 from slipstream.generators.engines.vllm.process import engine_arguments
-from slipstream.generators.errors import EngineError
+from slipstream.generators.errors import EngineDiedError, EngineError
+from tests.builders import make_run
 from tests.unit.broker.weight_versions import announce
+
+MODEL = ModelConfig(max_length=64, dtype="float32", path="none")
 
 
 async def never() -> None:
@@ -24,7 +36,7 @@ async def never() -> None:
 def test_an_engine_that_left_one_call_unanswered_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # Five calls of half a minute each would outlast the learner's patience with a run without weights.
     monkeypatch.setattr("slipstream.generators.engines.vllm.engine._SECOND_CHANCE_S", 0.01)
-    engine = VllmEngine(ModelConfig(max_length=64, dtype="float32", path="none"), VllmEngineConfig(), seed=0)
+    engine = VllmEngine(MODEL, VllmEngineConfig(), seed=0)
 
     async def scenario() -> None:
         for limit_s in (0.02, 60.0, 60.0):
@@ -38,54 +50,35 @@ def test_an_engine_that_left_one_call_unanswered_is_not_waited_for_again(monkeyp
     asyncio.run(asyncio.wait_for(scenario(), 20))
 
 
-def test_the_time_to_load_a_version_grows_with_its_size_and_shrinks_with_the_workers() -> None:
-    model = ModelConfig(max_length=64, dtype="bfloat16", path="none")
+def test_the_time_to_load_a_version_depends_on_its_size_and_a_given_cache_not_on_free_memory():
     limits = [
-        VllmEngine(model, VllmEngineConfig(tensor_parallel_size=workers), seed=0)._loading_s(announce([], sizes, []))
+        VllmEngine(MODEL, VllmEngineConfig(tensor_parallel_size=workers), seed=0)._loading_s(announce([], sizes, []))
         for workers, sizes in ((1, []), (1, [10**9] * 65), (2, [10**9] * 65))
     ]
     # 65 GB at 100 MB/s, the slowest rate that is no hang.
     assert (limits[1] - limits[0], limits[2] - limits[0]) == (pytest.approx(650), pytest.approx(325))
-
-
-def arguments_of(*, reads_text: bool = False, **settings: Any) -> AsyncEngineArgs:
-    config = VllmEngineConfig(**settings)
-    return engine_arguments(
-        ModelConfig(max_length=64, dtype="float32", path="none"),
-        config,
-        seed=0,
-        max_positions=64,
-        reads_text=reads_text,
-    )
-
-
-@pytest.mark.parametrize(
-    ("chosen", "reads_text", "is_on"), [(None, True, True), (None, False, False), (False, True, False)]
-)
-def test_prefixes_are_cached_where_an_answer_may_have_several_turns(chosen: bool | None, reads_text: bool, is_on: bool):
-    assert arguments_of(enable_prefix_caching=chosen, reads_text=reads_text).enable_prefix_caching is is_on
-
-
-def test_a_cache_of_a_given_size_does_not_depend_on_free_memory():
     measured, given = arguments_of(), arguments_of(kv_cache_gib=1.5)
     assert (measured.gpu_memory_utilization, measured.kv_cache_memory_bytes) == (0.85, None)
     # vLLM starts only where that share of the GPU is free, which another role may have taken.
     assert (given.gpu_memory_utilization, given.kv_cache_memory_bytes) == (0.01, 3 * 2**29)
 
 
+def arguments_of(*, reads_text: bool = False, **settings: Any) -> AsyncEngineArgs:
+    config = VllmEngineConfig(**settings)
+    return engine_arguments(MODEL, config, seed=0, max_positions=64, reads_text=reads_text)
+
+
+@pytest.mark.parametrize(("chosen", "text", "is_on"), [(None, True, True), (None, False, False), (False, True, False)])
+def test_prefixes_are_cached_where_an_answer_may_have_several_turns(chosen: bool | None, text: bool, is_on: bool):
+    assert arguments_of(enable_prefix_caching=chosen, reads_text=text).enable_prefix_caching is is_on
+
+
 def test_settings_reach_vllm_and_so_do_its_other_arguments() -> None:
-    arguments = arguments_of(
-        pipeline_parallel_size=2,
-        expert_parallel=True,
-        max_num_batched_tokens=512,
-        kv_cache_dtype="fp8",
-        quantization="fp8_per_tensor",
-        engine_kwargs={
-            "block_size": 32,
-            "async_scheduling": False,
-            "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64, 256]},
-        },
-    )
+    compilation = {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 64, 256]}
+    settings = {"pipeline_parallel_size": 2, "expert_parallel": True, "max_num_batched_tokens": 512}
+    settings |= {"kv_cache_dtype": "fp8", "quantization": "fp8_per_tensor"}
+    others = {"block_size": 32, "async_scheduling": False, "compilation_config": compilation}
+    arguments = arguments_of(**settings, engine_kwargs=others)
     assert arguments.compilation_config.cudagraph_mode.name == "FULL_DECODE_ONLY"
     assert (arguments.pipeline_parallel_size, arguments.enable_expert_parallel) == (2, True)
     assert (arguments.max_num_batched_tokens, arguments.kv_cache_dtype) == (512, "fp8")
@@ -119,3 +112,86 @@ def test_every_argument_that_is_named_is_one_of_vllms() -> None:
     defaults = AsyncEngineArgs(model="none")
     # Fails for an argument that is set twice.
     assert arguments_of(engine_kwargs={name: getattr(defaults, name) for name in engines.SAFE_ARGUMENTS})
+
+
+def environment_of(device: str, **engine: object) -> dict[str, str]:
+    return vllm_environment(make_run(generators={"engine": {"kind": "vllm", **engine}}), device=device)
+
+
+def test_variables_follow_device_and_settings():
+    assert vllm_environment(make_run()) == {}, "for another engine"
+    cpu, gpu = environment_of("cpu", kv_cache_gib=3), environment_of("cuda")
+    for environment in (cpu, gpu):
+        assert environment["VLLM_NO_USAGE_STATS"] == environment["DO_NOT_TRACK"] == "1"
+    assert (cpu["OMP_NUM_THREADS"], cpu["VLLM_CPU_KVCACHE_SPACE"]) == ("1", "3")
+    assert not [name for name in gpu if "CPU" in name or "OMP" in name]
+    assert gpu["TORCH_NCCL_ENABLE_MONITORING"] == gpu["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "0"
+    assert not [name for name in cpu if "NCCL" in name]
+    # The model lives in the engine process unless it is split; compiled graphs need the compiler.
+    assert (cpu["VLLM_ENABLE_V1_MULTIPROCESSING"], cpu["TORCHDYNAMO_DISABLE"]) == ("0", "1")
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in environment_of("cpu", tensor_parallel_size=2)
+    assert "TORCHDYNAMO_DISABLE" not in environment_of("cpu", enforce_eager=False)
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.watchdog = StepWatchdog(limit_s=10.0, clock=lambda: self.now)
+
+    def check(self, *, after_s: float, steps: int, requests: int = 1, is_paused: bool = False) -> None:
+        self.now += after_s
+        self.watchdog.check(EngineLoad(num_open=requests, num_steps=steps), is_paused=is_paused)
+
+
+def test_an_engine_without_a_step_while_requests_are_open_is_dead():
+    scene = Scene()
+    for step in range(20):
+        scene.check(after_s=9.0, steps=step)
+    scene.check(after_s=10.0, steps=19)
+    with pytest.raises(EngineDiedError, match=r"within 10 s .* 64 open"):
+        scene.check(after_s=0.1, steps=19, requests=64)
+
+
+@pytest.mark.parametrize("idle", [{"requests": 0}, {"is_paused": True}])
+def test_time_without_work_does_not_count(idle):
+    scene = Scene()
+    scene.check(after_s=1.0, steps=7)
+    scene.check(after_s=9.0, steps=7)
+    scene.check(after_s=100.0, steps=7, **idle)
+    scene.check(after_s=9.0, steps=7)
+    with pytest.raises(EngineDiedError):
+        scene.check(after_s=2.0, steps=7)
+
+
+@pytest.fixture(autouse=True)
+def clean() -> Iterator[None]:
+    forget_fatal_error()
+    yield
+    forget_fatal_error()
+
+
+def fail() -> None:
+    """As vLLM does it: an error that is answered, the one that ends the process, and a consequence of that."""
+    report_fatal_errors()
+    engine = logging.getLogger("vllm.v1.engine.core")
+    errors = {
+        "Invocation of %s method failed": TimeoutError("answered"),
+        "EngineCore encountered a fatal error.": RuntimeError("Unsupported CPU attention\nconfiguration: head_dim=16"),
+        "EngineCore failed to start.": ValueError("a consequence"),
+    }
+    for message, error in errors.items():
+        try:
+            raise error
+        except Exception:
+            engine.exception(message, *["x"][: message.count("%s")])
+
+
+def test_the_first_fatal_error_is_the_cause():
+    assert read_fatal_error() == ""
+    process = multiprocessing.get_context("spawn").Process(target=fail, name="EngineCore_0")
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    assert read_fatal_error() == "RuntimeError: Unsupported CPU attention configuration: head_dim=16"
+    forget_fatal_error()
+    assert read_fatal_error() == ""

@@ -1,5 +1,5 @@
-"""A load is compared with the tensors that were sent, through vLLM's own reload of a model in layers."""
-
+import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -16,8 +16,11 @@ from vllm.model_executor.model_loader.reload import (
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from slipstream.broker.errors import WeightTransferError
-from slipstream.generators.engines.vllm import verify
+from slipstream.configs.data import LoraConfig
+from slipstream.generators.engines.vllm import verify, weights
+from slipstream.generators.engines.vllm.adapter import ADAPTER, describe, first_adapter_mismatch, lora_arguments
 from slipstream.generators.engines.vllm.verify import RecordedLoad
+from slipstream.generators.engines.vllm.weights import KernelChecks, exchange, second_copy
 
 Tensors = list[tuple[str, Tensor]]
 
@@ -155,11 +158,8 @@ def test_a_part_of_the_kernels_is_compared_and_all_must_be_new():
     record = load(model, sent)
     good = model.qk.cpu_linear
     model.qk.cpu_linear = lambda *arguments: good(*arguments) + 1e-6
-    assert [record.first_mismatch(sent, part=(i, 8)) for i in (index, index + 1, index + 8)] == [
-        "qk.weight",
-        "",
-        "qk.weight",
-    ]
+    for i, name in ((index, "qk.weight"), (index + 1, ""), (index + 8, "qk.weight")):
+        assert record.first_mismatch(sent, part=(i, 8)) == name
     model.qk.cpu_linear = kernel
     assert record.first_mismatch(sent, part=(index + 1, 8)) == "qk.weight"
     model.qk.cpu_linear = good
@@ -168,15 +168,139 @@ def test_a_part_of_the_kernels_is_compared_and_all_must_be_new():
     assert found == ["norm.weight", ""]
 
 
-def test_a_tensor_that_was_altered_before_the_loader_got_it_is_found_in_every_update():
+def test_a_tensor_that_was_altered_before_the_loader_got_it_is_found_and_what_could_not_be_compared_is_named():
     model, sent = Model(), make_sent()
     record = load(model, [(name, tensor + 1e-6 if name == "norm.weight" else tensor) for name, tensor in sent])
-    assert [record.first_mismatch(sent, part=(i, 8)) for i in range(8)] == ["norm.weight"] * 8
-
-
-def test_what_could_not_be_compared_is_named():
+    assert [record.first_mismatch(sent, part=(i, 8)) for i in range(8)] == ["norm.weight"] * 8, "in every update"
     model, sent = Model(), make_sent()
     record = load(model, [(name, 2 * tensor if name == "q" else tensor) for name, tensor in sent if name != "experts"])
     assert record.first_mismatch(sent) == ""
     # Sent, but no loader got it; and a parameter that nothing was loaded into.
     assert record.uncompared == ["experts", "experts.weight", "q"]
+
+
+class SharingModel(nn.Module):
+    """A tied head, a module with two parents, and an attribute that decoding writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.first = nn.Sequential(nn.Linear(3, 3))
+        self.second = nn.Sequential(self.first[0], nn.LayerNorm(3))
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+        self.cache = torch.zeros(4)
+        self.empty = None
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(self.first(self.embedding(token_ids)))) * self.scale
+
+
+TOKENS = torch.arange(5)
+
+
+@torch.no_grad()
+def test_a_copy_is_changed_alone_and_then_takes_the_place_of_the_model():
+    model = SharingModel().requires_grad_(False)
+    second, before, layers = second_copy(model), model(TOKENS), list(model.modules())
+    assert torch.equal(second(TOKENS), before)
+    for parameter in second.parameters():
+        parameter.mul_(2)
+    second.scale.mul_(3)
+    # Packed by the load, as vLLM's kernels for the CPU.
+    second.head.kernel = object()
+    assert torch.equal(model(TOKENS), before)
+    changed, pointers = second(TOKENS), [each.data_ptr() for each in second.parameters()]
+    for expected, other in ((changed, before), (before, changed)):
+        exchange(model, second)
+        assert torch.equal(model(TOKENS), expected)
+        assert torch.equal(second(TOKENS), other)
+        assert [id(each) for each in model.modules()] == [id(each) for each in layers], "vLLM refers to its layers"
+        assert hasattr(model.head, "kernel") == (expected is changed)
+    exchange(model, second)
+    assert [each.data_ptr() for each in model.parameters()] == pointers
+
+
+def test_a_copy_keeps_what_the_model_shares():
+    model = SharingModel()
+    second = second_copy(model)
+    assert second.head.weight is second.embedding.weight
+    assert second.second[0] is second.first[0]
+    assert second.cache is model.cache
+    assert second.scale.data_ptr() != model.scale.data_ptr()
+    assert dict(second.named_buffers()).keys() == dict(model.named_buffers()).keys()
+    assert second.state_dict().keys() == model.state_dict().keys()
+
+
+def test_kernels_are_compared_by_the_thread_that_decodes(monkeypatch: pytest.MonkeyPatch):
+    checks, ran_in = KernelChecks(), []
+
+    def check() -> bool:
+        ran_in.append(threading.current_thread())
+        return True
+
+    loading = threading.Thread(target=lambda: [checks.run(check) for _ in range(20)])
+    loading.start()
+    deadline = time.monotonic() + 10
+    while len(ran_in) < 20:
+        assert time.monotonic() < deadline
+        checks.run_waiting()
+    loading.join(10)
+    assert set(ran_in) == {threading.current_thread()}
+    monkeypatch.setattr(weights, "CHECK_TIMEOUT_S", 0.05)
+    ahead = [checks.run(check) for _ in range(weights._CHECKS_AHEAD)]
+    assert not any(each.done() for each in ahead)
+    with pytest.raises(WeightTransferError, match="kernels must be compared within"):
+        checks.run(check)
+
+
+LORA = LoraConfig(rank=3, alpha=4.0)
+SCALING = 4 / 3
+SLICES = {"q_proj": 6, "k_proj": 2, "o_proj": 4}
+"""Layer -> rows of its second matrix; the first two are packed."""
+
+
+def name_of(layer: str, matrix: str) -> str:
+    return f"base_model.model.layers.0.{layer}.lora_{matrix}.weight"
+
+
+def make_model(sent: dict[str, Tensor]) -> SimpleNamespace:
+    """A slot for rank 8 that holds the tensors, scaled as vLLM does it."""
+
+    def layer(*parts: str) -> SimpleNamespace:
+        first, second = torch.zeros(len(parts), 2, 1, 8, 4), [torch.zeros(2, 1, SLICES[part], 8) for part in parts]
+        for i, part in enumerate(parts):
+            first[i][1, 0, :3] = sent[name_of(part, "A")]
+            second[i][1, 0, :, :3] = sent[name_of(part, "B")] * SCALING
+        return SimpleNamespace(lora_a_stacked=list(first), lora_b_stacked=second)
+
+    manager = SimpleNamespace(
+        modules={"layers.0.qk_proj": layer("q_proj", "k_proj"), "layers.0.o_proj": layer("o_proj")},
+        packed_modules={"layers.0.qk_proj": ["layers.0.q_proj", "layers.0.k_proj"]},
+        lora_index_to_id=[None, ADAPTER.lora_int_id],
+    )
+    return SimpleNamespace(lora_manager=manager)
+
+
+def mismatch(model: SimpleNamespace, sent: dict[str, Tensor]) -> str:
+    return first_adapter_mismatch(model, list(sent.items()), settings=describe(LORA))
+
+
+@pytest.mark.parametrize("layer", SLICES)
+@pytest.mark.parametrize("matrix", "AB")
+def test_one_changed_element_is_found_in_any_tensor(layer: str, matrix: str):
+    shapes = {"A": lambda rows: (3, 4), "B": lambda rows: (rows, 3)}
+    sent = {name_of(n, m): torch.randn(shape(rows)) for n, rows in SLICES.items() for m, shape in shapes.items()}
+    model = make_model(sent)
+    name = name_of(layer, matrix)
+    assert mismatch(model, sent) == ""
+    assert mismatch(model, sent | {name: torch.nextafter(sent[name], torch.tensor(9.0))}) == name
+    del model.lora_manager.modules["layers.0.o_proj"]
+    assert mismatch(model, sent) == name_of("o_proj", "A"), "and a layer without a slot"
+
+
+@pytest.mark.parametrize(("rank", "slot"), [(1, 1), (3, 8), (8, 8), (9, 16), (300, 320), (512, 512)])
+def test_the_slot_is_the_smallest_that_is_enough(rank: int, slot: int):
+    assert lora_arguments(LoraConfig(rank=rank), targets=["o_proj"])["max_lora_rank"] == slot
+    assert lora_arguments(None, targets=[]) == {}

@@ -1,9 +1,8 @@
-"""Search in a corpus: the index, the service, the tool, and the agent of Search-R1's form."""
-
 import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,9 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from slipstream.configs.base import ConfigError
-from slipstream.generators.errors import PromptError
+from slipstream.configs.generators import ToolConfig
+from slipstream.generators.errors import PromptError, ToolError
 from slipstream.generators.rewards.functions import qa_exact_match
 from slipstream.generators.tools.search import LocalIndex, Passage, Search, open_index
+from slipstream.generators.tools.tool import Tool
 from slipstream.scripts import make_search_index
 from tests.builders import make_prompt
 from tests.unit.generators.agents.scene import QUESTION, RecordingScorer, WritingEngine, play, written
@@ -43,14 +44,11 @@ def find(index: str, query: str, topk: int = 3) -> list[Passage]:
     return asyncio.run(LocalIndex(Path(index)).find(query, topk))
 
 
-def test_the_best_passages_come_first_whatever_signs_a_query_has(index: str):
+def test_the_best_passages_come_first_and_the_same_corpus_may_be_parquet(index: str, tmp_path: Path):
     assert [found.title for found in find(index, "Who was born at the Rhine?")] == ["Bonn"]
     assert [found.title for found in find(index, "beethoven AND (danube:", topk=1)] == ["Vienna"]
     assert find(index, 'city^9 ["*') == find(index, "cities")
     assert find(index, "of the") == find(index, "") == find(index, "***") == []
-
-
-def test_the_same_corpus_as_parquet(index: str, tmp_path: Path):
     rows = [{"title": row.get("title"), "text": row["text"]} for row in CORPUS[1:]]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "corpus.parquet")
     make_search_index.main([str(tmp_path / "corpus.parquet"), f"--out={tmp_path / 'index'}", "--language="])
@@ -91,7 +89,7 @@ ASK = "who died at the danube? <search>danube</search>"
 FOUND = "\n\n<information>Doc 1(Title: Vienna) A city on the Danube, where Beethoven died.</information>\n\n"
 
 
-def test_the_trajectory_of_a_search(index: str):
+def test_the_trajectory_of_a_search_and_of_the_tool_whose_index_no_row_chooses(index: str):
     seen: list[tuple[WritingEngine, RecordingScorer]] = []
     answer = "<answer>Beethoven</answer>"
     trajectory = play({"kind": "search", "index": index}, [ASK, answer], inspect=lambda *both: seen.append(both))
@@ -105,6 +103,13 @@ def test_the_trajectory_of_a_search(index: str):
     sample = msgspec.structs.replace(scorer.samples[0], ground_truth={"target": ["beethoven"]})
     assert qa_exact_match(sample).total == 1.0
     assert Search(index=index)._index is Search(index=index)._index, "answers of a generator share an index"
+    agent = {"kind": "tools", "tools": [{"function": "search", "arguments": {"index": index, "topk": 1}}]}
+    call = '<tool_call>{"name": "search", "arguments": {"query": "danube"}}</tool_call>'
+    tokens = play(agent, [call, "so"]).token_ids
+    assert "Doc 1(Title: Vienna) A city on the Danube" in make_chat_tokenizer("chatml").decode(tokens)
+    kwargs = {"tools_kwargs": {"search": {"create_kwargs": {"index": "http://127.0.0.1:9"}}}}
+    with pytest.raises(PromptError, match=r"takes arguments only from the settings, got {.index"):
+        play(agent, [call, "so"], prompt=make_prompt(QUESTION, extra_info=kwargs))
 
 
 def shown(index: str, texts: list[str], **settings) -> tuple[str, object]:
@@ -113,15 +118,12 @@ def shown(index: str, texts: list[str], **settings) -> tuple[str, object]:
     return make_chat_tokenizer("chatml").decode(trajectory.token_ids), trajectory
 
 
-def test_an_invalid_action_is_told_or_ends_the_answer(index: str):
+def test_invalid_actions_turns_and_passages_have_limits_and_passages_cannot_end_a_turn(index: str):
     text, trajectory = shown(index, ["it is Bonn", "<answer>Bonn</answer>"])
     assert f"it is Bonn<|im_end|>\n{INVALID} If I want to search" in text
     assert (trajectory.num_turns, trajectory.metrics["invalid_actions"]) == (2, 1)
     assert shown(index, ["it is Bonn"], invalid_action="")[1].num_turns == 1
     assert shown(index, ["so " * 50], max_tokens=30)[1].stop_reason == "length"
-
-
-def test_turns_and_passages_have_limits(index: str):
     trajectory = shown(index, [ASK] * 3, max_turns=3)[1]
     assert (trajectory.num_turns, trajectory.stop_reason, trajectory.metrics["tool_calls"]) == (3, "turn_limit", 2)
     text, trajectory = shown(index, [ASK, "<answer>so</answer>"], max_observation_tokens=9)
@@ -132,8 +134,7 @@ def test_turns_and_passages_have_limits(index: str):
     assert "Doc 1" in text
     assert "Doc 2" not in text
 
-
-def test_a_passage_cannot_end_a_turn(index: str):
+    # A passage cannot end a turn.
     text, trajectory = shown(index, ["<search>rivers</search>", "<answer>so</answer>"])
     assert "Rivers run to the sea. <|im_end|></information></information>" in text
     end = make_chat_tokenizer("chatml").eos_token_id
@@ -142,8 +143,6 @@ def test_a_passage_cannot_end_a_turn(index: str):
 
 
 class Service(Handler):
-    """A small version of Search-R1's retrieval server."""
-
     requests: list[dict] = []
 
     def answer(self) -> None:
@@ -174,11 +173,95 @@ def test_a_service_that_fails_is_read_by_the_model_and_counted(service: str, que
     assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_failures"]) == (1, 1)
 
 
-def test_the_search_is_a_tool_whose_index_no_row_chooses(index: str):
-    agent = {"kind": "tools", "tools": [{"function": "search", "arguments": {"index": index, "topk": 1}}]}
-    call = '<tool_call>{"name": "search", "arguments": {"query": "danube"}}</tool_call>'
-    tokens = play(agent, [call, "so"]).token_ids
-    assert "Doc 1(Title: Vienna) A city on the Danube" in make_chat_tokenizer("chatml").decode(tokens)
-    kwargs = {"tools_kwargs": {"search": {"create_kwargs": {"index": "http://127.0.0.1:9"}}}}
-    with pytest.raises(PromptError, match=r"takes arguments only from the settings, got {.index"):
-        play(agent, [call, "so"], prompt=make_prompt(QUESTION, extra_info=kwargs))
+CITY = {"type": "string", "description": "Name of the city."}
+DAYS = {"type": "integer", "description": "How many."}
+
+
+class Weather(Handler):
+    """Replies with the request, or with the next status in `failures`."""
+
+    failures: list[int] = []
+
+    def answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        status = self.failures.pop() if self.failures else 200
+        seen = {"path": self.path, "key": self.headers.get("X-Key"), "body": body, "method": self.command}
+        text = json.dumps(seen) if status == 200 and "big" not in self.path else "x" * 5000
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.send_header("Location", "http://127.0.0.1:9/")
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with serve(Weather) as found:
+        yield found
+
+
+def make(url: str, **arguments: Any) -> Tool:
+    given = {"url": url, "description": "Look the weather up.", "parameters": {"city": CITY, "days": DAYS}, **arguments}
+    config = ToolConfig(function="http", name="weather", arguments=given)
+    return Tool(config, setting="agent.tools[0]")
+
+
+def call(tool: Tool, **arguments: Any) -> Any:
+    return asyncio.run(tool.open({}).call(arguments))
+
+
+def test_the_schema_is_that_of_the_settings_and_arguments_go_into_path_query_or_body(
+    address: str, monkeypatch: pytest.MonkeyPatch
+):
+    described = make("http://127.0.0.1:9", required=["city"]).schema["function"]
+    assert (described["name"], described["description"]) == ("weather", "Look the weather up.")
+    properties = {"city": CITY, "days": DAYS}
+    assert described["parameters"] == {"type": "object", "properties": properties, "required": ["city"]}
+    monkeypatch.setenv("WEATHER_KEY", "s3cret")
+    tool = make(address + "/{city}/now", headers={"X-Key": "$WEATHER_KEY"})
+    found = json.loads(call(tool, city="Köln/../?x", days=3))
+    assert (found["path"], found["key"], found["method"]) == ("/K%C3%B6ln%2F..%2F%3Fx/now?days=3", "s3cret", "GET")
+    found = json.loads(call(make(address + "/now", method="POST"), city="Bonn", days=3))
+    assert (found["path"], json.loads(found["body"])) == ("/now", {"city": "Bonn", "days": 3})
+    found = json.loads(call(make(address + "/now?unit=C", required=["city"]), city="Bonn"))
+    assert found["path"] in ("/now?unit=C&city=Bonn", "/now?city=Bonn")
+    Weather.failures[:] = [503]
+    assert call(make(address), city="a", days=1), "a passing failure is retried"
+
+
+@pytest.mark.parametrize(
+    ("failures", "settings", "arguments", "complaint"),
+    [
+        ([404], {}, {"city": "a", "days": 1}, "the server answered 404: xxx"),
+        ([302], {}, {"city": "a", "days": 1}, "the server answered 302: xxx"),
+        ([503, 503], {}, {"city": "a", "days": 1}, "the server answered 503: xxx"),
+        ([503], {"method": "POST"}, {"city": "a", "days": 1}, "the server answered 503: xxx"),
+        ([], {"max_bytes": 100}, {"city": "big", "days": 1}, "must answer with at most 100 bytes, but sent more"),
+        ([], {}, {"city": "..", "days": 1}, r"a parameter in the address must be a name, got '\.\.'"),
+        ([], {}, {"city": "a"}, "the parameter days is required"),
+        ([], {}, {"city": "a", "days": 1, "host": "x"}, "unknown parameter host, available:"),
+        ([], {"url": "http://127.0.0.1:9/{city}"}, {"city": "a", "days": 1}, "the server did not answer: ConnectError"),
+    ],
+)
+def test_failures_are_named(address: str, failures: list, settings: dict, arguments: dict, complaint: str):
+    Weather.failures[:] = failures
+    with pytest.raises(ToolError, match=complaint):
+        call(make(**{"url": address + "/{city}", **settings}), **arguments)
+    assert not Weather.failures
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"url": "ftp://a"}, r"must have a url http\(s\)://host/"),
+        ({"url": "http://{city}/a"}, r"must have a url http\(s\)://host/"),
+        ({"url": "http://user:pass@host/a"}, r"must have a url http\(s\)://host/"),
+        ({"url": "http://a/{town}"}, "must describe all required parameters, .* without town"),
+        ({"url": "http://a/{city}", "required": []}, "including those in its url, .* without city"),
+        ({"url": "http://a", "headers": {"k": "$NO_SUCH_VARIABLE"}}, "that is set in .* 'NO_SUCH_VARIABLE'"),
+        ({"url": "http://a", "color": 1}, r"agent.tools\[0\].arguments must fit 'http', got url, .*color"),
+    ],
+)
+def test_wrong_settings_are_refused_at_the_start(arguments: dict[str, Any], complaint: str):
+    with pytest.raises(ConfigError, match=complaint):
+        make(**arguments)
