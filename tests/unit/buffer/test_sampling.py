@@ -22,13 +22,7 @@ from slipstream.buffer.sampling import (
     sample,
     sample_fresh,
 )
-from slipstream.configs.buffer import (
-    FreshestConfig,
-    PrioritizedConfig,
-    ReuseConfig,
-    StalenessConfig,
-    UniformConfig,
-)
+from slipstream.configs.buffer import FreshestConfig, PrioritizedConfig, ReuseConfig, StalenessConfig, UniformConfig
 from slipstream.configs.data import CurriculumConfig
 
 

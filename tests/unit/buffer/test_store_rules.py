@@ -6,10 +6,7 @@ import pytest
 
 from slipstream.buffer.errors import RunConflictError
 from slipstream.buffer.records import Claim, StepEntry, make_entry
-from slipstream.buffer.store_rules import (
-    MAY_CHANGE,
-    check_same_run,
-)
+from slipstream.buffer.store_rules import MAY_CHANGE, check_same_run
 from tests.builders import make_packed
 
 

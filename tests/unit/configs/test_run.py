@@ -85,7 +85,7 @@ def test_settings_of_two_roles_that_contradict_each_other_are_refused(overrides:
         (
             {"reuse": {"max_uses": 4, "fresh_fraction": 0.5, "samples_per_insert": 1.5}},
             r"samples_per_insert must be >= .* \(4 / 2 = 2\), got 1\.5",
-        ),
+        )
     ],
 )
 def test_a_buffer_for_which_the_learner_would_wait_for_ever_is_refused(buffer, reason: str) -> None:

@@ -56,10 +56,7 @@ def test_values_that_cannot_be_swept_are_refused(overrides: list[str], sentence:
         (["model.path=/m/a,b/c"], ["mine-path-m_a", "mine-path-b_c"]),
         (["data.train=a b,a_b"], ["mine-1", "mine-2"]),
         (["data.train=[a,b],a" + 80 * "b"], ["mine-1", "mine-2"]),
-        (
-            ["algorithm.kl.coef=0,1", "algorithm.entropy.coef=2"],
-            ["mine-coef-0", "mine-coef-1"],
-        ),
+        (["algorithm.kl.coef=0,1", "algorithm.entropy.coef=2"], ["mine-coef-0", "mine-coef-1"]),
         (["algorithm/filter=a,b", "buffer/filter=c,c"], None),
         (["a.one=1,2", "b.one=3,4"], [f"mine-a.one-{a}-b.one-{b}" for a in (1, 2) for b in (3, 4)]),
     ],

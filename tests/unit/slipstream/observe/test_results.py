@@ -49,11 +49,7 @@ def test_the_verdict_compares_the_final_evaluation_with_the_goals_and_names_it(g
                 "seconds_to_goal": None,
                 "best": {"checkpoint": {"step": 3}, "metric": "m", "value": 0.5},
             },
-            [
-                "digits_cpu: done after 4 steps",
-                "steps  4",
-                "best model: step 3, m 0.5",
-            ],
+            ["digits_cpu: done after 4 steps", "steps  4", "best model: step 3, m 0.5"],
         ),
     ],
 )
