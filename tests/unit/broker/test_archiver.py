@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -285,28 +286,12 @@ def test_a_step_that_the_store_lost_while_it_waited_for_a_group_is_not_written(a
     assert Archive(tmp_path).steps() == store.steps
 
 
-class RefusingStore(FakeStore):
-    """Accepts only reports, like a store with a full disk."""
+@pytest.mark.parametrize("waits_for", ["store", "disk"])
+def test_a_stuck_archiver_says_which_side_it_waits_for(store, tmp_path, monkeypatch, waits_for):
+    def fail(*_: object) -> None:
+        raise StoreCannotWriteError("no room") if waits_for == "store" else OSError("no space left")
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.reports: list[dict[str, Any]] = []
-
-    def run_state(self) -> RunState:
-        raise StoreCannotWriteError("no room")
-
-    def report_role(self, role_id: str, gauges: dict[str, Any]) -> None:
-        self.reports.append(gauges)
-
-
-def full_disk(_: Path) -> ShardWriter:
-    raise OSError("no space left")
-
-
-@pytest.mark.parametrize(("open_writer", "waits_for"), [(ShardWriter, "store"), (full_disk, "disk")])
-def test_a_stuck_archiver_says_which_side_it_waits_for(tmp_path: Path, monkeypatch, open_writer, waits_for: str):
-    monkeypatch.setattr(archiver_module, "ShardWriter", open_writer)
-    store = RefusingStore()
+    monkeypatch.setattr(*((store, "run_state") if waits_for == "store" else (archiver_module, "ShardWriter")), fail)
     thread = ArchiverThread(lambda: store, tmp_path / "archive", CONFIG)
     thread.start()
     assert thread.stop(timeout_s=10)
@@ -361,7 +346,7 @@ def test_groups_and_steps_leave_the_store_only_after_the_object_store_has_them(s
     assert store.ledger() == []
     assert shards_in(tmp_path / "remote") == shards_in(tmp_path / "here") == [["0", "1", "2"], ["3", "4", "5"]]
     assert Archive(tmp_path / "remote").check().is_sound
-    assert [entry.step for entry in Archive(tmp_path / "remote").steps()] == [1]
+    assert steps_in(tmp_path / "remote") == [1]
 
 
 def test_an_archive_goes_on_elsewhere_and_refuses_the_folder_that_was_left(store, tmp_path):
@@ -376,7 +361,7 @@ def test_an_archive_goes_on_elsewhere_and_refuses_the_folder_that_was_left(store
     second.close()
     for place in ("there", "remote"):
         assert shards_in(tmp_path / place) == [["0", "1", "2"], ["3", "4", "5"]]
-        assert [entry.step for entry in Archive(tmp_path / place).steps()] == [1, 2]
+        assert steps_in(tmp_path / place) == [1, 2]
     # The first machine fetches the newest shard that it lacks; a folder with other shards is refused.
     make_mirrored(store, tmp_path / "here", tmp_path / "remote").close()
     assert shards_in(tmp_path / "here") == shards_in(tmp_path / "remote")
@@ -406,20 +391,10 @@ def await_status(thread: ArchiverThread, holds) -> None:
         time.sleep(0.01)
 
 
-def test_the_archiver_works_while_its_broker_is_the_chief_and_leaves_the_folder_to_the_next(
-    tmp_path: Path, store: FakeStore
-):
+def test_the_archiver_works_while_its_broker_is_the_chief_and_leaves_the_folder_to_the_next(tmp_path, store):
     fences: dict[str, int | None] = {"first": None, "second": None}
     store.finish(*range(3))
-    threads = {
-        name: ArchiverThread(
-            lambda: store,
-            tmp_path,
-            CONFIG,
-            lead=lambda name=name: fences[name],  # type: ignore[misc]
-        )
-        for name in fences
-    }
+    threads = {name: ArchiverThread(lambda: store, tmp_path, CONFIG, lead=partial(fences.get, name)) for name in fences}
     for thread in threads.values():
         thread.start()
     time.sleep(0.02)

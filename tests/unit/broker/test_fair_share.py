@@ -58,11 +58,7 @@ def test_the_least_time_to_finish(paces: list[Pace], num_groups: int, seconds: f
         ([FAST, SLOW], 80, [73, 7]),  # 80 in 9.1 s: 72.7 and 7.3.
         ([FAST, FAST], 8, [4, 4]),  # Both together could run twice as many concurrently: half each.
         ([FAST, FAST], 7, [4, 4]),
-        (
-            [Pace(1.0, 2.0, 0), Pace(1.5, 1.0, 3)],
-            12,
-            [10, 2],
-        ),  # Of 2 and 12: a third and two thirds of 15, minus the groups in flight.
+        ([Pace(1.0, 2.0, 0), Pace(1.5, 1.0, 3)], 12, [10, 2]),  # Two thirds and a third of 15, minus those in flight.
         ([Pace(1.0, 2.0, 0), Pace(1.0, 2.0, 6)], 3, [4, 0]),  # 9 in all, of which one has more than its half.
         ([Pace(1.0, 8.0, 0), Pace(1.0, 0.2, 0)], 8, [8, 1]),  # A share of 0.2 groups is rounded up to one.
         ([Pace(1.0, 1.0, 1), Pace(1.0, 1.0, 1), Pace(1.0, 1.0, 1)], 1, [1, 1, 1]),
@@ -330,10 +326,8 @@ def test_rounds_decide_as_if_all_were_worked_out_anew_for_every_request(seed: in
                     is_rounded = oracle.is_tied and abs(groups - expected) == 1
                     assert groups == expected or is_granted or is_rounded, (seed, name)
                     count = min(expected, 3)
-                    leases = [
-                        Lease(f"{n}-0", str(n), "train", n, n, 0, [0]) for n in range(num_leased, num_leased + count)
-                    ]
-                    num_leased += count
+                    ordinals = range(num_leased, num_leased := num_leased + count)
+                    leases = [Lease(f"{n}-0", str(n), "train", n, n, 0, [0]) for n in ordinals]
                     fair_share.record_leases(peers[name], leases)
                     oracle.lease(name, [lease.id for lease in leases], clock.now)
                     available -= count
@@ -375,27 +369,6 @@ def store(throughput: Throughput, *numbers: int, now: float) -> None:
         throughput.record_stored(f"{number}-0-1", now=now)
 
 
-def test_throughput_counts_only_the_time_with_groups_in_flight():
-    throughput = Throughput()
-    throughput.record_lease(groups(0, 1, 2, 3), now=10.0)
-    store(throughput, 0, 1, 2, 3, now=12.0)
-    # Four in two seconds.
-    assert pace(throughput) == Pace(group_s=2.0, groups_per_s=2.0, in_flight=0)
-    throughput = Throughput()
-    throughput.record_lease(groups(0), now=0.0)
-    throughput.record_lease(groups(1), now=1.0)
-    for number in range(2, 40):
-        store(throughput, number - 2, now=float(number))
-        throughput.record_lease(groups(number), now=float(number))
-    # Two are always out, each for two seconds: one a second.
-    assert pace(throughput) == Pace(group_s=2.0, groups_per_s=1.0, in_flight=2)
-    throughput = Throughput()
-    for start in (0.0, 1000.0):
-        throughput.record_lease(groups(int(start)), now=start)
-        store(throughput, int(start), now=start + 0.5)
-    assert pace(throughput) == Pace(group_s=0.5, groups_per_s=2.0, in_flight=0)
-
-
 def test_a_group_is_complete_with_its_last_member_and_duplicates_change_nothing():
     throughput = Throughput()
     throughput.record_lease({"7-2": [1, 3]}, now=0.0)
@@ -413,19 +386,6 @@ def test_a_trajectory_of_no_recorded_lease_is_ignored(trajectory_id: str):
     throughput.record_lease({"7-2": [1]}, now=0.0)
     throughput.record_stored(trajectory_id, now=1.0)
     assert (throughput.in_flight, throughput.is_measured) == (1, False)
-
-
-def test_the_median_of_the_newest_groups_counts():
-    throughput = Throughput()
-    for number in range(9):
-        throughput.record_lease(groups(number), now=0.0)
-        store(throughput, number, now=100.0 if number == 4 else 1.0)
-    assert pace(throughput) == Pace(group_s=1.0, groups_per_s=1.0, in_flight=0)
-    throughput = Throughput()
-    for number in range(64):
-        throughput.record_lease(groups(number), now=0.0)
-        store(throughput, number, now=10.0 if number < 32 else 2.0)
-    assert pace(throughput).group_s == 2.0
 
 
 def test_groups_in_flight_have_an_age_and_make_no_pace():

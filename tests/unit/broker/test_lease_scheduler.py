@@ -174,9 +174,8 @@ def test_a_run_without_a_row_in_the_band_skips_nothing_and_says_so_once(tmp_path
         assert [prompt.lease.ordinal for prompt in leased] == list(range(first, first + 4))
     assert scene.store.counts().curriculum == {"rows": 10, "rows_too_hard": 10, "explored": 12}
     (event,) = scene.store.events(limit=9)
-    assert event.text.startswith(
-        "the success rate of every row of data.train lies outside data.curriculum.low and high"
-    )
+    sentence = "the success rate of every row of data.train lies outside data.curriculum.low and high"
+    assert event.text.startswith(sentence)
 
 
 def test_images_are_stored_once_and_before_anybody_can_refer_to_them(tmp_path: Path):
@@ -238,14 +237,17 @@ def test_a_lower_lag_to_pace_for_admits_fewer_groups(target_lag, chosen, limit):
     assert admission_limit(run, make_state(target_lag=chosen, consumed=8)) == limit + 8
 
 
-def test_groups_that_would_be_stale_when_they_are_trained_on_are_not_paced_for():
+def test_groups_that_would_be_stale_are_not_paced_for_a_replay_admits_none_and_the_first_reason_counts():
     with pytest.raises(ConfigError, match=r"target_lag must be <= max_lag \(2\), got 2.5"):
         StalenessConfig(max_lag=2, target_lag=2.5)
-
-
-def test_a_replay_admits_no_prompt():
     run = make_run(mode="replay", weights={"transport": "memory"}, replay={"path": "runs/other/archive"})
     assert admission_limit(run, make_state(consumed=100)) == 0
+    run = make_run(staleness={"max_lag": 1})
+    state = make_state()
+    assert admission_reason(run, state=state, counts=counts(admitted=3)) == ""
+    assert admission_reason(run, state=state, counts=counts(admitted=4)).startswith("pacing: ")
+    over = msgspec.structs.replace(state, phase="finishing")
+    assert admission_reason(run, state=over, counts=counts()) == "the run is finishing"
 
 
 def make_state(**fields) -> RunState:
@@ -256,12 +258,3 @@ def counts(**fields):
     store = MemoryStore()
     store.open_run("run", config_json="{}", num_rows=4, seed=0)
     return msgspec.structs.replace(store.counts(), **fields)
-
-
-def test_the_reason_is_the_first_condition_that_forbids_admission():
-    run = make_run(staleness={"max_lag": 1})
-    state = make_state()
-    assert admission_reason(run, state=state, counts=counts(admitted=3)) == ""
-    assert admission_reason(run, state=state, counts=counts(admitted=4)).startswith("pacing: ")
-    over = msgspec.structs.replace(state, phase="finishing")
-    assert admission_reason(run, state=over, counts=counts()) == "the run is finishing"

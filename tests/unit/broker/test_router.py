@@ -239,9 +239,8 @@ def test_a_request_past_its_deadline_is_dropped(scene: RouterScene):
 
 def test_gauges_cannot_replace_what_the_broker_knows_of_a_peer():
     gauges = {"role": "learner", "state": "gone", "version": "x", "pid": 1, "tokens": 5}
-    peer = Peer(
-        b"", Hello("generator", "g-0", "i", "node", 7), heard_at=0.0, status=Pong(-1.0, "ready", 3, gauges=gauges)
-    )
+    status = Pong(-1.0, "ready", 3, gauges=gauges)
+    peer = Peer(b"", Hello("generator", "g-0", "i", "node", 7), heard_at=0.0, status=status)
     known = {"role": "generator", "state": "ready", "version": 3, "reason": "", "host": "node", "pid": 7}
     assert peer.beat({}).gauges == known | {"tokens": 5}
 
@@ -270,11 +269,18 @@ def test_a_put_with_a_wrong_number_of_payloads_is_refused_whole(scene: RouterSce
     assert scene.store.counts().refused == {"frame_count": 1}
 
 
-def test_payloads_after_any_other_message_are_refused(scene: RouterScene):
+def test_invalid_frames_are_refused_with_their_reason_and_do_not_end_the_loop(scene: RouterScene):
     peer = scene.join()
+    for frames in ([b""], [b"\xc1"], [b"\x80\x04\x95pickle"], [encode({"type": "Put"})]):
+        peer.send(frames)
     assert peer.exchange(LeaseRequest(max_trajectories=4), b"surplus") == []
-    assert scene.store.counts().refused == {"frame_count": 1}
     assert scene.store.counts().leased == 0
+    assert peer.lease().prompts
+    too_large = b"x" * (scene.run.broker.max_message_bytes + 1)
+    (nack,) = peer.exchange(Put([make_packed("0", 0)[0]]), too_large)
+    assert nack.is_fatal
+    peer.send([too_large])
+    assert scene.store.counts().refused == {"malformed": 4, "frame_count": 1, "oversized": 2}
 
 
 def test_a_generator_gives_no_weight_orders_and_speaks_for_itself_only(scene: RouterScene):
@@ -288,17 +294,6 @@ def test_a_generator_gives_no_weight_orders_and_speaks_for_itself_only(scene: Ro
     held = one.lease().prompts[0].lease.id
     other.exchange(ReturnLeases([held], "test"))
     assert scene.store.counts().returned == 0
-
-
-def test_oversized_frames_are_refused_with_their_reason(scene: RouterScene):
-    peer = scene.join()
-    peer.lease()
-    too_large = b"x" * (scene.run.broker.max_message_bytes + 1)
-    header, _ = make_packed("0", 0)
-    (nack,) = peer.exchange(Put([header]), too_large)
-    assert nack.is_fatal
-    peer.send([too_large])
-    assert scene.store.counts().refused == {"oversized": 2}
 
 
 def test_an_exception_in_a_check_refuses_that_trajectory_only(scene: RouterScene, monkeypatch: pytest.MonkeyPatch):
@@ -327,10 +322,3 @@ def test_the_size_of_a_peer_report_is_bounded(scene: RouterScene, message: Messa
     peer = scene.join()
     assert peer.exchange(message) == []
     assert scene.store.counts().refused == {"malformed": 1}
-
-
-def test_malformed_frames_do_not_end_the_loop(scene: RouterScene):
-    peer = scene.join()
-    for frames in ([b""], [b"\xc1"], [b"\x80\x04\x95pickle"], [encode({"type": "Put"})]):
-        peer.send(frames)
-    assert peer.lease().prompts

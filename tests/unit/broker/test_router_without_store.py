@@ -142,16 +142,13 @@ class OutageScene:
         self.outage.record(error)
 
 
-def test_a_thousand_failures_produce_few_lines():
+def test_a_thousand_failures_produce_few_lines_and_the_end_is_reported_once():
     scene = OutageScene()
     for number in range(1000):
         scene.fail(StoreUnavailableError("it does not answer"), at=100 + number / 100)
     assert scene.reported == [f"waiting for the store for {s} s: it does not answer" for s in (0, 5)]
     assert scene.outage.reason == "store_unavailable"
     assert round(scene.outage.seconds) == 10
-
-
-def test_its_end_is_reported_once_and_the_next_outage_starts_afresh():
     scene = OutageScene()
     scene.outage.end()
     scene.fail(StoreCannotWriteError("its disk is full"), at=101)

@@ -1,8 +1,10 @@
 """Guests may answer only their own leases; their answers are checked, and liars are quarantined."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from slipstream.broker.guests import convict
 from slipstream.broker.messages import (
@@ -257,8 +259,7 @@ def test_a_guest_that_another_broker_has_quarantined_ends_here_with_its_next_ans
 HONEST = AnswerCheck("0-0-0", num_tokens=100, logprob_diff=1.0, own_logprob_diff=0.01, surplus=2.0, variance=20.0)
 
 
-def changed(**fields: object) -> AnswerCheck:
-    return AnswerCheck(**{name: getattr(HONEST, name) for name in HONEST.__struct_fields__} | fields)  # type: ignore[arg-type]
+changed = partial(structs.replace, HONEST)
 
 
 LIE_ABOUT_A_REWARD = changed(lie="7-0-1 has a reward of 1, and 0 by one's own reward function")

@@ -71,16 +71,8 @@ def make_pair():
 
 
 def make_welcome(incarnation: str = "b1") -> Welcome:
-    return Welcome(
-        "run",
-        "{}",
-        "",
-        0,
-        credit_messages=8,
-        credit_bytes=10**6,
-        broker_incarnation=incarnation,
-        num_heldout={"sampled": 4},
-    )
+    credit = {"credit_messages": 8, "credit_bytes": 10**6}
+    return Welcome("run", "{}", "", 0, broker_incarnation=incarnation, num_heldout={"sampled": 4}, **credit)
 
 
 def deliver(client: BrokerClient, broker: FakeBroker, message: Message) -> None:
@@ -94,7 +86,7 @@ def join(client: BrokerClient, broker: FakeBroker) -> None:
     deliver(client, broker, make_welcome())
 
 
-def test_hello_is_repeated_until_welcome():
+def test_hello_is_repeated_until_welcome_and_a_ping_is_answered_with_the_role_s_status():
     client, broker, clock, received = make_pair()
     client.step(timeout_s=0)
     client.step(timeout_s=0)
@@ -105,9 +97,6 @@ def test_hello_is_repeated_until_welcome():
     deliver(client, broker, make_welcome())
     assert client.is_joined
     assert isinstance(received[-1], Welcome)
-
-
-def test_a_ping_is_answered_with_the_role_s_status():
     client, broker, _, _ = make_pair()
     join(client, broker)
     broker.receive()
@@ -134,7 +123,7 @@ def test_trajectories_are_sent_in_one_message_until_acknowledged():
     assert len(client.outbox) == 0
 
 
-def test_a_fatal_nack_removes_the_trajectory_and_reaches_the_role():
+def test_a_fatal_nack_removes_the_trajectory_and_a_refused_client_sends_no_more_hellos():
     client, broker, _, received = make_pair()
     header, payload = make_packed()
     join(client, broker)
@@ -145,9 +134,6 @@ def test_a_fatal_nack_removes_the_trajectory_and_reaches_the_role():
     deliver(client, broker, nack)
     assert len(client.outbox) == 0
     assert received[-1] == nack
-
-
-def test_a_refused_client_sends_no_more_hellos():
     client, broker, clock, received = make_pair()
     client.step(timeout_s=0)
     broker.receive()
@@ -177,9 +163,7 @@ def test_a_bye_of_a_restarted_broker_is_answered_with_hello_at_once():
     ("is_moving", "message", "kept"),
     [(False, LeaseRequest(1), []), (True, ReturnLeases(["0-0"], reason="drained"), [ReturnLeases])],
 )
-def test_without_a_broker_requests_do_not_pile_up_and_returned_leases_wait(
-    is_moving: bool, message: Message, kept: list
-):
+def test_without_a_broker_requests_do_not_pile_up_and_returned_leases_wait(is_moving, message, kept):
     client, broker, clock, _ = make_moving_pair() if is_moving else make_pair()
     join(client, broker)
     clock.now += BROKER_SILENCE_S + 1
@@ -254,9 +238,8 @@ def test_a_generator_goes_to_the_next_broker_after_a_silence_and_back_once_its_o
     client.step(timeout_s=0)
     assert (client.is_joined, client._route.address) == (False, "ipc:///b")
     broker.receive()
-    broker.send(
-        msgspec.structs.replace(welcome_of("broker-1"), living=LivingBrokers("broker-1", {"broker-1": "ipc:///b"}))
-    )
+    alone = LivingBrokers("broker-1", {"broker-1": "ipc:///b"})
+    broker.send(msgspec.structs.replace(welcome_of("broker-1"), living=alone))
     client.step(timeout_s=0)
     assert client.is_joined
     broker.receive()
@@ -344,14 +327,11 @@ def route(peer_id: str, brokers: dict[str, str], *, reachable: set[str] | None =
     return Route(peer_id, brokers, is_reachable=lambda address: reachable is None or address in reachable)
 
 
-def test_peers_are_divided_about_equally_and_always_alike():
+def test_peers_are_divided_about_equally_and_without_one_broker_only_its_peers_move_to_all_others():
     first = Counter(preferred(peer, FOUR)[0] for peer in PEERS)
     assert set(first) == set(FOUR)
     assert all(200 < number < 300 for number in first.values()), first
     assert preferred("generator-7", FOUR) == preferred("generator-7", reversed(FOUR))
-
-
-def test_without_one_broker_only_its_peers_move_and_to_all_others():
     rest = [name for name in FOUR if name != "broker-2"]
     moved = [preferred(peer, rest)[0] for peer in PEERS if preferred(peer, FOUR)[0] == "broker-2"]
     stayed = [peer for peer in PEERS if preferred(peer, FOUR)[0] != "broker-2"]
@@ -359,14 +339,16 @@ def test_without_one_broker_only_its_peers_move_and_to_all_others():
     assert set(moved) == set(rest)
 
 
-def test_after_the_last_broker_comes_the_first():
+def test_after_the_last_broker_comes_the_first_and_those_that_cannot_be_reached_are_passed_by():
     own = route("generator-7", FOUR)
     order = [FOUR[name] for name in preferred("generator-7", FOUR)]
     assert own.address == order[0]
     assert [own.next() for _ in range(4)] == [*order[1:], order[0]]
+    assert route("generator-7", FOUR, reachable={order[3]}).next() == order[3]
+    assert route("generator-7", FOUR, reachable=set()).next() == order[1], "which may be back by then"
 
 
-def test_a_peer_that_knows_one_address_learns_the_others_and_goes_to_its_own():
+def test_a_peer_learns_the_other_brokers_and_stays_while_its_own_is_gone_or_out_of_reach():
     best, second, *_ = preferred("generator-7", FOUR)
     own = route("generator-7", {"broker": FOUR[second]})
     assert not own.has_others
@@ -374,10 +356,6 @@ def test_a_peer_that_knows_one_address_learns_the_others_and_goes_to_its_own():
     assert own.address == FOUR[best]
     assert not own.follow(FOUR, at=best)
     assert own.address == FOUR[best]
-
-
-def test_a_peer_stays_where_it_is_while_its_own_broker_is_gone_or_out_of_reach():
-    best, second, *_ = preferred("generator-7", FOUR)
     living = {name: address for name, address in FOUR.items() if name != best}
     own = route("generator-7", FOUR)
     own.next()
@@ -390,56 +368,43 @@ def test_a_peer_stays_where_it_is_while_its_own_broker_is_gone_or_out_of_reach()
     assert not behind_tunnel.has_others, "no other one has an address"
 
 
+BEST, SECOND = preferred("generator-7", ["broker", "broker-1"])
+TUNNELS = {BEST: "tcp://127.0.0.1:5757", SECOND: "tcp://127.0.0.1:6757"}
+ANNOUNCED = {BEST: "tcp://10.0.0.1:20000", SECOND: "tcp://10.0.0.1:20001"}
+
+
 def test_a_tunnel_is_remembered_while_the_peer_is_at_another_broker():
-    best, second = preferred("generator-7", ["broker", "broker-1"])
-    tunnels = {best: "tcp://127.0.0.1:5757", second: "tcp://127.0.0.1:6757"}
-    announced = {best: "tcp://10.0.0.1:20000", second: "tcp://10.0.0.1:20001"}
-    reachable = set(tunnels.values())
-    own = route("generator-7", tunnels, reachable=reachable)
-    assert not own.follow(announced, at=best)
-    assert own.next() == tunnels[second]
-    assert not own.follow({second: announced[second]}, at=second)
-    assert own.follow(announced, at=second), "the first one is back"
-    assert own.address == tunnels[best]
-    reachable.remove(tunnels[best])
-    assert own.next() == tunnels[second]
+    reachable = set(TUNNELS.values())
+    own = route("generator-7", TUNNELS, reachable=reachable)
+    assert not own.follow(ANNOUNCED, at=BEST)
+    assert own.next() == TUNNELS[SECOND]
+    assert not own.follow({SECOND: ANNOUNCED[SECOND]}, at=SECOND)
+    assert own.follow(ANNOUNCED, at=SECOND), "the first one is back"
+    assert own.address == TUNNELS[BEST]
+    reachable.remove(TUNNELS[BEST])
+    assert own.next() == TUNNELS[SECOND]
 
 
 def test_an_address_at_which_nobody_answered_is_not_tried_again_before_its_broker_was_gone():
     # A tunnel accepts connections even if its other end is down.
-    best, second = preferred("generator-7", ["broker", "broker-1"])
-    both = {best: "tcp://127.0.0.1:5757", second: "tcp://127.0.0.1:6757"}
-    own = route("generator-7", both)
-    assert own.next() == both[second]
-    assert not own.follow(both, at=second)
-    assert not own.follow({second: both[second]}, at=second)
-    assert own.follow(both, at=second)
-    assert own.address == both[best]
+    own = route("generator-7", TUNNELS)
+    assert own.next() == TUNNELS[SECOND]
+    assert not own.follow(TUNNELS, at=SECOND)
+    assert not own.follow({SECOND: TUNNELS[SECOND]}, at=SECOND)
+    assert own.follow(TUNNELS, at=SECOND)
+    assert own.address == TUNNELS[BEST]
 
 
-def test_tunnels_are_found_whatever_their_order():
-    best, second = preferred("generator-7", ["broker", "broker-1"])
-    announced = {best: "tcp://10.0.0.1:20000", second: "tcp://10.0.0.1:20001"}
-    tunnels = {best: "tcp://127.0.0.1:5757", second: "tcp://127.0.0.1:5758"}
-    own = route("generator-7", tunnels, reachable=set(tunnels.values()))
-    assert own.follow(announced, at=second), "the first tunnel leads to the second one"
-    assert own.address == tunnels[second]
-    assert not own.follow(announced, at=best)
-    assert own.next() == tunnels[best]
-
-
-def test_a_broker_is_known_by_the_name_that_it_has_and_not_by_an_assumed_one():
-    best, second = preferred("generator-7", ["broker", "broker-1"])
-    own = route("generator-7", {best: "tcp://127.0.0.1:5757"}, reachable={"tcp://127.0.0.1:5757"})
+def test_tunnels_are_found_whatever_their_order_and_a_broker_by_the_name_that_it_has():
+    own = route("generator-7", TUNNELS, reachable=set(TUNNELS.values()))
+    assert own.follow(ANNOUNCED, at=SECOND), "the first tunnel leads to the second one"
+    assert own.address == TUNNELS[SECOND]
+    assert not own.follow(ANNOUNCED, at=BEST)
+    assert own.next() == TUNNELS[BEST]
+    own = route("generator-7", {BEST: TUNNELS[BEST]}, reachable={TUNNELS[BEST]})
     # The tunnel leads to the other one.
-    assert not own.follow({best: "tcp://10.0.0.1:20000", second: "tcp://10.0.0.1:20001"}, at=second)
-    assert own.address == "tcp://127.0.0.1:5757"
-
-
-def test_a_peer_whose_broker_dies_passes_by_others_that_cannot_be_reached():
-    order = [FOUR[name] for name in preferred("generator-7", FOUR)]
-    assert route("generator-7", FOUR, reachable={order[3]}).next() == order[3]
-    assert route("generator-7", FOUR, reachable=set()).next() == order[1], "which may be back by then"
+    assert not own.follow(ANNOUNCED, at=SECOND)
+    assert own.address == TUNNELS[BEST]
 
 
 def test_no_more_than_four_brokers_are_probed_at_a_time():

@@ -87,16 +87,13 @@ def test_collectives_use_the_interface_of_a_trusted_network_alone() -> None:
     assert trusted == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
-@pytest.mark.parametrize("address", ["tcp://10.1.2.3:5757", "tcp://127.0.0.1:5757", "ipc:///tmp/broker.sock"])
-def test_an_address_inside_the_network_may_be_listened_at(address: str) -> None:
-    check_reach(address, setting="broker.address", network=ClusterConfig(interface="10.0.0.0/8").network)
-
-
-@pytest.mark.parametrize("address", ["tcp://0.0.0.0:5757", "tcp://*:5757", "tcp://11.0.0.1:5757", "tcp://node-1:5757"])
-def test_an_address_outside_the_network_is_refused(address: str) -> None:
+def test_an_address_outside_the_network_is_refused() -> None:
     network = ClusterConfig(interface="10.0.0.0/8").network
-    with pytest.raises(ChannelClosedError, match=r"must be .* cluster.interface \(10.0.0.0/8\), got tcp"):
-        check_reach(address, setting="broker.address", network=network)
+    for inside in ("tcp://10.1.2.3:5757", "tcp://127.0.0.1:5757", "ipc:///tmp/broker.sock"):
+        check_reach(inside, setting="broker.address", network=network)
+    for outside in ("tcp://0.0.0.0:5757", "tcp://*:5757", "tcp://11.0.0.1:5757", "tcp://node-1:5757"):
+        with pytest.raises(ChannelClosedError, match=r"must be .* cluster.interface \(10.0.0.0/8\), got tcp"):
+            check_reach(outside, setting="broker.address", network=network)
 
 
 def test_servers_take_the_ports_of_the_range_one_after_the_other_and_keep_them(

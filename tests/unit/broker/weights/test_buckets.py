@@ -64,11 +64,13 @@ def test_slots_are_ordered_aligned_disjoint_and_within_the_limit(sizes: list[int
     assert [slot.bucket for slot in slots] == sorted(slot.bucket for slot in slots)
 
 
-def test_a_tensor_larger_than_a_bucket_gets_its_own() -> None:
+def test_a_tensor_larger_than_a_bucket_gets_its_own_and_names_must_be_unique() -> None:
     tensors = [("a", torch.zeros(4)), ("big", torch.zeros(1000)), ("b", torch.zeros(4)), ("c", torch.zeros(4))]
     slots, sizes = layout(tensors, bucket_bytes=128)
     assert [(slot.bucket, slot.offset) for slot in slots] == [(0, 0), (1, 0), (2, 0), (2, 64)]
     assert sizes == [16, 4000, 80]
+    with pytest.raises(WeightTransferError, match="must be unique, got repeated: w"):
+        layout([("w", torch.ones(3)), ("w", torch.ones(3))], bucket_bytes=1024)
 
 
 def test_packing_casts_and_records_no_gradient_and_unpacked_tensors_are_views() -> None:
@@ -87,16 +89,13 @@ def test_packing_casts_and_records_no_gradient_and_unpacked_tensors_are_views() 
     assert not pack([("w", parameter)], slots, sizes)[0].requires_grad
 
 
-def test_buckets_are_overwritten_in_any_order() -> None:
+def test_buckets_are_overwritten_in_any_order_and_one_flipped_bit_changes_a_checksum() -> None:
     first = [("a", torch.ones(3)), ("b", torch.ones(100))]
     slots, sizes = layout(first, bucket_bytes=64)
     packed = pack(first, slots, sizes)
     second = [("b", torch.full((100,), 2.0)), ("a", torch.full((3,), 3.0))]
     buckets.pack(second, slots, into=packed)
     assert same(buckets.unpack(packed, slots), second[::-1])
-
-
-def test_a_checksum_is_xxh3_of_the_bytes_and_one_flipped_bit_changes_it() -> None:
     tensors = [("a", torch.ones(3)), ("b", torch.ones(100))]
     slots, sizes = layout(tensors, bucket_bytes=1024)
     left, right = (pack(tensors, slots, sizes) for _ in range(2))
@@ -120,11 +119,6 @@ def test_tensors_that_do_not_match_the_plan_are_refused(given_tensors: list[tupl
     slots, sizes = layout([("w", torch.ones(3)), ("v", torch.ones(1))], bucket_bytes=1024)
     with pytest.raises(WeightTransferError, match=message):
         pack(given_tensors, slots, sizes)
-
-
-def test_names_must_be_unique() -> None:
-    with pytest.raises(WeightTransferError, match="must be unique, got repeated: w"):
-        layout([("w", torch.ones(3)), ("w", torch.ones(3))], bucket_bytes=1024)
 
 
 @pytest.mark.parametrize(

@@ -63,12 +63,9 @@ def test_buckets_stay_mapped_exactly_while_they_exist() -> None:
         maps.get(path, sizes=[5])
 
 
-def test_dropped_buckets_leave_no_descriptor() -> None:
+def test_dropped_and_closed_buckets_leave_no_descriptor() -> None:
     path = Path(SharedBuckets([4096]).path)
     assert not path.exists()
-
-
-def test_closed_buckets_leave_no_descriptor() -> None:
     buckets = SharedBuckets([4096])
     path = Path(buckets.path)
     assert path.exists()
@@ -78,12 +75,9 @@ def test_closed_buckets_leave_no_descriptor() -> None:
     buckets.close()
 
 
-def test_weights_larger_than_the_memory_are_refused() -> None:
+def test_weights_larger_than_the_memory_and_missing_or_smaller_buckets_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightTransferError, match=r"must fit into memory .* available"):
         SharedBuckets([2**55])
-
-
-def test_missing_or_smaller_buckets_cannot_be_mapped(tmp_path: Path) -> None:
     (tmp_path / "small").write_bytes(b"abc")
     for name in ("absent", "small"):
         with pytest.raises(WeightTransferError, match="must be able to map the 1 buckets of its machine"):

@@ -102,9 +102,8 @@ def test_only_files_of_a_held_version_can_be_opened(store: SnapshotStore) -> Non
         with pytest.raises(WeightTransferError, match="must match"):
             store.read(1, name)
     fill(store, range(2, 5))
-    with pytest.raises(
-        WeightTransferError, match=r"bucket-0000\.bin of version-00000001 must be in the snapshot store"
-    ):
+    words = r"bucket-0000\.bin of version-00000001 must be in the snapshot store"
+    with pytest.raises(WeightTransferError, match=words):
         store.read(1, "bucket-0000.bin")
 
 
@@ -242,7 +241,7 @@ def test_a_changed_byte_is_refused(tmp_path: Path, index: int) -> None:
         read_all(path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_and_an_inconsistent_or_undecodable_manifest_are_refused(tmp_path: Path) -> None:
     write_version(path := tmp_path / "version-00000012")
     (path / "bucket-0002.bin").unlink()
     with pytest.raises(WeightTransferError, match=r"must have its file .*bucket-0002\.bin"):
@@ -250,6 +249,17 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     (path / "manifest.json").unlink()
     with pytest.raises(WeightTransferError, match=r"must be at .* with its manifest\.json"):
         read_all(path)
+    manifest, _ = write_version(tmp_path / "version-00000012")
+    for inconsistent in (
+        msgspec.structs.replace(manifest, checksum="0" * 16),
+        msgspec.structs.replace(manifest, checksums=[*manifest.checksums[:-1], 7]),
+        msgspec.structs.replace(manifest, bucket_bytes=[1]),
+    ):
+        with pytest.raises(WeightTransferError, match="it is damaged"):
+            snapshots.parse_manifest(msgspec.json.encode(inconsistent))
+    for content in (b"", b"{", b"[]", b'{"version": "twelve"}'):
+        with pytest.raises(WeightTransferError, match="must be readable"):
+            snapshots.parse_manifest(content)
 
 
 @pytest.mark.parametrize("size", [0, 100, 40_000])
@@ -260,41 +270,15 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path, size: int) -> None:
         read_all(path)
 
 
-def test_an_inconsistent_manifest_is_refused(tmp_path: Path) -> None:
-    manifest, _ = write_version(tmp_path / "version-00000012")
-    for inconsistent in (
-        msgspec.structs.replace(manifest, checksum="0" * 16),
-        msgspec.structs.replace(manifest, checksums=[*manifest.checksums[:-1], 7]),
-        msgspec.structs.replace(manifest, bucket_bytes=[1]),
-    ):
-        with pytest.raises(WeightTransferError, match="it is damaged"):
-            snapshots.parse_manifest(msgspec.json.encode(inconsistent))
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": "twelve"}'])
-def test_an_undecodable_manifest_is_refused(content: bytes) -> None:
-    with pytest.raises(WeightTransferError, match="must be readable"):
-        snapshots.parse_manifest(content)
-
-
-def test_a_full_disk_raises_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_a_full_disk_or_folder_that_cannot_be_created_is_named_and_leaves_nothing_behind(tmp_path: Path) -> None:
     before, _ = write_version(path := tmp_path / "version-00000012")
     update, packed = make_version(13)
-    with (
-        no_file_above(1000),
-        pytest.raises(
-            WeightTransferError,
-            match=r"version 13 \(0 MiB\) must fit into .* free\), which holds .*, got .*: free some space",
-        ),
-    ):
+    words = r"version 13 \(0 MiB\) must fit into .* free\), which holds .*, got .*: free some space"
+    with no_file_above(1000), pytest.raises(WeightTransferError, match=words):
         snapshots.write(tmp_path / "version-00000013", Manifest.of(update), packed)
     assert [file.name for file in tmp_path.iterdir()] == ["version-00000012"]
     assert snapshots.read_manifest(path) == before
-
-
-def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    update, packed = make_version(13)
     with pytest.raises(WeightTransferError, match=r"must fit into .*file"):
         snapshots.write(tmp_path / "file" / "version-00000013", Manifest.of(update), packed)
 
